@@ -194,9 +194,7 @@ def _running_order(
     for name, _ in units:
         if called.count(name) != 1:
             times = "never" if name not in called else f"{called.count(name)} times"
-            raise UsageError(
-                f"{type(model).__name__}: {name} runs {times} in a forward pass; fuyou streams it once", hint=WORKING
-            )
+            raise UsageError(f"{type(model).__name__}: {name} runs {times} in a forward pass, but must run once", hint=WORKING)
     modules = dict(units)
     for call, x in calls:
         if modules[call.name] in blocks and not x.is_floating_point():

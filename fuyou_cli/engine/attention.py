@@ -1,4 +1,4 @@
-"""Names the kernel of a model's attention: which ones torch may take on a device, and which one it takes."""
+"""Names the kernels of a model's attention: those torch may use on a device, and the one it uses."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-_KERNELS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}  # as torch numbers them
+_KERNELS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}  # torch's numbers
 
 
 def allowed_kernels(device: str, dtype: str, *, deterministic: bool = False) -> tuple[str, ...]:
-    """Returns the kernels that scaled_dot_product_attention chooses among, for compute of `dtype` on a device by name."""
+    """Returns the kernels that scaled_dot_product_attention may choose from, for compute of `dtype` on a device of this
+    name."""
     if device != "cuda":
         return "flash", "math"
     from torch.backends import cuda
@@ -26,7 +27,7 @@ def allowed_kernels(device: str, dtype: str, *, deterministic: bool = False) -> 
 
 
 class AttentionSeen(TorchFunctionMode):
-    """Hears inside which kernel torch takes for the first attention. `kernel`: its name; empty so far."""
+    """Notes which kernel torch uses for the first attention inside the context. `kernel`: its name, empty before."""
 
     def __init__(self) -> None:
         super().__init__()

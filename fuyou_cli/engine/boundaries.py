@@ -57,7 +57,7 @@ class Boundaries:
         span = self.ledger.room(stage, wait_until)
         if layout.size > align_up(span.size, RECORD_ALIGN):
             raise UsageError(
-                f"the boundary of stage {stage} takes {layout.size} bytes, planned {span.size}",
+                f"the boundary of stage {stage} takes {layout.size} bytes, but the plan has {span.size}",
                 hint="its dtype is wider than precision.compute: this model family is not supported yet",
             )
         self.ledger.stashed(stage, span, layout.size)

@@ -1,7 +1,7 @@
 """Finds how a model's own forward calls its stages, and what they return.
 
-`stage_calls` runs the forward on fake tensors, so nothing is computed and no weights are needed. A model that cannot be
-streamed is refused here, by name, before it is planned, and again if a run meets the problem.
+`stage_calls` runs the forward on fake tensors, so it computes nothing and needs no weights. It refuses a model that cannot be
+streamed, by name, before it is planned. A run refuses it again if it meets the problem.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WORKING = (
     "GPT-NeoX, Falcon, OPT, Phi-3"
 )
 
-TRIED = (2, 3)  # rows and tokens of a first look: more than one row, so that what differs between rows shows
+TRIED = (2, 3)  # rows and tokens of a first trial; with more than one row, differences between rows show
 
 
 # ---- one call --------------------------------------------------------------------------------------------------------
@@ -39,13 +39,13 @@ TRIED = (2, 3)  # rows and tokens of a first look: more than one row, so that wh
 
 @dataclass(frozen=True, slots=True)
 class StageCall:
-    """One call of a stage's own forward, without the stage's input, so that it can be repeated with other inputs."""
+    """Describes one call of a stage's own forward, without the stage's input, so that it can be repeated with other inputs."""
 
     name: str
     original: Callable[..., Any]
     rest: tuple[Any, ...]
     named: dict[str, Any]
-    key: str | None  # the keyword of the input; None: it is the first positional argument
+    key: str | None  # keyword of the input; None: the input is the first positional argument
 
     @classmethod
     def split(
@@ -95,7 +95,8 @@ def _input_key(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> str 
 
 
 def check_shared(value: Any, name: str) -> None:
-    """Refuses tensors beside the input that differ between rows or need a gradient: they would be wrong silently."""
+    """Refuses tensors beside the input that differ between rows or need a gradient, because results would be wrong without a
+    sign."""
     if isinstance(value, dict):
         for item in value.values():
             check_shared(item, name)
@@ -135,7 +136,7 @@ def boundary_of(out: Any, name: str) -> torch.Tensor:
 
 
 def with_boundary(out: Any, boundary: torch.Tensor | None, name: str) -> Any:
-    """Puts `boundary` in the structure of `out`, and nothing else: what the model's own forward gets of it."""
+    """Returns the structure of `out` with `boundary` and nothing else in it. The model's own forward gets only that."""
     if not isinstance(out, tuple):
         return boundary
     return (boundary, *(None if value is None else NotKept(name) for value in out[1:]))
@@ -145,7 +146,8 @@ def with_boundary(out: Any, boundary: torch.Tensor | None, name: str) -> Any:
 
 
 class Between(TorchDispatchMode):
-    """Finds out whether the model's own forward draws random numbers between its stages: for all rows at once."""
+    """Finds out whether the model's own forward draws random numbers between its stages. There it draws for all rows at
+    once."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -163,7 +165,7 @@ def stage_calls(
     of `shape`. Raises UsageError for a call that cannot be streamed."""
     calls: list[tuple[StageCall, torch.Tensor]] = []
     between = between or Between()
-    outputs: dict[object, Any] = {}  # blocks are alike: one of each sort is run, the others return what it returned
+    outputs: dict[object, Any] = {}  # blocks are alike: only one of each sort runs, and the others return what it returned
 
     def stand_in(module: nn.Module, name: str) -> Callable[..., Any]:
         sort = (type(module), tuple(parameter.shape for parameter in module.parameters()))
@@ -197,8 +199,9 @@ def stage_calls(
 
 
 class _NothingLeftOut(TorchFunctionMode):
-    """Has the number that a training model draws to leave out a block by chance leave out none inside: a fake one has no value
-    to look at. OPT and XGLM of transformers 5.17 draw it with layerdrop 0 as well; with others they were refused before."""
+    """Makes a training model leave out no block by chance, inside the context: it replaces the random number that decides,
+    because a fake number has no value. OPT and XGLM of transformers 5.17 draw this number even with layerdrop 0. Models with
+    another layerdrop are refused before."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.rand and args in (([],), ((),)):
@@ -207,7 +210,7 @@ class _NothingLeftOut(TorchFunctionMode):
 
 
 def _line_of_a_model(error: BaseException) -> str:
-    """Returns the line of the library's own code that looked at a value."""
+    """Returns the line of the library's own code that read a value."""
     frames = traceback.extract_tb(error.__traceback__)
     package = Path(transformers.__file__).parent
     ours = [frame for frame in frames if Path(frame.filename).is_relative_to(package)]
@@ -216,9 +219,10 @@ def _line_of_a_model(error: BaseException) -> str:
 
 @contextmanager
 def only_refusals(model: PreTrainedModel, *, shape: tuple[int, int]) -> Iterator[None]:
-    """Turns whatever a library raises inside over a model that it was not made for into an error that names the model."""
+    """Turns errors that a library raises inside the context, for a model it was not made for, into one error that names the
+    model."""
     large = f" at micro-batches of {shape[0]} x {shape[1]} tokens" if shape != TRIED else ""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")  # it logs a traceback of what it raises as well
+    logger = logging.getLogger("torch._subclasses.fake_tensor")  # it also logs a traceback of what it raises
     silenced, logger.disabled = logger.disabled, True
     try:
         yield
@@ -238,7 +242,7 @@ def _refusal(model: PreTrainedModel, reason: str, large: str = "") -> UsageError
 
 
 def refuse_by_configuration(model: PreTrainedModel) -> None:
-    """Raises UsageError for what a run on fake tensors does not show, or shows in words nobody understands."""
+    """Raises UsageError for obstacles that a run on fake tensors does not show, or shows only in unclear words."""
     text = model.config.get_text_config()
 
     def number(*names: str) -> float:
@@ -255,7 +259,7 @@ def refuse_by_configuration(model: PreTrainedModel) -> None:
 
 @contextmanager
 def replaced_forwards(forwards: dict[nn.Module, Callable[..., object]]) -> Iterator[None]:
-    """Sets `forward` on instances and undoes it. Parameter names and classes stay as they are."""
+    """Sets `forward` on instances inside the context. Parameter names and classes stay as they are."""
     for module, forward in forwards.items():
         module.forward = forward
     try:
@@ -267,7 +271,7 @@ def replaced_forwards(forwards: dict[nn.Module, Callable[..., object]]) -> Itera
 
 @contextmanager
 def _with_fake_parameters(module: nn.Module) -> Iterator[None]:
-    """Has fake tensors of their shapes for parameters inside (and inside a fake mode)."""
+    """Replaces parameters by fake tensors of their shapes inside the context (and inside a fake mode)."""
     with put_back(module):
         for holder in module.modules():
             for name, parameter in holder._parameters.items():
@@ -279,7 +283,7 @@ def _with_fake_parameters(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def put_back(module: nn.Module) -> Iterator[None]:
-    """Puts back the parameters and buffers of the beginning in the end. Some modules keep what they computed in a buffer."""
+    """Puts back the original parameters and buffers at the end. Some modules store what they computed in a buffer."""
     before = [(holder, dict(holder._parameters), dict(holder._buffers)) for holder in module.modules()]
     try:
         yield
@@ -291,8 +295,8 @@ def put_back(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def one_row_masks(model: PreTrainedModel) -> Iterator[None]:
-    """Has attention masks built inside for one row, the same for all: of the whole batch one could be gigabytes. Positions are
-    those of one document, and are not looked at: on a device that would wait for all that is submitted."""
+    """Builds attention masks for one row inside the context, the same for all rows. A mask for the whole batch could take
+    gigabytes. Positions are those of one document and are not read: on a device that would wait for all submitted work."""
     from transformers import masking_utils
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from .devices.base import Device, Moment
 
-_MOST = 1 << 16  # micro-batches of a step that are remembered
+_MOST = 1 << 16  # micro-batches of a step that are remembered at most
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """When one micro-batch computed, in monotonic seconds. `number`: its place in the visit."""
+    """Tells when one micro-batch computed, in monotonic seconds. `number`: its place in the visit."""
 
     phase: str
     stage: int
@@ -21,8 +21,8 @@ class MicroBatch:
 
 
 class Computing:
-    """Hears of a visit's micro-batches: each begins when its inputs are there, and ends when the next is asked for or the
-    visit is left."""
+    """Records a visit's micro-batches. Each begins when its inputs are there, and ends when the next is asked for or the visit
+    is left."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

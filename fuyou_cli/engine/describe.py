@@ -1,7 +1,7 @@
-"""Tells what there is to plan with about a model, whether or not the engine can train it.
+"""Describes a model for planning, whether or not the engine can train it.
 
-`fuyou plan` answers for causal language models whose blocks can be told and whose forward can be traced. Where `dissect`
-refuses, the stages are outlined and their costs estimated, and the refusal is told beside the plan.
+`fuyou plan` answers for causal language models whose blocks can be found and whose forward can be traced. If `dissect` refuses
+a model, its stages are outlined and their costs estimated, and the plan shows the refusal.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from .anatomy import Anatomy, dissect, outline
 from .inspect import inspect
 from .skeleton import EXPERT_KEYS, setting
 
-STEPS = 16  # tokens of a row in which recurrent blocks are traced
+STEPS = 16  # tokens per row when recurrent blocks are traced
 _CHOSEN_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outlined:
-    """Holds stages, and why they cannot be trained yet; None where nothing is known against it."""
+    """Holds stages, and why they cannot be trained yet (None if no reason is known)."""
 
     anatomy: Anatomy
     refusal: str | None
@@ -34,14 +34,14 @@ class Outlined:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Described:
-    """Describes a specification to plan with, and why the model cannot be trained yet; None where it can."""
+    """Holds a specification to plan with, and why the model cannot be trained yet (None if it can)."""
 
     model: ModelSpec
     refusal: str | None
 
 
 def outlined(model: PreTrainedModel, *, strict: bool = False) -> Outlined:
-    """Finds the stages of any model with blocks. `strict`: raises the UsageError of one that cannot be trained."""
+    """Finds the stages of any model with blocks. `strict`: raises the UsageError if the model cannot be trained."""
     try:
         return Outlined(anatomy=dissect(model), refusal=None)
     except UsageError as error:
@@ -51,7 +51,8 @@ def outlined(model: PreTrainedModel, *, strict: bool = False) -> Outlined:
 
 
 def specified(known: Outlined, *, dtype: str, micro_batch_size: int, max_seq_len: int, head_chunk_tokens: int) -> Described:
-    """Specifies the model at micro-batches of (micro_batch_size, max_seq_len). Raises UsageError where it cannot be traced."""
+    """Returns the model's specification at micro-batches of (micro_batch_size, max_seq_len). Raises UsageError if it cannot be
+    traced."""
     specify = inspect if known.refusal is None else estimate
     model = specify(
         known.anatomy,
@@ -74,7 +75,7 @@ def _counted(model: ModelSpec, anatomy: Anatomy) -> ModelSpec:
 
 
 def _kept_in_float32(model: PreTrainedModel) -> int:
-    """Counts elements that a bfloat16 model of this family has in float32: made so, or listed by its class."""
+    """Counts elements that a bfloat16 model of this family keeps in float32: created so, or listed by its class."""
     listed = [re.compile(re.escape(part).replace(r"\*", ".*")) for part in model._keep_in_fp32_modules_strict or ()]
     return sum(
         parameter.numel()
@@ -87,10 +88,11 @@ def _kept_in_float32(model: PreTrainedModel) -> int:
 
 
 def estimate(anatomy: Anatomy, *, dtype: str, micro_batch_size: int, max_seq_len: int, head_chunk_tokens: int) -> ModelSpec:
-    """Specifies a model that the engine cannot train: its counts are exact, the work of its blocks is by rule.
+    """Returns the specification of a model that the engine cannot train. Its counts are exact; the work of its blocks follows
+    rules.
 
-    Recurrent blocks run one step per token, so tracing a long row takes minutes: as many tokens are traced in short rows
-    instead, since what such a block keeps grows with the tokens and not with their distance.
+    Recurrent blocks run one step per token, so tracing a long row takes minutes. The same number of tokens is traced in short
+    rows instead, because what such a block keeps grows with the number of tokens and not with their distance.
     """
     rows, tokens = shape = micro_batch_size, max_seq_len
     if tokens > STEPS and _is_recurrent(anatomy):
@@ -104,7 +106,8 @@ def estimate(anatomy: Anatomy, *, dtype: str, micro_batch_size: int, max_seq_len
 
 
 def _is_recurrent(anatomy: Anatomy) -> bool:
-    """Tells whether some block may go token by token: it has no attention, or a convolution over the latest few tokens."""
+    """Tells whether some block may process one token after the other: it has no attention, or a convolution over the last few
+    tokens."""
     modules = (module for block in anatomy.modules() for module in block.modules())
     text = anatomy.model.config.get_text_config()
     return not setting(text, "num_attention_heads") or any(isinstance(module, nn.Conv1d) for module in modules)
@@ -114,7 +117,7 @@ def _is_recurrent(anatomy: Anatomy) -> bool:
 
 
 def _block_flops(stage: StageSpec, layer: int, text: PreTrainedConfig, shape: tuple[int, int]) -> float:
-    """Counts 2 per token and active parameter, and where the block attends as much per token, earlier token, head and
+    """Counts the FLOPs of a block: 2 per token and active parameter. Attention adds 2 per token, earlier token, head, and
     element of a query and of a value."""
     rows, tokens = shape
     active = stage.trainable - Mixture.of(text).inactive(stage.tensors)
@@ -123,7 +126,7 @@ def _block_flops(stage: StageSpec, layer: int, text: PreTrainedConfig, shape: tu
 
 
 def _attends(text: PreTrainedConfig, layer: int) -> bool:
-    """Tells whether a block looks at all earlier tokens, by the configuration's list of layer types where it has one."""
+    """Tells whether a block reads all earlier tokens, by the configuration's list of layer types if it has one."""
     types = getattr(text, "layer_types", None)
     if isinstance(types, (list, tuple)) and layer < len(types):
         return "attention" in types[layer] and not types[layer].startswith("linear")
@@ -131,7 +134,7 @@ def _attends(text: PreTrainedConfig, layer: int) -> bool:
 
 
 def _attended(text: PreTrainedConfig, layer: int) -> int:
-    """Returns heads times elements of a query and of a value: latent attention gives the two unequal sizes."""
+    """Returns heads times the elements of a query and of a value. In latent attention the two sizes differ."""
 
     def size(name: str) -> int:
         return int(setting(text, name, layer=layer) or 0)
@@ -148,11 +151,11 @@ def _attended(text: PreTrainedConfig, layer: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mixture:
-    """Holds experts of a block, and how many of them one token is sent to. A dense model has one.
+    """Describes the experts of a block, and how many of them process one token. A dense model has one.
 
     transformers keeps the routed experts of a block in a module named `experts`, as tensors with one slice per expert or as a
-    list of modules; shared experts have other names. Where the configuration does not say how many there are, and how many a
-    token is sent to, every parameter counts as active.
+    list of modules. Shared experts have other names. If the configuration does not say how many experts there are and how many
+    process a token, every parameter counts as active.
     """
 
     experts: int
@@ -172,17 +175,17 @@ class Mixture:
         return self.experts > 1 and of_each and tensor.shape[0] == self.experts
 
     def inactive(self, tensors: Iterable[TensorSpec]) -> int:
-        """Returns elements (padding aside) of a stage's `tensors` that the computation of one token leaves out."""
+        """Returns the elements (without padding) of a stage's `tensors` that one token does not use."""
         routed = sum(tensor.numel for tensor in tensors if self.is_routed(tensor))
         return routed * (self.experts - self.chosen) // self.experts
 
 
 def _below_experts(tensor: TensorSpec) -> str:
-    """Returns the tensor's name within a module named `experts`; empty elsewhere."""
+    """Returns the tensor's name within a module named `experts`, empty elsewhere."""
     return f".{tensor.name}".partition(".experts.")[2]
 
 
 def _first(text: PreTrainedConfig, names: tuple[str, ...]) -> int:
-    """Returns the first of these that the configuration has as a number; 0 without any."""
+    """Returns the first of these keys that the configuration has as a number, or 0."""
     values = [setting(text, name) for name in names]
     return next((value for value in values if isinstance(value, int)), 0)

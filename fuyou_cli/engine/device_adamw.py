@@ -1,7 +1,8 @@
-"""Updates weights and states that rest on a device there, bit for bit as the library does in host memory (native/src/adamw.c).
+"""Updates weights and states that rest on a device, on that device, bit for bit like the library in host memory
+(native/src/adamw.c).
 
-Every operation is one plain tensor operation with one rounding, in the library's order, and none is fused with another: no
-multiply-add, and no product with a reciprocal where a quotient is meant (torch takes one for a divisor on the host, on a GPU).
+Every operation is one plain tensor operation with one rounding, in the library's order. None is fused with another: there is no
+multiply-add, and no multiplication by a reciprocal in place of a division (torch does that on a GPU for a divisor on the host).
 Products, sums, quotients and roots of float32 are rounded alike everywhere, denormals included.
 """
 
@@ -19,21 +20,21 @@ from ..planner.device import UPDATE_SCRATCH
 from ..swap.daemon import Segment
 from .updates import Scalars
 
-_LOST = 0x7F800000 - 0x8000  # of a master's bits without their sign: from here on it is not finite when rounded to bfloat16
+_LOST = 0x7F800000 - 0x8000  # bits of a master without the sign; from this value on it is not finite when rounded to bfloat16
 _LOST_WIDE = 0x7F800000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceState:
-    """Holds what one update reads and writes of a stage: 1-D tensors of the same length on the device."""
+    """Holds what one update of a stage reads and writes: 1-D tensors of the same length on the device."""
 
-    weights: torch.Tensor  # bfloat16, or float32: then they are the masters
-    remainder: torch.Tensor | None  # int16, beside bfloat16 weights
+    weights: torch.Tensor  # bfloat16, or float32 (then they are the masters)
+    remainder: torch.Tensor | None  # int16, only with bfloat16 weights
     momentum: torch.Tensor
     variance: torch.Tensor
 
     def part(self, begin: int, end: int) -> DeviceState:
-        """Returns the same of parameters [begin, end)."""
+        """Returns the same for parameters [begin, end)."""
         rest = None if self.remainder is None else self.remainder[begin:end]
         return DeviceState(
             weights=self.weights[begin:end],
@@ -50,7 +51,7 @@ class _Rounded:
     scale: float
     decay: float
     blend: float
-    from_gradient: bool  # momentum is blended from the gradient on, as torch's lerp does, to stay monotonic
+    from_gradient: bool  # blend momentum starting from the gradient, like torch's lerp, so that it stays monotonic
     beta2: float
     one_less_beta2: float
     correction: float
@@ -88,9 +89,9 @@ class DeviceAdamW:
     def update(
         self, state: DeviceState, gradients: torch.Tensor, scalars: Scalars, segments: Sequence[Segment]
     ) -> torch.Tensor:
-        """Updates `state` in place behind the compute submitted so far. `gradients`: 1-D, bfloat16 or float32; they are not
-        changed. Parameters of no segment keep every value. Returns the largest bits of a master without its sign, a 0-D
-        tensor of int32 on the device that stays as it is until the next call: see `is_lost`."""
+        """Updates `state` in place after the compute submitted so far. `gradients`: 1-D, bfloat16 or float32; not changed.
+        Parameters outside all segments keep every value. Returns the largest bits of a master without its sign, a 0-D int32
+        tensor on the device that is valid until the next call (see `is_lost`)."""
         self._worst.zero_()
         for segment in segments:
             rounded = _Rounded.of(scalars, segment.weight_decay)
@@ -126,12 +127,13 @@ class DeviceAdamW:
 
 
 def is_lost(worst: int, *, narrow: bool) -> bool:
-    """Tells whether a master of these bits is not finite, or not as a bfloat16 (`narrow`)."""
+    """Tells whether a master with these bits is not finite, or not finite as bfloat16 (`narrow`)."""
     return worst >= (_LOST if narrow else _LOST_WIDE)
 
 
 def _root(values: torch.Tensor, roots: torch.Tensor) -> None:
-    """Takes square roots. On a GPU torch's are rounded as IEEE 754 says; on the host they are MKL's, which are not."""
+    """Takes square roots. On a GPU torch rounds them as IEEE 754 says. On the host they are MKL's, which are rounded
+    differently."""
     if values.is_cpu:
         np.sqrt(values.numpy(), out=roots.numpy())
     else:
@@ -145,7 +147,7 @@ def _join(weights: torch.Tensor, remainder: torch.Tensor, master: torch.Tensor, 
 
 
 def _split(bits: torch.Tensor, weights: torch.Tensor, remainder: torch.Tensor, spare: torch.Tensor) -> None:
-    """Splits masters: shifted back arithmetically, both halves are within int16, so that no conversion has to cut."""
+    """Splits masters. Both halves, after an arithmetic shift back, fit in int16, so no conversion has to cut."""
     torch.add(bits, 0x8000, out=spare)
     weights.view(torch.int16).copy_(spare.bitwise_right_shift_(16))
     bits.bitwise_left_shift_(16)

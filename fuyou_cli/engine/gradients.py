@@ -1,11 +1,11 @@
-"""Takes gradients from compute to their update: sums them where the device computes, copies them to the host, hands them
+"""Brings gradients from compute to their update: sums them where the device computes, copies them to the host, and hands them
 over.
 
 Each parameter's gradient is added as soon as autograd has it, then dropped, so only one tensor's gradient exists beside the
-sum. The order of additions is the order of micro-batches: it is part of the numerics.
+sum. Additions follow the order of micro-batches, which is part of the numerics.
 
-On device cpu a stage's gradients are summed where they rest. A device with its own memory sums and squares them in spans
-that take turns with their downloads. What follows a download runs in `advance` or `settle`.
+On device cpu a stage's gradients are summed where they rest. A separate device sums and squares them in spans that are reused
+after their downloads. What follows a download runs in `advance` or `settle`.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from .moves import Waiting
 from .skeleton import TORCH_DTYPE
 
 PIECE = 1 << 19  # elements added at once
-LOOK = "lower optimizer.lr or look at the data of this step"  # where a step's numbers are not finite
+LOOK = "lower optimizer.lr or look at the data of this step"  # the remedy if a step's numbers are not finite
 
 HandOver = Callable[[int, torch.Tensor, list[float]], None]  # (stage, its gradients where they rest, squares of each tensor)
 
 
 @dataclass(slots=True)
 class GradientSum:
-    """The gradients of one stage in one flat tensor (host or device memory), laid out like its weights."""
+    """Holds the gradients of one stage in one flat tensor (host or device memory), laid out like its weights."""
 
     stage: StageSpec
     flat: torch.Tensor
@@ -69,7 +69,7 @@ class GradientSum:
 
     @contextmanager
     def collecting(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Sends gradients of the stage's installed parameters, inside, to the sum instead of `.grad`."""
+        """Adds gradients of the stage's installed parameters to the sum, inside the context, instead of setting `.grad`."""
 
         def collect(index: int) -> object:
             def hook(parameter: torch.Tensor) -> None:
@@ -87,7 +87,7 @@ class GradientSum:
                 hook.remove()  # type: ignore[attr-defined]
 
     def complete(self) -> None:
-        """Zeroes parameters no gradient came for, and the padding between tensors: the update reads them all."""
+        """Zeroes parameters without a gradient, and the padding between tensors, because the update reads them all."""
         end = 0
         for index, spec in enumerate(self.stage.tensors):
             self.flat[end : spec.offset].zero_()
@@ -98,7 +98,7 @@ class GradientSum:
 
 
 def add_in_pieces(target: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Adds in place. torch on the CPU first copies a gradient of another dtype: by pieces the copy stays in the cache."""
+    """Adds in place. torch on the CPU first copies a gradient of another dtype; in pieces the copy stays in the cache."""
     if gradient.dtype == target.dtype or target.device.type != "cpu" or not gradient.dim():
         target.add_(gradient)
         return
@@ -113,10 +113,10 @@ def add_in_pieces(target: torch.Tensor, gradient: torch.Tensor) -> None:
 def squared_norm(
     stage: StageSpec, squares: Sequence[float], summed: torch.Tensor, *, step: int, changed: bool, reached: set[str]
 ) -> float:
-    """Sums the squares of a stage's gradients, tensor by tensor in order. `squares`: of every tensor, as the device has summed
-    them; `summed`: the gradients, where they rest. Names of tensors with a gradient that is not zero are added to `reached`.
+    """Sums the squares of a stage's gradients, tensor by tensor in order. `squares`: of every tensor, as the device summed
+    them; `summed`: the gradients, where they rest. Adds the names of tensors with a gradient other than zero to `reached`.
 
-    Raises NumericsError naming the tensor when a value is not finite. `changed`: whether an update of the step has begun.
+    Raises NumericsError naming the tensor if a value is not finite. `changed`: an update of the step has begun.
     """
     total = 0.0
     for spec, value in zip(stage.tensors, squares, strict=True):
@@ -141,7 +141,7 @@ def _nonfinite(spec: TensorSpec, summed: torch.Tensor) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Holds device memory (uint8) of one sum. `used`: the end of the compute that read or wrote it last."""
+    """Holds device memory (uint8) for one sum. `used`: the end of the last compute that read or wrote it."""
 
     memory: torch.Tensor
     used: Event | None = None
@@ -149,7 +149,7 @@ class _Span:
 
 @dataclass(frozen=True, slots=True)
 class _Ahead:
-    """Holds a sum that is on its way to the device, to be summed on in a visit to come."""
+    """Describes a sum on its way to the device, where a later visit continues it."""
 
     memory: torch.Tensor
     arrived: Event
@@ -157,11 +157,11 @@ class _Ahead:
 
 @dataclass(frozen=True, slots=True)
 class _Download:
-    """Holds gradients on their way to the host: the device span they leave, their squares, and what follows."""
+    """Describes gradients on their way to the host: the device span they leave, their squares, and what follows."""
 
     event: Event
-    squares: Squares | None  # None: nobody asks for them
-    span: _Span | None  # None: they stay where they rest, on the device
+    squares: Squares | None  # None: they are not needed
+    span: _Span | None  # None: they rest on the device
     arrived: Callable[[list[float]], None]
 
     def done(self) -> bool:
@@ -174,7 +174,7 @@ class _Download:
 
 
 class GradientSums:
-    """The sums under way, by stage. Complete ones are passed to `hand_over`."""
+    """Holds the sums under way, by stage. Passes complete ones to `hand_over`."""
 
     def __init__(
         self,
@@ -193,7 +193,7 @@ class GradientSums:
         self._hand_over, self._waiting = hand_over, waiting
         self._dtype = TORCH_DTYPE[plan.numerics.accumulate_dtype]
         self._sums: dict[int, GradientSum] = {}
-        self._touched: dict[int, set[int]] = {}  # of sums that rest, the parameters with a gradient
+        self._touched: dict[int, set[int]] = {}  # sums that rest: the parameters that have a gradient
         self._ahead: dict[int, _Ahead] = {}
         self._spans = self._open_spans(ITEM_SIZE[plan.numerics.accumulate_dtype], plan.sweeps)
         longest = max(tensor.numel for stage in model.stages for tensor in stage.tensors) if device.separate else 0
@@ -201,7 +201,7 @@ class GradientSums:
         self._downloads: list[_Download] = []
 
     def _open_spans(self, item: int, sweeps: int) -> list[_Span]:
-        """Opens spans on a separate device, which take turns with what crosses."""
+        """Opens spans on a separate device. They are used in turn, beside copies."""
         if not self.device.separate:
             return []
         resting = {stage for stage, home in self._states.homes.items() if home.gradients is not None}
@@ -209,8 +209,7 @@ class GradientSums:
         return [_Span(self.device.empty(largest * item)) for _ in range(summing_spans(self.model, resting, sweeps))]
 
     def begin(self, owner: int) -> None:
-        """Sends the sum that the next visit goes on with to a separate device, if it rests in host memory again and a span is
-        free."""
+        """Uploads the sum that the next visit continues, if it rests in host memory and a span is free."""
         record = self.residency.records[owner]
         back = record.gradients == "resumed" and record.gradient_read is None and self._states.gradients(owner) is None
         if back and owner not in self._sums and owner not in self._ahead and self._spans:
@@ -224,8 +223,8 @@ class GradientSums:
         self._ahead[owner] = _Ahead(place.memory, self.device.upload(host, flat, after=place.used, bulk=True))
 
     def open(self, owner: int, *, resume: bool = False) -> GradientSum | None:
-        """Begins the sum of the gradients of stage `owner`, or goes on with it, in the slot it has taken; None for a stage
-        without parameters. With `resume` it goes on from what rested at the gradients' home."""
+        """Begins or continues the sum of the gradients of stage `owner`, in the slot it has taken. Returns None for a stage
+        without parameters. With `resume` it continues from what rested at the gradients' home."""
         spec = self.model.stages[owner]
         if spec.params == 0:
             return None
@@ -244,7 +243,7 @@ class GradientSums:
         if not self.device.separate:
             return self.memory.tensor(span, self._dtype, params)
         if owner not in self._ahead:
-            self.residency.wait_until(lambda: bool(self._spans), GRADIENTS_ACROSS)  # the oldest download is over
+            self.residency.wait_until(lambda: bool(self._spans), GRADIENTS_ACROSS)  # until the oldest download has ended
             if not resume:
                 return self._spans.pop(0).memory.view(self._dtype)[:params]
             self._send(owner, span)
@@ -254,7 +253,7 @@ class GradientSums:
         return ahead.memory.view(self._dtype)[:params]
 
     def end(self, visit: Visit, owner: int, total: GradientSum | None) -> None:
-        """Hands over the stage's gradients at the end of a visit, or lets them rest where more is to come."""
+        """Hands over the stage's gradients at the end of a visit, or lets them rest if more will come."""
         (self.rest if visit.rest else self.close)(owner, total)
 
     def close(self, owner: int, total: GradientSum | None) -> None:
@@ -262,7 +261,7 @@ class GradientSums:
         self._bring(owner, total, partial(self._hand_over, owner), look=True)
 
     def rest(self, owner: int, total: GradientSum | None) -> None:
-        """Lets the sum rest, to which one of two users or a sweep has added its gradients, until another resumes it."""
+        """Lets the sum rest after one of two users, or a sweep, has added its gradients. Another resumes it."""
         if total is not None:
             self._touched[owner] = set(total.touched)
         self._bring(owner, total, lambda host, squares: self.residency.rest_gradients(owner), look=False)
@@ -285,11 +284,12 @@ class GradientSums:
             event = self.device.computed()
         else:
             resting = self.memory.tensor(span, self._dtype, total.stage.params)
-            event = self.device.download(total.flat, resting, bulk=True)  # first: it does not wait for the squares
+            # Submitted first, so that it does not wait for the squares.
+            event = self.device.download(total.flat, resting, bulk=True)
         squares = self.device.squares(total.flat, runs, self._lanes) if look else None
         takes_turns = self._states.gradients(owner) is None
         left = _Span(_whole(total.flat), self.device.computed()) if takes_turns else None
-        # The update reads and writes the host's weights; they stay held until the gradients have arrived.
+        # The update uses the host's weights, so they stay held until the gradients have arrived.
         record = self.residency.records[owner]
         self.residency.hold(record)
 
@@ -318,7 +318,7 @@ class GradientSums:
         download.arrived(squares)
 
     def forget(self) -> None:
-        """Gives up the step: nothing is handed over."""
+        """Gives up the step. Hands nothing over."""
         for download in self._downloads:
             download.wait()
             self._give_back(download.span)

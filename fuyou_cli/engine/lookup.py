@@ -59,7 +59,7 @@ class StepIds:
         empty if the table is not cut."""
         self.ids: torch.Tensor | None = None
         sizes = [0, *(part.numel() for part in parts)]
-        # First id of a micro-batch -> its number.
+        # Position of a micro-batch's first id -> the micro-batch's number.
         self._begins = {place: number for number, place in enumerate(accumulate(sizes))}
         rows: Sequence[tuple[int, int] | None] = pieces or [None]
         known = [[_known(part.reshape(-1), of_piece) for of_piece in rows] for part in parts]

@@ -1,8 +1,8 @@
-"""Computes logits and loss of pieces of the last hidden state, by the model's own `ForCausalLM.forward`.
+"""Computes logits and loss for pieces of the last hidden state, through the model's own `ForCausalLM.forward`.
 
-Logits are never whole. The base model is stubbed to return the piece, so that whatever the family does to its logits (scaling,
-soft-capping) is done by its own code. A head cut along the vocabulary computes some columns at a time: `TokenLoss` folds them
-into the loss of every token, and tells a second pass over the same columns their gradient.
+Logits never exist as a whole. The base model is stubbed to return the piece, so the family's own code does what it does to its
+logits (scaling, soft-capping). A head cut along the vocabulary computes some columns at a time. `TokenLoss` folds them into the
+loss of every token, and gives a second pass over the same columns their gradient.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def shifted(labels: torch.Tensor) -> torch.Tensor:
 
 
 class _OnlyPiece(BaseModelOutputWithPastAndCrossAttentions):  # type: ignore[misc]
-    """Holds what the stubbed base model returns. Whatever else a family's head hands on (caches, router logits) is None."""
+    """Holds what the stubbed base model returns. Everything else that a family's head passes on (caches, router logits) is
+    None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("_"):
@@ -44,7 +45,7 @@ class Head:
 
     @contextmanager
     def stubbed(self) -> Iterator[None]:
-        """Has the base model inside return the piece that `logits` or `loss` was given instead of computing."""
+        """Makes the base model return the piece that `logits` or `loss` was given, inside the context, instead of computing."""
 
         def stub(*args: Any, **kwargs: Any) -> _OnlyPiece:
             return _OnlyPiece(last_hidden_state=self._piece)
@@ -71,7 +72,7 @@ class Head:
         return total / normaliser
 
     def logits(self, piece: torch.Tensor) -> torch.Tensor:
-        """Computes float32 logits (rows, tokens, columns) of whatever rows of its weights the head holds now.
+        """Computes float32 logits (rows, tokens, columns) of the rows of its weights that the head holds now.
 
         piece: (rows, tokens, hidden) on the device. Only inside `stubbed`.
         """
@@ -83,7 +84,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Describes some tokens of the step's batch: rows of a micro-batch, and a cut of it."""
+    """Describes some tokens of the step's batch: rows of a micro-batch, and some tokens of these."""
 
     rows: slice
     cut: tuple[slice, slice]
@@ -91,8 +92,8 @@ class Part:
 
 @dataclass(slots=True)
 class TokenLoss:
-    """Holds, of the logits seen so far, for every token of the step's batch (float32, on the device): the maximum, the sum of
-    their exponentials relative to it, and the target's logit."""
+    """Holds, for every token of the step's batch, what the logits seen so far give (float32, on the device): their maximum, the
+    sum of their exponentials relative to it, and the target's logit."""
 
     targets: torch.Tensor  # (batch, tokens) int64, shifted
     maximum: torch.Tensor
@@ -101,12 +102,12 @@ class TokenLoss:
 
     @classmethod
     def of(cls, targets: torch.Tensor) -> TokenLoss:
-        """Makes one that has seen nothing yet. targets: (batch, tokens) on the device."""
+        """Returns one that has seen no logits yet. targets: (batch, tokens) on the device."""
         zeros = torch.zeros_like(targets, dtype=torch.float32)
         return cls(targets=targets, maximum=zeros - torch.inf, total=zeros, target=zeros.clone())
 
     def fold(self, part: Part, logits: torch.Tensor, *, first: int) -> None:
-        """Takes in columns [first, first + logits.shape[-1]) of the logits of some tokens, which it destroys."""
+        """Takes in columns [first, first + logits.shape[-1]) of the logits of some tokens. Overwrites `logits`."""
         maximum, total = self.maximum[part.rows][part.cut], self.total[part.rows][part.cut]
         column, inside = _columns(self.targets[part.rows][part.cut], first, logits.shape[-1])
         found = logits.gather(-1, column.unsqueeze(-1)).squeeze(-1)
@@ -117,7 +118,7 @@ class TokenLoss:
         maximum.copy_(higher)
 
     def losses(self) -> torch.Tensor:
-        """Returns the losses of all label tokens (1-D), once every column has been seen."""
+        """Returns the losses of all label tokens (1-D), once every column was seen."""
         losses = self.maximum + self.total.log() - self.target
         return losses[self.targets != IGNORED]
 
@@ -127,8 +128,8 @@ class TokenLoss:
         return losses.masked_fill(self.targets == IGNORED, 0.0).sum(-1, dtype=torch.float64)
 
     def gradient(self, part: Part, logits: torch.Tensor, *, first: int, normaliser: int) -> torch.Tensor:
-        """Returns the gradient of the step's mean loss with respect to these columns of the logits of some tokens. The logits
-        stay as they are."""
+        """Returns the gradient of the step's mean loss with respect to these columns of the logits of some tokens. Does not
+        change the logits."""
         targets = self.targets[part.rows][part.cut]
         maximum, total = self.maximum[part.rows][part.cut], self.total[part.rows][part.cut]
         gradient = logits.detach().sub(maximum.unsqueeze(-1)).exp_().div_(total.unsqueeze(-1))
@@ -139,20 +140,21 @@ class TokenLoss:
 
 
 def mean(losses: list[torch.Tensor], normaliser: int) -> float:
-    """Returns the losses of a step's label tokens, in their order, over `normaliser`: summed as if they came at once. Reads the
-    device."""
+    """Returns the sum of the losses of a step's label tokens, in their order and as if they came at once, over `normaliser`.
+    Reads the device."""
     of_all = losses[0] if len(losses) == 1 else torch.cat(losses)
     return float(of_all.sum(dtype=torch.float64)) / normaliser
 
 
 def _columns(targets: torch.Tensor, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns where each target is among `count` columns from `first` on (some column where it is not), and whether it is."""
+    """Returns where each target is among `count` columns from `first` on (any column if it is not there), and whether it is
+    there."""
     column = targets - first
     return column.clamp(0, count - 1), (column >= 0) & (column < count)
 
 
 def pieces(rows: int, tokens: int, chunk: int) -> Iterator[tuple[slice, slice]]:
-    """Cuts of one micro-batch (rows, tokens): whole when `chunk` is 0, else row by row in runs of at most `chunk` tokens."""
+    """Cuts one micro-batch (rows, tokens): whole if `chunk` is 0, otherwise row by row in runs of at most `chunk` tokens."""
     if chunk == 0:
         yield slice(0, rows), slice(0, tokens)
         return

@@ -1,7 +1,7 @@
-"""Describes the model without its weights: a Hugging Face causal language model whose parameters live on the meta device.
+"""Builds the model without its weights: a Hugging Face causal language model whose parameters are on the meta device.
 
-Only parameters go to meta. Buffers (rotary frequencies, embedding scales) are computed for real, because they are often
-absent from checkpoints and cannot be recovered later.
+Only parameters go to meta. Buffers (rotary frequencies, embedding scales) are computed for real, because they are often absent
+from checkpoints and cannot be computed later.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _MOST = {
 }
 _LARGEST_CONFIG = 16 << 20  # bytes
 _FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn)
-# By name: transformers puts functions of its own in the place of torch's while it builds.
+# By name, because transformers replaces torch's functions by its own while it builds.
 _FILLS = {"normal_", "uniform_", "fill_", "zero_", "constant_", "zeros_", "ones_", "kaiming_uniform_"}
 
-# What transformers and torch raise over a model or a configuration that their code was not made for.
+# Errors that transformers and torch raise for a model or a configuration that their code was not made for.
 LIBRARY_ERRORS = (
     RuntimeError, LookupError, ValueError, TypeError, AttributeError, AssertionError, ArithmeticError, ImportError,
     StrictDataclassError,
@@ -52,8 +52,9 @@ _UNREADABLE = (*LIBRARY_ERRORS, OSError)
 
 
 class _Weightless(TorchFunctionMode):
-    """Makes a tensor larger than any buffer should be on meta at once, inside: the fused experts of one block can be
-    larger than the machine's memory. Filling one on meta is left out: it takes a third of the time of building."""
+    """Creates a tensor larger than any buffer should be directly on meta, inside the mode: the fused experts of one block can
+    be larger than the machine's memory. Filling a tensor on meta is skipped, because it takes a third of the time of
+    building."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -68,7 +69,8 @@ class _Weightless(TorchFunctionMode):
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Sends every parameter that a module registers inside to meta. A real one that is never filled costs nothing before."""
+    """Sends every parameter that a module registers inside to meta. A real parameter that is never filled costs nothing before
+    that."""
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -84,7 +86,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def said(error: BaseException) -> str:
-    """Returns one line of what a library raised; a KeyError's text alone says nothing."""
+    """Returns one line for an error of a library. The text of a KeyError alone says nothing."""
     lines = str(error).strip().splitlines() or ["no details"]
     if isinstance(error, StrictDataclassError):
         return lines[-1].strip().removeprefix("ValueError: ").removeprefix("TypeError: ")
@@ -105,8 +107,8 @@ def load_config(directory: Path, *, trust_remote_code: bool = False) -> PreTrain
         method = quantized.get("quant_method") if isinstance(quantized, dict) else getattr(quantized, "quant_method", None)
         raise UsageError(
             f"{file}: the checkpoint says that it is quantized with {getattr(method, 'value', method) or 'an unnamed method'}",
-            hint="fuyou trains bfloat16 or float32 weights: name the model it was made from; if the weights are plain, take "
-            "quantization_config out of config.json",
+            hint="fuyou trains bfloat16 or float32 weights: use the model that was quantized; if the weights are not "
+            "quantized, remove quantization_config from config.json",
         )
     return config
 
@@ -116,16 +118,16 @@ def _quantization(config: PreTrainedConfig) -> Any:
 
 
 def _refuse_endless(file: Path, content: dict[str, Any]) -> None:
-    """Raises UsageError for more layers or experts, or larger sizes, than any model has: they would be built."""
+    """Raises UsageError for more layers or experts, or larger sizes, than any model has, because they would be built."""
     for section in (content, *(inner for inner in content.values() if isinstance(inner, dict))):
         for key, bound in _MOST.items():
             value = section.get(key)
             if isinstance(value, (int, float)) and not value <= bound:
-                raise UsageError(f"{file}: {key} is {value:,}: no model has so many", hint="put the file back as it was")
+                raise UsageError(f"{file}: {key} is {value:,}: no model has that many", hint="restore the original file")
 
 
 def setting(text: PreTrainedConfig, name: str, *, layer: int = 0) -> Any:
-    """Returns a value of a configuration, of this layer where layers differ in it; None without one."""
+    """Returns a value of a configuration, for this layer if layers differ in it; None without one."""
     if getattr(text, "is_heterogeneous", False) and layer < len(text.per_layer_config):
         text = text.per_layer_config[layer]
     return getattr(text, name, None)
@@ -140,7 +142,7 @@ def build(config: PreTrainedConfig, *, dtype: str, attention: str, trust_remote_
         options["trust_remote_code"] = trust_remote_code
         with _parameters_on_meta(), _Weightless():
             model = AutoModelForCausalLM.from_config(config, **options)
-        if any(buffer.is_meta for buffer in model.buffers()):  # one was as large as that
+        if any(buffer.is_meta for buffer in model.buffers()):  # one buffer was too large
             with _parameters_on_meta():
                 model = AutoModelForCausalLM.from_config(config, **options)
     except LIBRARY_ERRORS as error:
@@ -159,8 +161,8 @@ def build(config: PreTrainedConfig, *, dtype: str, attention: str, trust_remote_
 
 
 def _supports_sdpa(config: PreTrainedConfig) -> bool:
-    """Tells whether sdpa computes the model: not where logits of attention are capped. It leaves that out, whatever the model's
-    class of transformers 5.17 says."""
+    """Tells whether sdpa computes the model correctly. It does not if attention logits are capped: sdpa leaves the cap out,
+    whatever the model's class in transformers 5.17 says."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:

@@ -1,7 +1,7 @@
-"""Describes a streamed stage: the model's own forward calls it, and the passes compute it, forward and backward.
+"""Streams stages: the model's own forward calls a stage, and the passes compute it, forward and backward.
 
-The model's own forward stays the choreography. Its stages get their `forward` replaced on the instance (undone on
-close); what flows between them are whole-batch tensors, in host memory or on the device.
+The model's own forward stays in charge of the order. Its stages get their `forward` replaced on the instance (undone on close).
+Between them pass whole-batch tensors, in host memory or on the device.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from .compiled import CompiledBlocks
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a stage's own forward, to be repeated per micro-batch: `run(x)` with the other arguments bound."""
+    """Describes one call of a stage's own forward that can be repeated per micro-batch: `run(x)` with the other arguments
+    bound."""
 
     stage: int
     run: Callable[[torch.Tensor], torch.Tensor]
 
 
 class Passes(Protocol):
-    """Holds what computes a streamed stage. Tensors are whole-batch, in host memory or on the device."""
+    """Computes streamed stages. Tensors are whole-batch, in host memory or on the device."""
 
     def forward(self, call: Call, x: torch.Tensor) -> torch.Tensor: ...
 
@@ -42,8 +43,8 @@ class Passes(Protocol):
 
 @dataclass(slots=True)
 class Streamed:
-    """Describes one call of a stage in a step. `before`: where its input came from, None for ids; `gradient`: of its output, so
-    far."""
+    """Describes one call of a stage in a step. `before`: the call that made its input, None for ids; `gradient`: of its output,
+    so far."""
 
     call: Call
     ids: torch.Tensor | None
@@ -62,9 +63,10 @@ class Streamed:
 
 
 class StreamedStage(torch.autograd.Function):
-    """Describes the end of the model's own graph behind a stage: it only takes the gradient that arrives there.
+    """Ends the model's own graph behind a stage. Its backward only collects the gradient that arrives there.
 
-    `anchor` requires grad, so that the output does; `x` does not, so that the graph goes no further."""
+    `anchor` requires grad, so that the output does too. `x` does not, so that the graph goes no further.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, x: torch.Tensor, streamed: Streamed, passes: Passes) -> torch.Tensor:
@@ -78,9 +80,9 @@ class StreamedStage(torch.autograd.Function):
 
 
 class Tape:
-    """Describes the stages' calls of one step, in order, and the way back through them.
+    """Records the stages' calls of one step, in order, and walks back through them.
 
-    The walk is ours and not autograd's: on a GPU autograd runs nodes on a thread of its own, where no signal is heard. It runs
+    The walk is not left to autograd: on a GPU autograd runs nodes on its own thread, which no signal reaches. Autograd runs
     only what the model's own forward does between two stages.
     """
 
@@ -92,7 +94,7 @@ class Tape:
         self._calls.clear()
 
     def run(self, call: Call, x: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
-        """Runs the stage on `x`, remembers the call and returns the output."""
+        """Runs the stage on `x`, records the call and returns the output."""
         edge = get_gradient_edge(x) if x.requires_grad else None
         streamed = Streamed(call, None if x.is_floating_point() else x, edge)
         self._calls.append(streamed)
@@ -109,8 +111,8 @@ class Tape:
 
     @torch.no_grad()
     def backward(self) -> None:
-        """Visits the stages in reverse, from the gradients handed on so far. Of whole-batch tensors it holds none: each is as
-        large as a boundary."""
+        """Visits the stages in reverse, from the gradients handed on so far. It holds no whole-batch tensors, because each is
+        as large as a boundary."""
         while self._calls:
             streamed = self._calls.pop()
             gradient = self._passes.backward(streamed.call, streamed.ids, streamed.taken())
@@ -123,7 +125,8 @@ class Tape:
 def streamed_forward(
     stage: int, name: str, original: Callable[..., Any], tape: Tape, passes: Passes, device: torch.device
 ) -> Callable[..., Any]:
-    """Makes the replacement for one stage's `forward`. Every tensor beside the stage's input must be the same for all rows."""
+    """Returns the replacement for one stage's `forward`. Every tensor beside the stage's input must be the same for all
+    rows."""
     anchor = torch.zeros((), requires_grad=True)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -135,7 +138,8 @@ def streamed_forward(
         def run(part: torch.Tensor) -> torch.Tensor:
             out = call.output(part)
             boundary = boundary_of(out, name)
-            structure[:] = [with_boundary(out, None, name)]  # without tensors: they would live until the stage is done
+            # Without tensors, which would otherwise live until the stage is done.
+            structure[:] = [with_boundary(out, None, name)]
             return boundary
 
         y = tape.run(Call(stage, run), x, anchor)
@@ -145,8 +149,8 @@ def streamed_forward(
 
 
 class StreamedModel:
-    """Describes a model whose stages are handed to `passes`, until it is closed. `inside` is called in the middle of a stage's
-    forward, to begin what prefetches were fetched for: a visit of one micro-batch is long."""
+    """Hands a model's stages to `passes` until it is closed. `inside` is called during a stage's forward, to start what
+    prefetched data allows: a visit of one micro-batch is long."""
 
     def __init__(
         self,
@@ -170,7 +174,7 @@ class StreamedModel:
             self._replaced.append(stage.module)
             self._hooks += [] if compiles else stage.call_inside(inside)
             _place_buffers(stage.module, device)
-        if on_device:  # the model's own forward computes there as well
+        if on_device:  # the model's own forward also computes there
             _place_buffers(anatomy.model, device)
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""Cuts embedding and head along the vocabulary: whether a model allows it, how many rows a piece has, and the resulting
-stages.
+"""Cuts embedding and head along the vocabulary: tells whether a model allows it, how many rows a piece has, and makes the
+resulting stages.
 
-Otherwise a large vocabulary would be two stages several times the size of a block, and every slot would be as large. What
-the model's own code does to embeddings and logits is tried on small tensors, never derived from a family's name.
+Otherwise a large vocabulary would be two stages several times the size of a block, and every slot would be as large. What the
+model's own code does to embeddings and logits is tried on small tensors, never derived from a family's name.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from .lookup import is_lookup, scales_rows
 from .loss import Head
 from .skeleton import LIBRARY_ERRORS
 
-AUTO_ABOVE = 1 << 27  # elements of a vocabulary tensor: `auto` leaves smaller ones whole
-AUTO_PIECE = 1 << 26  # elements of a piece at most: about a block of a model of 1 B parameters
+AUTO_ABOVE = 1 << 27  # elements of a vocabulary tensor; `auto` leaves smaller ones whole
+AUTO_PIECE = 1 << 26  # elements of a piece at most, about a block of a model of 1 B parameters
 ROW_ALIGN = 64
 MOST_PIECES = 256
 
 
 def automatic_rows(vocabulary: int, width: int) -> int:
-    """Chooses the rows of a piece by the shape: 0 (whole) up to 2**27 elements, else equal pieces of at most 2**26."""
+    """Chooses the rows of a piece from the shape: 0 (whole) up to 2**27 elements, otherwise equal pieces of at most 2**26."""
     if vocabulary * width <= AUTO_ABOVE:
         return 0
     most = max(ROW_ALIGN, AUTO_PIECE // width // ROW_ALIGN * ROW_ALIGN)
@@ -62,7 +62,7 @@ def resolved_rows(anatomy: Anatomy, asked: int | Literal["auto"]) -> int:
 
 
 def _largest(anatomy: Anatomy) -> tuple[int, int]:
-    """Returns (rows, width) of the larger of embedding and head; (0, 0) where neither is a matrix."""
+    """Returns (rows, width) of the larger of embedding and head; (0, 0) if neither is a matrix."""
     ends = (anatomy.model.get_input_embeddings(), anatomy.model.get_output_embeddings())
     weights = [weight for end in ends if isinstance(weight := getattr(end, "weight", None), torch.Tensor)]
     shapes = [(int(weight.shape[0]), int(weight.shape[1])) for weight in weights if weight.dim() == 2]
@@ -97,7 +97,8 @@ def obstacle(anatomy: Anatomy) -> str | None:
 
 
 def _logits_are_independent(anatomy: Anatomy, head: nn.Linear) -> bool:
-    """Tells whether the model's own forward treats columns of the logits one by one: a softmax or a mask of some does not."""
+    """Tells whether the model's own forward treats each column of the logits by itself. A softmax, or a mask over some columns,
+    does not."""
     model, vocabulary = anatomy.model, head.out_features
     logits = torch.arange(2.0 * vocabulary).sin().view(1, 2, vocabulary) * torch.linspace(5, 60, vocabulary)
     hidden = torch.zeros(1, 2, head.in_features, dtype=head.weight.dtype)
@@ -122,7 +123,8 @@ def _logits_are_independent(anatomy: Anatomy, head: nn.Linear) -> bool:
 
 
 def cut_vocabulary(anatomy: Anatomy, rows: int) -> Anatomy:
-    """Makes embedding and head of a model without obstacle stages of at most `rows` rows each; with 0 it stays as it is."""
+    """Cuts embedding and head of a model without obstacle into stages of at most `rows` rows each. With 0 it changes
+    nothing."""
     if rows == 0:
         return anatomy
     embedding, head = anatomy.model.get_input_embeddings(), anatomy.model.get_output_embeddings()

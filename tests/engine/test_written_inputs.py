@@ -14,7 +14,7 @@ from fuyou_cli.core.errors import UsageError
 from .families import llama
 from .rig import Rig, Shape, Subject, unequal
 
-REFUSED = r"^layers.0 \(LlamaDecoderLayer\) writes into its own input \(aten.mul_\), which backward needs as it was$"
+REFUSED = r"^layers.0 \(LlamaDecoderLayer\) writes into its own input \(aten.mul_\), which backward needs unchanged$"
 
 
 def _subject(monkeypatch: pytest.MonkeyPatch, *, in_place: bool) -> Subject:

@@ -151,8 +151,8 @@ class _Keeping(Operators):
             return func(*args, **kwargs)
         if spec.kind != kind:
             raise UsageError(
-                f"operator {index} of a stage is {kind} here, the plan was made for {spec.name}",
-                hint="set offload.activations=recompute, which asks nothing of a model's operators",
+                f"operator {index} of a stage is {kind}, but the plan was made for {spec.name}",
+                hint="set offload.activations=recompute, which does not depend on the model's operators",
             )
         place, out = self._stage.places[index], None
         if place.direct and not spec.overwritten:
@@ -180,7 +180,7 @@ class _Keeping(Operators):
             raise UsageError(
                 f"{name_of(func)} changes the output of {self._computed_there[storage].name}, or one beside it, in place, "
                 "which the plan did not expect",
-                hint="set offload.activations=recompute, which asks nothing of a model's operators",
+                hint="set offload.activations=recompute, which does not depend on the model's operators",
             )
 
     def _keep(self, spec: OperatorSpec, out: Any) -> Output:
@@ -196,7 +196,7 @@ class _Keeping(Operators):
             size = value.numel() * value.element_size()
             if end + size > memory.numel():
                 raise UsageError(
-                    f"the output of {spec.name} takes {end + size} bytes here, planned {memory.numel()}",
+                    f"the output of {spec.name} takes {end + size} bytes, but the plan has {memory.numel()}",
                     hint="set offload.activations=recompute, which keeps no outputs",
                 )
             values.append(resting)

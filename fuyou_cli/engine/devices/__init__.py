@@ -1,4 +1,4 @@
-"""Holds the places to compute: `Device` is the interface, and device cpu; emulated and cuda have memory of their own."""
+"""Holds the places to compute. `Device` is the interface, and device cpu; emulated and cuda have their own memory."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from .base import Device
 
 
 def open_device(kind: str, *, memory: int | None = None) -> Device:
-    """Opens the device a plan names: "cpu", "emulated" or "cuda". `memory`: bytes of its own that it may have in use; what is
-    asked for beyond them raises torch.OutOfMemoryError."""
+    """Opens the device that a plan names: "cpu", "emulated" or "cuda". `memory`: bytes of its own memory that it may use.
+    Requests beyond it raise torch.OutOfMemoryError."""
     if kind == "cpu":
         return Device()
     if kind == "emulated":

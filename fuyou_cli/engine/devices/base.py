@@ -1,8 +1,8 @@
-"""Describes a device as the executor sees it, and the simplest one: the host itself.
+"""Defines a device as the executor sees it, and the simplest one: the host itself.
 
-Host memory is always ordinary (pinned, where that means something) CPU tensors. A device with memory of its own
-(`separate`) computes on copies: uploads and downloads are ordered after what they depend on and run beside compute. On
-device cpu host memory is device memory, nothing is copied, and every event has already passed.
+Host memory is always ordinary CPU tensors (pinned, if that means something). A device with its own memory (`separate`) computes
+on copies. Uploads and downloads run after what they depend on, and beside compute. On device cpu host memory is device memory,
+nothing is copied, and every event has already passed.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ import torch
 from ...spec.model import Dtype
 from ...swap.kernels import sum_squares
 
-MOST_COPIES = 1 << 14  # that are remembered until somebody asks
-PIECE = 32 << 20  # bytes: 1.5 ms of PCIe 4, a quarter of a micro-batch's forward; what a copy costs to begin is nothing to it
+MOST_COPIES = 1 << 14  # copies that are remembered until the caller asks
+PIECE = 32 << 20  # bytes: 1.5 ms of PCIe 4, a quarter of a micro-batch's forward; starting a copy costs far less
 
-Moment = Callable[[], float]  # tells when something was, in monotonic seconds; may wait for it
-Run = tuple[int, int]  # of values: the first, and how many
+Moment = Callable[[], float]  # returns when something happened, in monotonic seconds; may wait for it
+Run = tuple[int, int]  # a run of values: the first, and how many
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copy:
-    """One copy between host and device, and when it ran on the monotonic clock (seconds)."""
+    """Describes one copy between host and device, and when it ran on the monotonic clock (seconds)."""
 
-    up: bool  # to the device; else back
+    up: bool  # True: to the device; False: back
     begin: float
     end: float
     bytes: int
 
 
 class Event:
-    """A point in a device's work. This base class stands for work that was done before the call returned."""
+    """Marks a point in a device's work. This base class stands for work that was done before the call returned."""
 
     def wait(self) -> None:
         """Makes compute submitted from now on run after this point."""
@@ -45,48 +45,50 @@ class Event:
         """Waits until this point has passed."""
 
     def done(self) -> bool:
-        """Returns whether this point has passed already. Never waits."""
+        """Tells whether this point has passed already. Never waits."""
         return True
 
 
 class Squares(Protocol):
-    """Sums of squares of runs of values, in double: infinite or NaN where a value is not finite."""
+    """Holds sums of squares of runs of values, in double. A sum is infinite or NaN if a value is not finite."""
 
     def done(self) -> bool:
-        """Returns whether the sums are there. Never waits."""
+        """Tells whether the sums are there. Never waits."""
 
     def result(self) -> list[float]:
         """Returns one sum per run, in order. Waits until they are there."""
 
 
 class Device:
-    """One place to compute. This base class is device cpu."""
+    """Computes, and copies between host and device. This base class is device cpu."""
 
     name = "cpu"
     torch_device = torch.device("cpu")
     separate = False
 
     def empty(self, size: int) -> torch.Tensor:
-        """Takes `size` bytes of device memory (uint8, 1-D), to be viewed by dtype. Raises torch.OutOfMemoryError beyond what
-        the device was opened with."""
+        """Allocates `size` bytes of device memory (uint8, 1-D), to be viewed by dtype. Raises torch.OutOfMemoryError beyond
+        what the device was opened with."""
         return torch.empty(size, dtype=torch.uint8)
 
     def empty_like(self, host: torch.Tensor) -> torch.Tensor:
-        """Takes device memory for a copy of `host`, of its shape and strides."""
+        """Allocates device memory for a copy of `host`, with its shape and strides."""
         return torch.empty_strided(host.shape, host.stride(), dtype=host.dtype)
 
     def told(self, host: torch.Tensor) -> torch.Tensor:
-        """Returns what is small (ids, targets) on the device. May wait for all that is submitted: asked for before that."""
+        """Returns a small tensor (ids, targets) on the device. It may wait for all submitted work, so call it before
+        submitting."""
         return host
 
     def upload(self, host: torch.Tensor, device: torch.Tensor, *, after: Event | None = None, bulk: bool = False) -> Event:
-        """Copies after the compute that may still read `device`: what ran before `after`, or all submitted so far.
-        With `bulk` (1-D, whose memory stays) behind boundaries, in pieces: in no order with copies that are not."""
+        """Copies after the compute that may still read `device`: what was submitted before `after`, or all submitted so far.
+        With `bulk` (1-D, whose memory stays valid) it copies in pieces, after boundaries, and in no order with copies that are
+        not bulk."""
         device.copy_(host)
         return Event()
 
     def download(self, device: torch.Tensor, host: torch.Tensor, *, bulk: bool = False) -> Event:
-        """Copies after the compute submitted so far (it produces `device`). `bulk` as above."""
+        """Copies after the compute submitted so far, which produces `device`. `bulk`: as for `upload`."""
         host.copy_(device)
         return Event()
 
@@ -95,15 +97,15 @@ class Device:
         return Event()
 
     def mark(self) -> Moment:
-        """Returns a function that tells when the compute submitted so far was over, including its waits. If the device had
-        nothing left to do, that is the moment of this call."""
+        """Returns a function that tells when the compute submitted so far ended, including its waits. If the device had nothing
+        left to do, that is the moment of this call."""
         now = time.monotonic()
         return lambda: now
 
     def squares(self, flat: torch.Tensor, runs: Sequence[Run], lanes: torch.Tensor) -> Squares:
-        """Sums runs of `flat` (1-D, in device memory), after the compute submitted so far; `flat` stays as it is until they are
-        there. The order of additions is fixed: the same bits on every device of this kind. `lanes`: device memory to compute
-        in, 8 bytes for each of the `square_lanes` of the longest run, for this call alone; on device cpu none is needed."""
+        """Sums runs of `flat` (1-D, in device memory), after the compute submitted so far. Do not change `flat` until the sums
+        are there. The order of additions is fixed: every device of this kind gives the same bits. `lanes`: device memory to
+        compute in, 8 bytes for each of the `square_lanes` of the longest run, used only by this call. Device cpu needs none."""
         known = Future[list[float]]()
         known.set_result(squares_of(flat, runs))
         return known
@@ -115,13 +117,14 @@ class Device:
         return known
 
     def pin(self, host: torch.Tensor) -> int:
-        """Registers host memory for direct transfers, for as long as the device is open. Returns the bytes that could not be:
-        copies of those pass through a small staging buffer."""
+        """Registers host memory for direct transfers, for as long as the device is open. Returns the bytes that could not be
+        registered; copies of those pass through a small staging buffer."""
         return 0
 
     def seed(self, seed: int) -> None:
         """Seeds the generators that compute on this device draws from."""
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed formats a stack for every backend not started: 0.3 ms
+        # Torch.manual_seed would format a stack for every backend that is not started: 0.3 ms.
+        torch.default_generator.manual_seed(seed)
 
     def random_state(self) -> object:
         return torch.get_rng_state()
@@ -135,26 +138,26 @@ class Device:
         return []
 
     def memory(self) -> int:
-        """Returns bytes of device memory in use; 0 on device cpu."""
+        """Returns the bytes of device memory in use, 0 on device cpu."""
         return 0
 
     def peak_memory(self) -> int:
-        """Returns the most bytes of device memory in use so far; 0 on device cpu."""
+        """Returns the most bytes of device memory in use so far, 0 on device cpu."""
         return 0
 
     def free_memory(self) -> int | None:
-        """Returns the bytes that can still be allocated, or None on device cpu and if the device cannot say."""
+        """Returns the bytes that can still be allocated. It is None on device cpu, and if the device cannot tell."""
         return None
 
     def synchronize(self) -> None:
         """Waits until all compute and copies submitted so far have finished."""
 
     def close(self) -> None:
-        """Releases the host memory it registered. Work under way has failed or is over, so nothing is raised for it."""
+        """Releases the host memory it registered. Work under way has failed or ended, so nothing is raised for it."""
 
 
 def squares_of(flat: torch.Tensor, runs: Sequence[Run]) -> list[float]:
-    """Sums squares by the library, on this thread and without the GIL: a fixed tree per run."""
+    """Sums squares with the native library, on this thread and without the GIL, as a fixed tree per run."""
     memory, item = flat.view(torch.uint8).numpy().data, flat.element_size()
     dtype: Dtype = "bfloat16" if flat.dtype == torch.bfloat16 else "float32"
     return [sum_squares(memory[first * item : (first + count) * item], dtype)[0] for first, count in runs]
@@ -163,8 +166,8 @@ def squares_of(flat: torch.Tensor, runs: Sequence[Run]) -> list[float]:
 def in_pieces(source: torch.Tensor, target: torch.Tensor, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Cuts a copy (both 1-D) into copies of at most `size` bytes each, in order.
 
-    Nobody waits soon for weights and gradients, hundreds of MiB a stage; compute waits next for a micro-batch's boundary, which
-    is small. So of what a direction carries, at most `PIECE` bytes of large copies are before a boundary.
+    Weights and gradients are hundreds of MiB per stage, and nothing waits for them soon. A micro-batch's boundary is small, and
+    compute waits for it next. So at most `PIECE` bytes of large copies are before a boundary in each direction.
     """
     count = max(1, size // source.element_size())
     return list(zip(source.split(count), target.split(count), strict=True))

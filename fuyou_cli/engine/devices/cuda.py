@@ -1,11 +1,11 @@
-"""Describes a CUDA device: copy streams beside the compute stream, two each way (`cuda_copies`), events between them, the arena
-pinned.
+"""Defines a CUDA device: two copy streams each way beside the compute stream (`cuda_copies`), events between them, and a pinned
+arena.
 
-Correct first: uploads wait for compute that may still read their target, downloads wait for compute that produces their
-source. A target fresh from torch's allocator may be memory that compute submitted so far still uses: such an upload waits for
-all of it. Only one to memory that stays is asked for behind an earlier point, its last reader. Host memory is registered with
-cudaHostRegister, because torch's own pinned allocator rounds sizes up to powers of two. What no GPU has confirmed yet is listed
-in CHANGELOG.md.
+Correctness comes first: uploads wait for compute that may still read their target, downloads wait for compute that produces
+their source. A target fresh from torch's allocator may be memory that submitted compute still uses, so such an upload waits for
+all compute. Only an upload to memory that stays allocated may be submitted behind an earlier point, its last reader. Host
+memory is registered with cudaHostRegister, because torch's own pinned allocator rounds sizes up to powers of two. CHANGELOG.md
+lists what no GPU has confirmed yet.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from .pinned import STAGING, PinnedMemory, Staging
 
 
 def free_memory() -> int:
-    """Returns bytes of the current card that this process could still fill: what nobody has, and what its own allocator keeps
-    without using it. A context is made where there is none."""
+    """Returns the bytes of the current card that this process could still fill: free memory, and what its own allocator holds
+    without using it. Creates a context if there is none."""
     return int(torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated())
 
 
@@ -34,11 +34,11 @@ def _register(address: int, size: int) -> bool:
 
 
 def _unregister(address: int) -> None:
-    torch.cuda.cudart().cudaHostUnregister(address)  # what it returns of a context that has failed is told already
+    torch.cuda.cudart().cudaHostUnregister(address)  # its result is ignored: a context that has failed was reported before
 
 
 class CudaSquares:
-    """Holds squares on their way to pinned memory of their own."""
+    """Holds squares on their way to their own pinned memory."""
 
     def __init__(self, host: torch.Tensor, arrived: CudaEvent) -> None:
         self._host, self._arrived = host, arrived
@@ -64,22 +64,23 @@ class CudaDevice(Device):
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         total = torch.cuda.get_device_properties(self.torch_device).total_memory
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(self.torch_device)  # what measuring took before is not this run's
+        torch.cuda.reset_peak_memory_stats(self.torch_device)  # memory used by measurements before this run does not count
         torch.cuda.set_per_process_memory_fraction(1.0 if memory is None else min(1.0, memory / total), self.torch_device)
         self._ready(self.torch_device)
         self._up = torch.cuda.Stream()
         self._down = torch.cuda.Stream()
-        self._results = torch.cuda.Stream()  # of a few bytes, which must neither wait for the copies above nor hold up compute
+        # For results of a few bytes, which must neither wait for the copies above nor delay compute.
+        self._results = torch.cuda.Stream()
         self._copies = CudaCopies()
         self._bulk += [BulkCopies(self.torch_device, self._copies, up=up) for up in (True, False)]
-        self._clock = torch.cuda.Stream()  # never has work: what is recorded there passes at once
+        self._clock = torch.cuda.Stream()  # this stream never has work, so its events pass at once
         self._set_clock()
 
     def _ready(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device
         self._host = PinnedMemory(_register, _unregister)
         self._bulk: list[BulkCopies] = []  # up and down
-        self._staging: list[Staging] = []  # up and down, where not all of the host's memory could be pinned
+        self._staging: list[Staging] = []  # up and down, if not all host memory could be pinned
 
     def empty(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self.torch_device)
@@ -99,13 +100,13 @@ class CudaDevice(Device):
         return self._copy(device, host, host, self.computed(), bulk=bulk)
 
     def computed(self) -> CudaEvent:
-        return CudaEvent(torch.cuda.current_stream(), blocking=True)  # updates want the core that a spinning host would take
+        return CudaEvent(torch.cuda.current_stream(), blocking=True)  # updates need the core that a spinning host would take
 
     def mark(self) -> Moment:
         event, zero, zero_at = self.computed(), self._zero, self._zero_at
 
         def moment() -> float:
-            event.synchronize()  # sync: asked for at the end of a step, when all of it is over
+            event.synchronize()  # sync: called at the end of a step, when all of it has ended
             return zero_at + event.seconds_after(zero)
 
         return moment
@@ -124,11 +125,11 @@ class CudaDevice(Device):
         return large.submit(source, target, after) if bulk else copy(source, target)
 
     def squares(self, flat: torch.Tensor, runs: Sequence[Run], lanes: torch.Tensor) -> Squares:
-        """Computes squares on the compute stream, which nothing else waits for; the results leave on a stream of their own."""
+        """Computes squares on the compute stream, which nothing else waits for. The results leave on their own stream."""
         return self._brought(squares_in_lanes(flat, runs, lanes.view(torch.float64)))
 
     def numbers(self, values: torch.Tensor) -> Squares:
-        return self._brought(values.flatten().to(torch.float64, copy=True))  # which nobody else writes to meanwhile
+        return self._brought(values.flatten().to(torch.float64, copy=True))  # a copy that nothing else writes to
 
     def _brought(self, found: torch.Tensor) -> Squares:
         host = torch.empty(len(found), dtype=torch.float64, pin_memory=True)
@@ -139,7 +140,8 @@ class CudaDevice(Device):
         return CudaSquares(host, CudaEvent(self._results))
 
     def _set_clock(self) -> None:
-        """Notes which moment of the host's clock one of the device's is. Done often: the time since is in single precision."""
+        """Notes which moment of the host's clock equals one of the device's. Called often, because the time since then is in
+        single precision."""
         self._zero = CudaEvent(self._clock)
         self._zero.synchronize()
         self._zero_at = time.monotonic()
@@ -155,7 +157,7 @@ class CudaDevice(Device):
     def pin(self, host: torch.Tensor) -> int:
         refused = self._host.pin(host)
         if refused:
-            with suppress(RuntimeError):  # the refusal is the last error of the CUDA runtime until a launch has reported it
+            with suppress(RuntimeError):  # the refusal stays the last error of the CUDA runtime until a launch reports it
                 torch.empty(1, device=self.torch_device).fill_(0)
             for up in () if self._staging else (True, False):
                 buffers = [torch.empty(STAGING, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
@@ -163,7 +165,7 @@ class CudaDevice(Device):
         return refused
 
     def seed(self, seed: int) -> None:
-        # What torch.manual_seed does, but for the stacks that it formats for backends that are not started: 0.3 ms a time.
+        # Like torch.manual_seed, but without formatting a stack for each backend that is not started (0.3 ms each time).
         torch.default_generator.manual_seed(seed)
         for generator in torch.cuda.default_generators:
             generator.manual_seed(seed)
@@ -197,9 +199,9 @@ class CudaDevice(Device):
             staging.close()
         for bulk in self._bulk:
             bulk.close()
-        with suppress(RuntimeError):  # a context that has failed says so again: what failed is told already
+        with suppress(RuntimeError):  # a context that has failed raises again; it was reported before
             torch.cuda.synchronize(self.torch_device)
-            torch.cuda.set_per_process_memory_fraction(1.0, self.torch_device)  # the limit was this run's
+            torch.cuda.set_per_process_memory_fraction(1.0, self.torch_device)  # the limit was only for this run
         self._staging.clear()
         self._bulk.clear()
         self._host.close()

@@ -1,9 +1,9 @@
-"""Holds what CUDA copies are made of: events, and large copies handed to the device piece by piece.
+"""Makes CUDA copies: events, and large copies handed to the device piece by piece.
 
-Boundaries have a stream of their own each way and go at once. Pieces of what is large go on a second one, at most `PIECE` bytes
-of them at a time, in two halves, so that the copy engine has the next half when one ends: a boundary then waits for no more,
-however the device chooses between its streams (their priorities say nothing about copies). A thread each way hands on the next
-half when one is over, because the launching thread may stand in a wait or in a long call just then.
+Boundaries have their own stream each way and go at once. Pieces of large copies go on a second stream, at most `PIECE` bytes of
+them at a time, in two halves, so that the copy engine has the next half when one ends. A boundary then waits for no more than
+that, however the device chooses between its streams (their priorities do not affect copies). A thread for each direction hands
+over the next half when one ends, because the launching thread may be waiting or in a long call just then.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ _HALVES = 2
 
 
 class CudaEvent(Event):
-    """Wraps an event. `blocking`: who waits for it sleeps, where else a core would spin."""
+    """Wraps an event. `blocking`: the waiting thread sleeps; otherwise it keeps a core busy."""
 
     def __init__(self, stream: torch.cuda.Stream, *, blocking: bool = False) -> None:
         self._event = torch.cuda.Event(enable_timing=True, blocking=blocking)
         self._event.record(stream)
 
     def seconds_after(self, earlier: CudaEvent) -> float:
-        """Returns the seconds after another one; both have passed."""
+        """Returns the seconds after another event. Both must have passed."""
         return float(earlier._event.elapsed_time(self._event)) / 1000
 
     def before(self, stream: torch.cuda.Stream) -> None:
-        """Has what is submitted to the stream from now on run after it."""
+        """Makes work submitted to the stream from now on run after this event."""
         stream.wait_event(self._event)
 
     def wait(self) -> None:
@@ -44,13 +44,13 @@ class CudaEvent(Event):
 
 
 class BulkEvent(Event):
-    """Describes the end of a copy in pieces. Until the last of them is with the device, only the host can wait for it."""
+    """Marks the end of a copy in pieces. Until its last piece is handed to the device, only the host can wait for it."""
 
     def __init__(self, handed_on: Future[CudaEvent]) -> None:
         self._handed_on = handed_on
 
     def handed_on(self) -> CudaEvent:
-        """Returns its last piece's event, once there is one. Raises what the thread that hands on has raised."""
+        """Returns the last piece's event as soon as there is one. Raises the error of the thread that hands on."""
         return self._handed_on.result()
 
     def wait(self) -> None:
@@ -64,7 +64,7 @@ class BulkEvent(Event):
 
 
 class CudaCopies:
-    """Holds copies that a device was asked for, with when they ran: up, from, to, bytes. Threads add to them."""
+    """Holds the copies that a device was asked for, with when they ran: up, from, to, bytes. Threads add to them."""
 
     def __init__(self) -> None:
         self._copies: deque[tuple[bool, CudaEvent, CudaEvent, int]] = deque(maxlen=MOST_COPIES)
@@ -72,7 +72,7 @@ class CudaCopies:
     def make(
         self, source: torch.Tensor, target: torch.Tensor, stream: torch.cuda.Stream, *, up: bool, blocking: bool = False
     ) -> CudaEvent:
-        """Makes a copy behind what is on the stream; returns its end."""
+        """Makes a copy after what is on the stream. Returns its end."""
         begin = CudaEvent(stream)
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
@@ -82,7 +82,7 @@ class CudaCopies:
         return end
 
     def take_ended(self) -> list[tuple[bool, CudaEvent, CudaEvent, int]]:
-        """Returns those that are over, which are forgotten."""
+        """Returns the copies that have ended, and forgets them."""
         ended: list[tuple[bool, CudaEvent, CudaEvent, int]] = []
         for _ in range(len(self._copies)):
             copy = self._copies.popleft()
@@ -91,7 +91,8 @@ class CudaCopies:
 
 
 class BulkCopies:
-    """Makes large copies one way, in order. Both memories of a copy stay until it is over, which is not looked after here."""
+    """Makes large copies one way, in order. Both memories of a copy must stay valid until it has ended; this class does not
+    check it."""
 
     def __init__(self, device: torch.device, copies: CudaCopies, *, up: bool) -> None:
         self._device, self._copies, self._up = device, copies, up
@@ -106,7 +107,7 @@ class BulkCopies:
         return self._newest
 
     def _hand_on(self, source: torch.Tensor, target: torch.Tensor, after: CudaEvent) -> CudaEvent:
-        """Hands on all pieces, as those before them end; returns the end of the last one."""
+        """Hands all pieces to the device, each after earlier ones end. Returns the end of the last."""
         torch.cuda.set_device(self._device)
         after.before(self.stream)
         for piece in in_pieces(source, target, PIECE // _HALVES):

@@ -1,12 +1,12 @@
-"""Describes an emulated accelerator: memory of its own (other CPU tensors), copy engines of its own (one thread each way), and
-a thread that sums squares.
+"""Emulates an accelerator: its own memory (other CPU tensors), its own copy engines (one thread each way), and a thread that
+sums squares.
 
-Copies really run beside compute, each direction in order (boundaries before pieces of what is large) and in no order with the
-other. Device memory starts as NaN bytes, and so does the target of a copy from the moment it is asked for, so that whoever does
-not wait for it is seen.
+Copies really run beside compute. Each direction runs in order (boundaries before pieces of large copies), and the two
+directions in no order. Device memory starts as NaN bytes, and so does the target of a copy from the moment it is asked for. So
+code that does not wait for a copy is found.
 
-With rates it takes its time as well, as a GPU does that is launched ahead of: copies move at so many bytes per second, and
-compute is told how long it takes (`takes`), which copies behind it wait for and the launching thread does not.
+With rates it also takes time like a GPU whose host runs ahead. Copies move at so many bytes per second. Compute is told how
+long it takes (`takes`); copies after it wait that long, and the launching thread does not.
 """
 
 from __future__ import annotations
@@ -28,22 +28,23 @@ from .pinned import STAGING, PinnedMemory, Staging
 
 
 class ComputeClock:
-    """Tells when the compute submitted so far is over, on the monotonic clock. Without rates it is before the call returned."""
+    """Tells when the compute submitted so far ends, on the monotonic clock. Without rates it has ended before the call
+    returned."""
 
     def __init__(self) -> None:
         self.over = 0.0
 
     def reaches(self, moment: float) -> None:
-        """Lets what is submitted from now on begin no earlier."""
+        """Lets compute that is submitted from now on begin no earlier than this."""
         self.over = max(self.over, moment)
 
     def takes(self, seconds: float) -> None:
-        """Adds what was submitted last, behind the rest; the device cannot be done before its launch is."""
+        """Adds the time of what was submitted last, after the rest. The device cannot end before its launch."""
         self.over = max(self.over + seconds, time.monotonic())
 
 
 class ComputeEvent(Event):
-    """Describes a point in the emulated compute."""
+    """Marks a point in the emulated compute."""
 
     def __init__(self, moment: float) -> None:
         self.moment = moment
@@ -56,7 +57,7 @@ class ComputeEvent(Event):
 
 
 class CopyEvent(Event):
-    """Tells when a copy is over: a copy engine sets it."""
+    """Marks the end of a copy. A copy engine sets it."""
 
     def __init__(self, clock: ComputeClock) -> None:
         self._clock, self._passed = clock, threading.Event()
@@ -81,7 +82,8 @@ class CopyEvent(Event):
 
 @dataclass(eq=False, slots=True)
 class _Copying:
-    """Holds a copy asked for. `begins`: when it could, the compute before it being over; `left`: pieces still to be made."""
+    """Describes a requested copy. `begins`: when it can begin, after the compute before it; `left`: pieces still to be
+    copied."""
 
     begins: float
     left: deque[tuple[torch.Tensor, torch.Tensor]]
@@ -89,8 +91,8 @@ class _Copying:
 
 
 class CopyEngine:
-    """Copies in one direction, on a thread, copies in the order they were asked for, but that no piece of a bulk copy begins
-    while another copy could. `rate`: bytes per second, None for as fast as it goes."""
+    """Copies in one direction, on a thread, in the order of the requests. But no piece of a bulk copy begins while another copy
+    could. `rate`: bytes per second, None for as fast as possible."""
 
     def __init__(
         self, name: str, log: deque[Copy], clock: ComputeClock, *, up: bool, rate: float | None = None, piece: int = PIECE
@@ -99,13 +101,13 @@ class CopyEngine:
         self._urgent, self._bulk = deque[_Copying](), deque[_Copying]()
         self._asked = threading.Condition()
         self._closed = False
-        self._failure: RuntimeError | None = None  # why the thread takes nothing any more: nobody may wait for it
-        self._over = 0.0  # when the last piece is, at the rate: a thread that wakes late loses no time of the next one
+        self._failure: RuntimeError | None = None  # why the thread has ended: nobody may wait for it any more
+        self._over = 0.0  # when the last piece ends at the rate: a thread that wakes late takes no time from the next one
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, source: torch.Tensor, target: torch.Tensor, *, begins: float, bulk: bool) -> CopyEvent:
-        if self._rate is None:  # one that takes its time is for timing: this is the launching thread's
+        if self._rate is None:  # a device with a rate is for timing, so it does not spend the launching thread's time on this
             poison(target)
         pieces = in_pieces(source, target, self._piece) if bulk else [(source, target)]
         copying = _Copying(max(begins, time.monotonic()), deque(pieces), CopyEvent(self._clock))
@@ -123,7 +125,7 @@ class CopyEngine:
             copying = queue[0]
             try:
                 self._take(copying, *copying.left.popleft())
-            except RuntimeError as error:  # shape or dtype mismatch: re-raised by whoever waits
+            except RuntimeError as error:  # shape or dtype mismatch; raised again by whoever waits
                 copying.event.error = error
                 copying.left.clear()
             except BaseException as error:
@@ -144,7 +146,7 @@ class CopyEngine:
             self._bulk.clear()
 
     def _next(self) -> deque[_Copying] | None:
-        """Returns the queue whose first copy goes on, once one can; None at the end."""
+        """Returns the queue whose first copy goes on, as soon as one can; None at the end."""
         with self._asked:
             while True:
                 now = time.monotonic()
@@ -157,7 +159,7 @@ class CopyEngine:
                 self._asked.wait(min((queue[0].begins - now for queue in waiting), default=None))
 
     def _take(self, copying: _Copying, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Makes one piece, in its time."""
+        """Copies one piece, taking the time that the rate says."""
         begin, size = time.monotonic(), source.numel() * source.element_size()
         self.copy(source, target)
         if self._rate is not None:
@@ -175,7 +177,7 @@ class CopyEngine:
             event.synchronize()
 
     def close(self) -> None:
-        """Closes it once what was asked for is made."""
+        """Ends the thread after all requested copies."""
         with self._asked:
             self._closed = True
             self._failure = self._failure or RuntimeError("the device is closed")
@@ -184,12 +186,12 @@ class CopyEngine:
 
 
 def poison(target: torch.Tensor) -> None:
-    """Gives what computes with it before the copy has arrived NaN, or ids of no token."""
+    """Fills a copy's target with NaN, or with ids of no token, so that compute that reads it too early shows."""
     target.fill_(torch.nan if target.is_floating_point() else True if target.dtype == torch.bool else -1)
 
 
 class _Memory:
-    """Holds bytes of device memory that are alive, as a device's allocator counts them: no more than `limit`."""
+    """Counts the bytes of device memory that are alive, like a device's allocator, and refuses more than `limit`."""
 
     def __init__(self, limit: int | None) -> None:
         self.limit, self.live, self.peak = limit, 0, 0
@@ -210,9 +212,9 @@ class _Memory:
 
 
 class EmulatedDevice(Device):
-    """Emulates a device: random streams are the CPU's; memory and copies are its own. What compute allocates for itself is not
-    counted. `memory`: bytes that may be in use. `pinnable`: bytes of the host's that may be registered at a time (None: all).
-    `rates`: bytes per second up and down (None: as fast as it goes)."""
+    """Emulates a device. Random streams are the CPU's; memory and copies are its own. What compute allocates itself is not
+    counted. `memory`: bytes that may be in use. `pinnable`: bytes of host memory that may be registered at a time (None: all).
+    `rates`: bytes per second up and down (None: as fast as possible)."""
 
     name = "emulated"
     separate = True
@@ -228,7 +230,7 @@ class EmulatedDevice(Device):
         self._memory = _Memory(memory)
         self._pinnable = pinnable
         self._host = PinnedMemory(self._register, lambda address: None)
-        self._staging: list[Staging] = []  # up and down, where not all of the host's memory could be pinned
+        self._staging: list[Staging] = []  # up and down, if not all host memory could be pinned
         self._log, self._clock = deque[Copy](maxlen=MOST_COPIES), ComputeClock()
         self._up = CopyEngine("emulated-up", self._log, self._clock, up=True, rate=rates[0], piece=piece)
         self._down = CopyEngine("emulated-down", self._log, self._clock, up=False, rate=rates[1], piece=piece)
@@ -245,7 +247,7 @@ class EmulatedDevice(Device):
 
     def upload(self, host: torch.Tensor, device: torch.Tensor, *, after: Event | None = None, bulk: bool = False) -> Event:
         begins = after.moment if isinstance(after, ComputeEvent) else self._clock.over
-        copy = partial(self._up.submit, begins=begins, bulk=bulk)  # beside compute
+        copy = partial(self._up.submit, begins=begins, bulk=bulk)  # copies run beside compute
         if self._host.refuses(host):
             poison(device)
             return self._staging[0].submit(host, device, copy)
@@ -262,12 +264,12 @@ class EmulatedDevice(Device):
         return ComputeEvent(self._clock.over)
 
     def mark(self) -> Moment:
-        self._clock.reaches(time.monotonic())  # what is submitted later begins later
+        self._clock.reaches(time.monotonic())  # compute submitted later begins later
         moment = self._clock.over
         return lambda: moment
 
     def takes(self, seconds: float) -> None:
-        """Hears that the compute submitted last takes so long on the device; nobody has its results before that."""
+        """Notes how long the compute submitted last takes on the device. Its results are not available before."""
         self._clock.takes(seconds)
 
     def pin(self, host: torch.Tensor) -> int:
@@ -289,7 +291,7 @@ class EmulatedDevice(Device):
         return self._summing.submit(squares_of, flat, runs)
 
     def copies(self) -> list[Copy]:
-        ended = [self._log.popleft() for _ in range(len(self._log))]  # the copy threads only add
+        ended = [self._log.popleft() for _ in range(len(self._log))]  # copy threads only append
         return [copy for copy in ended if copy.bytes]
 
     def memory(self) -> int:

@@ -1,8 +1,8 @@
-"""Sums of squares by plain tensor operations whose order of additions is written out: element by element and in halves.
+"""Sums squares by plain tensor operations in a fixed order of additions: element by element, and in halves.
 
-The library's own reductions choose an order by the number of a card's processors. Here value i of a run goes to lane i mod
-the number of lanes, and lanes are folded in halves. A square of a float is exact in double, so the additions are all that
-rounds, and every device gives the same bits.
+The library's own reductions choose an order by the number of a card's processors. Here value i of a run goes to lane i modulo
+the number of lanes, and lanes are folded in halves. The square of a float is exact in double, so only the additions round, and
+every device gives the same bits.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 from ...planner.device import square_lanes
 from .base import Run
 
-FEW = 1 << 11  # lanes of a run that are folded together with those of the others: each launch takes the host microseconds
+FEW = 1 << 11  # from this width on the lanes of all runs are folded together, because each launch takes the host microseconds
 
 
 def squares_in_lanes(flat: torch.Tensor, runs: Sequence[Run], lanes: torch.Tensor) -> torch.Tensor:
-    """Returns (runs,) float64 on the device of `flat`. `lanes`: float64 to compute in, `square_lanes` of the longest run or
-    more."""
+    """Returns (runs,) float64 on the device of `flat`. `lanes`: float64 to compute in, at least `square_lanes` of the longest
+    run."""
     few = torch.zeros(len(runs), FEW, dtype=torch.float64, device=flat.device)
     for of_run, (first, count) in zip(few, runs, strict=True):
         width = square_lanes(count)
@@ -32,7 +32,7 @@ def squares_in_lanes(flat: torch.Tensor, runs: Sequence[Run], lanes: torch.Tenso
 
 
 def _folded(sums: torch.Tensor, width: int) -> torch.Tensor:
-    """Folds the last dimension in halves, down to `width`, in place. Lanes of no value are zeros."""
+    """Folds the last dimension in halves, down to `width`, in place. Lanes without a value are zero."""
     left = sums.shape[-1]
     while left > width:
         left //= 2

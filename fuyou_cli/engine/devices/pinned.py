@@ -1,4 +1,4 @@
-"""Describes host memory that a device copies from and to directly, and what is done where not all can be registered."""
+"""Holds host memory that a device copies from and to directly, and the staging buffers for memory that cannot be registered."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import torch
 
 from .base import Event
 
-STAGING = 4 << 20  # bytes of one of the two buffers that each direction has
-_PARTS = 64  # what is refused is tried in halves, down to this part of the whole
+STAGING = 4 << 20  # bytes of a buffer; each direction has two
+_PARTS = 64  # a refused registration is tried in halves, down to this part of the whole
 _PAGE = 4096
 
-Copy = Callable[[torch.Tensor, torch.Tensor], Event]  # one copy of registered memory, as the device makes it
+Copy = Callable[[torch.Tensor, torch.Tensor], Event]  # the device's own copy of registered memory
 
 
 class PinnedMemory:
-    """Holds what is registered, in as few pieces as are taken. A copy is direct only where it lies within one of them: a driver
-    may refuse to copy across the edge of a registration."""
+    """Holds registered memory in as few pieces as possible. A copy is direct only if it lies within one of them, because a
+    driver may refuse to copy across the edge of a registration."""
 
     def __init__(self, register: Callable[[int, int], bool], unregister: Callable[[int], None]) -> None:
-        self._register, self._unregister = register, unregister  # (address, bytes) and (address)
+        self._register, self._unregister = register, unregister  # called with (address, bytes) and (address)
         self._asked: list[tuple[int, int]] = []  # (first address, one past the last)
         self._pieces: list[tuple[int, int]] = []
-        self._held: list[torch.Tensor] = []  # what is registered must not be unmapped
+        self._held: list[torch.Tensor] = []  # registered memory must not be unmapped
 
     def pin(self, host: torch.Tensor) -> int:
-        """Registers `host`; returns bytes that could not be registered."""
+        """Registers `host`. Returns the bytes that could not be registered."""
         begin, end = _extent(host)
         self._asked.append((begin, end))
         self._held.append(host)
@@ -47,7 +47,7 @@ class PinnedMemory:
         return left
 
     def refuses(self, host: torch.Tensor) -> bool:
-        """Tells whether `host` was to be registered and is not, as a whole."""
+        """Tells whether registering `host` as a whole was requested and failed."""
         begin, end = _extent(host)
         return any(first < end and begin < last for first, last in self._asked) and not any(
             first <= begin and end <= last for first, last in self._pieces
@@ -62,16 +62,16 @@ class PinnedMemory:
 
 
 class Staging:
-    """Makes copies of one direction between a device and host memory that is not registered: piece by piece through two buffers
-    that are, on a thread, so that whoever asks does not wait. They cost the processor one more pass over what is copied."""
+    """Copies in one direction between a device and host memory that is not registered. A thread copies piece by piece through
+    two registered buffers, so the caller does not wait. The processor passes over the bytes once more."""
 
     def __init__(self, name: str, buffers: list[torch.Tensor], *, up: bool) -> None:
         self._buffers, self._up = buffers, up
-        self._under_way: deque[tuple[Event, torch.Tensor, torch.Tensor]] = deque()  # in the order of the buffers' turns
+        self._under_way: deque[tuple[Event, torch.Tensor, torch.Tensor]] = deque()  # in the order in which buffers are used
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
 
     def submit(self, source: torch.Tensor, target: torch.Tensor, copy: Copy) -> StagedCopy:
-        """Submits a copy; `copy` makes the pieces between a buffer and the device."""
+        """Submits a copy. `copy` copies the pieces between a buffer and the device."""
         return StagedCopy(self._thread.submit(self._stage, source, target, copy))
 
     def synchronize(self) -> None:
@@ -100,7 +100,7 @@ class Staging:
         return last
 
     def _take(self) -> None:
-        """Waits for the oldest piece: its buffer is free."""
+        """Waits for the oldest piece, so that its buffer is free."""
         event, buffer, host = self._under_way.popleft()
         event.synchronize()
         if host is not buffer:
@@ -108,7 +108,7 @@ class Staging:
 
 
 class StagedCopy(Event):
-    """Describes a copy in pieces. `last`: what the last piece's copy to the device is over with."""
+    """Marks the end of a copy in pieces. `last`: the end of the last piece's copy to the device."""
 
     def __init__(self, last: Future[Event | None]) -> None:
         self._last = last
@@ -139,7 +139,7 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _pieces(source: torch.Tensor, target: torch.Tensor, most: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Returns both as bytes, in pieces of `most`. They lie in memory alike, without gaps."""
+    """Returns both tensors as bytes, in pieces of at most `most`. They must have the same layout, without gaps."""
     if source.shape != target.shape or source.stride() != target.stride() or source.dtype != target.dtype:
         raise RuntimeError(f"a staged copy of {tuple(source.shape)} to {tuple(target.shape)} changes its layout")
     flat = [tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8) for tensor in (source, target)]
@@ -149,5 +149,5 @@ def _pieces(source: torch.Tensor, target: torch.Tensor, most: int) -> Iterator[t
 
 
 def _move(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copies without torch's threads: those of compute are busy. Lets go of the interpreter."""
+    """Copies without torch's threads, which are busy with compute. Releases the interpreter lock."""
     ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())

@@ -1,7 +1,7 @@
-"""Makes compute on a GPU repeat itself bit for bit, as the CPU does anyway.
+"""Makes compute on a GPU repeat itself bit for bit. The CPU does so anyway.
 
-torch takes kernels whose sums have an order then: attention's backward as flash and as memory-efficient (cuDNN's is left out),
-sums by index, products in a fixed workspace. Where it has none it raises, naming the operator.
+torch then uses kernels whose sums have a fixed order: flash and memory-efficient attention for backward (not cuDNN's), sums by
+index, products in a fixed workspace. If it has none, it raises an error that names the operator.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NO_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def compute_repeatably() -> Callable[[], None]:
-    """Has torch compute so from now on, in this process; returns what undoes it."""
+    """Makes torch compute repeatably from now on, in this process. Returns a function that undoes it."""
     filling: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), filling.fill_uninitialized_memory
 
@@ -28,13 +28,13 @@ def compute_repeatably() -> Callable[[], None]:
         filling.fill_uninitialized_memory = before[1]
 
     torch.use_deterministic_algorithms(True)
-    filling.fill_uninitialized_memory = False  # else whatever is taken is written first
+    filling.fill_uninitialized_memory = False  # otherwise all allocated memory is written first
     return undo
 
 
 @contextmanager
 def naming_operators() -> Iterator[None]:
-    """Turns torch's refusal inside into an error that names the operator and the key."""
+    """Turns torch's refusal inside the context into an error that names the operator and the recipe key."""
     try:
         yield
     except RuntimeError as error:
@@ -47,7 +47,7 @@ def naming_operators() -> Iterator[None]:
             ) from error
         if _NO_WORKSPACE in said:
             raise UsageError(
-                "train.deterministic: products of matrices do not repeat with the workspace that is set",
+                "train.deterministic: matrix products are not repeatable with the workspace that the environment sets",
                 hint=f"unset {_NO_WORKSPACE}, or set it to :4096:8",
             ) from error
         raise

@@ -1,1 +1,1 @@
-"""Tells what a visit computes, by the kind of its stage: `block` (norms and projections as well), `embedding`, `head`."""
+"""Computes visits, by the kind of their stage: `block` (also norms and projections), `embedding`, `head`."""

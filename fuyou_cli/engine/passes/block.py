@@ -1,4 +1,5 @@
-"""Describes the visits of blocks, norms and projections: forward, and backward from what it kept, by micro-batch."""
+"""Computes visits of blocks, norms and projections, micro-batch by micro-batch: forward, and backward from what forward
+kept."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ class BlockPasses:
         return y
 
     def computed(self, call: Call, x: torch.Tensor, *, stash: bool) -> torch.Tensor:
-        """Computes a visit. `stash`: the boundary goes to its place by micro-batch, from the device."""
+        """Computes a visit. `stash`: the boundary is copied to its place from the device, by micro-batch."""
         visits, activations = self.visits, self.activations[call.stage]
         y = Gathering(visits.crossings, x.shape[0])
         parts = visits.micro_batches(x.shape[0])
@@ -77,7 +78,8 @@ class BlockPasses:
         return y.settled()
 
     def _written_into(self, call: Call, x: torch.Tensor) -> UsageError:
-        """Returns the error of a model that writes into a stage's input: its copy to the host may have what was written."""
+        """Returns the error for a model that writes into a stage's input: the copy of the input on the host may contain what
+        was written."""
         writers = _Writers()
         with writers:
             call.run(writers.watched(x.clone()))
@@ -85,12 +87,12 @@ class BlockPasses:
         stage = self.visits.stages[call.stage]
         name = f"{stage.name} ({type(stage.module).__name__})"
         return UsageError(
-            f"{name} writes into its own input ({operators}), which backward needs as it was",
-            hint="in the model's own code, write into a copy of it; a model that is not yours cannot be streamed on a GPU",
+            f"{name} writes into its own input ({operators}), which backward needs unchanged",
+            hint="change the model's code to write into a copy; if you cannot change it, it cannot be streamed on a GPU",
         )
 
     def backward(self, call: Call, ids: torch.Tensor | None, grad_y: torch.Tensor) -> torch.Tensor | None:
-        """Returns the gradient of the stage's input for the whole batch, None for `ids`, and sums the stage's own."""
+        """Returns the gradient of the stage's input for the whole batch (None for `ids`), and sums the stage's own."""
         visits = self.visits
         visit, flat = visits.enter("backward", call.stage)
         boundary = visits.boundaries.take(call.stage, visits.residency.wait_until) if visit.take else []

@@ -1,4 +1,4 @@
-"""Holds the visits of embeddings: by rows where one is a lookup, and piece by piece where it is cut along the vocabulary."""
+"""Computes visits of embeddings: row by row if one is a lookup, and piece by piece if it is cut along the vocabulary."""
 
 from __future__ import annotations
 
@@ -23,22 +23,23 @@ class EmbeddingPasses(BlockPasses):
     """Computes stages whose input is ids, which need no gradient."""
 
     def __init__(self, visits: Visits, activations: Sequence[Activations], tokens: torch.nn.Module) -> None:
-        """`tokens`: the model's embedding of token ids."""
+        """Finds what each embedding is. `tokens`: the model's embedding of token ids."""
         super().__init__(visits, activations)
         modules = [stage.module if stage.kind == "embedding" else None for stage in visits.stages]
-        # Tables whose rows are looked up, and scaled at most, can be used by micro-batch. Tried before their forwards are
-        # replaced.
+        # Tables that are only looked up, and perhaps scaled, can be used by micro-batch. This is tried before their forwards
+        # are replaced.
         self._lookups = {i for i, m in enumerate(modules) if is_plain(m) or (is_lookup(m) and scales_rows(m))}
         cut = [i for i, stage in enumerate(visits.stages) if stage.kind == "embedding" and stage.vocabulary is not None]
         self._pieces: dict[int | None, list[int]] = (
             {cut[0]: cut} if cut else {}
-        )  # by the stage that the embedding's forward is called as
-        self._table = next((i for i, m in enumerate(modules) if m is tokens), None)  # whose rows are looked up by token
-        self._more = any(m is not None and m is not tokens for m in modules)  # tables: of positions, as far as is known
-        self._given: list[StepIds] = []  # of what the step's forward is given
+        )  # keyed by the stage as which the embedding's forward is called
+        # The stage whose rows are looked up by token.
+        self._table = next((i for i, m in enumerate(modules) if m is tokens), None)
+        self._more = any(m is not None and m is not tokens for m in modules)  # there are other tables, probably of positions
+        self._given: list[StepIds] = []  # for the ids that the step's forward is given
 
     def placed(self, ids: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
-        """Returns a step's ids and positions, in host memory, where the model's forward wants them. Nothing is submitted yet.
+        """Returns a step's ids and positions (in host memory) where the model's forward wants them. Nothing is submitted yet.
         Raises UsageError for an id that no row has."""
         placed = [self.visits.crossings.placed(value) for value in (ids, positions)]
         self._given = [] if self._table is None else [self._looked_up(self._table, ids)]
@@ -49,7 +50,8 @@ class EmbeddingPasses(BlockPasses):
         return placed
 
     def _looked_up(self, table: int | None, ids: torch.Tensor) -> StepIds:
-        """Finds what is looked up in the table of a stage, all of it or cut; None: any that is not cut. ids: in host memory."""
+        """Finds what is looked up in the table of a stage, whole or cut. Returns None for a whole table that is not a lookup.
+        ids: in host memory."""
         pieces = [self.visits.stages[piece].rows for piece in self._pieces.get(table, ())]
         if table is not None:
             end = pieces[-1][1] if pieces else self._module(table).num_embeddings
@@ -62,11 +64,11 @@ class EmbeddingPasses(BlockPasses):
         """Returns what is known of the ids of a call."""
         known = next((part for given in self._given if (part := given.part(ids)) is not None), None)
         if known is None:
-            return self._looked_up(call.stage, ids.cpu()).looked  # sync: ids that the model's own code has made
+            return self._looked_up(call.stage, ids.cpu()).looked  # sync: the model's own code made these ids
         return known
 
     def forward(self, call: Call, x: torch.Tensor) -> torch.Tensor:
-        """Hands ids to the passes. x: (batch, tokens) int64, where the batch is."""
+        """Passes ids to the visits. x: (batch, tokens) int64, where the batch is."""
         if call.stage not in self._pieces:
             return super().forward(call, x)
         return self._forward_in_pieces(self._pieces[call.stage], call, x)
@@ -81,7 +83,7 @@ class EmbeddingPasses(BlockPasses):
     # ---- whole -----------------------------------------------------------------------------------------------------
 
     def computed(self, call: Call, x: torch.Tensor, *, stash: bool) -> torch.Tensor:
-        """Computes a visit; ids may be shared by all rows. Where memory is the host's, one lookup does all."""
+        """Computes a visit. All rows may share the ids. If memory is the host's, one lookup does all."""
         visits = self.visits
         if visits.device.separate and call.stage in self._lookups:
             return super().computed(call, x, stash=stash)
@@ -104,7 +106,7 @@ class EmbeddingPasses(BlockPasses):
                 visits.between()
             return
         whole_ids, whole_grad = visits.inputs([lambda: [ids, grad_y]]).take()
-        if flat is None:  # a deferred update needs no weights here; a lookup's gradient does not depend on their values
+        if flat is None:  # with a deferred update no weights are here; a lookup's gradient does not depend on their values
             params = visits.model.stages[call.stage].params
             flat = torch.zeros(params, dtype=TORCH_DTYPE[visits.model.compute_dtype], device=whole_ids.device)
         with torch.enable_grad(), visits.installed(call.stage, flat, trainable=True) as parameters:
@@ -113,7 +115,7 @@ class EmbeddingPasses(BlockPasses):
     # ---- in pieces -------------------------------------------------------------------------------------------------
 
     def _forward_in_pieces(self, pieces: Sequence[int], call: Call, ids: torch.Tensor) -> torch.Tensor:
-        """Puts each piece's rows where its ids are, to the bit as one."""
+        """Puts each piece's rows where its ids are. The result equals that of a whole table, bit for bit."""
         looked, y = self._ids_of(call, ids), None
         for stage in pieces:
             y = self._look_up(stage, call, ids, looked, y)
@@ -123,7 +125,8 @@ class EmbeddingPasses(BlockPasses):
     def _look_up(
         self, stage: int, call: Call, ids: torch.Tensor, looked: OfMicroBatches, y: torch.Tensor | None
     ) -> torch.Tensor:
-        """Puts the rows of one piece in their places in `y`, on the device: there go up those of the pieces before, if any."""
+        """Puts the rows of one piece in their places in `y` on the device. If there are pieces before, their rows go up
+        first."""
         visits = self.visits
         visit, flat = visits.enter("forward", stage)
         begin = time.monotonic()
@@ -169,7 +172,7 @@ class EmbeddingPasses(BlockPasses):
             visits.leave(visit, begin)
 
     def _by_token(self, ids: torch.Tensor, grad_y: torch.Tensor) -> Iterator[list[torch.Tensor]]:
-        """Returns (tokens,) and (tokens, width) of each micro-batch, on the device."""
+        """Returns (tokens,) and (tokens, width) for each micro-batch, on the device."""
         parts, width = self.visits.micro_batches(ids.shape[0]), grad_y.shape[-1]
         arriving = self.visits.inputs(
             partial(lambda rows: [ids[rows].reshape(-1), grad_y[rows].reshape(-1, width)], rows) for rows in parts

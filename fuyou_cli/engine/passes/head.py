@@ -1,8 +1,8 @@
-"""Describes the head's visits of a step: the loss, its gradient with respect to the last hidden state, and the head's own
+"""Computes the head's visits of a step: the loss, its gradient with respect to the last hidden state, and the head's own
 gradients.
 
-A whole head is visited once, forward and backward together. A head cut along the vocabulary is passed over twice: the
-loss needs every column of the logits before the gradient of any is known.
+A whole head is visited once, forward and backward together. A head cut along the vocabulary has two passes: the loss needs
+every column of the logits before the gradient of any is known.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from ..visits import Visits
 
 
 class HeadPasses:
-    """Computes the loss and differentiates it. `check_loss` hears of the step's loss and its stage before any update.
+    """Computes the loss and differentiates it. Calls `check_loss` with the step's loss and its stage before any update.
 
-    `loss`: the step's mean, once its last sweep has gone through the head."""
+    `loss`: the step's mean, once its last sweep has passed through the head.
+    """
 
     def __init__(self, visits: Visits, model: PreTrainedModel, check_loss: Callable[[float, int], None]) -> None:
         self.visits, self.head, self._check_loss = visits, Head(model), check_loss
         self.loss, self._normaliser = 0.0, 1
-        self._losses: list[torch.Tensor] = []  # of label tokens, of sweeps through a cut head so far
+        self._losses: list[torch.Tensor] = []  # losses of label tokens, one tensor per sweep through a cut head so far
 
     def begin_step(self, label_tokens: int) -> None:
         self.loss, self._normaliser = 0.0, max(1, label_tokens)
@@ -39,18 +40,18 @@ class HeadPasses:
     def run(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Returns the gradient of the step's mean loss with respect to a sweep's last hidden state.
 
-        hidden: (rows, tokens, width), and the gradient where that is; targets: (rows, tokens) int64, already shifted, where
-        `placed` puts them.
+        hidden: (rows, tokens, width), in host memory or on the device; the gradient is in the same place. targets: (rows,
+        tokens) int64, already shifted, where `placed` puts them.
         """
         compute = self._in_pieces if self.visits.model.head_is_cut else self._whole
         return compute(hidden, targets, normaliser=self._normaliser)
 
     def placed(self, targets: torch.Tensor) -> torch.Tensor:
-        """Returns a step's targets, in host memory, where `run` wants them. Raises UsageError for one that no piece has."""
+        """Returns a step's targets (in host memory) where `run` wants them. Raises UsageError for a target that no piece has."""
         return self.told(targets) if self.visits.model.head_is_cut else self.visits.crossings.placed(targets)
 
     def told(self, targets: torch.Tensor) -> torch.Tensor:
-        """Returns targets on the device. Raises UsageError for one that no piece has."""
+        """Returns targets on the device. Raises UsageError for a target that no piece has."""
         ends = [stage.vocabulary[1] for stage in self.visits.stages if stage.kind == "head" and stage.vocabulary is not None]
         if ends and int(targets.max()) >= max(ends):
             raise UsageError(f"the data holds a label outside of the model's vocabulary of {max(ends)} tokens")
@@ -59,8 +60,8 @@ class HeadPasses:
     # ---- the loss alone --------------------------------------------------------------------------------------------
 
     def folded(self, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[TokenLoss, bool]:
-        """Visits the head, or each of its pieces, for the loss of every token; the loss, and whether the visits were in the
-        last sweep.
+        """Visits the head, or each of its pieces, without gradients. Returns each token's loss, and whether the visits were in
+        the last sweep.
 
         hidden: (rows, tokens, width), where the batch is; targets: (rows, tokens) int64, shifted, on the device.
         """
@@ -101,7 +102,7 @@ class HeadPasses:
                     visits.between()
         leaving.settle()
         for piece_loss in unread:
-            loss += float(piece_loss)  # sync: only here, at the end of the visit, and added in order
+            loss += float(piece_loss)  # sync: only here, at the end of the visit; losses are added in order
         self.loss = loss
         if visit.is_final:
             self._check_loss(loss, stage)
@@ -113,7 +114,7 @@ class HeadPasses:
     # ---- in pieces -------------------------------------------------------------------------------------------------
 
     def _in_pieces(self, hidden: torch.Tensor, targets: torch.Tensor, *, normaliser: int) -> torch.Tensor:
-        """Makes two passes over the pieces of the vocabulary, each piece's weights fetched once per pass."""
+        """Makes two passes over the pieces of the vocabulary. Each piece's weights are fetched once per pass."""
         visits = self.visits
         heads = [stage.index for stage in visits.model.stages if stage.kind == "head"]
         tokens, is_final = self.folded(hidden, targets)
@@ -121,17 +122,17 @@ class HeadPasses:
         if is_final:
             self.loss = mean(self._losses, normaliser)
             self._check_loss(self.loss, heads[-1])
-        # Summed in float32 whatever the dtypes: a rounding per piece would make the result depend on their number.
+        # Always summed in float32: rounding after each piece would make the result depend on the number of pieces.
         gradient = visits.crossings.batches.lend(tuple(hidden.shape), torch.float32)
         is_result = gradient.dtype == hidden.dtype
         result = gradient if is_result else visits.crossings.batches.lend(tuple(hidden.shape), hidden.dtype)
         for stage in reversed(heads):
-            target = result if visits.stages[stage].rows[0] == 0 else gradient  # the last of all has the sum
+            target = result if visits.stages[stage].rows[0] == 0 else gradient  # the last piece has the complete sum
             self._differentiate_piece(stage, hidden, tokens, gradient, target, normaliser=normaliser)
         return result
 
     def _fold_piece(self, stage: int, hidden: torch.Tensor, tokens: TokenLoss) -> Visit:
-        """Folds the piece's logits of every token into its loss; the visit that did."""
+        """Folds the piece's logits of every token into its loss. Returns the visit."""
         visits, rows_of = self.visits, self.visits.stages[stage].vocabulary
         visit, flat = visits.enter("logits", stage)
         begin = time.monotonic()
@@ -150,8 +151,8 @@ class HeadPasses:
         self, stage: int, hidden: torch.Tensor, tokens: TokenLoss, gradient: torch.Tensor, target: torch.Tensor,
         *, normaliser: int,
     ) -> None:  # fmt: skip
-        """Computes the piece's logits again, its own gradients, and its share of the hidden state's, added to `gradient` on the
-        device: its rows go up, from the second piece on, and come down to `target`."""
+        """Computes the piece's logits again, its own gradients, and its share of the hidden state's gradient. Adds the share to
+        `gradient` on the device. From the second piece on, rows of `gradient` go up first; they come down to `target`."""
         visits, first = self.visits, self.visits.stages[stage].rows[0]
         visit, flat = visits.enter("head", stage)
         assert visit.owner is not None
@@ -185,12 +186,12 @@ class HeadPasses:
         visits.leave(visit, begin)
 
     def _chunks(self, rows: slice, batch: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor]]:
-        """Returns a micro-batch of the last hidden state, on the device, chunk by chunk: leaves of their own."""
+        """Returns a micro-batch of the last hidden state on the device, chunk by chunk, each chunk a leaf."""
         for cut in pieces(batch.shape[0], batch.shape[1], self.visits.plan.numerics.head_chunk_tokens):
             yield Part(rows, cut), batch[cut].detach()
 
 
 def _add(sums: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Adds whole rows, or a part of one: by token."""
+    """Adds whole rows, or some tokens of one row."""
     flat = sums.view(-1, sums.shape[-1])
     add_in_pieces(flat, gradient.reshape(flat.shape))
