@@ -47,7 +47,7 @@ class HeadPasses:
         return compute(hidden, targets, normaliser=self._normaliser)
 
     def placed(self, targets: torch.Tensor) -> torch.Tensor:
-        """Returns a step's targets (in host memory) where `run` wants them. Raises UsageError for a target that no piece has."""
+        """Returns a step's host targets where `run` wants them. Raises UsageError for a target that no piece has."""
         return self.told(targets) if self.visits.model.head_is_cut else self.visits.crossings.placed(targets)
 
     def told(self, targets: torch.Tensor) -> torch.Tensor:
