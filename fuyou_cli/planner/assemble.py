@@ -86,25 +86,21 @@ def _predict(costs: Costs, request: PlanRequest, placed: Layout, schedule: Sched
 
 def _memory_lines(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, placed: Layout) -> tuple[MemoryLine, ...]:
     """Lists what each kind takes in each tier. Weights with a home on a device are in RAM as well, where updates write them."""
-    item, states_item, params = ITEM_SIZE[model.compute_dtype], model.state_item, model.stored_parameters
+    item, params, states = ITEM_SIZE[model.compute_dtype], model.stored_parameters, model.stored_state_bytes
     lines: list[MemoryLine] = []
 
     def add(what: str, tier: Tier, size: int, total: int, policy: str) -> None:
         if size:
             lines.append(MemoryLine(what=what, tier=tier, size=size, total=total, policy=policy))
 
-    def home(kind: str, bytes_per_parameter: int, tier: Tier) -> int:
-        return sum(
-            model.stages[stage.stage].params * bytes_per_parameter for stage in placed.stages if getattr(stage, kind) == tier
-        )
-
     slots = sum(span.size for slot in placed.slot_classes for span in slot.weight_slots)
     weights_ram = sum(stage.weights_ram.size for stage in placed.stages if stage.weights_ram)
     add("weights", "cpu", weights_ram + slots, params * item, "home and slots")
     often, why = _places(placed, request)
     add("weights", "ssd", int(often * params * item), params * item, why)
-    add("optimizer states", "cpu", home("states", states_item, "cpu"), params * states_item, "home")
-    add("optimizer states", "ssd", int(often * params * states_item), params * states_item, why)
+    states_ram = sum(model.layout.total(model.stages[stage.stage].params) for stage in placed.stages if stage.states == "cpu")
+    add("optimizer states", "cpu", states_ram, states, "home")
+    add("optimizer states", "ssd", int(often * states), states, why)
     gradient_slots = sum(span.size for slot in placed.slot_classes for span in slot.gradient_slots)
     resting = sum(stage.gradients_ram.size for stage in placed.stages if stage.gradients_ram)
     on_ssd = sum(stage.gradients_extent.size for stage in placed.stages if stage.gradients_extent)
@@ -135,7 +131,7 @@ def _memory_lines(model: ModelSpec, hardware: HardwareProfile, request: PlanRequ
 def _device_lines(model: ModelSpec, request: PlanRequest, placed: Layout) -> list[MemoryLine]:
     """Lists what each kind takes of a device with memory of its own."""
     device, params = device_memory(model, request, placed.stages), model.stored_parameters
-    weights, states = ITEM_SIZE[model.compute_dtype] * params, model.state_item * params
+    weights, states = ITEM_SIZE[model.compute_dtype] * params, model.stored_state_bytes
     gradients = ITEM_SIZE[request.numerics.accumulate_dtype] * params
     found = (
         ("weights", device.homes + device.turns, weights, "on the GPU home and two turns"),

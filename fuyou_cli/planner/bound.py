@@ -142,7 +142,7 @@ def slot_seconds(costs: Costs, visits: Sequence[Visit], plan: Plan, *, rates: tu
 def _update_seconds(costs: Costs, stage: StagePlan, rates: tuple[float, float], commit_every: int | None) -> float:
     """Returns the seconds from an update's first byte to its last: those of the slowest of reading, computing and writing."""
     params = costs.model.stages[stage.stage].params
-    states = costs.model.state_item * params * (stage.states == "ssd")
+    states = costs.model.layout.total(params) * (stage.states == "ssd")
     read = states + (stage.gradients_extent.size if stage.deferred and stage.gradients_extent else 0)
     written = sum(written_by_update(costs.model, stage, commit_every))
     moving = [size / rate for size, rate in zip((read, written), rates, strict=True) if rate]

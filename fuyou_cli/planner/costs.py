@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..spec.hardware import HardwareProfile, StageRate
-from ..spec.model import ITEM_SIZE, STATE_SIZES, ModelSpec, StageSpec
+from ..spec.model import ITEM_SIZE, Dtype, ModelSpec, StageSpec, StateLayout
 from ..spec.plan import Numerics, Plan, StagePlan
 from .plan_request import PlanRequest
 from .schedule import Visit
@@ -30,10 +30,10 @@ _FLOPS_PER_BYTE = 300  # of a GPU's memory, for an H100. Most cards have fewer, 
 _NORM_PASSES = {"forward": 6, "backward": 16}  # passes over the boundary; norms compute in float32 and have one weight
 
 
-def update_bytes(numerics: Numerics) -> int:
-    """Returns bytes of memory that one update reads and writes per parameter: 26 in bfloat16, 28 with float32 gradients."""
-    rewritten = ITEM_SIZE[numerics.compute_dtype] + sum(STATE_SIZES[numerics.compute_dtype])
-    return 2 * rewritten + ITEM_SIZE[numerics.accumulate_dtype]
+def update_bytes(layout: StateLayout, gradients: Dtype, params: int) -> int:
+    """Returns bytes of memory that an update of so many parameters reads and writes: of AdamW with float32 states 26 each in
+    bfloat16, 28 with float32 gradients."""
+    return 2 * (ITEM_SIZE[layout.weights] * params + layout.total(params)) + ITEM_SIZE[gradients] * params
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +104,8 @@ class Costs:
             return 0.0
         if stage.stage not in self._known:
             rate, params = self.hardware.adamw_bytes, self.model.stages[stage.stage].params
-            self._known[stage.stage] = update_bytes(self.numerics) * params / rate if rate else 0.0
+            moved = update_bytes(self.model.layout, self.numerics.accumulate_dtype, params)
+            self._known[stage.stage] = moved / rate if rate else 0.0
         return self._known[stage.stage]
 
     def device_update_seconds(self, stage: StagePlan) -> float:

@@ -39,9 +39,10 @@ def stages_filling(model: ModelSpec, request: PlanRequest, share: float) -> tupl
     left -= update_scratch(max(model.stages[stage].params for stage in every))
     rest, chosen = gradients_would_rest(model, request), list[int]()
     gradient = ITEM_SIZE[request.numerics.accumulate_dtype]
-    each = ITEM_SIZE[model.compute_dtype] + model.state_item
+    item = ITEM_SIZE[model.compute_dtype]
     for stage in sorted(every, key=lambda stage: (model.stages[stage].kind == "embedding", spread(stage))):
-        size = model.stages[stage].params * (each + gradient * rest[stage])
+        params = model.stages[stage].params
+        size = params * (item + gradient * rest[stage]) + model.layout.total(params)
         if size <= left:
             chosen.append(stage)
             left -= size

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..core.units import align_up
-from ..spec.model import ITEM_SIZE, STATE_SIZES, ModelSpec
+from ..spec.model import ITEM_SIZE, ModelSpec
 from ..spec.plan import Span, StagePlan, Tier
 from .defer import deferrals
 from .device import UPDATE_CHUNK, UPDATE_SCRATCH
@@ -35,7 +35,7 @@ def device_homes(model: ModelSpec, request: PlanRequest, there: set[int], restin
     params = {stage: model.stages[stage].params for stage in there}
     gradient = ITEM_SIZE[request.numerics.accumulate_dtype]
     return DeviceHomes(
-        states=sum(STATE_SIZES[model.compute_dtype]) * sum(params.values()),
+        states=sum(map(model.layout.total, params.values())),
         gradients=gradient * sum(params[stage] for stage in there & resting),
         scratch=update_scratch(max(params.values(), default=0)),
     )

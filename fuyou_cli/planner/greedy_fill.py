@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 from ..core.units import align_up
-from ..spec.model import ITEM_SIZE, STATE_SIZES, ModelSpec, OperatorSpec, StageSpec
+from ..spec.model import ITEM_SIZE, STATE_NAMES, ModelSpec, OperatorSpec, StageSpec
 from ..spec.plan import Numerics, StagePlan
 from .boundary_layout import RECORD_ALIGN, Kept
 from .memory import ARENA_UNIT, Homes, Layout
@@ -61,7 +61,7 @@ def _items_of(
 ) -> Iterator[Item]:
     model, index, params = context.model, stage.index, stage.params
     item, gradient = ITEM_SIZE[model.compute_dtype], ITEM_SIZE[request.numerics.accumulate_dtype]
-    states = STATE_SIZES[model.compute_dtype]
+    states = tuple(model.layout.size(name, params) for name in STATE_NAMES)
     sweeps = request.sweeps or 1
     rests = int(plan.deferred) + sweeps * int(model.has_two_users(index)) + sweeps - 1
     boundary = context.boundary_size(index, homes.kept[index])
@@ -75,7 +75,7 @@ def _items_of(
         ("weights", (item * params,), (uses + spared) * item * params, request.weights is None),
         ("boundaries", (boundary,), 2.0 * sweeps * boundary, request.boundaries is None),
         ("gradients", (gradient * params,), 2.0 * rests * gradient * params, request.gradients is None),
-        ("states", tuple(size * params for size in states), (1.0 + spared) * sum(states) * params, request.states is None),
+        ("states", states, (1.0 + spared) * sum(states), request.states is None),
     )
     for kind, sizes, saved, free in options:
         if free and saved:

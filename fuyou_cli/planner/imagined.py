@@ -41,7 +41,7 @@ class Imagined:
         costs: Costs,
         machine: VirtualMachine,
         *,
-        state_bytes: int,
+        state_bytes: int | None,
         batch_on_device: bool,
         commits: bool,
     ) -> None:
@@ -93,7 +93,7 @@ class Imagined:
         weights, states = written_by_update(self.model, plan, 1 if is_written else None)
         read = 0
         if plan.states == "ssd":
-            read = states = self._state_bytes * params
+            read = states = self.model.layout.total(params) if self._state_bytes is None else self._state_bytes * params
         written = weights + states
         if record.gradient_slot is None and plan.gradients_ram is None and plan.gradients_extent is not None:
             read += plan.gradients_extent.size

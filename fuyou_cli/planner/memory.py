@@ -202,7 +202,6 @@ def _stage(
     model = context.model
     stage, at_rest = model.stages[index], context.at_rest[index]
     is_resting = rests(model, request, index, deferred)
-    bf16 = model.compute_dtype == "bfloat16"
     gradient_size = stage.params * ITEM_SIZE[request.numerics.accumulate_dtype]
     weights_home, states_home = homes.weights[index], homes.states[index]
     in_ram, weighing = states_home == "cpu", ITEM_SIZE[model.compute_dtype] * stage.params
@@ -222,9 +221,9 @@ def _stage(
         gradients_extent=at_rest.gradients or transient.take_if(is_resting and homes.gradients[index] == "ssd", gradient_size),
         boundary_extent=transient.take_if(homes.boundaries[index] == "ssd", boundary),
         weights_ram=arena.take_if(weights_home != "ssd" and states_home != "gpu", weighing),
-        remainder_ram=arena.take_if(bf16 and in_ram, 2 * stage.params),
-        momentum_ram=arena.take_if(in_ram, 4 * stage.params),
-        variance_ram=arena.take_if(in_ram, 4 * stage.params),
+        remainder_ram=arena.take_if(in_ram, model.layout.size("remainder", stage.params)),
+        momentum_ram=arena.take_if(in_ram, model.layout.size("momentum", stage.params)),
+        variance_ram=arena.take_if(in_ram, model.layout.size("variance", stage.params)),
         gradients_ram=arena.take_if(is_resting and homes.gradients[index] == "cpu", gradient_size),
         boundary_ram=arena.take_if(homes.boundaries[index] != "ssd", boundary),
         kept=homes.kept[index],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..core.units import align_up
-from ..spec.model import ITEM_SIZE, STATE_SIZES, ModelSpec
+from ..spec.model import ITEM_SIZE, STATE_NAMES, ModelSpec
 from ..spec.plan import Ring, Span
 from .boundary_layout import planned_boundary
 from .plan_request import PlanRequest
@@ -38,7 +38,7 @@ class AtRest:
     weights: Span
     remainder: Span | None  # only with bfloat16 weights
     momentum: Span
-    variance: Span
+    variance: Span | None  # of AdamW
     gradients: Span | None  # a span of the store
 
 
@@ -84,8 +84,9 @@ def _classes(model: ModelSpec) -> tuple[int, ...]:
 
 def _place_size(model: ModelSpec, params: int) -> int:
     place = Room(STORE_UNIT)
-    for item in (ITEM_SIZE[model.compute_dtype], *STATE_SIZES[model.compute_dtype]):
-        place.take(item * params)
+    place.take(ITEM_SIZE[model.compute_dtype] * params)
+    for name in STATE_NAMES:
+        place.take(model.layout.size(name, params))
     return place.used
 
 
@@ -117,8 +118,8 @@ def _at_rest(room: Room, model: ModelSpec, params: int, ring: Ring, gradient: in
     return AtRest(
         ring=ring,
         weights=place.take(ITEM_SIZE[model.compute_dtype] * params),
-        remainder=place.take_if(model.compute_dtype == "bfloat16", 2 * params),
-        momentum=place.take(4 * params),
-        variance=place.take(4 * params),
+        remainder=place.take_if(model.compute_dtype == "bfloat16", model.layout.size("remainder", params)),
+        momentum=place.take(model.layout.size("momentum", params)),
+        variance=place.take(model.layout.size("variance", params)) if model.rule == "adamw" else None,
         gradients=room.take_if(gradient > 0, gradient * params),
     )

@@ -178,7 +178,7 @@ def _flops(model: ModelSpec, phase: Pass, stage: int, kept: tuple[int, ...]) -> 
 def written_by_update(model: ModelSpec, plan: StagePlan, commit_every: int | None) -> tuple[int, int]:
     """Returns the bytes of weights and of states that one stage's update writes to the store, averaged over all steps."""
     params = model.stages[plan.stage].params
-    weights, states = ITEM_SIZE[model.compute_dtype] * params, model.state_item * params
+    weights, states = ITEM_SIZE[model.compute_dtype] * params, model.layout.total(params)
     in_ram = commit_every or 0
     return (
         weights if plan.weights == "ssd" else weights // in_ram if in_ram else 0,
@@ -208,7 +208,7 @@ def _traffic(model: ModelSpec, stages: tuple[StagePlan, ...], visits: Sequence[V
         written["weights"] += weights
         written["states"] += states
         if plan.states == "ssd":
-            read["states"] += model.state_item * stage.params
+            read["states"] += model.layout.total(stage.params)
         if plan.gradients_extent is not None:
             read["gradients"] += plan.gradients_extent.size * plan.deferred
             written["gradients"] += plan.gradients_extent.size * plan.deferred
@@ -238,7 +238,7 @@ def phase_traffic(
     for plan in updated:
         written += sum(written_by_update(model, plan, commit_every))
         if plan.states == "ssd":
-            read += model.state_item * model.stages[plan.stage].params
+            read += model.layout.total(model.stages[plan.stage].params)
         if plan.deferred and plan.gradients_extent is not None:
             read += plan.gradients_extent.size
     return read, written

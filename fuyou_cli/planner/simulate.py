@@ -51,8 +51,9 @@ def simulate(
     """
     costs = costs or Costs.of(model, hardware, plan)
     machine = VirtualMachine(costs.hardware, sharing_of(costs.hardware, plan, costs), costs.speeds)
-    layout = state_bytes if state_bytes is not None else model.state_item
-    run = Imagined(model, plan, schedule, costs, machine, state_bytes=layout, batch_on_device=batch_on_device, commits=commits)
+    run = Imagined(
+        model, plan, schedule, costs, machine, state_bytes=state_bytes, batch_on_device=batch_on_device, commits=commits
+    )
     for number in range(1, steps):
         _step(run, number, len(schedule.visits))
     before, begin = _Before(run), machine.now

@@ -52,7 +52,7 @@ def leaves_fast_region(plan: Plan, hardware: HardwareProfile, steps: int) -> boo
 
 def least_written(model: ModelSpec, request: PlanRequest) -> int:
     """Returns the fewest bytes that a step of any plan within the budget writes: weights and states that do not fit in RAM."""
-    return max(0, model.stored_parameters * (ITEM_SIZE[model.compute_dtype] + model.state_item) - request.cpu_budget)
+    return max(0, ITEM_SIZE[model.compute_dtype] * model.stored_parameters + model.stored_state_bytes - request.cpu_budget)
 
 
 def fast_region(model: ModelSpec, hardware: HardwareProfile, plan: Plan) -> FastRegion | None:

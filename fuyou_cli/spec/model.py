@@ -10,18 +10,52 @@ Embedding and head may be cut along the vocabulary: then each piece, a run of ro
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from ..core.units import align_up
 
 StageKind = Literal["embedding", "block", "norm", "head"]
 Dtype = Literal["float32", "bfloat16"]
+StateName = Literal["remainder", "momentum", "variance"]  # what an update keeps beside the weights
+StateDtype = Literal["float32", "bfloat16", "int8"]  # of momentum and variance
+Rule = Literal["adamw", "lion", "sgd"]  # the optimizer
 
 ITEM_SIZE: dict[str, int] = {"float32": 4, "bfloat16": 2, "int16": 2}
-STATE_SIZES: dict[Dtype, tuple[int, ...]] = {"bfloat16": (2, 4, 4), "float32": (4, 4)}
-"""Bytes per parameter of what AdamW keeps beside the weights, by the dtype they are in: the remainder of bfloat16 weights'
-masters, momentum, variance."""
 TENSOR_ALIGN = 64  # elements
 STAGE_ALIGN = 2048  # elements: 4096 bytes of bfloat16
+STATE_BLOCK = TENSOR_ALIGN  # elements of an int8 state with one float32 scale: all of one tensor
+STATE_TILE = 65536  # elements of an int8 state that follow a page with the scales of their blocks
+_PAGE = 4096  # bytes: what extents and chunks are aligned to
+STATE_NAMES: tuple[StateName, ...] = get_args(StateName)  # in the order of a place
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateLayout:
+    """Says which states an update keeps beside weights of a dtype, and how many bytes they take.
+
+    Beside bfloat16 weights there is the int16 remainder of their float32 masters. All rules keep a momentum, AdamW also a
+    variance. An int8 state is a row of tiles: a page of scales, then the codes of up to `STATE_TILE` elements. So a tile's
+    bytes are one aligned span."""
+
+    weights: Dtype
+    dtype: StateDtype = "float32"
+    rule: Rule = "adamw"
+
+    def size(self, name: StateName, params: int) -> int:
+        """Returns the bytes of one state of `params` elements, 0 where there is no such state. A run of tiles must be whole but
+        for a stage's last."""
+        if name == "remainder":
+            return 2 * params if self.weights == "bfloat16" else 0
+        if name == "variance" and self.rule != "adamw":
+            return 0
+        if self.dtype == "int8":
+            return _PAGE * -(-params // STATE_TILE) + align_up(params, _PAGE)
+        return ITEM_SIZE[self.dtype] * params
+
+    def total(self, params: int) -> int:
+        """Returns the bytes of all states of `params` elements."""
+        return sum(self.size(name, params) for name in STATE_NAMES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,6 +138,8 @@ class ModelSpec:
     may_sweep: bool = False  # its sums are of single rows or micro-batches, in their order, however a batch is grouped
     inactive_parameters: int = 0  # of experts that one token is not sent to
     float32_parameters: int = 0  # that the family keeps in float32 whatever the compute dtype
+    rule: Rule = "adamw"
+    state_dtype: StateDtype = "float32"
 
     def owner(self, stage: int) -> int:
         """Returns the stage whose weights `stage` computes with. For a tied head that is the embedding, or its piece of the
@@ -135,15 +171,20 @@ class ModelSpec:
         return self.parameters - self.inactive_parameters
 
     @property
-    def state_bytes(self) -> int:
-        """Counts the bytes that AdamW keeps in addition to the weights, without padding."""
-        kept = self.float32_parameters
-        return self.state_item * (self.parameters - kept) + sum(STATE_SIZES["float32"]) * kept
+    def layout(self) -> StateLayout:
+        """Returns the layout of the states of every stage."""
+        return StateLayout(weights=self.compute_dtype, dtype=self.state_dtype, rule=self.rule)
 
     @property
-    def state_item(self) -> int:
-        """Counts the same per parameter in the compute dtype."""
-        return sum(STATE_SIZES[self.compute_dtype])
+    def state_bytes(self) -> int:
+        """Counts the bytes that an update keeps in addition to the weights, without padding."""
+        kept = self.float32_parameters
+        return self.layout.total(self.parameters - kept) + replace(self.layout, weights="float32").total(kept)
+
+    @property
+    def stored_state_bytes(self) -> int:
+        """Counts the same with padding: what the store sees."""
+        return sum(self.layout.total(stage.params) for stage in self.stages)
 
     @property
     def stored_parameters(self) -> int:

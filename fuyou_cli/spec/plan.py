@@ -91,7 +91,7 @@ class StagePlan:
     weights_at: Span
     remainder_at: Span | None
     momentum_at: Span
-    variance_at: Span
+    variance_at: Span | None
     gradients_extent: Span | None
     boundary_extent: Span | None
     weights_ram: Span | None

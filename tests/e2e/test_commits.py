@@ -266,7 +266,7 @@ def test_what_commits_write_is_as_planned(every: int, new_project: NewProject) -
         before = run.daemon.counters().written_bytes
         run.train(lambda report: None)
         written, predicted = run.daemon.counters().written_bytes - before, run.plan.predicted.written_per_step
-        per_commit = (2 + run.model.state_item) * sum(stage.params for stage in run.model.stages)
+        per_commit = 2 * run.model.stored_parameters + run.model.stored_state_bytes
         assert predicted == pytest.approx(per_commit / every, rel=1e-3) and run.saver.saved_bytes == 0
     assert written == per_commit * STEPS // every
 

@@ -11,7 +11,7 @@ from fuyou_cli.planner.costs import update_bytes
 from fuyou_cli.planner.device import square_lanes
 from fuyou_cli.planner.place import least_memory, plan
 from fuyou_cli.planner.plan_request import PlanRequest
-from fuyou_cli.spec.model import Dtype, ModelSpec
+from fuyou_cli.spec.model import Dtype, ModelSpec, StateLayout
 from fuyou_cli.spec.plan import Numerics, Predicted, Tier
 
 from .models import HARDWARE, cut, model
@@ -60,7 +60,7 @@ BOUNDARIES_BACK = 1 + 2 * (BLOCKS + 1) + 1 + (BLOCKS + 1)
 )
 def test_an_update_reads_and_writes_what_its_dtypes_take(compute: Dtype, accumulate: Dtype, size: int) -> None:
     """Read: weights, remainder, momentum, variance, gradient. Written: all but the gradient."""
-    assert update_bytes(_numerics(compute, accumulate)) == size
+    assert update_bytes(StateLayout(weights=compute), accumulate, 1) == size
     spec = model(LEAF, *[BLOCK] * BLOCKS, NORM, LEAF, dtype=compute)
     assert _predicted(spec, accumulate=accumulate).seconds["update"] == pytest.approx(PARAMETERS * size / RATED.adamw_bytes)
 

@@ -229,7 +229,7 @@ def _stages(console: Console, plan: Plan, model: ModelSpec, shapes: Symbols) -> 
             count(params),
             gib(params * ITEM_SIZE[model.compute_dtype]),
             _TITLE[weights],
-            gib(params * model.state_item),
+            gib(model.layout.total(params)),
             _TITLE[states],
             _TITLE[gradients],
             _TITLE[boundary] + (f" +{kept}" if kept else "") + (f" {_TITLE['gpu']} +{kept_there}" if kept_there else ""),
