@@ -5,6 +5,7 @@ Each is checked by one function, so that a wrong value gives one error and not o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
@@ -162,6 +163,29 @@ def _folders(value: object) -> tuple[str, ...]:
     return tuple(folders)
 
 
+def _compiles(pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise wrong("out_of_range", f"{pattern!r} is not a regular expression: {error}") from None
+
+
+def of_patterns(values: dict[str, int]) -> dict[str, int]:
+    """Accepts a dictionary whose keys are regular expressions."""
+    for pattern in values:
+        _compiles(pattern)
+    return values
+
+
+def _module_names(value: object) -> str | tuple[str, ...]:
+    if isinstance(value, str) and value:
+        _compiles(value)
+        return value
+    if not isinstance(value, (list, tuple)) or not all(isinstance(name, str) and name for name in value):
+        raise wrong("wrong_type", "expected all-linear, a list of module names, or a regular expression")
+    return not_empty(tuple(value))
+
+
 _SIZE: dict[str, Any] = {"type": ["integer", "string"], "pattern": r"^\s*\d+(\.\d+)?\s*([KMGTP]i?B|B)?\s*$", "minimum": 1}
 
 
@@ -195,6 +219,12 @@ AutoBlock = Annotated[
     _auto_or(_block),
     PlainSerializer(lambda v: v if v == "auto" else format_size(v)),
     _spelt(anyOf=[{"const": "auto"}, _SIZE]),
+]
+ModuleNames = Annotated[
+    str | tuple[str, ...],
+    PlainValidator(_module_names),
+    PlainSerializer(lambda names: names if isinstance(names, str) else list(names)),
+    _spelt(anyOf=[{"type": "string", "minLength": 1}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]),
 ]
 Folders = Annotated[
     tuple[str, ...],

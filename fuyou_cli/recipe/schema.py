@@ -23,10 +23,12 @@ from .fields import (
     Folders,
     Limit,
     MemoryLimit,
+    ModuleNames,
     Section,
     Size,
     Time,
     not_empty,
+    of_patterns,
     without_null,
 )
 
@@ -84,6 +86,21 @@ class DatasetSection(Section):
         """Returns the weights of a mixture; nothing where entries are taken whole, one after the other."""
         weights = tuple(entry.weight for entry in self.train if entry.weight is not None)
         return weights if len(weights) > 1 else ()
+
+
+class AdapterSection(Section):
+    """Asks for LoRA. Names and meanings are peft's."""
+
+    type: Literal["lora"] = "lora"
+    r: Positive = 8
+    lora_alpha: Positive = 8
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    target_modules: ModuleNames = "all-linear"  # or names (of modules or ends of them), or one regular expression
+    use_rslora: bool = False  # scaled by lora_alpha / sqrt(r), not lora_alpha / r
+    use_dora: bool = False
+    modules_to_save: Annotated[tuple[Text, ...], Field(strict=False)] = ()  # trained in full
+    rank_pattern: Annotated[dict[str, Positive], AfterValidator(of_patterns)] = Field(default_factory=dict)
+    alpha_pattern: Annotated[dict[str, Positive], AfterValidator(of_patterns)] = Field(default_factory=dict)
 
 
 class OptimizerSection(Section):
@@ -227,7 +244,7 @@ class Recipe(Section):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 42
     model: ModelSection
     tokenizer: TokenizerSection = TokenizerSection()
-    adapter: NotBuilt = None
+    adapter: AdapterSection | None = None  # null: full fine-tuning
     freeze: Annotated[tuple[Text, ...], Field(strict=False)] = ()
     dataset: DatasetSection
     optimizer: OptimizerSection = OptimizerSection()

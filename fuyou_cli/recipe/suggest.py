@@ -63,10 +63,13 @@ _OTHER_NAMES = {
     "logging.wandb.name": "wandb_name wandb_run_id run_name",
     "output_dir": "output_path save_dir logging_dir",
     "export.push_to_hub": "hub_model_id hub_id",
-    "adapter": (
-        "lora_r lora_rank lora_alpha lora_dropout lora_target_modules lora_target target_modules use_peft use_lora lora qlora "
-        "peft_config finetuning_type load_in_4bit load_in_8bit quantization_bit"
-    ),
+    "adapter": "use_peft use_lora lora qlora peft_config finetuning_type load_in_4bit load_in_8bit quantization_bit",
+    "adapter.type": "peft_type",
+    "adapter.r": "lora_r lora_rank",
+    "adapter.target_modules": "lora_target_modules lora_target lora_target_linear",
+    "adapter.modules_to_save": "lora_modules_to_save additional_target",
+    "adapter.use_rslora": "peft_use_rslora",
+    "adapter.use_dora": "peft_use_dora",
 }
 _MEANINGS = {  # where ours is another measure of the same idea
     "gradient_accumulation_steps": "the rows of one optimizer step, micro-batches times accumulation",
@@ -128,7 +131,7 @@ def _ours(name: str) -> str:
     """Name our key for another trainer's, with what it means, or what to do where its feature does not exist yet."""
     key = ALIASES[name]
     meaning = f": {_MEANINGS[name]}" if name in _MEANINGS else ""
-    row = next((row for row in UNBUILT if row.path == key and row.asks("a value")), None)
+    row = next((row for row in UNBUILT if f"{key}.".startswith(f"{row.path}.") and row.asks("a value")), None)
     later = f"; {row.feature} are not built yet, so {row.instead}" if row is not None else ""
     return f"fuyou calls this `{key}`{meaning}{later}"
 

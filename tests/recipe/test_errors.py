@@ -143,7 +143,8 @@ def test_only_choices_that_are_built_are_offered(refused):
 def test_every_alias_leads_to_a_key_there_is():
     assert set(ALIASES.values()) <= set(known_keys())
     own = {key.rpartition(".")[2] for key in known_keys()}
-    assert own & set(ALIASES) == {"dtype"}  # elsewhere it means what computes, here what is exported
+    # elsewhere dtype means what computes, here what is exported; type means a data set's format, here an adapter's kind
+    assert own & set(ALIASES) == {"dtype", "type"}
 
 
 def test_yaml_words_that_are_booleans_are_explained(refused):
@@ -256,7 +257,10 @@ def test_many_errors_are_counted_and_the_first_shown(tmp_path):
         ("per_device_train_batch_size: 8", "fuyou calls this `train.micro_batch_size`: the rows computed at once"),
         ("val_set_size: 0.1", "fuyou calls this `dataset.eval_fraction`"),
         ("optim: adamw_torch", "fuyou calls this `optimizer.name`"),
-        ("lora_r: 16", "fuyou calls this `adapter`"),
+        ("lora_r: 16", "fuyou calls this `adapter.r`; LoRA and other adapters are not built yet"),
+        ("adapter: {lora_target: q_proj}", "fuyou calls this `adapter.target_modules`"),
+        ("lora_alpha: 16", "`lora_alpha` belongs at `adapter.lora_alpha`"),
+        ("adapter: {rank: 4}", "did you mean `adapter.rank_pattern`?"),
         ("lr_scheduler: cosine", "write `lr_scheduler: {name: 'cosine'}`"),
         ("optimizer: adamw", "write `optimizer: {name: 'adamw'}`"),
     ],
@@ -273,4 +277,4 @@ def test_what_is_not_built_yet_is_said_with_its_name():
     later = {row.path: row for row in UNBUILT if row.asks("a value")}
     for name, key in ALIASES.items():
         found = suggest_key(name, shown_section="")
-        assert f"`{key}`" in found and ("not built yet" in found) == (key in later), name
+        assert f"`{key}`" in found and ("not built yet" in found) == (key in later or key.partition(".")[0] in later), name

@@ -105,7 +105,8 @@ def _keys(schema: dict[str, Any], prefix: str = "") -> list[str]:
 
 
 def test_it_has_every_key_and_offers_nothing_that_is_not_built() -> None:
-    assert set(_keys(SCHEMA)) == set(known_keys())
+    later = tuple(f"{row.path}." for row in UNBUILT)  # nothing inside such a section is offered
+    assert set(_keys(SCHEMA)) == {key for key in known_keys() if not key.startswith(later)}
     text = str(SCHEMA)
     for row in UNBUILT:
         if row.asks("a value") and row.asks([1]):

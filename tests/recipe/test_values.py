@@ -146,6 +146,23 @@ def test_a_null_character_is_in_no_path(refused, text, path, column):
     assert "=" in text or found.place.line == 6
 
 
+@pytest.mark.parametrize(
+    ("written", "key", "says"),
+    [
+        ("{r: 0}", "r", "1"),
+        ("{lora_dropout: 1.0}", "lora_dropout", "must be below 1.0"),
+        ("{target_modules: 3}", "target_modules", "expected all-linear, a list of module names, or a regular expression"),
+        ("{target_modules: []}", "target_modules", "must not be empty"),
+        ("{target_modules: 'q_(proj'}", "target_modules", "'q_(proj' is not a regular expression"),
+        ("{rank_pattern: {'v[': 4}}", "rank_pattern", "'v[' is not a regular expression"),
+        ("{alpha_pattern: {v: 0}}", "alpha_pattern.v", "1"),
+        ("{type: loha}", "type", "lora"),
+    ],
+)
+def test_what_an_adapter_cannot_be(refused, written, key, says):
+    assert says in refused(f"adapter: {written}\n")[f"adapter.{key}"].message
+
+
 def test_the_bounds_themselves_are_allowed(load):
     recipe = load(
         "offload: {io: {queue_depth: 256, block_size: 1GiB}}\ntrain: {threads: 1024}\n", "dataset.max_seq_len=16777216"
