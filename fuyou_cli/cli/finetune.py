@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fuyou_cli.recipe.load import LoadedRecipe
     from fuyou_cli.swap.daemon import Counters
     from fuyou_cli.training.jsonl import JsonlLog
-    from fuyou_cli.training.report import RunReport, StepReport
+    from fuyou_cli.training.report import EvalReport, RunReport, StepReport
     from fuyou_cli.training.run import Run
     from fuyou_cli.training.steps import Planned, Ready
     from fuyou_cli.training.trace import Trace
@@ -232,7 +232,14 @@ def _steps(planned: Planned, run: Run, log: JsonlLog | None, libraries: Mapping[
             if display is not None:
                 display.step(report)
 
-        run.train(on_step)
+        def on_evaluation(report: EvalReport) -> None:
+            if log is not None:
+                log.evaluation(report)
+            loggers.evaluation(report)
+            if display is not None:
+                display.evaluation(report)
+
+        run.train(on_step, on_evaluation)
 
 
 def _export(planned: Planned, source: Path) -> None:

@@ -79,6 +79,13 @@ def _mixture(recipe: Recipe) -> Broken:
             yield "dataset.train", message, "give every entry a weight, or none: without weights entries are taken whole"
 
 
+def _evaluation(recipe: Recipe) -> Broken:
+    if recipe.eval.every_steps is not None and not recipe.dataset.eval:
+        yield "eval.every_steps", "`eval.every_steps` but no `dataset.eval` to evaluate", "name a file in dataset.eval"
+    if any(entry.weight is not None for entry in recipe.dataset.eval):
+        yield "dataset.eval", "`dataset.eval` has a weight, but each of its sets is evaluated whole", "leave the weight out"
+
+
 def _device(recipe: Recipe) -> Broken:
     device, gpu = recipe.offload.device, recipe.offload.max_memory.gpu
     if device == "emulated" and gpu.share is not None:
@@ -181,6 +188,6 @@ def _backends(recipe: Recipe) -> Broken:
 
 
 _RULES: tuple[Callable[[Recipe], Broken], ...] = (
-    _revision, _length, _warmup, _decay, _batch, _mixture, _device, _together, _strategy, _deferral, _commits, _skipping,
-    _compiled, _kernels, _backends,
+    _revision, _length, _warmup, _decay, _batch, _mixture, _evaluation, _device, _together, _strategy, _deferral, _commits,
+    _skipping, _compiled, _kernels, _backends,
 )  # fmt: skip

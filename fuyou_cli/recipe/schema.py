@@ -71,7 +71,7 @@ class DatasetEntry(Section):
 
 class DatasetSection(Section):
     train: Annotated[tuple[DatasetEntry, ...], Field(strict=False), AfterValidator(not_empty)]
-    eval: NotBuilt = None
+    eval: Annotated[tuple[DatasetEntry, ...], Field(strict=False)] = ()  # each is a set with a loss of its own
     eval_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
     max_seq_len: Annotated[int, Field(ge=2, le=2**24)] = 4096
     overlong: Literal["truncate", "drop", "split", "error"] = "truncate"
@@ -199,6 +199,11 @@ class CheckpointSection(Section):
     resume: Text = "auto"  # auto | never | a path
 
 
+class EvalSection(Section):
+    every_steps: Positive | None = None  # null: where the run starts and ends
+    at_start: bool = True
+
+
 class ExportSection(Section):
     at_end: bool = True
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -253,7 +258,7 @@ class Recipe(Section):
     precision: PrecisionSection = PrecisionSection()
     offload: OffloadSection = OffloadSection()
     checkpoint: CheckpointSection = CheckpointSection()
-    eval: NotBuilt = None
+    eval: EvalSection = EvalSection()
     export: ExportSection = ExportSection()
     logging: LoggingSection = LoggingSection()
 

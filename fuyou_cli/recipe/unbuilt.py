@@ -30,13 +30,10 @@ def _other_than(*values: object) -> Callable[[Any], bool]:
 
 
 _set = _other_than()
-_EVALUATION = "evaluation during training"
 UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("adapter", _set, "LoRA and other adapters", "leave it null: full fine-tuning"),
     Unbuilt("freeze", _other_than([]), "frozen parameters", "leave it out: everything is trained"),
-    Unbuilt("eval", _set, _EVALUATION, "leave the section out"),
-    Unbuilt("dataset.eval", _set, _EVALUATION, "leave it null"),
-    Unbuilt("dataset.eval_fraction", _other_than(0), _EVALUATION, "leave it 0"),
+    Unbuilt("dataset.eval_fraction", _other_than(0), "holding rows of dataset.train back", "name the rows in dataset.eval"),
     Unbuilt("dataset.packing", _one_of("isolated"), "packing that keeps documents apart", "use concat or false"),
     Unbuilt("optimizer.name", _other_than("adamw"), "this optimizer", "use adamw"),
     Unbuilt("optimizer.state_dtype", _one_of("bfloat16", "int8"), "smaller optimizer states", "use float32"),

@@ -20,7 +20,7 @@ from types import TracebackType
 
 from ..core.disk import failed_writing
 from ..core.errors import FuyouError, UsageError
-from .report import RunReport, StepReport
+from .report import EvalReport, RunReport, StepReport
 
 SCHEMA_VERSION = 1
 
@@ -54,6 +54,10 @@ class JsonlLog:
     def step(self, report: StepReport) -> None:
         """Writes a finished step: every field but the timeline, which `busy` sums up."""
         self.write("step", {name: value for name, value in asdict(report).items() if name != "timeline"})
+
+    def evaluation(self, report: EvalReport) -> None:
+        """Writes the loss of one set of rows."""
+        self.write("eval", asdict(report))
 
     def timeline(self, report: RunReport) -> None:
         """Writes when what was busy in the last step, to the microsecond."""

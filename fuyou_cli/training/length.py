@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..core.errors import FuyouError
+from ..core.errors import FuyouError, UsageError
 from ..core.paths import expanded, folder
 from ..core.units import MiB
 from ..data.sampler import Sampler
 
 if TYPE_CHECKING:
     from ..data import Rows
-    from ..recipe.schema import Recipe
+    from ..recipe.schema import DatasetSection, Recipe
 
 COUNTED = 64 * MiB  # of files: tokenising more for a plan would take minutes
 
@@ -24,6 +25,41 @@ def tokenised_rows(recipe: Recipe, tokenizer_dir: Path, *, cache: Path | None = 
     from ..data import prepare
 
     return prepare(**_asked(recipe, tokenizer_dir), cache_dir=cache or _cache(recipe))
+
+
+def evaluation_rows(recipe: Recipe, tokenizer_dir: Path) -> dict[str, Rows]:
+    """Returns the rows of each set of `dataset.eval` by its name, tokenised like those to train on, but never packed."""
+    from ..data import prepare
+
+    with naming_evaluation():
+        return {
+            name: prepare(**{**_asked(recipe, tokenizer_dir), "dataset": dataset}, cache_dir=_cache(recipe))
+            for name, dataset in evaluation_sets(recipe).items()
+        }
+
+
+def evaluation_sets(recipe: Recipe) -> dict[str, DatasetSection]:
+    """Returns each set of `dataset.eval` as a data set of its own. Its name is its file's without suffixes, or its path where
+    two would have the same name."""
+    paths = [entry.path for entry in recipe.dataset.eval]
+    short = [Path(path).name.partition(".")[0] or path for path in paths]
+    names = short if len(set(short)) == len(short) else paths
+    if len(set(names)) < len(names):
+        names = [f"{path} ({number})" for number, path in enumerate(paths, start=1)]
+    alone = {"eval": (), "packing": False}
+    return {
+        name: recipe.dataset.model_copy(update={"train": (entry,), **alone})
+        for name, entry in zip(names, recipe.dataset.eval, strict=True)
+    }
+
+
+@contextmanager
+def naming_evaluation() -> Iterator[None]:
+    """Names `dataset.eval` in errors about data: whoever reads a set takes it for the rows to train on."""
+    try:
+        yield
+    except UsageError as error:
+        raise type(error)(error.message.replace("dataset.train", "dataset.eval", 1), hint=error.hint) from error
 
 
 def counted_rows(recipe: Recipe, tokenizer_dir: Path, say: Callable[[str], None]) -> int | None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ..core.errors import UsageError
 from ..core.units import GiB
-from .report import StepReport
+from .report import EvalReport, StepReport
 
 if TYPE_CHECKING:
     from ..recipe.schema import Recipe
@@ -199,9 +199,16 @@ class Loggers:
 
     def step(self, report: StepReport) -> None:
         """Logs a finished step."""
-        values = figures(report)
+        self._log(figures(report), report.step)
+
+    def evaluation(self, report: EvalReport) -> None:
+        """Logs the loss of one set of rows."""
+        values = {f"eval/{report.name}/loss": report.loss, f"eval/{report.name}/perplexity": report.perplexity}
+        self._log({key: value for key, value in values.items() if math.isfinite(value)}, report.step)
+
+    def _log(self, values: Mapping[str, float], step: int) -> None:
         for name, backend in list(self._open.items()):
-            self._trying(name, backend.log, values, report.step)
+            self._trying(name, backend.log, values, step)
 
     def _begin(self, name: str, library: Any, run: LoggedRun) -> None:
         self._open[name] = _BACKENDS[name](library, run)

@@ -44,6 +44,19 @@ class StepReport:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EvalReport:
+    """Describes one evaluation of one set of rows."""
+
+    step: int  # whole steps done before it
+    name: str
+    loss: float  # mean over label tokens
+    perplexity: float
+    tokens: int  # label tokens
+    rows: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Compared:
     """Puts one figure of the plan beside the run's."""
 

@@ -28,9 +28,10 @@ from ..swap.arena import Arena
 from ..swap.daemon import DaemonOptions, SwapDaemon
 from ..swap.store import Store
 from . import device_errors
+from .evaluation import Evaluations
 from .limits import gpu_most
 from .rates import learning_rate
-from .report import RunReport, StepReport
+from .report import EvalReport, RunReport, StepReport
 from .reporting import Steps, run_report, settling_steps
 from .run_endings import Doing, Endings
 from .run_limits import RunLimits, check_loading
@@ -157,6 +158,7 @@ class Run:
             model=self.model, daemon=self.daemon, device=self.device, stalls=self.executor.residency.stalls, memory=self.memory
         )
         self.rates = learning_rate(planned.recipe, planned.total_steps)
+        self._evaluations = Evaluations(self.ready, self.executor)
 
     @contextmanager
     def _naming_device_errors(self) -> Iterator[None]:
@@ -221,9 +223,12 @@ class Run:
 
     # ---- stepping ------------------------------------------------------------------------------------------------
 
-    def train(self, on_step: Callable[[StepReport], None]) -> None:
+    def train(
+        self, on_step: Callable[[StepReport], None], on_evaluation: Callable[[EvalReport], None] = lambda report: None
+    ) -> None:
         """Trains until the last step. Raises Interrupted, state saved, after a request to stop with steps left to do, or where
-        the next one would pass a limit of the recipe; what `on_step` raises ends the run in the same way."""
+        the next one would pass a limit of the recipe; what `on_step` or `on_evaluation` raises ends the run in the same
+        way."""
         self.doing.training = True
         with self.stopping.during("training"), self._endings.telling_what_is_saved():
             self.host_memory.take()
@@ -231,6 +236,7 @@ class Run:
             self.executor.skipped = self.standing.skipped
             self._limits.begin(self.step, self._written)
             limit = None
+            self._evaluate(on_evaluation)
             while self.step < self.planned.total_steps:
                 limit = self._limits.reached(seconds=time.monotonic() - self._began, written=self._written)
                 if limit:
@@ -244,10 +250,28 @@ class Run:
                 self.doing.telling = True
                 on_step(report)
                 self.doing.telling = False
+                self._evaluate(on_evaluation)
             self.save()
             if self.step < self.planned.total_steps:
                 why = f": {limit}" if limit else ""
                 raise Interrupted(f"stopped after step {self.step} of {self.planned.total_steps}{why}")
+
+    def _evaluate(self, on_evaluation: Callable[[EvalReport], None]) -> None:
+        """Evaluates where that is due after the last step; a request to stop ends it at once."""
+        if not self._evaluations.due(self.step):
+            return
+        self.doing.evaluating = True
+        try:
+            with self._naming_device_errors():
+                reports = self._evaluations.run(self.step)
+        except StepAbandoned:
+            return
+        finally:
+            self.doing.evaluating = False
+        self.doing.telling = True
+        for report in reports:
+            on_evaluation(report)
+        self.doing.telling = False
 
     @property
     def _written(self) -> int:
@@ -264,7 +288,7 @@ class Run:
         if not self.doing.training:
             return "loading"
         if not self.doing.step:
-            return f"after step {self.step}"
+            return f"{'evaluating ' if self.doing.evaluating else ''}after step {self.step}"
         visit = self.executor.schedule.visits[self.executor.lookahead.cursor]
         return f"step {self.step + 1}, {visit.phase} of {self.model.stages[visit.stage].name}"
 
@@ -275,12 +299,13 @@ class Run:
         batch = collate(rows, order, pad_id=rows.summary.pad_id, max_len=self.plan.numerics.max_seq_len)
         ids, labels = batch.tensors()
         number, lr = self.step + 1, self.rates.at(self.step + 1)
+        last = number == planned.total_steps or self._evaluations.due(number)
         self._meter.begin()
         self.doing.step = True
         self.executor.may_skip = self.standing.skipped_in_row < planned.recipe.train.skip_nonfinite
         try:
             with self._naming_device_errors():
-                outcome = self.executor.step(ids, labels, step=number, lr=lr, last=number == planned.total_steps)
+                outcome = self.executor.step(ids, labels, step=number, lr=lr, last=last)
         except StepAbandoned:
             self.doing.step = False
             return None
@@ -302,11 +327,11 @@ class Run:
         self._stop_here()
 
     def _stop_here(self) -> None:
-        if self.stopping.requested and self.executor.may_abandon():
+        if self.stopping.requested and (self.doing.evaluating or self.executor.may_abandon()):
             raise StepAbandoned
 
     def _after_visit(self, visit: Visit) -> None:
-        visits = self.executor.schedule.visits
+        visits = self.executor.visits.schedule.visits
         self._trimming.between_visits(visit, visits[(visit.index + 1) % len(visits)])
         self._stop_here()  # a batch of one micro-batch has no other place to stop
 

@@ -19,6 +19,7 @@ class Doing:
 
     training: bool = False  # False: it loads
     step: bool = False  # one is under way
+    evaluating: bool = False  # between two steps
     telling: bool = False  # a log or a display hears of the last one
     saving: bool = False
 

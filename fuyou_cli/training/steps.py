@@ -19,7 +19,7 @@ from ..core.paths import folder
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan
-from .length import mixture_of, sampler_of, steps_of, tokenised_rows
+from .length import evaluation_rows, evaluation_sets, mixture_of, naming_evaluation, sampler_of, steps_of, tokenised_rows
 from .limits import check_positions, check_tokens
 from .plan_request_of import StoreDisks
 from .rates import learning_rate
@@ -139,6 +139,7 @@ class Ready:
     rows: Rows  # the data
     sampler: Sampler  # their order
     fingerprints: dict[str, str]
+    evaluated: Mapping[str, Rows]  # sets of rows, by name, whose loss the run tells
 
 
 def unheard(what: str, done: int, total: int) -> None:
@@ -191,6 +192,8 @@ def _look_at_data(recipe: Recipe, say: Say, *, needed: bool) -> None:
 
     try:
         sources = look(recipe.dataset)
+        with naming_evaluation():
+            sources += tuple(source for dataset in evaluation_sets(recipe).values() for source in look(dataset))
     except MissingDataError as error:
         if needed:
             raise
@@ -285,7 +288,9 @@ def tokenise(fetched: Fetched, *, say: Say) -> Ready:
     recipe, saved = planned.recipe, planned.manifest
     say("reading and tokenising the data")
     rows = tokenised_rows(recipe, planned.inspected.resolved.tokenizer_dir)
-    check_tokens(recipe, planned.anatomy, rows.summary)
+    evaluated = evaluation_rows(recipe, planned.inspected.resolved.tokenizer_dir)
+    for found in (rows, *evaluated.values()):
+        check_tokens(recipe, planned.anatomy, found.summary)
     for note in rows.summary.notes:
         say(f"note: {note}")
     sampler, total = sampler_of(recipe, len(rows), entry_rows=rows.summary.entry_rows), steps_of(recipe, len(rows))
@@ -314,4 +319,5 @@ def tokenise(fetched: Fetched, *, say: Say) -> Ready:
         rows=rows,
         sampler=sampler,
         fingerprints=made_of,
+        evaluated=evaluated,
     )

@@ -36,6 +36,7 @@ from fuyou_cli.recipe.unbuilt import UNBUILT
         ("train: {clip_grad_norm: null, skip_nonfinite: 2}\n", "train.skip_nonfinite"),
         ("train: {compile: true}\noffload: {activations: swap}\n", "offload.activations"),
         ("logging: {backends: [jsonl, jsonl]}\n", "logging.backends"),
+        ("eval: {every_steps: 2}\n", "eval.every_steps"),
     ],
 )
 def test_impossible_pairs(refused, text, key):
@@ -92,8 +93,6 @@ def test_an_empty_list_of_data_sets(write):
 NOT_BUILT = {
     "adapter": "adapter={type: lora}",
     "freeze": "freeze=[embed]",
-    "eval": "eval={every_steps: 5}",
-    "dataset.eval": "dataset.eval=[{path: x.jsonl}]",
     "dataset.eval_fraction": "dataset.eval_fraction=0.1",
     "dataset.packing": "dataset.packing=isolated",
     "optimizer.name": "optimizer.name=sgd",
@@ -123,7 +122,7 @@ def test_keys_whose_feature_is_not_built_are_errors_that_name_them(refused, key,
 
 def test_neutral_values_of_such_keys_are_fine(load):
     neutral = [
-        "adapter=null", "freeze=[]", "eval=null", "dataset.eval=null", "dataset.eval_fraction=0",
+        "adapter=null", "freeze=[]", "dataset.eval=[]", "dataset.eval_fraction=0",
         "offload.activations=keep", "offload.defer_updates=1", "checkpoint.mode=auto", "train.max_time=null",
         "precision.compute=float32", "dataset.packing=concat", "dataset.train[0].weight=1",
         "precision.allow_tf32=false", "offload.weights=gpu", "offload.gradients=ssd", "export.private=true",

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from fuyou_cli.core.units import GiB, duration, gb
 from fuyou_cli.spec.plan import Plan
-from fuyou_cli.training.report import StepReport
+from fuyou_cli.training.report import EvalReport, StepReport
 
 from .plots import worth_saying
 from .theme import bar, encodable, speed, symbols, tera
@@ -27,6 +27,7 @@ from .theme import bar, encodable, speed, symbols, tera
 LINE = 100  # columns of a plain line
 RECENT_STEPS = 20  # steps the pace is taken from
 MIN_STEP_SECONDS = 1e-9
+_NAME = 24  # characters of the name of a set of rows
 
 
 class RunDisplay(AbstractContextManager["RunDisplay"]):
@@ -87,7 +88,17 @@ class RunDisplay(AbstractContextManager["RunDisplay"]):
             self._live.refresh()
         else:
             for line in self._plain_lines(report):
-                self._console.print(Text(encodable(line, self._console)), soft_wrap=True, highlight=False)
+                self._print(line)
+
+    def evaluation(self, report: EvalReport) -> None:
+        """Show the loss of one set of rows, on a line that stays. The time it took is not of the next step."""
+        self._since = self._clock()
+        name = report.name if len(report.name) <= _NAME else f"{report.name[: _NAME - 3]}..."
+        figures = f"loss {report.loss:7.4f}  perplexity {report.perplexity:.4g}"
+        self._print(f"eval at step {report.step}  {name}  {figures}  {report.rows:,} rows  {duration(report.seconds)}")
+
+    def _print(self, line: str) -> None:
+        self._console.print(Text(encodable(line, self._console)), soft_wrap=True, highlight=False)
 
     def step_seconds(self) -> float:
         """Return the seconds one more step will take: the recent mean, before that the first step's or the plan's."""

@@ -133,6 +133,7 @@ def _ready(loaded: LoadedRecipe, planned: Planned, place: Place) -> Ready:
         rows=rows,
         sampler=sampler_of(recipe, len(rows)),
         fingerprints=made_of,
+        evaluated={},
     )
     return settle(ready, *place.machine(loaded, planned.inspected))
 

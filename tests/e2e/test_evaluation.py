@@ -1,0 +1,107 @@
+"""Losses of held-out rows between the steps of a run, as transformers computes them, beside training that does not notice."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fuyou_cli.core.errors import Interrupted, UsageError
+from fuyou_cli.machine import probe
+from fuyou_cli.training.report import EvalReport
+from fuyou_cli.training.run import Run
+
+from .conftest import Project, Whole
+from .running import STEPS, manifest_of, prepared_run, train
+
+NewProject = Callable[..., Project]
+EXACT = {"train.max_steps": STEPS, "precision.compute": "float32"}
+TEXTS = [f"held out row {number}: {'the quick brown fox ' * (number % 4)}jumps" for number in range(7)]
+
+
+def with_sets(project: Project, changes: dict[str, Any]) -> list[Path]:
+    """Two sets: seven rows, which is no multiple of a batch, and one."""
+    files = [project.folder / "held-out.jsonl", project.folder / "one.jsonl"]
+    for file, texts in zip(files, (TEXTS, TEXTS[-1:]), strict=True):
+        file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    sets = [{"path": str(file), "format": "text"} for file in files]
+    project.write_recipe({**changes, "dataset.eval": sets, "eval": {"every_steps": 2}})
+    return files
+
+
+def evaluated(project: Project, on_step: Callable[[Any], None] = lambda report: None) -> tuple[list[float], list[EvalReport]]:
+    found: list[EvalReport] = []
+    with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space) as run:
+        run.load(lambda count: None)
+        run.train(on_step, found.append)
+        return run.losses, found
+
+
+@torch.no_grad()
+def in_memory(model_dir: Path, ready: Any, name: str) -> float:
+    """The mean loss per label token of transformers' own forward."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    rows, total, count = ready.evaluated[name], 0.0, 0
+    for index in range(len(rows)):
+        ids = torch.from_numpy(rows.tokens(index).astype("int64"))[None]
+        labels = ids.masked_fill(torch.from_numpy(rows.mask(index) == 0)[None], -100)
+        counting = int((labels[:, 1:] != -100).sum())
+        total, count = total + counting * float(model(input_ids=ids, labels=labels).loss), count + counting
+    return total / count
+
+
+@pytest.mark.parametrize("clip", [0.5, None], ids=["clipped", "unclipped"])
+def test_beside_training(clip: float | None, new_project: NewProject, whole: Callable[..., Whole]) -> None:
+    changes = {**EXACT, "train.clip_grad_norm": clip}
+    project = new_project(changes=changes)
+    with_sets(project, changes)
+    result = project.fuyou("finetune", project.recipe)
+    assert result.returncode == 0, result.stderr
+    records = [json.loads(line) for line in (project.out / "log.jsonl").read_text().splitlines()]
+    found = [record for record in records if record["event"] == "eval"]
+    assert [(record["step"], record["name"]) for record in found] == [
+        (step, name) for step in (0, 2, 4, 6) for name in ("held-out", "one")
+    ]
+    assert list(project.losses().values()) == whole(changes).losses
+    assert [record["rows"] for record in found[:2]] == [7, 1]
+    assert all(record["perplexity"] == math.exp(record["loss"]) for record in found)
+    assert len({record["loss"] for record in found}) == len(found)  # each of other weights or rows
+    ready = prepared_run(project)
+    for begin, model in ((0, project.materials / "model"), (-2, project.out / "model")):
+        for record in found[begin : begin + 2 or None]:
+            assert record["loss"] == pytest.approx(in_memory(model, ready, record["name"]), rel=1e-6)
+    assert result.stderr.count("eval at step 2  held-out  loss ") == 1
+
+
+def test_stopped_in_an_evaluation(new_project: NewProject, whole: Callable[..., Whole]) -> None:
+    """The step before is saved; the run resumed evaluates there anew, and its losses are those of one never stopped."""
+    project = new_project(changes=EXACT)
+    with_sets(project, EXACT)
+    seen: list[int] = []
+
+    def stop(run: Run) -> None:
+        if run.doing.evaluating and run.step == 2 and not seen:
+            seen.append(run.step)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(Interrupted, match=f"stopped after step 2 of {STEPS}"):
+        train(project, stop)
+    assert seen and manifest_of(project).step == 2
+    losses, found = evaluated(project)
+    assert losses == whole(EXACT).losses
+    assert [report.step for report in found] == [2, 2, 4, 4, 6, 6]
+
+
+def test_a_set_that_is_not_there_is_named(new_project: NewProject) -> None:
+    project = new_project(changes={**EXACT, "dataset.eval": [{"path": "nowhere.jsonl"}]})
+    with pytest.raises(UsageError, match=r"^dataset.eval: no data files at nowhere.jsonl"):
+        prepared_run(project)
