@@ -21,7 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..core.errors import UsageError
 from ..core.units import align_up
-from ..spec.model import STAGE_ALIGN, TENSOR_ALIGN, StageKind, StageSpec, TensorSpec
+from ..spec.model import STAGE_ALIGN, TENSOR_ALIGN, Dtype, StageKind, StageSpec, TensorSpec, banks_of
 from .calls import TRIED, WORKING, refuse_by_configuration, stage_calls
 
 
@@ -41,7 +41,8 @@ class Stage:
     kind: StageKind
     module: nn.Module | None  # None for the head, which is the causal model itself
     parameters: tuple[Slotted, ...]
-    params: int  # elements, with padding
+    trained: int  # elements, with padding, from the first on
+    frozen: int = 0  # elements, with padding, behind these
     vocabulary: tuple[int, int] | None = None  # rows (first, end) of a piece; None: not a piece
 
     @classmethod
@@ -53,12 +54,16 @@ class Stage:
         parameters: Iterable[Slotted],
         vocabulary: tuple[int, int] | None = None,
     ) -> Stage:
-        """Lays the parameters out one after the other."""
-        placed, end = list[Slotted](), 0
-        for slotted in parameters:
-            placed.append(Slotted(replace(slotted.spec, offset=end), slotted.places))
-            end = align_up(end + slotted.spec.numel, TENSOR_ALIGN)
-        return cls(name, kind, module, tuple(placed), align_up(end, STAGE_ALIGN), vocabulary)
+        """Lays the parameters out one after the other, frozen ones behind all others."""
+        every = tuple(parameters)
+        trained, boundary = _laid_out([slotted for slotted in every if not slotted.spec.frozen], begin=0)
+        frozen, end = _laid_out([slotted for slotted in every if slotted.spec.frozen], begin=boundary)
+        return cls(name, kind, module, trained + frozen, boundary, end - boundary, vocabulary)
+
+    @property
+    def params(self) -> int:
+        """Counts elements with padding."""
+        return self.trained + self.frozen
 
     @property
     def rows(self) -> tuple[int, int]:
@@ -70,11 +75,11 @@ class Stage:
     def tensors(self) -> tuple[TensorSpec, ...]:
         return tuple(slotted.spec for slotted in self.parameters)
 
-    def specified(self, index: int, **costs: Any) -> StageSpec:
+    def specified(self, index: int, *, dtype: Dtype, **costs: Any) -> StageSpec:
         """Returns the specification of the stage at place `index`."""
         return StageSpec(
-            index=index, kind=self.kind, name=self.name, params=self.params, tensors=self.tensors,
-            vocabulary=self.vocabulary, **costs,
+            index=index, kind=self.kind, name=self.name, banks=banks_of(dtype, trained=self.trained, frozen=self.frozen),
+            tensors=self.tensors, vocabulary=self.vocabulary, **costs,
         )  # fmt: skip
 
     def call_inside(self, look: Callable[[], None]) -> list[RemovableHandle]:
@@ -93,7 +98,7 @@ class Stage:
             for slotted in self.parameters:
                 tensor = slotted.spec
                 view = flat[tensor.offset : tensor.offset + tensor.numel].view(tensor.shape)
-                parameter = nn.Parameter(view, requires_grad=trainable)
+                parameter = nn.Parameter(view, requires_grad=trainable and not tensor.frozen)
                 parameters.append(parameter)
                 for holder, attribute in slotted.places:
                     replaced.append((holder, attribute, holder._parameters[attribute]))
@@ -102,6 +107,15 @@ class Stage:
         finally:
             for holder, attribute, skeleton in replaced:
                 holder._parameters[attribute] = skeleton
+
+
+def _laid_out(parameters: Iterable[Slotted], *, begin: int) -> tuple[tuple[Slotted, ...], int]:
+    """Places parameters one after the other from element `begin` on; returns them and the end of their bank."""
+    placed, end = list[Slotted](), begin
+    for slotted in parameters:
+        placed.append(Slotted(replace(slotted.spec, offset=end), slotted.places))
+        end = align_up(end + slotted.spec.numel, TENSOR_ALIGN)
+    return tuple(placed), align_up(end, STAGE_ALIGN)
 
 
 @dataclass(frozen=True, slots=True)

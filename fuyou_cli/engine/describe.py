@@ -120,7 +120,7 @@ def _block_flops(stage: StageSpec, layer: int, text: PreTrainedConfig, shape: tu
     """Counts the FLOPs of a block: 2 per token and active parameter. Attention adds 2 per token, earlier token, head, and
     element of a query and of a value."""
     rows, tokens = shape
-    active = stage.trainable - Mixture.of(text).inactive(stage.tensors)
+    active = stage.numel - Mixture.of(text).inactive(stage.tensors)
     attention = rows * tokens * tokens * _attended(text, layer) if _attends(text, layer) else 0
     return float(2 * active * rows * tokens + attention)
 

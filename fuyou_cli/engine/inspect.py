@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..core.heap import MAPPED, alive, worked_on
-from ..spec.model import ModelSpec
+from ..spec.model import Dtype, ModelSpec
 from .anatomy import Anatomy, Stage
 from .calls import Between, StageCall, only_refusals, stage_calls
 from .lookup import is_lookup, is_plain, scales_rows
@@ -114,12 +114,13 @@ def inspect(anatomy: Anatomy, *, dtype: str, micro_batch_size: int, max_seq_len:
         costs = _all_costs(anatomy, between, dtype=dtype, shape=shape, head_chunk_tokens=head_chunk_tokens)
     embeddings = {stage.module for stage in anatomy.stages if stage.kind == "embedding"}
     boundary = text.hidden_size * TORCH_DTYPE[dtype].itemsize
+    compute_dtype: Dtype = "bfloat16" if dtype == "bfloat16" else "float32"
     return ModelSpec(
         architecture=type(anatomy.model).__name__,
-        compute_dtype="bfloat16" if dtype == "bfloat16" else "float32",
+        compute_dtype=compute_dtype,
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
-        stages=tuple(stage.specified(index, **costs[index]) for index, stage in enumerate(anatomy.stages)),
+        stages=tuple(stage.specified(index, dtype=compute_dtype, **costs[index]) for index, stage in enumerate(anatomy.stages)),
         tied_head=anatomy.tied_head,
         boundary_bytes_per_token=boundary,
         # If several embeddings are added, or dropout follows, the model's own backward keeps a boundary and a mask.

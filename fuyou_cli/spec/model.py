@@ -2,15 +2,18 @@
 
 A model is an ordered list of stages (embedding, decoder blocks, final norm, head). Each stage owns its parameters,
 packed one after the other into one flat array: tensor t lives at [offset, offset + numel) of its stage. Offsets are
-multiples of 64 elements and stages are padded to a multiple of `STAGE_ALIGN` elements, so that every extent of every
-dtype is aligned for O_DIRECT.
+multiples of 64 elements.
+
+The array is cut into banks: runs of parameters with one storage and one fate. A trained bank has states and gradients and is
+written by updates; a frozen one is only read. Trained ones come first, so that what an update touches begins where the stage
+begins. Banks are padded to a multiple of `STAGE_ALIGN` elements, so that every extent of every dtype is aligned for O_DIRECT.
 
 Embedding and head may be cut along the vocabulary: then each piece, a run of rows, is a stage of its own.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from ..core.units import align_up
@@ -69,6 +72,7 @@ class TensorSpec:
     decay: bool  # weight decay applies (matrices, not biases or norms)
     first: int = 0  # elements of the model's tensor before what the stage holds
     whole: tuple[int, ...] | None = None  # shape of the model's tensor where the stage holds a part of it
+    frozen: bool = False  # no gradient is computed, and no update changes it
 
     @property
     def model_shape(self) -> tuple[int, ...]:
@@ -92,13 +96,45 @@ class OperatorSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BankSpec:
+    """Describes a run of a stage's parameters with one storage and one fate."""
+
+    name: str
+    storage: Dtype  # how an element rests and crosses
+    elements: int  # with padding
+    layout: StateLayout | None  # of the states of a trained bank; None: frozen
+
+    @property
+    def is_trained(self) -> bool:
+        return self.layout is not None
+
+    @property
+    def weight_bytes(self) -> int:
+        """Counts the bytes of its weights as they rest."""
+        return ITEM_SIZE[self.storage] * self.elements
+
+    def state_size(self, name: StateName) -> int:
+        """Returns the bytes of one state, 0 where there is no such state."""
+        return 0 if self.layout is None else self.layout.size(name, self.elements)
+
+
+def banks_of(dtype: Dtype, *, trained: int, frozen: int = 0) -> tuple[BankSpec, ...]:
+    """Returns the banks of a stage with so many elements; a stage without parameters has none."""
+    banks = (
+        BankSpec(name="trained", storage=dtype, elements=trained, layout=StateLayout(weights=dtype)),
+        BankSpec(name="frozen", storage=dtype, elements=frozen, layout=None),
+    )
+    return tuple(bank for bank in banks if bank.elements)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StageSpec:
     """Describes one stage. Byte and FLOP figures are for one micro-batch of the planned shape."""
 
     index: int
     kind: StageKind
     name: str
-    params: int  # elements, with padding; `trainable` counts without
+    banks: tuple[BankSpec, ...]  # trained ones first
     tensors: tuple[TensorSpec, ...]
     forward_flops: float  # one micro-batch, forward
     forward_peak: int  # bytes that a forward of one micro-batch takes at most beside the weights, holes of the heap included
@@ -108,10 +144,52 @@ class StageSpec:
     vocabulary: tuple[int, int] | None = None  # first row and end of a piece of the vocabulary; None: not a piece
     operators: tuple[OperatorSpec, ...] = ()  # of a block, in running order
     unneeded: tuple[OperatorSpec, ...] = ()  # of a block: whose outputs no backward looks at, so never computed again
+    # Of the banks; kept, because a search asks for them all the time.
+    params: int = field(init=False)  # elements of all, with padding
+    trained: int = field(init=False)  # elements that an update changes, with padding
+    weight_bytes: int = field(init=False)  # of all, as they rest
+    trained_weight_bytes: int = field(init=False)
+    state_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        trained = [bank for bank in self.banks if bank.is_trained]
+        assert list(self.banks[: len(trained)]) == trained, self.banks
+        sums = {
+            "params": sum(bank.elements for bank in self.banks),
+            "trained": sum(bank.elements for bank in trained),
+            "weight_bytes": sum(bank.weight_bytes for bank in self.banks),
+            "trained_weight_bytes": sum(bank.weight_bytes for bank in trained),
+            "state_bytes": sum(bank.state_size(name) for bank in trained for name in STATE_NAMES),
+        }
+        for name, value in sums.items():
+            object.__setattr__(self, name, value)
 
     @property
-    def trainable(self) -> int:
+    def frozen_weight_bytes(self) -> int:
+        return self.weight_bytes - self.trained_weight_bytes
+
+    def state_size(self, name: StateName) -> int:
+        """Returns the bytes of one state of all its banks, 0 where there is no such state."""
+        return sum(bank.state_size(name) for bank in self.banks)
+
+    def with_layout(self, layout: StateLayout) -> StageSpec:
+        """Returns the stage with states of this layout beside every trained bank."""
+        banks = (replace(bank, layout=layout) if bank.is_trained else bank for bank in self.banks)
+        return replace(self, banks=tuple(banks))
+
+    def gradient_bytes(self, dtype: Dtype) -> int:
+        """Returns bytes of its gradients, summed in `dtype`."""
+        return ITEM_SIZE[dtype] * self.trained
+
+    @property
+    def numel(self) -> int:
+        """Counts elements without padding."""
         return sum(tensor.numel for tensor in self.tensors)
+
+    @property
+    def frozen_numel(self) -> int:
+        """Counts those of them that are frozen."""
+        return sum(tensor.numel for tensor in self.tensors if tensor.frozen)
 
     @property
     def keeps_input(self) -> bool:
@@ -138,8 +216,6 @@ class ModelSpec:
     may_sweep: bool = False  # its sums are of single rows or micro-batches, in their order, however a batch is grouped
     inactive_parameters: int = 0  # of experts that one token is not sent to
     float32_parameters: int = 0  # that the family keeps in float32 whatever the compute dtype
-    rule: Rule = "adamw"
-    state_dtype: StateDtype = "float32"
 
     def owner(self, stage: int) -> int:
         """Returns the stage whose weights `stage` computes with. For a tied head that is the embedding, or its piece of the
@@ -162,8 +238,17 @@ class ModelSpec:
         return self.stages[-1].vocabulary is not None
 
     @property
+    def first_trained(self) -> int:
+        """Returns the lowest stage that computes with a trained parameter: backward goes no further down."""
+        return next(stage.index for stage in self.stages if self.stages[self.owner(stage.index)].trained)
+
+    @property
     def parameters(self) -> int:
-        return sum(stage.trainable for stage in self.stages)
+        return sum(stage.numel for stage in self.stages)
+
+    @property
+    def frozen_parameters(self) -> int:
+        return sum(stage.frozen_numel for stage in self.stages)
 
     @property
     def active_parameters(self) -> int:
@@ -172,21 +257,37 @@ class ModelSpec:
 
     @property
     def layout(self) -> StateLayout:
-        """Returns the layout of the states of every stage."""
-        return StateLayout(weights=self.compute_dtype, dtype=self.state_dtype, rule=self.rule)
+        """Returns the layout of the states of every trained bank."""
+        found = (bank.layout for stage in self.stages for bank in stage.banks if bank.layout is not None)
+        return next(found, StateLayout(weights=self.compute_dtype))
+
+    def with_layout(self, layout: StateLayout) -> ModelSpec:
+        """Returns the model with states of this layout beside every trained bank."""
+        return replace(self, stages=tuple(stage.with_layout(layout) for stage in self.stages))
 
     @property
     def state_bytes(self) -> int:
         """Counts the bytes that an update keeps in addition to the weights, without padding."""
         kept = self.float32_parameters
-        return self.layout.total(self.parameters - kept) + replace(self.layout, weights="float32").total(kept)
-
-    @property
-    def stored_state_bytes(self) -> int:
-        """Counts the same with padding: what the store sees."""
-        return sum(self.layout.total(stage.params) for stage in self.stages)
+        trained = self.parameters - self.frozen_parameters
+        return self.layout.total(trained - kept) + replace(self.layout, weights="float32").total(kept)
 
     @property
     def stored_parameters(self) -> int:
-        """Counts with padding: what the store and the update see."""
+        """Counts with padding: what the store sees."""
         return sum(stage.params for stage in self.stages)
+
+    @property
+    def updated_parameters(self) -> int:
+        """Counts with padding: what the update sees."""
+        return sum(stage.trained for stage in self.stages)
+
+    @property
+    def stored_weight_bytes(self) -> int:
+        """Counts with padding the bytes of all weights as they rest."""
+        return sum(stage.weight_bytes for stage in self.stages)
+
+    @property
+    def stored_state_bytes(self) -> int:
+        """Counts with padding the bytes of all states."""
+        return sum(stage.state_bytes for stage in self.stages)

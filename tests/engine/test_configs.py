@@ -202,7 +202,7 @@ def test_work_of_a_mixture() -> None:
 def test_work_of_latent_attention() -> None:
     """DeepSeek-V2-Lite's first block is dense: queries of 128 + 64 elements, values of 128, 16 heads."""
     block = next(stage for stage in _described("deepseek-v2-lite").model.stages if stage.kind == "block")
-    assert block.forward_flops == 2 * block.trainable * TOKENS + 16 * (128 + 64 + 128) * TOKENS**2
+    assert block.forward_flops == 2 * block.numel * TOKENS + 16 * (128 + 64 + 128) * TOKENS**2
 
 
 @pytest.mark.parametrize("fused", [True, False])

@@ -11,7 +11,7 @@ from fuyou_cli.core.units import GiB, MiB
 from fuyou_cli.planner.place import least_memory
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.spec.hardware import HardwareProfile
-from fuyou_cli.spec.model import STAGE_ALIGN, ModelSpec, OperatorSpec, StageKind, StageSpec, TensorSpec
+from fuyou_cli.spec.model import STAGE_ALIGN, Dtype, ModelSpec, OperatorSpec, StageKind, StageSpec, TensorSpec, banks_of
 from fuyou_cli.spec.plan import Numerics
 
 HARDWARE = HardwareProfile(
@@ -29,25 +29,27 @@ OPERATORS = (
 )
 
 
-def stage(index: int, kind: StageKind, params: int, vocabulary: tuple[int, int] | None = None) -> StageSpec:
+def stage(
+    index: int, kind: StageKind, params: int, vocabulary: tuple[int, int] | None = None, *, dtype: Dtype = "bfloat16"
+) -> StageSpec:
     tensors = (TensorSpec(name=f"{index}.weight", shape=(params,), offset=0, numel=params, decay=True),)
     return StageSpec(
-        index=index, kind=kind, name=f"stage {index}", params=params, tensors=tensors if params else (),
+        index=index, kind=kind, name=f"stage {index}", banks=banks_of(dtype, trained=params), tensors=tensors if params else (),
         forward_flops=float(2 * params), forward_peak=4 * params % (64 * MiB), backward_peak=9 * params % (128 * MiB),
         vocabulary=vocabulary, operators=OPERATORS if kind == "block" else (),
     )  # fmt: skip
 
 
-def model(*params: int, tied: bool = False, dtype: str = "bfloat16", hidden: int = 1024) -> ModelSpec:
+def model(*params: int, tied: bool = False, dtype: Dtype = "bfloat16", hidden: int = 1024) -> ModelSpec:
     """An embedding, blocks, a norm and a head of these sizes; a tied head owns nothing."""
     kinds: list[StageKind] = ["embedding", *["block"] * (len(params) - 3), "norm", "head"]  # type: ignore[list-item]
     sizes = [*params[:-1], 0 if tied else params[-1]]
     item = 2 if dtype == "bfloat16" else 4
     return ModelSpec(
-        architecture="Test", compute_dtype="bfloat16" if dtype == "bfloat16" else "float32", hidden_size=hidden,
+        architecture="Test", compute_dtype=dtype, hidden_size=hidden,
         vocab_size=32000, tied_head=tied, boundary_bytes_per_token=hidden * item,
         choreography_bytes_per_token=hidden * item,
-        stages=tuple(stage(i, kind, size) for i, (kind, size) in enumerate(zip(kinds, sizes, strict=True))),
+        stages=tuple(stage(i, kind, size, dtype=dtype) for i, (kind, size) in enumerate(zip(kinds, sizes, strict=True))),
     )  # fmt: skip
 
 
@@ -128,7 +130,7 @@ def cut(spec: ModelSpec, *pieces: int) -> ModelSpec:
         *((part.kind, part.params, None) for part in middle),
         *(("head", 0 if spec.tied_head else size, rows[i]) for i, size in enumerate(pieces)),
     ]
-    return replace(spec, stages=tuple(stage(i, *part) for i, part in enumerate(parts)))
+    return replace(spec, stages=tuple(stage(i, *part, dtype=spec.compute_dtype) for i, part in enumerate(parts)))
 
 
 @st.composite

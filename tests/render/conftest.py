@@ -14,7 +14,7 @@ from fuyou_cli.advice.room import Room
 from fuyou_cli.core.disk import FileSystem
 from fuyou_cli.core.units import GiB, MiB
 from fuyou_cli.spec.hardware import HardwareProfile
-from fuyou_cli.spec.model import ModelSpec, StageKind, StageSpec, TensorSpec
+from fuyou_cli.spec.model import ModelSpec, StageKind, StageSpec, TensorSpec, banks_of
 from fuyou_cli.spec.plan import IoPlan, MemoryLine, Numerics, Plan, Predicted, Ring, Span, StagePlan, Tier
 from fuyou_cli.training.report import Busy, Compared, RunReport
 
@@ -40,7 +40,7 @@ def _stage(index: int, kind: StageKind, params: int) -> StageSpec:
         index=index,
         kind=kind,
         name=f"model.{index}",
-        params=params,
+        banks=banks_of("bfloat16", trained=params),
         tensors=(tensor,),
         forward_flops=1e11,
         forward_peak=64 * MiB,

@@ -73,7 +73,7 @@ class StageFiles:
             for stage, plan, record in zip(self.model.stages, self.plan.stages, records, strict=True):
                 if stage.params:
                     self._load_stage(stage, plan, record, entries, reader)
-                    progress(stage.trainable)
+                    progress(stage.numel)
 
     def _load_stage(
         self, stage: StageSpec, plan: StagePlan, record: Record, entries: Mapping[str, TensorEntry], reader: TensorReader
