@@ -119,9 +119,9 @@ def _turned(model: ModelSpec, request: PlanRequest, best: Choice) -> Iterator[li
 
 def placed_in_words(plan: Plan, model: ModelSpec) -> str:
     """Describes any plan by what it does, in a log's few words."""
-    params = [stage.params for stage in model.stages]
+    params, trained = [stage.params for stage in model.stages], [stage.trained for stage in model.stages]
     slots = max(len(slots.gradient_slots) for slots in plan.slot_classes)
-    deferred = sum(params[stage.stage] for stage in plan.stages if stage.deferred) / (sum(params) or 1)
+    deferred = sum(trained[stage.stage] for stage in plan.stages if stage.deferred) / (sum(trained) or 1)
     parts = [_pipeline(plan.lookahead, slots), _defer(deferred)]
     for what in ("weights", "states"):
         in_ram = [stage for stage in plan.stages if getattr(stage, what) != "ssd" and not stage.updated_there]

@@ -103,7 +103,13 @@ def _asked(request: PlanRequest) -> dict[str, str]:
 
 def _mark(model: ModelSpec) -> str:
     stages = [
-        (stage.kind, stage.params, stage.vocabulary, [(t.name, t.shape, t.offset, t.first) for t in stage.tensors])
+        (
+            stage.kind,
+            stage.params,
+            stage.trained,
+            stage.vocabulary,
+            [(t.name, t.shape, t.offset, t.first) for t in stage.tensors],
+        )
         for stage in model.stages
     ]
     digest = _digest((model.compute_dtype, model.hidden_size, model.vocab_size, model.tied_head, stages))

@@ -43,7 +43,7 @@ class BlockAlone:
         self._buffers = [(m, n, b if b is None else b.to(device)) for m in modules for n, b in m._buffers.items()]
         size = spec.params * (TORCH_DTYPE[dtype].itemsize + TORCH_DTYPE[accumulate].itemsize)
         self._visits = [
-            (_filled(spec.params, dtype, device), GradientSum(stage=spec, flat=_empty(spec.params, accumulate, device)))
+            (_filled(spec.params, dtype, device), GradientSum(stage=spec, flat=_empty(spec.trained, accumulate, device)))
             for _ in range(min(_MOST_COPIES, 1 + _BEYOND_CACHES // size))
         ]
         self._micro_batches, self._done = micro_batches, 0
@@ -122,7 +122,7 @@ class HeadAlone:
         self.backward_flops = 3 * self.flops
         self._stage, self._head, self._vocabulary = anatomy.stages[owner.index], Head(anatomy.model), spec.vocabulary
         self._flat = _filled(owner.params, dtype, device)
-        self._total = GradientSum(stage=owner, flat=_empty(owner.params, accumulate, device))
+        self._total = GradientSum(stage=owner, flat=_empty(owner.trained, accumulate, device))
         width = anatomy.model.get_output_embeddings().in_features
         self._hidden = torch.randn(rows, tokens, width, dtype=TORCH_DTYPE[dtype], device=device)
         self._targets = torch.zeros(rows, tokens, dtype=torch.long, device=device)

@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..core.errors import UsageError
 from ..spec.model import ModelSpec, StageSpec, TensorSpec
 from .anatomy import Anatomy, dissect, outline
+from .freezing import with_frozen_work
 from .inspect import inspect
 from .skeleton import EXPERT_KEYS, setting
 
@@ -102,7 +103,7 @@ def estimate(anatomy: Anatomy, *, dtype: str, micro_batch_size: int, max_seq_len
     stages = list(model.stages)
     for layer, stage in enumerate(stage for stage in model.stages if stage.kind == "block"):
         stages[stage.index] = replace(stage, forward_flops=_block_flops(stage, layer, text, shape))
-    return replace(model, stages=tuple(stages))
+    return with_frozen_work(replace(model, stages=tuple(stages)), tokens=rows * tokens)
 
 
 def _is_recurrent(anatomy: Anatomy) -> bool:

@@ -11,20 +11,21 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from itertools import count
+from typing import get_args
 
 import torch
 
 from ..core.errors import NumericsError
 from ..planner.device_homes import gradients_rest, update_scratch
 from ..planner.records import Record
-from ..spec.model import ITEM_SIZE, ModelSpec, StageSpec
+from ..spec.model import STATE_NAMES, ModelSpec, StageSpec
 from ..spec.plan import Plan, Span, StateTensor
 from ..swap.daemon import Result, SwapDaemon
 from .device_adamw import DeviceAdamW, DeviceState, is_lost
 from .devices.base import Device, Squares
 from .host_memory import HostMemory
 from .skeleton import TORCH_DTYPE
-from .staged_copies import StageCopy, StagedCopies
+from .staged_copies import Extents, StageCopy, StagedCopies
 from .updates import Scalars, segments_of
 
 _NOTHING = Result(*[0] * len(Result._fields))
@@ -34,12 +35,15 @@ _NOTHING = Result(*[0] * len(Result._fields))
 class _Home:
     """Holds one stage's memory on the device."""
 
+    weights: torch.Tensor  # trained ones, which `state` has too, then frozen ones
     state: DeviceState
     gradients: torch.Tensor | None  # None: gradients do not rest
     summed: torch.Tensor | None = None  # gradients for the next update
 
     def tensor(self, name: StateTensor) -> torch.Tensor | None:
         """Returns one of the tensors that survive a run."""
+        if name == "frozen":
+            return self.weights[self.state.weights.numel() :]
         found: torch.Tensor | None = getattr(self.state, name)
         return found
 
@@ -86,7 +90,7 @@ class DeviceStates:
             stage.stage: self._open(model.stages[stage.stage], rests=gradients_rest(model, stage, plan.sweeps))
             for stage in there
         }
-        largest = max((model.stages[stage].params for stage in self.homes), default=0)
+        largest = max((model.stages[stage].trained for stage in self.homes), default=0)
         self._adamw = DeviceAdamW(device.empty(update_scratch(largest))) if there else None
         self.copies = StagedCopies(slots=plan.staging_slots, daemon=daemon, memory=memory, device=device)
         self._tickets = count(-1, -1)  # negative, so that they differ from the daemon's tickets
@@ -94,15 +98,17 @@ class DeviceStates:
         self._unknown: deque[_Finite] = deque()
 
     def _open(self, stage: StageSpec, *, rests: bool) -> _Home:
-        item, params = ITEM_SIZE[self.model.compute_dtype], stage.params
-        gradient = ITEM_SIZE[self.plan.numerics.accumulate_dtype] if rests else 0
-        sizes = {"weights": item, "remainder": 2 * self._narrow, "momentum": 4, "variance": 4, "gradients": gradient}
+        gradients = stage.gradient_bytes(self.plan.numerics.accumulate_dtype) if rests else 0
+        sizes: dict[str, int] = {"weights": stage.weight_bytes, "gradients": gradients}
+        sizes.update((name, stage.state_size(name)) for name in STATE_NAMES)
         # Separate tensors: autograd treats a change of one as a change of all that share an allocation.
-        parts = {name: self.device.empty(size * params) for name, size in sizes.items() if size}
+        parts = {name: self.device.empty(size) for name, size in sizes.items()}
+        weights = parts["weights"].view(TORCH_DTYPE[self.model.compute_dtype])
         summed_in = TORCH_DTYPE[self.plan.numerics.accumulate_dtype]
         return _Home(
+            weights=weights,
             state=DeviceState(
-                weights=parts["weights"].view(TORCH_DTYPE[self.model.compute_dtype]),
+                weights=weights[: stage.trained],
                 remainder=parts["remainder"].view(torch.int16) if self._narrow else None,
                 momentum=parts["momentum"].view(torch.float32),
                 variance=parts["variance"].view(torch.float32),
@@ -113,7 +119,7 @@ class DeviceStates:
     def weights(self, stage: int) -> torch.Tensor | None:
         """Returns the weights of a stage to compute with, or None if they do not rest only on the device."""
         home = self.homes.get(stage)
-        return None if home is None else home.state.weights
+        return None if home is None else home.weights
 
     def gradients(self, stage: int) -> torch.Tensor | None:
         """Returns where gradients of a stage are summed if they rest on the device, otherwise None."""
@@ -140,7 +146,8 @@ class DeviceStates:
         finite = _Finite(stage, record.generation + 1, self.device.numbers(worst))
         ticket = next(self._tickets)
         if copied:
-            copy = self.copies.begin(record.stage, self.at_rest(record.stage, target, every=True))
+            written: Extents = {name: at for name, at in self.at_rest(record.stage, target).items() if name != "frozen"}
+            copy = self.copies.begin(record.stage, written)
             self._updating[ticket] = _Updating(finite, copy)
         else:
             self._updating[ticket] = None
@@ -179,7 +186,7 @@ class DeviceStates:
 
     # ---- to and from the store -----------------------------------------------------------------------------------
 
-    def at_rest(self, stage: int, turn: int, *, every: bool = False) -> dict[StateTensor, tuple[torch.Tensor, Span]]:
+    def at_rest(self, stage: int, turn: int) -> dict[StateTensor, tuple[torch.Tensor, Span]]:
         """Returns what rests of a stage on the device, by name: the tensor, and its extent at a turn."""
         home, plan = self.homes.get(stage), self.plan.stages[stage]
         found: dict[StateTensor, tuple[torch.Tensor, Span]] = {}
@@ -195,4 +202,4 @@ class DeviceStates:
         self.copies.close()
 
 
-_TENSORS: tuple[StateTensor, ...] = ("weights", "remainder", "momentum", "variance")
+_TENSORS: tuple[StateTensor, ...] = get_args(StateTensor)

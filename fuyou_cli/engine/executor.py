@@ -155,7 +155,9 @@ class Executor:
         return (self.blocks if x.is_floating_point() else self.embeddings).forward(call, x)
 
     def backward(self, call: Call, ids: torch.Tensor | None, grad_y: torch.Tensor) -> torch.Tensor | None:
-        """Returns the gradient of the stage's input for the whole batch (None for ids)."""
+        """Returns the gradient of the stage's input for the whole batch; None where nobody wants it."""
+        if not self.model.stages[call.stage].goes_back:
+            return None
         return (self.blocks if ids is None else self.embeddings).backward(call, ids, grad_y)
 
     def drain(self) -> None:

@@ -40,7 +40,7 @@ HandOver = Callable[[int, torch.Tensor, list[float]], None]  # (stage, its gradi
 
 @dataclass(slots=True)
 class GradientSum:
-    """Holds the gradients of one stage in one flat tensor (host or device memory), laid out like its weights."""
+    """Holds the gradients of one stage in one flat tensor (host or device memory), laid out like its trained weights."""
 
     stage: StageSpec
     flat: torch.Tensor
@@ -79,7 +79,7 @@ class GradientSum:
 
             return parameters[index].register_post_accumulate_grad_hook(hook)
 
-        hooks = [collect(index) for index in range(len(parameters))]
+        hooks = [collect(index) for index, parameter in enumerate(parameters) if parameter.requires_grad]
         try:
             yield
         finally:
@@ -89,7 +89,7 @@ class GradientSum:
     def complete(self) -> None:
         """Zeroes parameters without a gradient, and the padding between tensors, because the update reads them all."""
         end = 0
-        for index, spec in enumerate(self.stage.tensors):
+        for index, spec in enumerate(self.stage.trained_tensors):
             self.flat[end : spec.offset].zero_()
             end = spec.offset + spec.numel
             if index not in self.touched:
@@ -119,7 +119,7 @@ def squared_norm(
     Raises NumericsError naming the tensor if a value is not finite. `changed`: an update of the step has begun.
     """
     total = 0.0
-    for spec, value in zip(stage.tensors, squares, strict=True):
+    for spec, value in zip(stage.trained_tensors, squares, strict=True):
         if not math.isfinite(value):
             raise NumericsError(
                 f"step {step}: {_nonfinite(spec, summed)} gradients of {spec.name} ({stage.name}) are not finite",
@@ -205,7 +205,7 @@ class GradientSums:
         if not self.device.separate:
             return []
         resting = {stage for stage, home in self._states.homes.items() if home.gradients is not None}
-        largest = max((stage.params for stage in self.model.stages if stage.index not in resting), default=0)
+        largest = max((stage.trained for stage in self.model.stages if stage.index not in resting), default=0)
         return [_Span(self.device.empty(largest * item)) for _ in range(summing_spans(self.model, resting, sweeps))]
 
     def begin(self, owner: int) -> None:
@@ -217,16 +217,16 @@ class GradientSums:
 
     def _send(self, owner: int, span: Span) -> None:
         place = self._spans.pop(0)
-        params = self.model.stages[owner].params
+        params = self.model.stages[owner].trained
         flat = place.memory.view(self._dtype)[:params]
         host = self.memory.tensor(span, self._dtype, params)
         self._ahead[owner] = _Ahead(place.memory, self.device.upload(host, flat, after=place.used, bulk=True))
 
     def open(self, owner: int, *, resume: bool = False) -> GradientSum | None:
         """Begins or continues the sum of the gradients of stage `owner`, in the slot it has taken. Returns None for a stage
-        without parameters. With `resume` it continues from what rested at the gradients' home."""
+        that learns nothing. With `resume` it continues from what rested at the gradients' home."""
         spec = self.model.stages[owner]
-        if spec.params == 0:
+        if spec.trained == 0:
             return None
         if owner not in self._sums:
             span = self.residency.resume_gradients(owner) if resume else self.residency.acquire_gradients(owner)
@@ -239,7 +239,7 @@ class GradientSums:
     def _to_sum_in(self, owner: int, span: Span, *, resume: bool) -> torch.Tensor:
         """Returns where the gradients are summed that rest in the host's `span`, or do not rest. With `resume`, compute
         submitted from now on finds there what rested."""
-        params = self.model.stages[owner].params
+        params = self.model.stages[owner].trained
         if not self.device.separate:
             return self.memory.tensor(span, self._dtype, params)
         if owner not in self._ahead:
@@ -274,7 +274,7 @@ class GradientSums:
         total.complete()
         del self._sums[owner]
         span = self.residency.acquire_gradients(owner)
-        runs = [(tensor.offset, tensor.numel) for tensor in total.stage.tensors]
+        runs = [(tensor.offset, tensor.numel) for tensor in total.stage.trained_tensors]
         if not self.device.separate:
             then(total.flat, self.device.squares(total.flat, runs, self._lanes).result() if look else [])
             return
@@ -283,7 +283,7 @@ class GradientSums:
             self._states.summed(owner, total.flat)
             event = self.device.computed()
         else:
-            resting = self.memory.tensor(span, self._dtype, total.stage.params)
+            resting = self.memory.tensor(span, self._dtype, total.stage.trained)
             # Submitted first, so that it does not wait for the squares.
             event = self.device.download(total.flat, resting, bulk=True)
         squares = self.device.squares(total.flat, runs, self._lanes) if look else None

@@ -21,6 +21,7 @@ from ..core.heap import MAPPED, alive, worked_on
 from ..spec.model import Dtype, ModelSpec
 from .anatomy import Anatomy, Stage
 from .calls import Between, StageCall, only_refusals, stage_calls
+from .freezing import with_frozen_work
 from .lookup import is_lookup, is_plain, scales_rows
 from .loss import Head, Part, TokenLoss, pieces
 from .operator_trace import OperatorTrace
@@ -115,7 +116,7 @@ def inspect(anatomy: Anatomy, *, dtype: str, micro_batch_size: int, max_seq_len:
     embeddings = {stage.module for stage in anatomy.stages if stage.kind == "embedding"}
     boundary = text.hidden_size * TORCH_DTYPE[dtype].itemsize
     compute_dtype: Dtype = "bfloat16" if dtype == "bfloat16" else "float32"
-    return ModelSpec(
+    model = ModelSpec(
         architecture=type(anatomy.model).__name__,
         compute_dtype=compute_dtype,
         hidden_size=text.hidden_size,
@@ -127,6 +128,7 @@ def inspect(anatomy: Anatomy, *, dtype: str, micro_batch_size: int, max_seq_len:
         choreography_bytes_per_token=boundary * (2 if len(embeddings) > 1 else 1),
         may_sweep=not (anatomy.tied_head or between.draws or len(embeddings) > 1) and all(map(_is_by_row, anatomy.stages)),
     )
+    return with_frozen_work(model, tokens=micro_batch_size * max_seq_len)
 
 
 def _is_by_row(stage: Stage) -> bool:
@@ -145,7 +147,7 @@ def _all_costs(
     seen: dict[object, Costs] = {}
     costs: list[Costs] = []
     for index, stage in enumerate(anatomy.stages):
-        shapes = tuple(tensor.shape for tensor in anatomy.owner(index).tensors)
+        shapes = tuple((tensor.shape, tensor.frozen) for tensor in anatomy.owner(index).tensors)
         key = (stage.kind, type(stage.module), shapes, _settings(stage))
         if key not in seen:
             if stage.kind == "head":
@@ -268,10 +270,11 @@ def _backward(y: torch.Tensor, grad: torch.Tensor | None, leaves: list[torch.Ten
     def drop(parameter: torch.Tensor) -> None:
         parameter.grad = None
 
-    for leaf in leaves:
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    for leaf in wanted:
         if isinstance(leaf, nn.Parameter):
             leaf.register_post_accumulate_grad_hook(drop)
-    torch.autograd.backward([y], None if grad is None else [grad], inputs=leaves)
+    torch.autograd.backward([y], None if grad is None else [grad], inputs=wanted)
 
 
 def _peak(stage: Stage, flat: torch.Tensor, run: Callable[[list[nn.Parameter]], object], *, trainable: bool) -> _Peak:

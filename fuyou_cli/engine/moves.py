@@ -140,7 +140,7 @@ class DaemonMoves:
             name = self.model.stages[record.stage].name
             raise lost(f"{result.nonfinite} weights of {name}", generation=record.generation + 1)
         written = self.residency.commits.is_written(record.generation + 1)
-        record.sums = sums_of(result, self.plan.stages[record.stage], copied=written)
+        record.sums = sums_of(result, self.plan.stages[record.stage], record.sums, copied=written)
 
     def rested(self, record: Record, result: Result) -> None:
         record.gradients_sum = result.data_sum if self.plan.store_mode == "redo" else None

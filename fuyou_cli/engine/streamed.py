@@ -115,9 +115,10 @@ class Tape:
         as large as a boundary."""
         while self._calls:
             streamed = self._calls.pop()
+            if streamed.gradient is None:  # nothing from here on learns anything
+                continue
             gradient = self._passes.backward(streamed.call, streamed.ids, streamed.taken())
-            if streamed.before is not None:
-                assert gradient is not None
+            if gradient is not None and streamed.before is not None:
                 self.hand_on(streamed.before, gradient)
             del gradient
 

@@ -53,7 +53,7 @@ def build_update(
         return Home(arena=None, source=None if zero else offset(tensor, record.turn), target=new)
 
     return Update(
-        params=stage.params,
+        params=stage.trained,
         weights_dtype=dtypes[0],
         gradients_dtype=dtypes[1],
         weights=record.span.offset,
@@ -83,16 +83,19 @@ class Sums:
     this generation."""
 
     weights: int | None = None
+    frozen: int | None = None
     remainder: int | None = None
     momentum: int | None = None
     variance: int | None = None
 
 
-def sums_of(result: Result, plan: StagePlan, *, copied: bool) -> Sums:
-    """Returns the checksums of what an update wrote. `copied`: also of what rests in RAM."""
+def sums_of(result: Result, plan: StagePlan, before: Sums | None, *, copied: bool) -> Sums:
+    """Returns the checksums of what an update wrote, and of what it left as it was `before`. `copied`: also of what rests in
+    RAM."""
     states = copied or plan.states == "ssd"
     return Sums(
         weights=result.weights_sum if copied or plan.weights == "ssd" else None,
+        frozen=None if before is None else before.frozen,
         remainder=result.remainder_sum if states and plan.remainder_at is not None else None,
         momentum=result.momentum_sum if states else None,
         variance=result.variance_sum if states else None,
@@ -100,10 +103,10 @@ def sums_of(result: Result, plan: StagePlan, *, copied: bool) -> Sums:
 
 
 def segments_of(stage: StageSpec, *, weight_decay: float) -> list[Segment]:
-    """Joins consecutive parameters with the same settings. Padding is part of a segment: its gradients are zero, so its weights
-    stay zero."""
+    """Joins consecutive trained parameters with the same settings. Padding is part of a segment: its gradients are zero, so its
+    weights stay zero."""
     segments: list[Segment] = []
-    for tensor in stage.tensors:
+    for tensor in stage.trained_tensors:
         decay = weight_decay if tensor.decay else 0.0
         if segments and segments[-1].weight_decay == decay:
             first = segments[-1].first

@@ -9,7 +9,7 @@ results, and those of weights that will change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -185,12 +185,13 @@ class Visits:
         return self.stages[owner].installed(flat, trainable=trainable)
 
     def differentiate(
-        self, y: torch.Tensor, grad_y: torch.Tensor | None, leaves: list[torch.Tensor], total: GradientSum | None
+        self, y: torch.Tensor, grad_y: torch.Tensor | None, leaves: Sequence[torch.Tensor], total: GradientSum | None
     ) -> None:
-        """Runs backward from `y` to `leaves`. Gradients of parameters among them go to the sum."""
+        """Runs backward from `y` to those of `leaves` that require a gradient. Gradients of parameters go to the sum."""
         parameters = [leaf for leaf in leaves if isinstance(leaf, torch.nn.Parameter)]
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
         with nullcontext() if total is None else total.collecting(parameters):
-            torch.autograd.backward([y], None if grad_y is None else [grad_y], inputs=leaves)
+            torch.autograd.backward([y], None if grad_y is None else [grad_y], inputs=wanted)
 
     def leave(self, visit: Visit, begin: float) -> None:
         """Ends the visit after its compute was submitted."""
@@ -261,9 +262,10 @@ class Visits:
         if visit.owner is None:
             return
         record = self.residency.records[visit.owner]
-        if next_step and record.generation < self.step:  # this step's update is still to come
+        trained = self.model.stages[visit.owner].trained > 0
+        if next_step and trained and record.generation < self.step:  # this step's update is still to come
             return
-        if record.span is not None and record.fetch is None and record.update is None and record.due is None:
+        if record.span is not None and not record.fetches and record.update is None and record.due is None:
             self.weights.begin(visit.owner, record.span, record.generation)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..core.units import MiB
 from ..spec.hardware import HardwareProfile
-from ..spec.model import ITEM_SIZE, ModelSpec
+from ..spec.model import ModelSpec
 from ..spec.plan import MemoryLine, Plan, Predicted, Tier
 from .bound import busy_seconds
 from .costs import Costs
@@ -76,7 +76,7 @@ def _predict(costs: Costs, request: PlanRequest, placed: Layout, schedule: Sched
         written_per_step=schedule.traffic.written_total,
         read_by=schedule.traffic.read,
         written_by=schedule.traffic.written,
-        step_flops=6.0 * (context.parameters - model.inactive_parameters) * numerics.tokens,
+        step_flops=(6.0 * model.active_parameters - 2.0 * model.frozen_parameters) * numerics.tokens,
         compute_flops=sum(visit.flops for visit in schedule.visits),
         seconds=seconds,
         step_seconds=seconds[bottleneck],
@@ -86,7 +86,8 @@ def _predict(costs: Costs, request: PlanRequest, placed: Layout, schedule: Sched
 
 def _memory_lines(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, placed: Layout) -> tuple[MemoryLine, ...]:
     """Lists what each kind takes in each tier. Weights with a home on a device are in RAM as well, where updates write them."""
-    item, params, states = ITEM_SIZE[model.compute_dtype], model.stored_parameters, model.stored_state_bytes
+    weights, states = model.stored_weight_bytes, model.stored_state_bytes
+    frozen = sum(stage.frozen_weight_bytes for stage in model.stages)
     lines: list[MemoryLine] = []
 
     def add(what: str, tier: Tier, size: int, total: int, policy: str) -> None:
@@ -95,16 +96,17 @@ def _memory_lines(model: ModelSpec, hardware: HardwareProfile, request: PlanRequ
 
     slots = sum(span.size for slot in placed.slot_classes for span in slot.weight_slots)
     weights_ram = sum(stage.weights_ram.size for stage in placed.stages if stage.weights_ram)
-    add("weights", "cpu", weights_ram + slots, params * item, "home and slots")
+    add("weights", "cpu", weights_ram + slots, weights, "home and slots")
     often, why = _places(placed, request)
-    add("weights", "ssd", int(often * params * item), params * item, why)
-    states_ram = sum(model.layout.total(model.stages[stage.stage].params) for stage in placed.stages if stage.states == "cpu")
-    add("optimizer states", "cpu", states_ram, states, "home")
+    once = ", frozen ones once" if frozen else ""
+    add("weights", "ssd", int(often * (weights - frozen)) + frozen, weights, why + once)
+    in_ram = sum(model.stages[stage.stage].state_bytes for stage in placed.stages if stage.states == "cpu")
+    add("optimizer states", "cpu", in_ram, states, "home")
     add("optimizer states", "ssd", int(often * states), states, why)
     gradient_slots = sum(span.size for slot in placed.slot_classes for span in slot.gradient_slots)
     resting = sum(stage.gradients_ram.size for stage in placed.stages if stage.gradients_ram)
     on_ssd = sum(stage.gradients_extent.size for stage in placed.stages if stage.gradients_extent)
-    total = params * ITEM_SIZE[request.numerics.accumulate_dtype]
+    total = sum(stage.gradient_bytes(request.numerics.accumulate_dtype) for stage in model.stages)
     policy = _gradients_policy(model, request, placed)
     if any(model.has_two_users(stage.index) for stage in model.stages):
         policy += "; tied pieces rest from head to embedding"
@@ -130,9 +132,9 @@ def _memory_lines(model: ModelSpec, hardware: HardwareProfile, request: PlanRequ
 
 def _device_lines(model: ModelSpec, request: PlanRequest, placed: Layout) -> list[MemoryLine]:
     """Lists what each kind takes of a device with memory of its own."""
-    device, params = device_memory(model, request, placed.stages), model.stored_parameters
-    weights, states = ITEM_SIZE[model.compute_dtype] * params, model.stored_state_bytes
-    gradients = ITEM_SIZE[request.numerics.accumulate_dtype] * params
+    device = device_memory(model, request, placed.stages)
+    weights, states = model.stored_weight_bytes, model.stored_state_bytes
+    gradients = sum(stage.gradient_bytes(request.numerics.accumulate_dtype) for stage in model.stages)
     found = (
         ("weights", device.homes + device.turns, weights, "on the GPU home and two turns"),
         ("optimizer states", device.states, states, "home, updated there"),
@@ -160,9 +162,9 @@ def _gradients_policy(model: ModelSpec, request: PlanRequest, placed: Layout) ->
         return "durable, until a step is updated"
     if request.clip_grad_norm is not None:
         return "rest until the norm is known" + ", and between sweeps" * request.is_swept
-    deferred = sum(model.stages[stage.stage].params for stage in placed.stages if stage.deferred)
+    deferred = sum(model.stages[stage.stage].trained for stage in placed.stages if stage.deferred)
     if request.is_swept:
         return f"rest between {request.sweeps} sweeps" + ", some until the next forward" * (deferred > 0)
     if not deferred:
         return "updated at once"
-    return f"{deferred / model.stored_parameters:.0%} rest until the next forward"
+    return f"{deferred / model.updated_parameters:.0%} rest until the next forward"

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from ..spec.hardware import HardwareProfile
-from ..spec.model import ITEM_SIZE, ModelSpec
+from ..spec.model import ModelSpec
 from ..spec.plan import Numerics, Plan, StagePlan
 from .boundary_layout import kept_bytes
 from .costs import Costs
@@ -38,9 +38,8 @@ def lower_bound(costs: Costs, schedule: Schedule, plan: Plan) -> float:
     memory.
     """
     in_flight = max(len(slots.weight_slots) for slots in plan.slot_classes)
-    item = ITEM_SIZE[costs.model.compute_dtype]
     spared = sum(
-        item * costs.model.stages[visit.owner].params
+        costs.model.stages[visit.owner].weight_bytes
         for visit in schedule.visits[: 2 * in_flight + 1]
         if visit.fetch and visit.owner is not None and not plan.stages[visit.owner].deferred
     )
@@ -57,7 +56,7 @@ def phase_estimate(costs: Costs, schedule: Schedule, plan: Plan) -> float:
     Not a bound, because updates run on into the next forward, but good enough to choose what to simulate first.
     """
     hardware, stages, seconds = costs.hardware, plan.stages, 0.0
-    owning = [stage for stage in stages if costs.model.stages[stage.stage].params]
+    owning = [stage for stage in stages if costs.model.stages[stage.stage].trained]
     for visits in _phases(schedule):
         # Deferred updates run beside the first sweep's forward, the others beside the last one's backward.
         is_first, is_last = visits[0] is schedule.visits[0], visits[-1] is schedule.visits[-1]
@@ -91,7 +90,6 @@ def _beside_copies(costs: Costs, visits: Sequence[Visit], plan: Plan) -> tuple[f
     more upload."""
     hardware, stages, parts = costs.hardware, plan.stages, costs.micro_batches
     up_rate, down_rate = (rate or float("inf") for rate in (hardware.h2d, hardware.d2h))
-    gradient, weight = ITEM_SIZE[costs.numerics.accumulate_dtype], ITEM_SIZE[costs.model.compute_dtype]
     computing = rising = falling = 0.0
     for visit in visits:
         up, down = micro_batch_crossing(costs, visit, stages[visit.stage])
@@ -99,11 +97,12 @@ def _beside_copies(costs: Costs, visits: Sequence[Visit], plan: Plan) -> tuple[f
         busy = max(_compute_seconds(costs, visit, stages), up_seconds, down_seconds)
         computing += busy + (0.0 if costs.batch_on_device else (up_seconds + down_seconds) / parts)
         if visit.owner is not None and stages[visit.owner].weights != "gpu":
-            up_seconds += weight * costs.model.stages[visit.owner].params / up_rate
+            up_seconds += costs.model.stages[visit.owner].weight_bytes / up_rate
         owner = visit.owner if visit.owner is not None else visit.stage
         if visit.sum_gradients and not stages[owner].updated_there:
-            down_seconds += gradient * costs.model.stages[owner].params / down_rate
-            up_seconds += gradient * costs.model.stages[owner].params / up_rate * (visit.sweep > 0)
+            gradients = costs.model.stages[owner].gradient_bytes(costs.numerics.accumulate_dtype)
+            down_seconds += gradients / down_rate
+            up_seconds += gradients / up_rate * (visit.sweep > 0)
         rising, falling = rising + up_seconds, falling + down_seconds
     return computing, rising, falling
 
@@ -141,8 +140,7 @@ def slot_seconds(costs: Costs, visits: Sequence[Visit], plan: Plan, *, rates: tu
 
 def _update_seconds(costs: Costs, stage: StagePlan, rates: tuple[float, float], commit_every: int | None) -> float:
     """Returns the seconds from an update's first byte to its last: those of the slowest of reading, computing and writing."""
-    params = costs.model.stages[stage.stage].params
-    states = costs.model.layout.total(params) * (stage.states == "ssd")
+    states = costs.model.stages[stage.stage].state_bytes * (stage.states == "ssd")
     read = states + (stage.gradients_extent.size if stage.deferred and stage.gradients_extent else 0)
     written = sum(written_by_update(costs.model, stage, commit_every))
     moving = [size / rate for size, rate in zip((read, written), rates, strict=True) if rate]
@@ -202,18 +200,17 @@ def _taken_by_updates(hardware: HardwareProfile, numerics: Numerics) -> float:
 def copied_bytes(costs: Costs, schedule: Schedule, *, stages: tuple[StagePlan, ...]) -> tuple[int, int]:
     """Returns bytes of one step to a device with memory of its own, and back from it."""
     model, numerics, there, again = costs.model, costs.numerics, costs.batch_on_device, costs.sweeps - 1
-    gradient = ITEM_SIZE[numerics.accumulate_dtype]
-    params = [stage.params for stage in model.stages]
-    # Elements of gradients that leave the device.
-    leaving = [0 if plan.updated_there else size for size, plan in zip(params, stages, strict=True)]
+    gradients = [stage.gradient_bytes(numerics.accumulate_dtype) for stage in model.stages]
+    # Bytes of gradients that leave the device.
+    leaving = [0 if plan.updated_there else size for size, plan in zip(gradients, stages, strict=True)]
     # These gradients rest between two visits.
     shared = sum(leaving[stage.index] for stage in model.stages if model.has_two_users(stage.index))
     boundary = costs.boundary
     moved = [crossing(model, visit.stage, visit.phase, stash=visit.stash, on_device=there) for visit in schedule.visits]
-    weights = sum(params[owner] * often for owner, often in uploads(model, schedule, stages).items())
+    weights = sum(model.stages[owner].weight_bytes * often for owner, often in uploads(model, schedule, stages).items())
     resumed, brought = shared + again * (sum(leaving) + shared), (1 + again) * (sum(leaving) + shared)
-    to_device = ITEM_SIZE[model.compute_dtype] * weights + gradient * resumed + boundary * sum(into for into, _ in moved)
-    to_host = gradient * brought + boundary * sum(back for _, back in moved)
+    to_device = weights + resumed + boundary * sum(into for into, _ in moved)
+    to_host = brought + boundary * sum(back for _, back in moved)
     kept = sum(kept_bytes(model.stages[stage.stage], stage.kept) for stage in stages) * numerics.micro_batches
     return to_device + kept, to_host + kept
 

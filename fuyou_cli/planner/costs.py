@@ -103,7 +103,7 @@ class Costs:
         if stage.updated_there:
             return 0.0
         if stage.stage not in self._known:
-            rate, params = self.hardware.adamw_bytes, self.model.stages[stage.stage].params
+            rate, params = self.hardware.adamw_bytes, self.model.stages[stage.stage].trained
             moved = update_bytes(self.model.layout, self.numerics.accumulate_dtype, params)
             self._known[stage.stage] = moved / rate if rate else 0.0
         return self._known[stage.stage]
@@ -114,7 +114,7 @@ class Costs:
             return 0.0
         there = self.hardware.matmul_flops / _FLOPS_PER_BYTE
         rate = there if self.device == "cuda" else self._memory_rate
-        return _DEVICE_UPDATE_BYTES * self.model.stages[stage.stage].params / rate
+        return _DEVICE_UPDATE_BYTES * self.model.stages[stage.stage].trained / rate
 
     @property
     def updates_at_once(self) -> float:
@@ -150,7 +150,7 @@ class Costs:
     def _backward(self, visit: Visit, stage: StageSpec, rate: StageRate) -> float:
         """Returns the seconds of backward. They lie between those without kept outputs and those with all of them, by the FLOPs
         saved."""
-        whole = (3 * stage.forward_flops - stage.unneeded_flops) * self.micro_batches
+        whole = (3 * stage.forward_flops - stage.frozen_flops - stage.unneeded_flops) * self.micro_batches
         spared = sum(operator.flops for operator in stage.operators) * self.micro_batches
         if visit.phase != "backward" or not spared or not rate.given:
             return visit.flops / rate.backward
@@ -179,7 +179,7 @@ class Costs:
         if not visit.sum_gradients:
             return 0.0
         stage = self.model.stages[visit.stage]
-        params = self.model.stages[self.model.owner(visit.stage)].params
+        params = self.model.stages[self.model.owner(visit.stage)].trained
         item = ITEM_SIZE[self.numerics.accumulate_dtype]
         # An embedding has gradients for few rows of its table, so all micro-batches count as one.
         times = {"embedding": int(not visit.sweep), "norm": self.micro_batches}.get(stage.kind, 0)

@@ -35,7 +35,7 @@ def deferred_stages(model: ModelSpec, share: float) -> tuple[bool, ...]:
     stages = model.stages
     if not 0.0 < share < 1.0:
         return (share >= 1.0,) * len(stages)
-    params = [stage.params for stage in stages]
+    params = [stage.trained for stage in stages]
     embeddings = [stage.index for stage in reversed(stages) if stage.kind == "embedding"]
     others = [stage.index for stage in stages if stage.kind != "embedding"]
     wanted = share * sum(params)

@@ -86,5 +86,5 @@ def crossing(model: ModelSpec, index: int, phase: str, *, stash: bool, on_device
     if phase == "head" and model.head_is_cut:
         sums = ITEM_SIZE["float32"] // ITEM_SIZE[model.compute_dtype]
         return 1 + sums * (index != model.stages[-1].index), 1 if first_piece else sums
-    # Backward: the input and the output's gradient go up, the input's gradient comes back.
-    return {"forward": (1, 1 + stash), "logits": (1, 0), "head": (1, 1), "backward": (2, 1)}[phase]
+    # Backward: the input and the output's gradient go up, the input's gradient comes back where a stage below needs it.
+    return {"forward": (1, 1 + stash), "logits": (1, 0), "head": (1, 1), "backward": (2, int(stage.passes_on))}[phase]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..spec.model import ITEM_SIZE, ModelSpec
+from ..spec.model import ModelSpec
 from .boundary_layout import device_bytes
 from .device_homes import gradients_would_rest, update_scratch
 from .device_memory import most_needed
@@ -36,13 +36,11 @@ def stages_filling(model: ModelSpec, request: PlanRequest, share: float) -> tupl
     if share >= 1 and most_needed(model, everything).total + outputs <= request.gpu_budget:
         return tuple(every)
     left = share * (request.gpu_budget - outputs - most_needed(model, replace(request, device_states=())).total)
-    left -= update_scratch(max(model.stages[stage].params for stage in every))
+    left -= update_scratch(max(model.stages[stage].trained for stage in every))
     rest, chosen = gradients_would_rest(model, request), list[int]()
-    gradient = ITEM_SIZE[request.numerics.accumulate_dtype]
-    item = ITEM_SIZE[model.compute_dtype]
     for stage in sorted(every, key=lambda stage: (model.stages[stage].kind == "embedding", spread(stage))):
-        params = model.stages[stage].params
-        size = params * (item + gradient * rest[stage]) + model.layout.total(params)
+        spec = model.stages[stage]
+        size = spec.weight_bytes + spec.state_bytes + spec.gradient_bytes(request.numerics.accumulate_dtype) * rest[stage]
         if size <= left:
             chosen.append(stage)
             left -= size

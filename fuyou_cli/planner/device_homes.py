@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..core.units import align_up
-from ..spec.model import ITEM_SIZE, ModelSpec
+from ..spec.model import ModelSpec
 from ..spec.plan import Span, StagePlan, Tier
 from .defer import deferrals
 from .device import UPDATE_CHUNK, UPDATE_SCRATCH
@@ -32,12 +32,11 @@ class DeviceHomes:
 
 def device_homes(model: ModelSpec, request: PlanRequest, there: set[int], resting: set[int]) -> DeviceHomes:
     """Sums up the memory of the stages `there`. `resting`: those of them whose gradients rest."""
-    params = {stage: model.stages[stage].params for stage in there}
-    gradient = ITEM_SIZE[request.numerics.accumulate_dtype]
+    dtype = request.numerics.accumulate_dtype
     return DeviceHomes(
-        states=sum(map(model.layout.total, params.values())),
-        gradients=gradient * sum(params[stage] for stage in there & resting),
-        scratch=update_scratch(max(params.values(), default=0)),
+        states=sum(model.stages[stage].state_bytes for stage in there),
+        gradients=sum(model.stages[stage].gradient_bytes(dtype) for stage in there & resting),
+        scratch=update_scratch(max((model.stages[stage].trained for stage in there), default=0)),
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ..spec.model import ITEM_SIZE, ModelSpec, StageSpec
+from ..spec.model import ModelSpec, StageSpec
 from ..spec.plan import StagePlan
 from .bound import uploads
 from .boundary_layout import Kept, device_bytes, every_operator, kept_bytes
@@ -67,11 +67,11 @@ def _memory(
     them whose gradients rest."""
     if request.device == "cpu":
         return DeviceMemory()
-    item = ITEM_SIZE[model.compute_dtype]
-    streamed = [stage.params for stage in model.stages if stage.index not in at_home]
-    taking_turns = [stage.params for stage in model.stages if stage.index not in resting]
+    dtype = request.numerics.accumulate_dtype
+    streamed = [stage.weight_bytes for stage in model.stages if stage.index not in at_home]
+    taking_turns = [stage.gradient_bytes(dtype) for stage in model.stages if stage.index not in resting]
     spans = summing_spans(model, resting, request.sweeps or 1)
-    sums = spans * max(taking_turns, default=0) * ITEM_SIZE[request.numerics.accumulate_dtype]
+    sums = spans * max(taking_turns, default=0)
     homes = device_homes(model, request, updated, resting)
     lanes = square_lanes(max(tensor.numel for stage in model.stages for tensor in stage.tensors))
     targets = HEAD_BYTES_PER_TOKEN * request.group.tokens if model.head_is_cut else 0
@@ -79,8 +79,8 @@ def _memory(
         targets += HEAD_STEP_BYTES_PER_TOKEN * request.numerics.tokens
     targets += looked_up_bytes(model, request.numerics)
     return DeviceMemory(
-        homes=item * sum(model.stages[stage].params for stage in at_home),
-        turns=item * WEIGHTS_ON_DEVICE * max(streamed, default=0),
+        homes=sum(model.stages[stage].weight_bytes for stage in at_home),
+        turns=WEIGHTS_ON_DEVICE * max(streamed, default=0),
         sums=sums + 8 * lanes,
         states=homes.states,
         gradients=homes.gradients,
@@ -159,7 +159,7 @@ def with_homes_on_device(
     recipe pins, and keeps nothing on a device whose memory is not known."""
     if request.device == "cpu" or request.gpu_budget is None or request.weights is not None:
         return stages
-    sizes = [ITEM_SIZE[model.compute_dtype] * stage.params for stage in model.stages]
+    sizes = [stage.weight_bytes for stage in model.stages]
     again = {owner: times for owner, times in uploads(model, schedule, stages).items() if times > 1}
     movable = [owner for owner in again if stages[owner].weights == "cpu"]
     order = sorted(movable, key=lambda owner: (-again[owner], sizes[owner], owner))

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 from ..core.units import align_up
-from ..spec.model import ITEM_SIZE, STATE_NAMES, ModelSpec, OperatorSpec, StageSpec
+from ..spec.model import STATE_NAMES, ModelSpec, OperatorSpec, StageSpec
 from ..spec.plan import Numerics, StagePlan
 from .boundary_layout import RECORD_ALIGN, Kept
 from .memory import ARENA_UNIT, Homes, Layout
@@ -59,9 +59,9 @@ def traffic_items(context: PlacementContext, request: PlanRequest, homes: Homes,
 def _items_of(
     context: PlacementContext, request: PlanRequest, homes: Homes, plan: StagePlan, stage: StageSpec
 ) -> Iterator[Item]:
-    model, index, params = context.model, stage.index, stage.params
-    item, gradient = ITEM_SIZE[model.compute_dtype], ITEM_SIZE[request.numerics.accumulate_dtype]
-    states = tuple(model.layout.size(name, params) for name in STATE_NAMES)
+    model, index = context.model, stage.index
+    weights, gradients = stage.weight_bytes, stage.gradient_bytes(request.numerics.accumulate_dtype)
+    states = tuple(map(stage.state_size, STATE_NAMES))
     sweeps = request.sweeps or 1
     rests = int(plan.deferred) + sweeps * int(model.has_two_users(index)) + sweeps - 1
     boundary = context.boundary_size(index, homes.kept[index])
@@ -72,9 +72,9 @@ def _items_of(
     every = 1 if request.commit_every == "auto" else request.commit_every
     spared = 1.0 - (1.0 / every if every else 0.0)  # writes saved: commits also write what rests in RAM
     options: tuple[tuple[str, tuple[int, ...], float, bool], ...] = (
-        ("weights", (item * params,), (uses + spared) * item * params, request.weights is None),
+        ("weights", (weights,), uses * weights + spared * stage.trained_weight_bytes, request.weights is None),
         ("boundaries", (boundary,), 2.0 * sweeps * boundary, request.boundaries is None),
-        ("gradients", (gradient * params,), 2.0 * rests * gradient * params, request.gradients is None),
+        ("gradients", (gradients,), 2.0 * rests * gradients, request.gradients is None),
         ("states", states, (1.0 + spared) * sum(states), request.states is None),
     )
     for kind, sizes, saved, free in options:

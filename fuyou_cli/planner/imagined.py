@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..spec.model import ITEM_SIZE, ModelSpec
+from ..spec.model import ModelSpec
 from ..spec.plan import Plan, StagePlan
 from .bound import micro_batch_crossing
 from .boundary_layout import kept_bytes
@@ -88,12 +88,12 @@ class Imagined:
     # ---- updates and waiting (the residency ledger calls these) ----------------------------------------------------
 
     def update(self, record: Record) -> int:
-        plan, params = self.plan.stages[record.stage], self.model.stages[record.stage].params
+        plan, stage = self.plan.stages[record.stage], self.model.stages[record.stage]
         is_written = self.residency.commits.is_written(record.generation + 1)
         weights, states = written_by_update(self.model, plan, 1 if is_written else None)
         read = 0
         if plan.states == "ssd":
-            read = states = self.model.layout.total(params) if self._state_bytes is None else self._state_bytes * params
+            read = states = stage.state_bytes if self._state_bytes is None else self._state_bytes * stage.trained
         written = weights + states
         if record.gradient_slot is None and plan.gradients_ram is None and plan.gradients_extent is not None:
             read += plan.gradients_extent.size
@@ -140,7 +140,7 @@ class Imagined:
         if visit.take:
             self.boundaries.ready(visit.stage, self.residency.wait_until)
         total = visit.owner if visit.owner is not None else visit.stage
-        summed = visit.sum_gradients and self.model.stages[total].params > 0
+        summed = visit.sum_gradients
         if summed and visit.resume:
             self.residency.resume_gradients(total)
             if self.device is not None and visit.sweep and not self.plan.stages[total].updated_there:
@@ -201,7 +201,7 @@ class Imagined:
             handed_over()
             self.residency.let_go(record)
 
-        size = ITEM_SIZE[self.plan.numerics.accumulate_dtype] * self.model.stages[total].params
+        size = self.model.stages[total].gradient_bytes(self.plan.numerics.accumulate_dtype)
         ticket = self.machine.submit((("d2h", size),), what="gradients", stage=total, priority=BULK_PRIORITY)
         self.after.append((ticket, arrived))
         if len(self.after) > 1:  # the next sum needs the span of the oldest download
@@ -273,7 +273,7 @@ class Imagined:
     def _send_sum(self, owner: int) -> None:
         """Uploads the sum of a stage's gradients, so that the device continues it."""
         if owner not in self._sums_up:
-            size = ITEM_SIZE[self.plan.numerics.accumulate_dtype] * self.model.stages[owner].params
+            size = self.model.stages[owner].gradient_bytes(self.plan.numerics.accumulate_dtype)
             self._sums_up[owner] = self.machine.submit((("h2d", size),), what="gradients", stage=owner, priority=BULK_PRIORITY)
 
     def _begin_upload(self, visit: Visit, next_step: bool) -> None:
@@ -287,17 +287,17 @@ class Imagined:
         if visit.owner is None:
             return
         record = self.residency.records[visit.owner]
-        ready = record.span is not None and record.fetch is None and record.update is None and record.due is None
+        ready = record.span is not None and not record.fetches and record.update is None and record.due is None
         if ready and not (next_step and not self._updated(record)):
             self._upload(visit.owner, record.generation)
 
     def _updated(self, record: Record) -> bool:
-        return record.generation >= self.generation
+        return record.generation >= self.generation or not self.model.stages[record.stage].trained
 
     def _upload(self, owner: int, generation: int) -> int | None:
         """Returns the ticket of the copy under way, or None if the weights are there."""
         assert self.device is not None
-        size = ITEM_SIZE[self.model.compute_dtype] * self.model.stages[owner].params
+        size = self.model.stages[owner].weight_bytes
 
         def begin() -> int:
             return self.machine.submit((("h2d", size),), what="weights", stage=owner, priority=BULK_PRIORITY)

@@ -73,7 +73,7 @@ class Lookahead:
         """Takes a place for the owner's gradient sum. A resumed sum is already being read."""
         if visit.resume:
             self._residency.wait_until(lambda: self._residency.try_resume_gradients(owner), "a slot for gradients")
-        elif self._residency.model.stages[owner].params:
+        elif self._residency.model.stages[owner].trained:
             self._residency.acquire_gradients(owner)
         self._summing = True
 

@@ -163,13 +163,14 @@ def _slot_class(
     written. One more holds the gradients of a tied head that is not cut, through backward.
     """
     members = [i for i, c in enumerate(classes) if c == number and model.stages[i].params]
-    largest = max((model.stages[i].params for i in members), default=0)
-    weight_size = largest * ITEM_SIZE[model.compute_dtype]
-    gradient_size = largest * ITEM_SIZE[request.numerics.accumulate_dtype]
+    updated = [i for i in members if model.stages[i].trained]
+    weight_size = max((model.stages[i].weight_bytes for i in members), default=0)
+    dtype = request.numerics.accumulate_dtype
+    gradient_size = max((model.stages[i].gradient_bytes(dtype) for i in members), default=0)
     streamed = sum(homes.weights[i] == "ssd" for i in members)
-    in_update = 0 if all(deferred[i] for i in members) else gradient_slots - 1
+    in_update = 0 if all(deferred[i] for i in updated) else gradient_slots - 1
     weights = min(streamed, 1 + lookahead + in_update)
-    through_host = [i for i in members if homes.states[i] != "gpu"]
+    through_host = [i for i in updated if homes.states[i] != "gpu"]
     passing = sum(not rests(model, request, i, deferred[i]) or homes.gradients[i] == "ssd" for i in through_host)
     gradients = min(passing, gradient_slots)
     if model.tied_head and not model.head_is_cut and 0 in through_host and passing > gradients and gradients:
@@ -183,8 +184,8 @@ def _slot_class(
 
 
 def rests(model: ModelSpec, request: PlanRequest, stage: int, deferred: bool) -> bool:
-    """Tells whether the stage's gradients need a home: until a deferred update, from a tied head's backward to the embedding's,
-    or from sweep to sweep."""
+    """Tells whether the stage's gradients, if it has any, need a home: until a deferred update, from a tied head's backward to
+    the embedding's, or from sweep to sweep."""
     return deferred or model.has_two_users(stage) or request.is_swept
 
 
@@ -202,9 +203,9 @@ def _stage(
     model = context.model
     stage, at_rest = model.stages[index], context.at_rest[index]
     is_resting = rests(model, request, index, deferred)
-    gradient_size = stage.params * ITEM_SIZE[request.numerics.accumulate_dtype]
+    gradient_size = stage.gradient_bytes(request.numerics.accumulate_dtype)
     weights_home, states_home = homes.weights[index], homes.states[index]
-    in_ram, weighing = states_home == "cpu", ITEM_SIZE[model.compute_dtype] * stage.params
+    in_ram = states_home == "cpu"
     return StagePlan(
         stage=index,
         weights=weights_home,
@@ -214,16 +215,17 @@ def _stage(
         slot_class=context.classes[index],
         deferred=deferred,
         ring=at_rest.ring,
+        frozen_extent=at_rest.frozen,
         weights_at=at_rest.weights,
         remainder_at=at_rest.remainder,
         momentum_at=at_rest.momentum,
         variance_at=at_rest.variance,
         gradients_extent=at_rest.gradients or transient.take_if(is_resting and homes.gradients[index] == "ssd", gradient_size),
         boundary_extent=transient.take_if(homes.boundaries[index] == "ssd", boundary),
-        weights_ram=arena.take_if(weights_home != "ssd" and states_home != "gpu", weighing),
-        remainder_ram=arena.take_if(in_ram, model.layout.size("remainder", stage.params)),
-        momentum_ram=arena.take_if(in_ram, model.layout.size("momentum", stage.params)),
-        variance_ram=arena.take_if(in_ram, model.layout.size("variance", stage.params)),
+        weights_ram=arena.take_if(weights_home != "ssd" and states_home != "gpu", stage.weight_bytes),
+        remainder_ram=arena.take_if(in_ram, stage.state_size("remainder")),
+        momentum_ram=arena.take_if(in_ram, stage.state_size("momentum")),
+        variance_ram=arena.take_if(in_ram, stage.state_size("variance")),
         gradients_ram=arena.take_if(is_resting and homes.gradients[index] == "cpu", gradient_size),
         boundary_ram=arena.take_if(homes.boundaries[index] != "ssd", boundary),
         kept=homes.kept[index],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..core.units import align_up
-from ..spec.model import ITEM_SIZE, STATE_NAMES, ModelSpec
+from ..spec.model import STATE_NAMES, ModelSpec, StageSpec
 from ..spec.plan import Ring, Span
 from .boundary_layout import planned_boundary
 from .plan_request import PlanRequest
@@ -32,9 +32,11 @@ class Room:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AtRest:
-    """Describes what survives a run, for one stage: spans within a place of its ring and, in redo, its durable gradients."""
+    """Describes what survives a run, for one stage: spans within a place of its ring, its frozen weights and, in redo, its
+    durable gradients."""
 
     ring: Ring
+    frozen: Span | None  # of the store: written once
     weights: Span
     remainder: Span | None  # only with bfloat16 weights
     momentum: Span
@@ -50,9 +52,10 @@ class PlacementContext:
         self.classes = _classes(model)
         room = Room(STORE_UNIT)
         rings = _shared_rings(room, model, self.classes) if is_redo else _own_rings(room, model, request.keep)
-        gradient = ITEM_SIZE[self.numerics.accumulate_dtype] if is_redo else 0
+        dtype = self.numerics.accumulate_dtype
         self.at_rest = tuple(
-            _at_rest(room, model, stage.params, ring, gradient) for stage, ring in zip(model.stages, rings, strict=True)
+            _at_rest(room, stage, ring, stage.gradient_bytes(dtype) if is_redo else 0)
+            for stage, ring in zip(model.stages, rings, strict=True)
         )
         self.durable_size = room.used  # bytes of the store that survive a run
         self.parameters = model.parameters
@@ -82,17 +85,17 @@ def _classes(model: ModelSpec) -> tuple[int, ...]:
     return tuple(classes)
 
 
-def _place_size(model: ModelSpec, params: int) -> int:
+def _place_size(stage: StageSpec) -> int:
+    """Returns bytes of what one update writes."""
     place = Room(STORE_UNIT)
-    place.take(ITEM_SIZE[model.compute_dtype] * params)
-    for name in STATE_NAMES:
-        place.take(model.layout.size(name, params))
+    for size in (stage.trained_weight_bytes, *map(stage.state_size, STATE_NAMES)):
+        place.take(size)
     return place.used
 
 
 def _own_rings(room: Room, model: ModelSpec, keep: int) -> list[Ring]:
     """Returns one ring for each stage, with a spare place for every state that is kept."""
-    sizes = [_place_size(model, stage.params) for stage in model.stages]
+    sizes = [_place_size(stage) for stage in model.stages]
     return [Ring(offset=room.take((1 + keep) * size).offset, size=size, index=0, stages=1, spares=keep) for size in sizes]
 
 
@@ -101,25 +104,27 @@ def _shared_rings(room: Room, model: ModelSpec, classes: tuple[int, ...]) -> lis
     left."""
     found: dict[int, Ring] = {}
     for number in range(max(classes) + 1):
-        members = [index for index, one in enumerate(classes) if one == number and model.stages[index].params]
+        members = [index for index, one in enumerate(classes) if one == number and model.stages[index].trained]
         if not members:
             continue
-        size = max(_place_size(model, model.stages[index].params) for index in members)
+        size = max(_place_size(model.stages[index]) for index in members)
         spares = min(MOST_SPARES, len(members))
         offset = room.take((len(members) + spares) * size).offset
         for place, index in enumerate(members):
             found[index] = Ring(offset=offset, size=size, index=place, stages=len(members), spares=spares)
-    nothing = Ring(offset=room.used, size=0, index=0, stages=1, spares=1)  # the ring of a stage without parameters
+    nothing = Ring(offset=room.used, size=0, index=0, stages=1, spares=1)  # the ring of a stage that nothing updates
     return [found.get(index, nothing) for index in range(len(classes))]
 
 
-def _at_rest(room: Room, model: ModelSpec, params: int, ring: Ring, gradient: int) -> AtRest:
+def _at_rest(room: Room, stage: StageSpec, ring: Ring, gradients: int) -> AtRest:
     place = Room(STORE_UNIT)
+    weights = place.take(stage.trained_weight_bytes)
     return AtRest(
         ring=ring,
-        weights=place.take(ITEM_SIZE[model.compute_dtype] * params),
-        remainder=place.take_if(model.compute_dtype == "bfloat16", model.layout.size("remainder", params)),
-        momentum=place.take(model.layout.size("momentum", params)),
-        variance=place.take(model.layout.size("variance", params)) if model.rule == "adamw" else None,
-        gradients=room.take_if(gradient > 0, gradient * params),
+        frozen=room.take_if(True, stage.frozen_weight_bytes),
+        weights=weights,
+        remainder=place.take_if(True, stage.state_size("remainder")),
+        momentum=place.take(stage.state_size("momentum")),
+        variance=place.take_if(True, stage.state_size("variance")),
+        gradients=room.take_if(True, gradients),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from ..spec.plan import Span
@@ -60,7 +60,7 @@ class Runner(Protocol):
 
 @dataclass(slots=True)
 class Record:
-    """Holds what is known of one stage. At most one of `fetch` and `update` is under way."""
+    """Holds what is known of one stage. Fetches and an update are never under way together."""
 
     stage: int
     generation: int = 0  # generation of the weights, once `update` has finished
@@ -71,7 +71,7 @@ class Record:
     zero_remainder: bool = True
     span: Span | None = None  # where the weights are in the arena
     slotted: bool = False  # the span is a slot, not a home
-    fetch: int | None = None
+    fetches: list[int] = field(default_factory=list)  # tickets, one for each bank
     update: int | None = None
     due: Any = None  # what a deferred update needs (the runner's type); it runs before the next visit computes
     held: int = 0  # visits, prefetches and downloads that need the span

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
-from ..spec.model import ITEM_SIZE, ModelSpec
+from ..spec.model import ModelSpec
 from ..spec.plan import Plan, Span, StagePlan
 from .free_extents import CommitLedger, left_before
 from .records import ON_DEVICE, Record, Runner, Transfers
@@ -27,14 +27,13 @@ class Residency:
 
     def __init__(self, *, model: ModelSpec, plan: Plan, transfers: Transfers, runner: Runner) -> None:
         self.model, self.plan, self.transfers, self._runner = model, plan, transfers, runner
-        self.item = ITEM_SIZE[model.compute_dtype]
         self.records = [Record(stage=stage.index) for stage in model.stages]
         self.free_weights = [list(slots.weight_slots) for slots in plan.slot_classes]
         self.free_gradients = [list(slots.gradient_slots) for slots in plan.slot_classes]
         self.commits = CommitLedger(every=plan.commit_every)
         self.stalls: dict[str, float] = {}
         self.due: Any = None  # what deferred updates of the last such step need
-        self._owners = sum(stage.params > 0 for stage in model.stages)
+        self._owners = sum(stage.trained > 0 for stage in model.stages)
         self._sharing = _sharing(model, plan)
         self._reached: dict[int, int] = {}  # generation -> stages that have come to it, while some have not
         self._moving: set[int] = set()  # stages with something under way or due; only these are looked at
@@ -71,9 +70,9 @@ class Residency:
                 self._free_gradient_slot(record)
         if record.gradient_read is not None and self.transfers.poll(record.gradient_read) is not None:
             record.gradient_read = None
-        if record.fetch is not None and self.transfers.poll(record.fetch) is not None:
-            record.fetch = None
-            self._free_if_idle(record)  # the visit that asked for it may have let go meanwhile
+        if record.fetches:
+            record.fetches = [fetch for fetch in record.fetches if self.transfers.poll(fetch) is None]
+            self._free_if_idle(record)  # the visit that asked for them may have let go meanwhile
         if record.update is not None:
             result = self.transfers.poll(record.update)
             if result is not None:
@@ -120,7 +119,7 @@ class Residency:
         if record is None:
             return None
         kind = self.model.stages[record.stage].kind
-        self.wait_until(lambda: record.fetch is None, f"weights of the {kind}")
+        self.wait_until(lambda: not record.fetches, f"weights of the {kind}")
         self.wait_until(lambda: self.is_current(record.stage), f"update of the {kind}")
         return record.span
 
@@ -153,16 +152,16 @@ class Residency:
             return False
         record.span = free.pop()
         record.slotted = True
-        extent = plan.extent("weights", record.turn)
-        assert extent is not None
         self._moving.add(record.stage)
-        record.fetch = self.transfers.read(
-            record.span.offset, extent.offset, extent.size, priority=FETCH_PRIORITY, label=record.stage
-        )
+        place = record.span.offset
+        for extent in plan.weights_extents(record.turn):
+            fetch = self.transfers.read(place, extent.offset, extent.size, priority=FETCH_PRIORITY, label=record.stage)
+            record.fetches.append(fetch)
+            place += extent.size
         return True
 
     def _free_if_idle(self, record: Record) -> None:
-        needed = record.held or record.kept or record.update is not None or record.fetch is not None
+        needed = record.held or record.kept or record.update is not None or record.fetches
         if record.slotted and not needed:
             assert record.span is not None
             self.free_weights[self.plan.stages[record.stage].slot_class].append(record.span)
@@ -253,7 +252,7 @@ class Residency:
         """Defers the update of every such stage to its first visit in the next step, or to `drain`."""
         self.due = due
         for record, stage in zip(self.records, self.model.stages, strict=True):
-            if stage.params and self.plan.stages[stage.index].deferred:
+            if stage.trained and self.plan.stages[stage.index].deferred:
                 record.due = due
                 self._moving.add(record.stage)
 
@@ -270,7 +269,7 @@ class Residency:
         return (
             record.held > 0
             and record.span is not None
-            and record.fetch is None
+            and not record.fetches
             and record.update is None
             and record.gradient_write is None
             and self._may_follow(record)
@@ -317,8 +316,7 @@ class Residency:
         go on."""
         self.wait_until(
             lambda: all(
-                record.fetch is None and record.gradient_write is None and record.gradient_read is None
-                for record in self.records
+                not record.fetches and record.gradient_write is None and record.gradient_read is None for record in self.records
             ),
             "transfers of a step given up",
         )
@@ -343,7 +341,7 @@ class Residency:
             self.let_go(record)
         self.wait_until(
             lambda: all(
-                record.update is None and record.fetch is None and record.gradient_write is None for record in self.records
+                record.update is None and not record.fetches and record.gradient_write is None for record in self.records
             ),
             "updates at the end",
         )
@@ -358,12 +356,13 @@ def _sharing(model: ModelSpec, plan: Plan) -> dict[int, list[int]]:
     """Returns, by stage, the stages that share its ring, in the ring's order."""
     rings: dict[int, list[int]] = {}
     for stage in model.stages:
-        if stage.params:
+        if stage.trained:
             rings.setdefault(plan.stages[stage.index].ring.offset, []).append(stage.index)
     return {stage: together for together in rings.values() for stage in together}
 
 
 def _has_work(record: Record) -> bool:
     """Tells whether a transfer of the record is under way, or an update is due and something holds its span."""
-    under_way = (record.fetch, record.update, record.gradient_write, record.gradient_read)
-    return any(ticket is not None for ticket in under_way) or (record.due is not None and record.held > 0)
+    under_way = (record.update, record.gradient_write, record.gradient_read)
+    is_moving = bool(record.fetches) or any(ticket is not None for ticket in under_way)
+    return is_moving or (record.due is not None and record.held > 0)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ..spec.model import ITEM_SIZE, ModelSpec
+from ..spec.model import ModelSpec
 from ..spec.plan import Plan, StagePlan
 from .boundary_layout import spared_flops
 
@@ -86,8 +86,8 @@ def expand(
         uses.setdefault(owner, []).append(index)
     visits: list[Visit] = []
     for index, (sweep, phase, stage, owner) in enumerate(order):
-        is_final, sums = sweep == sweeps - 1, phase in ("head", "backward")
-        has_sum = sums and model.stages[model.owner(stage)].params > 0
+        is_final = sweep == sweeps - 1
+        has_sum = phase in ("head", "backward") and model.stages[model.owner(stage)].trained > 0
         held_since, distance = _distances(uses[owner], index, len(order))
         on_ssd = owner is not None and stages[owner].weights == "ssd" and model.stages[owner].params > 0
         visits.append(
@@ -101,7 +101,7 @@ def expand(
                 update=_update(model, stages, owner, uses[owner], index),
                 stash=phase == "forward" and model.stages[stage].keeps_input,
                 take=phase == "backward" and model.stages[stage].keeps_input,
-                sum_gradients=sums,
+                sum_gradients=has_sum,
                 rest=(phase == "head" and model.has_two_users(model.owner(stage))) or (has_sum and not is_final),
                 resume=(phase == "backward" and model.has_two_users(stage)) or (has_sum and sweep > 0),
                 flops=_flops(model, phase, stage, stages[stage].given) * (micro_batches // sweeps),
@@ -130,8 +130,8 @@ def plan_schedule(model: ModelSpec, plan: Plan) -> Schedule:
 
 
 def _order(model: ModelSpec, stages: tuple[StagePlan, ...], *, is_final: bool) -> list[tuple[Pass, int, int | None]]:
-    """Lists (phase, stage, owner of the weights) for a sweep. An embedding's backward has weights only if its update follows at
-    once."""
+    """Lists (phase, stage, owner of the weights) for a sweep. Backward ends at the lowest stage that learns something. An
+    embedding's backward has weights only if its update follows at once."""
     body = [stage for stage in model.stages if stage.kind != "head"]
     heads = [stage.index for stage in model.stages if stage.kind == "head"]
     order: list[tuple[Pass, int, int | None]] = [("forward", stage.index, stage.index) for stage in body]
@@ -139,6 +139,8 @@ def _order(model: ModelSpec, stages: tuple[StagePlan, ...], *, is_final: bool) -
         order += [("logits", head, model.owner(head)) for head in heads]
     order += [("head", head, model.owner(head)) for head in reversed(heads)]
     for stage in reversed(body):
+        if not stage.goes_back:
+            continue
         needs_weights = stage.kind != "embedding" or (is_final and not stages[stage.index].deferred)
         order.append(("backward", stage.index, stage.index if needs_weights else None))
     return order
@@ -158,7 +160,7 @@ def _update(
 ) -> Literal["none", "before", "after"]:
     """Tells whether AdamW runs before this visit (if deferred: before its first of the step) or after it (its last), or
     neither."""
-    if owner is None or model.stages[owner].params == 0:
+    if owner is None or model.stages[owner].trained == 0:
         return "none"
     if stages[owner].deferred:
         return "before" if index == uses[0] else "none"
@@ -170,15 +172,17 @@ def _flops(model: ModelSpec, phase: Pass, stage: int, kept: tuple[int, ...]) -> 
     forward = model.stages[stage].forward_flops
     if model.stages[stage].kind == "embedding":
         return 0.0
-    # Backward = recompute of what is needed and was not kept, plus twice forward. A head in one visit computes its logits once.
+    # Backward = recompute of what is needed and was not kept, plus twice forward, without gradients of frozen weights. A
+    # head in one visit computes its logits once.
     spared = spared_flops(model.stages[stage], kept) if phase == "backward" else 0.0
+    spared += model.stages[stage].frozen_flops if phase in ("head", "backward") else 0.0
     return {"forward": 1, "logits": 1, "head": 3, "backward": 3}[phase] * forward - spared
 
 
 def written_by_update(model: ModelSpec, plan: StagePlan, commit_every: int | None) -> tuple[int, int]:
     """Returns the bytes of weights and of states that one stage's update writes to the store, averaged over all steps."""
-    params = model.stages[plan.stage].params
-    weights, states = ITEM_SIZE[model.compute_dtype] * params, model.layout.total(params)
+    stage = model.stages[plan.stage]
+    weights, states = stage.trained_weight_bytes, stage.state_bytes
     in_ram = commit_every or 0
     return (
         weights if plan.weights == "ssd" else weights // in_ram if in_ram else 0,
@@ -189,10 +193,9 @@ def written_by_update(model: ModelSpec, plan: StagePlan, commit_every: int | Non
 def _traffic(model: ModelSpec, stages: tuple[StagePlan, ...], visits: Sequence[Visit], commit_every: int | None) -> Traffic:
     read = dict.fromkeys(("weights", "states", "gradients", "boundaries"), 0)
     written = dict.fromkeys(read, 0)
-    item = ITEM_SIZE[model.compute_dtype]
     for visit in visits:
         if visit.fetch and visit.owner is not None:
-            read["weights"] += item * model.stages[visit.owner].params
+            read["weights"] += model.stages[visit.owner].weight_bytes
         plan = stages[visit.stage]
         if visit.stash and plan.boundary == "ssd" and plan.boundary_extent is not None:
             written["boundaries"] += plan.boundary_extent.size
@@ -202,13 +205,13 @@ def _traffic(model: ModelSpec, stages: tuple[StagePlan, ...], visits: Sequence[V
             written["gradients"] += gradients.size * visit.rest
             read["gradients"] += gradients.size * visit.resume
     for stage, plan in zip(model.stages, stages, strict=True):
-        if stage.params == 0:
+        if stage.trained == 0:
             continue
         weights, states = written_by_update(model, plan, commit_every)
         written["weights"] += weights
         written["states"] += states
         if plan.states == "ssd":
-            read["states"] += model.layout.total(stage.params)
+            read["states"] += stage.state_bytes
         if plan.gradients_extent is not None:
             read["gradients"] += plan.gradients_extent.size * plan.deferred
             written["gradients"] += plan.gradients_extent.size * plan.deferred
@@ -223,11 +226,10 @@ def phase_traffic(
     commit_every: int | None,
 ) -> tuple[int, int]:
     """Returns the store bytes that these visits, and the updates of these stages, read and write."""
-    item = ITEM_SIZE[model.compute_dtype]
     read = written = 0
     for visit in visits:
         if visit.fetch and visit.owner is not None:
-            read += item * model.stages[visit.owner].params
+            read += model.stages[visit.owner].weight_bytes
         plan = stages[visit.stage]
         if plan.boundary_extent is not None:
             written += plan.boundary_extent.size * visit.stash
@@ -238,7 +240,7 @@ def phase_traffic(
     for plan in updated:
         written += sum(written_by_update(model, plan, commit_every))
         if plan.states == "ssd":
-            read += model.layout.total(model.stages[plan.stage].params)
+            read += model.stages[plan.stage].state_bytes
         if plan.deferred and plan.gradients_extent is not None:
             read += plan.gradients_extent.size
     return read, written

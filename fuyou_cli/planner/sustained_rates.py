@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ..spec.hardware import HardwareProfile
-from ..spec.model import ITEM_SIZE, ModelSpec
+from ..spec.model import ModelSpec
 from ..spec.plan import Plan
 from .commit_interval import timed_plan
 from .plan_request import PlanRequest
@@ -52,7 +52,8 @@ def leaves_fast_region(plan: Plan, hardware: HardwareProfile, steps: int) -> boo
 
 def least_written(model: ModelSpec, request: PlanRequest) -> int:
     """Returns the fewest bytes that a step of any plan within the budget writes: weights and states that do not fit in RAM."""
-    return max(0, ITEM_SIZE[model.compute_dtype] * model.stored_parameters + model.stored_state_bytes - request.cpu_budget)
+    changed = sum(stage.trained_weight_bytes + stage.state_bytes for stage in model.stages)
+    return max(0, changed - request.cpu_budget)
 
 
 def fast_region(model: ModelSpec, hardware: HardwareProfile, plan: Plan) -> FastRegion | None:

@@ -144,6 +144,9 @@ class StageSpec:
     vocabulary: tuple[int, int] | None = None  # first row and end of a piece of the vocabulary; None: not a piece
     operators: tuple[OperatorSpec, ...] = ()  # of a block, in running order
     unneeded: tuple[OperatorSpec, ...] = ()  # of a block: whose outputs no backward looks at, so never computed again
+    goes_back: bool = True  # backward visits it: it has something to learn, or a stage below has
+    passes_on: bool = True  # backward needs its input's gradient: a stage below goes back
+    frozen_flops: float = 0.0  # of forward, with frozen weights: their gradient's product, as large, is not computed
     # Of the banks; kept, because a search asks for them all the time.
     params: int = field(init=False)  # elements of all, with padding
     trained: int = field(init=False)  # elements that an update changes, with padding
@@ -182,6 +185,11 @@ class StageSpec:
         return ITEM_SIZE[dtype] * self.trained
 
     @property
+    def trained_tensors(self) -> tuple[TensorSpec, ...]:
+        """Returns the tensors of the trained banks, in their order; they come before all others."""
+        return tuple(tensor for tensor in self.tensors if not tensor.frozen)
+
+    @property
     def numel(self) -> int:
         """Counts elements without padding."""
         return sum(tensor.numel for tensor in self.tensors)
@@ -194,7 +202,7 @@ class StageSpec:
     @property
     def keeps_input(self) -> bool:
         """Tells whether its input, a boundary, is kept from forward to backward."""
-        return self.kind in ("block", "norm")
+        return self.goes_back and self.kind in ("block", "norm")
 
     @property
     def unneeded_flops(self) -> float:
@@ -231,16 +239,11 @@ class ModelSpec:
         """Tells whether a tied head's piece uses this embedding piece's weights: gradients rest from its backward to the
         other's."""
         spec = self.stages[stage]
-        return self.tied_head and spec.kind == "embedding" and spec.vocabulary is not None
+        return self.tied_head and spec.kind == "embedding" and spec.vocabulary is not None and spec.trained > 0
 
     @property
     def head_is_cut(self) -> bool:
         return self.stages[-1].vocabulary is not None
-
-    @property
-    def first_trained(self) -> int:
-        """Returns the lowest stage that computes with a trained parameter: backward goes no further down."""
-        return next(stage.index for stage in self.stages if self.stages[self.owner(stage.index)].trained)
 
     @property
     def parameters(self) -> int:

@@ -11,7 +11,7 @@ from typing import Literal
 from .model import Dtype
 
 Tier = Literal["gpu", "cpu", "ssd"]
-StateTensor = Literal["weights", "remainder", "momentum", "variance"]  # what survives a run, in the order of a place
+StateTensor = Literal["weights", "frozen", "remainder", "momentum", "variance"]  # what survives a run; `frozen`: weights
 StoreMode = Literal["in_place", "redo"]
 
 
@@ -76,8 +76,9 @@ class Ring:
 class StagePlan:
     """Holds homes of one stage's tensors and the spans they occupy.
 
-    The `_at` spans count from the beginning of the stage's place at a turn. RAM spans are None unless the home is cpu; weights
-    on the GPU whose states are elsewhere have one as well, which updates write.
+    The `_at` spans count from the beginning of the stage's place at a turn, and are of what updates write; frozen weights have
+    an extent of their own, which is written once. RAM spans are None unless the home is cpu; weights on the GPU whose states
+    are elsewhere have one as well, which updates write. In RAM frozen weights follow the trained ones.
     """
 
     stage: int
@@ -100,6 +101,7 @@ class StagePlan:
     variance_ram: Span | None
     gradients_ram: Span | None
     boundary_ram: Span | None
+    frozen_extent: Span | None = None  # of the store; frozen weights
     kept: tuple[int, ...] = ()  # operators whose outputs rest with the boundary, by index
     kept_there: tuple[int, ...] = ()  # operators whose outputs stay in the device's memory; those of neither are recomputed
 
@@ -115,8 +117,24 @@ class StagePlan:
 
     def extent(self, tensor: StateTensor, turn: int) -> Span | None:
         """Returns where a tensor lies at a turn of the ring; None where there is no such tensor."""
+        if tensor == "frozen":
+            return self.frozen_extent
         at: Span | None = getattr(self, f"{tensor}_at")
-        return None if at is None else Span(offset=self.ring.place(turn) + at.offset, size=at.size)
+        return None if at is None or not at.size else Span(offset=self.ring.place(turn) + at.offset, size=at.size)
+
+    def ram(self, tensor: StateTensor) -> Span | None:
+        """Returns where a tensor rests in RAM; None where it does not, or there is no such tensor."""
+        if tensor not in ("weights", "frozen") or self.weights_ram is None:
+            found: Span | None = None if tensor in ("weights", "frozen") else getattr(self, f"{tensor}_ram")
+            return found
+        trained = Span(offset=self.weights_ram.offset, size=self.weights_at.size)
+        frozen = Span(offset=trained.offset + trained.size, size=self.weights_ram.size - trained.size)
+        span = trained if tensor == "weights" else frozen
+        return span if span.size else None
+
+    def weights_extents(self, turn: int) -> list[Span]:
+        """Returns where all weights lie at a turn, in the order in which they lie in memory."""
+        return [span for span in (self.extent("weights", turn), self.frozen_extent) if span is not None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -78,18 +78,21 @@ class StoreWeights:
     def _part(self, stage: StoredStage, stored: StoredTensor, first: int, end: int) -> memoryview:
         """Returns elements [first, end) of the whole tensor, all of them in one stage."""
         begin, count = stored.offset + first - stored.first, end - first
-        compute = self.manifest.compute_dtype
-        assert stage.weights is not None
+        compute, is_trained = self.manifest.compute_dtype, stored.offset < stage.trained
         remainder: Buffer | None = None
-        if stage.gradients is None:
-            weights: Buffer = self._elements(stage.weights, begin, count, ITEM_SIZE[compute], 0)
+        if not is_trained:
+            assert stage.frozen is not None
+            weights: Buffer = self._elements(stage.frozen, begin - stage.trained, count, ITEM_SIZE[compute], 0)
+        elif stage.gradients is None:
+            assert stage.weights is not None
+            weights = self._elements(stage.weights, begin, count, ITEM_SIZE[compute], 0)
         else:
             weights, remainder = self._updated(stage, stored, begin, count)
         if compute == self.dtype:
             return memoryview(weights)
         if compute == "float32":
             return _bytes_of(torch.frombuffer(weights, dtype=torch.float32).to(torch.bfloat16))
-        if stage.gradients is None and stage.remainder is not None:
+        if is_trained and stage.gradients is None and stage.remainder is not None:
             remainder = self._elements(stage.remainder, begin, count, 2, _WINDOW)
         if remainder is None:
             return _bytes_of(torch.frombuffer(weights, dtype=torch.bfloat16).float())

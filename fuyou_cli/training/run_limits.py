@@ -113,5 +113,6 @@ def saved_where_it_stops(plan: Plan) -> int:
         extent.size
         for stage in plan.stages
         for name in TENSORS
-        if (stage.updated_there or getattr(stage, f"{name}_ram") is not None) and (extent := stage.extent(name, 0)) is not None
+        if name != "frozen" and (stage.updated_there or stage.ram(name) is not None)
+        if (extent := stage.extent(name, 0)) is not None
     )

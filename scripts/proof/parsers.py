@@ -70,12 +70,22 @@ def manifest() -> Manifest:
     head = replace(tensor, name="head", stored_as="head", shape=(16, 32), offset=1024, first=256, count=256)
     moments = [StoredExtent(offset=at, size=4 * params, sum=(1 << 64) - at) for at in (1 << 20, 1 << 21)]
     stage = replace(
-        example(StoredStage), name="layers.0", params=params, generation=3, zero_moments=False, zero_remainder=False,
-        weights=StoredExtent(offset=4096, size=2 * params, sum=7), remainder=StoredExtent(offset=8192, size=2 * params, sum=8),
+        example(StoredStage), name="layers.0", params=params, trained=params, generation=3, zero_moments=False,
+        zero_remainder=False, frozen=None, weights=StoredExtent(offset=4096, size=2 * params, sum=7),
+        remainder=StoredExtent(offset=8192, size=2 * params, sum=8),
         momentum=moments[0], variance=moments[1], gradients=None, tensors=(tensor, head),
     )  # fmt: skip
     bare = replace(
-        stage, name="norm", params=0, weights=None, remainder=None, momentum=None, variance=None, tensors=(), generation=0
+        stage,
+        name="norm",
+        params=0,
+        trained=0,
+        weights=None,
+        remainder=None,
+        momentum=None,
+        variance=None,
+        tensors=(),
+        generation=0,
     )
     return replace(
         example(Manifest), files=("/nowhere/run/store.bin",), parts=("/nowhere/run/part.json",),

@@ -24,6 +24,7 @@ from fuyou_cli.engine.anatomy import dissect
 from fuyou_cli.engine.compiled import CompiledBlocks, as_compiled
 from fuyou_cli.engine.devices import Device, open_device
 from fuyou_cli.engine.executor import Executor, StepOutcome
+from fuyou_cli.engine.freezing import frozen
 from fuyou_cli.engine.host_memory import HostMemory
 from fuyou_cli.engine.inspect import inspect
 from fuyou_cli.engine.skeleton import TORCH_DTYPE, build
@@ -67,12 +68,12 @@ class Shape:
 class Subject:
     """One random model: as plain PyTorch (`fresh`), as a skeleton cut into stages, and the data it learns."""
 
-    def __init__(self, config: PreTrainedConfig, shape: Shape) -> None:
+    def __init__(self, config: PreTrainedConfig, shape: Shape, *, freeze: Sequence[str] = ()) -> None:
         torch.set_num_threads(1)
         self.config, self.shape = config, shape
         skeleton = build(config, dtype=shape.dtype, attention="sdpa")
         self.attention = skeleton.config._attn_implementation
-        self.anatomy = cut_vocabulary(dissect(skeleton), shape.vocabulary)
+        self.anatomy = cut_vocabulary(frozen(dissect(skeleton), freeze), shape.vocabulary)
         self.spec = inspect(
             self.anatomy, dtype=shape.dtype, micro_batch_size=shape.micro, max_seq_len=shape.tokens,
             head_chunk_tokens=shape.chunk,
@@ -218,9 +219,9 @@ class Rig:
 
     @property
     def generations(self) -> set[int]:
-        """Of all stages that own parameters."""
+        """Of all stages that own trained parameters."""
         records = self.executor.residency.records
-        return {record.generation for record, stage in zip(records, self.spec.stages, strict=True) if stage.params}
+        return {record.generation for record, stage in zip(records, self.spec.stages, strict=True) if stage.trained}
 
     def put_weights(self, weights: dict[str, torch.Tensor]) -> None:
         """Generation 0, as a checkpoint without remainders leaves it."""
@@ -234,25 +235,29 @@ class Rig:
             if there is not None:
                 there.copy_(flat)
             if placed.weights == "ssd":
-                extent = placed.extent("weights", 0)
-                assert extent is not None
-                self.daemon.wait(self.daemon.write(target.offset, extent.offset, extent.size))
+                place = target.offset
+                for extent in placed.weights_extents(0):
+                    self.daemon.wait(self.daemon.write(place, extent.offset, extent.size))
+                    place += extent.size
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Every parameter as it rests (drained), in the compute dtype."""
         found: dict[str, torch.Tensor] = {}
-        dtype = TORCH_DTYPE[self.spec.compute_dtype]
-        for stage, placed in self._stages():
-            flat = self._resting(stage, placed.weights_ram, "weights", dtype)
-            add_named(found, stage, flat)
+        for stage in self.owning_stages():
+            add_named(found, stage, self._flat(stage))
         return found
+
+    def _flat(self, stage: StageSpec) -> torch.Tensor:
+        """Of a stage, trained and frozen ones."""
+        dtype = TORCH_DTYPE[self.spec.compute_dtype]
+        banks: list[tuple[StateTensor, int]] = [("weights", stage.trained), ("frozen", stage.params - stage.trained)]
+        return torch.cat([self._resting(stage, name, dtype, count) for name, count in banks if count])
 
     def padding(self) -> torch.Tensor:
         """What rests between and behind the parameters of the stages (drained)."""
         found: list[torch.Tensor] = []
-        dtype = TORCH_DTYPE[self.spec.compute_dtype]
-        for stage, placed in self._stages():
-            flat = self._resting(stage, placed.weights_ram, "weights", dtype)
+        for stage in self.owning_stages():
+            flat = self._flat(stage)
             inside = torch.zeros(stage.params, dtype=torch.bool)
             for tensor in stage.tensors:
                 inside[tensor.offset : tensor.offset + tensor.numel] = True
@@ -262,9 +267,9 @@ class Rig:
     def masters(self) -> dict[str, torch.Tensor]:
         """bf16: float32 masters rebuilt from weights and remainders."""
         found: dict[str, torch.Tensor] = {}
-        for stage, placed in self._stages():
-            weights = self._resting(stage, placed.weights_ram, "weights", torch.bfloat16)
-            remainder = self._resting(stage, placed.remainder_ram, "remainder", torch.int16)
+        for stage, _ in self._stages():
+            weights = self._resting(stage, "weights", torch.bfloat16, stage.trained)
+            remainder = self._resting(stage, "remainder", torch.int16, stage.trained)
             master = torch.empty(stage.params)
             join(as_bytes(weights), as_bytes(remainder), as_bytes(master))
             add_named(found, stage, master)
@@ -283,7 +288,8 @@ class Rig:
         for stage in self.owning_stages():
             yield stage, self.plan.stages[stage.index]
 
-    def _resting(self, stage: StageSpec, ram: Span | None, tensor: StateTensor, dtype: torch.dtype) -> torch.Tensor:
+    def _resting(self, stage: StageSpec, tensor: StateTensor, dtype: torch.dtype, count: int) -> torch.Tensor:
+        ram = self.plan.stages[stage.index].ram(tensor)
         if stage.index in self.executor.visits.states.homes:
             return self.executor.visits.states.at_rest(stage.index, 0)[tensor][0].view(dtype).clone()
         if ram is None:
@@ -291,7 +297,7 @@ class Rig:
             assert extent is not None
             self.daemon.wait(self.daemon.read(self._window.offset, extent.offset, extent.size))
             ram = self._window
-        return self.memory.tensor(ram, dtype, stage.params).clone()
+        return self.memory.tensor(ram, dtype, count).clone()
 
 
 def named(stage: StageSpec, flat: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -323,7 +329,7 @@ def plain_run(
     model = subject.fresh()
     model.load_state_dict(subject.initial)
     prepare(model)
-    adamw = torch_adamw(list(model.parameters()), optimizer)
+    adamw = torch_adamw([p for p in model.parameters() if p.requires_grad], optimizer)
     losses: list[float] = []
     for ids, labels in subject.batches(steps):
         losses.append(sum(micro_losses(model, ids, labels, subject.shape.micro)))

@@ -59,6 +59,11 @@ GRADIENTS = {"offset": 1 << 22, "size": 8192, "sum": 1}
 DUE = asdict(replace(example(DueUpdate), lr=1e-5))
 
 
+def _sized(params: int) -> Change:
+    """A stage of so many trained parameters."""
+    return lambda content: content["stages"][0].update(params=params, trained=params)
+
+
 def _due(*, gradients: object, mode: str = "redo", generation: int = 2) -> Change:
     """A stage whose update of the last step is to be done."""
 
@@ -157,8 +162,8 @@ def test_a_folder_whose_name_is_no_text(tmp_path: Path) -> None:
         (_set("random", []), "random: expected a section"),
         (lambda content: content["fingerprints"].update({str(key): 1 for key in range(2000)}), "fingerprints: 2,00"),
         (lambda content: content.update({f"k{key}": 1 for key in range(200_000)}), "the whole: 200,022 keys"),
-        (_set(*STAGE, "params", 4096), "stages[0]: weights: 4096 bytes, 8192 are wanted"),
-        (_set(*STAGE, "params", (1 << 63) - 1), "stages[0]: weights: 4096 bytes, 18446744073709551614 are wanted"),
+        (_sized(4096), "stages[0]: weights: 4096 bytes, 8192 are wanted"),
+        (_sized((1 << 63) - 1), "stages[0]: weights: 4096 bytes, 18446744073709551614 are wanted"),
         (_set(*STAGE, "params", 0), "stages[0]: tensors of no parameters"),
         (_set(*STAGE, "weights", None), "stages[0]: no weights"),
         (_set(*STAGE, "weights", "offset", 4097), "stages[0].weights.offset: Input should be a multiple of 4096, got 4097"),

@@ -16,7 +16,7 @@ from fuyou_cli.core.units import GiB, MiB, brief, count, gb, gib
 from fuyou_cli.machine.background_load import are_busy
 from fuyou_cli.machine.origins import origins_of
 from fuyou_cli.planner.phases import phase_peaks
-from fuyou_cli.spec.model import ITEM_SIZE, ModelSpec, StageSpec
+from fuyou_cli.spec.model import ModelSpec, StageSpec
 from fuyou_cli.spec.plan import Plan, StagePlan, Tier
 
 from .answer import show_answer
@@ -110,10 +110,12 @@ def _understood(facts: RunFacts, shapes: Symbols) -> list[tuple[str, str]]:
 def _clipping(plan: Plan, model: ModelSpec) -> str:
     if plan.clip_grad_norm is not None:
         return f"exact clipping at norm {plan.clip_grad_norm:g}: updates wait for the last gradient"
-    deferred = sum(model.stages[stage.stage].params for stage in plan.stages if stage.deferred)
+    deferred = sum(model.stages[stage.stage].trained for stage in plan.stages if stage.deferred)
     if not deferred:
         return "no clipping: every update overlaps backward"
-    return f"no clipping: {deferred / model.stored_parameters:.0%} of the updates run in the next forward, the rest in backward"
+    return (
+        f"no clipping: {deferred / model.updated_parameters:.0%} of the updates run in the next forward, the rest in backward"
+    )
 
 
 def _machine(facts: RunFacts, shapes: Symbols) -> list[tuple[str, str]]:
@@ -221,17 +223,17 @@ def _stages(console: Console, plan: Plan, model: ModelSpec, shapes: Symbols) -> 
         column(content, title, right=title in ("params", "weights", "states"))
     position = 0
     for homes, same in groupby(map(_homes, plan.stages, model.stages)):
-        kind, params, weights, states, gradients, boundary, kept, kept_there = homes
+        kind, params, sizes, weights, states, gradients, boundary, kept, kept_there = homes
         number = len(list(same))
         content.add_row(
             f"{position}" if number == 1 else f"{position}-{position + number - 1}",
             kind if number == 1 else f"{kind} {shapes.times}{number}",
             count(params),
-            gib(params * ITEM_SIZE[model.compute_dtype]),
+            gib(sizes[0]),
             _TITLE[weights],
-            gib(model.layout.total(params)),
+            gib(sizes[1]),
             _TITLE[states],
-            _TITLE[gradients],
+            _TITLE[gradients] if sizes[1] else "",
             _TITLE[boundary] + (f" +{kept}" if kept else "") + (f" {_TITLE['gpu']} +{kept_there}" if kept_there else ""),
         )
         position += number
@@ -240,9 +242,10 @@ def _stages(console: Console, plan: Plan, model: ModelSpec, shapes: Symbols) -> 
     say(console, f"Sizes are of one stage{outputs}.", style="dim", indent=2)
 
 
-def _homes(stage: StagePlan, spec: StageSpec) -> tuple[str, int, Tier, Tier, Tier, Tier, int, int]:
+def _homes(stage: StagePlan, spec: StageSpec) -> tuple[str, int, tuple[int, int], Tier, Tier, Tier, Tier, int, int]:
     outputs = len(stage.kept), len(stage.kept_there)
-    return spec.kind, spec.params, stage.weights, stage.states, stage.gradients, stage.boundary, *outputs
+    sizes = spec.weight_bytes, spec.state_bytes
+    return spec.kind, spec.params, sizes, stage.weights, stage.states, stage.gradients, stage.boundary, *outputs
 
 
 # ---- other plans -----------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def show_step(console: Console, facts: RunFacts, shapes: Symbols) -> None:
 
 def _work(name: str, seconds: float, facts: RunFacts) -> tuple[str, str]:
     """Return amount and rate of one resource. On device cpu compute and updates are one resource, the cores."""
-    predicted, hardware, stored = facts.plan.predicted, facts.hardware, facts.model.stored_parameters
+    predicted, hardware, stored = facts.plan.predicted, facts.hardware, facts.model.updated_parameters
     if seconds <= 0:
         return "", ""
     if name in ("compute", "cpu"):

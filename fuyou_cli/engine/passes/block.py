@@ -92,7 +92,8 @@ class BlockPasses:
         )
 
     def backward(self, call: Call, ids: torch.Tensor | None, grad_y: torch.Tensor) -> torch.Tensor | None:
-        """Returns the gradient of the stage's input for the whole batch (None for `ids`), and sums the stage's own."""
+        """Returns the gradient of the stage's input for the whole batch, and sums the stage's own. Returns None for `ids`, and
+        where no stage below learns anything."""
         visits = self.visits
         visit, flat = visits.enter("backward", call.stage)
         boundary = visits.boundaries.take(call.stage, visits.residency.wait_until) if visit.take else []
@@ -114,17 +115,19 @@ class BlockPasses:
         sources = (partial(lambda number, rows: [x[number], grad_y[rows]], *each) for each in enumerate(parts))
         arriving = visits.inputs(sources, beside=activations.begin)
         grad_x = Gathering(visits.crossings, grad_y.shape[0])
+        passes_on = visits.model.stages[call.stage].passes_on
         for number, rows in enumerate(parts):
             part, grad = arriving.take()
-            part = part.detach().requires_grad_(True)
+            part = part.detach().requires_grad_(True)  # as in forward, so that the same kernels run
             visits.seed(call.stage, number)
             with torch.enable_grad(), visits.installed(call.stage, flat, trainable=True) as parameters:
                 y = activations.again(call.run, part, number, flat)
-                visits.differentiate(y, grad, [part, *parameters], total)
+                visits.differentiate(y, grad, [part, *parameters] if passes_on else parameters, total)
             del y, grad
-            assert part.grad is not None
-            grad_x.put(rows, part.grad)
+            if passes_on:
+                assert part.grad is not None
+                grad_x.put(rows, part.grad)
             if len(parts) > 1:
                 visits.between()
         visits.boundaries.awaits(call.stage, *arriving.uploads)
-        return grad_x.settled()
+        return grad_x.settled() if passes_on else None

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from ...core.disk import failed_writing, sync_directory
 from ...core.errors import FuyouError, UsageError
@@ -29,7 +30,8 @@ NAME = "manifest.json"
 BEFORE = "manifest.before.json"  # of the commit before
 DAMAGED = "manifest.damaged.json"  # was the newest, until the run fell back to an older one
 COMPANIONS = "companions"  # the folder beside it with what an export needs besides weights
-VERSION = 5
+VERSION = 6
+_BEFORE_BANKS = 5  # the version in which a stage was one trained bank
 _NEW = ".manifest.new"  # fixed names: what a killed run leaves is written over by the next
 _NEW_BEFORE = ".manifest.before.new"
 _BEFORE = (BEFORE, *(f"manifest.before-{number}.json" for number in range(2, MOST_KEPT)))  # the newest first
@@ -179,6 +181,8 @@ def _parsed(path: Path, text: str) -> Manifest:
     version = content.pop("fuyou_store", None)
     body, _, _ = text.rpartition(_DIGEST)
     is_sealed = content.pop("digest", None) == _digest(body)
+    if is_sealed and version == _BEFORE_BANKS:
+        version = _with_banks(content)
     if type(version) is not int or version != VERSION:
         kind = UsageError if is_sealed else DamagedManifest
         raise kind(f"{path} is not a manifest of version {VERSION}", hint="it was written by another version")
@@ -192,3 +196,12 @@ def _parsed(path: Path, text: str) -> Manifest:
     if wrong:
         raise DamagedManifest(f"{path} is damaged: {wrong}", hint=_START_OVER)
     return found
+
+
+def _with_banks(content: dict[str, Any]) -> int:
+    """Upgrades what the version before has written, where every parameter was trained; returns the version it is of then."""
+    stages = content.get("stages")
+    for stage in stages if isinstance(stages, list) else ():
+        if isinstance(stage, dict) and "params" in stage:
+            stage |= {"trained": stage["params"], "frozen": None}
+    return VERSION

@@ -86,24 +86,31 @@ def _of_stage(stage: StoredStage, manifest: Manifest) -> Iterator[str]:
         if named or stage.tensors:
             yield "tensors of no parameters"
         return
-    if stage.generation + ("gradients" in named) != manifest.step:
+    if stage.trained > stage.params:
+        yield f"{stage.trained} trained parameters of {stage.params}"
+        return
+    if stage.trained and stage.generation + ("gradients" in named) != manifest.step:
         yield f"generation {stage.generation} after step {manifest.step}"
     if "gradients" in named and manifest.mode != "redo":
         yield f"gradients of a step to be done in a store of mode {manifest.mode}"
-    if "weights" not in named:
+    if ("weights" in named, "frozen" in named) != (stage.trained > 0, stage.trained < stage.params):
         yield "no weights"
-    if {name for name in named if name in ("momentum", "variance")} != (
+    if not stage.trained:
+        if set(named) - {"frozen"}:
+            yield "states of frozen parameters"
+    elif {name for name in named if name in ("momentum", "variance")} != (
         set() if stage.zero_moments else {"momentum", "variance"}
     ):
         yield "moments that are zero take no extent, all others do"
-    if ("remainder" in named) != (manifest.compute_dtype == "bfloat16" and not stage.zero_remainder):
+    if stage.trained and ("remainder" in named) != (manifest.compute_dtype == "bfloat16" and not stage.zero_remainder):
         yield "a remainder that is zero takes no extent, nor do weights without one"
     for name, extent in named.items():
         item = _ITEMS.get(name, ITEM_SIZE[manifest.compute_dtype])
         item = ITEM_SIZE[manifest.numerics.accumulate_dtype] if name == "gradients" else item
-        yield from (f"{name}: {wrong}" for wrong in _of_extent(extent, stage.params * item, manifest.store_size))
+        count = stage.params - stage.trained if name == "frozen" else stage.trained
+        yield from (f"{name}: {wrong}" for wrong in _of_extent(extent, count * item, manifest.store_size))
     for index, tensor in enumerate(stage.tensors):
-        yield from (f"tensors[{index}]: {wrong}" for wrong in _of_tensor(tensor, stage.params))
+        yield from (f"tensors[{index}]: {wrong}" for wrong in _of_tensor(tensor, stage))
 
 
 def _of_extent(extent: StoredExtent, size: int, store_size: int) -> Iterator[str]:
@@ -113,7 +120,7 @@ def _of_extent(extent: StoredExtent, size: int, store_size: int) -> Iterator[str
         yield f"bytes {extent.offset} to {extent.offset + extent.size} of a store of {store_size}"
 
 
-def _of_tensor(tensor: StoredTensor, params: int) -> Iterator[str]:
+def _of_tensor(tensor: StoredTensor, stage: StoredStage) -> Iterator[str]:
     if tensor.stored_as == METADATA:
         yield f"no tensor of a checkpoint is called {shown(tensor.stored_as)}"
     whole = prod(tensor.shape)
@@ -121,5 +128,6 @@ def _of_tensor(tensor: StoredTensor, params: int) -> Iterator[str]:
         yield f"{len(tensor.shape)} dimensions of more elements than any tensor has"
     elif tensor.first + tensor.count > whole:
         yield f"elements {tensor.first} to {tensor.first + tensor.count} of {whole}"
-    if tensor.offset + tensor.count > params:
-        yield f"elements {tensor.offset} to {tensor.offset + tensor.count} of a stage of {params}"
+    end = tensor.offset + tensor.count
+    if end > stage.params or tensor.offset < stage.trained < end:
+        yield f"elements {tensor.offset} to {end} of a stage of {stage.params}, {stage.trained} of them trained"

@@ -44,8 +44,8 @@ def check_space(paths: Sequence[Path], size: int, free_space: Callable[[Path], i
 def check_stages(saved: Manifest, model: ModelSpec, plan: Plan) -> None:
     """Raises UsageError where a manifest has other stages than the model, or elsewhere than the plan; the store is not opened
     before, which may make it longer."""
-    wanted = [(stage.name, stage.params) for stage in model.stages]
-    if [(stage.name, stage.params) for stage in saved.stages] != wanted:
+    wanted = [(stage.name, stage.params, stage.trained) for stage in model.stages]
+    if [(stage.name, stage.params, stage.trained) for stage in saved.stages] != wanted:
         raise UsageError(
             f"{Path(saved.files[0]).with_name(NAME)}: its {len(saved.stages)} stages are not the {len(wanted)} of this model, "
             "or not of their sizes",
@@ -78,47 +78,69 @@ class StageFiles:
     def _load_stage(
         self, stage: StageSpec, plan: StagePlan, record: Record, entries: Mapping[str, TensorEntry], reader: TensorReader
     ) -> None:
-        exact = all(_fits(entries[tensor.name].dtype, self.model.compute_dtype) for tensor in stage.tensors)
+        exact = all(_fits(entries[tensor.name].dtype, self.model.compute_dtype) for tensor in stage.trained_tensors)
         record.generation, record.turn, record.zero_moments, record.zero_remainder = 0, 0, True, exact
         if plan.updated_there:
-            record.sums = self._load_there(stage, plan, entries, reader, exact=exact)
+            record.sums = self._load_there(stage, entries, reader, exact=exact)
             return
         slot = plan.weights_ram or self.plan.slot_classes[plan.slot_class].weight_slots[0]
         remainder = None if exact else self._remainder_span(plan)
         weights = self.memory.tensor(slot, self.dtype, stage.params)
-        rest = None if remainder is None else self.memory.tensor(remainder, torch.int16, stage.params)
+        rest = None if remainder is None else self.memory.tensor(remainder, torch.int16, stage.trained)
         self._fill(stage, 0, weights, rest, entries, reader)
+        behind = Span(offset=slot.offset + stage.trained_weight_bytes, size=stage.frozen_weight_bytes)
+        filled: dict[StateTensor, Span | None] = {"weights": slot, "frozen": behind, "remainder": remainder}
         record.sums = Sums(
-            weights=self._written(slot, plan.extent("weights", 0), stage.index),
-            remainder=None if remainder is None else self._written(remainder, plan.extent("remainder", 0), stage.index),
+            **{
+                name: self._written(span, extent, stage.index)
+                for name, span in filled.items()
+                if span is not None and (extent := plan.extent(name, 0)) is not None
+            }
         )
 
     def _load_there(
         self,
         stage: StageSpec,
-        plan: StagePlan,
         entries: Mapping[str, TensorEntry],
         reader: TensorReader,
         *,
         exact: bool,
     ) -> Sums:
-        """Loads a stage that rests on the device, in parts that two slots hold: to the store and to the device."""
-        names: tuple[StateTensor, ...] = ("weights",) if exact else ("weights", "remainder")
+        """Loads a stage that rests on the device: to the store and to the device."""
+        trained: tuple[StateTensor, ...] = ("weights",) if exact else ("weights", "remainder")
+        sums = self._load_bank(stage, trained, 0, stage.trained, entries, reader)
+        return Sums(**sums, **self._load_bank(stage, ("frozen",), stage.trained, stage.params, entries, reader))
+
+    def _load_bank(
+        self,
+        stage: StageSpec,
+        names: tuple[StateTensor, ...],
+        first: int,
+        end: int,
+        entries: Mapping[str, TensorEntry],
+        reader: TensorReader,
+    ) -> dict[str, int]:
+        """Loads elements of a stage that rests on the device, in parts that two slots hold; returns checksums."""
+        if first == end:
+            return {}
         slots, there = self.plan.staging_slots, self.states.at_rest(stage.index, 0)
-        items, totals = {"weights": ITEM_SIZE[self.model.compute_dtype], "remainder": 2}, dict.fromkeys(names, 0)
+        items, totals = (
+            {name: 2 if name == "remainder" else ITEM_SIZE[self.model.compute_dtype] for name in names},
+            dict.fromkeys(names, 0),
+        )
         most = slots[0].size // max(items.values())
-        for begin in range(0, stage.params, most):
-            count = min(most, stage.params - begin)
+        for begin in range(first, end, most):
+            count = min(most, end - begin)
             parts = {name: Span(offset=slot.offset, size=items[name] * count) for name, slot in zip(names, slots, strict=False)}
-            weights = self.memory.tensor(parts["weights"], self.dtype)
-            rest = None if exact else self.memory.tensor(parts["remainder"], torch.int16)
+            weights = self.memory.tensor(parts[names[0]], self.dtype)
+            rest = self.memory.tensor(parts["remainder"], torch.int16) if "remainder" in parts else None
             self._fill(stage, begin, weights, rest, entries, reader)
             for name, part in parts.items():
-                (target, extent), first = there[name], items[name] * begin
-                to = Span(offset=extent.offset + first, size=part.size)
-                totals[name] += self._written(part, to, stage.index, position=first)
-                self.states.copies.put(part, target[first : first + part.size])
-        return Sums(**{name: total % MODULUS for name, total in totals.items()})
+                (target, extent), place = there[name], items[name] * (begin - first)
+                to = Span(offset=extent.offset + place, size=part.size)
+                totals[name] += self._written(part, to, stage.index, position=place)
+                self.states.copies.put(part, target[place : place + part.size])
+        return {str(name): total % MODULUS for name, total in totals.items()}
 
     def _fill(
         self,
@@ -140,7 +162,7 @@ class StageFiles:
                 continue
             entry, here = entries[tensor.name], slice(first - begin, last - begin)
             skipped = tensor.first + first - tensor.offset
-            if rest is None:
+            if rest is None or tensor.frozen:
                 reader.read_into(entry, weights[here], first_element=skipped)
                 _check_finite(entry, weights[here], self.model.compute_dtype)
             else:
@@ -211,10 +233,10 @@ class StageFiles:
         return tuple(_stored(stage, plan, record, stored_as, step=step) for stage, plan, record in together)
 
 
-def _resting_in_ram(plan: StagePlan, record: Record) -> Iterator[tuple[str, Span, Span]]:
+def _resting_in_ram(plan: StagePlan, record: Record) -> Iterator[tuple[StateTensor, Span, Span]]:
     """Yields what of a stage rests in RAM and is not zero: its name, where, and the extent of the record's generation."""
     for name in _at_rest(record):
-        ram, extent = getattr(plan, f"{name}_ram"), plan.extent(name, record.turn)
+        ram, extent = plan.ram(name), plan.extent(name, record.turn)
         if ram is not None and extent is not None:
             yield name, ram, extent
 
@@ -222,6 +244,7 @@ def _resting_in_ram(plan: StagePlan, record: Record) -> Iterator[tuple[str, Span
 def _at_rest(record: Record) -> Iterator[StateTensor]:
     """Yields the tensors of a stage whose values are not all zero."""
     yield "weights"
+    yield "frozen"
     if not record.zero_remainder:
         yield "remainder"
     if not record.zero_moments:
@@ -234,12 +257,13 @@ def _stored(stage: StageSpec, plan: StagePlan, record: Record, stored_as: Mappin
     for name in _at_rest(record) if stage.params else ():
         if (extent := plan.extent(name, record.turn)) is not None:
             found[name] = _summed(extent, getattr(record.sums, name))
-    if stage.params and record.generation < step:
+    if stage.trained and record.generation < step:
         assert plan.gradients_extent is not None and record.generation == step - 1, (stage.name, record.generation, step)
         found["gradients"] = _summed(plan.gradients_extent, record.gradients_sum)
     return StoredStage(
         name=stage.name,
         params=stage.params,
+        trained=stage.trained,
         generation=record.generation,
         turn=record.turn,
         zero_moments=record.zero_moments,

@@ -45,15 +45,18 @@ class StoredExtent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredStage:
-    """Describes one stage at rest. Extents are None where every value is zero or there is no such tensor."""
+    """Describes one stage at rest: a bank of trained parameters, then one of frozen ones. Extents are None where every value is
+    zero or there is no such tensor."""
 
     name: str
     params: int
+    trained: int  # of these, in the order of offsets: the first ones; the others are frozen
     generation: int
     turn: int  # of its ring (spec.plan.Ring), which says where
     zero_moments: bool
     zero_remainder: bool
-    weights: StoredExtent | None
+    weights: StoredExtent | None  # trained ones
+    frozen: StoredExtent | None
     remainder: StoredExtent | None
     momentum: StoredExtent | None
     variance: StoredExtent | None

@@ -1,0 +1,69 @@
+"""Frozen parameters: losses and weights as plain PyTorch with `requires_grad=False`; nothing is written or kept for them.
+
+Costs about 10 s of one core."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+
+from fuyou_cli.core.errors import UsageError
+
+from .families import llama
+from .rig import Rig, Shape, Subject, distance, plain_run, relative, unequal
+from .test_exact import _SETTINGS, OPTIMIZER
+
+STEPS = 4
+WAYS: dict[str, tuple[str, ...]] = {
+    "the lower half": ("model.embed_tokens", "model.layers.[0-0].*"),
+    "the upper half": ("model.layers.1", "model.norm", "lm_head"),
+    "parts of blocks": ("model.layers.*.mlp", "model.layers.0.self_attn.q*", "*_proj.weight"),
+    "all but norms": ("*_proj", "model.embed_tokens", "lm_head"),
+    "all but the head": ("model",),
+    "the embedding": ("model.embed_tokens",),
+}
+
+
+def _frozen_names(subject: Subject) -> set[str]:
+    return {t.name for stage in subject.spec.stages for t in stage.tensors if t.frozen}
+
+
+def _freezing(names: set[str]) -> Any:
+    def prepare(model: PreTrainedModel) -> None:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name not in names)
+
+    return prepare
+
+
+def _same_as_torch(subject: Subject, folder: Path, *, clip: float | None, family: str = "llama", **rig: Any) -> None:
+    names, optimizer = _frozen_names(subject), _SETTINGS.get(family, OPTIMIZER)
+    with Rig(subject, folder, clip=clip, optimizer=optimizer, **rig) as run:
+        losses, weights = run.run(STEPS), run.weights()
+    plain_losses, plain_weights = plain_run(subject, STEPS, clip=clip, optimizer=optimizer, prepare=_freezing(names))
+    assert relative(losses, plain_losses) <= 1e-6
+    assert distance(weights, plain_weights) <= 1e-6
+    moved = set(unequal(weights, subject.initial))
+    assert moved.isdisjoint(names) and moved | names == set(weights)
+
+
+@pytest.mark.parametrize("clip", [0.5, None])
+@pytest.mark.parametrize("way", WAYS)
+def test_any_part_of_a_model(way: str, clip: float | None, tmp_path: Path) -> None:
+    _same_as_torch(Subject(llama(), Shape(), freeze=WAYS[way]), tmp_path, clip=clip)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        (("model.embed_tokens", "model.layers.[7-9]"), r"no parameter of LlamaForCausalLM matches `model\.layers\.\[7-9\]`"),
+        (("model.embed",), r"no parameter of LlamaForCausalLM matches `model\.embed`"),
+        (("*",), "every parameter of LlamaForCausalLM matches"),
+    ],
+)
+def test_patterns_that_freeze_nothing_or_everything_are_refused(patterns: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Subject(llama(), Shape(), freeze=patterns)
