@@ -57,12 +57,10 @@ def found(**rates: Rate) -> Found:
     return Found(figures={key: rate.value for key, rate in rates.items()}, rates=tuple(rates.values()))
 
 
-def rate_of(
-    name: str, unit: Unit, rates: list[float], note: str = "", *, middle: Callable[[list[float]], float] = statistics.median
-) -> Rate:
-    """Takes the median of the rates of all repeats (or another `middle` of them), and their range."""
-    low, high = min(rates), max(rates)
-    return Rate(name=name, unit=unit, value=middle(rates), low=low, high=high, repeats=len(rates), note=note)
+def rate_of(name: str, unit: Unit, rates: list[float], note: str = "") -> Rate:
+    """Takes the median of the rates of all repeats, and their range."""
+    low, high, middle = min(rates), max(rates), statistics.median(rates)
+    return Rate(name=name, unit=unit, value=middle, low=low, high=high, repeats=len(rates), note=note)
 
 
 def each(amount: float, seconds: list[float]) -> list[float]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .stages import Alone
 
 QUICK_PAIR, FULL_PAIR = 8.0, 40.0  # seconds of one forward and one backward that tokens are chosen for
-SECONDS: dict[RatedKind, float] = {"block": 24.0, "head": 12.0}  # of all repeats, at least,
+SECONDS: dict[RatedKind, float] = {"block": 24.0, "head": 8.0}  # of all repeats, at least,
 SEVERAL = 1.25  # times as long where micro-batches of several sizes take turns
 USABLE = 0.8  # of the memory that is free
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from fuyou_cli.core.units import count
 from fuyou_cli.spec.hardware import RatedKind, StageRate
@@ -15,7 +13,8 @@ from fuyou_cli.spec.model import ITEM_SIZE, Dtype, ModelSpec
 from fuyou_cli.spec.plan import Numerics
 
 from ..allocator import trim
-from .findings import DTYPES, Found, Rate, each, rate_of, repeated, seconds_of
+from .findings import DTYPES, Found, Rate
+from .turns import Action, counted, in_turns, left_out, rates_of
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +32,6 @@ LEAST_TOKENS, MOST_TOKENS, MOST_GPU_TOKENS = 64, 512, 8192
 ROW_TOKENS = 1024  # of a row at most: more tokens are more rows
 QUICK_SECONDS, FULL_SECONDS = 2.5, 40.0  # of all layers of a few widths together
 QUICK_PAIR, FULL_PAIR = 0.3, 2.0  # of one forward and one backward that tokens are chosen for
-TURNS = 8  # of forward, backward, ... each, about
 
 
 def measure_layers(device: torch.device, matmul: dict[Dtype, Rate], *, quick: bool) -> Found:
@@ -176,66 +174,40 @@ class Sample:
     alone: Alone
     tokens: int
 
-    @property
-    def parts(self) -> dict[str, _Part]:
+    def actions(self, *, one_of_several: bool) -> dict[str, Action]:
         """Lists what is timed, by the field of a StageRate."""
         from fuyou_cli.engine.alone import BlockAlone
 
-        alone = self.alone
-        parts = {
-            "forward": _Part("forward", alone.forward, alone.flops, 0.25),
-            "backward": _Part("backward", alone.backward, alone.backward_flops, 0.5),
+        alone, stage = self.alone, self.stage
+        what = f"{stage.kind} {stage.hidden} {stage.numerics.compute_dtype}" + (f" x {self.tokens}" if one_of_several else "")
+        actions = {
+            "forward": Action(name=f"{what}, forward", run=alone.forward, amount=alone.flops, share=0.25),
+            "backward": Action(name=f"{what}, backward", run=alone.backward, amount=alone.backward_flops, share=0.5),
         }
         if isinstance(alone, BlockAlone) and alone.given_flops:  # of a head nothing is kept
-            parts["given"] = _Part("backward, outputs kept", alone.given, alone.given_flops, 0.25)
-        return parts
+            name = f"{what}, backward, outputs kept"
+            actions["given"] = Action(name=name, run=alone.given, amount=alone.given_flops, share=0.25)
+        return actions
 
-    def rated(self, taken: list[list[float]], *, one_of_several: bool) -> Found:
-        """Computes rates from the seconds of each repeat of each part."""
-        # Of all repeats together, not the median: a step is made of thousands of them, and takes as long as all do.
-        stage, dtype, parts = self.stage, self.stage.numerics.compute_dtype, self.parts
-        note = f"{count(stage.params)} parameters, {self.alone.tokens} tokens"
-        what, mean = f"{stage.kind} {stage.hidden} {dtype}", statistics.harmonic_mean
-        what += f" x {self.tokens}" if one_of_several else ""
-        rates = [
-            rate_of(f"{what}, {part.name}", "FLOP/s", each(part.flops, repeats), note, middle=mean)
-            for part, repeats in zip(parts.values(), taken, strict=True)
-        ]
-        found = dict(zip(parts, (rate.value for rate in rates), strict=True))
-        rate = StageRate(kind=stage.kind, dtype=dtype, hidden=stage.hidden, params=stage.params, tokens=self.tokens, **found)
-        return Found(stage_rates=(rate,), rates=tuple(rates))
+    def rated(self, rates: dict[str, Rate]) -> StageRate:
+        """Returns what was found, by the field of a StageRate, with the shape it was found at."""
+        stage, found = self.stage, {field: rate.value for field, rate in rates.items()}
+        return StageRate(
+            kind=stage.kind, dtype=stage.numerics.compute_dtype, hidden=stage.hidden, params=stage.params, tokens=self.tokens,
+            **found,
+        )  # fmt: skip
 
 
 def timed(samples: Sequence[Sample], device: torch.device, *, seconds: float) -> Found:
     """Measures stages that take turns. `seconds`: of everything, about."""
     trim(apart=True)  # as in a run, logits are mapped anew each time, and not taken from a hole that a model's making left
-    parts = [list(sample.parts.values()) for sample in samples]
-    taken = iter(_in_turns([part for one in parts for part in one], device, seconds))
-    found = Found()
-    for sample, own in zip(samples, parts, strict=True):
-        found += sample.rated(list(islice(taken, len(own))), one_of_several=len(samples) > 1)
+    by_sample = [sample.actions(one_of_several=len(samples) > 1) for sample in samples]
+    turns = in_turns([action for actions in by_sample for action in actions.values()], device, seconds)
+    found, place = Found(), 0
+    for sample, actions in zip(samples, by_sample, strict=True):
+        own = [replace(turn, seconds=turn.seconds[place : place + len(actions)]) for turn in counted(turns)]
+        note = f"{count(sample.stage.params)} parameters, {sample.alone.tokens} tokens{left_out(turns)}"
+        rates = rates_of(list(actions.values()), own, "FLOP/s", note)
+        found += Found(stage_rates=(sample.rated(dict(zip(actions, rates, strict=True))),), rates=tuple(rates))
+        place += len(actions)
     return found
-
-
-class _Part(NamedTuple):
-    """Names one thing that a stage is timed at."""
-
-    name: str
-    action: Callable[[], None]
-    flops: float
-    share: float  # of the time of its stage
-
-
-def _in_turns(parts: list[_Part], device: torch.device, seconds: float) -> list[list[float]]:
-    """Times each repeat of each part, after one that is not counted: two turns at least, unless one takes twice the time."""
-    # A shared machine's rate comes and goes within seconds, and what is planned with their ratio has to see them at the same.
-    for part in parts:
-        seconds_of(part.action, device)  # a GPU is done with it before anything is counted
-    taken: list[list[float]] = [[] for _ in parts]
-    whole = sum(part.share for part in parts)
-    begin, turns = time.perf_counter(), 0
-    while (passed := time.perf_counter() - begin) < seconds or (turns < 2 and passed < 2 * seconds):
-        turns += 1
-        for part, repeats in zip(parts, taken, strict=True):
-            repeats += repeated(part.action, seconds * part.share / whole / TURNS, device)
-    return taken

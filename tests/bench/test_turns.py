@@ -1,0 +1,45 @@
+"""Tests which turns of a measurement count, and what rates they give."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fuyou_cli.machine.measure.turns import DISTURBED, LEAST, Action, Turn, counted, in_turns, left_out, rates_of
+
+_CORES = st.lists(st.floats(min_value=0.0, max_value=2.0), min_size=1, max_size=20)
+
+
+def _turns(*cores: float) -> list[Turn]:
+    """Makes turns whose only action takes a second for every core that others use, and one more."""
+    return [Turn(seconds=(1.0 + used,), others=used) for used in cores]
+
+
+@given(_CORES)
+def test_quiet_turns_count_and_else_the_least_disturbed(cores: list[float]) -> None:
+    kept = [turn.others for turn in counted(_turns(*cores))]
+    quiet = [used for used in cores if used <= DISTURBED]
+    assert kept == sorted(cores)[: len(kept)] and len(kept) == min(len(cores), max(LEAST, len(quiet)))
+
+
+def test_a_disturbed_turn_changes_no_rate() -> None:
+    action = Action(name="forward", run=lambda: None, amount=6.0, share=1.0)
+    alone, beside = _turns(0.0, 0.0, 0.0), _turns(0.0, 0.0, 0.0, 1.4)
+    values = [rates_of([action], counted(turns), "FLOP/s", "")[0] for turns in (alone, beside)]
+    assert [(rate.value, rate.low, rate.repeats) for rate in values] == [(6.0, 6.0, 3)] * 2
+    assert left_out(alone) == "" and left_out(beside) == ", 1 of 4 turns disturbed by other programs"
+
+
+def test_every_action_has_its_repeats_in_every_turn() -> None:
+    done = {"a": 0, "b": 0}
+
+    def action(name: str) -> Action:
+        def run() -> None:
+            done[name] += 1
+
+        return Action(name=name, run=run, amount=1.0, share=0.5)
+
+    turns = in_turns([action("a"), action("b")], torch.device("cpu"), 0.01)
+    assert turns and all(len(turn.seconds) == 2 and min(turn.seconds) > 0 for turn in turns)
+    assert min(done.values()) >= 1 + len(turns)  # the first repeat is not counted
