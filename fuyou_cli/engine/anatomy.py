@@ -141,7 +141,7 @@ class Anatomy:
 
 def dissect(model: PreTrainedModel) -> Anatomy:
     """Finds the stages of `model`. Raises UsageError if it has no blocks, or cannot be streamed."""
-    blocks = _blocks(model)
+    blocks = blocks_of(model)
     refuse_by_configuration(model)
     units = list(_units(model.base_model, blocks))
     return _assembled(model, _running_order(units, model, blocks), blocks)
@@ -153,7 +153,7 @@ def outline(model: PreTrainedModel) -> Anatomy:
     The stages are in the order of the model's forward if that can be followed, otherwise embeddings come first. Raises
     UsageError if no module says that it is a block.
     """
-    blocks = _blocks(model)
+    blocks = blocks_of(model)
     units = list(_units(model.base_model, blocks))
     try:
         order = _running_order(units, model, blocks)
@@ -162,7 +162,8 @@ def outline(model: PreTrainedModel) -> Anatomy:
     return _assembled(model, order, blocks)
 
 
-def _blocks(model: PreTrainedModel) -> set[nn.Module]:
+def blocks_of(model: PreTrainedModel) -> set[nn.Module]:
+    """Returns the decoder blocks. Raises UsageError if no module says that it is one."""
     names = getattr(model, "_no_split_modules", None) or ()
     inside = (module for module in model.base_model.modules() if module is not model.base_model)
     blocks = {m for m in inside if isinstance(m, GradientCheckpointingLayer) or type(m).__name__ in names}

@@ -1,0 +1,144 @@
+"""Puts peft's LoRA layers into a skeleton: peft decides which modules are targets, and its layers compute.
+
+Nothing is allocated: the layers' parameters are on the meta device too, in the dtype of the weights beside them. Afterwards a
+parameter requires a gradient exactly if it is to be trained.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import Linear, LoraLayer
+from peft.utils import ModulesToSaveWrapper
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..core.errors import UsageError
+from ..engine.anatomy import blocks_of
+from ..engine.skeleton import LIBRARY_ERRORS, said
+from ..recipe.schema import AdapterSection
+
+ADAPTER = "default"  # the name that peft gives an adapter by itself
+
+
+def inject(model: PreTrainedModel, section: AdapterSection) -> LoraConfig:
+    """Puts LoRA layers into `model` in place, and freezes all other parameters but those of `modules_to_save`.
+
+    Returns peft's configuration with the targets it found. Raises UsageError where nothing matches, or what matches cannot be
+    adapted."""
+    config, blocks, tied = _config(section), blocks_of(model), _tied(model)
+    try:
+        with warnings.catch_warnings(action="ignore"):  # fan_in_fan_out peft sets right, and the rest is refused below
+            inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=True)
+    except LIBRARY_ERRORS as error:
+        raise UsageError(
+            f"adapter: {type(model).__name__} cannot be adapted so: {said(error)}",
+            hint="write all-linear as adapter.target_modules, or names of its linear layers",
+        ) from error
+    inside = {id(module) for block in blocks for module in block.modules()}
+    for name, layer in lora_layers(model):
+        if not isinstance(layer, Linear) or id(layer) not in inside:
+            raise UsageError(
+                f"adapter.target_modules: {name} is not a linear layer of a decoder block, so it cannot have LoRA yet",
+                hint="leave it out; adapter.modules_to_save trains it in full",
+            )
+        _match_dtype(layer)
+    _refuse_unused(section, [name for name, _ in lora_layers(model)], _train_in_full(model, tied))
+    return config
+
+
+def _config(section: AdapterSection) -> LoraConfig:
+    targets = section.target_modules
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=section.r,
+        lora_alpha=section.lora_alpha,
+        lora_dropout=section.lora_dropout,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        use_rslora=section.use_rslora,
+        use_dora=section.use_dora,
+        modules_to_save=list(section.modules_to_save) or None,
+        rank_pattern=dict(section.rank_pattern),
+        alpha_pattern=dict(section.alpha_pattern),
+    )
+
+
+def _tied(model: PreTrainedModel) -> set[int]:
+    """Returns the identities of parameters that several modules hold."""
+    held = [id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)]
+    return {one for one in held if held.count(one) > 1} if len(set(held)) < len(held) else set()
+
+
+def lora_layers(model: nn.Module) -> list[tuple[str, LoraLayer]]:
+    """Lists the LoRA layers by name, in the order in which peft makes them."""
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
+
+
+def _refuse_unused(section: AdapterSection, adapted: list[str], in_full: list[str]) -> None:
+    """Raises UsageError for a name or pattern of the recipe that no module has, which peft would pass over."""
+    targets = section.target_modules
+    unused = {
+        "target_modules": [] if isinstance(targets, str) else _unused(targets, adapted, r"(.*\.)?", re.escape),
+        "modules_to_save": _unused(section.modules_to_save, in_full, ".*", re.escape),
+        "rank_pattern": _unused(section.rank_pattern, adapted, r"(.*\.)?", str),
+        "alpha_pattern": _unused(section.alpha_pattern, adapted, r"(.*\.)?", str),
+    }
+    for key, names in unused.items():
+        if names:
+            raise UsageError(
+                f"adapter.{key}: matches nothing: {', '.join(names)}",
+                hint=f"leave it out, or correct it: layers with LoRA are {', '.join(adapted[:8])}, ...",
+            )
+
+
+def _unused(written: Iterable[str], names: list[str], before: str, spelt: Callable[[str], str]) -> list[str]:
+    return [one for one in written if not any(re.fullmatch(f"{before}({spelt(one)})", name) for name in names)]
+
+
+def _match_dtype(layer: LoraLayer) -> None:
+    """Gives the layer's own parameters the dtype of the weights beside them: they are computed with together."""
+    dtype = layer.get_base_layer().weight.dtype
+    for name in (*layer.adapter_layer_names, "lora_magnitude_vector"):
+        getattr(layer, name).to(dtype)
+
+
+def _train_in_full(model: PreTrainedModel, tied: set[int]) -> list[str]:
+    """Takes peft's wrappers of `modules_to_save` out again, and has the modules themselves trained: nobody needs the old
+    weights. Returns their names."""
+    found = []
+    for name, wrapper in list(model.named_modules()):
+        if not isinstance(wrapper, ModulesToSaveWrapper):
+            continue
+        module = wrapper.original_module
+        if any(id(parameter) in tied for parameter in module.parameters()):
+            raise UsageError(
+                f"adapter.modules_to_save: {name} shares its weights with another module",
+                hint='leave it out, or set "tie_word_embeddings": false in a copy of the model that has both weights',
+            )
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, module)
+        module.requires_grad_(True)
+        found.append(name)
+    return found
+
+
+def initial_values(model: nn.Module, *, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields name and value of every A and B, layer by layer: what peft begins with after `torch.manual_seed(seed)`.
+
+    Magnitudes of DoRA are not among them: they begin as the norms of the weights (`merging.output_norms`)."""
+    state = torch.Generator().manual_seed(seed).get_state()
+    for name, layer in lora_layers(model):
+        rank, dtype = layer.r[ADAPTER], layer.get_base_layer().weight.dtype
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(state)
+            a = nn.Linear(layer.in_features, rank, bias=False)
+            nn.Linear(rank, layer.out_features, bias=False)  # peft draws it before it sets it to zero
+            nn.init.kaiming_uniform_(a.weight, a=math.sqrt(5))
+            state = torch.get_rng_state()
+        yield f"{name}.lora_A.{ADAPTER}.weight", a.weight.detach().to(dtype)
+        yield f"{name}.lora_B.{ADAPTER}.weight", torch.zeros(layer.out_features, rank, dtype=dtype)

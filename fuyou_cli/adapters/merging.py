@@ -1,0 +1,58 @@
+"""Merges LoRA into a weight matrix piece by piece: a piece is a run of the matrix's elements, so memory stays bounded.
+
+W' = W + s B A, and with DoRA (arXiv 2402.09353, section 4) m (W + s B A) / ||W + s B A||, the norm of each output's weights.
+A product is computed in float32, and a sum is rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoraWeights:
+    """Holds what is merged into one matrix of (outputs, inputs), or of (inputs, outputs) if `transposed`, as Conv1D has it."""
+
+    a: torch.Tensor  # (rank, inputs), float32
+    b: torch.Tensor  # (outputs, rank), float32
+    scaling: float
+    transposed: bool = False
+    magnitude: torch.Tensor | None = None  # (outputs,), float32; only with DoRA
+
+    def merged(self, piece: torch.Tensor, first: int, *, norms: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns elements [first, first + len(piece)) of the merged matrix, in float32.
+
+        piece: those of the matrix, 1-D, of any dtype; norms: with DoRA, `output_norms` of the whole matrix."""
+        found = piece.float() + self._added(first, len(piece))
+        if self.magnitude is None:
+            return found
+        assert norms is not None
+        return found * (self.magnitude / norms)[self._outputs(first, len(piece))]
+
+    def output_norms(self, pieces: Iterable[torch.Tensor]) -> torch.Tensor:
+        """Returns the norm of each output's weights with LoRA added, (outputs,). pieces: the matrix from its beginning."""
+        squares, first = torch.zeros(len(self.b), dtype=torch.float64), 0
+        for piece in pieces:
+            found = (piece.float() + self._added(first, len(piece))).double()
+            squares.index_add_(0, self._outputs(first, len(piece)), found.square_())
+            first += len(piece)
+        return squares.sqrt_().float()
+
+    def _columns(self) -> int:
+        return len(self.b) if self.transposed else self.a.shape[1]
+
+    def _outputs(self, first: int, count: int) -> torch.Tensor:
+        """Returns to which output each element belongs."""
+        places, columns = torch.arange(first, first + count), self._columns()
+        return places % columns if self.transposed else places // columns
+
+    def _added(self, first: int, count: int) -> torch.Tensor:
+        """Returns elements [first, first + count) of s B A: of the rows that they touch, no others are computed."""
+        columns = self._columns()
+        begin, end = first // columns, -(-(first + count) // columns)
+        rows = self.a[:, begin:end].T @ self.b.T if self.transposed else self.b[begin:end] @ self.a
+        skipped = first - begin * columns
+        return rows.reshape(-1)[skipped : skipped + count] * self.scaling

@@ -1,0 +1,3 @@
+import pytest
+
+pytest.importorskip("peft", reason="peft comes with the extra lora")
