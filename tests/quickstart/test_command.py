@@ -17,7 +17,7 @@ from hooks import doing
 
 from fuyou_cli.advice.room import export_folder
 from fuyou_cli.cli.quickstart import command, toy
-from fuyou_cli.core.errors import FuyouError
+from fuyou_cli.core.errors import FuyouError, UsageError
 from fuyou_cli.machine.groups import Ended
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.recipe.shipped import shipped_recipes
@@ -54,11 +54,16 @@ def _environment(folder: Path) -> dict[str, str]:
         ("checkpoint.resume=elsewhere", "checkpoint.resume"),
     ],
 )
-def test_what_it_cannot_show_is_refused_before_anything_is_written(tmp_path: Path, override: str, named: str) -> None:
+def test_what_it_cannot_show_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str, named: str
+) -> None:
+    """Without a process: that a refusal is told and ends with 2, the test of somebody's text shows."""
     (tmp_path / "my.jsonl").write_text("precious\n")
-    done = _quickstart(tmp_path, override)
-    assert done.returncode == 2, done.stderr
-    assert f"`{named}` cannot be changed" in done.stderr and "recipes cp quickstart" in done.stderr
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError) as refused:
+        command.run_quickstart([override])
+    assert refused.value.exit_code == 2
+    assert f"`{named}` cannot be changed" in refused.value.message and "recipes cp quickstart" in str(refused.value.hint)
     assert (tmp_path / "my.jsonl").read_text() == "precious\n"
     assert [path.name for path in tmp_path.iterdir()] == ["my.jsonl"]
 
