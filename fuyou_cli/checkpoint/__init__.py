@@ -1,1 +1,1 @@
-"""Reads and writes model files: safetensors headers, shards, names, streamed reading and writing, and the hub."""
+"""Reads, writes and downloads model files in the safetensors format."""

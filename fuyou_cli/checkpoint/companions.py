@@ -1,4 +1,4 @@
-"""Finds the small files beside the weights: configuration, tokenizer, licence. They are copied, save for the dtype."""
+"""Finds the small files beside the weights: configuration, tokenizer, licence. They are copied; only the dtype is changed."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from .files import inside, read_json
 
 CONFIG_NAME = "config.json"
 
-# What belongs to the model: how to generate, and the terms that have to travel with some weights.
+# Belong to the model: settings for generation, and licence texts that must go with the weights.
 MODEL_PATTERNS = ("generation_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*")
-# That, and everything a tokenizer of transformers may consist of.
+# The same, and every file that a tokenizer of transformers may have.
 PATTERNS = (
     *MODEL_PATTERNS, "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "vocab.txt", "merges.txt", "tokenizer.model*", "spiece.model", "sentencepiece.bpe.model", "*.tiktoken", "tekken.json",
     "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
-CODE_PATTERN = "*.py"  # only beside a configuration that names code of its own
+CODE_PATTERN = "*.py"  # only where the configuration names code of its own
 
 
 def companion_files(source: Path, *, dtype: str) -> dict[str, bytes | Path]:
-    """Maps file name to content or path, of what `write_checkpoint` puts beside weights of `dtype`.
+    """Maps each file name to its content or path: the files that `write_checkpoint` puts beside weights of `dtype`.
 
-    Raises UsageError when config.json is missing or a file leads out of the directory.
+    Raises UsageError if config.json is missing or a file lies outside the directory.
     """
     if not (source / CONFIG_NAME).is_file():
-        raise UsageError(f"{source}: has no {CONFIG_NAME}", hint="Give a directory as save_pretrained writes it.")
+        raise UsageError(f"{source}: has no {CONFIG_NAME}", hint="Give a directory written by save_pretrained.")
     config = read_json(inside(source, CONFIG_NAME))
     companions: dict[str, bytes | Path] = {CONFIG_NAME: config_bytes(config, dtype=dtype)}
     patterns = (*PATTERNS, CODE_PATTERN) if "auto_map" in config else PATTERNS
@@ -42,25 +42,25 @@ def companion_files(source: Path, *, dtype: str) -> dict[str, bytes | Path]:
 
 
 def own_code(source: Path) -> list[tuple[str, str]]:
-    """Lists names and digests of the files that a configuration with code of its own may have beside it."""
+    """Lists names and digests of the code files that the configuration may use."""
     names = sorted(file.name for file in source.glob(CODE_PATTERN) if file.is_file())
     return [(name, hashlib.sha256(inside(source, name).read_bytes()).hexdigest()) for name in names]
 
 
 def is_companion(name: str) -> bool:
-    """Tells whether this is the name of a file that may stand beside weights that we wrote."""
+    """Tells whether a file of this name may stand beside weights that we wrote."""
     return name == CONFIG_NAME or any(fnmatchcase(name, pattern) for pattern in (*PATTERNS, CODE_PATTERN))
 
 
 def config_bytes(config: dict[str, Any], *, dtype: str) -> bytes:
-    """Writes config.json for weights of `dtype`, also in the configurations of parts that state one."""
+    """Returns config.json for weights of `dtype`. Every part of the model that states a dtype gets this one."""
     return (json.dumps({**_with_dtype(config, dtype), "dtype": dtype}, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
     adjusted: dict[str, Any] = {}
     for key, value in config.items():
-        if key in ("dtype", "torch_dtype"):  # the second is the name before transformers 5
+        if key in ("dtype", "torch_dtype"):  # torch_dtype: the name before transformers 5
             adjusted["dtype"] = dtype
         elif key.endswith("_config") and key != "quantization_config" and isinstance(value, dict):
             adjusted[key] = _with_dtype(value, dtype)

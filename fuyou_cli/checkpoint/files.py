@@ -1,7 +1,7 @@
-"""Finds which files make up a checkpoint, and which tensor is in which.
+"""Finds the files of a checkpoint, and which tensor is in which file.
 
-Everything is checked before a byte of data is used: a directory that passes `open_checkpoint` has every shard its index
-names, inside the directory, each with a valid header and its full length, and every tensor exactly once.
+Everything is checked before any data is used. A directory that passes `open_checkpoint` has every shard that its index names.
+Each shard is inside the directory and complete, with a valid header, and every tensor is there exactly once.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from .header import TensorEntry, parse_file
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-JSON_LIMIT = 64 << 20  # bytes; the index of the largest mixtures is a tenth of it
+JSON_LIMIT = 64 << 20  # bytes; the index of the largest mixtures takes a tenth of it
 NAMES_SHOWN = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    """Names a checked set of safetensors files. `entries` is by key in the file, in the order of shards and data."""
+    """Holds a checked set of safetensors files. `entries` is by key in the file, in the order of shards and data."""
 
     directory: Path
     shards: tuple[Path, ...]
@@ -39,11 +39,11 @@ class Checkpoint:
 def open_checkpoint(directory: Path) -> Checkpoint:
     """Opens the checkpoint in `directory`: one model.safetensors, or an index with its shards.
 
-    Raises UsageError naming the file or tensor: nothing there, only pickled weights, a shard that is missing, named
-    twice, damaged or outside the directory, a tensor in two shards, in none, or in another than the index says.
+    Raises UsageError naming the file or tensor: no weights or only pickled ones; a shard that is missing, named twice, damaged
+    or outside the directory; a tensor in two shards, in none, or in another shard than the index says.
     """
     if not directory.is_dir():
-        raise UsageError(f"{directory}: there is no such directory", hint="Give the directory that holds config.json.")
+        raise UsageError(f"{directory}: no such directory", hint="Give the directory that holds config.json.")
     if os.path.lexists(directory / SINGLE_NAME):
         file = inside(directory, SINGLE_NAME)
         return Checkpoint(directory=directory, shards=(file,), entries=parse_file(file).entries)
@@ -53,7 +53,7 @@ def open_checkpoint(directory: Path) -> Checkpoint:
 
 
 def shard_map(directory: Path) -> dict[str, str]:
-    """Reads the index's map from tensor to shard name. Raises UsageError when it is not such a map."""
+    """Reads the index's map from tensor to shard name. Raises UsageError if the map is malformed."""
     index = inside(directory, INDEX_NAME)
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -65,7 +65,8 @@ def shard_map(directory: Path) -> dict[str, str]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads the object in a small JSON file of a model. Raises UsageError naming it. Some configurations hold infinities."""
+    """Reads the object in a small JSON file of a model. Some configurations hold infinities. Raises UsageError naming the
+    file."""
     return read_object(path, limit=JSON_LIMIT, finite=False, hint="Fetch the file again.")
 
 
@@ -82,7 +83,7 @@ def _open_sharded(directory: Path, weight_map: dict[str, str]) -> Checkpoint:
     real = {os.path.realpath(file): name for name, file in shards.items()}
     if twice := next((name for name, file in shards.items() if real[os.path.realpath(file)] != name), None):
         other = real[os.path.realpath(shards[twice])]
-        raise UsageError(f"{index}: shards {shown(twice)} and {shown(other)} are one and the same file")
+        raise UsageError(f"{index}: shards {shown(twice)} and {shown(other)} are the same file")
     entries: dict[str, TensorEntry] = {}
     flaws: list[str] = []
     for shard_name, file in shards.items():
@@ -90,27 +91,27 @@ def _open_sharded(directory: Path, weight_map: dict[str, str]) -> Checkpoint:
             if name in entries:
                 flaws.append(f"{shown(name)} is in {entries[name].file.name} and in {shard_name}")
             elif weight_map.get(name, shard_name) != shard_name:
-                flaws.append(f"{shown(name)} is in {shard_name}, the index says {shown(weight_map[name])}")
+                flaws.append(f"{shown(name)} is in {shard_name}, but the index says {shown(weight_map[name])}")
             entries.setdefault(name, entry)
     flaws += [f"{shown(name)} is not in {shard}" for name, shard in weight_map.items() if name not in entries]
     if flaws:
         listed = "\n  ".join([*flaws[:NAMES_SHOWN], *(["..."] if len(flaws) > NAMES_SHOWN else [])])
         raise UsageError(
-            f"{index}: {len(flaws)} tensors are not where it says:\n  {listed}",
+            f"{index}: {len(flaws)} tensors are not where the index says:\n  {listed}",
             hint="Index and shards are from different versions: download them again.",
         )
     return Checkpoint(directory=directory, shards=tuple(shards.values()), entries=entries)
 
 
 def inside(directory: Path, name: str, *, missing_ok: bool = False) -> Path:
-    """Returns the path of a file of the checkpoint. Refuses one that leads out of the directory, by its name or by a link.
+    """Returns the path of a file of the checkpoint. Refuses a name or a link that leads out of the directory.
 
-    A snapshot of the hub's cache is the one layout made of links: snapshots/<commit>/<file> points into blobs/.
+    Only a snapshot in the hub's cache may be made of links: snapshots/<commit>/<file> points into blobs/.
     """
     parts = PurePosixPath(name).parts
     refusal = UsageError(
-        f"{directory}: the file {shown(name)} leads out of the directory",
-        hint="Copy the model's files into one directory, without links to other places.",
+        f"{directory}: the file {shown(name)} lies outside the directory",
+        hint="Copy the model's files into one directory, without links.",
     )
     if not parts or name.startswith("/") or ".." in parts or "\0" in name or "\\" in name:
         raise refusal
@@ -119,10 +120,10 @@ def inside(directory: Path, name: str, *, missing_ok: bool = False) -> Path:
         root = directory.resolve()
         real = path.resolve(strict=not missing_ok)
     except FileNotFoundError as error:
-        raise UsageError(f"{path}: is a link to a file that does not exist", hint="Download it again.") from error
-    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a loop of links, before Python 3.13
+        raise UsageError(f"{path}: links to a file that does not exist", hint="Download it again.") from error
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: links in a circle, before Python 3.13
         why = getattr(error, "strerror", None) or error
-        raise UsageError(f"{directory}: the file {shown(name)} cannot be resolved: {why}") from error
+        raise UsageError(f"{directory}: the link {shown(name)} cannot be followed: {why}") from error
     blobs = [parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots"][:1]
     if not any(real.is_relative_to(place) for place in (root, *blobs)):
         raise refusal
@@ -134,8 +135,8 @@ def _no_weights(directory: Path) -> UsageError:
     pickled = [name for name in names if name.endswith((".bin", ".pth", ".pt", ".bin.index.json"))]
     if pickled:
         return UsageError(
-            f"{directory}: has only pickled weights ({name_list(pickled)}); reading those would run code from the file",
-            hint="Use a revision with safetensors, or convert once on a machine you trust: "
+            f"{directory}: has only pickled weights ({name_list(pickled)}), and reading a pickle can run code",
+            hint="Use a revision with safetensors, or convert the weights on a machine you can spare: "
             "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR).",
         )
     if "adapter_model.safetensors" in names:
@@ -145,11 +146,11 @@ def _no_weights(directory: Path) -> UsageError:
         )
     return UsageError(
         f"{directory}: has neither {SINGLE_NAME} nor {INDEX_NAME}",
-        hint="Give a directory as save_pretrained writes it, or a hub id.",
+        hint="Give a directory written by save_pretrained, or a hub id.",
     )
 
 
 def name_list(names: list[str]) -> str:
-    """Lists up to eight names, and says how many more there are."""
+    """Lists up to eight names, and how many more there are."""
     listed = ", ".join(shown(name) for name in names[:NAMES_SHOWN])
     return listed if len(names) <= NAMES_SHOWN else f"{listed} and {len(names) - NAMES_SHOWN} more"

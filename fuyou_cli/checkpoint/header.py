@@ -1,8 +1,8 @@
-"""Finds the tensors of a safetensors file: where their bytes are, of what dtype and shape.
+"""Finds the tensors of a safetensors file: the place of their bytes, their dtype and shape.
 
-A file is: eight bytes with the header's length, the header (JSON), then the data. Checkpoints are downloaded from
-strangers; the safetensors library checks the header against the file's true length, and that the tensors cover the data
-without hole or overlap, before it tells anything.
+A file is: eight bytes with the header's length, the header (JSON), then the data. Checkpoints come from strangers. Before it
+returns anything, the safetensors library checks the header against the file's length, and checks that the tensors cover the
+data without gap or overlap.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from fuyou_cli.core.json_files import shown
 from fuyou_cli.core.plain_files import read_plain
 
 NAME_LIMIT = 1024  # characters
-METADATA = "__metadata__"  # what stands among the tensors and is none
+METADATA = "__metadata__"  # a key of the header that names no tensor
 
-# Name in the file -> (our name, bytes per element). Formats below one byte have no whole element to address.
+# Name in the file -> (our name, bytes per element). Formats below one byte are left out: no element has its own address.
 DTYPES: dict[str, tuple[str, int]] = {
     "BOOL": ("bool", 1),
     "U8": ("uint8", 1),
@@ -44,11 +44,12 @@ BYTES_PER_ELEMENT: dict[str, int] = dict(DTYPES.values())
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorEntry:
-    """Names one tensor of a file. `begin` and `end` are byte offsets from the start of the file; `name` is its key there."""
+    """Describes one tensor of a file. `begin` and `end` are byte offsets from the start of the file; `name` is its key
+    there."""
 
     name: str
     file: Path
-    dtype: str  # torch's word: "float32", "bfloat16", ...
+    dtype: str  # torch's name: "float32", "bfloat16", ...
     shape: tuple[int, ...]
     begin: int
     end: int
@@ -64,15 +65,14 @@ class TensorEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Header:
-    """Holds what a file says of itself."""
+    """Holds the tensors and the metadata of one file."""
 
     entries: dict[str, TensorEntry]  # by key, in the order of the data
     metadata: dict[str, str]
 
 
 def parse_file(path: Path) -> Header:
-    """Reads tensors and metadata of a safetensors file. Raises UsageError naming the file, and the tensor where one is at
-    fault."""
+    """Reads tensors and metadata of a safetensors file. Raises UsageError naming the file, and the tensor if one is wrong."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -82,8 +82,8 @@ def parse_file(path: Path) -> Header:
             found = [(name, file.get_slice(name)) for name in file.offset_keys()]
             told = [(name, one.get_dtype(), tuple(one.get_shape())) for name, one in found]
     except SafetensorError as error:
-        raise _refusal(path, f"is not readable as safetensors: {ascii(str(error)[:300])[1:-1]}") from error
-    except (OSError, ValueError) as error:  # ValueError: a null character in the name
+        raise _refusal(path, f"is not a valid safetensors file: {ascii(str(error)[:300])[1:-1]}") from error
+    except (OSError, ValueError) as error:  # ValueError: a null character in the path
         why = getattr(error, "strerror", None) or error
         raise UsageError(f"{shown(str(path))}: cannot be read: {why}", hint=remedy(error)) from error
     entries = dict[str, TensorEntry]()
@@ -102,5 +102,5 @@ def parse_file(path: Path) -> Header:
 def _refusal(path: Path, what: str) -> UsageError:
     return UsageError(
         f"{path}: {what}",
-        hint="The file is damaged, incomplete or not a safetensors file: fetch or export it again.",
+        hint="The file is damaged, incomplete or of another format: download or export it again.",
     )

@@ -1,7 +1,7 @@
-"""Turns `name_or_path` into a directory with a model: as given, from the hub's local cache, or downloaded into it.
+"""Turns `name_or_path` into a directory with a model: a local one, one in the hub's cache, or one downloaded into it.
 
-The network is asked only when the cache cannot answer. Only what training needs is fetched: many repositories hold the
-same weights two or three times in other formats.
+The network is used only when something is missing in the cache. Only what training needs is downloaded: many repositories hold
+the same weights in two or three other formats too.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from .files import INDEX_NAME, SINGLE_NAME, read_json, shard_map
 if TYPE_CHECKING:
     from fuyou_cli.recipe.schema import Recipe
 
-Progress = Callable[[str, int, int], None]  # what is fetched, bytes so far and in all; from any thread, one call at a time
+Progress = Callable[[str, int, int], None]  # (what, bytes so far, bytes in all): from any thread, one call at a time
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
-_TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "tekken")  # how the name of one of them begins
-_LOG_IN = "log in: hf auth login (or set HF_TOKEN)"
+_TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "tekken")  # beginnings of their names
+_LOG_IN = "log in: run `hf auth login` or set HF_TOKEN"
 
 
 class Hub:
-    """Finds model and tokenizer of a recipe as folders, and fetches them where they are not here."""
+    """Finds the folders of a recipe's model and tokenizer, and downloads what is missing."""
 
     def __init__(self, recipe: Recipe, *, say: Callable[[str], None], progress: Progress) -> None:
         self._model, self._tokenizer, self._say, self._progress = recipe.model, recipe.tokenizer, say, progress
@@ -45,7 +45,7 @@ class Hub:
         return self._resolve(self._model.name_or_path, revision=self._model.revision, need_weights=need_weights)
 
     def tokenizer(self, model_dir: Path, *, needed: bool) -> Path:
-        """Returns the tokenizer's folder: the model's unless the recipe names another."""
+        """Returns the tokenizer's folder: the model's, unless the recipe names another."""
         named = self._tokenizer.name_or_path
         return self._resolve(named or str(model_dir), tokenizer_only=True) if named or needed else model_dir
 
@@ -66,20 +66,19 @@ def resolve(
 ) -> Path:
     """Returns the directory of a model: config.json, tokenizer, and with `need_weights` its safetensors.
 
-    With `tokenizer_only` a tokenizer is enough: no config.json (tokenizer.save_pretrained writes none), no weights, and no
-    model to build. A directory is returned as it is. A hub id is looked up in the local cache and downloaded only if
-    something is missing there. Raises UsageError (no such directory or repository, gated, offline, code of its own) or
-    OutOfSpaceError, each with what to do.
+    With `tokenizer_only` a tokenizer is enough; config.json may be missing (tokenizer.save_pretrained writes none). A directory
+    is returned unchanged. A hub id is looked up in the local cache and downloaded only if something is missing. Raises
+    UsageError (no such directory or repository, gated, offline, code of its own) or OutOfSpaceError, each with a remedy.
     """
     local = expanded(name_or_path, key="name_or_path")
     if local.is_dir():
         _check(name_or_path, local, tokenizer_only, trust_remote_code)
         return local
     if local.is_file():
-        raise UsageError(f"{name_or_path}: is a file", hint="Give the directory that it is in.")
+        raise UsageError(f"{name_or_path}: is a file", hint="Give the directory that contains it.")
     if not _HUB_ID.match(name_or_path):
         raise UsageError(
-            f"{name_or_path}: there is no such directory",
+            f"{name_or_path}: no such directory",
             hint="Give a directory that exists, or a hub id such as organisation/model.",
         )
     need_weights = need_weights and not tokenizer_only
@@ -87,7 +86,7 @@ def resolve(
     code = [CODE_PATTERN] if trust_remote_code else []
     fetch = partial(_fetch, name_or_path, say=say, progress=progress)
     directory = found or fetch(revision, [CONFIG_NAME, INDEX_NAME, *PATTERNS, *code])
-    _check(name_or_path, directory, tokenizer_only, trust_remote_code)  # before gigabytes are fetched in vain
+    _check(name_or_path, directory, tokenizer_only, trust_remote_code)  # before gigabytes are downloaded for nothing
     if found is None and need_weights:
         names = _weight_names(directory)
         fetch(directory.name, [glob.escape(name) for name in names])  # of the same commit
@@ -113,9 +112,11 @@ def _check(name_or_path: str, directory: Path, tokenizer_only: bool, trust_remot
 
 
 def refuse_remote_code(directory: Path) -> None:
-    """Raises UsageError when the model can only be built with code from its own repository.
+    """Raises UsageError if the model can only be built with code from its own repository.
 
-    Many still name such code although transformers has had the architecture for long: those are fine, it is not run."""
+    Many repositories still name such code although transformers now has the architecture. They are accepted, and the code does
+    not run.
+    """
     config = read_json(directory / CONFIG_NAME)
     if "auto_map" not in config:
         return
@@ -129,19 +130,19 @@ def refuse_remote_code(directory: Path) -> None:
 
 
 def _weight_names(directory: Path) -> list[str]:
-    """Lists the weight files a snapshot needs, by its index; without one, the single file."""
+    """Lists the weight files of a snapshot from its index; without an index, the single file."""
     if (directory / INDEX_NAME).exists():
         return sorted(set(shard_map(directory).values()))
     return [SINGLE_NAME]
 
 
 def _has_tokenizer(directory: Path) -> bool:
-    """Finds whether anything of a tokenizer is there: a cache filled by a tool that wanted weights alone lacks all of it."""
+    """Tells whether a tokenizer is there. A cache filled by a tool that downloads weights alone has none."""
     return any(file.name.startswith(_TOKENIZER_FILES) for file in directory.glob("*"))
 
 
 def _cached(name: str, revision: str | None, need_weights: bool, tokenizer_only: bool) -> Path | None:
-    """Returns the snapshot in the local cache, if it has what is needed."""
+    """Returns the snapshot in the local cache, or None if something is missing."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -156,14 +157,15 @@ def _cached(name: str, revision: str | None, need_weights: bool, tokenizer_only:
 
 
 def _fetch(name: str, revision: str | None, patterns: list[str], *, say: Callable[[str], None], progress: Progress) -> Path:
-    """Downloads the files that fit a pattern and are not in the cache, where the disk has room; the snapshot's folder."""
+    """Downloads the files that match a pattern and are not in the cache. Checks free space first; returns the snapshot's
+    folder."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    # Whichever HTTP library the client uses, its errors are a base of the client's own. RuntimeError is all that the
+    # The client's errors derive from those of its HTTP library. RuntimeError is all that the
     # client of the hub's faster transport raises.
     expected: tuple[type[Exception], ...] = (HFValidationError, RuntimeError, OSError, *HfHubHTTPError.__bases__)
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its warnings would write over our lines
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its warnings would overwrite our lines
     options: dict[str, Any] = {"revision": revision, "allow_patterns": patterns}
     try:
         planned = snapshot_download(name, dry_run=True, tqdm_class=_progress_bar(lambda done: None), **options)
@@ -174,7 +176,7 @@ def _fetch(name: str, revision: str | None, patterns: list[str], *, say: Callabl
         cache = existing(Path(constants.HF_HUB_CACHE))
         if total > (free := shutil.disk_usage(cache).free):
             raise OutOfSpaceError(
-                f"{name}: the download takes {gb(total)}, {gb(free)} are free in {cache}",
+                f"{name}: the download takes {gb(total)}, but only {gb(free)} are free in {cache}",
                 hint="Free some space, or set HF_HOME to a directory on another disk.",
             )
 
@@ -192,13 +194,13 @@ def _fetch(name: str, revision: str | None, patterns: list[str], *, say: Callabl
 
 
 def _explained(at: str, error: BaseException) -> FuyouError:
-    """Says what to do. The client wraps the hub's answer in what it was doing then: the first known error counts."""
+    """Turns an error of the client into ours with a remedy. The client wraps the hub's answer: the first known error counts."""
     from huggingface_hub import errors
 
-    absent = "no such directory here and no such model on the hub"
+    absent = "no such directory on this machine, and no such model on the hub"
     known = (
-        (errors.GatedRepoError, "access is restricted by its owner", f"Accept the terms on the model's page, then {_LOG_IN}."),
-        (errors.RevisionNotFoundError, "there is no such revision", "Check model.revision in the recipe."),
+        (errors.GatedRepoError, "its owner restricts access", f"Accept the terms on the model's page, then {_LOG_IN}."),
+        (errors.RevisionNotFoundError, "no such revision on the hub", "Check model.revision in the recipe."),
         (errors.RepositoryNotFoundError, absent, f"Check the spelling. For a private model {_LOG_IN}."),
     )
     chain = [error]
@@ -209,26 +211,26 @@ def _explained(at: str, error: BaseException) -> FuyouError:
             if isinstance(one, kind):
                 return UsageError(f"{at}: {what}", hint=hint)
         if isinstance(one, errors.HfHubHTTPError) and (code := one.response.status_code) in (401, 403):
-            hint = f"Is the token wrong, or lacks it the right? {_LOG_IN}."
+            hint = f"The token may be wrong or lack the right: {_LOG_IN}."
             return UsageError(f"{at}: the hub refuses access ({code})", hint=hint)
         if isinstance(one, OSError) and one.errno in (errno.ENOSPC, errno.EDQUOT):
             return OutOfSpaceError(
-                f"{at}: the disk of the hub's cache became full during the download",
-                hint="Free some space and run the same command: what has arrived is kept.",
+                f"{at}: the disk of the hub's cache is full",
+                hint="Free some space and run the same command again: finished parts are kept.",
             )
     name, text = type(chain[-1]).__name__, str(chain[-1]).partition("\n")[0][:160]
     why = "HF_HUB_OFFLINE is set" if name == "OfflineModeIsEnabled" else f"{name}: {text}"
     return UsageError(
-        f"{at}: is not in the local cache and cannot be downloaded ({why})",
+        f"{at}: not in the local cache, and the download failed ({why})",
         hint="Check the connection, or copy the model to a local directory and give its path.",
     )
 
 
 def _progress_bar(report: Callable[[int], None]) -> type[Any]:
-    """Makes a class for the client's `tqdm_class` that draws nothing and tells `report` the bytes of a download."""
+    """Makes a class for the client's `tqdm_class` that draws nothing and passes the bytes of a download to `report`."""
     from huggingface_hub.utils.tqdm import tqdm
 
-    counts: dict[int, float] = {}  # by bar: newer clients count what arrives and what is written in two
+    counts: dict[int, float] = {}  # by bar: newer clients have one for bytes received and one for bytes written
     lock = threading.Lock()
 
     class Bar(tqdm):  # type: ignore[misc,unused-ignore]

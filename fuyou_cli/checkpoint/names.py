@@ -1,8 +1,8 @@
-"""Finds the tensor of a file for every name of a model's state dict, and checks everything before the first weight is used.
+"""Finds a file's tensor for every name of a model's state dict, and checks everything before the first weight is used.
 
-The two differ in few ways, all declared by the model: the base model's prefix may be there or not (GPT-2 on the hub has
-no `transformer.`), tied weights may be stored once or twice, and an architecture may have renamed its parts since the
-file was written. Whatever remains is an error, and all of them are reported at once.
+File and model may differ in three ways, all declared by the model: the base model's prefix may be missing (GPT-2 on the hub has
+no `transformer.`), tied weights may be stored once or twice, and the architecture may have renamed parts since the file was
+written. Every other difference is an error, and all errors are reported at once.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TRAINABLE_DTYPES = ("float32", "bfloat16", "float16")
-LISTED = 20  # names of one kind in a message
+LISTED = 20  # most names of one kind in a message
 
-# Constants that old versions of the model classes saved beside the weights and that are computed today.
+# Constants that old model classes saved beside the weights; today they are computed.
 _HARMLESS = re.compile(
     r"(^|\.)(rotary_emb\.(original_)?inv_freq|rotary_emb\.(cos|sin)_cached|attn\.(masked_)?bias"
     r"|attention\.(masked_)?bias|masked_bias|position_ids|embed_scale)$"
@@ -32,14 +32,14 @@ _HARMLESS = re.compile(
 _QUANTISED = re.compile(r"\.(qweight|qzeros|scales|g_idx|weight_scale(_inv)?|weight_packed|absmax|quant_state.*)$")
 _FLAWS = ("missing", "not part of this model", "of another shape", "stored twice", "of a dtype that cannot be trained")
 
-Flaws = dict[str, list[str]]  # by one of _FLAWS: the names that are wrong so
+Flaws = dict[str, list[str]]  # kind of flaw, from _FLAWS -> names that have it
 
 
 def entries_for(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, TensorEntry]:
-    """Finds the file's tensor for every name of the model's state dict; the model may be on the meta device.
+    """Finds the file's tensor for every name of the model's state dict. The model may be on the meta device.
 
-    Names of tied weights get the same entry. Reads data only where a tied tensor is stored twice: both copies must be
-    equal, since training keeps one. Raises UsageError naming every tensor that does not fit.
+    Names of tied weights get the same entry. Data is read only where a tied tensor is stored twice: both copies must be equal,
+    because training keeps one. Raises UsageError naming every tensor that does not fit.
     """
     names = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     renames = architecture_renames(model, checkpoint.entries)
@@ -59,7 +59,8 @@ def entries_for(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, Ten
 
 
 def _check_buffers(model: PreTrainedModel, matched: dict[str, TensorEntry], reader: TensorReader) -> None:
-    """Raises UsageError unless the file's buffers are what the model's code computes: they are neither loaded nor exported."""
+    """Raises UsageError if a buffer in the file differs from what the model's code computes: buffers are not loaded or
+    exported."""
     for name, buffer in model.named_buffers(remove_duplicate=False):
         entry = matched.get(name)
         if entry is None or buffer.is_meta:
@@ -67,9 +68,9 @@ def _check_buffers(model: PreTrainedModel, matched: dict[str, TensorEntry], read
         stored = reader.read(entry)
         if not stored.equal(buffer.to(stored.dtype)):
             raise UsageError(
-                f"{entry.file}: tensor {shown(entry.name)} is no parameter of the model and has other values than its code "
-                "computes",
-                hint="fuyou trains and writes parameters alone: what it made of this model would lack these values",
+                f"{entry.file}: tensor {shown(entry.name)} is not a parameter of the model, and its values differ from "
+                "those that the model's code computes",
+                hint="fuyou trains and exports parameters only: these values would be lost. Use another model.",
             )
 
 
@@ -81,13 +82,14 @@ def match(
     tied: Mapping[str, str],
     renames: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, TensorEntry], list[tuple[TensorEntry, TensorEntry]]]:
-    """Finds the file's tensor for every name in `model_names` (name -> shape), in that order; and pairs stored tensors that the
-    model computes with as one, which have to hold the same values.
+    """Finds the file's tensor for every name in `model_names` (name -> shape), in that order.
+
+    Also returns pairs of stored tensors that the model uses as one; both must hold the same values.
 
     `tied` maps a name to the one whose weights it shares: both get the same entry, whichever of the two the file holds.
-    `renames` maps a file's key to what the architecture calls it today. The entry's own `name` stays the key in the
-    file, which is also the right key to export under. Raises UsageError with every missing, unexpected, misshapen,
-    doubly stored or untrainable tensor.
+    `renames` maps a file's key to the architecture's name for it today. The entry's own `name` stays the key in the file;
+    exports use it too. Raises UsageError with every tensor that is missing, unexpected, of a wrong shape, stored twice or
+    untrainable.
     """
     prefix = f"{base_model_prefix}." if base_model_prefix else ""
     found, flaws = _assign({*model_names, *tied, *tied.values()}, entries, prefix, renames or {})
@@ -110,7 +112,7 @@ def match(
 
 
 def tied_names(model: PreTrainedModel) -> dict[str, str]:
-    """Maps a name to the name of the same weights under which they are stored once; empty for a model that ties nothing."""
+    """Maps each tied name to the name that its weights are stored under; empty for a model that ties nothing."""
     tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -123,7 +125,7 @@ def tied_names(model: PreTrainedModel) -> dict[str, str]:
 def architecture_renames(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, str]:
     """Maps a file's key to today's name, for the keys that the architecture's own conversion table renames.
 
-    Tensors that the table joins, cuts or transposes (per-expert weights the model holds fused) are refused by name.
+    Raises UsageError naming the tensors that the table would join, cut or transpose (such as fused weights of experts).
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming
@@ -133,7 +135,7 @@ def architecture_renames(model: PreTrainedModel, keys: Iterable[str]) -> dict[st
     converting = [one for one in transforms if not isinstance(one, WeightRenaming)]
     renames: dict[str, str] = {}
     converted: list[str] = []
-    for key in sorted(keys):  # in this order, because some renames depend on the keys seen before
+    for key in sorted(keys):  # sorted: some renames depend on the keys seen before
         name = key
         for transform in renaming:
             name, _ = transform.rename_source_key(name)
@@ -143,8 +145,8 @@ def architecture_renames(model: PreTrainedModel, keys: Iterable[str]) -> dict[st
             renames[key] = name
     if converted:
         raise UsageError(
-            f"{type(model).__name__} keeps these tensors in another form than the file: {_listed(converted)}",
-            hint="Joining or cutting stored tensors (mixtures of experts) is not supported yet: use a dense model.",
+            f"{type(model).__name__} stores these tensors in a different form than the file: {_listed(converted)}",
+            hint="fuyou cannot join or cut stored tensors yet (mixtures of experts): use a dense model.",
         )
     return renames
 
@@ -158,7 +160,7 @@ def _owner(name: str, tied: Mapping[str, str]) -> str:
 
 
 def _same_weights(name: str, tied: Mapping[str, str]) -> list[str]:
-    """Lists every name of the same weights: the owner, then this one, then the others."""
+    """Lists every name of the same weights: first the owner, then this one, then the others."""
     owner = _owner(name, tied)
     return list(dict.fromkeys([owner, name, *(other for other in tied if _owner(other, tied) == owner)]))
 
@@ -166,7 +168,7 @@ def _same_weights(name: str, tied: Mapping[str, str]) -> list[str]:
 def _assign(
     known: set[str], entries: Mapping[str, TensorEntry], prefix: str, renames: Mapping[str, str]
 ) -> tuple[dict[str, TensorEntry], Flaws]:
-    """Finds what the keys of the files stand for, by `known` name of the model, and everything that is wrong with them."""
+    """Finds the model's name (from `known`) for each key of the files, and every flaw."""
     found: dict[str, TensorEntry] = {}
     flaws: Flaws = {kind: [] for kind in _FLAWS}
     for key, entry in entries.items():
@@ -177,7 +179,7 @@ def _assign(
             if not _HARMLESS.search(key):
                 flaws["not part of this model"].append(shown(key))
         elif target in found:
-            flaws["stored twice"].append(f"{shown(found[target].name)} and {shown(key)} are both {shown(target)}")
+            flaws["stored twice"].append(f"{shown(found[target].name)} and {shown(key)} both stand for {shown(target)}")
         else:
             found[target] = entry
             if entry.dtype not in TRAINABLE_DTYPES:
@@ -191,7 +193,7 @@ def _refuse(flaws: Flaws) -> None:
         return
     hint = "config.json and the weights do not belong together: check name_or_path and revision."
     if any(_QUANTISED.search(name.strip("'")) for name in flaws["not part of this model"]):
-        hint = "The weights are quantised: fine-tune the model they were made from."
+        hint = "The weights are quantised: fine-tune the original model instead."
     raise UsageError("the checkpoint does not fit the model:\n  " + "\n  ".join(told), hint=hint)
 
 

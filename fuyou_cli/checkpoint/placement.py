@@ -1,4 +1,4 @@
-"""Puts a finished model directory in its place in one step, and never in the place of something that is not ours."""
+"""Moves a finished model directory to its place in one step. Never replaces a directory that fuyou did not write."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _RENAME_EXCHANGE = 2
 
 
 def mark(companions: Iterable[str]) -> dict[str, str]:
-    """Makes the metadata of every safetensors file that we write: that it is ours, and which files beside it are."""
+    """Returns the metadata for every safetensors file that we write: that it is ours, and which files are beside it."""
     return {**_WRITER, _COMPANIONS: json.dumps(sorted(companions))}
 
 
 class PartialDirectory:
-    """Owns a directory under construction, named .<target>.partial beside its target. Left empty-handed, it is removed.
+    """Owns a directory under construction, named .<target>.partial beside its target. It is removed if nothing is published.
 
-    It is locked while it is used, so that what a killed run left behind can be told from what another run is writing.
+    It is locked while in use. So the leftover of a killed run can be told from what another run is writing.
     """
 
     def __init__(self, target: Path) -> None:
@@ -69,15 +69,15 @@ class PartialDirectory:
             os.close(self._descriptor)
 
     def publish(self) -> None:
-        """Gives the directory its name. What was there before, which we wrote, is gone afterwards."""
-        refuse_foreign(self.target)  # again: writing may have taken an hour
+        """Gives the directory its final name. Removes what was there before, if we wrote it."""
+        refuse_foreign(self.target)  # checked again: writing may have taken an hour
         old = None
         if self.target.is_dir() and any(self.target.iterdir()):
             old = _exchange(self.path, self.target)
         else:
             self.path.rename(self.target)
         self._published = True
-        sync_directory(self.target.parent)  # or a power cut could leave the old name on what is removed now
+        sync_directory(self.target.parent)  # otherwise a power cut could leave the old name on what is removed next
         if old:
             _remove_directory(old)
             sync_directory(self.target.parent)
@@ -101,7 +101,7 @@ def refuse_foreign(directory: Path) -> None:
     if foreign:
         raise UsageError(
             f"{directory}: holds files that fuyou did not write: {name_list(foreign)}",
-            hint="Choose an empty or new output directory; nothing was changed.",
+            hint="Choose a new or empty output directory. Nothing was changed.",
         )
 
 
@@ -110,7 +110,7 @@ def _is_weights(name: str) -> bool:
 
 
 def _claimed(file: Path) -> set[str]:
-    """Reads which names of its directory a weights file says we wrote; none when it is damaged or not ours."""
+    """Reads which names in its directory a weights file says we wrote; none if it is damaged or not ours."""
     try:
         metadata = parse_file(file).metadata
         companions = json.loads(metadata.get(_COMPANIONS, "[]"))
@@ -122,13 +122,13 @@ def _claimed(file: Path) -> set[str]:
 
 
 def _remove_files(directory: Path) -> None:
-    """Removes the files that we write, and only those: an unfinished shard has no valid header to tell it by."""
+    """Removes the files that we write, and no others. An unfinished shard has no valid header yet, so names decide."""
     names = sorted(file.name for file in directory.iterdir())
     foreign = [name for name in names if not (_is_weights(name) or name == INDEX_NAME or is_companion(name))]
     if foreign:
         raise UsageError(
             f"{directory}: holds files that fuyou did not write: {name_list(foreign)}",
-            hint="Move that directory out of the way.",
+            hint="Move that directory away.",
         )
     for name in names:
         (directory / name).unlink()
@@ -140,7 +140,7 @@ def _remove_directory(directory: Path) -> None:
 
 
 def _exchange(new: Path, target: Path) -> Path:
-    """Swaps two directories and returns where the old one is now."""
+    """Swaps two directories and returns the old one's new path."""
     libc = ctypes.CDLL(None, use_errno=True)
     if hasattr(libc, "renameat2"):
         result = libc.renameat2(_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(target), _RENAME_EXCHANGE)
@@ -149,7 +149,7 @@ def _exchange(new: Path, target: Path) -> Path:
         code = ctypes.get_errno()
         if code not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
             raise OSError(code, os.strerror(code), str(target))
-    # A file system without exchange: for an instant there is only the old model, under its second name.
+    # A file system without exchange: for an instant only the old model exists, under its second name.
     old = target.parent / f".{target.name}.replaced"
     target.rename(old)
     try:

@@ -1,8 +1,7 @@
 """Reads tensors out of safetensors files with little memory.
 
-Data is read with pread straight into the tensor that wants it, or through one piece of fixed size where the dtype
-changes, and the page cache is told at once that it will not be needed again: a model larger than memory must not push
-everything else out while it is imported.
+pread reads data straight into its tensor, or through one piece of fixed size where the dtype changes. The page cache is told at
+once to drop it: a model larger than memory must not push everything else out while it is imported.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ if TYPE_CHECKING:
 
 PIECE = 16 * MiB  # bytes of the file per read
 FLOATS = ("float32", "bfloat16", "float16")
-SAMPLES = 4  # places of a tensor that its mark is made of, its beginning and its end among them
+SAMPLES = 4  # places of a tensor that go into its mark; its beginning and its end are two of them
 SAMPLE = 1024  # bytes of each
 
 
 class TensorReader:
-    """Owns one open file, the one read last, and one piece of memory, made when the first conversion needs it.
+    """Owns one open file (the last one read) and one piece of memory, made when the first conversion needs it.
 
-    Tensors are best asked for in the order of their files. Not for several threads at once.
+    Ask for tensors in the order of their files: that is fastest. Use it from one thread only.
     """
 
     def __init__(self) -> None:
@@ -49,7 +48,7 @@ class TensorReader:
         self.close()
 
     def read(self, entry: TensorEntry) -> torch.Tensor:
-        """Reads one whole tensor, in the file's dtype and shape, into memory of its own."""
+        """Reads one whole tensor, in the file's dtype and shape, into new memory."""
         import torch
 
         tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
@@ -59,8 +58,8 @@ class TensorReader:
     def read_into(self, entry: TensorEntry, destination: torch.Tensor, *, first_element: int = 0) -> None:
         """Fills `destination` (contiguous, in host memory) with the tensor's elements from `first_element` on.
 
-        Between float32, bfloat16 and float16 the values are converted as torch converts them; a finite value that the
-        destination cannot hold is a UsageError. Other dtypes have to agree.
+        Values are converted between float32, bfloat16 and float16 as torch does. A finite value that the destination cannot
+        hold is a UsageError. Other dtypes must be equal.
         """
         import torch
 
@@ -88,7 +87,7 @@ class TensorReader:
             values = piece.view(source_dtype)
             part = flat[begin : begin + length]
             part.copy_(values)
-            # float32 holds every value of the other two; anything else may be too narrow.
+            # float32 holds every value of the other two; each of those may be too narrow.
             if destination.dtype == torch.float32:
                 continue
             too_large = part.isinf()
@@ -99,14 +98,14 @@ class TensorReader:
                 )
 
     def equal(self, one: TensorEntry, other: TensorEntry) -> bool:
-        """Compares dtype, shape and bytes of two tensors of the files. Costs two pieces of memory."""
+        """Tells whether two tensors of the files have equal dtype, shape and bytes. Needs two pieces of memory."""
         return (one.dtype, one.shape) == (other.dtype, other.shape) and all(
             self.read_some(one, begin, PIECE // 2) == self.read_some(other, begin, PIECE // 2)
             for begin in range(0, one.nbytes, PIECE // 2)
         )
 
     def read_some(self, entry: TensorEntry, begin: int, most: int) -> bytes:
-        """Reads at most `most` bytes of the tensor from byte `begin` on, as they are in the file."""
+        """Reads at most `most` bytes of the tensor from byte `begin` on, unconverted."""
         found = bytearray(min(most, entry.nbytes - begin))
         self._read_bytes(entry, begin, memoryview(found))
         return bytes(found)
@@ -122,14 +121,14 @@ class TensorReader:
         return self._descriptor
 
     def close(self) -> None:
-        """Closes the file read last; the next read opens it again."""
+        """Closes the open file. The next read opens it again."""
         if self._descriptor >= 0:
-            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)  # what was read ahead, too
+            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)  # drops what was read ahead, too
             os.close(self._descriptor)
         self._descriptor, self._file = -1, None
 
     def _read_bytes(self, entry: TensorEntry, offset: int, destination: memoryview) -> None:
-        """Fills `destination` with the tensor's bytes from `offset` on. Raises UsageError when the file ends first."""
+        """Fills `destination` with the tensor's bytes from `offset` on. Raises UsageError if the file ends first."""
         descriptor = self._open(entry)
         position, done = entry.begin + offset, 0
         while done < len(destination):
@@ -141,17 +140,17 @@ class TensorReader:
                 raise UsageError(f"{entry.file}: tensor {shown(entry.name)}: {what}", hint=remedy(error)) from error
             if got == 0:
                 raise UsageError(
-                    f"{entry.file}: is truncated: tensor {shown(entry.name)} ends at byte {entry.end}, the file at {position}",
-                    hint="Something changed the file while it was read: fetch it again.",
+                    f"{entry.file}: is too short: tensor {shown(entry.name)} ends at byte {entry.end}, the file at {position}",
+                    hint="The file changed while it was read: download it again.",
                 )
             done += got
             position += got
-            # From the start of the file: pages that were too young or reached over the end of a piece go with the next.
+            # From the start of the file: pages that a call before could not drop yet are dropped now.
             os.posix_fadvise(descriptor, 0, position, os.POSIX_FADV_DONTNEED)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Returns the bytes of a contiguous host tensor, writable in place."""
+    """Returns the bytes of a contiguous host tensor as a writable view."""
     import torch
 
     if tensor.numel() == 0:
@@ -160,10 +159,11 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def weights_mark(entries: Mapping[str, TensorEntry]) -> str:
-    """Digests every tensor's name, dtype, shape and some of its bytes: a few small reads, however large the model is.
+    """Returns a digest of every tensor's name, dtype, shape and some of its bytes: a few small reads, however large the model.
 
-    Two checkpoints that were trained apart differ in some of them; one that was copied, moved or sharded anew does not.
-    Raises UsageError where a file cannot be read."""
+    Checkpoints of different training differ in it. A copied, moved or resharded checkpoint keeps it. Raises UsageError where a
+    file cannot be read.
+    """
     digest = hashlib.sha256()
     with TensorReader() as reader:
         for name, entry in sorted(entries.items()):

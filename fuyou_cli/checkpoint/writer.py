@@ -1,8 +1,8 @@
-"""Writes a model directory that `from_pretrained` loads, without ever holding more than one piece of it.
+"""Writes a model directory that `from_pretrained` loads, and never holds more than one piece of it in memory.
 
-The directory appears at once and complete, or not at all: everything is written under a temporary name beside it, made
-durable, read back, and renamed. Written data is pushed to the disk every 64 MiB and dropped from the page cache,
-because neither a memory cgroup nor a slow disk forgives gigabytes of dirty pages.
+The directory appears complete or not at all: everything is written under a temporary name beside it, made durable, read back,
+and renamed. Data is flushed to the disk every 64 MiB and dropped from the page cache: gigabytes of dirty pages would stall a
+slow disk and fill a memory cgroup.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .files import INDEX_NAME, SINGLE_NAME, open_checkpoint
 from .header import BYTES_PER_ELEMENT, DTYPES, METADATA, NAME_LIMIT
 from .placement import PartialDirectory, mark
 
-PIECE = 16 * MiB  # bytes asked of `read` at a time, at most
+PIECE = 16 * MiB  # most bytes asked of `read` at a time
 SYNC_EVERY = 64 * MiB  # bytes written between two syncs
 FILE_SLACK = 4096  # bytes a file may take on disk beyond its length
 
@@ -33,7 +33,7 @@ _FILE_WORD = {word: name for name, (word, _) in DTYPES.items()}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutTensor:
-    """Names one tensor to write. `dtype` is torch's word: "float32", "bfloat16", ..."""
+    """Describes one tensor to write. `dtype` is torch's name: "float32", "bfloat16", ..."""
 
     name: str
     dtype: str
@@ -73,13 +73,14 @@ def write_checkpoint(
     progress: Callable[[int, int], None] | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> list[Path]:
-    """Writes `tensors` as safetensors shards of at most `max_shard_size` bytes, and `companions` beside them.
+    """Writes `tensors` as safetensors shards of at most `max_shard_size` bytes, and `companions` beside them. Returns the paths
+    of the shards.
 
-    `read(tensor, first_element, count)` gives the bytes of elements [first, first + count), at most 16 MiB, valid until
-    its next call; it is asked in the order of the files. `progress` hears bytes written and bytes in all. `check` is called
-    when all are written, and may raise: what was there before still is then. Returns the paths of the shards. A directory
-    that exists is replaced only if it is empty or holds nothing but what this function writes. Raises UsageError (somebody
-    else's directory), OutOfSpaceError (needed and available), FuyouError (I/O).
+    `read(tensor, first_element, count)` returns the bytes of elements [first, first + count), at most 16 MiB, valid until its
+    next call. It is called in the order of the files. `progress` gets the bytes written and the bytes in all. `check` is called
+    when all are written; if it raises, the old directory stays. An existing directory is replaced only if it is empty or holds
+    only what this function writes. Raises UsageError (somebody else's directory), OutOfSpaceError (needed and available),
+    FuyouError (I/O).
     """
     texts = dict(companions or {})
     ours = mark([*texts, INDEX_NAME])
@@ -108,7 +109,7 @@ def write_checkpoint(
 
 
 def _plan_shards(tensors: Sequence[OutTensor], max_shard_size: int, metadata: dict[str, str]) -> list[_Shard]:
-    """Cuts the tensors into shards, in the order given; a shard is closed before the tensor that would exceed its size."""
+    """Cuts the tensors into shards, in the order given. A shard is closed before the tensor that would make it too large."""
     if max_shard_size <= 0:
         raise UsageError(f"max_shard_size is {max_shard_size}", hint="Write a positive size such as 5GB.")
     if not 0 < len({tensor.name for tensor in tensors}) == len(tensors):
@@ -129,7 +130,7 @@ def _plan_shards(tensors: Sequence[OutTensor], max_shard_size: int, metadata: di
 
 
 def _shard(name: str, tensors: list[OutTensor], metadata: dict[str, str]) -> _Shard:
-    # Wide dtypes first: then every tensor begins at a multiple of its element size, whatever is mixed.
+    # Wide dtypes first: then every tensor begins at a multiple of its element size.
     ordered = sorted(tensors, key=lambda tensor: -BYTES_PER_ELEMENT[tensor.dtype])
     table: dict[str, object] = {METADATA: metadata}
     offset = 0
@@ -165,13 +166,13 @@ def _check_space(target: Path, shards: list[_Shard], texts: Mapping[str, bytes |
     available = status.f_bavail * status.f_frsize
     if needed > available:
         raise OutOfSpaceError(
-            f"{target}: the model takes {gb(needed)}, {gb(available)} are free there",
+            f"{target}: the model takes {gb(needed)}, but only {gb(available)} are free there",
             hint="Free some space or choose an output directory on another disk.",
         )
 
 
 def _write(path: Path, parts: Iterable[memoryview]) -> Iterator[int]:
-    """Writes a file from front to back, and yields how many bytes each part was; at the end all of it is on the disk."""
+    """Writes a file from front to back and yields the bytes of each part. At the end all of it is on the disk."""
     unsynced = 0
     with path.open("xb", buffering=0) as file:
         for part in parts:
@@ -188,7 +189,7 @@ def _write(path: Path, parts: Iterable[memoryview]) -> Iterator[int]:
 
 
 def _settle(descriptor: int) -> None:
-    os.fdatasync(descriptor)  # waits for the disk: pages have to be clean before they can be dropped
+    os.fdatasync(descriptor)  # waits for the disk: only clean pages can be dropped
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
@@ -214,15 +215,15 @@ def _content(shard: _Shard, read: Read) -> Iterator[memoryview]:
 
 
 def _verify(directory: Path, tensors: Sequence[OutTensor]) -> None:
-    """Reads every header back: the files have the length and hold the tensors that were asked for."""
+    """Reads every header back and checks the file's length and its tensors."""
     entries = open_checkpoint(directory).entries
     found = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
     if found != {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}:
-        raise FuyouError(f"{directory}: what was written does not read back as it should")
+        raise FuyouError(f"{directory}: the written files do not read back as they were written")
 
 
 def _io_error(target: Path, error: OSError) -> FuyouError:
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
-        hint = "Choose an output directory that you may write to."
+        hint = "Choose an output directory that you can write to."
         return UsageError(f"{target}: writing the model failed: {error.strerror}", hint=hint)
     return failed_writing(target, error)

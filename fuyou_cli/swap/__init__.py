@@ -1,1 +1,1 @@
-"""Layer 3: arena, store and daemon; the only package that sees the native extension."""
+"""Wraps the native library (layer 3): arena, store and daemon. Only this package imports the extension."""

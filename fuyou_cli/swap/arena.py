@@ -1,4 +1,4 @@
-"""Maps the host memory that everything the daemon moves lives in, named by offsets."""
+"""Maps the host memory that the daemon reads into and writes from. Spans in it are named by offsets."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from .native import ffi, lib
 
 
 class Arena(Handle):
-    """Maps `size` bytes of anonymous memory, advised to huge pages, not inherited by forked children.
+    """Maps `size` bytes of anonymous memory, with huge pages where the kernel gives them. Forked children do not inherit it.
 
-    Pages are taken when first touched. Views die with the arena: nothing may touch one after `close`, which is refused while a
-    daemon uses it.
+    Pages are allocated when first touched. Views become invalid when the arena closes: touch none after `close`. `close` is
+    refused while a daemon uses the arena.
     """
 
     def __init__(self, size: int) -> None:
@@ -24,7 +24,7 @@ class Arena(Handle):
         self._base = lib.fy_arena_base(out[0])
 
     def view(self, offset: int, size: int) -> memoryview:
-        """Returns bytes [offset, offset + size), writable, without a copy."""
+        """Returns the bytes [offset, offset + size) as a writable view, without a copy."""
         assert self.handle
         if offset < 0 or size < 0 or offset + size > self.size:
             raise ValueError(f"bytes {offset} to {offset + size} are outside the arena of {self.size}")

@@ -1,7 +1,7 @@
-"""Runs the swap daemon: threads in this process that read, write and update while somebody else computes.
+"""Runs the swap daemon: threads in this process that read, write and update while the caller computes.
 
-Every submit returns a ticket; a ticket is spent by the one `wait` or `poll` that reports its end, be it a result or an
-error. From submit until then the spans of the request belong to the daemon.
+Every submit returns a ticket. One `wait` or `poll` reports its end, as a result or an error, and the ticket is used up. From
+submit until then the request's spans belong to the daemon.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .written import Move, Written
 
 __all__ = ["Counters", "DaemonOptions", "Event", "Home", "Result", "Segment", "SwapDaemon", "Update"]
 
-_SLICE_NS = 200_000_000  # a wait comes back to Python this often, so that Ctrl-C works
+_SLICE_NS = 200_000_000  # a wait returns to Python this often, so that Ctrl-C works
 _NOT_YET = -errno.ETIME
 _EVENTS_AT_ONCE = 512
 _BACKENDS = {"auto": lib.FY_BACKEND_AUTO, "io_uring": lib.FY_BACKEND_IO_URING, "threads": lib.FY_BACKEND_THREADS}
@@ -36,18 +36,18 @@ _SAME_NAME = (  # in DaemonOptions and in fy_options
     "read_depth", "write_depth", "requests", "chunk_params", "block_size", "scratch_offset", "scratch_size",
 )  # fmt: skip
 _SUBMIT_HINTS = {
-    errno.EAGAIN: "more requests are waiting to be collected than DaemonOptions.requests allows",
-    errno.EINVAL: "offsets and sizes must be multiples of the store's alignment and keep clear of the scratch",
-    errno.ERANGE: "the request reaches beyond the arena or the store",
-    errno.E2BIG: f"an update has at most {lib.FY_MAX_SEGMENTS} segments: join neighbours with the same settings",
+    errno.EAGAIN: "too many requests are open: wait for some, or raise DaemonOptions.requests",
+    errno.EINVAL: "offsets and sizes must be multiples of the store's alignment and must not overlap the scratch memory",
+    errno.ERANGE: "the request ends outside the arena or the store",
+    errno.E2BIG: f"an update has at most {lib.FY_MAX_SEGMENTS} segments: join neighbours that have the same settings",
 }
 
 
 class SwapDaemon(Handle):
-    """Moves bytes between `arena` and `store` and runs AdamW over them. Any thread may call any method.
+    """Moves bytes between `arena` and `store`, and runs AdamW on them. Any thread may call any method.
 
-    `label_names` turns the labels of requests (stages) into names for error messages; callers may fill it at any time.
-    `written`, with `DaemonOptions.data_sums`: what is read is compared with it.
+    `label_names` turns the labels of requests (stages) into names for error messages. Callers may fill it at any time.
+    `written` compares what is read with the checksum of what was written; it needs `DaemonOptions.data_sums`.
     """
 
     def __init__(
@@ -74,28 +74,28 @@ class SwapDaemon(Handle):
 
     @property
     def backend(self) -> Literal["io_uring", "threads"]:
-        """Names the I/O backend in use."""
+        """Returns the name of the I/O backend in use."""
         return _BACKEND_NAMES[lib.fy_daemon_backend(self.handle)]
 
     @property
     def description(self) -> str:
-        """Says which features are in use, and why others are not."""
+        """Tells which features are in use, and why others are not."""
         return str(ffi.string(lib.fy_daemon_description(self.handle)).decode())
 
     def read(self, arena_offset: int, store_offset: int, size: int, *, priority: int = 0, label: int = 0) -> int:
-        """Starts reading `size` bytes of the store into the arena; returns the ticket."""
+        """Starts a read of `size` bytes from the store into the arena. Returns the ticket."""
         out = ffi.new("fy_ticket *")
         code = lib.fy_submit_read(self.handle, arena_offset, store_offset, size, priority, label, out)
         return self._ticket(out, code, Move("read", Span(offset=store_offset, size=size), label))
 
     def write(self, arena_offset: int, store_offset: int, size: int, *, priority: int = 0, label: int = 0) -> int:
-        """Starts writing `size` bytes of the arena to the store; returns the ticket."""
+        """Starts a write of `size` bytes from the arena to the store. Returns the ticket."""
         out = ffi.new("fy_ticket *")
         code = lib.fy_submit_write(self.handle, arena_offset, store_offset, size, priority, label, out)
         return self._ticket(out, code, Move("write", Span(offset=store_offset, size=size), label))
 
     def update(self, update: Update) -> int:
-        """Starts one AdamW step over one stage, states in, new weights and states out; returns the ticket."""
+        """Starts one AdamW step of one stage: reads its states, writes new weights and states. Returns the ticket."""
         request, segments = native_update(update)
         out = ffi.new("fy_ticket *")
         code = lib.fy_submit_update(self.handle, request, segments, out)
@@ -109,13 +109,13 @@ class SwapDaemon(Handle):
         return self._result(ticket, code, native)
 
     def poll(self, ticket: int) -> Result | None:
-        """Returns the result of `ticket` if it has one now, else None: the ticket stays valid. Raises as `wait` does."""
+        """Returns the result of `ticket`, or None if it is not done; the ticket then stays valid. Raises as `wait` does."""
         native = ffi.new("fy_result *")
         code = lib.fy_wait(self.handle, ticket, 0, native)
         return None if code == _NOT_YET else self._result(ticket, code, native)
 
     def counters(self) -> Counters:
-        """Returns totals since start."""
+        """Returns totals since the start."""
         out = ffi.new("fy_counters *")
         code = lib.fy_daemon_counters(self.handle, out)
         if code:
@@ -123,7 +123,7 @@ class SwapDaemon(Handle):
         return Counters.of(out)
 
     def events(self) -> list[Event]:
-        """Returns what has finished since the last call, oldest first. `events_dropped` counts what was lost in between."""
+        """Returns what finished since the last call, oldest first. `events_dropped` counts the events lost in between."""
         events: list[Event] = []
         count, dropped = ffi.new("uint32_t *"), ffi.new("uint64_t *")
         while True:

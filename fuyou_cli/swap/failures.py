@@ -1,4 +1,4 @@
-"""Makes errors that a person can act on of what the library reports."""
+"""Turns the library's error codes into errors with a remedy."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ _ON_FILES = {lib.FY_OP_OPEN, lib.FY_OP_READ, lib.FY_OP_WRITE, lib.FY_OP_SYNC, li
 _HINTS = REMEDIES | {
     errno.ENOSPC: "free space on that disk, or point offload.dir at a larger one",
     errno.EDQUOT: "your disk quota is used up: free space or point offload.dir elsewhere",
-    errno.ENODATA: "the file ends too early: it was truncated or copied incompletely",
+    errno.ENODATA: "the file is too short: it was cut off, or its copy is incomplete",
     errno.EBUSY: "another process uses these files: stop it, or give this run its own offload.dir",
-    errno.EPERM: "only the process that made arena, store and daemon may use them: a forked child may not",
+    errno.EPERM: "only the process that opened arena, store and daemon may use them, not its forked children",
     errno.ENOENT: "check that the directory exists and is mounted",
-    errno.ESTALE: "the file was moved or removed, or its drive unmounted, while the run used it: put it back; what was "
-    "committed last is there",
+    errno.ESTALE: "the file was moved or removed, or its drive was unmounted, while the run used it: put it back; the "
+    "last commit is still in it",
     errno.ENOMEM: "not enough memory, or a locked-memory limit (`ulimit -l`) that is too small",
     errno.EMFILE: "too many open files: raise `ulimit -n`",
-    errno.ECANCELED: "the daemon was stopped before this request was done",
-    errno.ELOOP: "a symbolic link lies there, and a store's file is none: remove it, or point offload.dir at its target",
+    errno.ECANCELED: "the daemon stopped before it finished this request",
+    errno.ELOOP: "the store's file must not be a symbolic link: remove the link, or point offload.dir at its target",
 }
 _OPENING_HINTS = {
     errno.EPERM: "the file belongs to another user: give this run an offload.dir of your own",
-    errno.EINVAL: "what lies there is not a regular file: move it away, or give this run its own offload.dir",
+    errno.EINVAL: "that path is not a regular file: move it away, or give this run its own offload.dir",
 }
 
 
 def errno_text(code: int) -> str:
-    """Names a positive or negative errno: `Input/output error (EIO)`."""
+    """Names an errno, positive or negative: `Input/output error (EIO)`."""
     code = abs(code)
     return f"{os.strerror(code)} ({errno.errorcode.get(code, code)})"
 
@@ -51,7 +51,7 @@ def errno_text(code: int) -> str:
 def failure_error(
     why: Any, *, paths: Sequence[Path], label_names: Mapping[int, str] | None = None, code: int | None = None
 ) -> FuyouError:
-    """Makes the error for a filled `fy_failure`. `code` stands in where the library refused before it could fill one."""
+    """Makes the error for a filled `fy_failure`. `code` is used where the library refused before it could fill one."""
     error = abs(why.error or code or 0)
     text = _DOING.get(why.operation, "using the store")
     known = (label_names or {}).get(why.label) or (f"request labelled {why.label}" if why.label else None)
@@ -70,5 +70,5 @@ def failure_error(
 
 
 def refusal_error(what: str, code: int, hint: str | None = None) -> SwapError:
-    """Makes the error for a call that was refused before anything happened."""
+    """Makes the error for a call that was refused before it did anything."""
     return SwapError(f"{what}: {errno_text(code)}", hint=hint or _HINTS.get(abs(code)))

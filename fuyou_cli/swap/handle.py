@@ -1,4 +1,4 @@
-"""Owns the library's objects: each is closed once, and used while it is open alone."""
+"""Owns the library's objects: each is closed once, and used only while it is open."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .failures import refusal_error
 
 
 class Handle:
-    """Owns one object of the library, a `what`; closes it where a `with` block ends."""
+    """Owns one object of the library, named `what` in errors. A `with` block closes it."""
 
     def __init__(self, native: Any, close: Callable[[Any], int], what: str, *, hint: str | None = None) -> None:
         self._native, self._close, self._what, self._hint = native, close, what, hint
@@ -23,7 +23,7 @@ class Handle:
         return self._native
 
     def close(self) -> None:
-        """Closes it. Twice is fine. Raises SwapError where the library refuses."""
+        """Closes it. A second call does nothing. Raises SwapError where the library refuses."""
         if self._native is None:
             return
         native, self._native = self._native, None  # first: other threads find it closed

@@ -1,7 +1,7 @@
-"""Calls the library's arithmetic on plain memory, on the caller's own thread and without the GIL.
+"""Calls the library's arithmetic on plain memory, in the caller's thread and without the GIL.
 
-Arguments are anything with the buffer protocol (memoryviews of the arena, numpy arrays), contiguous; bfloat16 travels
-as two-byte items of any type.
+Arguments are contiguous objects with the buffer protocol, such as memoryviews of the arena or numpy arrays. bfloat16 arrays may
+have any item type of two bytes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ CHECKSUM_BLOCK = 4096
 def sum_squares(values: Buffer, dtype: Dtype) -> tuple[float, int]:
     """Returns the sum of squares in double, and how many values are not finite.
 
-    Always the same bits: leaves of 16384 values are summed with a fixed tree and added in order, so the sums of the
-    leaves, taken by whatever threads and added in order, give the same total.
+    The result is always the same to the bit: leaves of 16384 values are summed in a fixed tree, and the leaves are added in
+    order. Several threads may sum leaves; added in order, they give the same total.
     """
     memory = ffi.from_buffer(values)
     total, nonfinite = ffi.new("double *"), ffi.new("uint64_t *")
@@ -32,7 +32,7 @@ def sum_squares(values: Buffer, dtype: Dtype) -> tuple[float, int]:
 
 
 def split(master: Buffer, weights: Buffer, remainder: Buffer) -> int:
-    """Splits float32 masters into bfloat16 weights and int16 remainders; returns how many are not finite as bfloat16."""
+    """Splits float32 masters into bfloat16 weights and int16 remainders. Returns how many are not finite as bfloat16."""
     source = ffi.from_buffer("float[]", master)
     high = ffi.from_buffer("uint16_t[]", weights, require_writable=True)
     low = ffi.from_buffer("int16_t[]", remainder, require_writable=True)
@@ -43,7 +43,7 @@ def split(master: Buffer, weights: Buffer, remainder: Buffer) -> int:
 
 
 def join(weights: Buffer, remainder: Buffer, master: Buffer) -> None:
-    """Joins the float32 masters that `split` took apart, bit for bit."""
+    """Joins what `split` made into the float32 masters again, bit for bit."""
     high = ffi.from_buffer("uint16_t[]", weights)
     low = ffi.from_buffer("int16_t[]", remainder)
     target = ffi.from_buffer("float[]", master, require_writable=True)
@@ -51,8 +51,11 @@ def join(weights: Buffer, remainder: Buffer, master: Buffer) -> None:
 
 
 def checksum(data: Buffer, *, position: int = 0) -> int:
-    """Returns a 64-bit checksum of a span: position-sensitive, the same on every machine, not cryptographic. A longer span's
-    is the sum of its parts' modulo 2^64, each told its `position` (bytes, a multiple of 4096)."""
+    """Returns a 64-bit checksum of a span. It depends on positions, is the same on every machine, and is not cryptographic.
+
+    The checksum of a longer span is the sum, modulo 2^64, of its parts' checksums. Each part is given its `position` (bytes, a
+    multiple of 4096).
+    """
     if position % CHECKSUM_BLOCK:
         raise ValueError(f"position {position} is not a multiple of {CHECKSUM_BLOCK}")
     memory = ffi.from_buffer(data)
@@ -68,8 +71,10 @@ def adamw(
     variance: Buffer,
     gradients: Buffer,
 ) -> int:
-    """Runs one AdamW step in place over arrays of `update.params` values (its offsets are ignored); returns how many new
-    weights are not finite. `remainder` is needed for bfloat16 weights."""
+    """Runs one AdamW step in place over arrays of `update.params` values. Returns how many new weights are not finite.
+
+    The offsets in `update` are ignored. bfloat16 weights need their `remainder`.
+    """
     request, segments = native_update(update)
     if update.weights_dtype == "bfloat16" and remainder is None:
         raise ValueError("bfloat16 weights need their remainder")
@@ -89,17 +94,17 @@ def adamw(
 
 
 def scratch_size(chunk_params: int, chunks: int) -> int:
-    """Returns the bytes of arena that `chunks` update chunks of `chunk_params` parameters take."""
+    """Returns the bytes of arena needed for `chunks` update chunks of `chunk_params` parameters."""
     return int(lib.fy_scratch_size(chunk_params, chunks))
 
 
 def build_info() -> str:
-    """Names the compiler, the liburing version or "no io_uring", and the loops that were compiled."""
+    """Returns the compiler, the version of liburing (or "no io_uring") and the loops that were compiled."""
     return str(ffi.string(lib.fy_build_info()).decode())
 
 
 def has_io_uring() -> bool:
-    """Tells whether this library was built with io_uring; the kernel may refuse it all the same."""
+    """Tells whether this library was built with io_uring. The kernel may still refuse it."""
     return "no io_uring" not in build_info()
 
 
@@ -110,7 +115,7 @@ def _check(code: int) -> None:
 
 def _count(memory: Any, item: int) -> int:
     if len(memory) % item:
-        raise ValueError(f"{len(memory)} bytes are not whole items of {item} bytes")
+        raise ValueError(f"{len(memory)} bytes are not a multiple of {item}, the bytes of an item")
     return len(memory) // item
 
 

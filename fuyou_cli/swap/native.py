@@ -1,4 +1,4 @@
-"""Imports the extension module, the one door to it: its `ffi` and `lib`, or one clear error where it was never built."""
+"""Imports the extension module's `ffi` and `lib`, or raises one clear error if it was not built."""
 
 from __future__ import annotations
 

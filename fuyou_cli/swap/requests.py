@@ -1,6 +1,6 @@
-"""What is asked of the daemon and what comes back: the header's structs as frozen data.
+"""Defines the daemon's requests and results: the structs of the header as frozen data.
 
-Offsets are bytes from the start of the arena or of the store; None stands for the header's FY_NOWHERE.
+Offsets are bytes from the start of the arena or the store. None stands for the header's FY_NOWHERE.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ _OF_A_PLAN = ("backend", "read_depth", "write_depth", "update_threads", "chunk_p
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DaemonOptions:
-    """Sizes the daemon. Nothing grows after start."""
+    """Sets the sizes of the daemon. Nothing grows after the start."""
 
     backend: Literal["auto", "io_uring", "threads"] = "auto"
-    read_depth: int = 8  # reads in flight at most
+    read_depth: int = 8  # most reads in flight
     write_depth: int = 8
     update_threads: int = 1
-    requests: int = 256  # accepted and not yet waited for, at most
+    requests: int = 256  # most requests that are accepted and not yet waited for
     chunk_params: int = 1 << 18  # parameters of one update chunk; a multiple of 16384
-    block_size: int = 1 << 20  # bytes of one I/O at most; a multiple of 4096
+    block_size: int = 1 << 20  # most bytes of one I/O; a multiple of 4096
     scratch_offset: int = 0  # arena span of the update chunks
     scratch_size: int = 0  # from kernels.scratch_size(); 0: no updates
-    data_sums: bool = False  # what is read is summed, and compared with what was written there
-    write_sums: bool = False  # what is written is summed in any case
+    data_sums: bool = False  # reads are checksummed and compared with what was written
+    write_sums: bool = False  # writes are checksummed in any case
 
     @classmethod
     def of(cls, io: IoPlan, *, data_sums: bool, write_sums: bool) -> DaemonOptions:
-        """Takes the sizes from a run's plan."""
+        """Returns the options for a run's plan."""
         same = {name: getattr(io, name) for name in _OF_A_PLAN}
         return cls(
             **same,
@@ -49,8 +49,11 @@ class DaemonOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Home:
-    """Says where one state tensor rests: in RAM at `arena`, else read from `source` (None: all zero) and written to `target`.
-    With `arena` a `target` names a copy to be written as well."""
+    """Says where one state tensor rests: in RAM at `arena`, or on the ssd.
+
+    On the ssd it is read from `source` (None: all zero) and written to `target`. With both `arena` and `target`, a copy is
+    written too.
+    """
 
     arena: int | None = None
     source: int | None = None
@@ -62,7 +65,7 @@ NO_HOME = Home()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """Names parameters [first, first + count) and what AdamW does to them."""
+    """Describes parameters [first, first + count) and AdamW's settings for them."""
 
     first: int
     count: int
@@ -73,14 +76,14 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Update:
-    """Describes one AdamW step over one stage; see fuyou.h. Parameters of no segment keep every value they have."""
+    """Describes one AdamW step of one stage; see fuyou.h. Parameters outside all segments keep their values."""
 
     params: int  # a multiple of 2048
     weights_dtype: Dtype
     gradients_dtype: Dtype
-    weights: int  # arena offset: old on entry, new when the ticket completes
+    weights: int  # arena offset: old weights on entry, new ones when the ticket completes
     weights_target: int | None = None
-    gradients: int | None = None  # arena offset, or None and gradients_source
+    gradients: int | None = None  # arena offset, or None with gradients_source
     gradients_source: int | None = None
     remainder: Home = NO_HOME
     momentum: Home = NO_HOME
@@ -97,9 +100,11 @@ class Update:
 
 
 class Result(NamedTuple):
-    """Holds what a finished request leaves behind. `*_sum`: checksums of the bytes written to the store, 0 where nothing was;
-    `data_sum` (with `data_sums`, of a write with `write_sums` too) of what a read or a write moved, `*_read` of what an update
-    read."""
+    """Holds the results of a finished request.
+
+    `*_sum` are checksums of the bytes written to the store, 0 where none were written. `data_sum` is the checksum of a read, or
+    of a write with `write_sums`; it needs `data_sums`. `*_read` are those of an update's reads.
+    """
 
     nonfinite: int
     weights_sum: int
@@ -115,7 +120,7 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counters:
-    """Holds totals since start. Nanoseconds are sums over threads; `*_busy_ns` is time with at least one I/O in flight."""
+    """Holds totals since the start. Nanoseconds are sums over threads; `*_busy_ns` is time with at least one I/O in flight."""
 
     read_bytes: int
     written_bytes: int
@@ -138,8 +143,10 @@ class Counters:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """Times one finished request, or a stretch of an update's I/O, on the clock of `time.monotonic_ns`. An update itself has
-    no bytes: its I/O has."""
+    """Holds the times of one finished request, or of part of an update's I/O, on the clock of `time.monotonic_ns`.
+
+    The event of an update itself has no bytes: its I/O events have them.
+    """
 
     operation: Literal["read", "write", "update"]
     label: int
@@ -158,9 +165,9 @@ def _place(offset: int | None) -> int:
 
 
 def native_update(update: Update) -> tuple[Any, Any]:
-    """Makes `fy_update *` and `fy_segment *`; the second owns memory and must outlive the call."""
+    """Returns `fy_update *` and `fy_segment *`. The second owns memory and must live until the call returns."""
     segments = ffi.new("fy_segment[]", max(1, len(update.segments)))
-    for target, segment in zip(segments, update.segments, strict=False):  # one spare entry where there are none
+    for target, segment in zip(segments, update.segments, strict=False):  # an update without segments still has one spare entry
         target.first, target.count = segment.first, segment.count
         target.weight_decay, target.lr_scale = segment.weight_decay, segment.lr_scale
         target.flags = lib.FY_SEGMENT_FROZEN if segment.frozen else 0

@@ -1,4 +1,4 @@
-"""Opens preallocated files that are moved past the page cache: one address space, striped over the paths."""
+"""Opens preallocated files as one address space, striped over the paths, read and written without the page cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .native import ffi, lib
 
 
 class Store(Handle):
-    """Holds open files. Use `Store.open`; the daemon reads and writes, this class only opens, syncs and closes."""
+    """Holds open files. Use `Store.open`. This class opens, syncs and closes them; the daemon reads and writes."""
 
     def __init__(self, native: Any, paths: tuple[Path, ...], stripe: int) -> None:
         super().__init__(native, lib.fy_store_close, "store", hint="stop the daemon that uses it first")
@@ -34,11 +34,12 @@ class Store(Handle):
         buffered: bool = False,
         read_only: bool = False,
     ) -> Store:
-        """Opens the store over `paths` (one file each, `size` bytes together, `stripe` bytes to a file in turn).
+        """Opens the store over `paths`: one file each, `size` bytes together, `stripe` bytes to each file in turn.
 
-        `create` preallocates the files; without it they must exist with the right size. `read_only` leaves them as they are,
-        and lets others read them meanwhile. `buffered` goes through the page cache on purpose, as the store does by itself
-        where a file system knows no direct I/O (`direct` says). Raises FuyouError naming the file."""
+        `create` preallocates the files. Without it they must exist with the right size. `read_only` never changes them and lets
+        others read at the same time. `buffered` uses the page cache; so does every store on a file system without direct I/O
+        (see `direct`). Raises FuyouError naming the file.
+        """
         names = [ffi.new("char[]", os.fsencode(path)) for path in paths]
         out, why = ffi.new("fy_store **"), ffi.new("fy_failure *")
         flags = (lib.FY_STORE_CREATE if create else 0) | (lib.FY_STORE_BUFFERED if buffered else 0)
@@ -49,7 +50,7 @@ class Store(Handle):
         return cls(out[0], tuple(paths), stripe)
 
     def sync(self) -> None:
-        """Returns when the data of every file is on stable storage, and found by its path."""
+        """Returns when the data of every file is on stable storage and the file can be found by its path."""
         why = ffi.new("fy_failure *")
         code = lib.fy_store_sync(self.handle, why)
         if code:

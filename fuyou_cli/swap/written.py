@@ -1,8 +1,8 @@
-"""Compares whatever is read from the store with the checksum of what was written there.
+"""Compares everything read from the store with the checksum of what was written there.
 
-A drive says of most of what it cannot read that it cannot. This finds the rest: a bit that flipped on the way, a write that
-went elsewhere or nowhere. Nothing is computed on what a fetch brought before it was compared; an update compares when its last
-chunk is done, and its new state is nobody's if it fails: what was committed lies elsewhere.
+A drive reports most of its read errors itself. This finds the others: a bit that flipped on the way, a write that went to the
+wrong place or nowhere. Fetched data is compared before anything is computed on it. An update compares after its last chunk; if
+that fails, its new state is not used, and the committed state lies elsewhere.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from .requests import Result, Update
 
 _STATES = {"remainder": 2, "momentum": 4, "variance": 4}  # bytes per parameter
 _HINT = (
-    "the drive, its cable or memory returned other bytes than were written: see `dmesg` and the drive's health; `fuyou verify` "
-    "reads all that is saved"
+    "the drive, its cable or memory changed the bytes: see `dmesg` and the drive's health; `fuyou verify` "
+    "checks everything that is saved"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Names a span of the store, read or written."""
+    """Names a span of the store that is read or written."""
 
     kind: Literal["read", "write"]
     span: Span
@@ -34,8 +34,11 @@ class Move:
 
 
 class Written:
-    """Knows the checksums of what rests in a store's files. Spans are written and read whole: nothing is known of a part of
-    one. `name` gives a request's label a name, for people."""
+    """Knows the checksums of the spans in a store's files.
+
+    A span is written and read as a whole: nothing is known of its parts. `name` turns a request's label into a name for error
+    messages.
+    """
 
     def __init__(self, files: Sequence[Path], stripe: int, *, name: Callable[[int], str]) -> None:
         self._files, self._stripe, self._name = files, stripe, name
@@ -43,20 +46,20 @@ class Written:
         self._under_way: dict[int, Move | Update] = {}
 
     def expect(self, span: Span, total: int) -> None:
-        """Takes the checksum of what somebody else wrote."""
+        """Records the checksum of a span that somebody else wrote."""
         self._totals[span] = total
 
     def begin(self, ticket: int, request: Move | Update) -> None:
         self._under_way[ticket] = request
 
     def fail(self, ticket: int) -> None:
-        """Forgets the spans of a request that failed: nobody knows what became of them."""
+        """Forgets the spans of a failed request: their content is unknown."""
         request = self._under_way.pop(ticket, None)
         for span, _ in _written_by(request) if request is not None else ():
             self._totals.pop(span, None)
 
     def end(self, ticket: int, result: Result) -> None:
-        """Raises SwapError where what the request read is not what was written there."""
+        """Raises SwapError where the request read something else than was written there."""
         request = self._under_way.pop(ticket)
         for what, span, total in _read_by(request, result):
             wanted = self._totals.get(span, total)
@@ -67,16 +70,16 @@ class Written:
 
 
 def not_as_written(files: Sequence[Path | str], stripe: int, span: Span, *, total: int, wanted: int) -> str:
-    """Says what is wrong with a span of this checksum, for people."""
+    """Returns the error text for a span that has this checksum."""
     first, last = span.offset // stripe, (span.offset + span.size - 1) // stripe
     numbers = sorted({block % len(files) for block in range(first, min(last, first + len(files)) + 1)})
     where = ", ".join(str(files[number]) for number in numbers)
     which = f"bytes {span.offset} to {span.offset + span.size} of the store"
-    return f"{which}, in {where}, are not what was written there (sum {total:016x}, {wanted:016x} is wanted)"
+    return f"{which}, in {where}, are not what was written there (checksum {total:016x}, expected {wanted:016x})"
 
 
 def _read_by(request: Move | Update, result: Result) -> Iterator[tuple[str, Span, int]]:
-    """Yields what a request read, for people, its span and its checksum."""
+    """Yields, for each read of a request: a name for error messages, the span and its checksum."""
     if isinstance(request, Move):
         if request.kind == "read":
             yield "", request.span, result.data_sum

@@ -97,7 +97,7 @@ def entry_text(**changes: object) -> bytes:
     ],
 )
 def test_refuses_by_name(tmp_path: Path, table: dict[str, object] | bytes, data: int) -> None:
-    assert "is not readable as safetensors: " in refusal(tmp_path / "x.safetensors", safetensors_bytes(table, bytes(data)))
+    assert "is not a valid safetensors file: " in refusal(tmp_path / "x.safetensors", safetensors_bytes(table, bytes(data)))
 
 
 def test_refuses_what_no_model_has(tmp_path: Path) -> None:

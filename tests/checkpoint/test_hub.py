@@ -206,8 +206,8 @@ def test_says_what_to_do(server: Hub) -> None:
         "o/bad-token": (403, ""),
     }
     for name, says, hint in (
-        ("o/gated", "access is restricted", "hf auth login"),
-        ("o/files-gated", "access is restricted", "hf auth login"),
+        ("o/gated", "its owner restricts access", "hf auth login"),
+        ("o/files-gated", "its owner restricts access", "hf auth login"),
         ("o/private", "no such model", "hf auth login"),
         ("o/bad-token", "refuses access", "hf auth login"),
         ("o/absent", "no such model", "spelling"),
@@ -217,12 +217,12 @@ def test_says_what_to_do(server: Hub) -> None:
         error = refusal(name)
         assert name in error.message and says in error.message, error.message
         assert hint in str(error.hint), error.hint
-    assert "o/single@nowhere: there is no such revision" in refusal("o/single", revision="nowhere").message
+    assert "o/single@nowhere: no such revision" in refusal("o/single", revision="nowhere").message
 
 
 def test_says_that_the_hub_cannot_be_reached(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(UsageError, match=r"o/m: is not in the local cache and cannot be downloaded \(") as caught:
+    with pytest.raises(UsageError, match=r"o/m: not in the local cache, and the download failed \(") as caught:
         resolve("o/m")
     assert "local directory" in str(caught.value.hint)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -233,7 +233,7 @@ def test_says_that_the_hub_cannot_be_reached(server: Hub, monkeypatch: pytest.Mo
 def test_checks_the_space_before_it_downloads(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = hub.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(hub.shutil, "disk_usage", lambda path: usage._replace(free=5000))
-    with pytest.raises(OutOfSpaceError, match=r"takes 8\.\d+ kB, 5 kB are free"):
+    with pytest.raises(OutOfSpaceError, match=r"takes 8\.\d+ kB, but only 5 kB are free"):
         resolve("o/single")
     assert SINGLE_NAME not in server.sent
 

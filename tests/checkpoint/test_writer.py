@@ -203,7 +203,7 @@ def test_reads_back_what_it_wrote_before_it_shows_it(tmp_path: Path) -> None:
 def test_checks_the_space_before_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     status = namedtuple("status", ["f_bavail", "f_frsize"])
     monkeypatch.setattr(os, "statvfs", lambda path: status(10, 4096))
-    with pytest.raises(OutOfSpaceError, match=r"takes 4\.\d+ MB, 41 kB are free"):
+    with pytest.raises(OutOfSpaceError, match=r"takes 4\.\d+ MB, but only 41 kB are free"):
         write(tmp_path / "out", {"w": torch.zeros(1 << 20)})
     assert list(tmp_path.iterdir()) == []
 
@@ -264,7 +264,7 @@ def test_copies_what_belongs_to_a_model(tmp_path: Path) -> None:
         "quantization_config": {"dtype": "int8"},
     }
     (source / "vocab.txt").symlink_to("/etc/hostname")
-    with pytest.raises(UsageError, match=r"'vocab\.txt' leads out"):
+    with pytest.raises(UsageError, match=r"'vocab\.txt' lies outside"):
         companion_files(source, dtype="bfloat16")
 
 

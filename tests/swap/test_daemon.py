@@ -178,7 +178,7 @@ def test_a_truncated_file_fails_by_stage_file_and_place(machine: Build, tmp_path
         m.daemon.wait(ticket)
     message = str(caught.value)
     assert "reading block 4 failed" in message and "part0.bin at byte 2097152" in message and "ENODATA" in message
-    assert caught.value.hint is not None and "truncated" in caught.value.hint
+    assert caught.value.hint is not None and "too short" in caught.value.hint
     m.daemon.wait(m.daemon.read(0, 0, MIB))  # the rest goes on
 
 
