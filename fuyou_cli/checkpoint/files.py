@@ -136,7 +136,7 @@ def _no_weights(directory: Path) -> UsageError:
     if pickled:
         return UsageError(
             f"{directory}: has only pickled weights ({name_list(pickled)}), and reading a pickle can run code",
-            hint="Use a revision with safetensors, or convert the weights on a machine you can spare: "
+            hint="Use a revision with safetensors, or convert the weights on an isolated machine: "
             "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR).",
         )
     if "adapter_model.safetensors" in names:

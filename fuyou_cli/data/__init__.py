@@ -1,4 +1,4 @@
-"""Takes data from files named in the recipe to the padded batch of a step. The trainer's side needs numpy alone."""
+"""Turns the data named in a recipe into the padded batches of a run. The trainer's process needs only numpy for it."""
 
 from .cache import find, prepare, size_of
 from .rows import NO_LOSS, Batch, DataSummary, Rows, collate

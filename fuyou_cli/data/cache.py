@@ -1,6 +1,6 @@
-"""Makes the tokenised rows of a recipe's data once, in the worker, and finds them again by what they depend on.
+"""Tokenises a recipe's data once, in the worker, and finds the rows again as long as nothing they depend on changes.
 
-They are in a directory `<fingerprint>` below the caller's `cache_dir`, which appears whole or not at all.
+The rows are in the directory `<fingerprint>` below the caller's `cache_dir`. It appears complete or not at all.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from .sources import find_sources
 if TYPE_CHECKING:
     from fuyou_cli.recipe.schema import DatasetSection
 
-LAYOUT_VERSION = 4  # raise when the same data and options would give other rows
+LAYOUT_VERSION = 4  # increase it when the same data and options give other rows
 TOKENIZER_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
-TEMPLATE_FOLDER = "additional_chat_templates"  # the one folder that is part of a tokenizer
+TEMPLATE_FOLDER = "additional_chat_templates"  # the only folder that is part of a tokenizer
 _LARGEST_TEMPLATE = 4 * MiB
 
 
@@ -41,7 +41,8 @@ def prepare(
 ) -> Rows:
     """Finds the rows of `dataset` that an earlier run made, or tokenises now.
 
-    Call it before the arena is mapped: it starts a process. Raises UsageError for data that cannot be used."""
+    Call it before the arena is mapped: it starts a process. Raises UsageError for data that cannot be used.
+    """
     request, paths = _request(dataset, tokenizer_dir, chat_template, pad_token, fetching=True)
     final = cache_dir / _fingerprint(request)
     if not final.is_dir():
@@ -52,7 +53,7 @@ def prepare(
             try:
                 out.rename(final)
             except OSError:
-                if not final.is_dir():  # otherwise another run made the same rows meanwhile
+                if not final.is_dir():  # otherwise another run has made the same rows in the meantime
                     raise
     return Rows(final, paths=paths)
 
@@ -60,21 +61,21 @@ def prepare(
 def find(
     *, dataset: DatasetSection, tokenizer_dir: Path, chat_template: Path | None, pad_token: str | None, cache_dir: Path
 ) -> Rows | None:
-    """Finds the same where they are there already; nothing is started, nothing written."""
+    """Finds the rows if they are there already. Starts nothing and writes nothing."""
     request, paths = _request(dataset, tokenizer_dir, chat_template, pad_token)
     final = cache_dir / _fingerprint(request)
     return Rows(final, paths=paths) if final.is_dir() else None
 
 
 def size_of(dataset: DatasetSection) -> int:
-    """Sums the bytes of the files that `dataset` names."""
+    """Returns the bytes of the files that `dataset` names."""
     return sum(file.stat().st_size for source in find_sources(dataset) for file in source.files)
 
 
 def _request(
     dataset: DatasetSection, tokenizer_dir: Path, chat_template: Path | None, pad_token: str | None, *, fetching: bool = False
 ) -> tuple[dict[str, Any], list[str]]:
-    """Makes what the worker is asked, and lists the recipe's paths."""
+    """Returns the request for the worker, and the recipe's paths."""
     sources = find_sources(dataset, fetching=fetching)
     return {
         "sources": [
@@ -90,8 +91,8 @@ def _request(
 
 
 def _fingerprint(request: dict[str, Any]) -> str:
-    """Digests everything the rows depend on, as 32 hexadecimal digits: contents, options, library versions. Not where the
-    files are or when they changed."""
+    """Digests everything that the rows depend on (contents, options, library versions) as 32 hexadecimal digits. The places
+    and times of files do not count."""
     described = {
         **request,
         "layout": LAYOUT_VERSION,
@@ -112,8 +113,8 @@ def _content(file: Path) -> str:
 
 
 def _tokenizer_content(directory: Path) -> dict[str, str]:
-    """Maps name to SHA-256 of every file beside the weights that may shape the tokens. Folders are not looked into: a run may
-    write into one below its model."""
+    """Maps the name of every file that may shape the tokens to its SHA-256. Folders are ignored: a run may write into one
+    below its model."""
     if not directory.is_dir():
         raise UsageError(f"tokenizer: {directory} is not a directory")
     files = [*directory.iterdir(), *(directory / TEMPLATE_FOLDER).glob("*.jinja")]
@@ -130,7 +131,7 @@ def _scratch(cache_dir: Path) -> tempfile.TemporaryDirectory[str]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise
-        hint = "name a folder that can be written in dataset.cache_dir (without it, the output directory is used)"
+        hint = "set dataset.cache_dir to a writable folder (the default is inside the output directory)"
         raise UsageError(f"dataset.cache_dir: {cache_dir} cannot be written: {error.strerror}", hint=hint) from error
 
 
@@ -146,12 +147,12 @@ def _read_template(path: Path | None) -> str | None:
         raise UsageError(f"{place}: not UTF-8 text: {error.reason}", hint="save it as UTF-8") from error
     if len(text) > _LARGEST_TEMPLATE:
         most = f"{_LARGEST_TEMPLATE // MiB} MiB"
-        raise UsageError(f"tokenizer.chat_template: {path}: more than {most}, which no template is", hint="name a .jinja file")
+        raise UsageError(f"tokenizer.chat_template: {path}: larger than {most}, so not a template", hint="name a .jinja file")
     return text
 
 
 def _serve(request: dict[str, Any], *, threads: int) -> None:
-    """Runs the worker to its end. Raises what it met, in the same words."""
+    """Runs the worker to its end. Raises the worker's error with the same text."""
     package_root = str(Path(fuyou_cli.__file__).resolve().parents[1])
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH")))),
@@ -167,14 +168,14 @@ def _serve(request: dict[str, Any], *, threads: int) -> None:
     if done.returncode == -sandbox.OVERDUE:
         at = Path(request["out"]).with_name("at").read_text(errors="surrogateescape")
         raise UsageError(
-            f"{at} takes more than {sandbox.TEMPLATE_SECONDS:g} s over this conversation",
-            hint="mend the template (tokenizer.chat_template names another), or leave the row out; a conversation of thousands "
-            "of turns takes a fraction of that with {% generation %} marks in the template, or dataset.loss_on: last_assistant",
+            f"{at} takes more than {sandbox.TEMPLATE_SECONDS:g} s for this conversation",
+            hint="fix the template (or set tokenizer.chat_template), or remove the row. A conversation of thousands of turns "
+            "is much faster with {% generation %} marks in the template, or with dataset.loss_on: last_assistant",
         )
     if done.returncode < 0:
         raise FuyouError(
-            f"reading the data was ended by signal {-done.returncode}",
-            hint="signal 9 usually means that memory ran out" if done.returncode == -9 else None,
+            f"the process that reads the data was ended by signal {-done.returncode}",
+            hint="signal 9 usually means that the machine ran out of memory" if done.returncode == -9 else None,
         )
     if done.returncode == 0:
         reply = json.loads(done.stdout)
@@ -186,7 +187,7 @@ def _serve(request: dict[str, Any], *, threads: int) -> None:
 
 
 def _unforeseen(last_words: str, trace: str) -> FuyouError:
-    """Tells what nobody expected in one line, and the rest to whoever debugs."""
+    """Makes an error of one line from an unexpected failure. With FUYOU_DEBUG, prints the traceback too."""
     told = f"reading the data failed: {last_words or (trace.strip().splitlines() or ['it says nothing'])[-1]}"
     if os.environ.get("FUYOU_DEBUG", "") in ("", "0"):
         return FuyouError(told, hint="set FUYOU_DEBUG=1 to see the traceback")

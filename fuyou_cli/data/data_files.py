@@ -1,4 +1,4 @@
-"""Tells what a data file is by its name, and opens it, unpacked where it is compressed."""
+"""Tells the kind of a data file by its name, and opens it, decompressed if needed."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ KINDS = {
     ".jsonl": "json", ".ndjson": "json", ".json": "json", ".txt": "text", ".csv": "csv",
     ".parquet": "columns", ".arrow": "columns",
 }  # fmt: skip
-PACKED = (".gz", ".zst", ".bz2", ".xz")  # may follow the others, such as .jsonl.gz; columns are compressed inside
-BESIDE = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}  # of a folder of `datasets`: no rows
+PACKED = (".gz", ".zst", ".bz2", ".xz")  # may follow the other suffixes, such as .jsonl.gz; column files are compressed inside
+BESIDE = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}  # of `datasets`: files without rows
 _DAMAGED = (OSError, EOFError, zlib.error, lzma.LZMAError)
 
 
 def suffixes(file: Path) -> tuple[str, str]:
-    """Returns what a file's name ends in, such as (".jsonl", ".gz"); the second is empty where nothing is compressed."""
+    """Returns the suffixes of a file's name, such as (".jsonl", ".gz"). The second is empty if the file is not compressed."""
     packing = file.suffix.lower()
     if packing not in PACKED:
         return packing, ""
@@ -33,7 +33,7 @@ def suffixes(file: Path) -> tuple[str, str]:
 
 
 def kind_of_rows(file: Path) -> str | None:
-    """Returns how the rows of a file are read: json, text, csv or columns. None where its name says nothing known."""
+    """Returns how the rows of a file are read: json, text, csv or columns. None for an unknown suffix."""
     suffix, packing = suffixes(file)
     kind = KINDS.get(suffix)
     return None if packing and kind == "columns" else kind
@@ -41,7 +41,7 @@ def kind_of_rows(file: Path) -> str | None:
 
 @contextmanager
 def opened(file: Path) -> Iterator[IO[bytes]]:
-    """Opens a file to read its bytes, unpacked. Raises UsageError where they cannot be unpacked."""
+    """Opens a file and returns its bytes, decompressed. Raises UsageError if they cannot be decompressed."""
     packing = suffixes(file)[1]
     try:
         with _stream(file, packing) as stream:
@@ -49,7 +49,7 @@ def opened(file: Path) -> Iterator[IO[bytes]]:
     except _DAMAGED as error:
         if not packing:
             raise
-        raise UsageError(f"{file}: not readable as {packing[1:]}: {reason(error)}", hint="is the file whole?") from error
+        raise UsageError(f"{file}: not valid {packing[1:]}: {reason(error)}", hint="is the file complete?") from error
 
 
 def _stream(file: Path, packing: str) -> Any:

@@ -1,8 +1,7 @@
-"""Reads a row of data by the format that its columns show, as texts one after another, as a conversation, or as tokens.
+"""Reads a row of data in the format that its columns show: as texts, a conversation or tokens.
 
-`FORMATS` has all of them. A new one is a row there, the function that reads its rows, and its name in the recipe's schema.
-A row is a dict.
-`columns` maps the format's own names to those of the data, e.g. {prompt: question, completion: answer}.
+`FORMATS` holds all of them. A new format needs a row there, a function that reads its rows, and its name in the recipe's
+schema. A row is a dict. `columns` maps the format's own names to the data's names, e.g. {prompt: question, completion: answer}.
 """
 
 from __future__ import annotations
@@ -20,25 +19,26 @@ from fuyou_cli.core.json_files import parsed
 
 Columns = Mapping[str, str]
 _Row = Mapping[str, object]
-_MOST, _LONGEST = 9, 60  # columns that are told, characters of each
-_UNLEARNT = -100  # the label that every loss leaves out
-_ROLES = {  # of sharegpt's `from`, as chat templates call them
+_MOST, _LONGEST = 9, 60  # most columns in a message, most characters of each
+_UNLEARNT = -100  # the label that every loss ignores
+_ROLES = {  # sharegpt's `from` -> the role in chat templates
     "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
     "system": "system", "tool": "tool", "observation": "tool",
 }  # fmt: skip
-_MARKS = ("loss_mask", "completion_mask", "assistant_masks")  # columns that say which tokens are learnt, as 0 and 1
+_MARKS = ("loss_mask", "completion_mask", "assistant_masks")  # columns of 0 and 1 that say which tokens carry loss
 
 
 class RowError(ValueError):
-    """Refuses a row as its format. Whoever knows the file and the line turns it into a UsageError."""
+    """Says why a row does not fit its format. A caller that knows file and line turns it into a UsageError."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Texts:
-    """Holds texts that follow one another with nothing between them, each with whether it is to be learnt.
+    """Holds texts that follow one another with nothing between them, and whether each carries loss.
 
-    Of a document in pieces only the first piece gets the start token, only the last the end token. `bare` texts get neither:
-    they hold their special tokens themselves."""
+    Of a document cut into pieces, only the first piece gets the start token and only the last the end token. `bare` texts get
+    neither: they hold their special tokens themselves.
+    """
 
     parts: tuple[tuple[str, bool], ...]
     begins: bool = True
@@ -46,25 +46,26 @@ class Texts:
     bare: bool = False
 
     def texts(self) -> Iterator[str]:
-        """Yields every text in it."""
+        """Yields all its texts."""
         return (text for text, _ in self.parts)
 
     @property
     def runs_together(self) -> bool:
-        """Finds whether no white space parts two texts, as in "...in May?Natalia sold": seldom what is meant, so it is said."""
+        """Tells whether two texts meet without white space, as in "...in May?Natalia sold". That is seldom meant, so a note
+        reports it."""
         pairs = () if self.bare else pairwise(self.texts())
         return any(one and two and not (one[-1].isspace() or two[0].isspace()) for one, two in pairs)
 
     @property
     def size(self) -> int:
-        """Counts characters."""
+        """Returns the number of characters."""
         return sum(map(len, self.texts()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chat:
-    """Holds a conversation for the tokenizer's chat template. `unlearnt` are the places of the assistant's messages that carry
-    no loss whatever `loss_on` says."""
+    """Holds a conversation for the tokenizer's chat template. `unlearnt` are the assistant's messages (by position) that
+    carry no loss, whatever `loss_on` says."""
 
     messages: tuple[dict[str, object], ...]
     tools: tuple[object, ...] = ()
@@ -74,18 +75,18 @@ class Chat:
     runs_together: ClassVar[bool] = False
 
     def texts(self) -> Iterator[str]:
-        """Yields every text in it, names of fields included, however deep: contents in parts, calls of tools."""
+        """Yields all its texts, also nested ones and names of fields: contents in parts, tool calls."""
         yield from _texts([*self.messages, *self.tools])
 
     @property
     def size(self) -> int:
-        """Counts characters."""
+        """Returns the number of characters."""
         return sum(map(len, self.texts()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tokens:
-    """Holds tokens that were made elsewhere, and which of them are learnt."""
+    """Holds tokens made elsewhere, and which of them carry loss."""
 
     ids: NDArray[np.int64]  # [n]
     learnt: NDArray[np.bool_]  # [n]
@@ -94,12 +95,12 @@ class Tokens:
     runs_together: ClassVar[bool] = False
 
     def texts(self) -> Iterator[str]:
-        """Yields nothing: what the tokens say is not looked into."""
+        """Yields nothing: the tokens are not decoded."""
         return iter(())
 
     @property
     def size(self) -> int:
-        """Counts tokens."""
+        """Returns the number of tokens."""
         return len(self.ids)
 
 
@@ -136,7 +137,7 @@ def _pair(row: _Row, columns: Columns) -> Texts:
 
 
 def _alpaca(row: _Row, columns: Columns) -> Texts:
-    """Writes headed sections, one blank line apart: system text if any, instruction, input if any, response."""
+    """Writes sections with headings, separated by a blank line: system text if any, instruction, input if any, response."""
     if row.get(columns.get("history", "history")):
         raise RowError("alpaca rows with a history are not supported: convert them to messages")
     sections = []
@@ -148,7 +149,7 @@ def _alpaca(row: _Row, columns: Columns) -> Texts:
 
 
 def _segments(row: _Row, columns: Columns) -> Texts:
-    """Takes texts as they are, start and end tokens in them, each with a label that says whether it is learnt."""
+    """Reads texts with a label each that says whether it carries loss. The texts hold their own start and end tokens."""
     column = columns.get("segments", "segments")
     parts = []
     for number, segment in enumerate(_list(row, column, of="segments"), start=1):
@@ -160,7 +161,7 @@ def _segments(row: _Row, columns: Columns) -> Texts:
 
 
 def _tokenized(row: _Row, columns: Columns) -> Tokens:
-    """Reads tokens with what says where loss is: labels, masks of 0 and 1, or nothing for everywhere. Padding is left out."""
+    """Reads tokens and where loss is: labels, masks of 0 and 1, or neither (everywhere). Padding is left out."""
     ids = _numbers(row, "input_ids", columns)
     assert ids is not None  # a required column: _numbers refuses a row without it
     learnt = np.ones(len(ids), np.bool_)
@@ -171,8 +172,8 @@ def _tokenized(row: _Row, columns: Columns) -> Tokens:
         learnt &= labels != _UNLEARNT
         if (others := np.flatnonzero((labels != _UNLEARNT) & (labels != ids))).size:
             raise RowError(
-                f"label {others[0] + 1} is {labels[others[0]]}, its token {ids[others[0]]}: a label is its own token or "
-                f"{_UNLEARNT} (labels are shifted later, by the loss)"
+                f"label {others[0] + 1} is {labels[others[0]]}, but its token is {ids[others[0]]}: a label is its own token or "
+                f"{_UNLEARNT} (the loss shifts labels later)"
             )
     padding = _numbers(row, "attention_mask", columns, like=ids)
     kept = slice(None) if padding is None else padding != 0
@@ -180,7 +181,7 @@ def _tokenized(row: _Row, columns: Columns) -> Tokens:
 
 
 def _numbers(row: _Row, name: str, columns: Columns, *, like: NDArray[np.int64] | None = None) -> NDArray[np.int64] | None:
-    """Reads a column of whole numbers, as many as `like` has; None where an optional one is not there."""
+    """Reads a column of whole numbers, as long as `like`. Returns None if an optional column is missing."""
     column = columns.get(name, name)
     values = row.get(column)
     if values is None and like is not None:
@@ -208,7 +209,7 @@ def _sharegpt(row: _Row, columns: Columns) -> Chat:
 
 
 def _conversation(row: _Row, column: str, columns: Columns) -> Chat:
-    """Reads messages of role and content, or of sharegpt's from and value. A system text of its own column comes first."""
+    """Reads messages of role and content, or of sharegpt's from and value. A system text from its own column comes first."""
     messages, unlearnt = [], set()
     for number, turn in enumerate(_list(row, column, of="messages"), start=1):
         message = _message(turn, f"message {number} of {column}")
@@ -224,7 +225,7 @@ def _conversation(row: _Row, column: str, columns: Columns) -> Chat:
 def _message(turn: object, place: str) -> dict[str, object]:
     if not isinstance(turn, dict):
         raise RowError(f"{place} must be an object with role and content")
-    # Columnar files fill keys that other rows have with null: those say nothing about this message.
+    # Column files fill a key that only other rows have with null: such a key is ignored.
     message = {key: value for key, value in turn.items() if value is not None}
     if "role" not in message and "from" in message:
         sender = message.pop("from")
@@ -239,7 +240,8 @@ def _message(turn: object, place: str) -> dict[str, object]:
 
 
 def _is_learnt(message: dict[str, object], place: str) -> bool:
-    """Takes `train` out of a message, and the `weight` that means the same: whether an assistant's message is learnt."""
+    """Takes `train`, or `weight` with the same meaning, out of a message. Tells whether the assistant's message carries
+    loss."""
     for key in ("train", "weight"):
         if key in message:
             said = message.pop(key)
@@ -248,12 +250,12 @@ def _is_learnt(message: dict[str, object], place: str) -> bool:
             if message["role"] == "assistant":
                 return bool(said)
             if said and key == "train":
-                raise RowError(f"{place} has train: true, but its role is {message['role']}: only the assistant's are learnt")
+                raise RowError(f"{place} has train: true, but its role is {message['role']}: only the assistant's carry loss")
     return True
 
 
 def _tools(row: _Row, columns: Columns) -> tuple[object, ...]:
-    """Reads the tools of a conversation, a list or the JSON text of one."""
+    """Reads the tools of a conversation: a list, or a list as JSON text."""
     tools = row.get(columns.get("tools", "tools")) or ()
     if isinstance(tools, str):
         try:
@@ -267,7 +269,7 @@ def _tools(row: _Row, columns: Columns) -> tuple[object, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format:
-    """Holds how a row of the format is read, its columns, and what may carry loss in it: the first is what `auto` means."""
+    """Describes a format: its columns, how a row is read, and what may carry loss. The first choice is that of `auto`."""
 
     read: Callable[[_Row, Columns], Example]
     required: tuple[str, ...]
@@ -290,41 +292,42 @@ FORMATS = {  # in the order of detection, the most specific first
 
 
 def choose_format(asked: str, present: frozenset[str], columns: Columns) -> str:
-    """Returns the format of data that has the columns `present`: the one asked for, or with `auto` the first that fits.
+    """Returns the format of data with the columns `present`: the one asked for, or with `auto` the first that fits.
 
-    Raises RowError when none fits or the mapping names an unknown column."""
+    Raises RowError if none fits or the mapping names an unknown column.
+    """
     candidates = FORMATS if asked == "auto" else {asked: FORMATS[asked]}
     known = {name for candidate in candidates.values() for name in candidate.required + candidate.optional}
     unknown = sorted(set(columns) - known)
     if unknown:
-        raise RowError(f"columns: {unknown[0]} is no column of format {asked}; known are {', '.join(sorted(known))}")
+        raise RowError(f"columns: {unknown[0]} is not a column of format {asked}; its columns are {', '.join(sorted(known))}")
     for name, candidate in candidates.items():
         missing = [column for one in candidate.required if (column := columns.get(one, one)) not in present]
         if not missing and set(columns) <= {*candidate.required, *candidate.optional}:
             return name
     if asked == "auto":
         wanted = "; ".join(" + ".join(candidate.required) for candidate in FORMATS.values())
-        raise RowError(f"no format fits the columns found ({_listed(present)}); wanted are {wanted}")
-    raise RowError(f"format {asked} needs the column {missing[0]}; found are: {_listed(present)}")
+        raise RowError(f"no format fits these columns: {_listed(present)}; formats need: {wanted}")
+    raise RowError(f"format {asked} needs the column {missing[0]}; the data has: {_listed(present)}")
 
 
 def _listed(columns: Iterable[str]) -> str:
-    """Lists some of their names, each as far as it fits a line."""
+    """Lists some of the names, shortened to fit a line."""
     names = sorted(columns)
     told = ", ".join(name if len(name) <= _LONGEST else f"{name[:_LONGEST]}..." for name in names[:_MOST]) or "none"
     return told if len(names) <= _MOST else f"{told} and {len(names) - _MOST} more"
 
 
 def mapping_hint(present: Iterable[str]) -> str | None:
-    """Says how to name the columns of data that is nearly prompt_completion."""
+    """Tells how to map the columns if the data is nearly prompt_completion."""
     if {"question", "answer"} <= set(present):
         return "name the columns in the recipe: columns: {prompt: question, completion: answer}"
     return None
 
 
 def loss_target(loss_on: str, format_name: str) -> str:
-    """Returns what carries loss in this format: all, completion, assistant, last_assistant, or marked (what the rows
-    themselves mark). Raises UsageError for a pair that means nothing."""
+    """Returns what carries loss in this format: all, completion, assistant, last_assistant, or marked (by the rows
+    themselves). Raises UsageError if `loss_on` does not fit the format."""
     allowed = FORMATS[format_name].losses
     if loss_on == "auto":
         return allowed[0]
@@ -337,5 +340,5 @@ def loss_target(loss_on: str, format_name: str) -> str:
 
 
 def read_example(row: _Row, format_name: str, columns: Columns) -> Example:
-    """Reads the row as an example. Raises RowError naming the column that is missing or has the wrong type."""
+    """Reads the row as an example. Raises RowError naming the column that is missing or of the wrong type."""
     return FORMATS[format_name].read(row, columns)

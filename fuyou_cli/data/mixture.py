@@ -1,4 +1,4 @@
-"""Says which entry of a weighted mixture gives the row at each position, in exact proportions at every prefix."""
+"""Chooses which entry of a weighted mixture gives the row at each position. Every prefix has the exact proportions."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from fractions import Fraction
 
 
 class Mixture:
-    """Deals positions 0, 1, 2, ... to entries so that after any n of them each entry has had its share of n, to within one.
+    """Deals positions 0, 1, 2, ... to entries. After any n of them each entry has had its share of n, to within one.
 
-    This is Tijdeman's rule for the chairman assignment problem (Discrete Mathematics 32, 1980): of the entries that are owed
-    enough, the one whose share would be overdue first. Weights are taken as the decimals they are written as, so everything is
-    whole numbers, and the order repeats after the shares' common denominator: a position is reached from the last repetition
-    before it. There are at least two weights."""
+    The rule is Tijdeman's for the chairman assignment problem (Discrete Mathematics 32, 1980): of the entries that are owed
+    enough, it takes the one whose share would be overdue first. Weights are taken as written decimals, so all arithmetic is on
+    whole numbers. The order repeats after the shares' common denominator, and a position is reached from the last repetition
+    before it. There are at least two weights.
+    """
 
     def __init__(self, weights: Sequence[float]) -> None:
         exact = [Fraction(str(weight)) for weight in weights]
@@ -25,7 +26,7 @@ class Mixture:
         self._begin(0)
 
     def picks(self, position: int, count: int) -> tuple[list[int], list[int]]:
-        """Returns how many rows each entry gave before `position`, and the entries of the `count` positions from there."""
+        """Returns how many rows each entry gave before `position`, and the entries of the next `count` positions."""
         if position < self._position or position - self._position >= self._period:
             self._begin(position // self._period)
         while self._position < position:
@@ -33,7 +34,7 @@ class Mixture:
         return list(self._given), [self._next() for _ in range(count)]
 
     def before(self, position: int) -> list[int]:
-        """Returns the rows that each entry's share of so many positions is, to within one."""
+        """Returns each entry's share of this many positions, in rows, to within one."""
         return [position * part // self._period for part in self._parts]
 
     def _begin(self, periods: int) -> None:
@@ -44,7 +45,7 @@ class Mixture:
     def _next(self) -> int:
         for entry, part in enumerate(self._parts):
             self._owed[entry] += part
-        slices = 2 * len(self._parts) - 2  # of a row: to be owed one of them is enough
+        slices = 2 * len(self._parts) - 2  # slices of a row: an entry owed one slice may be chosen
         ready = [entry for entry, owed in enumerate(self._owed) if owed * slices >= self._period]
         chosen = min(ready, key=self._time_left)
         self._owed[chosen] -= self._period
@@ -53,6 +54,6 @@ class Mixture:
         return chosen
 
     def _time_left(self, entry: int) -> int:
-        """Returns how long the entry can still wait, in a unit that all entries share."""
+        """Returns how long the entry can still wait, in a unit common to all entries."""
         slices = 2 * len(self._parts) - 2
         return (self._period * (slices - 1) - self._owed[entry] * slices) * self._urgency[entry]

@@ -1,7 +1,7 @@
-"""Finds the rows of data sets that the `datasets` library knows: of the hub, by subset, by a slice of a split.
+"""Finds the rows of data sets that the `datasets` library reads: sets of the hub, subsets, slices of a split.
 
-They are fetched once, by `set_worker` in a process of its own, into the library's cache (a slice: into fuyou's), and a record
-says where. The network is asked only where that cache cannot answer, and never for a folder.
+`set_worker` fetches them once, in its own process, into the library's cache (a slice: into fuyou's). A record says where they
+are. The network is used only if that cache has no answer, and never for a folder.
 """
 
 from __future__ import annotations
@@ -37,19 +37,20 @@ def is_named(entry: DatasetEntry) -> bool:
     here = expanded(entry.path, key="dataset.train")
     if is_file(here) or "*" in entry.path:
         what = "a slice of a split" if entry.name is None else "a subset (name)"
-        hint = "leave it out; max_samples takes the first rows of a file"
-        raise UsageError(f"dataset.train: {entry.path}: {what} is for data sets of the hub and for folders", hint=hint)
+        hint = "remove it; max_samples takes the first rows of a file"
+        raise UsageError(f"dataset.train: {entry.path}: {what} works only for data sets of the hub and for folders", hint=hint)
     return here.is_dir()
 
 
 def is_on_hub(path: str) -> bool:
-    """Tells whether a path is the name of a data set of the hub: owner/name, no such file or folder, no data file's suffix."""
+    """Tells whether a path names a data set of the hub: owner/name, without a file or folder of that name and without a data
+    file's suffix."""
     here = Path(path)
     return _HUB_NAME.fullmatch(path) is not None and kind_of_rows(here) is None and not here.exists()
 
 
 def fetched(entry: DatasetEntry) -> tuple[Path, ...]:
-    """Returns the files with the entry's rows; none where they have not been fetched, or are gone."""
+    """Returns the files with the entry's rows; none if they were not fetched or are gone."""
     try:
         files = json.loads((_folder(entry) / _RECORD).read_text(encoding="utf-8"))
         found = tuple(map(Path, files))
@@ -59,7 +60,7 @@ def fetched(entry: DatasetEntry) -> tuple[Path, ...]:
 
 
 def fetch(entry: DatasetEntry) -> tuple[Path, ...]:
-    """Returns the same, fetched now where that is needed. Raises UsageError in the library's words."""
+    """Returns the same files, and fetches them first if needed. Raises UsageError with the library's error text."""
     if found := fetched(entry):
         return found
     folder, here = _folder(entry), expanded(entry.path, key="dataset.train")
@@ -69,7 +70,7 @@ def fetch(entry: DatasetEntry) -> tuple[Path, ...]:
         if "error" in reply and not here.is_dir() and os.environ.get("HF_HUB_OFFLINE", "") in ("", "0"):
             reply = _ask(request, offline=False)
         if "error" in reply:
-            hint = "check its name, `name` and `split`; a gated set needs a log-in: hf auth login (or set HF_TOKEN)"
+            hint = "check path, `name` and `split`; for a gated set, run `hf auth login` or set HF_TOKEN"
             raise UsageError(f"dataset.train: {entry.path}: {reply['error']}", hint=reply.get("hint") or hint)
         files = [_kept(Path(file), Path(rows), folder) for file in reply["files"]]
         (draft := Path(rows, _RECORD)).write_text(json.dumps(list(map(str, files))), encoding="utf-8")
@@ -82,17 +83,17 @@ def _room(folder: Path) -> tempfile.TemporaryDirectory[str]:
         folder.mkdir(parents=True, exist_ok=True)
         return tempfile.TemporaryDirectory(dir=folder, prefix="rows-")
     except OSError as error:
-        hint = "name another folder in the environment variable XDG_CACHE_HOME"
+        hint = "set the environment variable XDG_CACHE_HOME to another folder"
         raise UsageError(f"dataset.train: {folder} cannot be written: {error.strerror}", hint=hint) from error
 
 
 def _kept(file: Path, rows: Path, folder: Path) -> Path:
-    """Moves a file that was copied for us to where it stays; leaves one of the library's own where it is."""
+    """Moves a file that was copied for us to its final place. Leaves one of the library's own files where it is."""
     return file.replace(folder / file.name) if file.parent == rows else file
 
 
 def _folder(entry: DatasetEntry) -> Path:
-    """Names where the record is: one for each set, subset and split; for a folder, also for what is in it now."""
+    """Returns the folder of the record: one for each set, subset and split; for a folder, its present content counts too."""
     here = expanded(entry.path, key="dataset.train")
     files = sorted(here.rglob("*")) if here.is_dir() else []
     listed = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files if file.is_file()]

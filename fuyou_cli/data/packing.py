@@ -1,7 +1,7 @@
-"""Lays tokenised samples out in rows of at most `max_seq_len` tokens. Pure: arrays in, arrays out, counts on the side.
+"""Packs tokenised samples into rows of at most `max_seq_len` tokens. Pure functions: arrays in, arrays and counts out.
 
-A sample is (tokens int32 [n], mask uint8 [n]); mask 1 means that the token is a label. The first token of a row is
-predicted by nothing, so its mask never counts.
+A sample is (tokens int32 [n], mask uint8 [n]); mask 1 means that the token is a label. Nothing predicts the first token of a
+row, so its mask never counts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Row = tuple[Tokens, Mask]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """Holds one tokenised sample; `place` is where it came from; `ends` is False for all but the last piece of a document."""
+    """Holds one tokenised sample. `place` says where it came from. `ends` is False for all but the last piece of a document."""
 
     tokens: Tokens
     mask: Mask
@@ -31,29 +31,30 @@ class Sample:
 
 @dataclass(kw_only=True, slots=True)
 class Counts:
-    """Counts what became of the samples; filled while the rows are made, always shown."""
+    """Counts what happened to the samples while the rows are made. Always shown."""
 
     samples: int = 0
     truncated: int = 0  # cut at max_seq_len, the rest lost
-    dropped: int = 0  # left out as too long
+    dropped: int = 0  # left out: too long
     split: int = 0  # spread over several rows, nothing lost
-    without_loss: int = 0  # rows left out because no label of theirs carries loss
+    without_loss: int = 0  # rows left out: no label carries loss
     run_together: int = 0  # pairs without white space between prompt and completion
     special: int = 0  # samples with a special token's name in their text
     special_example: str = ""  # where the first of them is, and its token
 
 
 def has_loss(mask: Mask) -> bool:
-    """Finds whether any label of the row counts."""
+    """Tells whether any label of the row counts."""
     return bool(mask[1:].any())
 
 
 def lay_out(
     samples: Iterable[Sample], *, packing: str | bool, overlong: str, max_seq_len: int, counts: Counts
 ) -> Iterator[Row]:
-    """Yields rows in the order of the samples; rows without a label are left out and counted.
+    """Yields rows in the order of the samples. Rows without a label that counts are left out and counted.
 
-    With `packing: concat` truncate and split are the same: the stream is cut at row ends and nothing is lost."""
+    With `packing: concat` truncate and split are the same: the stream is cut at row ends and nothing is lost.
+    """
     fitting = _fit(samples, packing=bool(packing), overlong=overlong, max_seq_len=max_seq_len, counts=counts)
     separate = ((sample.tokens, sample.mask) for sample in fitting)
     rows = concat(fitting, max_seq_len=max_seq_len, counts=counts) if packing else separate
@@ -75,7 +76,7 @@ def _fit(samples: Iterable[Sample], *, packing: bool, overlong: str, max_seq_len
         elif overlong == "error":
             raise UsageError(
                 f"{sample.place}: {size:,} tokens, more than dataset.max_seq_len ({max_seq_len:,})",
-                hint="raise max_seq_len, or set dataset.overlong to truncate, drop or split",
+                hint="increase max_seq_len, or set dataset.overlong to truncate, drop or split",
             )
         else:
             counts.truncated += overlong == "truncate"
@@ -86,13 +87,14 @@ def _fit(samples: Iterable[Sample], *, packing: bool, overlong: str, max_seq_len
 
 
 def concat(samples: Iterable[Sample], *, max_seq_len: int, counts: Counts) -> Iterator[Row]:
-    """Cuts the samples, as one stream, into rows of exactly `max_seq_len` tokens; the last may be shorter.
+    """Joins the samples into one stream and cuts it into rows of exactly `max_seq_len` tokens; the last may be shorter.
 
-    At a cut the next row's first token loses its label: one in max_seq_len."""
+    At a cut the next row's first token loses its label: one label in max_seq_len.
+    """
     tokens = np.empty(max_seq_len, np.int32)
     mask = np.empty(max_seq_len, np.uint8)
     filled = 0
-    begun = cut = False  # of the current document: has it tokens in a row, and did a row end inside it
+    begun = cut = False  # the current document: has tokens in a row; was cut by the end of a row
     for sample in samples:
         taken = 0
         while taken < len(sample.tokens):

@@ -1,7 +1,7 @@
-"""Reads the rows of a data file, each with its place ("train.jsonl:17"), as a stream with bounded memory.
+"""Reads the rows of a data file as a stream with bounded memory, each with its place ("train.jsonl:17").
 
-Cells of a CSV file are read as the text they are, and JSON line by line: readers that guess a type per column turn text that
-looks like a date into a date, refuse a file because of a column nobody asked for, and name no line.
+CSV cells stay text, and JSON is read line by line. Readers that guess a type per column would turn text that looks like a date
+into a date, refuse a file because of a column that is not used, and name no line.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ from fuyou_cli.core.json_files import parsed
 from .data_files import kind_of_rows, opened, suffixes
 from .sandbox import reason
 
-LARGEST_ROW = 1 << 24  # characters: what is held of a file at most
+LARGEST_ROW = 1 << 24  # most characters of a file held at once
 Placed = tuple[str, dict[str, Any]]  # "train.jsonl:17" and the row
 _CHUNK = 1 << 18
 _SPACE = re.compile(r"[ \t\r\n]*")
 _POSITION = re.compile(r": line \d+ column (\d+) \(char \d+\)$")
-_TORN = 16  # characters: what the end of the buffer may tear apart, such as a word or an escape
-_ENDS = json.JSONDecoder(parse_int=str, parse_float=str)  # finds where an element ends; numbers of any length are refused later
-PIECE_CHARS = 1 << 16  # a document is tokenised in pieces of this size: offsets cost ~100 bytes per character
+_TORN = 16  # characters: longest word or escape that the end of the buffer may cut in two
+_ENDS = json.JSONDecoder(parse_int=str, parse_float=str)  # finds where an element ends; too long numbers are refused later
+PIECE_CHARS = 1 << 16  # characters in a piece of a document; tokenising needs ~100 bytes for each
 _ROWS_AT_ONCE = 256
 
 
 def read_rows(file: Path) -> Iterator[Placed]:
     """Yields place and row of every record of a JSON, CSV, Parquet or Arrow file; of a text file every paragraph, as `text`.
 
-    Raises UsageError naming the file and the line."""
+    Raises UsageError naming the file and the line.
+    """
     if file.stat().st_size == 0:
         raise UsageError(f"{file}: the file is empty")
     readers = {"json": _json_rows, "csv": _csv_rows, "text": _paragraphs, "columns": _columnar_rows}
@@ -46,7 +47,7 @@ def read_rows(file: Path) -> Iterator[Placed]:
 
 @contextmanager
 def _text(file: Path, *, newline: str | None = None) -> Iterator[io.TextIOWrapper]:
-    """Opens a text file, with or without a byte order mark, unpacked."""
+    """Opens a text file, decompressed, with or without a byte order mark."""
     with opened(file) as stream, io.TextIOWrapper(stream, encoding="utf-8-sig", newline=newline) as text:
         yield text
 
@@ -60,7 +61,7 @@ def _utf8_only(file: Path) -> Iterator[None]:
 
 
 def first_bad_line(file: Path) -> str:
-    """Finds file:line of the first line that is not UTF-8."""
+    """Returns file:line of the first line that is not UTF-8."""
     with opened(file) as stream:
         for number, line in enumerate(iter(stream.readline, b""), start=1):
             try:
@@ -71,7 +72,7 @@ def first_bad_line(file: Path) -> str:
 
 
 def _json_rows(file: Path) -> Iterator[Placed]:
-    """Yields the rows of a file of one object per line, or of one array. Raises UsageError with file and line."""
+    """Yields the rows of a file with one object per line, or with one array. Raises UsageError with file and line."""
     with opened(file) as stream:
         head = stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
     if head.startswith(b"["):
@@ -80,7 +81,7 @@ def _json_rows(file: Path) -> Iterator[Placed]:
         return
     if suffixes(file)[0] == ".json" and head.split(b"\n", 1)[0].strip() == b"{":
         raise UsageError(
-            f"{file}:1: one object spread over several lines",
+            f"{file}:1: an object spans several lines",
             hint="write one object per line (JSON lines), or an array of objects",
         )
     for number, line in enumerate(_lines(file), start=1):
@@ -89,7 +90,7 @@ def _json_rows(file: Path) -> Iterator[Placed]:
 
 
 def _lines(file: Path, *, newline: str | None = None) -> Iterator[str]:
-    """Yields the lines of a text file. Raises UsageError for one that is no row's size."""
+    """Yields the lines of a text file. Raises UsageError for a line that is too long for a row."""
     with _text(file, newline=newline) as stream:
         number = 1
         while line := stream.readline(LARGEST_ROW + 1):
@@ -99,26 +100,26 @@ def _lines(file: Path, *, newline: str | None = None) -> Iterator[str]:
 
 
 def _check_size(characters: int, place: str) -> None:
-    """Raises UsageError at `place` for more than a row may have."""
+    """Raises UsageError at `place` for more characters than a row may have."""
     if characters > LARGEST_ROW:
-        hint = "cut it into several rows; a .txt file may be of any length with dataset.packing: concat"
-        raise UsageError(f"{place}: a row of more than {LARGEST_ROW:,} characters", hint=hint)
+        hint = "cut it into several rows; with dataset.packing: concat a .txt file may have any length"
+        raise UsageError(f"{place}: a row has more than {LARGEST_ROW:,} characters", hint=hint)
 
 
 def _json_row(text: str, place: str) -> dict[str, Any]:
-    """Reads the object that `text` is. Raises UsageError at `place`: no JSON, no object, or text that no tokenizer takes."""
+    """Reads `text` as an object. Raises UsageError at `place`: not JSON, not an object, or text that no tokenizer takes."""
     try:
         row = parsed(text, finite=False)
     except UsageError as error:
-        why = _POSITION.sub(r" (column \1)", error.message)  # the line is the place's
+        why = _POSITION.sub(r" (column \1)", error.message)  # the line is in `place`
         raise UsageError(f"{place}: {why}") from None
     if not isinstance(row, dict):
-        raise UsageError(f"{place}: not a JSON object but {type(row).__name__}", hint="every row is {...}")
+        raise UsageError(f"{place}: not a JSON object but {type(row).__name__}", hint="every row must be an object: {...}")
     return row
 
 
 class _Array:
-    """Reads an array file, of which no more is held than its largest element needs; `_at` is how far it is understood."""
+    """Reads a file with one array, and holds no more of it than the largest element needs. `_at` is the parsed position."""
 
     def __init__(self, file: Path, read: Callable[[int], str]) -> None:
         self._file, self._read = file, read
@@ -136,7 +137,7 @@ class _Array:
             raise self._error("Extra data", self._at)
 
     def _next(self) -> str:
-        """Finds the next character that is not white space, "" at the end of the file."""
+        """Returns the next character that is not white space; "" at the end of the file."""
         while True:
             found = _SPACE.match(self._text, self._at)
             self._advance(found.end() if found else self._at)
@@ -166,7 +167,7 @@ class _Array:
                 return place, _json_row(text, place)
 
     def _more(self) -> bool:
-        """Reads as much again as is left, so that a large element is not decoded from its beginning too often."""
+        """Reads as much again as is left. So a large element is not decoded from its start too often."""
         left = len(self._text) - self._at
         _check_size(left, f"{self._file}:{self._line}")
         chunk = self._read(max(_CHUNK, left))
@@ -183,7 +184,7 @@ class _Array:
 
 
 def _csv_rows(file: Path) -> Iterator[Placed]:
-    """Yields records at the lines where they begin: a quoted cell may hold line breaks."""
+    """Yields each record with the line where it begins: a quoted cell may hold line breaks."""
     csv.field_size_limit(LARGEST_ROW)
     begin, held, ended = 1, 0, False
 
@@ -200,7 +201,7 @@ def _csv_rows(file: Path) -> Iterator[Placed]:
     try:
         for cells in records:
             if ended:
-                raise UsageError(f"{file}:{begin}: a quoted cell is never closed")
+                raise UsageError(f"{file}:{begin}: a quoted cell has no closing quote")
             if cells and not names:
                 names = cells
                 if len(set(names)) != len(names):
@@ -211,7 +212,7 @@ def _csv_rows(file: Path) -> Iterator[Placed]:
                 yield f"{file}:{begin}", dict(zip(names, cells, strict=True))
             begin, held = records.line_num + 1, 0
     except csv.Error as error:
-        raise UsageError(f"{file}:{begin}: not readable as csv: {error}") from error
+        raise UsageError(f"{file}:{begin}: not valid csv: {error}") from error
 
 
 def _columnar_rows(file: Path) -> Iterator[Placed]:
@@ -225,8 +226,8 @@ def _columnar_rows(file: Path) -> Iterator[Placed]:
                 for row in batch.slice(begin, _ROWS_AT_ONCE).to_pylist():
                     number += 1
                     yield f"{file}: row {number}", row
-    except (ArrowException, ValueError, LookupError, TypeError, OSError) as error:  # damaged, or of a type that Python lacks
-        raise UsageError(f"{file}: not readable as {file.suffix[1:].lower()}: {reason(error)}") from error
+    except (ArrowException, ValueError, LookupError, TypeError, OSError) as error:  # damaged, or with a type that Python lacks
+        raise UsageError(f"{file}: not valid {file.suffix[1:].lower()}: {reason(error)}") from error
 
 
 def _record_batches(file: Path) -> Iterator[Any]:
@@ -245,7 +246,7 @@ def _record_batches(file: Path) -> Iterator[Any]:
 
 
 def _paragraphs(file: Path) -> Iterator[Placed]:
-    """Yields what stands between empty lines, as text."""
+    """Yields the text between empty lines."""
     number, text = 0, ""
     for line in chain(_lines(file), [""]):
         text += line
@@ -267,8 +268,9 @@ def read_document(file: Path) -> Iterator[tuple[str, bool, bool]]:
 def pieces_of(parts: Iterable[str]) -> Iterator[tuple[str, bool, bool]]:
     """Yields the parts' text in pieces (text, begins, ends) of at most 3 * PIECE_CHARS.
 
-    It is cut between parts, and inside a long one after a line break, else before a space, else anywhere. A tokenizer may see
-    the text around a cut differently: one place in tens of thousands of characters."""
+    Cuts are between parts; inside a long part after a line break, else before a space, else anywhere. A tokenizer may see the
+    text around a cut differently: one place in tens of thousands of characters.
+    """
     waiting: list[str] = []
     size, begins = 0, True
     for part in _shortened(parts):
@@ -291,10 +293,10 @@ def _shortened(parts: Iterable[str]) -> Iterator[str]:
 
 
 def _place_to_cut(text: str, begin: int) -> int:
-    """Finds where to end a piece of at least a half and at most the whole of PIECE_CHARS."""
+    """Finds where to end a piece: after at least half of PIECE_CHARS and at most all of it."""
     least, most = begin + PIECE_CHARS // 2, begin + PIECE_CHARS
     line = text.rfind("\n", least, most)
-    if line >= 0 and text[line + 1] != "\n":  # line breaks in a row are often one token
+    if line >= 0 and text[line + 1] != "\n":  # several line breaks are often one token
         return line + 1
     space = text.rfind(" ", least, most)
     return space if space >= 0 else most

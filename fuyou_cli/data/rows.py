@@ -1,4 +1,4 @@
-"""Maps tokenised rows on disk into the trainer, and makes a step's rows one padded rectangle.
+"""Maps tokenised rows on disk into memory, and pads a step's rows to one rectangle.
 
 A directory holds tokens.bin (int32), mask.bin (uint8: 1 = the label carries loss), offsets.npy (int64 [rows + 1]) and
 summary.json.
@@ -21,13 +21,13 @@ from fuyou_cli.core.units import align_up
 if TYPE_CHECKING:
     import torch
 
-NO_LOSS = -100  # the label that torch's cross entropy and every HF model leave out
+NO_LOSS = -100  # the label that torch's cross entropy and every HF model ignore
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataSummary:
-    """Tells what the data became. `formats` pairs every path of the recipe with its format; `preview` is one decoded sample
-    as (text, carries loss) pieces."""
+    """Describes the tokenised data. `formats` pairs every path of the recipe with its format; `preview` is one decoded
+    sample as (text, carries loss) pieces."""
 
     rows: int
     tokens: int
@@ -41,34 +41,36 @@ class DataSummary:
     longest_row: int
     highest_token_id: int
     pad_id: int
-    digest: str  # of every row: what a run goes on with, whatever made it
+    digest: str  # of every row: a resumed run must have the same
     formats: tuple[tuple[str, str], ...]
     preview: tuple[tuple[str, bool], ...]
     special: int
     special_example: str
-    entry_rows: tuple[int, ...] = ()  # of a mixture: how many rows each entry has; they lie one entry after the other
-    never_stops: bool = False  # rows mark their own loss, and never a stop token
+    entry_rows: tuple[int, ...] = ()  # rows of each entry of a mixture, stored one entry after the other
+    never_stops: bool = False  # rows mark their loss themselves, and never on a stop token
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Says what a person should know before a run trains on these rows, one sentence each."""
+        """Returns what a person should know before a run trains on these rows, one sentence each."""
         together = (
-            f"in {self.run_together:,} of {self.samples:,} samples no white space parts prompt and completion; nothing is "
-            "put between them (if they should be apart, end the prompts in a space or a line break)"
+            f"in {self.run_together:,} of {self.samples:,} samples no white space separates prompt and completion, and none "
+            "is added (to separate them, end each prompt with a space or a line break)"
         )
         special = (
             f"{self.special:,} {'sample contains' if self.special == 1 else 'samples contain'} special tokens as text, e.g. "
-            f"{self.special_example}; they are trained on as these tokens, not as their letters (write them otherwise where "
-            "that is not meant)"
+            f"{self.special_example}; they become these special tokens, not plain text (if that is not meant, change the "
+            "text)"
         )
-        endless = "no stop token carries loss in these rows: a model trained on them alone does not learn to stop"
+        endless = "no stop token carries loss in these rows: the model does not learn from them to stop"
         told = ((together, self.run_together), (special, self.special), (endless, self.never_stops))
         return tuple(note for note, found in told if found)
 
 
 class Rows:
-    """Maps rows into memory: the pages are the file's, not the process's. `paths` are those of the recipe now: rows found
-    again may have been made from files of other names."""
+    """Maps rows into memory; the pages belong to the file, not the process.
+
+    `paths` are the recipe's paths now: found rows may come from files with other names.
+    """
 
     def __init__(self, directory: Path, *, paths: Sequence[str] | None = None) -> None:
         self.directory = directory
@@ -88,11 +90,11 @@ class Rows:
         return self.summary.rows
 
     def tokens(self, index: int) -> NDArray[np.int32]:
-        """Returns int32 [n], read-only."""
+        """Returns the tokens, int32 [n], read-only."""
         return self._tokens[self._span(index)]
 
     def mask(self, index: int) -> NDArray[np.uint8]:
-        """Returns uint8 [n], read-only: 1 where the token, as a label, carries loss."""
+        """Returns the mask, uint8 [n], read-only: 1 where the token, as a label, carries loss."""
         return self._mask[self._span(index)]
 
     def _span(self, index: int) -> slice:
@@ -112,12 +114,12 @@ def _read_summary(file: Path, paths: Sequence[str] | None) -> DataSummary:
 
 
 def _damaged(directory: Path) -> UsageError:
-    return UsageError(f"the tokenised data in {directory} is damaged", hint="remove that directory and start again")
+    return UsageError(f"the tokenised data in {directory} is damaged", hint="remove it and run the same command again")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """Holds rows padded on the right. Labels are aligned with `input_ids`; the loss shifts them, so the first is never used."""
+    """Holds rows padded on the right. Labels are aligned with `input_ids`; the loss shifts them, so the first is not used."""
 
     input_ids: NDArray[np.int64]  # [B, S]
     labels: NDArray[np.int64]  # [B, S], NO_LOSS where a label does not count
@@ -125,14 +127,14 @@ class Batch:
     label_tokens: int  # labels that count, at positions >= 1
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gives (input_ids, labels) as torch tensors that share this batch's memory."""
+        """Returns (input_ids, labels) as torch tensors that share this batch's memory."""
         import torch
 
         return torch.from_numpy(self.input_ids), torch.from_numpy(self.labels)
 
 
 def collate(rows: Rows, indices: Sequence[int], *, pad_id: int, max_len: int, multiple: int = 8) -> Batch:
-    """Pads the rows `indices` to the longest of them rounded up to `multiple`, but not beyond `max_len`."""
+    """Pads the rows `indices` to the length of the longest, rounded up to `multiple`, but not beyond `max_len`."""
     lengths = [len(rows.tokens(index)) for index in indices]
     longest = max(lengths)
     if longest > max_len:

@@ -1,4 +1,4 @@
-"""Says which rows make up step n. The position in the data is the step number: nothing is replayed on resume."""
+"""Chooses the rows of step n. The step number is the position in the data: a resumed run replays nothing."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from .mixture import Mixture
 
 
 class _Order:
-    """Holds the endless order of one entry's rows, `first` and so many after it: every epoch a permutation of all of them.
+    """Holds the endless order of one entry's rows, from `first` on: every epoch is a permutation of all of them.
 
-    The permutation is the stable sort order of Philox's raw output for (seed, epoch, entry), which numpy keeps the same
-    between releases (`Generator.permutation` it does not). One permutation is held: 8 bytes per row."""
+    The permutation is the stable sort order of Philox's raw output for (seed, epoch, entry). numpy keeps that output the same
+    between releases, but not `Generator.permutation`. One permutation is held: 8 bytes per row.
+    """
 
     def __init__(self, rows: int, *, first: int, entry: int, shuffle: bool, seed: int) -> None:
         self._rows, self._first, self._entry = rows, first, entry
@@ -33,7 +34,7 @@ class _Order:
 
     def _permutation(self, epoch: int) -> NDArray[np.int64]:
         if self._epoch is None or (self._shuffle and self._epoch != epoch):
-            self._order, self._epoch = np.arange(0), None  # not beside the next one
+            self._order, self._epoch = np.arange(0), None  # freed before the next one is made
             if self._shuffle:
                 key, counter = np.array([self._seed, epoch], np.uint64), np.array([0, 0, 0, self._entry], np.uint64)
                 self._order = np.argsort(np.random.Philox(key=key, counter=counter).random_raw(self._rows), kind="stable")
@@ -46,12 +47,12 @@ class _Order:
 class Sampler:
     """Draws the rows of every global step.
 
-    Epochs follow each other without a seam: step n takes positions [n * batch_size, (n + 1) * batch_size) of one endless
+    Epochs follow each other without a gap: step n takes positions [n * batch_size, (n + 1) * batch_size) of one endless
     sequence. Without weights the permutation of epoch e fills positions [e * rows, (e + 1) * rows). In a mixture every entry
-    has an endless sequence of its own, `Mixture` says whose row is next, and an epoch is as many rows as there are.
+    has its own endless sequence, and `Mixture` says which entry is next. An epoch of a mixture is as many rows as there are.
     """
 
-    PEAK_BYTES = 24  # per row of the order that is made: 8 drawn, 8 of their order, and what the sort works with
+    PEAK_BYTES = 24  # per row of the order: 8 drawn, 8 of their order, and the sort's working memory
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class Sampler:
         entry_rows: Sequence[int] = (),
         weights: Sequence[float] = (),
     ) -> None:
-        """Takes for a mixture how many rows each of its entries has, one entry after the other, and their weights."""
+        """Takes, for a mixture, each entry's number of rows (they are stored one entry after the other) and weight."""
         if rows < 1 or batch_size < 1:
             raise ValueError(f"a sampler needs rows and a batch size of at least 1, not {rows} and {batch_size}")
         sizes = list(entry_rows) if weights else [rows]
@@ -81,17 +82,17 @@ class Sampler:
 
     @property
     def peak_bytes(self) -> int:
-        """Returns the bytes it takes at most, sooner or later."""
+        """Returns the most bytes that it ever takes."""
         return self.PEAK_BYTES * self.rows
 
     def steps(self, epochs: float) -> int:
-        """Counts the steps until every row has been seen `epochs` times (a fraction counts rows, rounded up)."""
+        """Returns the steps until every row has been seen `epochs` times (a fraction counts rows, rounded up)."""
         positions = -int(-(self.rows * epochs) // 1)
         return -(-positions // self.batch_size)
 
     def note(self, steps: int, epochs: int | None) -> str | None:
-        """Says what whole batches make of a run of `steps`, where it is not what a person expects: rows that come more than
-        once in a step, or a tenth more epochs than the recipe's (None: it asks for steps)."""
+        """Returns what may surprise a person about a run of `steps`: rows that repeat within a step, or a tenth more epochs
+        than the recipe's (None: it asks for steps)."""
         seen = steps * self.batch_size
         more = epochs is not None and 10 * seen > 11 * self.rows * epochs
         facts = []
@@ -99,18 +100,18 @@ class Sampler:
             facts.append(f"each row is seen about {self.batch_size / self.rows:.3g} times per step")
         if more:
             are = "steps are" if steps != 1 else "step is"
-            facts.append(f"{steps:,} {are} {self.epoch(steps):.3g} epochs, train.epochs is {epochs}")
+            facts.append(f"{steps:,} {are} {self.epoch(steps):.3g} epochs, but train.epochs is {epochs}")
         if not facts:
             return None
         told = f"{self.rows:,} row{'s' * (self.rows != 1)}, batches of {self.batch_size:,}: {', and '.join(facts)}"
-        return f"{told} (a smaller train.batch_size comes closer)"
+        return f"{told} (use a smaller train.batch_size to come closer)"
 
     def epoch(self, step: int) -> float:
-        """Says how many times the data has been seen before global step `step`."""
+        """Returns how many times the data has been seen before global step `step`."""
         return step * self.batch_size / self.rows
 
     def entry_epochs(self, steps: int) -> list[float]:
-        """Says how many times each entry of a mixture is seen in so many steps."""
+        """Returns how many times each entry of a mixture is seen in this many steps."""
         given = [steps * self.batch_size] if self._mixture is None else self._mixture.before(steps * self.batch_size)
         return [rows / size for rows, size in zip(given, self._sizes, strict=True)]
 

@@ -1,8 +1,8 @@
-"""Keeps code of others within bounds: chat templates are programs, and tokenizers raise anything. In the worker only.
+"""Limits foreign code: chat templates are programs, and tokenizers may raise anything. Used in the worker only.
 
-Memory is bounded by the kernel while a template renders: what it asks for beyond that is a MemoryError. Time is the
-processor's, so that a busy machine changes nothing, and ends the process: a call into C that never returns cannot be
-interrupted otherwise. Whoever started the process then reads from a file what it was at.
+While a template renders, the kernel bounds its memory: a larger request is a MemoryError. Its time is counted in processor
+seconds, so that a busy machine changes nothing. Too much time ends the process, because nothing else can interrupt a call into
+C that never returns. The parent process then reads from a file what the worker was doing.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from fuyou_cli.core.errors import FuyouError
 
 from .formats import RowError
 
-TEMPLATE_SECONDS = 20.0  # of the processor, for one conversation: usual ones take milliseconds
-TEMPLATE_BYTES = 512 << 20  # beside what the process has
-OVERDUE = signal.SIGPROF  # ends a process that took longer
+TEMPLATE_SECONDS = 20.0  # of the processor, for one conversation; most take milliseconds
+TEMPLATE_BYTES = 512 << 20  # beyond what the process already has
+OVERDUE = signal.SIGPROF  # ends a process that takes longer
 _LONGEST = 300
 _SPEAKS = ("Exception", "OSError", "ValueError", "TemplateError", "TemplateSyntaxError", "UndefinedError")
 _PASSED_ON = (FuyouError, RowError, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
 def reason(error: BaseException) -> str:
-    """Tells an error in one short line, with its kind where that says more than the words."""
+    """Returns an error as one short line, with its kind where that says more than the text."""
     kind = type(error).__name__
     words = (str(error).strip().splitlines() or [""])[0][:_LONGEST]
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
@@ -37,10 +37,10 @@ def reason(error: BaseException) -> str:
 
 
 class LibraryErrors:
-    """Raises `as_error(reason)` in place of whatever a library raises inside `with LibraryErrors(as_error):`.
+    """Raises `as_error(reason)` instead of whatever a library raises inside `with LibraryErrors(as_error):`.
 
-    Errors that are told already pass, and so does a lack of memory. A panic of the Rust below a tokenizer is no Exception,
-    but told as well."""
+    Our own errors and MemoryError pass through. A panic of the Rust code below a tokenizer is no Exception, but is caught too.
+    """
 
     def __init__(self, as_error: Callable[[str], Exception]) -> None:
         self._as_error = as_error
@@ -55,7 +55,7 @@ class LibraryErrors:
 
 @contextmanager
 def time_limit(what: str, at: Path, seconds: float) -> Iterator[None]:
-    """Ends the process after so many seconds of processor time inside; the file `at` then says `what` it was at."""
+    """Ends the process after this many seconds of processor time inside. The file `at` then says `what` it was doing."""
     at.write_bytes(os.fsencode(what))
     signal.signal(OVERDUE, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, seconds)
@@ -67,9 +67,9 @@ def time_limit(what: str, at: Path, seconds: float) -> Iterator[None]:
 
 @contextmanager
 def memory_limit() -> Iterator[None]:
-    """Lets the process get at most TEMPLATE_BYTES more inside."""
+    """Lets the process allocate at most TEMPLATE_BYTES more inside."""
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[5])  # what counts against it, stacks included
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[5])  # counts against the limit, with stacks
     known = [pages * resource.getpagesize() + TEMPLATE_BYTES]
     known += [value for value in (soft, hard) if value != resource.RLIM_INFINITY]
     resource.setrlimit(resource.RLIMIT_DATA, (min(known), hard))

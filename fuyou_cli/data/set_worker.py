@@ -1,7 +1,7 @@
-"""Loads one data set with `datasets` in a process of its own: `python -m fuyou_cli.data.set_worker`.
+"""Loads one data set with `datasets` in its own process: `python -m fuyou_cli.data.set_worker`.
 
-The request is one JSON object on stdin: path, name, split, and a folder `out`; the reply is {"files"} or {"error", "hint"}.
-Rows stay in the library's own cache, memory-mapped; a part of a split is copied to `out`: it has no files of its own.
+The request is one JSON object on stdin: path, name, split, and a folder `out`. The reply is {"files"} or {"error", "hint"}.
+Rows stay in the library's own cache, memory-mapped. A part of a split has no files of its own, so it is copied to `out`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from fuyou_cli.core.errors import UsageError
 
 from .sandbox import LibraryErrors
 
-_OLDEST = 4  # earlier versions run code that lies in a data set
+_OLDEST = 4  # earlier versions run code from a data set
 _LONGEST = 600  # characters of an error
 _INSTALL = f"pip install 'datasets>={_OLDEST}'"
 
 
 def load(request: dict[str, Any]) -> dict[str, Any]:
-    """Loads the set, and returns the reply."""
+    """Loads the set and returns the reply."""
     try:
         import datasets  # type: ignore[import-untyped,unused-ignore]
     except ImportError:
@@ -36,7 +36,7 @@ def load(request: dict[str, Any]) -> dict[str, Any]:
                 return {"files": [file["filename"] for file in rows.cache_files]}
             rows.save_to_disk(request["out"])
             return {"files": sorted(map(str, Path(request["out"]).glob("*.arrow")))}
-    except UsageError as error:  # of the library's words all lines: the second one says what there is
+    except UsageError as error:  # all lines of the library's text: the second says what the set has
         return {"error": " ".join(str(error.__cause__).split())[:_LONGEST] or error.message}
 
 

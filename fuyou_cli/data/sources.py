@@ -1,6 +1,6 @@
-"""Finds the files that the recipe's paths mean, and what their first rows say.
+"""Finds the files that the recipe's paths mean, and checks their first rows.
 
-Runs in the trainer before the worker starts: no library but numpy.
+Runs in the trainer before the worker starts, with no library but numpy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fuyou_cli.recipe.schema import DatasetEntry, DatasetSection
 
 NAMES_SHOWN = 4
-_KNOWN_KINDS = f"files end in {', '.join(KINDS)}; text, JSON and CSV also in {', '.join(PACKED)} after that"
+_KNOWN_KINDS = f"known suffixes: {', '.join(KINDS)}; after those of text, JSON and CSV also {', '.join(PACKED)}"
 _SPLIT_WORDS = {
     "train": "train", "training": "train", "validation": "validation", "valid": "validation", "val": "validation",
     "dev": "validation", "test": "test", "testing": "test", "eval": "test",
@@ -32,15 +32,15 @@ _SPLIT_WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Holds one entry of `dataset.train`, its files found."""
+    """Holds one entry of `dataset.train` with the files found for it."""
 
     entry: DatasetEntry
-    files: tuple[Path, ...]  # none: a data set that is not fetched yet
-    skipped: tuple[Path, ...]  # data files of the directory that are not of the split
+    files: tuple[Path, ...]  # none: the data set is not fetched yet
+    skipped: tuple[Path, ...]  # data files of the directory that belong to other splits
 
     @property
     def choice(self) -> str | None:
-        """Says which files were taken and which were not, where the path alone does not say it."""
+        """Tells which files were taken and which were not, if the path alone does not show it."""
         if is_named(self.entry):
             name = "" if self.entry.name is None else f", subset {self.entry.name}"
             many = f"{len(self.files)} file{'s' * (len(self.files) != 1)}"
@@ -51,11 +51,11 @@ class Source:
         taken = f"{self.entry.path}: {len(self.files)} file{'s' * (len(self.files) != 1)} taken ({_names(self.files)})"
         if not self.skipped:
             return taken
-        return f"{taken}, {len(self.skipped)} skipped as not of split {self.entry.split} ({_names(self.skipped)})"
+        return f"{taken}, {len(self.skipped)} skipped, not of split {self.entry.split} ({_names(self.skipped)})"
 
 
 class MissingDataError(UsageError):
-    """Says that there is no data at a path. A plan does not need it; a run does."""
+    """Says that there is no data at a path. A plan can do without it, a run cannot."""
 
 
 def _names(files: tuple[Path, ...]) -> str:
@@ -64,9 +64,10 @@ def _names(files: tuple[Path, ...]) -> str:
 
 
 def locate(path: str, split: str) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
-    """Finds the data files of a file, a directory or a glob, sorted, and those passed over.
+    """Finds the data files of a file, directory or glob, sorted, and the files it skipped.
 
-    In a directory where names of files say their split, only those of `split` are taken. Raises UsageError naming the path."""
+    In a directory where file names tell the split, only those of `split` are taken. Raises UsageError naming the path.
+    """
     here = expanded(path, key="dataset.train")
     try:
         present = _present(path, here)
@@ -75,11 +76,11 @@ def locate(path: str, split: str) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
     except OSError as error:  # a folder that may not be read, a name too long
         raise UsageError(f"dataset.train: {path}: {error.strerror}", hint="give a path that can be read") from error
     except ValueError as error:  # pathlib's, of a pattern
-        raise UsageError(f"dataset.train: {path} is no glob: {error}", hint="write it as data/**/*.jsonl") from error
+        raise UsageError(f"dataset.train: {path} is not a valid glob: {error}", hint="write it as data/**/*.jsonl") from error
     if what and not here.is_dir():
         raise UsageError(f"dataset.train: {path}: it is {what}, not a plain file", hint="write the rows to a file")
     if not found:
-        hint = "give an existing file, directory or glob, or a data set of the hub as owner/name"
+        hint = "name an existing file, directory or glob, or a data set of the hub (owner/name)"
         raise MissingDataError(f"dataset.train: no data files at {path}", hint=f"{hint}. {_KNOWN_KINDS}")
     return tuple(sorted(found)), tuple(sorted(set(present) - set(found)))
 
@@ -87,7 +88,7 @@ def locate(path: str, split: str) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
 def _present(path: str, here: Path) -> list[Path]:
     if here.is_file():
         if kind_of_rows(here) is None:
-            raise UsageError(f"{path}: unknown kind of file {''.join(suffixes(here)) or '(no suffix)'}", hint=_KNOWN_KINDS)
+            raise UsageError(f"{path}: unknown file suffix {''.join(suffixes(here)) or '(none)'}", hint=_KNOWN_KINDS)
         return [here]
     if here.is_dir():
         files = (file for file in here.rglob("*") if not any(part[0] == "." for part in file.relative_to(here).parts))
@@ -97,13 +98,14 @@ def _present(path: str, here: Path) -> list[Path]:
 
 
 def _of_split(files: dict[Path, Path], split: str, path: str) -> list[Path]:
-    """Selects those whose names, or folders below `path`, say `split`; all of them where no name says anything.
+    """Selects the files whose name, or folder below `path`, says `split`; all of them if no name says a split.
 
-    `files` maps each to its place below `path`."""
+    `files` maps each to its place below `path`.
+    """
     named = {file: _split_in_name(place) for file, place in files.items()}
     if split in _SPLIT_WORDS:
         chosen = [file for file, name in named.items() if name == _SPLIT_WORDS[split]]
-    else:  # such as train_sft: only names that hold all of it
+    else:  # such as train_sft: only names that contain all of it
         whole = re.compile(rf"(?<![a-z0-9]){re.escape(split.lower())}(?![a-z0-9])")
         chosen = [file for file, place in files.items() if any(whole.search(name) for name in _names_in(place))]
     if chosen or not any(named.values()):
@@ -123,9 +125,10 @@ def _split_in_name(place: Path) -> str | None:
 
 
 def find_sources(dataset: DatasetSection, *, fetching: bool = False) -> tuple[Source, ...]:
-    """Finds the files of the entries of `dataset.train`; `fetching`: gets data sets of the hub that are not here.
+    """Finds the files of the entries of `dataset.train`. `fetching` also downloads missing data sets of the hub.
 
-    Raises UsageError, MissingDataError where there are no files."""
+    Raises UsageError, or MissingDataError if there are no files.
+    """
     sources = tuple(_source(entry, fetching) for entry in dataset.train)
     for source in sources:
         if not source.files:
@@ -140,11 +143,12 @@ def _source(entry: DatasetEntry, fetching: bool) -> Source:
 
 
 def look(dataset: DatasetSection) -> tuple[Source, ...]:
-    """Finds the sources, and says in milliseconds, before anything is fetched, what is wrong with the first row of each.
+    """Finds the sources, and checks the first row of each in milliseconds, before anything is fetched.
 
-    Raises MissingDataError where there are no files, UsageError where the row cannot be read, is of no format, or of one that
-    `loss_on` means nothing for. Parquet, Arrow and zst files are left to the worker: their library is large. So are data sets
-    that are not fetched yet."""
+    Raises MissingDataError if there are no files. Raises UsageError if the row cannot be read, has no known format, or a format
+    that `loss_on` does not fit. Parquet, Arrow and zst files are left to the worker, because their library is large; so are
+    data sets that are not fetched yet.
+    """
     sources = tuple(_source(entry, fetching=False) for entry in dataset.train)
     for source in sources:
         file = source.files[0] if source.files else Path()

@@ -1,7 +1,7 @@
-"""Makes tokens with a loss mask of examples, by the checkpoint's own tokenizer.
+"""Turns examples into tokens with a loss mask, using the checkpoint's own tokenizer.
 
-Runs in the worker only. Prompt and completion are tokenised apart, as they meet at generation; a conversation is
-rendered and tokenised whole, and its mask is found by characters.
+Runs in the worker only. Prompt and completion are tokenised separately, as in generation. A conversation is rendered and
+tokenised as a whole, and its mask is found by characters.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from .formats import Chat, Example, RowError, Texts, Tokens
 from .packing import Row
 from .sandbox import LibraryErrors
 
-LARGEST_SAMPLE = 1 << 22  # characters that one sample may have where it cannot be cut
+LARGEST_SAMPLE = 1 << 22  # most characters of a sample that cannot be cut
 PREVIEW_TOKENS = 400
 _LARGEST_SETTINGS = 16 << 20  # bytes of generation_config.json
 _GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
 
 
 def load_tokenizer(directory: Path, *, chat_template: str | None, pad_token: str | None) -> Any:
-    """Loads the tokenizer of a checkpoint directory; nothing is fetched and no code of the checkpoint runs."""
+    """Loads the tokenizer of a checkpoint directory. Downloads nothing and runs no code of the checkpoint."""
     from transformers import AutoTokenizer
 
     def unloadable(why: str) -> UsageError:
-        hint = "tokenizer.name_or_path names another; are its files whole?"
+        hint = "check that its files are complete, or set tokenizer.name_or_path to another"
         return UsageError(f"tokenizer: {directory} cannot be loaded: {why}", hint=hint)
 
     with LibraryErrors(unloadable):
@@ -49,28 +49,28 @@ def load_tokenizer(directory: Path, *, chat_template: str | None, pad_token: str
 
 
 class Tokeniser:
-    """Makes tokens and mask of examples. A `target` is what carries loss: see `formats.loss_target`."""
+    """Makes tokens and mask of examples. `target` says what carries loss: see `formats.loss_target`."""
 
     def __init__(self, tokenizer: Any, *, directory: Path, template_key: str | None = None) -> None:
-        """Takes `template_key`, of the recipe, where the chat template is not the tokenizer's own."""
+        """Takes `template_key`, a key of the recipe, if the chat template is not the tokenizer's own."""
         self.tokenizer = tokenizer
         self.template = f"the chat template of {template_key or directory}"
         self._directory = directory
         self.eos_id: int | None = tokenizer.eos_token_id
         self.stop_ids = frozenset(_stop_ids(tokenizer, directory))
         self._special = _special_tokens(tokenizer)
-        with LibraryErrors(lambda why: UsageError(f"tokenizer: {directory} does not tokenise: {why}")):
+        with LibraryErrors(lambda why: UsageError(f"tokenizer: {directory} fails: {why}")):
             self._starts = self._start_tokens()
 
     @property
     def pad_id(self) -> int:
-        """Returns what fills short rows; it never carries loss, so any id serves where the tokenizer names none."""
+        """Returns the token that fills short rows. It never carries loss, so any id will do if the tokenizer names none."""
         known = (self.tokenizer.pad_token_id, self.eos_id, 0)
         return next(value for value in known if value is not None)
 
     def encode(self, examples: Sequence[Example], *, target: str) -> list[Row]:
-        """Makes tokens int32 [n] and mask uint8 [n] of each example (all of one kind). Raises RowError on a sample that cannot
-        be rendered or tokenised."""
+        """Makes tokens int32 [n] and mask uint8 [n] of each example (all of one kind). Raises RowError on a sample that
+        cannot be rendered or tokenised."""
         if isinstance(examples[0], Chat):
             return self._chats([example for example in examples if isinstance(example, Chat)], target)
         if isinstance(examples[0], Tokens):
@@ -78,19 +78,19 @@ class Tokeniser:
         return self._texts([example for example in examples if isinstance(example, Texts)], target)
 
     def _given(self, example: Tokens, target: str) -> Row:
-        """Takes tokens as they are, once each is known to be in the vocabulary."""
+        """Returns given tokens unchanged, after a check that each is in the vocabulary."""
         size = len(self.tokenizer)
         if (strange := np.flatnonzero((example.ids < 0) | (example.ids >= size))).size:
             at = strange[0]
             raise RowError(
-                f"token {at + 1:,} is {example.ids[at]}, not in the vocabulary of {self._directory} (0 to {size - 1:,}): "
-                "was it made with another tokenizer?"
+                f"token {at + 1:,} is {example.ids[at]}, outside the vocabulary of {self._directory} (0 to {size - 1:,}): "
+                "was another tokenizer used?"
             )
         return _row(example.ids, np.ones(len(example.ids)) if target == "all" else example.learnt)
 
     def special_in(self, example: Example) -> str | None:
-        """Finds a special token in what the example says, before a chat template adds its own: a tokenizer reads "<|end|>" in a
-        sentence as the end itself."""
+        """Finds a special token in the example's own text, before a chat template adds more. A tokenizer reads "<|end|>" in
+        a sentence as the real end token."""
         texts = () if self._special is None or example.bare else example.texts()
         return next((found.group() for text in texts if self._special and (found := self._special.search(text))), None)
 
@@ -116,7 +116,7 @@ class Tokeniser:
         rows = []
         for example in examples:
             if self.eos_id is None and not example.bare and not all(learnt for _, learnt in example.parts):
-                raise UsageError("the tokenizer has no end token (eos_token): completions would never learn to stop")
+                raise UsageError("the tokenizer has no end token (eos_token): the model would never learn to stop")
             pieces = [(self._starts if example.begins else [], example.parts[0][1])]
             pieces += [(next(ids), learnt) for _, learnt in example.parts]
             pieces += [(end if example.ends and not example.bare else [], example.parts[-1][1])]
@@ -127,23 +127,23 @@ class Tokeniser:
     def _chats(self, chats: list[Chat], target: str) -> list[Row]:
         if not self.tokenizer.chat_template:
             raise UsageError(
-                "the tokenizer has no chat template, which data of format messages needs",
+                "the tokenizer has no chat template, but data of format messages needs one",
                 hint="set tokenizer.chat_template to a .jinja file, or use a tokenizer that has one",
             )
         with LibraryErrors(lambda why: UsageError(f"{self.template} cannot be used: {why}")):
             marked = _GENERATION.search(self.tokenizer.get_chat_template()) is not None
         if not self.tokenizer.is_fast and not marked:
-            raise UsageError("masking conversations needs a fast tokenizer (a tokenizer.json)")
+            raise UsageError("the loss mask of conversations needs a fast tokenizer (with a tokenizer.json)")
         return [self._marked(chat, target) if marked else self._by_prefixes(chat, target) for chat in chats]
 
     def _render(self, chat: Chat, messages: Sequence[dict[str, object]], **options: Any) -> str:
-        """Renders within bounds: a template is a program, and may write without end."""
+        """Renders within limits: a template is a program and may never stop writing."""
         try:
             with sandbox.memory_limit():
                 text: str = self._apply(chat, messages, tokenize=False, **options)
         except MemoryError:
             most = f"{sandbox.TEMPLATE_BYTES >> 20} MiB"
-            raise RowError(f"{self.template} takes more than {most} over this conversation") from None
+            raise RowError(f"{self.template} takes more than {most} for this conversation") from None
         if len(text) > LARGEST_SAMPLE:
             raise RowError(f"{self.template} makes {len(text):,} characters of this conversation, more than {LARGEST_SAMPLE:,}")
         return text
@@ -153,8 +153,8 @@ class Tokeniser:
             return self.tokenizer.apply_chat_template(list(messages), tools=list(chat.tools) or None, **options)
 
     def _marked(self, chat: Chat, target: str) -> Row:
-        """Takes the mask from the template, which itself says what the assistant generates."""
-        self._render(chat, chat.messages)  # else unbounded below: tokenising takes much more memory than the text
+        """Takes the mask from the template, which marks what the assistant generates."""
+        self._render(chat, chat.messages)  # checks the size first: tokenising takes much more memory than the text
         options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
         encoded = self._apply(chat, chat.messages, **options)
         mask = np.asarray(encoded["assistant_masks"], np.int8)
@@ -162,8 +162,8 @@ class Tokeniser:
         turns = _assistant_turns(chat)
         if chat.unlearnt and len(begins) != len(turns):
             raise RowError(
-                f"{self.template} marks {len(begins)} texts for {len(turns)} messages of the assistant: which of them "
-                "`train: false` means cannot be known"
+                f"{self.template} marks {len(begins)} texts, but the assistant has {len(turns)} messages: it is unclear which "
+                "message `train: false` excludes"
             )
         if target == "all":
             mask[:] = 1
@@ -186,13 +186,13 @@ class Tokeniser:
         for begin, end in self._spans(chat, whole, asked):
             within = np.flatnonzero((begins >= begin) & (begins < end))
             stops = np.flatnonzero(np.isin(ids[within], list(self.stop_ids)))
-            # What a template puts after the stop token, such as a line break, nobody generates.
+            # A template may add something after the stop token, such as a line break: no model generates it.
             mask[within[: stops[-1] + 1] if stops.size else within] = not everything
         return _row(ids, mask)
 
     def _spans(self, chat: Chat, whole: str, turns: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Yields characters [begin, end) of `whole` that are the assistant's messages `turns`, end-of-turn token included.
-        Raises RowError where one cannot be located exactly."""
+        Raises RowError if one cannot be located exactly."""
         for turn in turns:
             if turn == 0:
                 raise RowError("the conversation begins with the assistant, which this chat template cannot mask")
@@ -204,11 +204,12 @@ class Tokeniser:
             yield len(before), end
 
     def _end_of_turn(self, chat: Chat, turn: int, whole: str) -> int | None:
-        """Finds where message `turn` ends in `whole`; None where that cannot be known.
+        """Finds where message `turn` ends in `whole`; None if that cannot be known.
 
-        As a rule the rendering up to it is how the whole begins. A template that renders a turn differently once others
-        follow (dropping its thinking) is asked for the chat without the turn: what stands after the turn is then how both
-        end."""
+        Usually the rendering up to it is the beginning of the whole. But a template may render a turn differently once others
+        follow (it drops the thinking). Then the chat is rendered without the turn: both renderings end with the text after the
+        turn.
+        """
         after = self._render(chat, chat.messages[: turn + 1])
         if whole.startswith(after):
             return len(after)
@@ -227,8 +228,8 @@ def _assistant_turns(chat: Chat) -> list[int]:
 
 
 def decode_pieces(tokenizer: Any, row: Row, *, at_most: int = PREVIEW_TOKENS) -> list[tuple[str, bool]]:
-    """Decodes the first tokens of a sample into runs (text, carries loss), special tokens shown, so that a person can see what
-    will be learnt. The first token is predicted by nothing and shown without loss."""
+    """Decodes the first tokens of a sample into runs (text, carries loss), special tokens shown. So a person sees what is
+    learnt. Nothing predicts the first token, so it is shown without loss."""
     tokens, mask = row[0][:at_most], row[1][:at_most].astype(bool)
     mask[:1] = False
     cuts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(tokens)]
@@ -242,7 +243,7 @@ def _row(ids: Any, mask: Any) -> Row:
 
 
 def _special_tokens(tokenizer: Any) -> re.Pattern[str] | None:
-    """Makes a pattern of the tokens that the tokenizer takes out of a text whole, None where there are none."""
+    """Makes a pattern of the tokens that the tokenizer never splits; None if there are none."""
     added = tokenizer.added_tokens_decoder.values()
     names = {str(name) for name in (*tokenizer.all_special_tokens, *(token for token in added if token.special))} - {""}
     if not names or getattr(tokenizer, "split_special_tokens", False):
@@ -251,15 +252,15 @@ def _special_tokens(tokenizer: Any) -> re.Pattern[str] | None:
 
 
 def _stop_ids(tokenizer: Any, directory: Path) -> Iterator[int]:
-    """Yields tokens that end a generation: the tokenizer's, and those the checkpoint adds (end of turn is often one)."""
+    """Yields the tokens that end a generation: the tokenizer's, and those the checkpoint adds (often the end of a turn)."""
     if tokenizer.eos_token_id is not None:
         yield tokenizer.eos_token_id
     file = directory / "generation_config.json"
     if file.is_file():
-        hint = "put it right, or remove it"
+        hint = "correct the file, or remove it"
         with LibraryErrors(lambda why: UsageError(f"{file}: cannot be read: {why}", hint=hint)):
             named = read_object(file, limit=_LARGEST_SETTINGS, finite=False, hint=hint).get("eos_token_id")
             ids = named if isinstance(named, list) else [] if named is None else [named]
             if not all(isinstance(number, int) for number in ids):
-                raise ValueError("eos_token_id is neither a token's number nor a list of them")
+                raise ValueError("eos_token_id is neither a token id nor a list of them")
         yield from ids

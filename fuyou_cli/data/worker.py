@@ -1,13 +1,13 @@
-"""Reads and tokenises in a process of its own: `python -m fuyou_cli.data.worker`, request on stdin, reply on stdout.
+"""Reads and tokenises in its own process: `python -m fuyou_cli.data.worker`, request on stdin, reply on stdout.
 
-It exists so that the tokenizer leaves no memory behind in the trainer, and so that a chat template can be ended. The request
-is one JSON object (see `cache`); the rows go to files in its `out`, and the reply is {"ok": true} or {"error", "hint", "kind"};
-of what nobody expected it is one line.
+With a process of its own, the tokenizer leaves no memory behind in the trainer, and a chat template can be ended. The request
+is one JSON object (see `cache`). The rows go to files in its `out`. The reply is {"ok": true} or {"error", "hint", "kind"}; an
+unexpected error is one line.
 
-One straight way: read (`reading`) -> examples (`formats`) -> tokens (`tokenise`) -> rows (`packing`) -> files. Its memory does
-not grow with the number of rows: what is tokenised at once is `BATCH_CHARS`, or one sample, and the tokenizer takes some
-100 bytes per character. A text that may become several rows (packing: concat) is cut into pieces; any other sample of more
-than `LARGEST_SAMPLE` characters is refused.
+Data goes one way: read (`reading`) -> examples (`formats`) -> tokens (`tokenise`) -> rows (`packing`) -> files. Memory does not
+grow with the number of rows: at most `BATCH_CHARS` or one sample is tokenised at once, and the tokenizer takes some 100 bytes
+per character. A text that may become several rows (packing: concat) is cut into pieces. Any other sample of more than
+`LARGEST_SAMPLE` characters is refused.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from .reading import pieces_of, read_document, read_rows
 from .sandbox import reason, time_limit
 from .tokenise import LARGEST_SAMPLE, Tokeniser, decode_pieces, load_tokenizer
 
-BATCH_EXAMPLES = 256  # tokenised together: the tokenizer's threads share a batch
-BATCH_CHARS = 1 << 18  # of a batch: it is closed by the sample that reaches this
+BATCH_EXAMPLES = 256  # examples tokenised together: the tokenizer's threads share a batch
+BATCH_CHARS = 1 << 18  # characters of a batch: the sample that reaches this closes it
 
 Placed = tuple[str, Example]
 
@@ -54,7 +54,7 @@ def build(request: dict[str, Any]) -> None:
         "pad_id": reading.tokeniser.pad_id,
         "never_stops": not learns_to_stop and "marked" in reading.targets,
         "entry_rows": reading.entry_rows,
-        "formats": sorted(reading.formats.items()),  # by number of the source: the rows do not depend on where it is
+        "formats": sorted(reading.formats.items()),  # by the source's number: the rows do not depend on its path
         "preview": decode_pieces(tokenizer, reading.shown) if reading.shown else (),
         **asdict(reading.counts),
     }
@@ -65,8 +65,8 @@ def build(request: dict[str, Any]) -> None:
 
 
 def _write(rows: Iterable[Row], out: Path, stop_ids: frozenset[int]) -> tuple[dict[str, Any], bool]:
-    """Writes the rows, and describes them; says whether any label is a stop token. The digest is of every row's length, tokens
-    and mask, in order."""
+    """Writes the rows and returns their description, and whether any label is a stop token. The digest covers every row's
+    length, tokens and mask, in order."""
     offsets, digest, stops = array("q", [0]), hashlib.sha256(), np.asarray(sorted(stop_ids), np.int32)
     label_tokens = longest = highest_id = 0
     learns_to_stop = False
@@ -93,17 +93,17 @@ def _write(rows: Iterable[Row], out: Path, stop_ids: frozenset[int]) -> tuple[di
 
 
 class _Reading:
-    """Reads the sources of a request as tokenised samples, and keeps what is told of them."""
+    """Reads the sources of a request as tokenised samples, and collects what is reported about them."""
 
     def __init__(self, request: dict[str, Any], tokeniser: Tokeniser) -> None:
         self.tokeniser = tokeniser
         self.counts = Counts()
-        self.formats: dict[int, str] = {}  # by number of the source
-        self.entry_rows: list[int] = []  # of a mixture: how many each source gives; else all in one
-        self.shown: Row | None = None  # the first sample with a label that carries loss within a row
+        self.formats: dict[int, str] = {}  # by the source's number
+        self.entry_rows: list[int] = []  # rows of each source of a mixture; otherwise one number for all
+        self.shown: Row | None = None  # the first sample whose labels carry loss within a row
         self._request = request
         self._cut = bool(request["packing"]) and request["overlong"] in ("truncate", "split")
-        self._has_special = False  # the document that is read in pieces: it counts once
+        self._has_special = False  # whether the document read in pieces has one: it counts once
 
     @property
     def targets(self) -> set[str]:
@@ -111,7 +111,7 @@ class _Reading:
         return {loss_target(self._request["loss_on"], name) for name in self.formats.values()}
 
     def rows(self, options: dict[str, Any]) -> Iterator[Row]:
-        """Yields the rows of all sources; no row of a mixture has samples of two of them."""
+        """Yields the rows of all sources. In a mixture no row has samples of two sources."""
         numbers = list(range(len(self._request["sources"])))
         for group in [[number] for number in numbers] if self._request["mixed"] else [numbers]:
             made = 0
@@ -139,9 +139,10 @@ class _Reading:
                         yield sample
 
     def _examples(self, file: Path, source: dict[str, Any], number: int) -> Iterator[Placed]:
-        """Yields examples of one file with their places, of a size that may be tokenised at once.
+        """Yields examples of one file with their places, small enough to be tokenised at once.
 
-        The first row decides the source's format when it is `auto`. Long texts are cut where nothing is lost by it."""
+        With `auto` the first row decides the source's format. Long texts are cut where that loses nothing.
+        """
         if self._cut and kind_of_rows(file) == "text":
             self.formats[number] = "text"
             yield from ((str(file), piece) for piece in _pieces(read_document(file)))
@@ -158,14 +159,14 @@ class _Reading:
             elif example.size > LARGEST_SAMPLE:
                 unit = "tokens" if isinstance(example, Tokens) else "characters"
                 raise UsageError(
-                    f"{place}: a sample of {example.size:,} {unit}, more than {LARGEST_SAMPLE:,}",
-                    hint="cut it into several rows; data of format text may be longer with dataset.packing: concat",
+                    f"{place}: the sample has {example.size:,} {unit}, more than {LARGEST_SAMPLE:,}",
+                    hint="cut it into several rows; with dataset.packing: concat data of format text may be longer",
                 )
             else:
                 yield place, example
 
     def _count(self, place: str, example: Example) -> None:
-        """Counts what a person should know: texts that run together, and special tokens in what a sample itself says."""
+        """Counts what a person should know: texts that run together, and special tokens in a sample's own text."""
         self.counts.run_together += example.runs_together
         named = None if self._has_special else self.tokeniser.special_in(example)
         if named:
@@ -181,11 +182,11 @@ class _Reading:
             with time_limit(f"{first}: {self.tokeniser.template}", at, seconds) if is_chat else nullcontext():
                 rows = self.tokeniser.encode([example for _, example in batch], target=target)
         except RowError as error:
-            if len(batch) > 1:  # a tokenizer does not say which of them it refuses
+            if len(batch) > 1:  # a tokenizer does not say which sample it refuses
                 for placed in batch:
                     yield from self._encoded([placed], target)
                 return
-            hint = "mend the row, or leave it out; a template or a tokenizer that fails on every row is itself at fault"
+            hint = "correct or remove the row; if every row fails, the template or the tokenizer is wrong"
             raise UsageError(f"{first}: {error}", hint=hint) from error
         for (place, example), (tokens, mask) in zip(batch, rows, strict=True):
             yield Sample(tokens=tokens, mask=mask, place=place, ends=example.ends)
@@ -198,20 +199,20 @@ class _Reading:
             raise UsageError("the data has no samples", hint="check dataset.train.path and max_samples")
         if label_tokens == 0:
             lost = f"{counts.samples:,} samples, {counts.truncated:,} truncated, {counts.dropped:,} dropped"
-            hint = "check dataset.train: is `columns` mapped to the right ones, is there text in them, and what says loss_on?"
+            hint = "check dataset.train: does `columns` name the right columns, do they hold text, does loss_on fit?"
             if counts.truncated:
-                hint = "raise dataset.max_seq_len, or check loss_on"
-            raise UsageError(f"no token of the data carries loss ({lost}; {limit})", hint=hint)
+                hint = "increase dataset.max_seq_len, or check loss_on"
+            raise UsageError(f"no token of the data carries loss, so nothing would be trained ({lost}; {limit})", hint=hint)
         if not all(self.entry_rows):
             empty = self._request["sources"][self.entry_rows.index(0)]["files"][0]
-            hint = "leave the entry out, or check its columns, loss_on and max_seq_len"
-            raise UsageError(f"{empty}: this entry of the mixture gives no row with a token that carries loss", hint=hint)
+            hint = "remove the entry, or check its columns, loss_on and max_seq_len"
+            raise UsageError(f"{empty}: no token of this entry of the mixture carries loss", hint=hint)
         if self.targets - {"all", "marked"} and not learns_to_stop:
             names = ", ".join(str(number) for number in sorted(self.tokeniser.stop_ids)) or "none"
             cut = f"{counts.truncated:,} of {counts.samples:,} samples were truncated; {limit}"
             raise UsageError(
                 f"the stop token (id {names}) never carries loss: the model would not learn to stop ({cut})",
-                hint="raise max_seq_len, or use a chat template that ends every assistant turn with the stop token",
+                hint="increase max_seq_len, or use a chat template that ends every assistant turn with the stop token",
             )
 
 
@@ -220,7 +221,8 @@ def _pieces(pieces: Iterable[tuple[str, bool, bool]]) -> Iterator[Texts]:
 
 
 def _batches(examples: Iterator[Placed], limit: int | None) -> Iterator[list[Placed]]:
-    """Yields what is tokenised together, up to `limit` samples in all; a conversation is alone, for its time is limited."""
+    """Yields what is tokenised together, at most `limit` samples in all. A conversation is alone, because its time is
+    limited."""
     batch: list[Placed] = []
     samples = characters = 0
     for place, example in examples:
@@ -237,7 +239,7 @@ def _batches(examples: Iterator[Placed], limit: int | None) -> Iterator[list[Pla
 
 
 def main() -> int:
-    """Serves one request. Libraries may print: their standard output goes to standard error."""
+    """Serves one request. What libraries print goes to standard error."""
     reply_to = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     reply: dict[str, Any]
@@ -247,7 +249,11 @@ def main() -> int:
     except UsageError as error:
         reply = {"error": error.message, "hint": error.hint, "kind": "usage"}
     except MemoryError:
-        reply = {"error": "memory ran out while the data was read", "hint": "lower dataset.num_workers", "kind": "space"}
+        reply = {
+            "error": "the machine ran out of memory",
+            "hint": "lower dataset.num_workers",
+            "kind": "space",
+        }
     except OSError as error:
         kind = "space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "usage"
         reply = {"error": f"the data cannot be read: {reason(error)}", "hint": None, "kind": kind}

@@ -1,1 +1,1 @@
-"""Tells what this machine is and how fast (layer 6): probed, measured, kept, described."""
+"""Finds out what this machine has and how fast it is (layer 6): probes, measures, keeps and describes it."""

@@ -1,4 +1,4 @@
-"""Tells glibc's allocator once how to behave in a process whose memory is planned."""
+"""Sets glibc's allocator once for a process whose memory is planned."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import ctypes
 from fuyou_cli.core.heap import MAPPED
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
-# Larger blocks are mapped on their own and go back to the system when freed. Before training nearly all are, so that the
-# heap starts it small and whole: building the model's skeleton alone left 1.4 GiB of holes, whose pages activations then
-# touched one after the other. In training at 4 MiB every activation would be: least memory, but a step then spends a tenth
-# of its CPU time faulting pages in (scripts/results/TRIED.md).
+# Larger blocks are mapped on their own and go back to the system when freed. Before training nearly all blocks are: the
+# heap is then small and without holes when training starts. Building the model's skeleton alone left 1.4 GiB of holes, and
+# activations touched their pages one after the other. In training, a limit of 4 MiB would map every activation: that needs
+# the least memory, but a step spends a tenth of its CPU time on page faults (scripts/results/TRIED.md).
 _MMAP_THRESHOLD_BEFORE = 1 << 20
 _TRIM_THRESHOLD = 64 << 20
-_PLUG = MAPPED - (256 << 10)  # too small to be mapped itself, also with what malloc takes beyond a block at the heap's end
+_PLUG = MAPPED - (256 << 10)  # too small to be mapped itself, even with what malloc adds to a block at the heap's end
 _MOST_PLUGS = 1024
 
 _C = ctypes.CDLL(None)
@@ -23,20 +23,21 @@ _plugs: list[int] = []  # addresses
 
 
 def settle_allocator() -> None:
-    """Fixes thresholds, which glibc would move, and arenas: memory in use and taken stay close. Does nothing elsewhere."""
+    """Fixes the thresholds that glibc would move, and the arenas: allocated memory stays close to used memory. Without glibc
+    it does nothing."""
     _mallopt(_M_ARENA_MAX, 2)
     _mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BEFORE)
     _mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD)
 
 
 def settle_for_training() -> None:
-    """Lets activations share the heap from now on, which is trimmed when training says so (training/trimming.py)."""
+    """Lets activations share the heap from now on. training/trimming.py trims it."""
     trim()
     _mallopt(_M_MMAP_THRESHOLD, MAPPED)
 
 
 def trim(apart: bool = False) -> None:
-    """Gives the heap's free pages back. `apart`: until the next trim, blocks large enough to be mapped on their own are."""
+    """Gives the heap's free pages back. With `apart`, large blocks are mapped on their own until the next trim."""
     malloc_trim = getattr(_C, "malloc_trim", None)
     if malloc_trim is None:
         return
@@ -48,9 +49,9 @@ def trim(apart: bool = False) -> None:
 
 
 def _plug() -> None:
-    """Fills every hole that has room for a mapped block. Nobody touches a plug: it takes no memory."""
-    # malloc looks for holes before it maps, and a hole keeps the pages of a block freed in it: a head's logits, 62 MiB, were
-    # seen twice in a peak. The first plug for which there is no hole comes from beyond the heap's end.
+    """Fills every hole that has room for a mapped block. Nothing touches a plug, so it takes no memory."""
+    # malloc looks for holes before it maps, and a hole keeps the pages of a block freed in it: a peak had a head's logits,
+    # 62 MiB, twice. The first plug that finds no hole lies beyond the heap's end.
     while len(_plugs) < _MOST_PLUGS:
         end = _C.sbrk(0)
         plug = _C.malloc(_PLUG)

@@ -1,4 +1,4 @@
-"""Tells how busy others keep the machine while it is measured: rates found beside them are not the machine's own."""
+"""Tells how busy other programs keep the machine during a measurement. Rates measured beside them are too low."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from pathlib import Path
 
 from . import probe
 
-BUSY_CORES, BUSY_SHARE = 0.4, 0.1  # from here on it is said: of all cores, but not less than the kernel's own work
-LOOK = 1.0  # seconds, of the clock that counts in hundredths
+BUSY_CORES, BUSY_SHARE = 0.4, 0.1  # from here on a note says so: share of all cores, but at least the kernel's own work
+LOOK = 1.0  # seconds; the clock counts hundredths
 
 
 class BackgroundLoad:
-    """Counts cores that others use from now on; children count as ours once they have ended."""
+    """Counts the cores that others use from now on. A child counts as ours once it has ended."""
 
     def __init__(self, root: Path = probe.ROOT) -> None:
         self._root = root
         self._began, self._busy, self._own = time.monotonic(), busy_seconds(root), own_seconds()
 
     def cores(self) -> float:
-        """Returns the average, 0 where the system does not say."""
+        """Returns the average since the start; 0 if the system does not tell."""
         used = (busy_seconds(self._root) - self._busy) - (own_seconds() - self._own)
         return round(max(0.0, used) / max(time.monotonic() - self._began, 1e-9), 3)
 
 
 def cores_now(seconds: float = LOOK) -> float:
-    """Returns the cores that others use while this process sleeps for so many seconds."""
+    """Returns the cores that others use while this process sleeps for this many seconds."""
     others = BackgroundLoad()
     time.sleep(seconds)
     return others.cores()
 
 
 def are_busy(cores: float) -> bool:
-    """Tells whether that much is more than the noise that every system makes."""
+    """Tells whether that is more than the noise of every system."""
     return cores > max(BUSY_CORES, BUSY_SHARE * (os.cpu_count() or 1))
 
 
 def busy_seconds(root: Path = probe.ROOT) -> float:
-    """Returns CPU-seconds of the whole machine so far, with those that a hypervisor gave to other machines."""
+    """Returns the CPU seconds of the whole machine so far, with those that a hypervisor gave to other machines."""
     try:
         line = (root / "proc/stat").read_text().split("\n", 1)[0]
     except OSError:
@@ -48,6 +48,6 @@ def busy_seconds(root: Path = probe.ROOT) -> float:
 
 
 def own_seconds() -> float:
-    """Returns CPU-seconds of this process and of its children that have ended."""
+    """Returns the CPU seconds of this process and of its children that have ended."""
     used = os.times()
     return used.user + used.system + used.children_user + used.children_system

@@ -1,7 +1,7 @@
-"""Describes a machine one does not have: composed of shipped parts (`rtx4090,2xgen4,128GiB`), or written down in a file.
+"""Describes a machine that one does not have: shipped parts (`rtx4090,2xgen4,128GiB`), or a file.
 
 A file is YAML with the keys of `HardwareProfile`; sizes and rates may have units. `parts: rtx4090,2xgen4,128GiB` starts from
-parts, and its other keys replace what they say. A profile that `fuyou bench` kept on another machine is such a file too.
+parts, and the file's other keys replace theirs. A profile that `fuyou bench` kept on another machine is such a file too.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from fuyou_cli.spec.hardware import (
 from .origins import GIVEN
 from .profile import ASSUMED_GPU_PROCESS, ASSUMED_PROCESS, FILE_KEYS
 
-SYSTEM_MEMORY = 2 * GiB  # that a described machine's other programs are taken to hold
+SYSTEM_MEMORY = 2 * GiB  # assumed for a described machine's other programs
 LARGEST_FILE = 1 << 20
 MOST_DRIVES = 1024
 DEFAULT_HOST = "desktop"
 
-_COUNTED = re.compile(r"^0*(\d{1,9})\d*x(.+)$")  # the first digits of too many are too many as well
-_UNSAID: dict[str, Any] = {  # what a file without parts may leave out: `_derived` completes it
+_COUNTED = re.compile(r"^0*(\d{1,9})\d*x(.+)$")  # nine digits are enough: such a count is too large anyway
+_UNSAID: dict[str, Any] = {  # keys that a file without parts may leave out: `_derived` completes them
     "device": "", "device_memory": 0, "h2d": 0.0, "d2h": 0.0, "disk_free": 0, "ram_available": 0, "process_bytes": 0,
     "measured": "described",
 }  # fmt: skip
 _FULL, _BOTH = "once it is full", "in one direction while it does both"
-_LIMITS = (  # a rate, another that it exceeds on no drive, and when the drive has the first
+_LIMITS = (  # a rate, a second rate that it never exceeds on a drive, and when the first applies
     ("sustained_write", "store_write", _FULL),
     ("store_read_mixed", "store_read", _BOTH),
     ("store_write_mixed", "store_write", _BOTH),
@@ -71,12 +71,12 @@ class Gpu:
     h2d: Bandwidth
     d2h: Bandwidth
     sources: tuple[str, ...]
-    sustained_share: Number = 1.0  # of matmul_flops where that is a data sheet's peak, which no block reaches
+    sustained_share: Number = 1.0  # of matmul_flops, if that is a data sheet's peak, which no block reaches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DriveRates:
-    """Rates of `count` drives together."""
+    """Holds the rates of `count` drives together."""
 
     count: Count
     store_read: Bandwidth
@@ -96,7 +96,7 @@ class DriveKind:
     rated_bytes: Size
     rates: tuple[DriveRates, ...]  # by ascending count
     sources: tuple[str, ...]
-    most: Bandwidth = 0.0  # that any number of them reads or writes; 0: not known
+    most: Bandwidth = 0.0  # limit of any number of them, reading or writing; 0: unknown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +109,7 @@ class Host:
 
 
 def described(text: str | Path) -> HardwareProfile:
-    """Reads the description of a machine: names of parts, or a file. Raises UsageError with everything that is wrong."""
+    """Reads the description of a machine: names of parts, or a file. Raises UsageError with every error in it."""
     path = Path(text)
     if isinstance(text, Path) or path.suffix in (".yaml", ".yml") or "/" in text or is_file(path):
         return _from_file(path)
@@ -134,12 +134,12 @@ def _composed(text: str) -> HardwareProfile:
         else:
             near = difflib.get_close_matches(name, [*gpus, *drives, *hosts], n=1)
             problems.append(f"{_shown(word)} is neither a part nor a size" + (f" (did you mean {near[0]}?)" if near else ""))
-    problems += [f"more {name} drives than {MOST_DRIVES:,}" for name, count, _ in chosen["drives"] if count > MOST_DRIVES]
-    problems += [f"more RAM than {format_size(LARGEST_SIZE)}" for size in chosen["RAM"] if size > LARGEST_SIZE]
-    problems += [f"several of {what}, one is wanted" for what, found in chosen.items() if len(found) > 1]
+    problems += [f"more than {MOST_DRIVES:,} {name} drives" for name, count, _ in chosen["drives"] if count > MOST_DRIVES]
+    problems += [f"more than {format_size(LARGEST_SIZE)} of RAM" for size in chosen["RAM"] if size > LARGEST_SIZE]
+    problems += [f"more than one {what}" for what, found in chosen.items() if len(found) > 1]
     problems += [f"no {what}" for what in ("drives", "RAM") if not chosen[what]]
     if problems:
-        raise UsageError(f"no machine is described by {_shown(text, 100)}: {'; '.join(problems)}", hint=_offer())
+        raise UsageError(f"{_shown(text, 100)} does not describe a machine: {'; '.join(problems)}", hint=_offer())
     host = (chosen["host"] or [hosts[DEFAULT_HOST]])[0]
     (ram,), ((name, count, kind),) = chosen["RAM"], chosen["drives"]
     return _assembled(next(iter(chosen["GPU"]), None), name, count, kind, ram, host, text)
@@ -174,12 +174,12 @@ def _memory(ram: int) -> dict[str, Any]:
 
 
 def _process(on_gpu: bool) -> int:
-    """Returns the bytes that a process is taken to hold before its arena exists."""
+    """Returns the assumed bytes of a process before its arena exists."""
     return ASSUMED_PROCESS + (ASSUMED_GPU_PROCESS if on_gpu else 0)
 
 
 def _together(name: str, kind: DriveKind, count: int) -> tuple[dict[str, Any], str]:
-    """Returns what `count` drives give together, and a note for its sources where the list of parts has no such count."""
+    """Returns the rates of `count` drives together, and a note for the sources if the list has no such count."""
     below = max((rates for rates in kind.rates if rates.count <= count), key=lambda rates: rates.count, default=kind.rates[0])
     above = min((rates for rates in kind.rates if rates.count >= count), key=lambda rates: rates.count, default=None)
     region = {"burst_bytes": below.burst_bytes * count // below.count}
@@ -198,13 +198,13 @@ def _together(name: str, kind: DriveKind, count: int) -> tuple[dict[str, Any], s
 
 
 def _between(low: float, high: float, share: float) -> float:
-    """Interpolates on a straight line of logarithms: rates grow with a power of the count."""
+    """Interpolates on a straight line between logarithms: rates grow with a power of the count."""
     return exp(log(low) + (log(high) - log(low)) * share) if low > 0 and high > 0 else 0.0
 
 
 def _size(word: str) -> int | None:
     try:
-        return parse_size(word) if not word.isdecimal() else None  # 128 bytes of RAM were surely not meant
+        return parse_size(word) if not word.isdecimal() else None  # 128 without a unit surely does not mean bytes
     except ValueError:
         return None
 
@@ -241,7 +241,7 @@ def _from_file(path: Path) -> HardwareProfile:
     except WrongData as error:
         raise _refused(path, error.problems) from None
     if start["device"] == "cuda" and profile.device == "cpu":
-        raise _refused(path, ["device: cpu, but parts names a GPU: leave that out"])
+        raise _refused(path, ["device: cpu, but parts names a GPU: remove the GPU"])
     sources = profile.sources if "sources" in given else (f"{', '.join(given)}: {GIVEN}{path.name}", *profile.sources)
     profile = replace(profile, **_derived(profile, given, from_parts=parts is not None), sources=sources)
     return _checked(profile, str(path), *_unlike_drives(profile, given))
@@ -249,7 +249,7 @@ def _from_file(path: Path) -> HardwareProfile:
 
 def _parts_in(path: Path, parts: object) -> dict[str, Any]:
     if not isinstance(parts, str):
-        raise _refused(path, ["parts: names with commas are wanted, such as rtx4090,2xgen4,128GiB"])
+        raise _refused(path, ["parts: expected names with commas, such as rtx4090,2xgen4,128GiB"])
     try:
         return asdict(_composed(parts))
     except UsageError as error:
@@ -257,7 +257,7 @@ def _parts_in(path: Path, parts: object) -> dict[str, Any]:
 
 
 def _derived(profile: HardwareProfile, given: Collection[str], *, from_parts: bool) -> dict[str, Any]:
-    """Computes what a file does not give from what it does, and lowers parts' rates that would exceed a given one."""
+    """Computes the missing figures from the given ones, and lowers the parts' rates that would exceed a given limit."""
     found: dict[str, Any] = {}
     if not from_parts:
         on_gpu = profile.device == "cuda" if profile.device else profile.device_memory > 0
@@ -267,7 +267,7 @@ def _derived(profile: HardwareProfile, given: Collection[str], *, from_parts: bo
     if "drives" in given and profile.drives:
         found["disk_free"] = sum(drive.capacity for drive in profile.drives)
     if from_parts:
-        for rate, limit, _ in (*_LIMITS, ("sustained_read_mixed", "store_read_mixed", "")):  # each after what limits it
+        for rate, limit, _ in (*_LIMITS, ("sustained_read_mixed", "store_read_mixed", "")):  # each rate after its limit
             if rate not in given and getattr(profile, rate) and (limit in given or limit in found):
                 most = found.get(limit, getattr(profile, limit))
                 found[rate] = min(most, found.get(rate, getattr(profile, rate)))
@@ -275,7 +275,7 @@ def _derived(profile: HardwareProfile, given: Collection[str], *, from_parts: bo
 
 
 def _unlike_drives(profile: HardwareProfile, given: Collection[str]) -> list[str]:
-    """Lists what no drive does, of figures that somebody wrote down. Measured ones differ by as much as measurements do."""
+    """Lists given figures that no drive can have. Measured figures are not checked: they may differ by their noise."""
     if profile.measured != "described":
         return []
     wrong = [
@@ -285,14 +285,14 @@ def _unlike_drives(profile: HardwareProfile, given: Collection[str]) -> list[str
     ]
     capacities = [drive.capacity for drive in profile.drives]
     if all(capacities) and profile.disk_free > sum(capacities) > 0:
-        wrong.append("disk_free: more than its drives hold")
+        wrong.append("disk_free: larger than its drives")
     return wrong
 
 
 def _checked(profile: HardwareProfile, place: str, *problems: str) -> HardwareProfile:
     problems = (*wrong_rates(profile), *problems)
     if profile.ram_available > profile.ram_total:
-        problems = (*problems, "ram_available: more than ram_total")
+        problems = (*problems, "ram_available: larger than ram_total")
     if problems:
         raise _refused(place, problems)
     return profile
@@ -301,7 +301,7 @@ def _checked(profile: HardwareProfile, place: str, *problems: str) -> HardwarePr
 def _mapping(path: Path) -> dict[Any, Any]:
     try:
         text = read_plain(path, limit=LARGEST_FILE + 1).decode()
-    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a null character in the name
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a null character in the path
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
         parts_meant = not is_file(path) and path not in shipped_hardware().values()
         hint = _offer() if parts_meant else None
@@ -309,21 +309,21 @@ def _mapping(path: Path) -> dict[Any, Any]:
     try:
         data = yaml_to_data(text) if len(text) <= LARGEST_FILE else None
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
-        raise _refused(path, [f"not readable as YAML: {' '.join(str(error).split())[:200]}"]) from None
+        raise _refused(path, [f"not valid YAML: {' '.join(str(error).split())[:200]}"]) from None
     if not isinstance(data, dict):
-        raise _refused(path, ["keys and values are wanted, such as `parts: rtx4090,2xgen4,128GiB`"])
+        raise _refused(path, ["expected keys and values, such as `parts: rtx4090,2xgen4,128GiB`"])
     return data
 
 
 def _refused(place: str | Path, problems: Sequence[str]) -> UsageError:
     listed = "\n".join(f"  {problem}" for problem in problems)
     count = "1 error" if len(problems) == 1 else f"{len(problems)} errors"
-    hint = "the keys are those of `profile` in `fuyou bench --json`; sizes as 64GiB, rates as 21GB/s or 162TFLOPS"
+    hint = "use the keys of `profile` in `fuyou bench --json`; write sizes as 64GiB, rates as 21GB/s or 162TFLOPS"
     return UsageError(f"{place} does not describe a machine, {count}:\n{listed}", hint=hint)
 
 
 def on_described(loaded: LoadedRecipe, hardware: HardwareProfile) -> LoadedRecipe:
-    """Returns the recipe with the described machine's device. Raises UsageError where it pins another one."""
+    """Returns the recipe with the described machine's device. Raises UsageError if the recipe names another one."""
     offload = loaded.recipe.offload
     if offload.device not in ("auto", hardware.device):
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Finds a folder's drives: models, capacity, wear and endurance. And tells whether this process may use io_uring."""
+"""Finds a folder's drives: models, capacity, wear and endurance. Also tells whether this process may use io_uring."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _SYS_IO_URING_SETUP = 425  # the same number on every architecture but alpha
 _IO_URING_PARAMS = 120  # bytes of struct io_uring_params
 _NVME_ADMIN = 0xC0484E41  # NVME_IOCTL_ADMIN_CMD
 _NVME_UNIT = 512_000  # bytes: the log counts in 1000 blocks of 512
-_SECTOR = 512  # bytes: what /sys counts in, whatever the drive's own are
+_SECTOR = 512  # bytes: the unit of /sys, whatever the drive's own sectors are
 _DEEPEST = 8  # layers of partitions and volumes
 NEARLY_WORN = 0.9  # of a drive's endurance
 _GET_LOG_PAGE, _SMART_LOG, _SMART_BYTES = 0x02, 0x02, 512
 
 _TB = 10**12
-_DAYS = 365 * 5  # of a warranty: drives rated by writes per day
-# Models by what they call themselves, and TB that may be written per TB of capacity, from the makers' public data sheets:
+_DAYS = 365 * 5  # days of a warranty, for drives rated by writes per day
+# Patterns of model names, and TB that may be written per TB of capacity, from the makers' public data sheets:
 # Samsung, Western Digital, Crucial, Kingston, Seagate, Solidigm, Micron, KIOXIA. Makers rate by capacity within a series.
 _ENDURANCE: tuple[tuple[str, int], ...] = (
     (r"Samsung SSD (980|990|9100) PRO", 600),  # 600 TBW at 1 TB, 1,200 at 2 TB
@@ -48,14 +48,14 @@ _ENDURANCE: tuple[tuple[str, int], ...] = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wear:
-    """Holds what a drive says of its wear."""
+    """Holds the wear that a drive reports."""
 
     percent_used: int  # of the rated endurance, may exceed 100
     written: int  # bytes, over the drive's life
 
 
 def io_uring_refusal() -> str | None:
-    """Tells why this process may not use io_uring; None where it may."""
+    """Tells why this process may not use io_uring; None if it may."""
     libc = ctypes.CDLL(None, use_errno=True)
     parameters = ctypes.create_string_buffer(_IO_URING_PARAMS)
     ring = libc.syscall(_SYS_IO_URING_SETUP, 4, parameters)
@@ -64,7 +64,7 @@ def io_uring_refusal() -> str | None:
         return None
     code = ctypes.get_errno()
     if code == errno.ENOSYS:
-        return "this kernel has none, or the container's seccomp profile hides it"
+        return "this kernel lacks it, or the container's seccomp profile hides it"
     if code in (errno.EPERM, errno.EACCES):
         return io_uring_forbidden()
     if code == errno.ENOMEM:
@@ -76,18 +76,18 @@ def io_uring_forbidden(root: Path = Path("/")) -> str:
     """Tells who forbids io_uring, and what to do about it."""
     setting = _line(root / "proc/sys/kernel/io_uring_disabled")
     if setting in ("1", "2"):
-        whom = "everybody" if setting == "2" else "all outside of the group kernel.io_uring_group"
+        whom = "all users" if setting == "2" else "users outside the group kernel.io_uring_group"
         return f"forbidden to {whom} by the sysctl kernel.io_uring_disabled={setting}; root may set it to 0"
-    return "forbidden by a container's seccomp profile; one that allows io_uring_* can be given when it is started"
+    return "forbidden by the container's seccomp profile; start the container with one that allows io_uring_*"
 
 
 def is_hard_disk(device: Path) -> bool:
-    """Tells whether it turns. What the kernel does not say is taken for no."""
+    """Tells whether the drive has turning disks. If the kernel does not tell: no."""
     return _line(device / "queue/rotational") == "1"
 
 
 def block_devices(folder: Path, sysfs: Path = Path("/sys")) -> list[Path]:
-    """Lists every drive under a folder, as its folder in /sys; none where there is none (tmpfs, overlay, network)."""
+    """Lists every drive under a folder, each as its folder in /sys. Empty for tmpfs, overlay and network folders."""
     number = existing(folder).stat().st_dev
     return list(dict.fromkeys(_whole_drives(sysfs / "dev/block" / f"{os.major(number)}:{os.minor(number)}", _DEEPEST)))
 
@@ -109,13 +109,13 @@ def drives_under(*folders: Path, sysfs: Path = Path("/sys")) -> tuple[Drive, ...
 
 
 def rated_bytes(model: str, capacity: int) -> int:
-    """Returns the bytes a drive of this name and capacity (bytes) is warranted to be written; 0 where that is not known."""
+    """Returns the bytes that the maker allows to be written to a drive of this name and capacity (bytes); 0 if unknown."""
     per_tb = next((per_tb for pattern, per_tb in _ENDURANCE if re.match(pattern, model, re.IGNORECASE)), 0)
-    return round(per_tb * round(capacity / _TB, 2) * _TB)  # TB as sold: 2.0 of a drive of 2,000,398,934,016 bytes
+    return round(per_tb * round(capacity / _TB, 2) * _TB)  # TB as sold: 2.0 for 2,000,398,934,016 bytes
 
 
 def drive_at(device: Path) -> Drive:
-    """Returns what is known of a whole drive, given as its folder in /sys."""
+    """Returns what is known of a whole drive, given its folder in /sys."""
     model, size = drive_model(device) or "", _line(device / "size")
     capacity = int(size) * _SECTOR if size.isdecimal() else 0
     wear = nvme_wear(device) or Wear(percent_used=0, written=0)
@@ -126,19 +126,19 @@ def drive_at(device: Path) -> Drive:
 
 
 def nearly_worn(found: Iterable[Drive]) -> list[str]:
-    """Lists what drives say that are near the end of their life, or past it, whatever they are rated for."""
+    """Lists the drives that report to be near the end of their life or past it, as sentences."""
     worn = (drive for drive in found if drive.percent_used >= 100 * NEARLY_WORN)
-    return [f"{drive.model or 'a drive'} says that {drive.percent_used} % of its endurance is used" for drive in worn]
+    return [f"{drive.model or 'a drive'} reports that {drive.percent_used} % of its endurance is used" for drive in worn]
 
 
 def has_nvidia_card(sysfs: Path = Path("/sys")) -> bool:
-    """Tells whether the PCI bus has a display or compute device of NVIDIA's, with a driver or without."""
+    """Tells whether the PCI bus has a display or compute device of NVIDIA, with a driver or without."""
     devices = sysfs.glob("bus/pci/devices/*")
     return any(_line(device / "vendor") == "0x10de" and _line(device / "class").startswith("0x03") for device in devices)
 
 
 def _line(file: Path) -> str:
-    """Reads a line of the kernel's, empty where it cannot be read."""
+    """Reads a line from a file of the kernel; empty if it cannot be read."""
     try:
         return " ".join(file.read_text().split())
     except OSError:
@@ -146,12 +146,12 @@ def _line(file: Path) -> str:
 
 
 def drive_model(device: Path) -> str | None:
-    """Returns what a drive calls itself."""
+    """Returns the model name that a drive reports."""
     return _line(device / "device/model") or _line(device / "device/name") or None
 
 
 def nvme_wear(device: Path, dev: Path = Path("/dev")) -> Wear | None:
-    """Reads the drive's own log; None where it is no NVMe drive or the log may not be read (it takes root)."""
+    """Reads the drive's own log. Returns None if it is not NVMe, or the log cannot be read (reading it needs root)."""
     if not device.name.startswith("nvme"):
         return None
     log = ctypes.create_string_buffer(_SMART_BYTES)
@@ -165,9 +165,9 @@ def nvme_wear(device: Path, dev: Path = Path("/dev")) -> Wear | None:
             status = fcntl.ioctl(drive, _NVME_ADMIN, bytearray(command))
     except OSError:
         return None
-    return parse_smart(log.raw) if status == 0 else None  # above: the drive's own word for no, and the log is empty
+    return parse_smart(log.raw) if status == 0 else None  # a positive status: the drive refuses, and the log is empty
 
 
 def parse_smart(log: bytes) -> Wear:
-    """Reads the SMART log page of the NVMe specification: units of 1000 blocks of 512 bytes."""
+    """Parses the SMART log page of the NVMe specification, which counts units of 1000 blocks of 512 bytes."""
     return Wear(percent_used=log[5], written=int.from_bytes(log[48:64], "little") * _NVME_UNIT)

@@ -1,4 +1,4 @@
-"""Runs a command in a memory control group of an exact size, where one can be made (cgroup v1 or v2)."""
+"""Runs a command in a memory control group of an exact size, if one can be made (cgroup v1 or v2)."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from . import probe
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ended:
-    """Says how the command ended, and whether the kernel held it to the limit."""
+    """Tells how the command ended, and whether the kernel enforced the limit."""
 
     code: int
     enforced: bool
 
 
 def run_limited(command: Sequence[str], limit: int, *, environment: dict[str, str]) -> Ended:
-    """Runs `command` with at most `limit` bytes for all its processes; without a limit where none can be set."""
+    """Runs `command` with at most `limit` bytes for all its processes; without a limit if none can be set."""
     group = _make_group(limit)
     if group is not None:
         try:
-            join = partial((group / "cgroup.procs").write_text, "0")  # 0: whoever writes it
+            join = partial((group / "cgroup.procs").write_text, "0")  # 0: the process that writes it
             process = subprocess.Popen(command, env=environment, preexec_fn=join)
             return Ended(code=_wait(process), enforced=True)
-        except subprocess.SubprocessError:  # it could be made, and cannot be joined
+        except subprocess.SubprocessError:  # the group could be made, but not joined
             pass
         finally:
             with suppress(OSError):
@@ -41,12 +41,12 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
     while True:
         try:
             return process.wait()
-        except KeyboardInterrupt:  # the command got it as well and saves its state
+        except KeyboardInterrupt:  # the command gets it too, and saves its state
             continue
 
 
 def _make_group(limit: int, root: Path = probe.ROOT) -> Path | None:
-    """Makes a new group that accepted the limit, swap included, or None."""
+    """Makes a new group that accepts the limit, swap included; None if that fails."""
     for parent, version in _parents(root):
         group = parent / f"fuyou-{os.getpid()}"
         try:
@@ -66,9 +66,10 @@ def _make_group(limit: int, root: Path = probe.ROOT) -> Path | None:
 
 
 def _parents(root: Path) -> list[tuple[Path, int]]:
-    """Lists where a group may be made, with its version; nearest first, so that as many limits as can be still hold."""
-    # Version 2 lets no group but the topmost have both processes and children with limits, and ours has a process, this one:
-    # then the new group is a sibling.
+    """Lists the groups that may hold a new one, with their versions. The nearest come first: then most existing limits still
+    hold."""
+    # In version 2 only the topmost group may have both processes and children with limits. Ours has this process, so the new
+    # group is a sibling.
     groups = probe.own_groups("memory", root)
     places = ((place, own) for own in groups for place in (own.folder, *own.folder.parents))
     return [(place, own.version) for place, own in places if place.is_relative_to(own.top)]
@@ -90,6 +91,6 @@ def _hold(group: Path, version: int, limit: int) -> None:
 
 
 def _write_if_there(file: Path, text: str) -> None:
-    """Writes where there is such a file: swap has its own limit where the kernel counts it."""
+    """Writes the file if it exists. Swap has its own limit only where the kernel counts it."""
     if file.exists():
         file.write_text(text)

@@ -1,4 +1,4 @@
-"""Tells whose figures a machine's rates are: measured (or published as that), specified, assumed, or given in a file."""
+"""Tells where a machine's rates come from: measured (or published as measured), specified, assumed, or given in a file."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from fuyou_cli.spec.hardware import BURST_RATES, SUSTAINED_RATES, HardwareProfil
 
 Origin = Literal["measured", "given", "specification", "assumption"]
 
-GIVEN = "given in "  # a file: the source of what it says
-_ORDER: tuple[Origin, ...] = ("measured", "given", "specification", "assumption")  # from the best to the least known
-_RATES: tuple[tuple[str, tuple[str, ...]], ...] = (  # shown together: a name, and keys of the profile
+GIVEN = "given in "  # + a file: the source of its figures
+_ORDER: tuple[Origin, ...] = ("measured", "given", "specification", "assumption")  # the best known first
+_RATES: tuple[tuple[str, tuple[str, ...]], ...] = (  # rates shown together: a name, and keys of the profile
     ("compute", ("matmul_flops",)),
     ("compute of stages", ("stage_rates",)),
     ("store read, write", BURST_RATES[:2]),
@@ -24,7 +24,7 @@ _RATES: tuple[tuple[str, tuple[str, ...]], ...] = (  # shown together: a name, a
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RatedBy:
-    """Holds rates that are shown together, in FLOPs per second where `flops`, else bytes."""
+    """Holds rates that are shown together, in FLOPs per second if `flops`, else in bytes per second."""
 
     what: str
     keys: tuple[str, ...]
@@ -35,7 +35,7 @@ class RatedBy:
 
 
 def origins_of(hardware: HardwareProfile) -> tuple[RatedBy, ...]:
-    """Lists every rate that is known, in a fixed order."""
+    """Lists every known rate, in a fixed order."""
     found = []
     for what, keys in _RATES:
         values = tuple(value for key in keys for value in _values(hardware, key))

@@ -1,4 +1,5 @@
-"""Reads this machine's memory, processor time, disk and kernel, below a `root` that may be a copy of another's files."""
+"""Reads this machine's memory, CPU time, disk and kernel from files below `root`, which may be a copy of another machine's
+files."""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ _UNLIMITED = 1 << 60  # cgroup v1 says "no limit" with a number near 2**63
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CgroupMemory:
-    """Holds a memory limit that binds this process: of its cgroup or of one above it."""
+    """Holds a memory limit for this process: of its cgroup or of one above."""
 
     version: int
     path: Path
     limit: int
-    in_use: int  # without the page cache, which the kernel gives back
+    in_use: int  # without the page cache, which the kernel frees when needed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,12 +37,12 @@ class Mount:
 
 
 def memory_limit(root: Path = ROOT) -> int:
-    """Returns the bytes this process can have at most: physical memory or the tightest cgroup limit, whichever is less."""
+    """Returns the most bytes that this process can have: physical memory or the tightest cgroup limit, whichever is less."""
     return min([physical_memory(root), *(group.limit for group in cgroup_limits(root))])
 
 
 def memory_available(root: Path = ROOT) -> int:
-    """Returns the bytes that can still be taken now without swapping or being killed; page cache counts as free."""
+    """Returns the bytes that can be allocated now without swapping or being killed. Page cache counts as free."""
     free = _kib(root / "proc/meminfo", "MemAvailable").get("MemAvailable") or physical_memory(root)
     return max(0, min([free, *(group.limit - group.in_use for group in cgroup_limits(root))]))
 
@@ -51,7 +52,8 @@ def physical_memory(root: Path = ROOT) -> int:
 
 
 def pinnable(root: Path = ROOT) -> tuple[int, str]:
-    """Returns the bytes of host memory that a GPU's driver may pin, and what sets that limit: it ignores RLIMIT_MEMLOCK."""
+    """Returns the bytes of host memory that a GPU's driver may pin, and what sets that limit. The driver ignores
+    RLIMIT_MEMLOCK."""
     limits = [(group.limit, f"the control group {group.path} allows no more") for group in cgroup_limits(root)]
     whole = physical_memory(root)
     limits.append((whole // 2, "WSL lets half of RAM be pinned") if is_wsl(root) else (whole, "all of RAM"))
@@ -59,7 +61,7 @@ def pinnable(root: Path = ROOT) -> tuple[int, str]:
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:
-    """Returns the cores whose time this process's control groups allow it; None where they set no limit."""
+    """Returns how many cores' time this process's control groups allow; None if they set no limit."""
     groups = own_groups("cpu", root)
     found = (_quota(folder, group.version) for group in groups for folder in _up(group))
     return min((quota for quota in found if quota is not None), default=None)
@@ -75,24 +77,24 @@ def _quota(folder: Path, version: int) -> float | None:
 
 
 def process_bytes(root: Path = ROOT) -> int:
-    """Returns anonymous memory and page tables of this process: what a memory limit counts, files left out."""
-    found = _kib(root / "proc/self/status", "RssAnon", "VmPTE")  # read once: a run looks fifty times a second
+    """Returns the anonymous memory and page tables of this process: what a memory limit counts, without files."""
+    found = _kib(root / "proc/self/status", "RssAnon", "VmPTE")  # one read: a run asks fifty times a second
     return sum(found.values())
 
 
 def highest_bytes(root: Path = ROOT) -> int:
-    """Returns the most of the same since this was asked last; 0 where the kernel does not tell."""
+    """Returns the highest value of that since the last call; 0 if the kernel does not tell."""
     found = _kib(root / "proc/self/status", "VmHWM", "RssFile", "RssShmem", "VmPTE")
     try:
-        (root / "proc/self/clear_refs").write_text("5")  # proc(5): the high-water mark begins anew
+        (root / "proc/self/clear_refs").write_text("5")  # proc(5): resets the high-water mark
     except OSError:
         return 0
-    highest = found.pop("VmHWM", 0)  # files that were mapped at that moment and no longer are count as anonymous memory
+    highest = found.pop("VmHWM", 0)  # files mapped then but not now count as anonymous memory
     return max(0, highest + found.pop("VmPTE", 0) - sum(found.values()))
 
 
 def free_space(path: Path) -> int:
-    """Returns the bytes an ordinary user can still write where `path` is or would be. Raises OSError."""
+    """Returns the bytes that an ordinary user can still write where `path` is or would be. Raises OSError."""
     return shutil.disk_usage(existing(path)).free
 
 
@@ -108,7 +110,7 @@ def is_wsl(root: Path = ROOT) -> bool:
 
 
 def mount_of(path: Path, root: Path = ROOT) -> Mount | None:
-    """Finds the mount `path` is on, the deepest one when several contain it."""
+    """Finds the mount that `path` is on: the deepest one that contains it."""
     resolved = existing(path).resolve()
     on = [mount for mount in mounts(root) if resolved.is_relative_to(mount.point)]
     return max(reversed(on), key=lambda mount: len(mount.point.parts), default=None)
@@ -127,14 +129,14 @@ def mounts(root: Path = ROOT) -> list[Mount]:
 
 
 def cgroup_limits(root: Path = ROOT) -> list[CgroupMemory]:
-    """Lists every limit on the way from this process's cgroup to the top, unlimited ones left out."""
+    """Lists every memory limit from this process's cgroup up to the top."""
     found = (_read_group(folder, group.version) for group in own_groups("memory", root) for folder in _up(group))
     return [limit for limit in found if limit is not None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnGroup:
-    """Names the folder of a cgroup that governs this process, and the top of its hierarchy."""
+    """Holds the folder of a cgroup that this process is in, and the top of its hierarchy."""
 
     version: int
     folder: Path
@@ -157,14 +159,14 @@ def _own_group(root: Path, controller: str, *, version: int, path: str) -> list[
     mount = next((mount for mount in mounts(root) if _governs(mount, controller, version)), None)
     if mount is None:
         return []
-    # A container sees its cgroup's path from outside while its own folder is mounted at the top.
+    # A container sees its cgroup's path as from outside, but its own folder is mounted at the top.
     inside = path.removeprefix(mount.root) if mount.root != "/" else path
     top = root / mount.point.relative_to("/")
     return [OwnGroup(version=version, folder=top / inside.strip("/"), top=top)]
 
 
 def _up(group: OwnGroup) -> Iterator[Path]:
-    """Lists the group's folder and those above it, to the top: each may limit it."""
+    """Lists the group's folder and those above it, to the top: each may set a limit."""
     for folder in (group.folder, *group.folder.parents):
         if not folder.is_relative_to(group.top) or ".." in folder.parts:
             break
@@ -176,7 +178,7 @@ def _governs(mount: Mount, controller: str, version: int) -> bool:
 
 
 def _read_group(folder: Path, version: int) -> CgroupMemory | None:
-    # memory.high kills nobody, but whoever passes it is slowed down until it is back below
+    # memory.high kills nothing, but slows a process down until it is below again
     limits = ("memory.max", "memory.high") if version == 2 else ("memory.limit_in_bytes",)
     found = [int(text) for text in (_text(folder / name) or "" for name in limits) if text.isdecimal()]
     limit = min(found, default=_UNLIMITED)
@@ -190,7 +192,7 @@ def _read_group(folder: Path, version: int) -> CgroupMemory | None:
 
 
 def _kib(path: Path, *names: str) -> dict[str, int]:
-    """Reads the bytes of lines such as "RssAnon:    1234 kB", of one reading."""
+    """Reads the bytes of lines such as "RssAnon:    1234 kB", all from one read."""
     return {name: 1024 * number for name, number in _numbers(path, ":", *names).items()}
 
 
@@ -202,7 +204,7 @@ def _numbers(path: Path, separator: str, *names: str) -> dict[str, int]:
 
 
 def _text(path: Path) -> str | None:
-    """Reads a short file of the kernel's, None where it cannot be read."""
+    """Reads a short file of the kernel; None if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""Tells what is known of this machine without measuring: its memory, cores and drives, with assumed rates."""
+"""Tells what is known of this machine without measuring: memory, cores and drives, with assumed rates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fuyou_cli.spec.hardware import HardwareProfile
 
 from . import drives, probe
 
-FILE_KEYS = ("schema_version", "memlock", "memlock_why")  # of profiles in files beside the profile's, earlier versions' too
+FILE_KEYS = ("schema_version", "memlock", "memlock_why")  # keys of profile files alone, old versions too
 
 ASSUMED_FLOPS_PER_CORE, ASSUMED_GPU_FLOPS = 40e9, 100e12
 ASSUMED_STORE: dict[str, Any] = {
@@ -25,17 +25,17 @@ ASSUMED_STORE: dict[str, Any] = {
 }  # one NVMe
 ASSUMED_ADAMW, ASSUMED_PCIE = 10e9, 12e9
 ASSUMED_PROCESS = 450 * MiB
-ASSUMED_GPU_PROCESS = 2 * GiB  # more, for the libraries of CUDA
+ASSUMED_GPU_PROCESS = 2 * GiB  # more than on the CPU: CUDA's libraries
 
 
 def core_count() -> int:
-    """Counts the cores this process may run on, or as many as its control groups give it the time of."""
+    """Returns the cores that this process may run on, or that its control groups give it the time of, whichever is less."""
     allowed, quota = len(os.sched_getaffinity(0)), probe.cpu_quota()
     return allowed if quota is None else max(1, min(allowed, ceil(quota)))
 
 
 def cpu_name() -> str:
-    """Returns the processor's name for people."""
+    """Returns the processor's name."""
     try:
         text = Path("/proc/cpuinfo").read_text(errors="replace")
     except OSError:
@@ -53,13 +53,13 @@ def card() -> tuple[str, int]:
 
 
 def usable_memory() -> int:
-    """Returns the bytes this process may have in all, in steps: a little more or less of it makes the same plan."""
+    """Returns the bytes that this process may have in all, in steps: small differences must not change a plan."""
     most = probe.memory_limit()
     return in_steps(min(probe.memory_available() + probe.process_bytes(), most), most)
 
 
 def facts_now(*directories: Path) -> dict[str, Any]:
-    """Reads what no measurement is needed for, of this machine and the drives behind `directories`, by keys of the profile."""
+    """Reads what needs no measurement: facts of this machine and of the drives behind `directories`, by keys of the profile."""
     pinnable, why = probe.pinnable()
     return {
         "cores": core_count(),
@@ -75,7 +75,7 @@ def facts_now(*directories: Path) -> dict[str, Any]:
 def assumed_hardware(
     *directories: Path, device: str = "cpu", device_name: str | None = None, device_memory: int = 0
 ) -> HardwareProfile:
-    """Returns this machine's memory and disk with assumed rates; `measured` says so."""
+    """Returns this machine's memory and disk with assumed rates; its field `measured` tells that."""
     on_gpu = device == "cuda"
     facts = facts_now(*(directories or (Path(),)))
     return HardwareProfile(

@@ -1,4 +1,4 @@
-"""Keeps profiles of this machine as `fuyou bench` measured them and runs corrected them, for plans."""
+"""Keeps this machine's profiles for plans: measured by `fuyou bench`, and corrected by runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .background_load import are_busy
 from .profile import FILE_KEYS, assumed_hardware, card, core_count, cpu_name, facts_now
 
 SCHEMA_VERSION = 2
-PROCESS_STEP = 16 * MiB  # model, tokenizer and rows of a small model's plan add 5 to 12 MiB to the libraries
+PROCESS_STEP = 16 * MiB  # beside the libraries, a small model's plan holds 5 to 12 MiB: model, tokenizer and rows
 _LARGEST_FILE = 16 << 20  # bytes
 
 Say = Callable[[str], None]
@@ -34,7 +34,7 @@ Say = Callable[[str], None]
 def write_profile(profile: HardwareProfile, path: Path) -> None:
     """Writes the profile as JSON, for planning elsewhere or later."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    whole = path.with_name(f"{path.name}.{os.getpid()}")  # nobody ever reads half of one
+    whole = path.with_name(f"{path.name}.{os.getpid()}")  # renamed when complete: nobody reads half of it
     try:
         whole.write_text(json.dumps({"schema_version": SCHEMA_VERSION, **asdict(profile)}, indent=2) + "\n")
         whole.replace(path)
@@ -53,7 +53,7 @@ def read_profile(path: Path) -> HardwareProfile:
         raise UsageError(f"{path} is not a hardware profile of version {SCHEMA_VERSION}", hint="make one: fuyou bench")
     try:
         profile = from_json(HardwareProfile, {key: data[key] for key in data if key not in FILE_KEYS}, defaults=True)
-        wrong: tuple[str, ...] = tuple(wrong_rates(profile, sizes=False))  # a disk may have been full
+        wrong: tuple[str, ...] = tuple(wrong_rates(profile, sizes=False))  # without sizes: the disk may have been full
     except WrongData as error:
         wrong = error.problems
     if wrong:
@@ -62,8 +62,8 @@ def read_profile(path: Path) -> HardwareProfile:
 
 
 def profile_path(*directories: Path, device: str) -> Path:
-    """Names the file that keeps the profile of this machine's `device` with the drives behind `directories`."""
-    # Machines may share a home folder, and a number of a drive means nothing on another one: all that a rate depends on counts.
+    """Returns the file that keeps the profile of this machine's `device` with the drives behind `directories`."""
+    # Machines may share a home folder, and a drive's number means nothing on another machine: all that rates depend on counts.
     base = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "fuyou"
     drives_there = sorted({probe.existing(directory).stat().st_dev for directory in directories})
     computes_on = "cpu" if device == "emulated" else device
@@ -72,24 +72,25 @@ def profile_path(*directories: Path, device: str) -> Path:
 
 
 def corrected_path(profile: Path) -> Path:
-    """Names the file beside the measured `profile` that keeps rates as runs showed them."""
+    """Returns the file beside the measured `profile` that keeps rates as runs showed them."""
     return profile.with_name(f"runs-{profile.name}")
 
 
 def hardware_for(*directories: Path, device: str, say: Say, calibrated: bool = False) -> HardwareProfile:
-    """Returns this machine's kept profile, else assumed rates, with memory and disk as they are now.
+    """Returns this machine's kept profile, or assumed rates, with memory and disk as they are now.
 
-    The store is striped over `directories`. `calibrated`: rates as the latest run showed them."""
+    The store is striped over `directories`. `calibrated` takes rates as the latest run showed them.
+    """
     path = profile_path(*directories, device=device)
     name, memory = _device_facts(device)
     profile = _kept(corrected_path(path)) if calibrated else None
     if calibrated and profile is None:
-        _note(say, "--calibrated: no run has shown this machine's rates since it was last measured: nothing is corrected")
+        _note(say, "--calibrated changes nothing: no run has finished since this machine was last measured")
     profile = profile or _kept(path, say)
-    if profile is None or (name is not None and profile.device_name != name):  # another card than was measured
+    if profile is None or (name is not None and profile.device_name != name):  # another card than the measured one
         profile = assumed_hardware(*directories, device=device, device_name=name, device_memory=memory)
-        profile = replace(profile, process_bytes=0)  # known, if nothing else is
-    device_free = _device_free(device, memory or profile.device_memory)  # its driver is part of the process from here on
+        profile = replace(profile, process_bytes=0)  # no process was measured
+    device_free = _device_free(device, memory or profile.device_memory)  # from here on the process holds its driver
     return replace(
         profile,
         device=device,
@@ -100,16 +101,16 @@ def hardware_for(*directories: Path, device: str, say: Say, calibrated: bool = F
 
 
 def steady_process(now: int, *, measured: int) -> int:
-    """Rounds the bytes of a process up: two that did the same differ by one or two MiB, and their plans must not.
+    """Rounds the bytes of a process up: two equal processes differ by one or two MiB, and their plans must not.
 
-    `measured`: what a process of `fuyou bench` had loaded, 0 where none has run."""
-    start = measured + PROCESS_STEP  # so that no edge of the steps is near what a plan's process has
+    `measured` is what a process of `fuyou bench` had loaded; 0 if none has run.
+    """
+    start = measured + PROCESS_STEP  # so that a plan's process is never near a step's edge
     return start + max(0, -(-(now - start) // PROCESS_STEP)) * PROCESS_STEP
 
 
 def measured_beside(*directories: Path, device: str) -> float | None:
-    """Returns the cores that others used while the profile was measured that `hardware_for` would know this machine by; None
-    where there is none."""
+    """Returns the cores that others used while the machine's profile was measured; None if there is no profile."""
     profile = _kept(profile_path(*directories, device=device))
     name, _ = _device_facts(device)
     same = profile is not None and (name is None or profile.device_name == name)
@@ -117,7 +118,7 @@ def measured_beside(*directories: Path, device: str) -> float | None:
 
 
 def why_not_kept(*directories: Path, device: str) -> str | None:
-    """Tells why what is measured here could not be kept; None where it can be."""
+    """Tells why a measurement could not be kept here; None if it can be."""
     folder = profile_path(*directories, device=device).parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -128,7 +129,7 @@ def why_not_kept(*directories: Path, device: str) -> str | None:
 
 
 def _kept(path: Path, say: Say | None = None) -> HardwareProfile | None:
-    """Reads what `fuyou bench` left there. It is advice: what cannot be read is told to `say`, and stands in nobody's way."""
+    """Reads a kept profile. It is only advice: if it cannot be read, `say` tells so and work goes on without."""
     try:
         return read_profile(path) if path.exists() else None
     except UsageError as error:
@@ -139,31 +140,31 @@ def _kept(path: Path, say: Say | None = None) -> HardwareProfile | None:
 
 @cache
 def _note(say: Say, text: str) -> None:
-    """Says it once, however often a run looks at the machine."""
+    """Says a text once, however often a run looks at the machine."""
     say(f"note: {text}")
 
 
 def keep(profile: HardwareProfile, *directories: Path, say: Say) -> HardwareProfile:
-    """Keeps a measured profile, with what earlier measurements of the same machine know beside it. Returns what is kept."""
+    """Keeps a measured profile, merged with earlier measurements of the same machine. Returns what is kept."""
     path = profile_path(*directories, device=profile.device)
-    before = _kept(path)  # what cannot be read is replaced now
+    before = _kept(path)  # an unreadable one is replaced
     if before is not None and before.device_name == profile.device_name:
         profile = _joined(before, profile)
     _write(profile, path, say)
     with suppress(OSError):
-        corrected_path(path).unlink()  # corrected what was measured before
+        corrected_path(path).unlink()  # it corrected the previous measurement
     return profile
 
 
 def keep_corrected(profile: HardwareProfile, *directories: Path, instead_of: HardwareProfile, say: Say) -> None:
-    """Keeps rates as a run showed them `instead_of` those it was planned with, unless these were measured anew meanwhile."""
+    """Keeps rates as a run showed them `instead_of` the planned ones, unless those were measured again in the meantime."""
     path = profile_path(*directories, device=profile.device)
     known = [found for found in map(_kept, (path, corrected_path(path))) if found is not None]
     if instead_of.digest() not in {found.digest() for found in known}:
         return
     today = datetime.date.today().isoformat()
     measured = f"{profile.measured.partition(',')[0]}, corrected by a run of {today}"
-    # A run's process is what was measured and more: kept, the next run's would be larger by as much again.
+    # A run's process holds more than the measured one. If that were kept, the next run's would grow by as much again.
     corrected = replace(profile, measured=measured, process_bytes=known[0].process_bytes)
     _write(corrected, corrected_path(path), say)
 
@@ -172,11 +173,11 @@ def _write(profile: HardwareProfile, path: Path, say: Say) -> None:
     try:
         write_profile(profile, path)
     except OSError as error:
-        say(f"note: the profile could not be kept in {path}: {error.strerror}")
+        say(f"note: cannot keep the profile in {path}: {error.strerror}")
 
 
 def _joined(before: HardwareProfile, found: HardwareProfile) -> HardwareProfile:
-    # What was found beside busy programs lasts until the machine is found quiet, also of shapes that are not measured now.
+    # Rates measured beside busy programs stay until the machine is quiet, also for shapes that are not measured now.
     outdated = are_busy(before.others_cores) and not are_busy(found.others_cores)
     rates = () if outdated else before.stage_rates
     joined = replace(found, stage_rates=merged_rates(rates, found.stage_rates))
@@ -199,10 +200,10 @@ def _device_facts(device: str) -> tuple[str | None, int]:
 
 
 def _device_free(device: str, memory: int) -> int:
-    """Returns the bytes of the device's `memory` that this process may have, in steps as of the host's."""
+    """Returns the bytes of the device's `memory` that this process may have, in steps like the host's."""
     if device != "cuda":
         return 0
-    # CUDA is asked and not NVML: the context that is made for it takes some of both memories, which a plan has to know of.
+    # CUDA is asked, not NVML: its context takes some of both memories, and a plan has to count that.
     from fuyou_cli.engine.devices.cuda import free_memory
 
-    return max(1, in_steps(min(free_memory(), memory), memory))  # 0 would be: not known
+    return max(1, in_steps(min(free_memory(), memory), memory))  # 0 would mean unknown

@@ -1,4 +1,4 @@
-"""Makes folders for what a measurement writes. Their names say whose they are, for whoever has to remove what is left."""
+"""Makes folders for what a measurement writes. Their names tell which process made them, so that leftovers can be removed."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from pathlib import Path
 
 from fuyou_cli.core.errors import UsageError
 
-_PREFIX = "fuyou-bench-{}-"  # with the number of the process
+_PREFIX = "fuyou-bench-{}-"  # {}: the process id
 
 
 @contextmanager
 def scratch_folder(directory: Path) -> Iterator[Path]:
-    """Makes a folder of this process there, which is gone at the end. Raises UsageError where nothing can be written."""
+    """Makes a folder of this process in `directory` and removes it at the end. Raises UsageError if nothing can be written
+    there."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX.format(os.getpid()), dir=directory))
@@ -29,7 +30,7 @@ def scratch_folder(directory: Path) -> Iterator[Path]:
 
 
 def remove_left(directories: Iterable[Path], pid: int) -> None:
-    """Removes what the process `pid`, which has ended, left there."""
+    """Removes what the ended process `pid` left there."""
     for directory in directories:
         for left in directory.glob(f"{_PREFIX.format(pid)}*"):
             shutil.rmtree(left, ignore_errors=True)

@@ -137,7 +137,7 @@ def test_rates_of_runs_are_for_plans_that_ask_for_them(tmp_path: Path, monkeypat
     base = replace(profile.assumed_hardware(tmp_path), measured="2026-01-02", store_read=2e9)
     keep(base, tmp_path)
     assert hardware_for(tmp_path, device="cpu", calibrated=True).store_read == 2e9
-    assert "--calibrated: no run" in NOTES[-1]
+    assert "--calibrated changes nothing: no run" in NOTES[-1]
     keep_corrected(replace(base, store_read=1e9), tmp_path, instead_of=replace(base, store_read=3e9))
     assert hardware_for(tmp_path, device="cpu", calibrated=True).store_read == 2e9  # planned with other rates
     keep_corrected(replace(base, store_read=1e9), tmp_path, instead_of=base)

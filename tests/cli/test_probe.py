@@ -253,7 +253,7 @@ def test_doctor_says_who_forbids_io_uring(tmp_path):
     def said(setting):
         return drives.io_uring_forbidden(tree(tmp_path / setting, {"proc/sys/kernel/io_uring_disabled": f"{setting}\n"}))
 
-    assert "kernel.io_uring_disabled=2; root may set it to 0" in said("2") and "everybody" in said("2")
+    assert "kernel.io_uring_disabled=2; root may set it to 0" in said("2") and "all users" in said("2")
     assert "kernel.io_uring_group" in said("1")
     assert "seccomp" in said("0") and "seccomp" in drives.io_uring_forbidden(tmp_path / "an older kernel")
 

@@ -58,9 +58,9 @@ def test_auto_finds_the_format(columns: set[str], mapping: dict[str, str], expec
 @pytest.mark.parametrize(
     ("asked", "columns", "mapping", "words"),
     [
-        ("auto", {"foo"}, {}, "no format fits the columns found"),
+        ("auto", {"foo"}, {}, "no format fits these columns"),
         ("alpaca", {"instruction"}, {}, "needs the column output"),
-        ("text", {"text"}, {"prompt": "text"}, "prompt is no column of format text"),
+        ("text", {"text"}, {"prompt": "text"}, "prompt is not a column of format text"),
     ],
 )
 def test_what_fits_no_format_is_refused(asked: str, columns: set[str], mapping: dict[str, str], words: str) -> None:
@@ -208,7 +208,7 @@ def test_a_template_whose_marks_are_not_the_turns_is_refused(write: Write, token
     template = "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}<|im_end|>"
     template += "{% endgeneration %}{% endif %}{% endfor %}"
     turns = [{"role": "assistant", "content": "one"}, {"role": "assistant", "content": "two", "train": False}]
-    with pytest.raises(UsageError, match=r"chat.jsonl:1: .* marks 1 texts for 2 messages of the assistant"):
+    with pytest.raises(UsageError, match=r"chat.jsonl:1: .* marks 1 texts, but the assistant has 2 messages"):
         tokenise(write("chat.jsonl", [{"messages": turns}]), chat_template=template)
 
 

@@ -107,5 +107,5 @@ def test_no_packed_row_has_texts_of_two_entries(
 
 def test_an_entry_without_rows_is_refused(write: Callable[..., Path], tokenise: Callable[..., Rows]) -> None:
     full, empty = write("full.jsonl", [{"text": "a b"}]), write("empty.jsonl", [{"text": "apples " * 99}])
-    with pytest.raises(UsageError, match=r"empty.jsonl: this entry of the mixture gives no row"):
+    with pytest.raises(UsageError, match=r"empty.jsonl: no token of this entry of the mixture carries loss"):
         tokenise(full, empty, apart=True, overlong="drop", max_seq_len=16)

@@ -86,7 +86,7 @@ def test_a_damaged_packed_file_is_one_error(tmp_path: Path, packing: str) -> Non
     whole = file.read_bytes()
     for content in (whole[:-9], whole[:20] + b"\xff" * 20 + whole[40:], b"no such thing"):
         file.write_bytes(content)
-        with pytest.raises(UsageError, match=rf"data.jsonl.{packing}: not readable as {packing}: ") as caught:
+        with pytest.raises(UsageError, match=rf"data.jsonl.{packing}: not valid {packing}: ") as caught:
             list(read_rows(file))
         assert "\n" not in caught.value.message
 
@@ -145,16 +145,16 @@ GOOD = '{"prompt": "a", "completion": "b"}\n'
         ('{"messages": [{"from": "bing", "value": "x"}]}\n', ":1: message 1 of messages is from 'bing'; known are human, user"),
         ('{"conversations": [{"from": "gpt"}]}\n', ":1: message 1 of conversations has no content"),
         ('{"conversations": [{"from": ["gpt"], "value": "x"}]}\n', ":1: message 1 of conversations is from"),
-        ('{"messages": [{"role": "user", "content": "x", "train": true}]}\n', ":1: .* only the assistant's are learnt"),
+        ('{"messages": [{"role": "user", "content": "x", "train": true}]}\n', ":1: .* only the assistant's carry loss"),
         ('{"messages": [{"role": "assistant", "content": "x", "train": "no"}]}\n', ":1: .* it must be true or false"),
         ('{"messages": [{"role": "user", "content": "x"}], "tools": "{"}\n', ":1: the column tools: not valid JSON"),
         ('{"segments": [{"text": "a"}]}\n', ":1: segment 1 of segments must have a text and a label"),
         ('{"segments": "a"}\n', ":1: the column segments must be a list of segments"),
-        ('{"input_ids": [1, 2, 999999]}\n', ":1: token 3 is 999999, not in the vocabulary of .* another tokenizer"),
-        ('{"input_ids": [1, -1]}\n', ":1: token 2 is -1, not in the vocabulary"),
+        ('{"input_ids": [1, 2, 999999]}\n', ":1: token 3 is 999999, outside the vocabulary of .* another tokenizer"),
+        ('{"input_ids": [1, -1]}\n', ":1: token 2 is -1, outside the vocabulary"),
         ('{"input_ids": [1, 2.5]}\n', ":1: the column input_ids must be a list of whole numbers"),
         ('{"input_ids": [1, 2], "labels": [1]}\n', ":1: the column labels has 1 numbers for 2 tokens"),
-        ('{"input_ids": [1, 2, 3], "labels": [2, 3, -100]}\n', ":1: label 1 is 2, its token 1: .*shifted later"),
+        ('{"input_ids": [1, 2, 3], "labels": [2, 3, -100]}\n', ":1: label 1 is 2, but its token is 1: .*shifts labels later"),
         ('{"question": "a", "answer": "b"}\n', ":1: no format fits"),
         ("", "the file is empty"),
         (GOOD + '{"prompt": "hello \\ud83d half", "completion": "b"}\n', r":2: not valid JSON: \\ud83d is half of a character"),
@@ -210,7 +210,7 @@ def test_an_array_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert list(read_rows(file)) == [(f"{file}:{number + 2}", row) for number, row in enumerate(rows)]
     monkeypatch.setattr(reading, "LARGEST_ROW", 60)
     monkeypatch.setattr(reading, "_CHUNK", 16)
-    with pytest.raises(UsageError, match=r"rows.json:5: a row of more than 60 characters"):
+    with pytest.raises(UsageError, match=r"rows.json:5: a row has more than 60 characters"):
         list(read_rows(file))
     for text, expected in (("[]", []), ("[ ]\n", []), ('[{"a": 1}]', [{"a": 1}])):
         file.write_text(text)
@@ -219,16 +219,16 @@ def test_an_array_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_other_broken_files(tmp_path: Path, tokenise: Tokenise) -> None:
     for name, content, words in [
-        ("a.json", '{\n "prompt": "a"\n}', ":1: one object spread over several lines"),
+        ("a.json", '{\n "prompt": "a"\n}', ":1: an object spans several lines"),
         ("b.json", '[{"prompt": "a", "completion": "b"},\n{"prompt"]', ":2: not valid JSON"),
         ("c.csv", "prompt,completion\na,b\nc\n", ":3: 1 cells, but the header has 2"),
-        ("f.csv", 'prompt,completion\na,b\n"c\nd,e\n', "f.csv:3: a quoted cell is never closed"),
+        ("f.csv", 'prompt,completion\na,b\n"c\nd,e\n', "f.csv:3: a quoted cell has no closing quote"),
         ("g.csv", "prompt,prompt\na,b\n", "g.csv:1: a column name occurs twice"),
         ("h.csv", b"prompt,completion\na,b\n\xff,b\n", "h.csv:3: not UTF-8 text"),
-        ("i.arrow", "no arrow", "i.arrow: not readable as arrow"),
+        ("i.arrow", "no arrow", "i.arrow: not valid arrow"),
         ("j.txt", b"one\n\xff\n", "j.txt:2: not UTF-8 text"),
         ("k.parquet", "", "k.parquet: the file is empty"),
-        ("d.parquet", "no parquet", "not readable as parquet"),
+        ("d.parquet", "no parquet", "not valid parquet"),
         ("e.csv", "prompt,completion\0\na,b\n", "e.csv"),
     ]:
         file = tmp_path / name
@@ -272,7 +272,7 @@ def test_a_row_has_a_largest_size(write: Write, tokenise: Tokenise, monkeypatch:
     """However long the line is, no more of it is read."""
     monkeypatch.setattr(reading, "LARGEST_ROW", 1000)
     file = write("t.jsonl", [{"text": "a" * 900}, {"text": "b" * 1000}])
-    with pytest.raises(UsageError, match=rf"^{file}:2: a row of more than 1,000 characters$") as caught:
+    with pytest.raises(UsageError, match=rf"^{file}:2: a row has more than 1,000 characters$") as caught:
         tokenise(file)
     assert caught.value.hint is not None and "cut it into several rows" in caught.value.hint
     assert [place for place, _ in read_rows(write("u.jsonl", [{"text": "a" * 987}]))] == [f"{file.with_name('u.jsonl')}:1"]
@@ -284,7 +284,7 @@ def test_records_and_paragraphs_have_a_largest_size(tmp_path: Path, monkeypatch:
     lines = "some words\n" * 20
     for name, content, place in (("a.csv", f'text\nx\n"{lines}"\n', "a.csv:3"), ("a.txt", lines, "a.txt: paragraph 1")):
         (tmp_path / name).write_text(content)
-        with pytest.raises(UsageError, match=f"{place}: a row of more than 100 characters"):
+        with pytest.raises(UsageError, match=f"{place}: a row has more than 100 characters"):
             list(read_rows(tmp_path / name))
     assert "".join(text for text, _, _ in read_document(tmp_path / "a.txt")) == lines
 
@@ -295,7 +295,7 @@ def test_a_sample_that_cannot_be_cut_has_a_largest_size(
     monkeypatch.setattr(worker, "LARGEST_SAMPLE", 1000)
     message = {"role": "user", "content": [{"type": "text", "text": "a" * 999}]}
     for row in ({"text": "a" * 1001}, {"prompt": "a" * 900, "completion": "b" * 101}, {"messages": [message]}):
-        with pytest.raises(UsageError, match=r"rows.jsonl:1: a sample of 1,0\d\d characters, more than 1,000"):
+        with pytest.raises(UsageError, match=r"rows.jsonl:1: the sample has 1,0\d\d characters, more than 1,000"):
             tokenise(write("rows.jsonl", [row]))
     assert tokenise(write("rows.jsonl", [{"text": "a" * 1001}]), packing="concat").summary.samples == 1
 
@@ -339,7 +339,7 @@ def test_files_directories_and_globs(tmp_path: Path) -> None:
     assert names("b") == ["b/x.json", "b/y.txt"]
     assert names("*/*.json*") == ["a/test.jsonl", "a/train-0.jsonl", "a/train-1.jsonl", "b/.hidden.json", "b/x.json"]
     assert names("a/test.jsonl") == ["a/test.jsonl"]
-    for path, words in (("c", "no data files"), ("b/R.md", "unknown kind of file .md"), ("*.csv", "no data files")):
+    for path, words in (("c", "no data files"), ("b/R.md", "unknown file suffix .md"), ("*.csv", "no data files")):
         with pytest.raises(UsageError, match=words):
             names(path)
     with pytest.raises(UsageError, match=r"dataset\.train: ~no-such-user/x.jsonl: "):
@@ -358,7 +358,7 @@ def test_which_files_of_a_directory_were_taken_is_said(tmp_path: Path) -> None:
 
     assert choice("train") == (
         f"{tmp_path}: 2 files taken (a_train.jsonl, train_sft-0.jsonl), "
-        "2 skipped as not of split train (extra.jsonl, test_x.jsonl)"
+        "2 skipped, not of split train (extra.jsonl, test_x.jsonl)"
     )
     assert (choice("train_sft") or "").startswith(f"{tmp_path}: 1 file taken (train_sft-0.jsonl), 3 skipped")
     assert choice("train", tmp_path / "extra.jsonl") is None

@@ -78,7 +78,7 @@ def test_a_template_without_end_is_ended_and_named_with_the_sample(
     monkeypatch.setattr(sandbox, "TEMPLATE_SECONDS", 2.0)  # of the processor: the same on a busy machine
     (path := tmp_path / "loops.jinja").write_text("{% if messages[0].content == 'loop' %}" + template + "{% endif %}" + CHATML)
     file = write("chat.jsonl", [TALK, {"messages": [{"role": "user", "content": "loop"}, *TALK["messages"]]}, TALK])
-    told = f"^{file}:2: the chat template of tokenizer.chat_template takes more than 2 s over this conversation$"
+    told = f"^{file}:2: the chat template of tokenizer.chat_template takes more than 2 s for this conversation$"
     with pytest.raises(UsageError, match=told):
         rows_of(file, tokenizer_dir, tmp_path / "cache", path)
     assert not any(path.name.startswith(".rows-") for path in (tmp_path / "cache").iterdir())
@@ -88,7 +88,7 @@ def test_a_template_without_end_is_ended_and_named_with_the_sample(
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        ("{{ 'a' * 10 ** 9 }}", "takes more than 64 MiB over this conversation"),
+        ("{{ 'a' * 10 ** 9 }}", "takes more than 64 MiB for this conversation"),
         ("{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}", "takes more than 64 MiB"),
         ("{{ 'a' * 10 ** 7 }}", "makes 10,000,[0-9]* characters of this conversation, more than 4,194,304"),
     ],
@@ -133,7 +133,7 @@ def test_a_cache_that_cannot_be_names_its_key(write: Write, tokenizer_dir: Path,
 
 
 def test_a_pattern_that_is_none_names_the_path(tokenizer_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"^dataset.train: /tmp/\*\*x/\[ is no glob: "):
+    with pytest.raises(UsageError, match=r"^dataset.train: /tmp/\*\*x/\[ is not a valid glob: "):
         rows_of(Path("/tmp/**x/["), tokenizer_dir, tmp_path)
     with pytest.raises(UsageError, match=r"^dataset.train: .*File name too long"):
         rows_of(Path("x" * 300), tokenizer_dir, tmp_path)

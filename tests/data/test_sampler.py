@@ -65,11 +65,11 @@ def test_steps_count_whole_epochs() -> None:
 @pytest.mark.parametrize(
     ("rows", "batch_size", "epochs", "facts"),
     [
-        (10, 64, 1, "each row is seen about 6.4 times per step, and 1 step is 6.4 epochs, train.epochs is 1"),
-        (1, 6, 1, "each row is seen about 6 times per step, and 1 step is 6 epochs, train.epochs is 1"),
+        (10, 64, 1, "each row is seen about 6.4 times per step, and 1 step is 6.4 epochs, but train.epochs is 1"),
+        (1, 6, 1, "each row is seen about 6 times per step, and 1 step is 6 epochs, but train.epochs is 1"),
         (10, 64, 32, "each row is seen about 6.4 times per step"),
         (10, 64, None, "each row is seen about 6.4 times per step"),
-        (25, 10, 1, "3 steps are 1.2 epochs, train.epochs is 1"),
+        (25, 10, 1, "3 steps are 1.2 epochs, but train.epochs is 1"),
         (100, 11, 1, None),  # 1.1 exactly
         (25, 10, 2, None),
         (25, 10, None, None),
@@ -84,7 +84,7 @@ def test_rows_that_come_more_often_than_asked_are_noted(
     assert (note is None) == (facts is None)
     if note is not None:
         plural = "s" * (rows != 1)
-        assert note == f"{rows} row{plural}, batches of {batch_size}: {facts} (a smaller train.batch_size comes closer)"
+        assert note == f"{rows} row{plural}, batches of {batch_size}: {facts} (use a smaller train.batch_size to come closer)"
 
 
 def test_nonsense_is_refused() -> None:

@@ -66,7 +66,7 @@ def test_a_folder_and_a_large_file(tmp_path: Path) -> None:
         file.truncate(1 << 40)  # nothing of it on the disk
     with pytest.raises(RecipeErrors, match="this is not a recipe: more than"):
         load_recipe(large)
-    with pytest.raises(UsageError, match="more than 4 MiB, which no template is"):
+    with pytest.raises(UsageError, match="larger than 4 MiB, so not a template"):
         _read_template(large)
 
 

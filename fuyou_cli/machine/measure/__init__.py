@@ -1,1 +1,1 @@
-"""Measures the rates that a plan is made with."""
+"""Measures the rates that plans are made with."""

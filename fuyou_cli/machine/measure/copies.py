@@ -1,6 +1,6 @@
-"""Measures copies within the host's memory, and to and from a device with memory of its own: each way alone, and both at once.
+"""Measures copies: within the host's memory, and to and from a device, each way alone and both at once.
 
-A step downloads gradients and boundaries while it uploads weights, and the two share the bus and the host's memory.
+A step downloads gradients and boundaries while it uploads weights; both share the bus and the host's memory.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ if TYPE_CHECKING:
     from fuyou_cli.engine.devices.base import Device, Event
 
 COPIED = 256 * MiB
-HOST_COPIED = 64 * MiB  # of one copy: larger than the caches
-PIECES = 8  # that a copy is submitted in, turn about with the other way's
-LEAST = 0.1  # of the rate alone: less is no rate but a copy engine that does one thing after the other
+HOST_COPIED = 64 * MiB  # bytes of one copy: larger than the caches
+PIECES = 8  # of a copy; pieces of both ways are submitted in turns
+LEAST = 0.1  # of the rate alone; less than that is a copy engine that does one way after the other
 
 
 def measure_memory(*, repeats: int, size: int = HOST_COPIED) -> Found:
-    """Measures bytes read and written per second by all threads of compute, to pages that are there and to new ones.
+    """Measures bytes read and written per second by all compute threads, on pages that exist and on new ones.
 
-    The kernel has yet to clear new pages, as of a whole batch's tensor, which every visit makes anew."""
+    The kernel must clear new pages first. The tensor of a whole batch has new pages, because every visit makes it again.
+    """
     import torch
 
     from fuyou_cli.engine.host_memory import whole_batch
@@ -57,11 +58,11 @@ def measure_gpu_copies(*, repeats: int) -> Found:
 
 
 def measure_copies(device: Device, *, repeats: int, size: int = COPIED) -> Found:
-    """Measures bytes/s to the device and back, each alone, then each while the other is under way."""
+    """Measures bytes/s to the device and back: each way alone, then each while the other runs."""
     import torch
 
     hosts = [torch.zeros(size, dtype=torch.uint8) for _ in range(2)]
-    for host in hosts:  # as a run pins its arena; what torch pins itself would stay pinned after a run has measured
+    for host in hosts:  # pinned like a run's arena; memory that torch pins itself would stay pinned after measuring
         device.pin(host)
     there = [device.empty(size) for _ in range(2)]
     piece = size // PIECES
@@ -75,7 +76,7 @@ def measure_copies(device: Device, *, repeats: int, size: int = COPIED) -> Found
     def down(number: int) -> Event:
         return device.download(part(there[1], number), part(hosts[1], number))
 
-    _seconds(up, down)  # once, not counted
+    _seconds(up, down)  # a first time, not counted
     alone = [each(float(size), [_seconds(way)[0] for _ in range(repeats)]) for way in (up, down)]
     middle = statistics.median(alone[0]), statistics.median(alone[1])
     both = [at_once(size, _seconds(up, down), middle) for _ in range(repeats)]
@@ -88,7 +89,7 @@ def measure_copies(device: Device, *, repeats: int, size: int = COPIED) -> Found
 
 
 def _seconds(*ways: Callable[[int], Event]) -> list[float]:
-    """Times the arrival of the last piece of each way, all of them submitted turn about."""
+    """Times the arrival of the last piece of each way; the pieces are submitted in turns."""
     begin = time.perf_counter()
     last = [[way(number) for way in ways] for number in range(PIECES)][-1]
     ends: dict[int, float] = {}
@@ -100,7 +101,7 @@ def _seconds(*ways: Callable[[int], Event]) -> list[float]:
 
 
 def at_once(size: int, ends: Sequence[float], alone: tuple[float, float]) -> tuple[float, float]:
-    """Computes bytes/s, while both were under way, of two copies of `size` begun together that took `ends` seconds."""
-    first = min(ends)  # what the slower one had left then, it copied at its rate alone
+    """Computes bytes/s while both copies ran: each of `size` bytes, begun together, they took `ends` seconds."""
+    first = min(ends)  # then the slower one copied its rest at its rate alone
     slow = [(size - (end - first) * rate) / first for end, rate in zip(ends, alone, strict=True)]
     return min(alone[0], max(LEAST * alone[0], slow[0])), min(alone[1], max(LEAST * alone[1], slow[1]))

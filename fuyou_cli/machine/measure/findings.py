@@ -1,4 +1,4 @@
-"""Holds what a measurement finds: rates with their spread for people, and figures for the machine's profile."""
+"""Holds the results of a measurement: rates with their spread for people, and figures for the machine's profile."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Rate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """Holds what was found. `figures` are of the profile, by key."""
+    """Holds the results. `figures` are those of the profile, by key."""
 
     figures: dict[str, Any] = field(default_factory=dict)
     stage_rates: tuple[StageRate, ...] = ()
@@ -53,7 +53,7 @@ class Found:
 
 
 def found(**rates: Rate) -> Found:
-    """Makes a Found of rates, each a figure of the profile by its key."""
+    """Makes a Found from rates, each a figure of the profile by its key."""
     return Found(figures={key: rate.value for key, rate in rates.items()}, rates=tuple(rates.values()))
 
 
@@ -69,7 +69,7 @@ def each(amount: float, seconds: list[float]) -> list[float]:
 
 
 def repeated(action: Callable[[], object], seconds: float, device: torch.device | None = None) -> list[float]:
-    """Times each repeat until about `seconds` have passed; one at least."""
+    """Times repeats until about `seconds` have passed; at least one."""
     taken: list[float] = []
     end = time.perf_counter() + seconds
     while not taken or time.perf_counter() < end:
@@ -78,11 +78,11 @@ def repeated(action: Callable[[], object], seconds: float, device: torch.device 
 
 
 def seconds_of(action: Callable[[], object], device: torch.device | None = None) -> float:
-    """Times one repeat, on a `device` to its end."""
+    """Times one repeat; on a `device`, until the device has finished."""
     begin = time.perf_counter()
     action()
     if device is not None and device.type == "cuda":
         import torch
 
-        torch.cuda.synchronize(device)  # the launch alone takes no time
+        torch.cuda.synchronize(device)  # the launch alone takes nearly no time
     return time.perf_counter() - begin

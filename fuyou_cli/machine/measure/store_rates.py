@@ -25,23 +25,23 @@ from .findings import Found, Rate, found, rate_of
 from .streams import IN_FLIGHT, REQUEST, Course, Direction, Stream, run_streams
 
 QUICK_SPAN, FULL_SPAN = 320 * MiB, 4 * GiB
-LEAST_SPAN = 2 * IN_FLIGHT * REQUEST  # in either half of it each request under way has a place of its own
-SPARE_DISK = GiB // 2  # never taken
-LOST_QUICK_SECONDS, LOST_FULL_SECONDS = 0.3, 3.0  # of compute alone and of compute beside reads, a turn each
+LEAST_SPAN = 2 * IN_FLIGHT * REQUEST  # so that each request in flight has its own place in either half
+SPARE_DISK = GiB // 2  # bytes never used
+LOST_QUICK_SECONDS, LOST_FULL_SECONDS = 0.3, 3.0  # compute alone, then compute beside reads
 _TURNS = 4
 
 Step = Callable[[], object]
 
 
 class _Effort(NamedTuple):
-    """Says how many spans a pass moves, reading or writing alone and both at once, and the seconds it takes at most."""
+    """Tells how many spans a pass moves (one way, and both at once) and the most seconds it takes."""
 
     alone: tuple[float, float]
     mixed: tuple[float, float]
     repeats: int
 
 
-# One long pass of each kind rather than several short ones, between which a drive that is held at a rate saves up again.
+# One long pass of each kind: between short passes a drive with a limited rate saves up for a burst.
 QUICK = _Effort(alone=(1.6, 1.0), mixed=(2.8, 1.6), repeats=1)
 FULL = _Effort(alone=(1.0, 20.0), mixed=(1.0, 20.0), repeats=3)
 
@@ -49,18 +49,19 @@ FULL = _Effort(alone=(1.0, 20.0), mixed=(1.0, 20.0), repeats=3)
 def measure_store(*directories: Path, quick: bool, free: int, step: Step | None = None) -> Found:
     """Measures a store striped over `directories`, which have `free` bytes left in all; quick writes at most 1.9 GB.
 
-    `step`: some work of compute on the same cores, for what transfers take from it. Raises UsageError or OutOfSpaceError."""
+    `step` computes on the same cores, to measure what transfers take from compute. Raises UsageError or OutOfSpaceError.
+    """
     wanted = QUICK_SPAN if quick else FULL_SPAN
     span = min(wanted, (free - SPARE_DISK) // REQUEST * REQUEST)
     named = ", ".join(map(str, directories))
     if span < LEAST_SPAN:
         raise OutOfSpaceError(
-            f"{named} has {gb(free)} free: too little to measure",
+            f"{named} has only {gb(free)} free, too little to measure",
             hint=f"free {gib(SPARE_DISK + LEAST_SPAN)}, or name another directory",
         )
-    notes = [f"only {gib(span)} instead of {gib(wanted)} of files: {named} is short of space"] * (span < wanted)
+    notes = [f"files of only {gib(span)} instead of {gib(wanted)}: {named} has little free space"] * (span < wanted)
     if quick:
-        notes.append("bursts: a drive may write slower once its fast cache is full (fuyou bench --sustained measures that)")
+        notes.append("bursts: a drive may slow down once its fast cache is full (`fuyou bench --sustained` measures that)")
     with new_store(directories, span) as (daemon, store):
         rates = _measured(daemon, store, span, effort=QUICK if quick else FULL, notes=notes)
         if step is None:
@@ -70,7 +71,7 @@ def measure_store(*directories: Path, quick: bool, free: int, step: Step | None 
 
 
 def compute_lost(daemon: SwapDaemon, span: int, step: Step, *, seconds: float) -> float:
-    """Measures the seconds of compute that a byte takes which is read meanwhile: threads wait for one that is interrupted."""
+    """Measures the seconds of compute lost per byte read at the same time: threads wait for one that is interrupted."""
     alone = beside = moved = beside_seconds = 0.0
     step()
     for _ in range(_TURNS):
@@ -95,7 +96,7 @@ def _pace(step: Step, seconds: float) -> float:
 
 @contextmanager
 def _reading(daemon: SwapDaemon, span: int) -> Iterator[None]:
-    """Reads [0, span) of the store again and again meanwhile, in requests so large that they take no time of Python's."""
+    """Reads [0, span) of the store again and again, in requests so large that they need nearly no time in Python."""
     over, size = threading.Event(), min(IN_FLIGHT * REQUEST, span // 2)
 
     def read() -> None:
@@ -121,7 +122,8 @@ def _reading(daemon: SwapDaemon, span: int) -> Iterator[None]:
 
 @contextmanager
 def new_store(directories: Sequence[Path], size: int) -> Iterator[tuple[SwapDaemon, Store]]:
-    """Opens a store of `size` bytes striped over new folders, and its daemon, until the end. Raises UsageError."""
+    """Opens a store of `size` bytes striped over new folders, and its daemon, and removes them at the end. Raises
+    UsageError."""
     with ExitStack() as stack:
         folders = [stack.enter_context(scratch_folder(directory)) for directory in directories]
         arena = stack.enter_context(Arena(2 * IN_FLIGHT * REQUEST))
@@ -134,8 +136,8 @@ def new_store(directories: Sequence[Path], size: int) -> Iterator[tuple[SwapDaem
 
 def _measured(daemon: SwapDaemon, store: Store, span: int, *, effort: _Effort, notes: list[str]) -> Found:
     if not store.direct:
-        notes.append("this file system knows no direct I/O: the figures include the page cache")
-    # Files that were never written are slower: this pass does not count.
+        notes.append("this file system has no direct I/O: the figures include the page cache")
+    # Files are slower until written once: this pass does not count.
     filled = _pass(daemon, span, (1.0, effort.alone[1]), "write").finished
     if filled < span:
         span = max(filled, LEAST_SPAN)
@@ -160,7 +162,7 @@ def _measured(daemon: SwapDaemon, store: Store, span: int, *, effort: _Effort, n
 
 
 def _others_time() -> float:
-    """Returns the core time of every thread, the kernel's for them included, but of this one, which only looks on."""
+    """Returns the core time of all threads but this one, which only watches. The kernel's threads are included."""
     return time.process_time() - time.thread_time()
 
 
@@ -170,7 +172,7 @@ def _moved(daemon: SwapDaemon) -> int:
 
 
 def _pass(daemon: SwapDaemon, span: int, much: tuple[float, float], *kinds: Direction) -> Course:
-    """Runs a pass over so many spans in so many seconds at most: all the files in one way, or a half in each."""
+    """Runs a pass over this many spans for at most this many seconds: all files one way, or one half each way."""
     total, part = align_up(int(much[0] * span), REQUEST), align_up(span // len(kinds), REQUEST)
     streams = [
         Stream(kind=kind, first=(span - part) * index, size=part, slot=IN_FLIGHT * index, total=total)
@@ -180,14 +182,14 @@ def _pass(daemon: SwapDaemon, span: int, much: tuple[float, float], *kinds: Dire
 
 
 def _rate(name: str, courses: list[Course], direction: Literal["reading", "writing"], note: str) -> Rate:
-    """Takes the rate of all that was moved while it counted. A window that no request ended in is too short to have one."""
+    """Returns the rate of everything moved while it counted. A window in which no request ended is too short."""
     windows = [rate for course in courses for window in course.windows if (rate := getattr(window, direction))]
     settled = statistics.median(getattr(course.settled, direction) for course in courses)
     return replace(rate_of(name, "B/s", [*windows, settled], note), value=settled, repeats=len(courses))
 
 
 def _fill(arena: Arena) -> None:
-    """Fills it with bytes that do not compress: a drive that compresses must not look faster than it is."""
+    """Fills memory with bytes that do not compress: a drive that compresses must not look faster than it is."""
     import torch
 
     torch.frombuffer(arena.view(0, arena.size), dtype=torch.int64).random_()

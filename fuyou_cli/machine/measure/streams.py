@@ -1,4 +1,4 @@
-"""Runs streams of requests through the daemon, and tells how fast they went as time passed."""
+"""Runs streams of requests through the daemon, and tells how fast they went over time."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ Direction = Literal["read", "write"]
 REQUEST = 8 * MiB
 IN_FLIGHT = 4  # requests of one stream
 _OFTEN = 0.01  # seconds between two looks at the counters
-# A drive held at a rate, and one with a fast region, first gives what it saved up: what a run that goes on for hours never
-# sees again. Of a short stream this share of its time is not counted.
+# A drive with a limited rate or with a fast region first spends what it saved up, which a run of hours never sees again.
+# This share of a short stream's time is not counted.
 _SAVED_UP = 0.25
-_WINDOWS = 3  # whose rates say how far they spread
+_WINDOWS = 3  # their rates show the spread
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stream:
     """Describes requests over [first, first + size) of the store until `total` bytes have passed (None: once).
 
-    IN_FLIGHT of them are under way at a time, through the arena's slots from `slot` on."""
+    IN_FLIGHT of them run at a time, through the arena's slots from `slot` on.
+    """
 
     kind: Direction
     first: int
@@ -40,7 +41,7 @@ class Stream:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Look:
-    """Counts bytes moved so far, `seconds` after the beginning."""
+    """Holds the bytes moved so far, `seconds` after the start."""
 
     seconds: float
     read_bytes: int
@@ -55,7 +56,7 @@ class Look:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pace:
-    """Holds rates."""
+    """Holds rates in both directions."""
 
     reading: float  # bytes per second
     writing: float
@@ -63,7 +64,7 @@ class Pace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Course:
-    """Holds what was moved from the start until the first stream had ended or the time was over (the last look)."""
+    """Holds what was moved from the start until the first stream ended or the time was over (the last look)."""
 
     looks: tuple[Look, ...]
     finished: int  # bytes of the stream that ended first
@@ -74,7 +75,7 @@ class Course:
 
     @property
     def settled(self) -> Pace:
-        """Fits a line through all looks but those at what was saved up: a held drive gives its bytes in lumps."""
+        """Fits a line through all looks after the initial burst: a drive with a limited rate gives its bytes in lumps."""
         counted = self.looks[self.looks.index(self._from(_SAVED_UP)) :]
         seconds = [look.seconds for look in counted]
         return Pace(
@@ -84,7 +85,7 @@ class Course:
 
     @property
     def windows(self) -> list[Pace]:
-        """Cuts the same in a few stretches."""
+        """Computes the same for a few parts of the time."""
         marks = [self._from(_SAVED_UP + (1 - _SAVED_UP) * number / _WINDOWS) for number in range(_WINDOWS)]
         ends = [*marks[1:], self.looks[-1]]
         return [other.since(one) for one, other in zip(marks, ends, strict=True) if one is not other]
@@ -96,7 +97,7 @@ class Course:
 
 
 def run_streams(daemon: SwapDaemon, streams: Sequence[Stream], limit: float) -> Course:
-    """Runs all streams at once until the first ends or `limit` seconds are over, and looks at the daemon's counters."""
+    """Runs all streams at once until the first ends or `limit` seconds are over, and watches the daemon's counters."""
     clock = _Clock(daemon)
     looks, ends = [Look(seconds=0.0, read_bytes=0, written_bytes=0)], threading.Event()
     with ThreadPoolExecutor(len(streams)) as pool:
@@ -111,7 +112,7 @@ def run_streams(daemon: SwapDaemon, streams: Sequence[Stream], limit: float) -> 
 
 
 class _Clock:
-    """Looks at a daemon's counters since now."""
+    """Reads a daemon's counters relative to its start."""
 
     def __init__(self, daemon: SwapDaemon) -> None:
         self._daemon, self._before, self._begin = daemon, daemon.counters(), time.perf_counter()
@@ -129,7 +130,7 @@ class _Clock:
 
 
 def _drive(daemon: SwapDaemon, stream: Stream, clock: _Clock, limit: float, ends: threading.Event) -> tuple[Look, int]:
-    """Returns when it stopped submitting, and what of it was done by then."""
+    """Submits requests until the stream ends. Returns the time it stopped submitting, and what was done by then."""
     submit = daemon.read if stream.kind == "read" else daemon.write
     total = stream.size if stream.total is None else stream.total
     tickets: deque[int] = deque()

@@ -1,7 +1,7 @@
-"""Measures what is left of writing once a drive's fast region is full: `fuyou bench --sustained`.
+"""Measures the write rate that is left once a drive's fast region is full: `fuyou bench --sustained`.
 
-It writes window after window of a new file until the rate has fallen and settled, then reads and writes at once. Writing
-wears the drive, so the cost is agreed to before.
+It writes window after window of a new file until the rate has fallen and settled, then reads and writes at once. Writing wears
+the drive, so the person agrees first.
 """
 
 from __future__ import annotations
@@ -21,28 +21,30 @@ from .streams import IN_FLIGHT, Pace, Stream, run_streams
 
 WINDOW = GiB
 LEAST_WINDOWS = 8
-MOST_BYTES = 512 * 10**9  # of each drive: larger than the fast region of drives of 2 TB
+MOST_BYTES = 512 * 10**9  # per drive: larger than the fast region of drives of 2 TB
 MOST_SECONDS = 20 * 60.0
 FALLEN = 0.75  # of the first windows' rate: the fast region is full
-STEADY = 0.2  # last windows differ by this share of their median at most: the rate has settled
-LAST = 4  # windows that are compared
+STEADY = 0.2  # the rate has settled when the last windows differ by at most this share of their median
+LAST = 4  # windows compared
 MIXED_WINDOWS = 2
 
 
 def most_written(free: int, count: int = 1) -> int:
-    """Returns the bytes written at most on `count` drives, a quarter of what is free. Raises OutOfSpaceError where too few."""
+    """Returns the most bytes written on `count` drives, a quarter of what is free. Raises OutOfSpaceError if that is too
+    little."""
     windows = min(free // 4, count * MOST_BYTES) // WINDOW
     if windows < LEAST_WINDOWS + MIXED_WINDOWS:
         needed = 4 * (LEAST_WINDOWS + MIXED_WINDOWS) * WINDOW
-        raise OutOfSpaceError(f"{gb(free)} free: too little to see what writing settles at", hint=f"free {gb(needed)}")
+        raise OutOfSpaceError(f"only {gb(free)} free, too little to find the sustained write rate", hint=f"free {gb(needed)}")
     return windows * WINDOW
 
 
 def measure_sustained(*directories: Path, free: int, count: int = 1, progress: Callable[[str], None] = lambda _: None) -> Found:
     """Measures writing over `directories`, on `count` drives, when their fast regions are full.
 
-    Finds rates after a fall, or `steady_bytes`, so many written without one that there is none, or neither. Raises UsageError
-    or OutOfSpaceError."""
+    Returns the rates after a fall; or `steady_bytes`, the bytes written without a fall, as proof that there is none; or
+    neither. Raises UsageError or OutOfSpaceError.
+    """
     size = most_written(free, count)
     with new_store(directories, size) as (daemon, store):
         begin = time.monotonic()
@@ -52,18 +54,18 @@ def measure_sustained(*directories: Path, free: int, count: int = 1, progress: C
             progress(f"sustained writing: {gb(len(rates) * WINDOW)} at {gb(rates[-1])}/s")
         fallen = _fallen(daemon, rates) if settled(rates) else Found()
         store.sync()
-        largest = (len(rates) + MIXED_WINDOWS + 1) * WINDOW > count * MOST_BYTES  # what any drives are asked to show
+        largest = (len(rates) + MIXED_WINDOWS + 1) * WINDOW > count * MOST_BYTES  # the proof asked of any drive
         steady = len(rates) * WINDOW if largest and held(rates) else 0
-        notes = [] if store.direct else ["this file system knows no direct I/O: sustained rates include the page cache"]
+        notes = [] if store.direct else ["this file system has no direct I/O: sustained rates include the page cache"]
         if not fallen.rates:
-            found_out = "plans take it that it never does" if steady else "what is sustained stays unknown"
-            notes.append(f"writing did not fall and settle within {gb(len(rates) * WINDOW)}: {found_out}")
+            found_out = "plans assume that it never falls" if steady else "the sustained rate stays unknown"
+            notes.append(f"the write rate did not fall and settle within {gb(len(rates) * WINDOW)}: {found_out}")
         written = daemon.counters().written_bytes
         return fallen + Found(figures={"steady_bytes": steady}, notes=tuple(notes), written_bytes=written)
 
 
 def _fallen(daemon: SwapDaemon, rates: Sequence[float]) -> Found:
-    """Rates windows that have settled; reading and writing at once is measured now."""
+    """Rates the windows that have settled, and measures reading and writing at once."""
     mixed = [_mixed(daemon, len(rates) + number) for number in range(MIXED_WINDOWS)]
     note = f"after {gb((len(rates) - LAST) * WINDOW)}"
     slow = found(
@@ -71,7 +73,7 @@ def _fallen(daemon: SwapDaemon, rates: Sequence[float]) -> Found:
         sustained_read_mixed=rate_of("store read while writing, sustained", "B/s", [pace.reading for pace in mixed], note),
         sustained_write_mixed=rate_of("store write while reading, sustained", "B/s", [pace.writing for pace in mixed], note),
     )
-    return slow + Found(figures={"burst_bytes": burst_windows(rates) * WINDOW})  # written before it fell
+    return slow + Found(figures={"burst_bytes": burst_windows(rates) * WINDOW})  # bytes written before the fall
 
 
 def settled(rates: Sequence[float]) -> bool:
@@ -89,7 +91,7 @@ def held(rates: Sequence[float]) -> bool:
 
 
 def burst_windows(rates: Sequence[float]) -> int:
-    """Counts the windows written before the rate fell for good; 0 where it did not."""
+    """Returns the number of windows written before the rate fell for good; 0 if it did not."""
     if not settled(rates):
         return 0
     between = (statistics.median(rates[:LAST]) + statistics.median(rates[-LAST:])) / 2

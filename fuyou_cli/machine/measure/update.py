@@ -1,4 +1,4 @@
-"""Measures the update: AdamW on more and more threads, and beside a training step, as a run on device cpu has it."""
+"""Measures the update: AdamW on more and more threads, and beside a training step, as in a run on device cpu."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .findings import Found, Rate, each, rate_of, repeated, seconds_of
 ADAMW_BYTES_PER_PARAMETER = 26  # bfloat16: 14 read, 12 written
 ADAMW_PARAMETERS = 1 << 23  # per thread: 117 MB, larger than the caches
 ADAMW_PASSES = 4  # one repeat
-ADAMW_MEMORY = GiB // 2  # all threads together, more on a machine that has it
+ADAMW_MEMORY = GiB // 2  # bytes of all threads together; more on a machine with more memory
 ADAMW_MOST_MEMORY = 2 * GiB
 ARENA_PER_PARAMETER = 14
 
@@ -24,7 +24,7 @@ Share = Callable[[], object]
 
 
 def measure_adamw(cores: int, *, repeats: int, available: int = 0) -> Found:
-    """Measures bytes/s of 1, 2, 4, ... threads together, of the update's own kernel, on more of them where memory allows."""
+    """Measures bytes/s of 1, 2, 4, ... threads together, running the update's own kernel, on as many as memory allows."""
     memory = max(ADAMW_MEMORY, min(ADAMW_MOST_MEMORY, available // 16))
     each_needs = ADAMW_PARAMETERS * ARENA_PER_PARAMETER
     powers = [1 << power for power in range(max(1, cores).bit_length())]
@@ -42,7 +42,7 @@ def measure_adamw(cores: int, *, repeats: int, available: int = 0) -> Found:
 
 
 def _passes(pool: ThreadPoolExecutor, shares: list[Share], repeats: int) -> list[float]:
-    """Times each repeat; a first pass is not counted."""
+    """Times each repeat. A first pass is not counted."""
 
     def work(passes: int) -> None:
         for _ in range(passes):
@@ -54,7 +54,7 @@ def _passes(pool: ThreadPoolExecutor, shares: list[Share], repeats: int) -> list
 
 
 def measure_shared(step: Callable[[], object], flops: float, *, seconds: float, note: str) -> Found:
-    """Measures what share of their rates an update thread and a step of `flops` keep when both run, for `seconds` each."""
+    """Measures what share of their rates an update thread and a step of `flops` keep when both run, `seconds` each."""
     amount = float(ADAMW_PARAMETERS * ADAMW_BYTES_PER_PARAMETER)
     with Arena(ADAMW_PARAMETERS * ARENA_PER_PARAMETER) as arena:
         share = _share(arena.view, 0)
@@ -84,7 +84,7 @@ def _kept(beside: list[float], alone: list[float]) -> float:
 
 
 def _until(over: threading.Event, action: Callable[[], object]) -> list[float]:
-    """Times each turn until `over`; one at least."""
+    """Times each turn until `over`; at least one."""
     taken = [seconds_of(action)]
     while not over.is_set():
         taken.append(seconds_of(action))
@@ -92,7 +92,7 @@ def _until(over: threading.Event, action: Callable[[], object]) -> list[float]:
 
 
 def _share(view: Callable[[int, int], memoryview], number: int) -> Share:
-    """Makes one thread's update over its own part of the arena, gradients filled."""
+    """Makes one thread's update over its own part of the arena, with gradients filled in."""
     import torch
 
     from fuyou_cli.swap import kernels

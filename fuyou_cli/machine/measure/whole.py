@@ -1,6 +1,6 @@
 """Measures the machine: arithmetic, stages of a few widths, the store, AdamW, and AdamW beside a training step.
 
-Every figure is the median of a few repeats, with the least and the greatest beside it. torch is imported inside functions.
+Every figure is the median of a few repeats, with the least and the greatest. torch is imported inside functions.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from .findings import DTYPES, Found, Rate, each, rate_of, seconds_of
 if TYPE_CHECKING:
     import torch
 
-MATMUL_SECONDS = 0.12  # of one repeat
-REPEAT_SECONDS = 1.5  # of all repeats of one thing: a busy machine gets fewer
-SHARED_QUICK_SECONDS, SHARED_FULL_SECONDS = 0.6, 4.0  # of training steps beside an update
+MATMUL_SECONDS = 0.12  # seconds of one repeat
+REPEAT_SECONDS = 1.5  # seconds of all repeats of one thing: a busy machine gets fewer
+SHARED_QUICK_SECONDS, SHARED_FULL_SECONDS = 0.6, 4.0  # seconds of training steps beside an update
 SHARED_WIDTH = 1024
 
 Progress = Callable[[str], None]
@@ -36,7 +36,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchReport:
-    """Holds all that `fuyou bench` found."""
+    """Holds everything that `fuyou bench` found."""
 
     profile: HardwareProfile
     rates: tuple[Rate, ...]
@@ -46,7 +46,7 @@ class BenchReport:
     written_bytes: int
 
     def with_found(self, found: Found) -> BenchReport:
-        """Adds what was found: its figures replace those of the profile, rates of stages come beside those it has."""
+        """Adds results: figures replace those of the profile, rates of stages are added to it."""
         stages = merged_rates(self.profile.stage_rates, found.stage_rates)
         return replace(
             self,
@@ -58,14 +58,15 @@ class BenchReport:
 
 
 def measure(*directories: Path, quick: bool, device: str = "auto", progress: Progress = lambda _: None) -> BenchReport:
-    """Measures everything. `progress` hears what is being measured. `device` is auto, cpu or cuda.
+    """Measures everything. `progress` gets the name of what is being measured. `device` is auto, cpu or cuda.
 
-    Quick: under 15 s, at most 2 GB written. Raises UsageError when the device or a directory cannot be used."""
+    Quick: under 15 s, at most 2 GB written. Raises UsageError if the device or a directory cannot be used.
+    """
     begin = time.monotonic()
     progress("starting torch")
     target = device_named(device)
     facts = _facts_as_in_runs(directories)
-    process = probe.process_bytes()  # before a device's driver is part of it
+    process = probe.process_bytes()  # before it holds a device's driver
     name, memory = card() if target.type == "cuda" else (cpu_name(), 0)
     facts = replace(
         facts,
@@ -77,7 +78,7 @@ def measure(*directories: Path, quick: bool, device: str = "auto", progress: Pro
         measured=date.today().isoformat(),
         sources=(f"fuyou bench, {'quick' if quick else 'full'}",),
     )
-    settle_for_training()  # stages find their memory here as they do in a run
+    settle_for_training()  # stages get their memory as in a run
     report = BenchReport(profile=facts, rates=(), notes=(), quick=quick, seconds=0.0, written_bytes=0)
     report = report.with_found(_measured(facts, target, directories, quick=quick, progress=progress))
     return replace(report, seconds=time.monotonic() - begin)
@@ -114,7 +115,7 @@ def _measured(
 
 
 def _arithmetic(matmul: dict[Dtype, Rate], step: float) -> Found:
-    """Rates matrix products. `step`: what compute really gets, by a layer's forward, recompute and backward."""
+    """Rates matrix products. `step` is what compute really gets, by a layer's forward, recompute and backward."""
     slow = "bfloat16 is slower than float32 here: the processor has no instructions for it"
     return Found(
         figures={"matmul_flops": min(matmul["bfloat16"].value, step)},
@@ -124,16 +125,17 @@ def _arithmetic(matmul: dict[Dtype, Rate], step: float) -> Found:
 
 
 def _facts_as_in_runs(directories: tuple[Path, ...]) -> HardwareProfile:
-    """Returns what is known without measuring, and holds torch to as many threads as a plan has cores for."""
+    """Returns what is known without measuring, and limits torch to the threads that a plan has cores for."""
     import torch
 
-    facts = assumed_hardware(*directories)  # torch counts all cores, whatever share a quota leaves
+    facts = assumed_hardware(*directories)  # torch counts all cores and ignores quotas
     torch.set_num_threads(min(torch.get_num_threads(), facts.cores))
     return facts
 
 
 def _layer_step(target: torch.device, rate: float, seconds: float) -> tuple[Callable[[], None], float, str]:
-    """Makes a step of a bfloat16 layer that gets about `rate` alone, to measure beside: the step, its FLOPs and what it is."""
+    """Makes a step of a bfloat16 layer that gets about `rate` alone, to measure beside. Returns the step, its FLOPs and a
+    note."""
     from .stages import LAYER_FLOPS, affordable_tokens, small_stage
 
     tokens = affordable_tokens(LAYER_FLOPS * SHARED_WIDTH**2, rate, seconds / 4)
@@ -148,14 +150,14 @@ def _layer_step(target: torch.device, rate: float, seconds: float) -> tuple[Call
 
 
 def measure_matmul(device: torch.device, dtype: Dtype, *, repeats: int) -> Rate:
-    """Measures FLOP/s of square matrix products, of the largest of a few sizes that is quick enough."""
+    """Measures FLOP/s of square matrix products, the largest of a few sizes that is quick enough."""
     import torch
 
     for size in (4096, 8192) if device.type == "cuda" else (512, 1024, 2048, 4096):
         a = torch.rand(size, size, device=device, dtype=getattr(torch, dtype))
         product = partial(torch.mm, a, a)
         seconds_of(product, device)  # not counted
-        if seconds_of(product, device) * 8 > MATMUL_SECONDS:  # the next size would take eight times as long
+        if seconds_of(product, device) * 8 > MATMUL_SECONDS:  # the next size takes eight times as long
             break
     taken = _times(product, device, repeats)
     threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
@@ -163,7 +165,7 @@ def measure_matmul(device: torch.device, dtype: Dtype, *, repeats: int) -> Rate:
 
 
 def _times(action: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
-    """Times each repeat, after one that is not counted: fewer than `repeats` when they take long, but never none."""
+    """Times each repeat after one that is not counted: at most `repeats`, fewer if they take long, at least one."""
     taken: list[float] = []
     while len(taken) <= 1 or (len(taken) <= repeats and sum(taken) < REPEAT_SECONDS):
         taken.append(seconds_of(action, device))
@@ -171,12 +173,12 @@ def _times(action: Callable[[], object], device: torch.device, repeats: int) -> 
 
 
 def device_named(name: str) -> torch.device:
-    """Finds the device that `auto`, `cpu` or `cuda` names. Raises UsageError where there is none."""
+    """Finds the device that `auto`, `cpu` or `cuda` names. Raises UsageError if there is none."""
     import torch
-    from transformers.models.llama import modeling_llama  # noqa: F401 - counted in the process's memory, as in a run
+    from transformers.models.llama import modeling_llama  # noqa: F401 - part of the process's memory, as in a run
 
     if name not in ("auto", "cpu", "cuda"):
-        raise UsageError(f"there is no device {name!r} to measure", hint="auto, cpu or cuda")
+        raise UsageError(f"unknown device {name!r}", hint="use auto, cpu or cuda")
     if name == "cuda" and not torch.cuda.is_available():
-        raise UsageError("torch finds no CUDA device here", hint="use device cpu")
+        raise UsageError("torch finds no CUDA device on this machine", hint="use --device cpu")
     return torch.device("cpu" if name == "cpu" or not torch.cuda.is_available() else "cuda")
