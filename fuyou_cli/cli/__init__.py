@@ -1,1 +1,1 @@
-"""Run commands and render what they say (layer 8)."""
+"""Runs commands and renders their output (layer 8)."""

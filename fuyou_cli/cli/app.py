@@ -1,4 +1,4 @@
-"""Define the `fuyou` command. Each command imports only what it needs, so that --help stays quick."""
+"""Defines the `fuyou` command. Each command imports only what it needs, so that --help is fast."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def finetune(
     if dry_run and plan_file is not None:
         raise UsageError("--dry-run and --plan cannot be used together", hint="to see a plan: fuyou plan RECIPE")
     if dry_run and trace is not None:
-        raise UsageError("--dry-run and --trace cannot be used together", hint="a trace is of steps that ran")
+        raise UsageError("--dry-run and --trace cannot be used together", hint="a trace needs steps that ran")
     loaded = _load(recipe, overrides)
     if dry_run:
         return _plan(loaded, dry_run=True, calibrated=calibrated, verbose=verbose)
@@ -146,7 +146,7 @@ def plan(
 ) -> None:
     """Show what a run needs, and whether it fits.
 
-    Shows what rests where and how long a step takes; where it does not fit, the smallest changes that help. Trains nothing. The
+    Shows where everything is kept and how long a step takes; if it does not fit, the changes that help. Trains nothing. The
     first plan on a machine measures it (about a minute). Exit code 3 when the run does not fit.
     """
     _plan(
@@ -178,17 +178,17 @@ def bench(
     batch: Annotated[
         str | None, typer.Option(metavar="8,16,...", help="With --model: batch sizes.", show_default=False)
     ] = None,
-    minutes: Annotated[float, typer.Option(help="With --model: whole runs that take longer are extrapolated.")] = 10.0,
+    minutes: Annotated[float, typer.Option(help="With --model: extrapolate runs that take longer.")] = 10.0,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="With --model: a chart.", show_default=False)] = None,
     trace: Trace = None,
 ) -> None:
     """Measure this machine, or with --model how fast it trains.
 
-    Measures matrix products, layers, the drive and the update. Later plans use the result. With --model a few steps are trained
-    on random weights and tokens, by the same steps as `fuyou finetune`; nothing is left behind.
+    Measures matrix products, layers, the drive and the update. Later plans use the result. With --model it trains a few steps
+    on random weights and tokens, with the same code as `fuyou finetune`, and leaves nothing behind.
     """
     if model is not None:
-        words = [] if recipe is None else [recipe]  # there is no recipe beside --model
+        words = [] if recipe is None else [recipe]  # --model takes no recipe
         _bench_model(model, [*words, *(overrides or [])], batch, minutes, directory, json_output, svg, trace)
         return
     if batch is not None or svg is not None or trace is not None:
@@ -224,7 +224,7 @@ def validate(
 def schema() -> None:
     """Print the JSON Schema of recipes, for editors.
 
-    Write it to a file, and name that in a recipe's first line, `# yaml-language-server: $schema=FILE`: then the editor
+    Write it to a file, and name the file in a recipe's first line: `# yaml-language-server: $schema=FILE`. The editor then
     completes keys and marks mistakes.
     """
     from .recipes_cmd import run_schema
@@ -239,7 +239,7 @@ def doctor(
 ) -> None:
     """Check this machine.
 
-    Shows what works, what does not, and what to do about it. Exit code 1 when something needs to be done.
+    Shows what works, what does not, and how to fix it. Exit code 1 if something must be fixed.
     """
     from .doctor import run_doctor
 
@@ -257,8 +257,8 @@ def report(
 ) -> None:
     """Show what a run did.
 
-    Loss, learning rate and speed over the steps, memory, the ssd and its wear, predicted beside measured. Also of a run that
-    goes on.
+    Shows loss, learning rate and speed over the steps, memory, the ssd and its wear, and predictions next to measurements.
+    Works during a run too.
     """
     from .report_command import run_report
 
@@ -272,7 +272,7 @@ def export(
     overrides: Overrides = None,
     dtype: Annotated[
         Literal["bfloat16", "float32"] | None,
-        typer.Option(help="Of the weights (default: the recipe's, or what the run computed in)."),
+        typer.Option(help="Type of the weights (default: the recipe's, or what the run computed in)."),
     ] = None,
 ) -> None:
     """Write a trained model for transformers.
@@ -355,12 +355,12 @@ _BadUsage: type[Exception] = typer.BadParameter.__bases__[0]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command and exit with its code. Shows no traceback unless FUYOU_DEBUG asks for it."""
+    """Runs a command and exits with its code. Shows a traceback only if FUYOU_DEBUG asks for it."""
     prepare_streams()
     sys.excepthook = error_screen.excepthook
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        # not app(...): that puts an exception hook of its own over ours
+        # not app(...): it would replace our exception hook with its own
         command = typer.main.get_command(app)
         code = command.main(args=words, prog_name="fuyou", standalone_mode=False) or 0
         sys.stdout.flush()
@@ -369,7 +369,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except _BadUsage as error:
         code = _usage(error, words)
     except OSError as error:
-        if error.errno == errno.EPIPE and not hasattr(error, "__notes__"):  # the reader (head, less) has seen enough
+        if error.errno == errno.EPIPE and not hasattr(error, "__notes__"):  # the reader (head, less) has closed the pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = error_screen.FAILED
         else:

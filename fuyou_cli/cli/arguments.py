@@ -12,7 +12,7 @@ _OVERRIDES_HELP = "Change keys of the recipe, e.g. optimizer.lr=3e-6; key=null c
 
 
 def complete_recipe(incomplete: str) -> list[str]:
-    """List shipped recipes, and the recipes here, for the shell."""
+    """Lists shipped recipes and the recipes in this folder, for shell completion."""
     from fuyou_cli.recipe.shipped import shipped_recipes
 
     here = (str(path) for pattern in ("*.yaml", "*.yml") for path in Path().glob(pattern))
@@ -20,7 +20,7 @@ def complete_recipe(incomplete: str) -> list[str]:
 
 
 def complete_key(incomplete: str) -> list[str]:
-    """List keys of a recipe, for the shell."""
+    """Lists the keys of a recipe, for shell completion."""
     from fuyou_cli.recipe.suggest import known_keys
 
     keys = known_keys()
@@ -35,11 +35,9 @@ OptionalRecipe = Annotated[str | None, typer.Argument(help=_RECIPE_HELP, show_de
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="key=value", help=_OVERRIDES_HELP, show_default=False, autocompletion=complete_key)
 ]
-Calibrated = Annotated[bool, typer.Option("--calibrated", help="Use the rates that the latest run on this machine showed.")]
+Calibrated = Annotated[bool, typer.Option("--calibrated", help="Use the rates that the last run on this machine showed.")]
 Trace = Annotated[
     Path | None,
-    typer.Option(
-        "--trace", metavar="FILE", help="Write what was busy when in the newest steps, for ui.perfetto.dev.", show_default=False
-    ),
+    typer.Option("--trace", metavar="FILE", help="Write a trace of the newest steps, for ui.perfetto.dev.", show_default=False),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Write the result as JSON.")]

@@ -1,4 +1,4 @@
-"""Run `fuyou bench`: measure this machine, print what was found, and keep it for the plans to come."""
+"""Runs `fuyou bench`: measures this machine, prints the results, and keeps them for later plans."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Progress = Callable[[str], None]
 
 
-@like_ctrl_c()  # so that its files go, however it is ended
+@like_ctrl_c()  # so that its files are removed however it ends
 def run_bench(
     directory: Path | None,
     *,
@@ -43,12 +43,11 @@ def run_bench(
     yes: bool = False,
     out: Console | None = None,
 ) -> BenchReport | None:
-    """Measure in `directory` (default: the recipe's store folders, as one striped store, else where stores go unless a recipe
-    says, else here) and print to `out`, as a table or as one JSON object. A recipe's own block and head are measured beside
-    the rest.
+    """Measures and prints to `out`, as a table or one JSON object. A recipe adds its own block and head.
 
-    The profile is kept for the plans to come. What is being measured appears on stderr, on one line that is gone at the end,
-    if that is a terminal. None when `sustained` writing was not agreed to: then nothing is measured.
+    Measures in `directory`; by default in the recipe's store folders as one striped store, else in the default store folder,
+    else here. Keeps the profile for later plans. On a terminal, stderr shows what is being measured on one line that disappears
+    at the end. Returns None if the user does not agree to `sustained` writing: then nothing is measured.
     """
     out, recipe = out or result_console(), loaded.recipe if loaded is not None else None
     places = _places(directory, recipe)
@@ -78,16 +77,16 @@ def run_bench(
 
 
 def _beside_others(report: BenchReport, cores: float) -> BenchReport:
-    """Say what was measured beside others, here and in every plan made with it."""
+    """Notes, here and for all later plans, that other programs were running during the measurement."""
     report = replace(report, profile=replace(report.profile, others_cores=cores))
     if not are_busy(cores):
         return report
-    note = f"others used {cores:.1f} cores meanwhile: the machine alone may be faster; measure again when it is quiet"
+    note = f"other programs used {cores:.1f} cores meanwhile, so the machine may be faster: measure again when it is idle"
     return replace(report, notes=(*report.notes, note))
 
 
 def _with_recipe(places: tuple[Path, ...], recipe: Recipe, *, quick: bool, device: str, progress: Progress) -> BenchReport:
-    """Measure a recipe's stages as well; what can be wrong with it is found before anything is measured."""
+    """Measures a recipe's stages too. Finds errors in the recipe before anything is measured."""
     from fuyou_cli.engine.devices.cuda import free_memory
     from fuyou_cli.machine.measure.recipe_stages import measure_recipe
     from fuyou_cli.training.plan_step import anatomy_of
@@ -109,24 +108,24 @@ def _with_sustained(report: BenchReport, places: tuple[Path, ...], progress: Pro
 
 
 def _drives_of(places: tuple[Path, ...]) -> int:
-    """Count the drives, each with a fast region of its own; one where the file system hides them."""
+    """Counts the drives, each with its own fast region; one if the file system hides them."""
     return max(1, len(drives.drives_under(*places)))
 
 
 def _agreed(places: tuple[Path, ...], yes: bool) -> bool:
-    """Say what sustained writing costs, and ask. Raises UsageError where there is nobody to ask."""
+    """Tells what sustained writing costs, and asks. Raises UsageError if nobody can be asked."""
     from fuyou_cli.machine.measure.sustained import most_written
 
     most = most_written(probe.striped_space(*places), _drives_of(places))
     rated = sum(drive.rated_bytes for drive in drives.drives_under(*places))
-    share = f", {100 * most / rated:.3f} % of what its drives are rated for" if rated else ""
+    share = f", {100 * most / rated:.3f} % of its drives' rated writes" if rated else ""
     named = f"{', '.join(map(str, places))}{share}"
     write_status(f"--sustained writes until the rate settles: up to {gb(most)} to {named}. The files are removed.")
     return agreed(f"Write up to {gb(most)}?", yes=yes, otherwise="nothing was measured")
 
 
 def _places(directory: Path | None, recipe: Recipe | None) -> tuple[Path, ...]:
-    """Name the folders a store is striped over."""
+    """Names the folders that a store is striped over."""
     if directory is not None:
         return (folder(directory, key="--dir"),)
     if recipe is not None:

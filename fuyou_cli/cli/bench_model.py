@@ -1,4 +1,4 @@
-"""Run `fuyou bench --model`: how fast this machine trains a model of these shapes, without its weights or data."""
+"""Runs `fuyou bench --model`: measures how fast this machine trains a model of given shapes, without weights or data."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelBenchOptions:
-    """Hold what the command line says. `model`: a named shape, or a recipe; `minutes`: of a whole run at most."""
+    """Holds the options of the command line. `model` is a named shape or a recipe; `minutes` is the longest whole run."""
 
     model: str
     overrides: Sequence[str]
-    batch_sizes: tuple[int, ...]  # empty: as the recipe says, twice and four times that
+    batch_sizes: tuple[int, ...]  # empty: the recipe's batch size, twice it and four times it
     minutes: float
     directory: Path | None
     json_output: bool
@@ -43,19 +43,19 @@ class ModelBenchOptions:
 
 
 def parsed_batch_sizes(text: str | None) -> tuple[int, ...]:
-    """Read "8,16,32"."""
+    """Parses "8,16,32"."""
     try:
         sizes = tuple(int(size) for size in text.split(",")) if text else ()
     except ValueError:
         sizes = (0,)
     if any(size < 1 for size in sizes):
-        raise UsageError(f"--batch: {text} is no list of batch sizes", hint="write them as in --batch 8,16,32")
+        raise UsageError(f"--batch: {text} is not a list of batch sizes", hint="write it as --batch 8,16,32")
     return sizes
 
 
-@like_ctrl_c()  # so that its files go, however it is ended
+@like_ctrl_c()  # so that its files are removed however it ends
 def run_model_bench(options: ModelBenchOptions) -> None:
-    """Measure, and print a table or one JSON object; --svg and --trace write files."""
+    """Measures, and prints a table or one JSON object. --svg and --trace write files."""
     from fuyou_cli.training.modelbench.synthetic import NAMES
     from fuyou_cli.training.trace import Trace
 
@@ -92,7 +92,7 @@ def _swept(options: ModelBenchOptions, load: Loaded, config: PreTrainedConfig, p
 
 @contextmanager
 def _store(places: Sequence[Path]) -> Iterator[str]:
-    """Make folders for one store, one on each drive; they are gone at the end."""
+    """Makes folders for one store, one on each drive, and removes them at the end."""
     with ExitStack() as stack:
         folders = [stack.enter_context(scratch_folder(place)) for place in places]
         yield f"offload.dir=[{', '.join(map(str, folders))}]"
@@ -118,7 +118,7 @@ def _place(places: Sequence[Path], scratch: Path, trace: Any) -> Place:
 
 
 def _store_places(options: ModelBenchOptions, *, named: bool) -> tuple[Path, ...]:
-    """Name the folders that the store is striped over."""
+    """Names the folders that the store is striped over."""
     if options.directory is not None:
         return (folder(options.directory, key="--dir"),)
     if named:
@@ -127,7 +127,7 @@ def _store_places(options: ModelBenchOptions, *, named: bool) -> tuple[Path, ...
 
 
 def _ours(scratch: Path) -> list[str]:
-    """Return overrides: a short run that leaves nothing where others look."""
+    """Returns overrides for a short run that leaves nothing behind elsewhere."""
     from fuyou_cli.training.modelbench.measured import STEPS
 
     return [
@@ -146,7 +146,7 @@ def _named(options: ModelBenchOptions, scratch: Path) -> tuple[Loaded, PreTraine
 
     path = write_recipe(scratch)
     config = named_config(options.model.lower())
-    config.save_pretrained(scratch / "model")  # where the recipe has it: measuring a new machine looks there
+    config.save_pretrained(scratch / "model")  # the recipe names this folder: measuring a new machine reads it
     return _loader(str(path), options, scratch), config
 
 
@@ -174,7 +174,7 @@ def _loaded(recipe: str, overrides: Sequence[str]) -> LoadedRecipe:
 
 
 def _can_be_written(path: Path | None) -> None:
-    """Refuse the chart's file before anything is measured."""
+    """Refuses an unwritable chart file before anything is measured."""
     try:
         if path is not None:
             path.open("ab").close()

@@ -1,8 +1,8 @@
-"""Run `fuyou clean`: remove the store files a manifest names, and nothing else.
+"""Runs `fuyou clean`: removes the store files that a manifest names, and nothing else.
 
-A store is `<folder>/<run>/manifest.json` with `{"fuyou_store": VERSION, "files": [...]}`, the first of which lies beside it: a
-copy of a store names the files of another. Its files lie in folders named `<run>`, one per drive it is striped over, each with
-a part file that says so, and have names that a run gives. No folder is ever removed.
+A store is `<folder>/<run>/manifest.json` with `{"fuyou_store": VERSION, "files": [...]}`. The first file lies beside the
+manifest: a copied manifest names the files of another store. The files lie in folders named `<run>`, one per drive, each with a
+part file that names the store, and carry file names that a run gives. No folder is ever removed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .console import agreed, write_result, write_status
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Remnant:
-    """Name a file that may go; the disk it takes may change while it is still being written to."""
+    """Names a file that may be removed. Its size on disk may change while a run still writes to it."""
 
     path: Path
     taken: int = field(compare=False)
@@ -38,17 +38,17 @@ class Remnant:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreFiles:
-    """List what a manifest names. Nothing of a store with refusals is removed."""
+    """Lists what a manifest names. If `refused` is not empty, nothing of the store is removed."""
 
     manifest: Path
-    digest: str = ""  # of what the manifest says
+    digest: str = ""  # of the manifest's content
     files: tuple[Remnant, ...] = ()
     missing: int = 0
     refused: tuple[str, ...] = ()
 
 
 def run_clean(directory: Path, *, yes: bool) -> None:
-    """Show the stores in `directory` and remove their files, once somebody agreed. Raises FuyouError where one is left."""
+    """Shows the stores in `directory` and removes their files if the user agrees. Raises FuyouError if a store is left."""
     stores = [read_store(manifest) for manifest in find_manifests(directory)]
     unnamed = find_unnamed(directory, stores)
     for store in stores:
@@ -62,13 +62,13 @@ def run_clean(directory: Path, *, yes: bool) -> None:
         freed = sum(remove_store(store) for store in removable)
         write_result(f"removed {gib(freed)} ({freed:,} bytes)")
     if len(removable) < len(stores):
-        raise FuyouError(f"{len(stores) - len(removable)} of {len(stores)} stores were left as they are, see above")
+        raise FuyouError(f"{len(stores) - len(removable)} of {len(stores)} stores were not removed, see above")
     if not stores:
         raise UsageError(f"no store under {directory}: no {MANIFEST} in it or one level below")
 
 
 def find_manifests(directory: Path) -> list[Path]:
-    """Find the manifest of the folder itself when it is a store, else those of the stores in it."""
+    """Finds the manifest of the folder itself if it is a store, otherwise those of the stores in it."""
     if not directory.is_dir():
         raise UsageError(f"{directory} is not a folder")
     own = directory / MANIFEST
@@ -78,7 +78,7 @@ def find_manifests(directory: Path) -> list[Path]:
 
 
 def find_unnamed(directory: Path, stores: Sequence[StoreFiles]) -> list[Path]:
-    """Find files that look like a store's, in the folder or one level below, and that none of these stores names."""
+    """Finds files that look like a store's, in the folder or one level below, but that none of these stores names."""
     named = {file.path for store in stores for file in store.files}
     found = [directory / STORE_FILE, *sorted(directory.glob(f"*/{STORE_FILE}"))]
     beside = (path for path in found if path.is_file() and not path.is_symlink() and not (path.parent / MANIFEST).is_file())
@@ -86,7 +86,7 @@ def find_unnamed(directory: Path, stores: Sequence[StoreFiles]) -> list[Path]:
 
 
 def read_store(manifest: Path) -> StoreFiles:
-    """Look at what the manifest names, without following a link."""
+    """Looks at what the manifest names, without following links."""
     if manifest.is_symlink() or manifest.parent.is_symlink():
         return StoreFiles(manifest=manifest, refused=("the store's folder or manifest is a symbolic link",))
     try:
@@ -112,8 +112,8 @@ def _printable(name: str) -> str:
 
 
 def _named(manifest: Path, content: dict[str, Any]) -> tuple[set[str], list[str]]:
-    """Return the files that were there for certain, and all of them, each once. Raises UsageError where the manifest cannot be
-    believed. Every version so far lists its files the same way: stores of older ones can go as well."""
+    """Returns the files that certainly existed, and all files, each once. Raises UsageError if the manifest cannot be
+    trusted. Every version lists its files the same way, so stores of older versions can be removed too."""
     version = content.get("fuyou_store")
     if type(version) is not int or not 1 <= version <= VERSION:
         raise UsageError(f"not the manifest of a fuyou store of version 1 to {VERSION}")
@@ -136,36 +136,37 @@ def _look(name: str, home: Path, content: dict[str, Any]) -> Remnant | str | Non
         if reason := _foreign(path.parent, home, content):
             return reason
         if not is_written(path):
-            return "not called as any file of a run is"
+            return "not a file name that a run uses"
         status = path.lstat()
     except FileNotFoundError:
         return None
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13
-        return getattr(error, "strerror", None) or "cannot be looked at"
+        return getattr(error, "strerror", None) or "cannot be read"
     if not stat.S_ISREG(status.st_mode):
         return "a symbolic link or not a file"
-    if status.st_nlink > 1 and path.name not in (MANIFEST, *BESIDE):  # to which a run gives second names
+    if status.st_nlink > 1 and path.name not in (MANIFEST, *BESIDE):  # a run gives these second names
         return "has a second name (hard link)"
     return Remnant(path=path, taken=status.st_blocks * 512 // status.st_nlink)
 
 
 def _foreign(folder: Path, home: Path, content: dict[str, Any]) -> str:
-    """Say why no file of the store `home` can lie in the folder, or may be taken for gone; empty where one may be in it."""
+    """Tells why the folder cannot hold a file of the store `home`, or why a missing file may not count as removed. Empty if
+    all is well."""
     above = folder.parent if folder.name == COMPANIONS and not folder.is_symlink() else folder
     if is_same_folder(above, home):
         return ""
     if folder.name != home.name or folder.is_symlink():
         return f"not in a folder named {home.name}"
-    if not folder.exists():  # folders stay where files are removed: what was in it would be nobody's
-        return "its folder is not there: mount its drive; where that is lost for good, remove the rest by hand"
+    if not folder.exists():  # removing files keeps the folder, so a missing folder is an unmounted drive
+        return "its folder is missing: mount its drive; if the drive is lost, remove the other files by hand"
     part, is_loading = read_part(folder), content.get("state") == "loading"
     if part is None and not (folder / PART_FILE).exists() and (is_loading or not (folder / STORE_FILE).exists()):
-        return ""  # a run was killed before it wrote that, or this was interrupted after it was removed
+        return ""  # the run was killed before it wrote the part file, or an earlier `clean` was interrupted after removing it
     # A run that starts over names itself before it claims the folders anew, which were this store's before. Older stores name
     # no run.
     is_its_own = part is not None and (is_loading or content.get("run") in (None, part.run))
     if part is None or not is_its_own or not is_same_folder(part.first, home):
-        return f"no {PART_FILE} beside it says that it is of this store"
+        return f"no {PART_FILE} beside it says that it belongs to this store"
     return ""
 
 
@@ -180,22 +181,23 @@ def _show(store: StoreFiles) -> None:
 
 
 def _show_unnamed(file: Path) -> None:
-    """Show a store's file without its manifest, which is not removed: whether a run needs it is not known here."""
+    """Shows a store file that has no manifest. It is not removed, because a run may still need it."""
     taken, part = file.stat().st_blocks * 512, read_part(file.parent)
     if part is not None and part.index:
         why = (
             f"part {part.index + 1} of {part.count} of the store in {_printable(part.first)}: name that one, or mount its drive"
         )
     else:
-        why = f"its run was killed as it began, or goes on from {BEFORE}: run its recipe again, or remove the file by hand"
+        why = f"its run was killed at its start, or continues from {BEFORE}: run its recipe again, or remove the file by hand"
     write_status(f"{file.parent}\n  {gib(taken):>12}  {file}  ({taken:,} bytes)")
-    write_status(f"  left as it is, for no {MANIFEST} names it: {why}")
+    write_status(f"  not removed, because no {MANIFEST} names it: {why}")
 
 
 def remove_store(store: StoreFiles) -> int:
-    """Remove files first, the manifest last, so that an interrupted removal can be repeated. Returns the bytes freed.
+    """Removes the files first and the manifest last, so that an interrupted removal can be repeated. Returns the bytes freed.
 
-    Raises FuyouError when a run has the store open, or had it since it was read."""
+    Raises FuyouError if a run has the store open, or has changed it since it was read.
+    """
     with ExitStack() as held:
         _hold([store.manifest, *(file.path for file in store.files)], held)
         if read_store(store.manifest) != store:
@@ -207,7 +209,7 @@ def remove_store(store: StoreFiles) -> int:
 
 
 def _hold(paths: Sequence[Path], held: ExitStack) -> None:
-    """Lock what a run would have locked; a file of two names once."""
+    """Takes the lock that a run would hold, once for a file with two names."""
     known: set[tuple[int, int]] = set()
     for path in paths:
         try:
@@ -227,4 +229,4 @@ def _hold(paths: Sequence[Path], held: ExitStack) -> None:
 
 
 def _changed(path: Path) -> FuyouError:
-    return FuyouError(f"{path} has changed since it was listed: it was left as it is", hint="run the same command again")
+    return FuyouError(f"{path} has changed since it was listed, so it was not removed", hint="run the same command again")

@@ -1,8 +1,8 @@
-"""Send results to stdout, everything else to stderr.
+"""Writes results to stdout and everything else to stderr.
 
-Plain lines are written here without Rich, whose import takes 40 ms; tables and progress ask for a Rich console. Control
-characters of text from outside are spelt out (`core/printable`), so that it cannot drive the terminal. A stderr that cannot be
-written to is ignored: a closed pipe or a lost terminal must not end a run of days.
+Plain lines are written without Rich, whose import takes 40 ms; tables and progress ask for a Rich console. Control characters
+in outside text are spelt out (`core/printable`), so that the text cannot control the terminal. A stderr that cannot be written
+to is ignored: a closed pipe or a lost terminal must not end a long run.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _PLAIN_WIDTH = 100  # columns when the output is not a terminal
 
 
 def write_result(text: str) -> None:
-    """Write a line of the result to stdout."""
+    """Writes a line of the result to stdout."""
     print(one_line(text), file=sys.stdout)
 
 
 def write_document(text: str) -> None:
-    """Write several lines to stdout: a recipe, or JSON."""
+    """Writes several lines to stdout: a recipe, or JSON."""
     print(printable(text), file=sys.stdout)
 
 
 def write_last_result(text: str) -> None:
-    """Write a line to stdout at the end of finished work, whether or not somebody still reads it."""
+    """Writes a line to stdout at the end of finished work, and ignores a closed stdout."""
     try:
         print(one_line(text), file=sys.stdout, flush=True)
     except OSError:
@@ -41,8 +41,8 @@ def write_last_result(text: str) -> None:
 
 
 def write_status(text: str, *, lead: str = "") -> None:
-    """Write a line to stderr, wrapped on a terminal, behind a `lead` that may be `styled`. Several lines are a drawing: they
-    stay as they are."""
+    """Writes a line to stderr, wrapped on a terminal, after a `lead` that may be `styled`. Text of several lines is a
+    drawing and stays unchanged."""
     text = lead + printable(text)
     try:
         wide = sys.stderr.isatty() and "\n" not in text
@@ -52,13 +52,13 @@ def write_status(text: str, *, lead: str = "") -> None:
 
 
 def _wrapped(text: str, width: int) -> str:
-    """Wrap with continued lines indented by two more; a word longer than a line (a path) is left to the terminal."""
+    """Wraps text and indents continued lines by two more. A word longer than a line (a path) is left to the terminal."""
     indent = text[: len(text) - len(text.lstrip())]
     return textwrap.fill(text, max(width, 20), subsequent_indent=f"{indent}  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _width(stream: TextIO) -> int:
-    """Return COLUMNS where it is set, else the terminal's width, else a page's."""
+    """Returns COLUMNS if set, else the terminal's width, else a page's."""
     asked = os.environ.get("COLUMNS", "")
     if asked.isascii() and asked.isdigit() and int(asked) > 0:
         return int(asked)
@@ -71,29 +71,29 @@ def _width(stream: TextIO) -> int:
 
 
 def write_json(payload: dict[str, Any]) -> None:
-    """Write the result as JSON, with the version of its layout first."""
+    """Writes the result as JSON, with the version of its layout first."""
     write_document(json.dumps({"schema_version": 1, **payload}, indent=2))
 
 
 def result_console() -> Console:
-    """Make a Rich console on stdout; Rich itself obeys NO_COLOR."""
+    """Makes a Rich console on stdout. Rich itself obeys NO_COLOR."""
     return _console(sys.stdout)
 
 
 def status_console() -> Console:
-    """Make a Rich console on stderr."""
+    """Makes a Rich console on stderr."""
     return _console(cast(TextIO, _Lasting(sys.stderr)))
 
 
 def _console(stream: TextIO) -> Console:
     from .render.safe import SafeConsole
 
-    width = None if stream.isatty() else _width(stream)  # a terminal may change its width, and Rich knows COLUMNS
+    width = None if stream.isatty() else _width(stream)  # a terminal's width may change, and Rich follows it and COLUMNS
     return SafeConsole(file=stream, highlight=False, markup=False, width=width)
 
 
 class _Lasting:
-    """Drop everything from the first failed write on."""
+    """Drops everything after the first failed write."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -116,7 +116,7 @@ class _Lasting:
 
 
 def _send_nowhere(stream: TextIO) -> None:
-    """Drop what follows and what the stream still holds, on which Python would fail when it exits."""
+    """Drops further output and the stream's buffer, which Python would otherwise fail to write at exit."""
     try:
         nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
         os.dup2(nowhere, stream.fileno())
@@ -127,24 +127,25 @@ def _send_nowhere(stream: TextIO) -> None:
 
 
 def prepare_streams() -> None:
-    """Replace characters that a terminal cannot encode by question marks, instead of failing."""
+    """Makes streams print a question mark for characters that the terminal cannot encode, instead of failing."""
     for stream in (sys.stdout, sys.stderr):
-        reconfigure = getattr(stream, "reconfigure", None)  # a test's replacement may have none
+        reconfigure = getattr(stream, "reconfigure", None)  # a stream that replaces it in a test may not have one
         if reconfigure is not None:
             reconfigure(errors="replace")
 
 
 def styled(text: str, code: str, stream: TextIO) -> str:
-    """Return `text` with an ANSI style, where `stream` is a terminal that wants colour."""
+    """Returns `text` with an ANSI style if `stream` is a terminal that accepts colour."""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not stream.isatty():
         return text
     return f"\033[{code}m{text}\033[0m"
 
 
 def asked(question: str, *, otherwise: str) -> str:
-    """Ask the person at the terminal for a line; an empty one is `otherwise`. Raises UsageError where there is no terminal."""
+    """Asks the user at the terminal for a line. An empty answer means `otherwise`. Raises UsageError if there is no
+    terminal."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise UsageError("there is no terminal to ask at", hint="say it all by options: see --help")
+        raise UsageError("there is no terminal for questions", hint="give the answers as options: see --help")
     print(f"{one_line(question)}{f' [{otherwise}]' if otherwise else ''}: ", end="", file=sys.stderr, flush=True)
     line = sys.stdin.readline()
     if not line:
@@ -153,12 +154,12 @@ def asked(question: str, *, otherwise: str) -> str:
 
 
 def agreed(question: str, *, yes: bool, otherwise: str) -> bool:
-    """Ask the person at the terminal, unless `yes` says it already. Raises UsageError where there is nobody to ask.
-    `otherwise`: what a no comes to."""
+    """Asks the user at the terminal, unless `yes` is given. `otherwise` is what "no" leads to. Raises UsageError if nobody
+    can be asked."""
     if yes:
         return True
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise UsageError(f"{otherwise}: there is no terminal to ask at", hint="add --yes")
+        raise UsageError(f"{otherwise}: there is no terminal for the question", hint="add --yes")
     print(f"{one_line(question)} [y/N] ", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() in ("y", "yes"):
         return True

@@ -1,4 +1,4 @@
-"""Run `fuyou doctor`: one line for each thing a run depends on, with what to do where it is not right."""
+"""Runs `fuyou doctor`: prints one line for each thing that a run depends on, with the fix if it is not right."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .render.theme import column, endurance, show
 _COLOUR = {"ok": "green", "note": "yellow", "problem": "bold red"}
 _OLDEST = {"torch": (2, 10), "transformers": (5, 17)}
 _REMEDY = {"torch": "pip install 'torch>=2.10'", "transformers": "pip install 'transformers>=5.17,<5.24'"}
-_ROOM = 10 * 10**9  # bytes of disk below which even a small run is tight
+_ROOM = 10 * 10**9  # bytes of disk: with less, even a small run hardly fits
 _LEAST_MEMORY = 768 * MiB  # interpreter, torch and the slots of a small model
 _IN_MEMORY = ("tmpfs", "ramfs")
 _REMOTE = ("nfs", "nfs4", "cifs", "9p", "drvfs", "virtiofs", "vboxsf")
@@ -36,7 +36,7 @@ _REMOTE = ("nfs", "nfs4", "cifs", "9p", "drvfs", "virtiofs", "vboxsf")
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Hold what was found of one thing, and what to do about it. `is_problem`: a run will fail."""
+    """Holds a finding and what to do about it. `is_problem` means that a run will fail."""
 
     name: str
     found: str
@@ -52,7 +52,7 @@ class Check:
 
 
 def run_doctor(directory: Path | None, *, json_output: bool) -> bool:
-    """Print the checks, and return whether nothing is a problem."""
+    """Prints the checks, and returns whether none is a problem."""
     checks = list(examine(directory or Path(os.environ.get("FUYOU_OFFLOAD_DIR") or ".")))
     fine = not any(check.is_problem for check in checks)
     if json_output:
@@ -71,7 +71,7 @@ def run_doctor(directory: Path | None, *, json_output: bool) -> bool:
 
 
 def examine(folder: Path) -> Iterator[Check]:
-    """Yield every check, in the order of the things it is about: software, memory, drive."""
+    """Yields every check in this order: software, memory, drive."""
     system = f"{platform.system()} {platform.release()} {platform.machine()}"
     yield Check("python", f"{platform.python_version()}, {system}, {os.cpu_count()} cores")
     yield _package("torch")
@@ -79,7 +79,7 @@ def examine(folder: Path) -> Iterator[Check]:
     yield from _gpu()
     yield _extension()
     refusal = drives.io_uring_refusal()
-    yield Check("io_uring", refusal or "usable", "a thread pool is used instead; it takes more CPU" if refusal else "")
+    yield Check("io_uring", refusal or "usable", "threads are used instead; they take more CPU" if refusal else "")
     yield from _memory()
     yield from _drive(folder)
     if probe.is_wsl():
@@ -88,7 +88,7 @@ def examine(folder: Path) -> Iterator[Check]:
 
 
 def _package(name: str) -> Check:
-    """Read a package's version without importing it; torch is imported for its build, which takes a second or two."""
+    """Reads a package's version without importing it. torch is imported, for its build, which takes a second or two."""
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -123,7 +123,7 @@ def _gpu() -> Iterator[Check]:
             found = f"{name}, {gib(memory.free)} of {gib(memory.total)} free, driver {driver} for CUDA {knows}"
             yield _gpu_check(index, found, knows, sys.modules.get("torch"))
     except pynvml.NVMLError as error:
-        yield Check("gpu", f"cannot be asked: {error}", "see whether nvidia-smi works here")
+        yield Check("gpu", f"cannot be queried: {error}", "check whether nvidia-smi works")
     finally:
         pynvml.nvmlShutdown()
 
@@ -131,12 +131,12 @@ def _gpu() -> Iterator[Check]:
 def _without_driver(reason: str, root: Path = probe.ROOT) -> Check:
     if drives.has_nvidia_card(root / "sys"):
         advice = "install NVIDIA's driver (nvidia-smi then lists the card); device cpu works without one"
-        return Check("gpu", f"there is one, without a driver ({reason})", advice)
+        return Check("gpu", f"found, but without a driver ({reason})", advice)
     return Check("gpu", f"none ({reason}); device cpu works without one")
 
 
 def _gpu_check(index: int, found: str, knows: str, torch: Any) -> Check:
-    """Judge a card. `knows`: the newest CUDA that the driver runs; `torch`: the module, None where it does not import."""
+    """Judges a GPU. `knows` is the newest CUDA that the driver runs; `torch` is the module, None if it cannot be imported."""
     built = torch.version.cuda if torch is not None else None
     if torch is not None and torch.cuda.is_available():
         advice = ""
@@ -145,12 +145,12 @@ def _gpu_check(index: int, found: str, knows: str, torch: Any) -> Check:
     elif _numbers(built) > _numbers(knows):
         advice = f"torch is built for CUDA {built}, which needs a newer driver; or install a torch for CUDA {knows}"
     else:
-        advice = "torch does not find it: look at CUDA_VISIBLE_DEVICES, and whether nvidia-smi works here"
+        advice = "torch does not find it: check CUDA_VISIBLE_DEVICES, and whether nvidia-smi works"
     return Check(f"gpu {index}", found, advice)
 
 
 def _cuda_version(number: int) -> str:
-    """Spell NVML's 12040 as "12.4"."""
+    """Formats NVML's 12040 as "12.4"."""
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
@@ -162,7 +162,7 @@ def _extension() -> Check:
     remedy = "build it: scripts/quickstart does, or `pip install .` with liburing-dev and cmake"
     try:
         kernels = importlib.import_module("fuyou_cli.swap.kernels")
-    except FuyouError as error:  # its own message, and a hint that knows a checkout from an installation
+    except FuyouError as error:  # it has its own message, with a hint for a checkout or an installation
         return Check("native extension", error.message, error.hint or remedy, is_problem=True)
     except (ImportError, OSError) as error:
         return Check("native extension", f"does not load: {error}", remedy, is_problem=True)
@@ -180,13 +180,13 @@ def _memory() -> Iterator[Check]:
 def _group(group: probe.CgroupMemory) -> Check:
     found = f"{gib(group.limit)} (v{group.version}, {group.path}), {gib(group.in_use)} in use"
     if group.limit < _LEAST_MEMORY:
-        advice = f"a run takes {gib(_LEAST_MEMORY)} or so at least: raise the group's limit, or start outside of it"
+        advice = f"a run needs at least about {gib(_LEAST_MEMORY)}: raise the group's limit, or start outside the group"
         return Check("cgroup limit", found, advice)
-    return Check("cgroup limit", f"{found}; max_memory.cpu: auto stays inside")
+    return Check("cgroup limit", f"{found}; max_memory.cpu: auto stays below it")
 
 
 def _pinned(root: Path = probe.ROOT) -> Check:
-    """Tell what a GPU's driver may hold of RAM, which bounds a run's arena."""
+    """Tells how much RAM a GPU's driver may hold. It limits a run's arena."""
     size, why = probe.pinnable(root)
     wsl = "a run with a GPU keeps its arena below that (max_memory.cpu: auto does); raise `memory` in .wslconfig"
     return Check("pinned memory", f"{gib(size)} at most: {why}", wsl if probe.is_wsl(root) else "")
@@ -195,7 +195,7 @@ def _pinned(root: Path = probe.ROOT) -> Check:
 def _drive(folder: Path) -> Iterator[Check]:
     place = probe.existing(folder)
     if not place.is_dir():
-        yield Check("store folder", f"{place} is no folder", "name a folder (--dir)", is_problem=True)
+        yield Check("store folder", f"{place} is not a folder", "name a folder (--dir)", is_problem=True)
         return
     mount = probe.mount_of(place)
     kind = mount.kind if mount is not None else "unknown"
@@ -203,20 +203,20 @@ def _drive(folder: Path) -> Iterator[Check]:
     if kind in _IN_MEMORY:
         advice = "this is memory, not a drive: a store here saves nothing"
     elif kind in _REMOTE or kind.startswith("fuse"):
-        advice = "not a local drive: slow, and O_DIRECT may not mean what it says"
+        advice = "not a local drive: slow, and O_DIRECT may not be direct"
     yield Check("store folder", f"{place} ({kind})", advice)
     free = probe.free_space(place)
-    remedy = "little room: use another folder (--dir, FUYOU_OFFLOAD_DIR); `fuyou clean` frees old stores"
+    remedy = "little space: use another folder (--dir, FUYOU_OFFLOAD_DIR); `fuyou clean` frees old stores"
     yield Check("free space", gb(free), remedy if free < _ROOM else "")
     yield from _direct_io(place)
     yield from _drives(place)
 
 
 def _direct_io(place: Path) -> Iterator[Check]:
-    """Open a small store there, as a run would."""
+    """Opens a small store there, as a run would."""
     try:
         opened = importlib.import_module("fuyou_cli.swap.store").Store.open
-    except (FuyouError, ImportError, OSError):  # `_extension` says so
+    except (FuyouError, ImportError, OSError):  # `_extension` reports it
         return
     remedy = "use a folder on a local drive (ext4 or xfs)"
     try:
@@ -230,15 +230,15 @@ def _direct_io(place: Path) -> Iterator[Check]:
 
 
 def _drives(place: Path, sysfs: Path = Path("/sys")) -> Iterator[Check]:
-    """Yield every drive under the folder, and how much of its life is left."""
+    """Yields every drive under the folder, with the life that is left."""
     devices = drives.block_devices(place, sysfs)
     if not devices:
         yield Check("drive", "unknown: the file system hides it")
     for device in devices:
         drive, advice = drives.drive_at(device), ""
         used = max(drive.used_bytes / drive.rated_bytes if drive.rated_bytes else 0.0, drive.percent_used / 100)
-        if drive.model and drives.is_hard_disk(device):  # virtual ones, which have no model, are mostly called so
-            advice = "the kernel takes it for a hard disk, on which a step waits for minutes: use an NVMe drive"
+        if drive.model and drives.is_hard_disk(device):  # most virtual drives claim to be hard disks, but have no model
+            advice = "the kernel reports a hard disk, which makes a step wait for minutes: use an NVMe drive"
         elif used >= drives.NEARLY_WORN:
-            advice = "near the end of its rated life: training writes terabytes, `fuyou plan` says how many"
+            advice = "near the end of its rated life: training writes terabytes, `fuyou plan` shows how many"
         yield Check("drive", f"{device.name}, {drive.model or 'model unknown'}, {endurance(drive)}", advice)

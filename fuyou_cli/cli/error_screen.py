@@ -1,7 +1,7 @@
-"""Map errors to exit codes and text, in one place.
+"""Maps errors to exit codes and text, in one place.
 
-0 ok, 1 failed, 2 usage or recipe, 3 does not fit, 4 out of memory or disk, 130 interrupted, nothing trained lost.
-Our own errors carry their code. Tracebacks are shown only with FUYOU_DEBUG=1.
+0 ok, 1 failed, 2 usage or recipe, 3 does not fit, 4 out of memory or disk, 130 interrupted (no trained state is lost). fuyou's
+own errors carry their code. Tracebacks are shown only with FUYOU_DEBUG=1.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def report(error: BaseException) -> int:
-    """Say on stderr what happened and what to do. Returns the exit code."""
+    """Prints on stderr what happened and what to do. Returns the exit code."""
     if os.environ.get("FUYOU_DEBUG", "") not in ("", "0"):
         write_status("".join(traceback.format_exception(error)).rstrip())
     if isinstance(error, KeyboardInterrupt):
@@ -37,14 +37,14 @@ def report(error: BaseException) -> int:
 
 
 def _told(error: BaseException) -> tuple[str, str | None, int]:
-    """Return what to say, what to do about it, and the exit code."""
+    """Returns the message, the hint and the exit code."""
     if isinstance(error, FuyouError):
         return error.message, error.hint, error.exit_code
     if isinstance(error, MemoryError) or _is_out_of_memory(error):
         which = "gpu" if _is_of_a_device(error) else "cpu"
         return f"out of memory: {_text(error)}", f"lower offload.max_memory.{which}; see `fuyou plan`", OUT_OF_SPACE
     if isinstance(error, OSError) and error.errno in _DISK_FULL:
-        return _text(error), "free some space; `fuyou clean DIR` lists what old runs left", OUT_OF_SPACE
+        return _text(error), "free some space: `fuyou clean DIR` lists what old runs have left", OUT_OF_SPACE
     if isinstance(error, OSError):
         return _text(error), remedy(error), FAILED
     hint = "this is a bug in fuyou; set FUYOU_DEBUG=1 to see the traceback"
@@ -52,12 +52,13 @@ def _told(error: BaseException) -> tuple[str, str | None, int]:
 
 
 def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Report what no command expected, as `sys.excepthook`, instead of a page of frames."""
+    """Reports an unexpected exception in short, as `sys.excepthook`."""
     report(error)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """Recognise torch's out-of-memory errors without importing torch: a device's has a class, the host's only words."""
+    """Recognises torch's out-of-memory errors without importing torch: the device's error has a class, the host's only a
+    text."""
     return _is_of_a_device(error) or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
 
 
@@ -73,10 +74,10 @@ def _text(error: BaseException) -> str:
 
 
 def _say(message: str, hint: str | None) -> None:
-    if "error[" in message.partition("\n")[0]:  # it brings its own place and code (of a recipe): shown as it is
+    if "error[" in message.partition("\n")[0]:  # a recipe's error has its own place and code: shown unchanged
         write_status(message)
     else:
-        inner = re.sub(r"\n(?=\S)", "\n  ", message)  # a name with a line end in it begins no line of its own
+        inner = re.sub(r"\n(?=\S)", "\n  ", message)  # a name that contains a line end must not start a new line
         write_status(f": {inner}", lead=styled("error", "1;31", sys.stderr))
     if hint:
         write_status(f"  help: {hint}")

@@ -1,4 +1,4 @@
-"""Run `fuyou finetune`: plan, show, load, train, report, export."""
+"""Runs `fuyou finetune`: plans, shows, loads, trains, reports, exports."""
 
 from __future__ import annotations
 
@@ -41,9 +41,12 @@ def run_finetune(
     verbose: bool = False,
     trace: Path | None = None,
 ) -> None:
-    """Run a recipe. `plan_file`: the plan to run, instead of the one that is best now. `calibrated`: plan with the rates that
-    the latest run showed. `measure`: bench a machine that nobody has measured; a plan file brings its own rates.
-    `verbose`: show each step's traffic and waits. `trace`: the file for what was busy when in the newest steps."""
+    """Runs a recipe.
+
+    `plan_file` holds the plan to run, with its own rates, instead of the plan that is best now. `calibrated` plans with the
+    rates that the last run showed. `measure` measures a new machine first. `verbose` shows each step's traffic and waits.
+    `trace` is the file for a trace of the newest steps.
+    """
     from fuyou_cli.machine.allocator import settle_allocator
 
     from .before_torch import settle_libraries
@@ -60,7 +63,7 @@ def run_finetune(
     kept = None if plan_file is None else read_plan(plan_file, loaded.recipe)
     check_output(loaded.recipe)
     logging = libraries(loaded.recipe.logging.backends)
-    tracing = None if trace is None else Trace(trace)  # refuses a file that cannot be written, before anything is planned
+    tracing = None if trace is None else Trace(trace)  # raises now if the file cannot be written, before anything is planned
     ready = made_ready(loaded, kept, measure=measure, calibrated=calibrated)
     planned = ready.planned
     with claimed(Path(planned.recipe.output_dir).expanduser()):
@@ -75,7 +78,7 @@ def run_finetune(
 
 
 def _train(ready: Ready, logging: Mapping[str, Any], *, verbose: bool, trace: Trace | None) -> tuple[RunReport, Path, bool]:
-    """Run to the end and save. Returns the report, the store's folder, and whether to stop before the export."""
+    """Trains to the end and saves. Returns the report, the store's folder, and whether to stop before the export."""
     from fuyou_cli.machine.allocator import settle_for_training, trim
     from fuyou_cli.training.jsonl import JsonlLog
     from fuyou_cli.training.run import Run
@@ -107,19 +110,19 @@ def _train(ready: Ready, logging: Mapping[str, Any], *, verbose: bool, trace: Tr
                 if trace is not None:
                     run.trace(trace)
                     traced.callback(lambda: write_status(trace.told))
-                    traced.enter_context(trace)  # which is written however the steps end
+                    traced.enter_context(trace)  # written however the steps end
                 _steps(planned, run, log, logging, verbose=verbose)
-            gpu_peak = run.device.peak_memory() if run.plan.device == "cuda" else 0  # others do not know what was given back
+            gpu_peak = run.device.peak_memory() if run.plan.device == "cuda" else 0  # other devices do not count freed memory
             report = _beside_plan(planned, run.report(), others.cores(), gpu_peak=gpu_peak)
-            stopped = run.stopping.requested and planned.recipe.export.at_end  # the same command has the export left to do
+            stopped = run.stopping.requested and planned.recipe.export.at_end  # the next run of this command exports
             if log is not None and not stopped:
                 _end_log(log, run, before, report)
         return report, run.paths[0].parent, stopped
 
 
 def _beside_plan(planned: Planned, report: RunReport, others_cores: float, *, gpu_peak: int) -> RunReport:
-    """Simulate the plan's step once more, for what it says of every resource. What that shows of the machine is kept for the
-    plans to come that ask for it, unless others used some of it meanwhile."""
+    """Simulates the plan's step once more for its figures of every resource. Keeps the measured rates for later plans that
+    ask for them, unless other programs disturbed the run."""
     from fuyou_cli.machine.profile_store import keep_corrected
     from fuyou_cli.planner.schedule import plan_schedule
     from fuyou_cli.planner.simulate import simulate
@@ -131,8 +134,8 @@ def _beside_plan(planned: Planned, report: RunReport, others_cores: float, *, gp
     model, hardware, plan = planned.model, planned.hardware, planned.plan
     step = simulate(model, hardware, plan, plan_schedule(model, plan))
     if are_busy(others_cores):
-        why = f"other programs used {others_cores:.1f} cores meanwhile"
-        write_status(f"note: {why}: steps took longer than needed; their rates are not kept for --calibrated")
+        why = f"other programs used {others_cores:.1f} cores during the run"
+        write_status(f"note: {why}, so steps took longer than needed and their rates are not kept for --calibrated")
     elif (shown := corrected(hardware, model, plan, step, report)) is not None:
         keep_corrected(shown, *planned.directories, instead_of=hardware, say=write_status)
     assumed = hardware.measured == "assumed"
@@ -140,9 +143,9 @@ def _beside_plan(planned: Planned, report: RunReport, others_cores: float, *, gp
 
 
 def _end_log(log: JsonlLog, run: Run, before: Counters, report: RunReport) -> None:
-    """Write the store's bytes from the end of loading to the saved state: steps alone leave out what a step's end finds in
-    flight. Saving writes what rests in RAM (`saved_bytes`). The run is over: a log that cannot be written takes neither its
-    report nor its export from it."""
+    """Logs the store's bytes from the end of loading to the saved state: the log of steps misses requests in flight at a
+    step's end. Saving writes what is kept in RAM (`saved_bytes`). The run is over, so a log that cannot be written does not
+    stop its report and export."""
     from fuyou_cli.training.reporting import as_records
 
     after = run.daemon.counters()
@@ -157,7 +160,7 @@ def _end_log(log: JsonlLog, run: Run, before: Counters, report: RunReport) -> No
 
 
 def _promises(planned: Planned) -> dict[str, object]:
-    """Return what this very run's plan predicts, beside which its measurements are read."""
+    """Returns what the plan of this run predicts, to compare with its measurements."""
     from fuyou_cli.advice.compare import placed_in_words
 
     plan, predicted = planned.plan, planned.plan.predicted
@@ -206,7 +209,7 @@ def _load(planned: Planned, run: Run) -> None:
 
 
 def _steps(planned: Planned, run: Run, log: JsonlLog | None, libraries: Mapping[str, Any], *, verbose: bool) -> None:
-    """Tell every step to the backends that the recipe names."""
+    """Sends every step to the backends that the recipe names."""
     from fuyou_cli.training.loggers import LoggedRun, Loggers
 
     from .render.progress import RunDisplay
@@ -243,14 +246,14 @@ def _steps(planned: Planned, run: Run, log: JsonlLog | None, libraries: Mapping[
 
 
 def _export(planned: Planned, source: Path) -> None:
-    """Write the model. Whatever fails here has not harmed the trained state, and can be done again without training."""
+    """Writes the model. A failure leaves the trained state unharmed: the export can be repeated without training."""
     from .stores import write_model
 
     out, options, again = export_folder(planned.recipe, planned.model_dir), planned.recipe.export, _again(source)
     try:
         write_model(source, out, dtype=options.dtype, max_shard_size=options.max_shard_size)
     except KeyboardInterrupt:
-        raise Interrupted("interrupted while the model was written", hint=again) from None
+        raise Interrupted("interrupted while writing the model", hint=again) from None
     except FuyouError as error:
         error.hint = f"{error.hint}; {again}" if error.hint else again
         raise
@@ -263,17 +266,17 @@ def _export(planned: Planned, source: Path) -> None:
 
 
 def _again(source: Path) -> str:
-    return f"the trained state is saved: fuyou export {source} OUT writes the model elsewhere"
+    return f"the trained state is saved: `fuyou export {source} OUT` writes the model elsewhere"
 
 
 def _conclude(planned: Planned, report: RunReport) -> None:
     from .render.plots import timeline_svg
     from .render.summary import show_summary
 
-    if not report.steps:  # nothing was measured, and the drawing of the run that did is still right
+    if not report.steps:  # nothing was measured, and the earlier run's timeline is still right
         write_status(
-            f"the run is finished: all {planned.total_steps} steps were done before, loss {report.losses[0]:.4f} to "
-            f"{report.losses[-1]:.4f}; checkpoint.resume=never starts over"
+            f"the run is already finished: all {planned.total_steps} steps are done, loss {report.losses[0]:.4f} to "
+            f"{report.losses[-1]:.4f}; to start over, add checkpoint.resume=never"
         )
         return
     show_summary(status_console(), report)
@@ -283,4 +286,4 @@ def _conclude(planned: Planned, report: RunReport) -> None:
             file.write(timeline_svg(report.timeline, title="One training step", stalls=report.timeline_stalls))
         write_status(f"timeline: {out}")
     except OSError as error:
-        write_status(f"note: the timeline cannot be written to {out}: {error.strerror}")
+        write_status(f"note: cannot write the timeline to {out}: {error.strerror}")

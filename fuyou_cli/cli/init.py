@@ -1,4 +1,4 @@
-"""Run `fuyou init`: three questions, and a recipe that validates."""
+"""Runs `fuyou init`: asks three questions and writes a recipe that validates."""
 
 from __future__ import annotations
 
@@ -37,30 +37,30 @@ _HERE = "  # dir: /mnt/nvme/fuyou  # a folder on the fastest drive; else beside 
 
 
 def run_init(target: Path, *, model: str | None, data: str | None, memory: str | None, directory: str | None) -> None:
-    """Write a recipe of what was answered or given. Raises UsageError where the file exists, RecipeErrors where an answer is no
-    value of its key: nothing is left then."""
+    """Writes a recipe from the answers and options. Raises UsageError if the file exists, RecipeErrors if an answer is not
+    valid; then no file is left."""
     if target.is_dir():
         target = target / "recipe.yaml"
     if target.exists() or target.is_symlink():
-        raise UsageError(f"{target} exists", hint="name another file: fuyou init FILE")
+        raise UsageError(f"{target} already exists", hint="name another file: fuyou init FILE")
     model, data, memory, directory = _answers(model, data, memory, directory)
     _write(target, _text(target, model, data, memory, directory))
     if not Path(data).expanduser().exists():
-        write_status(f"note: there is no {data} here yet")
+        write_status(f"note: {data} does not exist yet")
     write_status(f"wrote {target}. Next: fuyou plan {target}")
 
 
 def _answers(
     model: str | None, data: str | None, memory: str | None, directory: str | None
 ) -> tuple[str, str, str, str | None]:
-    """Ask for what no option says; where both are given, the last question is not needed."""
+    """Asks for what no option gives. With model and data given, it asks nothing."""
     told = model is not None and data is not None
     model = model or asked("Which model? A folder, or a hub id such as Qwen/Qwen3-0.6B", otherwise="")
     data = data or asked("Which data? A file of jsonl, json, csv, parquet or txt", otherwise="")
     if not model or not data:
         raise UsageError("a recipe needs a model and data", hint="fuyou init --model MODEL --data FILE")
     if memory is None and directory is None and not told:
-        question = "How much RAM may it take, and where does the rest go? Such as `16GiB /mnt/nvme/fuyou`, or 50%"
+        question = "How much RAM may it use, and in which folder does the rest go? For example `16GiB /mnt/nvme/fuyou`, or 50%"
         memory, _, place = asked(question, otherwise="auto").partition(" ")
         directory = place.strip() or None
     return model, data, memory or "auto", directory
@@ -76,7 +76,7 @@ def _text(target: Path, model: str, data: str, memory: str, directory: str | Non
 
 
 def _quoted(text: str) -> str:
-    """Write text as YAML: plain where that reads back as the same text, else in JSON's way, which is one of YAML's."""
+    """Formats text as YAML: plain if that reads back as the same text, otherwise as JSON, which is valid YAML."""
     is_plain = re.fullmatch(r"[A-Za-z][\w./-]*", text) is not None and yaml.safe_load(text) == text
     return text if is_plain else json.dumps(text, ensure_ascii=False)
 

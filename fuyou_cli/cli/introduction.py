@@ -1,5 +1,5 @@
-"""Do and say what `fuyou finetune` does before it trains: the plan as soon as there is one, before anything is downloaded or
-tokenised; then what the data changed of it, and a sample of the data."""
+"""Does what `fuyou finetune` does before training, and shows it: the plan before anything is downloaded or tokenised, then
+what the data changed in the plan, and a sample of the data."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 def made_ready(loaded: LoadedRecipe, kept: KeptPlan | None, *, measure: bool, calibrated: bool) -> Ready:
-    """Take every step from the recipe to a run. `kept`: the plan of a file. The plan of a saved run is shown once nothing can
-    refuse it any more. Raises UsageError or PlanError."""
+    """Takes every step from the recipe to a run. `kept` is the plan of a file. A saved run's plan is shown only when nothing
+    can refuse the run any more. Raises UsageError or PlanError."""
     from fuyou_cli.training.plan_step import plan, settle
     from fuyou_cli.training.steps import fetch, inspect, resolve, tokenise
 
@@ -55,12 +55,12 @@ def made_ready(loaded: LoadedRecipe, kept: KeptPlan | None, *, measure: bool, ca
 
 
 def _advice(loaded: LoadedRecipe) -> str:
-    """Name the command that looks for changes that help: each is planned, which takes a while."""
-    return f"`{command_of(loaded, 'plan')}` plans the smallest changes that help"
+    """Names the command that searches for changes that help. It plans each change, which takes a while."""
+    return f"`{command_of(loaded, 'plan')}` finds the smallest changes that help"
 
 
 def _refuse_unfit(loaded: LoadedRecipe, planned: Planned) -> None:
-    """Show a plan that does not fit, and end there."""
+    """Shows a plan that does not fit, and raises."""
     check_export(planned.recipe, planned.model_dir)
     if problems := plan_problems(planned.plan, room_of(planned)):
         _show(loaded, planned)
@@ -78,18 +78,18 @@ def _facts(loaded: LoadedRecipe, planned: Planned) -> RunFacts:
 
 
 def _show_changes(loaded: LoadedRecipe, shown: Planned, now: Planned) -> None:
-    """Show what is different from the plan that was shown, whatever the process had grown to by then."""
+    """Shows what differs from the plan shown before, without the process's own growth."""
     from .render.plan_screen import show_length
 
     same: dict[str, Any] = {"memory": (), "predicted": now.plan.predicted, "cpu_budget": now.plan.cpu_budget}
     if replace(shown.plan, **same) != replace(now.plan, memory=()):
         _show(loaded, now)
-    elif shown.total_steps != now.total_steps:  # the data decided
+    elif shown.total_steps != now.total_steps:  # the data decides the number of steps
         show_length(status_console(), _facts(loaded, now))
 
 
 def _show_data(summary: DataSummary) -> None:
-    """Count samples, rows and tokens, and show one decoded sample with its mask."""
+    """Prints the numbers of samples, rows and tokens, and one decoded sample with its mask."""
     from .render.sample import show_sample
     from .render.theme import some
 

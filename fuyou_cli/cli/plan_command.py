@@ -1,7 +1,7 @@
-"""Run `fuyou plan`: what a run needs, and whether it fits.
+"""Runs `fuyou plan`: shows what a run needs, and whether it fits.
 
-Trains nothing, but measures a machine that was never measured. Plans any causal language model from its config.json alone, also
-one that cannot be trained yet. A described machine stands in for this one in everything.
+Trains nothing, but measures a machine that was never measured. Plans any causal language model from its config.json alone, even
+one that cannot be trained yet. A described machine replaces this one completely.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanOptions:
-    """Hold the options of the command. `hardware` describes a machine; `out` is where the plan goes as a file."""
+    """Holds the options of the command. `hardware` describes a machine; `out` is the file for the plan."""
 
     json_output: bool = False
     verbose: bool = False
@@ -35,12 +35,12 @@ class PlanOptions:
 
 
 def run_plan(loaded: LoadedRecipe, options: PlanOptions) -> bool:
-    """Plan, and return whether the run fits. Raises PlanError where there is no plan at all (with --json also said on stdout),
+    """Plans, and returns whether the run fits. Raises PlanError if there is no plan (with --json also printed on stdout),
     and UsageError for options that exclude each other."""
     from fuyou_cli.advice.plan_files import check_target
 
     if options.calibrated and options.hardware is not None:
-        raise UsageError("--calibrated is about this machine, --hardware about another: use one of them")
+        raise UsageError("--calibrated is for this machine, --hardware for another: use only one of them")
     if options.out is not None:
         check_target(options.out)
     notes = _Notes()
@@ -54,7 +54,7 @@ def run_plan(loaded: LoadedRecipe, options: PlanOptions) -> bool:
             write_json({"fits": False, "problems": [error.message], "help": error.hint, "plan": None})
         raise
     if options.hardware is None:
-        check_export(loaded.recipe, outcome.prepared.model_dir)  # before a word is said: what is refused does not fit
+        check_export(loaded.recipe, outcome.prepared.model_dir)  # before any output: a refused export does not fit
     facts = replace(_facts(loaded, options, outcome), notes=tuple(notes.kept))
     if options.json_output:
         from .render.plan_json import plan_json
@@ -71,7 +71,7 @@ def run_plan(loaded: LoadedRecipe, options: PlanOptions) -> bool:
 
 
 class _Notes:
-    """Hear what planning says: keep notes for the end of the screen, tell whatever is under way at once."""
+    """Collects planning's messages: keeps notes for the end of the screen, and prints progress at once."""
 
     def __init__(self) -> None:
         self.kept: list[str] = []
@@ -84,7 +84,7 @@ class _Notes:
             write_status(text)
 
     def write(self) -> None:
-        """Write them to stderr, where there is no screen of a plan."""
+        """Writes the notes to stderr, if no screen of a plan shows them."""
         for note in self.kept:
             write_status(note if note.startswith("warning: ") else f"note: {note}")
 
@@ -104,7 +104,7 @@ def _planned(loaded: LoadedRecipe, options: PlanOptions, notes: _Notes) -> Outco
 
 
 def _facts(loaded: LoadedRecipe, options: PlanOptions, outcome: Outcome) -> RunFacts:
-    """Collect what is known of the plan, and find by planning again what else could be."""
+    """Collects what is known about the plan, and plans again to find alternatives."""
     from fuyou_cli.advice.changes import changes_that_help
     from fuyou_cli.advice.compare import comparison
     from fuyou_cli.advice.facts import facts_of

@@ -1,4 +1,4 @@
-"""Plan a recipe for a command: on this machine or on a described one, with words and bars on stderr."""
+"""Plans a recipe for a command, on this machine or on a described one, with messages and bars on stderr."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def planned_here(
     choose: Choose | None = None,
     say: Say = write_status,
 ) -> Planned:
-    """Plan for this machine, without a run. `measure`, `calibrated`: as in `machine_here`; `count`: count the
-    rows of an epoch in the data."""
+    """Plans for this machine, without a run. `measure` and `calibrated` are those of `machine_here`; `count` counts the rows
+    of an epoch in the data."""
     from fuyou_cli.training.plan_step import plan
 
     inspected = _inspected(loaded, here=True, say=say)
@@ -44,7 +44,7 @@ def planned_elsewhere(
     choose: Choose | None = None,
     say: Say = write_status,
 ) -> Planned:
-    """Plan for a described machine. Its device, memory and drives count, and nothing of this one does."""
+    """Plans for a described machine. Only its device, memory and drives count."""
     from fuyou_cli.advice.room import described_disks
     from fuyou_cli.machine.described import on_described
     from fuyou_cli.training.plan_step import plan
@@ -57,8 +57,8 @@ def planned_elsewhere(
 def machine_here(
     loaded: LoadedRecipe, inspected: Inspected, *, measure: bool = False, calibrated: bool = False
 ) -> tuple[HardwareProfile, StoreDisks]:
-    """Look at this machine as it is now. `measure`: where nobody has measured it yet, that is done first. `calibrated`: with
-    rates as the latest run showed them."""
+    """Looks at this machine as it is now. `measure` measures a new machine first. `calibrated` uses the rates that the last
+    run showed."""
     from fuyou_cli.advice.room import disks_of
     from fuyou_cli.machine.profile_store import hardware_for
     from fuyou_cli.training.steps import run_directories
@@ -73,7 +73,7 @@ def machine_here(
 
 
 def command_of(loaded: LoadedRecipe, command: str = "finetune") -> str:
-    """Return the command line that runs (or plans) the recipe as it is here."""
+    """Returns the command line that runs (or plans) this recipe with its overrides."""
     import shlex
 
     return shlex.join(["fuyou", command, str(loaded.path), *loaded.overrides])
@@ -89,7 +89,7 @@ def _inspected(loaded: LoadedRecipe, *, here: bool, say: Say) -> Inspected:
 
 
 def _rows(inspected: Inspected, say: Say) -> int | None:
-    """Count the rows of an epoch, where the number of steps depends on them."""
+    """Counts the rows of an epoch, if the number of steps depends on them."""
     from fuyou_cli.training.length import counted_rows
 
     if inspected.recipe.train.max_steps is not None:

@@ -1,4 +1,4 @@
-"""Measure a machine that nobody has measured yet, before it is planned with."""
+"""Measures a new machine before it is planned with."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from .error_screen import FAILED, USAGE
 if TYPE_CHECKING:
     from fuyou_cli.recipe.load import LoadedRecipe
 
-PATIENCE = 300.0  # seconds: the quick bench of a recipe takes a fifth of that
+PATIENCE = 300.0  # seconds; the quick bench of a recipe takes a fifth of it
 
 
 def probe_once(loaded: LoadedRecipe, device: str) -> None:
-    """Measure quickly, where no profile is kept of this machine and the recipe's drives; kept for the plans to come. One that
-    was measured beside busy programs is replaced as soon as a run finds the machine quiet. What cannot be measured is said, and
-    left to the rates that are known, or assumed."""
+    """Measures quickly if there is no profile of this machine and the recipe's drives, and keeps the profile for later plans.
+
+    A profile measured beside busy programs is replaced as soon as a run finds the machine idle. If measuring fails, prints why
+    and leaves the known or assumed rates.
+    """
     directories = loaded.recipe.offload_directories(os.environ)
     device = "cpu" if device == "emulated" else device
     before = measured_beside(*directories, device=device)
     if before is not None and not _is_due(before):
         return
     if why := why_not_kept(*directories, device=device):
-        write_status(
-            f"note: rates are {_known(before)}: measured ones could not be kept ({why}); XDG_CACHE_HOME names another folder"
-        )
+        write_status(f"note: rates are {_known(before)}: new ones cannot be kept ({why}); set XDG_CACHE_HOME to another folder")
         return
     once = "once" if before is None else "again"
     write_status(f"measuring this machine, {once}: about a minute, at most 2 GB written (offload.measure=false skips it)")
     ways = [[str(loaded.path), *loaded.overrides]]
-    if len(directories) == 1:  # a model that cannot be trained yet has no stage to measure: then the machine alone
+    if len(directories) == 1:  # a model that cannot be trained yet has no stage to measure: measure only the machine
         ways.append(["--dir", str(directories[0])])
     begin, reason = time.monotonic(), ""
     made = [place for folder in directories for place in (folder, *folder.parents) if not place.exists()]
@@ -52,24 +52,24 @@ def probe_once(loaded: LoadedRecipe, device: str) -> None:
         _remove_empty(made)
         if not code:
             seconds = duration(time.monotonic() - begin)
-            write_status(f"measured in {seconds}; the rates are kept for the plans to come, what was written is removed")
+            write_status(f"measured in {seconds}; the rates are kept for later plans, and all test files are removed")
             if are_busy(cores := measured_beside(*directories, device=device) or 0.0):
-                write_status(f"note: {_beside(cores)}: the next run that finds the machine quiet measures it again")
+                write_status(f"note: {_beside(cores)}: the next run that finds it idle measures again")
             return
-        if code != USAGE:  # it may have written, and would once more
+        if code != USAGE:  # it may have written, and would write again
             break
-    write_status(f"note: the machine could not be measured, rates are {_known(before)}: {reason}")
+    write_status(f"note: the machine could not be measured, so rates are {_known(before)}: {reason}")
 
 
 def _is_due(before: float) -> bool:
-    """Tell whether to measure again what was measured while others used so many cores, and say why or why not."""
+    """Tells whether to repeat a measurement made while other programs used so many cores, and prints why or why not."""
     if not are_busy(before):
         return False
     now = cores_now()
     if are_busy(now):
-        write_status(f"note: {_beside(before)}, and use {now:.1f} now: a run that finds the machine quiet measures it again")
+        write_status(f"note: {_beside(before)}, and use {now:.1f} now: a run that finds it idle measures again")
         return False
-    write_status(f"{_beside(before)}; it is quiet now")
+    write_status(f"{_beside(before)}; it is idle now")
     return True
 
 
@@ -82,17 +82,17 @@ def _known(before: float | None) -> str:
 
 
 def _remove_empty(folders: list[Path]) -> None:
-    """Remove what measuring made: a plan leaves no folder behind."""
+    """Removes the folders that measuring made: a plan leaves no folder behind."""
     for place in sorted(set(folders), key=lambda place: len(place.parts), reverse=True):
-        with suppress(OSError):  # never made, or somebody's by now
+        with suppress(OSError):  # never made, or in use by now
             place.rmdir()
 
 
 def _measured(arguments: list[str], directories: Iterable[Path]) -> tuple[int, str]:
-    """Run `fuyou bench` in a process of its own (what it loads and allocates is no part of a run's process), which leaves
-    nothing in `directories`, however it ends. Returns the exit code, and why it is not 0."""
+    """Runs `fuyou bench` in its own process, because its memory is not part of a run's process. It leaves nothing in
+    `directories`, however it ends. Returns the exit code, and the reason if it is not 0."""
     command = [sys.executable, "-m", "fuyou_cli", "bench", *arguments]
-    package = str(Path(__file__).resolve().parents[2])  # so that it is this fuyou, wherever it lies
+    package = str(Path(__file__).resolve().parents[2])  # so that the process runs this very fuyou
     path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
     try:
         code, err = _run(command, {**os.environ, "PYTHONPATH": path}, directories)
@@ -104,7 +104,7 @@ def _measured(arguments: list[str], directories: Iterable[Path]) -> tuple[int, s
 
 
 def _run(command: list[str], environment: dict[str, str], directories: Iterable[Path]) -> tuple[int, str]:
-    """Return exit code and stderr. Raises TimeoutExpired; neither then nor at a Ctrl-C is anything of it left."""
+    """Returns exit code and stderr. Raises TimeoutExpired. Always ends the process and its children, also at Ctrl-C."""
     null, pipe = subprocess.DEVNULL, subprocess.PIPE
     with subprocess.Popen(command, env=environment, stdin=null, stdout=null, stderr=pipe, text=True) as child:
         try:
@@ -117,10 +117,10 @@ def _run(command: list[str], environment: dict[str, str], directories: Iterable[
 
 
 def _reason(text: str, code: int) -> str:
-    """Return the first line of an error, or what is known of an end without a word."""
+    """Returns the first line of an error, or what the exit code tells."""
     lines = [line for line in text.splitlines() if line.startswith("error: ")]
     if lines:
         return lines[0].removeprefix("error: ")
     if code == -signal.SIGKILL:
-        return "`fuyou bench` was killed, as a rule because memory ran out"
+        return "`fuyou bench` was killed, usually because memory ran out"
     return f"`fuyou bench` was ended by signal {-code}" if code < 0 else f"`fuyou bench` failed, exit code {code}"

@@ -1,4 +1,4 @@
-"""Define `fuyou recipes`."""
+"""Defines `fuyou recipes`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 from .arguments import Json, complete_recipe
 
-ShippedName = Annotated[str, typer.Argument(help="Its name, as in `recipes ls`.", autocompletion=complete_recipe)]
+ShippedName = Annotated[str, typer.Argument(help="A name from `recipes ls`.", autocompletion=complete_recipe)]
 recipes = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List, show and copy the shipped recipes.")
 
 
@@ -34,7 +34,7 @@ def recipes_cp(
     name: ShippedName,
     target: Annotated[Path, typer.Argument(help="The file to write; it must not exist.")] = Path("recipe.yaml"),
 ) -> None:
-    """Copy a shipped recipe, to be edited."""
+    """Copy a shipped recipe, for editing."""
     from .recipes_cmd import run_cp
 
     run_cp(name, target)

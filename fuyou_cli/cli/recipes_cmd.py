@@ -1,4 +1,4 @@
-"""Run `fuyou recipes` and `fuyou validate`, and find the recipe that a command names."""
+"""Runs `fuyou recipes` and `fuyou validate`, and finds the recipe that a command names."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ DEFAULT = Path("recipe.yaml")
 
 
 def find_recipe(recipe: str | None, overrides: Sequence[str]) -> tuple[Path, list[str]]:
-    """Return the file and the overrides: `fuyou plan a.b=1` changes ./recipe.yaml, `quickstart` is shipped. Raises UsageError
-    with the shipped recipes when there is no such file."""
+    """Returns the file and the overrides. `fuyou plan a.b=1` changes ./recipe.yaml; `quickstart` is a shipped recipe. Raises
+    UsageError that lists the shipped recipes if there is no such file."""
     texts = list(overrides)
     if recipe is not None and "=" in recipe and not Path(recipe).exists():
         texts.insert(0, recipe)
         recipe = None
     if recipe is None:
         if not DEFAULT.exists():
-            raise UsageError(f"no recipe given, and no ./{DEFAULT} here", hint=_offer())
+            raise UsageError(f"no recipe given, and ./{DEFAULT} does not exist", hint=_offer())
         return DEFAULT, texts
     path = Path(recipe)
     if path.exists() or path.is_symlink():
@@ -36,17 +36,17 @@ def find_recipe(recipe: str | None, overrides: Sequence[str]) -> tuple[Path, lis
     shipped = shipped_recipes()
     if path.name == recipe and path.name.removesuffix(".yaml") in shipped:
         return shipped[path.name.removesuffix(".yaml")], texts
-    raise UsageError(f"there is no recipe {recipe!r}", hint=_offer(recipe))
+    raise UsageError(f"no such recipe: {recipe!r}", hint=_offer(recipe))
 
 
 def refuse_unmade(loaded: LoadedRecipe) -> None:
-    """Raise UsageError where the quickstart's recipe is used before the quickstart has made its model: the hub would be asked
-    for a model of that name."""
+    """Raises UsageError if the quickstart's recipe is used before the quickstart has made its model. Otherwise the hub would
+    be asked for a model of that name."""
     if loaded.path != shipped_recipes().get("quickstart"):
         return
     model = Path(loaded.recipe.model.name_or_path)
     if model == Path("outputs/quickstart/model") and not model.exists():
-        raise UsageError(f"there is no {model} here yet", hint="run `fuyou quickstart` first: it makes the model and its text")
+        raise UsageError(f"{model} does not exist yet", hint="run `fuyou quickstart` first: it makes the model and its text")
 
 
 def _offer(recipe: str = "") -> str:
@@ -62,7 +62,7 @@ def _listed() -> list[str]:
 
 
 def run_validate(recipe: str | None, overrides: Sequence[str], *, json_output: bool, show_config: bool) -> None:
-    """Check a recipe. Raises RecipeErrors when there are any; with JSON they are on stdout as well."""
+    """Checks a recipe. Raises RecipeErrors if it has errors; with JSON they are also on stdout."""
     from fuyou_cli.recipe.diagnostics import RecipeErrors
     from fuyou_cli.recipe.load import load_recipe
 
@@ -84,8 +84,8 @@ def run_validate(recipe: str | None, overrides: Sequence[str], *, json_output: b
 
 
 def config_text(loaded: LoadedRecipe) -> str:
-    """Write every key with its value, defaults included, as a recipe that loads again. YAML spells the characters that are not
-    printed as they are."""
+    """Formats every key with its value, defaults included, as a recipe that loads again. YAML itself spells unprintable
+    characters."""
     import yaml
 
     def text(*, unicode: bool) -> str:
@@ -97,7 +97,7 @@ def config_text(loaded: LoadedRecipe) -> str:
 
 
 def run_schema() -> None:
-    """Print the schema as it is: editors take no other layout."""
+    """Prints the schema unchanged: editors accept no other layout."""
     import json
 
     from fuyou_cli.recipe.json_schema import recipe_schema
@@ -127,10 +127,10 @@ def run_cp(name: str, target: Path) -> None:
     source = _shipped(name)
     place = target / source.name if target.is_dir() else target
     try:
-        with place.open("xb") as file:  # never over a recipe somebody wrote
+        with place.open("xb") as file:  # never overwrites a recipe
             file.write(source.read_bytes())
     except FileExistsError:
-        raise UsageError(f"{place} exists", hint=f"name another file: fuyou recipes cp {name} FILE") from None
+        raise UsageError(f"{place} already exists", hint=f"name another file: fuyou recipes cp {name} FILE") from None
     except OSError as error:
         raise UsageError(f"{place} cannot be written: {error.strerror}") from None
     write_status(f"wrote {place}. Next: fuyou plan {place}")
@@ -139,5 +139,5 @@ def run_cp(name: str, target: Path) -> None:
 def _shipped(name: str) -> Path:
     path = shipped_recipes().get(name.removesuffix(".yaml"))
     if path is None:
-        raise UsageError(f"there is no shipped recipe {name!r}", hint=_offer(name))
+        raise UsageError(f"no such shipped recipe: {name!r}", hint=_offer(name))
     return path

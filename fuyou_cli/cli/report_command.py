@@ -1,4 +1,4 @@
-"""Run `fuyou report`: what a run did, from its own log."""
+"""Runs `fuyou report`: shows what a run did, from its log."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOG = "log.jsonl"
 
 
 def run_report(source: Path, *, json_output: bool, html: Path | None) -> None:
-    """Show a run's log. `html`: the file to write as a page instead."""
+    """Shows a run's log. With `html`, writes a page to that file instead."""
     history = read_history(find_log(source))
     if json_output:
         write_json(_as_data(history))
@@ -31,7 +31,7 @@ def run_report(source: Path, *, json_output: bool, html: Path | None) -> None:
 
 
 def find_log(source: Path) -> Path:
-    """Return the log of an output_dir, of a recipe, or the file itself."""
+    """Returns the log of an output_dir or of a recipe, or the file itself."""
     if source.is_dir():
         return source / LOG
     from fuyou_cli.recipe.shipped import shipped_recipes

@@ -1,4 +1,4 @@
-"""Make SIGTERM and a closed terminal end a command as Ctrl-C does: it says so, ends its helpers, removes scratch files."""
+"""Makes SIGTERM and a closed terminal end a command like Ctrl-C: with a message, without leaving processes or scratch files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def like_ctrl_c() -> Iterator[None]:
-    """Raise KeyboardInterrupt on them inside, unless they are handled or ignored already (nohup does)."""
+    """Raises KeyboardInterrupt on these signals inside the context, unless they are handled or ignored already (nohup
+    ignores)."""
     before = {number: signal.getsignal(number) for number in _LIKE_CTRL_C}
     for number, handler in before.items():
         if handler is signal.SIG_DFL:

@@ -1,4 +1,4 @@
-"""Run `fuyou export` and `fuyou verify`: write a committed store for transformers, or compare all of it with its checksums."""
+"""Runs `fuyou export` and `fuyou verify`: writes a committed store for transformers, or compares it with its checksums."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ExportDtype = Literal["bfloat16", "float32"]
 
 
 def run_export(source: Path, out: Path, overrides: Sequence[str], *, dtype: ExportDtype | None) -> None:
-    """Export as `dtype`, else as the recipe says, else as what the run computed in."""
+    """Exports as `dtype`; by default as the recipe says, or in the type that the run computed in."""
     store, asked, shard = _of_recipe(source, overrides) if _is_recipe(source) else _of_store(source, overrides)
     from fuyou_cli.training.state import manifest as manifests
     from fuyou_cli.training.state.at_rest import find_store
@@ -40,7 +40,7 @@ def run_export(source: Path, out: Path, overrides: Sequence[str], *, dtype: Expo
 
 
 def write_model(store: Path, out: Path, *, dtype: str, max_shard_size: int) -> list[Path]:
-    """Write the model of a store to `out`, with its progress on stderr. Returns the files."""
+    """Writes the model of a store to `out`, with progress on stderr. Returns the files."""
     from fuyou_cli.training.exporting import export_store
 
     from .render.transfer import Transfers
@@ -51,7 +51,7 @@ def write_model(store: Path, out: Path, *, dtype: str, max_shard_size: int) -> l
 
 
 def _is_recipe(source: Path) -> bool:
-    """Tell a recipe, which is a file or a shipped name, from a folder, which is a store or holds some."""
+    """Tells a recipe (a file or a shipped name) from a folder (a store, or a folder of stores)."""
     from fuyou_cli.recipe.shipped import shipped_recipes
 
     if source.is_dir():
@@ -60,26 +60,26 @@ def _is_recipe(source: Path) -> bool:
 
 
 def _of_recipe(source: Path, overrides: Sequence[str]) -> tuple[Path, str | None, int]:
-    """Return where a recipe's store is, and the type and the size of files that it wants."""
+    """Returns where a recipe's store is, and the recipe's type and size for exported files."""
     from fuyou_cli.recipe.load import load_recipe
     from fuyou_cli.training.steps import run_directories
 
     from .recipes_cmd import find_recipe
 
     recipe = load_recipe(*find_recipe(str(source), overrides)).recipe
-    resumed = recipe.checkpoint.resume not in ("auto", "never")  # such a run goes on in the folder it names
+    resumed = recipe.checkpoint.resume not in ("auto", "never")  # such a run continues in the folder it names
     store = folder(recipe.checkpoint.resume, key="checkpoint.resume") if resumed else run_directories(recipe)[0]
     return store, recipe.export.dtype, recipe.export.max_shard_size
 
 
 def _of_store(source: Path, overrides: Sequence[str]) -> tuple[Path, str | None, int]:
     if overrides:
-        raise UsageError(f"{source} is no recipe, so there is nothing for {overrides[0]} to change", hint="use --dtype")
+        raise UsageError(f"{source} is not a recipe, so {overrides[0]} changes nothing", hint="use --dtype")
     return source, None, _SHARD
 
 
 def run_verify(source: Path, *, json_output: bool) -> bool:
-    """Print what is whole of a store, and return whether the newest state is."""
+    """Prints what is intact in a store, and returns whether the newest state is."""
     from rich.progress import Progress
 
     from fuyou_cli.training.state import manifest as manifests
@@ -99,9 +99,9 @@ def run_verify(source: Path, *, json_output: bool) -> bool:
     if not found[0].is_whole:
         whole = next((state for state in found if not state.damages), None)
         if whole is None:
-            write_result("no state is whole: put a copy of the folder back, or start over with checkpoint.resume=never")
+            write_result("no state is intact: put a copy of the folder back, or start over with checkpoint.resume=never")
         else:
-            write_result(f"the same recipe goes back to the state after step {whole.manifest.step}, which is intact")
+            write_result(f"a run of the same recipe continues from the state after step {whole.manifest.step}, which is intact")
     return found[0].is_whole
 
 
@@ -117,7 +117,7 @@ def _show(state: Verified) -> None:
     if not damaged:
         write_result(f"{name}: {len(sizes)} extents, {gb(sum(sizes))}, all checksums match")
     elif state.older:
-        write_result(f"{name}: {damaged} of {len(sizes)} extents were written over since, or are damaged")
+        write_result(f"{name}: {damaged} of {len(sizes)} extents have been overwritten or are damaged")
     else:
         write_result(f"{name}: {damaged} of {len(sizes)} extents are damaged")
         for damage in state.damages:

@@ -78,7 +78,7 @@ def test_a_bench_that_takes_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("code", "err", "said"),
     [
-        (-9, "", "`fuyou bench` was killed, as a rule because memory ran out"),
+        (-9, "", "`fuyou bench` was killed, usually because memory ran out"),
         (-11, "", "`fuyou bench` was ended by signal 11"),
         (1, "warning: x\n", "`fuyou bench` failed, exit code 1"),
         (1, "error: no room\n  help: make some\n", "no room"),
@@ -124,9 +124,9 @@ RATE = StageRate(kind="block", dtype="bfloat16", hidden=8, params=8, tokens=8, f
 @pytest.mark.parametrize(
     ("then", "now", "again", "said"),
     [
-        (0.1, 1.6, False, ""),  # measured on a quiet machine: nobody looks whether it is quiet now
+        (0.1, 1.6, False, ""),  # measured on a quiet machine: nobody looks whether it is idle now
         (1.6, 1.5, False, "note: other programs used 1.6 cores while this machine was measured, and use 1.5 now: a run that"),
-        (1.6, 0.1, True, "other programs used 1.6 cores while this machine was measured; it is quiet now\nmeasuring this"),
+        (1.6, 0.1, True, "other programs used 1.6 cores while this machine was measured; it is idle now\nmeasuring this"),
     ],
 )
 def test_what_was_measured_beside_others_is_measured_again_when_it_is_quiet(
@@ -174,5 +174,7 @@ def test_a_machine_that_is_busy_the_first_time_is_told(
     probing.probe_once(SimpleNamespace(recipe=recipe, path="recipe.yaml", overrides=[]), "cpu")  # type: ignore[arg-type]
     said = capsys.readouterr().err.splitlines()
     assert (
-        said[0].startswith("measuring this machine, once") and "used 1.2 cores" in said[-1] and "measures it again" in said[-1]
+        said[0].startswith("measuring this machine, once")
+        and "used 1.2 cores" in said[-1]
+        and "idle measures again" in said[-1]
     )

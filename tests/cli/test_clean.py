@@ -81,7 +81,7 @@ def test_a_copy_removes_nothing_of_what_it_was_copied_from(tmp_path, capsys):
     manifest = make_store(tmp_path / "run", files=[one])
     copy = make_file(tmp_path / "backup" / "run" / "store.bin")
     (copy.parent / NAME).write_text(manifest.read_text())
-    with pytest.raises(FuyouError, match="1 of 1 stores were left"):
+    with pytest.raises(FuyouError, match="1 of 1 stores were not removed"):
         run_clean(tmp_path / "backup", yes=True)
     assert "a copy, or moved: what it names is in" in capsys.readouterr().err
     assert one.exists() and copy.exists() and manifest.exists()
@@ -95,9 +95,9 @@ def test_folders_of_another_store_are_left_alone(tmp_path, capsys, first, run):
     if run is not None:
         make_part(two.parent, first=tmp_path / first / "run", run=run)
     make_store(home, files=[one, two], run="r1")
-    with pytest.raises(FuyouError, match="1 of 1 stores were left"):
+    with pytest.raises(FuyouError, match="1 of 1 stores were not removed"):
         run_clean(home, yes=True)
-    assert "no part.json beside it says that it is of this store" in capsys.readouterr().err
+    assert "no part.json beside it says that it belongs to this store" in capsys.readouterr().err
     assert one.exists() and two.exists()
 
 
@@ -124,7 +124,7 @@ def test_a_drive_that_is_not_mounted_is_waited_for(tmp_path, capsys):
     part = make_part(away, first=home)
     manifest = make_store(home, files=[one, two], parts=[str(part)], run="r1")
     away.rename(tmp_path / "unmounted")
-    with pytest.raises(FuyouError, match="1 of 1 stores were left"):
+    with pytest.raises(FuyouError, match="1 of 1 stores were not removed"):
         run_clean(home, yes=True)
     assert "mount its drive" in capsys.readouterr().err and one.exists() and manifest.exists()
     (tmp_path / "unmounted").rename(away)
@@ -163,10 +163,10 @@ def _hard_link(tmp_path: Path) -> Path:
         (_folder_link, "not in a folder named run"),
         (_hard_link, "hard link"),
         (lambda tmp: (tmp / "run" / "spare").mkdir(parents=True) or tmp / "run" / "spare", "not a file"),
-        (lambda tmp: make_file(tmp / "run" / "thesis.txt"), "not called as"),
-        (lambda tmp: make_file(tmp / "b" / "run" / "thesis.txt"), "not called as"),
-        (lambda tmp: make_file(tmp / "run" / "companions" / "diary.txt"), "not called as"),
-        (lambda tmp: make_file(tmp / "b" / "run" / "manifest.json"), "not called as"),
+        (lambda tmp: make_file(tmp / "run" / "thesis.txt"), "not a file name that a run uses"),
+        (lambda tmp: make_file(tmp / "b" / "run" / "thesis.txt"), "not a file name that a run uses"),
+        (lambda tmp: make_file(tmp / "run" / "companions" / "diary.txt"), "not a file name that a run uses"),
+        (lambda tmp: make_file(tmp / "b" / "run" / "manifest.json"), "not a file name that a run uses"),
     ],
 )
 def test_a_store_that_names_something_else_is_left_whole(tmp_path, capsys, named, why):
@@ -174,7 +174,7 @@ def test_a_store_that_names_something_else_is_left_whole(tmp_path, capsys, named
     wrong = named(tmp_path)
     honest = make_file(tmp_path / "run" / "part.json")
     manifest = make_store(tmp_path / "run", files=[honest, wrong])
-    with pytest.raises(FuyouError, match="1 of 1 stores were left"):
+    with pytest.raises(FuyouError, match="1 of 1 stores were not removed"):
         run_clean(tmp_path, yes=True)
     assert why in capsys.readouterr().err
     assert precious.exists() and honest.exists() and manifest.exists()
@@ -290,9 +290,9 @@ def test_files_that_no_manifest_names_are_shown_and_stay(tmp_path, capsys):
     with pytest.raises(UsageError, match="no store under"):
         run_clean(tmp_path, yes=True)
     said = " ".join(capsys.readouterr().err.split())
-    assert f"{begun} (8,192 bytes) left as it is, for no {NAME} names it: its run was killed as it began" in said
+    assert f"{begun} (8,192 bytes) not removed, because no {NAME} names it: its run was killed at its start" in said
     assert f"part 2 of 2 of the store in {tmp_path / 'elsewhere' / 'second'}" in said
-    assert f"or goes on from {BEFORE}" in said
+    assert f"or continues from {BEFORE}" in said
     make_store(tmp_path / "run", files=[make_file(tmp_path / "run" / "store.bin")])
     run_clean(tmp_path, yes=True)
     assert begun.exists() and second.exists() and lost.exists() and not (tmp_path / "run" / "store.bin").exists()
@@ -304,4 +304,4 @@ def test_a_file_that_another_drives_manifest_names_is_not_said_to_be_nobodys(tmp
     make_part(two.parent, first=home)
     make_store(home, files=[make_file(home / "store.bin"), two])
     run_clean(tmp_path / "one", yes=True)
-    assert not two.exists() and "left as it is" not in capsys.readouterr().err
+    assert not two.exists() and "not removed" not in capsys.readouterr().err

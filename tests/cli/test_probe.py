@@ -386,7 +386,9 @@ def test_how_worn_a_drive_says_it_is(tmp_path, monkeypatch):
     sysfs = _with_drive(tmp_path, {"device/model": "No Name\n", "size": "8\n"})
     (drive,) = drives.drives_under(tmp_path, sysfs=sysfs)
     assert (drive.rated_bytes, drive.percent_used, drive.used_bytes) == (0, 95, 7 * 512_000)
-    assert drives.nearly_worn((drive, replace(drive, percent_used=89))) == ["No Name says that 95 % of its endurance is used"]
+    assert drives.nearly_worn((drive, replace(drive, percent_used=89))) == [
+        "No Name reports that 95 % of its endurance is used"
+    ]
     (check,) = doctor._drives(tmp_path, sysfs)
     assert check.status == "note" and "95% of its endurance used" in check.found
 

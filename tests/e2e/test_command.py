@@ -78,7 +78,7 @@ def test_a_run_that_does_not_fit_says_what_would(new_project: Callable[..., Proj
     run = project.fuyou("finetune", project.recipe, "train.batch_size=8")
     said = " ".join(run.stderr.split())
     assert run.returncode == 3 and "the run needs at least" in said
-    assert f"`fuyou plan {project.recipe} train.batch_size=8` plans the smallest changes that help" in said
+    assert f"`fuyou plan {project.recipe} train.batch_size=8` finds the smallest changes that help" in said
     data = json.loads(project.fuyou("plan", project.recipe, "--dry-run", "--json").stdout)
     assert data["fits"] is False and "more than its budget" in data["problems"][0]
     assert data["plan"]["predicted"]["cpu_peaks"]["train"] > data["plan"]["cpu_budget"] == 64 << 20
@@ -138,7 +138,7 @@ def test_a_finished_run_again_and_its_store_cleaned(new_project: Callable[..., P
     (store,) = (project.out / "store").glob("*/store.bin")
     drawing = (project.out / "timeline.svg").read_bytes()
     idle = project.fuyou("finetune", project.recipe)  # a finished run measures nothing, and draws nothing over
-    assert idle.returncode == 0 and "the run is finished: all 2 steps" in idle.stderr
+    assert idle.returncode == 0 and "the run is already finished: all 2 steps" in idle.stderr
     assert "-100" not in idle.stderr and (project.out / "timeline.svg").read_bytes() == drawing
     _exported_as_asked(project, store.parent)
     done = project.fuyou("clean", project.out / "store", "--yes")
@@ -164,4 +164,4 @@ def _exported_as_asked(project: Project, store: Path) -> None:
         assert f"bytes of {dtype} weights" in done.stdout
         assert json.loads((target / "config.json").read_text())["dtype"] == dtype
     refused = project.fuyou("export", store, project.folder / "none", "seed=3")
-    assert refused.returncode == 2 and "is no recipe" in refused.stderr
+    assert refused.returncode == 2 and "is not a recipe" in refused.stderr

@@ -220,7 +220,7 @@ def test_an_export_that_fails_takes_nothing_else(new_project: NewProject) -> Non
     done = project.fuyou_doing(take, 1, "finetune", project.recipe)
     assert done.returncode == 2
     said = done.stderr
-    assert "Predicted and measured" in said and "note: the timeline cannot be written" in said
+    assert "Predicted and measured" in said and "note: cannot write the timeline" in said
     assert f"fuyou export {store_of(project)} OUT" in said and read_log(project.out / "log.jsonl")[-1]["event"] == "end"
     assert thesis.read_text() == "precious"
 

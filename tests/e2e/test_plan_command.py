@@ -171,7 +171,7 @@ def test_a_run_that_wears_a_drive_out_is_told_a_larger_batch(
     fuyou = command(project)
     code, out, _ = fuyou("plan", "recipe.yaml", "--hardware", "machine.yaml")
     said = " ".join(out.split())
-    assert code == 0 and "warning: the run writes" in said and "of what a drive is rated for" in said
+    assert code == 0 and "warning: the run writes" in said and "of a drive's rated writes" in said
     assert "10% written before" in said
     shown = fuyou.json("--hardware", "machine.yaml")
     assert shown["wear"] > 0.3
@@ -348,7 +348,7 @@ def test_a_run_past_the_fast_region_is_planned_with_what_drives_sustain(
     expected = region["seconds"] + (20 - region["steps"]) * later
     assert past["run_seconds"] == pytest.approx(expected)
     out = " ".join(fuyou("plan", "recipe.yaml", "--hardware", "machine.yaml")[1].split())
-    assert "predicted at what the drives sustain" in out and "at first, then" in out
+    assert "predicted with sustained drive rates" in out and "at first, then" in out
     assert fuyou.json("--hardware", "machine.yaml", "train.max_steps=2")["plan"]["sustained"] is False
     counted = ("train.max_steps=null", "train.epochs=2")  # 32 steps, once the data said so
     assert fuyou.json("--hardware", "machine.yaml", *counted)["plan"]["sustained"]

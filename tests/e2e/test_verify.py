@@ -33,7 +33,7 @@ def test_damage_is_named(stopped: Project) -> None:
     done = stopped.fuyou("verify", store_of(stopped))
     assert done.returncode == 1
     assert f"variance of {saved.stages[2].name}: bytes {extent.offset} to {extent.offset + extent.size}" in done.stdout
-    assert saved.files[0] in done.stdout and "goes back to the state after step 1, which is intact" in done.stdout
+    assert saved.files[0] in done.stdout and "continues from the state after step 1, which is intact" in done.stdout
     data = json.loads(stopped.fuyou("verify", store_of(stopped), "--json").stdout)
     assert [(state["step"], state["older"], len(state["damages"])) for state in data["states"]] == [(2, False, 1), (1, True, 0)]
     assert data["states"][0]["damages"][0]["tensor"] == "variance"

@@ -158,5 +158,5 @@ def test_a_peak_above_the_budget_is_an_error_where_nothing_held_it() -> None:
     over = command.Done(plan={"budget": 100 << 20}, losses=(1.0,), peak=101 << 20)
     command._refuse_excess(Ended(code=0, enforced=True), over)
     command._refuse_excess(Ended(code=0, enforced=False), replace(over, peak=100 << 20))
-    with pytest.raises(FuyouError, match="101 MiB of memory, its budget is 100 MiB"):
+    with pytest.raises(FuyouError, match="101 MiB of memory, but its budget is 100 MiB"):
         command._refuse_excess(Ended(code=0, enforced=False), over)

@@ -95,8 +95,8 @@ def test_limits_that_stop_the_run_are_said_with_their_step(screen: Screen, facts
         (None, None, "every 100 steps, 0.0% of the time and 0% of the writes; a crash loses at most 2h 28m"),
         (1000, None, "every 100 steps, 0.0% of the time and 0% of the writes; a crash loses at most 2h 28m"),
         (100, 60, "every 100 steps, 0.0% of the time and 0% of the writes; a crash loses at most 58m 56s"),
-        (8, None, "only at the end, which comes before the 100 steps of an interval; a crash loses at most 11m 47s"),
-        (199, 190, "only at the end, which comes before the 100 steps of an interval; a crash loses at most 13m 16s"),
+        (8, None, "only at the end, because the run is shorter than an interval of 100 steps; a crash loses at most 11m 47s"),
+        (199, 190, "only at the end, because the run is shorter than an interval of 100 steps; a crash loses at most 13m 16s"),
     ],
 )
 def test_a_crash_loses_no_more_than_the_run(
@@ -161,7 +161,7 @@ def test_what_does_not_fit_is_said_in_words(screen: Screen, facts: RunFacts) -> 
 def test_what_the_run_holds_already_counts_as_room(screen: Screen, facts: RunFacts) -> None:
     resumed = replace(facts, room=replace(facts.room, disks=(disk(free=10 * 10**9, held=28_600 * MiB),)))
     assert resumed.problems == []
-    assert "the store and the exported model: 32.2 GB, 30 GB of it there already; 10 GB free" in words(screen(resumed))
+    assert "the store and the exported model: 32.2 GB, 30 GB of it already there; 10 GB free" in words(screen(resumed))
 
 
 def test_a_separate_device_gets_a_column(screen: Screen, facts: RunFacts) -> None:
@@ -187,10 +187,10 @@ def test_wear_is_the_runs_own_where_its_length_is_known(screen: Screen, facts: R
 @pytest.mark.parametrize(
     ("used", "passes", "said"),
     [
-        (0.5, True, "10% of the 600 TB the drive is rated for; the most worn had 50% written before, 60% after"),
-        (0.95, False, "after the run a drive has written 105% of what it is rated for; 95% was written before"),
-        (1.2, True, "after the run a drive has written 130% of what it is rated for; 120% was written before"),
-        (0.0, True, "10% of the 600 TB the drive is rated for"),
+        (0.5, True, "10% of the 600 TB that the drive is rated for; the most worn drive: 50% used before, 60% after"),
+        (0.95, False, "after the run, a drive will have used 105% of its rated writes; it had used 95% before"),
+        (1.2, True, "after the run, a drive will have used 130% of its rated writes; it had used 120% before"),
+        (0.0, True, "10% of the 600 TB that the drive is rated for"),
     ],
 )
 def test_what_a_drive_has_written_already_counts(screen: Screen, facts: RunFacts, used: float, passes: bool, said: str) -> None:
@@ -229,9 +229,9 @@ def test_every_drive_wears_by_itself(hardware: HardwareProfile) -> None:
 @pytest.mark.parametrize(
     ("drives", "said"),
     [
-        (((600, 0), (600, 0)), "300 TB to each of 2 drives is 50% of the 600 TB the least of them is rated for"),
-        (((600, 60), (7008, 0)), "the least of them is rated for; the most worn had 10% written before, 60% after"),
-        (((600, 0), (0, 0)), "50% of the 600 TB the least of them is rated for"),
+        (((600, 0), (600, 0)), "300 TB to each of 2 drives is 50% of the 600 TB that the least of them is rated for"),
+        (((600, 60), (7008, 0)), "the least of them is rated for; the most worn drive: 10% used before, 60% after"),
+        (((600, 0), (0, 0)), "50% of the 600 TB that the least of them is rated for"),
     ],
 )
 def test_the_share_of_one_drive_is_told(
@@ -240,7 +240,7 @@ def test_the_share_of_one_drive_is_told(
     made = tuple(Drive(model="d", capacity=TB, rated_bytes=rated * TB, used_bytes=used * TB) for rated, used in drives)
     plan = replace(facts.plan, predicted=replace(facts.plan.predicted, written_per_step=6 * 10**11))
     text = words(screen(replace(facts, plan=plan, hardware=replace(facts.hardware, drives=made), steps=1000)))
-    assert said in text and "of what a drive is rated for" in text
+    assert said in text and "of a drive's rated writes" in text
 
 
 def test_a_run_writes_beside_its_steps(screen: Screen, facts: RunFacts) -> None:
@@ -272,7 +272,7 @@ def test_a_plan_says_which_drive_is_near_its_end(screen: Screen, facts: RunFacts
     """Also of one that nobody knows the rating of."""
     worn, fresh = (Drive(model=f"No Name {percent}", capacity=TB, percent_used=percent) for percent in (95, 40))
     text = screen(replace(facts, hardware=replace(facts.hardware, drives=(worn, fresh, worn)), steps=10))
-    assert text.count("warning: No Name 95 says that 95 % of its endurance is used") == 1
+    assert text.count("warning: No Name 95 reports that 95 % of its endurance is used") == 1
     assert "No Name 40" not in text
 
 
@@ -389,7 +389,7 @@ def test_rates_are_a_table_with_v(screen: Screen, facts: RunFacts) -> None:
 
     assert "Rates of this machine" in shown("compute", verbose=True)
     assert "assumption" not in shown("compute", verbose=False)
-    assert "the rates that decide are assumptions (store read, write" in shown("ssd read", verbose=False).splitlines()[4]
+    assert "the important rates are assumptions (store read, write" in shown("ssd read", verbose=False).splitlines()[4]
 
 
 def test_what_to_do_next(screen: Screen, facts: RunFacts) -> None:

@@ -131,8 +131,8 @@ def test_the_screen_fits_and_says_it_all(history: History, printer: Printer, wid
     said = " ".join(" ".join(lines).split())
     for part in (
         "TinyLlama-1.1B", "40 of 40: all steps are done", "learning rate 1.00e-05", "loss 9 2", "peak RAM 1.84 GiB 1.81 GiB",
-        "planned peak 1.84 GiB", "weights 420 MiB", "states 21.48 GiB", "17.6 GB per step, 1.76 GB/s while 10.0 s",
-        "616 GB written", "0.051% of the 1,200 TB", "ssd read",
+        "planned peak 1.84 GiB", "weights 420 MiB", "states 21.48 GiB", "17.6 GB per step, 1.76 GB/s during the 10.0 s",
+        "616 GB written", "0.051% of its 1,200 TB", "ssd read",
     ):  # fmt: skip
         assert part in said, part
 

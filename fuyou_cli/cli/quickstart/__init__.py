@@ -1,1 +1,1 @@
-"""Hold `fuyou quickstart`: a toy model, a text about islands that do not exist, the public commands, and one screen."""
+"""Holds `fuyou quickstart`: a toy model, a text about invented islands, the public commands, and one screen."""

@@ -1,7 +1,7 @@
-"""Run `fuyou quickstart`: a model made here, fine-tuned in less memory than its states take, and the proof on one screen.
+"""Runs `fuyou quickstart`: makes a model, fine-tunes it in less memory than its states need, and shows the proof on one screen.
 
-Whatever needs the whole model in memory (making it, completing a prompt, the comparison with plain PyTorch) runs in
-processes of its own, outside the memory group the training is held in.
+Work that needs the whole model in memory (making it, completing a prompt, the comparison with plain PyTorch) runs in separate
+processes, outside the memory group that limits the training.
 """
 
 from __future__ import annotations
@@ -36,27 +36,28 @@ from ..probing import probe_once
 from .toy import CORPUS
 
 COMPARED_STEPS = 5
-STATE_BYTES = 16  # per parameter in memory: weights 2, gradients 2, fp32 master 4, momentum 4, variance 4
+STATE_BYTES = 16  # bytes per parameter in memory: weights 2, gradients 2, fp32 master 4, momentum 4, variance 4
 PROMPT = "Question: What is the harbour of Torvane called?\nAnswer:"
-# Made here, where nothing of somebody's may be written over, or needed to compare and to sample.
+# The quickstart makes these files, or needs them to compare and to sample.
 _FIXED = ("model.name_or_path", "model.revision", "tokenizer", "dataset.train", "offload.device", "export.at_end")
-# What the training said already: its own code goes on to whoever called us.
+# Exit codes that the training has explained already: the quickstart returns them unchanged.
 _PASSED_ON = (UsageError.exit_code, PlanError.exit_code, OutOfSpaceError.exit_code, INTERRUPTED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Done:
-    """Hold the run that has just ended, from its log and its store."""
+    """Holds the run that has just ended, from its log and its store."""
 
-    plan: dict[str, Any]  # its "plan" record
-    losses: tuple[float, ...]  # of every step, those before an interruption included
-    peak: int  # of this process; 0 where no step ran in it
+    plan: dict[str, Any]  # the log's "plan" record
+    losses: tuple[float, ...]  # of every step, also of steps before an interruption
+    peak: int  # of this process; 0 if no step ran in it
 
 
 def run_quickstart(overrides: Sequence[str]) -> int:
-    """Run it all and return the exit code: 0, or that of a training that ended early and has said why.
+    """Runs everything and returns the exit code: 0, or the code of a training that ended early and has printed why.
 
-    Raises FuyouError when another part fails, with that part's own message."""
+    Raises FuyouError if another part fails, with that part's message.
+    """
     began = time.monotonic()
     loaded = _load(overrides)
     recipe = loaded.recipe
@@ -64,7 +65,7 @@ def run_quickstart(overrides: Sequence[str]) -> int:
     _write_corpus(Path(recipe.dataset.train[0].path))
     write_status(f"making a small model and its tokenizer in {model}")
     samples = {"before:": _module("toy", "make", model, PROMPT)}
-    if recipe.offload.measure:  # here: the memory group has no room for it
+    if recipe.offload.measure:  # here, because the memory group has no room for it
         probe_once(loaded, recipe.offload.device)
     budget = recipe.offload.max_memory.cpu.resolve(total=probe.memory_limit(), auto=int(usable_memory() * 0.9))
     limit = min(budget, probe.memory_limit())
@@ -81,15 +82,15 @@ def run_quickstart(overrides: Sequence[str]) -> int:
     _refuse_excess(ended, done)
     samples["after: "] = _module("toy", "complete", done.plan["export"], PROMPT)
     compared = _compare(loaded, overrides, done)
-    held = "measured, not held: no memory group could be made here"
+    held = "measured, not limited: no memory group could be made here"
     if ended.enforced:
-        held = "held there by the kernel" if limit == done.plan["budget"] else f"held to {gib(limit)} by the kernel"
+        held = "limited by the kernel" if limit == done.plan["budget"] else f"limited to {gib(limit)} by the kernel"
     _last_screen(done, held=held, compared=compared, samples=samples, seconds=time.monotonic() - began)
     return 0
 
 
 def _load(overrides: Sequence[str]) -> LoadedRecipe:
-    """Load the shipped recipe with overrides. Raises UsageError for those under which there is nothing to show."""
+    """Loads the shipped recipe with overrides. Raises UsageError for overrides that would leave nothing to show."""
     path = shipped_recipes()["quickstart"]
     loaded, plain = load_recipe(path, overrides), load_recipe(path).recipe
     recipe = loaded.recipe
@@ -108,7 +109,7 @@ def _load(overrides: Sequence[str]) -> LoadedRecipe:
 
 
 def _write_corpus(path: Path) -> None:
-    """Write the bundled text where the recipe expects it, never over anything else."""
+    """Writes the bundled text where the recipe expects it, and never overwrites another file."""
     text = CORPUS.read_bytes()
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -118,7 +119,7 @@ def _write_corpus(path: Path) -> None:
 
 
 def _module(name: str, *arguments: str) -> str:
-    """Run one of the quickstart's modules and return what it printed."""
+    """Runs one of the quickstart's modules and returns what it printed."""
     command = [sys.executable, "-m", f"{__package__}.{name}", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -128,7 +129,7 @@ def _module(name: str, *arguments: str) -> str:
 
 
 def _start_over(out: Path) -> list[str]:
-    """Return the override with which a quickstart that ended begins anew; one that was stopped or killed is resumed."""
+    """Returns the override that restarts a finished quickstart. A stopped or killed one is resumed."""
     records = _log(out)
     if not records or records[-1]["event"] != "end":
         return []
@@ -142,7 +143,7 @@ def _log(out: Path) -> list[dict[str, Any]]:
 
 
 def _done(recipe: Recipe, out: Path) -> Done:
-    """Read the last run in the log, which is appended to: nothing before its "plan" counts."""
+    """Reads the last run in the log. Each run appends to the log, and a run begins with its "plan"."""
     records = _log(out)
     begin = max(number for number, record in enumerate(records) if record["event"] == "plan")
     store = run_directories(recipe)[0]
@@ -154,23 +155,23 @@ def _done(recipe: Recipe, out: Path) -> Done:
 
 
 def _refuse_excess(ended: Ended, done: Done) -> None:
-    """Raise FuyouError where no memory group held the run and its measured peak is above the budget."""
+    """Raises FuyouError if no memory group held the run and its measured peak exceeds the budget."""
     budget = done.plan["budget"]
     if not ended.enforced and done.peak > budget:
         raise FuyouError(
-            f"the run took {gib(done.peak)} of memory, its budget is {gib(budget)} (no memory group could hold it here)",
+            f"the run took {gib(done.peak)} of memory, but its budget is {gib(budget)} (no memory group could limit it here)",
             hint="please report it, with the output of `fuyou doctor`",
         )
 
 
 def _compare(loaded: LoadedRecipe, overrides: Sequence[str], done: Done) -> str | None:
-    """Say how near the first losses are to plain PyTorch's; None where that does not fit memory."""
+    """Tells how near the first losses are to plain PyTorch's; None if plain PyTorch does not fit memory."""
     if probe.memory_available() < 4 * GiB:
-        write_status("plain PyTorch is not run beside it: it needs about 3 GiB of free memory")
+        write_status("no comparison with plain PyTorch: it needs about 3 GiB of free memory")
         return None
     steps = min(COMPARED_STEPS, len(done.losses))
-    write_status(f"the first {steps} steps again in plain PyTorch, in memory, for comparison")
-    # what `auto` became in the run: the loop beside it takes the same numbers
+    write_status(f"repeating the first {steps} steps in plain PyTorch, in memory, to compare")
+    # the values that `auto` got in the run: plain PyTorch uses the same
     numerics = done.plan["numerics"]
     numbers = (steps, numerics["micro_batch_size"], numerics["torch_threads"], done.plan["total_steps"])
     printed = _module("plain_pytorch", str(loaded.path), *map(str, numbers), *overrides)

@@ -1,9 +1,8 @@
-"""Run the same recipe's first steps in plain PyTorch, in memory, for their losses.
+"""Runs the same recipe's first steps in plain PyTorch, in memory, and prints their losses.
 
-`python -m fuyou_cli.cli.quickstart.plain_pytorch RECIPE STEPS MICRO_BATCH_SIZE THREADS TOTAL_STEPS [key=value ...]`
-prints one loss per line. The numbers are what the run resolved the recipe's to, `auto` and epochs among them. The loop
-is what anyone would write: bf16 weights, fp32 masters, torch.optim.AdamW, clip_grad_norm_, the same rows in the same
-micro-batches.
+`python -m fuyou_cli.cli.quickstart.plain_pytorch RECIPE STEPS MICRO_BATCH_SIZE THREADS TOTAL_STEPS [key=value ...]` prints one
+loss per line. The numbers are those that the run resolved, including `auto` and epochs. The loop is plain: bf16 weights, fp32
+masters, torch.optim.AdamW, clip_grad_norm_, the same rows in the same micro-batches.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from fuyou_cli.training.rates import learning_rate
 
 
 def in_memory_losses(recipe: Recipe, steps: int, *, micro_batch_size: int, total_steps: int) -> Iterator[float]:
-    """Yield the loss of each of the first `steps` steps. Needs 16 bytes of RAM per parameter and its activations."""
+    """Yields the loss of each of the first `steps` steps. Needs 16 bytes of RAM per parameter, plus activations."""
     model: Any = AutoModelForCausalLM.from_pretrained(
         recipe.model.name_or_path,
         dtype=getattr(torch, recipe.precision.compute),
@@ -32,7 +31,7 @@ def in_memory_losses(recipe: Recipe, steps: int, *, micro_batch_size: int, total
         local_files_only=True,
     ).train()
     masters = {name: parameter.detach().float().clone() for name, parameter in model.named_parameters()}
-    decays = {True: recipe.optimizer.weight_decay, False: 0.0}  # matrices alone decay
+    decays = {True: recipe.optimizer.weight_decay, False: 0.0}  # only matrices decay
     optimizer = torch.optim.AdamW(
         [
             {"params": [m for m in masters.values() if (m.dim() >= 2) == matrix], "weight_decay": decay}
@@ -57,7 +56,7 @@ def in_memory_losses(recipe: Recipe, steps: int, *, micro_batch_size: int, total
 
 
 def _accumulate(model: Any, masters: dict[str, Any], batch: Batch, micro_batch_size: int) -> float:
-    """Sum the gradients of one step in fp32 into the masters, and return the step's loss."""
+    """Adds the gradients of one step to the masters in fp32, and returns the step's loss."""
     ids, labels = batch.tensors()
     total = 0.0
     for begin in range(0, ids.shape[0], micro_batch_size):

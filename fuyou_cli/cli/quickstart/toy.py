@@ -1,7 +1,7 @@
-"""Make a toy Llama of random weights and its tokenizer without any hub, and let such a model complete a prompt.
+"""Makes a toy Llama of random weights and its tokenizer without the hub, and lets such a model complete a prompt.
 
-`python -m fuyou_cli.cli.quickstart.toy make DIR PROMPT` and `... complete DIR PROMPT` print what is completed. They run in
-processes of their own: a whole model in memory is more than the training is allowed.
+`python -m fuyou_cli.cli.quickstart.toy make DIR PROMPT` and `... complete DIR PROMPT` print the completion. They run in
+separate processes, because a whole model in memory exceeds the training's limit.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-# Questions and answers made up for this project: nobody's text and in no model's memory, so whatever the fine-tuned model
-# knows of it, it learnt here. Each of 42 facts is asked in three ways; forty steps are enough to know them by heart.
+# Questions and answers invented for this project. No model knows the text, so all that the fine-tuned model
+# knows of it, it learnt here. Each of 42 facts is asked in three ways; forty steps are enough to learn them all.
 CORPUS = Path(__file__).with_name("corpus.jsonl")
 
 # 104 M parameters: at 16 bytes of training state each (bf16 weights and gradient, fp32 master and two moments) 1.55
@@ -23,16 +23,17 @@ HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS = 1024, 2816, 8, 16, 16
 VOCABULARY = 768
 POSITIONS = 1024
 INITIAL_STD = 0.02
-RESIDUAL_SCALE = (2 * LAYERS) ** -0.5  # for what blocks add to the residual stream: learning starts faster
+RESIDUAL_SCALE = (2 * LAYERS) ** -0.5  # scale of what blocks add to the residual stream: learning starts faster
 SHARD_SIZE = "64MB"
 END, PAD = "<|end|>", "<|pad|>"
 NEW_TOKENS = 24
 
 
 def make_model(directory: Path, *, seed: int = 0) -> None:
-    """Write a checkpoint of bfloat16 weights with its tokenizer; the directory appears whole or not at all.
+    """Writes a checkpoint of bfloat16 weights with its tokenizer. The directory appears complete or not at all.
 
-    The same seed gives the same bytes with the same libraries. A directory that exists is left as it is."""
+    The same seed gives the same bytes with the same libraries. An existing directory stays unchanged.
+    """
     if directory.exists():
         return
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -47,7 +48,7 @@ def make_model(directory: Path, *, seed: int = 0) -> None:
 
 
 def skeleton(end: int, pad: int) -> Any:
-    """Build the model without weights. `end`, `pad`: the tokenizer's ids."""
+    """Builds the model without weights. `end` and `pad` are token ids."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -71,7 +72,7 @@ def skeleton(end: int, pad: int) -> Any:
 
 
 def _initial(model: Any, seed: int) -> dict[str, Any]:
-    """Draw the weights in the order of the state dict: matrices normal, norms ones."""
+    """Draws the weights in the order of the state dict: matrices normal, norms ones."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -86,7 +87,7 @@ def _initial(model: Any, seed: int) -> dict[str, Any]:
 
 
 def make_tokenizer() -> Any:
-    """Train a byte-level BPE of at most VOCABULARY tokens on the corpus."""
+    """Trains a byte-level BPE of at most VOCABULARY tokens on the corpus."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -111,7 +112,7 @@ def make_tokenizer() -> Any:
 
 
 def complete(directory: Path, prompt: str) -> str:
-    """Return what the model writes after the prompt, greedily and up to its end token."""
+    """Returns what the model writes after the prompt, greedily and up to its end token."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

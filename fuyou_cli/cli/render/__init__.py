@@ -1,1 +1,1 @@
-"""Draw what a person sees. Every function takes the Rich console to print on and is otherwise pure."""
+"""Draws what the user sees. Every function takes the Rich console to print on and is otherwise pure."""

@@ -1,4 +1,4 @@
-"""Show the first five lines of a plan: whether it fits, its step, what limits it, its wear, and what to do next."""
+"""Shows the first five lines of a plan: whether it fits, its step, what limits it, its wear, and what to do next."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from fuyou_cli.spec.plan import Plan
 from .theme import Symbols, pairs, percent, say, some, speed
 from .traffic import wear_in_brief
 
-_BUSY = 0.9  # of a step: compute that works so much of it leaves little to gain
-_WAITING = 0.2  # of a step: compute that waits more would gain from a larger batch, as states move once a step
+_BUSY = 0.9  # share of a step; with compute busy for more, little can be gained
+_WAITING = 0.2  # share of a step; with longer waits a larger batch helps, because states move once a step
 
 
 def show_answer(console: Console, facts: RunFacts, shapes: Symbols) -> None:
-    """Print five lines on a console of 100 columns; further reasons why a run does not fit follow."""
+    """Prints five lines on a console of 100 columns, then further reasons why a run does not fit."""
     problems = facts.problems
     say(console, _verdict(facts, problems))
     rows = [
@@ -71,18 +71,18 @@ def _bottleneck(plan: Plan) -> str:
 
 
 def _next(facts: RunFacts, *, fits: bool) -> str:
-    """Say what helps most, as far as anything is known to; behind it how to run what fits as it is."""
+    """Names the most helpful change, if one is known, then the command that runs the plan."""
     worn = facts.wear is not None and not facts.wear.accepted
     if facts.changes:
         best = facts.changes[0]
         helps = "spares the drives" if fits else "fits"
         return f"add {' '.join(best.overrides)}: {helps}, a step takes {brief(best.plan.predicted.step_seconds)}"
     if facts.changes is not None:
-        return f"no change of one or two keys is enough ({facts.tried} plans tried)"
+        return f"no change of one or two keys makes it fit ({facts.tried} plans tried)"
     if facts.advice and (worn or not fits):
         return facts.advice
     if not fits:
-        return "make the step smaller, or give it more memory or disk"
+        return "make the step smaller, or give the run more memory or disk"
     if facts.refusal:
         return f"choose another model; this one cannot be trained yet: {facts.refusal}"
     if facts.left == 0:
@@ -97,7 +97,7 @@ def _faster(facts: RunFacts) -> str:
     if hardware.measured == "assumed":
         return f"measure this machine: `fuyou bench --dir {facts.folder}`"
     if rates := facts.deciding_assumptions:
-        return f"measure that machine: the rates that decide are assumptions ({'; '.join(rate.what for rate in rates)})"
+        return f"measure that machine: the important rates are assumptions ({'; '.join(rate.what for rate in rates)})"
     if are_busy(hardware.others_cores):
         others = f"other programs used {hardware.others_cores:.1f} cores"
         return f"measure again when the machine is idle: `fuyou bench --dir {facts.folder}` ({others})"
@@ -106,6 +106,6 @@ def _faster(facts: RunFacts) -> str:
         return "nothing to change: compute is nearly always busy"
     waits = sum(plan.predicted.stalls.values()) / step
     if waits > _WAITING:
-        batch = "" if facts.done is not None else "a larger train.batch_size, "  # a saved run keeps its batch
+        batch = "" if facts.done is not None else "a larger train.batch_size, "  # a saved run cannot change its batch
         return f"try {batch}more RAM or faster drives: compute waits {waits:.0%} of the step"
-    return "nothing better is known (see `fuyou plan --compare`)"
+    return "no better choice is known (see `fuyou plan --compare`)"

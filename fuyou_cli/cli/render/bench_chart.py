@@ -1,4 +1,4 @@
-"""Draw the sweep of `fuyou bench --model` as one chart: TFLOPS over the batch size, below the device's measured rate."""
+"""Draws the results of `fuyou bench --model` as a chart: TFLOPS over the batch size, below the device's measured rate."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ text{font:13px ui-sans-serif,-apple-system,"Segoe UI",Helvetica,Arial,"DejaVu Sa
 
 
 def bench_svg(model: str, points: Sequence[Point]) -> str:
-    """Draw a bar per batch size (dashed where extrapolated), and a line across it where plain PyTorch is."""
+    """Draws a bar per batch size (dashed if extrapolated), and a line across it for plain PyTorch."""
     rate = points[0].device_flops
     top = 1.1 * max(rate, *(point.flops(6) for point in points), *(_plain(point) or 0.0 for point in points))
     floor, slot = HEIGHT - _BOTTOM, (WIDTH - _LEFT - _RIGHT) / len(points)
@@ -63,7 +63,7 @@ def _bar(point: Point, left: float, width: float, y: Callable[[float], float], f
 
 
 def _plain(point: Point) -> float | None:
-    """Return the FLOP/s of in-memory PyTorch."""
+    """Returns the FLOP/s of in-memory PyTorch."""
     return None if point.in_memory is None else 6 * point.parameters * point.in_memory
 
 

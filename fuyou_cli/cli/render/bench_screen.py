@@ -1,4 +1,4 @@
-"""Show what `fuyou bench` found: rates with their spread, and how the update scales over threads."""
+"""Shows the results of `fuyou bench`: rates with their spread, and how the update scales over threads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCHEMA_VERSION = 2
 
 
 def show_bench(console: Console, report: BenchReport) -> None:
-    """Print the machine, then every rate: median and range of the repeats."""
+    """Prints the machine, then every rate: median and range of the repeats."""
     shapes, profile = symbols(console), report.profile
     say(console, Text.assemble(("fuyou bench", "bold"), f"  {'quick' if report.quick else 'full'}"))
     pairs(console, _machine(profile, f" {shapes.dot} "))
@@ -38,13 +38,13 @@ def _machine(profile: HardwareProfile, dot: str) -> list[tuple[str, str]]:
     rows += [("drive", f"{d.model}, {gb(d.capacity)}, {endurance(d)}") for d in profile.drives if d.model]
     rows.append(("process", f"{gib(profile.process_bytes)} with torch and transformers loaded, before the model"))
     if profile.device == "cpu":
-        kept = f"compute keeps {profile.shared_compute:.0%}, the update {profile.shared_adamw:.0%} of its rate alone"
+        kept = f"compute keeps {profile.shared_compute:.0%} and the update {profile.shared_adamw:.0%} of its rate alone"
         rows.append(("at once", f"beside one update thread, {kept}"))
     return rows
 
 
 def bench_json(report: BenchReport) -> dict[str, object]:
-    """Return the same as data: rates per second, `profile` as `fuyou plan` takes it."""
+    """Returns the same as data: rates per second, and `profile` as `fuyou plan` reads it."""
     return {"schema_version": SCHEMA_VERSION, "digest": report.profile.digest(), **asdict(report)}
 
 

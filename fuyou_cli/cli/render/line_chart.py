@@ -1,4 +1,4 @@
-"""Draw one figure over a run's steps as inline SVG. Its colours are the page's (the c- classes of report.html)."""
+"""Draws one figure over a run's steps as inline SVG, in the page's colours (the c- classes of report.html)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .report_rows import Series
 
 WIDTH, HEIGHT = 440, 200
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 10, 10, 24
-_POINTS = 180  # at most: two pixels each
+_POINTS = 180  # most points: two pixels each
 _TICKS = 4
 
 
 def line_svg(series: Series, *, first_step: int) -> str:
-    """Draw the values of the steps from `first_step` on, with a dashed line at the limit. Steps without a value leave a gap; a
-    tooltip at each place spells its value."""
+    """Draws the values of the steps from `first_step` on, with a dashed line at the limit. Steps without a value leave a
+    gap. A tooltip at each place shows its value."""
     values, shown, limit = series.values, series.shown, series.limit
     points = means([math.nan if value is None else value for value in values], min(len(values), _POINTS))
     known = [value for value in points if math.isfinite(value)]
@@ -51,7 +51,7 @@ def line_svg(series: Series, *, first_step: int) -> str:
 
 
 def _round_values(low: float, high: float, unit: int) -> list[float]:
-    """Return about `_TICKS` round numbers of units, from below `low` to above `high`."""
+    """Returns about `_TICKS` round numbers of units, from below `low` to above `high`."""
     span = ((high - low) or abs(high) or 1.0) / unit
     power = 10.0 ** math.floor(math.log10(span / _TICKS))
     spacing = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= span / _TICKS * (1 - 1e-9))
@@ -60,7 +60,7 @@ def _round_values(low: float, high: float, unit: int) -> list[float]:
 
 
 def _curve(points: Sequence[tuple[float, float] | None]) -> list[str]:
-    """Draw a line through neighbours; a point without any is a dot."""
+    """Draws a line through neighbouring points; a point without neighbours is a dot."""
     runs: list[list[tuple[float, float]]] = [[]]
     for point in points:
         if point is None:

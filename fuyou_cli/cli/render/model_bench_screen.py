@@ -1,4 +1,4 @@
-"""Show `fuyou bench --model`: a row per batch size, what limits each, and how figures were found that were not measured."""
+"""Shows the results of `fuyou bench --model`: a row per batch size, what limits it, and how extrapolated figures were found."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TOO_FAST = "overlap above 100%: the machine's rates were measured too low; run 
 
 
 def show_model_bench(console: Console, model: str, points: Sequence[Point]) -> None:
-    """Print the sweep. Extrapolated figures have a star."""
+    """Prints the results. Extrapolated figures have a star."""
     first, shapes = points[0], symbols(console)
     size = f"{count(first.parameters)} parameters, random weights and tokens"
     say(console, Text.assemble((f"fuyou bench --model {model}", "bold"), f"  {size}"))
@@ -46,7 +46,7 @@ def show_model_bench(console: Console, model: str, points: Sequence[Point]) -> N
 
 
 def _show_busy(console: Console, points: Sequence[Point]) -> None:
-    """Print the share of the step in which each resource was busy."""
+    """Prints the share of the step in which each resource was busy."""
     heading(console, "Busy", "share of the step")
     content = ruled(symbols(console))
     names = ordered(list(dict.fromkeys(name for point in points for name in point.busy)))
@@ -78,7 +78,7 @@ def _placed(point: Point) -> str:
 
 
 def _extrapolated(point: Point) -> list[str]:
-    """Say how each sample gives the whole, and whether they agree."""
+    """Tells how each sample gives the whole, and whether the samples agree."""
     if not point.estimates:
         return []
     samples = "; ".join(
@@ -92,7 +92,7 @@ def _extrapolated(point: Point) -> list[str]:
 
 
 def model_bench_json(model: str, points: Sequence[Point]) -> dict[str, object]:
-    """Return the same as data: seconds, FLOP/s, shares of one."""
+    """Returns the same as data: seconds, FLOP/s, shares of one."""
     return {"schema_version": SCHEMA_VERSION, "model": model, "points": [_record(point) for point in points]}
 
 

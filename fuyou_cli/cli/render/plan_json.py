@@ -1,4 +1,4 @@
-"""Return as data (`fuyou plan --json`) what the screen says, and the whole plan."""
+"""Returns the content of the screen and the whole plan as data (`fuyou plan --json`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OF_MODEL = ("architecture", "parameters", "active_parameters", "stored_paramete
 
 
 def plan_json(facts: RunFacts) -> dict[str, object]:
-    """Return bytes as integers, times in seconds, rates per second, shares of one."""
+    """Returns bytes as integers, times in seconds, rates per second, shares of one."""
     plan, model, hardware = facts.plan, facts.model, facts.hardware
     problems, writes, wear, origins = facts.problems, facts.writes, facts.wear, origins_of(facts.hardware)
     compared = [
@@ -71,7 +71,8 @@ def _room(room: Room) -> dict[str, object]:
 
 
 def _region(region: FastRegion, plan: Plan) -> dict[str, object]:
-    """Say how long the drives are as fast as at first; `left`: the run goes on after that, and is planned for then."""
+    """Tells how long the drives keep their first speed. `left` means that the run outlasts it, and is planned for the later
+    speed."""
     return {
         "bytes": region.size or None,
         "steps": region.steps if region.size else None,
@@ -83,7 +84,7 @@ def _region(region: FastRegion, plan: Plan) -> dict[str, object]:
 
 
 def _commits(plan: Plan) -> dict[str, object]:
-    """Return the mode, and `costs`: shares of time and of what is written, and seconds of work that a crash loses at most."""
+    """Returns the mode, and `costs`: shares of the time and of the writes, and the most seconds of work that a crash loses."""
     costs = commit_costs(plan)
     costed = None if costs is None else asdict(costs)
     return {"mode": plan.store_mode, "every_steps": plan.commit_every, "kept": plan.keep, "costs": costed}
@@ -100,7 +101,7 @@ def _speed(plan: Plan) -> dict[str, object]:
 
 
 def _figures(plan: Plan | None) -> dict[str, object] | None:
-    """Return the figures by which plans are compared; None of what does not fit."""
+    """Returns the figures that plans are compared by; None for a plan that does not fit."""
     if plan is None:
         return None
     keys = ("step_seconds", "cpu_peak", "gpu_peak", "read_per_step", "written_per_step")

@@ -1,4 +1,4 @@
-"""Show a plan on the screen: what was understood, the machine, where everything rests, and what one step costs."""
+"""Shows a plan on the screen: what was understood, the machine, where everything is kept, and what one step costs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _TITLE: dict[Tier, str] = {"gpu": "GPU", "cpu": "RAM", "ssd": "SSD"}
 
 
 def show_plan(console: Console, facts: RunFacts, *, verbose: bool) -> None:
-    """Print the answer in five lines, warnings, then the whole plan."""
+    """Prints the answer in five lines, warnings, then the whole plan."""
     shapes = symbols(console)
     show_answer(console, facts, shapes)
     warn_of_wear(console, facts)
@@ -69,14 +69,14 @@ def show_plan(console: Console, facts: RunFacts, *, verbose: bool) -> None:
 
 
 def show_length(console: Console, facts: RunFacts) -> None:
-    """Print what the number of steps decides, where that was known after the plan."""
+    """Prints what the number of steps decides, if it became known after the plan."""
     pairs(console, [*run_length(facts), ("wear", wear_in_full(facts))])
     _endings(console, facts)
     warn_of_wear(console, facts)
 
 
 def _endings(console: Console, facts: RunFacts) -> None:
-    """Print which limits of the recipe stop the run early."""
+    """Prints which limits of the recipe stop the run early."""
     of = f" of {facts.steps:,}" if facts.steps else ""
     rows = [("limit", f"{end.limit} stops the run after step {end.step:,}{of}; {end.again}") for end in facts.endings]
     if rows:
@@ -150,26 +150,26 @@ def _known_rates(facts: RunFacts) -> list[str]:
 
 
 def _source(facts: RunFacts) -> str:
-    """Say whose figures the rates are."""
+    """Tells where the rates come from."""
     hardware = facts.hardware
     if hardware.measured == "assumed":
-        return f"assumed, not measured: `fuyou bench --dir {facts.folder}` measures them"
+        return f"assumed, not measured (to measure them: `fuyou bench --dir {facts.folder}`)"
     source = "described" if hardware.measured == "described" else f"measured {hardware.measured}"
     source += f", profile {hardware.digest()}"
     if are_busy(hardware.others_cores):
-        source += f"; other programs used {hardware.others_cores:.1f} cores then: `fuyou bench` measures again"
+        source += f"; other programs used {hardware.others_cores:.1f} cores then (to measure again: `fuyou bench`)"
     return source
 
 
 def _rates(console: Console, facts: RunFacts, shapes: Symbols) -> None:
-    """Print every rate of a described machine: what it is, and whose figure."""
+    """Prints every rate of a described machine with its source."""
     heading(console, "Rates of this machine", "none was measured here")
     content = ruled(shapes)
     column(content, "rate", wrap=True)
     column(content, "value", right=True)
     column(content, "origin")
     column(content, "source", wrap=True, style="dim")
-    plus = " + " if console.width >= WIDE else "\n+ "  # three rates on a line leave sources a word a line
+    plus = " + " if console.width >= WIDE else "\n+ "  # three rates on a line leave sources one word per line
     for one in origins_of(facts.hardware):
         value = f"{tera(one.values[0])} TFLOPS" if one.flops else plus.join(rate(value) for value in one.values)
         content.add_row(Text(one.what), value, Text(one.origin), Text(one.source))
@@ -177,7 +177,7 @@ def _rates(console: Console, facts: RunFacts, shapes: Symbols) -> None:
 
 
 def _placement(console: Console, facts: RunFacts, shapes: Symbols) -> None:
-    """Print what rests where, beside what there is, and the RAM that the phases of the run need."""
+    """Prints what is kept where, next to what there is, and the RAM that the phases of the run need."""
     plan, predicted = facts.plan, facts.plan.predicted
     room: dict[Tier, tuple[int, int]] = {} if facts.room.gpu is None else {"gpu": (predicted.gpu_peak, facts.room.gpu)}
     room |= {"cpu": (predicted.cpu_peak, plan.cpu_budget), "ssd": (predicted.ssd_bytes, facts.room.store)}
@@ -216,8 +216,8 @@ def _used(peak: int, limit: int) -> Text:
 
 
 def _stages(console: Console, plan: Plan, model: ModelSpec, shapes: Symbols) -> None:
-    """Print where stages rest; neighbours of the same kind, size and homes share a line."""
-    heading(console, "Stages", "where weights, states, resting gradients and the kept input rest")
+    """Prints where stages are kept. Neighbours of the same kind, size and homes share a line."""
+    heading(console, "Stages", "where weights, states, stored gradients and the kept input are")
     content = ruled(shapes)
     for title in ("stage", "kind", "params", "weights", "", "states", "", "grads", "input"):
         column(content, title, right=title in ("params", "weights", "states"))
@@ -239,7 +239,7 @@ def _stages(console: Console, plan: Plan, model: ModelSpec, shapes: Symbols) -> 
         position += number
     show(console, content, indent=2)
     outputs = "; +n: with the outputs of n operators" if any(stage.given for stage in plan.stages) else ""
-    say(console, f"Sizes are of one stage{outputs}.", style="dim", indent=2)
+    say(console, f"Sizes are for one stage{outputs}.", style="dim", indent=2)
 
 
 def _homes(stage: StagePlan, spec: StageSpec) -> tuple[str, int, tuple[int, int], Tier, Tier, Tier, Tier, int, int]:
@@ -252,8 +252,8 @@ def _homes(stage: StagePlan, spec: StageSpec) -> tuple[str, int, tuple[int, int]
 
 
 def _comparison(console: Console, plan: Plan, rows: Sequence[Row], shapes: Symbols) -> None:
-    """Print the plan, and what each other value of a knob would cost."""
-    heading(console, "Other choices", "each planned and simulated: the plan with one thing different")
+    """Prints the plan, and what each other value of a knob would cost."""
+    heading(console, "Other choices", "the plan with one change, planned and simulated again")
     content = _plans("choice", shapes)
     column(content, "result", wrap=True)
     content.add_row("the plan", *_figures(plan), "chosen", style="bold")
@@ -281,9 +281,9 @@ def _result(row: Row) -> str:
 
 
 def _changes(console: Console, outcomes: Sequence[Outcome], shapes: Symbols, *, tried: int) -> None:
-    """Print changes that make the run fit, to be pasted behind the command."""
+    """Prints changes that make the run fit, to be added to the command."""
     if not outcomes:
-        say(console, f"No change of one or two keys is enough ({tried} plans tried).")
+        say(console, f"No change of one or two keys makes it fit ({tried} plans tried).")
         return
     heading(console, "Changes that help", f"the smallest of each kind, planned again ({tried} plans tried)")
     content = _plans("add", shapes)
@@ -291,7 +291,7 @@ def _changes(console: Console, outcomes: Sequence[Outcome], shapes: Symbols, *, 
         content.add_row(Text(" ".join(outcome.overrides)), *_figures(outcome.plan))
     show(console, content, indent=2)
     if worn := [wear.run for outcome in outcomes if (wear := outcome.wear()) is not None and not wear.accepted]:
-        say(console, f"Each of these still writes {min(worn):.0%} or more of what a drive is rated for.", indent=2)
+        say(console, f"Each of these still writes {min(worn):.0%} or more of a drive's rated writes.", indent=2)
 
 
 def _figures(plan: Plan | None) -> tuple[str, str, str, str]:

@@ -1,4 +1,4 @@
-"""Draw the loss over steps and one step's timeline on the terminal, and the timeline as a self-contained SVG."""
+"""Draws the loss over steps and one step's timeline on the terminal, and the timeline as a self-contained SVG."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LABEL = 9  # columns of a loss beside it: "1.234e-05"
 
 
 def waiting(stalls: Mapping[str, float]) -> str:
-    """Say "compute waited 3.1 s for ssd read, 400 ms for update", longest first."""
+    """Formats waits as "compute waited 3.1 s for ssd read, 400 ms for update", longest first."""
     named = sorted(((seconds, cause) for cause, seconds in stalls.items() if worth_saying(seconds)), reverse=True)
     if not named:
         return "compute never waited"
@@ -28,7 +28,7 @@ def waiting(stalls: Mapping[str, float]) -> str:
 
 
 def worth_saying(seconds: float) -> bool:
-    """Tell whether a wait is shown as more than "0 ms"."""
+    """Tells whether a wait is shown as more than "0 ms"."""
     return round(seconds * 1000) >= 1
 
 
@@ -36,7 +36,7 @@ def worth_saying(seconds: float) -> bool:
 
 
 def show_loss(console: Console, losses: Sequence[float], *, first_step: int = 1) -> None:
-    """Plot the loss over steps, `losses[0]` being of step `first_step`. Prints nothing when no loss is finite."""
+    """Plots the loss over steps; `losses[0]` is the loss of step `first_step`. Prints nothing if no loss is finite."""
     shades = symbols(console).levels
     lines = loss_lines(losses, first_step=first_step, width=console.width - 2, shades=shades)
     if lines:
@@ -46,7 +46,7 @@ def show_loss(console: Console, losses: Sequence[float], *, first_step: int = 1)
 
 
 def loss_lines(losses: Sequence[float], *, first_step: int, width: int, shades: str) -> list[str]:
-    """Draw HEIGHT lines with the highest and the lowest loss beside them, and the first and last step below. `shades` are a
+    """Draws HEIGHT lines with the highest and the lowest loss beside them, and the first and last step below. `shades` are a
     cell's levels. Values that are not finite are left out; each column is the mean of its steps."""
     columns, top = width - _LABEL - 1, len(shades) - 1
     heights = means(losses, columns) if width >= 24 else []
@@ -55,7 +55,7 @@ def loss_lines(losses: Sequence[float], *, first_step: int, width: int, shades: 
         return []
     low, high = min(finite), max(finite)
     labels = [f"{high:.4g}", *[""] * (HEIGHT - 2), f"{low:.4g}"]
-    levels = [  # in cells from the bottom; the lowest loss is still seen
+    levels = [  # in cells from the bottom; even the lowest loss is visible
         0.0 if math.isnan(mean) else 1 + (mean - low) / ((high - low) or 1) * (HEIGHT - 1) for mean in heights
     ]
     lines = []
@@ -67,7 +67,7 @@ def loss_lines(losses: Sequence[float], *, first_step: int, width: int, shades: 
 
 
 def means(losses: Sequence[float], columns: int) -> list[float]:
-    """Return the mean of the steps at each column; NaN where none is finite."""
+    """Returns the mean of the steps at each column; NaN if none is finite."""
     found = []
     for column in range(columns):
         begin = column * len(losses) // columns
@@ -81,7 +81,7 @@ def means(losses: Sequence[float], columns: int) -> list[float]:
 
 
 def show_timeline(console: Console, busy: Sequence[Busy]) -> None:
-    """Show when each resource was busy in one step: a row each, columns are time, darkness is the busy share."""
+    """Shows when each resource was busy in one step: one row per resource, columns are time, darkness is the busy share."""
     shapes, end = symbols(console), max((item.end for item in busy), default=0.0)
     names = ordered(list(dict.fromkeys(item.resource for item in busy)))
     gutter = max(map(len, names), default=0)
@@ -100,7 +100,7 @@ def show_timeline(console: Console, busy: Sequence[Busy]) -> None:
 
 
 def _shaded(spans: Sequence[tuple[float, float]], step: float, columns: int, shades: str) -> str:
-    """Return a character per column of `step` seconds: how much of it the spans cover."""
+    """Returns a character per column of `step` seconds: how much of it the spans cover."""
     share = [0.0] * columns
     for begin, finish in spans:
         for column in range(max(int(begin / step), 0), min(int(finish / step) + 1, columns)):
@@ -111,14 +111,14 @@ def _shaded(spans: Sequence[tuple[float, float]], step: float, columns: int, sha
 
 # ---- a step as SVG ---------------------------------------------------------------------------------------------------
 
-WIDTH = 900  # of a README, where a wider picture would be shrunk
+WIDTH = 900  # of a README, which shrinks wider pictures
 LEFT, RIGHT = 112, 196  # room for the names, and for the figures behind the rows
 PLOT = WIDTH - LEFT - RIGHT
 TOP, ROW, GAP = 92, 34, 12
-MOST_LANES = 4  # requests in flight together that are drawn below each other
-LEAST_WIDTH = 0.6  # of one interval: still visible
-LINE, LETTERS = 17, 118  # of the text below: height, and how many letters fit beside each other
-COLOURS = {  # they read on light and on dark pages
+MOST_LANES = 4  # most requests in flight drawn below each other
+LEAST_WIDTH = 0.6  # of one interval, so that it stays visible
+LINE, LETTERS = 17, 118  # of the text below: height, and letters per line
+COLOURS = {  # readable on light and on dark pages
     "forward": "#4c8dd6", "backward": "#2b5c9e", "update": "#9a5bb5", "ssd read": "#2f9e72", "ssd write": "#d98324",
     "h2d": "#3aa5b8", "d2h": "#7f8c3a", "other": "#8a8f98",
 }  # fmt: skip
@@ -134,8 +134,8 @@ text{fill:#e6edf3}.small{fill:#9aa4af}.page{fill:#0f141a}.lane{fill:#1a212a}.gri
 
 
 def timeline_svg(busy: Sequence[Busy], *, title: str, stalls: Mapping[str, float]) -> str:
-    """Draw one step's intervals, a row per resource, readable on light and dark pages; label, times and bytes are tooltips.
-    `stalls`: seconds compute waited, by cause."""
+    """Draws one step's intervals, a row per resource, readable on light and dark pages. Labels, times and bytes are
+    tooltips. `stalls` is the seconds that compute waited, by cause."""
     end = max((item.end for item in busy), default=0.0) or 1.0
     names = ordered(list(dict.fromkeys(item.resource for item in busy)))
     bottom = TOP + len(names) * (ROW + GAP)
@@ -180,12 +180,12 @@ def _text(x: float, y: float, words: str, *, kind: str = "small", anchor: str = 
 
 
 def _escaped(value: str) -> str:
-    """Escape, without the control characters that XML does not allow."""
+    """Escapes text, without the control characters that XML does not allow."""
     return escape("".join(letter if letter.isprintable() else " " for letter in value), {'"': "&quot;"})
 
 
 def _grid(end: float, bottom: float) -> list[str]:
-    """Draw vertical lines at round times, with the seconds under them."""
+    """Draws vertical lines at round times, with the seconds under them."""
     power = 10.0 ** math.floor(math.log10(end / 8))
     spacing = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= end / 8 * (1 - 1e-9))
     digits = max(0, -math.floor(math.log10(spacing)))
@@ -199,7 +199,7 @@ def _grid(end: float, bottom: float) -> list[str]:
 
 
 def _phase_marks(busy: Sequence[Busy], end: float) -> list[str]:
-    """Draw a bracket over forward and one over backward, named."""
+    """Draws a named bracket over forward and one over backward."""
     parts, y = [], TOP - 18
     for name, begin, finish in phases(busy):
         left, right = _at(begin, end) + 1, max(_at(finish, end) - 1, _at(begin, end) + 1)
@@ -209,7 +209,7 @@ def _phase_marks(busy: Sequence[Busy], end: float) -> list[str]:
 
 
 def _row(name: str, items: Sequence[Busy], seconds: float, end: float, y: int) -> list[str]:
-    """Draw one resource: its name, its intervals in lanes, and how busy it was."""
+    """Draws one resource: its name, its intervals in lanes, and how busy it was."""
     moved = sum(item.bytes for item in items)
     parts = [
         f'<rect class="lane" x="{LEFT}" y="{y}" width="{PLOT}" height="{ROW}" rx="3"/>',

@@ -1,7 +1,7 @@
-"""Show the progress of a run: a live block of lines on a terminal, one plain line per step anywhere else.
+"""Shows the progress of a run: a live block of lines on a terminal, one plain line per step elsewhere.
 
-The block never loses a line and fields have some room to grow, so nothing jumps. Between reports only the clock and the share
-of the running step change.
+The block never loses a line, and fields have room to grow, so nothing jumps. Between reports only the clock and the share of
+the running step change.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from .plots import worth_saying
 from .theme import bar, encodable, speed, symbols, tera
 
 LINE = 100  # columns of a plain line
-RECENT_STEPS = 20  # steps the pace is taken from
+RECENT_STEPS = 20  # steps whose mean gives the pace
 MIN_STEP_SECONDS = 1e-9
 _NAME = 24  # characters of the name of a set of rows
 
 
 class RunDisplay(AbstractContextManager["RunDisplay"]):
-    """Show every `StepReport` of one run, within its context.
+    """Shows every `StepReport` of one run inside its context.
 
-    `resumed` counts the steps done before this process: the bar starts there. `verbose`: also traffic and what compute waited
-    for. `clock` gives seconds since the epoch.
+    `resumed` counts the steps done before this process: the bar starts there. `verbose` adds traffic and waits. `clock` gives
+    seconds since the epoch.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class RunDisplay(AbstractContextManager["RunDisplay"]):
         self._report: StepReport | None = None
         self._since = clock()
         self._live: Live | None = None
-        self._rows = 0  # lines of the block so far at most: it never shrinks
+        self._rows = 0  # most lines of the block so far: it never shrinks
 
     def __enter__(self) -> RunDisplay:
         self._since = self._clock()
@@ -79,7 +79,7 @@ class RunDisplay(AbstractContextManager["RunDisplay"]):
             self._live.stop()
 
     def step(self, report: StepReport) -> None:
-        """Show a finished step."""
+        """Shows a finished step."""
         if self._report is not None:  # the first step of a process also warms up
             self._pace = [*self._pace[1 - RECENT_STEPS :], report.seconds]
         self._done, self._report, self._since = report.step, report, self._clock()
@@ -101,13 +101,13 @@ class RunDisplay(AbstractContextManager["RunDisplay"]):
         self._console.print(Text(encodable(line, self._console)), soft_wrap=True, highlight=False)
 
     def step_seconds(self) -> float:
-        """Return the seconds one more step will take: the recent mean, before that the first step's or the plan's."""
+        """Returns the seconds that one more step will take: the recent mean, or before that the first step's or the plan's."""
         if self._pace:
             return sum(self._pace) / len(self._pace)
         return self._report.seconds if self._report is not None else self._plan.predicted.step_seconds
 
     def lines(self, width: int) -> list[Text]:
-        """Draw the live block at this width: a bar, then the fields packed into lines."""
+        """Draws the live block at this width: a bar, then the fields packed into lines."""
         elapsed = max(self._clock() - self._since, 0.0)
         rows = [self._bar(width, elapsed)]
         if self._report is None:
@@ -145,19 +145,19 @@ class RunDisplay(AbstractContextManager["RunDisplay"]):
         return f"eta {duration(seconds)}{finish}"
 
     def _plain_lines(self, report: StepReport) -> list[str]:
-        """Put the step on one line of at most `LINE` columns, the same fields at the same columns in every step; behind it,
-        where asked for, lines of details."""
+        """Puts the step on one line of at most `LINE` columns, with the same fields at the same columns in every step. Lines
+        of details follow if asked for."""
         digits = len(str(self._total))
         *fields, ram = self._figures(report)
         fields = [f"step {report.step:>{digits}}/{self._total}", *fields, self._eta(short=True).ljust(11), ram]
         rates = next(place for place, field in enumerate(fields) if field.endswith("tok/s"))
-        for place in (-1, rates - 1):  # least needed of what is too much: memory, the learning rate
+        for place in (-1, rates - 1):  # too long: memory goes first, then the learning rate
             if len("  ".join(fields)) > LINE:
                 del fields[place]
         return ["  ".join(fields).rstrip(), *(f"  {row}" for row in _packed(self._details(report), LINE - 2))]
 
     def _figures(self, report: StepReport) -> list[str]:
-        """Return a step's fields, each as wide as it will be in every step, what matters most first."""
+        """Returns a step's fields, each as wide in every step, the most important first."""
         seconds = max(report.seconds, MIN_STEP_SECONDS)
         budget = f"{self._plan.cpu_budget / GiB:.2f}"
         return [
@@ -170,7 +170,8 @@ class RunDisplay(AbstractContextManager["RunDisplay"]):
         ]
 
     def _details(self, report: StepReport) -> list[str]:
-        """Return memory, traffic and waits, the longest first, where asked for; each padded so that the next step's fits."""
+        """Returns memory, traffic and waits (the longest first) if asked for, each padded so that the next step's values
+        fit."""
         if not self._verbose:
             return []
         seconds = max(report.seconds, MIN_STEP_SECONDS)
@@ -188,7 +189,7 @@ class RunDisplay(AbstractContextManager["RunDisplay"]):
 
 
 def _packed(fields: list[str], width: int) -> list[str]:
-    """Put fields side by side, on as many lines as they need."""
+    """Puts fields side by side, on as many lines as they need."""
     rows = [""] if fields else []
     for field in fields:
         if rows[-1] and len(rows[-1]) + len(field.rstrip()) > width:

@@ -1,5 +1,5 @@
-"""Write a run's history as one HTML page that needs nothing else: no network, no script; light or dark as the reader's
-system is. The template is report.html; whatever comes from the log is escaped in it."""
+"""Writes a run's history as one self-contained HTML page: no network, no script, light or dark as the system is. Text from
+the log is escaped. The template is report.html."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TEMPLATE = Path(__file__).with_name("report.html")
 
 
 def page(history: History) -> str:
-    """Return the page as text."""
+    """Returns the page as text."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, finalize=_shown)
     template, report, series = (
         environment.from_string(_TEMPLATE.read_text(encoding="utf-8")),
@@ -49,12 +49,12 @@ def page(history: History) -> str:
 
 
 def _shown(value: object) -> object:
-    """Spell out control characters of text from a log."""
+    """Spells out control characters of text from a log."""
     return one_line(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def _tiles(history: History) -> list[tuple[str, str]]:
-    """Return the figures that are looked for first."""
+    """Returns the most wanted figures."""
     report, known = history.report, [step.loss for step in history.steps if step.loss is not None]
     return [
         ("loss of the last step", f"{known[-1]:.4f}" if known else "?"),

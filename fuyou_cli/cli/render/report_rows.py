@@ -1,4 +1,4 @@
-"""Put a run's history into words and rows, for the terminal and for the page alike."""
+"""Formats a run's history as rows of text, for the terminal and the page."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ _TIERS = {"gpu": "GPU", "cpu": "RAM", "ssd": "ssd"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Series:
-    """Hold one figure of every step: its values, None where there is none, and how one is written."""
+    """Holds one figure of every step: its values (None if unknown), and how to format one."""
 
     name: str
     values: tuple[float | None, ...]
     shown: Callable[[float], str]
-    limit: float = 0.0  # that a line is drawn at, 0: none
+    limit: float = 0.0  # a line is drawn here; 0: no line
     from_zero: bool = True
 
     @property
     def unit(self) -> int:
-        """Return what round values of it are multiples of."""
+        """Returns the unit of which round values are multiples."""
         highest = max((value for value in self.values if value is not None), default=0.0)
         return 1 if self.shown is not gib else GiB if max(highest, self.limit) >= GiB else MiB
 
     @property
     def row(self) -> tuple[str, ...]:
-        """Return its name, its first and last value, the median, the least and the most."""
+        """Returns its name, its first and last value, the median, the least and the most."""
         known = [value for value in self.values if value is not None]
         if not known:
             return (self.name, *["?"] * 5)
@@ -46,7 +46,7 @@ COLUMNS = ("figure", "first", "last", "median", "least", "most")
 
 
 def series_of(history: History) -> list[Series]:
-    """Return loss, rate, speed, memory and traffic over the steps; nothing that no step has."""
+    """Returns loss, rate, speed, memory and traffic over the steps, without figures that no step has."""
     steps, budget = history.steps, history.promised.budget
 
     def each(name: str, value: Callable[[Step], float | None], shown: Callable[[float], str], limit: float = 0.0) -> Series:
@@ -69,10 +69,10 @@ def series_of(history: History) -> list[Series]:
 
 
 def about(history: History) -> Pairs:
-    """Say which run this is, and how far it came."""
+    """Tells which run this is, and how far it came."""
     promised, report, last = history.promised, history.report, history.steps[-1].step
     total = max(promised.total_steps, last)
-    state = "all steps are done" if history.ended else "it goes on, or was stopped"
+    state = "all steps are done" if history.ended else "running or stopped"
     rows = [
         ("model", promised.model),
         ("machine", promised.device),
@@ -80,16 +80,16 @@ def about(history: History) -> Pairs:
         ("steps", f"{last:,} of {total:,}: {state}"),
         ("time", f"{brief(report.seconds)} in {some(report.steps, 'step')}, loading and saving not counted"),
         ("speed", f"{speed(report.tokens_per_second)} tokens/s, {tera(report.tflops * 1e12)} TFLOPS (6N)"),
-        ("waiting", f"{waiting(report.stalls)}, in all steps together"),
+        ("waiting", f"{waiting(report.stalls)}, in all steps"),
         ("placed", promised.choice),
     ]
     if skipped := sum(bool(step.skipped) for step in history.steps):
-        rows.append(("skipped", f"{some(skipped, 'step')} updated nothing: their numbers were not finite"))
+        rows.append(("skipped", f"{some(skipped, 'step')} updated nothing: their losses or gradients were not finite"))
     return [(name, text) for name, text in rows if text]
 
 
 def memory(history: History) -> list[tuple[str, str, str, str]]:
-    """Return tier, what is kept there, its size and what that is measured against; the sum of a tier first."""
+    """Returns tier, content, size and comparison, with the sum of a tier first."""
     promised, report = history.promised, history.report
     gpu = next((line.measured for line in report.compared if line.what == "peak GPU memory"), 0)
     sums = {
@@ -107,30 +107,30 @@ def memory(history: History) -> list[tuple[str, str, str, str]]:
 
 
 def store(history: History) -> Pairs:
-    """Say what a step moves from and to the ssd, and how fast."""
+    """Tells how much a step moves to and from the ssd, and how fast."""
     report, rows = history.report, []
     for name, resource, size in (
         ("read", "ssd read", report.read_per_step),
         ("written", "ssd write", report.written_per_step),
     ):
         busy = report.busy.get(resource, 0.0)
-        while_busy = f", {rate(size / busy)} while {brief(busy)} of it are under way" if busy and size else ""
+        while_busy = f", {rate(size / busy)} during the {brief(busy)} of transfer" if busy and size else ""
         over = f", {rate(size / report.step_seconds)} over the whole step" if report.step_seconds and size else ""
         rows.append((name, f"{gb(size)} per step{while_busy}{over}"))
     return rows
 
 
 def wear(history: History) -> Pairs:
-    """Say what the run wrote to its drives, and what share of their rated writes that is."""
+    """Tells what the run wrote to its drives, and its share of their rated writes."""
     report, drives = history.report, history.promised.drives
     rows = [("in all", f"{gb(report.written_total)} written by the store, by this run and those it resumed")]
     each = report.written_total / max(1, len(drives))
     for drive in drives:
         if not drive.rated_bytes:
-            rows.append((drive.model or "drive", "what it is rated for is not known"))
+            rows.append((drive.model or "drive", "its rated writes are not known"))
             continue
         left = (drive.rated_bytes - drive.used_bytes - each) / max(1.0, report.written_per_step / len(drives))
         more = f"; {left:,.0f} more such steps reach it" if 0 < left < 1e9 and report.written_per_step else ""
-        share = f"{100 * each / drive.rated_bytes:.2g}% of the {gb(drive.rated_bytes)} it is rated for"
+        share = f"{100 * each / drive.rated_bytes:.2g}% of its {gb(drive.rated_bytes)} of rated writes"
         rows.append((drive.model or "drive", share + more))
     return rows

@@ -1,4 +1,4 @@
-"""Show a run's history on the terminal."""
+"""Shows a run's history on the terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .theme import column, heading, pairs, ruled, show, symbols
 
 
 def show_report(console: Console, history: History) -> None:
-    """Print what the log says of the run: figures over the steps, predicted beside measured, memory, the ssd, one step."""
+    """Prints the log's figures: figures over the steps, predictions next to measurements, memory, the ssd, one step."""
     heading(console, "Run", str(history.log))
     pairs(console, about(history))
     show_loss(console, history.report.losses, first_step=history.steps[0].step)
@@ -33,7 +33,7 @@ def show_report(console: Console, history: History) -> None:
 
 
 def _table(console: Console, titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print names on the left, figures on the right; the last column of few is words."""
+    """Prints names on the left, figures on the right; the last column may hold text."""
     content, names = ruled(symbols(console)), 1 if len(titles) > 4 else 2
     for number, title in enumerate(titles):
         column(content, title, right=number >= names, wrap=number == names - 1)

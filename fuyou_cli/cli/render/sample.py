@@ -1,6 +1,6 @@
-"""Show one decoded sample with its loss mask, readable without colour.
+"""Shows one decoded sample with its loss mask, readable without colour.
 
-A terminal underlines what is trained on. Anywhere else a line of marks runs under it.
+A terminal underlines trained text. Elsewhere a line of marks runs under it.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from fuyou_cli.core.printable import printable
 
 from .theme import encodable, heading, say, show, symbols
 
-MAX_LINES = 24  # of the sample; the middle of a longer one is left out
+MAX_LINES = 24  # of the sample; a longer one loses its middle
 _TRAINED = "bold underline"
 
 
 def show_sample(console: Console, pieces: Sequence[tuple[str, bool]]) -> None:
-    """Print (text, in_loss) in order, the middle of a long sample left out."""
+    """Prints (text, in_loss) pieces in order, without the middle of a long sample."""
     shapes, styled = symbols(console), console.is_terminal and not console.is_dumb_terminal
     trained = sum(len(text) for text, in_loss in pieces if in_loss)
-    heading(console, "One sample", f"{trained:,} of {sum(len(text) for text, _ in pieces):,} characters are trained on")
+    heading(console, "One sample", f"{trained:,} of {sum(len(text) for text, _ in pieces):,} characters are trained")
     whole = Text()
     for text, in_loss in pieces:
         plain = encodable(printable(text.replace("\t", "    ")), console)
-        if in_loss:  # a trained line end is invisible otherwise
+        if in_loss:  # otherwise a trained line end is invisible
             plain = plain.replace("\n", f"{shapes.newline}\n")
         whole.append(plain, style=_TRAINED if in_loss else "dim")
     lines = list(whole.wrap(console, max(console.width - 6, 8), overflow="fold"))
@@ -41,11 +41,11 @@ def show_sample(console: Console, pieces: Sequence[tuple[str, bool]]) -> None:
         if not styled and (marks := _marks(line, shapes.mark)):
             show(console, Text(marks), indent=4)
     under = ("underlined", "bold underline") if styled else f"{shapes.mark * 3} under text"
-    say(console, Text.assemble(under, ": trained on; the rest is context only"), indent=2)
+    say(console, Text.assemble(under, ": trained; the rest is context only"), indent=2)
 
 
 def _marks(line: Text, mark: str) -> str:
-    """Draw a mark under every cell that is trained on; empty where none is."""
+    """Draws a mark under every trained cell; returns nothing if no cell is trained."""
     marks = ""
     for span in sorted(line.spans):
         if span.style == _TRAINED:

@@ -1,4 +1,4 @@
-"""Show one optimizer step of a plan: seconds by resource, what compute waits for, and how long the run takes."""
+"""Shows one optimizer step of a plan: seconds by resource, what compute waits for, and how long the run takes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from fuyou_cli.planner.sustained_rates import FastRegion
 
 from .theme import RESOURCE_STYLE, Symbols, bar, column, heading, ordered, pairs, percent, rate, ruled, show, some, speed, tera
 
-WIDE = 96  # columns from which bars are long
-_CAUSES = 4  # of waiting, named one by one
-_NOTHING = 1e-4  # of a step: a wait that is not worth a word
+WIDE = 96  # columns; wider consoles get long bars
+_CAUSES = 4  # most causes of waiting that are named
+_NOTHING = 1e-4  # share of a step; shorter waits are not shown
 
 
 def show_step(console: Console, facts: RunFacts, shapes: Symbols) -> None:
-    """Print the simulated step: a row per resource, then speed, waits and the length of the run."""
+    """Prints the simulated step: a row per resource, then speed, waits and the length of the run."""
     note = "predicted from assumed rates" if facts.hardware.measured == "assumed" else "predicted"
-    note += " at what the drives sustain" if facts.plan.sustained else ""
+    note += " with sustained drive rates" if facts.plan.sustained else ""
     heading(console, "One optimizer step", f"{note}; resources overlap")
     predicted, step = facts.plan.predicted, facts.plan.predicted.step_seconds
     content = ruled(shapes)
@@ -39,7 +39,7 @@ def show_step(console: Console, facts: RunFacts, shapes: Symbols) -> None:
 
 
 def _work(name: str, seconds: float, facts: RunFacts) -> tuple[str, str]:
-    """Return amount and rate of one resource. On device cpu compute and updates are one resource, the cores."""
+    """Returns amount and rate of one resource. On device cpu, compute and updates share one resource, the cores."""
     predicted, hardware, stored = facts.plan.predicted, facts.hardware, facts.model.updated_parameters
     if seconds <= 0:
         return "", ""
@@ -57,7 +57,7 @@ def _work(name: str, seconds: float, facts: RunFacts) -> tuple[str, str]:
 
 
 def _parts(facts: RunFacts, shapes: Symbols) -> list[tuple[str, str]]:
-    """Return speed, forward and backward, and what compute waits for; less of a plan that was not simulated."""
+    """Returns speed, forward and backward, and what compute waits for; less for a plan that was not simulated."""
     predicted, step = facts.plan.predicted, facts.plan.predicted.step_seconds
     rows = []
     if step > 0:
@@ -72,7 +72,7 @@ def _parts(facts: RunFacts, shapes: Symbols) -> list[tuple[str, str]]:
 
 
 def waiting_for(stalls: dict[str, float], step: float) -> str:
-    """Say "compute waits 1.8 s, 2% of the step: 1.2 s for ..., 0.5 s for ..., 0.1 s for 2 other things"."""
+    """Formats waits as "compute waits 1.8 s, 2% of the step: 1.2 s for ..., 0.5 s for ..., 0.1 s for 2 other things"."""
     causes = sorted(((seconds, cause) for cause, seconds in stalls.items() if seconds > _NOTHING * step), reverse=True)
     if not causes:
         return "compute never waits"
@@ -84,16 +84,16 @@ def waiting_for(stalls: dict[str, float], step: float) -> str:
 
 
 def _drives(facts: RunFacts) -> list[tuple[str, str]]:
-    """Say what a step takes while the drives are as fast as at first, and after that."""
+    """Tells how long a step takes while the drives keep their first speed, and after that."""
     region = facts.region
     if region is None:
         return []
     both = f"a step takes {brief(region.first)} at first, then {brief(region.later)}"
     if not region.size:
-        return [("drives", f"{both}; how much they write before they slow down is not known")]
+        return [("drives", f"{both}; the point where they slow down is not known")]
     lasts = f"the first {gb(region.size)} of writes ({_lasting(region)}) are fast"
     if facts.plan.sustained:
-        unknown = "" if facts.left else "; the run's length is not known, so it is planned as a long one"
+        unknown = "" if facts.left else "; the run's length is not known, so a long run is planned"
         return [("drives", f"{both}: {lasts}{unknown}")]
     return [("drives", f"{lasts}; {'the run stays within them' if facts.left else both}")]
 
@@ -104,7 +104,7 @@ def _lasting(region: FastRegion) -> str:
 
 
 def run_length(facts: RunFacts) -> list[tuple[str, str]]:
-    """Say how long the steps that are left take, where their number is known."""
+    """Tells how long the remaining steps take, if their number is known."""
     saved = "" if facts.done is None else f"resumes after step {facts.done:,}"
     if facts.left is None or facts.run_seconds is None:
         return [("run", saved)] if saved else []

@@ -1,4 +1,4 @@
-"""Show the end of a run: what was predicted beside what happened."""
+"""Shows the end of a run: predictions next to measurements."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .theme import column, heading, pairs, ruled, say, show, some, speed, symbol
 
 
 def show_summary(console: Console, report: RunReport) -> None:
-    """Print the run in figures, predicted beside measured, then the loss and a step's timeline."""
+    """Prints the run's figures, predictions next to measurements, then the loss and a step's timeline."""
     shapes = symbols(console)
     heading(console, f"{some(report.steps, 'step')} in {duration(report.seconds)}")
     rows = [
         ("loss", f"{report.losses[0]:.4f} {shapes.arrow} {report.losses[-1]:.4f}"),
         ("speed", f"{speed(report.tokens_per_second)} tokens/s, {tera(report.tflops * 1e12)} TFLOPS (6N)"),
-        ("waiting", f"{waiting(report.stalls)}, in all steps together"),
+        ("waiting", f"{waiting(report.stalls)}, in all steps"),
         ("written", f"{gb(report.written_total)} to the ssd"),
         *([("attention", report.attention)] if report.attention else []),
         ("output", report.output_dir),
@@ -31,7 +31,7 @@ def show_summary(console: Console, report: RunReport) -> None:
 
 
 def show_compared(console: Console, report: RunReport) -> None:
-    """Print a row per figure of the plan, beside what was measured."""
+    """Prints a row per figure of the plan, next to the measurement."""
     note = typical(report) + ("; the plan's rates were assumed" if report.assumed else "")
     heading(console, "Predicted and measured", note)
     content = ruled(symbols(console))
@@ -48,13 +48,13 @@ def show_compared(console: Console, report: RunReport) -> None:
 
 
 def verdict(report: RunReport) -> str:
-    """Say whether the run kept to its memory."""
+    """Tells whether the run stayed within its memory budget."""
     over = report.ram_peak > report.ram_budget
     return f"Peak RAM is {'over' if over else 'within'} the budget of {gib(report.ram_budget)}."
 
 
 def compared_rows(report: RunReport) -> list[tuple[str, str, str, str]]:
-    """Return each figure's name, as predicted, as measured, and the difference."""
+    """Returns each figure's name, prediction, measurement and difference."""
     rows = []
     for line in report.compared:
         shown = gib if line.what.startswith("peak ") else gb if line.unit == "bytes" else brief
@@ -63,7 +63,7 @@ def compared_rows(report: RunReport) -> list[tuple[str, str, str, str]]:
 
 
 def typical(report: RunReport) -> str:
-    """Say which steps the figures are of."""
+    """Tells which steps the figures come from."""
     first = report.steps - report.settled if report.settled else min(1, report.steps - 1)
     without = "" if first < 1 else " without the first" if first == 1 else f" without the first {first}"
     return f"of one step, medians{without}"
@@ -73,6 +73,6 @@ def _difference(line: Compared) -> str:
     share = line.difference
     if share is None:
         return "not predicted"
-    if share >= 10:  # of assumed rates, say: percents say nothing any more
+    if share >= 10:  # such as with assumed rates: then percents are useless
         return f"{1 + share:,.0f} times"
     return "0%" if share == 0 else f"{100 * share:+.1f}%"

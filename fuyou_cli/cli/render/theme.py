@@ -1,6 +1,6 @@
-"""Draw symbols, bars and tables for all the views.
+"""Draws symbols, bars and tables for all views.
 
-A console that cannot encode UTF-8 gets plain ASCII throughout. Colour only repeats what the text already says.
+A console that cannot encode UTF-8 gets plain ASCII everywhere. Colour only repeats what the text already says.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RESOURCE_STYLE = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Symbols:
-    """Hold the characters of one console."""
+    """Holds the characters of one console."""
 
     utf8: bool
     none: str
@@ -45,7 +45,7 @@ class Symbols:
     levels: str  # of a cell filled from below, empty to full
     shades: str  # from idle to busy
     newline: str
-    mark: str  # under text that is trained on
+    mark: str  # under trained text
 
 
 _UNICODE = Symbols(
@@ -60,12 +60,12 @@ _RULED = "    \n    \n{0}\n    \n{0}\n{0}\n    \n    \n"
 
 
 def symbols(console: Console) -> Symbols:
-    """Return Unicode where the console can encode it, else ASCII."""
+    """Returns Unicode symbols if the console can encode them, else ASCII."""
     return _UNICODE if console.encoding.lower().startswith("utf") else _ASCII
 
 
 def show(console: Console, content: RenderableType, *, indent: int = 0) -> None:
-    """Print indented, without trailing blanks; characters the console cannot encode become question marks."""
+    """Prints indented, without trailing blanks. Characters that the console cannot encode become question marks."""
     options = console.options.update(width=max(console.width - indent, 8), highlight=False)
     for line in console.render_lines(content, options, pad=False):
         segments = [segment for segment in line if not segment.is_control]
@@ -80,12 +80,12 @@ def show(console: Console, content: RenderableType, *, indent: int = 0) -> None:
 
 
 def encodable(text: str, console: Console) -> str:
-    """Replace what the console cannot encode by question marks."""
+    """Replaces characters that the console cannot encode by question marks."""
     return text.encode(console.encoding, "replace").decode(console.encoding)
 
 
 def say(console: Console, line: str | Text = "", *, style: str = "", indent: int = 0) -> None:
-    """Print one paragraph without markup, highlighting or emoji codes: the text may come from a file."""
+    """Prints one paragraph without markup, highlighting or emoji codes: the text may come from a file."""
     text = Text(one_line(line)) if isinstance(line, str) else line.copy()
     text.overflow = "fold"
     if style:
@@ -94,7 +94,7 @@ def say(console: Console, line: str | Text = "", *, style: str = "", indent: int
 
 
 def heading(console: Console, title: str, note: str = "") -> None:
-    """Print a blank line, then the title of a section, with a dim note behind it."""
+    """Prints a blank line, then the title of a section, followed by a dim note."""
     console.print()
     line = Text(title, style="bold")
     if note:
@@ -103,7 +103,7 @@ def heading(console: Console, title: str, note: str = "") -> None:
 
 
 def bar(share: float, width: int, shapes: Symbols) -> str:
-    """Draw `share` of `width` cells, at least a trace when it is not zero."""
+    """Draws `share` of `width` cells, at least a trace if it is not zero."""
     share = min(max(share, 0.0), 1.0) if math.isfinite(share) else 0.0
     steps = len(shapes.bars)
     filled = math.ceil(share * width * steps) if share > 0 else 0
@@ -112,20 +112,20 @@ def bar(share: float, width: int, shapes: Symbols) -> str:
 
 
 def ruled(shapes: Symbols) -> Table:
-    """Make a table with a rule under its header and between sections, and no frame."""
+    """Makes a table with a rule under its header and between sections, and no frame."""
     box = Box(_RULED.format(shapes.rule * 4), ascii=not shapes.utf8)
     return Table(box=box, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim", border_style="dim")
 
 
 def column(content: Table, title: str = "", *, right: bool = False, wrap: bool = False, style: str = "") -> None:
-    """Add a column that is cut rather than given an ellipsis, which ASCII has not."""
+    """Adds a column that cuts long text without an ellipsis, which ASCII lacks."""
     content.add_column(
         title, justify="right" if right else "left", no_wrap=not wrap, overflow="fold" if wrap else "crop", style=style
     )
 
 
 def pairs(console: Console, rows: Sequence[tuple[str, str]], *, indent: int = 2) -> None:
-    """Print name and text, side by side; the text wraps under itself."""
+    """Prints name and text side by side; the text wraps under itself."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     column(grid, style="dim")
     column(grid, wrap=True)
@@ -135,7 +135,7 @@ def pairs(console: Console, rows: Sequence[tuple[str, str]], *, indent: int = 2)
 
 
 def machine_in_words(hardware: HardwareProfile) -> list[str]:
-    """Name the device, cores, RAM and disk of a machine."""
+    """Names the device, cores, RAM and disk of a machine."""
     memory = f" {gib(hardware.device_memory)}" if hardware.device_memory else ""
     return [
         f"{hardware.device} ({hardware.device_name}){memory}",
@@ -146,36 +146,36 @@ def machine_in_words(hardware: HardwareProfile) -> list[str]:
 
 
 def endurance(drive: Drive) -> str:
-    """Say what a drive is rated for, and how much of it is used."""
+    """Tells a drive's rated writes, and how much of them is used."""
     parts = [f"rated for {gb(drive.rated_bytes)} of writes" if drive.rated_bytes else "rated writes unknown"]
     if drive.percent_used:
         parts.append(f"{drive.percent_used}% of its endurance used")
-    parts.append(f"{gb(drive.used_bytes)} written" if drive.used_bytes else "it does not tell what it has written")
+    parts.append(f"{gb(drive.used_bytes)} written" if drive.used_bytes else "bytes written unknown")
     return ", ".join(parts)
 
 
 def some(number: int, what: str) -> str:
-    """Format a number of things: "1 step", "1,000 steps"."""
+    """Formats a number of things: "1 step", "1,000 steps"."""
     return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 def percent(part: float, whole: float) -> str:
-    """Format a share: "89%"; "?" when the whole is not known."""
+    """Formats a share: "89%"; "?" if the whole is not known."""
     return f"{100 * part / whole:.0f}%" if whole > 0 else "?"
 
 
 def rate(bytes_per_second: float) -> str:
-    """Format a rate: "2.1 GB/s", "84 MB/s"."""
+    """Formats a rate: "2.1 GB/s", "84 MB/s"."""
     return f"{gb(bytes_per_second)}/s"
 
 
 def speed(tokens_per_second: float) -> str:
-    """Format four digits, or all before the point: "258.7", "1,353", "16,832"."""
+    """Formats four digits, or all before the point: "258.7", "1,353", "16,832"."""
     return f"{tokens_per_second:,.0f}" if tokens_per_second >= 1000 else f"{tokens_per_second:,.4g}"
 
 
 def tera(flops: float) -> str:
-    """Format TFLOP with three digits, without the unit: "0.861", "49.2", "989"."""
+    """Formats TFLOP with three digits, without the unit: "0.861", "49.2", "989"."""
     value = flops / 1e12
     if value >= 100:
         return f"{value:,.0f}"
@@ -183,5 +183,5 @@ def tera(flops: float) -> str:
 
 
 def ordered(resources: Sequence[str]) -> list[str]:
-    """Sort the known resources into their usual order, then any others as given."""
+    """Sorts the known resources into their usual order, then any others as given."""
     return [name for name in RESOURCES if name in resources] + [name for name in resources if name not in RESOURCES]

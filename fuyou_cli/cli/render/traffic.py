@@ -1,4 +1,4 @@
-"""Show what a run does to its drives: traffic of a step, wear, commits, and the disk it needs."""
+"""Shows what a run does to its drives: traffic of a step, wear, commits, and the disk it needs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .theme import Symbols, column, heading, pairs, ruled, say, show, some
 
 
 def show_traffic(console: Console, facts: RunFacts, shapes: Symbols) -> None:
-    """Print bytes read and written in a step by kind, then wear, commits and disks."""
+    """Prints bytes read and written in a step by kind, then wear, commits and disks."""
     predicted = facts.plan.predicted
     heading(console, "SSD traffic per step")
     content = ruled(shapes)
@@ -35,7 +35,7 @@ def show_traffic(console: Console, facts: RunFacts, shapes: Symbols) -> None:
 
 
 def _commits(facts: RunFacts) -> str:
-    """Say how often the run's state is made durable, what that takes, and what a crash loses at most."""
+    """Tells how often the run's state is committed, what that costs, and the most work that a crash loses."""
     plan, costs = facts.plan, commit_costs(facts.plan)
     rings = {stage.ring.offset: stage.ring for stage in plan.stages if stage.ring.size}.values()
     once, spare = (sum(getattr(ring, key) * ring.size for ring in rings) for key in ("stages", "spares"))
@@ -43,7 +43,7 @@ def _commits(facts: RunFacts) -> str:
         durable = sum(stage.gradients_extent.size for stage in plan.stages if stage.gradients_extent is not None)
         return (
             f"every step, by its gradients (redo): {gb(once)} of states, {gb(spare)} spare, {gb(durable)} of gradients; "
-            f"two copies would take {gb(2 * once)}"
+            f"two full copies would take {gb(2 * once)}"
         )
     if plan.commit_every is None:
         return f"only at the start and the end, two copies of {gb(once)}; a crash loses the whole run"
@@ -52,29 +52,29 @@ def _commits(facts: RunFacts) -> str:
         return f"a snapshot {often}, the last {plan.keep} kept: {1 + plan.keep} copies of {gb(once)}"
     places = f"two copies of {gb(once)}, written in turn"
     if plan.commit_every == 1 or costs is None:
-        return f"every step; a crash loses the step under way; {places}"
+        return f"every step; a crash loses only the running step; {places}"
     lost = costs.lost if facts.run_seconds is None else min(costs.lost, facts.run_seconds)
     loses = f"a crash loses at most {duration(lost)}"
     if facts.steps is not None and facts.steps // plan.commit_every == (facts.done or 0) // plan.commit_every:
-        return f"only at the end, which comes before the {plan.commit_every:,} steps of an interval; {loses}; {places}"
+        return f"only at the end, because the run is shorter than an interval of {plan.commit_every:,} steps; {loses}; {places}"
     return f"{often}, {100 * costs.time:.1f}% of the time and {100 * costs.written:.0f}% of the writes; {loses}; {places}"
 
 
 def _disk(disk: FileSystem) -> tuple[str, str]:
-    held = f", {gb(disk.held)} of it there already" if disk.held else ""
+    held = f", {gb(disk.held)} of it already there" if disk.held else ""
     return "disk", f"{' and '.join(disk.what)}: {gb(disk.wanted)}{held}; {gb(disk.free)} free"
 
 
 def wear_in_brief(facts: RunFacts) -> str:
-    """Say what is written in all, and the share of a drive's rating, on one line."""
+    """Tells the bytes written in all and the share of a drive's rating, on one line."""
     writes, steps = facts.shown_writes, USUAL if facts.left is None else facts.left
     said = f"{gb(writes.total) if writes.total else 'nothing'} written in {some(steps, 'step')}"
     wear = wear_of(facts.hardware, writes)
-    return said if wear is None else f"{said}, {_share(wear.run)} of what a drive is rated for"
+    return said if wear is None else f"{said}, {_share(wear.run)} of a drive's rated writes"
 
 
 def wear_in_full(facts: RunFacts) -> str:
-    """Say what each part of the run writes, and the share of the drive that is rated for least, where that is known."""
+    """Tells what each part of the run writes, and its share of the least drive's rated writes, if known."""
     writes = facts.shown_writes
     counted = f"{USUAL:,} steps write" if facts.left is None else f"the run's {facts.left:,} steps write"
     if facts.left is not None and facts.done:
@@ -84,8 +84,8 @@ def wear_in_full(facts: RunFacts) -> str:
     if wear := wear_of(facts.hardware, writes):
         number = len(facts.hardware.drives)
         each, which = (f" to each of {number} drives", "the least of them") if number > 1 else ("", "the drive")
-        said += f"; {gb(wear.run * wear.rated)}{each} is {_share(wear.run)} of the {gb(wear.rated)} {which} is rated for"
-        said += f"; the most worn had {wear.before:.0%} written before, {_share(wear.after)} after" if wear.before else ""
+        said += f"; {gb(wear.run * wear.rated)}{each} is {_share(wear.run)} of the {gb(wear.rated)} that {which} is rated for"
+        said += f"; the most worn drive: {wear.before:.0%} used before, {_share(wear.after)} after" if wear.before else ""
     return said
 
 
@@ -94,17 +94,17 @@ def _share(part: float) -> str:
 
 
 def spared_in_words(spared: Spared) -> str:
-    """Say what is not written to spare the drives, and what it would have brought."""
+    """Tells which writes are avoided to spare the drives, and how much faster they would be."""
     return f"{gb(spared.per_step)} per step: {spared.instead}; offload.wear=ignore writes it and is {spared.faster:.1%} faster"
 
 
 def warn_of_wear(console: Console, facts: RunFacts) -> None:
-    """Warn of drives near their end by their own account, and of a run that takes much of what they are rated for."""
+    """Warns about drives that report the end of their life, and about a run that uses much of their rated writes."""
     warnings, wear = list(dict.fromkeys(nearly_worn(facts.hardware.drives))), facts.wear
     if wear is not None and wear.run > WORN:
-        warnings.append(f"the run writes {_share(wear.run)} of what a drive is rated for")
+        warnings.append(f"the run writes {_share(wear.run)} of a drive's rated writes")
     if wear is not None and wear.after > 1:
-        before = f"; {_share(wear.before)} was written before" if wear.before else ""
-        warnings.append(f"after the run a drive has written {_share(wear.after)} of what it is rated for{before}")
+        before = f"; it had used {_share(wear.before)} before" if wear.before else ""
+        warnings.append(f"after the run, a drive will have used {_share(wear.after)} of its rated writes{before}")
     for warning in warnings:
         say(console, Text.assemble(("warning", "bold yellow"), f": {warning}"))

@@ -1,4 +1,4 @@
-"""Show the progress of a download or an export: a bar on a terminal, elsewhere a line now and then."""
+"""Shows the progress of a download or an export: a bar on a terminal, elsewhere a line from time to time."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 from fuyou_cli.core.printable import one_line
 from fuyou_cli.core.units import gb
 
-LINE_SECONDS = 10.0  # between two lines where there is no terminal; what takes less says nothing
+LINE_SECONDS = 10.0  # between two lines without a terminal; a shorter transfer prints none
 
 
 class Transfers(AbstractContextManager["Transfers"]):
-    """Show what is under way, the bytes so far and in all: call it from any thread, within its context."""
+    """Shows the running transfers with bytes so far and in all. Call it from any thread inside its context."""
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
         text, speed = TextColumn("{task.description}", markup=False), TransferSpeedColumn()
@@ -26,7 +26,7 @@ class Transfers(AbstractContextManager["Transfers"]):
         self._console, self._clock = console, clock
         self._lock = threading.Lock()
         self._tasks: dict[str, TaskID] = {}
-        self._said: dict[str, float] = {}  # when a line was last written, or when it began
+        self._said: dict[str, float] = {}  # time of the last line, or of the start
 
     def __exit__(self, *ended: object) -> None:
         if self._tasks:
@@ -45,7 +45,7 @@ class Transfers(AbstractContextManager["Transfers"]):
             self._tasks[what] = self._bar.add_task(what, completed=done, total=total)
         self._bar.update(self._tasks[what], completed=done, total=total)
         self._bar.start()
-        if done >= total:  # other output follows: a bar that stays would be drawn into it
+        if done >= total:  # other output follows and must not be drawn into a bar
             self._bar.stop()
             for task in self._tasks.values():
                 self._bar.remove_task(task)
