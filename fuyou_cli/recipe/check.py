@@ -1,4 +1,4 @@
-"""Makes a `Recipe` of plain data, or lists everything that is wrong with it in our own words."""
+"""Makes a `Recipe` from plain data, or lists everything that is wrong with it."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from .schema import Recipe
 from .suggest import suggest_choice, suggest_key
 from .unbuilt import is_built, unbuilt_keys
 
-_NEEDED = {"model": "model.name_or_path", "dataset": "dataset.train"}  # a section that is missing lacks this key
+_NEEDED = {"model": "model.name_or_path", "dataset": "dataset.train"}  # a missing section lacks this key
 _EXAMPLES = {
     "output_dir": "write `output_dir: outputs/my-run`",
     "model.name_or_path": "write the folder of a model, or its hub id",
     "dataset.train": "write a list of files: `train: [{path: data.jsonl}]`",
 }
-_FIRST = {"model": "name_or_path", "tokenizer": "name_or_path", "optimizer": "name", "lr_scheduler": "name"}  # of a section
+_FIRST = {"model": "name_or_path", "tokenizer": "name_or_path", "optimizer": "name", "lr_scheduler": "name"}  # main keys
 _OUT_OF_RANGE = {
     "greater_than", "greater_than_equal", "less_than", "less_than_equal", "too_short", "too_long", "string_too_short",
 }  # fmt: skip
 
 
 def check(data: dict[str, Any], *, ignore: frozenset[Path] = frozenset()) -> tuple[Recipe | None, list[Diagnostic]]:
-    """Returns the recipe, or None and the findings. Keys at or below `ignore` were reported before and are not again."""
+    """Returns the recipe, or None and the findings. Does not report keys at or below `ignore` again."""
     findings: list[Diagnostic] = []
     recipe = None
     try:
@@ -63,7 +63,7 @@ def _code(kind: str) -> str:
 
 
 def _missing(path: Path) -> Diagnostic:
-    if path and isinstance(path[-1], int):  # a pair of which only one is there
+    if path and isinstance(path[-1], int):  # a pair with only one value
         shown = show_path(path[:-1])
         return Diagnostic(path=path[:-1], code="out-of-range", message=f"`{shown}`: expected two values, got one")
     key = _NEEDED.get(show_path(path), show_path(path))
@@ -89,7 +89,7 @@ def _type_help(kind: str, value: Any) -> str | None:
     if isinstance(value, (int, float)) and not isinstance(value, bool) and kind == "string_type":
         return "quote it"
     if isinstance(value, str) and value.lower() == "none":
-        return "in YAML, nothing is written `null`"
+        return "in YAML, write `null` for no value"
     if isinstance(value, str) and kind == "tuple_type":
-        return "a list is written [a, b]"
+        return "write a list as [a, b]"
     return None

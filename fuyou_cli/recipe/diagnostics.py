@@ -1,4 +1,4 @@
-"""Shows what is wrong with a recipe as compilers do: place, source line, caret, and what to write instead."""
+"""Shows what is wrong with a recipe like a compiler: place, source line, caret, and what to write instead."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from fuyou_cli.core.typed import show_path
 Path = tuple[str | int, ...]  # of keys, and positions in lists
 
 COMMAND_LINE = "<command line>"
-SHOWN_AT_MOST = 40  # diagnostics; a file of another program would otherwise scroll away what matters
+SHOWN_AT_MOST = 40  # most diagnostics shown; a file of another program would produce pages of them
 _WIDTH = 96  # columns of a source line
 _LEAD = 32  # columns kept left of the caret when a long line is cut
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Marks columns [column, end) of one line, all from 0, of a file, or of an override with `file` COMMAND_LINE."""
+    """Marks columns [column, end) of one line of a file, all counted from 0; of an override if `file` is COMMAND_LINE."""
 
     file: str
     line: int = 0
@@ -34,7 +34,7 @@ NOWHERE = Place(file="")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diagnostic:
-    """Says what is wrong with the key at `path`, or with the whole where that is empty; the loader adds the place."""
+    """Says what is wrong with the key at `path`, or with the whole recipe if `path` is empty. The loader adds the place."""
 
     code: str
     message: str
@@ -44,7 +44,7 @@ class Diagnostic:
     place: Place = NOWHERE
 
     def as_dict(self) -> dict[str, object]:
-        """Returns it for --json: lines and columns count from 1, null where there are none."""
+        """Returns it for --json. Lines and columns count from 1; null if there are none."""
         located = self.place.source is not None and self.place.file != COMMAND_LINE
         return {
             "file": self.place.file,
@@ -58,7 +58,7 @@ class Diagnostic:
 
 
 class RecipeErrors(UsageError):
-    """Raises everything that is wrong with a recipe, at once."""
+    """Reports everything that is wrong with a recipe, at once."""
 
     def __init__(self, diagnostics: Sequence[Diagnostic], *, name: str) -> None:
         self.diagnostics, self.name = tuple(diagnostics), name
@@ -100,7 +100,7 @@ def _snippet(place: Place, source: str) -> list[str]:
 
 
 def _crop(text: str, column: int) -> tuple[str, int]:
-    """Cuts a window of a long line that contains `column`, and how many characters were cut from its left."""
+    """Cuts a window that contains `column` from a long line. Returns it with the number of characters cut on its left."""
     cut = max(0, column - _LEAD) if len(text) > _WIDTH else 0
     return text[cut : cut + _WIDTH], cut
 

@@ -1,6 +1,6 @@
-"""Defines the value types of a recipe that YAML has no word for: sizes, memory limits, `auto`.
+"""Defines value types of a recipe that YAML does not have: sizes, memory limits, `auto`.
 
-Each is checked by one function, so that a wrong value gives one error and not one per member of a union.
+One function checks each, so that a wrong value gives one error and not one per member of a union.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _MOST_THREADS = 1024  # torch crashes when the system has no more of them
 
 
 def wrong(code: str, reason: str) -> PydanticCustomError:
-    """Makes an error of ours: `code` is what the diagnostic shows, `reason` completes "`key`: ..."."""
+    """Makes an error: the diagnostic shows `code`, and `reason` completes "`key`: ..."."""
     return PydanticCustomError(code, "{reason}", {"reason": reason})
 
 
 def without_null(text: str) -> str:
-    """Accepts text that may be a path: nothing in a file system has a null character in its name."""
+    """Accepts text without null characters, which no file system allows in a name."""
     if "\0" in text:
-        raise wrong("out_of_range", "has a null character, which no path and no name may have")
+        raise wrong("out_of_range", "has a null character, but paths and names must not")
     return text
 
 
 def not_empty(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Accepts a list of something."""
+    """Accepts a list that is not empty."""
     if not values:
         raise wrong("out_of_range", "must not be empty")
     return values
@@ -48,22 +48,22 @@ def _size(value: Any) -> int:
     except ValueError:
         raise wrong("wrong_type", "expected a size such as 2GiB, 512MiB or 1.5TB") from None
     if not 0 < size <= LARGEST_SIZE:
-        raise wrong("out_of_range", f"a size is between 1 byte and {format_size(LARGEST_SIZE)}")
+        raise wrong("out_of_range", f"a size must be between 1 byte and {format_size(LARGEST_SIZE)}")
     return size
 
 
 def _time(value: Any) -> int:
     try:
         seconds = parse_time(value)
-    except (TypeError, ValueError):  # TypeError: no text
+    except (TypeError, ValueError):  # TypeError: not a text
         raise wrong("wrong_type", "expected a time such as 8h, 90m, 1h30m, 45s or 2d") from None
     if not 0 < seconds <= LONGEST_TIME:
-        raise wrong("out_of_range", f"a time is between 1s and {format_time(LONGEST_TIME)}")
+        raise wrong("out_of_range", f"a time must be between 1s and {format_time(LONGEST_TIME)}")
     return seconds
 
 
 def format_size(size: int) -> str:
-    """Writes the shortest text that `parse_size` reads back as exactly `size`: 5000000000 is "5GB"."""
+    """Formats a size as the shortest text that `parse_size` reads back exactly: 5000000000 is "5GB"."""
     for power in range(5, 0, -1):
         for base, suffix in ((1024, "iB"), (1000, "B")):
             if size % base**power == 0 and size > 0:
@@ -73,9 +73,9 @@ def format_size(size: int) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryLimit:
-    """Holds `auto`, a number of bytes, or a share of what there is."""
+    """Holds `auto`, a number of bytes, or a share of the memory that exists."""
 
-    text: str  # as written; shown again by --show-config
+    text: str  # as written; --show-config shows it
     size: int | None = None
     share: float | None = None
 
@@ -84,7 +84,7 @@ class MemoryLimit:
         return self.size is None and self.share is None
 
     def resolve(self, *, total: int, auto: int) -> int:
-        """Computes bytes, when there are `total` of them and `auto` stands for `auto` bytes."""
+        """Computes the bytes, given `total` bytes, and the bytes that `auto` stands for."""
         if self.size is not None:
             return self.size
         return auto if self.share is None else int(total * self.share)
@@ -112,7 +112,7 @@ def _percentage(text: str) -> float:
     except ValueError:
         raise wrong("wrong_type", "expected a share such as 90%") from None
     if not 0 < share <= 1:
-        raise wrong("out_of_range", "a share is above 0% and at most 100%")
+        raise wrong("out_of_range", "a share must be above 0% and at most 100%")
     return share
 
 
@@ -144,7 +144,7 @@ def _share(value: object) -> float:
 def _block(value: object) -> int:
     size = _size(value)
     if size % 4096:
-        raise wrong("out_of_range", "must be a multiple of 4KiB: direct I/O moves whole blocks")
+        raise wrong("out_of_range", "must be a multiple of 4KiB, because direct I/O moves whole blocks")
     if size > _LARGEST_BLOCK:
         raise wrong("out_of_range", f"must be at most {format_size(_LARGEST_BLOCK)}")
     return size
@@ -159,7 +159,7 @@ def _folders(value: object) -> tuple[str, ...]:
     if len(set(folders)) != len(folders):
         raise wrong("conflict", "names the same folder twice")
     if len(folders) > 16:
-        raise wrong("out_of_range", "at most 16 folders can be striped")
+        raise wrong("out_of_range", "at most 16 folders are allowed")
     return tuple(folders)
 
 
@@ -190,7 +190,7 @@ _SIZE: dict[str, Any] = {"type": ["integer", "string"], "pattern": r"^\s*\d+(\.\
 
 
 def _spelt(**schema: Any) -> WithJsonSchema:
-    """Describe what is taken to an editor."""
+    """Describes the accepted values to an editor."""
     return WithJsonSchema(schema)
 
 
@@ -237,7 +237,8 @@ Folders = Annotated[
 class Section(BaseModel):
     """Defines a part of the recipe: unknown keys are errors, values are not converted, nothing changes after loading.
 
-    `key: null` stands for "not written" wherever null is not itself a value of the key."""
+    `key: null` means "not written", unless null is itself a value of the key.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -250,7 +251,7 @@ class Section(BaseModel):
 
     @classmethod
     def _fill(cls, data: dict[Any, Any]) -> dict[Any, Any]:
-        """Adds defaults that depend on which other keys were written."""
+        """Adds defaults that depend on which other keys are written."""
         return data
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Describes a recipe as JSON Schema, by which editors complete and check it. Generated from `schema`."""
+"""Describes a recipe as JSON Schema, so that editors complete and check it. It is generated from `schema`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .unbuilt import UNBUILT, is_built
 
 
 def recipe_schema() -> dict[str, Any]:
-    """Makes the schema, of what is built today: other choices are left out, and keys without any take null alone."""
+    """Makes the schema of what is built today. Leaves out other choices; keys without any choice accept only null."""
     schema = Recipe.model_json_schema()
     sections = {"Recipe": schema, **schema.get("$defs", {})}
     for name, path in _places(Recipe, ()):
@@ -33,8 +33,8 @@ def _places(section: type[Section], path: tuple[str, ...]) -> Iterator[tuple[str
 
 
 def _narrow(field: dict[str, Any], path: tuple[str, ...]) -> None:
-    """Takes out of a key's schema what `unbuilt` refuses."""
-    if isinstance(field.get("default"), dict) and "text" in field["default"]:  # a memory limit, as it is written
+    """Removes from a key's schema what `unbuilt` refuses."""
+    if isinstance(field.get("default"), dict) and "text" in field["default"]:  # a memory limit, as written
         field["default"] = field["default"]["text"]
     for part in (field, field.get("items", {}), *field.get("anyOf", ())):
         if "enum" in part:

@@ -1,4 +1,4 @@
-"""Loads a file and overrides: whatever is in them, the answer is a checked `Recipe` or `RecipeErrors`."""
+"""Loads a file and overrides. Returns a checked `Recipe` or raises `RecipeErrors` for any input."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MOST_REFERENCES = 8  # `${...}`: enough for any recipe, too few to multiply a t
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedRecipe:
-    """Holds a recipe with where it came from: its text as written, and the overrides applied to it."""
+    """Holds a recipe with its source: the text as written, and the overrides applied to it."""
 
     recipe: Recipe
     path: Path
@@ -65,7 +65,7 @@ def _order(diagnostic: Diagnostic, name: str) -> tuple[bool, int, int]:
 
 
 def _read(name: str) -> str:
-    """Reads the text of the file. Raises RecipeErrors that says why it is none."""
+    """Reads the text of the file. Raises RecipeErrors if it cannot be a recipe."""
     try:
         raw = read_plain(Path(name), limit=MAX_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a null character in the name
@@ -90,7 +90,7 @@ def _refused(name: str, code: str, message: str, remedy: str | None = None) -> R
 
 
 def _build(source: Source) -> tuple[dict[str, Any], list[Diagnostic]]:
-    """Reads the text as plain data, references unresolved. OmegaConf reads numbers as people write them (1e-5)."""
+    """Reads the text as plain data without resolving references. OmegaConf reads numbers as people write them (1e-5)."""
     root = source.marks.get(())
     if root is None:
         return {}, []
@@ -107,24 +107,25 @@ def _build(source: Source) -> tuple[dict[str, Any], list[Diagnostic]]:
     except (ValueError, OverflowError, RecursionError) as error:
         return {}, [Diagnostic(place=source.place(None), code="syntax", message=f"not readable: {first_line(error)}")]
     if not isinstance(loaded, dict):
-        message = "a recipe is sections and keys, such as `output_dir: outputs/my-run`"
+        message = "a recipe consists of sections and keys, such as `output_dir: outputs/my-run`"
         return {}, [Diagnostic(place=root.value, code="wrong-type", message=message)]
     return loaded, []
 
 
 def yaml_to_data(text: str) -> Any:
-    """Reads YAML by OmegaConf, None when the text is a single value. `???` and `${...}` stay as they are."""
+    """Reads YAML with OmegaConf; None if the text is a single value. `???` and `${...}` stay as they are."""
     if isinstance(yaml.compose(text, Loader=yaml.SafeLoader), yaml.ScalarNode):
         return None
     return OmegaConf.to_container(OmegaConf.create(text), resolve=False)
 
 
 def _resolve(data: dict[str, Any]) -> list[Diagnostic]:
-    """Replaces `${...}` in `data` by what it refers to, and returns what cannot be resolved or is still to be filled in."""
+    """Replaces `${...}` in `data` by its target. Returns references that cannot be resolved and values still to be filled
+    in."""
     written = list(_unresolved(data, ()))
     references = sum(text.count("${") for _, text in written)
     if references > _MOST_REFERENCES:
-        message = f"a recipe has at most {_MOST_REFERENCES} references `${{...}}`, this one has {references}"
+        message = f"a recipe may have at most {_MOST_REFERENCES} references `${{...}}`, but this one has {references}"
         return [Diagnostic(code="too-large", message=message)]
     try:
         config = OmegaConf.create(data)
@@ -146,19 +147,19 @@ def _resolve_one(data: Any, config: Any, path: Keys, text: str) -> Diagnostic | 
         data, config = data[part], config[part]
     data[path[-1]] = None
     if text == "???":
-        return Diagnostic(path=path, code="missing-key", message=f"`{show_path(path)}` is still to be filled in: ???")
+        return Diagnostic(path=path, code="missing-key", message=f"`{show_path(path)}` has no value yet: replace ???")
     try:
         value = config[path[-1]]
         data[path[-1]] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
     except (OmegaConfBaseException, RecursionError, ValueError, TypeError, KeyError, AttributeError) as error:
-        # resolvers (oc.decode and the like) raise what they please about a text the user wrote
+        # resolvers (oc.decode and others) raise any error about the user's text
         reason = "it refers to itself" if isinstance(error, RecursionError) else first_line(error)
         return Diagnostic(path=path, code="reference", message=f"`{show_path(path)}`: {reason}")
     return None
 
 
 def _place(finding: Diagnostic, source: Source, overrides: list[Override]) -> Place:
-    """Finds the override that wrote it, else the file's line, else the override that is nearest, else the nearest section."""
+    """Finds the override that wrote the key, else its line in the file, else the nearest override, else the nearest section."""
     path = finding.path
     for override in reversed(overrides):
         if _same(override.path, path[: len(override.path)]):
@@ -175,5 +176,5 @@ def _place(finding: Diagnostic, source: Source, overrides: list[Override]) -> Pl
 
 
 def _same(one: Keys, other: Keys) -> bool:
-    """Compares paths, of which overrides spell list indices as keys: train.0.path."""
+    """Compares paths. Overrides write list indices as keys: train.0.path."""
     return tuple(map(str, one)) == tuple(map(str, other))

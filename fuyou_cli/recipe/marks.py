@@ -1,7 +1,7 @@
-"""Notes where everything in a YAML text stands, and looks at its structure before anything is built from it.
+"""Records where everything in a YAML text is, and checks its structure before anything is built from it.
 
-The look is over parser events, which costs no recursion: hostile nesting, anchors, which multiply, and tags that name Python
-objects are refused before a loader sees them.
+The check reads parser events, without recursion. It refuses hostile nesting, anchors (which multiply) and tags that name Python
+objects, before a loader sees them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_BYTES = 256 * 1024
 _MAX_DEPTH = 24
 _MAX_NODES = 20_000
 _STRING = "tag:yaml.org,2002:str"
-_LINE_ENDS = re.compile("\r\n|[\n\r\x85\u2028\u2029]")  # what YAML counts as the end of a line
+_LINE_ENDS = re.compile("\r\n|[\n\r\x85\u2028\u2029]")  # line ends of YAML
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +31,7 @@ class Mark:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Holds a YAML text and the places of its keys and values. `file` is what diagnostics call it."""
+    """Holds a YAML text and the places of its keys and values. `file` is its name in diagnostics."""
 
     file: str
     text: str
@@ -48,7 +48,7 @@ class Source:
         if start is None:
             return Place(file=self.file)
         lines = self.lines
-        line = min(start.line, len(lines) - 1)  # "end of text" may stand after the last line
+        line = min(start.line, len(lines) - 1)  # the mark "end of text" may be after the last line
         source = lines[line]
         column = min(start.column, len(source))
         stop = column + 1 if end is None else end.column if end.line == start.line else len(source.rstrip())
@@ -56,7 +56,7 @@ class Source:
 
 
 def scan(source: Source) -> list[Diagnostic]:
-    """Fills `source.marks` and returns what makes the text unusable as a recipe, all of it where possible."""
+    """Fills `source.marks` and returns everything that makes the text unusable as a recipe, as far as possible."""
     try:
         found = list(_scan_events(source))
         if found:
@@ -65,17 +65,17 @@ def scan(source: Source) -> list[Diagnostic]:
     except yaml.YAMLError as error:
         return [syntax_error(source, error)]
     except (ValueError, OverflowError, RecursionError) as error:  # escapes such as "\UFFFFFFFF" end up in chr()
-        return [Diagnostic(place=Place(file=source.file), code="syntax", message=f"not readable as YAML: {error}")]
+        return [Diagnostic(place=Place(file=source.file), code="syntax", message=f"not valid YAML: {error}")]
     if root is None:
         return []
     return list(_walk(source, root, (), None))
 
 
 def syntax_error(source: Source, error: yaml.YAMLError) -> Diagnostic:
-    """Makes a diagnostic of a loader's error: OmegaConf's gives no snippet, so the place is taken from the mark."""
+    """Makes a diagnostic from a loader's error. OmegaConf's error has no snippet, so the place comes from the mark."""
     if isinstance(error, yaml.MarkedYAMLError):
         mark = error.problem_mark or error.context_mark
-        message = ", ".join(part for part in (error.problem, error.context) if part) or "not readable as YAML"
+        message = ", ".join(part for part in (error.problem, error.context) if part) or "not valid YAML"
         return Diagnostic(place=source.place(mark), code="syntax", message=message, help=_syntax_help(source, mark))
     if isinstance(error, yaml.reader.ReaderError):
         before = _LINE_ENDS.split(source.text[: error.position])
@@ -83,7 +83,7 @@ def syntax_error(source: Source, error: yaml.YAMLError) -> Diagnostic:
         code = ord(error.character) if isinstance(error.character, str) else error.character
         message, remedy = f"character U+{code:04X} is not allowed in YAML", "save the recipe as plain UTF-8 text"
         return Diagnostic(place=source.place(mark), code="syntax", message=message, help=remedy)
-    return Diagnostic(place=source.place(None), code="syntax", message="not readable as YAML")
+    return Diagnostic(place=source.place(None), code="syntax", message="not valid YAML")
 
 
 def _syntax_help(source: Source, mark: yaml.Mark | None) -> str | None:
@@ -102,11 +102,11 @@ def _scan_events(source: Source) -> Iterator[Diagnostic]:
             continue
         place = source.place(event.start_mark, event.end_mark)
         if event.anchor is not None:
-            help_ = "write the value out, or `${section.key}` for that of another key"
-            yield Diagnostic(place=place, code="syntax", message="a recipe has no YAML anchors and aliases", help=help_)
+            help_ = "write the value itself, or `${section.key}` for the value of another key"
+            yield Diagnostic(place=place, code="syntax", message="a recipe must not have YAML anchors or aliases", help=help_)
         tag = getattr(event, "tag", None)
         if tag not in (None, "!"):
-            yield Diagnostic(place=place, code="syntax", message=f"a recipe has no YAML tags, found {tag}")
+            yield Diagnostic(place=place, code="syntax", message=f"a recipe must not have YAML tags, found {tag}")
         nodes += 1
         depth += isinstance(event, yaml.CollectionStartEvent)
         if depth > _MAX_DEPTH or nodes > _MAX_NODES:
@@ -116,7 +116,7 @@ def _scan_events(source: Source) -> Iterator[Diagnostic]:
 
 
 def _walk(source: Source, node: yaml.Node, path: Path, key: Place | None) -> Iterator[Diagnostic]:
-    """Records the place of `node` and of everything below it, reporting duplicate and unusable keys on the way."""
+    """Records the place of `node` and of everything below it, and reports duplicate and unusable keys on the way."""
     source.marks[path] = Mark(key=key, value=_value_place(source, node, key))
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
@@ -148,7 +148,7 @@ def _walk_mapping(source: Source, node: yaml.MappingNode, path: Path) -> Iterato
 
 
 def _value_place(source: Source, node: yaml.Node, key: Place | None) -> Place:
-    """Points at the key for a block of lines, and for a value that is not there."""
+    """Points at the key for a block of lines or a missing value."""
     block = isinstance(node, yaml.CollectionNode) and not node.flow_style
     empty = isinstance(node, yaml.ScalarNode) and node.start_mark.index == node.end_mark.index
     if key is not None and (block or empty):

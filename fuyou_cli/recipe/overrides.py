@@ -1,7 +1,7 @@
 """Reads `key=value` on the command line: `optimizer.lr=3e-6`, `dataset.train[0].path=rows.jsonl`, `train.max_steps=null`.
 
-`key=null` clears a key and `key=""` is the empty text. `key=` is refused, and so is an empty value within one: it is what
-a shell makes of a variable that is not set, and must not bring a default back in silence.
+`key=null` clears a key and `key=""` is the empty text. `key=`, or an empty value inside one, is refused: a shell makes it from
+an unset variable, and it must not silently restore a default.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Override:
 
 
 def parse_overrides(texts: Sequence[str]) -> tuple[list[Override], list[Diagnostic]]:
-    """Returns those that can be read, and what is wrong with the others."""
+    """Returns the overrides that can be read, and the errors in the others."""
     overrides, wrong = [], []
     for text in texts:
         found = _parse(text)
@@ -53,26 +53,26 @@ def _parse(text: str) -> Override | list[Diagnostic]:
     source = Source(file=COMMAND_LINE, text=value)
     if wrong := scan(source):
         return [
-            _problem(text, f"the value is not readable: {problem.message}", 'quote it for YAML: key="text"', problem.code)
+            _problem(text, f"the value is not valid: {problem.message}", 'quote it for YAML: key="text"', problem.code)
             for problem in wrong
         ]
     for path in _unwritten(yaml.compose(value, Loader=yaml.SafeLoader), ()):
         what = f"the value of `{show_path(path)}`" if path else "the value"
         null = f"{show_path(path)}: null" if path else f"{key}=null"
-        remedy = f"write `{null}` to clear the key, or name a value (is a shell variable not set?)"
+        remedy = f"write `{null}` to clear the key, or give a value (is a shell variable unset?)"
         return [_problem(text, f"{what} is empty", remedy)]
     try:
         loaded = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=False)
     except yaml.YAMLError as error:
-        return [_problem(text, f"the value is not readable: {syntax_error(source, error).message}")]
+        return [_problem(text, f"the value is not valid: {syntax_error(source, error).message}")]
     except (OmegaConfBaseException, ValueError, OverflowError, RecursionError) as error:
-        return [_problem(text, f"the value is not readable: {first_line(error)}")]
+        return [_problem(text, f"the value is not valid: {first_line(error)}")]
     at = tuple(int(part) if part.isdecimal() and part.isascii() else part for part in _PART.findall(key))
     return Override(text=text, path=at, value=loaded["value"] if isinstance(loaded, dict) else None)
 
 
 def _unwritten(node: yaml.Node | None, path: Path) -> Iterator[Path]:
-    """Lists where nothing at all stands for a value; a quoted empty text is something."""
+    """Lists the places with no value at all. A quoted empty text is a value."""
     if node is None or (isinstance(node, yaml.ScalarNode) and not node.value and node.style is None):
         yield path
     elif isinstance(node, yaml.MappingNode):
@@ -90,7 +90,7 @@ def _problem(text: str, message: str, remedy: str | None = None, code: str = "ov
 def _help(text: str) -> str | None:
     bare = text.lstrip("-")
     if bare != text and "=" in bare:
-        return f"overrides have no dashes: {bare}"
+        return f"write overrides without dashes: {bare}"
     if ":" in text and "=" not in text:
         return f"write {text.replace(': ', '=').replace(':', '=', 1)}"
     return None
@@ -101,7 +101,7 @@ def first_line(error: BaseException) -> str:
 
 
 def apply_override(data: dict[str, Any], override: Override) -> Diagnostic | None:
-    """Changes `data` in place. Sections are merged, lists and values replaced, sections on the way created."""
+    """Changes `data` in place. Merges sections, replaces lists and values, and creates missing sections."""
     at: Any = data
     for depth, part in enumerate(override.path[:-1], start=1):
         if isinstance(at, dict) and at.get(str(part)) is None:
@@ -139,4 +139,4 @@ def _no_way(override: Override, depth: int, at: Any, below: Any) -> Diagnostic:
         message = f"`{show_path(override.path[: depth - 1])}` is a list of {len(at)}, counted from 0"
         remedy = f"write `{show_path((*override.path[: depth - 1], 0))}` for the first" if at else None
         return _problem(override.text, message, remedy)
-    return _problem(override.text, f"`{shown}` is a value, nothing is below it")
+    return _problem(override.text, f"`{shown}` is a value and has no keys below it")

@@ -1,6 +1,6 @@
-"""Checks rules between keys: pairs that exclude each other, numbers that must divide, places a device does not have.
+"""Checks rules between keys: pairs that exclude each other, numbers that must divide, places that a device does not have.
 
-They are checked once every key by itself is right.
+They are checked after every single key is right.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ def _revision(recipe: Recipe) -> Broken:
     name = recipe.model.name_or_path
     try:
         local = name.startswith(("/", "./", "../", "~")) or Path(name).is_dir()
-    except OSError:  # too long: said elsewhere
+    except OSError:  # the name is too long: another check reports it
         return
     if local and recipe.model.revision is not None:
-        message = f"`model.revision` although {show_value(name)} is a folder, which has no revisions"
+        message = f"`model.revision` is set, but {show_value(name)} is a folder, which has no revisions"
         yield "model.revision", message, "leave it out, or name a model of the hub"
 
 
 def _length(recipe: Recipe) -> Broken:
     train = recipe.train
     if train.epochs is not None and train.max_steps is not None:
-        yield "train.max_steps", "`train.max_steps` and `train.epochs` both say how long to train", _KEEP_ONE
+        yield "train.max_steps", "`train.max_steps` and `train.epochs` both set the length of the run", _KEEP_ONE
     if train.epochs is None and train.max_steps is None:
-        yield "train.epochs", "nothing says how long to train", "write `train.epochs` or `train.max_steps`"
+        yield "train.epochs", "the length of the run is not set", "write `train.epochs` or `train.max_steps`"
 
 
 def _warmup(recipe: Recipe) -> Broken:
     key, steps, last = "lr_scheduler.warmup_steps", recipe.lr_scheduler.warmup_steps, recipe.train.max_steps
     if steps is not None and recipe.lr_scheduler.warmup_ratio is not None:
-        yield key, f"`{key}` and `lr_scheduler.warmup_ratio` both say how long to warm up", _KEEP_ONE
+        yield key, f"`{key}` and `lr_scheduler.warmup_ratio` both set the length of the warm-up", _KEEP_ONE
     if steps is not None and last is not None and steps > last:
         yield key, f"a warm-up of {steps} steps does not end within `train.max_steps: {last}`", None
 
@@ -56,7 +56,7 @@ def _warmup(recipe: Recipe) -> Broken:
 def _decay(recipe: Recipe) -> Broken:
     key, usual = "lr_scheduler.min_lr_ratio", LrSchedulerSection.model_fields["min_lr_ratio"].default
     if recipe.lr_scheduler.name == "constant" and recipe.lr_scheduler.min_lr_ratio not in (1, usual):
-        yield key, f"a constant schedule never decays, so `{key}` says nothing", "leave it out, or use linear, cosine or wsd"
+        yield key, f"a constant schedule never decays, so `{key}` has no effect", "leave it out, or use linear, cosine or wsd"
 
 
 def _batch(recipe: Recipe) -> Broken:
@@ -76,7 +76,7 @@ def _mixture(recipe: Recipe) -> Broken:
     for number, entry in enumerate(recipe.dataset.train):
         if entry.weight is None and any(other.weight is not None for other in recipe.dataset.train):
             message = f"`dataset.train[{number}]` has no weight, but another entry has one"
-            yield "dataset.train", message, "give every entry a weight, or none: without weights entries are taken whole"
+            yield "dataset.train", message, "give a weight to every entry or to none (then entries are used completely)"
 
 
 def _evaluation(recipe: Recipe) -> Broken:
@@ -89,15 +89,15 @@ def _evaluation(recipe: Recipe) -> Broken:
 def _device(recipe: Recipe) -> Broken:
     device, gpu = recipe.offload.device, recipe.offload.max_memory.gpu
     if device == "emulated" and gpu.share is not None:
-        message = "a share of an emulated device's memory: it has no size of its own"
+        message = "an emulated device has no memory size, so a share of it is not possible"
         yield "offload.max_memory.gpu", message, "write a size such as 512MiB, or auto for no limit"
     if device != "cpu":
         return
     for tier in _TIERS:
         if getattr(recipe.offload, tier) == "gpu":
-            yield f"offload.{tier}", f"`offload.{tier}: gpu` on `offload.device: cpu`, which has no gpu tier", "use cpu"
+            yield f"offload.{tier}", f"`offload.{tier}: gpu` needs a GPU, but `offload.device` is cpu", "use cpu"
     if recipe.offload.activations == "keep":
-        why = "which has no memory of its own to keep them in"
+        why = "which has no separate memory for them"
         yield "offload.activations", f"`offload.activations: keep` on `offload.device: cpu`, {why}", "use swap or auto"
     if not gpu.is_auto:
         yield "offload.max_memory.gpu", "`offload.device: cpu` has no gpu memory to limit", "leave it auto"
@@ -111,12 +111,12 @@ def _together(recipe: Recipe) -> Broken:
     offload = recipe.offload
     if offload.optimizer_states != "gpu":
         if offload.gradients == "gpu":
-            message = "`offload.gradients: gpu` without the optimizer states, which an update on the device needs beside them"
+            message = "`offload.gradients: gpu` also needs the optimizer states on the device"
             yield "offload.gradients", message, "add `offload.optimizer_states: gpu`, or leave it auto"
         return
     for tier in ("weights", "gradients"):
         if (home := getattr(offload, tier)) not in ("auto", "gpu"):
-            message = f"`offload.{tier}: {home}` but `offload.optimizer_states: gpu` updates all of a stage on the device"
+            message = f"`offload.{tier}: {home}` but `offload.optimizer_states: gpu` updates whole stages on the device"
             yield f"offload.{tier}", message, "leave it auto"
     if recipe.checkpoint.mode == "redo":
         message = "`offload.optimizer_states: gpu` but `checkpoint.mode: redo` keeps gradients on the ssd"
@@ -128,10 +128,10 @@ def _strategy(recipe: Recipe) -> Broken:
     for tier in _TIERS:
         key, home = f"offload.{tier}", getattr(recipe.offload, tier)
         if strategy == "none" and home == "ssd":
-            yield key, f"`{key}: ssd` although `offload.strategy: none` keeps the ssd out", None
+            yield key, f"`{key}: ssd` is set, but `offload.strategy: none` does not use the ssd", None
         if strategy == "manual" and home == "auto" and tier in ("weights", "optimizer_states"):
             message = f"`offload.strategy: manual` needs `{key}` to be gpu, cpu or ssd"
-            yield "offload.strategy", message, "name the tier, or use auto and name only the tiers you care about"
+            yield "offload.strategy", message, "name the tier, or use strategy auto and name only the tiers that matter to you"
 
 
 def _deferral(recipe: Recipe) -> Broken:
@@ -146,25 +146,25 @@ def _commits(recipe: Recipe) -> Broken:
     snapshots, commits = "checkpoint.snapshot_every_steps", "checkpoint.commit_every_steps"
     mode, apart, every = recipe.checkpoint.mode, recipe.checkpoint.snapshot_every_steps, recipe.checkpoint.commit_every_steps
     if mode == "snapshot" and apart is None:
-        yield "checkpoint.mode", f"`checkpoint.mode: snapshot` without `{snapshots}`", "say how many steps apart they are"
+        yield "checkpoint.mode", f"`checkpoint.mode: snapshot` without `{snapshots}`", "set the steps between snapshots"
     leave_out = "leave it out, or use `checkpoint.mode: in_place`"
     if mode == "snapshot" and every not in (None, "auto"):
-        yield commits, f"snapshots are what is committed, every `{snapshots}` steps", leave_out
+        yield commits, f"with snapshots, `{snapshots}` sets the steps between commits", leave_out
     if mode != "snapshot" and apart is not None:
-        yield snapshots, f"`{snapshots}` but no snapshots", "add `checkpoint.mode: snapshot`"
+        yield snapshots, f"`{snapshots}` is set, but the mode is not snapshot", "add `checkpoint.mode: snapshot`"
     if mode == "redo" and every not in (1, "auto"):
-        yield commits, "`checkpoint.mode: redo` makes every step durable by its gradients", leave_out
+        yield commits, "`checkpoint.mode: redo` commits every step by its gradients", leave_out
     if mode == "redo" and recipe.train.sweep_tokens != "auto":
-        message = "`train.sweep_tokens` but `checkpoint.mode: redo` has the ssd's gradients of one sweep alone"
+        message = "`train.sweep_tokens` is set, but `checkpoint.mode: redo` keeps the gradients of only one sweep"
         yield "train.sweep_tokens", message, "leave it auto, or use `checkpoint.mode: in_place`"
     if mode == "redo" and recipe.offload.gradients == "cpu":
-        yield "offload.gradients", "`offload.gradients: cpu` but `checkpoint.mode: redo` keeps them on the ssd", "use ssd"
+        yield "offload.gradients", "`offload.gradients: cpu`, but `checkpoint.mode: redo` keeps them on the ssd", "use ssd"
 
 
 def _skipping(recipe: Recipe) -> Broken:
     key, steps = "train.skip_nonfinite", recipe.train.skip_nonfinite
     if steps and recipe.train.clip_grad_norm is None:
-        why = "a step's first updates are under way before its last gradients are known, so it cannot be skipped"
+        why = "a step's first updates start before its last gradients are known, so the step cannot be skipped"
         message = f"`{key}: {show_value(steps)}` without `train.clip_grad_norm`: {why}"
         yield key, message, "set train.clip_grad_norm, or leave it 0"
 
@@ -172,19 +172,19 @@ def _skipping(recipe: Recipe) -> Broken:
 def _compiled(recipe: Recipe) -> Broken:
     activations = recipe.offload.activations
     if recipe.train.compile and activations in ("keep", "swap"):
-        message = f"`offload.activations: {activations}` keeps outputs of operators, and `train.compile: true` leaves none"
+        message = f"`offload.activations: {activations}` keeps outputs of operators, but `train.compile: true` leaves none"
         yield "offload.activations", message, "use auto or recompute, or leave train.compile false"
 
 
 def _kernels(recipe: Recipe) -> Broken:
     if recipe.model.attn_implementation == "flash_attention_2" and recipe.precision.compute == "float32":
-        message = "flash_attention_2 does not compute in `precision.compute: float32`"
+        message = "flash_attention_2 cannot compute in `precision.compute: float32`"
         yield "model.attn_implementation", message, "use sdpa, or compute in bfloat16"
 
 
 def _backends(recipe: Recipe) -> Broken:
     if len(set(recipe.logging.backends)) != len(recipe.logging.backends):
-        yield "logging.backends", "`logging.backends` names one backend twice", None
+        yield "logging.backends", "`logging.backends` names a backend twice", None
 
 
 _RULES: tuple[Callable[[Recipe], Broken], ...] = (

@@ -1,6 +1,6 @@
 """Defines `Recipe`: the whole schema, its types, ranges and defaults.
 
-Rules between keys are in `rules`, keys whose feature does not exist yet in `unbuilt`.
+Rules between keys are in `rules`; keys whose feature does not exist yet are in `unbuilt`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Count = Annotated[int, Field(ge=0, lt=2**31)]
 Share = Annotated[float, Field(ge=0, le=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 AnyTier = Literal["auto", "gpu", "cpu", "ssd"]
-NotBuilt = Any  # a section of the schema to come: whatever is written in it, `unbuilt` says so
+NotBuilt = Any  # a future section of the schema: `unbuilt` refuses it
 
 _AUTO = MemoryLimit(text="auto")
 
@@ -62,10 +62,10 @@ class DatasetEntry(Section):
     name: Text | None = None  # its subset
     split: Text = "train"  # or a part of it: train[:10%]
     format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokenized", "input_output"] = (
-        "auto"  # auto: by the columns of the first row
+        "auto"  # auto: the columns of the first row decide
     )
     columns: dict[str, str] = Field(default_factory=dict)
-    weight: PositiveFloat | None = None  # share of the rows among all entries' weights; null: entries are taken whole
+    weight: PositiveFloat | None = None  # share of the rows among all entries' weights; null: entries are used completely
     max_samples: Positive | None = None
 
 
@@ -83,7 +83,7 @@ class DatasetSection(Section):
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """Returns the weights of a mixture; nothing where entries are taken whole, one after the other."""
+        """Returns the weights of a mixture; nothing if entries are used completely, one after the other."""
         weights = tuple(entry.weight for entry in self.train if entry.weight is not None)
         return weights if len(weights) > 1 else ()
 
@@ -134,14 +134,14 @@ class TrainSection(Section):
     max_time: Time | None = None  # seconds of one process
     batch_size: Positive = 64
     micro_batch_size: AutoPositive = "auto"
-    sweep_tokens: AutoPositive = "auto"  # at most, of the rows that go through the model and back at once; results are the same
+    sweep_tokens: AutoPositive = "auto"  # most tokens of a pass forward and back; results are the same
     head_chunk_tokens: AutoCount = "auto"  # 0: a whole micro-batch at once
     head_chunk_vocab: AutoCount = "auto"  # rows of embedding and head; 0: not cut along the vocabulary
     threads: AutoThreads = "auto"
     clip_grad_norm: PositiveFloat | None = 1.0
     skip_nonfinite: Count = 0  # steps in a row
     compile: bool = False
-    deterministic: bool = False  # whether a GPU repeats a run bit for bit, at some speed; the CPU does anyway
+    deterministic: bool = False  # true: a GPU repeats a run bit for bit, but slower; the CPU always does
     early_stopping: NotBuilt = None
 
     @classmethod
@@ -183,19 +183,19 @@ class OffloadSection(Section):
     lookahead: AutoPositive = "auto"
     defer_updates: AutoShare = "auto"
     io: IoSection = IoSection()
-    verify_reads: bool = True  # what is read while training is compared with what was written
-    wear: Literal["spare", "balanced", "ignore"] = "spare"  # whether drives are written to for a little speed
+    verify_reads: bool = True  # compares what training reads with what was written
+    wear: Literal["spare", "balanced", "ignore"] = "spare"  # whether small gains in speed may cost writes
     ssd_write_limit: Size | None = None
-    expandable_segments: bool = True  # of torch's allocator on a GPU, unless PYTORCH_ALLOC_CONF says
-    measure: bool = True  # a machine nobody has measured is measured before it is planned with; else rates are assumed
+    expandable_segments: bool = True  # for torch's allocator on a GPU, unless PYTORCH_ALLOC_CONF is set
+    measure: bool = True  # measures a new machine before planning; false: assumes rates
 
 
 class CheckpointSection(Section):
     mode: Literal["auto", "in_place", "redo", "snapshot"] = "auto"
-    # auto: as often as that costs little; null: where a run begins, stops and ends
+    # auto: as often as it costs little; null: when a run begins, stops and ends
     commit_every_steps: AutoPositive | None = "auto"
     snapshot_every_steps: Positive | None = None
-    keep_last: Annotated[int, Field(ge=1, le=16)] = 2  # snapshots that are there whole
+    keep_last: Annotated[int, Field(ge=1, le=16)] = 2  # complete snapshots
     resume: Text = "auto"  # auto | never | a path
 
 
@@ -215,7 +215,7 @@ class ExportSection(Section):
 class WandbSection(Section):
     project: Text | None = None
     name: Text | None = None
-    mode: Literal["offline", "online"] = "offline"  # offline: `wandb sync` uploads it later
+    mode: Literal["offline", "online"] = "offline"  # offline: upload later with `wandb sync`
 
 
 class MlflowSection(Section):
@@ -242,7 +242,7 @@ class LoggingSection(Section):
 
 
 class Recipe(Section):
-    """Describes a run as asked for. Only `output_dir`, `model.name_or_path` and `dataset.train` have no default."""
+    """Describes the run that the user asks for. Only `output_dir`, `model.name_or_path` and `dataset.train` have no default."""
 
     version: Literal[1] = 1
     output_dir: Text
@@ -263,7 +263,7 @@ class Recipe(Section):
     logging: LoggingSection = LoggingSection()
 
     def offload_directories(self, environment: Mapping[str, str]) -> tuple[Path, ...]:
-        """Tells where the store goes. Raises UsageError where one of the folders is a file or has no home."""
+        """Tells where the store goes. Raises UsageError if a folder is a file or its home directory is unknown."""
         if self.offload.dir:
             return tuple(folder(name, key="offload.dir") for name in self.offload.dir)
         if named := environment.get("FUYOU_OFFLOAD_DIR"):

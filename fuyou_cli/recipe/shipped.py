@@ -1,4 +1,4 @@
-"""Finds the recipes that come with fuyou: in the wheel inside the package, in a checkout beside it."""
+"""Finds the shipped recipes: inside the package in a wheel, beside it in a checkout."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """Lists them as name -> file, sorted by name. Empty when the installation has none."""
+    """Lists them as name -> file, sorted by name. Empty if the installation has none."""
     return _named(Path())
 
 
 def shipped_hardware() -> dict[str, Path]:
-    """Finds the lists of parts that a machine can be described by: name (gpus, drives, hosts) -> file."""
+    """Finds the lists of parts that describe a machine: name (gpus, drives, hosts) -> file."""
     return _named(Path("hardware"))
 
 
@@ -25,7 +25,7 @@ def _named(inside: Path) -> dict[str, Path]:
 
 
 def summary(path: Path) -> str:
-    """Returns the first comment line of a shipped recipe: what it is for."""
+    """Returns the first comment line of a shipped recipe, which says what it is for."""
     for line in path.read_text(encoding="utf-8").splitlines():
         if line.startswith("# "):
             return line.removeprefix("# ").strip()

@@ -1,4 +1,4 @@
-"""Suggests what somebody probably meant by a key this schema does not have."""
+"""Suggests the key that the user probably meant by an unknown key."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from .fields import Section
 from .schema import Recipe
 from .unbuilt import UNBUILT
 
-# The names other trainers use for the same idea, by their last part. They are suggested, never accepted: a recipe reads
-# the same for everybody.
+# Names that other trainers use for the same idea, by their last part. They are suggested but never accepted, so that
+# recipes read the same for all users.
 _OTHER_NAMES = {
     "model.name_or_path": "base_model model_name_or_path model_name model_id pretrained_model_name_or_path checkpoint_dir",
     "model.attn_implementation": "flash_attention attn_impl flash_attn use_flash_attention_2 sdp_attention xformers_attention",
@@ -72,13 +72,13 @@ _OTHER_NAMES = {
     "adapter.use_rslora": "peft_use_rslora",
     "adapter.use_dora": "peft_use_dora",
 }
-_MEANINGS = {  # where ours is another measure of the same idea
+_MEANINGS = {  # for keys that measure the same idea differently
     "gradient_accumulation_steps": "the rows of one optimizer step, micro-batches times accumulation",
-    "per_device_train_batch_size": "the rows computed at once; auto takes the fastest that fits",
+    "per_device_train_batch_size": "the rows computed at once; auto chooses the fastest that fits",
     "min_lr": "a share of optimizer.lr",
     "adam_beta1": "a list of two: [0.9, 0.95]",
     "device_map": "auto, gpu, cpu or ssd",
-    "save_strategy": "auto commits as often as costs little, and a run is always saved where it stops",
+    "save_strategy": "auto commits as often as it costs little; a run is always saved when it stops",
     "bf16": "bfloat16 or float32",
     "fp16": "bfloat16 or float32",
 }
@@ -96,7 +96,7 @@ def section_in(annotation: Any) -> type[Section] | None:
 
 @cache
 def known_keys() -> tuple[str, ...]:
-    """Lists every key of the schema as a dotted path, sections included, list indices left out."""
+    """Lists every key of the schema as a dotted path, with sections and without list indices."""
 
     def below(section: type[Section], prefix: str) -> list[str]:
         keys = []
@@ -115,7 +115,7 @@ def suggest_key(dotted: str, *, shown_section: str) -> str:
     siblings = [key.rpartition(".")[2] for key in known_keys() if key.rpartition(".")[0] == section]
     elsewhere = [key for key in known_keys() if key.rpartition(".")[2] == name]
     if "." in name or dotted in known_keys():
-        return f"sections are nested: write `{dotted.partition('.')[0]}:` and the rest below it, indented"
+        return f"sections are nested: write `{dotted.partition('.')[0]}:` and indent the rest below it"
     if name in ALIASES:
         return _ours(name)
     if len(elsewhere) == 1:
@@ -129,7 +129,7 @@ def suggest_key(dotted: str, *, shown_section: str) -> str:
 
 
 def _ours(name: str) -> str:
-    """Name our key for another trainer's, with what it means, or what to do where its feature does not exist yet."""
+    """Names fuyou's key for another trainer's key, with its meaning, or what to do if the feature does not exist yet."""
     key = ALIASES[name]
     meaning = f": {_MEANINGS[name]}" if name in _MEANINGS else ""
     row = next((row for row in UNBUILT if f"{key}.".startswith(f"{row.path}.") and row.asks("a value")), None)
@@ -146,5 +146,5 @@ def _closest(name: str, candidates: list[str]) -> str | None:
     """Finds the nearest spelling, whole or in one of its words: `nmae` is near `name_or_path`."""
     spelt = {word: candidate for candidate in reversed(candidates) for word in candidate.split("_")}
     spelt |= {candidate: candidate for candidate in candidates}
-    close = difflib.get_close_matches(name.lower()[:80], spelt, n=1, cutoff=_CLOSE)  # a longer one is no slip of the pen
+    close = difflib.get_close_matches(name.lower()[:80], spelt, n=1, cutoff=_CLOSE)  # a longer key is not a typing error
     return spelt[close[0]] if close else None

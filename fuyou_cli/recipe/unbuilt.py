@@ -1,6 +1,6 @@
-"""Lists keys of the schema whose feature does not exist yet: building a feature deletes its row.
+"""Lists keys of the schema whose feature does not exist yet. Whoever builds a feature deletes its row.
 
-Such a key is an error that names it. It is never accepted and ignored.
+Such a key is an error that names the feature. It is never accepted and ignored.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .diagnostics import Diagnostic, Path
 
 
 class Unbuilt(NamedTuple):
-    """Says that `path` with a value for which `asks` holds needs `feature`, and what works today `instead`."""
+    """Says that `path` needs `feature` for values that `asks` accepts, and what works today `instead`."""
 
     path: str  # dotted; * is each entry of a list
     asks: Callable[[Any], bool]
@@ -44,14 +44,14 @@ UNBUILT: tuple[Unbuilt, ...] = (
         "precision.allow_tf32", _other_than(False), "float32 products in TF32",
         "leave it false: float32 is computed in float32",
     ),
-    Unbuilt("offload.boundaries", _one_of("gpu"), "boundaries that rest on the GPU", "use auto, cpu or ssd"),
+    Unbuilt("offload.boundaries", _one_of("gpu"), "boundaries kept on the GPU", "use auto, cpu or ssd"),
     Unbuilt("export.push_to_hub", _set, "uploading", "upload the exported folder yourself"),
     Unbuilt("export.private", _other_than(True), "uploading", "leave it out"),
 )  # fmt: skip
 
 
 def unbuilt_keys(data: dict[str, Any]) -> Iterator[Diagnostic]:
-    """Finds every such key in what was written, also when other keys are wrong."""
+    """Finds every such key in the recipe, also when other keys are wrong."""
     for row in UNBUILT:
         for path, value in _written(data, row.path):
             if row.asks(value):

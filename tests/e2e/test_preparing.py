@@ -97,10 +97,7 @@ def test_notes_on_the_data_are_said(new_project: Callable[..., Project], tmp_pat
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     said: list[str] = []
     prepared_run(new_project(changes={"dataset.train": [{"path": str(folder)}]}), say=said.append)
-    assert (
-        f"data: {folder}: 1 file taken (a_train.jsonl), 2 skipped, not of split train (extra.jsonl, test_x.jsonl)"
-        in said
-    )
+    assert f"data: {folder}: 1 file taken (a_train.jsonl), 2 skipped, not of split train (extra.jsonl, test_x.jsonl)" in said
     assert any(text.startswith("note: in 4 of 4 samples no white space separates prompt and completion") for text in said)
 
 

@@ -89,11 +89,11 @@ def test_a_device_is_filled_and_never_passed(
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"offload.optimizer_states": "cpu"}, "gradients: gpu` without the optimizer states"),
+        ({"offload.optimizer_states": "cpu"}, "gradients: gpu` also needs the optimizer states"),
         ({"offload.weights": "cpu"}, "weights: cpu` but `offload.optimizer_states: gpu`"),
         ({"offload.gradients": "ssd"}, "gradients: ssd` but `offload.optimizer_states: gpu`"),
         ({"checkpoint.mode": "redo", "offload.gradients": "auto"}, "redo` keeps gradients on the ssd"),
-        ({"offload.device": "cpu", "offload.optimizer_states": "gpu"}, "which has no gpu tier"),
+        ({"offload.device": "cpu", "offload.optimizer_states": "gpu"}, "gpu` needs a GPU, but"),
     ],
 )
 def test_what_contradicts_is_refused_by_key(changes: dict[str, str], what: str, new_project: NewProject) -> None:
