@@ -46,6 +46,22 @@ def frozen(anatomy: Anatomy, patterns: Sequence[str]) -> Anatomy:
     return replace(anatomy, stages=stages)
 
 
+def as_marked(anatomy: Anatomy) -> Anatomy:
+    """Returns the anatomy with frozen exactly those parameters that require no gradient, as peft leaves a model."""
+
+    def of(slotted: Slotted) -> Slotted:
+        holder, attribute = slotted.places[0]
+        parameter = holder._parameters[attribute]
+        assert parameter is not None
+        return replace(slotted, spec=replace(slotted.spec, frozen=not parameter.requires_grad))
+
+    stages = tuple(
+        Stage.packed(stage.name, stage.kind, stage.module, list(map(of, stage.parameters)), stage.vocabulary)
+        for stage in anatomy.stages
+    )
+    return replace(anatomy, stages=stages)
+
+
 def _every_name(anatomy: Anatomy) -> dict[int, list[str]]:
     """Returns all names of each parameter, by identity: tied weights have several."""
     found: dict[int, list[str]] = {}

@@ -24,7 +24,7 @@ from fuyou_cli.engine.anatomy import dissect
 from fuyou_cli.engine.compiled import CompiledBlocks, as_compiled
 from fuyou_cli.engine.devices import Device, open_device
 from fuyou_cli.engine.executor import Executor, StepOutcome
-from fuyou_cli.engine.freezing import frozen
+from fuyou_cli.engine.freezing import as_marked, frozen
 from fuyou_cli.engine.host_memory import HostMemory
 from fuyou_cli.engine.inspect import inspect
 from fuyou_cli.engine.skeleton import TORCH_DTYPE, build
@@ -33,6 +33,7 @@ from fuyou_cli.engine.vocabulary import cut_vocabulary
 from fuyou_cli.planner.boundary_layout import Kept
 from fuyou_cli.planner.place import plan
 from fuyou_cli.planner.plan_request import PlanRequest
+from fuyou_cli.recipe.schema import AdapterSection
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import Dtype, StageSpec
 from fuyou_cli.spec.plan import Numerics, Plan, Span, StagePlan, StateTensor, Tier
@@ -68,12 +69,20 @@ class Shape:
 class Subject:
     """One random model: as plain PyTorch (`fresh`), as a skeleton cut into stages, and the data it learns."""
 
-    def __init__(self, config: PreTrainedConfig, shape: Shape, *, freeze: Sequence[str] = ()) -> None:
+    def __init__(
+        self, config: PreTrainedConfig, shape: Shape, *, freeze: Sequence[str] = (), adapter: AdapterSection | None = None
+    ) -> None:
         torch.set_num_threads(1)
-        self.config, self.shape = config, shape
+        self.config, self.shape, self.adapter = config, shape, adapter
         skeleton = build(config, dtype=shape.dtype, attention="sdpa")
         self.attention = skeleton.config._attn_implementation
-        self.anatomy = cut_vocabulary(frozen(dissect(skeleton), freeze), shape.vocabulary)
+        if adapter is not None:
+            from fuyou_cli.adapters.injection import inject  # needs peft
+
+            inject(skeleton, adapter)
+        anatomy = dissect(skeleton)
+        anatomy = frozen(anatomy, freeze) if adapter is None else as_marked(anatomy)
+        self.anatomy = cut_vocabulary(anatomy, shape.vocabulary)
         self.spec = inspect(
             self.anatomy, dtype=shape.dtype, micro_batch_size=shape.micro, max_seq_len=shape.tokens,
             head_chunk_tokens=shape.chunk,
@@ -91,6 +100,8 @@ class Subject:
         model = AutoModelForCausalLM.from_config(
             self.config, dtype=TORCH_DTYPE[self.shape.dtype], attn_implementation=self.attention
         )
+        if self.adapter is not None:
+            inject_by_peft(model, self.adapter)
         return model.train()
 
     def batches(self, steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -105,6 +116,16 @@ class Subject:
         ids[:, -1, -3:], labels[:, -1, -3:] = 0, -100
         for step in range(steps):
             yield ids[step % 2], labels[step % 2]
+
+
+def inject_by_peft(model: PreTrainedModel, section: AdapterSection) -> None:
+    """Puts LoRA into a model in memory; B is not zero, so that A learns from the first step on."""
+    import peft
+
+    peft.inject_adapter_in_model(peft.LoraConfig(**section.model_dump(exclude={"type", "modules_to_save"})), model)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
 
 
 class Rig:
