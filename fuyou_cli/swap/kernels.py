@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..spec.model import ITEM_SIZE, Dtype
+from ..spec.model import ITEM_SIZE, Dtype, StateLayout
 from .failures import refusal_error
 from .native import DTYPES, ffi, lib
 from .requests import Update, native_update
@@ -73,19 +73,20 @@ def adamw(
 ) -> int:
     """Runs one AdamW step in place over arrays of `update.params` values. Returns how many new weights are not finite.
 
-    The offsets in `update` are ignored. bfloat16 weights need their `remainder`.
+    The offsets in `update` are ignored. bfloat16 weights need their `remainder`. int8 states are rows of tiles.
     """
     request, segments = native_update(update)
     if update.weights_dtype == "bfloat16" and remainder is None:
         raise ValueError("bfloat16 weights need their remainder")
+    layout = StateLayout(weights=update.weights_dtype, dtype=update.states_dtype)
     nonfinite = ffi.new("uint64_t *")
     code = lib.fy_adamw(
         request,
         segments,
         _sized(weights, update.params * ITEM_SIZE[update.weights_dtype], "weights"),
         ffi.NULL if remainder is None else ffi.cast("int16_t *", _sized(remainder, 2 * update.params, "remainder")),
-        ffi.cast("float *", _sized(momentum, 4 * update.params, "momentum")),
-        ffi.cast("float *", _sized(variance, 4 * update.params, "variance")),
+        _sized(momentum, layout.size("momentum", update.params), "momentum"),
+        _sized(variance, layout.size("variance", update.params), "variance"),
         _sized(gradients, update.params * ITEM_SIZE[update.gradients_dtype], "gradients", writable=False),
         nonfinite,
     )

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple, Self
 
-from ..spec.model import Dtype
+from ..spec.model import Dtype, StateDtype
 from ..spec.plan import IoPlan
 from .native import DTYPES, NOWHERE, ffi, lib
 
@@ -95,7 +95,9 @@ class Update:
     gradient_scale: float = 1.0
     step: int  # 1 for the first
     priority: int = 0  # lower runs first
-    label: int = 0
+    label: int = 0  # the stage
+    seed: int = 0  # of the draws that round bfloat16 states
+    states_dtype: StateDtype = "float32"
     segments: Sequence[Segment] = ()
 
 
@@ -155,7 +157,9 @@ class Event:
     bytes: int
 
 
-_SAME_NAME = ("params", "lr", "beta1", "beta2", "epsilon", "gradient_scale", "step", "priority", "label")  # as in fy_update
+_SAME_NAME = (  # as in fy_update
+    "params", "lr", "beta1", "beta2", "epsilon", "gradient_scale", "step", "priority", "label", "seed",
+)  # fmt: skip
 _OFFSETS = ("weights", "weights_target", "gradients", "gradients_source")
 _HOMES = ("remainder", "momentum", "variance")
 
@@ -177,4 +181,6 @@ def native_update(update: Update) -> tuple[Any, Any]:
         home: Home = getattr(update, name)
         values[name] = {"arena": _place(home.arena), "source": _place(home.source), "target": _place(home.target)}
     values |= {"weights_dtype": DTYPES[update.weights_dtype], "gradients_dtype": DTYPES[update.gradients_dtype]}
-    return ffi.new("fy_update *", {**values, "segment_count": len(update.segments)}), segments
+    states = lib.FY_INT8 if update.states_dtype == "int8" else DTYPES[update.states_dtype]
+    values |= {"states_dtype": states, "segment_count": len(update.segments)}
+    return ffi.new("fy_update *", values), segments

@@ -27,10 +27,12 @@
 #define FY_API __attribute__((visibility("default")))
 
 /* cffi: begin */
-#define FY_ABI_VERSION 2
+#define FY_ABI_VERSION 3
 #define FY_MAX_DIRECTORIES 16
 #define FY_NF4_BLOCK 64
 #define FY_DYNAMIC_BLOCK 256
+#define FY_STATE_BLOCK 64
+#define FY_STATE_TILE 65536
 #define FY_MAX_SEGMENTS 1024
 #define FY_SEGMENT_FROZEN 1
 #define FY_STORE_CREATE 1
@@ -45,7 +47,7 @@ typedef struct fy_daemon fy_daemon;
 typedef uint64_t fy_ticket;
 
 enum fy_backend { FY_BACKEND_AUTO = 0, FY_BACKEND_IO_URING = 1, FY_BACKEND_THREADS = 2 };
-enum fy_dtype { FY_FLOAT32 = 0, FY_BFLOAT16 = 1 };
+enum fy_dtype { FY_FLOAT32 = 0, FY_BFLOAT16 = 1, FY_INT8 = 2 };
 enum fy_operation { FY_OP_NONE = 0, FY_OP_OPEN = 1, FY_OP_READ = 2, FY_OP_WRITE = 3, FY_OP_SYNC = 4, FY_OP_UPDATE = 5,
                     FY_OP_ALLOCATE = 6, FY_OP_SETUP = 7 };
 
@@ -141,7 +143,10 @@ typedef struct {
  * weights: arena offset of `params` weights, old on entry, new when the ticket completes. With weights_dtype bfloat16
  * the master is (weights << 16) + remainder; with float32 the weights are the master and remainder is unused.
  * weights_target: store offset the new weights are written to, or FY_NOWHERE.
- * gradients: arena offset when they rest in RAM; else FY_NOWHERE and gradients_source names the store. */
+ * gradients: arena offset when they rest in RAM; else FY_NOWHERE and gradients_source names the store.
+ * States of FY_BFLOAT16 are rounded at random: draws follow from seed, step, label and the parameter's index. States of FY_INT8
+ * are a row of tiles: a page with the float32 scales of 1,024 blocks of FY_STATE_BLOCK, then FY_STATE_TILE codes (the last
+ * tile's in whole pages). Segments then begin at multiples of a block, chunks of the daemon at multiples of a tile. */
 typedef struct {
     uint64_t params; /* a multiple of 2048: extents stay aligned */
     uint32_t weights_dtype;
@@ -151,8 +156,8 @@ typedef struct {
     uint64_t gradients;
     uint64_t gradients_source;
     fy_home remainder; /* int16 */
-    fy_home momentum;  /* float32 */
-    fy_home variance;  /* float32 */
+    fy_home momentum;  /* of states_dtype */
+    fy_home variance;
     double lr;
     double beta1;
     double beta2;
@@ -160,8 +165,11 @@ typedef struct {
     double gradient_scale; /* multiplies every gradient (clipping); 1.0 leaves the bits alone */
     uint64_t step;         /* 1 for the first update: bias corrections */
     uint64_t priority;     /* by next use of the stage */
-    uint32_t label;
+    uint32_t label;        /* the stage: also a key of the draws */
     uint32_t segment_count;
+    uint64_t seed;         /* of the draws that round bfloat16 states */
+    uint32_t states_dtype; /* of momentum and variance */
+    uint32_t reserved;
 } fy_update;
 /* The update and its segments (at most FY_MAX_SEGMENTS, else -E2BIG) are copied: both may go once this returns. */
 int fy_submit_update(fy_daemon *daemon, const fy_update *update, const fy_segment *segments, fy_ticket *out);
@@ -230,11 +238,11 @@ int fy_join(const uint16_t *weights, const int16_t *remainder, float *master, ui
 /* A 64-bit sum of a span; order-sensitive, not cryptographic; the same on every machine. A longer span's sum is that of its
  * parts added up (modulo 2^64), each told its `position`, a multiple of 4096. */
 uint64_t fy_checksum(const void *data, uint64_t size, uint64_t position);
-/* The update's own kernel on plain memory (the reference for tests and benchmarks). Arrays hold update->params values;
+/* The update's own kernel on plain memory (the reference for tests and benchmarks). Arrays hold update->params values, int8 states their tiles;
  * arena and store offsets of `update` are ignored. master is used when weights_dtype is float32, else weights and
  * remainder. */
-int fy_adamw(const fy_update *update, const fy_segment *segments, void *weights, int16_t *remainder, float *momentum,
-             float *variance, const void *gradients, uint64_t *nonfinite);
+int fy_adamw(const fy_update *update, const fy_segment *segments, void *weights, int16_t *remainder, void *momentum,
+             void *variance, const void *gradients, uint64_t *nonfinite);
 
 /* ---- quantised weights in the layouts of bitsandbytes ----
  * Blocks and rows are independent: a tensor may be cut between them, for several threads. Values of `dtype`; decoding rounds

@@ -11,81 +11,24 @@
  */
 #include <assert.h>
 #include <errno.h>
-#include <math.h>
 #include <stddef.h>
 #include <string.h>
 
-#include "kernels.h"
-
-#define INLINE static inline __attribute__((always_inline))
-
-_Static_assert(sizeof(float) == 4 && sizeof(double) == 8, "IEEE 754 binary32 and binary64");
-
-/* The scalars of one segment, rounded as torch rounds them. */
-struct scalars {
-    float scale;         /* multiplies the gradient */
-    float decay;         /* 1 - lr * weight_decay */
-    float blend;         /* lerp weight: 1 - beta1, or -beta1 when from_gradient */
-    int from_gradient;   /* lerp starts at the gradient (beta1 <= 0.5), as torch's does, to stay monotonic */
-    float beta2;
-    float one_less_beta2;
-    float correction;    /* sqrt(1 - beta2^step) */
-    float epsilon;
-    float negative_step; /* -lr / (1 - beta1^step) */
-};
-
-INLINE float float_of(uint32_t bits)
-{
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-INLINE uint32_t bits_of(float value)
-{
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
-
-/* 1 when the master is not finite, or becomes infinite when rounded to bfloat16. */
-INLINE uint32_t lost_in_bfloat16(uint32_t bits)
-{
-    return ((bits & 0x7FFFFFFFu) + 0x8000u) >= 0x7F800000u;
-}
-
-INLINE uint32_t lost_in_float32(uint32_t bits)
-{
-    return (bits & 0x7F800000u) == 0x7F800000u;
-}
-
-INLINE uint32_t joined(uint16_t weight, int16_t remainder)
-{
-    return ((uint32_t)weight << 16) + (uint32_t)(int32_t)remainder;
-}
+#include "adamw.h"
 
 /* `narrow_weights` and `narrow_gradients` are constants in every instance: the branches on them are gone before the
  * loop is vectorised. */
-INLINE uint64_t adamw_span(const struct scalars *s, uint64_t count, int narrow_weights, uint16_t *restrict weights,
+INLINE uint64_t adamw_span(const struct fy__scalars *s, uint64_t count, int narrow_weights, uint16_t *restrict weights,
                            int16_t *restrict remainder, float *restrict master, float *restrict momentum,
                            float *restrict variance, int narrow_gradients, const uint16_t *restrict gradients16,
                            const float *restrict gradients32)
 {
-    const struct scalars k = *s;
+    const struct fy__scalars k = *s;
     uint32_t lost = 0; /* 32 bits keep the loop in 32-bit lanes; spans are shorter than 2^32 */
     for (uint64_t i = 0; i < count; i++) {
         float p = narrow_weights ? float_of(joined(weights[i], remainder[i])) : master[i];
-        float g = (narrow_gradients ? float_of((uint32_t)gradients16[i] << 16) : gradients32[i]) * k.scale;
-        float m = momentum[i];
-        float v = variance[i];
-
-        p = p * k.decay;
-        m = (k.from_gradient ? g : m) + k.blend * (g - m);
-        v = v * k.beta2 + (k.one_less_beta2 * g) * g;
-        p = p + (k.negative_step * m) / (sqrtf(v) / k.correction + k.epsilon);
-
-        momentum[i] = m;
-        variance[i] = v;
+        float g = narrow_gradients ? float_of((uint32_t)gradients16[i] << 16) : gradients32[i];
+        (void)adamw_step(&k, g, &p, &momentum[i], &variance[i]);
         uint32_t bits = bits_of(p);
         if (narrow_weights) {
             weights[i] = (uint16_t)((bits + 0x8000u) >> 16);
@@ -100,38 +43,60 @@ INLINE uint64_t adamw_span(const struct scalars *s, uint64_t count, int narrow_w
 }
 
 /* The instances. Weights first, gradients second. Each is compiled once per instruction set. */
-FY__CLONES static uint64_t adamw_16_16(const struct scalars *s, uint64_t n, uint16_t *w, int16_t *r, float *m, float *v,
+FY__CLONES static uint64_t adamw_16_16(const struct fy__scalars *s, uint64_t n, uint16_t *w, int16_t *r, float *m, float *v,
                                        const uint16_t *g)
 {
     return adamw_span(s, n, 1, w, r, NULL, m, v, 1, g, NULL);
 }
 
-FY__CLONES static uint64_t adamw_16_32(const struct scalars *s, uint64_t n, uint16_t *w, int16_t *r, float *m, float *v,
+FY__CLONES static uint64_t adamw_16_32(const struct fy__scalars *s, uint64_t n, uint16_t *w, int16_t *r, float *m, float *v,
                                        const float *g)
 {
     return adamw_span(s, n, 1, w, r, NULL, m, v, 0, NULL, g);
 }
 
-FY__CLONES static uint64_t adamw_32_16(const struct scalars *s, uint64_t n, float *p, float *m, float *v,
+FY__CLONES static uint64_t adamw_32_16(const struct fy__scalars *s, uint64_t n, float *p, float *m, float *v,
                                        const uint16_t *g)
 {
     return adamw_span(s, n, 0, NULL, NULL, p, m, v, 1, g, NULL);
 }
 
-FY__CLONES static uint64_t adamw_32_32(const struct scalars *s, uint64_t n, float *p, float *m, float *v,
+FY__CLONES static uint64_t adamw_32_32(const struct fy__scalars *s, uint64_t n, float *p, float *m, float *v,
                                        const float *g)
 {
     return adamw_span(s, n, 0, NULL, NULL, p, m, v, 0, NULL, g);
 }
 
-static struct scalars segment_scalars(const fy_update *update, const fy_segment *segment)
+/* Bytes of a momentum or variance of `params` parameters: of int8 whole tiles, or up to a stage's end. */
+uint64_t fy__state_bytes(const fy_update *update, uint64_t params)
+{
+    const uint64_t page = FY__CHECKSUM_BLOCK;
+    switch (update->states_dtype) {
+    case FY_INT8:
+        return page * ((params + FY_STATE_TILE - 1) / FY_STATE_TILE) + (params + page - 1) / page * page;
+    case FY_BFLOAT16:
+        return 2 * params;
+    default:
+        return 4 * params;
+    }
+}
+
+/* Mixes 64 bits: the finaliser of splitmix64. */
+static uint64_t mixed(uint64_t x)
+{
+    x = (x ^ (x >> 30)) * UINT64_C(0xBF58476D1CE4E5B9);
+    x = (x ^ (x >> 27)) * UINT64_C(0x94D049BB133111EB);
+    return x ^ (x >> 31);
+}
+
+static struct fy__scalars segment_scalars(const fy_update *update, const fy_segment *segment)
 {
     assert(update->step > 0);
     const double lr = update->lr * (double)segment->lr_scale;
     const double step = (double)update->step;
     const double blend = 1.0 - update->beta1;
     const int from_gradient = fabs(blend) >= 0.5;
-    return (struct scalars){
+    return (struct fy__scalars){
         .scale = (float)update->gradient_scale,
         .decay = (float)(1.0 - lr * (double)segment->weight_decay),
         .blend = from_gradient ? (float)blend - 1.0f : (float)blend,
@@ -141,18 +106,19 @@ static struct scalars segment_scalars(const fy_update *update, const fy_segment 
         .correction = (float)sqrt(1.0 - pow(update->beta2, step)),
         .epsilon = (float)update->epsilon,
         .negative_step = (float)-(lr / (1.0 - pow(update->beta1, step))),
+        .key = (uint32_t)mixed(mixed(mixed(update->seed) + update->step) + update->label),
     };
 }
 
 /* Parameters [at, at + count) of the chunk's own arrays, all in one segment. */
-static uint64_t adamw_run(const fy_update *update, const struct scalars *s, const struct fy__chunk *chunk, uint64_t at,
+static uint64_t adamw_run(const fy_update *update, const struct fy__scalars *s, const struct fy__chunk *chunk, uint64_t at,
                           uint64_t count)
 {
     assert(count > 0);
     assert(at + count <= chunk->count);
     assert(chunk->remainder != NULL || update->weights_dtype == FY_FLOAT32);
-    float *momentum = chunk->momentum + at;
-    float *variance = chunk->variance + at;
+    float *momentum = (float *)chunk->momentum + at;
+    float *variance = (float *)chunk->variance + at;
     const int narrow_gradients = update->gradients_dtype == FY_BFLOAT16;
     const uint16_t *gradients16 = (const uint16_t *)chunk->gradients + at;
     const float *gradients32 = (const float *)chunk->gradients + at;
@@ -168,6 +134,52 @@ static uint64_t adamw_run(const fy_update *update, const struct scalars *s, cons
                             : adamw_32_32(s, count, master, momentum, variance, gradients32);
 }
 
+/* The same with small states; a run of int8 stays within a tile, which begins with the scales. */
+static uint64_t small_run(const fy_update *update, const struct fy__scalars *s, const struct fy__chunk *chunk, uint64_t at,
+                          uint64_t count)
+{
+    assert(count > 0);
+    assert(at + count <= chunk->count);
+    const uint64_t weight_bytes = update->weights_dtype == FY_BFLOAT16 ? 2 : 4;
+    const uint64_t gradient_bytes = update->gradients_dtype == FY_BFLOAT16 ? 2 : 4;
+    const int tiled = update->states_dtype == FY_INT8;
+    const uint64_t in_tile = at % FY_STATE_TILE;
+    const uint64_t tile = fy__state_bytes(update, at - in_tile);
+    const uint64_t codes = tiled ? tile + FY__CHECKSUM_BLOCK + in_tile : 2 * at;
+    const uint64_t scales = tiled ? tile + in_tile / FY_STATE_BLOCK * sizeof(float) : 0;
+    const struct fy__run run = {
+        .first = chunk->first + at,
+        .count = count,
+        .weights = (char *)chunk->weights + at * weight_bytes,
+        .remainder = chunk->remainder ? chunk->remainder + at : NULL,
+        .momentum = (char *)chunk->momentum + codes,
+        .variance = (char *)chunk->variance + codes,
+        .momentum_scales = (float *)(void *)((char *)chunk->momentum + scales),
+        .variance_scales = (float *)(void *)((char *)chunk->variance + scales),
+        .gradients = (const char *)chunk->gradients + at * gradient_bytes,
+    };
+    return fy__adamw_small(s, &run, update->states_dtype, update->weights_dtype, update->gradients_dtype);
+}
+
+/* Parameters of one segment, cut where its kernel wants it. */
+static uint64_t segment_run(const fy_update *update, const fy_segment *segment, const struct fy__chunk *chunk, uint64_t at,
+                            uint64_t count)
+{
+    const struct fy__scalars s = segment_scalars(update, segment);
+    if (update->states_dtype == FY_FLOAT32) {
+        return adamw_run(update, &s, chunk, at, count);
+    }
+    uint64_t lost = 0;
+    while (count > 0) { /* every round is a tile, or what there is of it */
+        const uint64_t left = FY_STATE_TILE - at % FY_STATE_TILE;
+        const uint64_t here = count < left ? count : left;
+        lost += small_run(update, &s, chunk, at, here);
+        at += here;
+        count -= here;
+    }
+    return lost;
+}
+
 uint64_t fy__adamw_chunk(const fy_update *update, const fy_segment *segments, const struct fy__chunk *chunk)
 {
     assert(chunk->weights != NULL);
@@ -179,6 +191,7 @@ uint64_t fy__adamw_chunk(const fy_update *update, const fy_segment *segments, co
     const uint64_t end = chunk->first + chunk->count;
     assert(end >= begin);
     assert(chunk->count < UINT32_MAX); /* the loops count in 32 bits */
+    assert(update->states_dtype != FY_INT8 || begin % FY_STATE_TILE == 0);
 
     uint64_t lost = 0;
     for (uint32_t i = 0; i < update->segment_count; i++) {
@@ -192,15 +205,15 @@ uint64_t fy__adamw_chunk(const fy_update *update, const fy_segment *segments, co
         if (from >= to || (segment->flags & FY_SEGMENT_FROZEN)) {
             continue;
         }
-        const struct scalars s = segment_scalars(update, segment);
-        lost += adamw_run(update, &s, chunk, from - begin, to - from);
+        lost += segment_run(update, segment, chunk, from - begin, to - from);
     }
     return lost;
 }
 
 bool fy__update_good(const fy_update *update, const fy_segment *segments)
 {
-    if (update->weights_dtype > FY_BFLOAT16 || update->gradients_dtype > FY_BFLOAT16 || update->step == 0) {
+    if (update->weights_dtype > FY_BFLOAT16 || update->gradients_dtype > FY_BFLOAT16 || update->step == 0 ||
+        update->states_dtype > FY_INT8) {
         return false;
     }
     if (update->segment_count > 0 && !segments) {
@@ -213,13 +226,16 @@ bool fy__update_good(const fy_update *update, const fy_segment *segments)
             segment->count > update->params - segment->first) {
             return false;
         }
+        if (update->states_dtype == FY_INT8 && segment->first % FY_STATE_BLOCK != 0) {
+            return false; /* a block has one scale, and two segments would each make it */
+        }
         previous_end = segment->first + segment->count;
     }
     return true;
 }
 
 FY_API int fy_adamw(const fy_update *update, const fy_segment *segments, void *weights, int16_t *remainder,
-                    float *momentum, float *variance, const void *gradients, uint64_t *nonfinite)
+                    void *momentum, void *variance, const void *gradients, uint64_t *nonfinite)
 {
     if (!update || !weights || !momentum || !variance || !gradients || !nonfinite) {
         return -EINVAL;
@@ -243,8 +259,8 @@ FY_API int fy_adamw(const fy_update *update, const fy_segment *segments, void *w
             .count = left < chunk_params ? left : chunk_params,
             .weights = (char *)weights + first * weight_bytes,
             .remainder = remainder ? remainder + first : NULL,
-            .momentum = momentum + first,
-            .variance = variance + first,
+            .momentum = (char *)momentum + fy__state_bytes(update, first),
+            .variance = (char *)variance + fy__state_bytes(update, first),
             .gradients = (const char *)gradients + first * gradient_bytes,
         };
         lost += fy__adamw_chunk(update, segments, &chunk);

@@ -41,13 +41,16 @@ struct fy__chunk {
     uint64_t count;
     void *weights;
     int16_t *remainder;
-    float *momentum;
-    float *variance;
+    void *momentum;
+    void *variance;
     const void *gradients;
 };
 
 /* What fy__adamw_chunk() relies on: known dtypes, a step to count from, sorted segments inside the stage. */
 bool fy__update_good(const fy_update *update, const fy_segment *segments);
+
+/* Bytes of the momentum, or of the variance, of an update's first `params` parameters: of int8, whole tiles or all. */
+uint64_t fy__state_bytes(const fy_update *update, uint64_t params);
 
 /* One AdamW step over the parameters of `chunk` that lie in a segment which is not frozen; all others keep their bits.
  * Returns how many new masters are not finite in the weights' dtype. Call fy__flush_denormals_off() on the thread

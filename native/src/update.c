@@ -38,13 +38,20 @@ static uint64_t gradient_bytes(const fy_update *update)
     return update->gradients_dtype == FY_BFLOAT16 ? 2 : 4;
 }
 
-/* Where a tensor of the update rests, its bytes per parameter and its place in a slot's scratch, per parameter. */
+/* Where a tensor of the update rests, its bytes per parameter (0: of the states' layout) and its place in a slot's scratch, per
+ * parameter, which has room for float32 states. */
 struct tensor {
     fy_home home;
     uint64_t bytes;
     uint64_t scratch;
     bool used;
 };
+
+/* Bytes of a tensor's first `params` parameters. */
+static uint64_t bytes_of(const fy_update *update, const struct tensor *tensor, uint64_t params)
+{
+    return tensor->bytes > 0 ? params * tensor->bytes : fy__state_bytes(update, params);
+}
 
 static struct tensor tensor_of(const fy_update *update, uint32_t which)
 {
@@ -53,9 +60,9 @@ static struct tensor tensor_of(const fy_update *update, uint32_t which)
     case REMAINDER:
         return (struct tensor){update->remainder, 2, 0, update->weights_dtype == FY_BFLOAT16};
     case MOMENTUM:
-        return (struct tensor){update->momentum, 4, 2, true};
+        return (struct tensor){update->momentum, 0, 2, true};
     case VARIANCE:
-        return (struct tensor){update->variance, 4, 6, true};
+        return (struct tensor){update->variance, 0, 6, true};
     default: /* GRADIENTS */
         return (struct tensor){
             {update->gradients, update->gradients_source, FY_NOWHERE}, gradient_bytes(update), 10, true};
@@ -110,6 +117,9 @@ int fy__update_check(const fy_daemon *daemon, const fy_update *update, const fy_
         return -E2BIG;
     if (!fy__update_good(update, segments))
         return -EINVAL;
+    if (update->states_dtype == FY_INT8 && daemon->options.chunk_params % FY_STATE_TILE != 0 &&
+        update->params > daemon->options.chunk_params)
+        return -EINVAL; /* a chunk would begin inside a tile */
     const uint64_t weights_size = update->params * weight_bytes(update);
     const bool written = update->weights_target != FY_NOWHERE;
     if (!arena_span_good(daemon, update->weights, weights_size, written ? FY__PAGE : 64))
@@ -124,7 +134,7 @@ int fy__update_check(const fy_daemon *daemon, const fy_update *update, const fy_
         return -EINVAL;
     for (uint32_t i = REMAINDER; i <= VARIANCE; i++) {
         const struct tensor tensor = tensor_of(update, i);
-        if (tensor.used && !home_good(daemon, &tensor.home, update->params * tensor.bytes))
+        if (tensor.used && !home_good(daemon, &tensor.home, bytes_of(update, &tensor, update->params)))
             return -EINVAL;
     }
     return 0;
@@ -145,7 +155,7 @@ static uint64_t place_of(const fy_daemon *daemon, const struct fy__slot *slot, c
 {
     assert(tensor->used);
     if (tensor->home.arena != FY_NOWHERE)
-        return tensor->home.arena + slot->first * tensor->bytes;
+        return tensor->home.arena + bytes_of(&slot->request->update, tensor, slot->first);
     return scratch_of(daemon, slot, tensor);
 }
 
@@ -223,7 +233,7 @@ static void slot_read(fy_daemon *daemon, struct fy__slot *slot)
         if (!tensor.used || tensor.home.source == FY_NOWHERE)
             continue;
         span_push(daemon, slot, FY_OP_READ, scratch_of(daemon, slot, &tensor),
-                  tensor.home.source + slot->first * tensor.bytes, slot->count * tensor.bytes);
+                  tensor.home.source + bytes_of(update, &tensor, slot->first), bytes_of(update, &tensor, slot->count));
     }
     if (slot->spans_left == 0)
         slot_ready(daemon, slot);
@@ -345,10 +355,10 @@ static struct outcome slot_compute(const fy_daemon *daemon, const struct fy__slo
             continue;
         data[i] = base + place_of(daemon, slot, &tensor);
         if (tensor.home.arena == FY_NOWHERE && tensor.home.source == FY_NOWHERE)
-            memset(data[i], 0, (size_t)(slot->count * tensor.bytes));
+            memset(data[i], 0, (size_t)bytes_of(update, &tensor, slot->count));
         if (sum_reads && tensor.home.source != FY_NOWHERE)
             outcome.read_sums[i] =
-                fy__checksum_update(0, slot->first * tensor.bytes, data[i], slot->count * tensor.bytes);
+                fy__checksum_update(0, bytes_of(update, &tensor, slot->first), data[i], bytes_of(update, &tensor, slot->count));
     }
     unsigned char *weights = base + update->weights + slot->first * weight_bytes(update);
     outcome.nonfinite = fy__adamw_chunk(update, slot->request->segments, &(struct fy__chunk){
@@ -367,7 +377,7 @@ static struct outcome slot_compute(const fy_daemon *daemon, const struct fy__slo
         const struct tensor tensor = tensor_of(update, i);
         if (tensor.used && tensor.home.target != FY_NOWHERE)
             outcome.sums[i] =
-                fy__checksum_update(0, slot->first * tensor.bytes, data[i], slot->count * tensor.bytes);
+                fy__checksum_update(0, bytes_of(update, &tensor, slot->first), data[i], bytes_of(update, &tensor, slot->count));
     }
     return outcome;
 }
@@ -388,7 +398,7 @@ static void slot_write(fy_daemon *daemon, struct fy__slot *slot)
         if (!tensor.used || tensor.home.target == FY_NOWHERE)
             continue;
         span_push(daemon, slot, FY_OP_WRITE, place_of(daemon, slot, &tensor),
-                  tensor.home.target + slot->first * tensor.bytes, slot->count * tensor.bytes);
+                  tensor.home.target + bytes_of(update, &tensor, slot->first), bytes_of(update, &tensor, slot->count));
     }
     if (slot->spans_left == 0)
         slot_free(daemon, slot);

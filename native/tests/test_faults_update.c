@@ -31,7 +31,7 @@ static bool one_case(fy_daemon *daemon, int error, uint32_t operation, uint64_t 
     fy_result result;
     fy_ticket ticket = send_update(daemon, &update);
     testing_fault_set(error, operation, first, times);
-    CHECK_EQUAL(fy_submit_update(daemon, &update, stage_segments, &ticket), 0);
+    CHECK_EQUAL(fy_submit_update(daemon, &update, segments_of(&stage), &ticket), 0);
     const int got = testing_wait(daemon, ticket, &result);
     const uint64_t hits = atomic_load(&testing_fault_now.hits);
     testing_fault_clear();
@@ -57,7 +57,7 @@ static bool works(fy_daemon *daemon, int disturbance, uint64_t first)
     struct stage fresh = stage;
     fy_ticket ticket = send_update(daemon, &update);
     testing_fault_set(disturbance, FY_OP_NONE, first, first > 0 ? 1 : 0);
-    CHECK_EQUAL(fy_submit_update(daemon, &update, stage_segments, &ticket), 0);
+    CHECK_EQUAL(fy_submit_update(daemon, &update, segments_of(&stage), &ticket), 0);
     CHECK_EQUAL(testing_wait(daemon, ticket, &result), 0);
     const uint64_t hits = atomic_load(&testing_fault_now.hits);
     testing_fault_clear();
@@ -72,11 +72,11 @@ static bool works(fy_daemon *daemon, int disturbance, uint64_t first)
     return hits > 0;
 }
 
-static void sweep(uint32_t backend, fy_arena *arena, fy_store *store)
+static void sweep(uint32_t backend, uint32_t chunk_params, fy_arena *arena, fy_store *store)
 {
     static const int errors[] = {-EIO, -ENOSPC};
     static const int disturbances[] = {-EINTR, -EAGAIN, 1 /* short */};
-    fy_options options = update_options(backend, 2, 16384, 3);
+    fy_options options = update_options(backend, 2, chunk_params, 3);
     options.block_size = 128 << 10;
     fy_daemon *daemon = testing_daemon(&options, arena, store);
     for (uint32_t e = 0; e < sizeof errors / sizeof errors[0]; e++) {
@@ -96,7 +96,7 @@ static void sweep(uint32_t backend, fy_arena *arena, fy_store *store)
     fy_update update;
     fy_ticket ticket = send_update(daemon, &update);
     testing_fault_set(-EAGAIN, FY_OP_NONE, 1, FOREVER);
-    CHECK_EQUAL(fy_submit_update(daemon, &update, stage_segments, &ticket), 0);
+    CHECK_EQUAL(fy_submit_update(daemon, &update, segments_of(&stage), &ticket), 0);
     CHECK_EQUAL(fy_daemon_stop(daemon), 0);
     testing_fault_clear();
 }
@@ -105,12 +105,16 @@ int main(void)
 {
     testing_fault_install();
     const uint32_t *backends = testing_backends();
-    fy_arena *arena = testing_arena(SCRATCH + fy_scratch_size(16384, 3));
+    fy_arena *arena = testing_arena(SCRATCH + fy_scratch_size(FY_STATE_TILE, 3));
     fy_store *store = testing_store(2, 64 << 10, 2 * TENSOR_COUNT * EXTENT);
     stage_create(&stage, 77);
     const uint32_t descriptors = testing_descriptors();
-    for (; *backends != FY_BACKEND_AUTO; backends++)
-        sweep(*backends, arena, store);
+    for (const uint32_t *backend = backends; *backend != FY_BACKEND_AUTO; backend++)
+        sweep(*backend, 16384, arena, store);
+    stage_destroy(&stage);
+    stage.states_dtype = FY_INT8; /* other sizes and places, the same chain: one backend will do */
+    stage_create(&stage, 78);
+    sweep(*backends, FY_STATE_TILE, arena, store);
     CHECK_EQUAL(testing_descriptors(), descriptors);
     stage_destroy(&stage);
     testing_close(NULL, arena, store);

@@ -16,7 +16,7 @@
 struct level {
     const char *name;
     int usable;
-    int (*adamw)(const fy_update *, const fy_segment *, void *, int16_t *, float *, float *, const void *, uint64_t *);
+    int (*adamw)(const fy_update *, const fy_segment *, void *, int16_t *, void *, void *, const void *, uint64_t *);
     int (*sum_squares)(const void *, uint64_t, uint32_t, double *, uint64_t *);
     int (*split)(const float *, uint16_t *, int16_t *, uint64_t, uint64_t *);
     int (*join)(const uint16_t *, const int16_t *, float *, uint64_t);
@@ -28,7 +28,7 @@ struct level {
 };
 
 #define DECLARE(level)                                                                                                \
-    int fy_adamw_##level(const fy_update *, const fy_segment *, void *, int16_t *, float *, float *, const void *,    \
+    int fy_adamw_##level(const fy_update *, const fy_segment *, void *, int16_t *, void *, void *, const void *,      \
                          uint64_t *);                                                                                 \
     int fy_sum_squares_##level(const void *, uint64_t, uint32_t, double *, uint64_t *);                               \
     int fy_split_##level(const float *, uint16_t *, int16_t *, uint64_t, uint64_t *);                                 \
@@ -60,6 +60,9 @@ struct outcome {
     int16_t remainder16[COUNT];
     float momentum[2][COUNT];
     float variance[2][COUNT];
+    float small_masters[2][COUNT];
+    float small_momentum[2][COUNT]; /* floats for their alignment; bfloat16 and int8 take less */
+    float small_variance[2][COUNT];
     double sums[2];
     uint8_t packed[2][(COUNT + 1) / 2];
     int8_t codes[2][COUNT];
@@ -102,17 +105,33 @@ static int quantised(const struct level *level, struct outcome *out)
     return bad;
 }
 
+/* The same step with the small states, on float32 masters and gradients. */
+static int small_states(const struct level *level, fy_update update, const fy_segment *segments, struct outcome *out)
+{
+    const uint32_t dtypes[2] = {FY_BFLOAT16, FY_INT8};
+    int bad = 0;
+    for (uint32_t i = 0; i < 2; i++) {
+        uint64_t lost = 0;
+        update.states_dtype = dtypes[i];
+        bad |= level->adamw(&update, segments, out->small_masters[i], NULL, out->small_momentum[i],
+                            out->small_variance[i], gradients32, &lost);
+        out->lost += lost;
+    }
+    return bad;
+}
+
 static int run(const struct level *level, struct outcome *out)
 {
     uint64_t state = 42;
     memset(out, 0, sizeof *out);
     for (uint32_t i = 0; i < COUNT; i++) {
         out->master[i] = next_float(&state);
+        out->small_masters[0][i] = out->small_masters[1][i] = out->master[i];
     }
     int bad = level->split(out->master, out->weights, out->remainder16, COUNT, &out->lost);
     const fy_segment segments[2] = {
         {.first = 0, .count = 1001, .weight_decay = 0.1f, .lr_scale = 1.0f},
-        {.first = 1002, .count = COUNT - 1002, .weight_decay = 0.0f, .lr_scale = 0.3f},
+        {.first = 1024, .count = COUNT - 1024, .weight_decay = 0.0f, .lr_scale = 0.3f},
     };
     for (uint64_t step = 1; step <= STEPS; step++) {
         for (uint32_t i = 0; i < COUNT; i++) {
@@ -125,6 +144,7 @@ static int run(const struct level *level, struct outcome *out)
         uint64_t lost = 0;
         bad |= level->adamw(&update, segments, out->master, NULL, out->momentum[0], out->variance[0], gradients32,
                             &lost);
+        bad |= small_states(level, update, segments, out);
         update.weights_dtype = FY_BFLOAT16;
         update.gradients_dtype = step % 2 ? FY_BFLOAT16 : FY_FLOAT32;
         bad |= level->adamw(&update, segments, out->weights, out->remainder16, out->momentum[1], out->variance[1],

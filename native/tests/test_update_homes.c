@@ -1,6 +1,6 @@
 /*
- * The update chain equals fy_adamw() on plain memory, bit for bit, wherever the states rest: every pair of dtypes,
- * every combination of homes, gradients and weights in the arena or on the store, several chunk sizes, threads and
+ * The update chain equals fy_adamw() on plain memory, bit for bit, wherever the states rest: every dtype of
+ * weights, gradients and states, every combination of homes, gradients and weights in the arena or on the store, several chunk sizes, threads and
  * backends, to the other extents and in place. Segments have odd boundaries; padding and frozen parameters keep their bits.
  */
 #include "updating.h"
@@ -32,7 +32,7 @@ static void one_update(struct stage stage, fy_store *store, uint32_t backend, ui
         stage_read_sums(&stage, read_sums);
     fy_ticket ticket = 0;
     fy_result result;
-    CHECK_EQUAL(fy_submit_update(daemon, &update, stage_segments, &ticket), 0);
+    CHECK_EQUAL(fy_submit_update(daemon, &update, segments_of(&stage), &ticket), 0);
     CHECK_EQUAL(testing_wait(daemon, ticket, &result), 0);
     CHECK_EQUAL(result.nonfinite, stage_step_plain(&stage, &update));
     stage_check(&stage, daemon, target_side(&stage, 0), &result);
@@ -46,6 +46,7 @@ static void one_update(struct stage stage, fy_store *store, uint32_t backend, ui
 int main(void)
 {
     static const uint32_t chunk_sizes[] = {16384, 49152, 1 << 20};
+    static const uint32_t tile_sizes[] = {FY_STATE_TILE, FY_STATE_TILE, 1 << 20}; /* int8: chunks of whole tiles */
     const uint32_t *backends = testing_backends();
     const uint32_t backends_count = backends[1] == FY_BACKEND_AUTO ? 1 : 2;
     fy_store *store = testing_store(2, 256 << 10, 2 * TENSOR_COUNT * EXTENT);
@@ -56,6 +57,7 @@ int main(void)
             const struct stage stage = {
                 .weights_dtype = kinds & 1,
                 .gradients_dtype = (kinds >> 1) & 1,
+                .states_dtype = case_number / 2 % 3,
                 .gradients_on_store = (kinds & 4) != 0,
                 .weights_written = (kinds & 8) != 0,
                 .in_place = case_number % 3 == 0,
@@ -64,7 +66,7 @@ int main(void)
                 .variance = (enum home)(homes >> 4),
             };
             one_update(stage, store, backends[case_number % backends_count], 1 + case_number / 2 % 2,
-                       chunk_sizes[case_number / 4 % 3]);
+                       (stage.states_dtype == FY_INT8 ? tile_sizes : chunk_sizes)[case_number / 4 % 3]);
         }
     }
     CHECK(case_number > CASES_LEAST);

@@ -5,21 +5,23 @@
 #include "updating.h"
 
 #define STEPS 6
+#define CHUNK FY_STATE_TILE /* int8 needs whole tiles */
 
-static void steps(uint32_t backend, uint32_t weights_dtype)
+static void steps(uint32_t backend, uint32_t weights_dtype, uint32_t states_dtype)
 {
     struct stage stage = {
         .weights_dtype = weights_dtype,
         .gradients_dtype = FY_BFLOAT16,
+        .states_dtype = states_dtype,
         .remainder = HOME_ZERO,
         .momentum = HOME_ZERO,
         .variance = HOME_ZERO,
         .gradients_on_store = true,
         .weights_written = true,
     };
-    fy_arena *arena = testing_arena(SCRATCH + fy_scratch_size(16384, 4));
+    fy_arena *arena = testing_arena(SCRATCH + fy_scratch_size(CHUNK, 4));
     fy_store *store = testing_store(3, 64 << 10, 2 * TENSOR_COUNT * EXTENT);
-    const fy_options options = update_options(backend, 2, 16384, 4);
+    const fy_options options = update_options(backend, 2, states_dtype == FY_INT8 ? CHUNK : 16384, 4);
     fy_daemon *daemon = testing_daemon(&options, arena, store);
     stage_create(&stage, 5);
     stage_place(&stage, daemon);
@@ -30,7 +32,7 @@ static void steps(uint32_t backend, uint32_t weights_dtype)
         const fy_update update = stage_update(&stage, step, side);
         fy_ticket ticket = 0;
         fy_result result;
-        CHECK_EQUAL(fy_submit_update(daemon, &update, stage_segments, &ticket), 0);
+        CHECK_EQUAL(fy_submit_update(daemon, &update, segments_of(&stage), &ticket), 0);
         CHECK_EQUAL(testing_wait(daemon, ticket, &result), 0);
         CHECK_EQUAL(result.nonfinite, stage_step_plain(&stage, &update));
         stage_check(&stage, daemon, 1 - side, &result);
@@ -43,8 +45,11 @@ static void steps(uint32_t backend, uint32_t weights_dtype)
 int main(void)
 {
     for (const uint32_t *backend = testing_backends(); *backend != FY_BACKEND_AUTO; backend++) {
-        steps(*backend, FY_FLOAT32);
-        steps(*backend, FY_BFLOAT16);
+        steps(*backend, FY_FLOAT32, FY_FLOAT32);
+        steps(*backend, FY_BFLOAT16, FY_FLOAT32);
+        steps(*backend, FY_FLOAT32, FY_INT8);
+        steps(*backend, FY_BFLOAT16, FY_INT8);
+        steps(*backend, FY_BFLOAT16, FY_BFLOAT16);
     }
     return 0;
 }

@@ -24,6 +24,7 @@ enum home { HOME_ARENA, HOME_COMMIT, HOME_STORE, HOME_ZERO }; /* COMMIT: in the 
 struct stage {
     uint32_t weights_dtype;
     uint32_t gradients_dtype;
+    uint32_t states_dtype;
     enum home remainder;
     enum home momentum;
     enum home variance;
@@ -39,7 +40,9 @@ static inline uint64_t stage_bytes(const struct stage *stage, int tensor)
         return PARAMS * (stage->weights_dtype == FY_BFLOAT16 ? 2 : 4);
     if (tensor == G)
         return PARAMS * (stage->gradients_dtype == FY_BFLOAT16 ? 2 : 4);
-    return PARAMS * (tensor == R ? 2 : 4);
+    if (tensor == R)
+        return PARAMS * 2;
+    return fy__state_bytes(&(fy_update){.states_dtype = stage->states_dtype}, PARAMS);
 }
 
 static inline uint64_t extent_of(int tensor, uint32_t side)
@@ -54,7 +57,20 @@ static const fy_segment stage_segments[] = {
     {.first = 31014, .count = 777, .weight_decay = 0.1f, .lr_scale = 1.0f, .flags = FY_SEGMENT_FROZEN},
     {.first = 32000, .count = PARAMS - 32000 - 33, .weight_decay = 0.01f, .lr_scale = 2.0f},
 };
+/* The same for int8 states, whose segments begin with a block. */
+static const fy_segment block_segments[] = {
+    {.first = 0, .count = 1000, .weight_decay = 0.1f, .lr_scale = 1.0f},
+    {.first = 1024, .count = 29990, .weight_decay = 0.0f, .lr_scale = 0.5f},
+    {.first = 31040, .count = 777, .weight_decay = 0.1f, .lr_scale = 1.0f, .flags = FY_SEGMENT_FROZEN},
+    {.first = 32000, .count = PARAMS - 32000 - 33, .weight_decay = 0.01f, .lr_scale = 2.0f},
+};
+_Static_assert(sizeof block_segments == sizeof stage_segments, "as many of either");
 #define STAGE_SEGMENTS ((uint32_t)(sizeof stage_segments / sizeof stage_segments[0]))
+
+static inline const fy_segment *segments_of(const struct stage *stage)
+{
+    return stage->states_dtype == FY_INT8 ? block_segments : stage_segments;
+}
 
 static inline void fill_floats(float *values, double scale, uint64_t seed)
 {
@@ -75,34 +91,6 @@ static inline void fill_gradients(struct stage *stage, uint64_t seed)
         CHECK_EQUAL(fy_split(values, (uint16_t *)(void *)stage->plain[G], ignored, PARAMS, &nonfinite), 0);
     free(ignored);
     free(values);
-}
-
-static inline void stage_create(struct stage *stage, uint64_t seed)
-{
-    float *master = malloc(PARAMS * 4);
-    uint64_t nonfinite = 0;
-    CHECK(master != NULL);
-    for (int i = 0; i < TENSOR_COUNT; i++) {
-        stage->plain[i] = calloc(PARAMS, 4);
-        CHECK(stage->plain[i] != NULL);
-    }
-    fill_floats(master, 0.2, seed);
-    if (stage->weights_dtype == FY_FLOAT32)
-        memcpy(stage->plain[W], master, PARAMS * 4);
-    else
-        CHECK_EQUAL(fy_split(master, (uint16_t *)(void *)stage->plain[W], (int16_t *)(void *)stage->plain[R], PARAMS,
-                             &nonfinite), 0);
-    if (stage->remainder == HOME_ZERO)
-        memset(stage->plain[R], 0, PARAMS * 4);
-    if (stage->momentum != HOME_ZERO)
-        fill_floats((float *)(void *)stage->plain[M], 0.01, seed + 1);
-    if (stage->variance != HOME_ZERO) {
-        fill_floats((float *)(void *)stage->plain[V], 0.0001, seed + 2);
-        for (uint64_t i = 0; i < PARAMS; i++)
-            stage->plain[V][4 * i + 3] &= 0x7F; /* a variance is not negative */
-    }
-    fill_gradients(stage, seed + 3);
-    free(master);
 }
 
 static inline void stage_destroy(struct stage *stage)
@@ -141,6 +129,8 @@ static inline fy_update stage_update(const struct stage *stage, uint64_t step, u
         .params = PARAMS,
         .weights_dtype = stage->weights_dtype,
         .gradients_dtype = stage->gradients_dtype,
+        .states_dtype = stage->states_dtype,
+        .seed = 11,
         .weights = 0,
         .weights_target = stage->weights_written ? extent_of(W, target) : FY_NOWHERE,
         .gradients = stage->gradients_on_store ? FY_NOWHERE : G * EXTENT,
@@ -158,6 +148,54 @@ static inline fy_update stage_update(const struct stage *stage, uint64_t step, u
         .label = 42,
         .segment_count = STAGE_SEGMENTS,
     };
+}
+
+static inline uint64_t stage_step_plain(struct stage *stage, const fy_update *update)
+{
+    uint64_t nonfinite = 0;
+    CHECK_EQUAL(fy_adamw(update, segments_of(stage), stage->plain[W], (int16_t *)(void *)stage->plain[R],
+                         stage->plain[M], stage->plain[V], stage->plain[G], &nonfinite), 0);
+    return nonfinite;
+}
+
+/* float32 states at random; small ones from a step, which changes masters as well. What rests nowhere is zero then. */
+static inline void fill_states(struct stage *stage, uint64_t seed)
+{
+    if (stage->states_dtype == FY_FLOAT32) {
+        fill_floats((float *)(void *)stage->plain[M], 0.01, seed + 1);
+        fill_floats((float *)(void *)stage->plain[V], 0.0001, seed + 2);
+        for (uint64_t i = 0; i < PARAMS; i++)
+            stage->plain[V][4 * i + 3] &= 0x7F; /* a variance is not negative */
+    } else {
+        const fy_update update = stage_update(stage, 1, 0);
+        CHECK_EQUAL(stage_step_plain(stage, &update), 0);
+    }
+    if (stage->remainder == HOME_ZERO)
+        memset(stage->plain[R], 0, PARAMS * 4);
+    if (stage->momentum == HOME_ZERO)
+        memset(stage->plain[M], 0, PARAMS * 4);
+    if (stage->variance == HOME_ZERO)
+        memset(stage->plain[V], 0, PARAMS * 4);
+}
+
+static inline void stage_create(struct stage *stage, uint64_t seed)
+{
+    float *master = malloc(PARAMS * 4);
+    uint64_t nonfinite = 0;
+    CHECK(master != NULL);
+    for (int i = 0; i < TENSOR_COUNT; i++) {
+        stage->plain[i] = calloc(PARAMS, 4);
+        CHECK(stage->plain[i] != NULL);
+    }
+    fill_floats(master, 0.2, seed);
+    if (stage->weights_dtype == FY_FLOAT32)
+        memcpy(stage->plain[W], master, PARAMS * 4);
+    else
+        CHECK_EQUAL(fy_split(master, (uint16_t *)(void *)stage->plain[W], (int16_t *)(void *)stage->plain[R], PARAMS,
+                             &nonfinite), 0);
+    fill_gradients(stage, seed + 3);
+    fill_states(stage, seed);
+    free(master);
 }
 
 static inline void put_on_store(fy_daemon *daemon, const unsigned char *data, uint64_t bytes, uint64_t extent)
@@ -187,15 +225,6 @@ static inline void stage_place_gradients(const struct stage *stage, fy_daemon *d
         put_on_store(daemon, stage->plain[G], stage_bytes(stage, G), extent_of(G, 0));
     else
         memcpy(base + G * EXTENT, stage->plain[G], stage_bytes(stage, G));
-}
-
-static inline uint64_t stage_step_plain(struct stage *stage, const fy_update *update)
-{
-    uint64_t nonfinite = 0;
-    CHECK_EQUAL(fy_adamw(update, stage_segments, stage->plain[W], (int16_t *)(void *)stage->plain[R],
-                         (float *)(void *)stage->plain[M], (float *)(void *)stage->plain[V], stage->plain[G],
-                         &nonfinite), 0);
-    return nonfinite;
 }
 
 static inline void check_extent(fy_daemon *daemon, const struct stage *stage, int tensor, uint32_t side, uint64_t sum)

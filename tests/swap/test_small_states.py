@@ -1,0 +1,118 @@
+"""Goal: AdamW with bfloat16 and int8 states is what small_states.c says, whoever computes which part of it. Method: bit for bit
+against numpy; bounds of one rounding against float32 states."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from fuyou_cli.spec.model import STATE_TILE, StateDtype, StateLayout
+from fuyou_cli.swap import kernels
+from fuyou_cli.swap.requests import Segment, Update
+
+from . import reference, small_states_reference
+
+COUNT = STATE_TILE + 2048 * 3  # a whole tile, and one that ends early
+SEGMENTS = (
+    Segment(first=0, count=1000, weight_decay=0.1),
+    Segment(first=1024, count=3, weight_decay=0.0),
+    Segment(first=1088, count=4001, weight_decay=0.01, lr_scale=0.5),
+    Segment(first=5120, count=2000, weight_decay=0.1, frozen=True),
+    Segment(first=STATE_TILE - 640, count=3001, weight_decay=0.1),
+)
+SMALL: tuple[StateDtype, ...] = ("bfloat16", "int8")
+
+
+class Stage(NamedTuple):
+    master: np.ndarray
+    momentum: np.ndarray
+    variance: np.ndarray
+
+
+def a_stage(states: StateDtype, count: int = COUNT) -> Stage:
+    layout = StateLayout(weights="float32", dtype=states)
+    sizes = [layout.size("momentum", count), layout.size("variance", count)]
+    return Stage(reference.random_state(count, 1).master, *(np.zeros(size, np.uint8) for size in sizes))
+
+
+def an_update(states: StateDtype, step: int = 1, **changes: object) -> Update:
+    fields: dict[str, object] = dict(
+        params=COUNT, weights_dtype="float32", gradients_dtype="float32", weights=0, lr=1e-3, beta1=0.9, beta2=0.999,
+        epsilon=1e-8, step=step, segments=SEGMENTS, states_dtype=states, seed=5 << 40, label=7,
+    )  # fmt: skip
+    return Update(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def assert_same(one: Stage, other: Stage) -> None:
+    for mine, theirs in zip(one, other, strict=True):
+        np.testing.assert_array_equal(mine.view(np.uint8), theirs.view(np.uint8))
+
+
+@pytest.mark.parametrize("states", SMALL)
+@pytest.mark.parametrize("weights_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("gradients_dtype", ["float32", "bfloat16"])
+def test_matches_the_numpy_reference_bit_for_bit(states: StateDtype, weights_dtype: str, gradients_dtype: str) -> None:
+    expected, got = a_stage(states), a_stage(states)
+    weights, remainder = np.empty(COUNT, np.uint16), np.empty(COUNT, np.int16)
+    kernels.split(got.master, weights, remainder)
+    for step in range(1, 6):
+        gradients = reference.random_gradients(COUNT, step, gradients_dtype)
+        gradients[640:1000] = 0  # blocks that are all zero
+        update = an_update(states, step, weights_dtype=weights_dtype, gradients_dtype=gradients_dtype, gradient_scale=0.3)
+        small_states_reference.adamw(update, *expected, gradients)
+        held = weights if weights_dtype == "bfloat16" else got.master
+        moments = {"momentum": got.momentum, "variance": got.variance}
+        assert kernels.adamw(update, weights=held, remainder=remainder, **moments, gradients=gradients) == 0
+    if weights_dtype == "bfloat16":
+        kernels.join(weights, remainder, got.master)
+    assert_same(got, expected)
+    assert got.variance.any(), "no state was written: nothing was compared"
+
+
+def test_a_draw_depends_on_seed_step_and_stage() -> None:
+    """Other draws round other values up; the same ones are the same wherever they are made (the reference)."""
+    gradients = reference.random_gradients(COUNT, 1, "float32")
+    found = set()
+    for change in ({}, {"seed": 6}, {"label": 8}, {"step": 2}, {"seed": 6 << 40}):
+        stage = a_stage("bfloat16")
+        update = an_update("bfloat16", **change)
+        kernels.adamw(update, weights=stage.master, momentum=stage.momentum, variance=stage.variance, gradients=gradients)
+        found.add(stage.momentum.tobytes())
+    assert len(found) == 5
+
+
+def test_rounding_at_random_keeps_the_mean() -> None:
+    """The mean of n draws lies within 5 standard deviations, of at most half a step each, of the value."""
+    stage, gradients = a_stage("bfloat16"), np.full(COUNT, 0.0123, np.float32)
+    segments = (Segment(first=0, count=COUNT, weight_decay=0.0),)
+    update = an_update("bfloat16", 1, segments=segments)
+    kernels.adamw(update, weights=stage.master, momentum=stage.momentum, variance=stage.variance, gradients=gradients)
+    got = reference.bfloat16_values(stage.momentum.view(np.uint16))
+    exact = np.float64(np.float32(0.1) * np.float32(0.0123))
+    step = got.max() - got.min()
+    assert 0 < step <= exact * 2**-7
+    assert abs(got.astype(np.float64).mean() - exact) < 5 * (step / 2) / COUNT**0.5
+
+
+def test_a_small_variance_does_not_become_zero() -> None:
+    """It would make the step of a momentum that is not zero huge."""
+    stage, gradients = a_stage("int8"), np.full(COUNT, 1e-8, np.float32)
+    gradients[::64] = 1.0
+    segments = (Segment(first=0, count=COUNT, weight_decay=0.0),)
+    before = stage.master.copy()
+    for step in (1, 2, 3):
+        update = an_update("int8", step, segments=segments)
+        kernels.adamw(update, weights=stage.master, momentum=stage.momentum, variance=stage.variance, gradients=gradients)
+    assert np.abs(stage.master - before).max() < 4e-3  # three steps of lr 1e-3
+
+
+def test_refuses_int8_segments_that_begin_inside_a_block() -> None:
+    stage, segments = a_stage("int8"), (Segment(first=63, count=64, weight_decay=0.0),)
+    gradients = reference.random_gradients(COUNT, 1, "float32")
+    with pytest.raises(Exception, match="refused"):
+        kernels.adamw(
+            an_update("int8", 1, segments=segments), weights=stage.master, momentum=stage.momentum, variance=stage.variance,
+            gradients=gradients,
+        )  # fmt: skip
