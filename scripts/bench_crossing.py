@@ -34,7 +34,7 @@ from proof.report import Row, at_most, described, exit_code, reported, table
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuyou_cli.engine.devices.base import PIECE
-from fuyou_cli.engine.devices.emulated import EmulatedDevice
+from fuyou_cli.engine.devices.emulated import EmulatedDevice, Rates
 from fuyou_cli.planner.schedule import Visit
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -103,7 +103,7 @@ def measured(micro_batches: int, slower: float, folder: Path, *, stays: bool) ->
     block = next(stage for stage in subject.spec.stages if stage.kind == "block")
     scale = block.params / PARAMETERS
     rate = RATE * scale / slower
-    device = EmulatedDevice(rates=(rate, rate), piece=int(PIECE * scale))
+    device = EmulatedDevice(pace=Rates(rate, rate), piece=int(PIECE * scale))
     with Rig(subject, folder, device="emulated", home="cpu", clip=1.0, opened=device, batch_on_device=stays) as rig:
         _take_their_time(rig, device, slower)
         ends: list[float] = []

@@ -35,7 +35,7 @@ from fuyou_cli.planner.place import plan
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.recipe.schema import AdapterSection
 from fuyou_cli.spec.hardware import HardwareProfile
-from fuyou_cli.spec.model import Dtype, StageSpec
+from fuyou_cli.spec.model import Dtype, ModelSpec, StageSpec
 from fuyou_cli.spec.plan import Numerics, Plan, Span, StagePlan, StateTensor, Tier
 from fuyou_cli.swap.arena import Arena
 from fuyou_cli.swap.daemon import Counters, DaemonOptions, SwapDaemon
@@ -158,6 +158,9 @@ class Rig:
         store_mode: Literal["in_place", "redo"] = "in_place",
         sweeps: int | None = None,
         opened: Device | None = None,  # instead of one that is opened by its name
+        hardware: HardwareProfile = HARDWARE,
+        planning: Callable[[ModelSpec, HardwareProfile, PlanRequest], Plan] = plan,
+        through: Callable[[SwapDaemon], Any] = lambda daemon: daemon,  # what the executor takes for the daemon
         compiled: CompiledBlocks | None = None,
     ) -> None:
         self.subject, self.anatomy, self.spec = subject, subject.anatomy, subject.spec
@@ -174,15 +177,15 @@ class Rig:
             lookahead=lookahead, defer=defer, io_backend=backend, update_threads=update_threads, chunk_params=CHUNK,
             scratch_size=scratch_size(CHUNK, chunks), read_depth=4, write_depth=4, block_size=64 << 10, stripe=64 << 10,
         )  # fmt: skip
-        self.plan: Plan = plan(self.spec, HARDWARE, self.request)
+        self.plan: Plan = planning(self.spec, hardware, self.request)
         self._stack = ExitStack()
         try:
-            self._open(folder, directories, opened)
+            self._open(folder, directories, opened, through)
         except BaseException:
             self._stack.close()
             raise
 
-    def _open(self, folder: Path, directories: int, opened: Device | None) -> None:
+    def _open(self, folder: Path, directories: int, opened: Device | None, through: Callable[[SwapDaemon], Any]) -> None:
         plan = self.plan
         # behind the planned arena: a window to look into the store with
         self._window = Span(offset=plan.arena_size, size=max(4 * stage.params for stage in self.spec.stages))
@@ -204,7 +207,7 @@ class Rig:
         self.memory = HostMemory(arena)
         self.unpinned = self.device.pin(self.memory.tensor(Span(offset=0, size=arena.size), torch.uint8))
         self.executor = Executor(
-            anatomy=self.anatomy, model=self.spec, plan=plan, daemon=self.daemon, memory=self.memory,
+            anatomy=self.anatomy, model=self.spec, plan=plan, daemon=through(self.daemon), memory=self.memory,
             device=self.device, optimizer=self.optimizer, compiled=self._compiled,
         )  # fmt: skip
         self._stack.callback(self.executor.close)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fuyou_cli.engine.devices.emulated import EmulatedDevice
+from fuyou_cli.engine.devices.emulated import EmulatedDevice, Rates
 from fuyou_cli.spec.plan import Span
 
 from .families import llama
@@ -44,7 +45,7 @@ def test_the_host_waits_while_the_device_computes(tmp_path: Path) -> None:
 
 def test_compute_waits_for_a_copy_that_the_host_does_not_wait_for(tmp_path: Path) -> None:
     """What the device's own queue waits for counts as well, from the end of the compute before it."""
-    device = EmulatedDevice(rates=(4096 / BUSY, None))
+    device = EmulatedDevice(pace=Rates(4096 / BUSY, math.inf))
     with Rig(Subject(llama(), Shape()), tmp_path, device="emulated", home="cpu", opened=device) as rig:
         source, target = rig.memory.tensor(Span(offset=0, size=4096), torch.uint8), device.empty(4096)
         begin = time.monotonic()
@@ -60,7 +61,7 @@ def test_compute_waits_for_a_copy_that_the_host_does_not_wait_for(tmp_path: Path
 @pytest.mark.parametrize("way", [dict(clip=0.5), dict(clip=None), dict(kept="all")])
 def test_compute_and_its_waits_fit_into_a_step(stays: bool, way: dict[str, Any], tmp_path: Path) -> None:
     """The device does one thing at a time: it computes, or it waits for one thing."""
-    device = EmulatedDevice(rates=(4e7, 4e7), piece=1 << 14)
+    device = EmulatedDevice(pace=Rates(4e7, 4e7), piece=1 << 14)
     subject = Subject(llama(num_hidden_layers=3), Shape(batch=4, micro=1))
     with Rig(subject, tmp_path, device="emulated", home="cpu", opened=device, batch_on_device=stays, **way) as rig:
         computed = 0.0

@@ -5,7 +5,7 @@ Copies really run beside compute. Each direction runs in order (boundaries befor
 directions in no order. Device memory starts as NaN bytes, and so does the target of a copy from the moment it is asked for. So
 code that does not wait for a copy is found.
 
-With rates it also takes time like a GPU whose host runs ahead. Copies move at so many bytes per second. Compute is told how
+With a pace it also takes time like a GPU whose host runs ahead. Copies take the time that the pace says. Compute is told how
 long it takes (`takes`); copies after it wait that long, and the launching thread does not.
 """
 
@@ -19,12 +19,32 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 
 from ...core.units import gib
 from .base import MOST_COPIES, PIECE, Copy, Device, Event, Moment, Run, Squares, in_pieces, squares_of
 from .pinned import STAGING, PinnedMemory, Staging
+
+
+class Pace(Protocol):
+    """Says how long copies take."""
+
+    def copied(self, *, up: bool, begins: float, size: int) -> None:
+        """Returns when a piece of `size` bytes is copied. It may begin at `begins`, after the last piece of its direction."""
+        ...
+
+
+class Rates:
+    """Copies at a fixed rate each way (bytes per second). A thread that wakes late loses no time."""
+
+    def __init__(self, up: float, down: float) -> None:
+        self._seconds, self._over = {True: 1 / up, False: 1 / down}, {True: 0.0, False: 0.0}
+
+    def copied(self, *, up: bool, begins: float, size: int) -> None:
+        self._over[up] = max(self._over[up], begins) + size * self._seconds[up]
+        time.sleep(max(0.0, self._over[up] - time.monotonic()))
 
 
 class ComputeClock:
@@ -92,22 +112,21 @@ class _Copying:
 
 class CopyEngine:
     """Copies in one direction, on a thread, in the order of the requests. But no piece of a bulk copy begins while another copy
-    could. `rate`: bytes per second, None for as fast as possible."""
+    could. `pace`: how long copies take, None for as fast as possible."""
 
     def __init__(
-        self, name: str, log: deque[Copy], clock: ComputeClock, *, up: bool, rate: float | None = None, piece: int = PIECE
+        self, name: str, log: deque[Copy], clock: ComputeClock, *, up: bool, pace: Pace | None = None, piece: int = PIECE
     ) -> None:
-        self._log, self._clock, self._up, self._rate, self._piece = log, clock, up, rate, piece
+        self._log, self._clock, self._up, self._pace, self._piece = log, clock, up, pace, piece
         self._urgent, self._bulk = deque[_Copying](), deque[_Copying]()
         self._asked = threading.Condition()
         self._closed = False
         self._failure: RuntimeError | None = None  # why the thread has ended: nobody may wait for it any more
-        self._over = 0.0  # when the last piece ends at the rate: a thread that wakes late takes no time from the next one
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, source: torch.Tensor, target: torch.Tensor, *, begins: float, bulk: bool) -> CopyEvent:
-        if self._rate is None:  # a device with a rate is for timing, so it does not spend the launching thread's time on this
+        if self._pace is None:  # a device with a pace is for timing, so it does not spend the launching thread's time on this
             poison(target)
         pieces = in_pieces(source, target, self._piece) if bulk else [(source, target)]
         copying = _Copying(max(begins, time.monotonic()), deque(pieces), CopyEvent(self._clock))
@@ -159,12 +178,11 @@ class CopyEngine:
                 self._asked.wait(min((queue[0].begins - now for queue in waiting), default=None))
 
     def _take(self, copying: _Copying, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copies one piece, taking the time that the rate says."""
+        """Copies one piece, taking the time that the pace says."""
         begin, size = time.monotonic(), source.numel() * source.element_size()
         self.copy(source, target)
-        if self._rate is not None:
-            self._over = max(self._over, copying.begins) + size / self._rate
-            time.sleep(max(0.0, self._over - time.monotonic()))
+        if self._pace is not None:
+            self._pace.copied(up=self._up, begins=copying.begins, size=size)
         self._log.append(Copy(up=self._up, begin=begin, end=time.monotonic(), bytes=size))
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
@@ -214,7 +232,7 @@ class _Memory:
 class EmulatedDevice(Device):
     """Emulates a device. Random streams are the CPU's; memory and copies are its own. What compute allocates itself is not
     counted. `memory`: bytes that may be in use. `pinnable`: bytes of host memory that may be registered at a time (None: all).
-    `rates`: bytes per second up and down (None: as fast as possible)."""
+    `pace`: how long copies take (None: as fast as possible)."""
 
     name = "emulated"
     separate = True
@@ -224,7 +242,7 @@ class EmulatedDevice(Device):
         memory: int | None = None,
         pinnable: int | None = None,
         *,
-        rates: tuple[float | None, float | None] = (None, None),
+        pace: Pace | None = None,
         piece: int = PIECE,
     ) -> None:
         self._memory = _Memory(memory)
@@ -232,8 +250,8 @@ class EmulatedDevice(Device):
         self._host = PinnedMemory(self._register, lambda address: None)
         self._staging: list[Staging] = []  # up and down, if not all host memory could be pinned
         self._log, self._clock = deque[Copy](maxlen=MOST_COPIES), ComputeClock()
-        self._up = CopyEngine("emulated-up", self._log, self._clock, up=True, rate=rates[0], piece=piece)
-        self._down = CopyEngine("emulated-down", self._log, self._clock, up=False, rate=rates[1], piece=piece)
+        self._up = CopyEngine("emulated-up", self._log, self._clock, up=True, pace=pace, piece=piece)
+        self._down = CopyEngine("emulated-down", self._log, self._clock, up=False, pace=pace, piece=piece)
         self._summing = ThreadPoolExecutor(1, thread_name_prefix="emulated-squares")
 
     def empty(self, size: int) -> torch.Tensor:

@@ -1,0 +1,344 @@
+#!/usr/bin/env python3
+"""A GPU that never waits, as far as a machine without one can show it: an RTX 4090 beside drives and memory, all of it paced.
+
+A tiny model runs through the real executor, plan, arena, store, daemon and update threads, on an emulated device. Bytes and
+FLOPs are scaled so that they stand to each other as those of Llama-3-8B's or 70B's blocks on `rtx4090,2xgen4,128GiB`; all times
+are longer by one factor, so that a busy processor keeps up (scripts/proof/paced.py).
+
+    ratios      the planner's own choice at 8B- and 70B-like ratios: the bound (the busiest resource) over the measured step
+    placements  twelve drawn by a seed: homes, clipping, kept outputs, sweeps, micro-batches: simulated beside measured
+    delays      200 runs whose transfers, copies and updates are late by random times: losses and weights bitwise as one's that
+                nothing delays
+
+No GPU takes part. What a real one adds (launches, kernels, its driver) these figures do not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+import torch
+from engine.families import llama
+from engine.rig import HARDWARE, Rig, Shape, Subject, unequal
+from proof.paced import Clockwork, PacedCopies, PacedDaemon, RandomDelays, RealTime
+from proof.report import Progress, Row, at_least, at_most, conclude, holds, plain_parser, spread
+
+from fuyou_cli.engine.devices.base import PIECE
+from fuyou_cli.engine.devices.emulated import EmulatedDevice
+from fuyou_cli.machine.described import described
+from fuyou_cli.planner.bound import lower_bound
+from fuyou_cli.planner.boundary_layout import kept_bytes
+from fuyou_cli.planner.costs import Costs
+from fuyou_cli.planner.place import least_memory
+from fuyou_cli.planner.place import plan as plan_of
+from fuyou_cli.planner.plan_request import PlanRequest
+from fuyou_cli.planner.records import Record
+from fuyou_cli.planner.schedule import plan_schedule
+from fuyou_cli.planner.search import fastest
+from fuyou_cli.planner.simulate import sharing_of, simulate
+from fuyou_cli.spec.hardware import STORE_RATES, HardwareProfile
+from fuyou_cli.spec.model import ModelSpec
+from fuyou_cli.spec.plan import Plan
+from fuyou_cli.swap.daemon import SwapDaemon
+
+HIDDEN, INTERMEDIATE, HEAD_ROWS = 128, 384, 1024
+REAL_TOKENS = 2048  # of a micro-batch
+MACHINE, BOTH_WAYS = "rtx4090,2xgen4,128GiB", 0.85  # of a copy's rate while the other direction copies: assumed
+SPARE_RAM, SPARE_ON_DEVICE = 110 << 30, 16 << 30  # of the real machine, beside what streaming an 8B or 70B model takes
+THREADS = {"update_threads": 4, "chunks": 9}
+DELAYED_STEPS = 3
+PARTS = ("ratios", "placements", "delays")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Size:
+    """A model whose blocks the tiny ones stand for."""
+
+    name: str
+    parameters: int  # of a block
+    blocks: int
+    tokens: int  # of the tiny model's micro-batch, so that its boundary stands to its weights as the real one's
+
+
+SIZES = (
+    Size(name="8B", parameters=218_112_000, blocks=32, tokens=64),
+    Size(name="70B", parameters=855_654_400, blocks=80, tokens=32),
+)
+
+
+def arguments() -> argparse.Namespace:
+    made = plain_parser(__doc__)
+    made.add_argument("parts", nargs="*", choices=[*PARTS, []], default=list(PARTS))
+    made.add_argument("--slower", type=float, default=8.0, help="times longer than on the 4090 (default: 8)")
+    made.add_argument("--blocks", type=int, default=6)
+    made.add_argument("--steps", type=int, default=3, help="measured, after two")
+    made.add_argument("--placements", type=int, default=12)
+    made.add_argument("--delays", type=int, default=200)
+    made.add_argument("--seed", type=int, default=1)
+    made.add_argument("--work", type=Path, help="folder for progress (default: temporary)")
+    return made.parse_args()
+
+
+# ---- the scaled machine ----------------------------------------------------------------------------------------------
+
+
+def scaled(size: Size, subject: Subject, slower: float) -> HardwareProfile:
+    """The machine with rates for the tiny model's bytes and FLOPs. `slower`: of the smallest model; larger blocks take longer
+    as they are."""
+    machine = described(MACHINE).lasting()
+    slower *= SIZES[0].parameters / size.parameters
+    block = next(stage for stage in subject.spec.stages if stage.kind == "block")
+    smaller = block.params / size.parameters / slower
+    rates = {name: getattr(machine, name) * smaller for name in (*STORE_RATES, "h2d", "d2h")}
+    both = {f"{way}_mixed": rates[way] * BOTH_WAYS for way in ("h2d", "d2h")}
+    return replace(
+        machine, **rates, **both, adamw=tuple((threads, rate * smaller) for threads, rate in machine.adamw), cores=16,
+        matmul_flops=machine.matmul_flops * smaller * size.tokens / REAL_TOKENS, process_bytes=0,
+    )  # fmt: skip
+
+
+def subject_of(size: Size, options: argparse.Namespace, micro_batches: int) -> Subject:
+    config = llama(
+        hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_hidden_layers=options.blocks, num_attention_heads=4,
+        vocab_size=HEAD_ROWS,
+    )  # fmt: skip
+    return Subject(config, Shape(dtype="bfloat16", batch=micro_batches, micro=1, tokens=size.tokens))
+
+
+class Paced:
+    """One paced run. The plan is made with the scaled machine's rates, for a GPU of its kind."""
+
+    def __init__(
+        self, subject: Subject, hardware: HardwareProfile, *, folder: Path, delays: RandomDelays | None = None
+    ) -> None:
+        self.subject, self.hardware, self.folder, self._delays = subject, hardware, folder, delays
+        self.step_seconds = list[float]()
+
+    @contextmanager
+    def rig(self, *, piece: int = PIECE, planning: Any = plan_of, **options: Any) -> Iterator[Rig]:
+        def planned(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
+            self.model, self.plan = model, planning(model, hardware, request)
+            self.costs = Costs.of(model, hardware, self.plan)
+            self.clock: Clockwork = self._delays or RealTime(self.costs, sharing_of(hardware, self.plan, self.costs))
+            return self.plan
+
+        self.device = EmulatedDevice(pace=PacedCopies(lambda: self.clock), piece=piece)
+        with Rig(
+            self.subject, self.folder, device="cuda", opened=self.device, hardware=self.hardware, planning=planned,
+            through=self._daemon, **options,
+        ) as rig:  # fmt: skip
+            self._takes_its_time(rig)
+            yield rig
+
+    def _daemon(self, daemon: SwapDaemon) -> PacedDaemon:
+        return PacedDaemon(daemon, self.clock, self.model, self.plan, self.costs)
+
+    def _takes_its_time(self, rig: Rig) -> None:
+        """Every micro-batch takes what its visit is planned to take, its share of it."""
+        executor, visits = rig.executor, rig.executor.visits
+        differentiate, update = visits.differentiate, visits.states.update
+
+        def takes() -> None:
+            visit = executor.schedule.visits[executor.lookahead.cursor]
+            kept = kept_bytes(self.model.stages[visit.stage], self.plan.stages[visit.stage].given)
+            self.device.takes(self.costs.compute_seconds(visit, kept) / self.costs.micro_batches)
+
+        def timed(forward: Any) -> Any:
+            def computed(*given: Any) -> torch.Tensor:
+                y = forward(*given)
+                takes()
+                return y
+
+            return computed
+
+        def backward(*given: Any) -> None:
+            differentiate(*given)
+            takes()
+
+        def updated(record: Record, **how: Any) -> int:
+            ticket = update(record, **how)
+            self.device.takes(self.costs.device_update_seconds(self.plan.stages[record.stage]))
+            return ticket
+
+        for activations in executor.activations:
+            activations.forward = timed(activations.forward)  # type: ignore[method-assign]
+        visits.differentiate, visits.states.update = backward, updated  # type: ignore[method-assign, assignment]
+
+    def measure(self, steps: int, **options: Any) -> list[float]:
+        """Seconds of each of `steps` steps after two, each from the end of the one before to its own."""
+        with self.rig(**options) as rig:
+            ends = list[float]()
+            for number, batch in enumerate(self.subject.batches(steps + 3), start=1):
+                rig.step(*batch, number, last=number == steps + 3)
+                ends.append(time.monotonic())
+            rig.executor.drain()
+            self.peak = self.device.peak_memory()
+        return [end - begin for begin, end in pairwise(ends[1:-1])]
+
+    def simulated(self) -> float:
+        schedule = plan_schedule(self.model, self.plan)
+        return simulate(self.model, self.hardware, self.plan, schedule, costs=self.costs, steps=4).step_seconds
+
+    def bound(self) -> float:
+        return lower_bound(self.costs, plan_schedule(self.model, self.plan), self.plan)
+
+
+# ---- ratios ----------------------------------------------------------------------------------------------------------
+
+
+def ratio_rows(options: argparse.Namespace, progress: Progress) -> list[Row]:
+    rows = list[Row]()
+    for size in SIZES:
+        for clip in (None, 1.0):
+            key = f"{size.name}, clipping {'on' if clip else 'off'}"
+            value = progress.measure(f"ratios {key} {options.slower:g}", partial(at_ratio, size, clip, options))
+            note = f"step {spread(value['steps'])} s, bound {value['bound']:.2f} s ({value['busiest']}), simulated "
+            note += f"{value['simulated']:.2f} s"
+            efficiency = value["bound"] / statistics.median(value["steps"])
+            rows.append(at_least(f"{key}: bound over a step", efficiency, 0.95, note=note, values=value))
+            rows.append(memory_row(key, value))
+    return rows
+
+
+def at_ratio(size: Size, clip: float | None, options: argparse.Namespace) -> dict[str, Any]:
+    """The planner's choice. Memory is what the run needs at least, and its share of what the real machine has for more."""
+    subject = subject_of(size, options, micro_batches=16)
+    block = next(stage for stage in subject.spec.stages if stage.kind == "block")
+    depth = options.blocks * block.params / (size.blocks * size.parameters)
+
+    def chosen(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
+        least = plan_of(model, hardware, replace(request, weights="ssd", states="ssd", boundaries="ssd")).predicted
+        budgets = {
+            "cpu_budget": least_memory(model, hardware, request) + int(SPARE_RAM * depth),
+            "gpu_budget": least.gpu_peak + int(SPARE_ON_DEVICE * depth),
+        }
+        return fastest(model, hardware, replace(request, **budgets))
+
+    with tempfile.TemporaryDirectory() as folder:
+        run = Paced(subject, scaled(size, subject, options.slower), folder=Path(folder))
+        piece = int(PIECE * block.params / size.parameters)
+        return found(run, run.measure(options.steps, clip=clip, home=None, planning=chosen, piece=piece, **THREADS))
+
+
+def found(run: Paced, steps: list[float]) -> dict[str, Any]:
+    busy = run.plan.predicted.seconds
+    return {
+        "steps": steps, "bound": run.bound(), "simulated": run.simulated(), "busiest": max(busy, key=lambda name: busy[name]),
+        "peak": run.peak, "gpu_peak": run.plan.predicted.gpu_peak, "homes": homes(run.plan),
+    }  # fmt: skip
+
+
+def homes(plan: Plan) -> dict[str, int]:
+    """How many stages rest where."""
+    every = Counter(f"{what} {getattr(stage, what)}" for stage in plan.stages for what in ("weights", "states", "boundary"))
+    return dict(every)
+
+
+def memory_row(key: str, value: dict[str, Any]) -> Row:
+    peak, planned = int(value["peak"]), int(value["gpu_peak"])
+    return holds(f"{key}: device memory taken, bytes", f"<= {planned:,}", f"{peak:,}", peak <= planned)
+
+
+# ---- placements ------------------------------------------------------------------------------------------------------
+
+
+def drawn(number: int, seed: int) -> tuple[Size, int, dict[str, Any]]:
+    """A size, micro-batches, and a placement."""
+    draws = random.Random(f"{seed} {number}")
+    sweeps, clip = draws.choice([1, 1, 2]), draws.choice([None, 1.0])
+    outputs = draws.choice([{}, {"kept": "all"}, {"kept_there": "room"}]) if sweeps == 1 else {}
+    placement = {
+        "home": draws.choice(["cpu", "ssd"]), "states": draws.choice(["cpu", "ssd"]), "clip": clip, "sweeps": sweeps,
+        "boundaries": draws.choice(["cpu", "ssd"]), "lookahead": draws.choice([1, 2, 3]), **outputs,
+        "defer": None if clip else draws.choice([0.0, 0.5]), "device_states": draws.choice([None, None, (1,), (1, 3)]),
+        "batch_on_device": draws.choice([True, True, False]), "gpu_budget": 1 << 30,
+    }  # fmt: skip
+    return draws.choice(SIZES), draws.choice([4, 8, 16]), placement
+
+
+def placement_rows(options: argparse.Namespace, progress: Progress) -> list[Row]:
+    rows = list[Row]()
+    for number in range(options.placements):
+        size, micro_batches, placement = drawn(number, options.seed)
+        words = ", ".join(f"{name} {value}" for name, value in placement.items() if value and name != "gpu_budget")
+        key = f"{size.name}, {micro_batches} micro-batches, {words}"
+        value = progress.measure(f"{key} {options.slower:g}", partial(placed, size, micro_batches, placement, options))
+        measured = statistics.median(value["steps"])
+        note = f"step {spread(value['steps'])} s, simulated {value['simulated']:.2f} s, bound {value['bound']:.2f} s"
+        off = abs(value["simulated"] / measured - 1)
+        rows.append(at_most(f"{key}: simulated beside measured", off, 0.05, note=note, values=value))
+        rows.append(memory_row(key, value))
+    return rows
+
+
+def placed(size: Size, micro_batches: int, placement: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    subject = subject_of(size, options, micro_batches)
+    block = next(stage for stage in subject.spec.stages if stage.kind == "block")
+    with tempfile.TemporaryDirectory() as folder:
+        run = Paced(subject, scaled(size, subject, options.slower), folder=Path(folder))
+        piece = int(PIECE * block.params / size.parameters)
+        return found(run, run.measure(options.steps, piece=piece, **THREADS, **placement))
+
+
+# ---- delays ----------------------------------------------------------------------------------------------------------
+
+
+def delay_rows(options: argparse.Namespace, progress: Progress) -> list[Row]:
+    """Each run has a placement of its own; the reference is the run of the same numerics on device cpu."""
+    value = progress.measure(f"delays {options.delays} {options.seed}", lambda: delayed(options))
+    what = "runs with random delays: losses and weights bitwise as without a device"
+    return [holds(what, f"{options.delays}", f"{value['equal']}", value["equal"] == options.delays, values=value)]
+
+
+def delayed(options: argparse.Namespace) -> dict[str, Any]:
+    subject = Subject(llama(num_hidden_layers=4), Shape(dtype="bfloat16", batch=4, micro=1))
+    expected = {clip: reference(subject, clip) for clip in (None, 1.0)}
+    equal, unlike = 0, list[str]()
+    for number in range(options.delays):
+        _, _, placement = drawn(number, options.seed)
+        with tempfile.TemporaryDirectory() as folder:
+            delays = RandomDelays(options.seed + number, mean=random.Random(number).choice([2e-4, 1e-3, 4e-3]))
+            run = Paced(subject, HARDWARE, folder=Path(folder), delays=delays)
+            with run.rig(**THREADS, **placement) as rig:
+                result = rig.run(DELAYED_STEPS), rig.weights(), rig.masters()
+        losses, weights, masters = expected[placement["clip"]]
+        if result[0] == losses and not unequal(result[1], weights) and not unequal(result[2], masters):
+            equal += 1
+        else:
+            unlike.append(f"{number}: {placement}")
+    return {"equal": equal, "unlike": unlike}
+
+
+def reference(subject: Subject, clip: float | None) -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    with tempfile.TemporaryDirectory() as folder, Rig(subject, Path(folder), home="cpu", clip=clip) as rig:
+        return rig.run(DELAYED_STEPS), rig.weights(), rig.masters()
+
+
+def main() -> int:
+    options = arguments()
+    parts = {"ratios": ratio_rows, "placements": placement_rows, "delays": delay_rows}
+    with tempfile.TemporaryDirectory() as temporary:
+        progress = Progress((options.work or Path(temporary)) / "prove_overlap.jsonl")
+        rows = [row for name in options.parts for row in parts[name](options, progress)]
+    settings = {name: value for name, value in vars(options).items() if name not in ("results", "work")}
+    return conclude("prove_overlap", rows, results=options.results, settings=settings)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
