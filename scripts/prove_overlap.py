@@ -54,13 +54,14 @@ from fuyou_cli.planner.search import fastest
 from fuyou_cli.planner.simulate import sharing_of, simulate
 from fuyou_cli.spec.hardware import STORE_RATES, HardwareProfile
 from fuyou_cli.spec.model import ModelSpec
-from fuyou_cli.spec.plan import Plan
+from fuyou_cli.spec.plan import Plan, Tier
 from fuyou_cli.swap.daemon import SwapDaemon
 
 HIDDEN, INTERMEDIATE, HEAD_ROWS = 128, 384, 1024
 REAL_TOKENS = 2048  # of a micro-batch
 MACHINE, BOTH_WAYS = "rtx4090,2xgen4,128GiB", 0.85  # of a copy's rate while the other direction copies: assumed
 SPARE_RAM, SPARE_ON_DEVICE = 110 << 30, 16 << 30  # of the real machine, beside what streaming an 8B or 70B model takes
+RESTING = 14  # bytes of weights, states and gradients per parameter
 THREADS = {"update_threads": 4, "chunks": 9}
 DELAYED_STEPS = 3
 PARTS = ("ratios", "placements", "delays")
@@ -217,18 +218,21 @@ def ratio_rows(options: argparse.Namespace, progress: Progress) -> list[Row]:
 
 
 def at_ratio(size: Size, clip: float | None, options: argparse.Namespace) -> dict[str, Any]:
-    """The planner's choice. Memory is what the run needs at least, and its share of what the real machine has for more."""
+    """Measures the planner's choice. Memory is the least for a run, and the share of everything else for which the real machine
+    has room."""
     subject = subject_of(size, options, micro_batches=16)
     block = next(stage for stage in subject.spec.stages if stage.kind == "block")
+    room = min(1.0, SPARE_RAM / (size.blocks * size.parameters * RESTING))
     depth = options.blocks * block.params / (size.blocks * size.parameters)
 
     def chosen(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
-        least = plan_of(model, hardware, replace(request, weights="ssd", states="ssd", boundaries="ssd")).predicted
-        budgets = {
-            "cpu_budget": least_memory(model, hardware, request) + int(SPARE_RAM * depth),
-            "gpu_budget": least.gpu_peak + int(SPARE_ON_DEVICE * depth),
-        }
-        return fastest(model, hardware, replace(request, **budgets))
+        def at(place: Tier) -> Plan:
+            return plan_of(model, hardware, replace(request, weights=place, states=place, boundaries=place))
+
+        least, most = least_memory(model, hardware, request), at("cpu").predicted.cpu_peak
+        device = at("ssd").predicted.gpu_peak + int(SPARE_ON_DEVICE * depth)
+        request = replace(request, cpu_budget=least + int(room * (most - least)), gpu_budget=device)
+        return fastest(model, hardware, request)
 
     with tempfile.TemporaryDirectory() as folder:
         run = Paced(subject, scaled(size, subject, options.slower), folder=Path(folder))

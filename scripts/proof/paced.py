@@ -16,10 +16,10 @@ from typing import Any, Protocol
 
 from fuyou_cli.planner.costs import Costs
 from fuyou_cli.planner.simulated_machine import Parts, Sharing, VirtualMachine
-from fuyou_cli.spec.model import ITEM_SIZE, STATE_SIZES, ModelSpec
+from fuyou_cli.spec.model import ITEM_SIZE, STATE_NAMES, ModelSpec, StateLayout
 from fuyou_cli.spec.plan import Plan
 from fuyou_cli.swap.daemon import Result, SwapDaemon
-from fuyou_cli.swap.requests import Home, Update
+from fuyou_cli.swap.requests import Update
 
 
 class Clockwork(Protocol):
@@ -132,7 +132,7 @@ class PacedDaemon:
         return self._hold(ticket, (("ssd write", size),), label, priority)
 
     def update(self, update: Update) -> int:
-        read, written = _moved(update)
+        read, written = _moved(update, self._model.layout)
         seconds = self._costs.update_seconds(self._plan.stages[update.label])
         parts: Parts = (("update", seconds), ("ssd read", read), ("ssd write", written))
         return self._hold(self._daemon.update(update), parts, update.label, update.priority)
@@ -149,16 +149,15 @@ class PacedDaemon:
         return ticket
 
 
-def _moved(update: Update) -> tuple[int, int]:
-    """Bytes that an update reads from the store and writes to it."""
-    sizes = STATE_SIZES[update.weights_dtype]
-    homes: list[tuple[Home, int]] = list(
-        zip((update.remainder, update.momentum, update.variance)[-len(sizes) :], sizes, strict=True)
-    )
-    read = sum(size for home, size in homes if home.source is not None)
-    written = sum(size for home, size in homes if home.target is not None)
+def _moved(update: Update, layout: StateLayout) -> tuple[int, int]:
+    """Returns the bytes that an update reads from the store and writes to it."""
+    read = written = 0
+    for name in STATE_NAMES:
+        home, size = getattr(update, name), layout.size(name, update.params)
+        read += size if home.source is not None else 0
+        written += size if home.target is not None else 0
     if update.gradients_source is not None:
-        read += ITEM_SIZE[update.gradients_dtype]
+        read += ITEM_SIZE[update.gradients_dtype] * update.params
     if update.weights_target is not None:
-        written += ITEM_SIZE[update.weights_dtype]
-    return read * update.params, written * update.params
+        written += ITEM_SIZE[update.weights_dtype] * update.params
+    return read, written
