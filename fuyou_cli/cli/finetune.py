@@ -275,7 +275,7 @@ def _conclude(planned: Planned, report: RunReport) -> None:
 
     if not report.steps:  # nothing was measured, and the earlier run's timeline is still right
         write_status(
-            f"the run is already finished: all {planned.total_steps} steps are done, loss {report.losses[0]:.4f} to "
+            f"the run is already finished: all {len(report.losses)} steps are done, loss {report.losses[0]:.4f} to "
             f"{report.losses[-1]:.4f}; to start over, add checkpoint.resume=never"
         )
         return

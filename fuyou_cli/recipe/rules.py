@@ -82,6 +82,9 @@ def _mixture(recipe: Recipe) -> Broken:
 def _evaluation(recipe: Recipe) -> Broken:
     if recipe.eval.every_steps is not None and not recipe.dataset.eval:
         yield "eval.every_steps", "`eval.every_steps` but no `dataset.eval` to evaluate", "name a file in dataset.eval"
+    if recipe.train.early_stopping is not None and recipe.eval.every_steps is None:
+        message = "`train.early_stopping` but no `eval.every_steps`, after which it could stop"
+        yield "train.early_stopping", message, "set eval.every_steps, and dataset.eval"
     if any(entry.weight is not None for entry in recipe.dataset.eval):
         yield "dataset.eval", "`dataset.eval` has a weight, but each of its sets is evaluated whole", "leave the weight out"
 

@@ -128,6 +128,11 @@ class LrSchedulerSection(Section):
         return data
 
 
+class EarlyStoppingSection(Section):
+    patience: Positive = 3  # evaluations in a row that are no better than the best before
+    min_delta: Annotated[float, Field(ge=0)] = 0.0  # by which a loss has to be lower to be better
+
+
 class TrainSection(Section):
     epochs: Positive | None = None  # 1 unless it or max_steps is written
     max_steps: Positive | None = None
@@ -142,7 +147,7 @@ class TrainSection(Section):
     skip_nonfinite: Count = 0  # steps in a row
     compile: bool = False
     deterministic: bool = False  # true: a GPU repeats a run bit for bit, but slower; the CPU always does
-    early_stopping: NotBuilt = None
+    early_stopping: EarlyStoppingSection | None = None  # by the loss of the first set of dataset.eval
 
     @classmethod
     def _fill(cls, data: dict[Any, Any]) -> dict[Any, Any]:

@@ -32,7 +32,7 @@ _OTHER_NAMES = {
     "train.epochs": "num_epochs num_train_epochs n_epochs",
     "train.max_steps": "max_train_steps num_steps total_steps iters max_iters",
     "train.compile": "torch_compile",
-    "train.early_stopping": "early_stopping_patience",
+    "train.early_stopping.patience": "early_stopping_patience",
     "train.clip_grad_norm": "max_grad_norm max_norm gradient_clipping",
     "train.threads": "num_threads",
     "optimizer.lr": "learning_rate",

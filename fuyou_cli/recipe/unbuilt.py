@@ -37,7 +37,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("dataset.packing", _one_of("isolated"), "packing that keeps documents apart", "use concat or false"),
     Unbuilt("optimizer.name", _other_than("adamw"), "this optimizer", "use adamw"),
     Unbuilt("optimizer.state_dtype", _one_of("bfloat16", "int8"), "smaller optimizer states", "use float32"),
-    Unbuilt("train.early_stopping", _set, "early stopping", "leave it null"),
     Unbuilt("precision.compute", _one_of("float16"), "fp16 with loss scaling", "use bfloat16 or float32"),
     Unbuilt("precision.master", _one_of("bfloat16"), "a bf16 master copy", "leave it float32"),
     Unbuilt(

@@ -4,35 +4,60 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 
 from ..data import Rows, collate
 from ..engine.executor import Executor
 from ..engine.forward_only import ForwardOnly
 from .report import EvalReport
+from .state.saver import Standing
+from .state.stored import Evaluated
 from .steps import Ready
 
 
 class Evaluations:
     """Evaluates the sets of one run. It takes no memory beside a step's: as many rows as a step's, forward alone."""
 
-    def __init__(self, ready: Ready, executor: Executor) -> None:
-        self._sets, self._asked, self._total = ready.evaluated, ready.planned.recipe.eval, ready.planned.total_steps
+    def __init__(self, ready: Ready, standing: Standing, executor: Executor) -> None:
+        recipe = ready.planned.recipe
+        self._sets, self._asked, self._total = ready.evaluated, recipe.eval, ready.planned.total_steps
+        self._stopping, self._standing = recipe.train.early_stopping, standing
         self._max_len = executor.plan.numerics.max_seq_len
         self._forward = ForwardOnly(executor)
 
     def due(self, step: int) -> bool:
-        """Tells whether an evaluation follows after so many steps."""
-        every = self._asked.every_steps
+        """Tells whether an evaluation follows after so many steps. One that a saved state has is not done again."""
+        every, last = self._asked.every_steps, self._standing.evaluated
+        if not self._sets or (last is not None and last.step == step):
+            return False
         if step == 0:
-            return bool(self._sets) and self._asked.at_start
-        return bool(self._sets) and (step == self._total or (every is not None and step % every == 0))
+            return self._asked.at_start
+        return step == self._total or (every is not None and step % every == 0)
+
+    @property
+    def stop(self) -> bool:
+        """Tells whether the run ends here, early: the last `patience` evaluations were no better than the one before them."""
+        last = self._standing.evaluated
+        return self._stopping is not None and last is not None and last.worse >= self._stopping.patience
+
+    @property
+    def told(self) -> str:
+        """Says why the run ends early, for people."""
+        last = self._standing.evaluated
+        assert last is not None
+        lowest = f"the lowest loss, {last.best or 0.0:.4f}, was after step {last.best_step}"
+        best = "no loss was finite" if last.best is None else lowest
+        return f"train.early_stopping ends the run after step {last.step}: {best}"
 
     def run(self, step: int) -> list[EvalReport]:
         """Evaluates every set with the weights after `step`. Raises what a callback of the executor raises, after which the
         run may go on or be saved."""
         with self._forward.open():
             names = list(self._sets)
-            return [self._evaluate(name, step, last=name == names[-1]) for name in names]
+            reports = [self._evaluate(name, step, last=name == names[-1]) for name in names]
+        least = self._stopping.min_delta if self._stopping is not None else 0.0
+        self._standing.evaluated = after(self._standing.evaluated, step, reports[0].loss, least)
+        return reports
 
     def _evaluate(self, name: str, step: int, *, last: bool) -> EvalReport:
         rows, begin = self._sets[name], time.monotonic()
@@ -58,6 +83,16 @@ class Evaluations:
         batch = collate(rows, order, pad_id=rows.summary.pad_id, max_len=self._max_len)
         ids, labels = batch.tensors()
         return float(self._forward.losses(ids, labels, last=last).sum()), batch.label_tokens
+
+
+def after(before: Evaluated | None, step: int, loss: float, least: float) -> Evaluated:
+    """Returns what early stopping goes by after one evaluation more; better is a loss lower by more than `least`."""
+    best = None if before is None else before.best
+    if math.isfinite(loss) and (best is None or loss < best - least):
+        return Evaluated(step=step, best=loss, best_step=step, worse=0)
+    if before is None:
+        return Evaluated(step=step, best=None, best_step=step, worse=1)
+    return replace(before, step=step, worse=before.worse + 1)
 
 
 _LARGEST = 700.0  # whose exponential still is a double

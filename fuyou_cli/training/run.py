@@ -158,7 +158,7 @@ class Run:
             model=self.model, daemon=self.daemon, device=self.device, stalls=self.executor.residency.stalls, memory=self.memory
         )
         self.rates = learning_rate(planned.recipe, planned.total_steps)
-        self._evaluations = Evaluations(self.ready, self.executor)
+        self._evaluations = Evaluations(self.ready, self.standing, self.executor)
 
     @contextmanager
     def _naming_device_errors(self) -> Iterator[None]:
@@ -237,7 +237,7 @@ class Run:
             self._limits.begin(self.step, self._written)
             limit = None
             self._evaluate(on_evaluation)
-            while self.step < self.planned.total_steps:
+            while self.step < self.planned.total_steps and not self._evaluations.stop:
                 limit = self._limits.reached(seconds=time.monotonic() - self._began, written=self._written)
                 if limit:
                     self._announce(f"{limit};\nstopping, and saving the state")
@@ -252,7 +252,9 @@ class Run:
                 self.doing.telling = False
                 self._evaluate(on_evaluation)
             self.save()
-            if self.step < self.planned.total_steps:
+            if self._evaluations.stop:
+                self._announce(self._evaluations.told)
+            elif self.step < self.planned.total_steps:
                 why = f": {limit}" if limit else ""
                 raise Interrupted(f"stopped after step {self.step} of {self.planned.total_steps}{why}")
 

@@ -15,8 +15,10 @@ import torch
 
 from fuyou_cli.core.errors import Interrupted, UsageError
 from fuyou_cli.machine import probe
+from fuyou_cli.training.evaluation import after
 from fuyou_cli.training.report import EvalReport
 from fuyou_cli.training.run import Run
+from fuyou_cli.training.state.stored import Evaluated
 
 from .conftest import Project, Whole
 from .running import STEPS, manifest_of, prepared_run, train
@@ -99,6 +101,40 @@ def test_stopped_in_an_evaluation(new_project: NewProject, whole: Callable[..., 
     losses, found = evaluated(project)
     assert losses == whole(EXACT).losses
     assert [report.step for report in found] == [2, 2, 4, 4, 6, 6]
+
+
+@pytest.mark.parametrize("stopped_after", [2, 3])
+def test_early_stopping_goes_on_from_where_it_was(
+    stopped_after: int, new_project: NewProject, whole: Callable[..., Whole]
+) -> None:
+    """Two evaluations that are no better end the run, in one process or in two; the next command trains no further."""
+    changes = {**EXACT, "train.early_stopping": {"patience": 2, "min_delta": 100.0}}
+    project, seen = new_project(changes=changes), list[int]()
+    with_sets(project, changes)
+
+    def stop(run: Run) -> None:
+        if not seen and run.doing.evaluating == (run.step % 2 == 0) and run.step == stopped_after:
+            seen.append(run.step)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(Interrupted):
+        train(project, stop)
+    assert manifest_of(project).step == stopped_after
+    losses, found = evaluated(project)
+    assert losses == whole(EXACT).losses[:4]
+    saved = manifest_of(project)
+    assert saved.step == 4 and saved.evaluated is not None
+    assert saved.evaluated == Evaluated(step=4, best=saved.evaluated.best, best_step=0, worse=2)
+    assert [report.step for report in found] == [step for step in (2, 4) if step >= stopped_after for _ in range(2)]
+    assert evaluated(project) == (losses, [])
+
+
+def test_what_early_stopping_goes_by() -> None:
+    found, seen = None, []
+    for step, loss in enumerate([math.nan, 3.0, 2.95, math.inf, 2.8]):
+        found = after(found, step, loss, 0.1)
+        seen.append((found.best, found.best_step, found.worse))
+    assert seen == [(None, 0, 1), (3.0, 1, 0), (3.0, 1, 1), (3.0, 1, 2), (2.8, 4, 0)]
 
 
 def test_a_set_that_is_not_there_is_named(new_project: NewProject) -> None:

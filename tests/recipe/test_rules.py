@@ -37,6 +37,7 @@ from fuyou_cli.recipe.unbuilt import UNBUILT
         ("train: {compile: true}\noffload: {activations: swap}\n", "offload.activations"),
         ("logging: {backends: [jsonl, jsonl]}\n", "logging.backends"),
         ("eval: {every_steps: 2}\n", "eval.every_steps"),
+        ("train: {early_stopping: {patience: 2}}\n", "train.early_stopping"),
     ],
 )
 def test_impossible_pairs(refused, text, key):
@@ -97,7 +98,6 @@ NOT_BUILT = {
     "dataset.packing": "dataset.packing=isolated",
     "optimizer.name": "optimizer.name=sgd",
     "optimizer.state_dtype": "optimizer.state_dtype=int8",
-    "train.early_stopping": "train.early_stopping={patience: 2}",
     "precision.compute": "precision.compute=float16",
     "precision.master": "precision.master=bfloat16",
     "precision.allow_tf32": "precision.allow_tf32=true",

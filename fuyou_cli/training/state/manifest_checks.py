@@ -48,6 +48,8 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
         yield "no states of random generators"
     if (manifest.due is not None) != any(stage.gradients is not None for stage in manifest.stages):
         yield "gradients without an update that is due, or one without gradients"
+    if manifest.evaluated is not None and not manifest.evaluated.best_step <= manifest.evaluated.step <= manifest.step:
+        yield f"evaluated after step {manifest.evaluated.step}, best after step {manifest.evaluated.best_step}"
     if not manifest.skipped_in_row <= manifest.skipped <= manifest.step:
         yield f"{manifest.skipped} steps of {manifest.step} skipped, {manifest.skipped_in_row} of them last"
     for index, stage in enumerate(manifest.stages):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ...core.errors import OutOfSpaceError, SwapError
@@ -31,7 +31,7 @@ from .extent_checks import Damage, Progress, damages
 from .kept_companions import written_companions
 from .parts import NEW_PART, PART_FILE, SPARE
 from .storage import StageFiles
-from .stored import DueUpdate, Manifest, State
+from .stored import DueUpdate, Evaluated, Manifest, State
 
 _SPARE_BYTES = 4 << 20  # of disk for the last manifest and its losses
 _SPARE_PER_STEP = 8  # a loss
@@ -48,6 +48,7 @@ class Standing:
     skipped: int = 0  # steps that updated nothing: AdamW counts the others
     skipped_in_row: int = 0  # of these, the last ones
     random: dict[str, Any] = field(default_factory=dict)  # states of generators after the last step
+    evaluated: Evaluated | None = None
 
     @classmethod
     def of(cls, saved: Manifest | None) -> Standing:
@@ -61,6 +62,7 @@ class Standing:
         """Takes over all but the losses."""
         self.step, self.written_before, self.random = saved.step, saved.written_total, saved.random
         self.skipped, self.skipped_in_row = saved.skipped, saved.skipped_in_row
+        self.evaluated = saved.evaluated
 
     def is_over(self, *, skipped: bool) -> None:
         """Counts one step more. `skipped`: it updated nothing."""
@@ -155,7 +157,16 @@ class Saver:
             self.saved_bytes += self.files.save_resident(self.residency.records)
             self.complete(self.standing.step)
         self.commits.finish()
+        self._add_evaluation()
         self._release_disk()
+
+    def _add_evaluation(self) -> None:
+        """Commits an evaluation that ended after the commit of its step. Where older states are kept, one more name would take
+        the place of one of them: the evaluation is done again then."""
+        newest = self.commits.newest
+        if newest is not None and newest.keep == 1 and newest.evaluated != self.standing.evaluated:
+            self.commits.begin(replace(newest, evaluated=self.standing.evaluated))
+            self.commits.finish()
 
     def restore(self, saved: Manifest, progress: Progress) -> None:
         """Restores the newest committed state that is whole: `saved`, or an older one. `progress` hears of bytes read."""
@@ -238,6 +249,7 @@ class Saver:
             stages=stages,
             skipped=standing.skipped,
             skipped_in_row=standing.skipped_in_row,
+            evaluated=standing.evaluated,
         )
 
     def _release_disk(self) -> None:

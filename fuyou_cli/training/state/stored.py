@@ -84,6 +84,16 @@ class DueUpdate:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluated:
+    """Holds what early stopping goes by: the loss of the first set of rows that a run evaluates."""
+
+    step: int  # whole steps before the last evaluation
+    best: float | None  # the lowest loss; None: none was finite
+    best_step: int
+    worse: int  # evaluations since that one
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
     """Names what a store holds, and what a run needs to resume from it."""
 
@@ -109,3 +119,4 @@ class Manifest:
     stages: tuple[StoredStage, ...]
     skipped: int = 0  # of these steps, that updated nothing (train.skip_nonfinite)
     skipped_in_row: int = 0  # of these, the last ones
+    evaluated: Evaluated | None = None  # None: never
