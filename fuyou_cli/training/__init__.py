@@ -1,1 +1,1 @@
-"""Trains (layer 6): from a recipe to a plan, the loop, its state on disk and its report."""
+"""Trains (layer 6): goes from a recipe to a plan, runs the loop, keeps its state on disk and reports."""

@@ -1,8 +1,8 @@
 """Corrects the rates of a machine by a run on it, for later plans that ask for them.
 
-A rate is corrected by what the plan said beside what was measured of one step: compute by the seconds in which some of it was
-under way, updates by the CPU time of their threads, a drive by its seconds, and only where it was busy for most of the step:
-other drives show how they were used, not how fast they are.
+Each rate is corrected by the ratio of the plan's time to the measured time of one step. Compute counts the seconds in which
+some of it was under way. Updates count the CPU time of their threads. A drive counts its seconds, but only if it was busy for
+most of the step. Other drives show how much they were used, not how fast they are.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from ..spec.model import ModelSpec
 from ..spec.plan import Plan
 from .report import RunReport
 
-LEAST_STEPS = 2  # after the first ones of a run, which are not like the rest
-FULL = 0.8  # of a step: from here on a drive is what is waited for
-BELIEVED = (0.2, 5.0)  # a rate so many times what was known is another thing than a correction
+LEAST_STEPS = 2  # after the first steps of a run, which differ from the rest
+FULL = 0.8  # share of a step; a drive that is busy longer limits the step
+BELIEVED = (0.2, 5.0)  # a measured rate outside these multiples of the known one is an error, not a correction
 
 
 def corrected(
     hardware: HardwareProfile, model: ModelSpec, plan: Plan, step: Timeline, report: RunReport
 ) -> HardwareProfile | None:
-    """Returns the plan's profile with the rates that the run shows. None where it shows nothing: too short, planned with
-    assumed rates, or on an emulated device. `step` is the plan's, simulated."""
+    """Returns the plan's profile with the rates that the run shows. Returns None if it shows nothing: it is too short, was
+    planned with assumed rates, or ran on an emulated device. `step` is the plan's step, simulated."""
     if report.settled < LEAST_STEPS or hardware.measured == "assumed" or plan.device == "emulated":
         return None
     costs = Costs.of(model, hardware, plan)
-    # Seconds of all update threads together: beside others each is slower than one alone.
+    # Seconds of all update threads together. Each is slower beside others than alone.
     alone = sum(costs.update_seconds(stage) for stage in plan.stages)
     update = _factor(alone * plan.io.update_threads / costs.updates_at_once, report.update_cpu)
     read, write = (
         _factor(step.under_way.get(direction, 0.0), report.busy.get(direction, 0.0))
-        if report.busy.get(direction, 0.0) >= FULL * report.step_seconds and not plan.sustained  # begun at other rates
+        if report.busy.get(direction, 0.0) >= FULL * report.step_seconds and not plan.sustained  # the run began at other rates
         else 1.0
         for direction in ("ssd read", "ssd write")
     )
@@ -49,14 +49,14 @@ def corrected(
         store_write=hardware.store_write * write,
         store_write_mixed=hardware.store_write_mixed * write,
     )
-    # Updates and transfers slow down compute that shares the cores with them: how much, is known with their own rates right.
+    # Updates and transfers slow down compute on the same cores. Their corrected rates tell how much.
     again = simulate(model, found, plan, plan_schedule(model, plan))
     compute = _factor(again.under_way.get("compute", 0.0), report.busy.get("compute", 0.0))
     return replace(found, stage_rates=merged_rates(found.stage_rates, tuple(_stage_rates(found, model, plan, compute))))
 
 
 def _factor(predicted: float, measured: float) -> float:
-    """Returns what to multiply a rate by: more than 1 where less time was taken."""
+    """Returns the factor for a rate: more than 1 if the run took less time than predicted."""
     if predicted <= 0 or measured <= 0:
         return 1.0
     lowest, highest = BELIEVED
@@ -65,7 +65,7 @@ def _factor(predicted: float, measured: float) -> float:
 
 
 def _stage_rates(hardware: HardwareProfile, model: ModelSpec, plan: Plan, factor: float) -> Iterable[StageRate]:
-    """Yields the rates of every kind of stage in the model, at its own shape."""
+    """Yields the rates of every kind of stage in the model, at the stage's own shape."""
     tokens = plan.numerics.micro_batch_size * plan.numerics.max_seq_len
     for stage in model.stages:
         if stage.kind not in ("block", "head"):

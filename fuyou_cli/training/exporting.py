@@ -1,6 +1,6 @@
 """Exports a committed store as a directory that `from_pretrained` loads, extent by extent.
 
-Every extent is summed as it is read, and what is written takes its place only when all checksums match.
+Every extent is checksummed as it is read. The new files take their place only when all checksums match.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _PIECE = 16 * MiB
-_WINDOW = _PIECE + MiB  # one piece with the store's alignment around it
-_UPDATED = 1 << 20  # elements that are updated at once
+_WINDOW = _PIECE + MiB  # one piece, and room for the store's alignment
+_UPDATED = 1 << 20  # elements updated at once
 _UPDATE_WINDOW = 4 * _UPDATED + MiB
 _TENSORS = 5  # of an update: weights, remainder, moments, gradients
 
 
 @dataclass(slots=True)
 class _Summed:
-    """Holds the sum of the first `end` bytes of an extent, and that of their last block."""
+    """Holds the sum of the first `end` bytes of an extent, and the sum of their last block."""
 
     end: int = 0
     total: int = 0
@@ -46,7 +46,7 @@ class _Summed:
 
 
 class StoreWeights:
-    """Reads the weights a manifest names, under the names of the checkpoint they came from, as bytes of the asked dtype."""
+    """Reads the weights that a manifest names, as bytes of `dtype`, under the names in the checkpoint they came from."""
 
     def __init__(self, manifest: Manifest, daemon: SwapDaemon, arena: Arena, *, dtype: str) -> None:
         self.manifest, self.daemon, self.arena, self.dtype = manifest, daemon, arena, dtype
@@ -62,7 +62,7 @@ class StoreWeights:
         return [OutTensor(name=name, dtype=self.dtype, shape=places[0][1].shape) for name, places in self._places.items()]
 
     def read(self, tensor: OutTensor, first: int, count: int) -> memoryview:
-        """Returns elements [first, first + count) of a tensor, from all its stages; valid until the next call."""
+        """Returns elements [first, first + count) of a tensor, from all its stages. The view is valid until the next call."""
         parts = [
             (stage, stored, begin, end)
             for stage, stored in self._places[tensor.name]
@@ -76,7 +76,7 @@ class StoreWeights:
         return memoryview(joined)
 
     def _part(self, stage: StoredStage, stored: StoredTensor, first: int, end: int) -> memoryview:
-        """Returns elements [first, end) of the whole tensor, all of them in one stage."""
+        """Returns elements [first, end) of the whole tensor; all of them are in one stage."""
         begin, count = stored.offset + first - stored.first, end - first
         compute, is_trained = self.manifest.compute_dtype, stored.offset < stage.trained
         remainder: Buffer | None = None
@@ -101,7 +101,7 @@ class StoreWeights:
         return _bytes_of(master)
 
     def _updated(self, stage: StoredStage, stored: StoredTensor, begin: int, count: int) -> tuple[bytearray, bytearray | None]:
-        """Computes the due update of elements [begin, begin + count) as a resumed run would: weights and remainders."""
+        """Applies the due update to elements [begin, begin + count), as a resumed run would. Returns weights and remainders."""
         weights, remainder = bytearray(), bytearray()
         for first in range(begin, begin + count, _UPDATED):
             new, rest = self._update(stage, stored, first, min(_UPDATED, begin + count - first))
@@ -139,8 +139,8 @@ class StoreWeights:
         return self.arena.view(window + inside, count * item)
 
     def _fetch(self, extent: StoredExtent, first: int, size: int, window: int) -> None:
-        """Reads bytes of an extent, and sums those that follow what is summed. A block that several tensors share is read for
-        each of them, and has to be the same every time."""
+        """Reads bytes of an extent, and adds those that follow the summed ones to the sum. A block that several tensors share
+        is read for each of them, and must be the same every time."""
         self.daemon.wait(self.daemon.read(window, extent.offset + first, size))
         summed = self._summed.setdefault(extent, _Summed())
         if first == summed.end - CHECKSUM_BLOCK:
@@ -152,7 +152,7 @@ class StoreWeights:
             summed.last = checksum(fresh[-CHECKSUM_BLOCK:], position=summed.end - CHECKSUM_BLOCK)
 
     def check(self) -> None:
-        """Reads the rest of each extent that was read. Raises SwapError where one is not what was written."""
+        """Reads the rest of each extent that was read. Raises SwapError if one is not what was written."""
         for stage in self.manifest.stages:
             for name, extent in stage.extents():
                 if extent not in self._summed:
@@ -163,8 +163,8 @@ class StoreWeights:
                 if total != extent.sum:
                     raise SwapError(
                         f"{name} of {stage.name}: {not_as_named(self.manifest, extent, total)}",
-                        hint="nothing was exported: `fuyou verify` reads it all again, and the run's own recipe goes back to "
-                        "the state before where this one is damaged",
+                        hint="nothing was exported. `fuyou verify` reads the whole state again. If it is damaged, running the "
+                        "recipe again goes back to the state before",
                     )
 
 
@@ -192,7 +192,7 @@ def export_store(
     progress: Callable[[int, int], None] | None = None,
     say: Callable[[str], None] | None = None,
 ) -> list[Path]:
-    """Writes the committed weights of the store in `source` to `out`; returns the shards' paths."""
+    """Writes the committed weights of the store in `source` to `out`. Returns the paths of the shards."""
     with at_rest(source, arena_size=max(2 * _WINDOW, _TENSORS * _UPDATE_WINDOW), say=say) as store:
         manifest = store.manifest
         weights = StoreWeights(manifest, store.daemon, store.arena, dtype=dtype)

@@ -1,6 +1,6 @@
-"""Reads a run's log back: its plan, its steps, and how it ended. Part of a log, of a run that goes on, is enough.
+"""Reads a run's log: its plan, its steps, and how it ended. The log of a run that is still going is enough.
 
-A log may be somebody else's: a line that is no record of this layout is one error with its number.
+Somebody else may have written the log. A line that is no record of this layout is an error that names the line.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RatedDrive:
-    """Holds what a drive had written when the run began, and is rated for; 0: not known."""
+    """Holds the bytes a drive had written when the run began, and the bytes it is rated for. 0 means not known."""
 
     model: str
     rated_bytes: int
@@ -49,7 +49,7 @@ class RatedDrive:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Promised:
-    """Holds what the run's plan said. Logs of older versions say less."""
+    """Holds what the run's plan said. Logs of older versions hold less."""
 
     budget: int = 0
     parameters: int = 0
@@ -58,7 +58,7 @@ class Promised:
     model: str = ""
     device: str = ""
     began: str = ""
-    assumed: bool = False  # its rates were
+    assumed: bool = False  # whether the plan's rates were assumed
     predicted_cpu_peak: int = 0
     predicted_gpu_peak: int = 0
     predicted_ssd_bytes: int = 0
@@ -71,7 +71,7 @@ class Promised:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """Holds one step, as `StepReport` says it; null is what was not finite."""
+    """Holds the figures of one step from `StepReport`. None means that a figure was not finite."""
 
     step: Annotated[int, Field(ge=1)]
     loss: Number | None
@@ -98,7 +98,7 @@ class _Line:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class End:
-    """Holds what is known only where the run ended well."""
+    """Holds what a log has only if the run ended well."""
 
     compared: tuple[_Line, ...] = ()
     written_total: int = 0
@@ -116,28 +116,30 @@ class _Interval:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
+    """Holds when each resource was busy in the last step."""
+
     intervals: tuple[_Interval, ...]
     stalls: dict[str, Seconds]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class History:
-    """Holds a run as its log tells it."""
+    """Holds a run as its log shows it."""
 
     log: Path
     promised: Promised
-    steps: tuple[Step, ...]  # in order; of a step that was done again, the last time
+    steps: tuple[Step, ...]  # in order; a repeated step counts as it was the last time
     report: RunReport
     ended: bool
 
     @property
     def typical(self) -> Sequence[Step]:
-        """Returns the steps without the first of this process, where there are others."""
+        """Returns the steps without the first of this process, if there are others."""
         return self.steps[1:] or self.steps
 
 
 class _Reading:
-    """Takes one record after the other."""
+    """Takes one record after another."""
 
     def __init__(self) -> None:
         self.promised, self.end, self.timeline = Promised(), End(), Timeline(intervals=(), stalls={})
@@ -150,7 +152,7 @@ class _Reading:
             self.promised, self.end, self.ended = _of(Promised, record), End(), False
         elif event == "step":
             step = _of(Step, record)
-            while self.steps and self.steps[-1].step >= step.step:  # a resumed run goes back to what was saved
+            while self.steps and self.steps[-1].step >= step.step:  # a resumed run goes back to the saved step
                 self.steps.pop()
             self.steps.append(step)
         elif event == "timeline":
@@ -160,47 +162,49 @@ class _Reading:
 
 
 def read_history(log: Path) -> History:
-    """Reads a log. Raises UsageError where there is none, none of a run, or a line is no record."""
+    """Reads a log. Raises UsageError if it does not exist, has no step, or has a line that is no record."""
     reading = _Reading()
     for number, line in enumerate(_lines(log), start=1):
         try:
             record = parsed(line.decode())
             if not isinstance(record, dict):
-                raise UsageError("not a JSON object")
+                raise UsageError("this line is not a JSON object")
             reading.take(record)
         except (UsageError, UnicodeDecodeError) as error:
-            told = error.message if isinstance(error, UsageError) else "not UTF-8"
-            raise UsageError(f"{log}:{number}: {told}", hint="this is no log of a fuyou run, or it was changed") from None
+            told = error.message if isinstance(error, UsageError) else "this line is not UTF-8"
+            raise UsageError(
+                f"{log}:{number}: {told}", hint="this is not the log of a fuyou run, or somebody changed it"
+            ) from None
     if not reading.steps:
-        raise UsageError(f"{log}: no step is in it yet", hint="a run writes its first line of figures after its first step")
+        raise UsageError(f"{log} has no step yet", hint="a run logs its first figures after its first step")
     return History(
         log=log, promised=reading.promised, steps=tuple(reading.steps), report=_report(reading, log), ended=reading.ended
     )
 
 
 def _lines(log: Path) -> Iterator[bytes]:
-    """Gives whole lines; what a run is just writing, or a crash cut short, is none."""
+    """Yields whole lines. A line that a run is just writing, or that a crash cut short, is left out."""
     try:
         with os.fdopen(open_plain(log), "rb") as file:
             while line := file.readline(LONGEST_LINE):
                 if line.endswith(b"\n"):
                     yield line
                 elif len(line) >= LONGEST_LINE:
-                    raise UsageError(f"{log}: a line of more than {LONGEST_LINE:,} bytes, which no log has")
+                    raise UsageError(f"{log}: a line has more than {LONGEST_LINE:,} bytes, which no log has")
     except FileNotFoundError:
-        hint = "name a run's output_dir, its recipe or its log.jsonl; logging.backends must have jsonl"
-        raise UsageError(f"{log}: there is no such log", hint=hint) from None
+        hint = "name a run's output_dir, its recipe or its log.jsonl; logging.backends must include jsonl"
+        raise UsageError(f"{log} does not exist", hint=hint) from None
     except (OSError, ValueError) as error:
         raise UsageError(f"{log} cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _of(kind: Any, record: dict[str, Any]) -> Any:
-    """Makes one of the keys that are needed: a newer version may write more."""
+    """Makes a `kind` of the keys that it needs. A newer version may write more keys."""
     return from_json(kind, {item.name: record[item.name] for item in fields(kind) if item.name in record}, defaults=True)
 
 
 def _report(reading: _Reading, log: Path) -> RunReport:
-    """Sums the steps up as the run itself does at its end."""
+    """Sums up the steps as the run itself does at its end."""
     steps, promised = reading.steps, reading.promised
     settled = min(reading.end.settled, len(steps))
     typical = steps[-settled:] if settled else steps[1:] or steps
@@ -233,7 +237,7 @@ def _report(reading: _Reading, log: Path) -> RunReport:
 
 
 def _compared(report: RunReport, reading: _Reading) -> tuple[Compared, ...]:
-    """Puts measured beside predicted: as the run did at its end, else with what its plan says of a step."""
+    """Pairs each predicted figure with the measured one: as the run did at its end, or from what its plan says of a step."""
     promised = reading.promised
     lines = [
         ("  " * line.what.startswith("for ") + line.what, line.unit, line.predicted, line.measured)

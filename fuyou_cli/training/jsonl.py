@@ -1,7 +1,7 @@
-"""Writes the log for machines: one JSON object per line and step.
+"""Writes the log for programs: one JSON object per line and step.
 
-Opening the log again cuts a torn last line off. A resumed run may log some steps again: the last record of a step is the valid
-one. A run that starts over begins a new log, and keeps the old one as log.jsonl.1, or the next number that is free.
+Opening the log again removes a torn last line. A resumed run may log some steps again: the last record of a step is the valid
+one. A run that starts over begins a new log and keeps the old one as log.jsonl.1, or under the next free number.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ SCHEMA_VERSION = 1
 
 
 class JsonlLog:
-    """Holds an open log. Raises UsageError when the file cannot be opened, FuyouError when it cannot be written. `anew`: this
-    run did not write what is there."""
+    """Holds an open log. Raises UsageError if the file cannot be opened, FuyouError if it cannot be written. `anew`: another
+    run wrote the log that is there."""
 
     def __init__(self, path: Path, *, anew: bool = False) -> None:
         self.path = path
@@ -38,7 +38,7 @@ class JsonlLog:
             self._file: int | None = _opened(path)
         except OSError as error:
             raise UsageError(
-                f"cannot open the log {path}: {error.strerror}", hint="choose another output_dir, or move that away"
+                f"cannot open the log {path}: {error.strerror}", hint="choose another output_dir, or move that file away"
             ) from error
 
     def __enter__(self) -> JsonlLog:
@@ -48,7 +48,7 @@ class JsonlLog:
         try:
             self.close()
         except FuyouError:
-            if error is None:  # else that one matters more
+            if error is None:  # otherwise the first error matters more
                 raise
 
     def step(self, report: StepReport) -> None:
@@ -60,7 +60,7 @@ class JsonlLog:
         self.write("eval", asdict(report))
 
     def timeline(self, report: RunReport) -> None:
-        """Writes when what was busy in the last step, to the microsecond."""
+        """Writes when each resource was busy in the last step, to the microsecond."""
         places = [{**asdict(item), "begin": round(item.begin, 6), "end": round(item.end, 6)} for item in report.timeline]
         self.write("timeline", {"intervals": places, "stalls": report.timeline_stalls})
 
@@ -88,12 +88,12 @@ class JsonlLog:
             finally:
                 os.close(file)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # a pipe or a device: nothing to put anywhere
+            if error.errno != errno.EINVAL:  # a pipe or a device has no storage to sync
                 raise failed_writing(self.path, error) from error
 
 
 def read_log(path: Path) -> list[dict[str, object]]:
-    """Returns every whole record of the log, in order; a torn last line is left out."""
+    """Returns every whole record of the log, in order. A torn last line is left out."""
     whole, _, _ = path.read_bytes().rpartition(b"\n")
     return [json.loads(line) for line in whole.splitlines()]
 
@@ -107,7 +107,7 @@ def _set_aside(path: Path) -> None:
 
 
 def _opened(path: Path) -> int:
-    """Opens a plain file, no link to one, and cuts a torn line off."""
+    """Opens a plain file, not a link to one, and removes a torn last line."""
     if path.is_symlink():
         raise OSError(errno.ELOOP, "it is a symbolic link")
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -123,7 +123,7 @@ def _opened(path: Path) -> int:
 
 
 def _drop_torn_line(file: int) -> None:
-    """Cuts the file after its last line end."""
+    """Cuts the file after its last newline."""
     size = os.fstat(file).st_size
     if not size:
         return

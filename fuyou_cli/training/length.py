@@ -1,4 +1,4 @@
-"""Finds how long a run is: steps as the recipe says, or as its data make of the epochs."""
+"""Finds the number of steps of a run: from the recipe, or from its epochs and the number of rows."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ if TYPE_CHECKING:
     from ..data import Rows
     from ..recipe.schema import DatasetSection, Recipe
 
-COUNTED = 64 * MiB  # of files: tokenising more for a plan would take minutes
+COUNTED = 64 * MiB  # bytes of data files; tokenising more for a plan would take minutes
 
 
 def tokenised_rows(recipe: Recipe, tokenizer_dir: Path, *, cache: Path | None = None) -> Rows:
-    """Returns the data as rows of tokens: made once in `cache` (default: the run's own), found again by what it depends on."""
+    """Returns the data as rows of tokens. They are made once in `cache` (default: the run's own), and found again while what
+    they depend on is the same."""
     from ..data import prepare
 
     return prepare(**_asked(recipe, tokenizer_dir), cache_dir=cache or _cache(recipe))
@@ -63,32 +64,33 @@ def naming_evaluation() -> Iterator[None]:
 
 
 def counted_rows(recipe: Recipe, tokenizer_dir: Path, say: Callable[[str], None]) -> int | None:
-    """Counts the rows of an epoch for a plan: those of an earlier run, or of data that takes seconds to tokenise; else None."""
+    """Counts the rows of an epoch for a plan: those of an earlier run, or of data that takes seconds to tokenise. Returns None
+    otherwise."""
     from ..data import MissingDataError, find, size_of
 
     try:
         large, has_cache = size_of(recipe.dataset) > COUNTED, any(_cache(recipe).glob("*"))
         if large and has_cache:
-            say("reading the data, to find what an earlier run made of it")
+            say("reading the data, to find the rows of an earlier run")
         known = find(**_asked(recipe, tokenizer_dir), cache_dir=_cache(recipe)) if has_cache else None
         if known is not None:
             return len(known)
         if large:
-            say("note: the number of steps is known only after a run has tokenised the data")
+            say("note: the number of steps is not known until a run has tokenised the data")
             return None
-        say("reading and tokenising the data, for the number of steps")
+        say("reading and tokenising the data, to count the steps")
         with tempfile.TemporaryDirectory(prefix="fuyou-rows-") as scratch:
             return len(tokenised_rows(recipe, tokenizer_dir, cache=Path(scratch)))
-    except MissingDataError:  # said before
+    except MissingDataError:  # the user was told before
         return None
     except (FuyouError, OSError) as error:
         reason = error.message if isinstance(error, FuyouError) else str(error)
-        say(f"note: how many steps the epochs take is not known: {reason}")
+        say(f"note: the number of steps is not known: {reason}")
         return None
 
 
 def steps_of(recipe: Recipe, rows: int | None) -> int:
-    """Returns `max_steps`, or as many as the epochs over so many rows take; 0 where neither is known."""
+    """Returns `max_steps`, or the steps that the epochs take over this many rows. Returns 0 if neither is known."""
     if recipe.train.max_steps is not None:
         return recipe.train.max_steps
     if not rows:
@@ -97,7 +99,7 @@ def steps_of(recipe: Recipe, rows: int | None) -> int:
 
 
 def sampler_of(recipe: Recipe, rows: int, *, entry_rows: Sequence[int] = ()) -> Sampler:
-    """Makes the order of so many rows, weighted where there are `entry_rows` and the recipe has weights for them."""
+    """Makes the order of this many rows, weighted if there are `entry_rows` and the recipe has weights for them."""
     return Sampler(
         rows,
         batch_size=recipe.train.batch_size,
@@ -109,7 +111,8 @@ def sampler_of(recipe: Recipe, rows: int, *, entry_rows: Sequence[int] = ()) -> 
 
 
 def mixture_of(recipe: Recipe, sampler: Sampler, steps: int) -> str | None:
-    """Says what share of the rows each entry of a mixture has, and how many times it is seen; None without weights."""
+    """Says what share of the rows each entry of a mixture gets, and how often its rows are seen. Returns None without
+    weights."""
     weights = recipe.dataset.weights
     told = [
         f"{entry.path} {weight / sum(weights):.3g} of the rows, seen {times:.3g} times"

@@ -1,4 +1,4 @@
-"""Checks sizes: positions that the model has, token ids that have an embedding, memory that the device has."""
+"""Checks limits: the model's positions, the token ids that have an embedding, and the device's memory."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
     from ..spec.hardware import HardwareProfile
 
 _PLANNED_OF_A_GPU = 0.95
-_POSITION_OFFSET = 2  # rows that a table of positions may have beyond its positions (OPT's padding)
+_POSITION_OFFSET = 2  # extra rows that a table of positions may have (OPT's padding)
 
 
 def check_positions(recipe: Recipe, anatomy: Anatomy, say: Callable[[str], None]) -> None:
-    """Refuses rows longer than a learned table of positions; warns where positions are computed (rotary, ALiBi)."""
+    """Refuses rows longer than a learned table of positions. Warns if positions are computed (rotary, ALiBi)."""
     length = recipe.dataset.max_seq_len
     limit = getattr(anatomy.model.config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(limit, int) or length <= limit:
         return
     beyond = f"dataset.max_seq_len: {length:,} is more than the {limit:,} positions of {recipe.model.name_or_path}"
     if _learns_positions(anatomy, limit):
-        raise UsageError(f"{beyond}, which has learnt an embedding for each", hint=f"use at most {limit}")
-    say(f"warning: {beyond} (max_position_embeddings): the model was not trained on such long rows")
+        raise UsageError(f"{beyond}, which has one learned embedding for each", hint=f"use at most {limit}")
+    say(f"warning: {beyond} (max_position_embeddings): the model was not trained on rows this long")
 
 
 def _learns_positions(anatomy: Anatomy, limit: int) -> bool:
@@ -40,30 +40,30 @@ def _learns_positions(anatomy: Anatomy, limit: int) -> bool:
 
 
 def check_tokens(recipe: Recipe, anatomy: Anatomy, summary: DataSummary) -> None:
-    """Refuses token ids, also the one that fills short rows, for which the model has no embedding."""
+    """Refuses token ids without an embedding in the model, including the id that pads short rows."""
     vocabulary = int(anatomy.model.get_input_embeddings().weight.shape[0])
     name = recipe.tokenizer.name_or_path or recipe.model.name_or_path
     for what, number in (("token", summary.highest_token_id), ("padding", summary.pad_id)):
         if number >= vocabulary:
             raise UsageError(
-                f"the tokenizer of {name} gives the {what} id {number:,}, but {recipe.model.name_or_path} has "
-                f"embeddings for ids below {vocabulary:,} only",
+                f"the tokenizer of {name} gives the {what} id {number:,}, but {recipe.model.name_or_path} has only "
+                f"embeddings for ids below {vocabulary:,}",
                 hint="check that tokenizer.name_or_path and tokenizer.pad_token belong to this model",
             )
 
 
 def gpu_limit(recipe: Recipe, hardware: HardwareProfile) -> int | None:
-    """Returns the bytes that a plan may take of a device with memory of its own: on a GPU a little less than the process may
-    have, as torch's allocator loses some in fragments and workspaces."""
+    """Returns the bytes that a plan may use of a device with its own memory. On a GPU this is a little less than the process
+    may use, because torch's allocator loses some to fragments and workspaces."""
     most = gpu_most(recipe, hardware)
     return most if most is None or hardware.device != "cuda" else int(most * _PLANNED_OF_A_GPU)
 
 
 def gpu_most(recipe: Recipe, hardware: HardwareProfile) -> int | None:
-    """Returns the bytes that the process may have of it, beside its context and what others have taken."""
+    """Returns the bytes of device memory that the process may use, without its context and the memory of other processes."""
     asked, there = recipe.offload.max_memory.gpu, hardware.device_memory
     if hardware.device == "cpu" or (asked.is_auto and not there):
         return None
-    free = hardware.device_free or there  # of a described device nothing is taken
+    free = hardware.device_free or there  # nothing else uses a described device
     limit = asked.resolve(total=there, auto=free)
     return min(limit, free) if there else limit

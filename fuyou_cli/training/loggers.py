@@ -1,7 +1,7 @@
-"""Tells other programs of every step: TensorBoard, W&B, MLflow, trackio, each through its own library.
+"""Reports every step to other programs: TensorBoard, W&B, MLflow, trackio, each through its own library.
 
-Nothing goes over the network unless the recipe or the library's own environment asks for it. A logger that fails is said once
-and left out from then on: it never ends a run.
+Nothing goes over the network unless the recipe or the library's own environment asks for it. If a logger fails, the user is
+told once and the run goes on without it. A logger never ends a run.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from ..recipe.schema import Recipe
 
 _MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
-_AT_HOME = {  # reports about their users, which the libraries send unless told otherwise before they are imported
+_AT_HOME = {  # the libraries send usage reports unless these are set before they are imported
     "WANDB_ERROR_REPORTING": "false", "MLFLOW_DISABLE_TELEMETRY": "true", "GRADIO_ANALYTICS_ENABLED": "False",
 }  # fmt: skip
-_MOST_TEXT = 500  # characters of a parameter, of which MLflow takes no more in some stores
+_MOST_TEXT = 500  # characters of a parameter; some MLflow stores take no more
 
 
 class Backend(Protocol):
-    """Takes the figures of steps. `close` hears whether the run came to its end."""
+    """Takes the figures of steps. `close` gets whether the run reached its end."""
 
     def log(self, values: Mapping[str, float], step: int) -> None: ...
 
@@ -41,7 +41,7 @@ class Backend(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoggedRun:
-    """Describes a run to a logger. `identity` stays the same when it is resumed, which it is after `done` steps."""
+    """Describes a run to a logger. `identity` stays the same when the run is resumed; it is then resumed after `done` steps."""
 
     recipe: Recipe
     identity: str
@@ -75,7 +75,7 @@ class TensorBoard:
     """Writes event files to OUTPUT_DIR/tensorboard."""
 
     def __init__(self, library: Any, run: LoggedRun) -> None:
-        # what was logged of steps that are done again is purged
+        # purges earlier records of steps that are done again
         self._writer = library.SummaryWriter(log_dir=str(run.folder / "tensorboard"), purge_step=run.done + 1)
         self._writer.add_text("recipe", "\n".join(f"    {key}: {value}" for key, value in run.settings.items()), run.done)
 
@@ -88,7 +88,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """Logs to W&B: to OUTPUT_DIR/wandb, from where `wandb sync` uploads it, unless `logging.wandb.mode` is online."""
+    """Logs to W&B: to OUTPUT_DIR/wandb, which `wandb sync` uploads, or online if `logging.wandb.mode` is online."""
 
     def __init__(self, library: Any, run: LoggedRun) -> None:
         section = run.recipe.logging.wandb
@@ -97,11 +97,11 @@ class Wandb:
             project=section.project or "fuyou",
             name=section.name or run.name,
             id=run.identity,
-            resume="allow" if section.mode == "online" else None,  # which offline runs do not know
+            resume="allow" if section.mode == "online" else None,  # offline runs do not support it
             mode=section.mode,
             dir=str(run.folder),
             config=run.settings,
-            settings=library.Settings(console="off"),  # else it takes over what is printed
+            settings=library.Settings(console="off"),  # otherwise it captures what is printed
         )
 
     def log(self, values: Mapping[str, float], step: int) -> None:
@@ -112,7 +112,7 @@ class Wandb:
 
 
 class Mlflow:
-    """Logs to the tracking server of the recipe or of MLFLOW_TRACKING_URI, else to OUTPUT_DIR/mlflow.db."""
+    """Logs to the tracking server of the recipe or of MLFLOW_TRACKING_URI, otherwise to OUTPUT_DIR/mlflow.db."""
 
     def __init__(self, library: Any, run: LoggedRun) -> None:
         section, self._library = run.recipe.logging.mlflow, library
@@ -132,7 +132,7 @@ class Mlflow:
         library.log_params({key: str(value)[:_MOST_TEXT] for key, value in run.settings.items()})
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        self._library.log_metrics(dict(values), step=step, synchronous=False)  # a slow server does not hold a step up
+        self._library.log_metrics(dict(values), step=step, synchronous=False)  # a slow server does not delay a step
 
     def close(self, ended: bool) -> None:
         self._library.flush_async_logging()
@@ -140,8 +140,8 @@ class Mlflow:
 
 
 class Trackio:
-    """Logs to trackio's local store, or to the Space of the recipe or of TRACKIO_SPACE_ID. Where there is a token of the hub,
-    trackio asks there whose it is, unless HF_HUB_OFFLINE is set."""
+    """Logs to trackio's local store, or to the Space of the recipe or of TRACKIO_SPACE_ID. If there is a hub token, trackio
+    asks the hub whose it is, unless HF_HUB_OFFLINE is set."""
 
     def __init__(self, library: Any, run: LoggedRun) -> None:
         section = run.recipe.logging.trackio
@@ -166,8 +166,8 @@ _BACKENDS: dict[str, Callable[[Any, LoggedRun], Backend]] = {
 
 
 def libraries(backends: Sequence[str]) -> dict[str, Any]:
-    """Imports what the backends need: before a run is planned, so that its memory counts. Raises UsageError for what is not
-    installed, or cannot be imported."""
+    """Imports the libraries of the backends, before a run is planned, so that their memory counts. Raises UsageError for one
+    that is not installed or cannot be imported."""
     found = {}
     for name in backends:
         if name not in _MODULES:
@@ -183,7 +183,7 @@ def libraries(backends: Sequence[str]) -> dict[str, Any]:
 
 
 class Loggers:
-    """Holds the open loggers of a run, while its context lasts. `say` hears of each that fails, once."""
+    """Holds the open loggers of a run, while its context lasts. `say` gets one message for each that fails."""
 
     def __init__(self, found: Mapping[str, Any], run: LoggedRun, *, say: Callable[[str], None]) -> None:
         self._say, self._open = say, dict[str, Backend]()
@@ -215,16 +215,16 @@ class Loggers:
 
     def _trying(self, name: str, action: Callable[..., None], *arguments: Any) -> None:
         try:
-            with redirect_stdout(sys.stderr):  # where a run's results are not
+            with redirect_stdout(sys.stderr):  # stdout is for the run's results
                 action(*arguments)
-        except Exception as error:  # of somebody else's library: whatever it is, the run matters more
+        except Exception as error:  # any error of these libraries matters less than the run
             self._open.pop(name, None)
             told = str(error).strip().partition("\n")[0] or type(error).__name__
-            self._say(f"note: the logger {name} failed and is left out from here on: {told}")
+            self._say(f"note: the logger {name} failed, and the run goes on without it: {told}")
 
 
 def figures(report: StepReport) -> dict[str, float]:
-    """Returns what is logged of a step, without what is not finite."""
+    """Returns what is logged of a step, without values that are not finite."""
     seconds = report.seconds or 1e-9
     found = {
         "train/loss": report.loss,

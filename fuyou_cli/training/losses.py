@@ -1,6 +1,7 @@
-"""Keeps the losses of all committed steps in one file beside the manifest, eight bytes a step.
+"""Keeps the losses of all committed steps in one file beside the manifest, eight bytes per step.
 
-It is written before the manifest that counts them, and read up to that count: what a killed run left behind is written over.
+The file is written before the manifest that counts its losses, and read up to that count. The next run overwrites what a killed
+run left behind it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ _ITEM = struct.Struct("<d")
 
 
 def write(directory: Path, losses: Sequence[float], *, first: int = 0) -> None:
-    """Writes the losses of the steps from `first` on (0 for step 1) to stable storage; earlier ones that are lost are NaN."""
+    """Writes the losses of the steps from `first` on (0 for step 1) to stable storage. Earlier losses that are lost become
+    NaN."""
     path = directory / NAME
     try:
         with os.fdopen(open_own(path, anew=False), "wb") as file:
@@ -35,10 +37,10 @@ def write(directory: Path, losses: Sequence[float], *, first: int = 0) -> None:
 
 
 def read(directory: Path, count: int) -> tuple[list[float], str]:
-    """Returns the losses of the first `count` steps, NaN where they cannot be read, and a note that says so."""
+    """Returns the losses of the first `count` steps, with NaN for those that cannot be read, and a note that says so."""
     path = directory / NAME
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # it may be a pipe
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # the file may be a pipe
         with os.fdopen(descriptor, "rb") as file:
             content = file.read(min(count * _ITEM.size, os.fstat(file.fileno()).st_size))
         problem = "" if len(content) == count * _ITEM.size else "it is too short"
@@ -46,5 +48,5 @@ def read(directory: Path, count: int) -> tuple[list[float], str]:
         content, problem = b"", error.strerror or "it cannot be read"
     whole = content[: len(content) // _ITEM.size * _ITEM.size]
     found = [value for (value,) in _ITEM.iter_unpack(whole)]
-    note = f"{path}: {problem}; losses of earlier steps are not known" if problem and count else ""
+    note = f"{path}: {problem}; the losses of earlier steps are not known" if problem and count else ""
     return found + [math.nan] * (count - len(found)), note

@@ -88,7 +88,7 @@ class _Card(EmulatedDevice):
     [
         (10 * MiB, 1 * MiB, "others have taken some of the GPU since: set offload.max_memory.gpu to less than 5 MiB"),
         (10 * MiB, 36 * MiB, "raise offload.max_memory.gpu: the GPU has 40 MiB for this process"),
-        (10 * MiB, 6 * MiB, "the step takes more than was planned"),
+        (10 * MiB, 6 * MiB, "the step needs more than planned"),
     ],
 )
 @pytest.mark.parametrize("words", ["CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling", "CUDA error: out of memory", None])

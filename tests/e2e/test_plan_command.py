@@ -253,7 +253,7 @@ def test_how_long_the_epochs_are(new_project: NewProject, command: Callable[[Pro
     bare.mkdir()
     (bare / "config.json").write_text((project.materials / "model" / "config.json").read_text())
     code, out, _ = fuyou("plan", "recipe.yaml", "--hardware", MACHINE, f"model.name_or_path={bare}")
-    assert code == 0 and "how many steps the epochs take is not known" in " ".join(out.split()) and "1,000 steps" in out
+    assert code == 0 and "the number of steps is not known:" in " ".join(out.split()) and "1,000 steps" in out
 
 
 @pytest.mark.parametrize("content", ["model: {name_or_path: m}\n", '{"text": "a row"}\n'])
@@ -293,7 +293,7 @@ def test_much_data_is_not_read_for_a_plan(
     monkeypatch.setattr(length, "COUNTED", 0)
     project = new_project(changes={**HERE, "train.max_steps": None, "train.epochs": 2, "dataset.cache_dir": "rows"})
     fuyou = command(project)
-    unknown, looked = "is known only after a run has tokenised the data", "to find what an earlier run made of it"
+    unknown, looked = "is not known until a run has tokenised the data", "to find the rows of an earlier run"
     _, out, err = fuyou("plan", "recipe.yaml", "--hardware", MACHINE)
     assert unknown in " ".join(out.split()) and looked not in err
     (project.folder / "rows" / "others").mkdir(parents=True)

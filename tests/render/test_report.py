@@ -113,11 +113,11 @@ def test_what_is_no_record_is_named_by_its_line(log: Path, line: str, told: str)
 
 
 def test_no_log_and_no_step_are_said(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="there is no such log") as missing:
+    with pytest.raises(UsageError, match="does not exist") as missing:
         run_report(tmp_path, json_output=False, html=None)
     assert "logging.backends" in str(missing.value.hint)
     (tmp_path / "log.jsonl").write_text(json.dumps({"event": "plan"}) + "\n")
-    with pytest.raises(UsageError, match="no step is in it yet"):
+    with pytest.raises(UsageError, match="has no step yet"):
         run_report(tmp_path, json_output=False, html=None)
 
 
