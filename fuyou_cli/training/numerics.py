@@ -1,4 +1,4 @@
-"""Resolves the numbers that a run's result depends on, `auto` once, and chooses how many rows are computed at once."""
+"""Resolves the settings that a run's result depends on, and chooses the micro-batch size. `auto` is resolved once."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from ..recipe.schema import Recipe, TrainSection
 
 THREADS_BESIDE_A_GPU = 4
-HEAD_PIECE_BYTES = 256 * MiB  # what `auto` lets one piece of logits and their gradients take
+HEAD_PIECE_BYTES = 256 * MiB  # limit of `auto` for one piece of logits and their gradients
 _LOGIT_BYTES = 16  # per token and vocabulary entry: logits, float32 copy, softmax, gradient
 USUAL_TOKENS = 1024  # fills two cores, and its activations stay below the mmap threshold
-MOST_TOKENS = 8192  # more keeps no machine busier
+MOST_TOKENS = 8192  # more makes no machine faster
 GAIN = 0.02
-_NEAR = 1.25  # times the fastest usual plan: from further off no search makes a size the fastest
+_NEAR = 1.25  # times the fastest usual plan; a search does not make a slower size the fastest
 
-Seconds = Callable[[int], float | None]  # of a step with micro-batches of so many rows; None where it does not fit
+Seconds = Callable[[int], float | None]  # of a step with micro-batches of this many rows; None if it does not fit
 
 
 def _head_chunk(train: TrainSection, tokens: int, columns: int) -> int:
-    """Returns the tokens that the head takes at once, with logits of `columns` columns; 0: a micro-batch of `tokens`."""
+    """Returns the tokens that the head takes at once, with logits of `columns` columns. 0 means a micro-batch of `tokens`."""
     if train.head_chunk_tokens != "auto":
         return train.head_chunk_tokens
     most = max(64, HEAD_PIECE_BYTES // (_LOGIT_BYTES * columns))
@@ -40,7 +40,8 @@ def _head_chunk(train: TrainSection, tokens: int, columns: int) -> int:
 def numerics_of(
     recipe: Recipe, anatomy: Anatomy, hardware: HardwareProfile, manifest: Manifest | None, *, micro: int | None = None
 ) -> Numerics:
-    """Resolves `auto` by fixed rules, of micro-batches to `micro` rows where given; a resumed run keeps what it has."""
+    """Resolves `auto` by fixed rules. A resumed run keeps its numerics. `micro`: the micro-batch size that replaces `auto`, in
+    rows."""
     from ..engine.vocabulary import resolved_rows
 
     train, length = recipe.train, recipe.dataset.max_seq_len
@@ -53,11 +54,11 @@ def numerics_of(
     vocabulary_rows = resolved_rows(anatomy, train.head_chunk_vocab)
     columns = vocabulary_rows or anatomy.model.config.get_text_config().vocab_size
     chunk = _head_chunk(train, micro * length, columns)
-    # Beside a GPU torch copies rows: a few threads reach what memory gives, and the cores are the update's.
+    # Beside a GPU, torch only copies rows. A few threads reach the memory's bandwidth, and the update needs the cores.
     usual_threads = THREADS_BESIDE_A_GPU if hardware.device == "cuda" else MOST_THREADS
     compute = cast(Dtype, recipe.precision.compute)
-    # Nothing is added up, and a wider sum would hold the same numbers; but of a tied head and its embedding, whose two
-    # gradients plain PyTorch adds in the compute dtype as well.
+    # With one piece nothing is summed, so a wider dtype would hold the same numbers. The exception is a tied head and its
+    # embedding, whose two gradients plain PyTorch also adds in the compute dtype.
     one_piece = train.batch_size == micro and chunk == 0
     accumulate: Dtype = compute if one_piece else recipe.precision.grad_accum
     numerics = Numerics(
@@ -78,7 +79,7 @@ def numerics_of(
 
 
 def _refuse_changed(recipe: Recipe, kept: Numerics, asked: Numerics) -> None:
-    """Raises UsageError for a number that differs; `auto` keeps what the run started with."""
+    """Raises UsageError for a setting that differs from the saved run. `auto` keeps the saved value."""
     names = {
         "compute_dtype": ("precision.compute", True),
         "accumulate_dtype": ("precision.grad_accum", True),
@@ -94,13 +95,14 @@ def _refuse_changed(recipe: Recipe, kept: Numerics, asked: Numerics) -> None:
     changed = [f"{key} was {before[k]}, is {now[k]}" for k, (key, fixed) in names.items() if fixed and before[k] != now[k]]
     if changed:
         raise UsageError(
-            "the saved run cannot be resumed, its numerics changed: " + "; ".join(changed),
+            "the saved run cannot be resumed, because its numerics changed: " + "; ".join(changed),
             hint="put the old values back, or start over with checkpoint.resume=never",
         )
 
 
 def sizes_of(batch_size: int, length: int) -> tuple[list[int], int, list[int]]:
-    """Returns the sizes that divide a batch: below the usual one, descending, the usual one, and above it, ascending."""
+    """Returns the sizes that divide a batch: those below the usual one (descending), the usual one, and those above
+    (ascending)."""
     divisors = [size for size in range(1, batch_size + 1) if batch_size % size == 0]
     usual = max(size for size in divisors if size <= max(1, USUAL_TOKENS // length))
     smaller = [size for size in reversed(divisors) if size < usual]
@@ -108,16 +110,17 @@ def sizes_of(batch_size: int, length: int) -> tuple[list[int], int, list[int]]:
 
 
 def likely_sizes(batch_size: int, length: int) -> list[int]:
-    """Returns the sizes that a plan is most likely to choose: the usual one, and the next on either side."""
+    """Returns the sizes that a plan is most likely to choose: the usual one and its two neighbours."""
     smaller, usual, larger = sizes_of(batch_size, length)
     return [usual, *smaller[:1], *larger[:1]]
 
 
 def fastest_size(batch_size: int, length: int, *, planned: Seconds, searched: Seconds) -> int:
-    """Returns the size whose step is fastest, the usual one unless another is faster by more than GAIN.
+    """Returns the size with the fastest step. The usual size wins unless another is faster by more than GAIN.
 
-    Larger and smaller sizes are tried with their usual plan (`planned`, quick) while each is faster than the one before, or
-    until one fits. `searched` decides between the best two that are near each other."""
+    Tries larger and smaller sizes with their usual plan (`planned`, quick), as long as each is faster than the one before, or
+    until one fits. `searched` then decides between the best two, if they are close.
+    """
     smaller, usual, larger = sizes_of(batch_size, length)
     found: dict[int, float] = {}
     if (seconds := planned(usual)) is not None:
@@ -133,7 +136,7 @@ def fastest_size(batch_size: int, length: int, *, planned: Seconds, searched: Se
 
 
 def _follow(sizes: Sequence[int], planned: Seconds, found: dict[int, float], least: float | None) -> None:
-    """Tries sizes as long as it helps, or until one fits. `least`: seconds of the last one that does."""
+    """Tries sizes as long as each is faster, or until one fits. `least`: seconds of the last size that fits."""
     for size in sizes:
         seconds = planned(size)
         if seconds is not None:
@@ -144,7 +147,7 @@ def _follow(sizes: Sequence[int], planned: Seconds, found: dict[int, float], lea
 
 
 def _fastest(found: dict[int, float], usual: int) -> int:
-    """Returns the usual size where nothing fits: who plans it says why."""
+    """Returns the fastest size. Returns the usual one if nothing fits; planning it then says why."""
     best = usual
     for size, seconds in sorted(found.items(), key=lambda item: (item[1], item[0])):
         if best not in found or seconds < found[best] * (1 - GAIN):

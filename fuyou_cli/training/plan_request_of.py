@@ -1,4 +1,4 @@
-"""Turns the placement keys of a recipe into what the planner is asked for."""
+"""Turns the placement keys of a recipe into a request to the planner."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHUNK_PARAMS = 1 << 19
 
 
 class _Kept(TypedDict):
-    """Holds what `PlanRequest` is told of outputs."""
+    """Holds the arguments of `PlanRequest` about outputs."""
 
     kept: Literal["all", "none"] | None
     kept_there: Literal["room"] | None
@@ -38,25 +38,25 @@ _KEPT: dict[str, _Kept] = {
 class DiskShare:
     """Describes the disk under one file of a store. Bytes."""
 
-    free: int  # with what files of this store hold there already
-    files: int  # of this store, on the same disk
+    free: int  # including what files of this store already hold there
+    files: int  # number of this store's files on this disk
     has_export: bool  # whether the exported model goes there too
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreDisks:
-    """Describes what the disks under a store have for it, as they were looked at."""
+    """Describes the room that the disks have for a store, as it was found."""
 
-    shares: tuple[DiskShare, ...]  # one per file: files are striped, so the fullest disk counts for all
-    total: int  # bytes of all these disks, of which offload.max_memory.ssd may name a share
+    shares: tuple[DiskShare, ...]  # one per file; files are striped, so the fullest disk limits all
+    total: int  # bytes of all these disks; offload.max_memory.ssd may name a share of it
 
     def limit(self, recipe: Recipe) -> int | None:
-        """Resolves `offload.max_memory.ssd`; None where it is auto."""
+        """Resolves `offload.max_memory.ssd`. Returns None if it is auto."""
         asked = recipe.offload.max_memory.ssd
         return None if asked.is_auto else asked.resolve(total=self.total, auto=0)
 
     def budget(self, recipe: Recipe, export_bytes: int) -> int:
-        """Returns the bytes that the store may have beside an export at the end."""
+        """Returns the bytes that the store may use beside an export at the end."""
         export = export_bytes if recipe.export.at_end else 0
         least = min((share.free - export * share.has_export) // share.files for share in self.shares)
         there, limit = max(0, least * len(self.shares)), self.limit(recipe)
@@ -73,8 +73,8 @@ def plan_request(
     disks: StoreDisks | None = None,
     parameters: int = 0,
 ) -> PlanRequest:
-    """Resolves the keys to numbers; a `saved` run keeps its kind of store. `disks`: what there is for it beside the export of
-    so many parameters; None: what the profile of the machine found free."""
+    """Resolves the keys to numbers. A `saved` run keeps its kind of store. `disks`: the room for the store, beside the export
+    of this many `parameters`; None: the free disk in the machine's profile."""
     from ..swap.kernels import scratch_size
 
     offload, checkpoint = recipe.offload, recipe.checkpoint
@@ -116,7 +116,7 @@ def plan_request(
 
 
 def _sweeps(asked: int | Literal["auto"], numerics: Numerics, mode: StoreMode) -> int | None:
-    """Returns how many equally long sweeps have at most so many tokens; None leaves it to the planner."""
+    """Returns the number of equal sweeps of at most `asked` tokens. None leaves it to the planner."""
     if asked == "auto":
         return None
     whole, one = numerics.micro_batches, numerics.micro_batch_tokens
@@ -128,14 +128,15 @@ def _sweeps(asked: int | Literal["auto"], numerics: Numerics, mode: StoreMode) -
     sweeps = next(count for count in range(1, whole + 1) if whole % count == 0 and whole // count * one <= asked)
     if sweeps > 1 and mode == "redo":
         raise UsageError(
-            "train.sweep_tokens: the saved run has redo, whose gradients are of one sweep", hint="leave train.sweep_tokens auto"
+            "train.sweep_tokens: the saved run uses checkpoint.mode=redo, which allows one sweep only",
+            hint="leave train.sweep_tokens auto",
         )
     return sweeps
 
 
 def _tier(value: str, device: str) -> Tier | None:
     if value == "gpu" and device == "cpu":
-        raise UsageError("a tensor is pinned to gpu, but offload.device is cpu", hint="use cpu, ssd or auto")
+        raise UsageError("a tensor is placed on gpu, but offload.device is cpu", hint="use cpu, ssd or auto")
     return None if value == "auto" else cast(Tier, value)
 
 
@@ -148,6 +149,7 @@ def _kept(activations: str, device: str) -> _Kept:
 
 
 def _usual_budget(hardware: HardwareProfile, device: str) -> int:
-    """Returns nine tenths of what there is; beside a GPU no more than its driver may pin, as nearly all of it is pinned."""
+    """Returns nine tenths of the available RAM. Beside a GPU nearly all of it is pinned, so it is at most what the driver may
+    pin."""
     most = int(hardware.ram_available * 0.9)
     return min(most, hardware.pinnable) if device == "cuda" and hardware.pinnable else most

@@ -1,4 +1,4 @@
-"""Plans what was inspected (`plan`), a changed recipe (`replan`), or anew once the rows are known (`settle`)."""
+"""Plans an inspected model (`plan`), a changed recipe (`replan`), or again once the rows are known (`settle`)."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from ..engine.describe import Described
     from ..recipe.schema import Recipe
 
-SLOWER = 0.01  # of the step: placed anew for what is known by now, the choice made before may be so much slower
-_NUMBERS = ("seed", "dataset", "train", "precision")  # sections of a recipe that numerics depend on
+SLOWER = 0.01  # share of the step by which the earlier choice may be slower after it is placed again
+_NUMBERS = ("seed", "dataset", "train", "precision")  # recipe sections that numerics depend on
 
 
 def plan(
@@ -44,10 +44,12 @@ def plan(
     micro_batch_size: int | None = None,
     choose: Choose | None = None,
 ) -> Planned:
-    """Plans for a machine. Raises PlanError where a run does not fit; without a run returns the plan that needs least.
+    """Makes a plan for a machine. Raises PlanError if a run does not fit. If nothing is to run, returns the plan that needs
+    least.
 
-    `rows`: of an epoch, where known; `micro_batch_size`: what `auto` was chosen to be; `choose`: makes the plan instead of the
-    search."""
+    `rows`: rows of an epoch, if known. `micro_batch_size`: the size chosen for `auto`. `choose`: makes the plan instead of the
+    search.
+    """
     inspected = _resumable(inspected, hardware, say)
     resolved, recipe = inspected.resolved, inspected.recipe
     planner = _Planner(inspected, hardware, disks, or_least=not resolved.to_run)
@@ -58,8 +60,8 @@ def plan(
 
 
 def replan(before: Planned, recipe: Recipe, *, choose: Choose | None = None) -> Planned:
-    """Plans with changed keys for the same model and machine. Raises PlanError where nothing fits, UsageError where the model
-    refuses them."""
+    """Plans with changed keys for the same model and machine. Raises PlanError if nothing fits, UsageError if the model refuses
+    them."""
     resolved = replace(before.inspected.resolved, recipe=recipe)
     planner = _Planner(replace(before.inspected, resolved=resolved), before.hardware, before.disks)
     planner.know(before)
@@ -68,8 +70,8 @@ def replan(before: Planned, recipe: Recipe, *, choose: Choose | None = None) -> 
 
 
 def settle(ready: Ready, hardware: HardwareProfile, disks: StoreDisks | None = None, *, choose: Choose | None = None) -> Ready:
-    """Places the same choice for the rows, process and disks as they are by now; searches again only where that does not fit,
-    is slower, or the drives' rates change with the run's length. Raises PlanError."""
+    """Places the same choice for the current rows, process and disks. Searches again only if it does not fit, is slower, or the
+    drives' rates change with the run's length. Raises PlanError."""
     before = ready.planned
     hardware = replace(hardware, process_bytes=hardware.process_bytes + ready.sampler.peak_bytes)
     planner = _Planner(before.inspected, hardware, disks)
@@ -81,7 +83,7 @@ def settle(ready: Ready, hardware: HardwareProfile, disks: StoreDisks | None = N
 
 
 def _placed_anew(planner: _Planner, before: Planned, found: Found, rows: int) -> Planned | None:
-    """Returns the plan of the choice made before; None where that is not good enough."""
+    """Returns the plan of the choice made before, or None if it is not good enough."""
     try:
         planned = planner.planned(before.plan.numerics, rows, choose=_as_chosen(found.best.choice))
     except PlanError:
@@ -93,12 +95,12 @@ def _placed_anew(planner: _Planner, before: Planned, found: Found, rows: int) ->
 
 
 def _as_chosen(choice: Choice) -> Choose:
-    """Places this choice, and nothing else."""
+    """Returns a function that places this choice and no other."""
 
     def choose(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
         plan = made_of(model, hardware, request, choice)
         if plan is None or not request.has_room_for(plan, hardware):
-            raise PlanError("the choice made before does not fit any more")
+            raise PlanError("the plan chosen before does not fit any more")
         return timed_plan(model, hardware, plan, chosen=request.commit_every == "auto")
 
     return choose
@@ -110,7 +112,7 @@ def _usual_plan(model: ModelSpec, hardware: HardwareProfile, request: PlanReques
 
 
 class _Planner:
-    """Plans one model on one machine. What is specified or searched is kept, so that nothing is done twice."""
+    """Plans one model on one machine. Keeps specifications and searches, so that nothing is done twice."""
 
     def __init__(
         self, inspected: Inspected, hardware: HardwareProfile, disks: StoreDisks | None, *, or_least: bool = False
@@ -124,7 +126,7 @@ class _Planner:
         self._described[_traced(before.plan.numerics)] = before.described
 
     def planned(self, numerics: Numerics, rows: int | None, *, choose: Choose | None = None) -> Planned:
-        """Plans in the store that the disks have room for."""
+        """Plans with the store mode that the disks have room for."""
         inspected, hardware = self._inspected, self._hardware
         described = self._specified(numerics)
         last: list[PlanRequest] = []
@@ -161,8 +163,8 @@ class _Planner:
         )
         if asked.is_swept and not model.may_sweep:
             raise UsageError(
-                f"train.sweep_tokens: {model.architecture} goes through a step's rows at once",
-                hint="leave it auto: its embedding or what is between its layers sums or draws over all rows",
+                f"train.sweep_tokens: {model.architecture} needs all rows of a step at once",
+                hint="leave it auto: the model sums or draws random numbers over all rows, in its embedding or between layers",
             )
         return asked
 
@@ -199,7 +201,7 @@ class _Planner:
         return known
 
     def fastest_micro_batch(self) -> int:
-        """Compares the usual plans of the sizes, simulated; and the searched ones of the best two."""
+        """Compares the simulated usual plans of the sizes, then the searched plans of the best two."""
         recipe, hardware = self._inspected.recipe, self._hardware
 
         def seconds(size: int, choose: Choose) -> float | None:
@@ -223,7 +225,7 @@ class _Planner:
 
 
 def _resumable(inspected: Inspected, hardware: HardwareProfile, say: Say) -> Inspected:
-    """Plans as a new run where a run could not resume the saved one with these numerics, which a run refuses."""
+    """Drops the saved run if it cannot be resumed with these numerics, and plans as for a new run. A run would be refused."""
     resolved = inspected.resolved
     if resolved.to_run or resolved.manifest is None:
         return inspected
@@ -236,7 +238,8 @@ def _resumable(inspected: Inspected, hardware: HardwareProfile, say: Say) -> Ins
 
 
 def _numerics_again(before: Planned, recipe: Recipe) -> Numerics:
-    """Keeps the numerics where nothing of them changed, those of a saved run too; else they are as for a new run."""
+    """Keeps the numerics if none of their settings changed, even those of a saved run. Otherwise resolves them as for a new
+    run."""
     now = before.plan.numerics
     if all(getattr(recipe, section) == getattr(before.recipe, section) for section in _NUMBERS):
         return now
@@ -245,7 +248,7 @@ def _numerics_again(before: Planned, recipe: Recipe) -> Numerics:
 
 
 def _traced(numerics: Numerics) -> tuple[object, ...]:
-    """Returns what a specification depends on."""
+    """Returns the numerics that a specification depends on."""
     numbers = (numerics.micro_batch_size, numerics.max_seq_len, numerics.head_chunk_tokens, numerics.vocabulary_rows)
     return (numerics.compute_dtype, *numbers)
 
@@ -260,7 +263,7 @@ def cut(anatomy: Anatomy, numerics: Numerics) -> Anatomy:
 def anatomy_of(
     recipe: Recipe, hardware: HardwareProfile, *, say: Say, progress: Progress = unheard
 ) -> tuple[Anatomy, list[Numerics]]:
-    """Returns the stages that a run would compute, and the numerics of each likely size of micro-batch, the usual one first."""
+    """Returns the stages that a run would compute, and the numerics of each likely micro-batch size, the usual one first."""
     model_dir = Hub(recipe, say=say, progress=progress).model(need_weights=False)
     anatomy = outline_of(recipe, model_dir, strict=True).anatomy
     check_positions(recipe, anatomy, say)

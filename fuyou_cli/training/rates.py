@@ -1,4 +1,4 @@
-"""Computes the learning rate of every step as the recipe says."""
+"""Computes the learning rate of every step from the recipe."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LearningRate:
-    """Warms up linearly, then is constant, linear, cosine or wsd (constant, then linear decay over the last `decay_steps`)."""
+    """Computes a linear warm-up, then a constant, linear, cosine or wsd schedule (constant, then linear decay over
+    `decay_steps`)."""
 
     name: str
     peak: float
@@ -24,7 +25,7 @@ class LearningRate:
     decay_steps: int = 0
 
     def at(self, step: int) -> float:
-        """Returns the rate of step `step` (1 for the first)."""
+        """Returns the rate of step `step` (1 is the first)."""
         if step <= self.warmup_steps:
             return self.peak * step / self.warmup_steps
         progress = min(1.0, (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
@@ -42,13 +43,13 @@ class LearningRate:
 
 
 def learning_rate(recipe: Recipe, total_steps: int) -> LearningRate:
-    """Returns that of a run of `total_steps`. Raises UsageError for a warm-up that does not end within it."""
+    """Returns the learning rate of a run of `total_steps`. Raises UsageError if the warm-up is longer than the run."""
     schedule, warmup = recipe.lr_scheduler, recipe.lr_scheduler.warmup_steps
     if warmup is None:
         warmup = round((schedule.warmup_ratio or 0.0) * total_steps)
     if warmup > total_steps:
         raise UsageError(
-            f"lr_scheduler.warmup_steps: a warm-up of {warmup:,} steps does not end within the run's {total_steps:,}",
+            f"lr_scheduler.warmup_steps: a warm-up of {warmup:,} steps is longer than the run's {total_steps:,} steps",
             hint="lower it, raise train.epochs, or write lr_scheduler.warmup_ratio",
         )
     return LearningRate(

@@ -1,4 +1,4 @@
-"""Describes what a run reports: plain data, written as JSON lines and rendered elsewhere, and the arithmetic of intervals."""
+"""Describes what a run reports, as plain data. Other modules write it as JSON lines and render it. Also sums up intervals."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Busy:
-    """Describes one interval on a resource (compute, update, ssd read, ssd write, h2d, d2h), seconds from the step's start."""
+    """Describes one interval on a resource (compute, update, ssd read, ssd write, h2d, d2h), in seconds from the step's
+    start."""
 
     resource: str
     label: str  # e.g. "forward block 3", "update head"
@@ -20,15 +21,15 @@ class Busy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepReport:
-    """Describes one step as it was measured."""
+    """Describes one measured step."""
 
-    step: int  # 1 for the first
+    step: int  # the first is 1
     total_steps: int
     loss: float
     lr: float
-    grad_norm: float | None  # None when clipping is off (never computed then)
+    grad_norm: float | None  # None if clipping is off (not computed then)
     tokens: int  # label tokens
-    batch_tokens: int  # tokens computed on, padding excluded
+    batch_tokens: int  # tokens computed, without padding
     seconds: float
     tflops: float  # 6 N tokens / seconds
     ram_now: int
@@ -37,10 +38,10 @@ class StepReport:
     written_bytes: int
     update_cpu_seconds: float  # CPU time of the update threads
     io_cpu_seconds: float  # CPU time of the threads that move bytes
-    stalls: dict[str, float]  # cause -> seconds compute waited
+    stalls: dict[str, float]  # cause -> seconds that compute waited
     skipped: str = ""  # why the step updated nothing
     timeline: tuple[Busy, ...] = ()
-    busy: dict[str, float] = field(default_factory=dict)  # resource -> seconds in which something of it was under way
+    busy: dict[str, float] = field(default_factory=dict)  # resource -> seconds in which it was busy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +59,7 @@ class EvalReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compared:
-    """Puts one figure of the plan beside the run's."""
+    """Holds one figure of the plan and the run's."""
 
     what: str
     unit: Literal["bytes", "seconds"]
@@ -67,7 +68,7 @@ class Compared:
 
     @property
     def difference(self) -> float | None:
-        """Returns it as a share of the predicted figure; None where nothing was predicted."""
+        """Returns the difference as a share of the predicted figure, or None if nothing was predicted."""
         if self.predicted == self.measured:
             return 0.0
         return self.measured / self.predicted - 1 if self.predicted > 0 else None
@@ -75,34 +76,34 @@ class Compared:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunReport:
-    """Describes a whole run. Figures of one step are those of its typical steps (`reporting.Steps`)."""
+    """Describes a whole run. Figures per step are those of its typical steps (`reporting.Steps`)."""
 
     steps: int
-    settled: int  # of these, after the first ones that are not like the rest
+    settled: int  # steps after the first ones, which differ from the rest
     seconds: float
     losses: tuple[float, ...]
     tokens_per_second: float
     tflops: float
     ram_budget: int
     ram_peak: int
-    step_seconds: float  # median, as the bytes of one; the mean of whole intervals where only some steps are committed
+    step_seconds: float  # median, as are the bytes; if only some steps are committed, the mean of whole commit intervals
     read_per_step: int
     written_per_step: int
     written_total: int
     stalls: dict[str, float]  # of all steps
-    timeline: tuple[Busy, ...]  # of the last step, which waited:
+    timeline: tuple[Busy, ...]  # of the last step
     timeline_stalls: dict[str, float]
     output_dir: str
     busy: dict[str, float] = field(default_factory=dict)  # resource -> seconds per step, median
     waits: dict[str, float] = field(default_factory=dict)  # cause -> seconds per step, median
     update_cpu: float = 0.0  # CPU seconds of the update threads per step, median
-    compared: tuple[Compared, ...] = ()  # with the plan, line by line
-    assumed: bool = False  # the plan's rates were
-    attention: str = ""  # by what it was computed; empty where nobody knows
+    compared: tuple[Compared, ...] = ()  # the run's figures and the plan's
+    assumed: bool = False  # whether the plan's rates were assumed
+    attention: str = ""  # what computed attention; empty if not known
 
 
 def merged(intervals: Sequence[Busy]) -> list[tuple[float, float]]:
-    """Returns the union of the intervals, in order: several requests in flight at once count once."""
+    """Returns the union of the intervals, in order. Requests in flight at the same time count once."""
     spans: list[tuple[float, float]] = []
     for begin, end in sorted((item.begin, item.end) for item in intervals if item.end > item.begin):
         if spans and begin <= spans[-1][1]:
@@ -121,7 +122,7 @@ def busy_seconds(timeline: Sequence[Busy]) -> dict[str, float]:
 
 
 def phases(timeline: Sequence[Busy]) -> list[tuple[str, float, float]]:
-    """Returns (name, begin, end) of forward and backward, of every sweep, from the labels of the compute intervals."""
+    """Returns (name, begin, end) of each forward and backward, of every sweep, from the labels of the compute intervals."""
     found: list[tuple[str, float, float]] = []
     for item in sorted((item for item in timeline if item.resource == "compute"), key=lambda item: item.begin):
         name = item.label.partition(" ")[0]

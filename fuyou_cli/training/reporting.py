@@ -1,4 +1,4 @@
-"""Reports a run beside its plan, resource by resource: every surprise is a line with a name."""
+"""Compares a run with its plan, resource by resource, so that every difference shows in a named line."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from ..planner.timeline import Timeline
 from ..spec.plan import Plan
 from .report import Compared, RunReport, StepReport
 
-LATEST = 1000  # steps whose figures are kept
-_LEAST_WAIT = 1e-3  # seconds per step: a shorter wait on both sides is no line
+LATEST = 1000  # number of steps whose figures are kept
+_LEAST_WAIT = 1e-3  # seconds per step; a wait that is shorter in plan and run gets no line
 _Line = tuple[str, Literal["bytes", "seconds"], float, float]
 _RESOURCES = ("compute", "update", "ssd read", "ssd write", "h2d", "d2h")
 
 
 def settling_steps(plan: Plan, *, resumed: bool) -> int:
-    """Returns how many first steps are not like the rest: they warm up, have no moments to read, or write to new extents."""
+    """Returns how many first steps differ from the rest: they warm up, have no moments to read, or write to new extents."""
     if resumed:
         return 1
     return 3 if any(stage.deferred for stage in plan.stages) else 2
 
 
 class Steps:
-    """Keeps what a run's report needs of its steps, in memory that does not grow with their number."""
+    """Keeps the figures of steps that a run's report needs, in memory that does not grow with their number."""
 
     def __init__(self, *, settling: int) -> None:
         self.count = 0
-        self.last: StepReport | None = None  # the only one with its timeline
+        self.last: StepReport | None = None  # only this one keeps its timeline
         self.stalls: dict[str, float] = {}  # of all steps
         self._settling = settling
         self._latest: deque[StepReport] = deque(maxlen=LATEST)
@@ -49,7 +49,7 @@ class Steps:
 
     @property
     def typical(self) -> Sequence[StepReport]:
-        """Returns the latest of the settled ones; of a shorter run all but the first, where there are others."""
+        """Returns the latest settled steps. In a shorter run, returns all but the first, if there are others."""
         latest = list(self._latest)
         return latest[-self.settled :] if self.settled else latest[1:] or latest
 
@@ -66,7 +66,7 @@ def run_report(
     output_dir: str,
     attention: str = "",
 ) -> RunReport:
-    """Sums up a run. Where only some steps write for a commit, bytes and seconds are means over whole intervals."""
+    """Sums up a run. If only some steps write for a commit, bytes and seconds are means over whole commit intervals."""
     typical = steps.typical
     every = plan.commit_every if plan.has_apart_commits else None
     averaged = typical[len(typical) % every :] if every and len(typical) >= every else ()
@@ -101,14 +101,14 @@ def _median(values: Sequence[float]) -> float:
 
 
 def medians(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Returns the median of each name over all steps; a step without it has none of it."""
+    """Returns the median of each name over all steps. A step without a name counts as 0."""
     names = dict.fromkeys(name for step in steps for name in step)
     return {name: statistics.median(step.get(name, 0.0) for step in steps) for name in names}
 
 
 def compared(report: RunReport, plan: Plan, step: Timeline, *, gpu_peak: int = 0) -> tuple[Compared, ...]:
-    """Puts the figures of one step, and the run's memory (bytes), beside the plan's. `step`: as simulated; `gpu_peak`: as
-    measured, 0 of a device without memory of its own."""
+    """Pairs the run's step figures and memory (bytes) with the plan's. `step`: the simulated step. `gpu_peak`: the measured
+    peak, 0 for a device without its own memory."""
     predicted, promised, waits = plan.predicted, step.under_way, report.waits
     longest = {cause: max(step.stalls.get(cause, 0.0), waits.get(cause, 0.0)) for cause in (*step.stalls, *waits)}
     causes = sorted((cause for cause in longest if longest[cause] >= _LEAST_WAIT), key=lambda cause: -longest[cause])
@@ -131,5 +131,5 @@ def compared(report: RunReport, plan: Plan, step: Timeline, *, gpu_peak: int = 0
 
 
 def as_records(lines: tuple[Compared, ...]) -> list[dict[str, object]]:
-    """Returns the same for a log, with the difference as a share of what was predicted, null where nothing was."""
+    """Returns the lines for a log, with the difference as a share of the predicted figure (null if nothing was predicted)."""
     return [{**asdict(line), "what": line.what.strip(), "difference": line.difference} for line in lines]

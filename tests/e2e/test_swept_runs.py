@@ -74,7 +74,7 @@ def test_a_sweep_has_at_most_so_many_tokens(
 
 def test_what_cannot_be_swept_is_refused(materials: Path, llama: str, new_project: Callable[..., Project]) -> None:
     for model, tokens, said in (
-        (str(materials / "model"), ONE, "goes through a step's rows at once"),
+        (str(materials / "model"), ONE, "needs all rows of a step at once"),
         (llama, ONE - 1, "less than a micro-batch of 24 tokens"),
     ):
         recipe = load_recipe(new_project(said, _changes(model, train__sweep_tokens=tokens)).recipe).recipe

@@ -1,1 +1,1 @@
-"""Measures runs of a model's shapes without its weights or data: what `fuyou bench --model` shows."""
+"""Measures runs of a model's shape without its weights or data, for `fuyou bench --model`."""

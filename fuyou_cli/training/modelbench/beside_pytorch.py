@@ -1,4 +1,4 @@
-"""The same shape in plain PyTorch with everything in the device's memory, where that fits."""
+"""Measures the same shape in plain PyTorch, with everything in the device's memory, if it fits there."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ..steps import Planned
 from .measured import Place, rows_of
 
 _BYTES = 20  # per parameter: weights and gradients in bf16, fp32 master, its gradient and two moments
-_SPARED = 0.15  # of the memory, for activations and what torch keeps
-_STEPS = 3  # the first is left out
+_SPARED = 0.15  # share of the memory for activations and torch's own buffers
+_STEPS = 3  # the first one does not count
 
 
 def tokens_per_second(planned: Planned, place: Place) -> tuple[float | None, str]:
-    """Returns the rate, or None and why there is none."""
+    """Returns the rate, or None and the reason."""
     hardware, needed = planned.hardware, _BYTES * planned.model.parameters
     room = hardware.device_free or hardware.device_memory if hardware.device == "cuda" else hardware.ram_available
     if needed > (1 - _SPARED) * room:
-        return None, f"in memory it needs {gib(needed)} and its activations, {gib(room)} are free"
-    place.say("the same in memory, with plain PyTorch")
+        return None, f"in memory it needs {gib(needed)} plus activations, but {gib(room)} are free"
+    place.say("measuring the same shape in memory, with plain PyTorch")
     try:
         return _measured(planned, place), ""
     except (MemoryError, torch.OutOfMemoryError):
@@ -39,7 +39,7 @@ def _measured(planned: Planned, place: Place) -> float:
     config = planned.anatomy.model.config
     dtype = getattr(torch, numerics.compute_dtype)
     with torch.device(device):
-        # With the attention that is benched beside it: not every model can do what the recipe asks for.
+        # Uses the attention of the run beside it. Not every model supports the one the recipe asks for.
         options = {"dtype": dtype, "attn_implementation": config._attn_implementation}
         model: Any = AutoModelForCausalLM.from_config(config, **options).train()
     masters = [parameter.detach().float().clone() for parameter in model.parameters()]
@@ -63,7 +63,7 @@ def _step(
     model: Any, masters: list[torch.Tensor], optimizer: torch.optim.Optimizer, batch: tuple[torch.Tensor, torch.Tensor],
     micro_batch_size: int, clip: float | None, device: torch.device,
 ) -> None:  # fmt: skip
-    """One step as anyone would write it: micro-batches, gradients summed in fp32, clipped, AdamW on fp32 masters."""
+    """Runs one step as anyone would write it: micro-batches, gradients summed in fp32 and clipped, AdamW on fp32 masters."""
     ids, labels = (tensor.to(device) for tensor in batch)
     for begin in range(0, ids.shape[0], micro_batch_size):
         part = slice(begin, begin + micro_batch_size)

@@ -1,4 +1,4 @@
-"""Runs a few steps of a shape by the steps that `fuyou finetune` takes, and says what the settled ones did."""
+"""Runs a few steps of a shape, through the same steps as `fuyou finetune`, and returns the figures of the settled ones."""
 
 from __future__ import annotations
 
@@ -31,32 +31,33 @@ if TYPE_CHECKING:
 
 Machine = Callable[["LoadedRecipe", Inspected], tuple[HardwareProfile, StoreDisks]]
 Say = Callable[[str], None]
-STEPS = 5  # of a run, of which those that are not like the rest are left out
+STEPS = 5  # steps of a run; the first ones, which differ from the rest, do not count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where and how bench runs are made. `scratch`: a folder that is removed by whoever made it."""
+    """Describes where and how bench runs are made. `scratch`: a folder that the caller removes."""
 
     scratch: Path
-    store: Callable[[], AbstractContextManager[str]]  # the override that names folders for one store, gone at the end
+    # The override that names the folders of one store, which are removed at the end.
+    store: Callable[[], AbstractContextManager[str]]
     machine: Machine
-    run: dict[str, Any]  # what a `Run` is opened with
+    run: dict[str, Any]  # arguments of `Run`
     trace: Trace | None
     say: Say
-    beside: bool = True  # also in-memory PyTorch where it fits
+    beside: bool = True  # also measures in-memory PyTorch if it fits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """A run's settled steps, medians."""
+    """Holds the figures of a run's settled steps, as medians."""
 
     blocks: int
     parameters: int
     step_seconds: float
-    block_seconds: float  # of a step, for each block: from the end of the visit before to the end of its own
-    tokens: int  # a step
-    busy: dict[str, float]  # resource -> seconds of the step
+    block_seconds: float  # of a step, per block: from the end of the visit before to the end of its own visit
+    tokens: int  # per step
+    busy: dict[str, float]  # resource -> seconds per step
     waits: dict[str, float]
     losses: tuple[float, ...]
 
@@ -73,13 +74,13 @@ def planned_of(loaded: LoadedRecipe, model_dir: Path, place: Place, *, to_run: b
 
 
 def bound_of(planned: Planned) -> float:
-    """Returns seconds that no step of the plan is faster than, at the machine's rates."""
+    """Returns a lower bound for a step of this plan at the machine's rates, in seconds."""
     costs = Costs.of(planned.model, planned.hardware, planned.plan)
     return lower_bound(costs, plan_schedule(planned.model, planned.plan), planned.plan)
 
 
 def measure(loaded: LoadedRecipe, planned: Planned, place: Place) -> Measured:
-    """Loads random weights and trains."""
+    """Loads random weights, trains, and returns the measured figures."""
     ready = _ready(loaded, planned, place)
     reports: list[StepReport] = []
     with Run(ready, **place.run) as run:
@@ -104,7 +105,7 @@ def measure(loaded: LoadedRecipe, planned: Planned, place: Place) -> Measured:
 
 
 def seconds_of(report: StepReport, blocks: set[str]) -> float:
-    """Returns the seconds of a step for each of these stages, waits before their visits included."""
+    """Returns the seconds of a step per block of `blocks`, with the waits before their visits."""
     total, before = 0.0, 0.0
     for item in sorted((one for one in report.timeline if one.resource == "compute"), key=lambda one: one.end):
         if item.label.partition(" ")[2] in blocks:
@@ -139,7 +140,7 @@ def _ready(loaded: LoadedRecipe, planned: Planned, place: Place) -> Ready:
 
 
 def rows_of(planned: Planned, place: Place) -> Rows:
-    """Makes rows for every step of the run."""
+    """Makes random rows for every step of the run."""
     config: Any = planned.anatomy.model.config
     batch, tokens = planned.recipe.train.batch_size, planned.recipe.dataset.max_seq_len
     vocabulary = config.get_text_config().vocab_size

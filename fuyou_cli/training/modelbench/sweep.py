@@ -1,4 +1,5 @@
-"""The same shape at several batch sizes: measured whole where time and disk allow, else extrapolated from fewer blocks."""
+"""Measures one shape at several batch sizes. Measures whole runs if time and disk allow, otherwise extrapolates from fewer
+blocks."""
 
 from __future__ import annotations
 
@@ -21,59 +22,59 @@ if TYPE_CHECKING:
     from ..steps import Planned
 
 SAMPLES = (2, 4)  # blocks
-AGREE = 0.05  # of the step that each sample gives for the whole
-Loaded = Callable[[Sequence[str]], "LoadedRecipe"]  # the recipe with further overrides
+AGREE = 0.05  # largest difference between the samples' estimates of the whole step, as a share
+Loaded = Callable[[Sequence[str]], "LoadedRecipe"]  # returns the recipe with these overrides added
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """The whole model's step, as a run of so many of its blocks gives it."""
+    """Holds the whole model's step time as estimated from a run of some of its blocks."""
 
     blocks: int
-    measured_seconds: float  # of the run's own step
+    measured_seconds: float  # of that run's step
     block_seconds: float
-    step_seconds: float  # of the whole
+    step_seconds: float  # of the whole model's step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """One batch size. `estimates`: empty where the whole model was measured."""
+    """Holds the figures of one batch size. `estimates` is empty if the whole model was measured."""
 
     batch_size: int
     micro_batch_size: int
-    tokens: int  # a step
+    tokens: int  # per step
     parameters: int
     step_seconds: float
     predicted_seconds: float
     bound_seconds: float
     device_flops: float  # the device's measured rate
-    busy: dict[str, float]  # resource -> share of the step; of the larger sample where extrapolated
-    homes: dict[str, str]  # what rests where
+    busy: dict[str, float]  # resource -> share of the step; if extrapolated, of the larger sample
+    homes: dict[str, str]  # tensor -> the tier where it rests
     estimates: tuple[Estimate, ...] = ()
     in_memory: float | None = None  # tokens per second of plain PyTorch
-    in_memory_why: str = ""  # it was not measured
+    in_memory_why: str = ""  # why it was not measured
 
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.step_seconds
 
     def flops(self, per_parameter: int) -> float:
-        """Per second, with 6 per parameter and token for forward and backward, or the paper's 8 with recompute."""
+        """Returns FLOP/s, with 6 per parameter and token for forward and backward, or the paper's 8 with recompute."""
         return per_parameter * self.parameters * self.tokens_per_second
 
     @property
     def device_share(self) -> float:
-        """Of the device's measured rate, as 6N."""
+        """Returns the share of the device's measured rate, with 6 FLOP per parameter and token."""
         return self.flops(6) / self.device_flops
 
     @property
     def overlap(self) -> float:
-        """Tells how close the step is to what no step of this plan is faster than."""
+        """Returns how close the step is to the lower bound of this plan; 1 is the bound."""
         return self.bound_seconds / self.step_seconds
 
     @property
     def apart(self) -> float:
-        """By how much the estimates differ, as a share of the one from more blocks."""
+        """Returns how much the estimates differ, as a share of the one from more blocks."""
         steps = [estimate.step_seconds for estimate in self.estimates]
         return abs(steps[0] - steps[-1]) / steps[-1] if steps else 0.0
 
@@ -86,7 +87,8 @@ def sweep(
     config: PreTrainedConfig, load: Loaded, place: Place, *, batch_sizes: Sequence[int], seconds: float,
     heard: Callable[[Point], None] = lambda point: None,
 ) -> list[Point]:  # fmt: skip
-    """Measures every batch size. `seconds`: a whole run that would take longer is extrapolated."""
+    """Measures every batch size. A whole run that would take longer than `seconds` is extrapolated. `heard` gets each
+    result."""
     found = []
     for batch_size in batch_sizes:
         place.say(f"batch size {batch_size}")
@@ -103,7 +105,7 @@ def _point(config: PreTrainedConfig, load: Loaded, place: Place, batch_size: int
         whole = planned_of(loaded, model_dir, place, to_run=False)
         if not whole.fits_ram:
             needed, budget = gib(whole.plan.predicted.cpu_peak), gib(whole.plan.cpu_budget)
-            raise PlanError(f"batch size {batch_size}: the run needs {needed} of RAM, and has {budget}")
+            raise PlanError(f"batch size {batch_size}: the run needs {needed} of RAM, but has {budget}")
         if whole.refusal:
             raise UsageError(whole.refusal)
         why = _why_not_whole(whole, seconds) if blocks > SAMPLES[-1] else ""
@@ -124,13 +126,13 @@ def _point(config: PreTrainedConfig, load: Loaded, place: Place, batch_size: int
 def _why_not_whole(whole: Planned, limit: float) -> str:
     plan, hardware = whole.plan, whole.hardware
     if plan.store_size > hardware.disk_free:
-        return f"the store needs {gb(plan.store_size)}, and {gb(hardware.disk_free)} are free"
+        return f"the store needs {gb(plan.store_size)}, but {gb(hardware.disk_free)} are free"
     takes = STEPS * plan.predicted.step_seconds + 2 * loaded_bytes(plan) / hardware.store_write
-    return f"a whole run would take about {takes / 60:.0f} min, at most {limit / 60:.0f} are allowed" if takes > limit else ""
+    return f"a whole run would take about {takes / 60:.0f} min, but {limit / 60:.0f} are allowed" if takes > limit else ""
 
 
 def homes_of(planned: Planned) -> dict[str, str]:
-    """Returns where the plan keeps most blocks' weights, states, gradients and boundaries."""
+    """Returns the tier where the plan keeps most blocks' weights, states, gradients and boundaries."""
     blocks = [stage for stage in planned.plan.stages if planned.model.stages[stage.stage].kind == "block"]
 
     def most(tiers: Sequence[str]) -> str:
@@ -145,7 +147,7 @@ def homes_of(planned: Planned) -> dict[str, str]:
 
 
 def estimated(sample: Measured, blocks: int) -> Estimate:
-    """Adds the blocks that the sample has not, each at the time of one that it has."""
+    """Estimates the whole step: adds each block that the sample lacks, at the time of a block that it has."""
     return Estimate(
         blocks=sample.blocks,
         measured_seconds=sample.step_seconds,

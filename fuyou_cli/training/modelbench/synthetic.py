@@ -1,7 +1,7 @@
-"""What a run reads, made up: a model's configuration, random weights and random tokens.
+"""Makes up what a run reads: a model's configuration, random weights and random tokens.
 
-Weights are normal and not zeros: a GPU multiplies zeros faster. All tensors are read from one file as large as the largest of
-them, so no checkpoint has to be written.
+Weights are normally distributed, not zero, because a GPU multiplies zeros faster. All tensors are read from one file, as large
+as the largest tensor, so no checkpoint has to be written.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "num_hidden_layers": 96, "num_attention_heads": 96, "max_position_embeddings": 2048, "dropout": 0.0}),
 }  # fmt: skip
 NAMES = tuple(_CONFIGS)
-_TOKENS = 2048  # of a row of these
-_DEVIATION = 0.02  # of the normal distribution that such models start from
+_TOKENS = 2048  # tokens per row
+_DEVIATION = 0.02  # standard deviation of such models' initial weights
 _DRAWN = 1 << 22  # values drawn at a time
 
 
@@ -47,7 +47,7 @@ def named_config(name: str) -> PreTrainedConfig:
 
 
 def write_recipe(folder: Path) -> Path:
-    """Writes the recipe of a named shape; batch and folders are for overrides to say."""
+    """Writes the recipe of a named shape. Overrides set the batch and the folders."""
     recipe = {
         "output_dir": str(folder / "out"),
         "model": {"name_or_path": str(folder / "model")},
@@ -61,7 +61,7 @@ def write_recipe(folder: Path) -> Path:
 
 
 def write_config(config: PreTrainedConfig, folder: Path, *, blocks: int) -> Path:
-    """Writes the same configuration with so many blocks; returns its folder."""
+    """Writes the configuration with this many blocks and returns its folder."""
     import copy
 
     config = copy.deepcopy(config)
@@ -74,7 +74,7 @@ def write_config(config: PreTrainedConfig, folder: Path, *, blocks: int) -> Path
 
 
 def random_entries(model: PreTrainedModel, folder: Path, *, dtype: str, seed: int = 0) -> Mapping[str, TensorEntry]:
-    """Makes up a checkpoint's tensors, by name: each is the beginning of one random file."""
+    """Makes up a checkpoint's tensors, by name. Each is the beginning of one random file."""
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     largest = max(math.prod(shape) for shape in shapes.values())
     file, size = folder / "weights.bin", 2 if dtype == "bfloat16" else 4
@@ -98,7 +98,7 @@ def _bytes_of(values: Any, dtype: str) -> bytes:
 
 
 def random_rows(folder: Path, *, rows: int, tokens: int, vocabulary: int, seed: int = 0) -> Rows:
-    """Makes up rows of equal length, all of whose tokens carry loss, as tokenising leaves them."""
+    """Makes rows of equal length as tokenising would, with loss on all tokens."""
     out = folder / f"rows-{rows}-{tokens}"
     out.mkdir(exist_ok=True)
     drawn = np.random.default_rng(seed).integers(0, vocabulary, rows * tokens, dtype=np.int32)
