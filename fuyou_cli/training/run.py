@@ -1,4 +1,4 @@
-"""Runs a recipe: opens store, daemon, device and executor together, steps, saves, and closes them in order."""
+"""Runs a recipe: opens store, daemon, device and executor, runs the steps, saves, and closes everything in order."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ from .stopping import StopRequests
 from .trace import Trace
 from .trimming import Trimming
 
-_FIRST = 3  # steps, in which every parameter should get a gradient
-_NAMED = 5  # of those that get none
+_FIRST = 3  # steps within which every parameter should get a gradient
+_NAMED = 5  # parameters without a gradient that a note names
 
 
 class Run:
-    """Holds an open run. `memory_now` gives the process's anonymous and kernel bytes, `memory_highest` the most since it was
-    asked last (0: not known), `free_space` a folder's. `ends_process`: signals are ignored once the run has failed, while its
-    opener says why."""
+    """Holds an open run. `memory_now` returns the process's anonymous and kernel bytes. `memory_highest` returns the most since
+    the last call (0: not known). `free_space` returns the free bytes of a folder. `ends_process`: signals are ignored once the
+    run has failed, while its opener reports why."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Run:
         self._steps = Steps(settling=settling_steps(planned.plan, resumed=planned.manifest is not None))
         self._began = time.monotonic()
         with ExitStack() as opening:
-            opening.enter_context(self.stopping)  # the last to be closed
+            opening.enter_context(self.stopping)  # closed last
             opening.enter_context(self.memory)
             self._stack = opening
             self._open(free_space)
@@ -89,7 +89,7 @@ class Run:
 
     @property
     def step(self) -> int:
-        """Returns the number of whole steps that are done."""
+        """Returns the number of finished steps."""
         return self.standing.step
 
     @property
@@ -108,11 +108,11 @@ class Run:
         if planned.recipe.train.deterministic and plan.device != "cpu":
             self._stack.callback(compute_repeatably())
         self.device = open_device(plan.device, memory=self._device_most)
-        self._stack.callback(self.device.close)  # its copies reach into the arena: closed before that is unmapped
+        self._stack.callback(self.device.close)  # closed before the arena is unmapped, because its copies use the arena
         self._open_store()
         names = {stage.index: stage.name for stage in self.model.stages}
         patience = Patience(self._announce, progress=self._moved, where=self._where)
-        redo = plan.store_mode == "redo"  # whose manifests say what was written of gradients
+        redo = plan.store_mode == "redo"  # redo's manifests name the written gradients
         options = DaemonOptions.of(plan.io, data_sums=planned.recipe.offload.verify_reads, write_sums=redo)
         self.daemon = self._stack.enter_context(SwapDaemon(arena, self.store, options, label_names=names, patience=patience))
         self.host_memory = HostMemory(arena)
@@ -166,7 +166,7 @@ class Run:
             yield
 
     def _claim_folders(self, free_space: Callable[[Path], int]) -> None:
-        """Checks that a saved run is still the one that was planned for, and that the folders have room for the store."""
+        """Checks that a saved run is still the one in the plan, and that the folders have room for the store."""
         plan, planned = self.plan, self.planned
         self.paths = [directory / STORE_FILE for directory in planned.directories]
         if planned.manifest is not None:
@@ -177,11 +177,13 @@ class Run:
         for directory, path in zip(planned.directories, self.paths, strict=True):
             own_folder(directory)
             if path.is_file() and path.stat().st_nlink > 1:
-                raise UsageError(f"{path} has a second name (hard link), which would be written over", hint="move it away")
+                raise UsageError(
+                    f"{path} has a second name (hard link), and the run would overwrite its data", hint="move it away"
+                )
         check_space(self.paths, plan.store_size, free_space)
 
     def _open_store(self) -> None:
-        """Opens and locks the store; only then is its manifest sure to stay what it was."""
+        """Opens and locks the store. Only then is its manifest sure to stay as it is."""
         plan, planned = self.plan, self.planned
         self._unnamed = [path for path in self.paths if planned.manifest is None and _is_missing(path)]
         self.store = self._stack.enter_context(Store.open(self.paths, stripe=plan.io.stripe, size=plan.store_size, create=True))
@@ -190,10 +192,11 @@ class Run:
         check_unchanged(planned.manifest, self.paths[0].parent, start_over=start_over)
 
     def _remove_unnamed(self) -> None:
-        """Removes, while they are locked, the files that a run made and never loaded into: nothing says whose they are.
+        """Removes store files that this run made but never loaded into, while they are locked. No manifest says whose they are.
 
-        With a manifest beside them another run made them meanwhile."""
-        with suppress(OSError):  # why the run ended is what is told; what cannot be looked at or removed stays
+        If there is a manifest beside them, another run has made them meanwhile.
+        """
+        with suppress(OSError):  # the reason the run ended matters more; files that cannot be removed stay
             if self._unnamed and _is_missing(self.paths[0].parent / manifests.NAME):
                 for path in self._unnamed:
                     path.unlink(missing_ok=True)
@@ -205,11 +208,11 @@ class Run:
         self._stack.__exit__(kind, error, trace)
 
     def load(self, progress: Callable[[int], None]) -> None:
-        """Loads the model's weights as generation 0, or restores the saved state. `progress` hears of parameters loaded, or of
-        bytes of the saved state that were read and found as they were written."""
+        """Loads the model's weights as generation 0, or restores the saved state. `progress` gets the parameters loaded, or the
+        bytes of saved state that were read and checked."""
         saved = self.planned.manifest
         with self.stopping.during("loading"), self._endings.telling_what_is_saved():
-            self._unnamed.clear()  # a manifest names them, or is about to
+            self._unnamed.clear()  # a manifest names them, or will do so next
             if saved is not None:
                 self.saver.restore(saved, progress)
                 return
@@ -218,7 +221,7 @@ class Run:
             self.files.load(self.ready.entries, self.executor.residency.records, progress)
 
     def trace(self, trace: Trace) -> None:
-        """Has `trace` hear of every step to come."""
+        """Passes every later step to `trace`."""
         self._meter.trace(trace, self.executor.visits)
 
     # ---- stepping ------------------------------------------------------------------------------------------------
@@ -240,7 +243,7 @@ class Run:
             while self.step < self.planned.total_steps and not self._evaluations.stop:
                 limit = self._limits.reached(seconds=time.monotonic() - self._began, written=self._written)
                 if limit:
-                    self._announce(f"{limit};\nstopping, and saving the state")
+                    self._announce(f"{limit};\nstopping and saving the state")
                 report = None if self.stopping.requested or limit else self._one_step()
                 if report is None:
                     self.executor.abandon()
@@ -281,12 +284,12 @@ class Run:
         return self.standing.written_before + self.daemon.counters().written_bytes
 
     def _moved(self) -> tuple[int, ...]:
-        """Returns numbers that change when anything moves."""
+        """Returns numbers that change whenever data moves or updates run."""
         counters = self.daemon.counters()
         return counters.read_bytes, counters.written_bytes, counters.update_params
 
     def _where(self) -> str:
-        """Says what the run is doing, for people."""
+        """Says what the run is doing."""
         if not self.doing.training:
             return "loading"
         if not self.doing.step:
@@ -295,7 +298,7 @@ class Run:
         return f"step {self.step + 1}, {visit.phase} of {self.model.stages[visit.stage].name}"
 
     def _one_step(self) -> StepReport | None:
-        """Runs one step; returns None where it was given up on request."""
+        """Runs one step. Returns None if it was given up on request."""
         planned, rows = self.planned, self.ready.rows
         order = self.ready.sampler.batch(self.step)
         batch = collate(rows, order, pad_id=rows.summary.pad_id, max_len=self.plan.numerics.max_seq_len)
@@ -321,7 +324,9 @@ class Run:
             self._announce(unreached)
         if outcome.skipped:
             row, most = self.standing.skipped_in_row, planned.recipe.train.skip_nonfinite
-            self._announce(f"{outcome.skipped};\nit is skipped and changes nothing, {row} in a row of at most {most}")
+            self._announce(
+                f"{outcome.skipped};\nthe step is skipped and changes nothing ({row} in a row, at most {most} are allowed)"
+            )
         return self._meter.report(outcome, step=self.step, total_steps=planned.total_steps, lr=lr, tokens=batch.tokens)
 
     def _between_micro_batches(self) -> None:
@@ -335,12 +340,12 @@ class Run:
     def _after_visit(self, visit: Visit) -> None:
         visits = self.executor.visits.schedule.visits
         self._trimming.between_visits(visit, visits[(visit.index + 1) % len(visits)])
-        self._stop_here()  # a batch of one micro-batch has no other place to stop
+        self._stop_here()  # a step of one micro-batch can stop only here
 
     # ---- saving and reporting ------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Brings everything to one generation, on stable storage, with a manifest that says so."""
+        """Brings all stages to one generation, on stable storage, with a manifest that names it."""
         self.doing.saving = True
         with self.stopping.during("saving"):
             self.executor.drain()
@@ -362,22 +367,22 @@ class Run:
         )
 
     def _attention(self) -> str:
-        """Says by what attention was computed; of sdpa, by which of its kernels, where it was seen."""
+        """Says what computed attention. For sdpa this includes the kernel, if it was seen."""
         asked, seen = self.planned.anatomy.model.config._attn_implementation, self.executor.attention.kernel
         return f"{asked}, {seen}" if seen else str(asked)
 
 
 def _unreached(model: ModelSpec, reached: set[str]) -> str:
-    """Names the parameters that no gradient has reached, for people; empty where there are none."""
+    """Returns a note that names the parameters without any gradient so far, empty if there are none."""
     tensors = dict.fromkeys(tensor.name for stage in model.stages for tensor in stage.tensors)
     names = [name for name in tensors if name not in reached]
     more = f" and {len(names) - _NAMED:,} others" if len(names) > _NAMED else ""
     found = ", ".join(names[:_NAMED]) + more
-    return f"note: {found} got no gradient in {_FIRST} steps, so nothing is trained there" if names else ""
+    return f"note: {found} got no gradient in {_FIRST} steps, so they are not trained" if names else ""
 
 
 def _is_missing(path: Path) -> bool:
-    """Tells whether nothing is there. Raises OSError where that cannot be looked at."""
+    """Tells whether `path` does not exist. Raises OSError if this cannot be found out."""
     try:
         path.lstat()
     except FileNotFoundError:

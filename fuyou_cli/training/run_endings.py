@@ -1,4 +1,4 @@
-"""Ends a run before its last step: saves what is whole, and says what is left."""
+"""Ends a run before its last step: saves the last whole state and tells what is saved."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .stopping import StopRequests
 
 @dataclass(slots=True)
 class Doing:
-    """Holds what a run is doing."""
+    """Holds what a run is doing at the moment."""
 
     training: bool = False  # False: it loads
     step: bool = False  # one is under way
@@ -25,7 +25,7 @@ class Doing:
 
 
 class Endings:
-    """Ends one run. `save` puts its state on stable storage."""
+    """Ends one run. `save` writes its state to stable storage."""
 
     def __init__(
         self, planned: Planned, doing: Doing, executor: Executor, saver: Saver, stopping: StopRequests, save: Callable[[], None]
@@ -36,7 +36,7 @@ class Endings:
 
     @contextmanager
     def telling_what_is_saved(self) -> Iterator[None]:
-        """Saves what is whole, and says what is left, whatever ends the run inside."""
+        """Saves the last whole state and tells what is saved, whatever ends the run inside the context."""
         try:
             try:
                 yield
@@ -45,7 +45,7 @@ class Endings:
                 raise
         except KeyboardInterrupt:
             self._stopping.end()
-            self._saver.commits.close()  # a commit under way ends, and counts
+            self._saver.commits.close()  # waits for a commit under way, which then counts
             lost = self._whole_steps_at_stake > 1
             raise Interrupted(self._stopped_where(), hint=self._what_is_saved(), lost=lost) from None
         except Exception as error:
@@ -62,70 +62,72 @@ class Endings:
         return self._step - (self._saver.saved_step or 0)
 
     def _may_abandon(self) -> bool:
-        """Tells whether the state could be saved as soon as the micro-batch under way is done."""
+        """Tells whether the state can be saved once the micro-batch under way is done."""
         return not self._doing.step or self._executor.may_abandon()
 
     def _at_stake(self) -> str:
-        """Says what ending at once would lose: steps that would be computed again, the one under way among them."""
+        """Says what stopping at once would lose: the steps to compute again, including the one under way."""
         lost = self._whole_steps_at_stake + self._doing.step
-        return "this step" if lost <= 1 else f"{lost} steps: step {self._saver.saved_step or 0} is the last one saved"
+        return "this step" if lost <= 1 else f"{lost} steps: the last saved step is {self._saver.saved_step or 0}"
 
     def _stopped_where(self) -> str:
         if not self._doing.training:
             return "stopped while loading"
         if self._doing.saving:
-            return f"stopped while the state after step {self._step} was saved"
+            return f"stopped while saving the state after step {self._step}"
         return f"stopped at once in step {self._step + 1}"
 
     def _rescue(self, error: Exception) -> None:
-        """Saves the last whole step when an error ends the training, unless states may have been harmed."""
+        """Saves the last whole step when an error ends the training, unless the error may have damaged the state."""
         doing, interrupted = self._doing, isinstance(error, Interrupted)
         if not doing.training or doing.saving or self._saver.commits.has_failed or interrupted or not self._is_whole(error):
             return
         try:
             self._executor.abandon()
             self._save()
-        except (FuyouError, OSError, RuntimeError, MemoryError, ValueError) as failure:  # the first one has to be mended
-            error.add_note(f"saving the state failed as well: {failure}")
+        except (FuyouError, OSError, RuntimeError, MemoryError, ValueError) as failure:  # the first error is the one to fix
+            error.add_note(f"saving the state also failed: {failure}")
         except KeyboardInterrupt:
             error.add_note("saving the state was interrupted")
 
     def _is_whole(self, error: Exception) -> bool:
-        """Tells whether the state of the last step is as that step left it."""
+        """Tells whether the state is still as the last step left it."""
         if isinstance(error, NumericsError):
-            return not error.changed  # seen before anything was updated
+            return not error.changed  # True if the error was found before any update
         if isinstance(error, DeviceMemoryError):
             return self._may_abandon()
         if isinstance(error, SwapError | OutOfSpaceError):
-            return self._doing.telling  # a log's; else it is the store's, and what that holds is not known then
+            return self._doing.telling  # an error of a log is harmless; after one of the store its content is not known
         return not self._doing.step or (self._executor.may_abandon() and not isinstance(error, FuyouError))
 
     def _tell(self, error: Exception) -> None:
-        """Adds to the error what is left of the run."""
+        """Adds to the error what is saved of the run."""
         saved = self._what_is_saved()
         if isinstance(error, NumericsError):
             error.hint = self._after_bad_numbers(error)
         elif isinstance(error, UsageError) and not self._doing.training:
-            return  # what is wrong with what is there, the same command finds again
+            return  # the same command finds this error again
         elif isinstance(error, FuyouError):
             error.hint = f"{error.hint}; {saved}" if error.hint else saved
         else:
             error.add_note(saved)
 
     def _after_bad_numbers(self, error: NumericsError) -> str:
-        """Says what to do: the same command computes the same numbers, and a saved run takes no other rate or data."""
+        """Says what to do: the same command would compute the same numbers, and a saved run accepts no other rate or data."""
         step, row = self._saver.saved_step or 0, self._saver.standing.skipped_in_row
-        hint = f"{error.hint}; either takes checkpoint.resume=never, which starts over"
+        hint = f"{error.hint}; both need checkpoint.resume=never, which starts over"
         if error.changed:
-            hint = f"updates of the step had begun, so the run is back at its last commit, after step {step}; {hint}"
+            hint = f"updates of the step had begun, so the run goes back to its last commit, after step {step}; {hint}"
         elif self._planned.plan.clip_grad_norm is not None:
             skipping = f"the {row} steps before were skipped too" if row else "nothing was updated"
-            hint = f"{skipping}: train.skip_nonfinite={row + 1} goes on without such a step; or {hint}"
+            hint = f"{skipping}: train.skip_nonfinite={row + 1} skips such a step and goes on; or {hint}"
         return f"{hint} (the state after step {step} is saved: fuyou export {self._saver.folder} OUT)"
 
     def _what_is_saved(self) -> str:
         folder, step = self._saver.folder, self._saver.saved_step
         if not step:
-            return f"{'no step is saved' if self._step else 'nothing was trained yet'}: the same command starts again"
+            return (
+                f"{'no step is saved' if self._step else 'nothing was trained yet'}: the same command starts from the beginning"
+            )
         without = ", without checkpoint.resume=never," if self._planned.recipe.checkpoint.resume == "never" else ""
-        return f"the state after step {step} is saved in {folder}: the same command{without} goes on from there"
+        return f"the state after step {step} is saved in {folder}: the same command{without} continues from there"

@@ -1,4 +1,4 @@
-"""Measures a run: the process's memory, and of each step its seconds, bytes and waits, and when which resource was busy."""
+"""Measures a run: the process's memory, each step's seconds, bytes and waits, and when each resource was busy."""
 
 from __future__ import annotations
 
@@ -22,25 +22,26 @@ _SAMPLE_SECONDS = 0.02
 
 
 class MemoryWatch:
-    """Samples the process's memory from a thread. `highest`: the most that the kernel saw since asked last, 0: not known."""
+    """Samples the process's memory in a thread. `highest` returns the most bytes that the kernel saw since the last call (0:
+    not known)."""
 
     def __init__(self, now: Callable[[], int], highest: Callable[[], int] = lambda: 0) -> None:
         self._now, self._highest = now, highest
-        highest()  # what was before is not of this run
+        highest()  # discards what was before this run
         self.peak = self._since = now()
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="memory-watch", daemon=True)
 
     def look(self) -> int:
-        """Returns the bytes now, which count for the peak."""
+        """Returns the bytes now and includes them in the peak."""
         with self._lock:
             now = self._now()
             self.peak, self._since = max(self.peak, now), max(self._since, now)
         return now
 
     def reached(self) -> int:
-        """Returns the most bytes since this was asked last."""
+        """Returns the most bytes since the last call."""
         with self._lock:
             now = self._now()
             reached = max(now, self._since, self._highest())
@@ -69,11 +70,11 @@ class StepMeter:
         self._model, self._daemon, self._device, self._stalls, self._memory = model, daemon, device, stalls, memory
         self._begin = self._end = 0.0
         self._counters, self._waited = daemon.counters(), dict(stalls)
-        self._before: tuple[list[Event], list[Copy]] = ([], [])  # of what ended between two steps, for a trace
+        self._before: tuple[list[Event], list[Copy]] = ([], [])  # what ended between two steps, for a trace
         self._traced: tuple[Trace, Visits, Computing] | None = None
 
     def trace(self, trace: Trace, visits: Visits) -> None:
-        """Has `trace` hear of every step, micro-batch by micro-batch."""
+        """Passes every later step to `trace`, micro-batch by micro-batch."""
         visits.crossings.computing = computing = Computing(self._device)
         self._traced = trace, visits, computing
 
@@ -86,7 +87,7 @@ class StepMeter:
         self._end = time.monotonic()
 
     def report(self, outcome: StepOutcome, *, step: int, total_steps: int, lr: float, tokens: int) -> StepReport:
-        """Reports the step that has just ended. `tokens`: computed on."""
+        """Reports the step that has just ended. `tokens`: the tokens computed."""
         before, after, seconds = self._counters, self._daemon.counters(), self._end - self._begin
         events, copies = self._daemon.events(), self._device.copies()
         moved = timeline(outcome, events, copies, begin=self._begin, model=self._model)
@@ -127,7 +128,7 @@ class StepMeter:
 def timeline(
     outcome: StepOutcome, events: Iterable[Event], copies: Iterable[Copy], *, begin: float, model: ModelSpec
 ) -> tuple[Busy, ...]:
-    """Tells when which resource was busy in a step that began at `begin` (monotonic seconds)."""
+    """Returns when each resource was busy in a step that began at `begin` (monotonic seconds)."""
     found = intervals(outcome, events, copies, begin=begin, model=model)
     return tuple(replace(item, begin=0.0) if item.begin < 0 else item for item in found if item.end > 0)
 
@@ -135,7 +136,7 @@ def timeline(
 def intervals(
     outcome: StepOutcome, events: Iterable[Event], copies: Iterable[Copy], *, begin: float, model: ModelSpec
 ) -> list[Busy]:
-    """Returns the same with what began earlier, or ended before: that has negative seconds."""
+    """Returns the same intervals, including what began or ended before the step, at negative seconds."""
     names = [stage.name for stage in model.stages]
 
     def busy(resource: str, label: str, since: float, until: float, size: int = 0) -> Busy:
@@ -155,7 +156,7 @@ def intervals(
 
 
 def of_micro_batches(computed: Iterable[MicroBatch], waits: Iterable[Wait], *, begin: float, model: ModelSpec) -> list[Busy]:
-    """Returns what only a trace shows: each micro-batch's compute, and each wait."""
+    """Returns what only a trace shows: the compute of each micro-batch, and each wait."""
     found = [
         Busy(
             resource="compute",
@@ -170,7 +171,7 @@ def of_micro_batches(computed: Iterable[MicroBatch], waits: Iterable[Wait], *, b
 
 
 def _direction(phase: str, model: ModelSpec) -> str:
-    """Returns where a visit counts: a whole head, which is both at once, with forward."""
+    """Returns the direction that a visit counts for. A whole head, which does both at once, counts as forward."""
     if phase == "head":
         return "backward" if model.head_is_cut else "forward"
     return "forward" if phase == "logits" else phase

@@ -1,7 +1,7 @@
 """Takes a recipe to a run in steps: resolve, inspect, plan (`plan_step`), fetch, tokenise, settle (`plan_step`), run (`run`).
 
-Each takes what the one before it returned and adds what it found, or raises UsageError. The cheap comes first, and nothing of
-the run is written before it runs. `say` hears of what takes a while and of what is worth a word.
+Each step takes what the one before it returned, adds what it found, or raises UsageError. Cheap steps come first, and nothing
+of the run is written before it runs. `say` gets notes and what takes a while.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resolved:
-    """Holds what the recipe names."""
+    """Holds what the recipe's names stand for on this machine."""
 
     recipe: Recipe
-    to_run: bool  # False: to plan, for which nothing is refused that a run would refuse
+    to_run: bool  # False: only to plan, so that nothing is refused that only a run would refuse
     model_dir: Path
     tokenizer_dir: Path
     directories: tuple[Path, ...]  # one folder of this run per striped directory
-    manifest: Manifest | None  # of a stopped run to resume
+    manifest: Manifest | None  # of the stopped run to resume, if any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inspected:
-    """Holds the model taken apart, without its weights."""
+    """Holds the stages of the model, without its weights."""
 
     resolved: Resolved
     device: str
@@ -66,17 +66,17 @@ class Inspected:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
-    """Holds a plan for a machine, and what it was made of."""
+    """Holds a plan for a machine, and what it was made from."""
 
     inspected: Inspected
     hardware: HardwareProfile
-    disks: StoreDisks | None  # None: what the profile found free
+    disks: StoreDisks | None  # None: the free disk in the profile
     anatomy: Anatomy
     described: Described
     request: PlanRequest
     plan: Plan
-    found: Found | None  # what the search saw; None where there was none
-    epoch_rows: int | None  # None: not counted yet, or not known
+    found: Found | None  # the result of the search; None if there was none
+    epoch_rows: int | None  # None: not known, or not counted yet
 
     @property
     def recipe(self) -> Recipe:
@@ -88,7 +88,7 @@ class Planned:
 
     @property
     def refusal(self) -> str | None:
-        """Says why the model cannot be trained yet; None of a run."""
+        """Returns why the model cannot be trained yet. It is None for a model that can be run."""
         return self.described.refusal
 
     @property
@@ -105,39 +105,39 @@ class Planned:
 
     @property
     def total_steps(self) -> int:
-        """Returns the steps of the whole run; 0 where the data decides."""
+        """Returns the steps of the whole run. 0 means that the data decides."""
         return steps_of(self.recipe, self.epoch_rows)
 
     @property
     def steps_left(self) -> int:
-        """Returns the steps that no earlier process has done; 0 where the data decides, or none is left."""
+        """Returns the steps that no earlier process has done. 0 means that the data decides, or that no step is left."""
         return steps_left(self.total_steps, self.manifest)
 
     @property
     def fits_ram(self) -> bool:
-        """Tells the plan that needs least, made where nothing fits, from all others."""
+        """Tells whether the plan fits its RAM budget. Only the smallest plan, made if nothing fits, does not."""
         return self.plan.predicted.cpu_peak <= self.plan.cpu_budget
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fetched:
-    """Holds where the model's weights lie; of a resumed run whose checkpoint is gone, what its manifest says of them."""
+    """Holds where the model's weights are. For a resumed run whose checkpoint is gone, holds what its manifest says of them."""
 
     planned: Planned
     entries: Mapping[str, TensorEntry]
     stored_as: Mapping[str, str]  # names of the model's tensors in its checkpoint
-    mark: str  # of the weights (`checkpoint/reader.weights_mark`)
+    mark: str  # mark of the weights (`checkpoint/reader.weights_mark`)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ready:
-    """Holds all that a run needs. Once it is settled, `planned` counts on the rows and on the process as it is then."""
+    """Holds all that a run needs. Once it is settled, `planned` includes the rows and the process as they are then."""
 
     planned: Planned
     entries: Mapping[str, TensorEntry]
     stored_as: Mapping[str, str]
-    rows: Rows  # the data
-    sampler: Sampler  # their order
+    rows: Rows  # the tokenised data
+    sampler: Sampler  # the order of the rows
     fingerprints: dict[str, str]
     evaluated: Mapping[str, Rows]  # sets of rows, by name, whose loss the run tells
 
@@ -147,8 +147,8 @@ def unheard(what: str, done: int, total: int) -> None:
 
 
 def resolve(recipe: Recipe, *, to_run: bool = True, here: bool = True, say: Say, progress: Progress = unheard) -> Resolved:
-    """Finds the saved run (`here`, on this machine), model without weights, tokenizer and data that the recipe names.
-    `progress` hears of a download, the bytes so far and in all, from another thread."""
+    """Finds the saved run (if `here`: on this machine), the model without weights, the tokenizer and the data that the recipe
+    names. Another thread calls `progress` during a download with its name, the bytes so far and the bytes in all."""
     _check_backend(recipe)
     directories, manifest = saved_state(recipe, run_directories(recipe), must=to_run, here=here, say=say)
     hub = Hub(recipe, say=say, progress=progress)
@@ -170,13 +170,14 @@ def _check_backend(recipe: Recipe) -> None:
 
     if recipe.offload.io.backend == "io_uring" and not has_io_uring():
         raise UsageError(
-            "offload.io.backend: io_uring, but fuyou was built without it",
+            "offload.io.backend is io_uring, but fuyou was built without it",
             hint="write auto or threads, or install liburing-dev and build again (scripts/quickstart does)",
         )
 
 
 def run_directories(recipe: Recipe) -> tuple[Path, ...]:
-    """Returns the folders of this run's store, one per striped directory: their name is readable, and of one output_dir."""
+    """Returns the folders of this run's store, one per striped directory. Their name is readable and unique to the
+    output_dir."""
     out = folder(recipe.output_dir, key="output_dir").resolve()
     name = f"{out.name}-{hashlib.sha256(str(out).encode()).hexdigest()[:8]}"
     found: dict[Path, Path] = {}
@@ -187,7 +188,8 @@ def run_directories(recipe: Recipe) -> tuple[Path, ...]:
 
 
 def _look_at_data(recipe: Recipe, say: Say, *, needed: bool) -> None:
-    """Says which files are taken. A plan can be made without data (of a shipped recipe, say): then it is a note."""
+    """Says which files are used. A plan can be made without data (of a shipped recipe, for example): then this is only a
+    note."""
     from ..data import MissingDataError, look
 
     try:
@@ -197,7 +199,7 @@ def _look_at_data(recipe: Recipe, say: Say, *, needed: bool) -> None:
     except MissingDataError as error:
         if needed:
             raise
-        say(f"note: {error.message}: a run would be refused")
+        say(f"note: {error.message}. A run would be refused")
         return
     for source in sources:
         if source.choice is not None:
@@ -205,7 +207,7 @@ def _look_at_data(recipe: Recipe, say: Say, *, needed: bool) -> None:
 
 
 def inspect(resolved: Resolved, *, say: Say) -> Inspected:
-    """Builds the model without its weights and finds its stages; from here on the process has torch as a run has it."""
+    """Builds the model without its weights and finds its stages. From here on, torch is loaded in the process as in a run."""
     recipe = resolved.recipe
     outline = outline_of(recipe, resolved.model_dir, strict=resolved.to_run)
     check_positions(recipe, outline.anatomy, say)
@@ -215,7 +217,7 @@ def inspect(resolved: Resolved, *, say: Say) -> Inspected:
 
 
 def outline_of(recipe: Recipe, model_dir: Path, *, strict: bool) -> Outlined:
-    """Finds the stages of the model in a folder. `strict`: refuses one that cannot be trained."""
+    """Finds the stages of the model in a folder. If `strict`, refuses a model that cannot be trained."""
     from ..engine.describe import outlined
     from ..engine.skeleton import build, load_config
 
@@ -234,7 +236,7 @@ def outline_of(recipe: Recipe, model_dir: Path, *, strict: bool) -> Outlined:
 
 
 def device_name(recipe: Recipe) -> str:
-    """Returns cuda where there is one, else cpu, unless the recipe says."""
+    """Returns the recipe's device. For auto, returns cuda if there is a GPU, otherwise cpu."""
     if recipe.offload.device != "auto":
         return recipe.offload.device
     import torch
@@ -243,7 +245,7 @@ def device_name(recipe: Recipe) -> str:
 
 
 def _warm_up(recipe: Recipe) -> None:
-    """Makes torch start its threads and generate its first kernels, so that the process is measured as it will be."""
+    """Makes torch start its threads and build its first kernels, so that the process's memory is measured as it will be."""
     import torch
 
     if recipe.train.threads != "auto":
@@ -260,7 +262,7 @@ def _warm_up(recipe: Recipe) -> None:
 
 
 def fetch(planned: Planned, *, say: Say, progress: Progress = unheard) -> Fetched:
-    """Downloads the weights where they are not here, and matches them with the model's tensors."""
+    """Downloads the weights if they are missing, and matches them with the model's tensors."""
     from ..checkpoint.files import open_checkpoint
     from ..checkpoint.names import entries_for
     from ..checkpoint.reader import weights_mark
@@ -268,14 +270,14 @@ def fetch(planned: Planned, *, say: Say, progress: Progress = unheard) -> Fetche
     recipe, saved = planned.recipe, planned.manifest
     model_dir = Hub(recipe, say=say, progress=progress).model(need_weights=saved is None)
     if model_dir != planned.model_dir:
-        raise UsageError(f"{recipe.model.name_or_path}: changed while it was read", hint="Run the same command again.")
+        raise UsageError(f"{recipe.model.name_or_path}: changed while it was read", hint="run the same command again")
     try:
         entries = entries_for(planned.anatomy.model, open_checkpoint(model_dir))
         mark = weights_mark(entries)
     except UsageError as error:
         if saved is None:
             raise
-        say(f"note: {error.message}: not compared with the weights that the run began with")
+        say(f"note: {error.message}. So the weights are not compared with those that the run began with")
         stored_as = {tensor.name: tensor.stored_as for stage in saved.stages for tensor in stage.tensors}
         return Fetched(planned=planned, entries={}, stored_as=stored_as, mark=saved.fingerprints.get("weights", ""))
     stored_as = {name: entry.name for name, entry in entries.items()}
@@ -283,7 +285,8 @@ def fetch(planned: Planned, *, say: Say, progress: Progress = unheard) -> Fetche
 
 
 def tokenise(fetched: Fetched, *, say: Say) -> Ready:
-    """Makes rows of the data, or finds those of an earlier run. Refuses what does not fit the model or the saved run."""
+    """Makes rows of the data, or finds those of an earlier run. Raises UsageError if they do not fit the model or the saved
+    run."""
     planned = fetched.planned
     recipe, saved = planned.recipe, planned.manifest
     say("reading and tokenising the data")
@@ -294,7 +297,7 @@ def tokenise(fetched: Fetched, *, say: Say) -> Ready:
     for note in rows.summary.notes:
         say(f"note: {note}")
     sampler, total = sampler_of(recipe, len(rows), entry_rows=rows.summary.entry_rows), steps_of(recipe, len(rows))
-    learning_rate(recipe, total)  # refuses a warm-up longer than the epochs are
+    learning_rate(recipe, total)  # refuses a warm-up that is longer than the epochs
     if repeated := sampler.note(total, recipe.train.epochs):
         say(f"note: {repeated}")
     if mixture := mixture_of(recipe, sampler, total):

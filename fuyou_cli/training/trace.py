@@ -1,7 +1,7 @@
-"""Writes a run's newest steps as a trace: a JSON array of events, as ui.perfetto.dev and chrome://tracing open it.
+"""Writes a run's newest steps as a trace: a JSON array of events that ui.perfetto.dev and chrome://tracing open.
 
-Every resource has a track, and one more for each of its intervals that overlap. Steps are packed as they end, so a long run
-keeps only the newest of them, in little memory.
+Every resource has a track, and one more track for each of its overlapping intervals. Steps are packed as they end, so a long
+run keeps only the newest ones, in little memory.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from ..core.errors import FuyouError, UsageError
 from .report import Busy
 
 MOST_STEPS = 10
-MOST_BYTES = 128 << 20  # of the file; one step is kept whatever its size
+MOST_BYTES = 128 << 20  # of the file; one step is always kept, whatever its size
 _TRACKS = ("step", "compute", "visit", "wait", "h2d", "d2h", "update", "ssd read", "ssd write")  # top to bottom
 _NAMED = {"h2d": "copy up", "d2h": "copy down"}
-_LANES = 1000  # of one track
+_LANES = 1000  # lanes of one track, at most
 
 
 class Trace:
-    """Keeps the newest steps; leaving the context writes them, whatever ended the run. Raises UsageError at once where the
-    file cannot be written."""
+    """Keeps the newest steps and writes them at the end of the context, whatever ended the run. Raises UsageError at once if
+    the file cannot be written."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -36,7 +36,7 @@ class Trace:
         self.seen = 0
         self.kept: deque[tuple[int, int, bytes]] = deque()  # step, bytes of JSON, packed
         self._zero: float | None = None
-        self._lanes: dict[str, list[float]] = {}  # by track, when each lane is free
+        self._lanes: dict[str, list[float]] = {}  # track -> when each lane is free
 
     def __enter__(self) -> Trace:
         return self
@@ -51,8 +51,8 @@ class Trace:
             error.add_note(told)
 
     def step(self, number: int, seconds: float, begin: float, items: Sequence[Busy]) -> None:
-        """Adds a step that began at `begin` (monotonic) and what was under way in it, in seconds from then."""
-        if self._zero is None:  # what loading left behind lies before the first step
+        """Adds a step that began at `begin` (monotonic), and its intervals, in seconds from then."""
+        if self._zero is None:  # intervals left over from loading lie before the first step
             self._zero = begin + min((item.begin for item in items), default=0.0)
         step = Busy(resource="step", label=f"step {number}", begin=0.0, end=seconds)
         shift = begin - self._zero
@@ -64,7 +64,7 @@ class Trace:
             self.kept.popleft()
 
     def write(self) -> None:
-        """Writes what is kept."""
+        """Writes the steps that are kept."""
         with self.path.open("wb") as file:
             file.write(b"[\n" + ",\n".join(json.dumps(event) for event in self._names()).encode())
             for _, _, packed in self.kept:
@@ -73,14 +73,14 @@ class Trace:
 
     @property
     def told(self) -> str:
-        """Says what the file holds."""
+        """Returns a line that says what the file holds."""
         if not self.kept:
             return f"trace: {self.path} has no step"
         first, last, left = self.kept[0][0], self.kept[-1][0], self.seen - len(self.kept)
         steps = f"step {last}" if first == last else f"steps {first} to {last}"
         if last - first + 1 != len(self.kept):
             steps = f"the last {len(self.kept)} steps of several runs"
-        bound = f" (at most {MOST_STEPS} steps and {MOST_BYTES >> 20} MiB: the newest)" if left else ""
+        bound = f" (the newest: at most {MOST_STEPS} steps and {MOST_BYTES >> 20} MiB)" if left else ""
         return f"trace: {self.path} has {steps}{bound}; open it at ui.perfetto.dev"
 
     def _event(self, item: Busy, shift: float, step: int) -> dict[str, object]:
@@ -100,7 +100,7 @@ class Trace:
         }
 
     def _lane(self, track: str, begin: float, end: float) -> int:
-        """Returns the first lane that is free: intervals of one lane do not overlap."""
+        """Returns the first free lane. Intervals of one lane do not overlap."""
         lanes = self._lanes.setdefault(track, [])
         lane = next((number for number, free in enumerate(lanes) if free <= begin), len(lanes))
         lanes[lane : lane + 1] = [end]

@@ -1,8 +1,8 @@
-"""Gives the heap's free pages back to the system when the plan's peak needs it, and no earlier.
+"""Gives the heap's free pages back to the system when the plan's peak needs it, and not earlier.
 
-Every page given back is faulted in again, which takes a small model a tenth of its time. A visit like the one before it (the
-next block of the same pass) finds the holes that one left, and reaches what that one reached and a little more. What a visit
-really reached is asked of the kernel, so that what creeps up is seen before it is too much.
+Every page given back must be faulted in again, which can cost a small model a tenth of its time. A visit like the one before it
+(the next block of the same pass) finds the free pages that the other left, so it reaches the same peak and a little more. The
+kernel tells what a visit really reached, so that slow growth is seen in time.
 """
 
 from __future__ import annotations
@@ -14,33 +14,34 @@ from ..planner.schedule import Visit
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan
 
-_CREEP = 4  # a visit reaches what one like it reached, and this part of what compute is charged with more at most
+_CREEP = 4  # a visit exceeds the peak of one like it by at most this fraction of the bytes charged to compute
 
 
 class Trimming:
-    """Trims one run's heap. `now`: bytes the process has; `reached`: at most since asked last; `trim` gives free ones back, and
-    hears whether what follows counts on large blocks being mapped on their own."""
+    """Trims one run's heap. `now` returns the process's bytes. `reached` returns the most bytes since the last call. `trim`
+    gives free pages back; its argument tells whether the next visit needs large blocks to be mapped on their own."""
 
     def __init__(
         self, *, model: ModelSpec, plan: Plan, now: Callable[[], int], reached: Callable[[], int], trim: Callable[[bool], None]
     ) -> None:
         self._model, self._plan, self._now, self._reached, self._trim = model, plan, now, reached, trim
         self._compute = sum(line.size for line in plan.memory if line.what == "compute" and line.tier == "cpu")
-        # How far free pages may pile up: what a visit takes is known to about a fifth, holes being what they are.
+        # Free pages may pile up to here. A visit's memory is known to about a fifth, because of fragmentation.
         self._most = plan.predicted.cpu_peak - self._compute // 5
         self._most_alike = plan.predicted.cpu_peak - self._compute // _CREEP
         on_host = plan.device != "cuda"
         self._hungriest = max(stage.backward_peak for stage in model.stages) if on_host else 0
-        self._next = 0  # bytes that a micro-batch of the visit under way takes beside the holes of the one before it
+        self._next = 0  # bytes that the current visit's next micro-batch takes beyond the free pages of the one before
 
     def between_micro_batches(self) -> None:
-        """Trims where the next one has no room: it finds the holes of the one before, but for what is mapped on its own."""
+        """Trims if the next micro-batch has no room. It reuses the free pages of the one before, except for blocks that are
+        mapped on their own."""
         if self._now() + self._next > self._most:
             self._trim(self._next > 0)
 
     def between_visits(self, before: Visit, after: Visit) -> None:
-        """Trims where the next visit has no room: unless it is like the one before, it may find no hole that it can use. (To
-        count on that without looking at what was reached got a run killed: scripts/results/TRIED.md.)"""
+        """Trims if the next visit has no room. Unless it is like the one before, it may find no free block that it can use.
+        (Relying on similar visits without looking at the peak got a run killed: scripts/results/TRIED.md.)"""
         reached = self._reached()
         if self._shape(before) == self._shape(after):
             room = reached <= self._most_alike
@@ -51,20 +52,21 @@ class Trimming:
         self._next = self._takes_again(after)
 
     def _shape(self, visit: Visit) -> tuple[object, ...]:
-        """Returns what is equal for visits that take the same blocks."""
+        """Returns a value that is equal for visits that take the same blocks."""
         stage = self._model.stages[visit.stage]
         kept = kept_bytes(stage, self._plan.stages[visit.stage].kept)
         return visit.phase, stage.kind, stage.params, stage.forward_peak, stage.backward_peak, kept
 
     def _takes_again(self, visit: Visit) -> int:
-        """Returns the bytes beside the holes of a like micro-batch: all where most is mapped, as of a head's logits."""
+        """Returns the bytes that a like micro-batch takes beyond free pages: all of them if most are mapped, as for a head's
+        logits."""
         peak, mapped = self._peaks(visit)
         if not self._hungriest or not mapped:
             return 0
         return self._takes(visit) if 2 * mapped > peak else mapped
 
     def _takes(self, visit: Visit) -> int:
-        """Returns the most bytes that it takes of the host's."""
+        """Returns the most bytes of host memory that a visit takes."""
         beside = self._compute - self._hungriest
         return beside + self._peaks(visit)[0] if self._hungriest else beside
 

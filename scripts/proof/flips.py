@@ -236,7 +236,7 @@ def _check_refused(run: Stopped, end: Ended, what: str) -> None:
 
 def flip_manifests(place: Place, run: Stopped, *, flips: int, seed: int, resumed_every: int) -> FoundManifests:
     """Bits of the newest manifest, one at a time: it is never taken for one, and the one before is. After every
-    `resumed_every`-th the run is started again: it goes on from there, and ends as it had ended. Every fourth of these times
+    `resumed_every`-th the run is started again: it continues from there, and ends as it had ended. Every fourth of these times
     the bit is one of the manifest before instead, and nothing is lost."""
     draw, found = random.Random(seed), FoundManifests()
     for number in range(flips):

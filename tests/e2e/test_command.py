@@ -27,7 +27,7 @@ def test_interrupted_twice_is_the_same_run(new_project: Callable[..., Project]) 
         assert stopped.returncode == 130, stopped.stderr
         assert f"of {STEPS}" in stopped.stderr
         assert "is saved in" in stopped.stderr
-        assert "the same command goes on from there" in stopped.stderr
+        assert "the same command continues from there" in stopped.stderr
         assert not (broken.out / "model").exists()
         assert sorted(broken.losses()) == [*range(1, step + 1)]
         done = step

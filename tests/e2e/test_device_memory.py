@@ -86,8 +86,8 @@ class _Card(EmulatedDevice):
 @pytest.mark.parametrize(
     ("limit", "free", "advice"),
     [
-        (10 * MiB, 1 * MiB, "others have taken some of the GPU since: set offload.max_memory.gpu to less than 5 MiB"),
-        (10 * MiB, 36 * MiB, "raise offload.max_memory.gpu: the GPU has 40 MiB for this process"),
+        (10 * MiB, 1 * MiB, "other processes now use some of the GPU's memory: set offload.max_memory.gpu to less than 5 MiB"),
+        (10 * MiB, 36 * MiB, "raise offload.max_memory.gpu: this process can use 40 MiB of the GPU"),
         (10 * MiB, 6 * MiB, "the step needs more than planned"),
     ],
 )

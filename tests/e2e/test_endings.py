@@ -170,11 +170,13 @@ def test_a_second_signal_stops_at_once(
             run.train(lambda report: None)
     asked, _, lost = heard[0].partition(";\na second Ctrl-C loses ")
     assert asked == "stopping at the next micro-batch, then saving the state" and len(heard) == 1
-    known = ("this step", "2 steps: step 2 is the last one saved")  # the commit of step 3 may be under way
-    assert lost in (known if every else ("4 steps: step 0 is the last one saved",))
+    known = ("this step", "2 steps: the last saved step is 2")  # the commit of step 3 may be under way
+    assert lost in (known if every else ("4 steps: the last saved step is 0",))
     saved = manifest_of(project).step
     assert saved == (3 if every else 0)
-    known = f"the state after step {saved} is saved" if saved else "no step is saved: the same command starts again"
+    known = (
+        f"the state after step {saved} is saved" if saved else "no step is saved: the same command starts from the beginning"
+    )
     assert ended.value.exit_code == code and known in str(ended.value.hint)
     assert train(project)[0] == whole(changes).losses
 
@@ -194,7 +196,7 @@ def test_numbers_that_fail_again_are_not_recommended(new_project: NewProject) ->
     project = new_project(changes={"optimizer.lr": 1e30, "lr_scheduler.warmup_steps": 0})
     with pytest.raises(NumericsError) as ended:
         train(project)
-    assert "checkpoint.resume=never" in str(ended.value.hint) and "goes on from there" not in str(ended.value.hint)
+    assert "checkpoint.resume=never" in str(ended.value.hint) and "continues from there" not in str(ended.value.hint)
 
 
 def test_an_output_in_the_way_is_refused_before_training(new_project: NewProject) -> None:

@@ -184,7 +184,7 @@ def test_the_weights_it_began_with_are_not_needed_any_more(
         path.unlink()
     done = project.fuyou("finetune", project.recipe)
     assert done.returncode == 0, done.stderr
-    assert "not compared with the weights that the run began with" in done.stderr
+    assert "the weights are not compared with those that the run began with" in done.stderr
     assert project.losses() == {step: expected[step - 1] for step in range(3, STEPS + 1)}
 
 

@@ -79,7 +79,7 @@ def test_skipped_steps_survive_a_stop(place: str, new_project: NewProject) -> No
     whole, broken = new_project("whole", changes), new_project("broken", changes)
     expected = _poisoned(whole, {1, 4}, heard=heard)
     assert len(expected) == STEPS and len(heard) == 2
-    assert all(said.endswith("it is skipped and changes nothing, 1 in a row of at most 2") for said in heard)
+    assert all(said.endswith("the step is skipped and changes nothing (1 in a row, at most 2 are allowed)") for said in heard)
     assert "step 1: " in heard[0] and "gradients of" in heard[0]
     with pytest.raises(Interrupted, match="stopped after step 4"):
         _poisoned(broken, {1, 4}, on_step=_stop_after(4))
@@ -107,8 +107,8 @@ def test_more_in_a_row_than_may_be_skipped_end_the_run(new_project: NewProject) 
     project, heard = new_project(changes=SKIP), list[str]()
     with pytest.raises(NumericsError, match=r"step 5: \d+ gradients of") as ended:
         _poisoned(project, {3, 4, 5}, heard=heard)
-    assert [said.rpartition("nothing, ")[2] for said in heard] == ["1 in a row of at most 2", "2 in a row of at most 2"]
-    assert "train.skip_nonfinite=3 goes on without such a step" in str(ended.value.hint)
+    assert [said.rpartition("nothing ")[2] for said in heard] == [f"({n} in a row, at most 2 are allowed)" for n in (1, 2)]
+    assert "train.skip_nonfinite=3 skips such a step and goes on" in str(ended.value.hint)
     assert manifest_of(project).step == 4
     with pytest.raises(NumericsError, match="step 5"):  # the row goes on where the run does
         _poisoned(project, {5})
@@ -131,7 +131,7 @@ def test_without_clipping_the_run_is_back_at_its_last_commit(new_project: NewPro
         with pytest.raises(NumericsError, match=r"step 4: \d+ gradients of transformer\.h\.0") as ended:
             run.train(lambda report: None)
     assert ended.value.changed and manifest_of(project).step == 3
-    assert "updates of the step had begun, so the run is back at its last commit, after step 3" in str(ended.value.hint)
+    assert "updates of the step had begun, so the run goes back to its last commit, after step 3" in str(ended.value.hint)
     assert train(project)[0] == whole(UNCLIPPED).losses
 
 
@@ -169,4 +169,4 @@ def test_a_parameter_that_no_gradient_reaches_is_named_once(new_project: NewProj
 
         run.executor.visits.sums.close = forget
         run.train(lambda report: None)
-    assert heard == [f"note: {bias.name} got no gradient in 3 steps, so nothing is trained there"]
+    assert heard == [f"note: {bias.name} got no gradient in 3 steps, so they are not trained"]

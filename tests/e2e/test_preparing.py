@@ -174,7 +174,7 @@ def test_a_backend_that_was_not_built_is_refused_at_once(
     new_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fuyou_cli.swap.kernels.build_info", lambda: "gcc; no io_uring; portable")
-    with pytest.raises(UsageError, match=r"offload\.io\.backend: io_uring"):
+    with pytest.raises(UsageError, match=r"offload\.io\.backend is io_uring"):
         _planned(new_project("wants", {"offload.io": {"backend": "io_uring"}}))
     assert _planned(new_project("leaves")).plan.io.backend == "auto"
 

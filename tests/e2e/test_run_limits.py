@@ -32,7 +32,7 @@ def test_a_run_ends_before_the_step_that_its_time_does_not_hold(new_project: New
 
         with pytest.raises(Interrupted, match=f"stopped after step 3 of {STEPS}: train.max_time=1h30m: ") as ended:
             run.train(nearly_over)
-    assert ended.value.exit_code == 130 and "the same command goes on from there" in str(ended.value.hint)
+    assert ended.value.exit_code == 130 and "the same command continues from there" in str(ended.value.hint)
     assert heard[-1].startswith("train.max_time=1h30m: ") and "the next step may take" in heard[-1]
     assert max(len(line) for said in heard for line in said.splitlines()) <= 80
     assert manifest_of(project).step == 3

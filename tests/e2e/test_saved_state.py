@@ -182,7 +182,7 @@ def test_interrupted_while_saving(asked_before: bool, presses: int, stopped: Pro
             with pytest.raises(Interrupted) as ended:
                 run.train(lambda report: None)
             step = last - 1 if asked_before else last
-            assert ended.value.message == f"stopped while the state after step {step} was saved"
+            assert ended.value.message == f"stopped while saving the state after step {step}"
             saved = manifest_of(stopped).step  # a commit that has begun is waited for
             assert saved in (step - 1, step) and f"after step {saved} is saved" in str(ended.value.hint)
             assert ended.value.exit_code == 130

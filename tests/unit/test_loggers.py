@@ -133,7 +133,7 @@ def test_what_fails_is_said_once_and_left_out(tmp_path: Path, name: str, fails: 
     with Loggers(found, run_of(tmp_path), say=said.append) as loggers:
         loggers.step(STEP)
         loggers.step(replace(STEP, step=4))
-    assert said == [f"note: the logger {name} failed and is left out from here on: no such server"]
+    assert said == [f"note: the logger {name} failed, and the run goes on without it: no such server"]
     assert sum(called == fails for called, _, _ in calls) == 1
     assert [named["step"] for called, _, named in other if called == "init().log"] == [3, 4]
 
