@@ -65,7 +65,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "snapshot, io_uring": {**SNAPSHOTS, **_IO_URING},
 }
 # Said where the newest state is not whole.
-_FELL_BACK = ("falling back to the state after step", "; going on from the state after step")
+_FELL_BACK = ("falling back to the state after step", "; continuing from the state after step")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -274,6 +274,6 @@ def _check_gone_on(run: Stopped, end: Ended, older: bool, what: str) -> None:
         raise Lost(f"{what}: exit code {end.code}\n{end.text}")
     if older:
         check_went_on(end, what)
-    elif f"; going on from the state after step {run.older.step}" not in end.err:
+    elif f"; continuing from the state after step {run.older.step}" not in end.err:
         raise Lost(f"{what}: not a word of it\n{end.text}")
     compare(ending(run.recipe), run.end, what)

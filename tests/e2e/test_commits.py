@@ -181,7 +181,7 @@ def test_the_manifest_before_stands_in_for_a_damaged_one(stopped: Project, whole
     path = store_of(stopped) / manifests.NAME
     path.write_bytes(path.read_bytes().replace(b'"step": 2', b'"step": 3'))
     found, why = manifests.newest(path.parent)
-    assert found is not None and found.step == saved.step - 1 and "its digest is not that of its content" in why
+    assert found is not None and found.step == saved.step - 1 and "its digest does not match its content" in why
     assert train(stopped)[0] == expected
 
 
@@ -253,7 +253,7 @@ def test_a_store_of_another_layout_is_refused_by_name(stopped: Project) -> None:
         weights = StoredExtent(offset=begin, size=size, sum=checksum(file.read(size)))
     stages = (saved.stages[0], replace(stage, weights=weights), *saved.stages[2:])
     manifests.write(store_of(stopped), replace(saved, stages=stages))
-    with pytest.raises(UsageError, match="does not lie where this run would have it"):
+    with pytest.raises(UsageError, match="is not where this version of fuyou would put it"):
         _run(stopped)
 
 

@@ -139,7 +139,7 @@ def test_stages_that_are_not_the_models_are_refused_untouched(change: str, stopp
     store = folder / "store.bin"
     store.chmod(0o644)
     before = store.read_bytes(), _mode(folder)
-    with pytest.raises(UsageError, match=r"does not lie where" if "place" in change else r"manifest\.json: its \d+ stages"):
+    with pytest.raises(UsageError, match=r"is not where" if "place" in change else r"manifest\.json: its \d+ stages"):
         train(stopped)
     assert (store.read_bytes(), _mode(folder)) == before and _mode(store) == 0o644
 
@@ -156,7 +156,7 @@ def test_stages_of_the_state_before_are_looked_at_as_well(stopped: Project, tmp_
         flipped = store.read(1)[0] ^ 1
         store.seek(extent.offset)
         store.write(bytes([flipped]))
-    with _run(stopped) as run, pytest.raises(UsageError, match=r"stages are not the"):
+    with _run(stopped) as run, pytest.raises(UsageError, match=r"stages do not match the"):
         run.load(lambda count: None)
 
 
@@ -174,7 +174,7 @@ def test_a_run_killed_before_its_part_file_owns_what_its_manifest_names(
     assert (folder / "store.bin").exists() and not (folder / "part.json").exists()
     loading = manifest_of(project)
     manifests.write(folder, replace(loading, files=("/nowhere/store.bin",)))
-    with pytest.raises(UsageError, match=r"store\.bin holds data, and no run of fuyou says"):
+    with pytest.raises(UsageError, match=r"store\.bin holds data that does not belong to any known run"):
         train(project)
     manifests.write(folder, loading)
     assert train(project)[0] == expected

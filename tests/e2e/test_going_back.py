@@ -146,7 +146,7 @@ def test_a_redo_store_takes_no_steps_that_nothing_names(
     with pytest.raises(Died):
         train(project, _dies_at(3, 3))
     project.write_recipe({"train.max_steps": STEPS, "checkpoint.commit_every_steps": every})
-    with pytest.raises(UsageError, match=r"checkpoint\.commit_every_steps: the saved run has redo"):
+    with pytest.raises(UsageError, match=r"checkpoint\.commit_every_steps: the saved run uses checkpoint.mode=redo"):
         prepared_run(project)
     project.write_recipe({"train.max_steps": STEPS})
     assert train(project)[0] == whole().losses
@@ -155,7 +155,7 @@ def test_a_redo_store_takes_no_steps_that_nothing_names(
 def test_another_kind_of_device_is_named(new_project: NewProject) -> None:
     project = _stopped(new_project("stopped", {"train.max_steps": STEPS}))
     project.write_recipe({"train.max_steps": STEPS, "offload.device": "emulated"})
-    with pytest.raises(UsageError, match=r"the kind of device it computes on .* changed since"):
+    with pytest.raises(UsageError, match=r"the kind of device .* changed since"):
         train(project)
 
 

@@ -30,7 +30,7 @@ def test_a_run_is_not_resumed_from_a_file(tmp_path: Path) -> None:
     file.write_text("{}")
     with pytest.raises(UsageError, match=f"^checkpoint.resume: {file}: {file} is a file"):
         find_saved(str(file), [tmp_path], say=print)
-    with pytest.raises(UsageError, match="a file is in its place"):
+    with pytest.raises(UsageError, match="it is a file"):
         manifests.read(file)
 
 

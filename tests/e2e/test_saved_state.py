@@ -84,7 +84,7 @@ def test_a_drive_that_goes_during_a_run_is_named_and_costs_a_step(
 def test_a_file_cut_short_is_refused(striped: Project) -> None:
     store = _folder(striped, "a") / "store.bin"
     os.truncate(store, store.stat().st_size // 2)
-    with pytest.raises(UsageError, match=r"store\.bin has .* bytes, at least"):
+    with pytest.raises(UsageError, match=r"store\.bin has .* bytes, but needs at least"):
         train(striped)
 
 
@@ -237,7 +237,7 @@ def test_a_file_that_no_run_claims_is_not_written_over(new_project: NewProject, 
     (directory,) = run_directories(load_recipe(project.recipe).recipe)
     directory.mkdir(parents=True)
     (directory / "store.bin").write_text("my thesis")
-    with pytest.raises(UsageError, match=r"store\.bin holds data, and no run of fuyou says"):
+    with pytest.raises(UsageError, match=r"store\.bin holds data that does not belong to any known run"):
         train(project)
     assert (directory / "store.bin").read_text() == "my thesis"
     (directory / "store.bin").unlink()
@@ -283,7 +283,7 @@ def test_a_saved_run_that_was_moved_does_not_begin_anew_unasked(new_project: New
     away = project.folder / "renamed"
     project.out.rename(away)
     project.write_recipe({"train.max_steps": STEPS, "output_dir": str(away)})
-    with pytest.raises(UsageError, match=r"holds a run that was saved after step 2 in .*, and moved since"):
+    with pytest.raises(UsageError, match=r"holds a run that was saved after step 2 in .* and moved since"):
         train(project)
     away.rename(project.out)
     project.write_recipe({"train.max_steps": STEPS})

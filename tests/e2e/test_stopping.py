@@ -123,7 +123,7 @@ def _digest(project: Project) -> dict[str, bytes]:
         ({"seed": 1}, "seed was 42, is 1"),
         ({"optimizer.lr": 1e-3}, "optimizer changed"),
         ({"optimizer.weight_decay": 0.0}, "optimizer changed"),
-        ({"lr_scheduler.name": "linear"}, "lr_scheduler, or the number of steps it is for"),
+        ({"lr_scheduler.name": "linear"}, "lr_scheduler, or its number of steps"),
         ({"lr_scheduler.name": "cosine", "train.max_steps": STEPS + 1}, "train.max_steps"),
         ({"train.clip_grad_norm": 1.0}, "train.clip_grad_norm changed"),
         ({"train.clip_grad_norm": None}, "train.clip_grad_norm changed"),
@@ -194,7 +194,7 @@ def test_another_torch_between_stop_and_resume_is_told(stopped: Project) -> None
     manifests.write(store_of(stopped), replace(saved, libraries={**saved.libraries, "torch": "2.9.0"}))
     done = stopped.fuyou("finetune", stopped.recipe, f"train.max_steps={STEPS}")
     assert done.returncode == 0, done.stderr
-    assert f"note: torch was 2.9.0, is {saved.libraries['torch']}: the steps from here on may differ" in done.stderr
+    assert f"note: torch was 2.9.0, is {saved.libraries['torch']}: results from here on may differ" in done.stderr
     assert manifest_of(stopped).libraries == saved.libraries
     again = stopped.fuyou("finetune", stopped.recipe, f"train.max_steps={STEPS}")
     assert "may differ" not in again.stderr

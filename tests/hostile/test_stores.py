@@ -107,7 +107,7 @@ def test_what_could_not_be_read_again_is_not_written(
     manifests.write(tmp_path, manifest())
     with monkeypatch.context() as less:
         less.setattr(owner, limit, 100)
-        with pytest.raises(FuyouError, match="more than can be read again") as refused:
+        with pytest.raises(FuyouError, match="more than fuyou can read back") as refused:
             manifests.write(tmp_path, replace(manifest(), skipped=0, skipped_in_row=0), keep=True)
     assert refused.value.hint and [path.name for path in tmp_path.iterdir()] == [manifests.NAME]
     assert manifests.read(tmp_path) == manifest()
@@ -131,16 +131,16 @@ def test_a_folder_whose_name_is_no_text(tmp_path: Path) -> None:
         (_set("step", 1 << 63), "step: must be at most 9223372036854775807"),
         (_set("written_total", 10**299), "written_total: must be at most"),
         (_set("state", "half"), "state: expected 'loading' or 'committed'"),
-        (_set("state", "loading"), "stages are committed while the store is loading"),
-        (_set("stages", []), "no stage is committed"),
+        (_set("state", "loading"), "it has committed stages, but its state is loading"),
+        (_set("stages", []), "it has no committed stage"),
         (_set("stages", {}), "stages: expected a list"),
         (_set("surprise", 1), "surprise: unknown key"),
         (_set("x\x1b[2J", 1), r"'x\x1b[2J': unknown key"),
         (lambda content: content.pop("stripe"), "stripe: missing"),
         (_set("stripe", 0), "stripe: must be at least 4096, got 0"),
         (_set("stripe", 4097), "stripe: Input should be a multiple of 4096, got 4097"),
-        (_set("store_size", 4096), "stages[0]: weights: bytes 4096 to 8192 of a store of 4096"),
-        (_set("files", []), "0 files and 1 part files"),
+        (_set("store_size", 4096), "stages[0]: weights: ends at byte 8192, but the store has 4096 bytes"),
+        (_set("files", []), "it names 0 files and 1 part files"),
         (_striped_over(17), "17 files and 17 part files"),
         (_set("files", ["store.bin"]), "'store.bin' is not a plain absolute path"),
         (_set("files", ["/a\0b"]), r"'/a\x00b' is not a plain absolute path"),
@@ -150,13 +150,13 @@ def test_a_folder_whose_name_is_no_text(tmp_path: Path) -> None:
         (_set("companions", ["config.json"]), "'config.json' is not a plain absolute path"),
         (_set("model_dir", ""), "'' is not a plain absolute path"),
         (_set("compute_dtype", "float16"), "compute_dtype: expected 'float32' or 'bfloat16'"),
-        (_set("compute_dtype", "float32"), "weights in float32, computed with in bfloat16"),
+        (_set("compute_dtype", "float32"), "its weights are in float32, but its numerics say bfloat16"),
         (_set("numerics", "micro_batch_size", 0), "numerics.micro_batch_size is 0"),
         (_set("numerics", "seed", -1), "numerics.seed: must be at least 0"),
         (_set("numerics", "torch_threads", 1 << 62), "numerics.torch_threads is 4611686018427387904"),
         (_set("numerics", "batch_size", 1 << 31), "numerics.batch_size is 2147483648"),
         (_set("numerics", "vocabulary_rows", 1 << 31), "numerics.vocabulary_rows is 2147483648"),
-        (_set("numerics", "micro_batch_size", 2), "batches of 1 rows in micro-batches of 2"),
+        (_set("numerics", "micro_batch_size", 2), "micro-batches of 2 rows do not divide batches of 1"),
         (_set("numerics", {}), "numerics.compute_dtype: missing"),
         (_set("fingerprints", {"model": 1}), "fingerprints.model: expected text"),
         (_set("random", []), "random: expected a section"),
@@ -168,17 +168,17 @@ def test_a_folder_whose_name_is_no_text(tmp_path: Path) -> None:
         (_set(*STAGE, "weights", None), "stages[0]: no weights"),
         (_set(*STAGE, "weights", "offset", 4097), "stages[0].weights.offset: Input should be a multiple of 4096, got 4097"),
         (_set(*STAGE, "weights", "offset", -4096), "stages[0].weights.offset: must be at least 0"),
-        (_set(*STAGE, "momentum", "offset", (1 << 63) - 4096), "stages[0]: momentum: bytes 9223372036854771712 to"),
+        (_set(*STAGE, "momentum", "offset", (1 << 63) - 4096), "stages[0]: momentum: ends at byte 9223372036854779904"),
         (_set(*STAGE, "momentum", "sum", 1 << 64), "stages[0].momentum.sum: must be at most 18446744073709551615"),
         (_set(*STAGE, "momentum", "sum", -1), "stages[0].momentum.sum: must be at least 0"),
-        (_set(*STAGE, "momentum", None), "stages[0]: moments that are zero take no extent"),
-        (_set(*STAGE, "zero_moments", True), "stages[0]: moments that are zero take no extent"),
+        (_set(*STAGE, "momentum", None), "stages[0]: its moments must have extents"),
+        (_set(*STAGE, "zero_moments", True), "stages[0]: its moments must have extents"),
         (_set(*STAGE, "zero_moments", 1), "stages[0].zero_moments: expected true or false"),
-        (_set(*STAGE, "remainder", None), "stages[0]: a remainder that is zero takes no extent"),
+        (_set(*STAGE, "remainder", None), "stages[0]: its remainder must have an extent"),
         (_set(*STAGE, "tensors", [{}]), "stages[0].tensors[0].name: missing"),
         (_set("keep", 0), "keep: must be at least 1, got 0"),
         (_set("mode", "both"), "mode: "),
-        (_set("due", DUE), "gradients without an update that is due, or one without gradients"),
+        (_set("due", DUE), "it has gradients but no due update, or a due update but no gradients"),
         (_set("due", {**DUE, "lr": -1.0}), "due.lr: must be at least 0"),
         (_set("due", {"lr": 1.0}), "due.gradient_scale: missing"),
         (_set(*STAGE, "gradients", GRADIENTS), "gradients without an update that is due, or one without gradients"),
@@ -190,20 +190,20 @@ def test_a_folder_whose_name_is_no_text(tmp_path: Path) -> None:
         ),
         (_due(gradients=GRADIENTS, mode="in_place"), "stages[0]: gradients of a step to be done in a store of mode in_place"),
         (_due(gradients=GRADIENTS, generation=3), "stages[0]: generation 3 after step 3"),
-        (_due(gradients={**GRADIENTS, "size": 4096}), "stages[0]: gradients: 4096 bytes, 8192 are wanted"),
+        (_due(gradients={**GRADIENTS, "size": 4096}), "stages[0]: gradients: has 4096 bytes, but should have 8192"),
         (_set(*STAGE, "turn", -1), "stages[0].turn: must be at least 0"),
-        (_set(*TENSOR, "offset", 2048), "stages[0]: tensors[0]: elements 2048 to 3072 of a stage of 2048"),
-        (_set(*TENSOR, "first", 1), "stages[0]: tensors[0]: elements 1 to 1025 of 1024"),
-        (_set(*TENSOR, "shape", [1 << 40, 1 << 40]), "stages[0]: tensors[0]: 2 dimensions of more elements than any"),
+        (_set(*TENSOR, "offset", 2048), "stages[0]: tensors[0]: takes elements 2048 to 3072 of a stage of 2048"),
+        (_set(*TENSOR, "first", 1), "stages[0]: tensors[0]: holds elements 1 to 1025 of a tensor of 1024"),
+        (_set(*TENSOR, "shape", [1 << 40, 1 << 40]), "stages[0]: tensors[0]: its 2 dimensions have more elements than any"),
         (_set(*TENSOR, "shape", [1 << 62] * 100_000), "stages[0].tensors[0].shape: expected 64 values, got 1"),
         (
             _set(*TENSOR, "stored_as", "x" * 70_000),
             "stages[0].tensors[0].stored_as: String should have at most 1024 characters",
         ),
         (_set(*TENSOR, "stored_as", ""), "stages[0].tensors[0].stored_as: must not be empty"),
-        (_set(*TENSOR, "stored_as", "__metadata__"), "stages[0]: tensors[0]: no tensor of a checkpoint is called '__meta"),
-        (_set(*STAGE, "tensors", []), "no tensor is committed"),
-        (_set("random", {}), "no states of random generators"),
+        (_set(*TENSOR, "stored_as", "__metadata__"), "stages[0]: tensors[0]: no tensor of a checkpoint has the name '__meta"),
+        (_set(*STAGE, "tensors", []), "it has no committed tensor"),
+        (_set("random", {}), "it has no states of random generators"),
         (_set(*TENSOR, "shape", "32"), "stages[0].tensors[0].shape: expected a list"),
         (_set(*TENSOR, "shape", [32, None]), "stages[0].tensors[0].shape[1]: expected a whole number"),
     ],
@@ -303,7 +303,7 @@ def test_files_that_are_shorter_than_the_manifest_says(tmp_path: Path) -> None:
     assert lacking(saved) == ""
     with Path(paths[1]).open("r+b") as file:
         file.truncate(4095)
-    assert lacking(saved) == f"{paths[1]} has 4,095 bytes, at least 4,096 are expected"
+    assert lacking(saved) == f"{paths[1]} has 4,095 bytes, but needs at least 4,096"
     assert "is missing" in lacking(replace(saved, files=("/" + "x" * 300,)))
     os.mkfifo(tmp_path / "pipe")
     assert "is missing" in lacking(replace(saved, files=(str(tmp_path / "pipe"),)))

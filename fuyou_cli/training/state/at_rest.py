@@ -1,4 +1,4 @@
-"""Opens a store that no run uses, to export or to verify it."""
+"""Opens a store that no run uses, to export or verify it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ARENA = 2 * PIECE + 2 * MiB
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AtRest:
-    """Holds an open store and the newest manifest that can be read; `problem`: why that is not the newest."""
+    """Holds an open store and its newest readable manifest. `problem`: why that is not the newest one."""
 
     manifest: Manifest
     problem: str
@@ -35,7 +35,8 @@ class AtRest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verified:
-    """Holds a committed state and its damage. `older`: it is not the newest. `problem`: why the newest is unreadable."""
+    """Holds a committed state and its damage. `older`: it is not the newest state. `problem`: why the newest one is
+    unreadable."""
 
     manifest: Manifest
     damages: tuple[Damage, ...]
@@ -44,12 +45,12 @@ class Verified:
 
     @property
     def is_whole(self) -> bool:
-        """Tells whether it is the newest, and all of it is there."""
+        """Tells whether this is the newest state and all of it is readable."""
         return not self.damages and not self.problem
 
 
 def find_store(source: Path) -> Path:
-    """Returns the folder of the one store `source` is, or holds."""
+    """Returns the folder of the one store that `source` is or contains."""
     if any((source / name).is_file() for name in (manifests.NAME, manifests.BEFORE)):
         return source
     found = sorted(path.parent for path in source.glob(f"*/{manifests.NAME}")) if source.is_dir() else []
@@ -62,7 +63,8 @@ def find_store(source: Path) -> Path:
 
 @contextmanager
 def at_rest(source: Path, *, arena_size: int, say: Callable[[str], None] | None = None) -> Iterator[AtRest]:
-    """Opens the committed state of a store; `say` hears of a drive that is silent. Raises FuyouError while a run uses it."""
+    """Opens the committed state of a store. `say` gets a message about a drive that does not answer. Raises FuyouError while a
+    run uses the store."""
     manifest, problem = manifests.newest(source)
     if manifest is None:
         raise UsageError(f"there is no store in {source}")
@@ -70,11 +72,11 @@ def at_rest(source: Path, *, arena_size: int, say: Callable[[str], None] | None 
     refuse_in_use(manifest)
     if manifest.state != "committed":
         raise UsageError(
-            f"nothing is saved in {source} yet: its run was stopped while the model was loaded",
+            f"nothing is saved in {source} yet: its run was stopped while it loaded the model",
             hint="run its recipe again",
         )
     if missing := lacking(manifest):
-        raise UsageError(f"the store in {source} is not whole: {missing}", hint="mount its drive, or put the file back")
+        raise UsageError(f"the store in {source} is incomplete: {missing}", hint="mount its drive, or put the file back")
     paths = [Path(name) for name in manifest.files]
     patience = SILENT if say is None else Patience(say, where=lambda: str(source))
     with (
@@ -82,16 +84,16 @@ def at_rest(source: Path, *, arena_size: int, say: Callable[[str], None] | None 
         Store.open(paths, stripe=manifest.stripe, size=manifest.store_size, read_only=True) as store,
         SwapDaemon(arena, store, DaemonOptions(update_threads=0), patience=patience) as daemon,
     ):
-        if manifests.newest(source)[0] != manifest:  # read before the store was locked
-            raise UsageError(f"another process has used the store in {source} meanwhile", hint="run the same command again")
+        if manifests.newest(source)[0] != manifest:  # the manifest was read before the store was locked
+            raise UsageError(f"another process has used the store in {source} since", hint="run the same command again")
         yield AtRest(manifest=manifest, problem=problem, arena=arena, daemon=daemon)
 
 
 def verify_store(
     source: Path, *, progress: Progress = lambda size: None, say: Callable[[str], None] | None = None
 ) -> list[Verified]:
-    """Reads and sums every extent of the newest committed state and of the older ones that are kept; what the step under way
-    has written over counts as damage of an older one."""
+    """Reads and checks every extent of the newest committed state and of the older ones that are kept. Extents of an older
+    state that the current step has overwritten count as damage."""
     with at_rest(source, arena_size=_ARENA, say=say) as store:
         window = Span(offset=0, size=_ARENA)
         states = [store.manifest, *manifests.before(source, store.manifest)]

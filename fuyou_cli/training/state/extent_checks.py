@@ -1,4 +1,4 @@
-"""Checks that the extents that a manifest names still hold what was written there: read once, summed piece by piece."""
+"""Checks that the extents that a manifest names still hold what was written. Reads and sums them piece by piece."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from ...swap.kernels import CHECKSUM_BLOCK, checksum
 from ...swap.written import not_as_written
 from .stored import Manifest, StoredExtent
 
-_TURNS = 2  # pieces: one is read while the other is summed
+_TURNS = 2  # pieces; one is read while the other is summed
 PIECE = READ_BACK // _TURNS  # bytes read at once
 MODULUS = 1 << 64  # of checksums
-# The drive has lost it, or the file is shorter. Any other reason says nothing of what is there.
+# The drive has lost the data, or the file is shorter. Other errors say nothing about the data.
 _LOST = {errno.EIO, errno.ENODATA, errno.EREMOTEIO, errno.EBADMSG, errno.EUCLEAN}
 
-Progress = Callable[[int], None]  # of bytes more that are read
+Progress = Callable[[int], None]  # gets the number of bytes just read
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Damage:
-    """Names an extent whose bytes are not what was written. `why`: for people."""
+    """Names an extent whose bytes are not what was written. `why` is for the user."""
 
     stage: str
     tensor: str
@@ -45,9 +45,10 @@ def size_of(manifest: Manifest) -> int:
 def damages(
     manifest: Manifest, daemon: SwapDaemon, arena: Arena, window: Span, *, progress: Progress = lambda size: None
 ) -> Iterator[Damage]:
-    """Yields every damaged extent, in order; what a drive cannot read is damage too. Raises other errors of reading.
+    """Yields every damaged extent, in order. Data that a drive cannot read is damage too. Raises other read errors.
 
-    `window`: a span of the arena that nobody uses meanwhile, two blocks of 4096 bytes at least."""
+    `window`: a span of the arena that nobody else uses meanwhile, at least two blocks of 4096 bytes.
+    """
     turns = _turns(window)
 
     def wrong(extent: StoredExtent) -> str:
@@ -61,14 +62,14 @@ def damages(
 
     for stage in manifest.stages:
         for name, extent in stage.extents():
-            why = wrong(extent) and wrong(extent)  # read twice before it is believed
+            why = wrong(extent) and wrong(extent)  # damage must show in two reads
             progress(extent.size)
             if why:
                 yield Damage(stage=stage.name, tensor=name, why=why)
 
 
 def not_as_named(manifest: Manifest, extent: StoredExtent, total: int) -> str:
-    """Says what is wrong with an extent of this checksum, for people."""
+    """Says what is wrong with an extent that has this checksum."""
     span = Span(offset=extent.offset, size=extent.size)
     return not_as_written(manifest.files, manifest.stripe, span, total=total, wanted=extent.sum)
 
@@ -80,8 +81,8 @@ def _turns(window: Span) -> tuple[Span, ...]:
 
 
 def _checksum(extent: StoredExtent, daemon: SwapDaemon, arena: Arena, turns: tuple[Span, ...]) -> int:
-    """Returns the checksum of what the extent holds now. Where it cannot be read, raises once nothing is under way."""
-    under_way: list[tuple[int, int, int, int]] = []  # ticket, place in the arena, size, position: the next is read meanwhile
+    """Returns the checksum of what the extent holds now. If it cannot be read, raises only after all reads have ended."""
+    under_way: list[tuple[int, int, int, int]] = []  # ticket, place in the arena, size, position
     total = 0
 
     def sum_one() -> int:
@@ -99,7 +100,7 @@ def _checksum(extent: StoredExtent, daemon: SwapDaemon, arena: Arena, turns: tup
             total += sum_one()
     except SwapError:
         for ticket, *_ in under_way:
-            with suppress(SwapError):  # the first error is told
+            with suppress(SwapError):  # the first error is raised
                 daemon.wait(ticket)
         raise
     return total % MODULUS

@@ -1,4 +1,4 @@
-"""Digests what a resumed run must agree on, and tells which libraries computed it."""
+"""Computes digests of what a resumed run must agree on, and names the libraries that computed the run."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 def of(
     recipe: Recipe, model_dir: Path, model: ModelSpec, *, device: str, weights_mark: str, data: str, total_steps: int
 ) -> dict[str, str]:
-    """Returns digests by name; `resume` has the words for each. `weights_mark`, `data`: digests already."""
-    config = read_json(model_dir / "config.json")  # as it is: libraries add their defaults
+    """Returns digests by name; `resume` has a phrase for each. `weights_mark` and `data` are digests already."""
+    config = read_json(model_dir / "config.json")  # the raw file, because libraries add their defaults
     described: dict[str, Any] = {
         "model": [
             [[s.name, s.params, [[t.name, list(t.shape)] for t in s.tensors]] for s in model.stages],
@@ -52,19 +52,19 @@ def of(
 
 
 def _schedule_length(recipe: Recipe, total_steps: int) -> int | None:
-    """Returns the number of steps where a step's learning rate depends on it: at a constant rate a run may be made longer."""
+    """Returns the number of steps if a step's learning rate depends on it. A run with a constant rate may be made longer."""
     schedule = recipe.lr_scheduler
     return None if schedule.name == "constant" and not schedule.warmup_ratio else total_steps
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of what computes a run's steps, by name."""
+    """Returns the versions of the libraries that compute a run's steps, by name."""
     return {"fuyou": __version__, **{name: importlib.metadata.version(name) for name in ("torch", "transformers")}}
 
 
 def change_of(before: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """Says which versions are others than in a manifest, and what that means; empty where none is."""
+    """Says which versions differ from those in a manifest, and what that means. Empty if none differ."""
     changed = [f"{name} was {before[name]}, is {now[name]}" for name in now if before.get(name, now[name]) != now[name]]
     if not changed:
         return ""
-    return f"{'; '.join(changed)}: the steps from here on may differ in their last bits from those of an uninterrupted run"
+    return f"{'; '.join(changed)}: results from here on may differ in their last bits from those of an uninterrupted run"

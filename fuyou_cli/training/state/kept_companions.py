@@ -1,6 +1,6 @@
-"""Keeps the small files of a run's model and tokenizer beside its store: what every export needs besides weights.
+"""Keeps the small files of a run's model and tokenizer beside its store. Every export needs them besides weights.
 
-The folder that the run started from may be gone, and never held what the recipe changed.
+The folder that the run started from may be gone later, and it lacks the changes that the recipe made.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ _CONFIG, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 _OTHER_TEMPLATES = ("chat_template.json",)
 _TOKEN_TABLES = ("tokenizer.json", _CONFIG)
 _UNFINISHED = ".unfinished"
-_PART = 1 << 16  # bytes in memory at once: the run's memory is planned, and a tokenizer.json may have tens of megabytes
+_PART = 1 << 16  # bytes in memory at once; the run's memory is planned, and a tokenizer.json may have tens of megabytes
 
 
 def kept_companions(store: Path) -> Path | None:
-    """Returns the folder that `keep_companions` filled, None where there is none."""
+    """Returns the folder that `keep_companions` filled, or None if there is none."""
     folder = store / COMPANIONS
     return folder if (folder / CONFIG_NAME).is_file() else None
 
 
 def written_companions(store: Path) -> list[Path]:
-    """Lists the files there that `keep_companions` writes. Whatever else lies there is somebody's own."""
+    """Lists the files in that folder that `keep_companions` writes. Other files there belong to somebody else."""
     folder = store / COMPANIONS
     return sorted(path for path in folder.glob("*") if is_kept(path.name) and path.is_file() and not path.is_symlink())
 
 
 def keep_companions(store: Path, recipe: TokenizerSection, *, model_dir: Path, tokenizer_dir: Path) -> None:
-    """Copies what an export needs besides weights, so that its tokenizer is the one that was trained with."""
+    """Copies what an export needs besides weights, so that its tokenizer is the one that the run was trained with."""
     folder, files = store / COMPANIONS, _copies(model_dir, tokenizer_dir)
     found = read_json(inside(tokenizer_dir, _CONFIG)) if (tokenizer_dir / _CONFIG).is_file() else {}
     settings: dict[str, Any] = dict(found)
     if tokenizer_dir != model_dir and (tokenizer_dir / "tokenizer.json").is_file():
-        # without a class of its own it would be looked up by the model's type, which says nothing about this tokenizer
+        # without its own class it would be looked up by the model's type, which may not fit this tokenizer
         settings.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
     if recipe.chat_template is not None:
         files = {name: content for name, content in files.items() if name not in _OTHER_TEMPLATES}
@@ -62,13 +62,13 @@ def keep_companions(store: Path, recipe: TokenizerSection, *, model_dir: Path, t
     try:
         _replace(folder, files)
     except OSError as error:
-        if error.filename is None:  # a write or a flush names no file
+        if error.filename is None:  # errors of a write or a flush name no file
             raise failed_writing(folder, error) from error
         raise
 
 
 def _copies(model_dir: Path, tokenizer_dir: Path) -> dict[str, bytes | Path]:
-    """Finds the model's files in its folder, the tokenizer's in its own."""
+    """Finds the model's files in its folder and the tokenizer's in its own."""
     patterns: tuple[str, ...] = (CONFIG_NAME, *MODEL_PATTERNS)
     if "auto_map" in read_json(inside(model_dir, CONFIG_NAME)):
         patterns = (*patterns, CODE_PATTERN)
@@ -82,7 +82,7 @@ def _copies(model_dir: Path, tokenizer_dir: Path) -> dict[str, bytes | Path]:
 
 
 def _is_added(tokenizer_dir: Path, settings: dict[str, Any], token: str) -> bool:
-    """Tells whether the tokenizer takes `token` out of a text whole: naming another one would change the ids of texts."""
+    """Tells whether the tokenizer treats `token` as one token in a text. Naming another token would change the ids of texts."""
     if token in [value for name, value in settings.items() if name.endswith("_token")]:
         return True
     spelled = "|".join(re.escape(json.dumps(token, ensure_ascii=ascii_only)) for ascii_only in (False, True))
@@ -98,7 +98,8 @@ def _holds(file: Path, pattern: re.Pattern[bytes]) -> bool:
 
 
 def _replace(folder: Path, files: dict[str, bytes | Path]) -> None:
-    """Makes `files` the folder's companions, each in one step, config.json last: a folder that has it stays whole."""
+    """Makes `files` the folder's companions. Each is replaced in one step, config.json last: a folder that has it is
+    complete."""
     own_folder(folder)
     changed = (name for name in files if not _is_kept_already(folder / name, files[name]))
     names = sorted(changed, key=lambda name: (name == CONFIG_NAME, name))
@@ -109,7 +110,7 @@ def _replace(folder: Path, files: dict[str, bytes | Path]) -> None:
         (folder / _unfinished(name)).replace(folder / name)
     sync_directory(folder)
     for path in sorted(folder.iterdir()):
-        if path.name not in files and is_kept(path.name):  # no longer wanted, or begun by a run that was killed
+        if path.name not in files and is_kept(path.name):  # no longer needed, or left by a run that was killed
             path.unlink()
     sync_directory(folder)
 
@@ -119,7 +120,7 @@ def _opened(content: bytes | Path) -> BinaryIO:
 
 
 def _is_kept_already(path: Path, content: bytes | Path) -> bool:
-    """Compares with what is there: on a full disk a run resumes that needs no new room."""
+    """Tells whether the same content is there already. So a run that needs no new room can resume on a full disk."""
     if not is_own(path):
         return False
     with path.open("rb") as kept, _opened(content) as wanted:
@@ -130,10 +131,10 @@ def _is_kept_already(path: Path, content: bytes | Path) -> bool:
 
 
 def _unfinished(name: str) -> str:
-    """Names a file being written as no pattern of companions does: it is never exported."""
+    """Returns the name of a file while it is written. It matches no pattern of companions, so it is never exported."""
     return f".{name}{_UNFINISHED}"
 
 
 def is_kept(name: str) -> bool:
-    """Tells whether a companion, or one that is being written, can be called so."""
+    """Tells whether a companion, or one that is being written, can have this name."""
     return is_companion(name) or (name.endswith(_UNFINISHED) and is_companion(name[1 : -len(_UNFINISHED)]))

@@ -1,9 +1,10 @@
-"""Reads and writes the manifest of a run's store: which extents hold which generation, and where the run stands.
+"""Reads and writes the manifest of a run's store: which extents hold which generation, and which step the run has reached.
 
-It is written, synced and renamed once the data it names is on stable storage. A store being filled says `loading`. No update
-writes over what a `committed` one names before the next is on stable storage (planner/free_extents.py): wherever a run ends,
-the newest manifest is true. Older ones are kept beside it, should the newest state become unreadable, and a damaged one that
-an older one replaced. The last line holds a digest of the others: a manifest is the one that was written, or none.
+A manifest is written, synced and renamed once the data it names is on stable storage. While a store is filled its state is
+`loading`. No update overwrites what a `committed` manifest names before the next one is on stable storage
+(planner/free_extents.py). So the newest manifest is true wherever a run ends. Older ones are kept beside it, in case the newest
+state becomes unreadable; so is a damaged one that an older one replaced. The last line holds a digest of the other lines, so
+that a changed manifest is never taken for a whole one.
 """
 
 from __future__ import annotations
@@ -34,25 +35,26 @@ VERSION = 6
 _BEFORE_BANKS = 5  # the version in which a stage was one trained bank
 _NEW = ".manifest.new"  # fixed names: what a killed run leaves is written over by the next
 _NEW_BEFORE = ".manifest.before.new"
-_BEFORE = (BEFORE, *(f"manifest.before-{number}.json" for number in range(2, MOST_KEPT)))  # the newest first
-EVERY_NAME = (NAME, *_BEFORE, DAMAGED)  # of a manifest
-BESIDE = (*_BEFORE, DAMAGED, _NEW, _NEW_BEFORE)  # what there may be next to one, however many states are kept
+_BEFORE = (BEFORE, *(f"manifest.before-{number}.json" for number in range(2, MOST_KEPT)))  # newest first
+EVERY_NAME = (NAME, *_BEFORE, DAMAGED)  # names of manifests
+BESIDE = (*_BEFORE, DAMAGED, _NEW, _NEW_BEFORE)  # other files that may be beside a manifest
 _DIGEST = ',\n"digest": '
-LARGEST = 64 << 20  # bytes; a mixture of a hundred thousand tensors takes a third of it
+LARGEST = 64 << 20  # bytes; a mixture of experts with a hundred thousand tensors takes a third of it
 _START_OVER = "start over with checkpoint.resume=never"
-# Of a file: a drive does not have it any more, or what lies there is none.
+# Errors that mean that a drive has lost a file, or that it is not a file.
 _LOST = {errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.EINVAL, errno.EISDIR}
 
 
 class DamagedManifest(UsageError):
-    """Tells that what lies there is not what was written, or cannot be read any more."""
+    """Reports a manifest that is not what was written, or can no longer be read."""
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
 def write(directory: Path, manifest: Manifest, *, keep: bool = False) -> None:
-    """Replaces the manifest in one step; returns when it is on stable storage. `keep`: the old one becomes the one before."""
+    """Replaces the manifest in one step and returns when it is on stable storage. `keep`: the old one is kept as the one
+    before."""
     path, text = directory / NAME, _text(manifest)
     _refuse_unreadable(path, text)
     try:
@@ -70,7 +72,7 @@ def write(directory: Path, manifest: Manifest, *, keep: bool = False) -> None:
 
 
 def _text(manifest: Manifest) -> str:
-    """Writes a line for each key, the digest of all others last."""
+    """Writes one line per key, and the digest of all others last."""
     content = {"fuyou_store": VERSION, **asdict(manifest)}
     body = "{\n" + ",\n".join(f"{json.dumps(key)}: {json.dumps(content[key])}" for key in sorted(content))
     return f'{body}{_DIGEST}"{_digest(body)}"\n}}\n'
@@ -81,16 +83,16 @@ def _digest(body: str) -> str:
 
 
 def _refuse_unreadable(path: Path, text: str) -> None:
-    """Raises FuyouError for what `read` would refuse: the run can still resume from the state before it."""
+    """Raises FuyouError for a manifest that `read` would refuse. The run can still resume from the state before."""
     if len(text) > LARGEST or has_too_many_values(text):
         raise FuyouError(
-            f"{path} would have {len(text):,} bytes, which is more than can be read again: nothing is committed",
+            f"{path} would have {len(text):,} bytes, which is more than fuyou can read back: nothing is committed",
             hint="the model has more tensors than the state of a run can name",
         )
 
 
 def _set_aside(path: Path, directory: Path) -> None:
-    """Gives the manifest its second name in one step; where links are refused it is moved, and `newest` finds it there."""
+    """Gives the manifest its second name in one step. If links are refused it is moved instead, and `newest` finds it there."""
     new = directory / _NEW_BEFORE
     new.unlink(missing_ok=True)
     try:
@@ -102,16 +104,16 @@ def _set_aside(path: Path, directory: Path) -> None:
 
 
 def _move_on(directory: Path, names: tuple[str, ...]) -> None:
-    """Renames each to the name of the one before it, from the oldest on: one may be missing, none is there twice."""
+    """Renames each manifest to the next older name, starting with the oldest. One may be missing, but none is there twice."""
     for newer, older in zip(names[-2::-1], names[:0:-1], strict=True):
         if (directory / newer).exists():
             (directory / newer).replace(directory / older)
 
 
 def go_back(directory: Path, older: Manifest) -> None:
-    """Makes an older manifest the newest again; the newest is kept aside, those between are removed."""
+    """Makes an older manifest the newest again. The newest is kept aside; those between are removed."""
     place = next((place for place, found in _readable(directory) if found == older), None)
-    if place is None:  # it was read a moment ago
+    if place is None:  # it was there a moment ago
         raise FuyouError(f"{directory}: the manifest of the state after step {older.step} cannot be read any more")
     try:
         with suppress(FileNotFoundError):
@@ -128,9 +130,10 @@ def go_back(directory: Path, older: Manifest) -> None:
 
 
 def newest(directory: Path) -> tuple[Manifest | None, str]:
-    """Returns the manifest to resume from, and why it is not the newest where it is none.
+    """Returns the manifest to resume from, and why it is not the newest one (empty if it is).
 
-    Raises as `read` does: what cannot be read now may be whole, and no older one takes its place."""
+    Raises like `read`: a manifest that cannot be read now may be whole, so no older one takes its place.
+    """
     try:
         found, problem = read(directory), f"{directory / NAME} is gone"
     except DamagedManifest as error:
@@ -143,14 +146,14 @@ def newest(directory: Path) -> tuple[Manifest | None, str]:
 
 
 def before(directory: Path, manifest: Manifest) -> Iterator[Manifest]:
-    """Yields the older states of the run that are kept, the newest first, whole or not. In redo a step has several."""
+    """Yields the older states of the run that are kept, newest first, whether whole or not. In redo one step has several."""
     for _, older in _readable(directory):
         if older.run == manifest.run and older.step <= manifest.step and older != manifest:
             yield older
 
 
 def _readable(directory: Path) -> Iterator[tuple[int, Manifest]]:
-    """Yields the older manifests that can be read and their places among `_BEFORE`."""
+    """Yields the older manifests that can be read, and their positions in `_BEFORE`."""
     for place, name in enumerate(_BEFORE):
         with suppress(UsageError):
             if (found := read(directory, name)) is not None:
@@ -158,11 +161,11 @@ def _readable(directory: Path) -> Iterator[tuple[int, Manifest]]:
 
 
 def read(directory: Path, name: str = NAME) -> Manifest | None:
-    """Returns the manifest, None where there is none. Raises DamagedManifest, or UsageError where it cannot be read."""
+    """Returns the manifest, or None if there is none. Raises DamagedManifest, or UsageError if it cannot be read."""
     path = directory / name
     if os.path.lexists(directory) and not directory.is_dir():
         hint = "offload.dir and checkpoint.resume name folders"
-        raise UsageError(f"there can be no store in {directory}: a file is in its place", hint=hint)
+        raise UsageError(f"{directory} cannot hold a store: it is a file", hint=hint)
     try:
         text = find_text(path, limit=LARGEST, hint=_START_OVER)
     except UsageError as error:
@@ -173,7 +176,7 @@ def read(directory: Path, name: str = NAME) -> Manifest | None:
 
 
 def _parsed(path: Path, text: str) -> Manifest:
-    """Checks every value as if anybody had written it: a digest says that a manifest is whole, not who wrote it."""
+    """Checks every value as if anybody had written it. The digest shows that a manifest is whole, not who wrote it."""
     try:
         content = object_in(path, text, names=True)
     except UsageError as error:
@@ -185,9 +188,9 @@ def _parsed(path: Path, text: str) -> Manifest:
         version = _with_banks(content)
     if type(version) is not int or version != VERSION:
         kind = UsageError if is_sealed else DamagedManifest
-        raise kind(f"{path} is not a manifest of version {VERSION}", hint="it was written by another version")
+        raise kind(f"{path} is not a manifest of version {VERSION}", hint="another version of fuyou wrote it")
     if not is_sealed:
-        raise DamagedManifest(f"{path} is damaged: its digest is not that of its content", hint=_START_OVER)
+        raise DamagedManifest(f"{path} is damaged: its digest does not match its content", hint=_START_OVER)
     try:
         found = from_json(Manifest, content)
         wrong = why_not(found)

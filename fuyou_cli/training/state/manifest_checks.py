@@ -1,5 +1,5 @@
-"""Checks that a manifest's values, whose types are right, fit together: offsets, counts and paths of a store are used
-unchecked from here on."""
+"""Checks that a manifest's values fit together, once their types are right. Later code uses offsets, counts and paths
+unchecked."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ...spec.model import ITEM_SIZE
 from ...spec.plan import Numerics
 from .stored import Manifest, StoredExtent, StoredStage, StoredTensor
 
-_MOST_FILES = 16  # of a stripe: FY_MAX_DIRECTORIES of native/include/fuyou.h
-_ITEMS = {"remainder": 2, "momentum": 4, "variance": 4}  # bytes of an element; of weights it is the compute dtype's
-MOST_THREADS = 1024  # torch crashes when the system has no more of them; a recipe may ask for as many
-_LARGEST_WHOLE = (1 << 31) - 1  # of the numbers of a recipe
-_NUMERICS = {  # at least and at most
+_MOST_FILES = 16  # files of a store: FY_MAX_DIRECTORIES in native/include/fuyou.h
+_ITEMS = {"remainder": 2, "momentum": 4, "variance": 4}  # bytes per element; weights have the compute dtype's
+MOST_THREADS = 1024  # torch crashes if the system runs out of threads; a recipe's limit is the same
+_LARGEST_WHOLE = (1 << 31) - 1  # of whole numbers in a recipe
+_NUMERICS = {  # smallest and largest value
     "batch_size": (1, _LARGEST_WHOLE),
     "micro_batch_size": (1, _LARGEST_WHOLE),
     "max_seq_len": (1, _LARGEST_WHOLE),
@@ -29,7 +29,7 @@ _NUMERICS = {  # at least and at most
 
 
 def why_not(manifest: Manifest) -> str:
-    """Says the first thing that cannot be, empty where there is none."""
+    """Returns the first contradiction in a manifest, or an empty string."""
     return next(_contradictions(manifest), "")
 
 
@@ -37,48 +37,48 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
     yield from _paths(manifest)
     yield from _of_numerics(manifest.numerics)
     if manifest.numerics.compute_dtype != manifest.compute_dtype:
-        yield f"weights in {manifest.compute_dtype}, computed with in {manifest.numerics.compute_dtype}"
+        yield f"its weights are in {manifest.compute_dtype}, but its numerics say {manifest.numerics.compute_dtype}"
     if manifest.state == "loading" and manifest.stages:
-        yield "stages are committed while the store is loading"
+        yield "it has committed stages, but its state is loading"
     if manifest.state == "committed" and not manifest.stages:
-        yield "no stage is committed"
+        yield "it has no committed stage"
     elif manifest.state == "committed" and not any(stage.tensors for stage in manifest.stages):
-        yield "no tensor is committed"
+        yield "it has no committed tensor"
     if manifest.state == "committed" and not manifest.random:
-        yield "no states of random generators"
+        yield "it has no states of random generators"
     if (manifest.due is not None) != any(stage.gradients is not None for stage in manifest.stages):
         yield "gradients without an update that is due, or one without gradients"
     if manifest.evaluated is not None and not manifest.evaluated.best_step <= manifest.evaluated.step <= manifest.step:
         yield f"evaluated after step {manifest.evaluated.step}, best after step {manifest.evaluated.best_step}"
     if not manifest.skipped_in_row <= manifest.skipped <= manifest.step:
-        yield f"{manifest.skipped} steps of {manifest.step} skipped, {manifest.skipped_in_row} of them last"
+        yield f"it counts {manifest.skipped} skipped steps of {manifest.step}, the last {manifest.skipped_in_row} in a row"
     for index, stage in enumerate(manifest.stages):
         for wrong in _of_stage(stage, manifest):
             yield f"stages[{index}]: {wrong}"
 
 
 def _of_numerics(numerics: Numerics) -> Iterator[str]:
-    """Checks that they are within what a recipe may say: a run resumes with them where its recipe says `auto`."""
+    """Checks that the numerics are within the limits of a recipe, because a run resumes with them if its recipe says `auto`."""
     for key, (least, most) in _NUMERICS.items():
         value = getattr(numerics, key)
         if not least <= value <= most:
             yield f"numerics.{key} is {value}"
     if numerics.micro_batch_size and numerics.batch_size % numerics.micro_batch_size:
-        yield f"batches of {numerics.batch_size} rows in micro-batches of {numerics.micro_batch_size}"
+        yield f"micro-batches of {numerics.micro_batch_size} rows do not divide batches of {numerics.batch_size}"
 
 
 def _paths(manifest: Manifest) -> Iterator[str]:
     if not 1 <= len(manifest.files) <= _MOST_FILES or len(manifest.parts) != len(manifest.files):
-        yield f"{len(manifest.files)} files and {len(manifest.parts)} part files"
+        yield f"it names {len(manifest.files)} files and {len(manifest.parts)} part files"
     if len(set(manifest.files)) != len(manifest.files):
-        yield "a file is named twice"
+        yield "it names a file twice"
     for path in (*manifest.files, *manifest.parts, *manifest.companions, manifest.model_dir):
         if not is_plain(path):
             yield f"{shown(path)} is not a plain absolute path"
 
 
 def is_plain(path: str) -> bool:
-    """Tells whether a path is one that a store names: absolute, and without `..`."""
+    """Tells whether a store may name this path: it must be absolute and without `..`."""
     return "\0" not in path and PurePath(path).is_absolute() and ".." not in PurePath(path).parts
 
 
@@ -86,7 +86,7 @@ def _of_stage(stage: StoredStage, manifest: Manifest) -> Iterator[str]:
     named = dict(stage.extents())
     if not stage.params:
         if named or stage.tensors:
-            yield "tensors of no parameters"
+            yield "has tensors but no parameters"
         return
     if stage.trained > stage.params:
         yield f"{stage.trained} trained parameters of {stage.params}"
@@ -117,17 +117,17 @@ def _of_stage(stage: StoredStage, manifest: Manifest) -> Iterator[str]:
 
 def _of_extent(extent: StoredExtent, size: int, store_size: int) -> Iterator[str]:
     if extent.size != size:
-        yield f"{extent.size} bytes, {size} are wanted"
+        yield f"has {extent.size} bytes, but should have {size}"
     if extent.offset + extent.size > store_size:
-        yield f"bytes {extent.offset} to {extent.offset + extent.size} of a store of {store_size}"
+        yield f"ends at byte {extent.offset + extent.size}, but the store has {store_size} bytes"
 
 
 def _of_tensor(tensor: StoredTensor, stage: StoredStage) -> Iterator[str]:
     if tensor.stored_as == METADATA:
-        yield f"no tensor of a checkpoint is called {shown(tensor.stored_as)}"
+        yield f"no tensor of a checkpoint has the name {shown(tensor.stored_as)}"
     whole = prod(tensor.shape)
     if whole > LARGEST:
-        yield f"{len(tensor.shape)} dimensions of more elements than any tensor has"
+        yield f"its {len(tensor.shape)} dimensions have more elements than any tensor"
     elif tensor.first + tensor.count > whole:
         yield f"elements {tensor.first} to {tensor.first + tensor.count} of {whole}"
     end = tensor.offset + tensor.count

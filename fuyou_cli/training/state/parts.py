@@ -1,4 +1,4 @@
-"""Knows the files in a folder of a store, and by its part file which run the folder belongs to."""
+"""Knows the files in a store's folder. Its part file tells which run the folder belongs to."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .manifest_checks import is_plain
 from .stored import Manifest
 
 STORE_FILE = "store.bin"
-SPARE = "spare"  # beside the first store file: disk for the last manifest where the disk is full
+SPARE = "spare"  # beside the first store file: reserved disk, so that the last manifest can be written on a full disk
 PART_FILE = "part.json"
-NEW_PART = ".part.new"  # a fixed name: what a killed run leaves is written over by the next
+NEW_PART = ".part.new"  # a fixed name, so that the next run overwrites what a killed run left
 _FILES = frozenset((STORE_FILE, SPARE, PART_FILE, NEW_PART, losses.NAME, *manifests.BESIDE))
 _LARGEST = 1 << 16  # bytes
 _VERSION = 1
@@ -30,7 +30,7 @@ _VERSION = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """Describes one folder of a store: part `index` of `count` of the run `run`, whose manifest lies in `first`."""
+    """Describes one folder of a store: part `index` of `count` of the run `run`, whose manifest is in `first`."""
 
     run: str
     index: int
@@ -39,7 +39,8 @@ class Part:
 
 
 def is_written(path: Path) -> bool:
-    """Tells whether a run may give a file this name, in its folder or in the one of its companions: others are not removed."""
+    """Tells whether a run may write a file of this name, in its folder or in its companions' folder. Other files are not
+    removed."""
     return is_kept(path.name) if path.parent.name == manifests.COMPANIONS else path.name in _FILES
 
 
@@ -51,18 +52,18 @@ def part_size(store_size: int, *, stripe: int, count: int, index: int) -> int:
 
 
 def lacking(manifest: Manifest) -> str:
-    """Names the first file of the store that is missing or too short; empty where all are whole."""
+    """Names the first file of the store that is missing or too short. Empty if all are complete."""
     for index, name in enumerate(manifest.files):
         least = part_size(manifest.store_size, stripe=manifest.stripe, count=len(manifest.files), index=index)
         size = Path(name).stat().st_size if is_file(name) else -1
         if size < least:
-            what = "is missing" if size < 0 else f"has {size:,} bytes, at least {least:,} are expected"
+            what = "is missing" if size < 0 else f"has {size:,} bytes, but needs at least {least:,}"
             return f"{name} {what}"
     return ""
 
 
 def write_parts(run: str, directories: Sequence[Path]) -> None:
-    """Claims the folders for a run, on stable storage. Manifests of runs that had them are removed first."""
+    """Claims the folders for a run, on stable storage. First removes manifests of runs that used them before."""
     for index, directory in enumerate(directories):
         part = Part(run=run, index=index, count=len(directories), first=str(directories[0]))
         try:
@@ -77,7 +78,7 @@ def write_parts(run: str, directories: Sequence[Path]) -> None:
 
 
 def read_part(directory: Path) -> Part | None:
-    """Returns what `directory` is part of; None where that cannot be read, or cannot be."""
+    """Returns the part that `directory` is, or None if its part file cannot be read or is not valid."""
     try:
         content = find_object(directory / PART_FILE, limit=_LARGEST, names=True)
         if content is None or content.pop("fuyou_part", None) != _VERSION:

@@ -1,6 +1,6 @@
 """Captures and restores every random generator that a model's own code may draw from, as data for a manifest.
 
-fuyou's own randomness needs none of them: dropout and shuffles are functions of (seed, step, stage, micro-batch).
+fuyou's own random numbers need no generator: dropout and shuffles are functions of (seed, step, stage, micro-batch).
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from ...core.errors import UsageError
 
 
 def seed(number: int) -> None:
-    """Seeds all of them, torch's of every device included."""
+    """Seeds all generators, including torch's on every device."""
     random.seed(number)
     np.random.seed(number % (1 << 32))
     torch.manual_seed(number)
 
 
 def capture(device: torch.device) -> dict[str, Any]:
-    """Returns the states of Python, NumPy, torch, and of the device where it has its own."""
+    """Returns the states of Python, NumPy and torch, and of the device if it has its own."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     found: dict[str, Any] = {
@@ -36,7 +36,8 @@ def capture(device: torch.device) -> dict[str, Any]:
 
 
 def restore(states: dict[str, Any], device: torch.device) -> None:
-    """Puts captured states back; a device without one keeps its own. Raises UsageError where a generator refuses its state."""
+    """Restores captured states. A device without a captured state keeps its own. Raises UsageError if a generator refuses its
+    state."""
     if not states:
         return
     try:
@@ -49,7 +50,7 @@ def restore(states: dict[str, Any], device: torch.device) -> None:
             torch.cuda.set_rng_state(_bytes(states["device"]), device)
     except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
         raise UsageError(
-            f"the store's states of random generators cannot be gone on from: {error}",
+            f"the store's states of random generators cannot be restored: {error}",
             hint="start over with checkpoint.resume=never",
         ) from error
 

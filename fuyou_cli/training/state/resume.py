@@ -1,6 +1,6 @@
-"""Finds the saved run that a recipe resumes, and checks that it fits the recipe, or that the folders are free; writes nothing.
+"""Finds the saved run that a recipe resumes, and checks that it fits the recipe, or that the folders are free. Writes nothing.
 
-The manifest lies in the first folder only. Folders may be named in another order or not be mounted: the part file in each says
+The manifest is in the first folder only. Folders may be named in another order or not be mounted, so the part file in each says
 what it is part of (`parts`).
 """
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 
-# What a fingerprint is of, in a recipe's words. One that is not here is its own.
+# What each fingerprint covers, in a recipe's words. A missing name stands for itself.
 _CHANGED = {
     "model": "the model's configuration (model.name_or_path)",
     "weights": "the weights it began with (model.name_or_path, model.revision)",
     "code": "the model's own code (*.py in model.name_or_path)",
     "attention": "model.attn_implementation",
-    "schedule": "lr_scheduler, or the number of steps it is for (train.max_steps, train.epochs)",
+    "schedule": "lr_scheduler, or its number of steps (train.max_steps, train.epochs)",
     "clipping": "train.clip_grad_norm",
     "shuffle": "dataset.shuffle",
     "mixture": "the weights in dataset.train",
@@ -40,16 +40,16 @@ _CHANGED = {
     "compile": "train.compile",
     "kernels": "model.kernels",
     "data": "the tokens of the data (dataset, tokenizer)",
-    "device": "the kind of device it computes on (offload.device; left auto: whether a GPU is found)",
+    "device": "the kind of device (offload.device; for auto: whether there is a GPU)",
 }
-_DYING = 1.0  # seconds
+_DYING = 1.0  # seconds that a killed process may need to end
 
 
 def saved_state(
     recipe: Recipe, directories: tuple[Path, ...], *, must: bool, here: bool, say: Say
 ) -> tuple[tuple[Path, ...], Manifest | None]:
-    """Returns the folders of the run, and what was saved in them `here`. Raises FuyouError where a run that `must` could not
-    resume it."""
+    """Returns the folders of the run, and the state saved in them (only if `here`). Raises FuyouError if a run that `must`
+    resume it could not."""
     try:
         manifest = find_saved(recipe.checkpoint.resume, directories, say=say) if here else None
         if manifest is not None:
@@ -59,15 +59,15 @@ def saved_state(
             raise
         say(refused(error))
         return directories, None
-    if manifest is not None and recipe.checkpoint.resume != "auto":  # a run named by its folder resumes in that folder
+    if manifest is not None and recipe.checkpoint.resume != "auto":  # a run named by its folder resumes there
         directories = tuple(Path(file).parent for file in manifest.files)
     return directories, manifest
 
 
 def refused(error: FuyouError) -> str:
-    """Says why a run could not resume what a plan leaves aside."""
+    """Returns a note that says why a run could not resume, for a plan that goes on without the saved run."""
     hint = f" ({error.hint})" if error.hint else ""
-    return f"note: {error.message}: a run would be refused{hint}; planned as a new one"
+    return f"note: {error.message}. A run would be refused{hint}; this plan is for a new run"
 
 
 def steps_left(total: int, manifest: Manifest | None) -> int:
@@ -76,16 +76,17 @@ def steps_left(total: int, manifest: Manifest | None) -> int:
 
 
 def find_saved(resume: str, directories: Sequence[Path], *, say: Say) -> Manifest | None:
-    """Returns the saved run to resume, None for a new one. `resume`: auto, never, or a store's folder.
+    """Returns the saved run to resume, or None for a new one. `resume`: auto, never, or a store's folder.
 
-    Raises UsageError when there is one that cannot be resumed, or that a new run would overwrite unasked."""
+    Raises UsageError if a saved run cannot be resumed, or if a new run would overwrite one without being asked to.
+    """
     if resume == "never":
         return None
     source = directories[0] if resume == "auto" else folder(resume, key="checkpoint.resume")
     found, problem = manifests.newest(source)
     if resume != "auto" and (found is None or found.state == "loading"):
         what = "there is no saved run" if found is None else "nothing is saved yet"
-        raise UsageError(f"checkpoint.resume: {what} in {source}", hint="leave it auto to begin a run")
+        raise UsageError(f"checkpoint.resume: {what} in {source}", hint="use auto to begin a new run")
     if found is None:
         _check_free(directories, being_filled=())
         _check_moved(source.parent)
@@ -97,30 +98,31 @@ def find_saved(resume: str, directories: Sequence[Path], *, say: Say) -> Manifes
     refuse_copy(found, source)
     refuse_in_use(found)
     if problem:
-        say(f"note: {problem}; going on from the state after step {found.step}")
+        say(f"note: {problem}; continuing from the state after step {found.step}")
     _check_parts(found)
     return found
 
 
 def refuse_copy(manifest: Manifest, source: Path) -> None:
-    """Raises UsageError where the manifest in `source` is of a store elsewhere: a copy of it, or of one that was moved."""
+    """Raises UsageError if the manifest in `source` belongs to a store elsewhere: `source` is a copy of it, or was moved."""
     home = Path(manifest.files[0]).parent
     if is_same_folder(home, source):
         return
     if is_file(manifest.files[0]):
         raise UsageError(
-            f"{source} is a copy of the store in {home}, whose files it names",
-            hint=f"name {home}; a copy is a store again when it lies there",
+            f"{source} is a copy of the store in {home}: its manifest names the files there",
+            hint=f"name {home}; a copy can be used only if it is moved there",
         )
     raise UsageError(
-        f"{source} holds a run that was saved after step {manifest.step} in {home}, and moved since",
-        hint="move it back, or mount it at that path as well (mount --bind), and name its folders as then; a run that starts "
-        "over (checkpoint.resume=never) gives it up",
+        f"{source} holds a run that was saved after step {manifest.step} in {home} and moved since",
+        hint="move it back, or mount it at that path too (mount --bind), and name its folders as before; a run that starts "
+        "over (checkpoint.resume=never) gives the saved state up",
     )
 
 
 def refuse_in_use(manifest: Manifest) -> None:
-    """Raises FuyouError while a running fuyou holds the store; waits for the kernel to end the I/O of a killed one (40 ms)."""
+    """Raises FuyouError while a running fuyou uses the store. Waits for the kernel to end the I/O of a killed one (about 40
+    ms)."""
     until = time.monotonic() + _DYING
     while name := _in_use(manifest):
         if time.monotonic() >= until:
@@ -129,7 +131,7 @@ def refuse_in_use(manifest: Manifest) -> None:
 
 
 def _in_use(manifest: Manifest) -> str:
-    """Names a file of the store that somebody holds, empty where there is none."""
+    """Returns the name of a file of the store that a process has locked, or an empty string."""
     for name in filter(is_file, manifest.files):
         try:
             descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -145,14 +147,15 @@ def _in_use(manifest: Manifest) -> str:
 
 
 def _kept(what: str, remedy: str) -> UsageError:
-    """Makes the error for a saved run that is in the way: whatever the remedy, it can be given up."""
-    return UsageError(what, hint=f"{remedy}, or start over with checkpoint.resume=never, which gives that state up")
+    """Makes the error for a saved run that is in the way. Whatever the remedy, the user can give the run up."""
+    return UsageError(what, hint=f"{remedy}, or start over with checkpoint.resume=never, which gives the saved state up")
 
 
 def _check_moved(directory: Path) -> None:
-    """Raises UsageError where the only store is of a saved run that was moved here: a new run would begin unasked."""
+    """Raises UsageError if the only store is of a saved run that was moved here. Otherwise a new run would begin without being
+    asked to."""
     kept = list(directory.glob(f"*/{manifests.NAME}"))
-    if len(kept) != 1:  # folders that several runs share
+    if len(kept) != 1:  # several runs share the folders
         return
     store = kept[0].parent
     try:
@@ -166,33 +169,34 @@ def _check_moved(directory: Path) -> None:
 
 
 def _check_parts(saved: Manifest) -> None:
-    """Checks that every file the manifest names is there, as long as it was, and of this run."""
+    """Checks that every file that the manifest names exists, is as long as it was, and belongs to this run."""
     if missing := lacking(saved):
         raise _kept(f"the saved run cannot be resumed: {missing}", "mount its drive or put the file back")
     for index, path in enumerate(map(Path, saved.files)):
         part, place = read_part(path.parent), path.parent / PART_FILE
         if part is None and place.exists():
-            remedy = "see what `dmesg` says of that drive and run the same command again"
-            raise _kept(f"the saved run cannot be resumed: {place} is damaged, or cannot be read", remedy)
+            remedy = "look at what `dmesg` says about that drive, then run the same command again"
+            raise _kept(f"the saved run cannot be resumed: {place} is damaged or cannot be read", remedy)
         if part is None or (part.run, part.index) != (saved.run, index):
-            raise _kept(f"the saved run cannot be resumed: {path} belongs to another run by now", "put a copy back")
+            raise _kept(f"the saved run cannot be resumed: {path} belongs to another run now", "put a copy back")
 
 
 def _check_free(directories: Sequence[Path], *, being_filled: Sequence[str]) -> None:
     """Checks that nothing in these folders belongs to a saved run that a new one would destroy.
 
-    `being_filled`: files of a run that was killed as it loaded. They may have no part file yet, and not every file system tells
-    room that was set aside from data."""
+    `being_filled`: files of a run that was killed while it loaded. They may have no part file yet, and some file systems do not
+    tell reserved room from data.
+    """
     for directory in directories:
         store, part_file = directory / STORE_FILE, directory / PART_FILE
         if not store.exists():
             continue
         if not part_file.exists():
             if str(store) not in being_filled and _holds_data(store):
-                raise _kept(f"{store} holds data, and no run of fuyou says that it is its own", "move it away")
+                raise _kept(f"{store} holds data that does not belong to any known run of fuyou", "move it away")
             continue
         part = read_part(directory)
-        if part is None:  # a saved run may be behind it: nothing is written over on a guess
+        if part is None:  # it may belong to a saved run, so nothing is overwritten on a guess
             raise _kept(f"{part_file} is damaged", "put it back")
         first = Path(part.first)
         owner, _ = manifests.newest(first)
@@ -203,13 +207,13 @@ def _check_free(directories: Sequence[Path], *, being_filled: Sequence[str]) -> 
         step = f"after step {owner.step}" if owner is not None else f"whose manifest was in {first}"
         raise _kept(
             f"{directory} holds part {part.index + 1} of {part.count} of a saved run {step}",
-            f"name the folders of offload.dir as that run did ({first.parent} first)",
+            f"name the folders in offload.dir in the order of that run ({first.parent} first)",
         )
 
 
 def _holds_data(file: Path) -> bool:
-    """Tells whether anything was written to a file, which is more than room set aside."""
-    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # it may be a pipe
+    """Tells whether anything was written to a file, not only room reserved."""
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # the file may be a pipe
     try:
         os.lseek(descriptor, 0, os.SEEK_DATA)
     except OSError as error:
@@ -220,7 +224,7 @@ def _holds_data(file: Path) -> bool:
 
 
 def check_unchanged(expected: Manifest | None, directory: Path, *, start_over: bool) -> None:
-    """Raises UsageError where the manifest is not what was planned with. Called with the store locked."""
+    """Raises UsageError if the manifest is not the one that was planned with. The store must be locked."""
     if start_over:
         return
     current, _ = manifests.newest(directory)
@@ -228,13 +232,13 @@ def check_unchanged(expected: Manifest | None, directory: Path, *, start_over: b
         current = None
     if current != expected:
         raise UsageError(
-            f"another process has used the store in {directory} since this one looked at it",
+            f"another process has used the store in {directory} since this one read its manifest",
             hint="run the same command again",
         )
 
 
 def check_same_store(saved: Manifest, paths: Sequence[Path], *, stripe: int) -> None:
-    """Raises UsageError where the run was saved in other files than these."""
+    """Raises UsageError if the run was saved in other files than these."""
     if saved.files != tuple(map(str, paths)) or saved.stripe != stripe:
         was, now = ", ".join(saved.files), ", ".join(map(str, paths))
         what = f"the saved run is striped over {was} by {saved.stripe} bytes, not over {now} by {stripe}"
@@ -242,29 +246,29 @@ def check_same_store(saved: Manifest, paths: Sequence[Path], *, stripe: int) -> 
 
 
 def commit_interval(checkpoint: CheckpointSection, mode: StoreMode) -> int | Literal["auto"] | None:
-    """Returns the steps between commits that a recipe asks for in a store of this mode; None: where a run ends alone."""
+    """Returns the steps between commits that a recipe asks for in a store of this mode. None means only where a run ends."""
     if checkpoint.mode == "snapshot":
         return checkpoint.snapshot_every_steps
     return 1 if mode == "redo" and checkpoint.commit_every_steps == "auto" else checkpoint.commit_every_steps
 
 
 def _check_same_mode(saved: Manifest, checkpoint: CheckpointSection) -> None:
-    """Raises UsageError where the recipe asks for another kind of store than the run has."""
+    """Raises UsageError if the recipe asks for another kind of store than the run has."""
     every, mode = commit_interval(checkpoint, saved.mode), checkpoint.mode
-    if saved.mode == "redo" and every != 1:  # it has everything once: a step that nothing names is written over
+    if saved.mode == "redo" and every != 1:  # it keeps one copy of everything, so an uncommitted step would overwrite it
         raise UsageError(
-            f"checkpoint.commit_every_steps: the saved run has redo, which makes every step durable, not "
+            f"checkpoint.commit_every_steps: the saved run uses checkpoint.mode=redo, which commits every step, not "
             f"{'none' if every is None else f'every {every}th'}",
             hint="leave it out, or start over with checkpoint.resume=never and checkpoint.mode=in_place",
         )
     asked = {"in_place": ("in_place", 1), "redo": ("redo", 1), "snapshot": ("in_place", checkpoint.keep_last)}.get(mode)
     if asked is not None and asked != (saved.mode, saved.keep):
-        was = f"snapshot, of the last {saved.keep} states" if saved.mode == "in_place" and saved.keep > 1 else saved.mode
-        raise _kept(f"checkpoint.mode: the saved run has {was}, not {mode}", "leave it auto")
+        was = f"snapshot with the last {saved.keep} states" if saved.mode == "in_place" and saved.keep > 1 else saved.mode
+        raise _kept(f"checkpoint.mode: the saved run uses {was}, not {mode}", "leave it auto")
 
 
 def check_unchanged_run(saved: Manifest, fingerprints: Mapping[str, str], *, total_steps: int) -> None:
-    """Raises UsageError naming what changed since the run was saved."""
+    """Raises UsageError that names what changed since the run was saved."""
     names = dict.fromkeys((*fingerprints, *saved.fingerprints))
     changed = [name for name in names if saved.fingerprints.get(name) != fingerprints.get(name)]
     if changed:
@@ -272,6 +276,6 @@ def check_unchanged_run(saved: Manifest, fingerprints: Mapping[str, str], *, tot
         raise _kept(f"the saved run cannot be resumed: {what} changed since it was saved", "restore what changed")
     if saved.step > total_steps:
         raise UsageError(
-            f"the saved run has done {saved.step} steps, the recipe asks for {total_steps}",
-            hint="raise train.max_steps or train.epochs; `fuyou export` writes the model as it is",
+            f"the saved run has done {saved.step} steps, but the recipe asks for {total_steps}",
+            hint="raise train.max_steps or train.epochs; `fuyou export` writes the model as it is now",
         )

@@ -1,7 +1,7 @@
-"""Keeps a run on stable storage: commits beside the steps, saves where it stops, resumes.
+"""Keeps a run on stable storage: commits beside the steps, saves at the end, resumes.
 
-A generation is committed once every stage has come to it and its step is over: its manifest is made in the thread that steps;
-the thread of `commits` flushes the store and then writes it.
+A generation is committed once every stage has reached it and its step is over. The thread that runs the steps makes its
+manifest. The thread of `commits` flushes the store and then writes the manifest.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from .parts import NEW_PART, PART_FILE, SPARE
 from .storage import StageFiles
 from .stored import DueUpdate, Evaluated, Manifest, State
 
-_SPARE_BYTES = 4 << 20  # of disk for the last manifest and its losses
-_SPARE_PER_STEP = 8  # a loss
+_SPARE_BYTES = 4 << 20  # disk reserved for the last manifest and its losses
+_SPARE_PER_STEP = 8  # bytes of one loss
 
 
 @dataclass(slots=True)
 class Standing:
-    """Holds where a run stands: after `step` whole steps."""
+    """Holds where a run is: after `step` whole steps."""
 
-    run: str  # its name in manifest and part files
+    run: str  # the run's name in its manifest and part files
     step: int = 0
     losses: list[float] = field(default_factory=list)
     written_before: int = 0  # bytes that earlier processes wrote
@@ -59,20 +59,20 @@ class Standing:
         return standing
 
     def resume(self, saved: Manifest) -> None:
-        """Takes over all but the losses."""
+        """Takes over everything from the manifest but the losses."""
         self.step, self.written_before, self.random = saved.step, saved.written_total, saved.random
         self.skipped, self.skipped_in_row = saved.skipped, saved.skipped_in_row
         self.evaluated = saved.evaluated
 
     def is_over(self, *, skipped: bool) -> None:
-        """Counts one step more. `skipped`: it updated nothing."""
+        """Counts one more step. `skipped`: the step updated nothing."""
         self.step += 1
         self.skipped += skipped
         self.skipped_in_row = self.skipped_in_row + 1 if skipped else 0
 
 
 class Saver:
-    """Keeps the state of one run. `say` hears what became of a damaged state."""
+    """Keeps the state of one run. `say` gets messages about a damaged state."""
 
     def __init__(
         self,
@@ -90,47 +90,48 @@ class Saver:
         self.device, self.say = device, say
         self.paths = store.paths
         self.folder = store.paths[0].parent
-        self.saved_bytes = 0  # that saving wrote, beside the steps
-        self._complete = -1  # the newest generation that every stage has come to
+        self.saved_bytes = 0  # bytes that saving wrote, beside the steps
+        self._complete = -1  # the newest generation that every stage has reached
         self.commits = Commits(flush=store.sync, name=self._name, durable=ready.planned.manifest, patience=patience)
 
     @property
     def saved_step(self) -> int | None:
-        """Returns the last one that is committed, whatever became of those behind it; None where there is none."""
+        """Returns the last committed step, whatever happened after it, or None if there is none."""
         return None if self.commits.last is None else self.commits.last.step
 
     # ---- beside the steps ----------------------------------------------------------------------------------------
 
     def complete(self, generation: int) -> None:
-        """Hears that every stage has come to a generation. Updates may be over before their step is."""
+        """Notes that every stage has reached a generation. Updates may be over before their step is."""
         assert generation >= self.standing.step, (generation, self.standing.step)
         self._complete = generation
         self._commit_what_is_complete()
 
     def step_is_over(self) -> None:
-        """Hears that a step is over, which `standing` counts."""
+        """Notes that a step is over; `standing` counts it."""
         self.standing.random = random_states.capture(self.device.torch_device)
         self._commit_what_is_complete()
 
     def _commit_what_is_complete(self) -> None:
-        """Begins to commit the last step, if every stage rests at its generation."""
+        """Begins to commit the last step, if every stage has its generation."""
         if self._complete == self.standing.step and self._is_news():
             self.commits.begin(self._manifest("committed"))
 
     def durable(self, stage: int) -> int:
-        """Returns the turn of a stage that is committed, -1 where none is."""
+        """Returns the committed turn of a stage, or -1 if there is none."""
         saved = self.commits.durable()
         return -1 if saved is None else saved.stages[stage].turn
 
     def blocked(self) -> None:
-        """Commits what stages that share places have come to, which wait for each other; the others' gradients with it."""
+        """Commits what each stage has reached, when stages that share places wait for each other. Includes the gradients of the
+        other stages."""
         if self.files.plan.store_mode != "redo" or self.commits.is_busy:
             return
         if all(record.gradient_write is None for record in self.residency.records) and self._is_news():
             self.commits.begin(self._manifest("committed"))
 
     def _is_news(self) -> bool:
-        """Tells whether a stage has come further than the last manifest says."""
+        """Tells whether a stage has a newer generation than the last manifest names."""
         newest = self.commits.newest
         if newest is None or newest.step < self.standing.step:
             return True
@@ -140,19 +141,20 @@ class Saver:
     # ---- where a run begins and ends -----------------------------------------------------------------------------
 
     def give_up_what_was(self) -> None:
-        """Names a store that is about to be filled anew: from now on nothing in it can be resumed."""
+        """Marks a store that is about to be filled again. From now on nothing in it can be resumed."""
         self._name(self._manifest("loading"))
 
     def begin_training(self) -> None:
-        """Commits what was loaded: a run that is killed from here on resumes without its checkpoint."""
-        self.standing.random = random_states.capture(self.device.torch_device)  # first: whatever fails next is saved with it
+        """Commits the loaded state. From here on, a killed run resumes without its checkpoint."""
+        # First, so that it is saved if a later call fails.
+        self.standing.random = random_states.capture(self.device.torch_device)
         self._reserve_disk()
-        loss_files.write(self.folder, (), first=self.standing.step)  # or no step is computed for nothing
+        loss_files.write(self.folder, (), first=self.standing.step)  # fails now, before any step is computed
         if self.commits.newest is None:
             self.complete(self.standing.step)
 
     def save(self) -> None:
-        """Returns when the last step is committed. All stages are drained."""
+        """Returns when the last step is committed. All stages must be drained."""
         if self._is_news():
             self.saved_bytes += self.files.save_resident(self.residency.records)
             self.complete(self.standing.step)
@@ -169,9 +171,9 @@ class Saver:
             self.commits.finish()
 
     def restore(self, saved: Manifest, progress: Progress) -> None:
-        """Restores the newest committed state that is whole: `saved`, or an older one. `progress` hears of bytes read."""
+        """Restores the newest committed state that is whole: `saved`, or an older one. `progress` gets the bytes read."""
         found = self._intact(saved, progress)
-        if found != saved or manifests.newest(self.folder)[1]:  # the next commit keeps what has this name, and that is damaged
+        if found != saved or manifests.newest(self.folder)[1]:  # the next commit would keep the damaged manifest
             manifests.go_back(self.folder, found)
         saved = found
         self.files.restore(saved, self.residency.records)
@@ -181,13 +183,13 @@ class Saver:
             self.say(f"note: {note}")
         self.commits.restart(saved)
         self.residency.commits.base = saved.step
-        if saved.due is not None:  # a step that was durable by its gradients: its updates are to be done
+        if saved.due is not None:  # the step was committed by its gradients, so its updates must be applied
             pending = [index for index, stage in enumerate(saved.stages) if stage.gradients is not None]
             self.residency.update_again(pending, _scalars(saved.due))
         random_states.restore(saved.random, self.device.torch_device)
 
     def _intact(self, saved: Manifest, progress: Progress) -> Manifest:
-        """Compares every extent with its checksum before anything is computed on it."""
+        """Compares every extent with its checksum before anything is computed from it."""
         damage = self._first_damage(saved, progress)
         if damage is None:
             return saved
@@ -205,7 +207,7 @@ class Saver:
         return next(damages(saved, self.files.daemon, self.files.memory.arena, self._window(), progress=progress), None)
 
     def _window(self) -> Span:
-        """Returns the larger part of the arena beside the daemon's scratch: nothing is in it before a state is restored."""
+        """Returns the larger part of the arena beside the daemon's scratch. It is unused before a state is restored."""
         scratch, size = self.files.plan.io.scratch, self.files.memory.arena.size
         behind = align_up(scratch.offset + scratch.size, PAGE)
         parts = (Span(offset=0, size=scratch.offset), Span(offset=behind, size=max(0, size - behind)))
@@ -214,12 +216,13 @@ class Saver:
     # ---- manifests -----------------------------------------------------------------------------------------------
 
     def _reserve_disk(self) -> None:
-        """Reserves room: a full disk, which ends a run by its log, would keep it from being saved. A run can do without."""
+        """Reserves disk. Otherwise a disk that the run's log has filled would keep the run from being saved. A run works
+        without it too."""
         with suppress(OSError), os.fdopen(open_own(self.folder / SPARE, anew=True), "wb") as file:
             os.posix_fallocate(file.fileno(), 0, _SPARE_BYTES + _SPARE_PER_STEP * self.ready.planned.total_steps)
 
     def _manifest(self, state: State) -> Manifest:
-        """Names what the store holds after the last step; nothing yet where it is `loading`."""
+        """Makes the manifest of what the store holds after the last step. For `loading` it names no stage."""
         ready, standing, plan, model = self.ready, self.standing, self.files.plan, self.files.model
         names = (SPARE, loss_files.NAME, *manifests.BESIDE)
         beside = [*(self.folder / name for name in names), *(path.with_name(NEW_PART) for path in self.paths)]
@@ -253,11 +256,11 @@ class Saver:
         )
 
     def _release_disk(self) -> None:
-        with suppress(OSError):  # what is not needed any more is no reason not to commit
+        with suppress(OSError):  # a file that is no longer needed must not stop a commit
             (self.folder / SPARE).unlink()
 
     def _name(self, manifest: Manifest) -> None:
-        """Writes the manifest, on a full disk in the room that was reserved for it. In the thread of commits."""
+        """Writes the manifest. On a full disk it uses the reserved disk. Runs in the thread of commits."""
         try:
             self._write(manifest)
         except OutOfSpaceError:
@@ -267,13 +270,14 @@ class Saver:
     def _write(self, manifest: Manifest) -> None:
         last = self.commits.last
         known = 0 if last is None else last.step
-        loss_files.write(self.folder, self.standing.losses[known : manifest.step], first=known)  # which the manifest counts
+        # The manifest counts these losses.
+        loss_files.write(self.folder, self.standing.losses[known : manifest.step], first=known)
         manifests.write(self.folder, manifest, keep=last is not None)
 
 
 def _due(scalars: Scalars) -> DueUpdate:
     fields = asdict(scalars)
-    return DueUpdate(**{**fields.pop("optimizer"), **fields})  # of the two rates that of the step
+    return DueUpdate(**{**fields.pop("optimizer"), **fields})  # the step's learning rate replaces the optimizer's
 
 
 def _scalars(due: DueUpdate) -> Scalars:

@@ -1,6 +1,7 @@
 """Fills a run's store from a checkpoint, and moves whole stages between arena and store.
 
-Loading streams each tensor through a weight slot, or the stage's home in RAM: it takes the memory of one slot and one piece.
+Loading streams each tensor through a weight slot, or through the stage's home in RAM. It needs the memory of one slot and one
+piece.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from ...swap.kernels import checksum, split, sum_squares
 from .manifest import NAME
 from .stored import TENSORS, Manifest, StoredExtent, StoredStage, StoredTensor
 
-_PIECE = 1 << 22  # elements of a float32 checkpoint split at a time
+_PIECE = 1 << 22  # elements of a float32 checkpoint that are split at once
 
 
 def check_space(paths: Sequence[Path], size: int, free_space: Callable[[Path], int]) -> None:
-    """Raises OutOfSpaceError before anything is written when the store would not fit its disks."""
+    """Raises OutOfSpaceError if the disks have no room for the store, before anything is written."""
     for disk in file_systems(store_files(paths, size), free_space):
         if disk.problem:
             raise OutOfSpaceError(
@@ -47,28 +48,28 @@ def check_stages(saved: Manifest, model: ModelSpec, plan: Plan) -> None:
     wanted = [(stage.name, stage.params, stage.trained) for stage in model.stages]
     if [(stage.name, stage.params, stage.trained) for stage in saved.stages] != wanted:
         raise UsageError(
-            f"{Path(saved.files[0]).with_name(NAME)}: its {len(saved.stages)} stages are not the {len(wanted)} of this model, "
-            "or not of their sizes",
-            hint="name the model that the run was of, or start over with checkpoint.resume=never",
+            f"{Path(saved.files[0]).with_name(NAME)}: its {len(saved.stages)} stages do not match the {len(wanted)} of this "
+            "model in number or size",
+            hint="name the model that the run was started with, or start over with checkpoint.resume=never",
         )
     for stage_plan, stage in zip(plan.stages, saved.stages, strict=True):
         places = {name: stage_plan.extent(name, stage.turn) for name in TENSORS} | {"gradients": stage_plan.gradients_extent}
         if any(places[name] != Span(offset=extent.offset, size=extent.size) for name, extent in stage.extents()):
             raise UsageError(
-                f"the saved {stage.name} does not lie where this run would have it",
-                hint="the store was made by another version: start over with checkpoint.resume=never",
+                f"the saved {stage.name} is not where this version of fuyou would put it",
+                hint="another version made the store: start over with checkpoint.resume=never",
             )
 
 
 class StageFiles:
-    """Moves whole stages between store and arena, or device, outside of training."""
+    """Moves whole stages between the store and the arena or device, outside of training."""
 
     def __init__(self, *, model: ModelSpec, plan: Plan, daemon: SwapDaemon, memory: HostMemory, states: DeviceStates) -> None:
         self.model, self.plan, self.daemon, self.memory, self.states = model, plan, daemon, memory, states
         self.dtype = TORCH_DTYPE[model.compute_dtype]
 
     def load(self, entries: Mapping[str, TensorEntry], records: Sequence[Record], progress: Callable[[int], None]) -> None:
-        """Writes generation 0 of every stage from a checkpoint's tensors. `progress` hears parameters loaded."""
+        """Writes generation 0 of every stage from a checkpoint's tensors. `progress` gets the parameters loaded."""
         with TensorReader() as reader:
             for stage, plan, record in zip(self.model.stages, self.plan.stages, records, strict=True):
                 if stage.params:
@@ -151,7 +152,8 @@ class StageFiles:
         entries: Mapping[str, TensorEntry],
         reader: TensorReader,
     ) -> None:
-        """Reads elements of a stage from `begin` on, as many as `weights` holds, zeros between tensors. `rest`: remainders."""
+        """Reads elements of a stage from `begin` on, as many as `weights` holds, with zeros between tensors. `rest`:
+        remainders."""
         end = begin + weights.numel()
         weights.zero_()
         if rest is not None:
@@ -169,30 +171,31 @@ class StageFiles:
                 _read_split(reader, entry, weights[here], rest[here], first=skipped)
 
     def _remainder_span(self, plan: StagePlan) -> Span:
-        """Returns where a stage's remainder is put together while loading: its home, or a gradient slot (never smaller)."""
+        """Returns the span that holds a stage's remainder while loading: its home, or a gradient slot (never smaller)."""
         if plan.remainder_ram is not None:
             return plan.remainder_ram
         slots = self.plan.slot_classes[plan.slot_class]
         spare = next(iter(slots.gradient_slots or slots.weight_slots[1:]), plan.gradients_ram)
         if spare is None:
             raise UsageError(
-                "a float32 checkpoint trained in bfloat16 needs its remainders in RAM here",
+                "training this float32 checkpoint in bfloat16 needs its remainders in RAM",
                 hint="set offload.optimizer_states=cpu, or convert the checkpoint to bfloat16",
             )
         return spare
 
     def _written(self, span: Span, extent: Span | None, label: int, *, position: int = 0) -> int:
-        """Writes what a span holds; returns its checksum, `position` bytes into a larger one."""
+        """Writes a span to the store. Returns its checksum, `position` bytes into a larger one."""
         assert extent is not None
         self.daemon.wait(self.daemon.write(span.offset, extent.offset, extent.size, label=label))
         return checksum(self.memory.arena.view(span.offset, extent.size), position=position)
 
     def save_resident(self, records: Sequence[Record]) -> int:
-        """Writes what rests in RAM or on the device alone to the extents of its generation; returns the bytes written."""
+        """Writes tensors that rest only in RAM or on the device to the extents of their generation. Returns the bytes
+        written."""
         written = 0
         for plan, record in zip(self.plan.stages, records, strict=True):
             for name, ram, extent in _resting_in_ram(plan, record):
-                if getattr(record.sums, name) is None:  # else the last update wrote it too
+                if getattr(record.sums, name) is None:  # otherwise the last update wrote it
                     record.sums = replace(record.sums, **{name: self._written(ram, extent, record.stage)})
                     written += extent.size
             there = self._on_device(record)
@@ -204,31 +207,33 @@ class StageFiles:
         return written
 
     def _on_device(self, record: Record) -> Extents:
-        """Returns what of a stage rests on the device and is not zero."""
+        """Returns a stage's tensors that rest on the device and are not zero."""
         there = self.states.at_rest(record.stage, record.turn)
         return {name: there[name] for name in _at_rest(record) if name in there}
 
     def restore(self, saved: Manifest, records: Sequence[Record]) -> None:
-        """Sets generations as saved, and reads back what rests in RAM or on the device."""
+        """Sets generations as saved, and reads back the tensors that rest in RAM or on the device."""
         check_stages(saved, self.model, self.plan)
         for plan, record, stage in zip(self.plan.stages, records, saved.stages, strict=True):
             record.generation, record.turn = stage.generation, stage.turn
             record.sums = Sums(**{name: None if (at := getattr(stage, name)) is None else at.sum for name in TENSORS})
             record.zero_moments, record.zero_remainder = stage.zero_moments, stage.zero_remainder
             record.gradients_sum = None if stage.gradients is None else stage.gradients.sum
-            if self.daemon.written is not None:  # from now on its extents are compared when they are read
+            if self.daemon.written is not None:  # from now on each read of its extents is checked
                 for _, extent in stage.extents():
                     self.daemon.written.expect(Span(offset=extent.offset, size=extent.size), extent.sum)
             for _, ram, home in _resting_in_ram(plan, record):
                 self.daemon.wait(self.daemon.read(ram.offset, home.offset, home.size, label=record.stage))
             for name, (target, there) in self._on_device(record).items():
                 if self.states.copies.fetch(record.stage, target, there) != getattr(record.sums, name):
-                    raise SwapError(f"{name} of {stage.name} are not what was just read from the store")
+                    raise SwapError(f"{name} of {stage.name} changed between two reads of the store")
 
     def describe(self, records: Sequence[Record], stored_as: Mapping[str, str], *, step: int) -> tuple[StoredStage, ...]:
-        """Describes every stage as it rests now; one that has not come to `step` with the gradients of its update.
+        """Describes where every stage rests now. A stage that has not reached `step` is described with the gradients of its
+        update.
 
-        `stored_as`: names of the model's tensors in the checkpoint it came from."""
+        `stored_as`: names of the model's tensors in the checkpoint they came from.
+        """
         together = zip(self.model.stages, self.plan.stages, records, strict=True)
         return tuple(_stored(stage, plan, record, stored_as, step=step) for stage, plan, record in together)
 
@@ -242,7 +247,7 @@ def _resting_in_ram(plan: StagePlan, record: Record) -> Iterator[tuple[StateTens
 
 
 def _at_rest(record: Record) -> Iterator[StateTensor]:
-    """Yields the tensors of a stage whose values are not all zero."""
+    """Yields the tensors of a stage that are not all zero."""
     yield "weights"
     yield "frozen"
     if not record.zero_remainder:
@@ -295,7 +300,8 @@ def _fits(stored: str, compute: str) -> bool:
 
 
 def _check_finite(entry: TensorEntry, values: torch.Tensor, dtype: Dtype) -> None:
-    """Raises UsageError for NaN or Inf in what was just read: later lr would be blamed for the loss."""
+    """Raises UsageError for NaN or Inf in values just read. Otherwise they would look like a fault of the learning rate
+    later."""
     nonfinite = sum_squares(values.view(torch.uint8).numpy().data, dtype)[1]
     if nonfinite:
         raise _damaged(entry, nonfinite, "not finite")
@@ -305,7 +311,7 @@ def _damaged(entry: TensorEntry, count: int, what: str) -> UsageError:
     values = "1 value" if count == 1 else f"{count:,} values"
     return UsageError(
         f"{entry.file}: {values} of {entry.name} {'is' if count == 1 else 'are'} {what}",
-        hint="the checkpoint is damaged: fetch it again, or take an earlier one",
+        hint="the checkpoint is damaged: download it again, or use an earlier one",
     )
 
 

@@ -12,10 +12,10 @@ from ...spec.plan import Numerics, StateTensor, StoreMode
 
 State = Literal["loading", "committed"]
 
-TENSORS = get_args(StateTensor)  # of a stage, in the order of a place
+TENSORS = get_args(StateTensor)  # tensors of a stage, in the order of a place
 _EXTENTS = (*TENSORS, "gradients")
-ALIGN = 4096  # of stripes and extents, as direct I/O wants them
-MOST_KEPT = 16  # states of a store; recipe/schema knows it too
+ALIGN = 4096  # alignment of stripes and extents for direct I/O
+MOST_KEPT = 16  # most states that a store keeps; recipe/schema has the same limit
 
 Aligned = Annotated[int, Field(multiple_of=ALIGN)]
 Sum = Annotated[int, Field(le=(1 << 64) - 1)]
@@ -23,20 +23,20 @@ Sum = Annotated[int, Field(le=(1 << 64) - 1)]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTensor:
-    """Describes a tensor, or the run of its elements that a stage holds."""
+    """Describes a tensor, or the part of its elements that a stage holds."""
 
-    name: str  # in the model
-    stored_as: Annotated[str, Field(min_length=1, max_length=NAME_LIMIT)]  # in the checkpoint it came from, and in every export
-    shape: Annotated[tuple[int, ...], Field(max_length=64)]  # of the whole tensor; torch can hold no more dimensions
+    name: str  # the name in the model
+    stored_as: Annotated[str, Field(min_length=1, max_length=NAME_LIMIT)]  # the name in its checkpoint and in every export
+    shape: Annotated[tuple[int, ...], Field(max_length=64)]  # of the whole tensor; torch allows no more dimensions
     offset: int  # elements within the stage
-    first: int  # elements of the tensor before these
+    first: int  # elements of the tensor before this part
     count: int
-    decay: bool  # whether AdamW's weight decay is of it
+    decay: bool  # whether AdamW's weight decay applies
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredExtent:
-    """Names bytes of the store, and the sum (`swap.kernels.checksum`) of what was written there."""
+    """Names bytes of the store, and the checksum (`swap.kernels.checksum`) of what was written there."""
 
     offset: Aligned
     size: int
@@ -52,7 +52,7 @@ class StoredStage:
     params: int
     trained: int  # of these, in the order of offsets: the first ones; the others are frozen
     generation: int
-    turn: int  # of its ring (spec.plan.Ring), which says where
+    turn: int  # turn of its ring (spec.plan.Ring), which gives the place
     zero_moments: bool
     zero_remainder: bool
     weights: StoredExtent | None  # trained ones
@@ -60,23 +60,23 @@ class StoredStage:
     remainder: StoredExtent | None
     momentum: StoredExtent | None
     variance: StoredExtent | None
-    gradients: StoredExtent | None  # of the step behind `generation`, whose update is to be done
+    gradients: StoredExtent | None  # of the step after `generation`, whose update is due
     tensors: tuple[StoredTensor, ...]
 
     def extents(self) -> list[tuple[str, StoredExtent]]:
-        """Returns what of the stage is on the store, by name."""
+        """Returns the stage's tensors on the store, by name."""
         named = [(name, getattr(self, name)) for name in _EXTENTS]
         return [(name, extent) for name, extent in named if extent is not None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DueUpdate:
-    """Holds the AdamW settings of the stages whose gradients make a step durable, as the step began it."""
+    """Holds the AdamW settings of a due update: of the stages whose gradients commit a step."""
 
     lr: float
-    gradient_scale: float  # the clipping factor
-    step: Annotated[int, Field(ge=1)]  # 1 for the first: bias corrections
-    skipped: bool  # every value stays as it is
+    gradient_scale: float  # clipping factor
+    step: Annotated[int, Field(ge=1)]  # the first is 1; for the bias corrections
+    skipped: bool  # if True, every value stays as it is
     beta1: float
     beta2: float
     epsilon: float
@@ -97,26 +97,26 @@ class Evaluated:
 class Manifest:
     """Names what a store holds, and what a run needs to resume from it."""
 
-    run: str  # names this run in the part files of its folders
+    run: str  # the run's name in the part files of its folders
     files: tuple[str, ...]  # absolute paths of the store's files, in the order of the stripe
-    parts: tuple[str, ...]  # of the part files beside them
-    companions: tuple[str, ...]  # of what else there is of the run; all three are what `fuyou clean` may remove
+    parts: tuple[str, ...]  # paths of the part files beside them
+    companions: tuple[str, ...]  # paths of the run's other files; `fuyou clean` may remove files of all three
     stripe: Annotated[int, Field(ge=ALIGN, multiple_of=ALIGN)]
     store_size: int
     state: State
-    step: int  # finished steps, the generation of every stage without gradients; as many losses are in training/losses.py
+    step: int  # finished steps: the generation of every stage without gradients, and the number of losses
     written_total: int
     model_dir: str
     architecture: str
     compute_dtype: Literal["float32", "bfloat16"]
     numerics: Numerics
-    fingerprints: dict[str, str]  # model, data, recipe: what a resumed run must agree on
-    libraries: dict[str, str]  # versions of what computed it (state/fingerprints.py)
-    random: dict[str, Any]  # states of generators (state/random_states.py)
+    fingerprints: dict[str, str]  # digests of what a resumed run must agree on
+    libraries: dict[str, str]  # versions of the libraries that computed it (state/fingerprints.py)
+    random: dict[str, Any]  # states of random generators (state/random_states.py)
     mode: StoreMode
-    keep: Annotated[int, Field(ge=1, le=MOST_KEPT)]  # states that are there whole at any time, this one among them
-    due: DueUpdate | None  # of stages with gradients
+    keep: Annotated[int, Field(ge=1, le=MOST_KEPT)]  # whole states kept at any time, including this one
+    due: DueUpdate | None  # for stages with gradients
     stages: tuple[StoredStage, ...]
-    skipped: int = 0  # of these steps, that updated nothing (train.skip_nonfinite)
+    skipped: int = 0  # steps that updated nothing (train.skip_nonfinite)
     skipped_in_row: int = 0  # of these, the last ones
     evaluated: Evaluated | None = None  # None: never
