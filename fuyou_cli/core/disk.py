@@ -1,4 +1,4 @@
-"""Checks whether files to come fit their disks, one sum for each file system; makes names of written files durable."""
+"""Checks whether planned files fit their disks, with one sum per file system. Makes the names of written files durable."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .errors import FuyouError, OutOfSpaceError
 from .units import gb
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_AGAIN = "the drive keeps asking for another try: see what `dmesg` says of it, and run the same command again"
-REMEDIES = {  # of a file that cannot be used, by errno
-    errno.EIO: "the disk reported an error: see `dmesg` and the drive's health",
-    errno.EROFS: "the file system is read-only: `dmesg` may say since when, and why",
+_AGAIN = "the drive keeps asking to try again: look at what `dmesg` says about it, then run the same command again"
+REMEDIES = {  # errno -> what to do about a file that cannot be used
+    errno.EIO: "the disk reported an error: look at `dmesg` and the drive's health",
+    errno.EROFS: "the file system is read-only: `dmesg` may say since when and why",
     errno.EACCES: "check the permissions of its folder",
-    errno.EFBIG: "a file may not become so large here: see `ulimit -f`, and what the file system allows (FAT 4 GiB)",
-    errno.EPERM: "see what lies there, and move it away",
+    errno.EFBIG: "the file is too large: check `ulimit -f` and the limit of the file system (4 GiB for FAT)",
+    errno.EPERM: "look at what is there, and move it away",
     errno.EAGAIN: _AGAIN,
     errno.EINTR: _AGAIN,
 }
@@ -27,21 +27,21 @@ REMEDIES = {  # of a file that cannot be used, by errno
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """Names a file, or a new folder of files, of `size` bytes that a run is going to write."""
+    """Names a file, or a new folder of files, of `size` bytes that a run will write."""
 
-    what: str  # for people: "the store"
+    what: str  # name for messages: "the store"
     path: Path
     size: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileSystem:
-    """Sums what a run wants of one file system."""
+    """Sums up what a run will write to one file system."""
 
     folders: tuple[Path, ...]
     what: tuple[str, ...]
     wanted: int
-    held: int  # of `wanted`: the run's own files from before take it already
+    held: int  # part of `wanted` that the run's own files already take
     free: int
     device: int  # st_dev
 
@@ -51,19 +51,19 @@ class FileSystem:
 
     @property
     def problem(self) -> str:
-        """Says in one sentence what is missing, empty where everything fits."""
+        """Says in one sentence what is missing. Empty if everything fits."""
         if not self.missing:
             return ""
         verb = "needs" if len(self.what) == 1 else "need"
         more = " more" if self.held else ""
         return (
             f"{' and '.join(self.what)} {verb} {gb(self.wanted - self.held)}{more} of disk in "
-            f"{', '.join(map(str, self.folders))}; {gb(self.free)} are free"
+            f"{', '.join(map(str, self.folders))}, but {gb(self.free)} are free"
         )
 
 
 def file_systems(files: Sequence[Wanted], free_space: Callable[[Path], int]) -> list[FileSystem]:
-    """Sums `files` by file system, in their order. `free_space` gives the bytes that can be written at a path."""
+    """Sums up `files` by file system, in their order. `free_space` returns the bytes that can be written at a path."""
     together: dict[int, list[Wanted]] = {}
     for file in files:
         together.setdefault(existing(file.path).stat().st_dev, []).append(file)
@@ -97,34 +97,35 @@ def sync_directory(directory: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # some file systems cannot sync folders, and need not
+        if error.errno != errno.EINVAL:  # some file systems cannot sync folders and do not need to
             raise
     finally:
         os.close(descriptor)
 
 
 def sync_names_above(directory: Path) -> None:
-    """Waits until the folders that lead to `directory` are on stable storage: a killed run may have made them."""
+    """Waits until the folders above `directory` are on stable storage, because a killed run may have made them."""
     device = directory.stat().st_dev
     for above in directory.absolute().parents:
         if above.stat().st_dev != device:
             return
-        with suppress(PermissionError):  # others' folder, which was there before
+        with suppress(PermissionError):  # a folder of another user was there before
             sync_directory(above)
 
 
 def failed_writing(path: Path, error: OSError) -> FuyouError:
-    """Makes the error for a file that cannot be written."""
+    """Returns the error for a file that cannot be written."""
     if error.errno in _FULL:
         return OutOfSpaceError(f"cannot write {path}: {error.strerror}", hint="free space on that disk")
     return FuyouError(f"cannot write {path}: {error.strerror}", hint=remedy(error))
 
 
 def remedy(error: Exception) -> str | None:
-    """Says what to do about a file that cannot be used, where its disk is to blame."""
+    """Says what to do about a file that cannot be used, if its disk is the cause."""
     return REMEDIES.get(getattr(error, "errno", None) or 0)
 
 
 def taken(path: Path) -> int:
-    """Returns the disk bytes of a file: holes take nothing, nor does a folder, which is written anew beside the old one."""
+    """Returns the disk bytes of a file. Holes count as nothing, and so do folders, because a new one is written beside the old
+    one."""
     return path.stat().st_blocks * 512 if path.is_file() else 0

@@ -1,6 +1,7 @@
-"""Defines the errors that a person may see: what happened, where, and what to do.
+"""Defines the errors that a user may see: what happened, where, and what to do.
 
-The command line maps the class to an exit code in one place; nothing below it exits or prints."""
+The command line maps each class to an exit code in one place. Nothing below it exits or prints.
+"""
 
 from __future__ import annotations
 
@@ -17,29 +18,29 @@ class FuyouError(Exception):
 
 
 class UsageError(FuyouError):
-    """Says that the recipe, an argument, the data or the checkpoint is not usable as given. Nothing was written."""
+    """Reports a recipe, argument, data or checkpoint that cannot be used as given. Nothing was written."""
 
     exit_code = 2
 
 
 class PlanError(FuyouError):
-    """Says that the run does not fit the memory or the disk it was given."""
+    """Reports a run that does not fit its memory or disk."""
 
     exit_code = 3
 
 
 class OutOfSpaceError(FuyouError):
-    """Says that memory or disk ran out during the run."""
+    """Reports that memory or disk ran out during the run."""
 
     exit_code = 4
 
 
 class DeviceMemoryError(OutOfSpaceError):
-    """Says that a device's own memory ran out. The host's and the store are as they were."""
+    """Reports that a device's own memory ran out. Host memory and store are unharmed."""
 
 
 class SwapError(FuyouError):
-    """Says that the store or the daemon failed: an I/O error, a short file, a wrong checksum. `code`: the errno, or 0."""
+    """Reports a failure of the store or the daemon: an I/O error, a short file, a wrong checksum. `code`: the errno, or 0."""
 
     def __init__(self, message: str, *, hint: str | None = None, code: int = 0) -> None:
         super().__init__(message, hint=hint)
@@ -47,7 +48,7 @@ class SwapError(FuyouError):
 
 
 class NumericsError(FuyouError):
-    """Says that a loss, gradient or weight is NaN or Inf. `changed`: an update may have spread it to weights or states."""
+    """Reports a loss, gradient or weight that is NaN or Inf. `changed`: an update may have spread it to weights or states."""
 
     def __init__(self, message: str, *, hint: str | None = None, changed: bool) -> None:
         super().__init__(message, hint=hint)
@@ -55,7 +56,7 @@ class NumericsError(FuyouError):
 
 
 class Interrupted(FuyouError):
-    """Says that the run was stopped on request, and what is saved. `lost`: something trained is not."""
+    """Reports that the run was stopped on request, and what is saved. `lost`: some training is not saved."""
 
     exit_code = 130
 

@@ -1,7 +1,7 @@
-"""Reads small JSON files that somebody else may have written, or a crash cut short: whole, or not at all.
+"""Reads small JSON files that somebody else may have written, or that a crash may have cut short: whole, or not at all.
 
-What a general parser takes, and none of our files says, is an error that names the file: a key twice, `NaN`, a number of any
-length, nesting as deep as its stack.
+A general parser accepts more than our files contain: duplicate keys, `NaN`, numbers of any length, very deep nesting. Here each
+is an error that names the file.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from .disk import remedy
 from .errors import UsageError
 from .plain_files import read_plain
 
-DEEPEST = 64  # objects and lists within one another
-MOST_DIGITS = 300  # of a number: a whole one of so many still is within what a float can be
-MOST_VALUES = 4_000_000  # of a text: an empty list takes two characters of it and seventy bytes of memory
+DEEPEST = 64  # levels of nested objects and lists
+MOST_DIGITS = 300  # of one number; a whole number of this length still fits a float
+MOST_VALUES = 4_000_000  # of one text; an empty list has two characters but takes seventy bytes of memory
 
 
 def shown(name: str) -> str:
-    """Makes a name from a file safe to print: quoted, control characters escaped, cut when absurdly long."""
+    """Makes a name from a file safe to print: quoted, control characters escaped, very long names cut."""
     return ascii(name) if len(name) <= 200 else ascii(name[:200]) + "..."
 
 
 def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Makes an object of `object_pairs_hook`'s pairs. Raises ValueError for a key that is there twice."""
+    """Makes an object from the pairs of `object_pairs_hook`. Raises ValueError for a duplicate key."""
     found = dict(pairs)
     if len(found) != len(pairs):
         twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-        raise ValueError(f"the key {shown(twice)} is there twice")
+        raise ValueError(f"the key {shown(twice)} occurs twice")
     return found
 
 
 def is_deeper(value: object, depth: int = DEEPEST) -> bool:
-    """Tells whether lists and objects lie in one another more than `depth` deep. Level by level: without recursion."""
+    """Tells whether lists and objects are nested more than `depth` deep. Goes level by level, without recursion."""
     level = [value] if isinstance(value, (dict, list)) else []
     for _ in range(depth):
         level = [
@@ -49,14 +49,16 @@ def is_deeper(value: object, depth: int = DEEPEST) -> bool:
 
 
 def has_too_many_values(text: str) -> bool:
-    """Tells whether a text may hold more values than are taken; commas and brackets inside strings count too."""
+    """Tells whether a text may hold more than MOST_VALUES values. Commas and brackets inside strings count too."""
     return sum(map(text.count, ",[{")) > MOST_VALUES
 
 
 def parsed(text: str, *, finite: bool = True, names: bool = False) -> Any:
-    """Parses a text. Raises UsageError, without a place, for what is no JSON or more than our files say.
+    """Parses a text. Raises UsageError, without the file's name, for invalid JSON or for more than our files may contain.
 
-    `finite`: infinities are refused. `names`: of files, of which Python spells bytes that are no UTF-8 as half characters."""
+    `finite`: infinities are refused. `names`: the text may hold file names, where Python writes bytes that are not UTF-8 as
+    lone surrogates.
+    """
     if has_too_many_values(text):
         raise _unreadable(f"more than {MOST_VALUES:,} values")
     try:
@@ -64,7 +66,7 @@ def parsed(text: str, *, finite: bool = True, names: bool = False) -> Any:
             text, object_pairs_hook=once, parse_int=_whole, parse_float=_finite if finite else _number,
             parse_constant=_no_number if finite else float,
         )  # fmt: skip
-        if "\\ud" in text or "\\uD" in text:  # rare, and whole pairs are fine
+        if "\\ud" in text or "\\uD" in text:  # rare; whole pairs are fine
             json.dumps(value, ensure_ascii=False).encode(errors="surrogateescape" if names else "strict")
     except UnicodeEncodeError as error:
         half = f"\\u{ord(error.object[error.start]):04x}"
@@ -84,25 +86,25 @@ def _unreadable(why: str) -> UsageError:
 
 def _whole(text: str) -> int:
     if len(text) > MOST_DIGITS:
-        raise ValueError(f"a number of {len(text):,} digits")
+        raise ValueError(f"a number has {len(text):,} digits")
     return int(text)
 
 
 def _number(text: str) -> float:
     if len(text) > MOST_DIGITS:
-        raise ValueError(f"a number of {len(text):,} characters")
+        raise ValueError(f"a number has {len(text):,} characters")
     return float(text)
 
 
 def _finite(text: str) -> float:
     value = _number(text)
     if value in (float("inf"), float("-inf")):
-        raise ValueError(f"{text} is more than a number can be")
+        raise ValueError(f"{text} is too large for a number")
     return value
 
 
 def _no_number(text: str) -> float:
-    raise ValueError(f"{text} is no number")
+    raise ValueError(f"{text} is not a number")
 
 
 def _refused(path: Path, what: str, hint: str | None) -> UsageError:
@@ -111,7 +113,7 @@ def _refused(path: Path, what: str, hint: str | None) -> UsageError:
 
 
 def find_text(path: Path, *, limit: int, hint: str | None = None) -> str | None:
-    """Reads a UTF-8 file of at most `limit` bytes, None where there is none. Raises UsageError naming the file."""
+    """Reads a UTF-8 file of at most `limit` bytes. Returns None if it does not exist. Raises UsageError that names the file."""
     try:
         raw = read_plain(path, limit=limit + 1)
     except FileNotFoundError:
@@ -120,7 +122,7 @@ def find_text(path: Path, *, limit: int, hint: str | None = None) -> str | None:
         why = getattr(error, "strerror", None) or error
         raise _refused(path, f"cannot be read: {why}", hint or remedy(error)) from None
     if len(raw) > limit:
-        raise _refused(path, f"is larger than {limit:,} bytes, which no such file is", hint)
+        raise _refused(path, f"is larger than {limit:,} bytes, the limit for such a file", hint)
     try:
         return raw.decode()
     except UnicodeDecodeError as error:
@@ -130,24 +132,25 @@ def find_text(path: Path, *, limit: int, hint: str | None = None) -> str | None:
 def find_object(
     path: Path, *, limit: int, finite: bool = True, names: bool = False, hint: str | None = None
 ) -> dict[str, Any] | None:
-    """Reads the JSON object in a file, None where there is no file. Raises UsageError naming the file (see `parsed`)."""
+    """Reads the JSON object in a file. Returns None if the file does not exist. Raises UsageError that names the file (see
+    `parsed`)."""
     text = find_text(path, limit=limit, hint=hint)
     return None if text is None else object_in(path, text, finite=finite, names=names, hint=hint)
 
 
 def object_in(path: Path, text: str, *, finite: bool = True, names: bool = False, hint: str | None = None) -> dict[str, Any]:
-    """Parses a JSON object that was read from `path`."""
+    """Parses the text of `path` as a JSON object."""
     try:
         value = parsed(text, finite=finite, names=names)
     except UsageError as error:
         raise _refused(path, f"is {error.message}", hint) from None
     if not isinstance(value, dict):
-        raise _refused(path, "holds no JSON object", hint)
+        raise _refused(path, "is not a JSON object", hint)
     return value
 
 
 def read_object(path: Path, *, limit: int, finite: bool = True, names: bool = False, hint: str | None = None) -> dict[str, Any]:
-    """Reads the JSON object in a file that must be there."""
+    """Reads the JSON object in a file. Raises UsageError if the file does not exist."""
     found = find_object(path, limit=limit, finite=finite, names=names, hint=hint)
     if found is None:
         raise _refused(path, f"cannot be read: {os.strerror(2)}", hint)

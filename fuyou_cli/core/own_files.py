@@ -1,7 +1,7 @@
-"""Makes and opens files and folders of this user alone.
+"""Makes and opens files and folders that only this user can access.
 
-Others may have put anything where a run's folder will be: a link to a file of ours, a second name of one, a pipe that nobody
-reads. Nothing is opened through a link or waited for, or changed before it is known to be ours.
+Other users may have put anything where a run's folder will be: a link to one of our files, a second name for one, a pipe that
+nobody reads. Nothing is opened through a link, waited for, or changed before it is known to be ours.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from pathlib import Path
 from .errors import UsageError
 
 _NO_FILE = (errno.ELOOP, errno.ENXIO, errno.EISDIR)  # a link, a pipe or socket, a folder
-_NO_MODES = (errno.EPERM, errno.EOPNOTSUPP)  # of a file that is ours: its file system keeps none
+_NO_MODES = (errno.EPERM, errno.EOPNOTSUPP)  # the file is ours, but its file system has no permissions
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def own_folder(folder: Path) -> None:
-    """Makes the folder, closed to others. Raises UsageError where it is a link, or somebody else's."""
+    """Makes the folder and closes it to other users. Raises UsageError if it is a link or belongs to another user."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if folder.is_symlink():
-        raise UsageError(f"{folder} is a symbolic link", hint="put the folder that it leads to in its place")
+        raise UsageError(f"{folder} is a symbolic link", hint="replace the link by the folder it leads to")
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         status = os.fstat(descriptor)
@@ -36,7 +36,7 @@ def own_folder(folder: Path) -> None:
 
 
 def is_own(path: Path) -> bool:
-    """Tells whether the file is there, and as `open_own` leaves it."""
+    """Tells whether the file exists and is as `open_own` leaves it."""
     try:
         status = path.lstat()
     except OSError:
@@ -46,7 +46,7 @@ def is_own(path: Path) -> bool:
 
 
 def open_own(path: Path, *, anew: bool) -> int:
-    """Opens or makes the file, closed to others; `anew`: emptied. Raises OSError where something else has its name."""
+    """Opens or creates the file, closed to other users. `anew`: empties it. Raises OSError if something else has its name."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         descriptor = os.open(path, flags, 0o600)
@@ -63,7 +63,7 @@ def open_own(path: Path, *, anew: bool) -> int:
 
 
 def write_own(path: Path, content: Iterable[bytes]) -> None:
-    """Writes a file anew, piece by piece; its content is on stable storage when this returns."""
+    """Writes a new file, piece by piece. Its content is on stable storage when this returns."""
     with os.fdopen(open_own(path, anew=True), "wb") as file:
         file.writelines(content)
         file.flush()

@@ -9,15 +9,17 @@ from .errors import UsageError
 
 
 def expanded(path: str | Path, *, key: str) -> Path:
-    """Replaces ~ and ~user in a path. Raises UsageError where there is no such home."""
+    """Replaces ~ and ~user in a path. Raises UsageError if there is no such home."""
     try:
         return Path(path).expanduser()
-    except RuntimeError as error:  # all that pathlib says about a user nobody knows
-        raise UsageError(f"{key}: {path}: {error}", hint="write the path in full, or ./~... for such a name") from None
+    except RuntimeError as error:  # pathlib raises only this for an unknown user
+        raise UsageError(
+            f"{key}: {path}: {error}", hint="write the full path, or ./~... for a name that begins with ~"
+        ) from None
 
 
 def is_same_folder(one: str | Path, other: str | Path) -> bool:
-    """Tells whether both are one folder: by their names, links followed, or mounted in two places."""
+    """Tells whether both are the same folder, through links or mounted in two places."""
     try:
         return os.path.realpath(one) == os.path.realpath(other) or Path(one).samefile(other)
     except (OSError, ValueError):
@@ -25,7 +27,7 @@ def is_same_folder(one: str | Path, other: str | Path) -> bool:
 
 
 def is_file(path: str | Path) -> bool:
-    """Tells whether a file is there; false also for a name that no file can have, over which pathlib raises."""
+    """Tells whether a file exists. Returns False for an impossible name, for which pathlib raises."""
     try:
         return Path(path).is_file()
     except (OSError, ValueError):
@@ -33,7 +35,7 @@ def is_file(path: str | Path) -> bool:
 
 
 def folder(path: str | Path, *, key: str) -> Path:
-    """Expands a path that is a folder or will be made one. Raises UsageError where a file stands in its way."""
+    """Expands the path of a folder that exists or will be made. Raises UsageError if a file is in its place."""
     whole = expanded(path, key=key)
     try:
         for place in (whole, *whole.parents):
@@ -42,6 +44,6 @@ def folder(path: str | Path, *, key: str) -> Path:
             if os.path.lexists(place):
                 what = "a file" if place.exists() else "a link to nothing"
                 raise UsageError(f"{key}: {path}: {place} is {what}, not a folder", hint="name a folder, or a new one")
-    except OSError as error:  # a folder that may not be looked into, a name too long
+    except OSError as error:  # no permission, or a name that is too long
         raise UsageError(f"{key}: {path}: {error.strerror}", hint="name a folder that can be used") from None
     return whole

@@ -1,6 +1,6 @@
-"""Says what a long wait is for when nothing moves. There is no thread: the waiting code looks in now and then.
+"""Says what a long wait is for when nothing moves. There is no thread: the waiting code calls `look` now and then.
 
-A slow drive is no news, a silent one is: anything that moves starts the silence anew.
+A slow drive is normal, a silent one is not. Anything that moves restarts the clock.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Callable
 
 from .units import duration
 
-FIRST = 30.0  # seconds of silence before the first word; each further one comes after twice the silence
-_LOOK = 1.0  # seconds between looks at what has moved
+FIRST = 30.0  # seconds of silence before the first message; each further one comes after twice the silence
+_LOOK = 1.0  # seconds between checks of what has moved
 
 
 class Patience:
-    """Watches waits. `progress` gives something that changes when anything moves; `where` says what is being done."""
+    """Watches waits. `progress` returns a value that changes when anything moves. `where` returns what is being done."""
 
     def __init__(
         self,
@@ -35,16 +35,16 @@ class Patience:
 
 
 class Wait:
-    """Looks now and then whether anything moved during one wait."""
+    """Checks now and then whether anything moved during one wait."""
 
     def __init__(self, patience: Patience, what: str) -> None:
         self._patience, self._what = patience, what
         self._begin = self._still_since = patience.clock()
         self._next_look, self._silence = self._begin + min(_LOOK, patience.first), patience.first
-        self._seen: object = self  # nothing so far
+        self._seen: object = self  # a value that nothing equals
 
     def look(self) -> None:
-        """Speaks where nothing moves for long. Called as often as anybody likes while the wait goes on."""
+        """Says something if nothing has moved for long. Cheap, so call it as often as you like during the wait."""
         patience, now = self._patience, self._patience.clock()
         if now < self._next_look:
             return
@@ -60,8 +60,8 @@ class Wait:
         where = self._patience.where()
         waited, still = duration(now - self._begin), duration(now - self._still_since)
         self._patience.say(
-            f"waiting for {self._what}{f' ({where})' if where else ''};\n"
-            f"that takes {waited} by now, the last {still} of it with nothing read, written or updated"
+            f"waiting for {self._what}{f' ({where})' if where else ''} for {waited};\n"
+            f"nothing was read, written or updated for {still}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Reads plain files alone: a pipe would be waited for, for ever, and a device may have no end."""
+"""Reads plain files only. Reading a pipe might wait forever, and a device may have no end."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _KINDS = ((stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISCHR,
 
 
 def open_plain(path: Path) -> int:
-    """Opens a plain file to read. Raises OSError where there is none, ValueError for an impossible name."""
-    _refuse(path, path.stat())  # a device may do something when it is opened, and a socket has no words for it
+    """Opens a plain file for reading. Raises OSError if there is none, ValueError for an impossible name."""
+    _refuse(path, path.stat())  # opening a device may have effects, and opening a socket gives an unclear error
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     try:
         _refuse(path, os.fstat(descriptor))
@@ -24,7 +24,7 @@ def open_plain(path: Path) -> int:
 
 
 def read_plain(path: Path, *, limit: int) -> bytes:
-    """Reads the first `limit` bytes. Raises OSError where there is no plain file, ValueError for an impossible name."""
+    """Reads the first `limit` bytes. Raises OSError if there is no plain file, ValueError for an impossible name."""
     descriptor = open_plain(path)
     try:
         parts: list[bytes] = []
@@ -45,5 +45,5 @@ def _refuse(path: Path, status: os.stat_result) -> None:
 
 
 def kind_of(mode: int) -> str:
-    """Names what `os.stat` says is there: "a pipe"."""
+    """Names the kind of file that a mode of `os.stat` means, for example "a pipe"."""
     return next((name for is_kind, name in _KINDS if is_kind(mode)), "no file")

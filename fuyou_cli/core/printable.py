@@ -1,19 +1,19 @@
-"""Makes text that came from outside safe to print: control, bidirectional and invisible characters are spelt out.
+"""Makes foreign text safe to print: spells out control, bidirectional and invisible characters.
 
-A path, a name in a configuration or a value of a recipe may hold an escape sequence that retitles a terminal, or a mark that
-turns the reading order around. Letters of every script are printed as they are.
+A path, a name in a configuration or a value in a recipe may hold an escape sequence that changes the terminal's title, or a
+mark that reverses the reading order. Letters of every script are printed as they are.
 """
 
 from __future__ import annotations
 
 
 def printable(text: str) -> str:
-    """Spells everything that is no visible character as Python does (`\\x1b`, `\\u202e`). Line ends stay."""
+    """Spells every invisible character as Python does (`\\x1b`, `\\u202e`). Newlines stay."""
     return "\n".join(map(one_line, text.split("\n")))
 
 
 def one_line(text: str) -> str:
-    """Spells line ends too, of a name, which could otherwise forge the next line."""
+    """Spells newlines too. A name with one could otherwise forge the next line."""
     if text.isprintable():
         return text
     return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)

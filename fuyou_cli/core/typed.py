@@ -1,6 +1,6 @@
-"""Reads plain data (from JSON or YAML) into frozen dataclasses: values of exactly the types that they declare.
+"""Reads plain data (from JSON or YAML) into frozen dataclasses, with values of exactly the declared types.
 
-`typing.Annotated` with pydantic's `Field` narrows a field, and its `BeforeValidator` accepts another spelling of a value.
+`typing.Annotated` with pydantic's `Field` narrows a field. Its `BeforeValidator` accepts another spelling of a value.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from .errors import UsageError
 from .json_files import shown
 from .printable import one_line
 
-LARGEST = (1 << 63) - 1  # of a whole number that declares no other limit: the store's addresses are signed, of 64 bits
-_MOST_KEYS = 1000  # of one object: every one that is wrong would be an error of its own
+LARGEST = (1 << 63) - 1  # limit of a whole number that declares no other; the store's addresses are signed 64-bit
+_MOST_KEYS = 1000  # of one object, because each wrong key gives its own error
 _MOST_PROBLEMS = 100
 
-_LIMITS: dict[str, dict[str, Any]] = {  # by pydantic's name of a type, unless a field declares others
+_LIMITS: dict[str, dict[str, Any]] = {  # pydantic's name of a type -> limits, unless a field declares others
     "int": {"strict": True, "ge": 0, "le": LARGEST},
     "float": {"strict": True, "ge": 0, "allow_inf_nan": False},
     "str": {"strict": True},
     "bool": {"strict": True},
-    "tuple": {"fail_fast": True},  # of a list that is all wrong the first item says so
+    "tuple": {"fail_fast": True},  # the first wrong item of a list is enough
     "dataclass-args": {"extra_behavior": "forbid"},
 }
 _EXPECTED = {
@@ -52,7 +52,7 @@ Kind = TypeVar("Kind")
 
 
 class WrongData(UsageError):
-    """Says that data has another shape, by the first of `problems`, each of which begins with its key."""
+    """Reports data of another shape. The message is the first of `problems`. Each begins with its key."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
@@ -60,9 +60,9 @@ class WrongData(UsageError):
 
 
 def from_json(kind: type[Kind], data: object, *, defaults: bool = False) -> Kind:
-    """Makes one `kind`; keys with a default may be missing if `defaults`. Raises WrongData with every wrong key and value."""
+    """Makes one `kind`. Keys with a default may be missing if `defaults`. Raises WrongData with every wrong key and value."""
     try:
-        validator = _validator(kind, defaults)  # type: ignore[arg-type]  # a class, which mypy takes for one of its instances
+        validator = _validator(kind, defaults)  # type: ignore[arg-type]  # mypy takes the class for an instance
         found: Kind = validator.validate_python(data)
     except ValidationError as error:
         details = error.errors(include_url=False)[:_MOST_PROBLEMS]
@@ -76,7 +76,7 @@ def _validator(kind: type[Any], defaults: bool) -> SchemaValidator:
 
 
 def _narrowed(schema: Any, defaults: bool) -> Any:
-    """Applies `_LIMITS` throughout a schema of pydantic's, and takes defaults out of it unless they count."""
+    """Applies `_LIMITS` throughout a pydantic schema, and removes its defaults unless `defaults`."""
     if isinstance(schema, (list, tuple)):
         return type(schema)(_narrowed(part, defaults) for part in schema)
     if not isinstance(schema, dict):
@@ -93,7 +93,7 @@ def _narrowed(schema: Any, defaults: bool) -> Any:
 
 def _not_vast(data: Any) -> Any:
     if isinstance(data, dict) and len(data) > _MOST_KEYS:
-        raise ValueError(f"{len(data):,} keys, at most {_MOST_KEYS:,} are expected")
+        raise ValueError(f"has {len(data):,} keys, at most {_MOST_KEYS:,} are allowed")
     return data
 
 
@@ -109,7 +109,7 @@ def _problem(kind: type[Any], detail: ErrorDetails) -> str:
 
 
 def reason(detail: ErrorDetails) -> str:
-    """Says what is wrong with a value, as "expected a whole number, got 3.5"."""
+    """Says what is wrong with a value, for example "expected a whole number, got 3.5"."""
     kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
     if kind in _EXPECTED:
         return f"expected {_EXPECTED[kind]}, got {show_value(value)}"
@@ -128,10 +128,10 @@ def reason(detail: ErrorDetails) -> str:
 
 
 def show_path(path: Sequence[str | int]) -> str:
-    """Spells a path of keys and positions: `dataset.train[0].path`."""
+    """Formats a path of keys and positions: `dataset.train[0].path`."""
     text = ""
     for part in path:
-        if isinstance(part, int) and not isinstance(part, bool):  # YAML reads some keys as true, or as a float
+        if isinstance(part, int) and not isinstance(part, bool):  # YAML reads some keys as true or as a float
             text += f"[{part}]"
             continue
         name = str(part)
@@ -141,7 +141,7 @@ def show_path(path: Sequence[str | int]) -> str:
 
 
 def show_value(value: object) -> str:
-    """Spells any value in at most 60 characters of one line."""
+    """Formats any value in at most 60 characters on one line."""
     if isinstance(value, dict):
         return "a section"
     if isinstance(value, (list, tuple)):
@@ -150,7 +150,7 @@ def show_value(value: object) -> str:
         return "nothing"
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, int) and value.bit_length() > 128:  # str() of a huge one is refused by Python
+    if isinstance(value, int) and value.bit_length() > 128:  # Python refuses str() of a huge number
         return "a very large number"
     text = f"'{value}'" if isinstance(value, str) else str(value)
     text = one_line(text[:61])

@@ -1,6 +1,6 @@
-"""Parses and prints bytes, rates and times; no other place prints a size.
+"""Parses and formats bytes, rates and times. No other place formats a size.
 
-Memory is shown in binary units (GiB), traffic and drive wear in decimal ones (GB, TB), as vendors rate them.
+Memory is shown in binary units (GiB), traffic and drive wear in decimal units (GB, TB), as vendors rate them.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 
 KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
-LARGEST_SIZE = 1 << 62  # bytes; anything above is a slip of the pen, and overflows the store's addresses
-LONGEST_TIME = 3650 * 86400  # seconds; a run that is to take ten years is a slip of the pen too
-LARGEST_RATE = 1e21  # per second: no machine is near it, and nothing that is reckoned from it overflows
+LARGEST_SIZE = 1 << 62  # bytes; anything above is a typo, and overflows the store's addresses
+LONGEST_TIME = 3650 * 86400  # seconds; a run of more than ten years is a typo too
+LARGEST_RATE = 1e21  # per second; no machine comes near it, and no result computed from it overflows
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGTP]i?B|B)?\s*$")
 _RATE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGTP]i?)?(B/s|FLOPS|FLOP/s)\s*$")
@@ -23,10 +23,10 @@ for _power, _letter in enumerate("KMGTP", start=1):
 
 
 def parse_size(text: str | int) -> int:
-    """Parses "2GiB", "1.5TB", "4096" or a plain number into bytes. Raises ValueError naming the accepted forms."""
+    """Parses "2GiB", "1.5TB", "4096" or a plain number into bytes. Raises ValueError that names the accepted forms."""
     if isinstance(text, int) and not isinstance(text, bool):
         if text < 0:
-            raise ValueError("a size is not negative")
+            raise ValueError("a size must not be negative")
         return text
     match = _SIZE.match(text) if isinstance(text, str) else None
     if match is None:
@@ -34,14 +34,14 @@ def parse_size(text: str | int) -> int:
     try:
         return int(float(match[1]) * _FACTOR[match[2]])
     except OverflowError:
-        raise ValueError("no size has so many digits") from None
+        raise ValueError("a size has too many digits") from None
 
 
 def parse_rate(text: str | int | float, unit: str) -> float:
-    """Parses "21GB/s" where `unit` is B/s, "162TFLOPS" where it is FLOP/s, or a plain number. Raises ValueError."""
+    """Parses "21GB/s" (if `unit` is B/s), "162TFLOPS" (if it is FLOP/s) or a plain number. Raises ValueError."""
     if isinstance(text, (int, float)) and not isinstance(text, bool):
         if not 0 <= text <= LARGEST_RATE:
-            raise ValueError(f"a rate is a number from 0 to {LARGEST_RATE:.0e}")
+            raise ValueError(f"a rate must be a number from 0 to {LARGEST_RATE:.0e}")
         return float(text)
     match = _RATE.match(text) if isinstance(text, str) else None
     if match is None or (match[3] == "B/s") != (unit == "B/s"):
@@ -50,12 +50,12 @@ def parse_rate(text: str | int | float, unit: str) -> float:
     prefix = match[2] or ""
     found = float(match[1]) * _FACTOR[f"{prefix}B"]
     if found > LARGEST_RATE:
-        raise ValueError(f"a rate is at most {LARGEST_RATE:.0e} {unit}")
+        raise ValueError(f"a rate must be at most {LARGEST_RATE:.0e} {unit}")
     return found
 
 
 def parse_time(text: str) -> int:
-    """Parses "8h", "90m", "1h30m", "45s" or "2d" into seconds. Raises ValueError naming the accepted forms."""
+    """Parses "8h", "90m", "1h30m", "45s" or "2d" into seconds. Raises ValueError that names the accepted forms."""
     match = _TIME.match(text)
     if match is None or not any(match.groups()):
         raise ValueError(f"{text!r} is not a time: write 8h, 90m, 1h30m, 45s or 2d")
@@ -63,7 +63,7 @@ def parse_time(text: str) -> int:
 
 
 def format_time(seconds: int) -> str:
-    """Formats seconds as `parse_time` reads them back: 5400 is "1h30m"."""
+    """Formats seconds so that `parse_time` reads them back: 5400 is "1h30m"."""
     parts, left = [], seconds
     for unit, size in _SECONDS.items():
         number, left = divmod(left, size)
@@ -84,7 +84,7 @@ def gib(size: int | float) -> str:
 
 
 def gb(size: int | float) -> str:
-    """Formats traffic and wear, decimal: "28.6 GB", "1.49 TB", "512 MB"."""
+    """Formats traffic and wear in decimal units: "28.6 GB", "1.49 TB", "512 MB"."""
     for factor, name in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
         if abs(size) >= factor:
             return f"{size / factor:.3g} {name}" if abs(size) < 1000 * factor else f"{size / factor:,.0f} {name}"
@@ -116,11 +116,11 @@ def duration(seconds: float) -> str:
 
 
 def brief(seconds: float) -> str:
-    """Formats a duration; of a tiny model's step its first digits, not "0 ms"."""
+    """Formats a duration. For a tiny model's step it shows the first digits, not "0 ms"."""
     return f"{1000 * seconds:.2g} ms" if 0 < seconds < 0.01 else duration(seconds)
 
 
 def in_steps(size: int, whole: int) -> int:
-    """Rounds `size` down, to steps of 1/128 to 1/256 of `whole`: about the same gives the same."""
+    """Rounds `size` down in steps of 1/128 to 1/256 of `whole`, so that similar sizes give the same result."""
     step = 1 << max(0, whole.bit_length() - 8)
     return size // step * step

@@ -210,7 +210,7 @@ def test_everything_wrong_with_a_file_at_once(tmp_path: Path) -> None:
         (f"parts: rtx4090,gen4,64GiB\nram_total: 1{'0' * 400}", "ram_total: must be at most"),
         (f"parts: rtx4090,gen4,64GiB\nram_total: 1{'0' * 400}GiB", "ram_total: no size"),
         (f"parts: rtx4090,gen4,64GiB\nh2d: 1{'0' * 400}", "h2d: expected a number"),
-        (f"parts: rtx4090,gen4,64GiB\nh2d: 1{'0' * 400}GB/s", "h2d: a rate is at most"),
+        (f"parts: rtx4090,gen4,64GiB\nh2d: 1{'0' * 400}GB/s", "h2d: a rate must be at most"),
         (f"parts: rtx4090,gen4,64GiB\nio_cpu: 1{'0' * 400}", "io_cpu: expected a number"),
         ("parts: rtx4090,2000xgen4,64GiB", "does not describe a machine: more than 1,024 gen4 drives"),
     ],

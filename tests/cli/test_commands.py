@@ -205,7 +205,7 @@ def _main_with(fault: str, **changes: str) -> subprocess.CompletedProcess[str]:
         (
             "OSError(errno.EIO, 'Input/output error', '/dev/x')",
             1,
-            "error: Input/output error: /dev/x\n  help: the disk reported an error: see `dmesg` and the drive's health\n",
+            "error: Input/output error: /dev/x\n  help: the disk reported an error: look at `dmesg` and the drive's health\n",
         ),
         ("KeyboardInterrupt", 130, "interrupted\n"),
     ],

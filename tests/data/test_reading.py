@@ -161,7 +161,7 @@ GOOD = '{"prompt": "a", "completion": "b"}\n'
         (GOOD + '{"prompt": "a", "completion": ' + "[" * 99999 + "]" * 99999 + "}\n", ":2: .* nested too deeply"),
         (GOOD + '{"prompt": "a", "completion": ' + "1" * 5000 + "}\n", ":2: not valid JSON: a number of 5,000 digits"),
         (GOOD + '{"prompt": "a", "completion": ' + "[" * 70 + "]" * 70 + "}\n", ":2: not valid JSON: nested too deeply"),
-        (GOOD + '{"prompt": "a", "completion": "b", "prompt": "c"}\n', ":2: not valid JSON: the key 'prompt' is there twice"),
+        (GOOD + '{"prompt": "a", "completion": "b", "prompt": "c"}\n', ":2: not valid JSON: the key 'prompt' occurs twice"),
     ],
 )
 def test_a_broken_row_is_one_error_with_its_place(tmp_path: Path, tokenise: Tokenise, content: str | bytes, words: str) -> None:

@@ -114,8 +114,8 @@ def test_a_template_of_another_encoding_is_no_bug_of_ours(write: Write, tokenize
 def test_a_list_of_stop_tokens_that_is_none(write: Write, tokenizer_dir: Path, tokenise: Tokenise, tmp_path: Path) -> None:
     contents = {
         "[": "is not valid JSON",
-        "3": "holds no JSON object",
-        '{"eos_token_id": 1, "eos_token_id": 2}': "is not valid JSON: the key 'eos_token_id' is there twice",
+        "3": "is not a JSON object",
+        '{"eos_token_id": 1, "eos_token_id": 2}': "is not valid JSON: the key 'eos_token_id' occurs twice",
         '{"eos_token_id": "x"}': "cannot be read: ",
     }
     for number, (content, words) in enumerate(contents.items()):

@@ -23,7 +23,10 @@ def _said(heard: list[str], begin: str) -> str:
 
 def test_a_flush_that_does_not_come_back_is_named(new_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of a step, and where the run ends. The flush comes back once it has been named."""
-    in_step, at_the_end = "waiting for commit of the step before (step 3, ", "waiting for the commit of step 4 (after step 4);"
+    in_step, at_the_end = (
+        "waiting for commit of the step before (step 3, ",
+        "waiting for the commit of step 4 (after step 4) for ",
+    )
     monkeypatch.setattr("fuyou_cli.core.patience.FIRST", 0.05)
     changes = {"train.max_steps": 4, "train.clip_grad_norm": None, "offload.defer_updates": 0}
     project, heard = new_project(changes=changes), list[str]()
@@ -40,7 +43,7 @@ def test_a_flush_that_does_not_come_back_is_named(new_project: Callable[..., Pro
 
         run.saver.commits._flush = late
         run.train(lambda report: None)
-    assert all("with nothing read, written or updated" in _said(heard, awaited) for awaited in (in_step, at_the_end))
+    assert all("nothing was read, written or updated for" in _said(heard, awaited) for awaited in (in_step, at_the_end))
 
 
 def test_a_store_that_is_verified_or_exported_is_named(
@@ -51,7 +54,7 @@ def test_a_store_that_is_verified_or_exported_is_named(
     monkeypatch.setattr("fuyou_cli.swap.daemon._SLICE_NS", 0)
     store, heard = store_of(stopped), list[str]()
     verify_store(store, say=heard.append)
-    assert heard and all(said.startswith(f"waiting for the store ({store});") for said in heard)
+    assert heard and all(said.startswith(f"waiting for the store ({store}) for ") for said in heard)
     heard.clear()
     export_store(store, tmp_path / "model", dtype="float32", max_shard_size=1 << 30, say=heard.append)
-    assert heard and all(said.startswith(f"waiting for the store ({store});") for said in heard)
+    assert heard and all(said.startswith(f"waiting for the store ({store}) for ") for said in heard)

@@ -61,8 +61,8 @@ def test_an_attention_whose_package_is_absent() -> None:
     ("text", "message"),
     [
         ("", "not valid JSON"),
-        ("[]", "holds no JSON object"),
-        ('{"model_type": "llama", "model_type": "opt"}', "the key 'model_type' is there twice"),
+        ("[]", "is not a JSON object"),
+        ('{"model_type": "llama", "model_type": "opt"}', "the key 'model_type' occurs twice"),
         ('{"model_type": ' + "[" * 100_000, "nested too deeply"),
         ('{"model_type": "\\ud800"}', "half of a character"),
         ('{"hidden_size": ' + "3" * 5000 + "}", "a number of 5,000 digits"),

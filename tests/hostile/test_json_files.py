@@ -28,11 +28,11 @@ def _nested(depth: int, kind: str = "[]") -> str:
     [
         ("", "not valid JSON: Expecting value"),
         ('{"a": 1', "not valid JSON: Expecting ',' delimiter"),
-        ('{"a": {"b": 1, "b": 2}}', "the key 'b' is there twice"),
-        ('{"a": 1, "\\u0061": 2}', "the key 'a' is there twice"),
-        ('{"a": NaN}', "NaN is no number"),
-        ("[-Infinity]", "-Infinity is no number"),
-        ("[1e999]", "1e999 is more than a number can be"),
+        ('{"a": {"b": 1, "b": 2}}', "the key 'b' occurs twice"),
+        ('{"a": 1, "\\u0061": 2}', "the key 'a' occurs twice"),
+        ('{"a": NaN}', "NaN is not a number"),
+        ("[-Infinity]", "-Infinity is not a number"),
+        ("[1e999]", "1e999 is too large for a number"),
         ("7" * (MOST_DIGITS + 1), "a number of 301 digits"),
         ("-" + "7" * 100_000, "a number of 100,001 digits"),
         ("0." + "7" * MOST_DIGITS, "a number of 302 characters"),
@@ -124,8 +124,8 @@ def _written(folder: Path, content: bytes) -> Path:
         (b'{"a": "\xff"}', "is not valid JSON: not UTF-8 at byte 7"),
         ('{"a": 1}'.encode("utf-16"), "is not valid JSON: not UTF-8 at byte 0"),
         (b"\0" * 64, "is not valid JSON"),
-        (b"[]", "holds no JSON object"),
-        (b'{"a": 1, "a": 1}', "is not valid JSON: the key 'a' is there twice"),
+        (b"[]", "is not a JSON object"),
+        (b'{"a": 1, "a": 1}', "is not valid JSON: the key 'a' occurs twice"),
     ],
 )
 def test_files_that_hold_something_else(tmp_path: Path, content: bytes, words: str) -> None:

@@ -333,4 +333,4 @@ def test_names_that_no_file_has_are_refused_too(tmp_path: Path) -> None:
     assert _named(tmp_path, str(tmp_path / "run" / "store.bin")) == ()
     path = tmp_path / "run" / manifests.NAME
     path.write_text('{"fuyou_store": 1, "files": [], "files": ["/etc/passwd"]}')
-    assert "there twice" in read_store(path).refused[0]
+    assert "occurs twice" in read_store(path).refused[0]

@@ -100,7 +100,7 @@ def test_a_run_that_goes_on_is_compared_with_its_plan(log: Path) -> None:
         ("[1]", "not a JSON object"),
         ('{"event": "step", "step": 0}', "step: must be at least 1"),
         ('{"event": "plan", "budget": "much"}', "budget: expected a whole number"),
-        ('{"event": "step", "step": 41, "step": 42}', "is there twice"),
+        ('{"event": "step", "step": 41, "step": 42}', "occurs twice"),
         ("x", "not valid JSON"),
     ],
 )

@@ -31,8 +31,7 @@ def test_silence_is_told_at_growing_intervals() -> None:
     heard = _waited(300)
     assert [second for second, _ in heard] == [31, 61, 121, 241]  # the first look was after one second
     assert heard[0][1] == (
-        "waiting for update of the block (step 7);\n"
-        "that takes 31.0 s by now, the last 30.0 s of it with nothing read, written or updated"
+        "waiting for update of the block (step 7) for 31.0 s;\nnothing was read, written or updated for 30.0 s"
     )
 
 
