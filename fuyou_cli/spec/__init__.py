@@ -1,1 +1,1 @@
-"""Holds plain data about the model, the machine and the plan (layer 1). Imports no torch."""
+"""Holds plain data about the model, the machine and the plan (layer 1). Does not import torch."""

@@ -8,7 +8,7 @@ The array is cut into banks: runs of parameters with one storage and one fate. A
 written by updates; a frozen one is only read. Trained ones come first, so that what an update touches begins where the stage
 begins. Banks are padded to a multiple of `STAGE_ALIGN` elements, so that every extent of every dtype is aligned for O_DIRECT.
 
-Embedding and head may be cut along the vocabulary: then each piece, a run of rows, is a stage of its own.
+Embedding and head may be cut along the vocabulary. Then each piece, a range of rows, is a stage of its own.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class StateLayout:
 class TensorSpec:
     """Describes one parameter of a stage, or the rows of one that the stage holds."""
 
-    name: str  # in the model's state dict
-    shape: tuple[int, ...]  # of what the stage holds
+    name: str  # name in the model's state dict
+    shape: tuple[int, ...]  # shape of what the stage holds
     offset: int  # elements within the stage
     numel: int
     decay: bool  # weight decay applies (matrices, not biases or norms)
@@ -81,13 +81,14 @@ class TensorSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperatorSpec:
-    """Describes a product or attention whose output can be kept for backward, at one micro-batch of the planned shape."""
+    """Describes a matrix product or attention whose output can be kept for backward, at one micro-batch of the planned
+    shape."""
 
-    index: int  # ordinal among such operators of one forward, in running order; some of them may not be listed
-    name: str  # what it is, and the weight it uses: "mm self_attn.q_proj", "attention"
+    index: int  # position among such operators of one forward, in running order; some may not be listed
+    name: str  # its kind, and the weight it uses: "mm self_attn.q_proj", "attention"
     flops: float
-    bytes: int  # of its output, with what its own backward needs beside it
-    weight: int = -1  # where its weight begins, in elements of the stage; -1 where it uses none
+    bytes: int  # of its output and of what its own backward needs beside it
+    weight: int = -1  # where its weight begins, in elements of the stage; -1 if it uses none
     overwritten: bool = False  # whether the model's code writes into its output
 
     @property
@@ -137,10 +138,10 @@ class StageSpec:
     banks: tuple[BankSpec, ...]  # trained ones first
     tensors: tuple[TensorSpec, ...]
     forward_flops: float  # one micro-batch, forward
-    forward_peak: int  # bytes that a forward of one micro-batch takes at most beside the weights, holes of the heap included
-    backward_peak: int  # the same for recompute and backward, gradients of one tensor at a time included
-    forward_mapped: int = 0  # of forward_peak, what blocks take at most that never find room in a hole of the heap
-    backward_mapped: int = 0  # the same of backward_peak
+    forward_peak: int  # most bytes that a forward takes beside the weights, holes of the heap included
+    backward_peak: int  # the same for recompute and backward, with the gradients of one tensor at a time
+    forward_mapped: int = 0  # most bytes of forward_peak in blocks that never fit a hole of the heap
+    backward_mapped: int = 0  # the same for backward_peak
     vocabulary: tuple[int, int] | None = None  # first row and end of a piece of the vocabulary; None: not a piece
     operators: tuple[OperatorSpec, ...] = ()  # of a block, in running order
     unneeded: tuple[OperatorSpec, ...] = ()  # of a block: whose outputs no backward looks at, so never computed again
@@ -218,7 +219,7 @@ class ModelSpec:
     hidden_size: int
     vocab_size: int
     stages: tuple[StageSpec, ...]
-    tied_head: bool  # the head computes with the embedding stage's weights
+    tied_head: bool  # the head uses the embedding stage's weights
     boundary_bytes_per_token: int
     choreography_bytes_per_token: int  # held by the model's own forward between stages, whole batch
     may_sweep: bool = False  # its sums are of single rows or micro-batches, in their order, however a batch is grouped
@@ -226,7 +227,7 @@ class ModelSpec:
     float32_parameters: int = 0  # that the family keeps in float32 whatever the compute dtype
 
     def owner(self, stage: int) -> int:
-        """Returns the stage whose weights `stage` computes with. For a tied head that is the embedding, or its piece of the
+        """Returns the stage whose weights `stage` uses. For a tied head that is the embedding, or its piece with the same
         rows."""
         spec = self.stages[stage]
         if not self.tied_head or spec.kind != "head":
@@ -236,8 +237,8 @@ class ModelSpec:
         return next(s.index for s in self.stages if s.kind == "embedding" and s.vocabulary == spec.vocabulary)
 
     def has_two_users(self, stage: int) -> bool:
-        """Tells whether a tied head's piece uses this embedding piece's weights: gradients rest from its backward to the
-        other's."""
+        """Tells whether this embedding piece shares its weights with a piece of a tied head. Gradients then rest from one's
+        backward to the other's."""
         spec = self.stages[stage]
         return self.tied_head and spec.kind == "embedding" and spec.vocabulary is not None and spec.trained > 0
 
@@ -255,7 +256,7 @@ class ModelSpec:
 
     @property
     def active_parameters(self) -> int:
-        """Counts what one token is computed with: of a mixture the experts that it is sent to, and everything else."""
+        """Returns the parameters that one token uses: in a mixture of experts, its experts and everything else."""
         return self.parameters - self.inactive_parameters
 
     @property
@@ -270,7 +271,7 @@ class ModelSpec:
 
     @property
     def state_bytes(self) -> int:
-        """Counts the bytes that an update keeps in addition to the weights, without padding."""
+        """Returns the bytes that an update keeps beside the weights, without padding."""
         kept = self.float32_parameters
         trained = self.parameters - self.frozen_parameters
         return self.layout.total(trained - kept) + replace(self.layout, weights="float32").total(kept)

@@ -1,6 +1,6 @@
-"""Defines `Plan`: every decision about one run, as data. Derived quantities (the schedule, the timeline) are computed from it.
+"""Defines `Plan`: every decision about one run, as data. Derived values (the schedule, the timeline) are computed from it.
 
-Sizes are bytes, offsets are bytes from the start of the arena or of the store's address space.
+Sizes are bytes. Offsets are bytes from the start of the arena or of the store's address space.
 """
 
 from __future__ import annotations
@@ -17,35 +17,36 @@ StoreMode = Literal["in_place", "redo"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Numerics:
-    """Holds what the result depends on. Stored with the run, kept on resume, never changed to save memory."""
+    """Holds the settings that the result depends on. They are stored with the run, kept on resume, and never changed to save
+    memory."""
 
     compute_dtype: Dtype
-    accumulate_dtype: Dtype  # gradients summed over micro-batches
+    accumulate_dtype: Dtype  # of gradients summed over micro-batches
     batch_size: int  # sequences per step
     micro_batch_size: int
     max_seq_len: int
     head_chunk_tokens: int  # 0: a whole micro-batch at once
     torch_threads: int
     seed: int
-    vocabulary_rows: int = 0  # of a piece of embedding and head; 0: not cut
+    vocabulary_rows: int = 0  # rows of a piece of embedding and head; 0: not cut
 
     @property
     def micro_batches(self) -> int:
-        """Counts those of a step."""
+        """Returns the micro-batches of a step."""
         return -(-self.batch_size // self.micro_batch_size)
 
     @property
     def micro_batch_tokens(self) -> int:
-        """Counts those of a micro-batch, with padding."""
+        """Returns the tokens of a micro-batch, with padding."""
         return self.micro_batch_size * self.max_seq_len
 
     @property
     def tokens(self) -> int:
-        """Counts those of a step, with padding."""
+        """Returns the tokens of a step, with padding."""
         return self.batch_size * self.max_seq_len
 
     def of_sweep(self, sweeps: int) -> Numerics:
-        """Returns those of one group of rows, where a step passes over the model in so many sweeps."""
+        """Returns the numerics of one sweep, if a step passes over the model in this many sweeps."""
         return self if sweeps == 1 else replace(self, batch_size=self.batch_size // sweeps)
 
 
@@ -57,13 +58,15 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ring:
-    """Describes places of the store that `stages` stages of a size share, with `spares` more: a turn moves each back by these.
+    """Describes places of the store that `stages` stages of equal size share, with `spares` more. Each turn moves a stage back
+    by `spares` places.
 
-    A stage of its own has a spare place for each state that is kept beside the newest: with one, two extents alternate."""
+    A stage with its own ring has one spare place for each state kept beside the newest. With one, two extents alternate.
+    """
 
-    offset: int  # of the first place
-    size: int  # of a place
-    index: int  # of the stage among those that share
+    offset: int  # offset of the first place
+    size: int  # size of a place
+    index: int  # of the stage among those that share the ring
     stages: int
     spares: int
 
@@ -74,7 +77,7 @@ class Ring:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagePlan:
-    """Holds homes of one stage's tensors and the spans they occupy.
+    """Holds the homes of one stage's tensors and the spans they occupy.
 
     The `_at` spans count from the beginning of the stage's place at a turn, and are of what updates write; frozen weights have
     an extent of their own, which is written once. RAM spans are None unless the home is cpu; weights on the GPU whose states
@@ -84,10 +87,10 @@ class StagePlan:
     stage: int
     weights: Tier
     states: Tier
-    gradients: Tier  # where they rest until a deferred update, or a tied embedding's own backward; cpu when they never rest
-    boundary: Tier  # the stage's input, kept for backward; cpu when the stage keeps none
+    gradients: Tier  # where they wait for a deferred update or a tied embedding's own backward; cpu if they never wait
+    boundary: Tier  # the stage's input, kept for backward; cpu if the stage keeps none
     slot_class: int  # which weight and gradient slots it uses
-    deferred: bool  # its update waits for the next forward, just before its own use; else it follows its backward at once
+    deferred: bool  # True: its update waits for the next forward, just before its use; False: it follows its backward at once
     ring: Ring
     weights_at: Span
     remainder_at: Span | None
@@ -107,12 +110,12 @@ class StagePlan:
 
     @property
     def given(self) -> tuple[int, ...]:
-        """Returns operators that backward does not compute again, for which their outputs are kept."""
+        """Returns the operators that backward does not compute again, because their outputs are kept."""
         return tuple(sorted((*self.kept, *self.kept_there)))
 
     @property
     def updated_there(self) -> bool:
-        """Tells whether weights, states and gradients rest on the device and are updated there: nothing of them is in RAM."""
+        """Tells whether weights, states and gradients rest on the device and are updated there. Then none of them is in RAM."""
         return self.states == "gpu"
 
     def extent(self, tensor: StateTensor, turn: int) -> Span | None:
@@ -139,7 +142,7 @@ class StagePlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotClass:
-    """Holds interchangeable arena spans for weights and gradients that are used, of stages of similar size."""
+    """Holds interchangeable arena spans for weights and gradients in use, of stages of similar size."""
 
     weight_size: int
     gradient_size: int
@@ -166,30 +169,30 @@ class MemoryLine:
     what: str
     tier: Tier
     size: int
-    total: int  # of this kind over all tiers, 0 when the line is not part of a state
+    total: int  # of this kind over all tiers; 0 if the line is not part of a state
     policy: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Predicted:
-    """Holds what the plan promises; the report puts the measurement beside each."""
+    """Holds what the plan predicts. The report compares each figure with the measurement."""
 
     cpu_peaks: dict[str, int]  # phase (load, train, export) -> anonymous + kernel bytes of the process
     gpu_peak: int
     ssd_bytes: int  # disk taken by the store
     export_bytes: int
     read_per_step: int
-    written_per_step: int  # as all figures per step: on the average of the steps from one commit to the next
+    written_per_step: int  # like all figures per step, a mean over the steps from one commit to the next
     read_by: dict[str, int]  # weights, states, gradients, boundaries
     written_by: dict[str, int]
-    step_flops: float  # 6 N per token, N the parameters that one token is computed with
+    step_flops: float  # 6 N per token, where N is the parameters that one token uses
     compute_flops: float  # with recompute
     seconds: dict[str, float]  # resource -> seconds of work per step
-    step_seconds: float  # simulated; before that the busiest resource's
+    step_seconds: float  # simulated; before the simulation, the busiest resource's seconds
     bottleneck: str
-    forward_seconds: float = 0.0  # of step_seconds
-    stalls: dict[str, float] = field(default_factory=dict)  # what compute waits for -> seconds per step, simulated
-    commit_seconds: float = 0.0  # that one commit adds where they are more than a step apart; each step has its share of it
+    forward_seconds: float = 0.0  # part of step_seconds
+    stalls: dict[str, float] = field(default_factory=dict)  # what compute waits for -> simulated seconds per step
+    commit_seconds: float = 0.0  # seconds that one commit adds if not every step is committed; each step has its share of them
 
     @property
     def cpu_peak(self) -> int:
@@ -205,8 +208,9 @@ class Plan:
     clip_grad_norm: float | None
     stages: tuple[StagePlan, ...]
     slot_classes: tuple[SlotClass, ...]
-    boundary_slots: tuple[Span, ...]  # in flight to and from the ssd
-    upload_slots: tuple[Span, ...]  # what one micro-batch takes to a device with memory of its own, where it rests unpinned
+    boundary_slots: tuple[Span, ...]  # for boundaries in flight to and from the ssd
+    # For a micro-batch's inputs on their way to a device with its own memory, if they rest unpinned.
+    upload_slots: tuple[Span, ...]
     lookahead: int
     io: IoPlan
     arena_size: int
@@ -214,24 +218,24 @@ class Plan:
     cpu_budget: int
     memory: tuple[MemoryLine, ...]
     predicted: Predicted
-    sustained: bool = False  # predicted with the rates of drives whose fast region is full
-    commit_every: int | None = None  # steps between commits; None: where the run ends alone
-    store_mode: StoreMode = "in_place"  # what a step is made durable by: other extents, or its gradients
-    keep: int = 1  # committed states that are there whole at any time
-    # What stages hand on of the whole batch, beside a device with memory of its own: spans of the arena, or of the device's.
+    sustained: bool = False  # True: predicted with the rates of drives whose fast region is full
+    commit_every: int | None = None  # steps between commits; None: only where the run ends
+    store_mode: StoreMode = "in_place"  # what makes a step durable: other extents, or its gradients
+    keep: int = 1  # whole committed states kept at any time
+    # For the whole batch's outputs between stages, beside a device with its own memory: spans of the arena, or of the device.
     batch_slots: tuple[Span, ...] = ()
-    batch_on_device: bool = False  # stages hand on there: only what is kept for backward crosses
-    staging_slots: tuple[Span, ...] = ()  # through which what rests on the device alone is loaded and committed
-    sweeps: int = 1  # passes over the model in a step, forward and backward, each over as many micro-batches
+    batch_on_device: bool = False  # True: stages pass outputs on in device memory, and only what is kept for backward crosses
+    staging_slots: tuple[Span, ...] = ()  # for loading and committing tensors that rest only on the device
+    sweeps: int = 1  # passes over the model in a step, forward and backward, each over an equal share of the micro-batches
 
     @property
     def group(self) -> Numerics:
-        """Returns the numerics of one sweep: what stages hand on and keep is of its rows alone."""
+        """Returns the numerics of one sweep. Stages pass on and keep only its rows."""
         return self.numerics.of_sweep(self.sweeps)
 
     @property
     def has_apart_commits(self) -> bool:
-        """Tells whether some steps are committed and others are not."""
+        """Tells whether only some steps are committed."""
         return self.commit_every is not None and self.commit_every > 1
 
     @property

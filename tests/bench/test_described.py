@@ -195,7 +195,7 @@ def test_everything_wrong_with_a_file_at_once(tmp_path: Path) -> None:
         ("parts: rtx4090,gen4,64GiB\nram_available: 65GiB", "ram_available: larger than ram_total"),
         ("parts: rtx4090,gen4,64GiB\nadamw: {4: 8GB/s, 2: 9GB/s}", "adamw: rates of ascending"),
         ("parts: rtx4090,gen4,64GiB\nshared_compute: 1.5", "shared_compute: a share"),
-        ("parts: rtx4090,gen4,64GiB\ndevice: tpu", "device: cpu, cuda or emulated"),
+        ("parts: rtx4090,gen4,64GiB\ndevice: tpu", "device: must be cpu, cuda or emulated"),
         ("parts: rtx4090,gen4,64GiB\ndevice_memory: 0", "device_memory: more than 0"),
         ("parts: rtx4090,gen4,64GiB\nstore_write_mixed: 0", "store_write_mixed: more than 0"),
         ("parts: rtx4090,gen4,64GiB\nsustained_write: 7GB/s", "sustained_write: more than store_write"),
@@ -281,9 +281,9 @@ def test_every_rate_says_whose_figure_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize("host", ["desktop", "2xgold5320"])
 def test_nothing_shipped_is_without_a_source(gpu: str, drives: str, host: str) -> None:
     for rate in origins_of(described(f"{gpu},{drives},256GiB,{host}")):
-        assert rate.source != "nobody says", rate.what
+        assert rate.source != "not known", rate.what
     for rate in origins_of(described(f"{drives},256GiB,{host}")):
-        assert rate.source != "nobody says", rate.what
+        assert rate.source != "not known", rate.what
 
 
 @pytest.mark.parametrize(("gpu", "sheet"), [("rtx4080", 97.5e12), ("a100", 312e12), ("h100", 989e12), ("h200", 989e12)])

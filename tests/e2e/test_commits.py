@@ -286,7 +286,7 @@ def test_an_orderly_end_between_two_commits_saves_the_state(new_project: NewProj
 def test_a_saved_run_keeps_its_kind_of_store(stopped: Project) -> None:
     for changes in ({"checkpoint.mode": "redo"}, {"checkpoint.mode": "snapshot", "checkpoint.snapshot_every_steps": 3}):
         stopped.write_recipe({"train.max_steps": STEPS, **changes})
-        with pytest.raises(UsageError, match=r"checkpoint\.mode: the saved run has in_place, not"):
+        with pytest.raises(UsageError, match=r"checkpoint\.mode: the saved run uses in_place, not"):
             prepared_run(stopped)
 
 

@@ -141,7 +141,7 @@ def test_a_folder_whose_name_is_no_text(tmp_path: Path) -> None:
         (_set("stripe", 4097), "stripe: Input should be a multiple of 4096, got 4097"),
         (_set("store_size", 4096), "stages[0]: weights: ends at byte 8192, but the store has 4096 bytes"),
         (_set("files", []), "it names 0 files and 1 part files"),
-        (_striped_over(17), "17 files and 17 part files"),
+        (_striped_over(17), "it names 17 files and 17 part files"),
         (_set("files", ["store.bin"]), "'store.bin' is not a plain absolute path"),
         (_set("files", ["/a\0b"]), r"'/a\x00b' is not a plain absolute path"),
         (_set("files", ["/nowhere/run/../../etc/passwd"]), "'/nowhere/run/../../etc/passwd' is not a plain absolute path"),
