@@ -1,1 +1,1 @@
-"""Plan a recipe, and say what to change when it does not fit (layer 7)."""
+"""Plans a recipe and says what to change if it does not fit (layer 7)."""

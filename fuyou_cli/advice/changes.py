@@ -1,7 +1,7 @@
-"""Find the smallest changes of a recipe that make it fit, each planned again: nothing is suggested that was not tried.
+"""Finds the smallest changes of a recipe that make it fit. Each is planned again, so nothing untried is suggested.
 
-Candidates come from the recipe and its plan: every key that takes memory, disk or wear, in steps from the least change on.
-Of each kind the first step that helps is kept; where no single kind helps, pairs of them are tried.
+Candidates come from the recipe and its plan: every key that costs memory, disk or wear, in steps from the smallest change on.
+Of each kind the first step that helps is kept. If no single kind helps, pairs are tried.
 """
 
 from __future__ import annotations
@@ -22,26 +22,27 @@ if TYPE_CHECKING:
     from fuyou_cli.training.steps import Planned
 
 SHOWN = 5
-_MOST_QUICK = 40  # plans that are only looked at for whether they fit
-_LEAST_CHUNK, _LEAST_ROW = 64, 128  # tokens: below, a head's piece or a row is no longer a sensible one
+_MOST_QUICK = 40  # plans made only to see whether they fit
+_LEAST_CHUNK, _LEAST_ROW = 64, 128  # tokens; a smaller head piece or row makes no sense
 _HALVINGS = 8
-_FINER, _FEW = 64 * MiB, 4 * GiB  # steps of RAM, where there is so little of it
+_FINER, _FEW = 64 * MiB, 4 * GiB  # steps of RAM if there is little of it
 _PINS = ("weights", "gradients", "optimizer_states", "boundaries", "activations", "lookahead", "defer_updates")
 
-Steps = tuple[tuple[str, ...], ...]  # each one a change: key=value of one or two keys
+Steps = tuple[tuple[str, ...], ...]  # each is one change: key=value of one or two keys
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
-    """Holds the changes of one kind, the smallest first. `numerics`: they change the run's numbers."""
+    """Holds the changes of one kind, smallest first. `numerics`: they change the run's numerics."""
 
     steps: Steps
     numerics: bool = False
 
 
 def changes_that_help(elsewise: Replanner, *, fits: bool) -> list[Outcome]:
-    """Returns up to SHOWN, best first: few keys before many, the same numbers before others, then the faster per token. `fits`:
-    only wear stands against the run. Where nothing makes it fit and spares its drives as well, return what makes it fit."""
+    """Returns up to SHOWN changes, best first: few keys before many, the same numerics before others, then the faster per
+    token. `fits`: the run fits and only wears its drives too much. If no change both fits and spares the drives, returns
+    changes that fit."""
     trials = _Trials(elsewise)
     kinds = list(candidates(elsewise.prepared, fits=fits))
     found = _found(trials, kinds)
@@ -53,7 +54,7 @@ def changes_that_help(elsewise: Replanner, *, fits: bool) -> list[Outcome]:
 
 
 def _found(trials: _Trials, kinds: list[Kind]) -> list[tuple[bool, Outcome]]:
-    """Returns the changes that help, each with whether it changes the run's numbers."""
+    """Returns the changes that help, each with whether it changes the run's numerics."""
     found = [(kind.numerics, outcome) for kind in kinds if (outcome := trials.first(kind))]
     for one, other in combinations(kinds, 2) if not found else ():
         if len(found) >= SHOWN or trials.exhausted:
@@ -69,7 +70,7 @@ def _order(numerics: bool, outcome: Outcome) -> tuple[int, bool, float, tuple[st
 
 
 class _Trials:
-    """Finds which changes help: looked at by the first plan that fits, then planned in full."""
+    """Finds which changes help: tries each with the first plan that fits, then plans it in full."""
 
     def __init__(self, elsewise: Replanner) -> None:
         self._elsewise = elsewise
@@ -82,12 +83,12 @@ class _Trials:
         return len(self._known) >= _MOST_QUICK
 
     def first(self, kind: Kind) -> Outcome | None:
-        """Returns the least of its changes that helps. Where neither the least nor the greatest fits, none between does."""
+        """Returns the smallest of its changes that helps. If neither the smallest nor the largest fits, none between does."""
         ends = (self._quickly(changes) for changes in (kind.steps[-1], kind.steps[0]))
         return self._least(kind.steps) if any(end is not None and not end.problems for end in ends) else None
 
     def pair(self, one: Kind, other: Kind) -> Outcome | None:
-        """Returns both at their greatest, where that helps; then each as little as does."""
+        """Returns a pair of changes, each as small as possible, if both at their largest help."""
         if not self._passes((*one.steps[-1], *other.steps[-1])):
             return None
         least = next(step for step in one.steps if self._passes((*step, *other.steps[-1])))
@@ -98,8 +99,8 @@ class _Trials:
         return next((outcome for outcome in full if outcome is not None and self._helps(outcome)), None)
 
     def _helps(self, outcome: Outcome) -> bool:
-        """Tells whether it fits, and wears the drives little enough for as many tokens as the recipe trains on: less training
-        is no cure for wear."""
+        """Tells whether it fits and wears the drives little enough for as many tokens as the recipe trains on. Training less
+        does not count as a remedy."""
         trained = _trained(outcome.prepared)
         return outcome.passes(self._trained / trained if trained else 1.0) if self.spare_drives else not outcome.problems
 
@@ -114,7 +115,7 @@ class _Trials:
 
 
 def _trained(prepared: Planned) -> int:
-    """Returns the tokens of the whole run, padding included; 0 where the data decides."""
+    """Returns the tokens of the whole run, padding included. 0 means that the data decides."""
     numerics = prepared.plan.numerics
     return prepared.total_steps * numerics.batch_size * numerics.max_seq_len
 
@@ -123,8 +124,8 @@ def _trained(prepared: Planned) -> int:
 
 
 def candidates(prepared: Planned, *, fits: bool) -> Iterator[Kind]:
-    """Yields every kind of change that this recipe leaves room for. A run that `fits` is only to write less, for as many
-    tokens; a saved run keeps its numbers."""
+    """Yields every kind of change that this recipe allows. A run that `fits` only needs to write less, for as many tokens. A
+    saved run keeps its numerics."""
     kinds = [*_of_placement(prepared, fits=fits)]
     if prepared.manifest is None:
         kinds += [Kind(steps=steps, numerics=True) for steps in _of_numbers(prepared, fits=fits)]
@@ -174,7 +175,7 @@ def _if(possible: bool, change: str) -> Steps:
 
 
 def _memory(prepared: Planned) -> Steps:
-    """Returns more RAM for the process, up to what the machine has: the least that is enough, then ever larger steps."""
+    """Returns more RAM for the process, up to the machine's: the smallest size that is enough, then larger steps."""
     plan, hardware = prepared.plan, prepared.hardware
     asked = plan_request(prepared.recipe, plan.numerics, hardware, device=plan.device)
     enough = max(least_memory(prepared.model, hardware, asked), plan.cpu_budget + 1)
@@ -191,14 +192,15 @@ def _memory(prepared: Planned) -> Steps:
 
 def _fewer_snapshots(prepared: Planned) -> Steps:
     checkpoint = prepared.recipe.checkpoint
-    if checkpoint.mode != "snapshot" or prepared.manifest is not None:  # a saved run has the store that it has
+    if checkpoint.mode != "snapshot" or prepared.manifest is not None:  # a saved run keeps its store
         return ()
     fewer = [kept for kept in (checkpoint.keep_last - 1, *_halved(checkpoint.keep_last, 1)) if kept]
     return tuple((f"checkpoint.keep_last={kept}",) for kept in dict.fromkeys(fewer))
 
 
 def _redo(prepared: Planned) -> Steps:
-    """Returns the change to the redo store, which keeps one extent of everything; none where the planner may choose it."""
+    """Returns the change to the redo store, which keeps one extent of everything. Returns none if the planner may choose it
+    anyway."""
     checkpoint = prepared.recipe.checkpoint
     every_step = checkpoint.mode != "snapshot" and checkpoint.commit_every_steps in (1, "auto")
     if prepared.plan.store_mode == "redo" or prepared.manifest is not None or (checkpoint.mode == "auto" and every_step):
@@ -209,7 +211,7 @@ def _redo(prepared: Planned) -> Steps:
 
 
 def _rarer_commits(prepared: Planned) -> Steps:
-    """Returns fewer commits, which write what rests in RAM."""
+    """Returns fewer commits, because each writes what rests in RAM."""
     checkpoint, plan = prepared.recipe.checkpoint, prepared.plan
     every, key = plan.commit_every, "snapshot" if checkpoint.mode == "snapshot" else "commit"
     resting = any("cpu" in (stage.weights, stage.states) for stage in plan.stages)
@@ -219,14 +221,14 @@ def _rarer_commits(prepared: Planned) -> Steps:
 
 
 def _spills(prepared: Planned) -> bool:
-    """Tells whether anything that grows with the batch, or that it displaces, is on the ssd."""
+    """Tells whether the ssd holds anything that grows with the batch, or that the batch displaces."""
     return any("ssd" in (stage.boundary, stage.gradients, stage.states) for stage in prepared.plan.stages)
 
 
 def _same_tokens(prepared: Planned, batches: Iterable[int]) -> Steps:
-    """Returns other batches with as much training: a step writes its states once, whatever its batch."""
+    """Returns other batch sizes for the same training. A step writes its states once, whatever its batch."""
     train, trained = prepared.recipe.train, prepared.total_steps * prepared.plan.numerics.batch_size
-    by_epochs = train.max_steps is None  # then the steps follow by themselves
+    by_epochs = train.max_steps is None  # the number of steps then follows
     return tuple(
         (f"train.batch_size={batch}",)
         if by_epochs

@@ -1,4 +1,4 @@
-"""Say why the plan is as it is: the same run with one knob of the planner turned, and what that costs."""
+"""Explains the plan: plans the same run with one choice of the planner changed, and says what that costs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from fuyou_cli.training.steps import Planned
 
 MOST_ROWS = 9
-MOST_SWEEPS = 3  # numbers of them that are planned: steps of many sweeps take long to simulate
-LITTLE = 0.0005  # of a step: what is not worth a word
+MOST_SWEEPS = 3  # sweep counts that are planned; many sweeps take long to simulate
+LITTLE = 0.0005  # share of a step that is too small to mention
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,13 +31,13 @@ class Row:
 
     words: str
     plan: Plan | None
-    slower: float  # than the chosen plan, as a share of its step
-    why: str  # where the time goes, or what there is too little of
+    slower: float  # extra time over the chosen plan, as a share of its step
+    why: str  # where the time goes, or what is too small
 
 
 def comparison(prepared: Planned, found: Found) -> tuple[Row, ...]:
-    """Plans and simulates every other value of each knob; all else stays. Returns the nearest first, those that do
-    not fit last; values that give a plan already seen are left out."""
+    """Plans and simulates every other value of each choice; all else stays. Returns the closest first and those that do not fit
+    last. Leaves out values that give a plan already seen."""
     request, by_knob, seen = prepared.request, [], [found.best.plan]
     for choices in _turned(prepared.model, request, found.best.choice):
         rows = []
@@ -50,7 +50,7 @@ def comparison(prepared: Planned, found: Found) -> tuple[Row, ...]:
                 seen.append(plan)
             rows.append(_row(words, plan, prepared))
         by_knob.append(sorted(rows, key=_order))
-    # the nearest of every knob before the second of any
+    # the closest of every choice comes before the second of any
     taken = [row for together in zip_longest(*by_knob) for row in together if row is not None]
     return tuple(sorted(taken[:MOST_ROWS], key=_order))
 
@@ -73,13 +73,13 @@ def _row(words: str, plan: Plan | None, prepared: Planned) -> Row:
 
 
 def _why(slower: float, plan: Plan, prepared: Planned) -> str:
-    """Says why the search passed over the plan, or else where its time goes."""
+    """Says why the search rejected the plan, or where its time goes."""
     request = prepared.request
     device, disk = request.gpu_budget, request.disk(prepared.hardware)
     if device is not None and plan.predicted.gpu_peak > device:
-        return f"needs {gib(plan.predicted.gpu_peak)} of GPU memory, {gib(device)} available"
+        return f"needs {gib(plan.predicted.gpu_peak)} of GPU memory, but {gib(device)} is available"
     if not request.has_room_for(plan, prepared.hardware):
-        return f"needs {gb(plan.store_size)} of disk, {gb(disk)} available to the store"
+        return f"needs {gb(plan.store_size)} of disk, but {gb(disk)} is available to the store"
     more = plan.predicted.written_per_step - prepared.plan.predicted.written_per_step
     if slower < -LITTLE:
         return f"writes {gb(more)} more per step (offload.wear)" if more > 0 and request.wear != "ignore" else ""
@@ -99,7 +99,7 @@ def where_time_goes(plan: Plan, best: Plan) -> str:
 
 
 def _turned(model: ModelSpec, request: PlanRequest, best: Choice) -> Iterator[list[tuple[str, Choice]]]:
-    """Yield, knob by knob, every choice that differs from the best in that knob alone, in words."""
+    """Yields, for each choice in turn, every alternative that differs from the best only in it, with its description."""
     knobs = family(model, request)
     pipelines = [pair for pair in knobs.pipelines if pair != (best.lookahead, best.gradient_slots)]
     yield [(_pipeline(*pair), replace(best, lookahead=pair[0], gradient_slots=pair[1])) for pair in pipelines]

@@ -1,4 +1,4 @@
-"""Collect everything that `fuyou plan` says about a run, found once and shown as text or as JSON."""
+"""Collects everything that `fuyou plan` says about a run, once, for text and for JSON."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from fuyou_cli.spec.plan import Plan
 if TYPE_CHECKING:
     from fuyou_cli.training.steps import Planned
 
-USUAL = 1000  # steps that writes are shown of, where nobody knows how many there are
-_CLOSE = 0.9  # of the busiest resource's seconds: one that is nearly as busy decides as well
+USUAL = 1000  # steps for which writes are shown if the run's length is not known
+_CLOSE = 0.9  # share of the busiest resource's seconds; one this busy also decides
 _RATED = {  # resource -> how the names of the rates behind it begin (`machine/origins`)
     "compute": ("compute",), "cpu": ("compute", "AdamW"), "update": ("AdamW",), "ssd read": ("store",), "ssd write": ("store",),
     "h2d": ("to GPU",), "d2h": ("to GPU",),
@@ -48,21 +48,21 @@ class RunFacts:
     model: ModelSpec
     hardware: HardwareProfile
     room: Room
-    steps: int | None = None  # of the whole run; None where the data decides
-    done: int | None = None  # steps of the saved run that is resumed; None of a new one
-    io_uring: bool = True  # whether this build has it
-    folder: Path = Path()  # whose drive the store would be on
-    command: str = ""  # runs what fits; empty where it cannot be run, or runs already
+    steps: int | None = None  # of the whole run; None if the data decides
+    done: int | None = None  # steps of the saved run that is resumed; None for a new run
+    io_uring: bool = True  # whether this build has io_uring
+    folder: Path = Path()  # folder whose drive would hold the store
+    command: str = ""  # command that runs the plan; empty if it cannot be run, or already runs
     refusal: str | None = None  # why the model cannot be trained yet
     compared: tuple[Row, ...] | None = None  # other choices of the planner
-    changes: tuple[Outcome, ...] | None = None  # of the recipe, that help; None where none were looked for
+    changes: tuple[Outcome, ...] | None = None  # changes of the recipe that help; None if none were looked for
     tried: int = 0  # plans made to find them
-    advice: str = ""  # what to do where nobody has looked for such changes
-    region: FastRegion | None = None  # of the drives; None where they are not known to slow down
-    endings: tuple[Ending, ...] = ()  # before the last step
-    spared: Spared | None = None  # by `offload.wear`
-    notes: tuple[str, ...] = ()  # from planning
-    kernels: str = ""  # of the blocks
+    advice: str = ""  # what to do if no changes were looked for
+    region: FastRegion | None = None  # of the drives; None if they are not known to slow down
+    endings: tuple[Ending, ...] = ()  # limits that stop the run before its last step
+    spared: Spared | None = None  # what `offload.wear` avoids
+    notes: tuple[str, ...] = ()  # notes from planning
+    kernels: str = ""  # kernels of the blocks
 
     @property
     def problems(self) -> list[str]:
@@ -70,7 +70,7 @@ class RunFacts:
 
     @property
     def left(self) -> int | None:
-        """Returns the steps that are still to be done; None where the data decides."""
+        """Returns the steps still to do, or None if the data decides."""
         return None if self.steps is None else max(0, self.steps - (self.done or 0))
 
     @property
@@ -80,7 +80,7 @@ class RunFacts:
 
     @property
     def run_seconds(self) -> float | None:
-        """Returns the seconds of all steps that are left; drives that slow down are fast for the first ones."""
+        """Returns the seconds of all steps still to do. Drives that slow down are fast for the first ones."""
         if self.left is None:
             return None
         if self.plan.sustained and self.region is not None:
@@ -94,7 +94,7 @@ class RunFacts:
 
     @property
     def shown_writes(self) -> Writes:
-        """Returns the same, of USUAL steps where nobody knows how many there are."""
+        """Returns the same, or those of USUAL steps if the length is not known."""
         steps = USUAL if self.left is None else self.left
         return writes_of(self.plan, self.room, steps=steps, resumed=self.done is not None)
 
@@ -104,7 +104,7 @@ class RunFacts:
 
     @property
     def deciding_assumptions(self) -> tuple[RatedBy, ...]:
-        """Returns the rates that nobody measured, of the busiest resource of a described machine and those nearly as busy."""
+        """Returns the assumed rates of a described machine's busiest resource and of those nearly as busy."""
         if self.hardware.measured != "described":
             return ()
         seconds = self.plan.predicted.seconds
@@ -116,7 +116,7 @@ class RunFacts:
 
 
 def facts_of(prepared: Planned, room: Room, *, described: bool = False, command: str = "") -> RunFacts:
-    """Collects what a plan's screen says beside the plan. `described`: of another machine, where nothing can be run."""
+    """Collects the facts beside the plan. `described`: for another machine, on which nothing can be run."""
     from fuyou_cli.swap.kernels import has_io_uring
 
     region = fast_region(prepared.model, prepared.hardware, prepared.plan)
@@ -139,7 +139,7 @@ def facts_of(prepared: Planned, room: Room, *, described: bool = False, command:
 
 
 def _kernels(prepared: Planned) -> str:
-    """Says by what blocks are computed; of sdpa, among which kernels torch chooses."""
+    """Says what computes the blocks. For sdpa, includes the kernels that torch chooses from."""
     from fuyou_cli.engine.attention import allowed_kernels
 
     train, model, plan = prepared.recipe.train, prepared.recipe.model, prepared.plan
@@ -158,7 +158,7 @@ def _spared(prepared: Planned) -> Spared | None:
 
 
 def endings(prepared: Planned, region: FastRegion | None) -> tuple[Ending, ...]:
-    """Returns the limits that stop this process before the run's last step, by the plan's figures; loading is not counted."""
+    """Returns the limits that stop this process before the run's last step, as planned. Loading does not count."""
     steps = prepared.total_steps
     return tuple(ending for ending in _limits(prepared, region) if not steps or ending.step < steps)
 
@@ -178,7 +178,7 @@ def _limits(prepared: Planned, region: FastRegion | None) -> Iterator[Ending]:
 
 
 def steps_within(seconds: float, plan: Plan, region: FastRegion | None) -> int:
-    """Counts the whole steps that a run takes in so long; drives that slow down are fast for the first ones."""
+    """Returns the whole steps that a run completes in this time. Drives that slow down are fast for the first ones."""
     if region is None or not plan.sustained:
         return int(seconds / plan.predicted.step_seconds)
     fast = region.steps * region.first

@@ -1,7 +1,7 @@
-"""Write the choice behind a plan to a file (`fuyou plan -o plan.json`), and run that very plan later.
+"""Writes the choice behind a plan to a file (`fuyou plan -o plan.json`), so that a run can use this plan later.
 
-The file holds what the planner chose, not the plan: a run plans again from it, which takes no search, and refuses where
-anything else than the same placement comes of it. Nothing in it names a clock or a folder: equal inputs give equal bytes.
+The file holds what the planner chose, not the plan. A run plans again from it, without a search, and refuses to run if the
+placement differs. The file names no time and no folder, so equal inputs give equal bytes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MARK = "fuyou_plan"  # a plan file's first key
 FORMAT = 6
 LARGEST = 1 << 20  # bytes of a file
 
-# What is asked of a plan and may be another by the time it runs; the rest must be the same.
+# Keys of the request that may change before the run. The rest must stay the same.
 _FREE = ("model_name", "cpu_budget", "gpu_budget", "ssd_budget", "sustained", "may_redo", "wear")
 _MICRO_BATCH = "numerics.micro_batch_size"
 _AGAIN = "make the plan again: fuyou plan RECIPE -o FILE"
@@ -48,7 +48,7 @@ class PlanFile:
     """Holds everything needed to build the plan again."""
 
     fuyou_plan: int  # the format's version
-    model: str  # what it is called, and a digest of its stages and tensors
+    model: str  # the model's name, and a digest of its stages and tensors
     asked: dict[str, str]  # dotted key -> value as JSON, of `PlanRequest`
     memory: int  # bytes of RAM for the plan beside the bare process
     gpu_budget: int | None
@@ -72,16 +72,16 @@ def plan_file(plan: Plan, model: ModelSpec, process: int, request: PlanRequest, 
 
 
 def to_text(file: PlanFile) -> str:
-    """Writes the mark first, by which a plan is known, and whole numbers and floats exact."""
+    """Formats the file's content: the mark first, and all numbers exact."""
     return json.dumps(asdict(file), indent=1, allow_nan=False) + "\n"
 
 
 def from_text(text: str) -> PlanFile:
-    """Reads the file's content. Raises UsageError naming the first key that is unknown, missing, duplicate, of another type
-    or negative."""
+    """Reads the file's content. Raises UsageError that names the first key that is unknown, missing, duplicate, negative or of
+    another type."""
     data = parsed(text)
     if not isinstance(data, dict) or type(data.get(MARK)) is not int:
-        raise UsageError(f"{MARK}: missing: this is no plan file", hint="make one: fuyou plan RECIPE -o plan.json")
+        raise UsageError(f"{MARK} is missing: this is not a plan file", hint="make one: fuyou plan RECIPE -o plan.json")
     if data[MARK] != FORMAT:
         raise UsageError(f"{MARK}: format {FORMAT} is wanted, not {data[MARK]}", hint="make the plan again")
     file = from_json(PlanFile, data)
@@ -117,7 +117,7 @@ def _mark(model: ModelSpec) -> str:
 
 
 def _placement(plan: Plan) -> str:
-    """Digests everything except what the machine decides: a step's times, and how much memory there is."""
+    """Returns a digest of everything except what the machine decides: a step's times, and the amount of memory."""
     apart = ("model", "cpu_budget", "memory", "predicted", "sustained")
     return _digest({key: value for key, value in asdict(plan).items() if key not in apart})
 
@@ -127,14 +127,14 @@ def _digest(content: object) -> str:
 
 
 def check_target(path: Path) -> None:
-    """Raises UsageError if writing a plan would replace a file that is not a plan: a recipe, say, or a device."""
+    """Raises UsageError if writing a plan would replace something that is not a plan, for example a recipe or a device."""
     try:
-        if not stat.S_ISREG(path.lstat().st_mode):  # a link is not followed: the plan is put where it is
+        if not stat.S_ISREG(path.lstat().st_mode):  # a link is not followed, because the plan would replace it
             raise UsageError(f"-o {path}: it is there already and is no plain file", hint="name another file")
         with path.open("rb") as stream:
             head = stream.read(64)
     except FileNotFoundError:
-        if not path.parent.is_dir():  # said before the plan is made, not after
+        if not path.parent.is_dir():  # reported before the plan is made
             raise UsageError(f"-o {path}: there is no folder {path.parent}", hint="make it, or name another file") from None
         return
     except OSError as error:
@@ -144,7 +144,7 @@ def check_target(path: Path) -> None:
 
 
 def write_plan(path: Path, prepared: Planned, request: PlanRequest, choice: Choice) -> None:
-    """Writes the file whole or not at all. Raises UsageError where it cannot be written."""
+    """Writes the file completely or not at all. Raises UsageError if it cannot be written."""
     text = to_text(plan_file(prepared.plan, prepared.model, prepared.hardware.process_bytes, request, choice))
     whole = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -156,13 +156,13 @@ def write_plan(path: Path, prepared: Planned, request: PlanRequest, choice: Choi
 
 
 def read_plan(path: Path, recipe: Recipe) -> KeptPlan:
-    """Reads a plan that is to be run. Raises UsageError naming the key that is wrong."""
+    """Reads a plan to run. Raises UsageError that names the wrong key."""
     text = find_text(path, limit=LARGEST, hint=_AGAIN)
     if text is None:
         raise UsageError(f"cannot read the plan {path}: there is no such file", hint="make one: fuyou plan RECIPE -o FILE")
     try:
         kept = KeptPlan(path, from_text(text))
-        if recipe.train.micro_batch_size not in ("auto", kept.micro_batch_size):  # the rest is known once the run is planned
+        if recipe.train.micro_batch_size not in ("auto", kept.micro_batch_size):  # the rest is checked once the run is planned
             raise _changed("train.micro_batch_size", str(kept.micro_batch_size), str(recipe.train.micro_batch_size))
     except UsageError as error:
         raise _refused(path, error) from None
@@ -178,7 +178,7 @@ def _refused(path: Path, error: UsageError) -> UsageError:
 
 
 class KeptPlan:
-    """Makes the plan of a file again, once it is sure that it is still one for this run."""
+    """Makes the plan of a file again, after checking that it still fits this run."""
 
     def __init__(self, path: Path, file: PlanFile) -> None:
         self.path, self.file = path, file
@@ -188,10 +188,10 @@ class KeptPlan:
         return int(self.file.asked[_MICRO_BATCH])
 
     def __call__(self, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
-        """Returns the same placement, with what it takes and promises on this machine. Raises UsageError naming what does
-        not agree; whether it fits what the machine has now is for the caller to see."""
+        """Returns the same placement, with its needs and predictions on this machine. Raises UsageError that names what
+        differs. The caller checks whether it fits the machine now."""
         if self.file.asked.get("store_mode") == '"redo"' and request.may_redo:
-            request = redone(request)  # another plan has room in place, or had: this one is redo's
+            request = redone(request)  # the file's plan uses redo, even if another would fit in place
         try:
             _check_run(self.file, model, request)
             plan = _placed(self.file, model, hardware, request)
@@ -201,10 +201,10 @@ class KeptPlan:
 
 
 def _check_run(file: PlanFile, model: ModelSpec, request: PlanRequest) -> None:
-    """Compares the model and what is asked of the plan with those of the run."""
+    """Compares the model and the request with those of the run."""
     if file.model != _mark(model):
         raise UsageError(f"it was made for {file.model}, the recipe's model is {_mark(model)}")
-    threads = file.asked.get("update_threads")  # first: the size of the scratch memory follows from them
+    threads = file.asked.get("update_threads")  # first, because the size of the scratch memory follows from it
     if threads != str(request.update_threads):
         raise UsageError(
             f"update_threads was {threads}, is {request.update_threads} by this machine's cores "
@@ -217,14 +217,14 @@ def _check_run(file: PlanFile, model: ModelSpec, request: PlanRequest) -> None:
 
 
 def _placed(file: PlanFile, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
-    """Places the choice in as much memory as it was made for, however large the process is now."""
+    """Places the choice in as much memory as it was made for, whatever the process takes now."""
     every = (replace(one, sweeps=count) for count in sweep_counts(model, request) for one in family(model, request))
     choice = next((known for known in every if asdict(known) == file.choice), None)
     if choice is None:
         raise UsageError("choice: none that the planner has for this recipe")
     asked = replace(request, cpu_budget=file.memory + hardware.process_bytes, gpu_budget=file.gpu_budget)
     plan = made_of(model, hardware, asked, choice)
-    if plan is not None and plan.commit_every != file.commit_every:  # also where the planner would now say another
+    if plan is not None and plan.commit_every != file.commit_every:  # even if the planner would now choose another
         plan = with_interval(Costs.of(model, hardware, plan), plan, plan_schedule(model, plan), file.commit_every)
     if plan is None or _placement(plan) != file.placement:
         raise UsageError("placement: with this recipe and this fuyou something else comes of `choice`")

@@ -1,4 +1,4 @@
-"""Plan a recipe as a run would, and other recipes for the same model and machine."""
+"""Plans changed recipes for the model and machine of a planned run."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def alternative(choice: Choice, plan: Plan) -> Alternative:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """Holds what a run of a recipe would be like, changed or not."""
+    """Holds what a run of a recipe, changed or not, would be like."""
 
     changes: tuple[str, ...]  # key=value
     prepared: Planned
     room: Room
-    pinned: tuple[str, ...] = ()  # key=value of what a recipe with the changes alone would have chosen anew
+    pinned: tuple[str, ...] = ()  # key=value of settings that the changes alone would have chosen again
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """Returns what gives this very plan behind the command."""
+        """Returns the overrides that give exactly this plan."""
         return (*self.changes, *self.pinned)
 
     @property
@@ -53,21 +53,21 @@ class Outcome:
         return self.plan.numerics.batch_size * self.plan.numerics.max_seq_len
 
     def wear(self, times: float = 1.0) -> Wear | None:
-        """Returns the wear of the run, or of one so many times as long; None where the data decides its length."""
+        """Returns the wear of the run, or of one `times` as long. Returns None if the data decides its length."""
         prepared, resumed = self.prepared, self.prepared.manifest is not None
         if not prepared.total_steps:
             return None
         return wear_of(prepared.hardware, writes_of(self.plan, self.room, steps=times * prepared.steps_left, resumed=resumed))
 
     def passes(self, times: float = 1.0) -> bool:
-        """Tells whether it fits, and a run so many times as long wears the drives little enough."""
+        """Tells whether the run fits, and wears the drives little enough if it is `times` as long."""
         wear = self.wear(times)
         return not self.problems and (wear is None or wear.accepted)
 
 
 @dataclass(slots=True)
 class Replanner:
-    """Plans changed recipes for the machine and model of one that is planned already."""
+    """Plans changed recipes for the machine and model of a run that is already planned."""
 
     loaded: LoadedRecipe
     prepared: Planned
@@ -75,8 +75,8 @@ class Replanner:
     plans: int = field(default=0)  # made so far
 
     def with_keys(self, changes: Sequence[str], *, choose: Choose | None = None) -> Outcome | None:
-        """Plans the recipe with these `key=value`, as many rows at once as before unless they say otherwise. None where the
-        recipe does not allow them, the model refuses them or nothing fits."""
+        """Plans the recipe with these `key=value`, with the same micro-batch unless they change it. Returns None if the recipe
+        does not allow them, the model refuses them, or nothing fits."""
         from fuyou_cli.recipe.load import load_recipe
         from fuyou_cli.training.plan_step import replan
 

@@ -1,4 +1,4 @@
-"""Say what a run may take of the device and the disks, and why its plan does not fit. Nothing is written or measured."""
+"""Says how much device memory and disk a run may use, and why its plan does not fit. Writes and measures nothing."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ if TYPE_CHECKING:
     from fuyou_cli.training.steps import Planned, Resolved
 
 
-CLEARLY = 1.05  # of what is free, which comes and goes; of what a machine or a control group has at most, nothing
+CLEARLY = 1.05  # tolerance for free RAM, which changes; the limits of a machine or control group have none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Room:
-    """Holds limits in bytes; None where there is no such limit."""
+    """Holds limits in bytes. None means no limit."""
 
     gpu: int | None
-    ssd: int | None  # offload.max_memory.ssd: of the store
-    store: int  # that it could have on its disks: free or its own already, and allowed
-    disks: tuple[FileSystem, ...]  # where store and export go
-    ram: int | None = None  # that this process can have now, whatever its budget says
-    ram_total: int | None = None  # that it could ever have: of the machine or its control group
-    pinnable: int | None = None  # of host memory, by the driver of a GPU
+    ssd: int | None  # offload.max_memory.ssd, for the store
+    store: int  # bytes that the store may use on its disks: free or already its own, and allowed
+    disks: tuple[FileSystem, ...]  # disks for store and export
+    ram: int | None = None  # RAM that this process can use now, whatever its budget
+    ram_total: int | None = None  # RAM of the machine or its control group
+    pinnable: int | None = None  # host memory that the GPU's driver allows to pin
     pinnable_why: str = ""
 
 
 def room_of(prepared: Planned, *, described: bool = False) -> Room:
-    """Returns the limits of this machine and its disks, or of a described one's drives, on which nothing is yet."""
+    """Returns the limits of this machine and its disks, or of a described one's empty drives."""
     recipe, hardware, disks = prepared.recipe, prepared.hardware, prepared.disks
     return Room(
         gpu=gpu_limit(recipe, hardware),
@@ -57,7 +57,7 @@ def room_of(prepared: Planned, *, described: bool = False) -> Room:
 
 
 def disks_of(resolved: Resolved) -> StoreDisks:
-    """Looks at the disks under the run's store: what is free there, or its own already."""
+    """Returns the room on the disks under the run's store: free, or already the store's."""
     from fuyou_cli.training.state.parts import STORE_FILE
 
     directories = resolved.directories
@@ -73,7 +73,7 @@ def disks_of(resolved: Resolved) -> StoreDisks:
 
 
 def described_disks(hardware: HardwareProfile) -> StoreDisks:
-    """Takes a described machine's drives for one disk, which the export goes to as well."""
+    """Treats a described machine's drives as one disk, which the export uses too."""
     total = sum(drive.capacity for drive in hardware.drives) or hardware.disk_free
     return StoreDisks(shares=(DiskShare(free=hardware.disk_free, files=1, has_export=True),), total=total)
 
@@ -109,20 +109,21 @@ def export_folder(recipe: Recipe, model_dir: Path) -> Path:
 
 
 def check_output(recipe: Recipe) -> None:
-    """Raises UsageError unless `output_dir` is a folder that can be written to, or can become one."""
+    """Raises UsageError unless `output_dir` is a writable folder or can become one."""
     out = folder(recipe.output_dir, key="output_dir")
     there = existing(out)
     if not os.access(there, os.W_OK | os.X_OK):
         raise UsageError(f"output_dir: cannot write to {there}", hint="choose another output_dir, or change its permissions")
     for name in ("log.jsonl", "timeline.svg"):
         path = out / name
-        if path.is_symlink() or (path.exists() and not path.is_file()):  # a pipe that nobody reads would be waited for
+        # Writing to a pipe that nobody reads would wait forever.
+        if path.is_symlink() or (path.exists() and not path.is_file()):
             what = "a folder" if path.is_dir() and not path.is_symlink() else "not a regular file"
             raise UsageError(f"output_dir: {path} is {what}", hint="move it away, or choose another output_dir")
 
 
 def check_export(recipe: Recipe, model_dir: Path) -> None:
-    """Raises UsageError where the export at the end would find something that is not ours to replace."""
+    """Raises UsageError if the export at the end would replace something that is not ours."""
     from fuyou_cli.checkpoint.placement import refuse_foreign
 
     if not recipe.export.at_end:
@@ -135,7 +136,7 @@ def check_export(recipe: Recipe, model_dir: Path) -> None:
 
 
 def plan_problems(plan: Plan, room: Room) -> list[str]:
-    """Says why the plan does not fit, one sentence each; empty when it fits."""
+    """Says why the plan does not fit, one sentence each. Empty if it fits."""
     predicted, problems = plan.predicted, []
     over = {phase: peak for phase, peak in phase_peaks(plan).items() if peak > plan.cpu_budget}
     if over:
@@ -143,7 +144,7 @@ def plan_problems(plan: Plan, room: Room) -> list[str]:
         needs = f"{worst} needs {gib(over[worst])} of RAM, {gib(over[worst] - plan.cpu_budget)} more than its budget"
         problems.append(needs + (f" (also over it: {', '.join(others)})" if others else ""))
     ram = f"the run needs {gib(predicted.cpu_peak)} of RAM,"
-    allowed = min(predicted.cpu_peak, plan.cpu_budget)  # beyond the budget it is the budget that is too small
+    allowed = min(predicted.cpu_peak, plan.cpu_budget)  # above the budget, the budget is what is too small
     if room.ram_total is not None and allowed > room.ram_total:
         problems.append(f"{ram} the machine or its control group has {gib(room.ram_total)}: lower offload.max_memory.cpu")
     elif room.ram is not None and allowed > CLEARLY * room.ram:

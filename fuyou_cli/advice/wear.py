@@ -1,4 +1,4 @@
-"""Count what a run writes to its drives, as a share of the writes they are rated for, beside what they have written already."""
+"""Counts what a run writes to its drives, as a share of their rated writes, beside what they have written already."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fuyou_cli.spec.plan import Plan
 
 from .room import Room
 
-WORN = 0.3  # of what drives are rated for: a run that writes more is warned about
+WORN = 0.3  # share of a drive's rated writes; fuyou warns about a run that writes more
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,8 +21,8 @@ class Writes:
 
     loading: int
     steps: int
-    saving: int  # where it ends, beside the updates
-    export: int  # 0 where the model goes to other drives
+    saving: int  # saving at the end, beside the updates
+    export: int  # 0 if the model goes to other drives
 
     @property
     def total(self) -> int:
@@ -30,7 +30,7 @@ class Writes:
 
 
 def writes_of(plan: Plan, room: Room, *, steps: float, resumed: bool = False) -> Writes:
-    """Counts the writes of this many steps to the run's end: of a whole run, or of a `resumed` one, which loads nothing."""
+    """Returns the writes of this many steps to the run's end. A `resumed` run loads nothing."""
     from fuyou_cli.training.run_limits import loaded, saved_where_it_stops
 
     beside = any({"the store", "the exported model"} <= set(disk.what) for disk in room.disks)
@@ -44,22 +44,21 @@ def writes_of(plan: Plan, room: Room, *, steps: float, resumed: bool = False) ->
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wear:
-    """Holds shares of rated writes."""
+    """Holds shares of the drives' rated writes."""
 
-    run: float  # that the run takes, of the drive that is rated for least
+    run: float  # what the run uses of the drive with the lowest rating
     rated: int  # bytes of that drive
-    before: float  # that the most worn drive has written, and will have after the run
+    before: float  # what the most worn drive has written, before the run and after it
     after: float
 
     @property
     def accepted(self) -> bool:
-        """Tells whether the run takes little enough and brings no drive to its end. A drive past its end is nothing new."""
+        """Tells whether the run uses little enough and wears out no drive. A drive worn out before does not count."""
         return self.run <= WORN and not self.before < 1 < self.after
 
 
 def wear_of(hardware: HardwareProfile, writes: Writes | None) -> Wear | None:
-    """Returns the wear of writes that are spread evenly over the drives, each of which wears by itself; None where what is
-    written or what any drive is rated for is not known."""
+    """Returns the wear of writes spread evenly over the drives. Returns None if the writes or all ratings are unknown."""
     rated = [drive for drive in hardware.drives if drive.rated_bytes]
     if writes is None or not rated:
         return None
@@ -76,15 +75,16 @@ def wear_of(hardware: HardwareProfile, writes: Writes | None) -> Wear | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spared:
-    """Holds what `offload.wear` kept from being written, and what that would have brought."""
+    """Holds what `offload.wear` avoids writing, and what that writing would have gained."""
 
-    instead: str  # of what it would have been, in words
+    instead: str  # what happens instead, in words
     per_step: int  # bytes
-    faster: float  # a step of the fastest plan, as a share of its seconds
+    faster: float  # extra time of this plan, as a share of the fastest plan's step
 
 
 def spared_of(found: Found, plan: Plan, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Spared | None:
-    """Compares `plan`, which was made of what a search found, with the fastest; None where that is the same or no faster."""
+    """Compares `plan`, made from a search's result, with the fastest plan. Returns None if they are the same or it is no
+    faster."""
     if found.fastest is found.best:
         return None
     fastest, chosen = timed(found.fastest, model, hardware, request).predicted, plan.predicted
@@ -98,5 +98,5 @@ def spared_of(found: Found, plan: Plan, model: ModelSpec, hardware: HardwareProf
 
 
 def _swapped(plan: Plan) -> int:
-    """Counts the operators whose outputs go to the ssd, of all stages."""
+    """Counts the operators, over all stages, whose outputs go to the ssd."""
     return sum(len(stage.kept) for stage in plan.stages if stage.boundary == "ssd")

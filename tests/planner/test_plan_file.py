@@ -134,7 +134,7 @@ def test_what_is_wrong_is_named(path: tuple[str | int, ...], value: Any, words: 
     ("text", "words"),
     [
         ("", "not valid JSON"),
-        ("[]", "this is no plan file"),
+        ("[]", "this is not a plan file"),
         ('{"fuyou_plan": 6}', "model: missing"),
         ("[" * 100_000, "nested too deeply"),
         (TEXT.replace('"memory": ', '"memory": NaN, "x": '), "NaN is not a number"),
