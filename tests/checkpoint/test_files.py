@@ -144,7 +144,7 @@ def test_names_the_truncated_shard(tmp_path: Path) -> None:
         ('{"weight_map": {"a": "\xff"}}', "not valid JSON"),
         ('{"weight_map": {"a": "\\ud800"}}', "lone surrogate"),
         ('{"weight_map": ' + "[" * 65 + "]" * 65 + "}", "nested too deeply"),
-        ('{"weight_map": ' + "7" * 301 + "}", "a number of 301 digits"),
+        ('{"weight_map": ' + "7" * 301 + "}", "a number has 301 digits"),
     ],
 )
 def test_refuses_broken_indexes(tmp_path: Path, text: str, says: str) -> None:

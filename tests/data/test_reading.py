@@ -159,7 +159,7 @@ GOOD = '{"prompt": "a", "completion": "b"}\n'
         ("", "the file is empty"),
         (GOOD + '{"prompt": "hello \\ud83d half", "completion": "b"}\n', r":2: not valid JSON: \\ud83d is half of a character"),
         (GOOD + '{"prompt": "a", "completion": ' + "[" * 99999 + "]" * 99999 + "}\n", ":2: .* nested too deeply"),
-        (GOOD + '{"prompt": "a", "completion": ' + "1" * 5000 + "}\n", ":2: not valid JSON: a number of 5,000 digits"),
+        (GOOD + '{"prompt": "a", "completion": ' + "1" * 5000 + "}\n", ":2: not valid JSON: a number has 5,000 digits"),
         (GOOD + '{"prompt": "a", "completion": ' + "[" * 70 + "]" * 70 + "}\n", ":2: not valid JSON: nested too deeply"),
         (GOOD + '{"prompt": "a", "completion": "b", "prompt": "c"}\n', ":2: not valid JSON: the key 'prompt' occurs twice"),
     ],
@@ -177,7 +177,7 @@ def test_a_broken_row_is_one_error_with_its_place(tmp_path: Path, tokenise: Toke
     [
         ('[{"text": "a"}, \n{"text": "\\uDE42"}]', ":2: .*half of a character"),
         ('[{"text": "a"},\n\n{"text": ' + "[" * 99999, ":3: .* nested too deeply"),
-        ('[{"text": ' + "1" * 5000 + "}]", ":1: .*a number of 5,000 digits"),
+        ('[{"text": ' + "1" * 5000 + "}]", ":1: .*a number has 5,000 digits"),
         ('[{"text": "a"}\n {"text": "b"}]', r":2: not valid JSON: Expecting .* \(column 2\)"),
         ('[{"text": "a"}, 7]', ":1: not a JSON object but int"),
         ('[{"text": "a"}]\n{"text": "b"}', ":2: not valid JSON: Extra data"),

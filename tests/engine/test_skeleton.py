@@ -65,7 +65,7 @@ def test_an_attention_whose_package_is_absent() -> None:
         ('{"model_type": "llama", "model_type": "opt"}', "the key 'model_type' occurs twice"),
         ('{"model_type": ' + "[" * 100_000, "nested too deeply"),
         ('{"model_type": "\\ud800"}', "half of a character"),
-        ('{"hidden_size": ' + "3" * 5000 + "}", "a number of 5,000 digits"),
+        ('{"hidden_size": ' + "3" * 5000 + "}", "a number has 5,000 digits"),
     ],
 )
 def test_a_configuration_that_is_none(tmp_path: Path, text: str, message: str) -> None:
