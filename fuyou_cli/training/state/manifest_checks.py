@@ -89,23 +89,23 @@ def _of_stage(stage: StoredStage, manifest: Manifest) -> Iterator[str]:
             yield "has tensors but no parameters"
         return
     if stage.trained > stage.params:
-        yield f"{stage.trained} trained parameters of {stage.params}"
+        yield f"has {stage.trained} trained parameters of {stage.params}"
         return
     if stage.trained and stage.generation + ("gradients" in named) != manifest.step:
         yield f"generation {stage.generation} after step {manifest.step}"
     if "gradients" in named and manifest.mode != "redo":
-        yield f"gradients of a step to be done in a store of mode {manifest.mode}"
+        yield f"has gradients of a due step, which mode {manifest.mode} never has"
     if ("weights" in named, "frozen" in named) != (stage.trained > 0, stage.trained < stage.params):
-        yield "no weights"
+        yield "its extents of weights must match its trained and frozen parameters"
     if not stage.trained:
         if set(named) - {"frozen"}:
-            yield "states of frozen parameters"
+            yield "has states of frozen parameters"
     elif {name for name in named if name in ("momentum", "variance")} != (
         set() if stage.zero_moments else {"momentum", "variance"}
     ):
-        yield "moments that are zero take no extent, all others do"
+        yield "its moments must have extents unless they are zero, and only then"
     if stage.trained and ("remainder" in named) != (manifest.compute_dtype == "bfloat16" and not stage.zero_remainder):
-        yield "a remainder that is zero takes no extent, nor do weights without one"
+        yield "its remainder must have an extent if the weights are bfloat16 and it is not zero, and only then"
     for name, extent in named.items():
         item = _ITEMS.get(name, ITEM_SIZE[manifest.compute_dtype])
         item = ITEM_SIZE[manifest.numerics.accumulate_dtype] if name == "gradients" else item
@@ -129,7 +129,7 @@ def _of_tensor(tensor: StoredTensor, stage: StoredStage) -> Iterator[str]:
     if whole > LARGEST:
         yield f"its {len(tensor.shape)} dimensions have more elements than any tensor"
     elif tensor.first + tensor.count > whole:
-        yield f"elements {tensor.first} to {tensor.first + tensor.count} of {whole}"
+        yield f"holds elements {tensor.first} to {tensor.first + tensor.count} of a tensor of {whole}"
     end = tensor.offset + tensor.count
     if end > stage.params or tensor.offset < stage.trained < end:
-        yield f"elements {tensor.offset} to {end} of a stage of {stage.params}, {stage.trained} of them trained"
+        yield f"takes elements {tensor.offset} to {end} of a stage of {stage.params}, {stage.trained} of them trained"
