@@ -99,7 +99,7 @@ def test_without_a_recipe_the_shipped_ones_are_listed(fuyou):
     for arguments in (["plan"], ["validate"], ["plan", "seed=3"]):
         done = fuyou(*arguments)
         assert done.returncode == 2
-        assert "no ./recipe.yaml here" in done.stderr
+        assert "./recipe.yaml does not exist" in done.stderr
         assert "llama31-8b-full-24gb" in done.stderr
 
 

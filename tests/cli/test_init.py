@@ -20,7 +20,7 @@ from .conftest import environment
 def test_options_ask_nothing(fuyou, tmp_path):
     done = fuyou("init", "--model", "Qwen/Qwen3-0.6B", "--data", "rows.jsonl", "--memory", "16GiB", "--dir", "/mnt/a b")
     assert (done.returncode, done.stdout) == (0, "") and "Next: fuyou plan recipe.yaml" in done.stderr
-    assert "there is no rows.jsonl here yet" in done.stderr
+    assert "rows.jsonl does not exist yet" in done.stderr
     recipe = load_recipe(tmp_path / "recipe.yaml").recipe
     assert (recipe.model.name_or_path, recipe.dataset.train[0].path) == ("Qwen/Qwen3-0.6B", "rows.jsonl")
     assert (recipe.offload.max_memory.cpu.text, recipe.offload.dir) == ("16GiB", ("/mnt/a b",))
