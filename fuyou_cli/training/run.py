@@ -177,9 +177,7 @@ class Run:
         for directory, path in zip(planned.directories, self.paths, strict=True):
             own_folder(directory)
             if path.is_file() and path.stat().st_nlink > 1:
-                raise UsageError(
-                    f"{path} has a second name (hard link), and the run would overwrite its data", hint="move it away"
-                )
+                raise UsageError(f"{path} has a second name (hard link), which would be overwritten", hint="move it away")
         check_space(self.paths, plan.store_size, free_space)
 
     def _open_store(self) -> None:
