@@ -59,7 +59,8 @@ def _warm_up() -> None:
     is out of the collector's sight, or every child would copy it. No thread may be left behind: none would be in a child. With
     one thread and no device, torch starts none."""
     for module in pkgutil.walk_packages(fuyou_cli.__path__, "fuyou_cli."):
-        if not module.name.endswith("__main__"):
+        # No command needs adapters yet; they would import peft, which takes seconds and may not be installed.
+        if not module.name.endswith("__main__") and ".adapters" not in module.name:
             importlib.import_module(module.name)
     shape = SHAPES["1m"]
     small = transformers.LlamaConfig(

@@ -37,6 +37,26 @@ from fuyou_cli.cli.app import main
 main(["bench", "--dir", sys.argv[1]])
 """
 
+# A bench that is ended in the moment in which its daemon is there and nobody holds it yet.
+OPENING = """
+import os, signal, sys
+from fuyou_cli.cli import bench
+from fuyou_cli.machine.measure import store_rates
+
+class Daemon(store_rates.SwapDaemon):
+    def __init__(self, *given):
+        super().__init__(*given)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+def measure(*places, **options):
+    with store_rates.new_store(places, 64 << 20):
+        raise AssertionError("it goes on")
+
+store_rates.SwapDaemon, bench.measure = Daemon, measure
+from fuyou_cli.cli.app import main
+main(["bench", "--dir", sys.argv[1]])
+"""
+
 # One that has made its file, and is deaf to what it is asked.
 DEAF = """
 import os, pathlib, signal, sys, time
@@ -64,6 +84,13 @@ def test_a_bench_that_is_ended_removes_its_files(tmp_path: Path) -> None:
     _, err = child.communicate()
     assert child.returncode == 130 and "interrupted" in err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_bench_that_is_ended_while_it_opens_its_store(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", OPENING, str(tmp_path)], env=environment(), capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, list(tmp_path.iterdir())) == (130, []), ended.stderr
 
 
 def test_a_bench_that_takes_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from fuyou_cli.core.errors import OutOfSpaceError
+from fuyou_cli.core.interrupts import uninterrupted
 from fuyou_cli.core.units import GiB, MiB, align_up, gb, gib
 from fuyou_cli.swap.arena import Arena
 from fuyou_cli.swap.daemon import DaemonOptions, SwapDaemon
@@ -125,11 +126,12 @@ def new_store(directories: Sequence[Path], size: int) -> Iterator[tuple[SwapDaem
     """Opens a store of `size` bytes striped over new folders, and its daemon, and removes them at the end. Raises
     UsageError."""
     with ExitStack() as stack:
-        folders = [stack.enter_context(scratch_folder(directory)) for directory in directories]
-        arena = stack.enter_context(Arena(2 * IN_FLIGHT * REQUEST))
-        paths = [folder / "store.bin" for folder in folders]
-        store = stack.enter_context(Store.open(paths, stripe=MiB, size=size, create=True))
-        daemon = stack.enter_context(SwapDaemon(arena, store, DaemonOptions(block_size=MiB, update_threads=0)))
+        with uninterrupted():
+            folders = [stack.enter_context(scratch_folder(directory)) for directory in directories]
+            arena = stack.enter_context(Arena(2 * IN_FLIGHT * REQUEST))
+            paths = [folder / "store.bin" for folder in folders]
+            store = stack.enter_context(Store.open(paths, stripe=MiB, size=size, create=True))
+            daemon = stack.enter_context(SwapDaemon(arena, store, DaemonOptions(block_size=MiB, update_threads=0)))
         _fill(arena)
         yield daemon, store
 

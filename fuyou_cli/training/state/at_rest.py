@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...core.errors import UsageError
+from ...core.interrupts import uninterrupted
 from ...core.patience import SILENT, Patience
 from ...core.units import MiB
 from ...spec.plan import Span
@@ -79,11 +80,12 @@ def at_rest(source: Path, *, arena_size: int, say: Callable[[str], None] | None 
         raise UsageError(f"the store in {source} is incomplete: {missing}", hint="mount its drive, or put the file back")
     paths = [Path(name) for name in manifest.files]
     patience = SILENT if say is None else Patience(say, where=lambda: str(source))
-    with (
-        Arena(arena_size) as arena,
-        Store.open(paths, stripe=manifest.stripe, size=manifest.store_size, read_only=True) as store,
-        SwapDaemon(arena, store, DaemonOptions(update_threads=0), patience=patience) as daemon,
-    ):
+    with ExitStack() as stack:
+        with uninterrupted():
+            arena = stack.enter_context(Arena(arena_size))
+            opened = Store.open(paths, stripe=manifest.stripe, size=manifest.store_size, read_only=True)
+            store = stack.enter_context(opened)
+            daemon = stack.enter_context(SwapDaemon(arena, store, DaemonOptions(update_threads=0), patience=patience))
         if manifests.newest(source)[0] != manifest:  # the manifest was read before the store was locked
             raise UsageError(f"another process has used the store in {source} since", hint="run the same command again")
         yield AtRest(manifest=manifest, problem=problem, arena=arena, daemon=daemon)
