@@ -172,7 +172,7 @@ def test_a_run_that_wears_a_drive_out_is_told_a_larger_batch(
     code, out, _ = fuyou("plan", "recipe.yaml", "--hardware", "machine.yaml")
     said = " ".join(out.split())
     assert code == 0 and "warning: the run writes" in said and "of a drive's rated writes" in said
-    assert "10% written before" in said
+    assert "10% used before" in said
     shown = fuyou.json("--hardware", "machine.yaml")
     assert shown["wear"] > 0.3
     changes = {tuple(change["overrides"]): change["figures"] for change in shown["changes"]}
