@@ -56,7 +56,7 @@ def test_verify_tells_of_a_damaged_manifest_and_the_run_goes_on(
     assert done.returncode == 1
     assert f"{store / manifests.NAME} is damaged" in done.stdout
     older = manifests.read(store, manifests.BEFORE)
-    assert older is not None and f"goes back to the state after step {older.step}, which is intact" in done.stdout
+    assert older is not None and f"continues from the state after step {older.step}, which is intact" in done.stdout
     told = json.loads(project.fuyou("verify", store, "--json").stdout)
     assert str(store / manifests.NAME) in told["states"][0]["problem"] and not told["states"][0]["older"]
     assert train(project)[0] == expected
