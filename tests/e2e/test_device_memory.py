@@ -40,7 +40,7 @@ def test_a_step_that_runs_out_names_the_key_and_is_gone_on_from(
     with pytest.raises(DeviceMemoryError, match=r"^step 4, forward of .*: out of device memory: ") as ended:
         train(project, take_all)
     assert f"; {planned} are planned, " in ended.value.message
-    assert ended.value.message.endswith(" in use, 64 MiB may be (offload.max_memory.gpu)")
+    assert ended.value.message.endswith(" in use, 64 MiB are allowed (offload.max_memory.gpu)")
     assert "the state after step 3 is saved" in str(ended.value.hint)
     assert "micro_batch_size" not in str(ended.value.hint)  # a saved run has its size
     assert error_screen.report(ended.value) == 4 and "offload.max_memory.gpu" in capsys.readouterr().err
@@ -101,7 +101,7 @@ def test_what_to_do_depends_on_what_is_there(
     with pytest.raises(DeviceMemoryError) as ended, named(device, plan, limit, lambda: "here"):
         raise RuntimeError(words) if words else torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has")
     assert str(ended.value.hint).startswith(advice) and held.numel()
-    assert "4 MiB in use, 10 MiB may be (offload.max_memory.gpu)" in ended.value.message
+    assert "4 MiB in use, 10 MiB are allowed (offload.max_memory.gpu)" in ended.value.message
     with pytest.raises(RuntimeError, match=r"^another$"), named(device, plan, limit, lambda: "here"):
         raise RuntimeError("another")
     device.close()
@@ -119,6 +119,6 @@ def test_what_cannot_be_pinned_is_said_once_and_changes_nothing(
         run.train(lambda report: None)
         assert run.losses == expected
     size = gib(prepared.planned.plan.arena_size)
-    assert [text.partition(":")[2].partition(":")[0].strip() for text in said if "pinned" in text] == [
+    assert [text.partition(": ")[2].partition(". ")[0] for text in said if "pinned" in text] == [
         f"{size} of {size} of host memory could not be pinned"
     ]

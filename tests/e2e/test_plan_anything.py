@@ -37,7 +37,7 @@ def test_a_dense_model(new_project: NewProject, tmp_path: Path) -> None:
     plan = json.loads(shown.stdout)
     assert (plan["fits"], plan["trainable"], plan["refusal"]) == (True, True, None)
     assert plan["model"]["parameters"] == plan["model"]["active_parameters"] == 1_235_814_400
-    assert "a run would be refused" in shown.stderr  # of the data
+    assert "A run would be refused" in shown.stderr  # of the data
     assert not project.out.exists()
 
 

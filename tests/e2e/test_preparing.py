@@ -86,7 +86,7 @@ def test_a_plan_needs_neither_weights_nor_data(new_project: Callable[..., Projec
     said: list[str] = []
     assert _planned(new_project(changes=changes), said).plan.predicted.cpu_peak > 0
     assert WEIGHTS not in server.sent
-    assert said[-1].startswith("note: dataset.train: no data files at no/such/data.jsonl: a run would be refused")
+    assert said[-1].startswith("note: dataset.train: no data files at no/such/data.jsonl. A run would be refused")
 
 
 def test_notes_on_the_data_are_said(new_project: Callable[..., Project], tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_a_tokenizer_of_another_model_is_refused(new_project: Callable[..., Proj
     for name, what, number in (("padded", "padding", size), ("larger", "token", size + 1)):
         folder = tmp_path / "tokenizers" / name
         project = new_project(name, {"tokenizer.name_or_path": str(folder)})
-        words = f"tokenizer of {folder} gives the {what} id {number}, but {materials / 'model'} has .* below {size} only"
+        words = f"tokenizer of {folder} gives the {what} id {number}, but {materials / 'model'} has only .* below {size}"
         with pytest.raises(UsageError, match=words):
             prepared_run(project)
         assert not project.out.joinpath("store").exists()

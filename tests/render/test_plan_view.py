@@ -150,7 +150,7 @@ def test_what_does_not_fit_is_said_in_words(screen: Screen, facts: RunFacts) -> 
     assert small.problems == [
         "train needs 1.84 GiB of RAM, 860 MiB more than its budget (also over it: save)",
         "the store needs 30 GB, offload.max_memory.ssd allows 20 GB",
-        "the store and the exported model need 32.2 GB of disk in /nvme; 10 GB are free",
+        "the store and the exported model need 32.2 GB of disk in /nvme, but 10 GB are free",
     ]
     text = screen(small, 80)
     assert "does not fit" in text and "over budget" in text and "fuyou finetune" not in text

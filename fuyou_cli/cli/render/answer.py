@@ -87,7 +87,7 @@ def _next(facts: RunFacts, *, fits: bool) -> str:
         return f"choose another model; this one cannot be trained yet: {facts.refusal}"
     if facts.left == 0:
         return "nothing: all steps are done"
-    if any("a run would be refused" in note for note in facts.notes):
+    if any("A run would be refused" in note for note in facts.notes):
         return f"{_faster(facts)}; a run would still be refused, see the notes below"
     return _faster(facts) + (f". Run: {facts.command}" if facts.command else "")
 
