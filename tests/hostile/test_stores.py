@@ -87,6 +87,18 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert manifest().stages[0].momentum is not None and manifest().stages[0].momentum.sum > 1 << 63
 
 
+def test_the_version_before_banks_is_read(tmp_path: Path) -> None:
+    """There every parameter was trained, and no stage said so."""
+
+    def before_banks(content: dict[str, Any]) -> None:
+        content["fuyou_store"] = manifests.VERSION - 1
+        for stage in content["stages"]:
+            assert stage.pop("trained") == stage["params"] and stage.pop("frozen") is None
+
+    _written(tmp_path, before_banks)
+    assert manifests.read(tmp_path) == manifest()
+
+
 def test_a_step_that_is_durable_by_its_gradients_is_read(tmp_path: Path) -> None:
     _written(tmp_path, _due(gradients=GRADIENTS))
     found = manifests.read(tmp_path)
