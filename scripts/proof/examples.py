@@ -31,5 +31,5 @@ def _of(hint: Any) -> Any:
         return {"x": _of(inner[1])}
     if is_dataclass(hint):
         hints = get_type_hints(hint, include_extras=True)
-        return hint(**{field.name: _of(hints[field.name]) for field in fields(hint)})  # type: ignore[operator]
+        return hint(**{field.name: _of(hints[field.name]) for field in fields(hint) if field.init})  # type: ignore[operator]
     return _of(next(one for one in inner if one is not NoneType))  # `int | None`

@@ -56,7 +56,7 @@ def test_a_busy_machine_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     report = BenchReport(profile=profile, rates=(), notes=("one",), quick=True, seconds=1.0, written_bytes=0)
     quiet, busy = _beside_others(report, 0.3), _beside_others(report, 1.2)
     assert quiet.notes == ("one",) and quiet.profile == replace(profile, others_cores=0.3)
-    assert busy.notes[1].startswith("others used 1.2 cores meanwhile")
+    assert busy.notes[1].startswith("other programs used 1.2 cores meanwhile")
     assert busy.profile.digest() == profile.digest()  # no rate
     monkeypatch.setattr(others.os, "cpu_count", lambda: 64)
     assert not others.are_busy(5.0) and others.are_busy(7.0)

@@ -72,7 +72,7 @@ def test_a_profile_survives_the_disk(tmp_path: Path) -> None:
     path.write_text(json.dumps({**data, "store_read_mixed": 0, "stage_rates": [{**data["stage_rates"][0], "backward": 0}]}))
     with pytest.raises(UsageError) as error:  # no machine is that slow: such a profile would have planned nothing
         store.read_profile(path)
-    for key in ("store_read_mixed: more than 0", "stage_rates[0].backward: more than 0"):
+    for key in ("store_read_mixed: must be more than 0", "stage_rates[0].backward: must be more than 0"):
         assert key in error.value.message, key
     path.write_text(json.dumps({**data, "disk_free": 0, "ram_total": 0}))  # how much there was then, on a full disk say
     assert store.read_profile(path).disk_free == 0

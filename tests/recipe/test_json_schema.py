@@ -98,8 +98,8 @@ def _keys(schema: dict[str, Any], prefix: str = "") -> list[str]:
     found = []
     for key, field in schema["properties"].items():
         found.append(prefix + key)
-        reference = field.get("$ref") or field.get("items", {}).get("$ref")
-        if reference is not None:
+        parts = [field, field.get("items", {}), *field.get("anyOf", [])]
+        for reference in filter(None, (part.get("$ref") for part in parts)):
             found += _keys(SCHEMA["$defs"][reference.rpartition("/")[2]], f"{prefix}{key}.")
     return found
 
