@@ -28,7 +28,7 @@ def uninterrupted() -> Iterator[None]:
             signal.signal(number, lambda number, frame: arrived.append(number))
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        for number in arrived:
-            signal.raise_signal(number)
+        for changed, handler in before.items():
+            signal.signal(changed, handler)
+        for late in arrived:
+            signal.raise_signal(late)
