@@ -69,7 +69,7 @@ PARTS = ("ratios", "placements", "delays")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
-    """A model whose blocks the tiny ones stand for."""
+    """Describes a model whose blocks the tiny ones stand for."""
 
     name: str
     parameters: int  # of a block
@@ -100,8 +100,8 @@ def arguments() -> argparse.Namespace:
 
 
 def scaled(size: Size, subject: Subject, slower: float) -> HardwareProfile:
-    """The machine with rates for the tiny model's bytes and FLOPs. `slower`: of the smallest model; larger blocks take longer
-    as they are."""
+    """Returns the machine with rates for the tiny model's bytes and FLOPs. `slower` is for the smallest model; larger blocks
+    take longer by themselves."""
     machine = described(MACHINE).lasting()
     slower *= SIZES[0].parameters / size.parameters
     block = next(stage for stage in subject.spec.stages if stage.kind == "block")
@@ -123,7 +123,7 @@ def subject_of(size: Size, options: argparse.Namespace, micro_batches: int) -> S
 
 
 class Paced:
-    """One paced run. The plan is made with the scaled machine's rates, for a GPU of its kind."""
+    """Runs a model on the paced machine. The plan is made with the scaled machine's rates, for a GPU of its kind."""
 
     def __init__(
         self, subject: Subject, hardware: HardwareProfile, *, folder: Path, delays: RandomDelays | None = None
@@ -151,7 +151,7 @@ class Paced:
         return PacedDaemon(daemon, self.clock, self.model, self.plan, self.costs)
 
     def _takes_its_time(self, rig: Rig) -> None:
-        """Every micro-batch takes what its visit is planned to take, its share of it."""
+        """Makes each micro-batch take its share of the planned time of its visit."""
         executor, visits = rig.executor, rig.executor.visits
         differentiate, update = visits.differentiate, visits.states.update
 
@@ -182,7 +182,7 @@ class Paced:
         visits.differentiate, visits.states.update = backward, updated  # type: ignore[method-assign, assignment]
 
     def measure(self, steps: int, **options: Any) -> list[float]:
-        """Seconds of each of `steps` steps after two, each from the end of the one before to its own."""
+        """Returns the seconds of `steps` steps after two uncounted ones, each from the end of the step before to its own."""
         with self.rig(**options) as rig:
             ends = list[float]()
             for number, batch in enumerate(self.subject.batches(steps + 3), start=1):
@@ -249,7 +249,7 @@ def found(run: Paced, steps: list[float]) -> dict[str, Any]:
 
 
 def homes(plan: Plan) -> dict[str, int]:
-    """How many stages rest where."""
+    """Counts the stages at each place."""
     every = Counter(f"{what} {getattr(stage, what)}" for stage in plan.stages for what in ("weights", "states", "boundary"))
     return dict(every)
 
@@ -263,7 +263,7 @@ def memory_row(key: str, value: dict[str, Any]) -> Row:
 
 
 def drawn(number: int, seed: int) -> tuple[Size, int, dict[str, Any]]:
-    """A size, micro-batches, and a placement."""
+    """Draws a size, a number of micro-batches, and a placement."""
     draws = random.Random(f"{seed} {number}")
     sweeps, clip = draws.choice([1, 1, 2]), draws.choice([None, 1.0])
     outputs = draws.choice([{}, {"kept": "all"}, {"kept_there": "room"}]) if sweeps == 1 else {}
@@ -304,7 +304,7 @@ def placed(size: Size, micro_batches: int, placement: dict[str, Any], options: a
 
 
 def delay_rows(options: argparse.Namespace, progress: Progress) -> list[Row]:
-    """Each run has a placement of its own; the reference is the run of the same numerics on device cpu."""
+    """Compares each run, which has its own placement, with the run of the same numerics on device cpu."""
     value = progress.measure(f"delays {options.delays} {options.seed}", lambda: delayed(options))
     what = "runs with random delays: losses and weights bitwise as without a device"
     return [holds(what, f"{options.delays}", f"{value['equal']}", value["equal"] == options.delays, values=value)]

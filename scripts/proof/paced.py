@@ -1,8 +1,8 @@
-"""A machine in front of the real one that takes its time: the daemon's transfers and updates and a device's copies are made at
-once, and count as over when a virtual machine on the wall's clock says so.
+"""Makes a run take the time of another machine. The daemon's transfers and updates and a device's copies run at once, and end
+when a simulated machine on the wall's clock says so.
 
-Every resource that the planner knows is shared as the planner thinks that it is: drives that read and write at once, copies
-both ways, update threads. A run meets those rates and no others, with all the threads, waits and lateness of a real one.
+The simulated machine shares every resource as the planner does: drives that read and write at once, copies both ways, update
+threads. Threads, waits and lateness are those of the real run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fuyou_cli.swap.requests import Update
 
 
 class Clockwork(Protocol):
-    """Says when what was begun is over."""
+    """Says when a job that was begun ends."""
 
     def begin(self, parts: Parts, *, stage: int, priority: int) -> int: ...
 
@@ -33,7 +33,7 @@ class Clockwork(Protocol):
 
 
 class _OnTheWall(VirtualMachine):
-    """A virtual machine that also stops between completions."""
+    """Simulates a machine that also stops between completions."""
 
     def until(self, moment: float) -> None:
         while self.now < moment:
@@ -46,7 +46,7 @@ class _OnTheWall(VirtualMachine):
             self.now = moment
 
     def ahead(self) -> float:
-        """Seconds to the next completion."""
+        """Returns the seconds to the next completion."""
         if self._stale:
             self._allot()
         return min((job.left / job.speed for job in self._jobs if job.speed > 0), default=math.inf)
@@ -84,7 +84,7 @@ class RealTime:
 
 
 class RandomDelays:
-    """Lets everything be late, by times drawn by a seed: most of them short, some long."""
+    """Makes everything late by times drawn from a seed: most are short, some are long."""
 
     def __init__(self, seed: int, mean: float) -> None:
         self._draws, self._mean, self._lock = random.Random(seed), mean, threading.Lock()
@@ -103,7 +103,7 @@ class RandomDelays:
 
 
 class PacedCopies:
-    """The pace of a device's copies."""
+    """Gives a device's copies the pace of a clockwork."""
 
     def __init__(self, clock: Callable[[], Clockwork]) -> None:
         self._clock = clock
@@ -114,7 +114,7 @@ class PacedCopies:
 
 
 class PacedDaemon:
-    """Makes a daemon's results count as there when the clockwork says so. What it does not know it leaves to the daemon."""
+    """Holds a daemon's results back until the clockwork says so. Passes on every other call."""
 
     def __init__(self, daemon: SwapDaemon, clock: Clockwork, model: ModelSpec, plan: Plan, costs: Costs) -> None:
         self._daemon, self._clock, self._model, self._plan, self._costs = daemon, clock, model, plan, costs
