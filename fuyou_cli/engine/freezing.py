@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from ..core.errors import UsageError
@@ -28,22 +28,19 @@ def frozen(anatomy: Anatomy, patterns: Sequence[str]) -> Anatomy:
             unmatched.pop(pattern, None)
         return replace(slotted, spec=replace(slotted.spec, frozen=bool(matching)))
 
-    stages = tuple(
-        Stage.packed(stage.name, stage.kind, stage.module, list(map(of, stage.parameters)), stage.vocabulary)
-        for stage in anatomy.stages
-    )
+    packed = _with_parameters(anatomy, of)
     if unmatched:
         some = ", ".join(dict.fromkeys(stage.name for stage in anatomy.stages if stage.parameters))
         wrong = ", ".join(f"`{pattern}`" for pattern in unmatched)
         raise UsageError(
             f"freeze: no parameter of {type(anatomy.model).__name__} matches {wrong}", hint=f"it has {_short(some)}"
         )
-    if not any(stage.trained for stage in stages):
+    if not any(stage.trained for stage in packed.stages):
         raise UsageError(
             f"freeze: every parameter of {type(anatomy.model).__name__} matches, so nothing is left to train",
             hint="leave out the pattern of what is to be trained",
         )
-    return replace(anatomy, stages=stages)
+    return packed
 
 
 def as_marked(anatomy: Anatomy) -> Anatomy:
@@ -55,6 +52,11 @@ def as_marked(anatomy: Anatomy) -> Anatomy:
         assert parameter is not None
         return replace(slotted, spec=replace(slotted.spec, frozen=not parameter.requires_grad))
 
+    return _with_parameters(anatomy, of)
+
+
+def _with_parameters(anatomy: Anatomy, of: Callable[[Slotted], Slotted]) -> Anatomy:
+    """Returns the anatomy with changed parameters, its stages packed anew: trained ones come first."""
     stages = tuple(
         Stage.packed(stage.name, stage.kind, stage.module, list(map(of, stage.parameters)), stage.vocabulary)
         for stage in anatomy.stages

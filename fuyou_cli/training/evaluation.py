@@ -14,6 +14,8 @@ from .state.saver import Standing
 from .state.stored import Evaluated
 from .steps import Ready
 
+_LARGEST = 700.0  # of losses whose exponential still is a double
+
 
 class Evaluations:
     """Evaluates the sets of one run. It takes no memory beside a step's: as many rows as a step's, forward alone."""
@@ -93,6 +95,3 @@ def after(before: Evaluated | None, step: int, loss: float, least: float) -> Eva
     if before is None:
         return Evaluated(step=step, best=None, best_step=step, worse=1)
     return replace(before, step=step, worse=before.worse + 1)
-
-
-_LARGEST = 700.0  # whose exponential still is a double
