@@ -24,7 +24,7 @@ from .limits import check_positions, check_tokens
 from .plan_request_of import StoreDisks
 from .rates import learning_rate
 from .state import fingerprints
-from .state.resume import check_unchanged_run, saved_state, steps_left
+from .state.resume import REFUSED, check_unchanged_run, saved_state, steps_left
 from .state.stored import Manifest
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ def _look_at_data(recipe: Recipe, say: Say, *, needed: bool) -> None:
     except MissingDataError as error:
         if needed:
             raise
-        say(f"note: {error.message}. A run would be refused")
+        say(f"note: {error.message}. {REFUSED}")
         return
     for source in sources:
         if source.choice is not None:

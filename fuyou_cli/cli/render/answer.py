@@ -10,6 +10,7 @@ from fuyou_cli.core.printable import one_line
 from fuyou_cli.core.units import brief, gib
 from fuyou_cli.machine.background_load import are_busy
 from fuyou_cli.spec.plan import Plan
+from fuyou_cli.training.state.resume import REFUSED
 
 from .theme import Symbols, pairs, percent, say, some, speed
 from .traffic import wear_in_brief
@@ -87,7 +88,7 @@ def _next(facts: RunFacts, *, fits: bool) -> str:
         return f"choose another model; this one cannot be trained yet: {facts.refusal}"
     if facts.left == 0:
         return "nothing: all steps are done"
-    if any("A run would be refused" in note for note in facts.notes):
+    if any(REFUSED in note for note in facts.notes):
         return f"{_faster(facts)}; a run would still be refused, see the notes below"
     return _faster(facts) + (f". Run: {facts.command}" if facts.command else "")
 

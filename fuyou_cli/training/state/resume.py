@@ -42,6 +42,7 @@ _CHANGED = {
     "data": "the tokens of the data (dataset, tokenizer)",
     "device": "the kind of device (offload.device; for auto: whether there is a GPU)",
 }
+REFUSED = "A run would be refused"  # in the notes of a plan; the screen looks for it to say so at the top
 _DYING = 1.0  # seconds that a killed process may need to end
 
 
@@ -67,7 +68,7 @@ def saved_state(
 def refused(error: FuyouError) -> str:
     """Returns a note that says why a run could not resume, for a plan that goes on without the saved run."""
     hint = f" ({error.hint})" if error.hint else ""
-    return f"note: {error.message}. A run would be refused{hint}; this plan is for a new run"
+    return f"note: {error.message}. {REFUSED}{hint}; this plan is for a new run"
 
 
 def steps_left(total: int, manifest: Manifest | None) -> int:
