@@ -34,6 +34,7 @@ _WINDOW = _PIECE + MiB  # one piece, and room for the store's alignment
 _UPDATED = 1 << 20  # elements updated at once
 _UPDATE_WINDOW = 4 * _UPDATED + MiB
 _TENSORS = 5  # of an update: weights, remainder, moments, gradients
+READ_ARENA = max(2 * _WINDOW, _TENSORS * _UPDATE_WINDOW)  # bytes of the arena that `StoreWeights` reads through
 
 
 @dataclass(slots=True)
@@ -163,8 +164,8 @@ class StoreWeights:
                 if total != extent.sum:
                     raise SwapError(
                         f"{name} of {stage.name}: {not_as_named(self.manifest, extent, total)}",
-                        hint="nothing was exported. `fuyou verify` reads the whole state again. If it is damaged, running the "
-                        "recipe again goes back to the state before",
+                        hint="`fuyou verify` reads the whole state again. If it is damaged, running the recipe again goes "
+                        "back to the state before",
                     )
 
 
@@ -193,7 +194,7 @@ def export_store(
     say: Callable[[str], None] | None = None,
 ) -> list[Path]:
     """Writes the committed weights of the store in `source` to `out`. Returns the paths of the shards."""
-    with at_rest(source, arena_size=max(2 * _WINDOW, _TENSORS * _UPDATE_WINDOW), say=say) as store:
+    with at_rest(source, arena_size=READ_ARENA, say=say) as store:
         manifest = store.manifest
         weights = StoreWeights(manifest, store.daemon, store.arena, dtype=dtype)
         return write_checkpoint(

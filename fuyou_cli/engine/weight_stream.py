@@ -1,0 +1,173 @@
+"""Passes the weights of a model larger than memory through it, stage by stage, to compute forward alone.
+
+Nothing trains, so there are no states, no generations and no plan: as many stages as the given memory has room for are read
+once and stay. The others take turns in two slots, and one thread reads the next while the last computes. Embeddings of tokens
+and positions are read by the rows that are looked up.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.errors import PlanError
+from ..core.units import gib
+from .anatomy import Anatomy
+from .lookup import holding, is_lookup, scales_rows
+
+# Fills a contiguous 1-D host tensor with elements of the named tensor of the model, from the given one on.
+ReadInto = Callable[[str, torch.Tensor, int], None]
+
+_SLOTS = 2
+_SPREAD = 0.6180339887498949  # multiples of it, modulo 1, are spread evenly, however many are taken
+
+
+class WeightStream:
+    """Owns the weights in memory and the thread that reads them. Close it to end the thread.
+
+    A pass visits the stages in running order, each once: `begin_pass`, then `installed` or `looked_up` for every stage.
+    """
+
+    def __init__(
+        self,
+        anatomy: Anatomy,
+        read: ReadInto,
+        *,
+        dtype: torch.dtype,
+        memory: int,
+        device: torch.device | None = None,
+    ) -> None:
+        """Chooses what stays. `memory`: bytes of host memory for weights. `device`: where stages compute.
+
+        Raises PlanError where two slots for the largest stage do not fit. Call it before any forward is replaced."""
+        self.anatomy, self.device, self._dtype = anatomy, device or torch.device("cpu"), dtype
+        self._read_into = read
+        modules = [stage.module if stage.kind == "embedding" else None for stage in anatomy.stages]
+        self.by_rows = frozenset(i for i, m in enumerate(modules) if is_lookup(m) and scales_rows(m))
+        self._order = [owner for i in range(len(anatomy.stages)) if (owner := self._owner(i)) is not None]
+        sizes = {owner: anatomy.stages[owner].params * dtype.itemsize for owner in self._order}
+        self.staying = _staying(sizes, {i for i in sizes if anatomy.stages[i].kind == "block"}, memory)
+        largest = max((size for i, size in sizes.items() if i not in self.staying), default=0)
+        self.memory = sum(sizes[i] for i in self.staying) + _SLOTS * largest
+        self.streamed_bytes = sum(sizes[i] for i in self._order if i not in self.staying)  # read in every pass
+        self._free = [torch.empty(largest // dtype.itemsize, dtype=dtype) for _ in range(_SLOTS if largest else 0)]
+        self._there: dict[int, torch.Tensor] = {}  # of stages that stay, once they are read
+        self._coming: deque[tuple[int, torch.Tensor, Future[None]]] = deque()
+        self._place = self._asked = self._end = 0  # in passes end to end: visits begun, reads asked for, reads to ask for
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
+
+    def __enter__(self) -> WeightStream:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _owner(self, stage: int) -> int | None:
+        """Returns the stage whose weights a visit of `stage` needs as a whole, or None."""
+        owner = self.anatomy.owner(stage)
+        index = next(i for i, other in enumerate(self.anatomy.stages) if other is owner)
+        return index if owner.params and stage not in self.by_rows else None
+
+    # ---- a pass ----------------------------------------------------------------------------------------------------
+
+    def begin_pass(self, *, last: bool) -> None:
+        """Begins a pass over all stages. `last`: none follows, so nothing is read for it."""
+        assert self._place % max(1, len(self._order)) == 0, "a pass visits every stage"
+        self._end = self._place + len(self._order) * (1 if last else 2)
+        self._ask()
+
+    @contextmanager
+    def installed(self, stage: int) -> Iterator[None]:
+        """Installs the weights of the next stage in the model, inside. May wait for their read. Raises what reading raised."""
+        owner = self._owner(stage)
+        if owner is None:
+            yield
+            return
+        assert owner == self._order[self._place % len(self._order)], (stage, self._place)
+        self._place += 1
+        flat = self._there.get(owner)
+        if flat is None:
+            coming, flat, read = self._coming.popleft()
+            assert coming == owner, (coming, owner)
+            read.result()
+        if owner in self.staying:
+            self._there[owner] = flat
+        weights = flat[: self.anatomy.stages[owner].params].to(self.device)
+        try:
+            with self.anatomy.stages[owner].installed(weights, trainable=False):
+                yield
+        finally:
+            if owner not in self.staying:
+                self._free.append(flat)
+            self._ask()
+
+    def looked_up(self, stage: int, run: Callable[[torch.Tensor], Any], ids: torch.Tensor) -> Any:
+        """Runs the own forward of an embedding of `by_rows` for `ids` (any shape), with the rows that they name, read now.
+
+        Raises ValueError for an id that no row has."""
+        module = self.anatomy.stages[stage].module
+        assert isinstance(module, nn.Embedding)
+        distinct, places = ids.cpu().unique(return_inverse=True)
+        if distinct.numel() and not 0 <= int(distinct[0]) <= int(distinct[-1]) < module.num_embeddings:
+            raise ValueError(f"ids {int(distinct[0])} to {int(distinct[-1])} of {module.num_embeddings} rows")
+        rows = torch.empty(distinct.numel(), module.embedding_dim, dtype=self._dtype)
+        self._thread.submit(self._read_rows, self.anatomy.stages[stage].tensors[0].name, distinct.tolist(), rows).result()
+        with torch.no_grad(), holding(module, rows.to(self.device), padding=None):
+            return run(places.to(self.device))
+
+    # ---- reading (inside the thread) -------------------------------------------------------------------------------
+
+    def _ask(self) -> None:
+        """Asks for as many reads as slots allow, in the order of the visits."""
+        while self._asked < self._end:
+            owner = self._order[self._asked % len(self._order)]
+            coming = any(other == owner for other, _, _ in self._coming)
+            if owner not in self.staying:
+                if not self._free:
+                    return
+                self._begin(owner, self._free.pop())
+            elif owner not in self._there and not coming:
+                self._begin(owner, torch.empty(self.anatomy.stages[owner].params, dtype=self._dtype))
+            self._asked += 1
+
+    def _begin(self, owner: int, flat: torch.Tensor) -> None:
+        self._coming.append((owner, flat, self._thread.submit(self._read, owner, flat)))
+
+    def _read(self, owner: int, flat: torch.Tensor) -> None:
+        for tensor in self.anatomy.stages[owner].tensors:
+            self._read_into(tensor.name, flat[tensor.offset : tensor.offset + tensor.numel], tensor.first)
+
+    def _read_rows(self, name: str, ids: Sequence[int], rows: torch.Tensor) -> None:
+        """Reads rows of a table; neighbours at once. ids: in rising order."""
+        begin = 0
+        for end in range(1, len(ids) + 1):
+            if end == len(ids) or ids[end] != ids[end - 1] + 1:
+                self._read_into(name, rows[begin:end].view(-1), ids[begin] * rows.shape[1])
+                begin = end
+
+
+def _staying(sizes: dict[int, int], blocks: set[int], memory: int) -> frozenset[int]:
+    """Chooses the stages that stay: all but the blocks first, then blocks spread evenly, so that reads never pause for long."""
+    order = sorted(sizes, key=lambda i: (i in blocks, i * _SPREAD % 1 if i in blocks else i))
+    best: tuple[int, frozenset[int]] | None = None
+    least = sum(sizes.values())
+    for count in range(len(order) + 1):
+        staying, rest = order[:count], order[count:]
+        kept = sum(sizes[i] for i in staying)
+        needed = kept + _SLOTS * max((sizes[i] for i in rest), default=0)
+        least = min(least, needed)
+        if needed <= memory and (best is None or kept > best[0]):
+            best = kept, frozenset(staying)
+    if best is None:
+        raise PlanError(
+            f"the model's weights need at least {gib(least)} of RAM at once, and {gib(max(0, memory))} are left for them",
+            hint="raise offload.max_memory.cpu, or compute in bfloat16",
+        )
+    return best[1]

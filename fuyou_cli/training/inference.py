@@ -1,0 +1,141 @@
+"""Opens a model of safetensors, or a run's store, to compute with its weights forward alone. Nothing is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from ..checkpoint.files import open_checkpoint
+from ..checkpoint.names import entries_for
+from ..checkpoint.reader import TensorReader
+from ..core.errors import UsageError
+from ..engine.anatomy import Anatomy, dissect
+from ..engine.skeleton import TORCH_DTYPE, build, load_config
+from ..engine.vocabulary import cut_vocabulary, resolved_rows
+from ..engine.weight_stream import ReadInto, WeightStream
+from .exporting import READ_ARENA, StoreWeights
+from .state import manifest as manifests
+from .state.at_rest import AtRest, at_rest, find_store
+from .state.kept_companions import kept_companions
+
+_READ = 1 << 21  # elements of a store at once: no more than its window holds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """Holds a model without its weights: as it is before `opened` reads any. `store`: its weights are a run's."""
+
+    folder: Path  # config.json and the tokenizer
+    store: Path | None
+    anatomy: Anatomy  # in evaluation mode, its vocabulary cut where that is large
+    dtype: Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Opened:
+    """Holds a model with the weights that pass through it. `check` raises SwapError if a store's bytes are not those written;
+    call it after a pass."""
+
+    anatomy: Anatomy
+    weights: WeightStream
+    check: Callable[[], None]
+
+
+def is_store(source: Path) -> bool:
+    """Tells a run's store, or a folder that holds one, from a folder with a model."""
+    names = (manifests.NAME, manifests.BEFORE)
+    return any((source / name).is_file() for name in names) or (
+        not (source / "config.json").is_file() and any(source.glob(f"*/{manifests.NAME}"))
+    )
+
+
+def find(
+    source: Path, *, dtype: Literal["auto", "float32", "bfloat16"] = "auto", attention: str = "sdpa", trusted: bool = False
+) -> Found:
+    """Finds a model in a folder (its own, or a run's output folder with `model` in it), or in a run's store. Takes no memory
+    for weights.
+
+    `dtype`: what it computes in; auto: as the run did, or as the configuration says. `trusted`: the model's own code may run.
+    Raises UsageError for anything else, and for a model that cannot be streamed.
+    """
+    store = find_store(source) if is_store(source) else None
+    folder = source
+    if store is not None:
+        manifest, _ = manifests.newest(store)
+        if manifest is None:
+            raise UsageError(f"there is no store in {source}")
+        folder = kept_companions(store) or Path(manifest.model_dir)
+        dtype = manifest.compute_dtype if dtype == "auto" else dtype
+    elif not (source / "config.json").is_file() and (source / "model" / "config.json").is_file():
+        folder = source / "model"
+    config = load_config(folder, trust_remote_code=trusted)
+    if dtype == "auto":
+        dtype = "float32" if config.dtype in (None, torch.float32) else "bfloat16"
+    model = build(config, dtype=dtype, attention=attention, trust_remote_code=trusted).eval()
+    whole = dissect(model)
+    return Found(folder=folder, store=store, anatomy=cut_vocabulary(whole, resolved_rows(whole, "auto")), dtype=dtype)
+
+
+@contextmanager
+def open_for_inference(
+    found: Found, *, memory: int, device: torch.device | None = None, say: Callable[[str], None] | None = None
+) -> Iterator[Opened]:
+    """Opens the weights of a model for passes over its stages.
+
+    It holds in host memory at most `memory` bytes of weights, beside the window of a store (`READ_ARENA`) or a reader's piece:
+    stages that stay as far as they fit, and two slots of the largest other one. Nothing is read before the first pass. The
+    caller counts its own: boundaries, what a stage computes with, caches of keys and values. `device`: where stages compute;
+    one stage's weights are there at a time.
+
+    Raises PlanError if `memory` is too little, UsageError for weights that do not fit the model or a store in use.
+    """
+    dtype = TORCH_DTYPE[found.dtype]
+    with ExitStack() as stack:
+        check: Callable[[], None] = _nothing
+        if found.store is None:
+            read = _of_files(found, stack.enter_context(TensorReader()))
+        else:
+            state = stack.enter_context(at_rest(found.store, arena_size=READ_ARENA, say=say))
+            weights = StoreWeights(state.manifest, state.daemon, state.arena, dtype=found.dtype)
+            read, check = _of_store(found, state, weights), weights.check
+        stream = stack.enter_context(WeightStream(found.anatomy, read, dtype=dtype, memory=memory, device=device))
+        yield Opened(anatomy=found.anatomy, weights=stream, check=check)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _of_files(found: Found, reader: TensorReader) -> ReadInto:
+    entries = entries_for(found.anatomy.model, open_checkpoint(found.folder))
+
+    def read(name: str, into: torch.Tensor, first: int) -> None:
+        reader.read_into(entries[name], into, first_element=first)
+
+    return read
+
+
+def _of_store(found: Found, state: AtRest, weights: StoreWeights) -> ReadInto:
+    stored_as = {tensor.name: tensor.stored_as for stage in state.manifest.stages for tensor in stage.tensors}
+    shapes = {tensor.name: tensor.model_shape for stage in found.anatomy.stages for tensor in stage.tensors}
+    known = {tensor.name: tensor for tensor in weights.tensors()}
+    for name, shape in shapes.items():
+        if name not in stored_as or known[stored_as[name]].shape != shape:
+            raise UsageError(
+                f"{found.store}: its tensors are not those of the model in {found.folder}: {name}",
+                hint="export it (fuyou export STORE OUT) and name the exported folder",
+            )
+
+    def read(name: str, into: torch.Tensor, first: int) -> None:
+        tensor = known[stored_as[name]]
+        for begin in range(0, into.numel(), _READ):
+            part = into[begin : begin + _READ]
+            held = weights.read(tensor, first + begin, part.numel())
+            part.view(torch.uint8).numpy().data[:] = held
+
+    return read
