@@ -181,6 +181,7 @@ def _promises(planned: Planned) -> dict[str, object]:
             for drive in planned.hardware.drives
         ],
         "parameters": planned.model.parameters,
+        "frozen_parameters": planned.model.frozen_parameters,
         "total_steps": planned.total_steps,
         "numerics": asdict(plan.numerics),
         "export": str(export_folder(planned.recipe, planned.model_dir)),

@@ -76,7 +76,7 @@ def _predict(costs: Costs, request: PlanRequest, placed: Layout, schedule: Sched
         written_per_step=schedule.traffic.written_total,
         read_by=schedule.traffic.read,
         written_by=schedule.traffic.written,
-        step_flops=(6.0 * model.active_parameters - 2.0 * model.frozen_parameters) * numerics.tokens,
+        step_flops=model.flops_per_token * numerics.tokens,
         compute_flops=sum(visit.flops for visit in schedule.visits),
         seconds=seconds,
         step_seconds=seconds[bottleneck],

@@ -260,6 +260,11 @@ class ModelSpec:
         return self.parameters - self.inactive_parameters
 
     @property
+    def flops_per_token(self) -> float:
+        """Returns what a step's speed is told by: 6 FLOPs per parameter, 4 per frozen one, without recompute."""
+        return 6.0 * self.active_parameters - 2.0 * self.frozen_parameters
+
+    @property
     def layout(self) -> StateLayout:
         """Returns the layout of the states of every trained bank."""
         found = (bank.layout for stage in self.stages for bank in stage.banks if bank.layout is not None)

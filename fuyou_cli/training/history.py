@@ -53,6 +53,7 @@ class Promised:
 
     budget: int = 0
     parameters: int = 0
+    frozen_parameters: int = 0
     total_steps: int = 0
     choice: str = ""
     model: str = ""
@@ -219,7 +220,7 @@ def _report(reading: _Reading, log: Path) -> RunReport:
         seconds=sum(step.seconds for step in steps),
         losses=tuple(math.nan if step.loss is None else step.loss for step in steps),
         tokens_per_second=rate,
-        tflops=6.0 * promised.parameters * rate / 1e12,
+        tflops=(6.0 * promised.parameters - 2.0 * promised.frozen_parameters) * rate / 1e12,
         ram_budget=promised.budget,
         ram_peak=max(step.ram_peak for step in steps),
         step_seconds=statistics.median(step.seconds for step in typical),

@@ -263,7 +263,9 @@ def cut(anatomy: Anatomy, numerics: Numerics) -> Anatomy:
 def anatomy_of(
     recipe: Recipe, hardware: HardwareProfile, *, say: Say, progress: Progress = unheard
 ) -> tuple[Anatomy, list[Numerics]]:
-    """Returns the stages that a run would compute, and the numerics of each likely micro-batch size, the usual one first."""
+    """Returns the stages that a run would compute, all of them trained, and the numerics of each likely micro-batch size, the
+    usual one first. Rates are of whole blocks: a plan counts what freezing spares."""
+    recipe = recipe.model_copy(update={"freeze": ()})
     model_dir = Hub(recipe, say=say, progress=progress).model(need_weights=False)
     anatomy = outline_of(recipe, model_dir, strict=True).anatomy
     check_positions(recipe, anatomy, say)

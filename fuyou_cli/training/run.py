@@ -356,7 +356,7 @@ class Run:
             self._steps,
             losses=self.losses,
             plan=self.plan,
-            parameters=self.model.parameters,
+            flops_per_token=self.model.flops_per_token,
             seconds=time.monotonic() - self._began,
             ram_peak=self.memory.peak,
             written_total=self._written,
@@ -372,7 +372,7 @@ class Run:
 
 def _unreached(model: ModelSpec, reached: set[str]) -> str:
     """Returns a note that names the parameters without any gradient so far, empty if there are none."""
-    tensors = dict.fromkeys(tensor.name for stage in model.stages for tensor in stage.tensors)
+    tensors = dict.fromkeys(tensor.name for stage in model.stages for tensor in stage.trained_tensors)
     names = [name for name in tensors if name not in reached]
     more = f" and {len(names) - _NAMED:,} others" if len(names) > _NAMED else ""
     found = ", ".join(names[:_NAMED]) + more

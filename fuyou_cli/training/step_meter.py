@@ -104,7 +104,7 @@ class StepMeter:
             tokens=outcome.label_tokens,
             batch_tokens=tokens,
             seconds=seconds,
-            tflops=6.0 * self._model.parameters * tokens / seconds / 1e12,
+            tflops=self._model.flops_per_token * tokens / seconds / 1e12,
             ram_now=self._memory.look(),
             ram_peak=self._memory.peak,
             read_bytes=after.read_bytes - before.read_bytes,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,8 @@ from .state.resume import REFUSED, check_unchanged_run, saved_state, steps_left
 from .state.stored import Manifest
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from ..checkpoint.header import TensorEntry
     from ..data import Rows, Sampler
     from ..engine.anatomy import Anatomy
@@ -217,8 +219,8 @@ def inspect(resolved: Resolved, *, say: Say) -> Inspected:
 
 
 def outline_of(recipe: Recipe, model_dir: Path, *, strict: bool) -> Outlined:
-    """Finds the stages of the model in a folder. If `strict`, refuses a model that cannot be trained."""
-    from ..engine.describe import outlined
+    """Finds the stages of the model in a folder, and what of them is trained. If `strict`, refuses a model that cannot be
+    trained."""
     from ..engine.skeleton import build, load_config
 
     trusted = recipe.model.trust_remote_code
@@ -232,7 +234,16 @@ def outline_of(recipe: Recipe, model_dir: Path, *, strict: bool) -> Outlined:
         from ..engine.liger import check_liger
 
         check_liger(model)
-    return outlined(model, strict=strict)
+    return _with_frozen(recipe, model, strict=strict)
+
+
+def _with_frozen(recipe: Recipe, model: PreTrainedModel, *, strict: bool) -> Outlined:
+    """Finds the stages of a model, and freezes what the recipe does not train."""
+    from ..engine.describe import outlined
+    from ..engine.freezing import frozen
+
+    outline = outlined(model, strict=strict)
+    return replace(outline, anatomy=frozen(outline.anatomy, recipe.freeze))
 
 
 def device_name(recipe: Recipe) -> str:

@@ -48,8 +48,8 @@ def collected(reports: Iterable[StepReport], *, settling: int = 1) -> Steps:
 
 def lines(promised: tuple[Plan, Timeline], *steps: StepReport) -> dict[str, Compared]:
     report = run_report(
-        collected(steps), losses=[1.0], plan=promised[0], parameters=10, seconds=9.0, ram_peak=1 << 29, written_total=200,
-        output_dir="out",
+        collected(steps), losses=[1.0], plan=promised[0], flops_per_token=60.0, seconds=9.0, ram_peak=1 << 29,
+        written_total=200, output_dir="out",
     )  # fmt: skip
     return {line.what: line for line in compared(report, *promised)}
 
@@ -110,7 +110,7 @@ def test_memory_of_a_device_stands_beside_the_plan_where_it_has_its_own(promised
     plan, timeline = promised
     plan = replace(plan, predicted=replace(plan.predicted, gpu_peak=3 << 30))
     report = run_report(
-        collected([step(1), step(2)]), losses=[1.0], plan=plan, parameters=10, seconds=9.0, ram_peak=1 << 29,
+        collected([step(1), step(2)]), losses=[1.0], plan=plan, flops_per_token=60.0, seconds=9.0, ram_peak=1 << 29,
         written_total=200, output_dir="out",
     )  # fmt: skip
     (line,) = (line for line in compared(report, plan, timeline, gpu_peak=2 << 30) if line.what == "peak GPU memory")

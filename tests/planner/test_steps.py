@@ -17,7 +17,9 @@ PLAN = first_that_fits(SPEC, HARDWARE, request())
 
 
 def report_of(steps: Steps) -> RunReport:
-    return run_report(steps, losses=[1.0], plan=PLAN, parameters=10, seconds=1.0, ram_peak=1, written_total=1, output_dir="out")
+    return run_report(
+        steps, losses=[1.0], plan=PLAN, flops_per_token=60.0, seconds=1.0, ram_peak=1, written_total=1, output_dir="out"
+    )
 
 
 def taking(*seconds: float, first: int = 1) -> list[StepReport]:

@@ -93,7 +93,6 @@ def test_an_empty_list_of_data_sets(write):
 
 NOT_BUILT = {
     "adapter": "adapter={type: lora}",
-    "freeze": "freeze=[embed]",
     "dataset.eval_fraction": "dataset.eval_fraction=0.1",
     "dataset.packing": "dataset.packing=isolated",
     "optimizer.name": "optimizer.name=sgd",
@@ -122,7 +121,7 @@ def test_keys_whose_feature_is_not_built_are_errors_that_name_them(refused, key,
 
 def test_neutral_values_of_such_keys_are_fine(load):
     neutral = [
-        "adapter=null", "freeze=[]", "dataset.eval=[]", "dataset.eval_fraction=0",
+        "adapter=null", "dataset.eval=[]", "dataset.eval_fraction=0",
         "offload.activations=keep", "offload.defer_updates=1", "checkpoint.mode=auto", "train.max_time=null",
         "precision.compute=float32", "dataset.packing=concat", "dataset.train[0].weight=1",
         "precision.allow_tf32=false", "offload.weights=gpu", "offload.gradients=ssd", "export.private=true",

@@ -64,7 +64,7 @@ def _bar(point: Point, left: float, width: float, y: Callable[[float], float], f
 
 def _plain(point: Point) -> float | None:
     """Returns the FLOP/s of in-memory PyTorch."""
-    return None if point.in_memory is None else 6 * point.parameters * point.in_memory
+    return None if point.in_memory is None else point.work(6) * point.in_memory
 
 
 def _legend(points: Sequence[Point]) -> str:

@@ -20,7 +20,8 @@ _TOO_FAST = "overlap above 100%: the machine's rates were measured too low; run 
 def show_model_bench(console: Console, model: str, points: Sequence[Point]) -> None:
     """Prints the results. Extrapolated figures have a star."""
     first, shapes = points[0], symbols(console)
-    size = f"{count(first.parameters)} parameters, random weights and tokens"
+    frozen = f", {count(first.frozen_parameters)} frozen" if first.frozen_parameters else ""
+    size = f"{count(first.parameters)} parameters{frozen}, random weights and tokens"
     say(console, Text.assemble((f"fuyou bench --model {model}", "bold"), f"  {size}"))
     heading(console, "Training", f"the device measures {tera(first.device_flops)} TFLOPS")
     content = ruled(shapes)

@@ -13,7 +13,7 @@ from fuyou_cli.planner.sustained_rates import FastRegion
 from fuyou_cli.spec.plan import Plan
 
 SCHEMA_VERSION = 2
-_OF_MODEL = ("architecture", "parameters", "active_parameters", "stored_parameters", "tied_head")
+_OF_MODEL = ("architecture", "parameters", "active_parameters", "frozen_parameters", "stored_parameters", "tied_head")
 
 
 def plan_json(facts: RunFacts) -> dict[str, object]:

@@ -101,10 +101,15 @@ def _understood(facts: RunFacts, shapes: Symbols) -> list[tuple[str, str]]:
     batch = f"{numerics.batch_size} {shapes.times} {numerics.max_seq_len:,} = {facts.tokens:,} tokens per step"
     return [
         ("model", f"{plan.model}: {model.architecture}, {count(model.parameters)} parameters{active}, {blocks} blocks{tied}"),
-        ("method", f"full fine-tuning, {dtypes}, float32 AdamW; {_clipping(plan, model)}"),
+        ("method", f"{_trained(model)}, {dtypes}, float32 AdamW; {_clipping(plan, model)}"),
         ("batch", ", ".join([batch, *pieces])),
         *([("kernels", facts.kernels)] if facts.kernels else []),
     ]
+
+
+def _trained(model: ModelSpec) -> str:
+    frozen = model.frozen_parameters
+    return f"{count(model.parameters - frozen)} parameters trained, {count(frozen)} frozen" if frozen else "full fine-tuning"
 
 
 def _clipping(plan: Plan, model: ModelSpec) -> str:

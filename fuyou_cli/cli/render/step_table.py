@@ -63,6 +63,7 @@ def _parts(facts: RunFacts, shapes: Symbols) -> list[tuple[str, str]]:
     if step > 0:
         counted = "active parameters" if facts.model.inactive_parameters else "parameters"
         six = f"6N: 6 {shapes.times} {counted} {shapes.times} tokens/s"
+        six += f", frozen ones 4 {shapes.times}" if facts.model.frozen_parameters else ""
         rows.append(("speed", f"{speed(facts.tokens / step)} tokens/s, {tera(predicted.step_flops / step)} TFLOPS ({six})"))
     if 0 < predicted.forward_seconds < step:
         backward = brief(step - predicted.forward_seconds)

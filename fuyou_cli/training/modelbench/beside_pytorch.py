@@ -13,14 +13,16 @@ from ...data import collate
 from ..steps import Planned
 from .measured import Place, rows_of
 
-_BYTES = 20  # per parameter: weights and gradients in bf16, fp32 master, its gradient and two moments
+_BYTES = 20  # per trained parameter: weights and gradients in bf16, fp32 master, its gradient and two moments
+_FROZEN_BYTES = 2
 _SPARED = 0.15  # share of the memory for activations and torch's own buffers
 _STEPS = 3  # the first one does not count
 
 
 def tokens_per_second(planned: Planned, place: Place) -> tuple[float | None, str]:
     """Returns the rate, or None and the reason."""
-    hardware, needed = planned.hardware, _BYTES * planned.model.parameters
+    hardware, frozen = planned.hardware, planned.model.frozen_parameters
+    needed = _BYTES * (planned.model.parameters - frozen) + _FROZEN_BYTES * frozen
     room = hardware.device_free or hardware.device_memory if hardware.device == "cuda" else hardware.ram_available
     if needed > (1 - _SPARED) * room:
         return None, f"in memory it needs {gib(needed)} plus activations, but {gib(room)} are free"
@@ -42,7 +44,10 @@ def _measured(planned: Planned, place: Place) -> float:
         # Uses the attention of the run beside it. Not every model supports the one the recipe asks for.
         options = {"dtype": dtype, "attn_implementation": config._attn_implementation}
         model: Any = AutoModelForCausalLM.from_config(config, **options).train()
-    masters = [parameter.detach().float().clone() for parameter in model.parameters()]
+    frozen = {tensor.name for stage in planned.model.stages for tensor in stage.tensors if tensor.frozen}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    masters = [parameter.detach().float().clone() for parameter in _trained(model)]
     optimizer = torch.optim.AdamW(masters, lr=1e-6)
     rows, tokens, seconds = rows_of(planned, place), 0, 0.0
     for step in range(_STEPS):
@@ -59,6 +64,10 @@ def _measured(planned: Planned, place: Place) -> float:
     return tokens / seconds
 
 
+def _trained(model: Any) -> list[Any]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
 def _step(
     model: Any, masters: list[torch.Tensor], optimizer: torch.optim.Optimizer, batch: tuple[torch.Tensor, torch.Tensor],
     micro_batch_size: int, clip: float | None, device: torch.device,
@@ -68,7 +77,7 @@ def _step(
     for begin in range(0, ids.shape[0], micro_batch_size):
         part = slice(begin, begin + micro_batch_size)
         model(input_ids=ids[part], labels=labels[part], num_items_in_batch=labels.numel(), use_cache=False).loss.backward()
-        for parameter, master in zip(model.parameters(), masters, strict=True):
+        for parameter, master in zip(_trained(model), masters, strict=True):
             gradient = parameter.grad.float()
             master.grad = gradient if master.grad is None else master.grad.add_(gradient)
             parameter.grad = None
@@ -77,5 +86,5 @@ def _step(
     optimizer.step()
     optimizer.zero_grad()
     with torch.no_grad():
-        for parameter, master in zip(model.parameters(), masters, strict=True):
+        for parameter, master in zip(_trained(model), masters, strict=True):
             parameter.copy_(master)

@@ -51,6 +51,7 @@ class Point:
     busy: dict[str, float]  # resource -> share of the step; if extrapolated, of the larger sample
     homes: dict[str, str]  # tensor -> the tier where it rests
     estimates: tuple[Estimate, ...] = ()
+    frozen_parameters: int = 0
     in_memory: float | None = None  # tokens per second of plain PyTorch
     in_memory_why: str = ""  # why it was not measured
 
@@ -59,8 +60,13 @@ class Point:
         return self.tokens / self.step_seconds
 
     def flops(self, per_parameter: int) -> float:
-        """Returns FLOP/s, with 6 per parameter and token for forward and backward, or the paper's 8 with recompute."""
-        return per_parameter * self.parameters * self.tokens_per_second
+        """Returns FLOP/s, with 6 per parameter and token for forward and backward, or the paper's 8 with recompute; 2 less for
+        frozen ones."""
+        return self.work(per_parameter) * self.tokens_per_second
+
+    def work(self, per_parameter: int) -> int:
+        """Returns the FLOPs of a token."""
+        return per_parameter * self.parameters - 2 * self.frozen_parameters
 
     @property
     def device_share(self) -> float:
@@ -111,6 +117,11 @@ def _point(config: PreTrainedConfig, load: Loaded, place: Place, batch_size: int
         why = _why_not_whole(whole, seconds) if blocks > SAMPLES[-1] else ""
         if not why:
             return _as_measured(whole, measure(loaded, whole, place), place)
+        if whole.model.frozen_parameters:
+            raise UsageError(
+                f"batch size {batch_size}: {why}, and a model with frozen parts is not extrapolated from a few blocks",
+                hint="make room, raise --minutes, or leave freeze out",
+            )
     place.say(f"extrapolated from {' and '.join(map(str, SAMPLES))} of {blocks} blocks: {why}")
     alike = [f"offload.{key}={home}" for key, home in homes_of(whole).items()]
     alike.append(f"train.micro_batch_size={whole.plan.numerics.micro_batch_size}")
@@ -178,6 +189,7 @@ def _made(
         micro_batch_size=plan.numerics.micro_batch_size,
         tokens=measured.tokens,
         parameters=whole.model.parameters,
+        frozen_parameters=whole.model.frozen_parameters,
         step_seconds=step,
         predicted_seconds=plan.predicted.step_seconds,
         bound_seconds=bound_of(whole),

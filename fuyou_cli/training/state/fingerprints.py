@@ -43,6 +43,8 @@ def of(
         described["compile"] = True
     if recipe.dataset.weights:
         described["mixture"] = recipe.dataset.weights
+    if frozen := sorted({tensor.name for stage in model.stages for tensor in stage.tensors if tensor.frozen}):
+        described["frozen"] = frozen
     if recipe.model.trust_remote_code and "auto_map" in config:
         described["code"] = own_code(model_dir)
     digests = {

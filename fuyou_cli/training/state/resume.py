@@ -39,6 +39,7 @@ _CHANGED = {
     "deterministic": "train.deterministic",
     "compile": "train.compile",
     "kernels": "model.kernels",
+    "frozen": "which parameters are trained (freeze)",
     "data": "the tokens of the data (dataset, tokenizer)",
     "device": "the kind of device (offload.device; for auto: whether there is a GPU)",
 }
@@ -272,6 +273,8 @@ def check_unchanged_run(saved: Manifest, fingerprints: Mapping[str, str], *, tot
     """Raises UsageError that names what changed since the run was saved."""
     names = dict.fromkeys((*fingerprints, *saved.fingerprints))
     changed = [name for name in names if saved.fingerprints.get(name) != fingerprints.get(name)]
+    if "frozen" in changed and "model" in changed:
+        changed.remove("model")  # its stages are laid out by what is frozen
     if changed:
         what = "; ".join(_CHANGED.get(name, name) for name in changed)
         raise _kept(f"the saved run cannot be resumed: {what} changed since it was saved", "restore what changed")

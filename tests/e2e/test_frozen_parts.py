@@ -1,0 +1,63 @@
+"""A recipe with `freeze`: the same run as plain PyTorch with `requires_grad=False`, and what a resumed run must agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fuyou_cli.core.errors import Interrupted, UsageError
+from fuyou_cli.recipe.load import load_recipe
+
+from .conftest import Project
+from .running import STEPS, exported, interrupt, manifest_of, planned, prepared_run, store_of, train
+
+NewProject = Callable[..., Project]
+
+FREEZE = ["transformer.wte", "transformer.h.0.*"]  # the head is tied to the embedding
+
+
+def _is_frozen(name: str) -> bool:
+    return name.startswith(("transformer.wte.", "transformer.h.0.", "lm_head."))
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"offload.device": "emulated", "offload.activations": "swap"}], ids=["cpu", "emulated"]
+)
+def test_it_trains_the_rest_resumes_and_exports_frozen_weights_as_they_came(
+    changes: dict[str, Any], new_project: NewProject
+) -> None:
+    keys = {**changes, "freeze": FREEZE}
+    whole, stopped = new_project("whole", keys), new_project("stopped", keys)
+    losses, _ = train(whole)
+    with pytest.raises(Interrupted):
+        train(stopped, interrupt(3, "forward"))
+    assert train(stopped)[0] == losses and len(losses) == STEPS
+    ours, again = (exported(store_of(project), project.folder / "model") for project in (whole, stopped))
+    began = {name: value.bfloat16().float() for name, value in load_file(whole.materials / "model/model.safetensors").items()}
+    assert all(torch.equal(ours[name], again[name]) for name in ours)
+    assert {name for name in ours if torch.equal(ours[name], began[name])} == {name for name in ours if _is_frozen(name)}
+    assert all(stage.frozen and not stage.momentum for stage in manifest_of(whole).stages if _is_frozen(stage.name + "."))
+
+
+def test_a_run_goes_on_with_the_same_parts_alone(stopped: Project) -> None:
+    stopped.write_recipe({"freeze": FREEZE})
+    with pytest.raises(UsageError, match=r"resumed: which parameters are trained \(freeze\) changed since") as refused:
+        prepared_run(stopped)
+    assert "checkpoint.resume=never" in str(refused.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        (["transformer.h.[5-9]"], r"freeze: no parameter of GPT2LMHeadModel matches `transformer\.h\.\[5-9\]`"),
+        (["transformer"], "freeze: every parameter of GPT2LMHeadModel matches, so nothing is left to train"),
+    ],
+)
+def test_a_plan_refuses_what_a_run_refuses(patterns: list[str], message: str, new_project: NewProject) -> None:
+    recipe = load_recipe(new_project("project", {"freeze": patterns}).recipe).recipe
+    with pytest.raises(UsageError, match=message):
+        planned(recipe)
