@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""AdamW: ours beside torch's fused AdamW and DeepSpeed's CPU Adam.
+"""Compares our AdamW with torch's fused AdamW and DeepSpeed's CPU Adam.
 
-Two comparisons, in one process, every side in memory advised to huge pages, samples interleaved (A B C, A B C, ...):
+Two comparisons run in one process. All sides use memory advised to huge pages. Samples are interleaved (A B C, A B C, ...):
 
-  float32   one AdamW step of float32 weights and gradients, 28 bytes per parameter on every side
-  one pass  bfloat16 weights, remainder, bfloat16 gradients and moments in one pass (26 bytes per parameter), beside
-            torch's upcast of the gradients + fused step on float32 masters + copy back to bfloat16 weights
+    float32   one AdamW step of float32 weights and gradients, 28 bytes per parameter on every side
+    one pass  bfloat16 weights, remainder, bfloat16 gradients and moments in one pass (26 bytes per parameter), beside
+              torch's upcast of the gradients + fused step on float32 masters + copy back to bfloat16 weights
 
-A sample counts as quiet when other processes used less than 0.15 cores during it; medians are over quiet samples where
-there are at least three, else over all, and then nothing is judged. Bars: 0.95 of the others' rate in float32, 1.3 times
-torch's in one pass.
+A sample is quiet if other processes used less than 0.15 cores during it. Medians are over quiet samples if there are at least
+three. Otherwise they are over all samples, and nothing is judged. Bars: 0.95 of the others' rate in float32, 1.3 times torch's
+in one pass.
 
---peers DIR: where DeepSpeed's operators were built (DIR/.bench/torch_ext); without DeepSpeed that side is not shown.
-Exit codes: 0 every bar holds, 1 one was missed, 3 none was missed but one was not shown (no DeepSpeed, not quiet).
+--peers DIR: where DeepSpeed's operators were built (DIR/.bench/torch_ext); without DeepSpeed that side is not shown. Exit
+codes: 0 every bar holds, 1 one was missed, 3 none was missed but one was not shown (no DeepSpeed, not quiet).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def arguments() -> argparse.Namespace:
 
 
 class Memory:
-    """Tensors in one huge-page arena, given out from its start."""
+    """Gives out tensors from one huge-page arena, beginning at its start."""
 
     def __init__(self, size: int) -> None:
         from fuyou_cli.swap.arena import Arena
@@ -81,8 +81,8 @@ def bytes_of(tensor: object) -> memoryview:
 
 
 def our_step(threads: int, params: int, tensors: dict[str, object], weights: str, gradients: str) -> Step:
-    """One step over `threads` parts of the arrays, each on its own thread of this process; the first on the caller's, as with
-    OpenMP on the other sides."""
+    """Runs one step over `threads` parts of the arrays, each on its own thread of this process. The caller's thread takes the
+    first part, as with OpenMP on the other sides."""
     from fuyou_cli.swap import kernels
     from fuyou_cli.swap.requests import Segment, Update
 
@@ -120,7 +120,7 @@ def peer_optimizer(kind: str, parameter: object) -> object:
 
 
 def move_state(memory: Memory, optimizer: object, parameter: object) -> None:
-    """The optimizer's moments, made by its first step, into huge pages as well."""
+    """Moves the optimizer's moments, which its first step makes, into huge pages as well."""
     state = optimizer.state[parameter]
     for name in ("exp_avg", "exp_avg_sq"):
         moved = memory.tensor(parameter.numel(), state[name].dtype, 0)
@@ -181,7 +181,7 @@ def one_pass_sides(threads: int, params: int) -> tuple[Memory, dict[str, Step]]:
 
 
 def sample(step: Step) -> tuple[float, float]:
-    """Seconds per step and the cores that others used meanwhile."""
+    """Returns seconds per step, and the cores that other processes used meanwhile."""
     others, begin, steps = BackgroundLoad(), time.perf_counter(), 0
     while steps < 2 or time.perf_counter() - begin < SAMPLE_SECONDS:
         step()
@@ -190,7 +190,7 @@ def sample(step: Step) -> tuple[float, float]:
 
 
 def measure(sides: dict[str, Step], good: int, max_seconds: float) -> dict[str, list[tuple[float, float]]]:
-    """Rounds of one sample per side until each has `good` quiet ones or time is up."""
+    """Takes rounds of one sample per side until each side has `good` quiet ones or time is up."""
     for step in sides.values():
         step()
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
@@ -206,7 +206,7 @@ def quiet_of(samples: list[tuple[float, float]]) -> list[float]:
 
 
 def report(title: str, threads: int, params: int, sizes: dict[str, int], bar: float, args: argparse.Namespace) -> list[Row]:
-    """Measures and prints one comparison; a row per other side."""
+    """Measures and prints one comparison, with a row per other side."""
     import torch
 
     torch.set_num_threads(threads)
@@ -232,7 +232,7 @@ def report(title: str, threads: int, params: int, sizes: dict[str, int], bar: fl
 
 
 def print_sides(samples: dict[str, list[tuple[float, float]]], params: int, sizes: dict[str, int]) -> dict[str, float]:
-    """A line per side; parameters per second by side."""
+    """Prints a line per side. Returns parameters per second by side."""
     rates = {}
     for name, taken in samples.items():
         quiet = quiet_of(taken)
@@ -250,7 +250,7 @@ def print_sides(samples: dict[str, list[tuple[float, float]]], params: int, size
 
 
 def judge(peer: str, rates: dict[str, float], samples: dict[str, list[tuple[float, float]]], bar: float) -> Row:
-    """Prints our rate over the other side's; whether it holds is said only where both were quiet."""
+    """Prints our rate over the other side's. Judges the bar only if both sides were quiet."""
     ratio = rates["fuyou"] / rates[peer]
     noisy = any(len(quiet_of(samples[side])) < ENOUGH for side in ("fuyou", peer))
     row = unless_noisy(at_least(f"fuyou / {peer}", ratio, bar, values={"ratio": ratio}), [{"noisy": noisy}])

@@ -1,15 +1,17 @@
 #!/usr/bin/env python3
-"""What a device waits for copies: blocks of an 8B model on a 4090, emulated with fewer bytes and in more time.
+"""Measures how long a device waits for copies: blocks of an 8B model on a 4090, emulated with fewer bytes and longer times.
 
-A tiny model runs through the real executor, plan and arena on an emulated device whose copies move at a planned rate, and
-whose compute takes a planned time of which the launching thread is ahead. Bytes are scaled so that weights, gradients,
-boundaries and pieces stand to each other as those of a Llama-3-8B block; all times are longer by one factor, so that a busy
-processor keeps up. Printed per number of micro-batches of 2,048 tokens, in the 4090's milliseconds: compute of a backward
-block, its copies each way, the period from one block's end to the next one's, and how many bytes the launching thread copies
-or sums itself in a block's visits, with the longest of these (of the real size, at --host-rate).
+A tiny model runs through the real executor, plan and arena on an emulated device. Its copies move at a planned rate. Its
+compute takes a planned time, and the launching thread runs ahead of it. Bytes are scaled so that weights, gradients, boundaries
+and pieces have the same ratios as those of a Llama-3-8B block. All times are longer by one factor, so that a busy processor
+keeps up.
+
+The output has a line per number of micro-batches of 2,048 tokens, in the 4090's milliseconds: compute of a backward block, its
+copies each way, the period from one block's end to the next one's, and the bytes that the launching thread copies or sums
+itself in a block's visits, with the longest of these (at real size and --host-rate).
 
 Asked: a period of at most 1.05 of the larger of compute and copies at 32,768 tokens, and no copy or sum of more than 1 ms.
---write: the same text to scripts/results. Exit codes: 0 what is asked holds, 1 it does not, 2 usage.
+--write: writes the same text to scripts/results. Exit codes: 0 all holds, 1 something does not, 2 usage.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ def arguments() -> argparse.Namespace:
 
 
 class HostWork(TorchDispatchMode):
-    """Copies and sums that this thread makes in the arena itself; those of the emulated device are made on its own threads."""
+    """Counts copies and sums that this thread makes in the arena. The emulated device makes its own on other threads."""
 
     def __init__(self, rig: Rig) -> None:
         super().__init__()
@@ -72,7 +74,7 @@ class HostWork(TorchDispatchMode):
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """Of backward visits of blocks, in seconds of the 4090."""
+    """Holds what was measured of backward visits of blocks, in seconds of the 4090."""
 
     micro_batches: int
     period: float
@@ -97,7 +99,7 @@ class Found:
 
 
 def measured(micro_batches: int, slower: float, folder: Path, *, stays: bool) -> Found:
-    """The second step's; a third one counts what the host does, which takes time itself."""
+    """Measures the second step. A third step counts the host's work, because counting takes time."""
     config = llama(hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_hidden_layers=BLOCKS, num_attention_heads=4)
     subject = Subject(config, Shape(dtype="bfloat16", batch=micro_batches, micro=1, tokens=TOKENS))
     block = next(stage for stage in subject.spec.stages if stage.kind == "block")
@@ -131,7 +133,7 @@ def measured(micro_batches: int, slower: float, folder: Path, *, stays: bool) ->
 
 
 def _take_their_time(rig: Rig, device: EmulatedDevice, slower: float) -> None:
-    """Every micro-batch of a block takes what it would on the 4090, `slower` times."""
+    """Makes each micro-batch of a block take its time on the 4090, `slower` times as long."""
     executor, stages = rig.executor, rig.spec.stages
     differentiate = executor.visits.differentiate
 

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""The daemon's I/O, through its public API, beside fio's io_uring engine on the same file.
+"""Compares the daemon's I/O, through its public API, with fio's io_uring engine on the same file.
 
-Both sides move the same bytes of the same already written file with O_DIRECT, the same block size and the same number
-of requests in flight, from about as much memory in huge pages (where the host of a virtual machine caches the disk,
-eight hot MiB are written a tenth faster than a hundred, by anybody), in pairs whose order alternates. Reads, writes, and
-both at once. CPU is what the kernel charges: for us the whole process with all its threads, for fio its own report of
-its I/O threads (neither its start nor the making of its data is counted).
+Both sides move the same bytes of the same written file with O_DIRECT, with equal block sizes and requests in flight. Both use
+about as much memory in huge pages: where the host of a virtual machine caches the disk, eight hot MiB are written a tenth
+faster than a hundred. Pairs alternate their order. The modes are reads, writes, and both at once. CPU is what the kernel
+charges: for us the whole process with all its threads; for fio its own report of its I/O threads, without its start and without
+making its data.
 
-Bars: median ratio of bytes/s at least 0.95, CPU-seconds per GB at most 1.2 times fio's. Where other processes were busy
-the ratios are printed and not judged. Needs fio (apt-get install fio); without it our side runs alone.
-Exit codes: 0 every bar holds, 1 one was missed, 3 none was missed but one was not shown (no fio, not quiet).
+Bars: a median ratio of bytes/s of at least 0.95, and at most 1.2 times fio's CPU-seconds per GB. If other processes were busy,
+the ratios are printed and not judged. This needs fio (apt-get install fio); without it our side runs alone. Exit codes: 0 every
+bar holds, 1 one was missed, 3 none was missed but one was not shown (no fio, not quiet).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ QUIET_CORES = 0.25  # used by others during a pair; some of it is the kernel wor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """Bytes per second and CPU-seconds per GB of one run."""
+    """Holds bytes per second and CPU-seconds per GB of one run."""
 
     rate: float
     cpu: float
@@ -57,7 +57,7 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pair:
-    """Both sides, one right after the other, and the cores that others used meanwhile."""
+    """Holds one run of each side, taken right after each other, and the cores that others used meanwhile."""
 
     mine: Sample
     theirs: Sample | None
@@ -85,7 +85,7 @@ def cpu_seconds() -> float:
 
 
 def fill(daemon: SwapDaemon, arena: Arena, size: int) -> None:
-    """Random bytes in the arena, and through it in the whole file: extents written, nothing to compress."""
+    """Fills the arena, and through it the whole file, with random bytes: the extents are written and do not compress."""
     memory = np.frombuffer(arena.view(0, arena.size), np.uint64)
     memory[:] = np.random.default_rng(0).integers(0, 1 << 63, memory.size, dtype=np.uint64)
     for offset in range(0, size, SPAN):
@@ -93,7 +93,8 @@ def fill(daemon: SwapDaemon, arena: Arena, size: int) -> None:
 
 
 def spans(mode: str, size: int) -> Iterator[tuple[str, int, int]]:
-    """(operation, store offset, size): the file once; for both, its first half is read while the second is written."""
+    """Yields (operation, store offset, size) once over the file. For both at once, the first half is read while the second is
+    written."""
     if mode != "both":
         for offset in range(0, size, SPAN):
             yield mode, offset, min(SPAN, size - offset)
@@ -105,7 +106,7 @@ def spans(mode: str, size: int) -> Iterator[tuple[str, int, int]]:
 
 
 def ours(daemon: SwapDaemon, mode: str, size: int, arena_spans: int) -> Sample:
-    """The file through the daemon, with enough requests outstanding that it never runs dry."""
+    """Moves the file through the daemon, with enough requests outstanding that it is never idle."""
     waiting: deque[int] = deque()
     moved = 0
     cpu, begin = cpu_seconds(), time.perf_counter()
@@ -122,7 +123,7 @@ def ours(daemon: SwapDaemon, mode: str, size: int, arena_spans: int) -> Sample:
 
 
 def fio(path: Path, mode: str, size: int, block: int, depth: int) -> Sample:
-    """The same bytes by fio: one job, or a reading and a writing one side by side."""
+    """Moves the same bytes by fio: one job, or a reading and a writing one side by side."""
     common = [
         "fio", "--output-format=json", "--thread", "--ioengine=io_uring", "--direct=1", f"--bs={block}",
         f"--iodepth={depth}", f"--filename={path}", "--mem=malloc", "--scramble_buffers=0", "--iomem_align=2m",
@@ -157,7 +158,7 @@ def describe(name: str, samples: list[Sample]) -> str:
 
 
 def take_pair(mode: str, daemon: SwapDaemon, path: Path, size: int, args: argparse.Namespace, turn: int) -> Pair:
-    """Both sides once; who begins alternates."""
+    """Runs both sides once. The order alternates."""
     with_fio = shutil.which("fio") is not None
     taken: dict[str, Sample | None] = {"fuyou": None, "fio": None}
     others = BackgroundLoad()
@@ -172,7 +173,7 @@ def take_pair(mode: str, daemon: SwapDaemon, path: Path, size: int, args: argpar
 
 
 def compare(mode: str, daemon: SwapDaemon, path: Path, size: int, args: argparse.Namespace) -> list[Row]:
-    """Measures and prints one mode; its bars."""
+    """Measures and prints one mode, and judges its bars."""
     pairs = [take_pair(mode, daemon, path, size, args, turn) for turn in range(1 + args.pairs)][1:]  # the first warms up
     while sum(pair.others < QUIET_CORES for pair in pairs) < args.pairs and len(pairs) < 4 * args.pairs:
         pairs.append(take_pair(mode, daemon, path, size, args, len(pairs)))
@@ -180,7 +181,7 @@ def compare(mode: str, daemon: SwapDaemon, path: Path, size: int, args: argparse
 
 
 def judge(mode: str, pairs: list[Pair], args: argparse.Namespace) -> list[Row]:
-    """Prints the quiet pairs where there are enough, else all of them, which then show nothing."""
+    """Prints the quiet pairs if there are enough. Otherwise prints all of them and judges nothing."""
     quiet = [pair for pair in pairs if pair.others < QUIET_CORES]
     chosen = quiet if len(quiet) >= args.pairs else pairs
     note = "" if len(quiet) >= args.pairs else " (NOT QUIET: other processes were busy)"

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""The quantised layouts: our bytes beside bitsandbytes' own, and how fast both read and write them on the CPU.
+"""Compares the quantised layouts: our bytes with bitsandbytes' own, and how fast both read and write them on the CPU.
 
-First every byte of nf4, doubly quantised nf4 and int8 is compared, both ways, for float32 and bfloat16 values of several
-sizes. Then both decode and encode; samples are interleaved (A B, A B, ...) and medians are over those during which other
-processes used less than 0.15 cores, where there are at least three.
+First it compares every byte of nf4, doubly quantised nf4 and int8, both ways, for float32 and bfloat16 values of several sizes.
+Then both sides decode and encode. Samples are interleaved (A B, A B, ...). Medians are over samples during which other
+processes used less than 0.15 cores, if there are at least three.
 
-bitsandbytes is no dependency of fuyou: `pip install bitsandbytes`, or name its folder in PYTHONPATH.
-Exit codes: 0 every byte is equal, 1 one differs, 3 bitsandbytes is not installed and nothing was compared.
+bitsandbytes is no dependency of fuyou: `pip install bitsandbytes`, or name its folder in PYTHONPATH. Exit codes: 0 every byte
+is equal, 1 one differs, 3 bitsandbytes is not installed and nothing was compared.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def ours_nf4(values: torch.Tensor, dtype: str, workers: Workers) -> tuple[np.nda
 
 
 def nf4_differences(count: int, dtype: str) -> Iterator[int]:
-    """Counts bytes that differ: codes, maxima, doubly quantised maxima and theirs, then everything decoded."""
+    """Counts bytes that differ: codes, maxima, doubly quantised maxima and their scales, then all decoded values."""
     from bitsandbytes import functional
 
     values = drawn(count, dtype)
@@ -118,7 +118,7 @@ def compare() -> Iterator[Row]:
 
 
 def comparisons(params: int, workers: Workers, *, peer: bool) -> Iterator[tuple[str, int, dict[str, Step]]]:
-    """Yields a name, the bytes a parameter takes on both sides, and a step by side."""
+    """Yields a name, the bytes that a parameter takes on both sides, and a step by side."""
     values, rows = drawn(params, "bfloat16"), params // COLUMNS
     packed, maxima = ours_nf4(values, "bfloat16", workers)
     codes, most = np.empty(params, np.int8), np.empty(rows, np.float32)

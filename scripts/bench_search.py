@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""How long the search for a plan takes: seconds of `planner.search.search` alone, without reading the model or the recipe.
+"""Measures how long the search for a plan takes: `planner.search.search` alone, without reading the model or the recipe.
 
     python scripts/bench_search.py [--times 3] [--results DIR]
     needs no GPU and no drives; two minutes where the bar is kept
-    trying the script itself: --quick, 13B alone, one search each
+    to try the script itself: --quick, 13B alone, one search each
 
-The models are configurations of tests/engine/configs, the machine is described by its parts, and every variant is the default
-recipe with the settings that its line names, micro-batches of one row. A line is the median over the searches of one variant
-that follow a first one, which is not counted. A search is one thread: where it takes clearly longer than the processor worked
-for it, others had its core, and a line that is too long for that is not judged.
+The models are configurations of tests/engine/configs. The machine is described by its parts. Every variant is the default
+recipe with the settings that its line names, with micro-batches of one row. A line is the median over the searches of one
+variant; the first search is not counted. A search is one thread. If it takes clearly longer than its processor time, others had
+its core, and a line that is too long for that reason is not judged.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ UNCLIPPED, RECOMPUTED = "train.clip_grad_norm=null", "offload.activations=recomp
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """A configuration, and what differs from the defaults (clipped, everything open)."""
+    """Names a configuration and what differs from the defaults (clipped, everything open)."""
 
     model: str
     settings: tuple[str, ...] = ()
@@ -55,7 +55,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """Of one search: its seconds, and those that the processor worked for it."""
+    """Holds the seconds of one search, and the seconds that the processor worked for it."""
 
     wall: float
     processor: float
@@ -63,7 +63,7 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timed:
-    """The searches of one variant; each does the same."""
+    """Holds the searches of one variant; all do the same."""
 
     case: Case
     stages: int  # of the model
@@ -86,7 +86,7 @@ QUICK = tuple(case for case in WHOLE if case.model == SMALL)
 
 
 def asked_of(case: Case, hardware: HardwareProfile) -> tuple[ModelSpec, HardwareProfile, PlanRequest]:
-    """What `fuyou plan --hardware` hands to the search. It also searches, once."""
+    """Returns what `fuyou plan --hardware` hands to the search. It also searches once."""
     train = {"max_steps": 1000, "batch_size": 32, "micro_batch_size": 1}
     with recipe_of(known_config(case.model), length=1024, train=train, overrides=case.settings) as loaded:
         planned = planned_elsewhere(loaded, hardware)

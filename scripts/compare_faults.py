@@ -1,15 +1,20 @@
 #!/usr/bin/env python3
-"""fuyou and DeepSpeed's NVMe offload under the same misfortunes, in one table.
+"""Shows what fuyou and DeepSpeed's NVMe offload do under the same faults, in one table.
 
     sudo python scripts/compare_faults.py --work DIR --deepspeed DIR/bin/python
     half an hour on two cores; root for the disk that runs full (a file system in a file)
 
-`--deepspeed` is a Python that has DeepSpeed, torch and transformers; its operators are compiled at first use (libaio's headers
-are needed). Without it that half of the table says so. Each side is compared with itself: a run that is stopped after half of
-its steps and gone on with, one whose disk is full from the first step on, one whose tensors have odd sizes (and one with even
-sizes: what of a difference is not theirs), one that saves the same state twice, and one of whose saved state a bit has flipped.
-What is asked: nothing is lost, nothing wrong is computed in silence, and an error says what it is. Models of a million
-parameters; DeepSpeed runs on its CPU accelerator.
+`--deepspeed` is a Python that has DeepSpeed, torch and transformers. Its operators are compiled at first use (libaio's headers
+are needed). Without it that half of the table says so. Each side is compared with itself, in five kinds of runs:
+
+- a run that is stopped after half of its steps and continued
+- a run whose disk is full from the first step on
+- a run whose tensors have odd sizes, beside one with even sizes that shows which differences have another cause
+- a run that saves the same state twice
+- a run in whose saved state a bit has flipped
+
+Asked: nothing is lost, nothing wrong is computed without an error, and an error says what it is. Models have a million
+parameters. DeepSpeed runs on its CPU accelerator.
 """
 
 from __future__ import annotations
@@ -61,7 +66,7 @@ def ours(place: Place, name: str, model: Path) -> Row:
 
 
 def theirs(rival: Rival | None, name: str, model: Path) -> Row:
-    """Never a verdict on us."""
+    """Makes a row of the other side. It never judges us."""
     asked, _, run = SCENARIOS[name]
     if rival is None:
         return missing(f"{name}: DeepSpeed", asked, "no --deepspeed")

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Everything that reads a file somebody else may have written, beside inputs that nobody meant: recipes, configurations,
-safetensors headers and their index, tokenizer files, data, manifests, part and plan files, profiles of machines.
+"""Feeds changed files to everything in fuyou that reads a file of somebody else: recipes, configurations, safetensors headers
+and their index, tokenizer files, data, manifests, part and plan files, profiles of machines.
 
     python scripts/fuzz_parsers.py [--runs 1000000] [--seed 0] [--parsers manifest index ...] [--results DIR]
-    needs no GPU and no model; ten minutes or so
+    needs no GPU and no model; about ten minutes
 
-An input is a real file with one to three changes: of its bytes, its lines, or the JSON that it is. It must be taken, or refused
-with one error and exit code 2. The first that is not ends the script with exit code 1, and is saved. What comes to an outcome
-of a new kind is kept in the corpus, which is run first; the same seed and corpus make the same inputs.
+An input is a real file with one to three changes: of its bytes, its lines, or its JSON. The reader must take it, or refuse it
+with one error and exit code 2. The first input that ends otherwise is saved and ends the script with exit code 1. An input with
+a new kind of outcome is kept in the corpus, which runs first. The same seed and corpus make the same inputs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PARSERS = {parser.name: parser for parser in (*LIGHT, *HEAVY)}
 
 
 def shares(parsers: Sequence[Parser], runs: int) -> dict[str, int]:
-    """How many of the runs each gets; together no fewer than asked for."""
+    """Divides the runs among the parsers; together they get at least as many as asked for."""
     whole = sum(parser.share for parser in parsers)
     return {parser.name: -int(-runs * parser.share // whole) for parser in parsers}
 
@@ -45,7 +45,7 @@ def row(name: str, tally: Tally) -> Row:
 
 
 def rows(parsers: Sequence[Parser], *, runs: int, seed: int, corpus: Path) -> Iterator[Row]:
-    """One for each parser, as it is done, then one for all."""
+    """Yields a row per parser when it is done, then one for all."""
     began, total, wanted = time.perf_counter(), 0, shares(parsers, runs)
     what, asked = "executions without a crash", f">= {runs:,}"
     with tempfile.TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else None) as scratch:
@@ -69,7 +69,7 @@ def rows(parsers: Sequence[Parser], *, runs: int, seed: int, corpus: Path) -> It
 
 
 def _saved(error: Crashed, corpus: Path) -> Path:
-    """Where the input is now: beside what was kept, so that it is run first from now on."""
+    """Saves the input beside those that were kept, so that it runs first from now on. Returns its path."""
     path = corpus / error.parser.name / f"crash-{name_of(error.data)}"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(error.data)

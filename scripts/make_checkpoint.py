@@ -3,8 +3,8 @@
 
     python scripts/make_checkpoint.py --shape 50m --out models/50m --dtype bfloat16 --tokenizer-text corpus.txt
 
-Peak memory is a few pieces of 16 MiB whatever the shape (training the tokenizer takes a small multiple of its text).
-The same arguments give the same bytes.
+Peak memory is a few pieces of 16 MiB for every shape. Training the tokenizer takes a small multiple of its text. The same
+arguments give the same bytes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ SHAPES = {
 
 
 def tensors_of(shape: Shape, dtype: str) -> list[OutTensor]:
-    """Every tensor of the untied model, in the order in which it computes with them."""
+    """Lists every tensor of the untied model, in the order in which the model computes with them."""
     hidden, intermediate = shape.hidden, shape.intermediate
     kv = hidden // shape.heads * shape.kv_heads
     block = {
@@ -77,7 +77,7 @@ def tensors_of(shape: Shape, dtype: str) -> list[OutTensor]:
 
 
 def random_weights(tensors: list[OutTensor], seed: int) -> Callable[[OutTensor, int, int], memoryview]:
-    """Draws pieces of tensors in order: each tensor has a stream of its own, whatever the sizes of its pieces."""
+    """Draws pieces of tensors in order. Each tensor has its own random stream, so piece sizes do not matter."""
     numbers = {tensor.name: number for number, tensor in enumerate(tensors)}
     stream = np.random.default_rng(0)
 
@@ -99,8 +99,8 @@ def random_weights(tensors: list[OutTensor], seed: int) -> Callable[[OutTensor, 
 
 
 def repeated_weights(tensors: list[OutTensor], seed: int) -> Callable[[OutTensor, int, int], memoryview]:
-    """The same first million numbers of each tensor, again and again to its end: a tenth of the time. Their count is odd, so
-    that no two rows of a matrix are alike."""
+    """Repeats the first million numbers of each tensor to its end, in a tenth of the time. Their count is odd, so that no two
+    rows of a matrix are alike."""
     read, drawn = random_weights(tensors, seed), np.empty(0, np.uint16)
 
     def read_again(tensor: OutTensor, first: int, wanted: int) -> memoryview:
@@ -113,7 +113,7 @@ def repeated_weights(tensors: list[OutTensor], seed: int) -> Callable[[OutTensor
 
 
 def rounded_to_bfloat16(values: np.ndarray) -> np.ndarray:
-    """The upper halves of finite float32 values, rounded to nearest, ties to even: uint16 patterns."""
+    """Returns the upper halves of finite float32 values, rounded to nearest, ties to even, as uint16 patterns."""
     bits = values.view(np.uint32)
     return ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
 
@@ -144,7 +144,7 @@ def config_of(shape: Shape, dtype: str) -> dict[str, object]:
 
 
 def tokenizer_files(text: Path, vocabulary: int) -> dict[str, bytes | Path]:
-    """A byte-level BPE tokenizer trained on `text`: any string goes in and comes back unchanged."""
+    """Trains a byte-level BPE tokenizer on `text`: any string goes in and comes back unchanged."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -172,7 +172,7 @@ def tokenizer_files(text: Path, vocabulary: int) -> dict[str, bytes | Path]:
 
 
 def texts_of(path: Path) -> Iterator[str]:
-    """The lines of a text file, or every string of a JSON-lines file."""
+    """Yields the lines of a text file, or every string of a JSON-lines file."""
     with path.open(encoding="utf-8") as file:
         for line in file:
             if path.suffix == ".jsonl":

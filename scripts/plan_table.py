@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""What plans promise on an RTX 4090: seconds of a step, tokens per second, TB written in 1,000 steps.
+"""Shows what plans promise on an RTX 4090: seconds of a step, tokens per second, TB written in 1,000 steps.
 
     python scripts/plan_table.py [--beside FILE] [--checkout DIR] [--results DIR]
     needs no GPU and no drives; a few minutes
-    trying the script itself: --quick, one plan; --readme writes the clipped ones into the README's table as well
+    to try the script itself: --quick, one plan; --readme also writes the clipped ones into the README's table
 
-8B, 14B, 32B and 70B (shapes of tests/engine/configs; of 32B, which is not there, the differences from 14B), 64 and 128 GiB of
-RAM, one and two gen4 drives, with clipping and without; 8 rows of 4,096 tokens a step, 1,000 steps, everything else as by
-default. `--checkout` plans with the sources of another checkout, whose C extension is built; `--beside` puts the figures of an
-earlier result below each line.
+The plans are of 8B, 14B, 32B and 70B with 64 and 128 GiB of RAM, one and two gen4 drives, with and without clipping, 8 rows of
+4,096 tokens a step, 1,000 steps, and defaults for the rest. Shapes are in tests/engine/configs; 32B is 14B with the differences
+listed here. `--checkout` plans with the sources of another checkout whose C extension is built. `--beside` prints the figures
+of an earlier result below each line.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def cases() -> Iterator[Case]:
 
 
 def figures_of(case: Case) -> dict[str, Any] | str:
-    """The figures of its plan, or why there is none."""
+    """Returns the figures of its plan, or why there is none."""
     name, differences = MODELS[case.model]
     overrides = [] if case.clipped else ["train.clip_grad_norm=null"]
     hardware = machine_of(f"rtx4090,{case.drives},{case.ram}")
@@ -123,7 +123,7 @@ def row_of(case: Case, values: dict[str, Any] | str, before: Mapping[str, Any] |
 
 
 def kept(path: Path | None) -> dict[str, Mapping[str, Any]]:
-    """Figures of an earlier result, by line."""
+    """Returns the figures of an earlier result, by line."""
     if path is None:
         return {}
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
@@ -131,7 +131,7 @@ def kept(path: Path | None) -> dict[str, Mapping[str, Any]]:
 
 
 def for_readme(rows: Sequence[Row]) -> str:
-    """A line per machine, a column per model, in Markdown."""
+    """Returns a line per machine and a column per model, in Markdown."""
     found = {row.what: row.values for row in rows}
     lines = ["| GPU | RAM | drives | " + " | ".join(MODELS) + " |", "| --- " * (3 + len(MODELS)) + "|"]
     for ram, drives in product(RAM, DRIVES):

@@ -1,19 +1,22 @@
 #!/usr/bin/env python3
-"""The chosen plan beside ten others, measured: is there a faster one?
+"""Measures the chosen plan and ten others: is there a faster one?
 
     sudo python scripts/prove_choice.py --seed 7 --work DIR --data gsm8k/train.jsonl
-    4 combinations up to 350m: 30 GB in DIR, two to three hours on two quiet cores; interrupted, it goes on
-    trying the script itself: --shapes 50m --combinations 1 --turns 1
+    4 combinations up to 350m: 30 GB in DIR, two to three hours on two quiet cores; the same command continues
+    to try the script itself: --shapes 50m --combinations 1 --turns 1
 
 A combination is a model of at most 350M, a dtype, a budget that does not hold all of it, clipping, and a disk held at 0.3, 0.6
-or 0.9 GB/s each way. `fuyou bench RECIPE` measures the machine under these limits, then the plans are made: the planner's, and
-ten others (scripts/proof/alternatives.py says which). First each runs once, the chosen one before, between and after five
-others. Then the two fastest others run again, the chosen plan before and after each of them, as often as `--turns` says: of ten
-equals one would seem the fastest by chance, and the machine's speed comes and goes. What counts is the chosen plan's time over
-that of the run between its two, the median of all turns.
-All of them, the chosen one too, are made for 64 MiB less than the recipe's budget: a plan made elsewhere is refused where the
-process that runs it is a little larger than the one that made it. So the chosen one is what `fuyou finetune` would choose with
-that much less.
+or 0.9 GB/s each way. `fuyou bench RECIPE` measures the machine under these limits. Then the planner's plan and ten others are
+made (scripts/proof/alternatives.py says which).
+
+First each plan runs once; the chosen one runs before, between and after five others. Then the two fastest others run again
+`--turns` times, with the chosen plan before and after each. One turn is not enough: of ten equal plans one would seem the
+fastest by chance, and the machine's speed changes. The result is the chosen plan's time over that of the run between its two,
+as the median of all turns.
+
+All plans are made for 64 MiB less than the recipe's budget, the chosen one too: a plan made elsewhere is refused if the process
+that runs it is a little larger than the one that made it. So the chosen plan is what `fuyou finetune` would choose with that
+budget.
 """
 
 from __future__ import annotations
@@ -57,7 +60,7 @@ def arguments() -> argparse.Namespace:
 
 
 def drawn(seed: int, count: int, shapes: list[str]) -> list[Case]:
-    """The combinations of a seed. Every shape comes about equally often; one in four is float32, one clips."""
+    """Draws the combinations of a seed. Every shape comes about equally often; one in four is float32, one clips."""
     draw = random.Random(seed)
     columns = spread_evenly(draw, count, shapes, ["bfloat16"] * 3 + ["float32"], [None, None, None, 1.0], RATES)
     cases = []
@@ -73,7 +76,7 @@ def drawn(seed: int, count: int, shapes: list[str]) -> list[Case]:
 
 
 def alternatives(setting: Setting, case: Case, seed: int) -> tuple[list[dict[str, Any]], Case]:
-    """The plans of a case, the chosen one first; and the case on the machine as it was measured for them."""
+    """Returns the plans of a case, the chosen one first, and the case on the machine as it was measured for them."""
 
     def once() -> dict[str, Any]:
         recipe, out = write_recipe(setting, case), setting.work / "alternatives.json"
@@ -93,21 +96,21 @@ def alternatives(setting: Setting, case: Case, seed: int) -> tuple[list[dict[str
 
 
 class Runs:
-    """Of the plans of a case, the chosen one being number 0."""
+    """Runs the plans of a case. The chosen one is number 0."""
 
     def __init__(self, setting: Setting, case: Case, plans: list[dict[str, Any]]) -> None:
         self._setting, self._case, self._plans = setting, case, plans
         self.results: list[list[dict[str, Any]]] = [[] for _ in plans]
 
     def run(self, number: int) -> float:
-        """Seconds of a step of the plan, once more."""
+        """Runs the plan once more. Returns seconds of a step."""
         plan, done = self._plans[number], self.results[number]
         its = replace(self._case, plan=plan["plan"], overrides=tuple(plan["overrides"]), turn=len(done))
         done.append(our_run(self._setting, its))
         return statistics.median(seconds_of(done[-1:]))
 
     def first(self) -> list[int]:
-        """Every plan once; the others, fastest first: by the work that the machine could have done meanwhile."""
+        """Runs every plan once. Orders the others by the work that the machine could have done meanwhile, the fastest first."""
         others = list(range(1, len(self._plans)))
         for part in range(PARTS):
             self.run(0)
@@ -122,7 +125,7 @@ class Runs:
         return statistics.median(seconds_of([result])) * result["speed"]
 
     def ratios(self, finalists: list[int], turns: int) -> dict[int, list[float]]:
-        """Of each of them, every turn: the chosen plan's seconds, before and after it, over its own."""
+        """Returns, for each of them and every turn, the chosen plan's seconds before and after it over its own."""
         found: dict[int, list[float]] = {number: [] for number in finalists}
         before = self.run(0)
         for _ in range(turns):
@@ -134,7 +137,7 @@ class Runs:
 
 
 def seconds_of(results: list[dict[str, Any]]) -> list[float]:
-    """Without the last step of a run, which has no next to fetch for."""
+    """Returns the seconds of steps without a run's last one, which fetches for no next step."""
     return [step["seconds"] for result in results for step in result["steps"][WARM_UP:-1]]
 
 

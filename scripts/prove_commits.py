@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
-"""What commits cost: a run that commits every step beside one that commits nothing, turn about, on the same disk.
+"""Measures what commits cost: a run that commits every step and one that commits nothing take turns on the same disk.
 
     sudo python scripts/prove_commits.py --work DIR --data gsm8k/train.jsonl
-    the 1.1b shape with everything on the ssd: 60 GB in DIR, about an hour on two quiet cores; interrupted, it goes on
-    trying the script itself: --shape 50m --turns 1
+    the 1.1b shape with everything on the ssd: 60 GB in DIR, about an hour on two quiet cores; the same command continues
+    to try the script itself: --shape 50m --turns 1
 
-drive: everything rests on the ssd. Once as the disk is, and once with every flush made to take 20 ms more (proof/shim.c). A
-step's seconds count, and what the kernel writes for the whole run beside what the daemon does: manifests, losses, and what the
-file system makes of them.
+drive: everything rests on the ssd. It runs once with the disk as it is, and once with every flush 20 ms longer (proof/shim.c).
+It compares a step's seconds, and what the kernel writes for the whole run with what the daemon does. The difference is
+manifests, losses, and what the file system makes of them.
+
 ram: the plan's own homes in 8 GiB, where a commit writes what rests in RAM. Three sides take turns: the defaults, no commits,
-and a commit every second step, each planned for the machine as `fuyou bench` measured it on that disk. What one commit costs
-comes from the third side. The default's interval is longer than its run here, so its share of such a commit is added.
+and a commit every second step. Each is planned for the machine as `fuyou bench` measured it on that disk. The third side shows
+the cost of one commit. The default's interval is longer than its run here, so its share of such a commit is added.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def ram(setting: Setting, options: argparse.Namespace) -> list[Row]:
 
 
 def _of_intervals(steps: Sequence[float], every: int | str | None) -> list[float]:
-    """Seconds of a step: of a side that commits within its run, the means from one commit to the next."""
+    """Returns seconds of a step. For a side that commits within its run, these are the means from one commit to the next."""
     each = every if isinstance(every, int) else 1
     return [statistics.fmean(steps[at : at + each]) for at in range(0, len(steps), each)]
 
@@ -113,7 +114,7 @@ def drive(setting: Setting, options: argparse.Namespace) -> list[Row]:
 
 
 def _case(setting: Setting, options: argparse.Namespace, turn: int, *, commits: bool, late: bool) -> Case:
-    """One row a step, so that the store is what a step waits for."""
+    """Returns a case with one row a step, so that a step waits for the store."""
     return Case(
         shape=setting.shape, budget=options.budget, steps=WARM_UP + options.measured + 1, warm_up=WARM_UP, rows=1, micro=1,
         all_on_ssd=True, throttle=RATES, turn=turn, timed=True, watch_counters=True, commit_every=1 if commits else None,
@@ -141,7 +142,7 @@ def _compared(shape: str, ours: list[dict[str, Any]], without: list[dict[str, An
 
 
 def _beside_daemon(run: dict[str, Any]) -> float:
-    """Bytes that the kernel wrote and the daemon did not."""
+    """Returns the bytes that the kernel wrote and the daemon did not."""
     return float(run["kernel_whole"][1] - run["daemon_whole"][1])
 
 

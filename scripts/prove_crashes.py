@@ -1,20 +1,22 @@
 #!/usr/bin/env python3
-"""Killed again and again: runs, loads and exports end as those that nobody killed.
+"""Kills runs, loads and exports again and again: they end like those that nobody killed.
 
     python scripts/prove_crashes.py --work DIR
-    200 kills of each kind, one to two hours on two cores; interrupted, the same command goes on where it was
-    trying the script itself: --kills 8; only kinds whose names begin so: --kinds redo snapshot
+    200 kills of each kind, one to two hours on two cores; the same command continues where it was
+    to try the script itself: --kills 8; only kinds whose names begin so: --kinds redo snapshot
 
-A run of 60 tiny steps that commits every one is killed (SIGKILL) at moments drawn from its first byte in the store to its end,
-most of them put off until the log shows the next commit or update; then it is gone on with by the same command, and killed
-again. After each kill the newest manifest must be at least as new as the last whose folder had been flushed by then, as a log
-of the process's own calls says; each run that comes to its end must have left the states, losses and export of a run nobody
-killed, to the last bit, and none may have found its newest state damaged. Of each kind of run at least three kills in four have
-to fall between a commit's or an update's first write and the flush of the folder that names it. Loads are killed until step 0
-is committed, exports from their first file to their end.
+A run of 60 tiny steps commits every step. It is killed (SIGKILL) at random moments between its first byte in the store and its
+end. Most kills wait until the log shows the next commit or update. The same command continues the run, and it is killed again.
 
-Runs with io_uring, whose I/O that log does not see, are killed at moments drawn in the same way. What was committed is what the
-manifest on the disk says just before, and every extent that is named after the kill must be as it was written.
+After each kill the newest manifest must be at least as new as the last one whose folder had been flushed by then, according to
+a log of the process's calls. Each run that comes to its end must have the states, losses and export of a run nobody killed, to
+the last bit. None may find its newest state damaged. Of each kind of run at least three kills in four must fall between a
+commit's or an update's first write and the flush of the folder that names it. Loads are killed until step 0 is committed,
+exports from their first file to their end.
+
+The log does not see the I/O of io_uring. Runs with it are killed at moments drawn in the same way. What was committed is then
+what the manifest on the disk says just before the kill, and every extent that is named after the kill must be as it was
+written.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ def arguments() -> argparse.Namespace:
 
 
 def killed(setting: Setting, options: argparse.Namespace, place: Place, what: str) -> dict[str, Any]:
-    """Kills of one kind, some at a time."""
+    """Makes the kills of one kind, some at a time."""
     whole = cache(lambda: crashes.reference(place, name, VARIANTS[what]))  # only where something is left to do
     name = f"run{KINDS.index(what)}"
 

@@ -1,17 +1,19 @@
 #!/usr/bin/env python3
-"""Every call on a run's files fails in turn: no hang, no wrong byte, nothing leaked, every error named.
+"""Makes every call on a run's files fail in turn: no hang, no wrong byte, nothing leaked, every error named.
 
     python scripts/prove_faults.py --work DIR --every 1
-    many hours on two cores; --every 20 samples every twentieth point; interrupted, the same command goes on
-    trying the script itself: --every 200 --kinds eio short
+    many hours on two cores; --every 20 samples every twentieth point; the same command continues
+    to try the script itself: --every 200 --kinds eio short
 
-The n-th call fails that a kind of fault can be done to, once or from then on, for n = 1, 2, 3 and on until a run gets through
-without one; in loading a model, in three steps that are committed, in going on from a committed state, and in an export. The
-kinds: EIO, a full disk, a read-only remount, a call to be tried again, an interrupted one, a part done, a bit flipped in what
-was read, up to 10 ms more for every call, so that they end in another order, and a wall clock that is a year ahead and a year
-behind in turn. A run with a fault ends well with the right bytes, or with an error that says what, where and what to do, and
-then the same command ends with the right bytes (scripts/proof/faults.py). What is flipped in a checkpoint or a log that has no
-sum is counted apart. An interrupted call is interrupted 500 times at most: Python tries for ever.
+For n = 1, 2, 3 and on, the n-th call that a kind of fault applies to fails, once or from then on, until a run meets no fault.
+This is done while a model is loaded, in three steps that are committed, in a resumed run, and in an export. The kinds are: EIO,
+a full disk, a read-only remount, a call to be tried again, an interrupted one, a part done, a bit flipped in what was read, up
+to 10 ms more for every call (so that they end in another order), and a wall clock that is in turn a year ahead and a year
+behind.
+
+A run with a fault ends well with the right bytes, or with an error that says what, where and what to do. Then the same command
+ends with the right bytes (scripts/proof/faults.py). Flips in a checkpoint or a log that has no checksum are counted apart. An
+interrupted call is interrupted 500 times at most, because Python retries without end.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ def arguments() -> argparse.Namespace:
 
 
 def struck(setting: Setting, options: argparse.Namespace, place: Place, name: str) -> Iterator[Row]:
-    """Every kind of fault in one scenario."""
+    """Tries every kind of fault in one scenario."""
     scenario = cache(lambda: faults.scenario(place, name))  # only where something is left to do
 
     def sweep(kind: str, how: How) -> dict[str, Any]:

@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""Flipped bits: each one in a committed extent is found and named, and the run goes back behind it.
+"""Flips bits: each one in a committed extent is found and named, and the run falls back to the state before.
 
     python scripts/prove_flips.py --flips 1000 --work DIR
-    about ten minutes on two cores; interrupted, the same command goes on; trying the script itself: --flips 20
+    about ten minutes on two cores; the same command continues; to try the script itself: --flips 20
 
-Tiny runs are stopped, one with a store of each kind: in place, striped over two folders, of snapshots, of redo, and of redo
-killed while updates of its newest state were to be done. Then one bit after another is flipped in an extent of the newest
-state, drawn by the seed. `fuyou verify` (the function behind it) must name that tensor of that stage and nothing else. Every
-`--resumed-every`-th time the run is started again: it must say what is damaged, go back to the state before and end as it had
-ended, to the last bit; and where that state is not whole either, refuse and leave both as they are.
+Tiny runs are stopped, one for each kind of store: in place, striped over two folders, snapshots, redo, and redo killed while
+updates of its newest state were still to be done. Then the script flips one bit after another in an extent of the newest state,
+drawn by the seed. `fuyou verify` (the function behind it) must name that tensor of that stage and nothing else. Every
+`--resumed-every`-th time the run is started again. It must say what is damaged, fall back to the state before and end as it had
+ended, to the last bit. If that state is damaged too, it must refuse and leave both as they are.
 
-Bits of the newest manifest of the stores whose runs had ended are flipped as well: it must never be taken for one, the one
-before it is, and a run that is started again goes on from that to the same end. A bit of the manifest before harms nothing.
+Bits of the newest manifest are flipped as well, in the stores whose runs had ended. A damaged manifest must never be used. The
+one before it is, and a resumed run continues from there to the same end. A flipped bit in the manifest before harms nothing.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def arguments() -> argparse.Namespace:
 def flipped(
     setting: Setting, options: argparse.Namespace, place: Place, kind: str, flipping: str, count: int
 ) -> dict[str, Any]:
-    """Flips in one store, some at a time. `flipping`: bits or manifests."""
+    """Makes the flips in one store, some at a time. `flipping`: bits or manifests."""
     flip, none = {"bits": (flips.flip_bits, Found()), "manifests": (flips.flip_manifests, FoundManifests())}[flipping]
     store = cache(
         lambda: flips.stopped(place, f"{flipping}{[*STORES].index(kind)}", kind)
@@ -60,7 +60,7 @@ def flipped(
 
 
 def shares(total: int, kinds: list[str]) -> dict[str, int]:
-    """How many of all are each kind's."""
+    """Divides the flips among the kinds."""
     return {kind: total // len(kinds) + (number < total % len(kinds)) for number, kind in enumerate(kinds)}
 
 

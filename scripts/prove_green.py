@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Green means green: no test is failed by luck, by its neighbours or by a busy machine.
+"""Shows that green means green: no test fails by luck, by its neighbours or on a busy machine.
 
     python scripts/prove_green.py --work DIR
-    hours on two cores; stopped at any point, the same command goes on; trying it: tests/unit --runs 2 --loaded 1 --examples 200
+    hours on two cores; the same command continues at any point; to try it: tests/unit --runs 2 --loaded 1 --examples 200
 
-Every test file runs `--runs` times, then `--loaded` times while more processes than cores compute, touch memory and write and
-flush files. Short files of one folder share a process of about a minute; beside it runs another (`--side`), as a rule the next
-run of the same files. Each file's outcome is kept by itself, for the code, the helpers of the tests and the file: a change of
+Every test file runs `--runs` times. Then it runs `--loaded` times while more processes than cores compute, touch memory, and
+write and flush files. Short files of one folder share a process of about a minute. Another process runs beside it (`--side`),
+usually the next run of the same files. Each file's outcome is kept for the code, the tests' helpers and the file; a change of
 these runs it again. Every property draws `--examples` examples, in pieces with a seed each, the fastest property first. The
-native tests count as two files, one per sanitizer, where `scripts/test` has built them. Files and folders may be named;
-`--only` picks parts. The runs take a little more than 13 times the processor time of `scripts/test`.
+native tests count as two files, one per sanitizer, if `scripts/test` has built them. Files and folders may be named; `--only`
+picks parts. The runs take a little more than 13 times the processor time of `scripts/test`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def arguments() -> argparse.Namespace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Session:
-    """What is asked, what there is of it already, and until when more is begun."""
+    """Holds what is asked, what is already done, and until when more is begun."""
 
     options: argparse.Namespace
     work: Path
@@ -69,17 +69,17 @@ class Session:
         return f"{kind} {number} of {name} [{self.tested[name.partition('::')[0]]}]"
 
     def outcomes(self, kind: str, name: str) -> list[dict[str, Any]]:
-        """Of the runs, or pieces, that are over."""
+        """Returns the outcomes of runs or pieces that are over."""
         begin, end = f"{kind} ", f" of {name} [{self.tested[name.partition('::')[0]]}]"
         kept = list(self.progress.kept.items())  # others add to it meanwhile
         return [record["value"] for key, record in kept if key.startswith(begin) and key.endswith(end)]
 
     def seconds(self, name: str) -> float:
-        """What a file takes, as its runs so far say."""
+        """Returns how long a file takes, according to its runs so far."""
         return max((run["seconds"] for run in self.outcomes("runs", name)), default=UNKNOWN_SECONDS)
 
     def side_by_side(self, jobs: Iterable[Callable[[], object]]) -> None:
-        """Begins one after the other, as many at a time as `--side` says, until the time is over."""
+        """Begins one after the other, at most `--side` at a time, until time is up."""
         waiting, lock = iter(jobs), threading.Lock()
 
         def work() -> None:
@@ -113,7 +113,7 @@ def batches(session: Session, names: Sequence[str]) -> list[list[str]]:
 
 
 def run_all(session: Session, kind: str, names: Sequence[str], times: int) -> None:
-    """Runs every file so often. The first runs tell what a file takes, and so who shares its process later."""
+    """Runs every file so often. The first runs show how long a file takes, and so which files share its process later."""
     together = min(times, session.options.side)
     for numbers in (range(1, together + 1), range(together + 1, times + 1)):
         jobs = [(batch, number) for batch in batches(session, names) for number in numbers]
@@ -138,7 +138,7 @@ def run_batch(session: Session, kind: str, batch: Sequence[str], number: int) ->
 
 
 def judged(session: Session, kind: str, names: Sequence[str], times: int) -> list[Row]:
-    """A row per folder, and one per file with failures."""
+    """Returns a row per folder, and one per file with failures."""
     rows, folders = [], dict[str, list[str]]()
     for name in names:
         folders.setdefault("/".join(name.split("/")[:2]), []).append(name)
@@ -183,12 +183,12 @@ def seconds_each(pieces: Sequence[dict[str, Any]]) -> float:
 
 
 def is_over(pieces: Sequence[dict[str, Any]], asked: int) -> bool:
-    """A failure ends it too: the rest would find the same."""
+    """Tells whether a property is done. A failure ends it too: other pieces would find the same."""
     return drawn(pieces) >= asked or any(piece["exhausted"] or piece["failures"] for piece in pieces)
 
 
 def draw_all(session: Session, tests: Sequence[str], asked: int) -> None:
-    """First a few of each, which says what an example costs; then the rest, the fastest property first."""
+    """Draws a few examples of each property to learn what one costs, then the rest, the fastest property first."""
 
     def piece(test: str, examples: int) -> None:
         number = len(session.outcomes("examples", test)) + 1
@@ -231,7 +231,7 @@ def judged_examples(session: Session, tests: Sequence[str], asked: int) -> list[
 
 
 def content(names: Iterable[str]) -> dict[str, str]:
-    """A name for each file's content and that of what all tests share."""
+    """Names each file's content together with that of what all tests share."""
     shared = [path for path in sorted((ROOT / "tests").rglob("*.py")) if not path.name.startswith("test_")]
     return {name: digest([ROOT / name, *shared] if name not in NATIVE else []) for name in names}
 

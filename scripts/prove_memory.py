@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Larger than memory: a model's import, load, training and export inside a memory cgroup, beside what was predicted.
+"""Trains a model larger than memory: import, load, training and export inside a memory cgroup, beside what was predicted.
 
     sudo python scripts/prove_memory.py --work DIR --data gsm8k/train.jsonl
-    the 1.1b shape: 40 GB in DIR, about an hour on two cores; interrupted, the same command goes on
-    trying the script itself: --shape 50m --steps 2 --budgets 768MiB 1GiB --data FILE (a minute or two)
+    the 1.1b shape: 40 GB in DIR, about an hour on two cores; the same command continues
+    to try the script itself: --shape 50m --steps 2 --budgets 768MiB 1GiB --data FILE (a minute or two)
 
-The first budget's run trains `--steps` steps of 8,192 tokens with clipping 1.0 and exports; the others train three.
-Each runs in a memory cgroup of exactly its budget. Memory is RssAnon of all its processes, sampled every 20 ms, plus
-what the kernel holds for them; what was predicted is what that very run wrote into its log before its first step.
+The run with the first budget trains `--steps` steps of 8,192 tokens with clipping 1.0 and exports; the others train three. Each
+runs in a memory cgroup of exactly its budget. Memory is the RssAnon of all its processes, sampled every 20 ms, plus what the
+kernel holds for them. The prediction is what that run wrote into its log before its first step.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def arguments() -> argparse.Namespace:
 
 
 def whole_job(case: Case, result: dict) -> Row:
-    """Everything in one group of exactly the budget, not killed."""
+    """Does everything in one group of exactly the budget; nothing may be killed."""
     what = f"{case.shape}: import, load, {case.steps} steps, export inside {gib(case.budget)}"
     asked = f"not killed, {case.steps} steps, exported"
     if not result["enforced"]:
@@ -60,7 +60,7 @@ def whole_job(case: Case, result: dict) -> Row:
 
 
 def predicted_rows(case: Case, result: dict) -> list[Row]:
-    """Measured <= predicted <= 1.10 x measured."""
+    """Checks measured <= predicted <= 1.10 x measured."""
     what = f"{case.shape} at {gib(case.budget)}, {case.steps} steps"
     asked = f"measured <= predicted <= {TIGHTNESS:g} x measured"
     predicted = result["plan"].get("predicted_cpu_peak")
@@ -85,7 +85,7 @@ def predicted_rows(case: Case, result: dict) -> list[Row]:
 
 
 def untouched_rows(setting: Setting) -> list[Row]:
-    """A small model with all the memory it can use, and with four times that."""
+    """Runs a small model with all the memory it can use, and with four times that."""
     shape, enough, huge = SMALL
     peaks, rows = [], []
     for budget in (enough, huge):

@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""A GPU that never waits, as far as a machine without one can show it: an RTX 4090 beside drives and memory, all of it paced.
+"""Shows that a GPU never waits, as far as a machine without one can: an RTX 4090, drives and memory, all paced.
 
 A tiny model runs through the real executor, plan, arena, store, daemon and update threads, on an emulated device. Bytes and
-FLOPs are scaled so that they stand to each other as those of Llama-3-8B's or 70B's blocks on `rtx4090,2xgen4,128GiB`; all times
-are longer by one factor, so that a busy processor keeps up (scripts/proof/paced.py).
+FLOPs have the same ratios as those of Llama-3-8B's or 70B's blocks on `rtx4090,2xgen4,128GiB`. All times are longer by one
+factor, so that a busy processor keeps up (scripts/proof/paced.py).
 
     ratios      the planner's own choice at 8B- and 70B-like ratios: the bound (the busiest resource) over the measured step
     placements  twelve drawn by a seed: homes, clipping, kept outputs, sweeps, micro-batches: simulated beside measured
-    delays      200 runs whose transfers, copies and updates are late by random times: losses and weights bitwise as one's that
-                nothing delays
+    delays      200 runs whose transfers, copies and updates are late by random times: losses and weights bitwise equal to
+                those of a run without delays
 
-No GPU takes part. What a real one adds (launches, kernels, its driver) these figures do not hold.
+No GPU takes part. These figures do not include what a real one adds (launches, kernels, its driver).
 """
 
 from __future__ import annotations

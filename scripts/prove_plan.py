@@ -1,15 +1,14 @@
 #!/usr/bin/env python3
-"""The plan beside the run: time, memory and bytes of a step as planned, on combinations drawn by a seed.
+"""Compares plans with runs: time, memory and bytes of a step, on combinations drawn by a seed.
 
     python scripts/prove_plan.py --seed 7 --work DIR --data gsm8k/train.jsonl
-    12 combinations up to 1.1b: 60 GB in DIR, an hour and a half on two quiet cores; interrupted, the same command goes on
-    trying the script itself: --shapes 50m --combinations 2
+    12 combinations up to 1.1b: 60 GB in DIR, an hour and a half on two quiet cores; the same command continues
+    to try the script itself: --shapes 50m --combinations 2
 
-Every combination is a model (50M to 1.1B), a dtype, a budget between 2 and 8 GiB, everything on the ssd or mixed, clipping
-on or off, and a disk held at 0.3, 0.6 or 0.9 GB/s each way. `fuyou bench RECIPE` makes the profile first, under the same
-limits; nothing is taken over from earlier runs. Where the machine itself was faster or slower during the run than during the
-bench (scripts/proof/pace.py looks), both are done again, and a combination of which no try was on one machine counts
-neither way.
+Every combination is a model (50M to 1.1B), a dtype, a budget between 2 and 8 GiB, everything on the ssd or mixed, clipping on
+or off, and a disk held at 0.3, 0.6 or 0.9 GB/s each way. `fuyou bench RECIPE` makes the profile first, under the same limits;
+earlier profiles are not used. If the machine was faster or slower during the run than during the bench (scripts/proof/pace.py
+looks), both are done again. A combination without such a try is not counted.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def arguments() -> argparse.Namespace:
 
 
 def drawn(seed: int, count: int, shapes: list[str]) -> list[Case]:
-    """The combinations of a seed. Each value comes about equally often."""
+    """Draws the combinations of a seed. Each value comes about equally often."""
     values = (shapes, ["bfloat16", "bfloat16", "float32"], BUDGETS, [True, False], [None, 1.0], RATES, ROWS)
     columns = spread_evenly(random.Random(seed), count, *values)
     cases = []
@@ -63,7 +62,7 @@ def drawn(seed: int, count: int, shapes: list[str]) -> list[Case]:
 
 
 def compared(case: Case, result: dict) -> tuple[float, list[Row]]:
-    """The error of the time, and a line for each thing that was predicted."""
+    """Returns the error of the time, and a line for each prediction."""
     plan, steps = result["plan"], result["steps"][WARM_UP:-1]  # the last has no next to fetch for
     seconds = statistics.median(step["seconds"] for step in steps)
     spread = max(step["seconds"] for step in steps) / min(step["seconds"] for step in steps)

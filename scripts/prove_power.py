@@ -1,17 +1,18 @@
 #!/usr/bin/env python3
-"""Power cuts replayed from a log: whatever of the unflushed a disk has kept, no commit is lost.
+"""Replays power cuts from a log: no commit is lost, whichever unflushed writes the disk has kept.
 
     python scripts/prove_power.py --work DIR
-    500 cuts of five recorded runs, about 40 minutes on two cores; interrupted, the same command goes on
-    trying the script itself: --points 10
+    500 cuts of five recorded runs, about 40 minutes on two cores; the same command continues
+    to try the script itself: --points 10
 
-Every call below the folder of a run's store is recorded, with what was written: of runs from their beginning, in place, of
-redo, of snapshots and striped over two folders, and of one that goes on from a stopped one. For each cut, drawn from all
-moments of the log and from those of its commits in turn, the folder is rebuilt as a disk could hold it
-(scripts/proof/disk.py): flushed writes are there, others are there, missing or torn; names are there for certain once their
-folder was flushed. The real command then goes on from it to the end. There must be a state at least as new as the last that
-was durable at the cut, and whole, so that no run goes back behind it; and in the end the states, losses and export of the
-recorded run, bitwise.
+Every call below the folder of a run's store is recorded, with its data. The runs are: in place, redo, snapshots and striped
+over two folders from their beginning, and one that continues a stopped run. Cuts are drawn in turn from all moments of the log
+and from those of its commits. For each cut the folder is rebuilt as a disk could hold it (scripts/proof/disk.py): flushed
+writes are there; others are there, missing or torn; names are certain once their folder was flushed. The real command then
+continues from it to the end.
+
+There must be an intact state at least as new as the last one that was durable at the cut, so that no run falls back behind it.
+In the end the states, losses and export must be those of the recorded run, bitwise.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def arguments() -> argparse.Namespace:
 
 
 def cut(setting: Setting, options: argparse.Namespace, place: Place, what: str, points: int) -> dict[str, Any]:
-    """Cuts of one recorded run, some at a time."""
+    """Makes the cuts of one recorded run, some at a time."""
     changes, resumed_at = RUNS[what]
     name = f"run{[*RUNS].index(what)}"
     recording = cache(lambda: power.recorded(place, name, changes, steps=options.steps, resumed_at=resumed_at))

@@ -1,18 +1,19 @@
 #!/usr/bin/env python3
-"""Fast: beside PyTorch in memory, beside the bound that disk and processor set, and beside DeepSpeed on that disk.
+"""Measures speed beside PyTorch in memory, beside the bound of disk and processor, and beside DeepSpeed on that disk.
 
     sudo python scripts/prove_speed.py compute ssd deepspeed --work DIR --data gsm8k/train.jsonl --peers bench/
-    the 1.1b shape: 40 GB in DIR and 21 GiB of memory free for `compute`, hours in all; interrupted, it goes on
-    trying the script itself: compute ssd --shape 50m --turns 1 --data FILE
+    the 1.1b shape: 40 GB in DIR and 21 GiB of memory free for `compute`, hours in all; the same command continues
+    to try the script itself: compute ssd --shape 50m --turns 1 --data FILE
 
-compute: 8,192 tokens per step in 2 GiB beside plain PyTorch with everything in memory; 350m where 1.1b does not fit it.
-ssd: 512 tokens per step, disk held at 0.6 + 0.6 GB/s (fio's concurrent mix shows it), beside the larger of the disk's
-time and compute alone plus the CPU-seconds of updates and I/O. deepspeed: its NVMe offload on the same disk; where it
-cannot be run, the ratio to a recorded figure or a floor is reported, which shows nothing.
-Sides take turns (ABAB); a turn is one warm-up (beside the bound also two, see SETTLED) and `--measured` steps in a new process.
-Each of our runs must stay within its budget, by its own samples of its memory. Speed is asked for with clipping off; with
-clipping the same is reported (--clipping off leaves that out). A run of either side during which others were busy says so
-and is not kept: the same command measures it again.
+compute: 8,192 tokens per step in 2 GiB beside plain PyTorch with everything in memory; 350m if 1.1b does not fit. ssd: 512
+tokens per step, the disk held at 0.6 + 0.6 GB/s (fio's concurrent mix shows it), beside the larger of the disk's time and
+compute alone plus the CPU-seconds of updates and I/O. deepspeed: its NVMe offload on the same disk. If it cannot run, the ratio
+to a recorded figure or a floor is reported, which shows nothing.
+
+Sides take turns (ABAB). A turn is one warm-up (beside the bound also two, see SETTLED) and `--measured` steps in a new process.
+Each of our runs must stay within its budget, by its own memory samples. The bars are for clipping off; the same is reported
+with clipping (--clipping off leaves that out). A run of either side during which others were busy says so and is not kept: the
+same command measures it again.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def arguments() -> argparse.Namespace:
 
 
 def measured_steps(results: list[dict[str, Any]], *, tail: bool) -> list[dict[str, Any]]:
-    """Steps after the warm-up, without the last where it is there only so that the others have a next."""
+    """Returns the steps after the warm-up, without the last one if it is there only so that the others have a next."""
     return [step for result in results for step in result["steps"][result["warm_up"] : -1 if tail else None]]
 
 
@@ -74,7 +75,7 @@ def quiet(results: list[dict[str, Any]]) -> str:
 
 
 def memory_row(what: str, results: list[dict[str, Any]]) -> Row:
-    """The largest sample of our own memory, warm-up and last step included, beside the budget."""
+    """Compares the largest sample of our own memory with the budget, warm-up and last step included."""
     budget = results[0]["plan"]["budget"]
     peaks = [max(step["ram_peak"] for step in result["steps"]) for result in results]
     note = f"the largest that each run sampled of its own memory: {', '.join(gib(peak) for peak in peaks)}"
@@ -131,7 +132,7 @@ def compute_rows(shape: str, clip: float | None, mine: list[dict], theirs: list[
 
 
 def shape_for_memory(shape: str) -> tuple[str, str]:
-    """The shape that plain PyTorch can hold here, for both sides, and a word where it is a smaller one."""
+    """Returns the shape that plain PyTorch can hold here, for both sides, and a note if it is a smaller one."""
     # Weights, gradients, masters and moments take 18 bytes a parameter; the rest is room for activations.
     needed, free = 18 * int(PARAMETERS[shape]) + 3 * GiB // 2, probe.memory_available()
     if needed <= free or PARAMETERS[shape] <= PARAMETERS[FALL_BACK]:
@@ -142,7 +143,7 @@ def shape_for_memory(shape: str) -> tuple[str, str]:
 
 
 def shared_rows(setting: Setting, case: Case) -> Callable[[], Path]:
-    """What finds the rows our side trains on, or makes them."""
+    """Returns what finds the rows our side trains on, or makes them."""
     return lambda: rows_folder(write_recipe(setting, case))
 
 
@@ -154,7 +155,8 @@ def clippings(options: argparse.Namespace) -> list[float | None]:
 
 
 def ssd_case(setting: Setting, options: argparse.Namespace, *, turn: int, **changed: Any) -> Case:
-    """Ours on the held disk at one row a step; one step more than counts, so that each has a next to fetch for."""
+    """Returns our case on the held disk at one row a step. It has one more step than counts, so that each has a next to fetch
+    for."""
     warm_up = changed.get("warm_up", 1 if changed.get("clip") is None else CLIPPED_WARM_UP)
     base: dict[str, Any] = {"budget": options.budget, "rows": 1, "micro": 1, "warm_up": warm_up}
     base["steps"] = warm_up + options.measured + 1
@@ -198,7 +200,7 @@ def mix_row(mixes: list[dict[str, Any]]) -> Row:
 
 
 def bound_row(what: str, results: list[dict], alone: list[dict], *, judged: bool) -> Row:
-    """A step's time beside the larger of what the disk and what the processor needs at least."""
+    """Compares a step's time with the larger of what the disk and the processor need at least."""
     steps = measured_steps(results, tail=True)
     seconds = median_of(steps, "seconds")
     reading, writing = median_of(steps, "read_bytes") / RATES[0], median_of(steps, "written_bytes") / RATES[1]
@@ -224,7 +226,7 @@ def bound_row(what: str, results: list[dict], alone: list[dict], *, judged: bool
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peer:
-    """DeepSpeed's seconds per step and where they are from."""
+    """Holds DeepSpeed's seconds per step and where they are from."""
 
     seconds: float | None
     source: str
@@ -255,7 +257,7 @@ def deepspeed(setting: Setting, options: argparse.Namespace) -> list[Row]:
 
 
 def peer_of(setting: Setting, options: argparse.Namespace, batch: int, theirs: list[dict], why: str) -> Peer:
-    """What DeepSpeed needs: measured now, recorded, or a floor."""
+    """Returns DeepSpeed's time: measured now, recorded, or a floor."""
     if theirs:
         peak = max(one["cg_peak_gib"] for one in theirs)
         text = f"DeepSpeed {theirs[0]['ds']} now: {spread([one['step_s'] for one in theirs])} s, {peak:.2f} GiB"
@@ -277,7 +279,7 @@ def peer_of(setting: Setting, options: argparse.Namespace, batch: int, theirs: l
 
 
 def faster_row(what: str, bar: float, clip: float | None, results: list[dict], peer: Peer) -> Row:
-    """Their time over ours. Only where both were measured now does it pass or fail."""
+    """Compares their time with ours. It passes or fails only if both were measured now."""
     steps = [step["seconds"] for step in measured_steps(results, tail=True)]
     if peer.seconds is None:
         return missing(what, f">= {bar:g}", f"{peer.source}; ours {spread(steps)} s")

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""A long run is as it was: memory, open files and disk of thousands of tiny steps, each of them committed.
+"""Shows that a long run does not grow: memory, open files and disk of thousands of tiny steps, each committed.
 
     python scripts/prove_steady.py --steps 2000 --work DIR
-    a few minutes on two cores; trying the script itself: --steps 60 --every 5
+    a few minutes on two cores; to try the script itself: --steps 60 --every 5
 
-Looked at from outside every so many steps. Over the second half of the run its memory stays within 2 % or 4 MiB and its open
-files are as many, but for those a commit has open for a moment; over all of it the store has the same files of the same size,
-but for eight bytes a step, which are its loss.
+The script looks at the run from outside every so many steps. Over the second half its memory stays within 2 % or 4 MiB. It has
+as many open files, but for those that a commit opens for a moment. Over the whole run the store has the same files of the same
+size, plus eight bytes a step for its loss.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
-"""Traffic: bytes per step by the daemon and by the kernel, beside the plan and beside 26 bytes per parameter.
+"""Compares bytes per step, counted by the daemon and by the kernel, with the plan and with 26 bytes per parameter.
 
     python scripts/prove_traffic.py --work DIR --data gsm8k/train.jsonl
-    the 1.1b shape: 40 GB in DIR, about 15 minutes on two cores; interrupted, the same command goes on
-    trying the script itself: --shape 50m --data FILE (a minute or two)
+    the 1.1b shape: 40 GB in DIR, about 15 minutes on two cores; the same command continues
+    to try the script itself: --shape 50m --data FILE (a minute or two)
 
-The kernel's bytes are /proc/PID/io of the run, read from outside, from the end of loading to the run's end; the
-daemon's are its own counters over the same time, as the run logs them at its end, so that nothing in flight at a step's
-end is left out. Three differences from a step among others are known and taken out: the first update reads no states
-(they are zero and were never written), with clipping the last update follows no forward and fetches its weights, and what
-rests in RAM is written once, when the run is saved.
-All on ssd with and without clipping, and as planned for `--budget`.
+The kernel's bytes are /proc/PID/io of the run, read from outside, from the end of loading to the run's end. The daemon's are
+its own counters over the same time, which the run logs at its end, so that nothing in flight at a step's end is left out. Three
+known differences from a normal step are taken out: the first update reads no states (they are zero and were never written);
+with clipping the last update follows no forward and fetches its weights; what rests in RAM is written once, when the run is
+saved.
+
+The settings: all on ssd with and without clipping, and as planned for `--budget`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def arguments() -> argparse.Namespace:
 
 
 def beside_plan(what: str, result: dict, bytes_by: dict[str, tuple[float, float]]) -> list[Row]:
-    """The daemon's and the kernel's bytes within one per cent of the plan's."""
+    """Checks that the daemon's and the kernel's bytes are within one per cent of the plan's."""
     rows = []
     for who in ("daemon", "kernel"):
         for column, direction in enumerate(("read", "written")):
@@ -62,7 +63,7 @@ def beside_plan(what: str, result: dict, bytes_by: dict[str, tuple[float, float]
 
 
 def per_parameter(setting: Setting, what: str, case: Case, bytes_by: dict[str, tuple[float, float]], n: int) -> Row:
-    """All on ssd: 26 bytes per parameter, and twice what boundaries and, with clipping, gradients rest there."""
+    """Checks the bytes with all on ssd: 26 per parameter, plus twice the boundaries, and with clipping twice the gradients."""
     config = json.loads((setting.model() / "config.json").read_text())
     tokens = case.rows * LENGTH
     # Inputs of the blocks and of the final norm rest between forward and backward, two bytes an element.

@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""The paper on paper: its steps predicted from its hardware, then fuyou's own plans on the same machines.
+"""Reproduces the paper on paper: predicts its steps from its hardware, then makes fuyou's own plans for the same machines.
 
     python scripts/reproduce_paper.py [--part 1|2] [--json FILE]
-    python scripts/reproduce_paper.py --part 1 --set IN_FLIGHT=3      the errors, had a listed number another value
+    python scripts/reproduce_paper.py --part 1 --set IN_FLIGHT=3      the errors with another value of a listed number
     needs no GPU, no drives and no data; ten minutes
 
-Part 1 takes the hardware of "Ratel: Optimizing Holistic Data Movement to Fine-tune 100B Model on a Consumer GPU" (ICDE
-2025; first published as Fuyou, arXiv 2403.06504) and its policy: the whole batch in the GPU's memory, weights and states on
-the drives, 30 bytes per parameter and step, gradients in RAM, nothing deferred, no states kept in RAM. The simulator that
-plans runs predicts each published step. `paper/given.py` lists all that goes in: four constants, the hardware, the policy.
+Part 1 takes the hardware and policy of "Ratel: Optimizing Holistic Data Movement to Fine-tune 100B Model on a Consumer GPU"
+(ICDE 2025; first published as Fuyou, arXiv 2403.06504): the whole batch in the GPU's memory, weights and states on the drives,
+30 bytes per parameter and step, gradients in RAM, nothing deferred, no states kept in RAM. The simulator that plans runs
+predicts each published step. `paper/given.py` lists all inputs: four constants, the hardware, the policy.
 
-Part 2 is what `fuyou plan --hardware` chooses on the same machines, and on two consumer drives. All of it is predicted.
-Exit code 1 where a line that is asked does not hold.
+Part 2 is what `fuyou plan --hardware` chooses on the same machines, and on two consumer drives. All of it is predicted. The
+exit code is 1 if a line that is asked does not hold.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ HOUR = 3600
 
 
 def show_origin(console: Console, words: Sequence[str]) -> None:
-    """What made the figures below. None of them depends on the machine that it names."""
+    """Prints what made the figures below. None of them depends on the machine that it names."""
     versions = ", ".join(f"{name} {version}" for name, version in report.versions().items() if name != "commit")
     console.print(shlex.join(["python", "scripts/reproduce_paper.py", *words]), markup=False, highlight=False)
     console.print(f"{report.described()}; {versions}\n", markup=False, highlight=False)
 
 
 def set_given(text: str) -> None:
-    """NAME=VALUE: another value of a number that part 1 lists. Raises ValueError with what is wanted."""
+    """Sets another value (NAME=VALUE) of a number that part 1 lists. Raises ValueError with what is wanted."""
     name, _, value = text.partition("=")
     names = [name for lines in given.listed().values() for line in lines for name in line.names]
     numbers = [name for name in names if isinstance(getattr(given, name), int | float)]
@@ -89,7 +89,7 @@ def table_of(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
 
 
 def show_reproduced(console: Console, found: Reproduced) -> None:
-    """One table: all that goes in, then every published row."""
+    """Prints one table: all inputs, then every published row."""
     console.print("The paper, reproduced on paper: seconds per step, predicted by the simulator", style="bold")
     table = table_of(("what", "published s", "predicted s", "error", "busiest", "from"), [])
     for group, lines in given.listed().items():
@@ -218,7 +218,7 @@ def plan_of(row: Ours) -> tuple[str, ...]:
 
 
 def show_large(console: Console, rows: Sequence[Ours]) -> bool:
-    """175B at 32,768 tokens: as planned, with everything computed again, and at the rates of the shipped parts."""
+    """Prints 175B at 32,768 tokens: as planned, with everything recomputed, and at the rates of the shipped parts."""
     name, batch, ram = ours.LARGE
     where = f"{name} on one 4090, {ram} GiB, {given.ALL_DRIVES} drives"
     console.print(f"\n{where}, {batch * given.LENGTH:,} tokens per step", style="bold")

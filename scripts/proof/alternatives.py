@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""The plan that the planner chooses for a recipe, and ten that it could have chosen, as texts of plan files.
+"""Makes the plan that the planner chooses for a recipe, and ten that it could have chosen, as texts of plan files.
 
     python scripts/proof/alternatives.py --recipe recipe.yaml --seed 7 --out plans.json
 
-Five are drawn by the seed from the 30 that fit and have the best closed-form bounds (which bounds tie is the seed's to say);
-the others are the best with everything on the ssd, with no update deferred, with half and with double the micro-batch, and
-with everything recomputed. One that is the chosen plan itself, or that does not fit, gives way to another of the 30.
+Five are drawn by the seed from the 30 that fit and have the best closed-form bounds (the seed also decides among equal bounds).
+The others are the best with everything on the ssd, with no update deferred, with half and with double the micro-batch, and with
+everything recomputed. One that equals the chosen plan, or that does not fit, is replaced by another of the 30.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ RECOMPUTED = ("offload.activations=recompute",)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A plan under its name, and what turns the recipe into the one that it is a plan of."""
+    """Holds a plan under its name, and the changes that make its recipe."""
 
     name: str
     prepared: Planned
@@ -59,7 +59,7 @@ class Candidate:
 
     @property
     def does(self) -> object:
-        """What two plans that do the same have in common."""
+        """Returns what two plans that do the same have in common."""
         return alike(self.prepared.plan)
 
     def written(self, folder: Path) -> dict[str, object]:
@@ -77,7 +77,7 @@ def alike(plan: Plan) -> object:
 
 
 class Roomy:
-    """The planner's choice in a little less memory than there is, and what it was chosen from."""
+    """Holds the planner's choice in a little less memory than there is, and what it was chosen from."""
 
     request: PlanRequest | None = None
     found: Found | None = None
@@ -89,7 +89,7 @@ class Roomy:
 
 
 def candidates(recipe: Path, seed: int) -> list[Candidate]:
-    """The chosen one first."""
+    """Returns the chosen plan and the others, the chosen one first."""
     loaded = load_recipe(recipe, [])
     planning = Roomy()
     prepared = planned_here(loaded, choose=planning)
@@ -114,7 +114,7 @@ def candidates(recipe: Path, seed: int) -> list[Candidate]:
 
 
 def add(found: list[Candidate], candidate: Candidate) -> bool:
-    """Whether the plan is none of those that are there."""
+    """Adds the plan unless an equal one is there. Tells whether it did."""
     if any(candidate.does == other.does for other in found):
         return False
     found.append(candidate)
@@ -151,7 +151,7 @@ def placed(best: Candidate, request: PlanRequest, choice: Choice, name: str) -> 
 
 
 def near_the_bound(best: Candidate, request: PlanRequest, draw: random.Random) -> list[Candidate]:
-    """Of all choices that fit the 30 with the lowest bounds, each plan once, in an order drawn."""
+    """Lists the 30 fitting choices with the lowest bounds, each plan once, in an order drawn."""
     prepared = best.prepared
     choices = list(family(prepared.model, request))
     draw.shuffle(choices)

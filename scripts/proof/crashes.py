@@ -1,12 +1,12 @@
-"""Runs that are killed again and again, and what is left of them.
+"""Kills runs again and again and checks what is left of them.
 
-A run of some sixty tiny steps is killed at moments drawn from its first byte in the store to its end, gone on with, killed
-again, and so on to its end. What it ends with must be what a run ends with that nobody killed: every extent's sum, the losses
-and the export. After each kill the newest manifest must be at least as new as the last whose folder had been flushed by then,
-and no run may find it damaged and go back behind it.
+A run of some sixty tiny steps is killed at moments drawn from its first byte in the store to its end. It is continued, killed
+again, and so on to its end. The end must equal that of a run nobody killed: every extent's checksum, the losses and the export.
+After each kill the newest manifest must be at least as new as the last one whose folder had been flushed by then. No run may
+find it damaged and fall back behind it.
 
-What io_uring does no log of calls sees. Runs with it are killed all the same: after each kill the newest manifest must be at
-least as new as the one that was found on the disk just before it, and every extent that it names as it was written.
+No log of calls sees what io_uring does. Runs with it are killed too: after each kill the newest manifest must be at least as
+new as the one found on the disk just before, and every extent that it names must be as it was written.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _FELL_BACK = ("falling back to the state after step", "; continuing from the sta
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ending:
-    """What a run that came to its end left behind."""
+    """Holds what a run that came to its end left behind."""
 
     sums: tuple[tuple[str, str, int], ...]  # stage, tensor, sum
     losses: tuple[float, ...]
@@ -79,8 +79,8 @@ class Ending:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Whole:
-    """A run nobody killed: its end, the seconds from its first byte in the store, and how much of each of the store's files
-    holds extents (not known of one without a trace)."""
+    """Describes a run nobody killed: its end, the seconds from its first byte in the store, and how much of each of the store's
+    files holds extents (not known without a trace)."""
 
     end: Ending
     seconds: float
@@ -89,7 +89,7 @@ class Whole:
 
 @dataclass(kw_only=True, slots=True)
 class Tally:
-    """Kills so far, those within a commit or an update, and whole runs compared."""
+    """Counts kills so far, those within a commit or an update, and whole runs compared."""
 
     kills: int = 0
     within: int = 0
@@ -99,17 +99,17 @@ class Tally:
 
 
 def is_unseen(changes: Mapping[str, Any]) -> bool:
-    """Whether its I/O passes by the log of calls."""
+    """Tells whether the log of calls does not see its I/O."""
     return bool(changes.get(_BACKEND) == "io_uring")
 
 
 def no_io_uring() -> str:
-    """Why no run can use it here, empty where one can."""
+    """Says why no run can use io_uring here. Returns an empty text if one can."""
     return (io_uring_refusal() or "") if has_io_uring() else "the extension was built without it"
 
 
 def store_of(recipe: Path) -> Path:
-    """The folder of the run's one manifest."""
+    """Returns the folder of the run's one manifest."""
     (found,) = recipe.parent.rglob(manifests.NAME)
     return found.parent
 
@@ -120,7 +120,7 @@ def finished(place: Place, recipe: Path, *, trace: Trace | None = None) -> Endin
 
 
 def _ended(child: Child, recipe: Path) -> Ending:
-    """Of a run that comes to its end."""
+    """Returns the ending of a run that came to its end."""
     if not child.is_over(_PATIENCE):
         child.kill()
         raise Lost(f"{recipe}: not over after {_PATIENCE:g} s\n{child.wait().text}")
@@ -135,7 +135,7 @@ def _check_ended(end: Ended, recipe: Path) -> None:
 
 
 def check_went_on(end: Ended, what: Path | str) -> None:
-    """A run that goes back to the state before ends well too, and has lost what was committed."""
+    """Checks that a run continued from the newest state: one that falls back ends well too, but has lost what was committed."""
     if any(words in end.text for words in _FELL_BACK):
         raise Lost(f"{what}: the newest state was not whole\n{end.text}")
 
@@ -155,7 +155,7 @@ def ending(recipe: Path) -> Ending:
 
 
 def digests(folder: Path) -> tuple[tuple[str, str], ...]:
-    """Every file below the folder, and a digest of what is in it."""
+    """Returns every file below the folder with a digest of its content."""
     files = sorted(path for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else []
     return tuple((str(path.relative_to(folder)), hashlib.sha256(path.read_bytes()).hexdigest()) for path in files)
 
@@ -171,7 +171,8 @@ def compare(ours: Ending, theirs: Ending, what: str) -> None:
 
 
 def damaged(store: Path) -> tuple[tuple[Damage, ...], tuple[Damage, ...]]:
-    """Of the newest committed state, and of the one named before it: redo may have named the same step twice."""
+    """Returns what is damaged in the newest committed state and in the one named before it: redo may have named the same step
+    twice."""
     window = Span(offset=0, size=_WINDOW)
     with at_rest(store, arena_size=_WINDOW) as opened:
         older = manifests.read(store, manifests.BEFORE)
@@ -194,14 +195,13 @@ def _is_store_write(call: Call) -> bool:
 
 
 def is_within(calls: list[Call], durable: int) -> bool:
-    """Whether a commit's first write had been made, or an update's, and its folder not been flushed: extents were written to
-    since the last time a manifest was named."""
+    """Tells whether the run was within a commit or an update: extents were written since a manifest was last named for good."""
     named = max((flush.end for _, flush in namings(calls, manifests.NAME)), default=0)
     return any(_is_store_write(call) and call.offset < durable and call.begin > named for call in calls)
 
 
 def _writing(place: Place, recipe: Path, trace: Trace | None) -> Child | None:
-    """A run that has begun to write to its store; None: it was over before."""
+    """Starts a run and waits until it has begun to write to its store. Returns None if it was over before."""
     before = _touched(recipe)
     child, begun = place.begin("finetune", recipe, trace=trace), time.monotonic()
     while (first_store_byte(trace) is None) if trace is not None else (_touched(recipe) == before):
@@ -216,15 +216,16 @@ def _writing(place: Place, recipe: Path, trace: Trace | None) -> Child | None:
 
 
 def _touched(recipe: Path) -> list[tuple[Path, int]]:
-    """The file of the store, once there is one, and its time. Nothing else is looked through: an export renames folders."""
+    """Returns the file of the store, once there is one, and its time. It looks at no other files, because an export renames
+    folders."""
     return [(path, path.stat().st_mtime_ns) for path in (recipe.parent / "out").glob(f"store/*/{STORE_FILE}")]
 
 
 def killed(
     place: Place, recipe: Path, seconds: float, tally: Tally, durable: int, *, unseen: bool = False, looks: int = 0
 ) -> bool:
-    """Kills a run so many seconds after its first byte in the store. False: it was over before. `unseen`: without a trace;
-    `looks`: the trace must have shown it within a commit or an update so often since."""
+    """Kills a run so many seconds after its first byte in the store. Returns False if it was over before. `unseen`: without a
+    trace; `looks`: how often since then the trace must have shown it within a commit or an update."""
     trace = None if unseen else place.trace(recipe.parent)
     child = _writing(place, recipe, trace)
     if child is None:
@@ -252,7 +253,7 @@ def killed(
 
 
 def step_of(recipe: Path) -> int | None:
-    """Of the newest committed state."""
+    """Returns the step of the newest committed state."""
     found = list(recipe.parent.rglob(manifests.NAME))
     return _step_in(found[0].parent) if found else None
 
@@ -263,7 +264,7 @@ def _step_in(store: Path) -> int | None:
 
 
 def check_kept(recipe: Path, calls: list[Call], manifests_written: Path, tally: Tally) -> None:
-    """No state is lost that was committed: named by a manifest whose folder had been flushed."""
+    """Checks that no committed state is lost: one named by a manifest whose folder had been flushed."""
     named = named_steps(calls, manifests_written)
     _check_step(recipe, named[-1] if named else None, tally)
 
@@ -276,8 +277,8 @@ def _check_step(recipe: Path, least: int | None, tally: Tally) -> None:
 
 
 def _check_whole(recipe: Path, least: int | None, tally: Tally) -> None:
-    """What was on the disk just before the kill is there, or something newer, as it was written. A kill is known to be within
-    an update where something of the state before had been written over."""
+    """Checks that what was on the disk just before the kill, or something newer, is there as it was written. A kill is known to
+    be within an update if something of the state before had been written over."""
     tally.held = max(tally.held, _until_free(recipe))
     _check_step(recipe, least, tally)
     if tally.steps[-1] < 0:
@@ -289,7 +290,7 @@ def _check_whole(recipe: Path, least: int | None, tally: Tally) -> None:
 
 
 def _until_free(recipe: Path) -> float:
-    """Seconds until nobody holds the store: the kernel closes what a killed process had open in io_uring a while later."""
+    """Returns the seconds until nobody holds the store: the kernel closes a killed process's io_uring files a while later."""
     begun = time.monotonic()
     for path, _ in _touched(recipe):
         with path.open("rb") as file:
@@ -309,13 +310,13 @@ def _is_free(file: BinaryIO) -> bool:
 
 
 def named_steps(calls: list[Call], manifests_written: Path) -> list[int | None]:
-    """The step of every manifest that was named for good, in order; None of one that says `loading`."""
+    """Returns the step of every manifest that was named for good, in order, and None for one that says `loading`."""
     named = _named(calls, manifests_written)
     return [None if content["state"] == "loading" else content["step"] for content in named]
 
 
 def _named(calls: list[Call], manifests_written: Path) -> Iterator[dict[str, Any]]:
-    """Every manifest that was named for good, in order."""
+    """Yields every manifest that was named for good, in order."""
     for renamed, _ in namings(calls, manifests.NAME):
         writes = [call for call in calls if call.what == "write" and call.file == renamed.file and call.end < renamed.begin]
         last = max((call.begin for call in calls if call.what == "create" and call.file == renamed.file
@@ -330,8 +331,8 @@ def _bytes(file: BinaryIO, call: Call) -> bytes:
 
 
 def _durable_size(calls: list[Call], manifests_written: Path, saved: Manifest) -> int:
-    """Bytes of each of the store's files that hold extents of any generation, or gradients that redo names; of a stripe's files
-    the fewest, so that a little of one may count as what one step needs."""
+    """Returns bytes of each of the store's files that hold extents of any generation, or gradients that redo names. For a
+    stripe's files it is the fewest: already a little of one may be what one step needs."""
     stages = (stage for content in _named(calls, manifests_written) for stage in content["stages"])
     extents = (value for stage in stages for value in stage.values() if isinstance(value, dict))
     size = max(extent["offset"] + extent["size"] for extent in extents)
@@ -343,7 +344,7 @@ def _durable_size(calls: list[Call], manifests_written: Path, saved: Manifest) -
 
 
 def reference(place: Place, name: str, changes: Mapping[str, Any], *, steps: int = STEPS) -> Whole:
-    """A run nobody kills."""
+    """Makes a run that nobody kills."""
     recipe = place.recipe(f"{name}/whole", changes, steps=steps)
     if is_unseen(changes):
         child = _writing(place, recipe, None)
@@ -362,8 +363,8 @@ def reference(place: Place, name: str, changes: Mapping[str, Any], *, steps: int
 def kill_runs(
     place: Place, name: str, changes: Mapping[str, Any], whole: Whole, *, kills: int, each: int, seed: int, steps: int = STEPS
 ) -> Tally:
-    """`kills` kills, `each` of one run, whose moments are drawn over a whole run's time. Most then wait for the next commit or
-    update, and for a while within it. `name`: of a folder; `whole`: the same run, not killed."""
+    """Kills runs `kills` times, `each` times per run, at moments drawn over a whole run's time. Most then wait for the next
+    commit or update, and for a while within it. `name`: of a folder; `whole`: the same run, not killed."""
     draw, tally = random.Random(f"{name} {seed}"), Tally()
     while tally.kills < kills:
         recipe = place.recipe(f"{name}/seed{seed}-{tally.runs}", changes, steps=steps)

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""The other side of compare_faults.py: a few steps of DeepSpeed's ZeRO-3 with its optimizer and parameters on a drive.
+"""Trains a few steps with DeepSpeed's ZeRO-3, optimizer and parameters on a drive: the other side of compare_faults.py.
 
     python scripts/proof/deepspeed_loop.py --model DIR --nvme DIR --checkpoints DIR --out FILE --last 6 [--save TAG]
 
-Run by a Python that has DeepSpeed and torch; nothing of fuyou is imported. Rows are random tokens, the same for a step in every
-run. Step numbers go on where `--first` says: DeepSpeed itself does not say which step it loaded. JSON lines in FILE: one per
-step with its loss, and what else was done. The configuration is ds_train.py's: buffers as small as the model allows.
+It is run by a Python that has DeepSpeed and torch, and imports nothing of fuyou. Rows are random tokens, the same for a step in
+every run. Step numbers continue where `--first` says, because DeepSpeed does not say which step it loaded. FILE gets JSON
+lines: one per step with its loss, and one for each other action. The configuration is ds_train.py's: buffers as small as the
+model allows.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def settings_of(config, options) -> dict[str, object]:
 
 
 def fill(path: Path) -> None:
-    """Until there is no block left."""
+    """Fills the disk until no block is left."""
     size = _BALLAST
     with path.open("wb", buffering=0) as file:
         while size >= 512:

@@ -1,12 +1,12 @@
-"""What a disk may hold after the power went, from the log of all that was done to one folder of it.
+"""Draws what a disk may hold after a power cut, from the log of all that was done to one folder of it.
 
-For certain there is what was flushed: a write that had ended when a flush of its file began that itself had ended. A write
-that had merely begun is there, is missing, or is torn. Names (made, renamed, linked, removed) are there for certain once
-their folder was flushed after them; of the others a first part is, in their order: a journal keeps the order of all of them,
-but no more is promised than that of one folder, so both are drawn. A file's length follows the same rules: room set aside and
-a length cut are there or not, and a write that is missing may have made its file longer all the same.
+What was flushed is certain: a write that had ended when a flush of its file began, if that flush had ended. A write that had
+merely begun is there, missing or torn. Names (made, renamed, linked, removed) are certain once their folder was flushed after
+them. Of the other names a first part is there, in their order. A journal keeps the order of all names, but only the order
+within one folder is promised, so both are drawn. A file's length follows the same rules: room set aside and a length cut are
+there or not, and a missing write may still have made its file longer.
 
-What counts as begun or ended is the log's clock: every call takes a number when it begins and another when it ends.
+The log's clock decides what counts as begun or ended: every call takes a number when it begins and another when it ends.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _LENGTHS = ("resize", "allocate")
 
 
 class UnknownCall(Exception):
-    """The log has something that this model of a disk does not know."""
+    """Says that the log has something that this model of a disk does not know."""
 
 
 @dataclass(slots=True, eq=False)
 class _File:
-    """What has been done to one file, by whatever names; `base` holds what it had in it before."""
+    """Holds what has been done to one file, under whatever names; `base` holds its content before."""
 
     base: Path | None = None
     done: list[Call] = field(default_factory=list)  # writes and changes of its length
@@ -51,7 +51,7 @@ _Node = _File | _Folder
 
 @dataclass(frozen=True, slots=True)
 class _Named:
-    """A change of one folder's names: `gone` is no longer there, `new` is `node`."""
+    """Describes a change of one folder's names: `gone` is no longer there, `new` is `node`."""
 
     call: Call
     folder: str
@@ -62,7 +62,7 @@ class _Named:
 
 @dataclass(kw_only=True, slots=True)
 class Left:
-    """Counts of what a cut did."""
+    """Counts what a cut did."""
 
     written: int = 0  # that was not flushed and is there
     torn: int = 0
@@ -71,7 +71,7 @@ class Left:
 
 
 def rebuild(root: Path, calls: Sequence[Call], kept: Path, *, at: int, draw: random.Random, base: Path | None = None) -> Left:
-    """`root`, an empty folder, holds what a disk could after the power went at `at`. `calls`: the log of `root`, in their
+    """Fills `root`, an empty folder, with what a disk could hold after the power went at `at`. `calls`: the log of `root`, in
     order; `kept`: all bytes written; `base`: a copy of what was in `root` before."""
     history = _History(base)
     for call in calls:
@@ -96,7 +96,7 @@ def rebuild(root: Path, calls: Sequence[Call], kept: Path, *, at: int, draw: ran
 
 
 class _History:
-    """Names and files as the process saw them, and every change of names in order."""
+    """Holds names and files as the process saw them, and every change of names in order."""
 
     def __init__(self, base: Path | None) -> None:
         self.base: dict[str, _Node] = {}
@@ -160,12 +160,12 @@ def _folder_of(path: str) -> str:
 
 
 def _is_sure(call: Call, flushes: Iterable[Call], at: int) -> bool:
-    """Whether a flush that had ended began after the call had ended."""
+    """Tells whether a flush that had ended began after the call had ended."""
     return any(call.end and call.end < flush.begin and flush.end <= at and flush.is_done for flush in flushes)
 
 
 def _surviving(history: _History, at: int, draw: random.Random, left: Left) -> dict[str, _Node]:
-    """Names that are found: whole folders may be missing from them, and files whose folder is."""
+    """Returns the names that are found. Whole folders may be missing, and files whose folder is."""
     changes = history.changes
     sure = [_is_sure(change.call, history.folders[change.folder].flushes, at) for change in changes]
     together = draw.random() < 0.5
@@ -187,7 +187,7 @@ def _surviving(history: _History, at: int, draw: random.Random, left: Left) -> d
 
 
 class _Written:
-    """One file, written again."""
+    """Writes one file again."""
 
     def __init__(
         self, path: Path, node: _File, content: mmap.mmap, at: int, draw: random.Random, share: float, left: Left

@@ -1,4 +1,4 @@
-"""A small value of a frozen dataclass, by the types it declares: what a file of it looks like, whatever its fields are."""
+"""Makes a small value of a frozen dataclass by its declared types: what a file of it looks like, whatever its fields are."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Kind = TypeVar("Kind")
 
 
 def example(kind: type[Kind]) -> Kind:
-    """Ones, and one of whatever there may be several of."""
+    """Returns a value of ones, with one item of everything that there may be several of."""
     found = _of(kind)
     assert isinstance(found, kind)
     return found

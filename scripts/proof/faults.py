@@ -1,8 +1,8 @@
-"""Every call of a run on its files fails in turn, and what becomes of the run.
+"""Makes every call of a run on its files fail in turn, and checks what becomes of the run.
 
-The n-th call that a kind of fault can be done to fails, once or from then on, for n = 1, 2, 3 and on until a run gets through
-without one. After each: the run ends in time; it ends well, with the right bytes, or with an error that says what, where and
-what to do, and then the same command, undisturbed, ends with the right bytes. Nothing it had is left open.
+For n = 1, 2, 3 and on, the n-th call that a kind of fault applies to fails, once or from then on, until a run meets no fault.
+After each: the run ends in time; it ends well, with the right bytes, or with an error that says what, where and what to do, and
+then the same command, undisturbed, ends with the right bytes. It leaves nothing open.
 
 Three faults of one call are no reason to end: the kernel may interrupt a call, do a part of it, or ask for another try.
 """
@@ -59,7 +59,7 @@ _PATH = re.compile(r"(^|[\s(:\"'])/\w")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scenario:
-    """A command, what its folder holds before it, and what it leaves undisturbed."""
+    """Describes a command, what its folder holds before it, and what it leaves when undisturbed."""
 
     name: str
     recipe: Path
@@ -76,7 +76,7 @@ class Scenario:
 
 @dataclass(kw_only=True, slots=True)
 class Swept:
-    """Points so far: those that ended well in spite of it, those with an error, and what was wrong."""
+    """Counts points so far: those that ended well in spite of the fault, those with an error, and what was wrong."""
 
     points: int = 0
     survived: int = 0
@@ -92,7 +92,7 @@ class Swept:
 
 
 def scenario(place: Place, name: str) -> Scenario:
-    """Made and run once undisturbed."""
+    """Makes a scenario and runs it once undisturbed."""
     home = place.folder / "faults" / name
     shutil.rmtree(home, ignore_errors=True)
     changes: dict[str, Any] = {**ANY_LENGTH, "export.at_end": False}
@@ -129,7 +129,7 @@ def _undisturbed(place: Place, words: tuple[str, ...], trace: Trace | None = Non
 
 
 def _first(calls: list[Call], kind: str, *, loaded: bool) -> int:
-    """Number of the first call to fail; with `loaded`, of those after step 0 was committed."""
+    """Returns the number of the first call to fail; with `loaded`, of those after step 0 was committed."""
     if not loaded:
         return 1
     _, (_, flush), *_ = namings(calls, manifests.NAME)  # the first says `loading`
@@ -157,7 +157,7 @@ def _last(kind: str, how: How, number: int) -> int:
 
 
 def struck(place: Place, found: Scenario, kind: str, how: How, number: int, swept: Swept) -> bool:
-    """One run with a fault, and one without where it ended by it. False: there was no such call."""
+    """Makes one run with a fault, and one without if the fault ended it. Returns False if there was no such call."""
     shutil.rmtree(found.folder)
     shutil.copytree(found.before, found.folder)
     trace = place.trace(found.folder)
@@ -181,7 +181,7 @@ def struck(place: Place, found: Scenario, kind: str, how: How, number: int, swep
 
 
 def _judged(found: Scenario, kind: str, how: How, end: Ended, hit: list[Call], *, is_over: bool, swept: Swept) -> Iterator[str]:
-    """What is wrong with how it ended."""
+    """Says what is wrong with how it ended."""
     if not is_over:
         yield f"not over after {_PATIENCE:g} s"
         return
@@ -200,8 +200,8 @@ def _judged(found: Scenario, kind: str, how: How, end: Ended, hit: list[Call], *
 
 
 def _may_not_end_it(kind: str, how: How, hit: list[Call]) -> bool:
-    """A slow call is none that failed, nor is a clock that is set. The kernel asks nobody for another try of a plain file's
-    call: of the daemon's it may, where it does them directly."""
+    """Tells whether the fault is no reason to end. A slow call has not failed, and a clock may be set. The kernel asks nobody
+    for another try of a plain file's call; of the daemon's it may, if it does them directly."""
     if kind in ("slow", "clock"):
         return True
     daemons = all(call.what in ("read", "write") and call.file.endswith("store.bin") for call in hit)
@@ -209,7 +209,7 @@ def _may_not_end_it(kind: str, how: How, hit: list[Call]) -> bool:
 
 
 def _unnamed(end: Ended) -> Iterator[str]:
-    """What is missing from the error."""
+    """Says what is missing from the error."""
     if end.code not in (1, 2, 4):
         yield f"exit code {end.code}"
     said = _ERROR.search(end.err)
@@ -229,7 +229,7 @@ def _told(end: Ended) -> str:
 
 
 def _after(place: Place, found: Scenario) -> Iterator[str]:
-    """The same command, undisturbed."""
+    """Runs the same command undisturbed."""
     child = place.begin(*found.words)
     if not child.is_over(_PATIENCE):
         child.kill()
@@ -241,7 +241,7 @@ def _after(place: Place, found: Scenario) -> Iterator[str]:
 
 
 def _kept(end: Ended) -> int:
-    """KiB of memory that a run's process had when it was over."""
+    """Returns KiB of memory that a run's process had when it was over."""
     lines = [line for line in end.out.splitlines() if line.startswith("KEPT ")]
     return int(lines[-1].split()[1]) if lines else 0
 
@@ -250,7 +250,7 @@ def _kept(end: Ended) -> int:
 
 
 def sweep(place: Place, found: Scenario, kind: str, how: How, *, every: int, seed: int, most: int | None = None) -> Swept:
-    """Every `every`-th point, from one drawn among the first so many, to the run that gets through; `most` at most."""
+    """Tries every `every`-th point, from one drawn among the first so many, to the run without a fault; `most` at most."""
     swept = Swept()
     number = found.first[kind] + random.Random(f"{seed} {found.name} {kind} {how}").randrange(every)
     while (most is None or swept.points < most) and struck(place, found, kind, how, number, swept):

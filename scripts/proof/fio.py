@@ -1,4 +1,4 @@
-"""What the held disk gives: fio's concurrent mix, one reader and one writer side by side."""
+"""Shows what the held disk gives: fio's concurrent mix of one reader and one writer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COMMON = ["--output-format=json", "--thread", "--ioengine=io_uring", "--direct=1
 
 
 def mix(setting: Setting, throttle: tuple[int, int], *, turn: int) -> dict[str, Any]:
-    """Bytes per second {read, write} of both at once under the throttle; `absent` where fio is not installed."""
+    """Returns bytes per second {read, write} of both at once under the throttle; `absent` if fio is not installed."""
     if shutil.which("fio") is None:
         return {"absent": "fio is not installed (apt-get install fio)"}
     key = f"fio mix, disk {throttle[0] / 1e9:g}+{throttle[1] / 1e9:g} GB/s, {SECONDS} s, turn {turn}"

@@ -1,9 +1,9 @@
-"""Single bits flipped in what a run has committed: each is found, named, and gone back behind.
+"""Flips single bits in what a run has committed: each is found and named, and the run falls back to the state before.
 
-The stores are of every mode, striped too. All but one are of runs that came to their end; the last is of a run of redo that
-was killed where its newest state has gradients whose updates are still to be done, so that what is flipped may be one of them.
-There the state before may have been written over already, and then nothing is left to go back to. Of redo the two states
-have most of their extents in common: what is damaged in both is refused.
+The stores are of every mode, striped too. All but one are of runs that came to their end. The last is of a redo run that was
+killed while its newest state has gradients whose updates are still to be done, so that the flipped bit may be one of them.
+There the state before may be written over already, and then nothing is left to fall back to. The two states of redo share most
+of their extents; damage in both is refused.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Names = tuple[tuple[str, str], ...]  # stage and tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stopped:
-    """A run that is over, or killed, two of whose states are there."""
+    """Holds a run that is over or killed, and whose two states are there."""
 
     recipe: Path
     folders: tuple[Path, ...]  # of the store; the first has the manifests
@@ -59,7 +59,7 @@ class Stopped:
 
 @dataclass(kw_only=True, slots=True)
 class Found:
-    """Flips that were found so far; those after which the run was started again, and went back or refused."""
+    """Counts flips found so far, and those after which the run was started again and fell back or refused."""
 
     flips: int = 0
     went_back: int = 0
@@ -68,7 +68,7 @@ class Found:
 
 @dataclass(kw_only=True, slots=True)
 class FoundManifests:
-    """The same of manifests; `older`: of the one before, which a run that has the newest does not miss."""
+    """Counts the same of manifests; `older`: of the one before, which a run with the newest does not need."""
 
     flips: int = 0
     gone_on: int = 0
@@ -77,7 +77,7 @@ class FoundManifests:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bit:
-    """Of one extent."""
+    """Names one bit of an extent."""
 
     stage: str
     tensor: str
@@ -87,7 +87,7 @@ class Bit:
     bit: int
 
     def flip(self) -> None:
-        """Twice is never."""
+        """Flips the bit; a second flip undoes it."""
         descriptor = os.open(self.file, os.O_RDWR | os.O_CLOEXEC)
         try:
             value = os.pread(descriptor, 1, self.byte)[0] ^ (1 << self.bit)
@@ -97,7 +97,7 @@ class Bit:
             os.close(descriptor)
 
     def harmed(self, saved: Manifest) -> Names:
-        """What of a state it is in."""
+        """Returns the parts of a state that hold the bit."""
         return tuple((stage, tensor) for stage, tensor, extent in _extents(saved) if 0 <= self.at - extent.offset < extent.size)
 
 
@@ -109,7 +109,7 @@ def _extents(saved: Manifest) -> list[tuple[str, str, StoredExtent]]:
 
 
 def stopped(place: Place, name: str = "flips", kind: str = "in_place") -> Stopped:
-    """The store of a run of three steps."""
+    """Makes the store of a run of three steps."""
     recipe = place.recipe(name, {**STORES[kind], "export.at_end": False}, steps=_STEPS)
     end = finished(place, recipe)
     if kind == AMID_UPDATES:
@@ -147,7 +147,7 @@ def _kill_amid_updates(place: Place, recipe: Path) -> None:
 
 
 def _has_gradients(recipe: Path) -> bool:
-    """Of its second step, or a later one: two states are wanted."""
+    """Tells whether the state of its second step or later has gradients: two states are wanted."""
     folders = [path.parent for path in (recipe.parent / "out").glob(f"store/*/{manifests.NAME}")]
     saved = manifests.read(folders[0]) if folders else None
     return saved is not None and saved.step > 1 and saved.due is not None
@@ -163,7 +163,7 @@ def _put_back(run: Stopped) -> None:
 
 
 def drawn(saved: Manifest, draw: random.Random) -> Bit:
-    """Every extent is as likely as another, and every bit of it."""
+    """Draws a bit. Every extent is equally likely, and every bit of it."""
     stage, tensor, extent = draw.choice(_extents(saved))
     at = extent.offset + draw.randrange(extent.size)
     block, within = divmod(at, saved.stripe)
@@ -173,8 +173,8 @@ def drawn(saved: Manifest, draw: random.Random) -> Bit:
 
 
 def flip_bits(place: Place, run: Stopped, *, flips: int, seed: int, resumed_every: int) -> Found:
-    """One at a time. After every `resumed_every`-th the run is started again; every fourth of these times the state before is
-    damaged too."""
+    """Flips bits one at a time. After every `resumed_every`-th the run is started again; in every fourth of these the state
+    before is damaged too."""
     draw, found = random.Random(seed), Found()
     for number in range(flips):
         bit = drawn(run.newest, draw)
@@ -202,7 +202,8 @@ def flip_bits(place: Place, run: Stopped, *, flips: int, seed: int, resumed_ever
 
 
 def _check_named(run: Stopped, states: list[Verified], bit: Bit, what: str) -> None:
-    """In the newest state that one tensor is damaged; in the one before none but what was so before, unless both have it."""
+    """Checks that the newest state has only that one tensor damaged, and the one before only what was so before, unless both
+    have it."""
     newest, *older = (tuple((damage.stage, damage.tensor) for damage in state.damages) for state in states)
     if newest != bit.harmed(run.newest) or len(newest) != 1:
         raise Lost(f"{what}: verified as {newest}")
@@ -212,7 +213,7 @@ def _check_named(run: Stopped, states: list[Verified], bit: Bit, what: str) -> N
 
 
 def _check_went_back(run: Stopped, end: Ended, bit: Bit, what: str) -> None:
-    """It says so, and ends as it had ended."""
+    """Checks that the run says so, and ends as it had ended."""
     said = (
         f"the state after step {run.newest.step} is damaged: {bit.tensor} of {bit.stage}",
         f"falling back to the state after step {run.older.step}, which is intact",
@@ -223,7 +224,7 @@ def _check_went_back(run: Stopped, end: Ended, bit: Bit, what: str) -> None:
 
 
 def _check_refused(run: Stopped, end: Ended, what: str) -> None:
-    """Nothing is computed, and both states are left as they are."""
+    """Checks that nothing is computed, and that both states are left as they are."""
     if end.code != 1 or "no older one is whole" not in end.err:
         raise Lost(f"{what}, and the state before is not whole: exit code {end.code}\n{end.text}")
     for name in (manifests.NAME, manifests.BEFORE):
@@ -235,9 +236,9 @@ def _check_refused(run: Stopped, end: Ended, what: str) -> None:
 
 
 def flip_manifests(place: Place, run: Stopped, *, flips: int, seed: int, resumed_every: int) -> FoundManifests:
-    """Bits of the newest manifest, one at a time: it is never taken for one, and the one before is. After every
-    `resumed_every`-th the run is started again: it continues from there, and ends as it had ended. Every fourth of these times
-    the bit is one of the manifest before instead, and nothing is lost."""
+    """Flips bits of the newest manifest, one at a time: it is never used, and the one before is. After every `resumed_every`-th
+    the run is started again: it continues from there, and ends as it had ended. Every fourth of these times the bit is one of
+    the manifest before instead, and nothing is lost."""
     draw, found = random.Random(seed), FoundManifests()
     for number in range(flips):
         again, turn = number % resumed_every == 0, number // resumed_every % 4
@@ -260,7 +261,7 @@ def flip_manifests(place: Place, run: Stopped, *, flips: int, seed: int, resumed
 
 
 def _check_taken(run: Stopped, older: bool, what: str) -> None:
-    """Which manifest is taken for the newest."""
+    """Checks which manifest is taken for the newest."""
     try:
         saved, why = manifests.newest(run.store)
     except UsageError as error:

@@ -1,9 +1,9 @@
-"""Run by `nursery.py`: imports what a run imports, then runs `fuyou WORDS` in a forked child for every line it is sent.
+"""Imports what a run imports, then runs `fuyou WORDS` in a forked child for every line it is sent. `nursery.py` starts it.
 
 A line is a request as JSON: `words`, a program to run `first`, the `folder` to run in, its `environment`, and the files `out`
-and `err` of its output.
-Answered with the child's number and, when it is over, its exit code. What a command that is over still has of threads, arenas,
-daemons and open files below the folder `under` (where it says one) is told on its output, and the memory it has grown by.
+and `err` of its output. The answer is the child's number and, when it is over, its exit code. The output of a finished command
+also says what it still has of threads, arenas, daemons and open files below the folder `under` (if it names one), and by how
+much its memory has grown.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def main() -> None:
 
 
 def _warm_up() -> None:
-    """What every run would pay for otherwise: modules that are imported late, names that architectures give, and what torch
-    learns of operators without data, which it keeps by their sizes: those of the proofs' smallest model. What is there by then
-    is out of the collector's sight, or every child would copy it. No thread may be left behind: none would be in a child. With
-    one thread and no device, torch starts none."""
+    """Loads what every run would pay for otherwise: modules that are imported late, names that architectures give, and what
+    torch learns of operators without data and keeps by their sizes (those of the proofs' smallest model). What exists by then
+    is hidden from the garbage collector, or every child would copy it. No thread may be left, because a child would not have
+    it. With one thread and no device, torch starts none."""
     for module in pkgutil.walk_packages(fuyou_cli.__path__, "fuyou_cli."):
         # No command needs adapters yet; they would import peft, which takes seconds and may not be installed.
         if not module.name.endswith("__main__") and ".adapters" not in module.name:
@@ -95,7 +95,7 @@ def _run(request: dict[str, Any]) -> int:
 
 
 def _become(request: dict[str, Any]) -> None:
-    """A process group of its own, with the request's folder, environment and output, and nothing to read."""
+    """Gives the child a process group of its own, the request's folder, environment and output, and nothing to read."""
     os.setpgid(0, 0)
     os.chdir(request["folder"])
     os.environ.clear()
@@ -111,7 +111,7 @@ def _anonymous_kib() -> int:
 
 
 def _left(under: str) -> Iterator[str]:
-    """Open files below the folder, threads, arenas and daemons."""
+    """Says which files below the folder, threads, arenas and daemons are still open."""
     gc.collect()
     for link in Path("/proc/self/fd").iterdir():
         try:

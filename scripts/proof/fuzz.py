@@ -1,8 +1,8 @@
-"""Parsers beside inputs that nobody meant. Every input must come to a value, or to one error with exit code 2 and something to
-say; nothing may be left behind, and none may take seconds.
+"""Feeds parsers with changed inputs. Every input must give a value, or one error with exit code 2 and a message. Nothing may be
+left behind, and none may take seconds.
 
-An input that comes to an outcome nobody has seen yet (an error of another shape, with names and numbers left out) is changed
-further, and kept: the corpus is one small file for each thing that can be wrong.
+An input with a new outcome (an error of another shape, without names and numbers) is kept and changed further. So the corpus is
+one small file for each thing that can be wrong.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _UNKNOWN = re.compile(r"[^;]*: unknown key[^;]*")
 
 
 class Crashed(Exception):
-    """An input that came to something else. `why`: what."""
+    """Says that an input ended otherwise. `why`: how."""
 
     def __init__(self, parser: Parser, data: bytes, why: str) -> None:
         super().__init__(f"{parser.name}: {why}")
@@ -43,12 +43,12 @@ class Crashed(Exception):
 
 
 class TooSlow(BaseException):
-    """No parser catches this."""
+    """Says that time is up. No parser catches this."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Tally:
-    """What came of one parser's inputs."""
+    """Counts the outcomes of one parser's inputs."""
 
     runs: int = 0
     values: int = 0  # inputs that were taken
@@ -58,14 +58,14 @@ class Tally:
 
 
 def shape(message: str) -> str:
-    """An error without what is the input's own."""
+    """Returns an error without what is the input's own."""
     text = _QUOTED.sub("'x'", message)
     text = _UNKNOWN.sub("x: unknown key", _NUMBER.sub("0", _PATH.sub("/x", text)))
     return " ".join(text.split())[:160]
 
 
 def outcome(parser: Parser, folder: Path, data: bytes) -> str:
-    """What the input comes to. Raises Crashed."""
+    """Returns the outcome of the input. Raises Crashed."""
     try:
         with _bounded():
             found = parser(folder, data)
@@ -87,7 +87,7 @@ def outcome(parser: Parser, folder: Path, data: bytes) -> str:
 
 @contextmanager
 def _bounded() -> Iterator[None]:
-    """By the processor's time: pytest's own timeout has the clock."""
+    """Limits the processor's time, because pytest's own timeout uses the clock."""
 
     def late(number: int, frame: FrameType | None) -> None:
         raise TooSlow
@@ -102,7 +102,7 @@ def _bounded() -> Iterator[None]:
 
 
 def corpus_of(parser: Parser, corpus: Path) -> list[bytes]:
-    """What was kept, in the order of names."""
+    """Returns the inputs that were kept, in the order of names."""
     return [path.read_bytes() for path in sorted((corpus / parser.name).glob("*")) if path.is_file()]
 
 
@@ -111,7 +111,7 @@ def name_of(data: bytes) -> str:
 
 
 def fuzz(parser: Parser, *, folder: Path, runs: int, seed: int, corpus: Path, keep: bool) -> Tally:
-    """What was kept first, then so many changed inputs as make up `runs`. Raises Crashed at the first one that is wrong."""
+    """Runs what was kept, then as many changed inputs as make up `runs`. Raises Crashed at the first one that is wrong."""
     rng, tally = random.Random(f"{seed} {parser.name}"), Tally()
     kept, seeds = corpus_of(parser, corpus), parser.seeds()
     pool = [*seeds, *kept]

@@ -27,7 +27,8 @@ _STATISTICS = re.compile(r"(\d+) passing(?: test cases| examples)?, (\d+) failin
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """Of the tests of one process. `failures`: by test, the end of what it said; also of a process that never reported."""
+    """Holds the outcome of one process's tests. `failures`: by test, the end of what it said; also of a process that never
+    reported."""
 
     tests: int
     skipped: int
@@ -41,7 +42,7 @@ class Outcome:
 
 
 def files(chosen: Sequence[Path]) -> list[Path]:
-    """Test files in the order of their risk, all or those chosen (files and folders)."""
+    """Lists test files in the order of their risk, all or those chosen (files and folders)."""
     found = {
         path for place in chosen or [ROOT / "tests"] for path in ([place] if place.is_file() else place.rglob("test_*.py"))
     }
@@ -70,7 +71,7 @@ def run_tests(
 
 
 def run_files(names: Sequence[str], *, work: Path, words: Sequence[str] = ()) -> dict[str, Outcome]:
-    """Runs test files in one process; the outcome of each. A process that never reports fails all of them."""
+    """Runs test files in one process. Returns the outcome of each. A process that never reports fails all of them."""
     done, cases = _pytest(names, work, ["--continue-on-collection-errors", *words], {})
     if cases is None:
         return dict.fromkeys(names, _not_reported(names, done))
@@ -80,7 +81,7 @@ def run_files(names: Sequence[str], *, work: Path, words: Sequence[str] = ()) ->
 def _pytest(
     tests: Sequence[str], work: Path, words: Sequence[str], environment: Mapping[str, str]
 ) -> tuple[subprocess.CompletedProcess[str], list[Element] | None]:
-    """The process, and the tests that its report names; None where it ended otherwise than pytest does, or wrote none."""
+    """Returns the process, and the tests that its report names; None if it ended otherwise than pytest does, or wrote none."""
     with tempfile.TemporaryDirectory(prefix="tests-", dir=work) as folder:
         report = Path(folder) / "report.xml"
         options = ["-q", "-p", "no:xdist", "-p", "no:cacheprovider", f"--timeout={HANGS}", f"--junitxml={report}"]
@@ -95,7 +96,7 @@ def _pytest(
 
 
 def _is_of(case: Element, name: str) -> bool:
-    """Whether the test, or the error in importing its file, is of that file."""
+    """Tells whether the test, or the error in importing its file, is of that file."""
     module = name.removesuffix(".py").replace("/", ".")
     return f"{case.get('classname')}.{case.get('name')}.".lstrip(".").startswith(f"{module}.")
 
@@ -117,7 +118,7 @@ def _not_reported(tests: Sequence[str], done: subprocess.CompletedProcess[str]) 
 
 
 def _end_of(text: str) -> str:
-    """The end; of a process that crashed where it says how."""
+    """Returns the end of a text; for a process that crashed, where it says how."""
     at = text.find("Fatal Python error")
     return text[-_TAIL:] if at < 0 else text[max(0, at - 200) : at + _TAIL]
 
@@ -130,7 +131,7 @@ def _said(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.
 
 
 def properties(chosen: Sequence[Path], work: Path) -> list[str]:
-    """Every test that draws examples, by its pytest name."""
+    """Lists every test that draws examples, by its pytest name."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--collect-only"]
     done = _said([*command, "-m", "hypothesis", *map(name_of, files(chosen))], os.environ)
     if done.returncode not in (0, 5):  # 5: none
@@ -139,13 +140,13 @@ def properties(chosen: Sequence[Path], work: Path) -> list[str]:
 
 
 def draw(test: str, examples: int, seed: int, work: Path) -> Outcome:
-    """One property with so many examples."""
+    """Runs one property with so many examples."""
     words = [f"--hypothesis-seed={seed}", "--hypothesis-show-statistics"]
     return run_tests([test], work=work, words=words, environment={"FUYOU_EXAMPLES": str(examples)})
 
 
 def native_tests(sanitizer: str, work: Path) -> Outcome:
-    """All of them, built with a sanitizer, side by side as `scripts/test` runs them. The build is made where there is none."""
+    """Runs all native tests, built with a sanitizer, side by side as `scripts/test` does. Builds them if there is no build."""
     build = ROOT / "build" / f"tests-{sanitizer}"
     if not (build / "CTestTestfile.cmake").is_file():
         raise RuntimeError(f"{build.relative_to(ROOT)} is not built: scripts/test builds it")

@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""The other side: a plain PyTorch loop with everything in memory, on the rows and in the order of fuyou's run.
+"""Trains the other side: a plain PyTorch loop with everything in memory, on the rows and in the order of fuyou's run.
 
     python scripts/proof/in_memory.py --model DIR --rows DIR --batch 16 --micro 4 --steps 3 --out steps.jsonl
     (with --compute-alone: forward, recompute and backward, no optimizer; one JSON line per step)
 
-bf16 weights and gradients, float32 masters and moments; torch's fused AdamW one parameter at a time on the gradient
-brought up to float32, so that only one such copy exists, and the master copied back. The head's logits are whole. With
---float32-gradients each micro-batch's gradients go into float32 sums as they come.
-Our weights and states rest in memory advised for huge pages; the proof scripts start this loop with
-GLIBC_TUNABLES=glibc.malloc.hugetlb=1 (glibc >= 2.35), so that what malloc maps for it is advised as well.
+It has bf16 weights and gradients, float32 masters and moments. torch's fused AdamW runs one parameter at a time on the gradient
+in float32, so that only one such copy exists, and the master is copied back. The head's logits are whole. With
+--float32-gradients each micro-batch's gradients are added to float32 sums.
+
+Our weights and states rest in memory advised for huge pages. So the proof scripts start this loop with
+GLIBC_TUNABLES=glibc.malloc.hugetlb=1 (glibc >= 2.35): what malloc maps for it is advised as well.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def arguments() -> argparse.Namespace:
 
 
 class MasterAdamW:
-    """AdamW on float32 masters of bf16 parameters; weights of one dimension do not decay."""
+    """Runs AdamW on float32 masters of bf16 parameters; weights of one dimension do not decay."""
 
     def __init__(self, parameters, *, lr: float, weight_decay: float, float32_gradients: bool = False) -> None:
         import torch
@@ -72,7 +73,7 @@ class MasterAdamW:
                 parameter.register_post_accumulate_grad_hook(partial(_add_to, master))
 
     def clip(self, norm: float) -> None:
-        """By the global norm of whatever has been summed."""
+        """Clips by the global norm of what has been summed."""
         import torch
 
         torch.nn.utils.clip_grad_norm_([one for one in (*self.parameters, *self.masters) if one.grad is not None], norm)
@@ -93,7 +94,7 @@ class MasterAdamW:
 
 
 def _add_to(master, parameter) -> None:
-    """A micro-batch's gradient, once it is whole."""
+    """Adds a micro-batch's gradient once it is complete."""
     if master.grad is None:
         master.grad = parameter.grad.float()
     else:
@@ -146,7 +147,7 @@ def train(options: argparse.Namespace) -> None:
 
 
 def one_step(model, optimizer: MasterAdamW | None, batch, options: argparse.Namespace) -> float:
-    """One step over all micro-batches; the mean loss over the step's labels."""
+    """Makes one step over all micro-batches. Returns the mean loss over the step's labels."""
 
     ids, labels = (tensor.to(options.device) for tensor in batch.tensors())
     total = 0.0

@@ -1,7 +1,7 @@
-"""Control groups of version 1 and 2: a hard memory limit and a disk held at fixed rates, for one command at a time.
+"""Makes control groups of version 1 and 2: a hard memory limit and a disk held at fixed rates, for one command at a time.
 
-Version 1 has a hierarchy per controller (a folder in each), version 2 one for all (a single folder). Needs root, or a
-delegated group on version 2; without either, LimitsUnavailable says what to do.
+Version 1 has a hierarchy per controller (a folder in each), version 2 one for all (a single folder). This needs root, or a
+delegated group on version 2. Without either, LimitsUnavailable says what to do.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ CONTROLLERS = {"memory": {1: "memory", 2: "memory"}, "disk": {1: "blkio", 2: "io
 
 
 class LimitsUnavailable(Exception):
-    """This machine or user cannot set a limit; the text says which and what would help."""
+    """Says that this machine or user cannot set a limit, and what would help."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DiskRates:
-    """Bytes per second that a group may read from and write to one device ("254:0")."""
+    """Holds the bytes per second that a group may read from and write to one device ("254:0")."""
 
     device: str
     read: int
@@ -41,8 +41,8 @@ class DiskRates:
 
 
 def tree_for(kind: str, root: Path = ROOT) -> OwnGroup:
-    """This process's group in the tree that controls `kind` (memory or disk): each controller is in one tree only, also where
-    both versions are mounted. Raises LimitsUnavailable."""
+    """Returns this process's group in the tree that controls `kind` (memory or disk). Each controller is in one tree only, also
+    where both versions are mounted. Raises LimitsUnavailable."""
     for version, controller in CONTROLLERS[kind].items():
         for own in probe.own_groups(controller, root):
             if own.version == version and (version == 1 or controller in _words(own.top / "cgroup.controllers")):
@@ -51,14 +51,14 @@ def tree_for(kind: str, root: Path = ROOT) -> OwnGroup:
 
 
 def parents(tree: OwnGroup) -> list[Path]:
-    """Where a group may be made, best first: at the top, where nothing above limits it; on version 2 also below this
+    """Lists where a group may be made, best first: at the top, where nothing above limits it; on version 2 also below this
     process's own group, which is what a delegated user has."""
     is_inside = tree.version == 2 and tree.folder != tree.top and tree.folder.is_dir() and ".." not in tree.folder.parts
     return [tree.top, tree.folder] if is_inside else [tree.top]
 
 
 def device_of(path: Path, root: Path = ROOT) -> str:
-    """The whole disk that holds `path`, as major:minor. Raises LimitsUnavailable for a file system without one."""
+    """Returns the whole disk that holds `path`, as major:minor. Raises LimitsUnavailable for a file system without one."""
     number = probe.existing(path).stat().st_dev
     if os.major(number) == 0:  # btrfs, overlay and others number themselves: ask what they were mounted from
         mount = probe.mount_of(path, root)
@@ -70,7 +70,7 @@ def device_of(path: Path, root: Path = ROOT) -> str:
 
 
 def whole_disk(device: str, root: Path = ROOT) -> str:
-    """A partition's disk, any other device itself: rates are held per disk."""
+    """Returns a partition's disk, and any other device itself: rates are held per disk."""
     entry = (root / "sys/dev/block" / device).resolve()
     if (entry / "partition").exists():
         return (entry.parent / "dev").read_text().strip()
@@ -81,7 +81,7 @@ def whole_disk(device: str, root: Path = ROOT) -> str:
 
 
 class Group:
-    """Folders of one group: its limits, its processes and what the kernel says of them."""
+    """Holds the folders of one group: its limits, its processes and what the kernel says of them."""
 
     def __init__(self, memory: tuple[int, Path], disk: tuple[int, Path] | None) -> None:
         self.version, self.memory = memory
@@ -89,7 +89,7 @@ class Group:
         self.folders = [self.memory] + ([disk[1]] if disk is not None and disk[1] != self.memory else [])
 
     def hold_memory(self, limit: int) -> None:
-        """At most `limit` bytes, swap included."""
+        """Allows at most `limit` bytes, swap included."""
         if self.version == 1:
             (self.memory / "memory.limit_in_bytes").write_text(str(limit))
             with_swap = self.memory / "memory.memsw.limit_in_bytes"
@@ -108,7 +108,7 @@ class Group:
             (folder / name).write_text(line)
 
     def enter(self) -> None:
-        """Puts the calling process into the group; for a child between fork and exec, so nothing is allocated twice."""
+        """Puts the calling process into the group. A child calls it between fork and exec, so nothing is allocated twice."""
         for folder in self.folders:
             file = os.open(folder / "cgroup.procs", os.O_WRONLY)
             os.write(file, b"0")
@@ -118,25 +118,25 @@ class Group:
         return [int(word) for word in _words(self.memory / "cgroup.procs")]
 
     def kernel_bytes(self) -> int:
-        """What the kernel holds on the group's behalf: page tables, stacks, slabs."""
+        """Returns what the kernel holds for the group: page tables, stacks, slabs."""
         if self.version == 1:
             words = _words(self.memory / "memory.kmem.usage_in_bytes")
             return int(words[0]) if words else 0
         return kernel_of_stat((self.memory / "memory.stat").read_text())
 
     def peak_with_files(self) -> int:
-        """The kernel's own maximum, page cache included; 0 where it keeps none."""
+        """Returns the kernel's own maximum, page cache included; 0 if it keeps none."""
         words = _words(self.memory / ("memory.max_usage_in_bytes" if self.version == 1 else "memory.peak"))
         return int(words[0]) if words else 0
 
     def kills(self) -> int:
-        """Processes of the group that were killed for memory."""
+        """Returns how many processes of the group were killed for memory."""
         name = "memory.oom_control" if self.version == 1 else "memory.events"
         return numbers_of((self.memory / name).read_text()).get("oom_kill", 0)
 
 
 def throttle_lines(version: int, rates: DiskRates) -> list[tuple[str, str]]:
-    """(file, text) that hold a device at these rates."""
+    """Returns (file, text) pairs that hold a device at these rates."""
     if version == 1:
         return [
             ("blkio.throttle.read_bps_device", f"{rates.device} {rates.read}"),
@@ -146,7 +146,7 @@ def throttle_lines(version: int, rates: DiskRates) -> list[tuple[str, str]]:
 
 
 def kernel_of_stat(text: str) -> int:
-    """Kernel bytes of version 2's memory.stat; before Linux 5.18 it has no sum."""
+    """Returns the kernel bytes of version 2's memory.stat, which has no sum before Linux 5.18."""
     numbers = numbers_of(text)
     if "kernel" in numbers:
         return numbers["kernel"]
@@ -154,7 +154,7 @@ def kernel_of_stat(text: str) -> int:
 
 
 def numbers_of(text: str) -> dict[str, int]:
-    """The lines of the form: name number."""
+    """Returns the lines of the form `name number`."""
     pairs = (line.split() for line in text.splitlines())
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}
 
@@ -163,7 +163,7 @@ def numbers_of(text: str) -> dict[str, int]:
 def group(
     *, memory: int | None = None, disk: DiskRates | None = None, name: str | None = None, root: Path = ROOT
 ) -> Iterator[Group]:
-    """A group with these limits, removed at the end. Raises LimitsUnavailable with what would help."""
+    """Makes a group with these limits and removes it at the end. Raises LimitsUnavailable with what would help."""
     made: dict[Path, Path] = {}  # top of a tree -> the group's folder in it
     try:
         try:
@@ -191,7 +191,7 @@ def _open_group(made: dict[Path, Path], *, with_disk: bool, name: str, root: Pat
 
 
 def _make(tree: OwnGroup, controllers: set[str], name: str) -> Path:
-    """The folder of a new group that has `controllers`, at the first place that allows it."""
+    """Makes the folder of a new group that has `controllers`, at the first place that allows it."""
     refusals = []
     for parent in parents(tree):
         folder = parent / name

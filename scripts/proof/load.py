@@ -1,4 +1,4 @@
-"""A machine that is busy with other things: processes that compute, that touch memory, and that write and flush files."""
+"""Keeps a machine busy with other things: processes that compute, that touch memory, and that write and flush files."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ _UNDER_LOAD = (
 
 @contextmanager
 def load(folder: Path, *, cores: int, memory: int = 512 * MiB, file: int = 64 * MiB) -> Iterator[None]:
-    """While inside: two computing processes per core, one that maps, touches and gives back `memory` bytes without end, and two
-    that write and flush a file of `file` bytes in `folder`. They end with this process, however it ends."""
+    """Runs, while inside, two computing processes per core, one that maps, touches and gives back `memory` bytes without end,
+    and two that write and flush a file of `file` bytes in `folder`. They end with this process, however it ends."""
     files = [folder / f"load-{number}" for number in range(2)]
     programs = [(_COMPUTE, [])] * 2 * cores + [(_MEMORY, [str(memory)])] + [(_DISK, [str(path), str(file)]) for path in files]
     started = []

@@ -1,4 +1,4 @@
-"""Killed while the model is loaded, and while it is exported."""
+"""Kills runs while the model is loaded, and while it is exported."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .shim import namings
 
 
 def kill_loads(place: Place, *, kills: int, seed: int, steps: int = 4) -> Tally:
-    """Kills between the first byte in the store and the commit of step 0; a run that got as far goes on to its end."""
+    """Kills loads between the first byte in the store and the commit of step 0. A run that got further continues to its end."""
     whole = reference(place, f"load{seed}", {}, steps=steps)
     seconds = _loading_seconds(place, f"load{seed}/timed", steps)
     draw, tally = random.Random(seed), Tally()
@@ -32,7 +32,7 @@ def kill_loads(place: Place, *, kills: int, seed: int, steps: int = 4) -> Tally:
 
 
 def _loading_seconds(place: Place, name: str, steps: int) -> float:
-    """From the first byte in the store to the folder's flush that follows the manifest of step 0."""
+    """Returns the seconds from the first byte in the store to the folder's flush that follows the manifest of step 0."""
     recipe = place.recipe(name, {}, steps=steps)
     trace = place.trace(recipe.parent)
     finished(place, recipe, trace=trace)
@@ -43,7 +43,7 @@ def _loading_seconds(place: Place, name: str, steps: int) -> float:
 
 
 def kill_exports(place: Place, *, kills: int, seed: int) -> Tally:
-    """Kills between an export's first byte and its end; the next export is whole, and the store as it was."""
+    """Kills exports between the first byte and the end. The next export is complete, and the store unchanged."""
     recipe = place.recipe(f"export{seed}", {"export.at_end": False}, steps=2)
     finished(place, recipe)
     store, out = store_of(recipe), recipe.parent / "exported"

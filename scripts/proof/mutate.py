@@ -1,7 +1,7 @@
-"""Inputs that nobody meant: bytes of real files changed at random, as bytes, as lines, and as the JSON that they are.
+"""Changes real files at random: as bytes, as lines, and as the JSON that they are.
 
-A change of bytes alone seldom gets past a parser's first token; a change of a value alone never breaks one. All of them are
-drawn from the generator that is given: the same one makes the same inputs.
+A change of bytes alone seldom gets past a parser's first token; a change of a value alone never breaks one. All are drawn from
+the given generator: the same one makes the same inputs.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _KEY = re.compile(rb'"([A-Za-z_][A-Za-z0-9_.]{0,40})"\s*:')
 
 
 def mutated(data: bytes, rng: random.Random, others: Sequence[bytes] = ()) -> bytes:
-    """One to three changes. `others`: what a part may be taken from."""
+    """Makes one to three changes. `others`: what a part may be taken from."""
     for _ in range(rng.choice((1, 1, 2, 3))):
         data = rng.choice(_WAYS)(data, rng, others)
     return data
 
 
 def _of_json(data: bytes, rng: random.Random, others: Sequence[bytes]) -> bytes:
-    """A value somewhere in it; where it is no JSON, or many lines of it, one of its lines."""
+    """Changes a value in it. If it is no JSON, or has many lines of JSON, changes one of its lines."""
     try:
         whole: list[Any] = [json.loads(data)]
     except (ValueError, RecursionError):
@@ -53,7 +53,7 @@ def _of_json(data: bytes, rng: random.Random, others: Sequence[bytes]) -> bytes:
 
 
 def _place(whole: list[Any], rng: random.Random) -> tuple[Any, Any]:
-    """A list or an object, and an index or a key in it: the deeper the likelier, for most values are."""
+    """Draws a list or an object, and an index or key in it. Deeper places are likelier, because most values are there."""
     holder, key = whole, 0
     while isinstance(inner := holder[key], (dict, list)) and inner and rng.random() < 0.85:
         holder, key = inner, rng.choice(list(inner) if isinstance(inner, dict) else range(len(inner)))
@@ -81,7 +81,7 @@ def _change(holder: Any, key: Any, rng: random.Random) -> None:
 
 
 def _of_lines(data: bytes, rng: random.Random, others: Sequence[bytes]) -> bytes:
-    """A line left out, doubled, moved, indented, or put in another file's place."""
+    """Leaves a line out, doubles, moves or indents it, or puts it in another file's place."""
     lines = data.split(b"\n")
     at, how = rng.randrange(len(lines)), rng.randrange(6)
     if how == 0:
@@ -102,7 +102,7 @@ def _of_lines(data: bytes, rng: random.Random, others: Sequence[bytes]) -> bytes
 
 
 def _of_bytes(data: bytes, rng: random.Random, others: Sequence[bytes]) -> bytes:
-    """A bit, a byte, a run of bytes, or what is behind a place."""
+    """Changes a bit, a byte, or a run of bytes, or cuts what follows a place."""
     if not data:
         return rng.choice(_TOKENS)
     at, how = rng.randrange(len(data)), rng.randrange(7)
@@ -124,7 +124,7 @@ def _of_bytes(data: bytes, rng: random.Random, others: Sequence[bytes]) -> bytes
 
 
 def _twice(data: bytes, rng: random.Random, others: Sequence[bytes]) -> bytes:
-    """A key of an object is there twice."""
+    """Writes a key of an object twice."""
     keys = list(_KEY.finditer(data))
     if not keys:
         return _of_bytes(data, rng, others)

@@ -1,7 +1,7 @@
-"""Many short runs of the real command without paying for its imports each time.
+"""Runs the real command many times without paying for its imports each time.
 
-One process imports what a run imports and computes nothing; every run is a child forked from it, with its own threads,
-memory and files, that calls the command's own `main` and ends. A child is killed like any process.
+One process imports what a run imports and computes nothing. Every run is a child forked from it, with its own threads, memory
+and files, that calls the command's own `main` and ends. A child is killed like any process.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Ended:
 
     @property
     def text(self) -> str:
-        """All it wrote."""
+        """Returns all it wrote."""
         return self.out + self.err
 
 
 class Child:
-    """A run under way."""
+    """Controls a run under way."""
 
     def __init__(self, parent: subprocess.Popen[bytes], out: Path, err: Path) -> None:
         self._parent, self._out, self._err, self._began = parent, out, err, time.monotonic()
@@ -45,17 +45,17 @@ class Child:
         self.waited = False
 
     def is_over(self, within: float = 0.0) -> bool:
-        """Whether `wait` would return at once; `within`: seconds to wait for that."""
+        """Tells whether `wait` would return at once; `within`: seconds to wait for that."""
         assert self._parent.stdout is not None
         return bool(select.select([self._parent.stdout], [], [], within)[0])
 
     def send(self, number: int) -> None:
-        """A signal to the child alone, if it is still there."""
+        """Sends a signal to the child alone, if it is still there."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """The child, and what it has started; the child alone where it has just begun and leads no group yet."""
+        """Kills the child and what it has started; the child alone if it has just begun and leads no group yet."""
         try:
             os.killpg(self.pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -71,8 +71,8 @@ class Child:
 
 
 class Nursery:
-    """`begin` starts `fuyou WORDS` in a child, one at a time: one that nobody waited for is killed. `folder` holds what they
-    write; their environment is `environment`, all of it, unless `begin` says another: what is read while modules are imported
+    """Starts `fuyou WORDS` in a child by `begin`, one at a time: one that nobody waited for is killed. `folder` holds what they
+    write. Their environment is `environment`, all of it, unless `begin` gives another; what is read while modules are imported
     is always the parent's."""
 
     def __init__(self, *, folder: Path, environment: Mapping[str, str], under: Path | None = None) -> None:
@@ -89,7 +89,7 @@ class Nursery:
     def begin(
         self, words: Sequence[str], *, folder: Path | None = None, environment: Mapping[str, str] | None = None, first: str = ""
     ) -> Child:
-        """Starts `fuyou WORDS`; before it, in its process, the program `first` runs."""
+        """Starts `fuyou WORDS`. The program `first` runs before it in its process."""
         assert self._parent.stdin is not None
         if self._child is not None and not self._child.waited:
             self._child.kill()

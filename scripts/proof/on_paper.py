@@ -1,4 +1,4 @@
-"""Recipes of models that are only configurations, for plans on machines that are only described."""
+"""Makes recipes of models that are only configurations, for plans on machines that are only described."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CONFIGS = ROOT / "tests" / "engine" / "configs"
 
 
 def known_config(name: str) -> dict[str, Any]:
-    """A model's configuration as it is on the hub."""
+    """Returns a model's configuration as it is on the hub."""
     found: dict[str, Any] = json.loads((_CONFIGS / f"{name}.json").read_text(encoding="utf-8"))
     return found
 
@@ -29,7 +29,7 @@ def known_config(name: str) -> dict[str, Any]:
 def recipe_of(
     config: Mapping[str, Any], *, length: int, train: Mapping[str, Any], overrides: Sequence[str] = (), **sections: Any
 ) -> Iterator[LoadedRecipe]:
-    """The recipe of such a model, without data, of which planning would warn; it goes with the context."""
+    """Writes the recipe of such a model. It has no data, and planning would warn of that. It is removed with the context."""
     with tempfile.TemporaryDirectory() as folder, redirect_stderr(StringIO()):
         Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
         dataset = {"train": [{"path": f"{folder}/none.jsonl"}], "max_seq_len": length}

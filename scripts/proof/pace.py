@@ -1,10 +1,10 @@
-"""How fast the machine itself is while something runs on it: the same small work again and again, in a process of its own.
+"""Measures how fast the machine is while something runs on it: the same small work again and again, in its own process.
 
-A machine of a shared host runs the same decoder block in 35 ms now and in 54 a minute later, with nothing else running on it
-and no steal told; looks before and after a run missed one that was slow throughout (125m in 9.2 s a step, before in 7.4).
-A plan made with the rates of one minute says nothing of the next if they differ: this tells whether they do.
+A shared host runs the same decoder block in 35 ms now and in 54 a minute later, with nothing else running on it and no steal
+shown. Looks before and after a run missed one that was slow throughout (125m in 9.2 s a step, before in 7.4). A plan made with
+the rates of one minute says nothing of the next if they differ. This shows whether they do.
 
-What is told is the CPU time of the work, not how long it took: what runs beside it takes its turns on the same cores.
+The figure is the CPU time of the work, not its duration: what runs beside it takes turns on the same cores.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ while True:
 
 
 class Pace:
-    """Looks at the machine's speed from now on."""
+    """Watches the machine's speed from now on."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -54,7 +54,7 @@ class Pace:
             self._looks.append((when, seconds))
 
     def speed(self, begin: float, end: float) -> float:
-        """Of the work, in a second of CPU time, between two moments of the monotonic clock; 0 where nobody looked."""
+        """Returns the work done in a second of CPU time between two moments of the monotonic clock; 0 if there was no look."""
         taken = [seconds for when, seconds in list(self._looks) if begin <= when <= end]
         return 1.0 / statistics.mean(taken) if taken else 0.0
 

@@ -1,7 +1,7 @@
-"""Everything of fuyou's that reads a file somebody else may have written: what such a file looks like, and how it is read.
+"""Lists everything in fuyou that reads a file of somebody else: what such a file looks like, and how it is read.
 
-Each parser reads from a folder of its own and writes nothing. What may come of it is a value or a UsageError. Libraries are
-loaded by the first input of the parser that needs them.
+Each parser reads from a folder of its own and writes nothing. It may return a value or raise a UsageError. Libraries are loaded
+by the first input of the parser that needs them.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _DIGEST = b',\n"digest": "'
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Parser:
-    """`read` gets the folder. `beside`: other files that lie in it. `seal` makes of an input what is written: a digest that
-    is right, a length in front. `share`: how often it is run beside the others."""
+    """Describes a parser. `read` gets the folder. `beside`: other files in it. `seal` makes an input into what is written: a
+    correct digest, a length in front. `share`: how often it runs beside the others."""
 
     name: str
     file: str
@@ -47,7 +47,7 @@ class Parser:
     share: float = 1.0
 
     def lay_out(self, folder: Path) -> None:
-        """The folder before an input is in it."""
+        """Makes the folder before an input is in it."""
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in self.beside.items():
             (folder / name).write_bytes(content)
@@ -62,7 +62,7 @@ class Parser:
 
 
 def manifest() -> Manifest:
-    """Of a store with a stage of two tensors, and one without parameters."""
+    """Makes the manifest of a store with a stage of two tensors, and one without parameters."""
     params = 2048
     tensor = replace(
         example(StoredTensor), name="layers.0", stored_as="layers.0", shape=(32, 32), offset=0, first=0, count=1024
@@ -107,7 +107,7 @@ def _manifest_bytes() -> list[bytes]:
 
 
 def with_digest(data: bytes) -> bytes:
-    """A manifest whose digest is right, whatever it says."""
+    """Returns a manifest whose digest is correct, whatever it says."""
     body, mark, _ = data.rpartition(_DIGEST)
     if not mark:  # JSON that was written anew, in one line
         try:
@@ -169,7 +169,7 @@ def _described(folder: Path) -> object:
 
 
 def _history(folder: Path) -> object:
-    """As `fuyou report` does, up to what it shows."""
+    """Reads a log as `fuyou report` does, up to what it shows."""
     from fuyou_cli.cli.render.report_page import page
     from fuyou_cli.training.history import read_history
 
@@ -228,7 +228,7 @@ _SHARDS = ("one.safetensors", "two.safetensors")
 
 
 def framed(table: bytes, size: int = 8) -> bytes:
-    """A safetensors file with this header and so many bytes of data."""
+    """Makes a safetensors file with this header and so many bytes of data."""
     return struct.pack("<Q", len(table)) + table + bytes(size)
 
 
@@ -258,14 +258,14 @@ _CONFIG: dict[str, Any] = {
 
 
 def _config(folder: Path) -> object:
-    """As an export does."""
+    """Reads a configuration as an export does."""
     from fuyou_cli.checkpoint.companions import companion_files
 
     return companion_files(folder, dtype="bfloat16")
 
 
 def _model(folder: Path) -> object:
-    """As a run does, up to a model without weights."""
+    """Reads a model as a run does, up to a model without weights."""
     from fuyou_cli.engine.skeleton import build, load_config
 
     return build(load_config(folder), dtype="bfloat16", attention="eager")
@@ -294,7 +294,7 @@ def _understood(place: str, row: dict[str, Any]) -> object:
 
 
 def _table(name: str) -> Callable[[Path], object]:
-    """As the worker reads it."""
+    """Reads a table as the worker does."""
 
     def read(folder: Path) -> object:
         from fuyou_cli.data.reading import read_rows

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO-3 NVMe offload on the same disk, through the loop ds_train.py; or what it once measured."""
+"""Runs DeepSpeed's ZeRO-3 NVMe offload on the same disk, through the loop ds_train.py, or returns what it once measured."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RECORDED = {"step_s": 71.1, "opt_s": 55.2, "cg_peak_gib": 7.9, "shape": "1.1b", 
 def deepspeed_run(
     setting: Setting, peers: Path | None, *, rows: int, micro: int, throttle: tuple[int, int], turn: int
 ) -> tuple[dict[str, Any], str]:
-    """(its record, "") or ({}, why there is none)."""
+    """Returns (its record, ""), or ({}, why there is none)."""
     why = unusable(peers)
     if why:
         return {}, why
@@ -38,7 +38,7 @@ def deepspeed_run(
 
 
 def unusable(peers: Path | None) -> str:
-    """Why DeepSpeed cannot be run here; empty when it seems that it can."""
+    """Says why DeepSpeed cannot run here. Returns an empty text if it seems to be able to."""
     if peers is None:
         return "no --peers"
     if not (peers / "ds_train.py").is_file():
@@ -48,7 +48,8 @@ def unusable(peers: Path | None) -> str:
 
 
 def _deepspeed_run(setting: Setting, peers: Path, *, rows: int, micro: int, throttle: tuple[int, int]) -> dict[str, Any]:
-    """One warm-up and two measured steps. Its rows are random tokens: it takes no others; the work is the same."""
+    """Makes one warm-up step and two measured steps. Its rows are random tokens, because it takes no others; the work is the
+    same."""
     scratch = Path(os.environ.get("BENCH_DIR", setting.work / "peers"))
     scratch.mkdir(parents=True, exist_ok=True)
     out, output = setting.work / "ds.jsonl", setting.work / "ds.txt"

@@ -1,5 +1,6 @@
-"""Where the proofs' tiny runs are: a model of a million parameters, recipes that differ by a few keys, and processes that have
-the shim in them."""
+"""Makes the places of the proofs' tiny runs: a model of a million parameters, recipes that differ by a few keys, and processes
+with the shim in them.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ SNAPSHOTS = {"checkpoint.mode": "snapshot", "checkpoint.snapshot_every_steps": 2
 
 
 def with_keys(content: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe with dotted keys replaced."""
+    """Returns a recipe with dotted keys replaced."""
     for key, value in changes.items():
         *sections, last = key.split(".")
         target = content
@@ -40,7 +41,7 @@ def with_keys(content: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 
 
 class Place:
-    """A folder with a tiny model and a recipe, and a nursery whose children have the shim in them."""
+    """Holds a folder with a tiny model and a recipe, and a nursery whose children have the shim in them."""
 
     def __init__(self, folder: Path, nursery: Nursery, environment: Mapping[str, str], model: Path, text: Path) -> None:
         self.folder, self.nursery, self.model, self.text = folder, nursery, model, text
@@ -48,7 +49,7 @@ class Place:
         self.traces = 0
 
     def recipe(self, name: str, changes: Mapping[str, Any], *, steps: int = STEPS) -> Path:
-        """Written to a folder of its own, which `{folder}` in a list of folders stands for."""
+        """Writes the recipe to a folder of its own, which `{folder}` in a list of folders stands for."""
         folder = self.folder / name
         folder.mkdir(parents=True, exist_ok=True)
         content: dict[str, Any] = {
@@ -80,7 +81,7 @@ class Place:
 
     @property
     def manifests(self) -> Path:
-        """All that the last run wrote into manifests."""
+        """Returns all that the last run wrote into manifests."""
         return self.folder / "manifests"
 
     def begin(self, *words: str | Path, trace: Trace | None = None, fault: str = "", kept: Path | None = None) -> Child:
@@ -93,7 +94,7 @@ class Place:
 
 @contextmanager
 def placed(folder: Path, *, under: Path | None = None) -> Iterator[Place]:
-    """Where tiny runs are killed. What they leave open below `under` is told."""
+    """Makes a place where tiny runs are killed. They tell what they leave open below `under`."""
     folder.mkdir(parents=True, exist_ok=True)
     text = folder / "text.jsonl"
     if not text.exists():

@@ -1,8 +1,8 @@
-"""Power cuts anywhere in a run, and what is made of the disk that each leaves.
+"""Cuts the power anywhere in a run, and continues from the disk that each cut leaves.
 
-One run of a few steps is recorded whole: every call below the folder of its store, with what was written. For each cut that
-folder is rebuilt as a disk could hold it (disk.py), and the same command is run to its end: at the cut there must be a state
-at least as new as the last that was durable by then, and in the end what the uninterrupted run left.
+One run of a few steps is recorded: every call below the folder of its store, with its data. For each cut that folder is rebuilt
+as a disk could hold it (disk.py), and the same command runs to its end. At the cut there must be a state at least as new as the
+last one that was durable by then. The end must be that of the uninterrupted run.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ STEPS = 12
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recording:
-    """A run nobody cut. `begun`: the step it went on from, -1 for a new one; `named`: for each manifest the moment from which
-    on it was durable, and its step (-1 where it says `loading`)."""
+    """Holds a run nobody cut. `begun`: the step it continued from, -1 for a new one; `named`: for each manifest, from which
+    moment on it was durable, and its step (-1 if it says `loading`)."""
 
     recipe: Path
     disk: Path  # the folder with its store
@@ -44,7 +44,7 @@ class Recording:
 
 @dataclass(kw_only=True, slots=True)
 class Cuts:
-    """Power cuts so far, and what they took."""
+    """Counts power cuts so far, and what they took."""
 
     points: int = 0
     within: int = 0  # a commit
@@ -63,7 +63,7 @@ class Cuts:
 
 
 def recorded(place: Place, name: str, changes: Mapping[str, Any], *, steps: int = STEPS, resumed_at: int = 0) -> Recording:
-    """Runs to the end; with `resumed_at` it has been stopped after so many steps before, and only the rest is recorded."""
+    """Records a run to its end. With `resumed_at` it was stopped after so many steps before, and only the rest is recorded."""
     disk = place.folder / name / "disk"
     folders = [folder.replace("{folder}", str(disk)) for folder in changes.get("offload.dir", ["{folder}/stores"])]
     changes = {**changes, "offload.dir": folders}
@@ -93,22 +93,22 @@ def recorded(place: Place, name: str, changes: Mapping[str, Any], *, steps: int 
 
 
 def _named(calls: Sequence[Call], kept: Path) -> Iterator[tuple[int, int]]:
-    """From which moment on each manifest had its name for certain, and the step it is of."""
+    """Yields from which moment on each manifest had its name for certain, and its step."""
     steps = named_steps(list(calls), kept)
     for (_, flush), step in zip(namings(list(calls), manifests.NAME), steps, strict=True):
         yield flush.end, -1 if step is None else step
 
 
 def instants(recording: Recording, count: int, draw: random.Random) -> list[int]:
-    """Every other one anywhere in the log, those between inside a commit: from the flush of the store on, to that of its
-    manifest's folder."""
+    """Lists moments: every other one anywhere in the log, those between inside a commit, from the flush of the store to that
+    of its manifest's folder."""
     anywhere = sorted({moment for call in recording.calls for moment in (call.begin, call.end)})
     within = [moment for begin, end in _commits(recording.calls) for moment in anywhere if begin <= moment <= end]
     return [draw.choice(within if number % 2 else anywhere) for number in range(count)]
 
 
 def _commits(calls: Sequence[Call]) -> list[tuple[int, int]]:
-    """From where the data of each is being flushed, file after file of a stripe, to where its name is."""
+    """Returns the span of each commit: from the first flush of its data, file after file of a stripe, to where its name is."""
     found = []
     for _, flush in namings(list(calls), manifests.NAME):
         before = [call for call in calls if call.what == "flush" and call.begin < flush.begin]
@@ -118,7 +118,7 @@ def _commits(calls: Sequence[Call]) -> list[tuple[int, int]]:
 
 
 def cut_power(place: Place, recording: Recording, *, points: int, seed: int) -> Cuts:
-    """`points` cuts, each with a run to the end after it."""
+    """Makes `points` cuts, each with a run to the end after it."""
     cuts, commits = Cuts(), _commits(recording.calls)
     for number, at in enumerate(instants(recording, points, random.Random(seed))):
         what = f"cut {number} of seed {seed}, at {at} of the log"
@@ -140,14 +140,14 @@ def cut_power(place: Place, recording: Recording, *, points: int, seed: int) -> 
 
 
 def _forget(recording: Recording) -> None:
-    """The disk is empty, and nothing of an earlier run is beside it."""
+    """Empties the disk and removes what is left of an earlier run."""
     for folder in (recording.disk, recording.recipe.parent / "out"):
         shutil.rmtree(folder, ignore_errors=True)
     recording.disk.mkdir()
 
 
 def _step_on(disk: Path) -> int:
-    """Of the newest committed state, -1 for none."""
+    """Returns the step of the newest committed state, -1 for none."""
     names = (manifests.NAME, manifests.BEFORE)
     folders = {path.parent for name in names for path in disk.rglob(name)}
     found = [saved for folder in folders if (saved := manifests.newest(folder)[0]) is not None and saved.state == "committed"]

@@ -1,4 +1,4 @@
-"""What all recipes of the proofs have in common, and the folders that their runs write to."""
+"""Holds what all recipes of the proofs have in common, and the folders that their runs write to."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def recipe_in(
     out: Path, model: Path, cache: Path, case: Any, length: int, *, entry: Mapping[str, object], commit_every: int | str | None,
     train: Mapping[str, object], **sections: Mapping[str, object],
 ) -> Path:  # fmt: skip
-    """Writes the recipe of a case (its rows, steps and clipping) to `out`: what all runs of the proofs have in common."""
+    """Writes the recipe of a case (its rows, steps and clipping) to `out`."""
     dataset = {"train": [dict(entry)], "max_seq_len": length, "packing": "concat", "loss_on": "all", "cache_dir": str(cache)}
     recipe = {
         "version": 1,
@@ -39,8 +39,8 @@ def recipe_in(
 
 
 def fresh(folder: Path) -> Path:
-    """The folder, empty but for our mark. Raises RunFailed rather than remove one that these scripts did not make: --work
-    may be anybody's."""
+    """Returns the folder, empty but for our mark. Raises RunFailed for one that these scripts did not make: --work may be
+    anybody's."""
     mark = folder / MARK
     if folder.exists():
         if not mark.is_file():

@@ -1,4 +1,4 @@
-"""What was asked beside what was measured: rows, their table, their JSON, and the progress that a rerun picks up."""
+"""Shows what was asked beside what was measured: rows, their table, their JSON, and progress that a rerun takes over."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Values = Mapping[str, object] | None  # what the JSON keeps beside the line
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One line of the table."""
+    """Holds one line of the table."""
 
     what: str
     asked: str
@@ -67,22 +67,22 @@ def reported(what: str, measured: str, *, note: str = "", values: Values = None)
 
 
 def unless_noisy(row: Row, results: Sequence[Mapping[str, object]]) -> Row:
-    """The row, but neither pass nor FAIL where other processes kept the machine busy while it was measured."""
+    """Returns the row, neither pass nor FAIL if other processes kept the machine busy while it was measured."""
     return replace(row, verdict=NOISY) if any(result.get("noisy") for result in results) else row
 
 
 def unless_recorded(row: Row, *, recorded: bool) -> Row:
-    """The row, but neither pass nor FAIL where the other side is a figure of another day: the ratio alone says little."""
+    """Returns the row, neither pass nor FAIL if the other side is a figure of another day: the ratio alone says little."""
     return replace(row, verdict=REPORTED) if recorded else row
 
 
 def spread(values: Sequence[float]) -> str:
-    """The median, the least and the greatest."""
+    """Returns the median, the least and the greatest."""
     return f"{statistics.median(values):.2f} ({min(values):.2f}..{max(values):.2f}, n={len(values)})"
 
 
 def in_words(row: Row) -> str:
-    """What a bench says of a bar, beside its figure."""
+    """Returns what a bench says of a bar, beside its figure."""
     return {PASS: "holds", FAIL: "MISSED", NOISY: "not judged: NOT QUIET"}[row.verdict]
 
 
@@ -91,7 +91,7 @@ def missing(what: str, asked: str, why: str) -> Row:
 
 
 def exit_code(rows: Iterable[Row]) -> int:
-    """FAILED when a line failed; NOT_SHOWN when none did, but one that asks for something does not pass either."""
+    """Returns FAILED if a line failed, NOT_SHOWN if none did but one that asks for something does not pass either."""
     verdicts = {row.verdict for row in rows if row.asked != "-" or row.verdict == FAIL}
     if FAIL in verdicts:
         return FAILED
@@ -99,7 +99,7 @@ def exit_code(rows: Iterable[Row]) -> int:
 
 
 def worst(codes: Iterable[int]) -> int:
-    """One exit code for several proofs: a failure says most, then what was not shown."""
+    """Returns one exit code for several proofs: a failure weighs most, then what was not shown."""
     taken = set(codes)
     return next((code for code in (FAILED, NOT_SHOWN) if code in taken), HELD)
 
@@ -108,7 +108,7 @@ def worst(codes: Iterable[int]) -> int:
 
 
 class Progress:
-    """Finished measurements in a file of JSON lines, one object each; what is there is not measured again while the code
+    """Keeps finished measurements in a file of JSON lines, one object each. What is there is not measured again while the code
     is the same."""
 
     def __init__(self, path: Path) -> None:
@@ -125,7 +125,7 @@ class Progress:
                     self.kept[record["key"]] = record
 
     def measure(self, key: str, once: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The measurement `key`: kept from before, or taken now and kept unless it says `failed` or `noisy`."""
+        """Returns the measurement `key`: kept from before, or taken now and kept unless it says `failed` or `noisy`."""
         if key in self.kept:
             say(f"{key}: kept, measured {self.kept[key]['date']}")
             return self.kept[key]["value"]
@@ -144,7 +144,7 @@ class Progress:
         return value
 
     def keep(self, key: str, value: dict[str, Any]) -> None:
-        """Writes a finished measurement down, for this run and later ones."""
+        """Writes a finished measurement to the file, for this run and later ones."""
         record = {"key": key, "date": now(), "commit": commit(), "code": self.code, "value": value}
         self.kept[key] = record
         with self._lock, self.path.open("a", encoding="utf-8") as file:
@@ -158,7 +158,7 @@ def first_line(text: object) -> str:
 
 
 def say(text: str) -> None:
-    """One line about what is going on."""
+    """Prints one line about what is going on."""
     print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
 
 
@@ -166,7 +166,7 @@ def say(text: str) -> None:
 
 
 def conclude(name: str, rows: Sequence[Row], *, results: Path, settings: dict[str, object], notes: Sequence[str] = ()) -> int:
-    """Prints the table, writes `results`/`name`.json; the script's exit code, see `exit_code`."""
+    """Prints the table and writes `results`/`name`.json. Returns the script's exit code, see `exit_code`."""
     print(table(rows))
     for note in notes:
         print(f"note: {note}")
@@ -191,7 +191,7 @@ def conclude(name: str, rows: Sequence[Row], *, results: Path, settings: dict[st
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Asked beside measured, in columns as wide as they need; notes below their line."""
+    """Returns asked beside measured, in columns as wide as they need, with notes below their line."""
     cells = [("", "asked", "measured", "")] + [(row.what, row.asked, row.measured, row.verdict) for row in rows]
     widths = [max(len(line[column]) for line in cells) for column in range(4)]
     lines = []
@@ -205,7 +205,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def machine() -> dict[str, object]:
-    """What the figures depend on, without the machine's name."""
+    """Returns what the figures depend on, without the machine's name."""
     return {
         "cpu": cpu_name(),
         "cores": core_count(),
@@ -226,7 +226,7 @@ def versions() -> dict[str, str]:
 
 
 def commit(checkout: Path = ROOT) -> str:
-    """A checkout's commit, with a plus where tracked files differ from it; empty outside a checkout."""
+    """Returns a checkout's commit, with a plus if tracked files differ from it; empty outside a checkout."""
     command = ["git", "-C", str(checkout), "describe", "--always", "--abbrev=10", "--dirty=+", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -235,7 +235,7 @@ def commit(checkout: Path = ROOT) -> str:
 
 
 def plain_parser(description: str | None) -> argparse.ArgumentParser:
-    """With what all scripts have."""
+    """Makes a parser with what all scripts have."""
     made = argparse.ArgumentParser(
         description=description, epilog=EXIT_CODES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -250,20 +250,20 @@ def show_command(script: str, words: Sequence[str] | None = None) -> None:
 
 
 def described() -> str:
-    """Where and when, in a line: for output that is kept as text."""
+    """Returns where and when in one line, for output that is kept as text."""
     return f"{now()}, commit {commit() or 'unknown'}, {cpu_name()}, {core_count()} cores, Linux {platform.release()}"
 
 
 def code() -> str:
-    """A name for the code that measures and is measured: the package, the C library, the scripts, where the other side's
-    loop is, and the extension in use."""
+    """Names the code that measures and is measured: the package, the C library, the scripts, the folder of the other side's
+    loop, and the extension in use."""
     found = [path for folder in ("fuyou_cli", "native") for path in (ROOT / folder).rglob("*") if path.suffix in _SOURCES]
     found += [*ROOT.glob("scripts/proof/*.py"), *ROOT.glob("scripts/proof/*.c"), *ROOT.glob("scripts/prove_*.py")]
     return digest([*sorted(found), *extension()])
 
 
 def digest(files: Iterable[Path]) -> str:
-    """A name for the names and contents of these files."""
+    """Returns a digest of the names and contents of these files."""
     held = hashlib.sha256()
     for file in files:
         name = file.relative_to(ROOT) if file.is_relative_to(ROOT) else file.name
@@ -272,7 +272,7 @@ def digest(files: Iterable[Path]) -> str:
 
 
 def extension() -> list[Path]:
-    """The built C extension that a run would load, wherever it was installed; it may be older than its sources."""
+    """Returns the built C extension that a run would load, wherever it is installed. It may be older than its sources."""
     found = importlib.util.find_spec("fuyou_cli._native")
     return [Path(found.origin)] if found is not None and found.origin else []
 

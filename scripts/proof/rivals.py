@@ -1,4 +1,4 @@
-"""The same misfortunes for fuyou and for DeepSpeed's NVMe offload: what became of each run, in a line."""
+"""Puts fuyou and DeepSpeed's NVMe offload under the same faults, and says in a line what became of each run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SHOWN = 160  # characters of somebody's error
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """Of one misfortune. `good`: nothing was lost, and nothing wrong was done in silence."""
+    """Holds the outcome of one fault. `good`: nothing was lost, and nothing wrong was done without an error."""
 
     good: bool
     text: str
@@ -46,7 +46,7 @@ class Outcome:
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[Path]:
-    """A file system of 64 MiB in a file. Raises LimitsUnavailable where this user may not mount one."""
+    """Makes a file system of 64 MiB in a file. Raises LimitsUnavailable if this user may not mount one."""
     image, point = folder / "disk.img", folder / "disk"
     point.mkdir(parents=True, exist_ok=True)
     with image.open("wb") as file:
@@ -81,7 +81,7 @@ def our_resume(place: Place) -> Outcome:
 
 
 def our_full_disk(place: Place) -> Outcome:
-    """The disk is full from the first step on."""
+    """Runs us on a disk that is full from the first step on."""
     name = "full"
     expected = finished(place, place.recipe(f"{name}/whole", ANY_LENGTH, steps=STEPS))
     with small_disk(place.folder / name) as disk:
@@ -141,7 +141,7 @@ def _error(text: str) -> str:
 
 
 def _without_folders(text: str) -> str:
-    """Paths of this machine are nobody's business."""
+    """Removes paths of this machine, which concern nobody."""
     return re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+", "", text)
 
 
@@ -149,13 +149,13 @@ def _without_folders(text: str) -> str:
 
 
 class Rival:
-    """DeepSpeed in a Python that has it. `operators`: where it keeps what it compiles."""
+    """Runs DeepSpeed in a Python that has it. `operators`: where it keeps what it compiles."""
 
     def __init__(self, python: Path, folder: Path, operators: Path) -> None:
         self.python, self.folder, self.operators = python, folder, operators
 
     def run(self, name: str, model: Path, *words: str | Path, nvme: Path | None = None) -> tuple[Ended, list[dict[str, Any]]]:
-        """A process; how it ended and what it told. Checkpoints of a name are its own."""
+        """Runs a process. Returns how it ended and what it printed. Checkpoints of a name are its own."""
         folder = self.folder / name
         folder.mkdir(parents=True, exist_ok=True)
         out, swapped = folder / "told.jsonl", nvme or folder / "nvme"
@@ -187,7 +187,7 @@ def their_resume(rival: Rival, model: Path) -> Outcome:
 
 
 def their_full_disk(rival: Rival, model: Path) -> Outcome:
-    """Filled after DeepSpeed has set itself up, before the first step."""
+    """Fills their disk after DeepSpeed has set itself up, before the first step."""
     whole = losses_of(rival.run("whole", model, "--last", str(STEPS))[1])
     with small_disk(rival.folder / "full") as disk:
         ballast = disk / "ballast"
@@ -204,7 +204,7 @@ def their_odd_sizes(rival: Rival, model: Path) -> Outcome:
 
 
 def their_even_sizes(rival: Rival, model: Path) -> Outcome:
-    """The control: what of the difference is not the sizes'."""
+    """Runs the control: differences that do not come from the sizes."""
     return _beside_memory(rival, "even", model)
 
 
@@ -221,7 +221,7 @@ def their_same_twice(rival: Rival, model: Path) -> Outcome:
 
 
 def their_flip(rival: Rival, model: Path) -> Outcome:
-    """One bit of the largest file of the optimizer's state in a checkpoint."""
+    """Flips one bit of the largest file of the optimizer's state in a checkpoint."""
     rival.run("flip", model, "--last", str(HALF), "--save", "half")
     words = ("--first", str(HALF + 1), "--last", str(STEPS), "--load", "half")
     before = losses_of(rival.run("flip", model, *words)[1])

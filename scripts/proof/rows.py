@@ -1,4 +1,4 @@
-"""What both sides train on: the model made here, the text, and the rows that the data layer makes of it."""
+"""Makes what both sides train on: the model, the text, and the rows that the data layer makes of it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _THINGS = ("apples", "bolts", "candles", "drums", "envelopes", "flags", "gloves"
 
 
 def text_file(work: Path, data: Path | None) -> tuple[Path, dict[str, object], str]:
-    """(file, its entry for the recipe's dataset.train, what it is): the file given, or text made here.
+    """Returns (file, its entry for the recipe's dataset.train, what it is): the file given, or text made here.
 
     A file with question and answer (as GSM8K has) is read as both, one after the other; any other by its columns."""
     if data is None:
@@ -41,7 +41,7 @@ def text_file(work: Path, data: Path | None) -> tuple[Path, dict[str, object], s
 
 
 def own_text(rows: int) -> str:
-    """JSON lines of small sums with their solutions: the same text every time."""
+    """Writes JSON lines of small sums with their solutions, the same text every time."""
     draw = random.Random(20)
     lines = []
     for _ in range(rows):
@@ -62,7 +62,7 @@ def own_text(rows: int) -> str:
 
 
 def model_folder(work: Path, shape: str, text: Path, *words: str) -> Path:
-    """The checkpoint of `shape` with a tokenizer of `text`, made once per work folder. `words`: more for make_checkpoint."""
+    """Makes the checkpoint of `shape` with a tokenizer of `text`, once per work folder. `words`: more for make_checkpoint."""
     folder = work / "models" / shape
     if (folder / "made").exists():
         return folder
@@ -75,6 +75,6 @@ def model_folder(work: Path, shape: str, text: Path, *words: str) -> Path:
 
 
 def rows_folder(recipe: Path) -> Path:
-    """The tokenised rows of a recipe, made now or found: what the other side reads, so that both see the same."""
+    """Returns the tokenised rows of a recipe, made now or found. The other side reads them too, so both see the same."""
     loaded = load_recipe(recipe, []).recipe
     return tokenised_rows(loaded, Path(loaded.model.name_or_path)).directory

@@ -1,4 +1,4 @@
-"""One run of either side, in a process of its own and under the limits asked for, as plain data to keep."""
+"""Makes one run of either side, in its own process and under the limits asked for, as plain data to keep."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ STEP_FIELDS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One run of our side."""
+    """Describes one run of our side."""
 
     shape: str
     budget: int
@@ -72,7 +72,7 @@ class Case:
 
     @property
     def key(self) -> str:
-        """Everything that shapes the measurement: what another script or part may take over."""
+        """Returns everything that shapes the measurement: what another script or part may take over."""
         words = [f"fuyou {self.shape}", f"{self.rows}x{LENGTH} by {self.micro or 'auto'}", f"{self.steps} steps"]
         words += [gib(self.budget)]
         words += [f"clip {self.clip:g}" if self.clip is not None else "no clipping"]
@@ -95,7 +95,7 @@ class Case:
 
 
 def write_recipe(setting: Setting, case: Case) -> Path:
-    """The recipe of a case in a fresh output folder; whatever an earlier run left there is gone."""
+    """Writes the recipe of a case into a fresh output folder; what an earlier run left there is removed."""
     out = fresh(setting.work / "run")
     fresh(setting.work / "store")
     placement = {key: "ssd" for key in ("weights", "gradients", "optimizer_states", "boundaries") if case.all_on_ssd}
@@ -113,12 +113,12 @@ def write_recipe(setting: Setting, case: Case) -> Path:
 
 
 def end_of(output: Path, lines: int = LAST_LINES) -> str:
-    """The end of what a command wrote."""
+    """Returns the end of what a command wrote."""
     return "\n".join(output.read_text(errors="replace").strip().splitlines()[-lines:])
 
 
 def our_run(setting: Setting, case: Case) -> dict[str, Any]:
-    """The case through `fuyou finetune`, kept under its key. Raises RunFailed unless memory is what is watched: then a
+    """Runs the case through `fuyou finetune`, and keeps it under its key. Raises RunFailed unless memory is watched: then a
     failure is a result."""
     result = setting.measure(case.key, lambda: _our_run(setting, case))
     if result.get("failed") and not case.watch_memory:
@@ -127,8 +127,8 @@ def our_run(setting: Setting, case: Case) -> dict[str, Any]:
 
 
 def _our_run(setting: Setting, case: Case) -> dict[str, Any]:
-    """Once more where the plan's rates are of a machine that was faster or slower than the run's: that tells nothing of the
-    plan. Whether it was is asked of work that has nothing to do with either."""
+    """Runs once more if the machine was faster or slower than the plan's rates say: such a run tells nothing of the plan. Work
+    that has nothing to do with either tells whether it was."""
     if not case.paced:
         return _one_run(setting, case)
     with Pace() as pace:
@@ -145,7 +145,8 @@ def _our_run(setting: Setting, case: Case) -> dict[str, Any]:
 
 
 def _one_run(setting: Setting, case: Case, pace: Pace | None = None) -> dict[str, Any]:
-    """`pace`: the result says as well how fast the machine was in the steps that count, and over its speed in the bench."""
+    """Makes one run. `pace`: the result also says how fast the machine was in the steps that count, over its speed in the
+    bench."""
     recipe = write_recipe(setting, case)
     log, output = setting.work / "run" / "log.jsonl", setting.work / "run.txt"
     command = [*FUYOU, "finetune", str(recipe), *case.overrides]
@@ -201,18 +202,19 @@ def _one_run(setting: Setting, case: Case, pace: Pace | None = None) -> dict[str
 
 
 def _late_flushes(work: Path) -> dict[str, str]:
-    """The environment of a run whose flushes take 20 ms more than they do."""
+    """Returns the environment of a run whose flushes take 20 ms longer."""
     seen = {"FUYOU_SHIM_ROOT": str(work), "FUYOU_SHIM_FAULT": f"1:{1 << 30}:late"}
     return preloaded(seen, build(work))
 
 
 def _counted(ends: list[float], warm_up: int) -> tuple[float, float]:
-    """From the end of the last step of the warm-up to the end of the run's last one."""
+    """Returns the time from the end of the warm-up's last step to the end of the run's last one."""
     return ends[warm_up - 1] if warm_up else 0.0, ends[-1]
 
 
 def _own_cache(setting: Setting, profiles: Mapping[str, str]) -> dict[str, str]:
-    """So that no run finds profiles of the machine's own, or leaves there what it saw under limits: it finds those given."""
+    """Gives a run its own cache, so that it uses the given profiles, finds none of the machine's, and leaves none there from
+    under limits."""
     folder = fresh(setting.work / "profiles")
     for name, text in profiles.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -221,8 +223,8 @@ def _own_cache(setting: Setting, profiles: Mapping[str, str]) -> dict[str, str]:
 
 
 def on_measured_machine(setting: Setting, case: Case) -> Case:
-    """The case on this machine as `fuyou bench RECIPE` finds it, once for all runs with these limits: what a user has whose
-    first command measured the machine."""
+    """Returns the case on this machine as `fuyou bench RECIPE` measures it, once for all runs with these limits: what a user
+    has whose first command measured the machine."""
 
     def once() -> dict[str, Any]:
         recipe = write_recipe(setting, case)
@@ -235,15 +237,15 @@ def on_measured_machine(setting: Setting, case: Case) -> Case:
 
 
 def kept_profiles(environment: Mapping[str, str]) -> dict[str, str]:
-    """What `profile` left there, for runs to come: a plan is made for the update threads that a machine was measured with."""
+    """Returns what `profile` left, for later runs: a plan is made for the update threads that a machine was measured with."""
     folder = Path(environment["XDG_CACHE_HOME"])
     return {str(path.relative_to(folder)): path.read_text(encoding="utf-8") for path in folder.rglob("*.json")}
 
 
 def profile(setting: Setting, recipe: Path, held: Group | None) -> dict[str, str]:
-    """What `fuyou bench RECIPE` measures inside the group, as the environment of those who are to find it: nothing is taken
-    over from the machine's own profiles, or left there. Raises RunFailed, also where others never leave the processor alone:
-    beside a second process with as many threads a block was measured at a tenth of its rate."""
+    """Runs `fuyou bench RECIPE` inside the group. Returns the environment of those who are to find its profile. Nothing is
+    taken from the machine's own profiles, or left there. Raises RunFailed, also if others keep the processor busy: beside a
+    second process with as many threads a block was measured at a tenth of its rate."""
     bench = [*FUYOU, "bench", str(recipe)]
     for _ in range(BENCHES):
         environment, others = _own_cache(setting, {}), BackgroundLoad()
@@ -260,8 +262,8 @@ def profile(setting: Setting, recipe: Path, held: Group | None) -> dict[str, str
 def limited(
     work: Path, *, memory: int | None, throttle: tuple[int, int] | None, wanted: bool = False
 ) -> Iterator[tuple[Group | None, str]]:
-    """A group with these limits, or None and why not. A disk that cannot be held is an error: figures would not mean
-    what they say. `wanted`: a group even without limits, to count its memory."""
+    """Returns a group with these limits, or None and why not. A disk that cannot be held is an error: figures would not mean
+    what they say. `wanted`: make a group even without limits, to count its memory."""
     held, why = None, ""
     with ExitStack() as stack:
         if memory is not None or throttle is not None or wanted:
@@ -279,7 +281,7 @@ def limited(
 
 @contextmanager
 def started(command: list[str], held: Group | None, output: BinaryIO, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A child inside the group from before its first instruction; killed if the script leaves early."""
+    """Starts a child inside the group from before its first instruction. It is killed if the script ends early."""
     child = subprocess.Popen(
         command,
         stdout=output,
@@ -302,7 +304,7 @@ def child_environment() -> dict[str, str]:
 
 
 def exported_parameters(folder: Path) -> int:
-    """Parameters of an exported model as its safetensors headers tell; 0 where there is none."""
+    """Counts the parameters of an exported model by its safetensors headers; 0 if there is none."""
     from fuyou_cli.checkpoint.files import open_checkpoint
 
     try:
@@ -316,7 +318,7 @@ def exported_parameters(folder: Path) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InMemory:
-    """One run of plain PyTorch with everything in memory."""
+    """Describes one run of plain PyTorch with everything in memory."""
 
     shape: str
     rows: int  # per step, of 512 tokens
@@ -330,7 +332,7 @@ class InMemory:
 
     @property
     def key(self) -> str:
-        """Everything that shapes the measurement."""
+        """Returns everything that shapes the measurement."""
         words = [f"in memory {self.shape}", f"{self.rows}x{LENGTH} by {self.micro}", f"{self.steps} steps"]
         words += [f"clip {self.clip:g}" if self.clip is not None else "no clipping"]
         words += ["compute alone"] if self.compute_alone else []
@@ -348,7 +350,7 @@ class InMemory:
 
 
 def in_memory_run(setting: Setting, case: InMemory, *, rows_from: Callable[[], Path]) -> dict[str, Any]:
-    """The case on the rows that `rows_from` finds or makes, kept under its key. Raises RunFailed."""
+    """Runs the case on the rows that `rows_from` finds or makes, and keeps it under its key. Raises RunFailed."""
     result = setting.measure(case.key, lambda: _in_memory_run(setting, case, rows_from()))
     if result.get("failed"):
         raise RunFailed(f"{case.key}: {result['failed']}")

@@ -1,4 +1,4 @@
-"""The scripts' common arguments and what they become: where a script works, on what, where it keeps its progress."""
+"""Makes the scripts' common arguments into a setting: where a script works, on what, and where it keeps its progress."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ SHAPES = ("1m", "50m", "125m", "350m", "1.1b")
 
 
 class RunFailed(Exception):
-    """A run that the proof needs did not end well; the text has the end of its output."""
+    """Says that a run did not end well, although the proof needs it. The text has the end of its output."""
 
 
 class Lost(Exception):
-    """A proof has failed: what is left of a run is not what it should be."""
+    """Says that a proof has failed: what is left of a run is wrong."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """Where a script works, on what."""
+    """Says where a script works, and on what."""
 
     work: Path
     shape: str
@@ -49,15 +49,15 @@ class Setting:
         return model_folder(self.work, shape or self.shape, self.text)
 
     def described(self) -> dict[str, object]:
-        """For the results: what, without where."""
+        """Says for the results what, without where."""
         return {"shape": self.shape, "micro": self.micro, "text": self.text_name}
 
     def measure(self, key: str, once: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Measures now, or takes what is kept from before: with this text and no other."""
+        """Measures now, or takes what is kept from before, with this text only."""
         return self.progress.measure(f"{key}, {self.text_name}", once)
 
     def attempt(self, key: str, once: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The same of something that may raise Lost: then `failed` says what was lost."""
+        """Does the same for something that may raise Lost: then `failed` says what was lost."""
 
         def unless_lost() -> dict[str, Any]:
             try:
@@ -70,8 +70,8 @@ class Setting:
     def in_parts(
         self, what: str, total: int, at_once: int, seed: int, some: Callable[[int, int], Any], zero: Any, longest: str = ""
     ) -> dict[str, Any]:
-        """Does `total` of something, some at a time with a seed each; every part is kept. The sums of the parts' values
-        (dataclasses, `zero` is that of no part), of `longest` the largest; with `failed` where a part has lost something."""
+        """Does `total` of something, some at a time with a seed each, and keeps every part. Returns the sums of the parts'
+        values (dataclasses; `zero` is that of no part), the largest of `longest`, and `failed` if a part has lost something."""
         summed: dict[str, Any] = asdict(zero)
         for number, begin in enumerate(range(0, total, at_once)):
             count, own = min(at_once, total - begin), 1000 * seed + number
@@ -91,7 +91,7 @@ def _as_values(some: Callable[[int, int], Any], count: int, seed: int) -> dict[s
 
 
 def lost_row(what: str, asked: str, result: dict[str, Any]) -> Row:
-    """The line of something that has `failed`."""
+    """Makes the line of something that has `failed`."""
     return holds(what, asked, "lost", False, note=str(result["failed"])[:2000], values=result)
 
 
@@ -107,7 +107,7 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 def run_script(options: argparse.Namespace, prove: Callable[[Setting, argparse.Namespace], int]) -> int:
-    """Calls `prove(setting, options)` with everything set up; errors for people end the script with their words."""
+    """Calls `prove(setting, options)` with everything set up. Errors for people end the script with their message."""
     try:
         with _setting(options) as setting:
             return prove(setting, options)
@@ -139,7 +139,7 @@ def _setting(options: argparse.Namespace) -> Iterator[Setting]:
 
 
 def spread_evenly(draw: random.Random, count: int, *columns: Sequence[Any]) -> list[list[Any]]:
-    """Of each column `count` values in random order, each of them about equally often."""
+    """Draws `count` values of each column in random order, each about equally often."""
     found = [[values[place % len(values)] for place in range(count)] for values in columns]
     for values in found:
         draw.shuffle(values)
@@ -147,7 +147,7 @@ def spread_evenly(draw: random.Random, count: int, *columns: Sequence[Any]) -> l
 
 
 def size(text: str) -> int:
-    """A size for argparse."""
+    """Reads a size for argparse."""
     try:
         return parse_size(text)
     except ValueError as error:

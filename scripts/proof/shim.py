@@ -1,4 +1,4 @@
-"""The preloaded library of `shim.c` and what it wrote down: every call on files below a folder, in order."""
+"""Builds the preloaded library of `shim.c` and reads its log: every call on files below a folder, in order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _RECORD = np.dtype([
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call. `end` is 0 where the process was killed inside it; `begin` and `end` count calls that began or ended."""
+    """Describes one call. `end` is 0 if the process was killed inside it; `begin` and `end` count calls that began or ended."""
 
     begin: int
     end: int
@@ -46,7 +46,7 @@ class Call:
 
 
 def build(folder: Path) -> Path:
-    """The library, compiled."""
+    """Compiles the library and returns its path."""
     made = folder / "shim.so"
     command = ["cc", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-o", str(made), str(_SOURCE), "-ldl"]
     subprocess.run(command, check=True, capture_output=True)
@@ -54,7 +54,7 @@ def build(folder: Path) -> Path:
 
 
 class Trace:
-    """Of one process, over `root`."""
+    """Holds the log of one process over `root`."""
 
     def __init__(self, path: Path, root: Path, *, capacity: int = 1 << 17) -> None:
         self.path, self.root = path, root
@@ -64,8 +64,8 @@ class Trace:
             file.write(_HEADER.pack(capacity, 0, 0, 0, 0))
 
     def environment(self, *, fault: str = "", kept: Path | None = None, kept_of: str = "") -> dict[str, str]:
-        """For the process. `fault`: FIRST:LAST:HOW; `kept`: the file for what is written, or for what is written to files
-        whose names end with `kept_of`."""
+        """Returns the environment for the process. `fault`: FIRST:LAST:HOW; `kept`: the file for written bytes, or for those
+        written to files whose names end with `kept_of`."""
         found = {"FUYOU_SHIM_ROOT": str(self.root), "FUYOU_SHIM_TRACE": str(self.path)}
         if fault:
             found["FUYOU_SHIM_FAULT"] = fault
@@ -77,11 +77,11 @@ class Trace:
 
     @property
     def faults(self) -> int:
-        """How many were done so far."""
+        """Returns how many faults were done so far."""
         return self._header()[4]
 
     def calls(self, *, last: int | None = None) -> list[Call]:
-        """Those that have begun, or the last so many of them, in the order in which they began to be written down."""
+        """Returns the calls that have begun, or the last so many of them, in the order in which the log has them."""
         capacity, _, count, _, _ = self._header()
         if count > capacity:
             raise RuntimeError(f"{count} calls, and room for {capacity}")
@@ -113,7 +113,7 @@ def _call(record: np.void, names: list[str]) -> Call:
 
 
 def namings(calls: list[Call], manifest: str) -> Iterator[tuple[Call, Call]]:
-    """Every time `manifest` (a name's end) was replaced and its own folder flushed after that: both calls."""
+    """Yields every time `manifest` (a name's end) was replaced and its folder flushed after that: both calls."""
     renamed: Call | None = None
     for call in sorted(calls, key=lambda call: call.begin):
         if call.what == "rename" and call.other.endswith(manifest) and call.is_done:
@@ -126,6 +126,6 @@ def namings(calls: list[Call], manifest: str) -> Iterator[tuple[Call, Call]]:
 
 
 def preloaded(environment: dict[str, str], library: Path) -> dict[str, str]:
-    """The environment of a process that has the library in it."""
+    """Returns the environment of a process that has the library in it."""
     before = os.environ.get("LD_PRELOAD", "")
     return {**environment, "LD_PRELOAD": f"{library}:{before}" if before else str(library)}

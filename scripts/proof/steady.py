@@ -1,4 +1,4 @@
-"""A long run of tiny steps, looked at from outside as it goes: what it holds of memory, open files and disk."""
+"""Watches a long run of tiny steps from outside: its memory, open files and disk."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PATIENCE = 60.0  # seconds without a step
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A run after `step` steps."""
+    """Describes a run after `step` steps."""
 
     step: int
     rss: int
@@ -34,7 +34,7 @@ class Sample:
 
 
 def samples(place: Place, name: str, *, steps: int, every: int) -> list[Sample]:
-    """One each `every` steps of a run of so many."""
+    """Takes one sample each `every` steps of a run of so many."""
     recipe = place.recipe(name, {"export.at_end": False}, steps=steps)
     child = place.begin("finetune", recipe)
     found: list[Sample] = []
@@ -48,7 +48,7 @@ def samples(place: Place, name: str, *, steps: int, every: int) -> list[Sample]:
 
 
 def _steps(log: Path, is_over: Callable[[], bool]) -> Iterator[int]:
-    """Every look's last step, until the run is over."""
+    """Yields the last step at every look, until the run is over."""
     at, last, seen = 0, 0, time.monotonic()
     while not is_over():
         content = log.read_bytes()[at:] if log.exists() else b""
@@ -64,7 +64,7 @@ def _steps(log: Path, is_over: Callable[[], bool]) -> Iterator[int]:
 
 
 def _sample(pid: int, step: int, folder: Path) -> Sample | None:
-    """None where the run is over by now."""
+    """Takes a sample. Returns None if the run is over by now."""
     try:
         pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="utf-8").split()[1])
         descriptors = len([*Path(f"/proc/{pid}/fd").iterdir()])
@@ -76,7 +76,7 @@ def _sample(pid: int, step: int, folder: Path) -> Sample | None:
 
 
 def growing(found: Sequence[Sample]) -> list[str]:
-    """What is not flat over the second half of the samples (files and their size: over all)."""
+    """Returns what grows over the second half of the samples (files and their size: over all)."""
     half = found[len(found) // 2 :]
     if len(half) < 2:
         return [f"{len(found)} samples say nothing"]

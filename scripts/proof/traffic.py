@@ -1,4 +1,4 @@
-"""Bytes of a run's steps, as the daemon and the kernel count them, on the terms of its plan."""
+"""Counts bytes of a run's steps as the daemon and the kernel see them, in the terms of its plan."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ WARM_UP = 2  # steps, where a run logs no sums: after them every step reads stat
 
 
 def counted(result: dict[str, Any]) -> dict[str, tuple[float, float]]:
-    """Bytes per step (read, written) of the plan, by the kernel and by the daemon.
+    """Returns bytes per step (read, written) by the plan, the kernel and the daemon.
 
-    Over the whole run the kernel and the daemon lack the states that the first update did not read, and count the weights
-    that the last of the deferred updates (with clipping all) fetched for themselves and what saving wrote; without these,
-    all three speak of the same step."""
+    Over the whole run the kernel and the daemon lack the states that the first update did not read. They also count the weights
+    that the last of the deferred updates (with clipping all) fetched for themselves, and what saving wrote. Without these, all
+    three speak of the same step."""
     plan, steps = result["plan"], result["steps"]
     unread = plan["predicted_read_by"].get("states", 0)
     unread -= plan["deferred_weights"]

@@ -1,7 +1,7 @@
-"""A child's memory and I/O seen from outside while it runs: what its group holds, and its counters at every step.
+"""Watches a child's memory and I/O from outside while it runs: what its group holds, and its counters at every step.
 
-Nothing here asks the child: memory is RssAnon of every process of its group (or of its tree, where there is no group)
-plus what the kernel holds for them; bytes are /proc/PID/io at the moment a step appears in the child's log.
+The child is never asked. Memory is the RssAnon of every process of its group (or of its tree without a group) plus what the
+kernel holds for them. Bytes are /proc/PID/io at the moment a step appears in the child's log.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ IDLE_SECONDS = 0.1  # how late the child's end may be noticed
 
 @dataclass(slots=True)
 class Peak:
-    """The largest sum of anonymous and kernel bytes, and what it was made of."""
+    """Holds the largest sum of anonymous and kernel bytes, and its parts."""
 
     total: int = 0
     anonymous: int = 0
@@ -33,7 +33,7 @@ class Peak:
 
 @dataclass(slots=True)
 class Seen:
-    """What was seen of one child."""
+    """Holds what was seen of one child."""
 
     peak: Peak = field(default_factory=Peak)
     phases: dict[str, int] = field(default_factory=dict)  # phase -> peak bytes
@@ -46,7 +46,7 @@ class Seen:
 
 
 def follow(child: subprocess.Popen[bytes], *, log: Path, group: Group | None, memory: bool, counters: bool, steps: int) -> Seen:
-    """Watches until the child ends. `steps` is after how many steps it stops training."""
+    """Watches until the child ends. `steps`: after how many steps it stops training."""
     seen, began, sampled, phase = Seen(), time.monotonic(), 0.0, "load"
     lines = LineCounter(log)
     # No oftener than it must: on two cores every look takes a thread of compute its turn.
@@ -74,7 +74,7 @@ def follow(child: subprocess.Popen[bytes], *, log: Path, group: Group | None, me
 
 
 class LineCounter:
-    """The lines added to a file since the last look."""
+    """Counts the lines added to a file since the last look."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.offset, self.rest, self.steps = path, 0, b"", 0
@@ -107,7 +107,7 @@ def _sample(seen: Seen, pid: int, group: Group | None, phase: str, seconds: floa
 
 
 def memory_of(pids: list[int]) -> tuple[int, int]:
-    """Anonymous bytes and page tables of these processes; one that has just ended counts nothing."""
+    """Returns anonymous bytes and page tables of these processes; one that has just ended counts nothing."""
     anonymous = tables = 0
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -118,7 +118,7 @@ def memory_of(pids: list[int]) -> tuple[int, int]:
 
 
 def status_fields(text: str) -> dict[str, int]:
-    """Bytes of the lines of /proc/PID/status that are in kB."""
+    """Returns bytes of the lines of /proc/PID/status that are in kB."""
     fields = {}
     for line in text.splitlines():
         name, _, value = line.partition(":")
@@ -129,7 +129,7 @@ def status_fields(text: str) -> dict[str, int]:
 
 
 def tree_of(pid: int) -> list[int]:
-    """A process and everything it started that still runs."""
+    """Returns a process and everything it started that still runs."""
     tree, pending = [], [pid]
     while pending:
         one = pending.pop()
@@ -141,7 +141,7 @@ def tree_of(pid: int) -> list[int]:
 
 
 def io_of(pid: int) -> tuple[int, int]:
-    """Bytes that a process, its threads included, caused to be read from and written to storage."""
+    """Returns the bytes that a process, its threads included, caused to be read from and written to storage."""
     with contextlib.suppress(OSError):
         numbers = numbers_of(Path(f"/proc/{pid}/io").read_text().replace(":", " "))
         return numbers.get("read_bytes", 0), numbers.get("write_bytes", 0)
