@@ -23,6 +23,7 @@ from fuyou_cli.core.units import MiB
 
 from . import sandbox
 from .data_files import suffixes
+from .holding_back import Part
 from .reading import first_bad_line
 from .rows import Rows
 from .sources import find_sources
@@ -37,13 +38,19 @@ _LARGEST_TEMPLATE = 4 * MiB
 
 
 def prepare(
-    *, dataset: DatasetSection, tokenizer_dir: Path, chat_template: Path | None, pad_token: str | None, cache_dir: Path
+    *,
+    dataset: DatasetSection,
+    tokenizer_dir: Path,
+    chat_template: Path | None,
+    pad_token: str | None,
+    cache_dir: Path,
+    part: Part | None = None,
 ) -> Rows:
-    """Finds the rows of `dataset` that an earlier run made, or tokenises now.
+    """Finds the rows of `dataset` that an earlier run made, or tokenises now. `part`: of its samples; None: all.
 
     Call it before the arena is mapped: it starts a process. Raises UsageError for data that cannot be used.
     """
-    request, paths = _request(dataset, tokenizer_dir, chat_template, pad_token, fetching=True)
+    request, paths = _request(dataset, tokenizer_dir, chat_template, pad_token, part, fetching=True)
     final = cache_dir / _fingerprint(request)
     if not final.is_dir():
         with _scratch(cache_dir) as scratch:
@@ -59,10 +66,16 @@ def prepare(
 
 
 def find(
-    *, dataset: DatasetSection, tokenizer_dir: Path, chat_template: Path | None, pad_token: str | None, cache_dir: Path
+    *,
+    dataset: DatasetSection,
+    tokenizer_dir: Path,
+    chat_template: Path | None,
+    pad_token: str | None,
+    cache_dir: Path,
+    part: Part | None = None,
 ) -> Rows | None:
     """Finds the rows if they are there already. Starts nothing and writes nothing."""
-    request, paths = _request(dataset, tokenizer_dir, chat_template, pad_token)
+    request, paths = _request(dataset, tokenizer_dir, chat_template, pad_token, part)
     final = cache_dir / _fingerprint(request)
     return Rows(final, paths=paths) if final.is_dir() else None
 
@@ -73,7 +86,13 @@ def size_of(dataset: DatasetSection) -> int:
 
 
 def _request(
-    dataset: DatasetSection, tokenizer_dir: Path, chat_template: Path | None, pad_token: str | None, *, fetching: bool = False
+    dataset: DatasetSection,
+    tokenizer_dir: Path,
+    chat_template: Path | None,
+    pad_token: str | None,
+    part: Part | None,
+    *,
+    fetching: bool = False,
 ) -> tuple[dict[str, Any], list[str]]:
     """Returns the request for the worker, and the recipe's paths."""
     sources = find_sources(dataset, fetching=fetching)
@@ -87,6 +106,7 @@ def _request(
         "pad_token": pad_token,
         "mixed": bool(dataset.weights),
         **dataset.model_dump(include={"packing", "overlong", "max_seq_len", "loss_on"}),
+        **(part.asked() if part is not None else {}),
     }, [source.entry.path for source in sources]
 
 

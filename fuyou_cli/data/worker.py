@@ -30,6 +30,7 @@ from fuyou_cli.core.errors import UsageError
 
 from .data_files import kind_of_rows
 from .formats import Chat, Example, RowError, Texts, Tokens, choose_format, loss_target, mapping_hint, read_example
+from .holding_back import Part
 from .packing import Counts, Row, Sample, has_loss, lay_out
 from .reading import pieces_of, read_document, read_rows
 from .sandbox import reason, time_limit
@@ -104,6 +105,8 @@ class _Reading:
         self._request = request
         self._cut = bool(request["packing"]) and request["overlong"] in ("truncate", "split")
         self._has_special = False  # whether the document read in pieces has one: it counts once
+        self._part = Part(**request["part"]) if "part" in request else None
+        self._seen = 0  # samples of all sources, those of the other part too
 
     @property
     def targets(self) -> set[str]:
@@ -124,16 +127,17 @@ class _Reading:
         """Yields the tokenised samples of these sources."""
         longest = self._request["max_seq_len"]
         for number in numbers:
-            source = self._request["sources"][number]
+            source, done = self._request["sources"][number], 0
             left = source["max_samples"]
             for name in source["files"]:
                 if left == 0:
                     break
                 for batch in _batches(self._examples(Path(name), source, number), left):
-                    for place, example in batch:
+                    ended = sum(example.ends for _, example in batch)
+                    left, taken, done = left and left - ended, self._taken(batch, number, done), done + ended
+                    for place, example in taken:
                         self._count(place, example)
-                        left = left and left - example.ends
-                    for sample in self._encoded(batch, loss_target(self._request["loss_on"], self.formats[number])):
+                    for sample in self._encoded(taken, loss_target(self._request["loss_on"], self.formats[number])):
                         if self.shown is None and has_loss(sample.mask[:longest]):
                             self.shown = sample.tokens[:longest], sample.mask[:longest]
                         yield sample
@@ -165,6 +169,16 @@ class _Reading:
             else:
                 yield place, example
 
+    def _taken(self, batch: list[Placed], source: int, number: int) -> list[Placed]:
+        """Returns the examples of a batch that are in the part asked for. `number`: of the first one's sample in its source."""
+        taken = []
+        for placed in batch:
+            if self._part is None or self._part.takes(source, number):
+                taken.append(placed)
+            number += placed[1].ends
+            self._seen += placed[1].ends
+        return taken
+
     def _count(self, place: str, example: Example) -> None:
         """Counts what a person should know: texts that run together, and special tokens in a sample's own text."""
         self.counts.run_together += example.runs_together
@@ -175,6 +189,8 @@ class _Reading:
         self._has_special = not example.ends and (self._has_special or named is not None)
 
     def _encoded(self, batch: list[Placed], target: str) -> Iterator[Sample]:
+        if not batch:
+            return
         first, example = batch[0]
         at, seconds = Path(self._request["out"]).with_name("at"), self._request["template_seconds"]
         is_chat = isinstance(example, Chat)
@@ -195,6 +211,12 @@ class _Reading:
         """Refuses data that would train nothing, or never teach the model to stop."""
         counts = self.counts
         limit = f"dataset.max_seq_len is {self._request['max_seq_len']:,}"
+        if counts.samples == 0 and self._part is not None and self._seen:
+            share = f"dataset.eval_fraction: {self._part.fraction:g} of {self._seen:,} samples"
+            raise UsageError(
+                f"{share} holds none back" if self._part.held else f"{share} leaves none to train on",
+                hint="choose another share, or name a file in dataset.eval",
+            )
         if counts.samples == 0:
             raise UsageError("the data has no samples", hint="check dataset.train.path and max_samples")
         if label_tokens == 0:

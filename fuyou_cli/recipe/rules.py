@@ -80,11 +80,12 @@ def _mixture(recipe: Recipe) -> Broken:
 
 
 def _evaluation(recipe: Recipe) -> Broken:
-    if recipe.eval.every_steps is not None and not recipe.dataset.eval:
-        yield "eval.every_steps", "`eval.every_steps` but no `dataset.eval` to evaluate", "name a file in dataset.eval"
+    if recipe.eval.every_steps is not None and not (recipe.dataset.eval or recipe.dataset.eval_fraction):
+        remedy = "name a file in dataset.eval, or hold rows back: dataset.eval_fraction=0.05"
+        yield "eval.every_steps", "`eval.every_steps` but no `dataset.eval` to evaluate", remedy
     if recipe.train.early_stopping is not None and recipe.eval.every_steps is None:
         message = "`train.early_stopping` but no `eval.every_steps`, after which it could stop"
-        yield "train.early_stopping", message, "set eval.every_steps, and dataset.eval"
+        yield "train.early_stopping", message, "set eval.every_steps, and dataset.eval or dataset.eval_fraction"
     if any(entry.weight is not None for entry in recipe.dataset.eval):
         yield "dataset.eval", "`dataset.eval` has a weight, but each of its sets is evaluated whole", "leave the weight out"
 

@@ -72,7 +72,7 @@ class DatasetEntry(Section):
 class DatasetSection(Section):
     train: Annotated[tuple[DatasetEntry, ...], Field(strict=False), AfterValidator(not_empty)]
     eval: Annotated[tuple[DatasetEntry, ...], Field(strict=False)] = ()  # each is a set with a loss of its own
-    eval_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    eval_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0  # of the samples of train: held back, a set of its own
     max_seq_len: Annotated[int, Field(ge=2, le=2**24)] = 4096
     overlong: Literal["truncate", "drop", "split", "error"] = "truncate"
     packing: Literal[False, "concat", "isolated"] = False
@@ -147,7 +147,7 @@ class TrainSection(Section):
     skip_nonfinite: Count = 0  # steps in a row
     compile: bool = False
     deterministic: bool = False  # true: a GPU repeats a run bit for bit, but slower; the CPU always does
-    early_stopping: EarlyStoppingSection | None = None  # by the loss of the first set of dataset.eval
+    early_stopping: EarlyStoppingSection | None = None  # by the loss of the first set of dataset.eval, or the rows held back
 
     @classmethod
     def _fill(cls, data: dict[Any, Any]) -> dict[Any, Any]:

@@ -32,7 +32,6 @@ def _other_than(*values: object) -> Callable[[Any], bool]:
 _set = _other_than()
 UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("adapter", _set, "LoRA and other adapters", "leave it null: full fine-tuning"),
-    Unbuilt("dataset.eval_fraction", _other_than(0), "holding rows of dataset.train back", "name the rows in dataset.eval"),
     Unbuilt("dataset.packing", _one_of("isolated"), "packing that keeps documents apart", "use concat or false"),
     Unbuilt("optimizer.name", _other_than("adamw"), "this optimizer", "use adamw"),
     Unbuilt("optimizer.state_dtype", _one_of("bfloat16", "int8"), "smaller optimizer states", "use float32"),

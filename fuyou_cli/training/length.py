@@ -14,9 +14,11 @@ from ..core.units import MiB
 from ..data.sampler import Sampler
 
 if TYPE_CHECKING:
-    from ..data import Rows
+    from ..data import Part, Rows
     from ..recipe.schema import DatasetSection, Recipe
 
+HELD_BACK = "held-back"  # the name of the set of `dataset.eval_fraction`
+_ALONE: dict[str, object] = {"eval": (), "packing": False}  # of a set to evaluate
 COUNTED = 64 * MiB  # bytes of data files; tokenising more for a plan would take minutes
 
 
@@ -28,15 +30,29 @@ def tokenised_rows(recipe: Recipe, tokenizer_dir: Path, *, cache: Path | None = 
     return prepare(**_asked(recipe, tokenizer_dir), cache_dir=cache or _cache(recipe))
 
 
-def evaluation_rows(recipe: Recipe, tokenizer_dir: Path) -> dict[str, Rows]:
-    """Returns the rows of each set of `dataset.eval` by its name, tokenised like those to train on, but never packed."""
+def evaluation_rows(recipe: Recipe, tokenizer_dir: Path, *, cache: Path | None = None) -> dict[str, Rows]:
+    """Returns the rows of each set to evaluate by its name, tokenised like those to train on, but never packed: those of
+    `dataset.eval`, then the samples of `dataset.train` that `dataset.eval_fraction` holds back."""
     from ..data import prepare
 
+    asked, cache = {**_asked(recipe, tokenizer_dir), "part": None}, cache or _cache(recipe)
     with naming_evaluation():
-        return {
-            name: prepare(**{**_asked(recipe, tokenizer_dir), "dataset": dataset}, cache_dir=_cache(recipe))
-            for name, dataset in evaluation_sets(recipe).items()
+        found = {
+            name: prepare(**{**asked, "dataset": dataset}, cache_dir=cache) for name, dataset in evaluation_sets(recipe).items()
         }
+    if recipe.dataset.eval_fraction:
+        entries = tuple(entry.model_copy(update={"weight": None}) for entry in recipe.dataset.train)
+        dataset = recipe.dataset.model_copy(update={"train": entries, **_ALONE})
+        name = HELD_BACK if HELD_BACK not in found else "dataset.eval_fraction"
+        found[name] = prepare(**{**asked, "dataset": dataset, "part": _part(recipe, held=True)}, cache_dir=cache)
+    return found
+
+
+def _part(recipe: Recipe, *, held: bool) -> Part | None:
+    from ..data import Part
+
+    fraction = recipe.dataset.eval_fraction
+    return Part(fraction=fraction, seed=recipe.seed, held=held) if fraction else None
 
 
 def evaluation_sets(recipe: Recipe) -> dict[str, DatasetSection]:
@@ -47,9 +63,8 @@ def evaluation_sets(recipe: Recipe) -> dict[str, DatasetSection]:
     names = short if len(set(short)) == len(short) else paths
     if len(set(names)) < len(names):
         names = [f"{path} ({number})" for number, path in enumerate(paths, start=1)]
-    alone = {"eval": (), "packing": False}
     return {
-        name: recipe.dataset.model_copy(update={"train": (entry,), **alone})
+        name: recipe.dataset.model_copy(update={"train": (entry,), **_ALONE})
         for name, entry in zip(names, recipe.dataset.eval, strict=True)
     }
 
@@ -128,6 +143,7 @@ def _asked(recipe: Recipe, tokenizer_dir: Path) -> dict[str, Any]:
         "tokenizer_dir": tokenizer_dir,
         "chat_template": None if template is None else expanded(template, key="tokenizer.chat_template"),
         "pad_token": recipe.tokenizer.pad_token,
+        "part": _part(recipe, held=False),
     }
 
 

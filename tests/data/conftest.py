@@ -95,6 +95,7 @@ def tokenise(tokenizer_dir: Path, tmp_path: Path) -> Callable[..., Rows]:
         request |= {"tokenizer_dir": str(options.pop("tokenizer_dir", tokenizer_dir))}
         request |= {"chat_template": chat_template, "pad_token": pad_token, "template_seconds": 20}
         request |= {name: options.pop(name, value) for name, value in OPTION_DEFAULTS.items()}
+        request |= {"part": options.pop("part")} if "part" in options else {}
         assert not options, options
         build(request)
         return Rows(out, paths=[str(file) for file in (files if apart else files[:1])])

@@ -137,6 +137,30 @@ def test_what_early_stopping_goes_by() -> None:
     assert seen == [(None, 0, 1), (3.0, 1, 0), (3.0, 1, 1), (3.0, 1, 2), (2.8, 4, 0)]
 
 
+def test_rows_held_back_are_evaluated_and_never_trained_on(new_project: NewProject) -> None:
+    """A run stopped and resumed trains on the rows of one never stopped: those held back are the same in each process."""
+    held = {**EXACT, "dataset.eval_fraction": 0.1, "dataset.packing": "concat", "eval": {"every_steps": 4}}
+    whole, project, seen = new_project("whole", held), new_project(changes=held), list[int]()
+
+    def stop(run: Run) -> None:
+        if run.step == 3 and not seen:
+            seen.append(run.step)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    losses, reports = evaluated(whole)
+    ready = prepared_run(whole)
+    rows = ready.evaluated["held-back"]
+    assert [(report.step, report.rows) for report in reports] == [(step, len(rows)) for step in (0, 4, 6)] and len(rows) == 6
+    assert reports[0].loss == pytest.approx(in_memory(whole.materials / "model", ready, "held-back"), rel=1e-6)
+    trained = b"".join(ready.rows.tokens(row).tobytes() for row in range(len(ready.rows)))
+    assert not any(rows.tokens(row)[1:-1].tobytes() in trained for row in range(len(rows)))
+    with pytest.raises(Interrupted):
+        train(project, stop)
+    resumed, later = evaluated(project)
+    assert resumed == losses
+    assert [(one.step, one.loss) for one in later] == [(one.step, one.loss) for one in reports[1:]]
+
+
 def test_a_set_that_is_not_there_is_named(new_project: NewProject) -> None:
     project = new_project(changes={**EXACT, "dataset.eval": [{"path": "nowhere.jsonl"}]})
     with pytest.raises(UsageError, match=r"^dataset.eval: no data files at nowhere.jsonl"):

@@ -93,7 +93,6 @@ def test_an_empty_list_of_data_sets(write):
 
 NOT_BUILT = {
     "adapter": "adapter={type: lora}",
-    "dataset.eval_fraction": "dataset.eval_fraction=0.1",
     "dataset.packing": "dataset.packing=isolated",
     "optimizer.name": "optimizer.name=sgd",
     "optimizer.state_dtype": "optimizer.state_dtype=int8",
