@@ -129,7 +129,8 @@ class DaemonMoves:
             record,
             self.model.stages[record.stage],
             self.plan.stages[record.stage],
-            dtypes=(self.model.compute_dtype, self.plan.numerics.accumulate_dtype),
+            numerics=self.plan.numerics,
+            layout=self.model.layout,
             target=target,
             copied=copied,
         )

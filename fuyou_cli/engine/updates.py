@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from ..planner.records import Record
 from ..planner.residency import UPDATE_PRIORITY
-from ..spec.model import Dtype, StageSpec
-from ..spec.plan import Span, StagePlan, StateTensor
+from ..spec.model import StageSpec, StateLayout
+from ..spec.plan import Numerics, Span, StagePlan, StateTensor
 from ..swap.daemon import Home, Result, Segment, Update
 
 
@@ -34,10 +34,10 @@ class Scalars:
 
 
 def build_update(
-    record: Record, stage: StageSpec, plan: StagePlan, *, dtypes: tuple[Dtype, Dtype], target: int, copied: bool
+    record: Record, stage: StageSpec, plan: StagePlan, *, numerics: Numerics, layout: StateLayout, target: int, copied: bool
 ) -> Update:
-    """Returns the request for the AdamW of one stage, whose `record.due` holds its `Scalars`. `dtypes`: of weights and
-    gradients; `target`: the place of the stage's ring to write; `copied`: also write what rests in RAM."""
+    """Returns the request for the AdamW of one stage, whose `record.due` holds its `Scalars`. `target`: the place of the
+    stage's ring to write; `copied`: also write what rests in RAM."""
     assert record.span is not None
     scalars: Scalars = record.due
     optimizer, summed_in = scalars.optimizer, record.gradient_slot or plan.gradients_ram  # neither: gradients rest on the ssd
@@ -54,8 +54,9 @@ def build_update(
 
     return Update(
         params=stage.trained,
-        weights_dtype=dtypes[0],
-        gradients_dtype=dtypes[1],
+        weights_dtype=layout.weights,
+        gradients_dtype=numerics.accumulate_dtype,
+        states_dtype=layout.dtype,
         weights=record.span.offset,
         weights_target=offset("weights", target) if plan.weights == "ssd" or copied else None,
         gradients=None if summed_in is None else summed_in.offset,
@@ -71,6 +72,7 @@ def build_update(
         step=scalars.step,
         priority=UPDATE_PRIORITY + stage.index,
         label=stage.index,
+        seed=numerics.seed,
         # Parameters outside all segments keep their values. So a skipped step moves the same bytes as any other, and homes and
         # commits stay the same.
         segments=[] if scalars.skipped else segments_of(stage, weight_decay=optimizer.weight_decay),

@@ -19,6 +19,8 @@ def may_fill(model: ModelSpec, request: PlanRequest) -> bool:
     asked = (request.weights, request.states, request.gradients, request.device_states)
     if request.device == "cpu" or request.gpu_budget is None or request.store_mode == "redo" or any(asked):
         return False
+    if model.layout.dtype != "float32":  # the device's AdamW has no smaller states
+        return False
     if request.kept_there == "room":  # the recipe wants all spare memory for outputs
         return False
     return bool(request.device_states is None and stages_filling(model, request, 1.0))

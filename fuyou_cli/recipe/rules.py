@@ -122,6 +122,9 @@ def _together(recipe: Recipe) -> Broken:
         if (home := getattr(offload, tier)) not in ("auto", "gpu"):
             message = f"`offload.{tier}: {home}` but `offload.optimizer_states: gpu` updates whole stages on the device"
             yield f"offload.{tier}", message, "leave it auto"
+    if (states := recipe.optimizer.state_dtype) != "float32":
+        message = f"`offload.optimizer_states: gpu` but `optimizer.state_dtype: {states}` is updated on the CPU only"
+        yield "offload.optimizer_states", message, "use cpu, ssd or auto, or `optimizer.state_dtype: float32`"
     if recipe.checkpoint.mode == "redo":
         message = "`offload.optimizer_states: gpu` but `checkpoint.mode: redo` keeps gradients on the ssd"
         yield "offload.optimizer_states", message, "use cpu, or `checkpoint.mode: in_place`"

@@ -34,7 +34,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("adapter", _set, "LoRA and other adapters", "leave it null: full fine-tuning"),
     Unbuilt("dataset.packing", _one_of("isolated"), "packing that keeps documents apart", "use concat or false"),
     Unbuilt("optimizer.name", _other_than("adamw"), "this optimizer", "use adamw"),
-    Unbuilt("optimizer.state_dtype", _one_of("bfloat16", "int8"), "smaller optimizer states", "use float32"),
     Unbuilt("precision.compute", _one_of("float16"), "fp16 with loss scaling", "use bfloat16 or float32"),
     Unbuilt("precision.master", _one_of("bfloat16"), "a bf16 master copy", "leave it float32"),
     Unbuilt(

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Literal
 
 from ..core.errors import SwapError
-from ..spec.model import ITEM_SIZE
+from ..spec.model import ITEM_SIZE, STATE_NAMES, StateLayout
 from ..spec.plan import Span
 from .requests import Result, Update
 
-_STATES = {"remainder": 2, "momentum": 4, "variance": 4}  # bytes per parameter
 _HINT = (
     "the drive, its cable or memory changed the bytes: see `dmesg` and the drive's health; `fuyou verify` "
     "checks everything that is saved"
@@ -84,11 +83,13 @@ def _read_by(request: Move | Update, result: Result) -> Iterator[tuple[str, Span
         if request.kind == "read":
             yield "", request.span, result.data_sum
         return
-    sources = {name: (getattr(request, name).source, item) for name, item in _STATES.items()}
-    sources["gradients"] = (request.gradients_source, ITEM_SIZE[request.gradients_dtype])
-    for name, (source, item) in sources.items():
+    sources: dict[str, tuple[int | None, int]] = {
+        name: (getattr(request, name).source, size) for name, size in _state_sizes(request).items()
+    }
+    sources["gradients"] = (request.gradients_source, ITEM_SIZE[request.gradients_dtype] * request.params)
+    for name, (source, size) in sources.items():
         if source is not None:
-            yield f"{name} of ", Span(offset=source, size=request.params * item), getattr(result, f"{name}_read")
+            yield f"{name} of ", Span(offset=source, size=size), getattr(result, f"{name}_read")
 
 
 def _written_by(request: Move | Update) -> Iterator[tuple[Span, str]]:
@@ -97,8 +98,15 @@ def _written_by(request: Move | Update) -> Iterator[tuple[Span, str]]:
         if request.kind == "write":
             yield request.span, "data_sum"
         return
-    targets = {name: (getattr(request, name).target, item) for name, item in _STATES.items()}
-    targets["weights"] = (request.weights_target, ITEM_SIZE[request.weights_dtype])
-    for name, (target, item) in targets.items():
+    targets: dict[str, tuple[int | None, int]] = {
+        name: (getattr(request, name).target, size) for name, size in _state_sizes(request).items()
+    }
+    targets["weights"] = (request.weights_target, ITEM_SIZE[request.weights_dtype] * request.params)
+    for name, (target, size) in targets.items():
         if target is not None:
-            yield Span(offset=target, size=request.params * item), f"{name}_sum"
+            yield Span(offset=target, size=size), f"{name}_sum"
+
+
+def _state_sizes(update: Update) -> dict[str, int]:
+    layout = StateLayout(weights=update.weights_dtype, dtype=update.states_dtype)
+    return {name: layout.size(name, update.params) for name in STATE_NAMES}

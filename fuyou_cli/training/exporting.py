@@ -17,7 +17,7 @@ from ..checkpoint.companions import companion_files
 from ..checkpoint.writer import OutTensor, write_checkpoint
 from ..core.errors import SwapError, UsageError
 from ..core.units import MiB, align_up
-from ..spec.model import ITEM_SIZE
+from ..spec.model import ITEM_SIZE, STATE_NAMES, STATE_TILE
 from ..swap.arena import Arena
 from ..swap.daemon import Segment, SwapDaemon, Update
 from ..swap.kernels import CHECKSUM_BLOCK, adamw, checksum, join
@@ -39,8 +39,9 @@ READ_ARENA = max(2 * _WINDOW, _TENSORS * _UPDATE_WINDOW)  # bytes of the arena t
 
 @dataclass(slots=True)
 class _Summed:
-    """Holds the sum of the first `end` bytes of an extent, and the sum of their last block."""
+    """Holds the sum of the first `end` bytes of an extent, and the sum of the last of them, from `begin` on."""
 
+    begin: int = 0
     end: int = 0
     total: int = 0
     last: int = 0
@@ -83,10 +84,10 @@ class StoreWeights:
         remainder: Buffer | None = None
         if not is_trained:
             assert stage.frozen is not None
-            weights: Buffer = self._elements(stage.frozen, begin - stage.trained, count, ITEM_SIZE[compute], 0)
+            weights: Buffer = self._elements(stage.frozen, begin - stage.trained, count, ITEM_SIZE[compute])
         elif stage.gradients is None:
             assert stage.weights is not None
-            weights = self._elements(stage.weights, begin, count, ITEM_SIZE[compute], 0)
+            weights = self._elements(stage.weights, begin, count, ITEM_SIZE[compute])
         else:
             weights, remainder = self._updated(stage, stored, begin, count)
         if compute == self.dtype:
@@ -94,7 +95,7 @@ class StoreWeights:
         if compute == "float32":
             return _bytes_of(torch.frombuffer(weights, dtype=torch.float32).to(torch.bfloat16))
         if is_trained and stage.gradients is None and stage.remainder is not None:
-            remainder = self._elements(stage.remainder, begin, count, 2, _WINDOW)
+            remainder = self._elements(stage.remainder, begin, count, 2, window=_WINDOW)
         if remainder is None:
             return _bytes_of(torch.frombuffer(weights, dtype=torch.bfloat16).float())
         master = torch.empty(count, dtype=torch.float32)
@@ -104,53 +105,71 @@ class StoreWeights:
     def _updated(self, stage: StoredStage, stored: StoredTensor, begin: int, count: int) -> tuple[bytearray, bytearray | None]:
         """Applies the due update to elements [begin, begin + count), as a resumed run would. Returns weights and remainders."""
         weights, remainder = bytearray(), bytearray()
-        for first in range(begin, begin + count, _UPDATED):
-            new, rest = self._update(stage, stored, first, min(_UPDATED, begin + count - first))
+        piece, first, end = STATE_TILE if self.manifest.state_dtype == "int8" else _UPDATED, begin, begin + count
+        while first < end:
+            upto = min(first // piece * piece + piece, end)
+            new, rest = self._update(stage, stored, first, upto)
             weights += new
             remainder += rest
+            first = upto
         return weights, remainder if self.manifest.compute_dtype == "bfloat16" else None
 
-    def _update(self, stage: StoredStage, stored: StoredTensor, first: int, count: int) -> tuple[bytearray, bytearray]:
-        due, numerics = self.manifest.due, self.manifest.numerics
+    def _update(self, stage: StoredStage, stored: StoredTensor, first: int, end: int) -> tuple[memoryview, memoryview]:
+        """Updates elements [first, end) of a stage; of int8 states the whole tile that holds them, since it begins with their
+        scales. States are rounded only after weights are made of them, so the draws do not matter here."""
+        due, numerics, layout = self.manifest.due, self.manifest.numerics, self.manifest.layout
         assert due is not None and stage.gradients is not None
-        items = {"weights": ITEM_SIZE[numerics.compute_dtype], "remainder": 2, "momentum": 4, "variance": 4,
-                 "gradients": ITEM_SIZE[numerics.accumulate_dtype]}  # fmt: skip
-        extents, held = dict(stage.extents()), dict[str, bytearray]()
-        for number, (name, item) in enumerate(items.items()):
+        tile = STATE_TILE if layout.dtype == "int8" else 1
+        begin, last = first // tile * tile, min(align_up(end, tile), stage.trained)
+        items = {"weights": ITEM_SIZE[numerics.compute_dtype], "gradients": ITEM_SIZE[numerics.accumulate_dtype]}
+        places = {name: (begin * item, last * item) for name, item in items.items()}
+        places |= {name: (layout.size(name, begin), layout.size(name, last)) for name in STATE_NAMES}
+        extents, held, count = dict(stage.extents()), dict[str, bytearray](), last - begin
+        for number, (name, (low, high)) in enumerate(places.items()):
             known = extents.get(name)
             window = number * _UPDATE_WINDOW
-            held[name] = bytearray(self._elements(known, first, count, item, window) if known else count * item)
+            held[name] = bytearray(self._bytes(known, low, high, window, is_tile=tile > 1) if known else high - low)
         if not due.skipped:
             decay = due.weight_decay if stored.decay else 0.0
             update = Update(
                 params=count, weights_dtype=numerics.compute_dtype, gradients_dtype=numerics.accumulate_dtype, weights=0,
                 lr=due.lr, beta1=due.beta1, beta2=due.beta2, epsilon=due.epsilon, gradient_scale=due.gradient_scale,
-                step=due.step, segments=[Segment(first=0, count=count, weight_decay=decay)],
+                step=due.step, segments=[Segment(first=0, count=count, weight_decay=decay)], states_dtype=layout.dtype,
             )  # fmt: skip
-            adamw(update, **held)
-        return held["weights"], held["remainder"]
+            adamw(update, **{name: values for name, values in held.items() if values})
 
-    def _elements(self, extent: StoredExtent, begin: int, count: int, item: int, window: int) -> memoryview:
+        def part(name: str) -> memoryview:
+            item = len(held[name]) // count  # 0 where there is no remainder
+            return memoryview(held[name])[item * (first - begin) : item * (end - begin)]
+
+        return part("weights"), part("remainder")
+
+    def _elements(self, extent: StoredExtent, begin: int, count: int, item: int, *, window: int = 0) -> memoryview:
         """Returns the bytes of `count` elements of an extent, through the arena window at `window`."""
-        align = 4096
-        first = begin * item // align * align
-        size = min(align_up(begin * item + count * item, align), extent.size) - first
-        self._fetch(extent, first, size, window)
-        inside = begin * item - first
-        return self.arena.view(window + inside, count * item)
+        return self._bytes(extent, begin * item, (begin + count) * item, window)
 
-    def _fetch(self, extent: StoredExtent, first: int, size: int, window: int) -> None:
-        """Reads bytes of an extent, and adds those that follow the summed ones to the sum. A block that several tensors share
-        is read for each of them, and must be the same every time."""
+    def _bytes(self, extent: StoredExtent, begin: int, end: int, window: int, *, is_tile: bool = False) -> memoryview:
+        """Returns bytes [begin, end) of an extent, through the arena window at `window`."""
+        align = 4096
+        first = begin // align * align
+        self._fetch(extent, first, min(align_up(end, align), extent.size) - first, window, is_tile=is_tile)
+        return self.arena.view(window + begin - first, end - begin)
+
+    def _fetch(self, extent: StoredExtent, first: int, size: int, window: int, *, is_tile: bool = False) -> None:
+        """Reads bytes of an extent, and adds those that follow the summed ones to the sum. A block or tile that several tensors
+        share is read for each of them, and must be the same every time."""
         self.daemon.wait(self.daemon.read(window, extent.offset + first, size))
         summed = self._summed.setdefault(extent, _Summed())
-        if first == summed.end - CHECKSUM_BLOCK:
-            summed.total += checksum(self.arena.view(window, CHECKSUM_BLOCK), position=first) - summed.last
+        if first == summed.begin < summed.end:
+            summed.total += checksum(self.arena.view(window, summed.end - first), position=first) - summed.last
         if first <= summed.end < first + size:
             fresh = self.arena.view(window + summed.end - first, first + size - summed.end)
             summed.total += checksum(fresh, position=summed.end)
             summed.end = first + size
-            summed.last = checksum(fresh[-CHECKSUM_BLOCK:], position=summed.end - CHECKSUM_BLOCK)
+            summed.begin = first if is_tile else summed.end - CHECKSUM_BLOCK
+            summed.last = checksum(
+                self.arena.view(window + summed.begin - first, summed.end - summed.begin), position=summed.begin
+            )
 
     def check(self) -> None:
         """Reads the rest of each extent that was read. Raises SwapError if one is not what was written."""

@@ -74,11 +74,11 @@ def numerics_of(
     )
     if manifest is None:
         return numerics
-    _refuse_changed(recipe, manifest.numerics, numerics)
+    _refuse_changed(recipe, manifest, numerics)
     return manifest.numerics
 
 
-def _refuse_changed(recipe: Recipe, kept: Numerics, asked: Numerics) -> None:
+def _refuse_changed(recipe: Recipe, saved: Manifest, asked: Numerics) -> None:
     """Raises UsageError for a setting that differs from the saved run. `auto` keeps the saved value."""
     names = {
         "compute_dtype": ("precision.compute", True),
@@ -91,8 +91,10 @@ def _refuse_changed(recipe: Recipe, kept: Numerics, asked: Numerics) -> None:
         "torch_threads": ("train.threads", recipe.train.threads != "auto"),
         "seed": ("seed", True),
     }
-    before, now = asdict(kept), asdict(asked)
+    before, now = asdict(saved.numerics), asdict(asked)
     changed = [f"{key} was {before[k]}, is {now[k]}" for k, (key, fixed) in names.items() if fixed and before[k] != now[k]]
+    states = recipe.optimizer.state_dtype
+    changed += [f"optimizer.state_dtype was {saved.state_dtype}, is {states}"] * (saved.state_dtype != states)
     if changed:
         raise UsageError(
             "the saved run cannot be resumed, because its numerics changed: " + "; ".join(changed),

@@ -197,7 +197,10 @@ class _Planner:
             )
             if self._inspected.recipe.train.compile:
                 known = replace(known, model=as_compiled(known.model))
-            self._described[traced] = known
+        layout = replace(known.model.layout, dtype=self._inspected.recipe.optimizer.state_dtype)
+        if known.model.layout != layout:
+            known = replace(known, model=known.model.with_layout(layout))
+        self._described[traced] = known
         return known
 
     def fastest_micro_batch(self) -> int:

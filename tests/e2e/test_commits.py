@@ -112,6 +112,31 @@ def test_a_run_that_dies_anywhere_is_the_same_run(
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"optimizer.state_dtype": "int8", "offload.device": "emulated"},
+        {"optimizer.state_dtype": "bfloat16", "checkpoint.mode": "redo", **UNCLIPPED},
+    ],
+    ids=["int8", "bfloat16"],
+)
+def test_small_states_go_on_as_they_were(changes: dict[str, Any], new_project: NewProject, whole: Callable[..., Whole]) -> None:
+    """Also the draws that round them, and every sum on the store."""
+    project = new_project("broken", {**changes, "train.max_steps": STEPS})
+    with pytest.raises(Died):
+        train(project, _dies_at(4, 3))
+    expected = whole(changes)
+    losses, store = train(project)
+    assert losses == expected.losses and losses != whole().losses
+    assert _sums_of(store) == _sums_of(expected.store)
+
+
+def _sums_of(store: Path) -> list[int]:
+    saved = manifests.read(store)
+    assert saved is not None
+    return [extent.sum for stage in saved.stages for _, extent in stage.extents()]
+
+
 def _run(project: Project, **options: Any) -> Run:
     return Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space, **options)
 
@@ -367,10 +392,15 @@ def test_redo_has_everything_once(new_project: NewProject, whole: Callable[..., 
     assert train(once)[0] == expected
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_an_export_has_the_updates_that_are_to_be_done(dtype: str, new_project: NewProject, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "states"), [("bfloat16", "float32"), ("float32", "float32"), ("bfloat16", "int8"), ("float32", "bfloat16")]
+)
+def test_an_export_has_the_updates_that_are_to_be_done(
+    dtype: str, states: str, new_project: NewProject, tmp_path: Path
+) -> None:
     """Killed between a step's gradients and its updates, and exported; then gone on with, stopped, and exported again."""
-    project = new_project("redo", {"checkpoint.mode": "redo", "precision.compute": dtype, "train.max_steps": STEPS})
+    redo = {"checkpoint.mode": "redo", "train.max_steps": STEPS}
+    project = new_project("redo", {**redo, "precision.compute": dtype, "optimizer.state_dtype": states})
     with pytest.raises(Died):
         train(project, _dies_amid_updates(partly=False))
     saved = manifest_of(project)

@@ -35,7 +35,7 @@ from fuyou_cli.planner.place import plan
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.recipe.schema import AdapterSection
 from fuyou_cli.spec.hardware import HardwareProfile
-from fuyou_cli.spec.model import Dtype, ModelSpec, StageSpec
+from fuyou_cli.spec.model import Dtype, ModelSpec, StageSpec, StateDtype, StateLayout
 from fuyou_cli.spec.plan import Numerics, Plan, Span, StagePlan, StateTensor, Tier
 from fuyou_cli.swap.arena import Arena
 from fuyou_cli.swap.daemon import Counters, DaemonOptions, SwapDaemon
@@ -64,6 +64,7 @@ class Shape:
     tokens: int = 16
     chunk: int = 0
     vocabulary: int = 0
+    states: StateDtype = "float32"
 
 
 class Subject:
@@ -86,7 +87,7 @@ class Subject:
         self.spec = inspect(
             self.anatomy, dtype=shape.dtype, micro_batch_size=shape.micro, max_seq_len=shape.tokens,
             head_chunk_tokens=shape.chunk,
-        )  # fmt: skip
+        ).with_layout(StateLayout(weights=shape.dtype, dtype=shape.states))  # fmt: skip
         self.numerics = Numerics(
             compute_dtype=shape.dtype, accumulate_dtype=shape.accumulate, batch_size=shape.batch,
             micro_batch_size=shape.micro, max_seq_len=shape.tokens, head_chunk_tokens=shape.chunk, torch_threads=1,
@@ -151,6 +152,7 @@ class Rig:
         backend: str = "auto",
         update_threads: int = 1,
         chunks: int = 6,
+        chunk: int = CHUNK,  # parameters
         optimizer: Optimizer = OPTIMIZER,
         boundaries: Tier | None = None,
         kept: Kept | Literal["all"] | None = None,
@@ -174,8 +176,8 @@ class Rig:
             gpu_budget=gpu_budget, batch_on_device=batch_on_device and device != "cpu",
             weights=home, states=states or home, gradients=gradients or home, boundaries=boundaries or home, kept=kept,
             kept_there=kept_there, store_mode=store_mode, device_states=device_states, sweeps=sweeps,
-            lookahead=lookahead, defer=defer, io_backend=backend, update_threads=update_threads, chunk_params=CHUNK,
-            scratch_size=scratch_size(CHUNK, chunks), read_depth=4, write_depth=4, block_size=64 << 10, stripe=64 << 10,
+            lookahead=lookahead, defer=defer, io_backend=backend, update_threads=update_threads, chunk_params=chunk,
+            scratch_size=scratch_size(chunk, chunks), read_depth=4, write_depth=4, block_size=64 << 10, stripe=64 << 10,
         )  # fmt: skip
         self.plan: Plan = planning(self.spec, hardware, self.request)
         self._stack = ExitStack()

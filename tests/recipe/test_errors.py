@@ -136,7 +136,7 @@ def test_only_choices_that_are_built_are_offered(refused):
     found = refused("optimizer: {state_dtype: fp8}\n", "dataset.train[0].format=csv", "offload.boundaries=disk")
     offered = found["dataset.train[0].format"].message + str(found["dataset.train[0].format"].help)
     assert "auto, messages, sharegpt, alpaca, prompt_completion, text, tokenized or input_output" in offered
-    assert "expected float32, got" in found["optimizer.state_dtype"].message
+    assert "float32, bfloat16 or int8" in found["optimizer.state_dtype"].message
     assert "auto, cpu or ssd" in found["offload.boundaries"].message
 
 

@@ -95,7 +95,6 @@ NOT_BUILT = {
     "adapter": "adapter={type: lora}",
     "dataset.packing": "dataset.packing=isolated",
     "optimizer.name": "optimizer.name=sgd",
-    "optimizer.state_dtype": "optimizer.state_dtype=int8",
     "precision.compute": "precision.compute=float16",
     "precision.master": "precision.master=bfloat16",
     "precision.allow_tf32": "precision.allow_tf32=true",

@@ -10,12 +10,11 @@ from pathlib import PurePath
 from ...checkpoint.header import METADATA
 from ...core.json_files import shown
 from ...core.typed import LARGEST
-from ...spec.model import ITEM_SIZE
+from ...spec.model import ITEM_SIZE, STATE_NAMES
 from ...spec.plan import Numerics
 from .stored import Manifest, StoredExtent, StoredStage, StoredTensor
 
 _MOST_FILES = 16  # files of a store: FY_MAX_DIRECTORIES in native/include/fuyou.h
-_ITEMS = {"remainder": 2, "momentum": 4, "variance": 4}  # bytes per element; weights have the compute dtype's
 MOST_THREADS = 1024  # torch crashes if the system runs out of threads; a recipe's limit is the same
 _LARGEST_WHOLE = (1 << 31) - 1  # of whole numbers in a recipe
 _NUMERICS = {  # smallest and largest value
@@ -107,12 +106,19 @@ def _of_stage(stage: StoredStage, manifest: Manifest) -> Iterator[str]:
     if stage.trained and ("remainder" in named) != (manifest.compute_dtype == "bfloat16" and not stage.zero_remainder):
         yield "its remainder must have an extent if the weights are bfloat16 and it is not zero, and only then"
     for name, extent in named.items():
-        item = _ITEMS.get(name, ITEM_SIZE[manifest.compute_dtype])
-        item = ITEM_SIZE[manifest.numerics.accumulate_dtype] if name == "gradients" else item
-        count = stage.params - stage.trained if name == "frozen" else stage.trained
-        yield from (f"{name}: {wrong}" for wrong in _of_extent(extent, count * item, manifest.store_size))
+        yield from (f"{name}: {wrong}" for wrong in _of_extent(extent, _bytes_of(name, stage, manifest), manifest.store_size))
     for index, tensor in enumerate(stage.tensors):
         yield from (f"tensors[{index}]: {wrong}" for wrong in _of_tensor(tensor, stage))
+
+
+def _bytes_of(name: str, stage: StoredStage, manifest: Manifest) -> int:
+    """Returns the bytes that an extent of this name must have."""
+    if name in STATE_NAMES:
+        return manifest.layout.size(name, stage.trained)
+    if name == "gradients":
+        return ITEM_SIZE[manifest.numerics.accumulate_dtype] * stage.trained
+    count = stage.params - stage.trained if name == "frozen" else stage.trained
+    return ITEM_SIZE[manifest.compute_dtype] * count
 
 
 def _of_extent(extent: StoredExtent, size: int, store_size: int) -> Iterator[str]:

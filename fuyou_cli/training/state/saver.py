@@ -242,6 +242,7 @@ class Saver:
             model_dir=str(ready.planned.model_dir.resolve()),
             architecture=model.architecture,
             compute_dtype=model.compute_dtype,
+            state_dtype=model.layout.dtype,
             numerics=plan.numerics,
             fingerprints=ready.fingerprints,
             libraries=fingerprints.versions(),

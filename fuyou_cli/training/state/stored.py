@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field
 
 from ...checkpoint.header import NAME_LIMIT
+from ...spec.model import StateDtype, StateLayout
 from ...spec.plan import Numerics, StateTensor, StoreMode
 
 State = Literal["loading", "committed"]
@@ -120,3 +121,9 @@ class Manifest:
     skipped: int = 0  # steps that updated nothing (train.skip_nonfinite)
     skipped_in_row: int = 0  # of these, the last ones
     evaluated: Evaluated | None = None  # None: never
+    state_dtype: StateDtype = "float32"  # of momentum and variance
+
+    @property
+    def layout(self) -> StateLayout:
+        """Returns the layout of every stage's states."""
+        return StateLayout(weights=self.compute_dtype, dtype=self.state_dtype)
