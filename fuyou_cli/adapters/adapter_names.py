@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from peft import LoraConfig
+if TYPE_CHECKING:  # an export needs no peft
+    from peft import LoraConfig
 
-from .injection import ADAPTER
-
-WEIGHTS_NAME, CONFIG_NAME = "adapter_model.safetensors", "adapter_config.json"
+ADAPTER = "default"  # the name that peft gives an adapter by itself
 _PREFIX = "base_model.model."
+_A, _B = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
 _MAGNITUDE = f".lora_magnitude_vector.{ADAPTER}.weight"  # peft's files keep it without its last part
+_BASE = ".base_layer.weight"
 
 
 def base_name(name: str) -> str:
@@ -24,6 +25,21 @@ def file_name(name: str) -> str:
     if name.endswith(_MAGNITUDE):
         return f"{_PREFIX}{name.removesuffix(_MAGNITUDE)}.lora_magnitude_vector"
     return _PREFIX + name.replace(f".{ADAPTER}.", ".")
+
+
+def is_added(name: str) -> bool:
+    """Tells whether a parameter is one that LoRA adds to the model."""
+    return name.endswith((_A, _B, _MAGNITUDE))
+
+
+def adapted_layer(name: str) -> str | None:
+    """Returns the name of the layer whose matrix this is, if it has LoRA."""
+    return name.removesuffix(_BASE) if name.endswith(_BASE) else None
+
+
+def lora_names(layer: str) -> tuple[str, str, str]:
+    """Returns the names of a layer's A, B and, with DoRA, magnitudes."""
+    return layer + _A, layer + _B, layer + _MAGNITUDE
 
 
 def config_text(config: LoraConfig, *, base_model: str, revision: str | None = None) -> bytes:

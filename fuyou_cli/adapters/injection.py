@@ -22,8 +22,7 @@ from ..core.errors import UsageError
 from ..engine.anatomy import blocks_of
 from ..engine.skeleton import LIBRARY_ERRORS, said
 from ..recipe.schema import AdapterSection
-
-ADAPTER = "default"  # the name that peft gives an adapter by itself
+from .adapter_names import ADAPTER
 
 
 def inject(model: PreTrainedModel, section: AdapterSection) -> LoraConfig:

@@ -38,7 +38,7 @@ FORMAT = 6
 LARGEST = 1 << 20  # bytes of a file
 
 # Keys of the request that may change before the run. The rest must stay the same.
-_FREE = ("model_name", "cpu_budget", "gpu_budget", "ssd_budget", "sustained", "may_redo", "wear")
+_FREE = ("model_name", "cpu_budget", "gpu_budget", "ssd_budget", "exports_trained", "sustained", "may_redo", "wear")
 _MICRO_BATCH = "numerics.micro_batch_size"
 _AGAIN = "make the plan again: fuyou plan RECIPE -o FILE"
 

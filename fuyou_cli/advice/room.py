@@ -103,9 +103,9 @@ def _described_drives(prepared: Planned) -> FileSystem:
 
 
 def export_folder(recipe: Recipe, model_dir: Path) -> Path:
-    """Returns `model` below the output directory, never the folder the run started from."""
-    out = Path(recipe.output_dir).expanduser() / "model"
-    return out.with_name("model-finetuned") if out.resolve() == model_dir.resolve() else out
+    """Returns `model` or `adapter` below the output directory, never the folder the run started from."""
+    out = Path(recipe.output_dir).expanduser() / ("model" if recipe.adapter is None else "adapter")
+    return out.with_name(f"{out.name}-finetuned") if out.resolve() == model_dir.resolve() else out
 
 
 def check_output(recipe: Recipe) -> None:

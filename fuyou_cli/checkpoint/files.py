@@ -19,6 +19,7 @@ from .header import TensorEntry, parse_file
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+ADAPTER_NAME = "adapter_model.safetensors"  # what peft calls the weights of an adapter
 JSON_LIMIT = 64 << 20  # bytes; the index of the largest mixtures takes a tenth of it
 NAMES_SHOWN = 8
 
@@ -139,7 +140,7 @@ def _no_weights(directory: Path) -> UsageError:
             hint="Use a revision with safetensors, or convert the weights on an isolated machine: "
             "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR).",
         )
-    if "adapter_model.safetensors" in names:
+    if ADAPTER_NAME in names:
         return UsageError(
             f"{directory}: holds an adapter, not a whole model",
             hint="Merge it into its base model first (merge_and_unload), or give the base model.",

@@ -16,7 +16,7 @@ from fuyou_cli.core.disk import sync_directory
 from fuyou_cli.core.errors import UsageError
 
 from .companions import is_companion
-from .files import INDEX_NAME, SINGLE_NAME, name_list
+from .files import ADAPTER_NAME, INDEX_NAME, SINGLE_NAME, name_list
 from .header import parse_file
 
 _WRITER = {"written_by": "fuyou"}
@@ -84,7 +84,7 @@ class PartialDirectory:
 
 
 def refuse_foreign(directory: Path) -> None:
-    """Raises UsageError unless the directory is absent, empty, or holds only a model that we wrote."""
+    """Raises UsageError unless the directory is absent, empty, or holds only a model or an adapter that we wrote."""
     try:
         names = sorted(file.name for file in directory.iterdir())
     except FileNotFoundError:
@@ -106,7 +106,7 @@ def refuse_foreign(directory: Path) -> None:
 
 
 def _is_weights(name: str) -> bool:
-    return name == SINGLE_NAME or (name.startswith("model-") and name.endswith(".safetensors"))
+    return name in (SINGLE_NAME, ADAPTER_NAME) or (name.startswith("model-") and name.endswith(".safetensors"))
 
 
 def _claimed(file: Path) -> set[str]:

@@ -21,7 +21,7 @@ from fuyou_cli.core.errors import FuyouError, OutOfSpaceError, UsageError
 from fuyou_cli.core.units import MiB, align_up, gb
 
 from .files import INDEX_NAME, SINGLE_NAME, open_checkpoint
-from .header import BYTES_PER_ELEMENT, DTYPES, METADATA, NAME_LIMIT
+from .header import BYTES_PER_ELEMENT, DTYPES, METADATA, NAME_LIMIT, parse_file
 from .placement import PartialDirectory, mark
 
 PIECE = 16 * MiB  # most bytes asked of `read` at a time
@@ -69,12 +69,13 @@ def write_checkpoint(
     *,
     max_shard_size: int,
     metadata: Mapping[str, str],
+    single: str = SINGLE_NAME,
     companions: Mapping[str, bytes | Path] | None = None,
     progress: Callable[[int, int], None] | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> list[Path]:
-    """Writes `tensors` as safetensors shards of at most `max_shard_size` bytes, and `companions` beside them. Returns the paths
-    of the shards.
+    """Writes `tensors` as safetensors shards of at most `max_shard_size` bytes, or as one file `single` if they fit, and
+    `companions` beside them. Returns the paths of the shards.
 
     `read(tensor, first_element, count)` returns the bytes of elements [first, first + count), at most 16 MiB, valid until its
     next call. It is called in the order of the files. `progress` gets the bytes written and the bytes in all. `check` is called
@@ -84,7 +85,7 @@ def write_checkpoint(
     """
     texts = dict(companions or {})
     ours = mark([*texts, INDEX_NAME])
-    shards = _plan_shards(tensors, max_shard_size, {**metadata, **ours, "format": "pt"})
+    shards = _plan_shards(tensors, max_shard_size, {**metadata, **ours, "format": "pt"}, single)
     if len(shards) > 1:
         texts[INDEX_NAME] = _index(shards)
     target = Path(os.path.realpath(directory))
@@ -100,7 +101,7 @@ def write_checkpoint(
                     if progress is not None:
                         progress(done, total)
             sync_directory(partial.path)
-            _verify(partial.path, tensors)
+            _verify(partial.path, tensors, single)
             check()
             partial.publish()
     except OSError as error:
@@ -108,7 +109,7 @@ def write_checkpoint(
     return [directory / shard.name for shard in shards]
 
 
-def _plan_shards(tensors: Sequence[OutTensor], max_shard_size: int, metadata: dict[str, str]) -> list[_Shard]:
+def _plan_shards(tensors: Sequence[OutTensor], max_shard_size: int, metadata: dict[str, str], single: str) -> list[_Shard]:
     """Cuts the tensors into shards, in the order given. A shard is closed before the tensor that would make it too large."""
     if max_shard_size <= 0:
         raise UsageError(f"max_shard_size is {max_shard_size}", hint="Write a positive size such as 5GB.")
@@ -125,7 +126,7 @@ def _plan_shards(tensors: Sequence[OutTensor], max_shard_size: int, metadata: di
         groups[-1].append(tensor)
         size += tensor.nbytes
     count = len(groups)
-    names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)] if count > 1 else [SINGLE_NAME]
+    names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)] if count > 1 else [single]
     return [_shard(name, group, metadata) for name, group in zip(names, groups, strict=True)]
 
 
@@ -214,9 +215,10 @@ def _content(shard: _Shard, read: Read) -> Iterator[memoryview]:
             yield data
 
 
-def _verify(directory: Path, tensors: Sequence[OutTensor]) -> None:
+def _verify(directory: Path, tensors: Sequence[OutTensor], single: str) -> None:
     """Reads every header back and checks the file's length and its tensors."""
-    entries = open_checkpoint(directory).entries
+    alone = directory / single
+    entries = parse_file(alone).entries if alone.is_file() else open_checkpoint(directory).entries
     found = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
     if found != {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}:
         raise FuyouError(f"{directory}: the written files do not read back as they were written")

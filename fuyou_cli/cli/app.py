@@ -274,14 +274,17 @@ def export(
         Literal["bfloat16", "float32"] | None,
         typer.Option(help="Type of the weights (default: the recipe's, or what the run computed in)."),
     ] = None,
+    merged: Annotated[
+        bool, typer.Option("--merged", help="Merge an adapter into its model, and write the whole model.")
+    ] = False,
 ) -> None:
-    """Write a trained model for transformers.
+    """Write a trained model for transformers, or an adapter for peft.
 
     Streams the store to safetensors that `from_pretrained` loads.
     """
     from .stores import run_export
 
-    run_export(source, out, overrides or [], dtype=dtype)
+    run_export(source, out, overrides or [], dtype=dtype, merged=merged)
 
 
 @app.command()

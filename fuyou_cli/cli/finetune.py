@@ -248,7 +248,7 @@ def _steps(planned: Planned, run: Run, log: JsonlLog | None, libraries: Mapping[
 
 def _export(planned: Planned, source: Path) -> None:
     """Writes the model. A failure leaves the trained state unharmed: the export can be repeated without training."""
-    from .stores import write_model
+    from .stores import how_to_load, write_model
 
     out, options, again = export_folder(planned.recipe, planned.model_dir), planned.recipe.export, _again(source)
     try:
@@ -264,6 +264,8 @@ def _export(planned: Planned, source: Path) -> None:
     computed = planned.model.compute_dtype
     rounded = f", rounded from {computed} (export.dtype={computed} keeps it)" if options.dtype != computed == "float32" else ""
     write_last_result(f"exported to {out} in {options.dtype}{rounded}")
+    if how := how_to_load(out):
+        write_status(how)
 
 
 def _again(source: Path) -> str:

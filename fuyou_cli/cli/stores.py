@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.paths import folder
@@ -22,8 +22,16 @@ _SHARD = 5_000_000_000
 ExportDtype = Literal["bfloat16", "float32"]
 
 
-def run_export(source: Path, out: Path, overrides: Sequence[str], *, dtype: ExportDtype | None) -> None:
-    """Exports as `dtype`; by default as the recipe says, or in the type that the run computed in."""
+class Telling(TypedDict):
+    """What an export says while it goes on."""
+
+    progress: Callable[[int, int], None]
+    say: Callable[[str], None]
+
+
+def run_export(source: Path, out: Path, overrides: Sequence[str], *, dtype: ExportDtype | None, merged: bool = False) -> None:
+    """Exports as `dtype`; by default as the recipe says, or in the type that the run computed in. `merged`: an adapter is
+    merged into its model."""
     store, asked, shard = _of_recipe(source, overrides) if _is_recipe(source) else _of_store(source, overrides)
     from fuyou_cli.training.state import manifest as manifests
     from fuyou_cli.training.state.at_rest import find_store
@@ -34,20 +42,45 @@ def run_export(source: Path, out: Path, overrides: Sequence[str], *, dtype: Expo
     if problem:
         write_status(f"note: {problem}; exporting the state before it, after step {manifest.step}")
     written = dtype or asked or manifest.compute_dtype
-    paths = write_model(store, out, dtype=written, max_shard_size=shard)
+    paths = write_model(store, out, dtype=written, max_shard_size=shard, merged=merged)
     total = sum(path.stat().st_size for path in paths)
     write_result(f"{out}: {len(paths)} file{'s' * (len(paths) != 1)}, {total:,} bytes of {written} weights")
+    if how := how_to_load(out):
+        write_status(how)
 
 
-def write_model(store: Path, out: Path, *, dtype: str, max_shard_size: int) -> list[Path]:
-    """Writes the model of a store to `out`, with progress on stderr. Returns the files."""
+def write_model(store: Path, out: Path, *, dtype: str, max_shard_size: int, merged: bool = False) -> list[Path]:
+    """Writes what a store's run has trained to `out`: a model, or an adapter unless it is to be `merged`. Shows progress on
+    stderr. Returns the files of weights."""
+    from fuyou_cli.training.adapter_exporting import export_adapter, export_merged
     from fuyou_cli.training.exporting import export_store
+    from fuyou_cli.training.state.kept_companions import kept_adapter
 
     from .render.transfer import Transfers
 
+    if not (adapts := kept_adapter(store) is not None) and merged:
+        raise UsageError(f"{store} holds a model and no adapter, so there is nothing to merge", hint="leave out --merged")
     with Transfers(status_console()) as transfers:
-        progress = partial(transfers, f"exporting to {out.name}")
-        return export_store(store, out, dtype=dtype, max_shard_size=max_shard_size, progress=progress, say=write_status)
+        telling: Telling = {"progress": partial(transfers, f"exporting to {out.name}"), "say": write_status}
+        if adapts and not merged:
+            return export_adapter(store, out, dtype=dtype, **telling)
+        export = export_merged if merged else export_store
+        return export(store, out, dtype=dtype, max_shard_size=max_shard_size, **telling)
+
+
+def how_to_load(out: Path) -> str | None:
+    """Returns two lines of Python that load an exported adapter. None: it is a model."""
+    from fuyou_cli.checkpoint.companions import ADAPTER_CONFIG_NAME
+    from fuyou_cli.checkpoint.files import read_json
+
+    if not (out / ADAPTER_CONFIG_NAME).is_file():
+        return None
+    base = read_json(out / ADAPTER_CONFIG_NAME).get("base_model_name_or_path")
+    return (
+        "load it with transformers and peft:\n"
+        f'  base = AutoModelForCausalLM.from_pretrained({base!r}, dtype="auto")\n'
+        f"  model = PeftModel.from_pretrained(base, {str(out.resolve())!r})"
+    )
 
 
 def _is_recipe(source: Path) -> bool:

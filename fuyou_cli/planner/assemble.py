@@ -10,7 +10,6 @@ from .bound import busy_seconds
 from .costs import Costs
 from .device_memory import device_memory
 from .memory import BASE_SLACK, Layout, compute_memory
-from .placement_context import PlacementContext
 from .plan_request import PlanRequest
 from .schedule import Schedule
 
@@ -31,9 +30,7 @@ def host_peaks(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest
     return {"load": base + homes_in_ram + 2 * largest_slot + 64 * MiB, "train": train, "export": train}
 
 
-def assembled(
-    costs: Costs, request: PlanRequest, placed: Layout, schedule: Schedule, *, lookahead: int, context: PlacementContext
-) -> Plan:
+def assembled(costs: Costs, request: PlanRequest, placed: Layout, schedule: Schedule, *, lookahead: int) -> Plan:
     """Builds the plan of these spans, with the closed form's figures for one step."""
     return Plan(
         version=PLAN_VERSION,
@@ -58,12 +55,12 @@ def assembled(
         store_mode=request.store_mode,
         keep=request.keep,
         memory=_memory_lines(costs.model, costs.hardware, request, placed),
-        predicted=_predict(costs, request, placed, schedule, context),
+        predicted=_predict(costs, request, placed, schedule),
         sustained=request.sustained,
     )
 
 
-def _predict(costs: Costs, request: PlanRequest, placed: Layout, schedule: Schedule, context: PlacementContext) -> Predicted:
+def _predict(costs: Costs, request: PlanRequest, placed: Layout, schedule: Schedule) -> Predicted:
     model, numerics = costs.model, request.numerics
     seconds = busy_seconds(costs, schedule, stages=placed.stages, device=request.device)
     bottleneck = max(sorted(seconds), key=lambda name: seconds[name])
@@ -71,7 +68,7 @@ def _predict(costs: Costs, request: PlanRequest, placed: Layout, schedule: Sched
         cpu_peaks=host_peaks(model, costs.hardware, request, placed),
         gpu_peak=device_memory(model, request, placed.stages).total,
         ssd_bytes=placed.store_size,
-        export_bytes=context.parameters * request.export_item,
+        export_bytes=request.export_item * (model.trained_parameters if request.exports_trained else model.parameters),
         read_per_step=schedule.traffic.read_total,
         written_per_step=schedule.traffic.written_total,
         read_by=schedule.traffic.read,

@@ -122,7 +122,7 @@ class Placing:
             sweeps=asked.sweeps or 1,
         )
         spans = replace(spans, stages=with_homes_on_device(self.model, asked, schedule, spans.stages))
-        plan = assembled(self.costs, plain, spans, schedule, lookahead=choice.lookahead, context=self._context)
+        plan = assembled(self.costs, plain, spans, schedule, lookahead=choice.lookahead)
         found = self._bounded(plan, schedule)
         return found if at_most_one else self._committing(asked, found, schedule)
 

@@ -45,7 +45,7 @@ class AtRest:
 
 
 class PlacementContext:
-    """Holds slot classes, what survives a run, the sizes of boundaries, the number of parameters."""
+    """Holds slot classes, what survives a run, the sizes of boundaries."""
 
     def __init__(self, model: ModelSpec, request: PlanRequest) -> None:
         self.model, self.numerics, is_redo = model, request.group, request.store_mode == "redo"
@@ -58,7 +58,6 @@ class PlacementContext:
             for stage, ring in zip(model.stages, rings, strict=True)
         )
         self.durable_size = room.used  # bytes of the store that survive a run
-        self.parameters = model.parameters
         self._boundaries: dict[tuple[int, tuple[int, ...]], int] = {}
 
     def boundary_size(self, stage: int, kept: tuple[int, ...]) -> int:

@@ -48,6 +48,7 @@ class PlanRequest:
     chunk_params: int = 1 << 19
     scratch_size: int = 0  # of the daemon's chunks; the native library says how large
     export_item: int = 2  # bytes per exported weight
+    exports_trained: bool = False  # an adapter is exported, so frozen weights are not
     sustained: bool = False  # the run writes past the drives' fast regions
     commit_every: int | Literal["auto"] | None = None  # steps between commits; None: only at the end of the run
     store_mode: StoreMode = "in_place"

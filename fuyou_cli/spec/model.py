@@ -255,6 +255,10 @@ class ModelSpec:
         return sum(stage.frozen_numel for stage in self.stages)
 
     @property
+    def trained_parameters(self) -> int:
+        return self.parameters - self.frozen_parameters
+
+    @property
     def active_parameters(self) -> int:
         """Returns the parameters that one token uses: in a mixture of experts, its experts and everything else."""
         return self.parameters - self.inactive_parameters
@@ -278,8 +282,7 @@ class ModelSpec:
     def state_bytes(self) -> int:
         """Returns the bytes that an update keeps beside the weights, without padding."""
         kept = self.float32_parameters
-        trained = self.parameters - self.frozen_parameters
-        return self.layout.total(trained - kept) + replace(self.layout, weights="float32").total(kept)
+        return self.layout.total(self.trained_parameters - kept) + replace(self.layout, weights="float32").total(kept)
 
     @property
     def stored_parameters(self) -> int:

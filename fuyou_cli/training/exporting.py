@@ -5,7 +5,8 @@ Every extent is checksummed as it is read. The new files take their place only w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -13,7 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..checkpoint.companions import companion_files
+from ..adapters.adapter_names import is_added
+from ..checkpoint.companions import ADAPTER_CONFIG_NAME, companion_files
 from ..checkpoint.writer import OutTensor, write_checkpoint
 from ..core.errors import SwapError, UsageError
 from ..core.units import MiB, align_up
@@ -60,25 +62,39 @@ class StoreWeights:
         for name, places in self._places.items():
             _check_complete(name, [tensor for _, tensor in places])
 
+    def model_name(self, tensor: OutTensor) -> str:
+        """Returns the model's name of a tensor."""
+        return self._places[tensor.name][0][1].name
+
+    def is_trained(self, tensor: OutTensor) -> bool:
+        stage, stored = self._places[tensor.name][0]
+        return stored.offset < stage.trained
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """Returns what a file of these weights says of them."""
+        return {"fuyou_step": str(self.manifest.step)}
+
     def tensors(self) -> list[OutTensor]:
         return [OutTensor(name=name, dtype=self.dtype, shape=places[0][1].shape) for name, places in self._places.items()]
 
     def read(self, tensor: OutTensor, first: int, count: int) -> memoryview:
-        """Returns elements [first, first + count) of a tensor, from all its stages. The view is valid until the next call."""
+        """Returns elements [first, first + count) of a tensor in its dtype, from all its stages. The view is valid until the
+        next call."""
         parts = [
             (stage, stored, begin, end)
             for stage, stored in self._places[tensor.name]
             if (begin := max(first, stored.first)) < (end := min(first + count, stored.first + stored.count))
         ]
         if len(parts) == 1:
-            return self._part(*parts[0])
+            return self._part(*parts[0], tensor.dtype)
         joined = bytearray()
         for part in parts:
-            joined += self._part(*part)
+            joined += self._part(*part, tensor.dtype)
         return memoryview(joined)
 
-    def _part(self, stage: StoredStage, stored: StoredTensor, first: int, end: int) -> memoryview:
-        """Returns elements [first, end) of the whole tensor; all of them are in one stage."""
+    def _part(self, stage: StoredStage, stored: StoredTensor, first: int, end: int, dtype: str) -> memoryview:
+        """Returns elements [first, end) of the whole tensor in `dtype`; all of them are in one stage."""
         begin, count = stored.offset + first - stored.first, end - first
         compute, is_trained = self.manifest.compute_dtype, stored.offset < stage.trained
         remainder: Buffer | None = None
@@ -90,17 +106,17 @@ class StoreWeights:
             weights = self._elements(stage.weights, begin, count, ITEM_SIZE[compute])
         else:
             weights, remainder = self._updated(stage, stored, begin, count)
-        if compute == self.dtype:
+        if compute == dtype:
             return memoryview(weights)
         if compute == "float32":
-            return _bytes_of(torch.frombuffer(weights, dtype=torch.float32).to(torch.bfloat16))
+            return bytes_of(torch.frombuffer(weights, dtype=torch.float32).to(torch.bfloat16))
         if is_trained and stage.gradients is None and stage.remainder is not None:
             remainder = self._elements(stage.remainder, begin, count, 2, window=_WINDOW)
         if remainder is None:
-            return _bytes_of(torch.frombuffer(weights, dtype=torch.bfloat16).float())
+            return bytes_of(torch.frombuffer(weights, dtype=torch.bfloat16).float())
         master = torch.empty(count, dtype=torch.float32)
         join(weights, remainder, master.numpy().data)
-        return _bytes_of(master)
+        return bytes_of(master)
 
     def _updated(self, stage: StoredStage, stored: StoredTensor, begin: int, count: int) -> tuple[bytearray, bytearray | None]:
         """Applies the due update to elements [begin, begin + count), as a resumed run would. Returns weights and remainders."""
@@ -199,8 +215,15 @@ def _check_complete(name: str, parts: list[StoredTensor]) -> None:
         raise UsageError(f"the store holds {end} elements of {name}, not all", hint="its manifest is damaged")
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
     return tensor.view(torch.uint8).numpy().data
+
+
+@contextmanager
+def stored_weights(source: Path, *, dtype: str, say: Callable[[str], None] | None) -> Iterator[StoreWeights]:
+    """Opens the committed weights of the store in `source`, to be read as `dtype`."""
+    with at_rest(source, arena_size=READ_ARENA, say=say) as store:
+        yield StoreWeights(store.manifest, store.daemon, store.arena, dtype=dtype)
 
 
 def export_store(
@@ -213,16 +236,19 @@ def export_store(
     say: Callable[[str], None] | None = None,
 ) -> list[Path]:
     """Writes the committed weights of the store in `source` to `out`. Returns the paths of the shards."""
-    with at_rest(source, arena_size=READ_ARENA, say=say) as store:
-        manifest = store.manifest
-        weights = StoreWeights(manifest, store.daemon, store.arena, dtype=dtype)
+    with stored_weights(source, dtype=dtype, say=say) as weights:
+        if any(is_added(weights.model_name(tensor)) for tensor in weights.tensors()):
+            raise UsageError(
+                f"{source} holds an adapter, but its {ADAPTER_CONFIG_NAME} is gone",
+                hint="running its recipe again writes the file anew",
+            )
         return write_checkpoint(
             out,
             weights.tensors(),
             weights.read,
             max_shard_size=max_shard_size,
-            metadata={"fuyou_step": str(manifest.step)},
-            companions=companion_files(kept_companions(source) or Path(manifest.model_dir), dtype=dtype),
+            metadata=weights.metadata,
+            companions=companion_files(kept_companions(source) or Path(weights.manifest.model_dir), dtype=dtype),
             progress=progress,
             check=weights.check,
         )

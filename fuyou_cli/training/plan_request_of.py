@@ -26,6 +26,13 @@ class _Kept(TypedDict):
     kept_there: Literal["room"] | None
 
 
+class _Exported(TypedDict):
+    """Holds the arguments of `PlanRequest` about the export."""
+
+    export_item: int
+    exports_trained: bool
+
+
 _KEPT: dict[str, _Kept] = {
     "auto": {"kept": None, "kept_there": None},
     "keep": {"kept": "none", "kept_there": "room"},
@@ -82,7 +89,7 @@ def plan_request(
     everything: Tier | None = "cpu" if offload.strategy == "none" else None
     depth = 16 if offload.io.queue_depth == "auto" else offload.io.queue_depth
     threads = update_threads_for(hardware, device=device, torch_threads=numerics.torch_threads)
-    export_item = 2 if recipe.export.dtype == "bfloat16" else 4
+    exported = _exported(recipe)
     return PlanRequest(
         numerics=numerics,
         model_name=recipe.model.name_or_path,
@@ -90,7 +97,7 @@ def plan_request(
         clip_grad_norm=recipe.train.clip_grad_norm,
         gpu_budget=gpu_limit(recipe, hardware),
         cpu_budget=offload.max_memory.cpu.resolve(total=hardware.ram_total, auto=_usual_budget(hardware, device)),
-        ssd_budget=None if disks is None else disks.budget(recipe, parameters * export_item),
+        ssd_budget=None if disks is None else disks.budget(recipe, parameters * exported["export_item"]),
         weights=_tier(offload.weights, device) or everything,
         states=_tier(offload.optimizer_states, device) or everything,
         gradients="ssd" if mode == "redo" else _tier(offload.gradients, device) or everything,
@@ -105,7 +112,7 @@ def plan_request(
         update_threads=threads,
         chunk_params=CHUNK_PARAMS,
         scratch_size=scratch_size(CHUNK_PARAMS, update_chunks_for(threads)),
-        export_item=export_item,
+        **exported,
         commit_every=commit_interval(checkpoint, mode),
         store_mode=mode,
         may_redo=checkpoint.mode == "auto" and checkpoint.commit_every_steps in (1, "auto") and saved is None,
@@ -113,6 +120,10 @@ def plan_request(
         wear=offload.wear,
         sweeps=_sweeps(recipe.train.sweep_tokens, numerics, mode),
     )
+
+
+def _exported(recipe: Recipe) -> _Exported:
+    return {"export_item": 2 if recipe.export.dtype == "bfloat16" else 4, "exports_trained": recipe.adapter is not None}
 
 
 def _sweeps(asked: int | Literal["auto"], numerics: Numerics, mode: StoreMode) -> int | None:

@@ -159,7 +159,7 @@ class _Planner:
             device=device,
             saved=resolved.manifest,
             disks=self._disks,
-            parameters=model.parameters,
+            parameters=model.parameters if resolved.recipe.adapter is None else model.trained_parameters,
         )
         if asked.is_swept and not model.may_sweep:
             raise UsageError(

@@ -12,9 +12,11 @@ from peft import PeftModel
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from fuyou_cli.adapters.adapter_names import CONFIG_NAME, WEIGHTS_NAME, base_name, config_text, file_name
+from fuyou_cli.adapters.adapter_names import base_name, config_text, file_name
 from fuyou_cli.adapters.injection import initial_values, inject, lora_layers
 from fuyou_cli.adapters.merging import LoraWeights
+from fuyou_cli.checkpoint.companions import ADAPTER_CONFIG_NAME
+from fuyou_cli.checkpoint.files import ADAPTER_NAME
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.engine.skeleton import TORCH_DTYPE, build
 from fuyou_cli.recipe.schema import AdapterSection
@@ -92,9 +94,9 @@ def test_names_regular_expressions_and_modules_trained_in_full(keys):
 def test_peft_loads_what_is_written(tmp_path, section):
     model, config = injected("llama", section)
     trained = {name: torch.randn(p.shape) for name, p in model.named_parameters() if p.requires_grad}
-    save_file({file_name(name): value for name, value in trained.items()}, tmp_path / WEIGHTS_NAME)
-    (tmp_path / CONFIG_NAME).write_bytes(config_text(config, base_model="owner/name"))
-    assert json.loads((tmp_path / CONFIG_NAME).read_text())["base_model_name_or_path"] == "owner/name"
+    save_file({file_name(name): value for name, value in trained.items()}, tmp_path / ADAPTER_NAME)
+    (tmp_path / ADAPTER_CONFIG_NAME).write_bytes(config_text(config, base_model="owner/name"))
+    assert json.loads((tmp_path / ADAPTER_CONFIG_NAME).read_text())["base_model_name_or_path"] == "owner/name"
     loaded = PeftModel.from_pretrained(plain("llama"), tmp_path, is_trainable=True)
     found = {name: p for name, p in loaded.named_parameters() if p.requires_grad}
     assert set(found) == {f"base_model.model.{name}" for name in trained}

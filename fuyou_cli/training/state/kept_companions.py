@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from ...checkpoint.companions import CODE_PATTERN, CONFIG_NAME, MODEL_PATTERNS, PATTERNS, is_companion
+from ...checkpoint.companions import ADAPTER_CONFIG_NAME, CODE_PATTERN, CONFIG_NAME, MODEL_PATTERNS, PATTERNS, is_companion
 from ...checkpoint.files import inside, read_json
 from ...core.disk import failed_writing, sync_directory
 from ...core.own_files import is_own, own_folder, write_own
@@ -41,6 +41,12 @@ def written_companions(store: Path) -> list[Path]:
     """Lists the files in that folder that `keep_companions` writes. Other files there belong to somebody else."""
     folder = store / COMPANIONS
     return sorted(path for path in folder.glob("*") if is_kept(path.name) and path.is_file() and not path.is_symlink())
+
+
+def kept_adapter(store: Path) -> Path | None:
+    """Returns the peft configuration of the adapter that the store's run trains, or None if it trains the model itself."""
+    config = store / COMPANIONS / ADAPTER_CONFIG_NAME
+    return config if config.is_file() else None
 
 
 def keep_companions(store: Path, recipe: TokenizerSection, *, model_dir: Path, tokenizer_dir: Path) -> None:

@@ -1,0 +1,187 @@
+"""Exports what LoRA has trained: the adapter in peft's files, or the model with the adapter merged in, piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from zlib import crc32
+
+import torch
+
+from ..adapters.adapter_names import adapted_layer, file_name, is_added, lora_names
+from ..adapters.merging import LoraWeights
+from ..adapters.settings import LoraSettings, read_settings
+from ..checkpoint.companions import ADAPTER_CONFIG_NAME, CODE_PATTERN, CONFIG_NAME, companion_files
+from ..checkpoint.files import ADAPTER_NAME
+from ..checkpoint.writer import OutTensor, write_checkpoint
+from ..core.errors import SwapError, UsageError
+from ..engine.skeleton import TORCH_DTYPE
+from .exporting import StoreWeights, bytes_of, stored_weights
+from .state.kept_companions import kept_adapter, kept_companions
+
+_AT_ONCE = 1 << 20  # elements merged at once: what is computed with takes some megabytes
+_OF_THE_MODEL = (CONFIG_NAME, "generation_config.json", CODE_PATTERN)  # companions that an adapter's folder does not have
+
+
+def export_adapter(
+    source: Path,
+    out: Path,
+    *,
+    dtype: str,
+    progress: Callable[[int, int], None] | None = None,
+    say: Callable[[str], None] | None = None,
+) -> list[Path]:
+    """Writes the adapter in the store of `source` to `out`, as peft's `from_pretrained` takes it, with the tokenizer. Returns
+    the path of its weights."""
+    with stored_weights(source, dtype=dtype, say=say) as weights:
+        adapter = AdapterWeights(weights)
+        beside = {
+            name: content
+            for name, content in _companions(source, weights).items()
+            if not any(fnmatchcase(name, pattern) for pattern in _OF_THE_MODEL)
+        }
+        return write_checkpoint(
+            out,
+            adapter.tensors(),
+            adapter.read,
+            max_shard_size=1 << 62,  # peft reads one file
+            single=ADAPTER_NAME,
+            metadata=weights.metadata,
+            companions={**beside, ADAPTER_CONFIG_NAME: _configuration(source)},
+            progress=progress,
+            check=weights.check,
+        )
+
+
+def export_merged(
+    source: Path,
+    out: Path,
+    *,
+    dtype: str,
+    max_shard_size: int,
+    progress: Callable[[int, int], None] | None = None,
+    say: Callable[[str], None] | None = None,
+) -> list[Path]:
+    """Writes the model with the adapter in the store of `source` merged in to `out`. Returns the paths of the shards."""
+    with stored_weights(source, dtype=dtype, say=say) as weights:
+        merged = MergedWeights(weights, read_settings(_configuration(source)))
+        return write_checkpoint(
+            out,
+            merged.tensors(),
+            merged.read,
+            max_shard_size=max_shard_size,
+            metadata=weights.metadata,
+            companions=_companions(source, weights),
+            progress=progress,
+            check=weights.check,
+        )
+
+
+def _companions(source: Path, weights: StoreWeights) -> dict[str, bytes | Path]:
+    return companion_files(kept_companions(source) or Path(weights.manifest.model_dir), dtype=weights.dtype)
+
+
+def _configuration(source: Path) -> Path:
+    found = kept_adapter(source)
+    assert found is not None, source
+    return found
+
+
+class AdapterWeights:
+    """Reads everything that was trained: of LoRA, and of `modules_to_save`."""
+
+    def __init__(self, weights: StoreWeights) -> None:
+        self._weights = weights
+        self._stored = {file_name(weights.model_name(one)): one for one in weights.tensors() if weights.is_trained(one)}
+
+    def tensors(self) -> list[OutTensor]:
+        return [replace(stored, name=name) for name, stored in self._stored.items()]
+
+    def read(self, tensor: OutTensor, first: int, count: int) -> memoryview:
+        return self._weights.read(self._stored[tensor.name], first, count)
+
+
+class MergedWeights:
+    """Reads the model's weights with the adapter merged in, as peft's `merge_and_unload` does. Each is rounded once.
+
+    A and B of one layer are in memory at a time. With DoRA a matrix is read twice: its norms come first."""
+
+    def __init__(self, weights: StoreWeights, settings: LoraSettings) -> None:
+        self._weights, self._settings = weights, settings
+        self._stored = {weights.model_name(one): one for one in weights.tensors()}
+        # masters count only where the result is as wide
+        narrow = weights.dtype == weights.manifest.compute_dtype == "bfloat16"
+        self._wide = "bfloat16" if narrow else "float32"
+        self._layer: str | None = None
+        self._lora: LoraWeights
+        self._norms: torch.Tensor | None = None
+        self._seen: dict[int, int] = {}  # with DoRA: where a piece begins, and its sum when it was read for the norms
+
+    def tensors(self) -> list[OutTensor]:
+        return [stored for name, stored in self._stored.items() if not is_added(name)]
+
+    def read(self, tensor: OutTensor, first: int, count: int) -> memoryview:
+        """Returns elements [first, first + count) of a tensor. The view is valid until the next call."""
+        layer = adapted_layer(self._weights.model_name(tensor))
+        if layer is None:
+            return self._agreed(tensor, first, count)
+        if layer != self._layer:
+            self._begin(layer, tensor)
+        merged = torch.empty(count, dtype=TORCH_DTYPE[tensor.dtype])
+        for begin in range(0, count, _AT_ONCE):
+            piece = self._piece(tensor, first + begin, min(_AT_ONCE, count - begin))
+            merged[begin : begin + len(piece)] = self._lora.merged(piece, first + begin, norms=self._norms)
+        return bytes_of(merged)
+
+    def _begin(self, layer: str, tensor: OutTensor) -> None:
+        """Reads what is merged into a layer's matrix."""
+        a, b, magnitude = (self._whole(name) for name in lora_names(layer))
+        shape = tensor.shape[::-1] if self._settings.fan_in_fan_out else tensor.shape
+        is_dora = self._settings.use_dora
+        if a is None or b is None or (len(b), a.shape[-1]) != shape or is_dora != (magnitude is not None):
+            raise UsageError(f"the store's adapter of {layer} does not fit its weights", hint="its manifest is damaged")
+        scaling = self._settings.scaling(layer, len(a))
+        self._lora = LoraWeights(
+            a=a, b=b, scaling=scaling, transposed=self._settings.fan_in_fan_out, magnitude=magnitude
+        )  # fmt: skip
+        self._layer, self._norms, self._seen = layer, None, {}
+        if is_dora:
+            begins = range(0, tensor.numel, _AT_ONCE)
+            self._norms = self._lora.output_norms(self._piece(tensor, at, min(_AT_ONCE, tensor.numel - at)) for at in begins)
+
+    def _whole(self, name: str) -> torch.Tensor | None:
+        """Returns a tensor of LoRA, in float32."""
+        if (stored := self._stored.get(name)) is None:
+            return None
+        flat = torch.empty(stored.numel, dtype=torch.float32)
+        for first in range(0, stored.numel, _AT_ONCE):
+            part = flat[first : first + _AT_ONCE]
+            part.copy_(self._elements(stored, first, len(part)))
+        return flat.view(stored.shape)
+
+    def _piece(self, tensor: OutTensor, first: int, count: int) -> torch.Tensor:
+        """Returns elements of a matrix. Raises SwapError if they are not what was read for the norms: the store's own sum is
+        of what was read first."""
+        found = self._elements(tensor, first, count)
+        if self._settings.use_dora and self._seen.setdefault(first, (total := crc32(bytes_of(found)))) != total:
+            raise _changed(tensor)
+        return found
+
+    def _elements(self, tensor: OutTensor, first: int, count: int) -> torch.Tensor:
+        content = self._agreed(replace(tensor, dtype=self._wide), first, count)
+        return torch.frombuffer(content, dtype=TORCH_DTYPE[self._wide])
+
+    def _agreed(self, tensor: OutTensor, first: int, count: int) -> memoryview:
+        """Reads trained elements twice. Sums are of what is read in its order, and merging does not follow it; but there is
+        little of them."""
+        once = crc32(self._weights.read(tensor, first, count)) if self._weights.is_trained(tensor) else None
+        content = self._weights.read(tensor, first, count)
+        if once is not None and crc32(content) != once:
+            raise _changed(tensor)
+        return content
+
+
+def _changed(tensor: OutTensor) -> SwapError:
+    return SwapError(f"{tensor.name} changed between two reads of the store", hint="nothing was exported: try again")
