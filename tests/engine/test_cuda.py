@@ -8,6 +8,7 @@ index a GPU gives other last bits from one run to the next, wherever bytes rest.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +65,14 @@ def _outcome(subject: Subject, folder: Path, **way: Any) -> Outcome:
 
 
 @pytest.fixture(scope="module")
-def subject(request: pytest.FixtureRequest) -> Subject:
-    return {**SUBJECTS, **DROPPING}[request.param]()
+def subjects() -> Callable[[str], Subject]:
+    """Makes each once."""
+    return cache(lambda name: {**SUBJECTS, **DROPPING}[name]())
+
+
+@pytest.fixture
+def subject(request: pytest.FixtureRequest, subjects: Callable[[str], Subject]) -> Subject:
+    return subjects(request.param)
 
 
 @pytest.fixture(scope="module")

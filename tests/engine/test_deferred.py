@@ -3,6 +3,8 @@ gradients' way is planned."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,17 +43,33 @@ SUBJECTS = ["untied", "tied", "tied, cut"]
 CASES = [(way, share) for way in WAYS for share in SHARES if share == 0.5 or "gradients" in way]
 
 
-@pytest.fixture(scope="module", params=SUBJECTS)
-def subject(request: pytest.FixtureRequest) -> Subject:
-    return _subject(request.param)
+@pytest.fixture(scope="module")
+def subjects() -> Callable[[str], Subject]:
+    """Makes each once."""
+    return cache(_subject)
+
+
+@pytest.fixture(params=SUBJECTS)
+def subject(request: pytest.FixtureRequest, subjects: Callable[[str], Subject]) -> Subject:
+    return subjects(request.param)
 
 
 @pytest.fixture(scope="module")
-def expected(subject: Subject, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """Every update at once."""
-    with Rig(subject, tmp_path_factory.mktemp("store"), clip=None, defer=0.0) as rig:
-        assert not any(stage.deferred for stage in rig.plan.stages)
-        return rig.run(STEPS), rig.weights()
+def at_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Subject], Outcome]:
+    """at_once(subject) is what comes of it where no update is deferred, computed once."""
+
+    @cache
+    def outcome(subject: Subject) -> Outcome:
+        with Rig(subject, tmp_path_factory.mktemp("store"), clip=None, defer=0.0) as rig:
+            assert not any(stage.deferred for stage in rig.plan.stages)
+            return rig.run(STEPS), rig.weights()
+
+    return outcome
+
+
+@pytest.fixture
+def expected(subject: Subject, at_once: Callable[[Subject], Outcome]) -> Outcome:
+    return at_once(subject)
 
 
 @pytest.mark.parametrize(

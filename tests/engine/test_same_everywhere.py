@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -51,20 +52,26 @@ def _subject(family: str) -> Subject:
 
 
 @pytest.fixture(scope="module")
-def subject(request: pytest.FixtureRequest) -> Subject:
+def subjects() -> Callable[[str], Subject]:
+    """Makes each once."""
+    return cache(_subject)
+
+
+@pytest.fixture
+def subject(request: pytest.FixtureRequest, subjects: Callable[[str], Subject]) -> Subject:
     """GPT-2: dropout and a tied head. Llama: several update chunks, untied."""
-    return _subject(request.param)
+    return subjects(request.param)
 
 
 @pytest.fixture(scope="module")
-def clip(request: pytest.FixtureRequest) -> float | None:
-    return request.param
+def on_the_ssd(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Subject, float | None], Outcome]:
+    """on_the_ssd(subject, clip): all of it, one directory, the backend of choice; computed once."""
+    return cache(lambda subject, clip: _outcome(subject, tmp_path_factory.mktemp("store"), clip=clip))
 
 
-@pytest.fixture(scope="module")
-def expected(subject: Subject, clip: float | None, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """All on the ssd, one directory, the backend of choice."""
-    return _outcome(subject, tmp_path_factory.mktemp("store"), clip=clip)
+@pytest.fixture
+def expected(subject: Subject, clip: float | None, on_the_ssd: Callable[[Subject, float | None], Outcome]) -> Outcome:
+    return on_the_ssd(subject, clip)
 
 
 def _outcome(subject: Subject, folder: Path, **way: Any) -> Outcome:
@@ -72,7 +79,7 @@ def _outcome(subject: Subject, folder: Path, **way: Any) -> Outcome:
         return rig.run(STEPS), rig.weights()
 
 
-@pytest.mark.parametrize(("way", "subject", "clip"), _in_turn(WAYS), indirect=["subject", "clip"])
+@pytest.mark.parametrize(("way", "subject", "clip"), _in_turn(WAYS), indirect=["subject"])
 def test_bitwise_the_same(way: str, subject: Subject, clip: float | None, expected: Outcome, tmp_path: Path) -> None:
     try:
         losses, weights = _outcome(subject, tmp_path, clip=clip, **WAYS[way])
@@ -84,7 +91,7 @@ def test_bitwise_the_same(way: str, subject: Subject, clip: float | None, expect
     assert unequal(weights, expected[1]) == []
 
 
-@pytest.mark.parametrize(("room", "subject", "clip"), _in_turn([1, 2, 1 << 20]), indirect=["subject", "clip"])
+@pytest.mark.parametrize(("room", "subject", "clip"), _in_turn([1, 2, 1 << 20]), indirect=["subject"])
 def test_weights_of_some_stages_on_the_device(
     room: int, subject: Subject, clip: float | None, expected: Outcome, tmp_path: Path
 ) -> None:

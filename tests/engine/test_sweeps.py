@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -44,18 +45,26 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 Outcome = tuple[list[float], dict[str, torch.Tensor]]
+InOne = Callable[[Subject, float | None], Outcome]
 
 
 @pytest.fixture(scope="module")
-def subject(request: pytest.FixtureRequest) -> Subject:
-    """Untied, with dropout in attention: which numbers it draws depends on the micro-batch alone."""
-    config = llama(num_hidden_layers=3, attention_dropout=0.1)
-    return Subject(config, SHAPES[request.param])
+def subjects() -> Callable[[str], Subject]:
+    """Makes each once: pytest would make a parametrised fixture anew for every test that names other parameters with it.
+
+    Untied, with dropout in attention: which numbers it draws depends on the micro-batch alone."""
+    return cache(lambda shape: Subject(llama(num_hidden_layers=3, attention_dropout=0.1), SHAPES[shape]))
+
+
+@pytest.fixture
+def subject(request: pytest.FixtureRequest, subjects: Callable[[str], Subject]) -> Subject:
+    return subjects(request.param)
 
 
 @pytest.fixture(scope="module")
-def expected(subject: Subject, tmp_path_factory: pytest.TempPathFactory) -> dict[float | None, Outcome]:
-    return {clip: _outcome(subject, tmp_path_factory.mktemp("one"), clip=clip) for clip in (0.5, None)}
+def in_one(tmp_path_factory: pytest.TempPathFactory) -> InOne:
+    """in_one(subject, clip) is what one sweep gives, computed once."""
+    return cache(lambda subject, clip: _outcome(subject, tmp_path_factory.mktemp("one"), clip=clip))
 
 
 def _outcome(subject: Subject, folder: Path, **way: Any) -> Outcome:
@@ -72,12 +81,11 @@ def _cases() -> list[tuple[str, str, int]]:
 
 
 @pytest.mark.parametrize(("subject", "way", "sweeps"), _cases(), indirect=["subject"])
-def test_bitwise_as_in_one_sweep(
-    subject: Subject, way: str, sweeps: int, expected: dict[float | None, Outcome], tmp_path: Path
-) -> None:
+def test_bitwise_as_in_one_sweep(subject: Subject, way: str, sweeps: int, in_one: InOne, tmp_path: Path) -> None:
+    expected = in_one(subject, WAYS[way]["clip"])
     losses, weights = _outcome(subject, tmp_path, sweeps=sweeps, **WAYS[way])
-    assert losses == expected[WAYS[way]["clip"]][0]
-    assert unequal(weights, expected[WAYS[way]["clip"]][1]) == []
+    assert losses == expected[0]
+    assert unequal(weights, expected[1]) == []
 
 
 @pytest.mark.parametrize("sweeps", SWEEPS)
@@ -102,8 +110,9 @@ def test_one_more_step_moves_exactly_what_was_predicted(
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
 @pytest.mark.parametrize("subject", ["plain"], indirect=True)
 def test_a_step_given_up_in_its_second_sweep_can_be_done_again(
-    device: Any, subject: Subject, expected: dict[float | None, Outcome], tmp_path: Path
+    device: Any, subject: Subject, in_one: InOne, tmp_path: Path
 ) -> None:
+    expected = in_one(subject, 0.5)
     with Rig(subject, tmp_path, clip=0.5, device=device, sweeps=3, lookahead=3) as rig:
         batches = list(subject.batches(STEPS))
         rig.step(*batches[0], 1)
@@ -122,7 +131,7 @@ def test_a_step_given_up_in_its_second_sweep_can_be_done_again(
         for number in range(2, STEPS + 1):
             rig.step(*batches[number - 1], number, last=number == STEPS)
         rig.executor.drain()
-        assert (rig.losses, unequal(rig.weights(), expected[0.5][1])) == (expected[0.5][0], [])
+        assert (rig.losses, unequal(rig.weights(), expected[1])) == (expected[0], [])
 
 
 FAMILIES: list[tuple[str, PreTrainedConfig, int, bool]] = [

@@ -3,7 +3,10 @@ fraction of the model."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,10 +20,15 @@ BLOCKS = 8
 
 
 @pytest.fixture(scope="module")
-def subject(request: pytest.FixtureRequest) -> Subject:
-    """Eight blocks, and an embedding and a head nearly as large, so that all share their slots."""
+def subjects() -> Callable[[Any], Subject]:
+    """Makes each once: eight blocks, and an embedding and a head nearly as large, so that all share their slots."""
     config = llama(vocab_size=2000, hidden_size=256, intermediate_size=768, num_hidden_layers=BLOCKS)
-    return Subject(config, Shape(dtype=request.param, accumulate=request.param, batch=2, micro=2))
+    return cache(lambda dtype: Subject(config, Shape(dtype=dtype, accumulate=dtype, batch=2, micro=2)))
+
+
+@pytest.fixture
+def subject(request: pytest.FixtureRequest, subjects: Callable[[Any], Subject]) -> Subject:
+    return subjects(request.param)
 
 
 def _moved(subject: Subject, folder: Path, steps: int, clip: float | None, defer: float | None = None) -> tuple[int, int, int]:
@@ -77,10 +85,9 @@ def test_weights_twice_states_once(clip: float | None, subject: Subject, tmp_pat
     assert predicted.read_by["boundaries"] == (BLOCKS + 1) * boundary
 
 
-def test_at_most_26_bytes_per_parameter_unclipped(tmp_path: Path) -> None:
+@pytest.mark.parametrize("subject", ["bfloat16"], indirect=True)
+def test_at_most_26_bytes_per_parameter_unclipped(subject: Subject, tmp_path: Path) -> None:
     """bf16, all on the ssd: 14 read and 12 written, besides boundaries."""
-    config = llama(vocab_size=2000, hidden_size=256, intermediate_size=768, num_hidden_layers=BLOCKS)
-    subject = Subject(config, Shape(dtype="bfloat16", accumulate="bfloat16", batch=2, micro=2))
     with Rig(subject, tmp_path, clip=None) as rig:
         predicted = rig.plan.predicted
     boundaries = predicted.read_by["boundaries"] + predicted.written_by["boundaries"]
