@@ -17,6 +17,7 @@ from fuyou_cli.core.errors import FuyouError, UsageError
 from . import error_screen
 from .arguments import Calibrated, Json, OptionalRecipe, Overrides, RecipeArgument, Trace
 from .console import prepare_streams, write_result, write_status
+from .generate_app import generate
 from .recipes_app import recipes
 
 if TYPE_CHECKING:
@@ -285,6 +286,9 @@ def export(
     from .stores import run_export
 
     run_export(source, out, overrides or [], dtype=dtype, merged=merged)
+
+
+app.command()(generate)
 
 
 @app.command()

@@ -77,6 +77,16 @@ class Tokeniser:
             return [self._given(example, target) for example in examples if isinstance(example, Tokens)]
         return self._texts([example for example in examples if isinstance(example, Texts)], target)
 
+    def prompt(self, example: Texts | Chat) -> list[int]:
+        """Makes the tokens that a model is to continue: as in training, up to where the answer begins. Raises RowError on one
+        that cannot be rendered or tokenised."""
+        if isinstance(example, Texts):
+            return [int(token) for token in self._texts([example], "all")[0][0]]
+        if not self.tokenizer.chat_template:
+            hint = "put a chat_template.jinja beside it, or give texts to continue"
+            raise UsageError(f"{self._directory}: the tokenizer has no chat template, but a conversation needs one", hint=hint)
+        return self._ids([self._render(example, example.messages, add_generation_prompt=True)])[0]
+
     def _given(self, example: Tokens, target: str) -> Row:
         """Returns given tokens unchanged, after a check that each is in the vocabulary."""
         size = len(self.tokenizer)

@@ -176,7 +176,7 @@ def stage_calls(
             calls.append((call, x))
             if sort not in outputs:
                 between.within = True
-                with _with_fake_parameters(module):
+                with with_fake_parameters(module):
                     out = call.output(x)
                 between.within = False
                 y = boundary_of(out, name)
@@ -270,7 +270,7 @@ def replaced_forwards(forwards: dict[nn.Module, Callable[..., object]]) -> Itera
 
 
 @contextmanager
-def _with_fake_parameters(module: nn.Module) -> Iterator[None]:
+def with_fake_parameters(module: nn.Module) -> Iterator[None]:
     """Replaces parameters by fake tensors of their shapes inside the context (and inside a fake mode)."""
     with put_back(module):
         for holder in module.modules():

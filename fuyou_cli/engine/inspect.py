@@ -35,7 +35,7 @@ _WITHOUT_ROOM = {
 _NUMBERS = ("layer_idx", "layer_id", "layer_number", "block_idx", "training")
 
 
-class _LiveBytes(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):
     """Counts the bytes charged for storages that were created inside and are still alive. `peak` is their maximum,
     `mapped_peak` that of the storages that the allocator maps separately. `held` existed before."""
 
@@ -278,7 +278,7 @@ def _backward(y: torch.Tensor, grad: torch.Tensor | None, leaves: list[torch.Ten
 
 
 def _peak(stage: Stage, flat: torch.Tensor, run: Callable[[list[nn.Parameter]], object], *, trainable: bool) -> _Peak:
-    live = _LiveBytes(flat)
+    live = LiveBytes(flat)
     with stage.installed(flat, trainable=trainable) as parameters, torch.set_grad_enabled(trainable), live:
         run(parameters)
     return _Peak(live.peak, live.mapped_peak)

@@ -174,9 +174,9 @@ class StreamedModel:
             stage.module.forward = streamed_forward(index, stage.name, original, self.tape, passes, device)
             self._replaced.append(stage.module)
             self._hooks += [] if compiles else stage.call_inside(inside)
-            _place_buffers(stage.module, device)
+            place_buffers(stage.module, device)
         if on_device:  # the model's own forward also computes there
-            _place_buffers(anatomy.model, device)
+            place_buffers(anatomy.model, device)
 
     def close(self) -> None:
         """Gives the model its own forwards back."""
@@ -188,7 +188,7 @@ class StreamedModel:
         self._hooks.clear()
 
 
-def _place_buffers(root: nn.Module, device: torch.device) -> None:
+def place_buffers(root: nn.Module, device: torch.device) -> None:
     for module in root.modules():
         for name, value in module._buffers.items():
             module._buffers[name] = None if value is None else value.to(device)

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import GPT2Config, LlamaConfig
 
 from fuyou_cli.core import heap
-from fuyou_cli.engine.inspect import _LiveBytes
+from fuyou_cli.engine.inspect import LiveBytes
 from fuyou_cli.planner.memory import compute_memory
 from fuyou_cli.swap.native import ffi
 
@@ -26,7 +26,7 @@ LLAMA = LlamaConfig(
 GPT2 = GPT2Config(vocab_size=192, n_embd=64, n_inner=64, n_layer=3, n_head=4, n_positions=256)
 
 
-class _OutsideOf(_LiveBytes):
+class _OutsideOf(LiveBytes):
     """Live bytes of storages made inside that are not in the arena."""
 
     def __init__(self, low: int, high: int) -> None:

@@ -1,0 +1,124 @@
+"""Lets transformers' own `generate` run while the weights pass through memory: its loop, its caches, its sampling.
+
+The model's forwards stay as they are: a stage's parameters are there while its own forward runs, and nothing else differs.
+So a pass gives what it gives in memory, and all rows of a batch share one read of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import PreTrainedModel
+
+from ..core.errors import UsageError
+from .anatomy import Anatomy
+from .calls import only_refusals, own_forward, replaced_forwards, with_fake_parameters
+from .inspect import LiveBytes
+from .lookup import holding
+from .streamed import place_buffers
+from .weight_stream import WeightStream
+
+_OF_A_CHOICE = 32  # bytes per row and token of the vocabulary: float32 scores, sorted, their order, and what is made of them
+
+
+@contextmanager
+def passing(anatomy: Anatomy, stream: WeightStream) -> Iterator[PreTrainedModel]:
+    """Gives the model to call, inside: every forward of it is one pass of `stream`. Without gradients; ids on the stream's
+    device."""
+    model, embedding = anatomy.model, anatomy.model.get_input_embeddings()
+    assert isinstance(embedding, nn.Embedding)
+    place_buffers(model, stream.device)
+    begins = model.register_forward_pre_hook(lambda *_: stream.begin_pass(last=False))
+    model.eval()
+    model.config.use_cache = True
+    # `generate` sends ids to where the first parameter rests.
+    nowhere = torch.empty(0, embedding.embedding_dim, dtype=embedding.weight.dtype, device=stream.device)
+    try:
+        with replaced_forwards(_forwards(anatomy, stream)), holding(embedding, nowhere, padding=None), torch.no_grad():
+            yield model
+    finally:
+        begins.remove()
+
+
+def _forwards(anatomy: Anatomy, stream: WeightStream) -> dict[nn.Module, Callable[..., Any]]:
+    """Returns what replaces the forward of every module that is a stage, or the last one's linear layer."""
+    head = anatomy.model.get_output_embeddings()
+    numbered = [(head if stage.module is None else stage.module, number) for number, stage in enumerate(anatomy.stages)]
+    return {
+        module: _forward(stream, own_forward(module), [number for _, number in numbers])
+        for module, numbers in groupby(numbered, key=lambda one: one[0])
+    }
+
+
+def _forward(stream: WeightStream, own: Callable[..., Any], stages: list[int]) -> Callable[..., Any]:
+    """Returns a forward with weights. Of a head that is cut along the vocabulary, each of its `stages` gives some logits."""
+
+    def with_weights(*args: Any, **kwargs: Any) -> Any:
+        if stages[0] in stream.by_rows:
+            return stream.looked_up(stages[0], own, *args, **kwargs)
+        outputs = []
+        for stage in stages:
+            with stream.installed(stage):
+                outputs.append(own(*args, **kwargs))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+
+    return with_weights
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Room:
+    """Tells what generating takes beside weights, at its peak. Bytes."""
+
+    cache: int  # keys and values of all rows at their full length
+    work: int  # outputs of modules, and what a cache needs to grow
+
+    @property
+    def total(self) -> int:
+        return self.cache + self.work
+
+
+def room(model: PreTrainedModel, *, rows: int, prompt: int, new: int) -> Room:
+    """Finds what `rows` prompts of `prompt` tokens take that are continued by `new` tokens: runs the first pass and the last
+    one on fake tensors. Raises UsageError for a model that keeps no cache."""
+    whole = prompt + new
+    with (
+        only_refusals(model, shape=(rows, whole)), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True),
+        with_fake_parameters(model),
+    ):  # fmt: skip
+        first = LiveBytes(*model.parameters())
+        _pass(model, rows, prompt, prompt, None, first)
+        last = LiveBytes(*model.parameters())
+        cache = _pass(model, rows, whole, whole, None, last)
+        kept, rests, last.peak = _nbytes(cache), last.live, 0
+        _pass(model, rows, 1, whole + 1, cache, last)
+    choice = rows * model.config.get_text_config().vocab_size * _OF_A_CHOICE
+    return Room(cache=kept, work=max(first.peak - kept, last.peak - rests) + choice)
+
+
+def _pass(model: PreTrainedModel, rows: int, tokens: int, end: int, cache: Any, live: LiveBytes) -> Any:
+    """Runs a pass over `tokens` tokens, up to the one at `end`, and returns the cache."""
+    given: dict[str, Any] = {"input_ids": torch.zeros(rows, tokens, dtype=torch.long), "past_key_values": cache}
+    given["attention_mask"] = torch.ones(rows, end, dtype=torch.long)
+    given["position_ids"] = torch.arange(end - tokens, end).unsqueeze(0)
+    of_last = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
+    with live:
+        cache = model(**given, **of_last, use_cache=True, return_dict=True).past_key_values
+    if cache is None:
+        raise UsageError("it keeps no cache of keys and values")
+    return cache
+
+
+def _nbytes(cache: Any) -> int:
+    """Returns the bytes of keys and values in a cache of transformers; what it counts with is not worth counting."""
+    held = [value for layer in cache.layers for value in vars(layer).values() if isinstance(value, torch.Tensor)]
+    return sum(tensor.nbytes for tensor in held if tensor.is_floating_point())

@@ -1,0 +1,205 @@
+"""Continues prompts by a model whose weights pass through memory. Loop, cache and sampling are transformers' own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel, TextStreamer
+from transformers.generation.streamers import BaseStreamer
+
+from ..checkpoint.reader import PIECE
+from ..core.errors import PlanError, UsageError
+from ..core.units import MiB, gib
+from ..data.sandbox import LibraryErrors
+from ..data.tokenise import Tokeniser
+from ..engine.generating import Room, passing, room
+from .exporting import READ_ARENA
+from .inference import Found, Opened, open_for_inference
+
+USUAL_TOKENS = 256  # new ones, where nobody says how many
+_SETTINGS = "generation_config.json"
+_UNMEASURED = 96 * MiB  # what libraries take for themselves in the first pass
+_POSITIONS = ("max_position_embeddings", "n_positions")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """Says how the next token is chosen: the likeliest one, or drawn as soon as one of the numbers is given."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int = 0
+
+    @property
+    def draws(self) -> bool:
+        return any(value is not None for value in (self.temperature, self.top_p, self.top_k))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Continued:
+    """Holds what a model made of one prompt. `ended`: by its end token, or by the length."""
+
+    text: str
+    tokens: int  # new ones, the end token included
+    ended: Literal["end", "length"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Extent:
+    """Says how much is generated at once: rows, tokens of the longest prompt, new tokens of each."""
+
+    rows: int
+    prompt: int
+    new: int
+
+
+def extent(found: Found, *, prompts: Sequence[Sequence[int]], rows: int, new: int | None) -> Extent:
+    """Finds how much there is to generate. Raises UsageError where that is more positions than the model has."""
+    most, longest = positions(found), max(map(len, prompts))
+    wanted = new or max(1, min(USUAL_TOKENS, USUAL_TOKENS if most is None else most - longest))
+    if most is not None and longest + wanted > most:
+        raise UsageError(
+            f"the longest prompt has {longest:,} tokens and {wanted:,} follow, but the model has {most:,} positions",
+            hint="shorten the prompt, or give a smaller --max-new-tokens",
+        )
+    return Extent(rows=min(rows, len(prompts)), prompt=longest, new=wanted)
+
+
+def positions(found: Found) -> int | None:
+    """Returns how many tokens the model was made for; None where its configuration does not say."""
+    text = found.anatomy.model.config.get_text_config()
+    return next((value for name in _POSITIONS if isinstance(value := getattr(text, name, None), int)), None)
+
+
+class Generator:
+    """Continues prompts. Open one by `generator`."""
+
+    def __init__(self, model: PreTrainedModel, tokeniser: Tokeniser, config: GenerationConfig, opened: Opened) -> None:
+        self._model, self._tokeniser, self._config, self.weights = model, tokeniser, config, opened.weights
+        self._check: Callable[[], None] | None = opened.check
+
+    def run(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        new: int,
+        show: Callable[[str], None] | None = None,
+        step: Callable[[], None] | None = None,
+    ) -> list[Continued]:
+        """Continues the tokens of every prompt by at most `new`, all at once: one pass over the weights for each position.
+
+        `show` gets the text of a single prompt as it comes, `step` is called at every position.
+        """
+        device = self.weights.device
+        longest, pad = max(map(len, prompts)), self._tokeniser.pad_id
+        ids = torch.tensor([[pad] * (longest - len(one)) + list(one) for one in prompts])
+        there = torch.tensor([[0] * (longest - len(one)) + [1] * len(one) for one in prompts])
+        streamer = _Shown(self._tokeniser.tokenizer, show) if show is not None else _Counted(step)
+        grown = self._model.generate(
+            input_ids=ids.to(device), attention_mask=there.to(device), generation_config=self._config, max_new_tokens=new,
+            streamer=streamer,
+        )  # fmt: skip
+        self._checked()
+        return [self._continued(row) for row in grown[:, longest:].tolist()]
+
+    def _checked(self) -> None:
+        """Compares a store's bytes with their checksums, once: every pass reads the same."""
+        if self._check is not None:
+            self._check()
+            self._check = None
+
+    def _continued(self, tokens: list[int]) -> Continued:
+        ends = self._config.eos_token_id
+        known = ends if isinstance(ends, list) else [] if ends is None else [ends]
+        at = next((place for place, token in enumerate(tokens) if token in known), None)
+        kept = tokens if at is None else tokens[: at + 1]
+        text = self._tokeniser.tokenizer.decode(kept, skip_special_tokens=True)
+        return Continued(text=text, tokens=len(kept), ended="length" if at is None else "end")
+
+
+@contextmanager
+def generator(
+    found: Found, tokeniser: Tokeniser, sampling: Sampling, most: Extent, *, memory: int, taken: Callable[[], int],
+    device: torch.device | None = None, say: Callable[[str], None] | None = None,
+) -> Iterator[Generator]:  # fmt: skip
+    """Opens a model to generate at most so much at once, in at most `memory` bytes for the whole process. `taken`: bytes that
+    the process has now. Raises PlanError where they do not do."""
+    device = device or torch.device("cpu")
+    config = settings(found, tokeniser, sampling)
+    needed = room(found.anatomy.model, rows=most.rows, prompt=most.prompt, new=most.new)
+    _check_device(device, needed)
+    beside = taken() + (needed.total if device.type == "cpu" else 0) + (PIECE if found.store is None else READ_ARENA)
+    torch.manual_seed(sampling.seed)
+    with ExitStack() as stack:
+        weights = memory - beside - _UNMEASURED
+        try:
+            opened = stack.enter_context(open_for_inference(found, memory=weights, device=device, say=say))
+        except PlanError as error:
+            raise PlanError(f"does not fit {gib(memory)}: {error.message}", hint=_smaller(most, needed)) from None
+        model = stack.enter_context(passing(opened.anatomy, opened.weights))
+        yield Generator(model, tokeniser, config, opened)
+
+
+def _check_device(device: torch.device, needed: Room) -> None:
+    """Raises PlanError where a device's own memory has no room for the cache and the work; weights need some more."""
+    if device.type == "cuda" and (free := torch.cuda.mem_get_info(device)[0]) < needed.total:
+        raise PlanError(
+            f"does not fit: keys, values and the work of a pass take {gib(needed.total)}, but {gib(free)} of the GPU are free",
+            hint="give a smaller --batch-size or --max-new-tokens, or --device cpu",
+        )
+
+
+def _smaller(most: Extent, needed: Room) -> str:
+    takes = f"keys and values take {gib(needed.cache)}, the work of a pass {gib(needed.work)}"
+    fewer = ", or a smaller --batch-size" if most.rows > 1 else ""
+    return f"give more --memory{fewer}, or a smaller --max-new-tokens: {takes}"
+
+
+def settings(found: Found, tokeniser: Tokeniser, sampling: Sampling) -> GenerationConfig:
+    """Returns the model's own settings with this sampling: the likeliest token unless asked otherwise."""
+    file, model = found.folder / _SETTINGS, found.anatomy.model
+    config = model.generation_config
+    if file.is_file():
+        with LibraryErrors(lambda why: UsageError(f"{file}: cannot be read: {why}", hint="correct the file, or remove it")):
+            config = GenerationConfig.from_pretrained(found.folder, local_files_only=True)
+    assert config is not None
+    asked = {name: value for name, value in asdict(sampling).items() if name != "seed"}
+    known = {name: value for name, value in asked.items() if value is not None or not sampling.draws}
+    config.update(
+        **known, do_sample=sampling.draws, num_beams=1, num_return_sequences=1, cache_implementation=None, use_cache=True,
+        max_length=None, pad_token_id=tokeniser.pad_id, return_dict_in_generate=False,
+    )  # fmt: skip
+    if config.eos_token_id is None:
+        config.eos_token_id = tokeniser.eos_id
+    return config
+
+
+class _Shown(TextStreamer):  # type: ignore[misc]
+    """Hands words to `show` as soon as they are whole."""
+
+    def __init__(self, tokenizer: Any, show: Callable[[str], None]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._show = show
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        if text:
+            self._show(text)
+
+
+class _Counted(BaseStreamer):  # type: ignore[misc]
+    """Calls `step` for every position."""
+
+    def __init__(self, step: Callable[[], None] | None) -> None:
+        self._step = step
+
+    def put(self, value: torch.Tensor) -> None:
+        if self._step is not None:
+            self._step()
+
+    def end(self) -> None:
+        pass

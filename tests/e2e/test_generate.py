@@ -1,0 +1,99 @@
+"""`fuyou generate`: what transformers writes with the same model in memory."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fuyou_cli.cli.app import main
+
+from .conftest import Whole
+from .running import exported
+
+PROMPTS = ["The road", "The road from the mill to the tower takes", "From"]
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def fuyou(*words: str | Path) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main([str(word) for word in words])
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def in_memory(folder: Path, prompts: Sequence[str], new: int) -> list[str]:
+    """What transformers makes of the prompts, padded on the left."""
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, padding_side="left")
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    given = tokenizer(list(prompts), return_tensors="pt", padding=True)
+    found = model.generate(
+        input_ids=given["input_ids"], attention_mask=given["attention_mask"], max_new_tokens=new, do_sample=False
+    )
+    return [tokenizer.decode(row, skip_special_tokens=True) for row in found[:, given["input_ids"].shape[1] :]]
+
+
+def test_a_file_a_store_and_one_prompt(whole: Callable[..., Whole], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, file = whole({"precision.compute": "float32"}), tmp_path / "prompts.jsonl"
+    exported(run.store, tmp_path / "out" / "model")
+    expected = in_memory(tmp_path / "out" / "model", PROMPTS, 10)
+    file.write_text("".join(json.dumps({"prompt": prompt, "number": i}) + "\n" for i, prompt in enumerate(PROMPTS)))
+    for source in (tmp_path / "out", run.store):
+        assert fuyou("generate", source, "--file", file, "--max-new-tokens", "10") == 0
+        rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert [row["generated"] for row in rows] == expected, source
+        assert [(row["prompt"], row["number"]) for row in rows] == list(zip(PROMPTS, range(3), strict=True))
+    assert fuyou("generate", run.store, "--prompt", PROMPTS[1], "--max-new-tokens", "10") == 0
+    alone = capsys.readouterr()
+    assert alone.out == in_memory(tmp_path / "out" / "model", PROMPTS[1:2], 10)[0] + "\n"
+    assert "that is all" in alone.err and "tokens/s" in alone.err
+    assert fuyou("generate", run.store, "--prompt", PROMPTS[1], "--max-new-tokens", "10", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["generated"] == alone.out.removesuffix("\n")
+
+
+def test_a_conversation(
+    materials: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every line is answered with all that was said before, until there is no room for it."""
+    folder = tmp_path / "model"
+    shutil.copytree(materials / "model", folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    monkeypatch.setattr("sys.stdin", io.StringIO("the mill\n\nthe tower\n" + "bridge " * 12 + "\n"))
+    assert fuyou("generate", folder, "--chat", "--max-new-tokens", "4") == 0
+    first = in_memory(folder, ["user: the mill\nassistant:"], 4)[0]
+    second = in_memory(folder, [f"user: the mill\nassistant: {first}\nuser: the tower\nassistant:"], 4)[0]
+    third = in_memory(folder, [f"user: {'bridge ' * 12}".rstrip() + "\nassistant:"], 4)[0]
+    said = capsys.readouterr()
+    assert said.out == f"{first}\n{second}\n{third}\n"
+    assert "begins anew" in said.err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        ([], 2, "nothing to continue"),
+        (["--prompt", "a", "--file", "b.jsonl"], 2, "cannot be used together"),
+        (["--prompt", "a", "--top-p", "1.5"], 2, "--top-p: 1.5 is not between"),
+        (["--prompt", "a", "--memory", "much"], 2, "--memory: expected auto, a size"),
+        (["--prompt", ""], 2, "the prompt is empty"),
+        (["--prompt", "a", "--max-new-tokens", "64"], 2, "the model has 64 positions"),
+        (["--prompt", "a", "--chat"], 2, "no chat template"),
+        (["--file", "nothing.jsonl"], 2, "no such file"),
+        (["--prompt", "a", "--memory", "100MiB"], 3, "does not fit 100 MiB"),
+    ],
+)
+def test_what_cannot_be_done_is_said(
+    words: list[str], code: int, says: str, materials: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert fuyou("generate", materials / "model", *words) == code
+    assert says in capsys.readouterr().err
