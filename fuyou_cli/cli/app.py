@@ -374,7 +374,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if code == error_screen.INTERRUPTED:
             write_status("interrupted")
     except _BadUsage as error:
-        code = _usage(error, words)
+        code = error_screen.report_usage(error, words)
     except OSError as error:
         if error.errno == errno.EPIPE and not hasattr(error, "__notes__"):  # the reader (head, less) has closed the pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -384,18 +384,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (FuyouError, KeyboardInterrupt, MemoryError, RuntimeError) as error:
         code = error_screen.report(error)
     sys.exit(code)
-
-
-def _usage(error: Exception, words: Sequence[str]) -> int:
-    message = getattr(error, "format_message", lambda: str(error))()
-    context = getattr(error, "ctx", None)
-    if type(error).__name__ == "NoArgsIsHelpError":
-        write_status(message)
-        return error_screen.USAGE
-    write_status(f"error: {message}")
-    if dashed := next((word for word in words if word.startswith("--") and "." in word.partition("=")[0]), None):
-        key, _, value = dashed.lstrip("-").partition("=")
-        write_status(f"  help: keys of the recipe have no dashes: {key}={value or 'value'}")
-    if context is not None:
-        write_status(f"{context.get_usage()}\nTry '{context.command_path} --help'.")
-    return error_screen.USAGE

@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import traceback
+from collections.abc import Sequence
 from types import TracebackType
 
 from fuyou_cli.core.disk import remedy
@@ -34,6 +35,22 @@ def report(error: BaseException) -> int:
     for note in getattr(error, "__notes__", ()):
         write_status(f"  note: {note}")
     return code
+
+
+def report_usage(error: Exception, words: Sequence[str]) -> int:
+    """Prints what is wrong with a command line. Returns the exit code."""
+    message = getattr(error, "format_message", lambda: str(error))()
+    context = getattr(error, "ctx", None)
+    if type(error).__name__ == "NoArgsIsHelpError":
+        write_status(message)
+        return USAGE
+    write_status(f"error: {message}")
+    if dashed := next((word for word in words if word.startswith("--") and "." in word.partition("=")[0]), None):
+        key, _, value = dashed.lstrip("-").partition("=")
+        write_status(f"  help: keys of the recipe have no dashes: {key}={value or 'value'}")
+    if context is not None:
+        write_status(f"{context.get_usage()}\nTry '{context.command_path} --help'.")
+    return USAGE
 
 
 def _told(error: BaseException) -> tuple[str, str | None, int]:
