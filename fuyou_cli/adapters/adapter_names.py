@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # an export needs no peft
     from peft import LoraConfig
+    from torch import nn
 
 ADAPTER = "default"  # the name that peft gives an adapter by itself
 _PREFIX = "base_model.model."
@@ -15,9 +16,9 @@ _MAGNITUDE = f".lora_magnitude_vector.{ADAPTER}.weight"  # peft's files keep it 
 _BASE = ".base_layer.weight"
 
 
-def base_name(name: str) -> str:
-    """Returns the name without LoRA of a parameter of the model: what a checkpoint calls it."""
-    return name.replace(".base_layer.", ".")
+def base_name(name: str) -> str | None:
+    """Returns the name without LoRA of a parameter of the model: what a checkpoint calls it. None for one that LoRA added."""
+    return None if is_added(name) else name.replace(".base_layer.", ".")
 
 
 def file_name(name: str) -> str:
@@ -40,6 +41,12 @@ def adapted_layer(name: str) -> str | None:
 def lora_names(layer: str) -> tuple[str, str, str]:
     """Returns the names of a layer's A, B and, with DoRA, magnitudes."""
     return layer + _A, layer + _B, layer + _MAGNITUDE
+
+
+def config_of(model: nn.Module) -> LoraConfig:
+    """Returns peft's configuration of the adapter that `inject` put into the model, with the targets it found."""
+    found: LoraConfig = model.peft_config[ADAPTER]  # type: ignore[index]
+    return found
 
 
 def config_text(config: LoraConfig, *, base_model: str, revision: str | None = None) -> bytes:

@@ -13,7 +13,7 @@ from fuyou_cli.core.errors import UsageError
 from .files import inside, read_json
 
 CONFIG_NAME = "config.json"
-ADAPTER_CONFIG_NAME = "adapter_config.json"  # beside an adapter's weights
+ADAPTER_CONFIG_NAME = "adapter_config.json"  # beside an adapter, or in a store that holds one; never beside a whole model
 
 # Belong to the model: settings for generation, and licence texts that must go with the weights.
 MODEL_PATTERNS = ("generation_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*")
@@ -50,9 +50,8 @@ def own_code(source: Path) -> list[tuple[str, str]]:
 
 def is_companion(name: str) -> bool:
     """Tells whether a file of this name may stand beside weights that we wrote."""
-    return name in (CONFIG_NAME, ADAPTER_CONFIG_NAME) or any(
-        fnmatchcase(name, pattern) for pattern in (*PATTERNS, CODE_PATTERN)
-    )
+    patterns = (CONFIG_NAME, ADAPTER_CONFIG_NAME, *PATTERNS, CODE_PATTERN)
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def config_bytes(config: dict[str, Any], *, dtype: str) -> bytes:

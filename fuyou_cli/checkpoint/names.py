@@ -8,7 +8,7 @@ written. Every other difference is an error, and all errors are reported at once
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from fuyou_cli.core.errors import UsageError
@@ -35,13 +35,23 @@ _FLAWS = ("missing", "not part of this model", "of another shape", "stored twice
 Flaws = dict[str, list[str]]  # kind of flaw, from _FLAWS -> names that have it
 
 
-def entries_for(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, TensorEntry]:
+def _unchanged(name: str) -> str | None:
+    return name
+
+
+def entries_for(
+    model: PreTrainedModel, checkpoint: Checkpoint, *, base_name: Callable[[str], str | None] = _unchanged
+) -> dict[str, TensorEntry]:
     """Finds the file's tensor for every name of the model's state dict. The model may be on the meta device.
+
+    base_name: gives the name that the model without its adapter has for it; None for a tensor of the adapter, which no file
+    has.
 
     Names of tied weights get the same entry. Data is read only where a tied tensor is stored twice: both copies must be equal,
     because training keeps one. Raises UsageError naming every tensor that does not fit.
     """
-    names = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    named = {name: base for name in model.state_dict() if (base := base_name(name)) is not None}
+    names = {named[name]: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name in named}
     renames = architecture_renames(model, checkpoint.entries)
     matched, copies = match(
         names, checkpoint.entries, base_model_prefix=model.base_model_prefix, tied=tied_names(model), renames=renames
@@ -54,8 +64,9 @@ def entries_for(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, Ten
                     "but differ in the file",
                     hint='Set "tie_word_embeddings": false in config.json if they are meant to differ.',
                 )
-        _check_buffers(model, matched, reader)
-    return matched
+        found = {name: matched[base] for name, base in named.items()}
+        _check_buffers(model, found, reader)
+    return found
 
 
 def _check_buffers(model: PreTrainedModel, matched: dict[str, TensorEntry], reader: TensorReader) -> None:

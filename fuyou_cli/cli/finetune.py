@@ -80,6 +80,7 @@ def run_finetune(
 def _train(ready: Ready, logging: Mapping[str, Any], *, verbose: bool, trace: Trace | None) -> tuple[RunReport, Path, bool]:
     """Trains to the end and saves. Returns the report, the store's folder, and whether to stop before the export."""
     from fuyou_cli.machine.allocator import settle_for_training, trim
+    from fuyou_cli.training.adapting import configuration
     from fuyou_cli.training.jsonl import JsonlLog
     from fuyou_cli.training.run import Run
     from fuyou_cli.training.state.kept_companions import keep_companions
@@ -97,8 +98,13 @@ def _train(ready: Ready, logging: Mapping[str, Any], *, verbose: bool, trace: Tr
     ) as run:
         write_status(f"swap daemon: {run.daemon.description}")
         _load(planned, run)
-        folders = {"model_dir": planned.model_dir, "tokenizer_dir": planned.inspected.resolved.tokenizer_dir}
-        keep_companions(run.paths[0].parent, planned.recipe.tokenizer, **folders)
+        keep_companions(
+            run.paths[0].parent,
+            planned.recipe.tokenizer,
+            model_dir=planned.model_dir,
+            tokenizer_dir=planned.inspected.resolved.tokenizer_dir,
+            adapter=configuration(planned.recipe, planned.anatomy.model, planned.model_dir),
+        )
         with ExitStack() as stack:
             log = None
             if "jsonl" in planned.recipe.logging.backends:

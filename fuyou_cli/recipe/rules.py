@@ -183,6 +183,11 @@ def _compiled(recipe: Recipe) -> Broken:
         yield "offload.activations", message, "use auto or recompute, or leave train.compile false"
 
 
+def _adapter(recipe: Recipe) -> Broken:
+    if recipe.adapter is not None and recipe.freeze:
+        yield "freeze", "`freeze` is set, but `adapter` freezes every parameter of the model already", "leave it out"
+
+
 def _kernels(recipe: Recipe) -> Broken:
     if recipe.model.attn_implementation == "flash_attention_2" and recipe.precision.compute == "float32":
         message = "flash_attention_2 cannot compute in `precision.compute: float32`"
@@ -196,5 +201,5 @@ def _backends(recipe: Recipe) -> Broken:
 
 _RULES: tuple[Callable[[Recipe], Broken], ...] = (
     _revision, _length, _warmup, _decay, _batch, _mixture, _evaluation, _device, _together, _strategy, _deferral, _commits,
-    _skipping, _compiled, _kernels, _backends,
+    _skipping, _compiled, _adapter, _kernels, _backends,
 )  # fmt: skip

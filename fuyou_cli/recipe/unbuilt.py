@@ -31,7 +31,6 @@ def _other_than(*values: object) -> Callable[[Any], bool]:
 
 _set = _other_than()
 UNBUILT: tuple[Unbuilt, ...] = (
-    Unbuilt("adapter", _set, "LoRA and other adapters", "leave it null: full fine-tuning"),
     Unbuilt("dataset.packing", _one_of("isolated"), "packing that keeps documents apart", "use concat or false"),
     Unbuilt("optimizer.name", _other_than("adamw"), "this optimizer", "use adamw"),
     Unbuilt("precision.compute", _one_of("float16"), "fp16 with loss scaling", "use bfloat16 or float32"),

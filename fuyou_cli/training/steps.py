@@ -19,6 +19,7 @@ from ..core.paths import folder
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan
+from .adapting import adapt, base_name_of, check_peft, stored_names
 from .length import evaluation_rows, evaluation_sets, mixture_of, naming_evaluation, sampler_of, steps_of, tokenised_rows
 from .limits import check_positions, check_tokens
 from .plan_request_of import StoreDisks
@@ -152,6 +153,7 @@ def resolve(recipe: Recipe, *, to_run: bool = True, here: bool = True, say: Say,
     """Finds the saved run (if `here`: on this machine), the model without weights, the tokenizer and the data that the recipe
     names. Another thread calls `progress` during a download with its name, the bytes so far and the bytes in all."""
     _check_backend(recipe)
+    check_peft(recipe)
     directories, manifest = saved_state(recipe, run_directories(recipe), must=to_run, here=here, say=say)
     hub = Hub(recipe, say=say, progress=progress)
     model_dir = hub.model(need_weights=False)
@@ -230,6 +232,7 @@ def outline_of(recipe: Recipe, model_dir: Path, *, strict: bool) -> Outlined:
         attention=recipe.model.attn_implementation,
         trust_remote_code=trusted,
     )
+    adapt(model, recipe)
     if strict and recipe.model.kernels == "liger":
         from ..engine.liger import check_liger
 
@@ -240,10 +243,11 @@ def outline_of(recipe: Recipe, model_dir: Path, *, strict: bool) -> Outlined:
 def _with_frozen(recipe: Recipe, model: PreTrainedModel, *, strict: bool) -> Outlined:
     """Finds the stages of a model, and freezes what the recipe does not train."""
     from ..engine.describe import outlined
-    from ..engine.freezing import frozen
+    from ..engine.freezing import as_marked, frozen
 
     outline = outlined(model, strict=strict)
-    return replace(outline, anatomy=frozen(outline.anatomy, recipe.freeze))
+    anatomy = frozen(outline.anatomy, recipe.freeze) if recipe.adapter is None else as_marked(outline.anatomy)
+    return replace(outline, anatomy=anatomy)
 
 
 def device_name(recipe: Recipe) -> str:
@@ -283,7 +287,7 @@ def fetch(planned: Planned, *, say: Say, progress: Progress = unheard) -> Fetche
     if model_dir != planned.model_dir:
         raise UsageError(f"{recipe.model.name_or_path}: changed while it was read", hint="run the same command again")
     try:
-        entries = entries_for(planned.anatomy.model, open_checkpoint(model_dir))
+        entries = entries_for(planned.anatomy.model, open_checkpoint(model_dir), base_name=base_name_of(recipe))
         mark = weights_mark(entries)
     except UsageError as error:
         if saved is None:
@@ -291,7 +295,7 @@ def fetch(planned: Planned, *, say: Say, progress: Progress = unheard) -> Fetche
         say(f"note: {error.message}. So the weights are not compared with those that the run began with")
         stored_as = {tensor.name: tensor.stored_as for stage in saved.stages for tensor in stage.tensors}
         return Fetched(planned=planned, entries={}, stored_as=stored_as, mark=saved.fingerprints.get("weights", ""))
-    stored_as = {name: entry.name for name, entry in entries.items()}
+    stored_as = {name: entry.name for name, entry in entries.items()} | stored_names(recipe, planned.model)
     return Fetched(planned=planned, entries=entries, stored_as=stored_as, mark=mark)
 
 
@@ -324,7 +328,7 @@ def tokenise(fetched: Fetched, *, say: Say) -> Ready:
     )
     if saved is not None:
         check_unchanged_run(saved, made_of, total_steps=total)
-        if changed := fingerprints.change_of(saved.libraries, fingerprints.versions()):
+        if changed := fingerprints.change_of(saved.libraries, fingerprints.versions(recipe)):
             say(f"note: {changed}")
     return Ready(
         planned=planned,

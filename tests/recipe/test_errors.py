@@ -257,7 +257,7 @@ def test_many_errors_are_counted_and_the_first_shown(tmp_path):
         ("per_device_train_batch_size: 8", "fuyou calls this `train.micro_batch_size`: the rows computed at once"),
         ("val_set_size: 0.1", "fuyou calls this `dataset.eval_fraction`"),
         ("optim: adamw_torch", "fuyou calls this `optimizer.name`"),
-        ("lora_r: 16", "fuyou calls this `adapter.r`; LoRA and other adapters are not built yet"),
+        ("lora_r: 16", "fuyou calls this `adapter.r`"),
         ("adapter: {lora_target: q_proj}", "fuyou calls this `adapter.target_modules`"),
         ("lora_alpha: 16", "`lora_alpha` belongs at `adapter.lora_alpha`"),
         ("adapter: {rank: 4}", "did you mean `adapter.rank_pattern`?"),

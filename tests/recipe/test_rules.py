@@ -92,7 +92,6 @@ def test_an_empty_list_of_data_sets(write):
 
 
 NOT_BUILT = {
-    "adapter": "adapter={type: lora}",
     "dataset.packing": "dataset.packing=isolated",
     "optimizer.name": "optimizer.name=sgd",
     "precision.compute": "precision.compute=float16",

@@ -25,7 +25,7 @@ def of(
     config = read_json(model_dir / "config.json")  # the raw file, because libraries add their defaults
     described: dict[str, Any] = {
         "model": [
-            [[s.name, s.params, [[t.name, list(t.shape)] for t in s.tensors]] for s in model.stages],
+            _shapes(recipe, model),
             {key: value for key, value in config.items() if not key.startswith("_") and key != "transformers_version"},
         ],
         "attention": recipe.model.attn_implementation,
@@ -43,7 +43,9 @@ def of(
         described["compile"] = True
     if recipe.dataset.weights:
         described["mixture"] = recipe.dataset.weights
-    if frozen := sorted({tensor.name for stage in model.stages for tensor in stage.tensors if tensor.frozen}):
+    if recipe.adapter is not None:
+        described["adapter"] = recipe.adapter.model_dump(mode="json")
+    elif frozen := sorted({tensor.name for stage in model.stages for tensor in stage.tensors if tensor.frozen}):
         described["frozen"] = frozen
     if recipe.model.trust_remote_code and "auto_map" in config:
         described["code"] = own_code(model_dir)
@@ -53,15 +55,23 @@ def of(
     return {**digests, "weights": weights_mark, "data": data}
 
 
+def _shapes(recipe: Recipe, model: ModelSpec) -> list[Any]:
+    """Returns what a configuration's digest says of the stages. An adapter changes names and sizes, and has its own digest."""
+    if recipe.adapter is not None:
+        return [stage.name for stage in model.stages]
+    return [[s.name, s.params, [[t.name, list(t.shape)] for t in s.tensors]] for s in model.stages]
+
+
 def _schedule_length(recipe: Recipe, total_steps: int) -> int | None:
     """Returns the number of steps if a step's learning rate depends on it. A run with a constant rate may be made longer."""
     schedule = recipe.lr_scheduler
     return None if schedule.name == "constant" and not schedule.warmup_ratio else total_steps
 
 
-def versions() -> dict[str, str]:
+def versions(recipe: Recipe) -> dict[str, str]:
     """Returns the versions of the libraries that compute a run's steps, by name."""
-    return {"fuyou": __version__, **{name: importlib.metadata.version(name) for name in ("torch", "transformers")}}
+    names = ("torch", "transformers") if recipe.adapter is None else ("torch", "transformers", "peft")
+    return {"fuyou": __version__, **{name: importlib.metadata.version(name) for name in names}}
 
 
 def change_of(before: Mapping[str, str], now: Mapping[str, str]) -> str:

@@ -49,9 +49,14 @@ def kept_adapter(store: Path) -> Path | None:
     return config if config.is_file() else None
 
 
-def keep_companions(store: Path, recipe: TokenizerSection, *, model_dir: Path, tokenizer_dir: Path) -> None:
-    """Copies what an export needs besides weights, so that its tokenizer is the one that the run was trained with."""
+def keep_companions(
+    store: Path, recipe: TokenizerSection, *, model_dir: Path, tokenizer_dir: Path, adapter: bytes | None = None
+) -> None:
+    """Copies what an export needs besides weights, so that its tokenizer is the one that the run was trained with. adapter: its
+    peft configuration, for a run that trains one."""
     folder, files = store / COMPANIONS, _copies(model_dir, tokenizer_dir)
+    if adapter is not None:
+        files[ADAPTER_CONFIG_NAME] = adapter
     found = read_json(inside(tokenizer_dir, _CONFIG)) if (tokenizer_dir / _CONFIG).is_file() else {}
     settings: dict[str, Any] = dict(found)
     if tokenizer_dir != model_dir and (tokenizer_dir / "tokenizer.json").is_file():

@@ -40,6 +40,7 @@ _CHANGED = {
     "compile": "train.compile",
     "kernels": "model.kernels",
     "frozen": "which parameters are trained (freeze)",
+    "adapter": "the adapter (adapter)",
     "data": "the tokens of the data (dataset, tokenizer)",
     "device": "the kind of device (offload.device; for auto: whether there is a GPU)",
 }

@@ -245,7 +245,7 @@ class Saver:
             state_dtype=model.layout.dtype,
             numerics=plan.numerics,
             fingerprints=ready.fingerprints,
-            libraries=fingerprints.versions(),
+            libraries=fingerprints.versions(ready.planned.recipe),
             random=standing.random,
             mode=plan.store_mode,
             keep=plan.keep,

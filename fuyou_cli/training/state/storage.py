@@ -23,14 +23,13 @@ from ...engine.skeleton import TORCH_DTYPE
 from ...engine.staged_copies import MODULUS, Extents
 from ...engine.updates import Sums
 from ...planner.records import Record
-from ...spec.model import ITEM_SIZE, Dtype, ModelSpec, StageSpec
+from ...spec.model import ITEM_SIZE, ModelSpec, StageSpec
 from ...spec.plan import Plan, Span, StagePlan, StateTensor
 from ...swap.daemon import SwapDaemon
-from ...swap.kernels import checksum, split, sum_squares
+from ...swap.kernels import checksum
+from .first_weights import Added, FirstWeights
 from .manifest import NAME
 from .stored import TENSORS, Manifest, StoredExtent, StoredStage, StoredTensor
-
-_PIECE = 1 << 22  # elements of a float32 checkpoint that are split at once
 
 
 def check_space(paths: Sequence[Path], size: int, free_space: Callable[[Path], int]) -> None:
@@ -68,27 +67,29 @@ class StageFiles:
         self.model, self.plan, self.daemon, self.memory, self.states = model, plan, daemon, memory, states
         self.dtype = TORCH_DTYPE[model.compute_dtype]
 
-    def load(self, entries: Mapping[str, TensorEntry], records: Sequence[Record], progress: Callable[[int], None]) -> None:
-        """Writes generation 0 of every stage from a checkpoint's tensors. `progress` gets the parameters loaded."""
+    def load(
+        self, entries: Mapping[str, TensorEntry], added: Added, records: Sequence[Record], progress: Callable[[int], None]
+    ) -> None:
+        """Writes generation 0 of every stage from a checkpoint's tensors and from those `added`. `progress` gets the parameters
+        loaded."""
         with TensorReader() as reader:
+            source = FirstWeights(entries, reader, added, dtype=self.model.compute_dtype)
             for stage, plan, record in zip(self.model.stages, self.plan.stages, records, strict=True):
                 if stage.params:
-                    self._load_stage(stage, plan, record, entries, reader)
+                    self._load_stage(stage, plan, record, source)
                     progress(stage.numel)
 
-    def _load_stage(
-        self, stage: StageSpec, plan: StagePlan, record: Record, entries: Mapping[str, TensorEntry], reader: TensorReader
-    ) -> None:
-        exact = all(_fits(entries[tensor.name].dtype, self.model.compute_dtype) for tensor in stage.trained_tensors)
+    def _load_stage(self, stage: StageSpec, plan: StagePlan, record: Record, source: FirstWeights) -> None:
+        exact = source.begin(stage)
         record.generation, record.turn, record.zero_moments, record.zero_remainder = 0, 0, True, exact
         if plan.updated_there:
-            record.sums = self._load_there(stage, entries, reader, exact=exact)
+            record.sums = self._load_there(stage, source, exact=exact)
             return
         slot = plan.weights_ram or self.plan.slot_classes[plan.slot_class].weight_slots[0]
         remainder = None if exact else self._remainder_span(plan)
         weights = self.memory.tensor(slot, self.dtype, stage.params)
         rest = None if remainder is None else self.memory.tensor(remainder, torch.int16, stage.trained)
-        self._fill(stage, 0, weights, rest, entries, reader)
+        source.fill(stage, 0, weights, rest)
         behind = Span(offset=slot.offset + stage.trained_weight_bytes, size=stage.frozen_weight_bytes)
         filled: dict[StateTensor, Span | None] = {"weights": slot, "frozen": behind, "remainder": remainder}
         record.sums = Sums(
@@ -99,27 +100,14 @@ class StageFiles:
             }
         )
 
-    def _load_there(
-        self,
-        stage: StageSpec,
-        entries: Mapping[str, TensorEntry],
-        reader: TensorReader,
-        *,
-        exact: bool,
-    ) -> Sums:
+    def _load_there(self, stage: StageSpec, source: FirstWeights, *, exact: bool) -> Sums:
         """Loads a stage that rests on the device: to the store and to the device."""
         trained: tuple[StateTensor, ...] = ("weights",) if exact else ("weights", "remainder")
-        sums = self._load_bank(stage, trained, 0, stage.trained, entries, reader)
-        return Sums(**sums, **self._load_bank(stage, ("frozen",), stage.trained, stage.params, entries, reader))
+        sums = self._load_bank(stage, trained, 0, stage.trained, source)
+        return Sums(**sums, **self._load_bank(stage, ("frozen",), stage.trained, stage.params, source))
 
     def _load_bank(
-        self,
-        stage: StageSpec,
-        names: tuple[StateTensor, ...],
-        first: int,
-        end: int,
-        entries: Mapping[str, TensorEntry],
-        reader: TensorReader,
+        self, stage: StageSpec, names: tuple[StateTensor, ...], first: int, end: int, source: FirstWeights
     ) -> dict[str, int]:
         """Loads elements of a stage that rests on the device, in parts that two slots hold; returns checksums."""
         if first == end:
@@ -135,40 +123,13 @@ class StageFiles:
             parts = {name: Span(offset=slot.offset, size=items[name] * count) for name, slot in zip(names, slots, strict=False)}
             weights = self.memory.tensor(parts[names[0]], self.dtype)
             rest = self.memory.tensor(parts["remainder"], torch.int16) if "remainder" in parts else None
-            self._fill(stage, begin, weights, rest, entries, reader)
+            source.fill(stage, begin, weights, rest)
             for name, part in parts.items():
                 (target, extent), place = there[name], items[name] * (begin - first)
                 to = Span(offset=extent.offset + place, size=part.size)
                 totals[name] += self._written(part, to, stage.index, position=place)
                 self.states.copies.put(part, target[place : place + part.size])
         return {str(name): total % MODULUS for name, total in totals.items()}
-
-    def _fill(
-        self,
-        stage: StageSpec,
-        begin: int,
-        weights: torch.Tensor,
-        rest: torch.Tensor | None,
-        entries: Mapping[str, TensorEntry],
-        reader: TensorReader,
-    ) -> None:
-        """Reads elements of a stage from `begin` on, as many as `weights` holds, with zeros between tensors. `rest`:
-        remainders."""
-        end = begin + weights.numel()
-        weights.zero_()
-        if rest is not None:
-            rest.zero_()
-        for tensor in stage.tensors:
-            first, last = max(begin, tensor.offset), min(end, tensor.offset + tensor.numel)
-            if first >= last:
-                continue
-            entry, here = entries[tensor.name], slice(first - begin, last - begin)
-            skipped = tensor.first + first - tensor.offset
-            if rest is None or tensor.frozen:
-                reader.read_into(entry, weights[here], first_element=skipped)
-                _check_finite(entry, weights[here], self.model.compute_dtype)
-            else:
-                _read_split(reader, entry, weights[here], rest[here], first=skipped)
 
     def _remainder_span(self, plan: StagePlan) -> Span:
         """Returns the span that holds a stage's remainder while loading: its home, or a gradient slot (never smaller)."""
@@ -292,41 +253,3 @@ def _stored(stage: StageSpec, plan: StagePlan, record: Record, stored_as: Mappin
 def _summed(extent: Span, total: int | None) -> StoredExtent:
     assert total is not None, extent
     return StoredExtent(offset=extent.offset, size=extent.size, sum=total)
-
-
-def _fits(stored: str, compute: str) -> bool:
-    """Tells whether a checkpoint's values need no remainder beside weights of the compute dtype."""
-    return compute == "float32" or stored == "bfloat16"
-
-
-def _check_finite(entry: TensorEntry, values: torch.Tensor, dtype: Dtype) -> None:
-    """Raises UsageError for NaN or Inf in values just read. Otherwise they would look like a fault of the learning rate
-    later."""
-    nonfinite = sum_squares(values.view(torch.uint8).numpy().data, dtype)[1]
-    if nonfinite:
-        raise _damaged(entry, nonfinite, "not finite")
-
-
-def _damaged(entry: TensorEntry, count: int, what: str) -> UsageError:
-    values = "1 value" if count == 1 else f"{count:,} values"
-    return UsageError(
-        f"{entry.file}: {values} of {entry.name} {'is' if count == 1 else 'are'} {what}",
-        hint="the checkpoint is damaged: download it again, or use an earlier one",
-    )
-
-
-def _read_split(
-    reader: TensorReader, entry: TensorEntry, weights: torch.Tensor, remainder: torch.Tensor, *, first: int
-) -> None:
-    """Splits elements of a tensor wider than bfloat16, from `first` on, into weights and remainder, piece by piece."""
-    piece = torch.empty(min(_PIECE, weights.numel()), dtype=torch.float32)
-    for begin in range(0, weights.numel(), _PIECE):
-        count = min(_PIECE, weights.numel() - begin)
-        reader.read_into(entry, piece[:count], first_element=first + begin)
-        nonfinite = split(
-            piece[:count].numpy().data,
-            weights[begin : begin + count].view(torch.int16).numpy().data,
-            remainder[begin : begin + count].numpy().data,
-        )
-        if nonfinite:
-            raise _damaged(entry, nonfinite, "not finite in bfloat16")

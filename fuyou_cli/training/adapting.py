@@ -1,0 +1,75 @@
+"""Puts a recipe's adapter into a run: into its skeleton, among its first weights, and beside its store.
+
+peft is imported only for a recipe with an adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..core.errors import UsageError
+from ..core.paths import expanded
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ..recipe.schema import Recipe
+    from ..spec.model import ModelSpec
+    from .state.first_weights import Added
+
+BaseName = Callable[[str], str | None]
+
+
+def check_peft(recipe: Recipe) -> None:
+    """Raises UsageError if the recipe has an adapter and peft is not there to make it."""
+    if recipe.adapter is not None and find_spec("peft") is None:
+        raise UsageError("adapter: the package peft is not installed", hint='pip install "fuyou[lora]", or leave adapter null')
+
+
+def adapt(model: PreTrainedModel, recipe: Recipe) -> None:
+    """Puts the recipe's adapter into the skeleton, if there is one. All other parameters then require no gradient."""
+    if recipe.adapter is not None:
+        from ..adapters.injection import inject
+
+        inject(model, recipe.adapter)
+
+
+def base_name_of(recipe: Recipe) -> BaseName:
+    """Returns what gives the name in the checkpoint of a parameter, or None for one of the adapter."""
+    if recipe.adapter is None:
+        return lambda name: name
+    from ..adapters.adapter_names import base_name
+
+    return base_name
+
+
+def stored_names(recipe: Recipe, model: ModelSpec) -> dict[str, str]:
+    """Maps the parameters that the adapter added to what its file calls them."""
+    if recipe.adapter is None:
+        return {}
+    from ..adapters.adapter_names import file_name, is_added
+
+    return {t.name: file_name(t.name) for stage in model.stages for t in stage.tensors if is_added(t.name)}
+
+
+def added_values(recipe: Recipe, model: PreTrainedModel) -> Added:
+    """Returns what gives the values that the adapter's parameters begin with."""
+    if recipe.adapter is None:
+        return lambda names, pieces: {}
+    from ..adapters.beginning import FirstValues
+
+    return FirstValues(model, seed=recipe.seed).of
+
+
+def configuration(recipe: Recipe, model: PreTrainedModel, model_dir: Path) -> bytes | None:
+    """Returns peft's configuration of the adapter, with the targets found: what is kept beside the store."""
+    if recipe.adapter is None:
+        return None
+    from ..adapters.adapter_names import config_of, config_text
+
+    named = recipe.model.name_or_path
+    is_folder = expanded(named, key="model.name_or_path").is_dir()
+    base = str(model_dir.resolve()) if is_folder else named
+    return config_text(config_of(model), base_model=base, revision=recipe.model.revision)

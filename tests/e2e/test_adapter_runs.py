@@ -1,0 +1,133 @@
+"""Recipes with `adapter`: from the command to the losses of peft in memory, and to the same bits after a stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fuyou_cli.core.errors import Interrupted, UsageError
+from fuyou_cli.data import collate
+from fuyou_cli.training.rates import learning_rate
+from fuyou_cli.training.state import manifest as manifests
+from fuyou_cli.training.steps import Ready
+
+from .conftest import Project
+from .running import interrupt, prepared_run, train
+
+peft = pytest.importorskip("peft", reason="peft comes with the extra lora")
+
+STEPS = 6
+
+
+@pytest.fixture(scope="session")
+def llama(materials: Path) -> Path:
+    """A tiny Llama in bfloat16, with the tokenizer of the others."""
+    import transformers
+
+    folder = materials / "llama"
+    size = len(transformers.AutoTokenizer.from_pretrained(materials / "model"))
+    config = transformers.LlamaConfig(
+        vocab_size=size, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(4)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / file).write_bytes((materials / "model" / file).read_bytes())
+    return folder
+
+
+@pytest.fixture
+def lora(new_project: Callable[..., Project], llama: Path) -> Callable[..., Project]:
+    """lora(name, {dotted key: value}) gives a project that trains an adapter of the Llama in float32."""
+
+    def make(name: str = "project", changes: dict[str, Any] | None = None) -> Project:
+        usual = {
+            "model.name_or_path": str(llama), "adapter": {"r": 4}, "precision": {"compute": "float32"},
+            "train.max_steps": STEPS, "export.at_end": False,
+        }  # fmt: skip
+        return new_project(name, usual | (changes or {}))
+
+    return make
+
+
+def by_peft(ready: Ready) -> list[float]:
+    """The losses of the same steps in memory."""
+    import transformers
+
+    recipe, numerics = ready.planned.recipe, ready.planned.plan.numerics
+    assert recipe.adapter is not None
+    keys = recipe.adapter.model_dump(exclude={"type"}) | {"modules_to_save": list(recipe.adapter.modules_to_save) or None}
+    base = transformers.AutoModelForCausalLM.from_pretrained(ready.planned.model_dir, dtype=torch.float32)
+    torch.manual_seed(recipe.seed)
+    model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **keys)).train()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [[p for p in trained if (p.dim() > 1) is decayed] for decayed in (True, False)]
+    optimizer = torch.optim.AdamW(
+        [{"params": groups[0], "weight_decay": recipe.optimizer.weight_decay}, {"params": groups[1], "weight_decay": 0.0}],
+        betas=recipe.optimizer.betas, eps=recipe.optimizer.eps,
+    )  # fmt: skip
+    rates, losses = learning_rate(recipe, STEPS), []
+    for step in range(STEPS):
+        batch = collate(ready.rows, ready.sampler.batch(step), pad_id=ready.rows.summary.pad_id, max_len=numerics.max_seq_len)
+        ids, labels = batch.tensors()
+        counted = int((labels[:, 1:] != -100).sum())
+        losses.append(0.0)
+        for some in range(0, len(ids), numerics.micro_batch_size):
+            here = slice(some, some + numerics.micro_batch_size)
+            logits = model(input_ids=ids[here]).logits[:, :-1].float()
+            loss = (
+                torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[here, 1:].flatten(), reduction="sum") / counted
+            )
+            loss.backward()
+            losses[-1] += loss.item()
+        torch.nn.utils.clip_grad_norm_(trained, recipe.train.clip_grad_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = rates.at(step + 1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize(
+    "adapter", [{"r": 4}, {"r": 4, "use_dora": True, "lora_alpha": 16, "modules_to_save": ["lm_head"]}], ids=["plain", "dora"]
+)
+def test_losses_are_those_of_peft_in_memory(adapter: dict[str, Any], lora: Callable[..., Project]) -> None:
+    project = lora(changes={"adapter": adapter})
+    wanted = by_peft(prepared_run(project))
+    losses, _ = train(project)
+    assert losses == pytest.approx(wanted, rel=1e-6)
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_stopped_run_continues_with_the_same_bits(dtype: str, lora: Callable[..., Project]) -> None:
+    """With dropout and DoRA, stopped in backward, where the step has begun to sum gradients."""
+    changes = {"adapter": {"r": 4, "lora_dropout": 0.1, "use_dora": True}, "precision.compute": dtype}
+    whole, stopped = lora("whole", changes), lora("stopped", changes)
+    wanted, store = train(whole)
+    with pytest.raises(Interrupted):
+        train(stopped, interrupt(3, "backward"))
+    losses, again = train(stopped)
+    assert losses == wanted
+    assert sums(again) == sums(store)
+
+
+def sums(store: Path) -> list[tuple[str, list[tuple[str, int]]]]:
+    """The checksums of everything that the last manifest names."""
+    saved, _ = manifests.newest(store)
+    assert saved is not None
+    assert saved.step == STEPS
+    return [(stage.name, [(name, extent.sum) for name, extent in stage.extents()]) for stage in saved.stages]
+
+
+def test_a_saved_run_keeps_its_adapter(lora: Callable[..., Project]) -> None:
+    project = lora(changes={"train.max_steps": 2})
+    train(project)
+    other = lora("other", {"train.max_steps": 2, "adapter": {"r": 8}, "output_dir": str(project.out)})
+    with pytest.raises(UsageError, match=r"the adapter \(adapter\) changed"):
+        prepared_run(other)
