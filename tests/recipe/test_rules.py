@@ -35,6 +35,7 @@ from fuyou_cli.recipe.unbuilt import UNBUILT
         ("checkpoint: {mode: redo}\noffload: {gradients: cpu}\n", "offload.gradients"),
         ("train: {clip_grad_norm: null, skip_nonfinite: 2}\n", "train.skip_nonfinite"),
         ("train: {compile: true}\noffload: {activations: swap}\n", "offload.activations"),
+        ("adapter: {r: 4}\nfreeze: [lm_head]\n", "freeze"),
         ("logging: {backends: [jsonl, jsonl]}\n", "logging.backends"),
         ("eval: {every_steps: 2}\n", "eval.every_steps"),
         ("train: {early_stopping: {patience: 2}}\n", "train.early_stopping"),
