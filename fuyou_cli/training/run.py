@@ -28,7 +28,6 @@ from ..swap.arena import Arena
 from ..swap.daemon import DaemonOptions, SwapDaemon
 from ..swap.store import Store
 from . import device_errors
-from .adapting import added_values
 from .evaluation import Evaluations
 from .limits import gpu_most
 from .rates import learning_rate
@@ -217,8 +216,7 @@ class Run:
                 return
             self.saver.give_up_what_was()
             write_parts(self.standing.run, [path.parent for path in self.paths])
-            added = added_values(self.planned.recipe, self.planned.anatomy.model)
-            self.files.load(self.ready.entries, added, self.executor.residency.records, progress)
+            self.files.load(self.ready.entries, self.ready.added, self.executor.residency.records, progress)
 
     def trace(self, trace: Trace) -> None:
         """Passes every later step to `trace`."""

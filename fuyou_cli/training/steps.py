@@ -19,7 +19,7 @@ from ..core.paths import folder
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan
-from .adapting import adapt, base_name_of, check_peft, stored_names
+from .adapting import adapt, added_values, base_name_of, check_peft, stored_names
 from .length import evaluation_rows, evaluation_sets, mixture_of, naming_evaluation, sampler_of, steps_of, tokenised_rows
 from .limits import check_positions, check_tokens
 from .plan_request_of import StoreDisks
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from ..planner.plan_request import PlanRequest
     from ..planner.search import Found
     from ..recipe.schema import Recipe
+    from .state.first_weights import Added
 
 Say = Callable[[str], None]
 
@@ -143,6 +144,11 @@ class Ready:
     sampler: Sampler  # the order of the rows
     fingerprints: dict[str, str]
     evaluated: Mapping[str, Rows]  # sets of rows, by name, whose loss the run tells
+
+    @property
+    def added(self) -> Added:
+        """Returns what gives the values that an adapter's parameters begin with."""
+        return added_values(self.planned.recipe, self.planned.anatomy.model)
 
 
 def unheard(what: str, done: int, total: int) -> None:
