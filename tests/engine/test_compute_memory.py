@@ -52,15 +52,19 @@ class _OutsideOf(LiveBytes):
 
 
 @pytest.mark.parametrize(
-    ("config", "clip", "vocabulary"), [(LLAMA, 0.5, 0), (LLAMA, None, 80), (GPT2, 0.5, 80), (GPT2, None, 0)]
-)
+    ("config", "clip", "vocabulary", "freeze"),
+    [
+        (LLAMA, 0.5, 0, ()), (LLAMA, None, 80, ()), (GPT2, 0.5, 80, ()), (GPT2, None, 0, ()),
+        (LLAMA, 0.5, 80, ("model.embed_tokens", "model.layers.[0-1]")),
+    ],
+)  # fmt: skip
 def test_a_step_stays_within_what_is_charged(
-    config: Any, clip: float | None, vocabulary: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: Any, clip: float | None, vocabulary: int, freeze: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Byte by byte: without what the heap makes of it."""
     monkeypatch.setattr(heap, "HOLES", 0.0)
     monkeypatch.setattr(heap, "HELD", 0.0)
-    subject = Subject(config, Shape(vocabulary=vocabulary, **SHAPE))
+    subject = Subject(config, Shape(vocabulary=vocabulary, **SHAPE), freeze=freeze)
     with Rig(subject, tmp_path, home="cpu", clip=clip) as rig:
         charged = compute_memory(subject.spec, rig.request)
         begin = int(ffi.cast("uintptr_t", rig.memory.arena._base))
