@@ -40,6 +40,7 @@ class TensorReader:
         self._file: Path | None = None
         self._descriptor = -1
         self._piece: torch.Tensor | None = None  # uint8[PIECE]
+        self.bytes_read = 0  # so far
 
     def __enter__(self) -> TensorReader:
         return self
@@ -144,6 +145,7 @@ class TensorReader:
                     hint="The file changed while it was read: download it again.",
                 )
             done += got
+            self.bytes_read += got
             position += got
             # From the start of the file: pages that a call before could not drop yet are dropped now.
             os.posix_fadvise(descriptor, 0, position, os.POSIX_FADV_DONTNEED)

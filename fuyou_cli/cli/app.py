@@ -15,8 +15,9 @@ from fuyou_cli import __version__
 from fuyou_cli.core.errors import FuyouError, UsageError
 
 from . import error_screen
-from .arguments import Calibrated, Json, OptionalRecipe, Overrides, RecipeArgument, Trace
+from .arguments import Calibrated, Json, OptionalRecipe, Overrides, RecipeArgument, Trace, loaded_recipe
 from .console import prepare_streams, write_result, write_status
+from .eval_app import evaluate
 from .generate_app import generate
 from .recipes_app import recipes
 
@@ -84,7 +85,7 @@ def finetune(
         raise UsageError("--dry-run and --plan cannot be used together", hint="to see a plan: fuyou plan RECIPE")
     if dry_run and trace is not None:
         raise UsageError("--dry-run and --trace cannot be used together", hint="a trace needs steps that ran")
-    loaded = _load(recipe, overrides)
+    loaded = loaded_recipe(recipe, overrides)
     if dry_run:
         return _plan(loaded, dry_run=True, calibrated=calibrated, verbose=verbose)
     from .finetune import run_finetune
@@ -151,7 +152,7 @@ def plan(
     first plan on a machine measures it (about a minute). Exit code 3 when the run does not fit.
     """
     _plan(
-        _load(recipe, overrides), dry_run=dry_run, hardware=hardware, calibrated=calibrated, compare=compare, out=out,
+        loaded_recipe(recipe, overrides), dry_run=dry_run, hardware=hardware, calibrated=calibrated, compare=compare, out=out,
         json_output=json_output, verbose=verbose,
     )  # fmt: skip
 
@@ -199,7 +200,7 @@ def bench(
     from .before_torch import settle_libraries
     from .bench import run_bench
 
-    loaded = _load(recipe, overrides) if recipe is not None else None
+    loaded = loaded_recipe(recipe, overrides) if recipe is not None else None
     settle_allocator()
     settle_libraries(device=loaded.recipe.offload.device if loaded is not None else "auto")
     run_bench(directory, quick=quick, json_output=json_output, loaded=loaded, sustained=sustained, yes=yes)
@@ -231,6 +232,9 @@ def schema() -> None:
     from .recipes_cmd import run_schema
 
     run_schema()
+
+
+app.command("eval")(evaluate)
 
 
 @app.command()
@@ -344,17 +348,6 @@ def _bench_model(
             json_output=json_output, svg=svg, trace=trace,
         )
     )  # fmt: skip
-
-
-def _load(recipe: str | None, overrides: Sequence[str] | None) -> LoadedRecipe:
-    from fuyou_cli.recipe.load import load_recipe
-
-    from .recipes_cmd import find_recipe, refuse_unmade
-
-    path, texts = find_recipe(recipe, overrides or [])
-    loaded = load_recipe(path, texts)
-    refuse_unmade(loaded)
-    return loaded
 
 
 # typer brings its own copy of click, so the error's class is taken from its public subclass

@@ -1,11 +1,15 @@
-"""Define the arguments that several commands share."""
+"""Define the arguments that several commands share, and load the recipe that they name."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from fuyou_cli.recipe.load import LoadedRecipe
 
 _RECIPE_HELP = "A recipe file, or the name of a shipped one (default: ./recipe.yaml)."
 _OVERRIDES_HELP = "Change keys of the recipe, e.g. optimizer.lr=3e-6; key=null clears one."
@@ -41,3 +45,15 @@ Trace = Annotated[
     typer.Option("--trace", metavar="FILE", help="Write a trace of the newest steps, for ui.perfetto.dev.", show_default=False),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Write the result as JSON.")]
+
+
+def loaded_recipe(recipe: str | None, overrides: Sequence[str] | None) -> LoadedRecipe:
+    """Loads the recipe of a command line. Raises RecipeErrors if it has errors, UsageError if there is none."""
+    from fuyou_cli.recipe.load import load_recipe
+
+    from .recipes_cmd import find_recipe, refuse_unmade
+
+    path, texts = find_recipe(recipe, overrides or [])
+    loaded = load_recipe(path, texts)
+    refuse_unmade(loaded)
+    return loaded

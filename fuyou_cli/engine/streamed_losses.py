@@ -22,6 +22,7 @@ class StreamedLosses:
     def __init__(self, weights: WeightStream, *, micro_batch_size: int, head_chunk_tokens: int) -> None:
         """`head_chunk_tokens`: tokens whose logits are there at once; 0: a micro-batch's."""
         self.weights, self._micro, self._chunk = weights, micro_batch_size, head_chunk_tokens
+        self.passes = 0  # so far
         self._head = Head(weights.anatomy.model)
         self._streamed = StreamedModel(weights.anatomy, self, weights.device, lambda: None)
         self._shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by identity of the source, which is kept with it
@@ -32,13 +33,14 @@ class StreamedLosses:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._streamed.close()
 
-    def tokens(self, input_ids: torch.Tensor, labels: torch.Tensor, *, last: bool) -> TokenLoss:
-        """Runs one pass over the model. Returns the loss of every token, on the device.
+    def losses(self, input_ids: torch.Tensor, labels: torch.Tensor, *, last: bool) -> torch.Tensor:
+        """Runs one pass over the model. Returns each row's sum of its labels' losses: (rows,) float64, in host memory.
 
         input_ids, labels: (rows, tokens) int64 in host memory; labels hold -100 where nothing counts. `last`: no pass follows.
         """
         anatomy, device = self.weights.anatomy, self.weights.device
         self.weights.begin_pass(last=last)
+        self.passes += 1
         self._shared.clear()
         positions = torch.arange(input_ids.shape[1]).unsqueeze(0)
         with torch.no_grad(), one_row_masks(anatomy.model):
@@ -48,7 +50,7 @@ class StreamedLosses:
         for index, stage in enumerate(anatomy.stages):
             if stage.kind == "head":
                 self._fold(index, out.last_hidden_state, tokens, first=stage.vocabulary[0] if stage.vocabulary else 0)
-        return tokens
+        return tokens.by_row().cpu()
 
     def forward(self, call: Call, x: torch.Tensor) -> torch.Tensor:
         """Returns a stage's output for all rows, in host memory. x: (rows, tokens, ...), ids or a boundary."""

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -27,6 +28,62 @@ ReadInto = Callable[[str, torch.Tensor, int], None]
 
 _SLOTS = 2
 _SPREAD = 0.6180339887498949  # multiples of it, modulo 1, are spread evenly, however many are taken
+
+
+@dataclass(frozen=True, slots=True)
+class Visited:
+    """Describes the stages whose weights a pass needs as a whole, in the order of its visits. Bytes."""
+
+    by_rows: frozenset[int]  # embeddings of which only the rows that are looked up are read
+    order: tuple[int, ...]  # a tied embedding comes where the head does
+    sizes: dict[int, int]
+    blocks: frozenset[int]
+
+    @classmethod
+    def of(cls, anatomy: Anatomy, dtype: torch.dtype) -> Visited:
+        """Finds them. Call it before any forward is replaced."""
+        modules = [stage.module if stage.kind == "embedding" else None for stage in anatomy.stages]
+        by_rows = frozenset(i for i, m in enumerate(modules) if is_lookup(m) and scales_rows(m))
+        order = [owner for i in range(len(modules)) if (owner := _owner(anatomy, i, by_rows)) is not None]
+        sizes = {owner: anatomy.stages[owner].params * dtype.itemsize for owner in order}
+        return cls(by_rows, tuple(order), sizes, frozenset(i for i in sizes if anatomy.stages[i].kind == "block"))
+
+    @property
+    def whole(self) -> int:
+        """Counts all of them."""
+        return sum(self.sizes.values())
+
+    @property
+    def least(self) -> int:
+        """Counts the least memory that a pass needs."""
+        return min(needed for needed, _, _ in self._choices())
+
+    def staying(self, memory: int) -> frozenset[int]:
+        """Chooses the stages that stay in this much memory. Raises PlanError if it is too little for any pass."""
+        fitting = [(kept, staying) for needed, kept, staying in self._choices() if needed <= memory]
+        if not fitting:
+            least, left = gib(self.least), gib(max(0, memory))
+            raise PlanError(
+                f"the model's weights need at least {least} of RAM at once, and {left} are left for them",
+                hint="raise offload.max_memory.cpu, or compute in bfloat16",
+            )
+        return max(fitting, key=lambda choice: choice[0])[1]
+
+    def _choices(self) -> Iterator[tuple[int, int, frozenset[int]]]:
+        """Yields what stays, with the memory needed and the bytes that stay: first what is no block, as it makes slots large,
+        then blocks spread evenly, so that reads never pause for long."""
+        order = sorted(self.sizes, key=lambda i: (i in self.blocks, i * _SPREAD % 1 if i in self.blocks else i))
+        for count in range(len(order) + 1):
+            kept = sum(self.sizes[i] for i in order[:count])
+            largest = max((self.sizes[i] for i in order[count:]), default=0)
+            yield kept + _SLOTS * largest, kept, frozenset(order[:count])
+
+
+def _owner(anatomy: Anatomy, stage: int, by_rows: frozenset[int]) -> int | None:
+    """Returns the stage whose weights a visit of `stage` needs as a whole, or None."""
+    owner = anatomy.owner(stage)
+    index = next(i for i, other in enumerate(anatomy.stages) if other is owner)
+    return index if owner.params and stage not in by_rows else None
 
 
 class WeightStream:
@@ -48,12 +105,9 @@ class WeightStream:
 
         Raises PlanError where two slots for the largest stage do not fit. Call it before any forward is replaced."""
         self.anatomy, self.device, self._dtype = anatomy, device or torch.device("cpu"), dtype
-        self._read_into = read
-        modules = [stage.module if stage.kind == "embedding" else None for stage in anatomy.stages]
-        self.by_rows = frozenset(i for i, m in enumerate(modules) if is_lookup(m) and scales_rows(m))
-        self._order = [owner for i in range(len(anatomy.stages)) if (owner := self._owner(i)) is not None]
-        sizes = {owner: anatomy.stages[owner].params * dtype.itemsize for owner in self._order}
-        self.staying = _staying(sizes, {i for i in sizes if anatomy.stages[i].kind == "block"}, memory)
+        self._read_into, visited = read, Visited.of(anatomy, dtype)
+        self.by_rows, self._order, sizes = visited.by_rows, visited.order, visited.sizes
+        self.staying = visited.staying(memory)
         largest = max((size for i, size in sizes.items() if i not in self.staying), default=0)
         self.memory = sum(sizes[i] for i in self.staying) + _SLOTS * largest
         self.streamed_bytes = sum(sizes[i] for i in self._order if i not in self.staying)  # read in every pass
@@ -69,12 +123,6 @@ class WeightStream:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _owner(self, stage: int) -> int | None:
-        """Returns the stage whose weights a visit of `stage` needs as a whole, or None."""
-        owner = self.anatomy.owner(stage)
-        index = next(i for i, other in enumerate(self.anatomy.stages) if other is owner)
-        return index if owner.params and stage not in self.by_rows else None
-
     # ---- a pass ----------------------------------------------------------------------------------------------------
 
     def begin_pass(self, *, last: bool) -> None:
@@ -86,7 +134,7 @@ class WeightStream:
     @contextmanager
     def installed(self, stage: int) -> Iterator[None]:
         """Installs the weights of the next stage in the model, inside. May wait for their read. Raises what reading raised."""
-        owner = self._owner(stage)
+        owner = _owner(self.anatomy, stage, self.by_rows)
         if owner is None:
             yield
             return
@@ -151,23 +199,3 @@ class WeightStream:
             if end == len(ids) or ids[end] != ids[end - 1] + 1:
                 self._read_into(name, rows[begin:end].view(-1), ids[begin] * rows.shape[1])
                 begin = end
-
-
-def _staying(sizes: dict[int, int], blocks: set[int], memory: int) -> frozenset[int]:
-    """Chooses the stages that stay: all but the blocks first, then blocks spread evenly, so that reads never pause for long."""
-    order = sorted(sizes, key=lambda i: (i in blocks, i * _SPREAD % 1 if i in blocks else i))
-    best: tuple[int, frozenset[int]] | None = None
-    least = sum(sizes.values())
-    for count in range(len(order) + 1):
-        staying, rest = order[:count], order[count:]
-        kept = sum(sizes[i] for i in staying)
-        needed = kept + _SLOTS * max((sizes[i] for i in rest), default=0)
-        least = min(least, needed)
-        if needed <= memory and (best is None or kept > best[0]):
-            best = kept, frozenset(staying)
-    if best is None:
-        raise PlanError(
-            f"the model's weights need at least {gib(least)} of RAM at once, and {gib(max(0, memory))} are left for them",
-            hint="raise offload.max_memory.cpu, or compute in bfloat16",
-        )
-    return best[1]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import replace
+
+import torch
 
 from ..data import Rows, collate
 from ..engine.executor import Executor
@@ -13,6 +16,8 @@ from .report import EvalReport
 from .state.saver import Standing
 from .state.stored import Evaluated
 from .steps import Ready
+
+Losses = Callable[..., torch.Tensor]  # ids, labels (rows, tokens), last -> each row's sum of losses
 
 _LARGEST = 700.0  # of losses whose exponential still is a double
 
@@ -62,29 +67,35 @@ class Evaluations:
         return reports
 
     def _evaluate(self, name: str, step: int, *, last: bool) -> EvalReport:
-        rows, begin = self._sets[name], time.monotonic()
-        order = sorted(range(len(rows)), key=lambda row: len(rows.tokens(row)))  # rows of a length: less padding
-        total, tokens = 0.0, 0
-        for first in range(0, len(order), self._forward.rows):
-            until = first + self._forward.rows
-            loss, count = self._losses(rows, order[first:until], last=last and until >= len(order))
-            total, tokens = total + loss, tokens + count
-        loss = total / tokens
-        return EvalReport(
-            step=step,
-            name=name,
-            loss=loss,
-            perplexity=math.exp(loss) if loss < _LARGEST else math.inf,
-            tokens=tokens,
-            rows=len(rows),
-            seconds=time.monotonic() - begin,
+        forward = self._forward
+        return evaluated(
+            name, self._sets[name], forward.losses, at_once=forward.rows, max_len=self._max_len, step=step, last=last
         )
 
-    def _losses(self, rows: Rows, order: list[int], *, last: bool) -> tuple[float, int]:
-        """Returns the sum of some rows' losses, and the number of their labels."""
-        batch = collate(rows, order, pad_id=rows.summary.pad_id, max_len=self._max_len)
-        ids, labels = batch.tensors()
-        return float(self._forward.losses(ids, labels, last=last).sum()), batch.label_tokens
+
+def evaluated(
+    name: str, rows: Rows, losses: Losses, *, at_once: int, max_len: int, step: int = 0, last: bool = True,
+    progress: Callable[[int], None] = lambda rows: None,
+) -> EvalReport:  # fmt: skip
+    """Evaluates a set of rows, `at_once` of them in a pass. `last`: no pass follows. `progress` gets the rows of each pass."""
+    begin, total, tokens = time.monotonic(), 0.0, 0
+    order = sorted(range(len(rows)), key=lambda row: len(rows.tokens(row)))  # rows of a length: less padding
+    for first in range(0, len(order), at_once):
+        chosen = order[first : first + at_once]
+        batch = collate(rows, chosen, pad_id=rows.summary.pad_id, max_len=max_len)
+        total += float(losses(*batch.tensors(), last=last and first + at_once >= len(order)).sum())
+        tokens += batch.label_tokens
+        progress(len(chosen))
+    loss = total / tokens
+    return EvalReport(
+        step=step,
+        name=name,
+        loss=loss,
+        perplexity=math.exp(loss) if loss < _LARGEST else math.inf,
+        tokens=tokens,
+        rows=len(rows),
+        seconds=time.monotonic() - begin,
+    )
 
 
 def after(before: Evaluated | None, step: int, loss: float, least: float) -> Evaluated:

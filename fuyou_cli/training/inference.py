@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -39,11 +40,12 @@ class Found:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Opened:
     """Holds a model with the weights that pass through it. `check` raises SwapError if a store's bytes are not those written;
-    call it after a pass."""
+    call it after a pass. `read_bytes` returns the bytes of weights read so far."""
 
     anatomy: Anatomy
     weights: WeightStream
     check: Callable[[], None]
+    read_bytes: Callable[[], int]
 
 
 def is_store(source: Path) -> bool:
@@ -98,17 +100,24 @@ def open_for_inference(
     with ExitStack() as stack:
         check: Callable[[], None] = _nothing
         if found.store is None:
-            read = _of_files(found, stack.enter_context(TensorReader()))
+            reader = stack.enter_context(TensorReader())
+            read = _of_files(found, reader)
+            bytes_read = partial(getattr, reader, "bytes_read")
         else:
             state = stack.enter_context(at_rest(found.store, arena_size=READ_ARENA, say=say))
             weights = StoreWeights(state.manifest, state.daemon, state.arena, dtype=found.dtype)
             read, check = _of_store(found, state, weights), weights.check
+            bytes_read = partial(_of_counters, state)
         stream = stack.enter_context(WeightStream(found.anatomy, read, dtype=dtype, memory=memory, device=device))
-        yield Opened(anatomy=found.anatomy, weights=stream, check=check)
+        yield Opened(anatomy=found.anatomy, weights=stream, check=check, read_bytes=bytes_read)
 
 
 def _nothing() -> None:
     pass
+
+
+def _of_counters(state: AtRest) -> int:
+    return state.daemon.counters().read_bytes
 
 
 def _of_files(found: Found, reader: TensorReader) -> ReadInto:

@@ -27,7 +27,7 @@ def tokenised_rows(recipe: Recipe, tokenizer_dir: Path, *, cache: Path | None = 
     they depend on is the same."""
     from ..data import prepare
 
-    return prepare(**_asked(recipe, tokenizer_dir), cache_dir=cache or _cache(recipe))
+    return prepare(**_asked(recipe, tokenizer_dir), cache_dir=cache or cache_of(recipe))
 
 
 def evaluation_rows(recipe: Recipe, tokenizer_dir: Path, *, cache: Path | None = None) -> dict[str, Rows]:
@@ -35,7 +35,7 @@ def evaluation_rows(recipe: Recipe, tokenizer_dir: Path, *, cache: Path | None =
     `dataset.eval`, then the samples of `dataset.train` that `dataset.eval_fraction` holds back."""
     from ..data import prepare
 
-    asked, cache = {**_asked(recipe, tokenizer_dir), "part": None}, cache or _cache(recipe)
+    asked, cache = {**_asked(recipe, tokenizer_dir), "part": None}, cache or cache_of(recipe)
     with naming_evaluation():
         found = {
             name: prepare(**{**asked, "dataset": dataset}, cache_dir=cache) for name, dataset in evaluation_sets(recipe).items()
@@ -84,10 +84,10 @@ def counted_rows(recipe: Recipe, tokenizer_dir: Path, say: Callable[[str], None]
     from ..data import MissingDataError, find, size_of
 
     try:
-        large, has_cache = size_of(recipe.dataset) > COUNTED, any(_cache(recipe).glob("*"))
+        large, has_cache = size_of(recipe.dataset) > COUNTED, any(cache_of(recipe).glob("*"))
         if large and has_cache:
             say("reading the data, to find the rows of an earlier run")
-        known = find(**_asked(recipe, tokenizer_dir), cache_dir=_cache(recipe)) if has_cache else None
+        known = find(**_asked(recipe, tokenizer_dir), cache_dir=cache_of(recipe)) if has_cache else None
         if known is not None:
             return len(known)
         if large:
@@ -147,5 +147,6 @@ def _asked(recipe: Recipe, tokenizer_dir: Path) -> dict[str, Any]:
     }
 
 
-def _cache(recipe: Recipe) -> Path:
+def cache_of(recipe: Recipe) -> Path:
+    """Returns the folder that keeps tokenised rows."""
     return folder(recipe.dataset.cache_dir or Path(recipe.output_dir, "data"), key="dataset.cache_dir")

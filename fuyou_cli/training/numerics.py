@@ -29,7 +29,7 @@ _NEAR = 1.25  # times the fastest usual plan; a search does not make a slower si
 Seconds = Callable[[int], float | None]  # of a step with micro-batches of this many rows; None if it does not fit
 
 
-def _head_chunk(train: TrainSection, tokens: int, columns: int) -> int:
+def head_chunk(train: TrainSection, tokens: int, columns: int) -> int:
     """Returns the tokens that the head takes at once, with logits of `columns` columns. 0 means a micro-batch of `tokens`."""
     if train.head_chunk_tokens != "auto":
         return train.head_chunk_tokens
@@ -53,7 +53,7 @@ def numerics_of(
         micro = sizes_of(train.batch_size, length)[1]
     vocabulary_rows = resolved_rows(anatomy, train.head_chunk_vocab)
     columns = vocabulary_rows or anatomy.model.config.get_text_config().vocab_size
-    chunk = _head_chunk(train, micro * length, columns)
+    chunk = head_chunk(train, micro * length, columns)
     # Beside a GPU, torch only copies rows. A few threads reach the memory's bandwidth, and the update needs the cores.
     usual_threads = THREADS_BESIDE_A_GPU if hardware.device == "cuda" else MOST_THREADS
     compute = cast(Dtype, recipe.precision.compute)

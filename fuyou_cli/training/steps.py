@@ -222,7 +222,7 @@ def inspect(resolved: Resolved, *, say: Say) -> Inspected:
     outline = outline_of(recipe, resolved.model_dir, strict=resolved.to_run)
     check_positions(recipe, outline.anatomy, say)
     device = device_name(recipe)
-    _warm_up(recipe)
+    warm_up(recipe)
     return Inspected(resolved=resolved, device=device, outline=outline)
 
 
@@ -265,7 +265,7 @@ def device_name(recipe: Recipe) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _warm_up(recipe: Recipe) -> None:
+def warm_up(recipe: Recipe) -> None:
     """Makes torch start its threads and build its first kernels, so that the process's memory is measured as it will be."""
     import torch
 

@@ -24,7 +24,7 @@ def streamed(source: Path, dtype: str = "auto") -> list[float]:
         open_for_inference(found, memory=1 << 20) as model,
         StreamedLosses(model.weights, micro_batch_size=1, head_chunk_tokens=0) as losses,
     ):
-        rows: list[float] = losses.tokens(IDS, IDS, last=True).by_row().tolist()
+        rows: list[float] = losses.losses(IDS, IDS, last=True).tolist()
         model.check()
     return rows
 

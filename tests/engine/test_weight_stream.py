@@ -61,7 +61,7 @@ def test_losses_as_transformers_in_memory(family: str) -> None:
     subject = Subject(FAMILIES[family], Shape())
     ids, labels = next(subject.batches(1))
     with opened(subject, PLENTY) as (losses, _, _):
-        found = losses.tokens(ids, labels, last=True).by_row().tolist()
+        found = losses.losses(ids, labels, last=True).tolist()
     assert relative(found, plain(subject, ids, labels)) <= 1e-6
 
 
@@ -76,7 +76,7 @@ def test_each_byte_is_read_once_in_a_pass(vocabulary: int, tied: bool) -> None:
         assert weights.memory <= least_memory(subject)
         for number, (ids, labels) in enumerate(batches):
             before = read.elements
-            found = losses.tokens(ids, labels, last=True).by_row().tolist()
+            found = losses.losses(ids, labels, last=True).tolist()
             seen.append(read.elements - before)
             assert relative(found, plain(subject, ids, labels)) <= 1e-6, number
     table = 32 * 97
@@ -93,8 +93,8 @@ def test_all_that_fits_stays() -> None:
     block = 4 * subject.anatomy.stages[1].params
     for blocks in (2, 4, 8):
         with opened(subject, least_memory(subject) + blocks * block) as (losses, weights, read):
-            first = losses.tokens(ids, labels, last=False).by_row().tolist()
-            losses_of[blocks] = losses.tokens(ids, labels, last=True).by_row().tolist()
+            first = losses.losses(ids, labels, last=False).tolist()
+            losses_of[blocks] = losses.losses(ids, labels, last=True).tolist()
             assert first == losses_of[blocks]
             assert read.elements < 2 * read.whole
             if blocks == 8:

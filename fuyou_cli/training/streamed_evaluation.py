@@ -1,0 +1,91 @@
+"""Evaluates a model larger than memory without a run: its weights pass through memory, forward alone, for as many rows at
+once as have room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..checkpoint.reader import PIECE
+from ..core.errors import PlanError
+from ..core.units import align_up, gib
+from ..engine.describe import Outlined, specified
+from ..engine.skeleton import TORCH_DTYPE
+from ..engine.streamed_losses import StreamedLosses
+from ..engine.weight_stream import Visited
+from .exporting import READ_ARENA
+from .inference import Found, Opened, open_for_inference
+from .numerics import USUAL_TOKENS, head_chunk
+
+if TYPE_CHECKING:
+    from ..recipe.schema import Recipe
+
+_OF_ROWS = 96  # bytes per token beside boundaries: ids, labels, targets, and what the loss folds
+_SHARE = 4  # of what is left, rows get at most one such part while weights do not all fit
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Room:
+    """Says how an evaluation uses its memory. Bytes, but for `rows`, `micro_batch_size` and `head_chunk_tokens`."""
+
+    budget: int
+    rows: int  # of one pass
+    micro_batch_size: int
+    head_chunk_tokens: int
+    weights: int
+
+
+def room_of(found: Found, recipe: Recipe, *, budget: int, process: int, rows: int, longest: int) -> Room:
+    """Divides a budget of host memory among weights and rows. `process`: bytes that the process has before. `rows`: in all,
+    `longest`: tokens of the longest one. Raises PlanError if it is too little for one micro-batch."""
+    length = min(align_up(longest, 8), recipe.dataset.max_seq_len)
+    micro = min(rows, max(1, USUAL_TOKENS // length))
+    first, end = found.anatomy.stages[0].vocabulary or (0, found.anatomy.model.config.get_text_config().vocab_size)
+    chunk = head_chunk(recipe.train, micro * length, end - first)
+    model = specified(
+        Outlined(anatomy=found.anatomy, refusal=None),
+        dtype=found.dtype,
+        micro_batch_size=micro,
+        max_seq_len=length,
+        head_chunk_tokens=chunk,
+    ).model
+    visited = Visited.of(found.anatomy, TORCH_DTYPE[found.dtype])
+    per_token = 2 * model.boundary_bytes_per_token + model.choreography_bytes_per_token + _OF_ROWS
+    least = micro * length * per_token
+    computing = max(stage.forward_peak for stage in model.stages) + READ_ARENA + PIECE
+    left = budget - process - computing
+    free = left - visited.least
+    if free < least:
+        needed, weights = gib(budget - free + least), gib(visited.least)
+        raise PlanError(
+            f"the evaluation needs {needed} of RAM: {gib(process)} of the process, {weights} of weights at once, "
+            f"{gib(computing + least)} of one micro-batch; offload.max_memory.cpu allows {gib(budget)}",
+            hint="raise it, lower dataset.max_seq_len, or compute in bfloat16",
+        )
+    most = max(least, min(free, left // _SHARE), left - visited.whole)
+    at_once = min(rows, most // (length * per_token) // micro * micro) or micro
+    return Room(
+        budget=budget,
+        rows=at_once,
+        micro_batch_size=micro,
+        head_chunk_tokens=chunk,
+        weights=left - at_once * length * per_token,
+    )
+
+
+@contextmanager
+def open_losses(
+    found: Found, room: Room, *, device: str, say: Callable[[str], None] | None = None
+) -> Iterator[tuple[Opened, StreamedLosses]]:
+    """Opens a model's weights, and what computes losses with them, in the memory of `room`. `device`: cpu or cuda."""
+    where = torch.device("cuda" if device == "cuda" else "cpu")
+    sizes = {"micro_batch_size": room.micro_batch_size, "head_chunk_tokens": room.head_chunk_tokens}
+    with (
+        open_for_inference(found, memory=room.weights, device=where, say=say) as opened,
+        StreamedLosses(opened.weights, **sizes) as losses,
+    ):
+        yield opened, losses
