@@ -28,6 +28,7 @@ _FIRST = -1  # the highest priority
 _LOOKS = 4  # looks per visit at most; a run looks after every micro-batch
 # Visits from which half as many looks are enough: with so many, it hardly matters when in a visit something starts.
 _MANY_VISITS = 150
+_MOMENT = 1e-9  # seconds: no time, but in its turn
 
 
 class Imagined:
@@ -60,6 +61,8 @@ class Imagined:
         # Micro-batches at each end of a visit whose copies nothing hides.
         self._unhidden = 0 if batch_on_device or plan.batch_on_device else 1
         self._looks = _LOOKS if len(schedule.visits) < _MANY_VISITS else _LOOKS // 2
+        # The backward of an embedding is taken to need no time, but it runs after the updates submitted before it.
+        self._least = _MOMENT if any(stage.updated_there for stage in plan.stages) else 0.0
 
     def let_go(self) -> None:
         """Breaks the reference cycle with the ledgers, so that memory is freed at once and not by the cycle collector."""
@@ -215,7 +218,7 @@ class Imagined:
         one before are downloaded. Nothing hides the `first` upload and the last download. The download of a kept input is
         hidden: it runs while its micro-batch computes. `up`, `down`: bytes of one micro-batch."""
         kept = kept_bytes(self.model.stages[visit.stage], self.plan.stages[visit.stage].kept)
-        seconds = self.costs.compute_seconds(visit, kept)
+        seconds = max(self.costs.compute_seconds(visit, kept), self._least)
         looks = min(self._looks, self.costs.micro_batches)
         share = self.costs.micro_batches / looks  # micro-batches between two looks
         last = (down - self.costs.boundary / self.costs.micro_batches * (visit.stash and down > 0)) * self._unhidden

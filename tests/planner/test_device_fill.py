@@ -18,6 +18,7 @@ from fuyou_cli.planner.place import made_of
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.planner.search import fastest, search
+from fuyou_cli.planner.simulate import simulate
 from fuyou_cli.spec.plan import Plan
 
 from .models import HARDWARE, NUMERICS, SPEC
@@ -47,6 +48,17 @@ def test_a_small_model_on_a_large_card_moves_nothing(clip: float | None) -> None
     assert plan.batch_on_device and up <= boundary * len(SPEC.stages) and down <= boundary * len(SPEC.stages)
     assert plan.predicted.seconds["update"] == plan.predicted.read_by["weights"] == plan.predicted.read_by["states"] == 0
     assert not any(slots.weight_slots or slots.gradient_slots for slots in plan.slot_classes)
+
+
+def test_an_embeddings_gradients_wait_for_the_updates_before_them() -> None:
+    """The device computes in order: an update of the lowest block runs before the embedding's backward, however short."""
+    request = _request(8 * GiB, clip=None, defer=0.0, kept="none", weights="cpu", states="cpu", device_states=(1,))
+    plan = made_of(SPEC, replace(CARD, matmul_flops=1e11), request, next(_choices(request)))
+    assert plan is not None and _there(plan) == {1}
+    step = simulate(SPEC, replace(CARD, matmul_flops=1e11), plan, plan_schedule(SPEC, plan))
+    (update,) = (done for done in step.work if (done.what, done.stage) == ("update", 1))
+    (gradients,) = (done for done in step.work if (done.what, done.stage) == ("gradients", 0))
+    assert step.begin < update.begin < update.end <= gradients.begin
 
 
 @given(
