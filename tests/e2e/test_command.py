@@ -13,7 +13,7 @@ import torch
 
 from .conftest import Project
 
-STEPS = 40
+STEPS = 16
 LONG = {"train.max_steps": STEPS}
 
 
