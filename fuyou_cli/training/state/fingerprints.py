@@ -6,6 +6,7 @@ import hashlib
 import importlib.metadata
 import json
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +72,12 @@ def _schedule_length(recipe: Recipe, total_steps: int) -> int | None:
 def versions(recipe: Recipe) -> dict[str, str]:
     """Returns the versions of the libraries that compute a run's steps, by name."""
     names = ("torch", "transformers") if recipe.adapter is None else ("torch", "transformers", "peft")
-    return {"fuyou": __version__, **{name: importlib.metadata.version(name) for name in names}}
+    return {"fuyou": __version__, **{name: _installed(name) for name in names}}
+
+
+@cache  # every commit asks, and finding it takes 10 ms
+def _installed(name: str) -> str:
+    return importlib.metadata.version(name)
 
 
 def change_of(before: Mapping[str, str], now: Mapping[str, str]) -> str:
