@@ -182,8 +182,8 @@ def planned(cases: Sequence[Case], say: Callable[[str], None]) -> Iterator[Ours]
             yield found
 
 
-def plan_of(case: Case) -> Ours:
-    """What `fuyou plan` chooses, and the same with clipping, and with commits."""
+def plan_of(case: Case, *, alone: bool = False) -> Ours:
+    """What `fuyou plan` chooses, and the same with clipping, and with commits; `alone`: without these two."""
     named = {"model": case.model, "where": case.where, "batch": case.batch, "settings": case.settings, "paper": case.paper}
     config, train = json.loads(policy.config_of(case.model).to_json_string()), {"max_steps": 1000, "batch_size": case.batch}
     uncommitted = {"commit_every_steps": None}  # as there
@@ -194,7 +194,7 @@ def plan_of(case: Case) -> Ours:
             return Ours(**named, problem=error.message)  # type: ignore[arg-type]
         outcome = Outcome(changes=(), prepared=prepared, room=room_of(prepared, described=True))
         elsewise = Replanner(loaded=loaded, prepared=prepared, described=True)
-        clipped, committed = elsewise.with_keys([CLIPPED]), elsewise.with_keys([COMMITTED])
+        clipped, committed = (None if alone else elsewise.with_keys([key]) for key in (CLIPPED, COMMITTED))
     return _figures(named, outcome, clipped=clipped, committed=committed)
 
 

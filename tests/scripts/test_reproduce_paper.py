@@ -6,7 +6,6 @@ import ast
 import json
 import platform
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,6 +23,7 @@ from paper.policy import Reproduced
 from proof import report
 from rich.console import Console
 
+from fuyou_cli.cli import app
 from fuyou_cli.machine.described import described
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
@@ -202,7 +202,7 @@ def test_175b_keeps_the_gpu_as_busy_as_asked(found: Reproduced) -> None:
     case = ours.large_cases(found.rates)[0]
     assert (case.model, case.batch * given.LENGTH, case.settings) == ("175B", 32768, ("train.clip_grad_norm=null",))
     assert len(case.hardware.drives) == 12 and case.hardware.ram_total == 256 * 2**30
-    best = ours.plan_of(case)
+    best = ours.plan_of(case, alone=True)
     assert not best.problem and best.sums == "float32"
     assert best.counted >= 0.85
     paper = next(row for row in given.PUBLISHED if (row.model, row.batch) == ("175B", 16))
@@ -210,7 +210,9 @@ def test_175b_keeps_the_gpu_as_busy_as_asked(found: Reproduced) -> None:
     assert beside.counted == pytest.approx(0.53, abs=0.01)  # as the paper counts itself
 
 
-def test_ours_is_what_the_command_plans(tmp_path: Path) -> None:
+def test_ours_is_what_the_command_plans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     policy.config_of("13B").save_pretrained(tmp_path)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
@@ -219,9 +221,12 @@ def test_ours_is_what_the_command_plans(tmp_path: Path) -> None:
         "checkpoint: {commit_every_steps: null}\n"  # nobody there commits anything
     )
     text = "rtx4090,2xgen4,64GiB"
-    command = [sys.executable, "-m", "fuyou_cli", "plan", str(recipe), "--hardware", text, "--dry-run", "--json"]
-    said = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    mine = ours.plan_of(ours.Case(model="13B", batch=8, where="", hardware=described(text), settings=()))
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # the command sets its own
+    with pytest.raises(SystemExit) as end:
+        app.main(["plan", str(recipe), "--hardware", text, "--dry-run", "--json"])
+    assert end.value.code == 0
+    said = json.loads(capsys.readouterr().out)
+    mine = ours.plan_of(ours.Case(model="13B", batch=8, where="", hardware=described(text), settings=()), alone=True)
     assert said["plan"]["predicted"]["step_seconds"] == mine.seconds
 
 
@@ -264,5 +269,5 @@ def test_what_is_said_of_the_consumer_drives_is_theirs(monkeypatch: pytest.Monke
 def test_weights_on_the_gpu_are_in_ram_too() -> None:
     """Updates write their copy there, where states are in RAM: what a plan calls at home on the GPU takes RAM all the same."""
     settings, hardware = ("offload.optimizer_states=cpu",), described("rtx4090,2xgen4,768GiB")
-    found = ours.plan_of(ours.Case(model="13B", batch=8, where="", hardware=hardware, settings=settings))
+    found = ours.plan_of(ours.Case(model="13B", batch=8, where="", hardware=hardware, settings=settings), alone=True)
     assert found.weights_in_ram == pytest.approx(1.0) and found.states_in_ram == pytest.approx(1.0)
