@@ -86,9 +86,9 @@ PYTHON
 
 gpu_seen() { [ -e /dev/nvidia0 ] || [ -e /dev/dxg ] || nvidia-smi -L >/dev/null 2>&1; }
 
-# pip, quietly, its output in build/pip.log; its exit status.
+# pip, quietly, its output in build/pip.log; its exit status. Python compiles modules as they are imported, a fifth of them.
 pip_try() {
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input "$@" \
+    "$venv/bin/python" -m pip install --no-compile --quiet --disable-pip-version-check --no-input "$@" \
         >"$root/build/pip.log" 2>&1 </dev/null
 }
 
@@ -203,5 +203,8 @@ setup() {
     pip_install --constraint "$venv/constraints.txt" \
         --config-settings "cmake.define.FUYOU_WITHOUT_URING=$(on_off "${FUYOU_WITHOUT_URING:-0}" 1)" \
         --editable "$root${extra:+[$extra]}"
+    # Compiles what every run imports: once, here, not in each of the first processes. What fails is told by who needs it.
+    "$venv/bin/python" -W ignore -c 'import fuyou_cli.engine.executor, transformers.models.llama.modeling_llama' \
+        >/dev/null 2>&1 || true
     echo "$want" >"$venv/installed-${extra:-run}"
 }
