@@ -39,6 +39,7 @@ AUTO = {
     "offload.gradients": "ssd",
     "offload.boundaries": "ssd",
     "train.batch_size": 48,
+    "train.micro_batch_size": 8,
 }
 THERE = {
     "offload.device": "emulated",
@@ -96,7 +97,7 @@ def test_a_run_that_dies_anywhere_is_the_same_run(
     )
     draw = random.Random(place)
     assert place != "as the planner says, in RAM" or (every is not None and 1 < every < STEPS)
-    for step in range(1, STEPS + 1):
+    for step in range(1 + list(PLACES).index(place) % 2, STEPS + 1, 2):  # every second one, the others at the next place
         died_in = max(step, done + 1)
         with pytest.raises(Died):
             train(project, _dies_at(died_in, draw.randrange(visits)))
