@@ -225,18 +225,23 @@ class _HostWork(TorchDispatchMode):
         return isinstance(value, torch.Tensor) and self._memory.holds(value)
 
 
-@pytest.mark.parametrize("stays", [True, False])
-@pytest.mark.parametrize(("vocabulary", "dtype"), [(0, "float32"), (40, "float32"), (40, "bfloat16")])
-@pytest.mark.parametrize("way", [dict(home="cpu"), dict(home="cpu", kept="all"), dict()], ids=["RAM", "kept", "ssd"])
+PLACES: dict[str, dict[str, Any]] = {"RAM": dict(home="cpu"), "kept": dict(home="cpu", kept="all"), "ssd": dict()}
+NUMERICS = [(0, "float32"), (40, "float32"), (40, "bfloat16")]
+
+
+@pytest.mark.parametrize(
+    ("way", "vocabulary", "dtype", "stays"),
+    [(way, *pair, (w + n) % 2 == 0) for w, way in enumerate(PLACES) for n, pair in enumerate(NUMERICS)],
+)
 def test_the_launching_thread_copies_ids_and_nothing_else(
-    way: dict[str, Any], vocabulary: int, dtype: Any, stays: bool, tmp_path: Path
+    way: str, vocabulary: int, dtype: Any, stays: bool, tmp_path: Path
 ) -> None:
     """Inputs go up from where they are, results and what is kept for backward come down to where they are wanted. On the device
     pieces of a vocabulary pick the embedding's rows, and sum the gradient of the last hidden state. Where the batch stays
     there, ids go as they are."""
     subject = Subject(llama(), Shape(batch=6, vocabulary=vocabulary, dtype=dtype))
     ids = 8 * subject.shape.batch * subject.shape.tokens
-    with Rig(subject, tmp_path, device="emulated", batch_on_device=stays, **way) as rig, _HostWork(rig.memory) as work:
+    with Rig(subject, tmp_path, device="emulated", batch_on_device=stays, **PLACES[way]) as rig, _HostWork(rig.memory) as work:
         visits: list[tuple[str, str, int]] = []
 
         def after(visit: Visit) -> None:
