@@ -50,12 +50,13 @@ def test_blocks_alike_are_compiled_once(name: str, tmp_path: Path) -> None:
     subject = SUBJECTS[name]()
     plain = _outcome(subject, tmp_path / "plain")
     found: list[Outcome] = []
-    for way, options in WAYS.items():
+    ways = dict([*WAYS.items()][[*SUBJECTS].index(name) % 2 :: 2])  # in turn: every way with two subjects
+    for way, options in ways.items():
         torch._dynamo.reset()
         blocks = CompiledBlocks(backend="aot_eager")
         found.append(_outcome(subject, tmp_path / way, compiled=blocks, **options))
         assert blocks.graphs == 1, way
-    clipped = [outcome for outcome, options in zip(found, WAYS.values(), strict=True) if "clip" not in options]
+    clipped = [outcome for outcome, options in zip(found, ways.values(), strict=True) if "clip" not in options]
     for losses, weights in clipped[1:]:
         assert losses == clipped[0][0] and unequal(weights, clipped[0][1]) == []
     loose = 1e-2 if subject.shape.dtype == "bfloat16" else 1e-5
