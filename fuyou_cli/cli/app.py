@@ -283,7 +283,7 @@ def export(
         bool, typer.Option("--merged", help="Merge an adapter into its model, and write the whole model.")
     ] = False,
 ) -> None:
-    """Write a trained model for transformers, or an adapter for peft.
+    """Write a trained model, or an adapter for peft.
 
     Streams the store to safetensors that `from_pretrained` loads.
     """

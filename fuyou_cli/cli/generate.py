@@ -212,23 +212,25 @@ def _conversation(given: _Given) -> None:
     from fuyou_cli.data.prompts import said
     from fuyou_cli.training.generation import Extent, positions
 
-    new = given.options.new or _ANSWER
-    longest = min(_CONVERSATION, positions(given.found) or _CONVERSATION) - new
-    if longest < 1:
+    most = min(_CONVERSATION, positions(given.found) or _CONVERSATION)
+    new = given.options.new or min(_ANSWER, most // 2)
+    if (longest := most - new) < 1:
         raise UsageError(f"--max-new-tokens: {new} leaves no room for a conversation", hint="give a smaller number")
     given.ids(said("?"), "--chat")  # refuses a tokenizer without a template before anything is opened
     chat = Chat(messages=())
     with given.opened(Extent(rows=1, prompt=longest, new=new)) as generator:
         write_status("end with Ctrl-D or Ctrl-C")
         for line in _lines():
-            chat = replace(chat, messages=(*chat.messages, *said(line).messages))
-            if len(ids := given.ids(chat, "--chat")) > longest:
+            told = replace(chat, messages=(*chat.messages, *said(line).messages))
+            if len(ids := given.ids(told, "--chat")) > longest:
                 write_status(f"note: the conversation has more than {longest} tokens: it begins anew with this line")
-                chat = said(line)
-                ids = given.ids(chat, "--chat")
+                told = said(line)
+                if len(ids := given.ids(told, "--chat")) > longest:
+                    write_status(f"note: the line alone has {len(ids)} tokens: write a shorter one")
+                    continue
             (answer,) = generator.run([ids], new=new, show=_show)
             _show("\n")
-            chat = replace(chat, messages=(*chat.messages, {"role": "assistant", "content": answer.text}))
+            chat = replace(told, messages=(*told.messages, {"role": "assistant", "content": answer.text}))
 
 
 def _lines() -> Iterator[str]:

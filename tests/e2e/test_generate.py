@@ -68,7 +68,7 @@ def test_a_conversation(
     folder = tmp_path / "model"
     shutil.copytree(materials / "model", folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    monkeypatch.setattr("sys.stdin", io.StringIO("the mill\n\nthe tower\n" + "bridge " * 12 + "\n"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("the mill\n\nthe tower\n" + "bridge " * 12 + "\n" + "word " * 60))
     assert fuyou("generate", folder, "--chat", "--max-new-tokens", "4") == 0
     first = in_memory(folder, ["user: the mill\nassistant:"], 4)[0]
     second = in_memory(folder, [f"user: the mill\nassistant: {first}\nuser: the tower\nassistant:"], 4)[0]
@@ -76,6 +76,7 @@ def test_a_conversation(
     said = capsys.readouterr()
     assert said.out == f"{first}\n{second}\n{third}\n"
     assert "begins anew" in said.err
+    assert "write a shorter one" in said.err
 
 
 @pytest.mark.parametrize(
