@@ -89,6 +89,19 @@ class Step:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluated:
+    """Holds one evaluation of one set from `EvalReport`. None means that a figure was not finite."""
+
+    step: Annotated[int, Field(ge=0)]
+    name: str
+    loss: Number | None
+    perplexity: Annotated[float, Field(ge=0)] | None
+    tokens: int
+    rows: int
+    seconds: Seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Line:
     what: str
     unit: Literal["bytes", "seconds"]
@@ -132,6 +145,7 @@ class History:
     steps: tuple[Step, ...]  # in order; a repeated step counts as it was the last time
     report: RunReport
     ended: bool
+    evaluations: tuple[Evaluated, ...] = ()  # in order; a repeated one counts as it was the last time
 
     @property
     def typical(self) -> Sequence[Step]:
@@ -145,6 +159,7 @@ class _Reading:
     def __init__(self) -> None:
         self.promised, self.end, self.timeline = Promised(), End(), Timeline(intervals=(), stalls={})
         self.steps: list[Step] = []
+        self.evaluations: list[Evaluated] = []
         self.ended = False
 
     def take(self, record: dict[str, Any]) -> None:
@@ -156,6 +171,11 @@ class _Reading:
             while self.steps and self.steps[-1].step >= step.step:  # a resumed run goes back to the saved step
                 self.steps.pop()
             self.steps.append(step)
+            self.evaluations = [one for one in self.evaluations if one.step < step.step]
+        elif event == "eval":
+            found = _of(Evaluated, record)
+            same = (found.step, found.name)
+            self.evaluations = [*(one for one in self.evaluations if (one.step, one.name) != same), found]
         elif event == "timeline":
             self.timeline = _of(Timeline, record)
         elif event == "end":
@@ -179,7 +199,12 @@ def read_history(log: Path) -> History:
     if not reading.steps:
         raise UsageError(f"{log} has no step yet", hint="a run logs its first figures after its first step")
     return History(
-        log=log, promised=reading.promised, steps=tuple(reading.steps), report=_report(reading, log), ended=reading.ended
+        log=log,
+        promised=reading.promised,
+        steps=tuple(reading.steps),
+        report=_report(reading, log),
+        ended=reading.ended,
+        evaluations=tuple(reading.evaluations),
     )
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from fuyou_cli.cli.render.line_chart import line_svg
 from fuyou_cli.cli.render.report_page import page
-from fuyou_cli.cli.render.report_rows import Series, series_of
+from fuyou_cli.cli.render.report_rows import Series, evaluations, series_of
 from fuyou_cli.cli.render.report_screen import show_report
 from fuyou_cli.cli.report_command import run_report
 from fuyou_cli.core.errors import UsageError
@@ -229,3 +229,22 @@ def fresh(tmp_path: Path) -> Callable[[str], Path]:
         return path
 
     return make
+
+
+def evaluated(step: int, loss: float | None, *, name: str = "held-out") -> str:
+    figures = {"step": step, "name": name, "loss": loss, "perplexity": None if loss is None else 2.0 * loss}
+    return json.dumps({"schema_version": 1, "event": "eval", **figures, "tokens": 90, "rows": 7, "seconds": 1.5}) + "\n"
+
+
+def test_evaluations_are_shown_as_they_were_the_last_time(log: Path) -> None:
+    """One done again after a resume replaces the one before; those of steps that were lost go."""
+    lines = log.read_text().splitlines(keepends=True)
+    at = max(number for number, line in enumerate(lines) if '"event":"step","step":9,' in line)
+    early = [evaluated(0, 3.0), evaluated(0, 5.0, name="other <b>"), evaluated(8, 2.5), evaluated(9, 1.0), evaluated(8, 2.0)]
+    log.write_text("".join([*lines[:at], *early, *lines[at:], evaluated(40, 2.25), evaluated(40, None, name="other <b>")]))
+    history = read_history(log)
+    assert evaluations(history) == [
+        ("held-out", "3.0000", "2.2500", "2.0000", "8", "4.5", "1.5 s"),
+        ("other <b>", "5.0000", "?", "5.0000", "0", "?", "1.5 s"),
+    ]
+    assert "other &lt;b&gt;" in page(history) and "<h2>Evaluations</h2>" in page(history)

@@ -14,7 +14,7 @@ from fuyou_cli.training.history import History
 
 from .line_chart import line_svg
 from .plots import timeline_svg
-from .report_rows import COLUMNS, about, memory, series_of, store, wear
+from .report_rows import COLUMNS, EVALUATED, about, evaluations, memory, series_of, store, wear
 from .summary import compared_rows, typical, verdict
 from .theme import speed
 
@@ -39,6 +39,8 @@ def page(history: History) -> str:
         charts=[(one.name, Markup(line_svg(one, first_step=first))) for one in series],
         columns=COLUMNS,
         over=[one.row for one in series],
+        evaluated=EVALUATED,
+        evaluations=evaluations(history),
         compared=compared_rows(report),
         typical=typical(report).removeprefix("of one step, "),
         verdict=verdict(report),

@@ -88,6 +88,24 @@ def about(history: History) -> Pairs:
     return [(name, text) for name, text in rows if text]
 
 
+EVALUATED = ("set", "first", "last", "least", "after step", "perplexity", "takes")
+
+
+def evaluations(history: History) -> list[tuple[str, ...]]:
+    """Returns for each set its first, last and least loss, the step of the least, the last perplexity, the median time."""
+    rows = []
+    for name in dict.fromkeys(one.name for one in history.evaluations):
+        found = [one for one in history.evaluations if one.name == name]
+        known = [one for one in found if one.loss is not None]
+        least = min(known, key=lambda one: one.loss or 0.0, default=None)
+        losses = (found[0], found[-1], least)
+        told = (f"{one.loss:.4f}" if one is not None and one.loss is not None else "?" for one in losses)
+        perplexity = "?" if found[-1].perplexity is None else f"{found[-1].perplexity:.4g}"
+        takes = brief(statistics.median(one.seconds for one in found))
+        rows.append((name, *told, "?" if least is None else f"{least.step:,}", perplexity, takes))
+    return rows
+
+
 def memory(history: History) -> list[tuple[str, str, str, str]]:
     """Returns tier, content, size and comparison, with the sum of a tier first."""
     promised, report = history.promised, history.report

@@ -10,7 +10,7 @@ from rich.text import Text
 from fuyou_cli.training.history import History
 
 from .plots import show_loss, show_timeline
-from .report_rows import COLUMNS, about, memory, series_of, store, wear
+from .report_rows import COLUMNS, EVALUATED, about, evaluations, memory, series_of, store, wear
 from .summary import show_compared
 from .theme import column, heading, pairs, ruled, show, symbols
 
@@ -22,6 +22,9 @@ def show_report(console: Console, history: History) -> None:
     show_loss(console, history.report.losses, first_step=history.steps[0].step)
     heading(console, "Over the steps")
     _table(console, COLUMNS, [series.row for series in series_of(history)])
+    if history.evaluations:
+        heading(console, "Evaluations", "mean loss of held-out tokens")
+        _table(console, EVALUATED, evaluations(history))
     if history.report.compared:
         show_compared(console, history.report)
     if rows := memory(history):
