@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from fuyou_cli.advice.wear import Spared, Wear, Writes, spared_of, wear_of, writ
 from fuyou_cli.core.disk import existing
 from fuyou_cli.core.units import format_time
 from fuyou_cli.machine.origins import RatedBy, origins_of
+from fuyou_cli.planner.evaluation_cost import EvaluationCost, evaluation_cost, evaluations_left
 from fuyou_cli.planner.sustained_rates import FastRegion, fast_region
 from fuyou_cli.recipe.fields import format_size
 from fuyou_cli.spec.hardware import HardwareProfile
@@ -63,6 +64,7 @@ class RunFacts:
     spared: Spared | None = None  # what `offload.wear` avoids
     notes: tuple[str, ...] = ()  # notes from planning
     kernels: str = ""  # kernels of the blocks
+    evaluation: EvaluationCost | None = None  # None if the recipe evaluates nothing, or nothing was simulated
 
     @property
     def problems(self) -> list[str]:
@@ -136,6 +138,16 @@ def facts_of(prepared: Planned, room: Room, *, described: bool = False, command:
         spared=_spared(prepared),
         kernels=_kernels(prepared),
     )
+
+
+def with_evaluation(facts: RunFacts, prepared: Planned, rows: Sequence[int] | None) -> RunFacts:
+    """Adds what evaluations take. `rows`: of each set; None: not known."""
+    dataset, asked, total = prepared.recipe.dataset, prepared.recipe.eval, prepared.total_steps
+    if not (dataset.eval or dataset.eval_fraction) or facts.refusal is not None or not prepared.fits_ram:
+        return facts
+    times = evaluations_left(asked.every_steps, at_start=asked.at_start, total=total, done=facts.done) if total else None
+    cost = evaluation_cost(facts.model, facts.hardware, facts.plan, rows=rows, times=times, run_seconds=facts.run_seconds)
+    return replace(facts, evaluation=cost)
 
 
 def _kernels(prepared: Planned) -> str:

@@ -3,11 +3,12 @@ what the data changed in the plan, and a sample of the data."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fuyou_cli.advice.facts import RunFacts, facts_of
+from fuyou_cli.advice.facts import RunFacts, facts_of, with_evaluation
 from fuyou_cli.advice.room import check_export, plan_problems, room_of
 from fuyou_cli.core.errors import PlanError
 
@@ -44,10 +45,11 @@ def made_ready(loaded: LoadedRecipe, kept: KeptPlan | None, *, measure: bool, ca
     except PlanError as error:
         error.hint = error.hint or _advice(loaded)
         raise
+    evaluated = [len(rows) for rows in ready.evaluated.values()]
     if planned.manifest is None:
-        _show_changes(loaded, planned, ready.planned)
+        _show_changes(loaded, planned, ready.planned, evaluated)
     else:
-        _show(loaded, ready.planned)
+        _show(loaded, ready.planned, evaluated)
     _show_data(tokenised.rows.summary)
     if planned.manifest is not None:
         write_status(f"resuming after step {planned.manifest.step}: weights, states, schedule and data position")
@@ -67,25 +69,27 @@ def _refuse_unfit(loaded: LoadedRecipe, planned: Planned) -> None:
         raise PlanError("the run does not fit: " + "; ".join(problems))
 
 
-def _show(loaded: LoadedRecipe, planned: Planned) -> None:
+def _show(loaded: LoadedRecipe, planned: Planned, evaluated: Sequence[int] | None = None) -> None:
+    """Shows the plan. `evaluated`: rows of each set to evaluate, once they are known."""
     from .render.plan_screen import show_plan
 
-    show_plan(status_console(), _facts(loaded, planned), verbose=False)
+    show_plan(status_console(), _facts(loaded, planned, evaluated), verbose=False)
 
 
-def _facts(loaded: LoadedRecipe, planned: Planned) -> RunFacts:
-    return replace(facts_of(planned, room_of(planned)), advice=_advice(loaded))
+def _facts(loaded: LoadedRecipe, planned: Planned, evaluated: Sequence[int] | None) -> RunFacts:
+    facts = with_evaluation(facts_of(planned, room_of(planned)), planned, evaluated)
+    return replace(facts, advice=_advice(loaded))
 
 
-def _show_changes(loaded: LoadedRecipe, shown: Planned, now: Planned) -> None:
+def _show_changes(loaded: LoadedRecipe, shown: Planned, now: Planned, evaluated: Sequence[int]) -> None:
     """Shows what differs from the plan shown before, without the process's own growth."""
     from .render.plan_screen import show_length
 
     same: dict[str, Any] = {"memory": (), "predicted": now.plan.predicted, "cpu_budget": now.plan.cpu_budget}
     if replace(shown.plan, **same) != replace(now.plan, memory=()):
-        _show(loaded, now)
+        _show(loaded, now, evaluated)
     elif shown.total_steps != now.total_steps:  # the data decides the number of steps
-        show_length(status_console(), _facts(loaded, now))
+        show_length(status_console(), _facts(loaded, now, evaluated))
 
 
 def _show_data(summary: DataSummary) -> None:

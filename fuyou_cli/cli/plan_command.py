@@ -107,13 +107,17 @@ def _facts(loaded: LoadedRecipe, options: PlanOptions, outcome: Outcome) -> RunF
     """Collects what is known about the plan, and plans again to find alternatives."""
     from fuyou_cli.advice.changes import changes_that_help
     from fuyou_cli.advice.compare import comparison
-    from fuyou_cli.advice.facts import facts_of
+    from fuyou_cli.advice.facts import facts_of, with_evaluation
     from fuyou_cli.advice.planning import Replanner
+    from fuyou_cli.training.length import counted_evaluation
 
     from .planned import command_of
 
     prepared, described = outcome.prepared, options.hardware is not None
     facts = facts_of(prepared, outcome.room, described=described, command=command_of(loaded))
+    tokenizer_dir = prepared.inspected.resolved.tokenizer_dir
+    rows = None if options.dry_run else counted_evaluation(prepared.recipe, tokenizer_dir)
+    facts = with_evaluation(facts, prepared, rows)
     if not outcome.passes():
         elsewise = Replanner(loaded=loaded, prepared=prepared, described=described)
         changes = tuple(changes_that_help(elsewise, fits=not outcome.problems))

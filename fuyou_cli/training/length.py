@@ -104,6 +104,21 @@ def counted_rows(recipe: Recipe, tokenizer_dir: Path, say: Callable[[str], None]
         return None
 
 
+def counted_evaluation(recipe: Recipe, tokenizer_dir: Path) -> list[int] | None:
+    """Counts the rows of each set to evaluate, for a plan. Returns None where tokenising them would take minutes, or fails."""
+    from ..data import size_of
+
+    try:
+        sets = [*evaluation_sets(recipe).values(), *([recipe.dataset] if recipe.dataset.eval_fraction else [])]
+        if not sets or sum(map(size_of, sets)) > COUNTED:
+            return None
+        with tempfile.TemporaryDirectory(prefix="fuyou-rows-") as scratch:
+            cache = cache_of(recipe) if cache_of(recipe).is_dir() else Path(scratch)
+            return [len(rows) for rows in evaluation_rows(recipe, tokenizer_dir, cache=cache).values()]
+    except (FuyouError, OSError):  # a run says what is wrong with them
+        return None
+
+
 def steps_of(recipe: Recipe, rows: int | None) -> int:
     """Returns `max_steps`, or the steps that the epochs take over this many rows. Returns 0 if neither is known."""
     if recipe.train.max_steps is not None:

@@ -47,6 +47,8 @@ def test_a_run_told_the_same(new_project: NewProject) -> None:
         (line,) = (line for line in done.stdout.splitlines() if line.startswith(f"{name}  loss "))
         assert float(line.split()[2]) == pytest.approx(loss, rel=1e-5)
     assert "bytes per parameter and pass" in done.stderr
+    said = json.loads(project.fuyou("plan", project.recipe, "--json", "checkpoint.resume=never").stdout)["evaluation"]
+    assert (said["rows"], said["passes"], said["times"]) == (8, 3, 4) and said["seconds"] == 3 * said["pass_seconds"] > 0
 
 
 def test_mistakes(new_project: NewProject, tmp_path: Path) -> None:

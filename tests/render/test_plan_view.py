@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from fuyou_cli.advice.wear import Wear, Writes, wear_of, writes_of
 from fuyou_cli.cli.render.plan_json import plan_json
 from fuyou_cli.cli.render.plan_screen import show_plan
 from fuyou_cli.core.units import GiB, MiB, gb
+from fuyou_cli.planner.evaluation_cost import EvaluationCost
 from fuyou_cli.planner.sustained_rates import FastRegion
 from fuyou_cli.spec.hardware import Drive, HardwareProfile
 from fuyou_cli.spec.plan import MemoryLine, Plan
@@ -326,6 +327,20 @@ def test_a_cut_vocabulary_is_said_and_its_pieces_are_one_line(screen: Screen, fa
 
 
 # ---- JSON ------------------------------------------------------------------------------------------------------------
+
+
+def test_evaluations_are_priced_as_far_as_they_are_known(screen: Screen, facts: RunFacts) -> None:
+    one = EvaluationCost(pass_rows=16, pass_seconds=20.0, pass_read=1 << 31, times=None)
+    every = replace(one, times=5, rows=20, passes=2, seconds=40.0, run_share=0.031)
+    for cost, said in (
+        (one, "20.0 s for 16 rows, forward alone"),
+        (replace(every, times=None, run_share=None), "40.0 s for 20 rows in 2 passes, forward alone"),
+        (every, "40.0 s for 20 rows in 2 passes, forward alone; 5 times, 3% of the run"),
+    ):
+        known = replace(facts, evaluation=cost)
+        assert f"evaluating {said} " in f"{words(screen(known, 120, ascii=False))} "
+        assert plan_json(known)["evaluation"] == asdict(cost)
+    assert "evaluating" not in screen(facts, 120, ascii=False) and plan_json(facts)["evaluation"] is None
 
 
 def test_json_keeps_bytes_whole(facts: RunFacts) -> None:

@@ -20,7 +20,7 @@ from fuyou_cli.spec.model import ModelSpec, StageSpec
 from fuyou_cli.spec.plan import Plan, StagePlan, Tier
 
 from .answer import show_answer
-from .step_table import WIDE, run_length, show_step
+from .step_table import WIDE, evaluating, run_length, show_step
 from .theme import (
     Symbols,
     column,
@@ -70,7 +70,7 @@ def show_plan(console: Console, facts: RunFacts, *, verbose: bool) -> None:
 
 def show_length(console: Console, facts: RunFacts) -> None:
     """Prints what the number of steps decides, if it became known after the plan."""
-    pairs(console, [*run_length(facts), ("wear", wear_in_full(facts))])
+    pairs(console, [*run_length(facts), *evaluating(facts), ("wear", wear_in_full(facts))])
     _endings(console, facts)
     warn_of_wear(console, facts)
 

@@ -35,7 +35,7 @@ def show_step(console: Console, facts: RunFacts, shapes: Symbols) -> None:
             drawn.append("  bottleneck", style="bold default")
         content.add_row(Text(name), *_work(name, seconds, facts), brief(seconds), percent(seconds, step), drawn)
     show(console, content, indent=2)
-    pairs(console, [*_parts(facts, shapes), *_drives(facts), *run_length(facts)])
+    pairs(console, [*_parts(facts, shapes), *_drives(facts), *run_length(facts), *evaluating(facts)])
 
 
 def _work(name: str, seconds: float, facts: RunFacts) -> tuple[str, str]:
@@ -102,6 +102,20 @@ def _drives(facts: RunFacts) -> list[tuple[str, str]]:
 def _lasting(region: FastRegion) -> str:
     steps = f"{region.steps:,.0f}" if region.steps >= 10 else f"{region.steps:,.2g}"
     return f"{steps} steps, {brief(region.steps * region.first)}"
+
+
+def evaluating(facts: RunFacts) -> list[tuple[str, str]]:
+    """Tells what an evaluation takes, and all of them, as far as that is known."""
+    cost = facts.evaluation
+    if cost is None:
+        return []
+    if cost.seconds is None or cost.rows is None or cost.passes is None:
+        return [("evaluating", f"{brief(cost.pass_seconds)} for {some(cost.pass_rows, 'row')}, forward alone")]
+    passes = f"{cost.passes:,} pass{'es' * (cost.passes != 1)}"
+    each = f"{brief(cost.seconds)} for {some(cost.rows, 'row')} in {passes}, forward alone"
+    if cost.times is None or cost.run_share is None:
+        return [("evaluating", each)]
+    return [("evaluating", f"{each}; {some(cost.times, 'time')}, {percent(cost.run_share, 1.0)} of the run")]
 
 
 def run_length(facts: RunFacts) -> list[tuple[str, str]]:

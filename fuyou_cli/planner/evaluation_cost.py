@@ -1,0 +1,59 @@
+"""Simulates evaluations of a plan: forward alone, as many rows in a pass as in a sweep of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ..spec.hardware import HardwareProfile
+from ..spec.model import ModelSpec
+from ..spec.plan import Plan
+from .evaluation_schedule import evaluation_schedule
+from .simulate import simulate
+
+_PASSES = 2  # simulated; the first begins with empty slots
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationCost:
+    """Says what evaluations take. `rows` and what follows from it: None where the sets are not tokenised yet."""
+
+    pass_rows: int
+    pass_seconds: float
+    pass_read: int  # bytes of the store
+    times: int | None  # evaluations left in the run; None if its length is not known
+    rows: int | None = None  # of all sets
+    passes: int | None = None  # of one evaluation
+    seconds: float | None = None  # of one evaluation
+    run_share: float | None = None  # of the time of all steps left and evaluations
+
+
+def evaluation_cost(
+    model: ModelSpec,
+    hardware: HardwareProfile,
+    plan: Plan,
+    *,
+    rows: Sequence[int] | None,
+    times: int | None,
+    run_seconds: float | None,
+) -> EvaluationCost:
+    """Prices evaluations of sets of so many `rows` each. `run_seconds`: of the steps left."""
+    alone = replace(plan, stages=tuple(replace(stage, deferred=False) for stage in plan.stages))  # its step pays an update
+    simulated = simulate(model, hardware, alone, evaluation_schedule(model, alone), steps=_PASSES)
+    at_once, seconds = plan.group.batch_size, simulated.step_seconds
+    cost = EvaluationCost(pass_rows=at_once, pass_seconds=seconds, pass_read=simulated.read, times=times)
+    if rows is None:
+        return cost
+    passes = sum(-(-count // at_once) for count in rows)
+    share = None
+    if times is not None and run_seconds is not None and (whole := run_seconds + times * passes * seconds) > 0:
+        share = times * passes * seconds / whole
+    return replace(cost, rows=sum(rows), passes=passes, seconds=passes * seconds, run_share=share)
+
+
+def evaluations_left(every: int | None, *, at_start: bool, total: int, done: int | None) -> int:
+    """Counts the evaluations of a run from step `done` on (None: a new run): at its start, every so many steps, at its end."""
+    begun = done or 0
+    regular = 0 if every is None else total // every - begun // every
+    at_end = begun < total and (every is None or total % every != 0)
+    return regular + at_end + (at_start and done is None)
