@@ -30,11 +30,9 @@ def frozen(anatomy: Anatomy, patterns: Sequence[str]) -> Anatomy:
 
     packed = _with_parameters(anatomy, of)
     if unmatched:
-        some = ", ".join(dict.fromkeys(stage.name for stage in anatomy.stages if stage.parameters))
+        some = ", ".join(dict.fromkeys(_pattern_of(stage) for stage in anatomy.stages if stage.parameters))
         wrong = ", ".join(f"`{pattern}`" for pattern in unmatched)
-        raise UsageError(
-            f"freeze: no parameter of {type(anatomy.model).__name__} matches {wrong}", hint=f"it has {_short(some)}"
-        )
+        raise UsageError(f"freeze: no parameter of {type(anatomy.model).__name__} matches {wrong}", hint=f"it has {some}")
     if not any(stage.trained for stage in packed.stages):
         raise UsageError(
             f"freeze: every parameter of {type(anatomy.model).__name__} matches, so nothing is left to train",
@@ -93,8 +91,10 @@ def _matches(pattern: str, name: str) -> bool:
     return found is not None and all(int(text) in numbers for text, numbers in zip(found.groups(), ranges, strict=True))
 
 
-def _short(text: str, most: int = 200) -> str:
-    return text if len(text) <= most else f"{text[:most].rpartition(',')[0]}, ..."
+def _pattern_of(stage: Stage) -> str:
+    """Returns a pattern that matches the stage, one for all blocks."""
+    before, name, _ = stage.parameters[0].spec.name.partition(stage.name)
+    return re.sub(r"\.\d+$", ".*", before + name)
 
 
 # ---- what backward is spared ------------------------------------------------------------------------------------------

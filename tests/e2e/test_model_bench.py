@@ -87,6 +87,9 @@ def test_mistakes_are_refused_before_anything_is_measured(shaped: Project, tmp_p
     ):
         run = shaped.fuyou(*words)
         assert run.returncode == 2 and "--" in run.stderr, run.stderr
+    run = shaped.fuyou("bench", "--model", shaped.recipe, "--batch", "2", "--minutes", "0", "freeze=[model.embed_tokens]")
+    assert run.returncode == 2 and "a model with frozen parts is not extrapolated from a few blocks" in run.stderr, run.stderr
+    assert "loading" not in run.stderr
 
 
 @pytest.mark.parametrize(("name", "billions"), [("8b", 8.03), ("13b", 13.02), ("70b", 70.55), ("175b", 174.6)])

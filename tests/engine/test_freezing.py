@@ -101,5 +101,7 @@ def test_a_step_reads_4_bytes_of_a_frozen_bf16_parameter_and_writes_none(way: st
     ],
 )
 def test_patterns_that_freeze_nothing_or_everything_are_refused(patterns: tuple[str, ...], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(UsageError, match=message) as refused:
         Subject(llama(), Shape(), freeze=patterns)
+    known = "it has model.embed_tokens, model.layers.*, model.norm, lm_head"
+    assert refused.value.hint in (known, "leave out the pattern of what is to be trained")

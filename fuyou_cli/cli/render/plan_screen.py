@@ -236,10 +236,12 @@ def _stages(console: Console, plan: Plan, model: ModelSpec, shapes: Symbols) -> 
             count(params),
             gib(sizes[0]),
             _TITLE[weights],
-            gib(sizes[1]),
-            _TITLE[states],
+            gib(sizes[1]) if sizes[1] or not sizes[0] else "frozen",
+            _TITLE[states] if sizes[1] or not sizes[0] else "",
             _TITLE[gradients] if sizes[1] else "",
-            _TITLE[boundary] + (f" +{kept}" if kept else "") + (f" {_TITLE['gpu']} +{kept_there}" if kept_there else ""),
+            (_TITLE[boundary] if boundary else "")
+            + (f" +{kept}" if kept else "")
+            + (f" {_TITLE['gpu']} +{kept_there}" if kept_there else ""),
         )
         position += number
     show(console, content, indent=2)
@@ -247,10 +249,10 @@ def _stages(console: Console, plan: Plan, model: ModelSpec, shapes: Symbols) -> 
     say(console, f"Sizes are for one stage{outputs}.", style="dim", indent=2)
 
 
-def _homes(stage: StagePlan, spec: StageSpec) -> tuple[str, int, tuple[int, int], Tier, Tier, Tier, Tier, int, int]:
+def _homes(stage: StagePlan, spec: StageSpec) -> tuple[str, int, tuple[int, int], Tier, Tier, Tier, Tier | None, int, int]:
     outputs = len(stage.kept), len(stage.kept_there)
-    sizes = spec.weight_bytes, spec.state_bytes
-    return spec.kind, spec.params, sizes, stage.weights, stage.states, stage.gradients, stage.boundary, *outputs
+    sizes, kept_input = (spec.weight_bytes, spec.state_bytes), stage.boundary if spec.goes_back else None
+    return spec.kind, spec.params, sizes, stage.weights, stage.states, stage.gradients, kept_input, *outputs
 
 
 # ---- other plans -----------------------------------------------------------------------------------------------------
