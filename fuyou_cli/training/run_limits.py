@@ -78,7 +78,8 @@ def check_loading(recipe: Recipe, plan: Plan) -> None:
 
 def loaded(plan: Plan) -> int:
     """Returns the bytes that loading writes, wherever the weights rest later. Moments are written by the first updates."""
-    return sum(stage.weights_at.size for stage in plan.stages)
+    frozen = sum(stage.frozen_extent.size for stage in plan.stages if stage.frozen_extent is not None)
+    return frozen + sum(stage.weights_at.size for stage in plan.stages)
 
 
 def written_by_step(plan: Plan) -> int:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from fuyou_cli.cli.stores import run_export
 from fuyou_cli.core.errors import Interrupted, UsageError
 from fuyou_cli.data import collate
+from fuyou_cli.machine import probe
 from fuyou_cli.training.rates import learning_rate
+from fuyou_cli.training.run import Run
+from fuyou_cli.training.run_limits import loaded
 from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.steps import Ready
 
-from .conftest import Project
-from .running import interrupt, prepared_run, train
+from .conftest import Project, Whole
+from .running import interrupt, prepared_run, store_of, train
 
 peft = pytest.importorskip("peft", reason="peft comes with the extra lora")
 
@@ -57,26 +61,34 @@ def lora(new_project: Callable[..., Project], llama: Path) -> Callable[..., Proj
 
 def by_peft(ready: Ready) -> list[float]:
     """The losses of the same steps in memory."""
-    import transformers
-
-    recipe, numerics = ready.planned.recipe, ready.planned.plan.numerics
+    recipe = ready.planned.recipe
     assert recipe.adapter is not None
     keys = recipe.adapter.model_dump(exclude={"type"}) | {"modules_to_save": list(recipe.adapter.modules_to_save) or None}
-    base = transformers.AutoModelForCausalLM.from_pretrained(ready.planned.model_dir, dtype=torch.float32)
     torch.manual_seed(recipe.seed)
-    model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **keys)).train()
+    model = peft.get_peft_model(base_of(ready), peft.LoraConfig(task_type="CAUSAL_LM", **keys)).train()
+    return list(steps_in_memory(ready, model))
+
+
+def base_of(ready: Ready) -> Any:
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(ready.planned.model_dir, dtype=torch.float32)
+
+
+def steps_in_memory(ready: Ready, model: Any, *, first: int = 0) -> Iterator[float]:
+    """The losses of the steps after the first ones. AdamW has seen none."""
+    recipe, numerics = ready.planned.recipe, ready.planned.plan.numerics
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [[p for p in trained if (p.dim() > 1) is decayed] for decayed in (True, False)]
     optimizer = torch.optim.AdamW(
         [{"params": groups[0], "weight_decay": recipe.optimizer.weight_decay}, {"params": groups[1], "weight_decay": 0.0}],
         betas=recipe.optimizer.betas, eps=recipe.optimizer.eps,
     )  # fmt: skip
-    rates, losses = learning_rate(recipe, STEPS), []
-    for step in range(STEPS):
+    rates = learning_rate(recipe, STEPS)
+    for step in range(first, ready.planned.total_steps):
         batch = collate(ready.rows, ready.sampler.batch(step), pad_id=ready.rows.summary.pad_id, max_len=numerics.max_seq_len)
         ids, labels = batch.tensors()
-        counted = int((labels[:, 1:] != -100).sum())
-        losses.append(0.0)
+        counted, whole = int((labels[:, 1:] != -100).sum()), 0.0
         for some in range(0, len(ids), numerics.micro_batch_size):
             here = slice(some, some + numerics.micro_batch_size)
             logits = model(input_ids=ids[here]).logits[:, :-1].float()
@@ -84,13 +96,13 @@ def by_peft(ready: Ready) -> list[float]:
                 torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[here, 1:].flatten(), reduction="sum") / counted
             )
             loss.backward()
-            losses[-1] += loss.item()
+            whole += loss.item()
+        yield whole
         torch.nn.utils.clip_grad_norm_(trained, recipe.train.clip_grad_norm)
         for group in optimizer.param_groups:
             group["lr"] = rates.at(step + 1)
         optimizer.step()
         optimizer.zero_grad()
-    return losses
 
 
 @pytest.mark.parametrize(
@@ -131,3 +143,42 @@ def test_a_saved_run_keeps_its_adapter(lora: Callable[..., Project]) -> None:
     other = lora("other", {"train.max_steps": 2, "adapter": {"r": 8}, "output_dir": str(project.out)})
     with pytest.raises(UsageError, match=r"the adapter \(adapter\) changed"):
         prepared_run(other)
+
+
+def test_the_command_exports_what_peft_loads_and_goes_on_with(lora: Callable[..., Project], tmp_path: Path) -> None:
+    """The loss of the next step is that of the run itself, had it gone on."""
+    import transformers
+
+    constant = {"lr_scheduler": {"name": "constant", "warmup_steps": 0}}
+    longer = lora("longer", constant | {"train.max_steps": STEPS + 1})
+    ready = prepared_run(longer)
+    wanted, _ = train(longer)
+    project = lora(changes=constant | {"export": {"at_end": True, "dtype": "float32"}})
+    ended = project.fuyou("finetune", project.recipe)
+    assert ended.returncode == 0, ended.stderr
+    folder = project.out / "adapter"
+    assert f"exported to {folder} in float32" in ended.stdout
+    assert f"model = PeftModel.from_pretrained(base, {str(folder)!r})" in ended.stderr
+    loaded = peft.PeftModel.from_pretrained(base_of(ready), folder, is_trainable=True)
+    assert next(steps_in_memory(ready, loaded, first=STEPS)) == pytest.approx(wanted[STEPS], rel=1e-6)
+
+    merged = peft.PeftModel.from_pretrained(base_of(ready), folder).merge_and_unload().state_dict()
+    run_export(store_of(project), tmp_path / "merged", [], dtype="bfloat16", merged=True)
+    ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
+    for name, value in ours.state_dict().items():
+        torch.testing.assert_close(value.float(), merged[name], rtol=2**-8, atol=1e-7)
+
+
+def test_a_model_is_not_merged(whole: Callable[..., Whole], tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="holds a model and no adapter"):
+        run_export(whole().store, tmp_path / "out", [], dtype=None, merged=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_plan_counts_what_loading_writes(lora: Callable[..., Project]) -> None:
+    """Frozen weights too, and no more than the adapter for the export."""
+    ready = prepared_run(lora())
+    with Run(ready, memory_now=probe.process_bytes, free_space=probe.free_space) as run:
+        run.load(lambda count: None)
+        assert run.daemon.counters().written_bytes == loaded(run.plan)
+    assert ready.planned.plan.predicted.export_bytes == 4 * ready.planned.model.trained_parameters

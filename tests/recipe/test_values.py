@@ -109,7 +109,10 @@ def test_the_whole_configuration_loads_again(load, write):
 
 def test_every_shipped_recipe_is_valid_and_says_how_to_run_it():
     shipped = shipped_recipes()
-    assert set(shipped) == {"quickstart", "llama31-8b-full-24gb", "llama31-70b-full-24gb", "qwen3-14b-full-24gb"}
+    assert set(shipped) == {
+        "quickstart", "llama31-8b-full-24gb", "llama31-70b-full-24gb", "qwen3-14b-full-24gb", "llama31-8b-lora-8gb",
+        "llama33-70b-lora-24gb",
+    }  # fmt: skip
     for name, path in shipped.items():
         text = path.read_text()
         recipe = load_recipe(path).recipe
