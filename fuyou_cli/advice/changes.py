@@ -15,6 +15,7 @@ from fuyou_cli.core.units import GiB, MiB, align_up
 from fuyou_cli.planner.place import least_memory
 from fuyou_cli.planner.place import plan as first_that_fits
 from fuyou_cli.training.plan_request_of import plan_request
+from fuyou_cli.training.plan_step import as_chosen
 
 from .planning import Outcome, Replanner
 
@@ -25,7 +26,9 @@ SHOWN = 5
 _MOST_QUICK = 40  # plans made only to see whether they fit
 _LEAST_CHUNK, _LEAST_ROW = 64, 128  # tokens; a smaller head piece or row makes no sense
 _HALVINGS = 8
+_WORTH = 0.95  # of a step's time; other losses for less are not worth it
 _FINER, _FEW = 64 * MiB, 4 * GiB  # steps of RAM if there is little of it
+INT8 = "optimizer.state_dtype=int8"
 _PINS = ("weights", "gradients", "optimizer_states", "boundaries", "activations", "lookahead", "defer_updates")
 
 Steps = tuple[tuple[str, ...], ...]  # each is one change: key=value of one or two keys
@@ -167,11 +170,30 @@ def _of_numbers(prepared: Planned, *, fits: bool) -> Iterator[Steps]:
         yield tuple((f"train.batch_size={size}",) for size in smaller)
     yield _if(recipe.train.clip_grad_norm is not None, "train.clip_grad_norm=null")
     yield _if(bfloat16_sums, "precision.grad_accum=bfloat16")
+    yield _if(_may_have_smaller_states(prepared), INT8)
     yield _same_tokens(prepared, [batch * factor for factor in (2, 4, 8, 16) if prepared.total_steps >= factor])
 
 
 def _if(possible: bool, change: str) -> Steps:
     return ((change,),) if possible else ()
+
+
+def _may_have_smaller_states(prepared: Planned) -> bool:
+    recipe = prepared.recipe
+    return recipe.optimizer.state_dtype == "float32" and recipe.offload.optimizer_states != "gpu" and prepared.manifest is None
+
+
+def smaller_states(elsewise: Replanner) -> Outcome | None:
+    """Plans a run that the ssd limits with int8 states and the same choice. Returns None where that is not possible, or gains
+    little."""
+    prepared = elsewise.prepared
+    predicted, found = prepared.plan.predicted, prepared.found
+    if found is None or not predicted.bottleneck.startswith("ssd") or not _may_have_smaller_states(prepared):
+        return None
+    outcome = elsewise.with_keys((INT8,), choose=as_chosen(found.best.choice))
+    if outcome is None or outcome.problems or outcome.plan.predicted.step_seconds > _WORTH * predicted.step_seconds:
+        return None
+    return outcome
 
 
 def _memory(prepared: Planned) -> Steps:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
+from fuyou_cli.core.errors import PlanError
 from fuyou_cli.core.units import brief, gb, gib
 from fuyou_cli.planner.choice import NONE_KEPT, Choice, family, sweep_counts
 from fuyou_cli.planner.place import made_of
 from fuyou_cli.planner.plan_request import PlanRequest
-from fuyou_cli.planner.search import Found, timed
-from fuyou_cli.spec.model import ModelSpec
+from fuyou_cli.planner.search import Found, search, timed
+from fuyou_cli.spec.model import ModelSpec, StateDtype
 from fuyou_cli.spec.plan import Plan
 
 from .planning import alternative
@@ -33,6 +34,7 @@ class Row:
     plan: Plan | None
     slower: float  # extra time over the chosen plan, as a share of its step
     why: str  # where the time goes, or what is too small
+    numerics: bool = False  # losses differ
 
 
 def comparison(prepared: Planned, found: Found) -> tuple[Row, ...]:
@@ -52,7 +54,24 @@ def comparison(prepared: Planned, found: Found) -> tuple[Row, ...]:
         by_knob.append(sorted(rows, key=_order))
     # the closest of every choice comes before the second of any
     taken = [row for together in zip_longest(*by_knob) for row in together if row is not None]
-    return tuple(sorted(taken[:MOST_ROWS], key=_order))
+    states = [*_other_states(prepared)]
+    return tuple(sorted([*taken[: MOST_ROWS - len(states)], *states], key=_order))
+
+
+def _other_states(prepared: Planned) -> Iterator[Row]:
+    """Yields the plans with other dtypes of optimizer states, searched anew. A saved run keeps its own."""
+    model, hardware, request = prepared.model, prepared.hardware, prepared.request
+    if prepared.manifest is not None or request.states == "gpu":
+        return
+    for dtype in get_args(StateDtype):
+        if dtype == model.layout.dtype:
+            continue
+        other = model.with_layout(replace(model.layout, dtype=dtype))
+        try:
+            plan = timed(search(other, hardware, request).best, other, hardware, request)
+        except PlanError:
+            plan = None
+        yield replace(_row(f"optimizer.state_dtype={dtype}", plan, prepared), numerics=True)
 
 
 def _order(row: Row) -> tuple[bool, float, str]:

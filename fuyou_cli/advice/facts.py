@@ -58,6 +58,7 @@ class RunFacts:
     compared: tuple[Row, ...] | None = None  # other choices of the planner
     changes: tuple[Outcome, ...] | None = None  # changes of the recipe that help; None if none were looked for
     tried: int = 0  # plans made to find them
+    smaller: Outcome | None = None  # the run with int8 states, if the ssd limits it and that helps
     advice: str = ""  # what to do if no changes were looked for
     region: FastRegion | None = None  # of the drives; None if they are not known to slow down
     endings: tuple[Ending, ...] = ()  # limits that stop the run before its last step

@@ -62,7 +62,7 @@ def plan_file(plan: Plan, model: ModelSpec, process: int, request: PlanRequest, 
     return PlanFile(
         fuyou_plan=FORMAT,
         model=_mark(model),
-        asked=_asked(request),
+        asked=_asked(model, request),
         memory=request.cpu_budget - process,
         gpu_budget=request.gpu_budget,
         choice=asdict(choice),
@@ -97,8 +97,10 @@ def _flat(value: Any, prefix: str = "") -> dict[str, str]:
     return {key: text for found in inner for key, text in found.items()}
 
 
-def _asked(request: PlanRequest) -> dict[str, str]:
-    return _flat({key: value for key, value in asdict(request).items() if key not in _FREE})
+def _asked(model: ModelSpec, request: PlanRequest) -> dict[str, str]:
+    asked = _flat({key: value for key, value in asdict(request).items() if key not in _FREE})
+    states = model.layout.dtype
+    return asked if states == "float32" else {**asked, "optimizer.state_dtype": json.dumps(states)}
 
 
 def _mark(model: ModelSpec) -> str:
@@ -210,7 +212,7 @@ def _check_run(file: PlanFile, model: ModelSpec, request: PlanRequest) -> None:
             f"update_threads was {threads}, is {request.update_threads} by this machine's cores "
             "and what AdamW on them was last measured at"
         )
-    asked = _asked(request)
+    asked = _asked(model, request)
     for key in dict.fromkeys((*asked, *file.asked)):
         if file.asked.get(key) != asked.get(key):
             raise _changed(key, file.asked.get(key), asked.get(key))

@@ -105,7 +105,7 @@ def _planned(loaded: LoadedRecipe, options: PlanOptions, notes: _Notes) -> Outco
 
 def _facts(loaded: LoadedRecipe, options: PlanOptions, outcome: Outcome) -> RunFacts:
     """Collects what is known about the plan, and plans again to find alternatives."""
-    from fuyou_cli.advice.changes import changes_that_help
+    from fuyou_cli.advice.changes import changes_that_help, smaller_states
     from fuyou_cli.advice.compare import comparison
     from fuyou_cli.advice.facts import facts_of, with_evaluation
     from fuyou_cli.advice.planning import Replanner
@@ -118,8 +118,10 @@ def _facts(loaded: LoadedRecipe, options: PlanOptions, outcome: Outcome) -> RunF
     tokenizer_dir = prepared.inspected.resolved.tokenizer_dir
     rows = None if options.dry_run else counted_evaluation(prepared.recipe, tokenizer_dir)
     facts = with_evaluation(facts, prepared, rows)
-    if not outcome.passes():
-        elsewise = Replanner(loaded=loaded, prepared=prepared, described=described)
+    elsewise = Replanner(loaded=loaded, prepared=prepared, described=described)
+    if outcome.passes():
+        facts = replace(facts, smaller=smaller_states(elsewise))
+    else:
         changes = tuple(changes_that_help(elsewise, fits=not outcome.problems))
         facts = replace(facts, changes=changes, tried=elsewise.plans)
     if options.compare and prepared.found is not None and prepared.fits_ram:

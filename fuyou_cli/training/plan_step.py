@@ -85,7 +85,7 @@ def settle(ready: Ready, hardware: HardwareProfile, disks: StoreDisks | None = N
 def _placed_anew(planner: _Planner, before: Planned, found: Found, rows: int) -> Planned | None:
     """Returns the plan of the choice made before, or None if it is not good enough."""
     try:
-        planned = planner.planned(before.plan.numerics, rows, choose=_as_chosen(found.best.choice))
+        planned = planner.planned(before.plan.numerics, rows, choose=as_chosen(found.best.choice))
     except PlanError:
         return None
     plan, old = planned.plan, before.plan
@@ -94,7 +94,7 @@ def _placed_anew(planner: _Planner, before: Planned, found: Found, rows: int) ->
     return replace(planned, found=found) if same and not is_slower else None
 
 
-def _as_chosen(choice: Choice) -> Choose:
+def as_chosen(choice: Choice) -> Choose:
     """Returns a function that places this choice and no other."""
 
     def choose(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:

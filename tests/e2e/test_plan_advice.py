@@ -104,3 +104,26 @@ def test_what_makes_a_run_fit_is_said_where_its_drives_are_worn_anyway(
         assert fuyou.json("--hardware", "machine.yaml", limit, *change["overrides"])["wear"] > 1
     code, out, _ = fuyou("plan", "recipe.yaml", "--hardware", "machine.yaml", limit)
     assert code == 3 and "of these still writes" in " ".join(out.split())
+
+
+def test_smaller_states_where_a_drive_is_worn_or_binds(new_project: NewProject, command: Callable[[Project], Command]) -> None:
+    """With what they gain, which is what the plan with them says."""
+    project = new_project(changes={**HERE, "train.max_steps": 1000})
+    fuyou, int8 = command(project), "optimizer.state_dtype=int8"
+    machine = {"parts": "1xgen4,64GiB", "store_read": 1e6, "store_write": 1e6}
+    (project.folder / "slow.yaml").write_text(yaml.safe_dump(machine))
+    shown = fuyou.json("--hardware", "slow.yaml")
+    told = shown["smaller_states"]
+    assert int8 in told["overrides"]
+    _, out, _ = fuyou("plan", "recipe.yaml", "--hardware", "slow.yaml")
+    assert f"add {int8}" in " ".join(out.split())
+    small = fuyou.json("--hardware", "slow.yaml", *told["overrides"])
+    assert small["smaller_states"] is None
+    seconds = [found["plan"]["predicted"]["step_seconds"] for found in (small, shown)]
+    assert seconds[0] <= told["figures"]["step_seconds"] < seconds[1]
+    written = shown["plan"]["predicted"]["written_per_step"]
+    drives = [{"model": "small", "capacity": "1TB", "rated_bytes": round(1000 * written / 0.35)}]
+    (project.folder / "worn.yaml").write_text(yaml.safe_dump({"parts": "1xgen4,64GiB", "drives": drives}))
+    worn = fuyou.json("--hardware", "worn.yaml")
+    (helps,) = (change for change in worn["changes"] if int8 in change["overrides"])
+    assert worn["wear"] > 0.3 and helps["figures"]["written_per_step"] < 0.86 * written

@@ -86,6 +86,8 @@ def test_a_described_machine_stands_in_for_this_one(new_project: NewProject, com
     assert shown["run_seconds"] == pytest.approx(6 * shown["plan"]["predicted"]["step_seconds"])
     assert list(shown["phase_peaks"]) == ["load", "train", "save", "resume", "export"]
     others = shown["compared"]
+    states = {row["words"]: row["figures"] for row in others if row["words"].startswith("optimizer.state_dtype=")}
+    assert sorted(states) == ["optimizer.state_dtype=bfloat16", "optimizer.state_dtype=int8"] and all(states.values())
     assert 1 <= len(others) <= 9
     assert all(row["why"] for row in others if row["slower"] is None or row["slower"] > 0.01)
     first = (project.folder / "plan.json").read_bytes()

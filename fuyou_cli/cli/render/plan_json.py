@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from fuyou_cli.advice.facts import RunFacts
+from fuyou_cli.advice.planning import Outcome
 from fuyou_cli.advice.room import Room
 from fuyou_cli.machine.origins import origins_of
 from fuyou_cli.planner.commit_interval import commit_costs
@@ -24,7 +25,11 @@ def plan_json(facts: RunFacts) -> dict[str, object]:
         {"words": row.words, "slower": row.slower if row.plan else None, "why": row.why, "figures": _figures(row.plan)}
         for row in facts.compared or ()
     ]
-    changes = [{"overrides": list(one.overrides), "figures": _figures(one.plan)} for one in facts.changes or ()]
+
+    def changed(outcome: Outcome) -> dict[str, object]:
+        return {"overrides": list(outcome.overrides), "figures": _figures(outcome.plan)}
+
+    changes = [changed(one) for one in facts.changes or ()]
     return {
         "schema_version": SCHEMA_VERSION,
         "fits": not problems,
@@ -57,6 +62,7 @@ def plan_json(facts: RunFacts) -> dict[str, object]:
         "spared": None if facts.spared is None else asdict(facts.spared),
         "compared": None if facts.compared is None else compared,
         "changes": None if facts.changes is None else changes,
+        "smaller_states": None if facts.smaller is None else changed(facts.smaller),
         "tried": None if facts.changes is None else facts.tried,
         "plan": asdict(plan),
     }

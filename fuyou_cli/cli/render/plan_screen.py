@@ -88,6 +88,8 @@ def _understood(facts: RunFacts, shapes: Symbols) -> list[tuple[str, str]]:
     dtypes = "float32 weights"
     if numerics.compute_dtype == "bfloat16":
         dtypes = "bfloat16 weights + int16 remainder = exact float32 master"
+    if model.layout.dtype != "float32":
+        dtypes += f", {model.layout.dtype} states"
     blocks = sum(stage.kind == "block" for stage in model.stages)
     active = f" ({count(model.active_parameters)} active per token)" if model.inactive_parameters else ""
     tied = ", head tied to the embedding" if model.tied_head else ""
@@ -281,9 +283,11 @@ def _plans(title: str, shapes: Symbols) -> Table:
 def _result(row: Row) -> str:
     if row.plan is None:
         return f"does not fit: {row.why}"
-    if row.slower < -LITTLE:
-        return f"{-row.slower:.1%} faster, but {row.why}" if row.why else f"{-row.slower:.1%} faster, not found"
-    found = "as fast, needs more" if row.slower <= LITTLE else f"{row.slower:.1%} slower"
+    faster = f"{-row.slower:.1%} faster"
+    if row.slower < -LITTLE and not row.numerics:
+        return f"{faster}, but {row.why}" if row.why else f"{faster}, not found"
+    found = faster if row.slower < -LITTLE else f"{row.slower:.1%} slower" if row.slower > LITTLE else "as fast"
+    found += ", other losses" if row.numerics else ", needs more" if found == "as fast" else ""
     return f"{found}: {row.why}" if row.why else found
 
 
