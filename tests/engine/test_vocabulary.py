@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from fuyou_cli.core.errors import NumericsError, PlanError, UsageError
 from fuyou_cli.engine.executor import Executor, StepAbandoned
 from fuyou_cli.engine.lookup import is_plain
 from fuyou_cli.planner.place import least_memory, plan
+from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.spec.model import StageKind
 
 from .families import FAMILIES, gpt2, llama
@@ -129,27 +132,49 @@ def large(request: pytest.FixtureRequest) -> Subject:
     return Subject(config, Shape(batch=2, micro=1, vocabulary=2500))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Roomy:
+    """What three steps give with room for two slots of gradients, and what was asked for."""
+
+    losses: list[float]
+    weights: dict[str, torch.Tensor]
+    request: PlanRequest
+
+
+@pytest.fixture(scope="module")
+def roomy(large: Subject, tmp_path_factory: pytest.TempPathFactory) -> Callable[[float | None], Roomy]:
+    """roomy(clip), computed once. Much scratch, so that a step takes more memory than loading."""
+
+    @cache
+    def outcome(clip: float | None) -> Roomy:
+        with Rig(large, tmp_path_factory.mktemp("roomy"), clip=clip, chunks=250) as rig:
+            assert max(len(slots.gradient_slots) for slots in rig.plan.slot_classes) == 2
+            return Roomy(losses=rig.run(3), weights=rig.weights(), request=rig.request)
+
+    return outcome
+
+
 @pytest.mark.parametrize(("lookahead", "clip"), [(1, 0.5), (2, None), (4, 0.5)])
-def test_the_fewest_slots_are_enough(lookahead: int, clip: float | None, large: Subject, tmp_path: Path) -> None:
-    """One slot of gradients for all: what is read ahead must not take the one that is needed first. (Much scratch, so that
-    a step takes more memory than loading.)"""
-    with Rig(large, tmp_path / "roomy", clip=clip, chunks=250) as rig:
-        expected, weights, request = rig.run(3), rig.weights(), replace(rig.request, cpu_budget=1, lookahead=lookahead)
-        assert max(len(slots.gradient_slots) for slots in rig.plan.slot_classes) == 2
+def test_the_fewest_slots_are_enough(
+    lookahead: int, clip: float | None, large: Subject, roomy: Callable[[float | None], Roomy], tmp_path: Path
+) -> None:
+    """One slot of gradients for all: what is read ahead must not take the one that is needed first."""
+    expected = roomy(clip)
+    request = replace(expected.request, cpu_budget=1, lookahead=lookahead)
     with pytest.raises(PlanError):
         plan(large.spec, HARDWARE, request)
     least = least_memory(large.spec, HARDWARE, request)
-    with Rig(large, tmp_path / "tight", clip=clip, lookahead=lookahead, budget=least, chunks=250) as rig:
+    with Rig(large, tmp_path, clip=clip, lookahead=lookahead, budget=least, chunks=250) as rig:
         assert max(len(slots.gradient_slots) for slots in rig.plan.slot_classes) == 1
-        assert rig.run(3) == expected
-        assert unequal(rig.weights(), weights) == []
+        assert rig.run(3) == expected.losses
+        assert unequal(rig.weights(), expected.weights) == []
 
 
-def test_mixed_by_budget(large: Subject, tmp_path: Path) -> None:
+def test_mixed_by_budget(large: Subject, roomy: Callable[[float | None], Roomy], tmp_path: Path) -> None:
     """Some tensors of some pieces in RAM, the others on the ssd; tied without clipping, untied with it."""
     clip = None if large.spec.tied_head else 0.5
     with Rig(large, tmp_path / "ssd", clip=clip) as rig:
-        expected, weights, low = rig.run(3), rig.weights(), rig.plan.predicted.cpu_peak
+        low = rig.plan.predicted.cpu_peak
     with Rig(large, tmp_path / "cpu", home="cpu", clip=clip) as rig:
         high = rig.plan.predicted.cpu_peak
     mixed = 0
@@ -158,8 +183,8 @@ def test_mixed_by_budget(large: Subject, tmp_path: Path) -> None:
             pieces = [p for p, s in zip(rig.plan.stages, large.spec.stages, strict=True) if s.vocabulary and s.params]
             resting = {p.gradients_extent is None for p in pieces}
             mixed += len({p.weights for p in pieces}) == 2 or len({p.states for p in pieces}) == 2 or len(resting) == 2
-            assert rig.run(3) == expected
-            assert unequal(rig.weights(), weights) == []
+            assert rig.run(3) == roomy(clip).losses
+            assert unequal(rig.weights(), roomy(clip).weights) == []
     assert mixed
 
 
@@ -288,15 +313,30 @@ def test_slots_are_those_of_a_piece(tmp_path: Path) -> None:
 
 # ---- giving up -------------------------------------------------------------------------------------------------------
 
+ToGiveUp = Callable[[str, Any], tuple[Subject, list[float], dict[str, torch.Tensor]]]
+
+
+@pytest.fixture(scope="module")
+def to_give_up(tmp_path_factory: pytest.TempPathFactory) -> ToGiveUp:
+    """to_give_up(name, device): a subject, and the losses and weights of its three steps where none is given up."""
+
+    @cache
+    def made(name: str, device: Any) -> tuple[Subject, list[float], dict[str, torch.Tensor]]:
+        subject = Subject(MODELS[name], Shape(vocabulary=ROWS, chunk=5))
+        with Rig(subject, tmp_path_factory.mktemp("whole"), device=device) as rig:
+            return subject, rig.run(3), rig.weights()
+
+    return made
+
 
 @pytest.mark.parametrize(("device", "name"), [("cpu", "tied"), ("emulated", "untied")])
 @pytest.mark.parametrize("phase", ["forward", "logits", "head", "backward"])
-def test_a_step_given_up_in_any_pass_can_be_done_again(phase: str, device: Any, name: str, tmp_path: Path) -> None:
+def test_a_step_given_up_in_any_pass_can_be_done_again(
+    phase: str, device: Any, name: str, to_give_up: ToGiveUp, tmp_path: Path
+) -> None:
     """Clipped: nothing of it has been applied before its end."""
-    subject = Subject(MODELS[name], Shape(vocabulary=ROWS, chunk=5))
-    with Rig(subject, tmp_path / "whole", device=device) as rig:
-        expected, weights = rig.run(3), rig.weights()
-    with Rig(subject, tmp_path / "broken", device=device) as rig:
+    subject, expected, weights = to_give_up(name, device)
+    with Rig(subject, tmp_path, device=device) as rig:
         batches = list(subject.batches(3))
         rig.step(*batches[0], 1)
         middle = pieces_of(subject, "head")[1]
