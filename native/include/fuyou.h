@@ -146,7 +146,8 @@ typedef struct {
  * gradients: arena offset when they rest in RAM; else FY_NOWHERE and gradients_source names the store.
  * States of FY_BFLOAT16 are rounded at random: draws follow from seed, step, label and the parameter's index. States of FY_INT8
  * are a row of tiles: a page with the float32 scales of 1,024 blocks of FY_STATE_BLOCK, then FY_STATE_TILE codes (the last
- * tile's in whole pages). Segments then begin at multiples of a block, chunks of the daemon at multiples of a tile. */
+ * tile's in whole pages; int8_states.c says what a code means). Segments then begin at multiples of a block, chunks of the daemon
+ * at multiples of a tile. */
 typedef struct {
     uint64_t params; /* a multiple of 2048: extents stay aligned */
     uint32_t weights_dtype;

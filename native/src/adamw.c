@@ -28,7 +28,7 @@ INLINE uint64_t adamw_span(const struct fy__scalars *s, uint64_t count, int narr
     for (uint64_t i = 0; i < count; i++) {
         float p = narrow_weights ? float_of(joined(weights[i], remainder[i])) : master[i];
         float g = narrow_gradients ? float_of((uint32_t)gradients16[i] << 16) : gradients32[i];
-        (void)adamw_step(&k, g, &p, &momentum[i], &variance[i]);
+        adamw_step(&k, g, &p, &momentum[i], &variance[i]);
         uint32_t bits = bits_of(p);
         if (narrow_weights) {
             weights[i] = (uint16_t)((bits + 0x8000u) >> 16);

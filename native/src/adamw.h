@@ -53,18 +53,16 @@ struct fy__run {
     const void *gradients;
 };
 
-/* One parameter's step. Returns the square root of the new variance. */
-INLINE float adamw_step(const struct fy__scalars *k, float gradient, float *master, float *momentum, float *variance)
+/* One parameter's step. */
+INLINE void adamw_step(const struct fy__scalars *k, float gradient, float *master, float *momentum, float *variance)
 {
     const float g = gradient * k->scale;
     const float p = *master * k->decay;
     const float m = (k->from_gradient ? g : *momentum) + k->blend * (g - *momentum);
     const float v = *variance * k->beta2 + (k->one_less_beta2 * g) * g;
-    const float root = sqrtf(v);
     *momentum = m;
     *variance = v;
-    *master = p + (k->negative_step * m) / (root / k->correction + k->epsilon);
-    return root;
+    *master = p + (k->negative_step * m) / (sqrtf(v) / k->correction + k->epsilon);
 }
 
 /* `narrow` is a constant in every instance: the branches on it are gone before a loop is vectorised. */
@@ -94,5 +92,8 @@ INLINE float gradient_of(int narrow, const void *restrict gradients, uint64_t i)
 /* The same with states in bfloat16 or int8 (small_states.c). Dtypes are those of enum fy_dtype. */
 uint64_t fy__adamw_small(const struct fy__scalars *s, const struct fy__run *run, uint32_t states, uint32_t weights,
                          uint32_t gradients);
+
+/* With states in int8 (int8_states.c). The run begins with a block, and all codes of the block that it ends in are its own. */
+uint64_t fy__adamw_int8(const struct fy__scalars *s, const struct fy__run *run, uint32_t weights, uint32_t gradients);
 
 #endif

@@ -1,7 +1,9 @@
-"""AdamW with bfloat16 and int8 states in numpy, after the header and the text of small_states.c: one rounding per operation."""
+"""AdamW with bfloat16 and int8 states in numpy, after the header and the texts of small_states.c and
+int8_states.c: one rounding per operation."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -66,13 +68,32 @@ def _int8(
     for part in _blocks(segment):
         scale_m, codes_m = _block(momentum, part, np.int8)
         scale_v, codes_v = _block(variance, part, np.uint8)
-        m, v = codes_m.astype(F) * scale_m, codes_v.astype(F) * scale_v
-        state = State(master[part].copy(), m * np.abs(m), (v * v) * (v * v))
-        _stepped(update, segment, part, state, gradients)
-        master[part] = state.master
-        codes_m[:] = _coded(scale_m, np.sqrt(np.abs(state.momentum)), 127) * np.where(state.momentum < 0, -1, 1)
-        roots = np.sqrt(np.sqrt(state.variance))
-        codes_v[:] = np.maximum(_coded(scale_v, roots, 255), roots > 0)
+        p, g = _whole(master[part]), _whole(_values(update, gradients[part]))
+        m, v = _doubled(codes_m[_PLACES] * scale_m), _shifted(codes_v[_PLACES] * scale_v, 2)
+        p, m, v = _int8_step(update, segment, p, g, m, v)
+        master[part] = p[: part.stop - part.start]
+        codes_m[_PLACES] = _coded(scale_m, _halved(m), 127)
+        codes_v[_PLACES] = np.maximum(_coded(scale_v, _shifted(v, -2), 255), 1)
+
+
+def _values(update: Update, gradients: np.ndarray) -> np.ndarray:
+    return reference.bfloat16_values(gradients) if update.gradients_dtype == "bfloat16" else gradients
+
+
+def _int8_step(
+    update: Update, segment: Segment, p: np.ndarray, g: np.ndarray, m: np.ndarray, v: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """AdamW with factors gathered: fewer products, and no division by the correction."""
+    lr, scale, blend = update.lr * float(F(segment.lr_scale)), F(update.gradient_scale), 1.0 - update.beta1
+    keep = F(1) - F(blend) if blend < 0.5 else -(F(blend) - F(1))
+    correction = F(math.sqrt(1.0 - update.beta2**update.step))
+    m = m * keep + ((F(1) - keep) * scale) * g
+    small = (np.sqrt(F(1.0 - update.beta2)) * scale) * g
+    v = v * F(update.beta2) + small * small
+    step = F(-(lr / (1.0 - update.beta1**update.step))) * correction
+    p = p * F(1.0 - lr * float(F(segment.weight_decay))) + (step * m) / (np.sqrt(v) + F(update.epsilon) * correction)
+    assert p.dtype == m.dtype == v.dtype == F
+    return p, m, v
 
 
 def _blocks(segment: Segment) -> Iterator[slice]:
@@ -81,17 +102,41 @@ def _blocks(segment: Segment) -> Iterator[slice]:
         yield slice(first, min(first + STATE_BLOCK, end))
 
 
+def _whole(values: np.ndarray) -> np.ndarray:
+    """A block with zeros behind what there is of it."""
+    return np.concatenate([values, np.zeros(STATE_BLOCK - len(values), F)])
+
+
+# Where the code of a block's parameter is: byte b of word i belongs to parameter 2i + b % 2 + 32 (b / 2).
+_PLACES = np.array([p % 32 // 2 * 4 + p % 2 + p // 32 * 2 for p in range(STATE_BLOCK)])
+
+
 def _block(state: np.ndarray, part: slice, dtype: type) -> tuple[np.ndarray, np.ndarray]:
     """Views of the scale and of the codes."""
     tile, inside = divmod(part.start, STATE_TILE)
     begin = tile * (STATE_TILE + _PAGE)
     scale = begin + inside // STATE_BLOCK * 4
     codes = begin + _PAGE + inside
-    return state[scale : scale + 4].view(F), state[codes : codes + part.stop - part.start].view(dtype)
+    return state[scale : scale + 4].view(F), state[codes : codes + STATE_BLOCK].view(dtype)
+
+
+def _shifted(values: np.ndarray, by: int) -> np.ndarray:
+    bits = values.view(np.uint32)
+    return (bits << np.uint32(by) if by > 0 else bits >> np.uint32(-by)).view(F)
+
+
+def _halved(values: np.ndarray) -> np.ndarray:
+    """The root of the size, with the sign."""
+    return np.copysign(_shifted(np.abs(values), -1), values)
+
+
+def _doubled(roots: np.ndarray) -> np.ndarray:
+    return np.copysign(_shifted(np.abs(roots), 1), roots)
 
 
 def _coded(scale: np.ndarray, roots: np.ndarray, most: int) -> np.ndarray:
-    largest = roots.max()
+    largest = np.abs(roots).max()
+    largest = max(largest, F(2**-119)) if largest > 0 else F(0)
     per_code = F(most) / largest if largest > 0 else F(0)
     scale[0] = largest * (F(1) / F(most))
-    return (roots * per_code + F(0.5)).astype(np.int32)
+    return np.rint(roots * per_code).astype(np.int32)
