@@ -119,6 +119,10 @@ class MergedWeights:
         self._norms: torch.Tensor | None = None
         self._seen: dict[int, int] = {}  # with DoRA: where a piece begins, and its sum when it was read for the norms
 
+    @property
+    def check(self) -> Callable[[], None]:
+        return self._weights.check
+
     def tensors(self) -> list[OutTensor]:
         return [stored for name, stored in self._stored.items() if not is_added(name)]
 
@@ -185,3 +189,9 @@ class MergedWeights:
 
 def _changed(tensor: OutTensor) -> SwapError:
     return SwapError(f"{tensor.name} changed between two reads of the store", hint="nothing was exported: try again")
+
+
+def as_trained(source: Path, weights: StoreWeights) -> StoreWeights | MergedWeights:
+    """Returns the weights of the model that the store in `source` has trained: with its adapter merged in, if it has one."""
+    kept = kept_adapter(source)
+    return weights if kept is None else MergedWeights(weights, read_settings(kept))

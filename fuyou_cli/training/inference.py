@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 
+from ..adapters.adapter_names import base_name
 from ..checkpoint.files import open_checkpoint
 from ..checkpoint.names import entries_for
 from ..checkpoint.reader import TensorReader
@@ -19,6 +20,7 @@ from ..engine.anatomy import Anatomy, dissect
 from ..engine.skeleton import TORCH_DTYPE, build, load_config
 from ..engine.vocabulary import cut_vocabulary, resolved_rows
 from ..engine.weight_stream import ReadInto, WeightStream
+from .adapter_exporting import MergedWeights, as_trained
 from .exporting import READ_ARENA, StoreWeights
 from .state import manifest as manifests
 from .state.at_rest import AtRest, at_rest, find_store
@@ -105,7 +107,7 @@ def open_for_inference(
             bytes_read = partial(getattr, reader, "bytes_read")
         else:
             state = stack.enter_context(at_rest(found.store, arena_size=READ_ARENA, say=say))
-            weights = StoreWeights(state.manifest, state.daemon, state.arena, dtype=found.dtype)
+            weights = as_trained(found.store, StoreWeights(state.manifest, state.daemon, state.arena, dtype=found.dtype))
             read, check = _of_store(found, state, weights), weights.check
             bytes_read = partial(_of_counters, state)
         stream = stack.enter_context(WeightStream(found.anatomy, read, dtype=dtype, memory=memory, device=device))
@@ -129,8 +131,8 @@ def _of_files(found: Found, reader: TensorReader) -> ReadInto:
     return read
 
 
-def _of_store(found: Found, state: AtRest, weights: StoreWeights) -> ReadInto:
-    stored_as = {tensor.name: tensor.stored_as for stage in state.manifest.stages for tensor in stage.tensors}
+def _of_store(found: Found, state: AtRest, weights: StoreWeights | MergedWeights) -> ReadInto:
+    stored_as = {base_name(tensor.name): tensor.stored_as for stage in state.manifest.stages for tensor in stage.tensors}
     shapes = {tensor.name: tensor.model_shape for stage in found.anatomy.stages for tensor in stage.tensors}
     known = {tensor.name: tensor for tensor in weights.tensors()}
     for name, shape in shapes.items():

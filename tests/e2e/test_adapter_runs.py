@@ -21,6 +21,7 @@ from fuyou_cli.training.steps import Ready
 
 from .conftest import Project, Whole
 from .running import interrupt, prepared_run, store_of, train
+from .test_inference import losses_of, streamed
 
 peft = pytest.importorskip("peft", reason="peft comes with the extra lora")
 
@@ -162,7 +163,9 @@ def test_the_command_exports_what_peft_loads_and_goes_on_with(lora: Callable[...
     loaded = peft.PeftModel.from_pretrained(base_of(ready), folder, is_trainable=True)
     assert next(steps_in_memory(ready, loaded, first=STEPS)) == pytest.approx(wanted[STEPS], rel=1e-6)
 
-    merged = peft.PeftModel.from_pretrained(base_of(ready), folder).merge_and_unload().state_dict()
+    model = peft.PeftModel.from_pretrained(base_of(ready), folder).merge_and_unload()
+    assert streamed(store_of(project)) == pytest.approx(losses_of(model), rel=1e-6)
+    merged = model.state_dict()
     run_export(store_of(project), tmp_path / "merged", [], dtype="bfloat16", merged=True)
     ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
     for name, value in ours.state_dict().items():

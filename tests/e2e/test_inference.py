@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,12 +30,15 @@ def streamed(source: Path, dtype: str = "auto") -> list[float]:
     return rows
 
 
-@torch.no_grad()
 def in_memory(folder: Path) -> list[float]:
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    return [float(model(input_ids=row[None], labels=row[None]).loss) * (IDS.shape[1] - 1) for row in IDS]
+    return losses_of(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+
+
+@torch.no_grad()
+def losses_of(model: Any) -> list[float]:
+    return [float(model.eval()(input_ids=row[None], labels=row[None]).loss) * (IDS.shape[1] - 1) for row in IDS]
 
 
 def test_a_model_and_the_store_of_its_run(materials: Path, whole: Callable[..., Whole], tmp_path: Path) -> None:
