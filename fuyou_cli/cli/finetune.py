@@ -192,7 +192,7 @@ def _promises(planned: Planned) -> dict[str, object]:
         "numerics": asdict(plan.numerics),
         "export": str(export_folder(planned.recipe, planned.model_dir)),
         **{f"predicted_{key}": getattr(predicted, key) for key in keys},
-        "deferred_weights": sum(s.weights_at.size for s in plan.stages if s.deferred and s.weights == "ssd"),
+        "deferred_weights": sum(s.weights_at.size for s in plan.stages if s.deferred and s.writes_weights),
         "commit_every": plan.commit_every,
         "choice": placed_in_words(plan, planned.model),
     }

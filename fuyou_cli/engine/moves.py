@@ -18,6 +18,7 @@ from ..spec.plan import Plan
 from ..swap.daemon import Result, SwapDaemon
 from .device_states import DeviceStates, lost
 from .devices.base import Device, Moment
+from .host_memory import HostMemory
 from .updates import build_update, sums_of
 
 # Takes a cause; the time that compute waits inside the context is a stall of that cause.
@@ -94,13 +95,14 @@ class DaemonMoves:
         model: ModelSpec,
         plan: Plan,
         daemon: SwapDaemon,
+        memory: HostMemory,
         device: Device,
         states: DeviceStates,
         tick: Callable[[], None],
         patience: Patience = SILENT,
     ) -> None:
         self.model, self.plan, self.daemon, self._tick, self._patience = model, plan, daemon, tick, patience
-        self._mark, self.states = device.mark, states
+        self._mark, self._memory, self.states = device.mark, memory, states
         self.committing: Committing = Unkept()
         self._open: deque[_HostWait] = deque()
         self._waits: deque[Wait] = deque(maxlen=_MOST_WAITS)
@@ -142,6 +144,12 @@ class DaemonMoves:
             raise lost(f"{result.nonfinite} weights of {name}", generation=record.generation + 1)
         written = self.residency.commits.is_written(record.generation + 1)
         record.sums = sums_of(result, self.plan.stages[record.stage], record.sums, copied=written)
+
+    def join(self, record: Record) -> None:
+        home, slot = self.plan.stages[record.stage].trained_ram, record.span
+        assert home is not None and slot is not None
+        arena = self._memory.arena
+        arena.view(slot.offset, home.size)[:] = arena.view(home.offset, home.size)
 
     def rested(self, record: Record, result: Result) -> None:
         record.gradients_sum = result.data_sum if self.plan.store_mode == "redo" else None

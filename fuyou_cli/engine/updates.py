@@ -38,7 +38,8 @@ def build_update(
 ) -> Update:
     """Returns the request for the AdamW of one stage, whose `record.due` holds its `Scalars`. `target`: the place of the
     stage's ring to write; `copied`: also write what rests in RAM."""
-    assert record.span is not None
+    at = plan.trained_ram or record.span
+    assert at is not None
     scalars: Scalars = record.due
     optimizer, summed_in = scalars.optimizer, record.gradient_slot or plan.gradients_ram  # neither: gradients rest on the ssd
 
@@ -57,8 +58,8 @@ def build_update(
         weights_dtype=layout.weights,
         gradients_dtype=numerics.accumulate_dtype,
         states_dtype=layout.dtype,
-        weights=record.span.offset,
-        weights_target=offset("weights", target) if plan.weights == "ssd" or copied else None,
+        weights=at.offset,
+        weights_target=offset("weights", target) if plan.writes_weights or copied else None,
         gradients=None if summed_in is None else summed_in.offset,
         gradients_source=plan.gradients_extent.offset if summed_in is None and plan.gradients_extent else None,
         remainder=home("remainder", plan.remainder_ram, zero=record.zero_remainder),
@@ -96,7 +97,7 @@ def sums_of(result: Result, plan: StagePlan, before: Sums | None, *, copied: boo
     RAM."""
     states = copied or plan.states == "ssd"
     return Sums(
-        weights=result.weights_sum if copied or plan.weights == "ssd" else None,
+        weights=result.weights_sum if copied or plan.writes_weights else None,
         frozen=None if before is None else before.frozen,
         remainder=result.remainder_sum if states and plan.remainder_at is not None else None,
         momentum=result.momentum_sum if states else None,

@@ -72,8 +72,9 @@ class Visits:
         self.schedule = plan_schedule(model, plan)
         self.states = DeviceStates(model=model, plan=plan, daemon=daemon, memory=memory, device=device)
         self.moves = DaemonMoves(
-            model=model, plan=plan, daemon=daemon, device=device, states=self.states, tick=self.tick, patience=patience
-        )
+            model=model, plan=plan, daemon=daemon, memory=memory, device=device, states=self.states, tick=self.tick,
+            patience=patience,
+        )  # fmt: skip
         self.residency, waiting = self.moves.residency, self.moves.waiting
         self.boundaries = Boundaries(model=model, plan=plan, daemon=daemon, memory=memory)
         self.lookahead = self._lookahead(self.schedule)

@@ -22,7 +22,7 @@ def host_peaks(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest
     homes_in_ram = sum(
         span.size
         for stage in placed.stages
-        for span in (stage.weights_ram, stage.remainder_ram, stage.momentum_ram, stage.variance_ram)
+        for span in (stage.weights_ram, stage.trained_ram, stage.remainder_ram, stage.momentum_ram, stage.variance_ram)
         if span is not None
     )
     largest_slot = max((slots.weight_size for slots in placed.slot_classes), default=0)
@@ -92,7 +92,7 @@ def _memory_lines(model: ModelSpec, hardware: HardwareProfile, request: PlanRequ
             lines.append(MemoryLine(what=what, tier=tier, size=size, total=total, policy=policy))
 
     slots = sum(span.size for slot in placed.slot_classes for span in slot.weight_slots)
-    weights_ram = sum(stage.weights_ram.size for stage in placed.stages if stage.weights_ram)
+    weights_ram = sum(span.size for stage in placed.stages for span in (stage.weights_ram, stage.trained_ram) if span)
     add("weights", "cpu", weights_ram + slots, weights, "home and slots")
     often, why = _places(placed, request)
     once = ", frozen ones once" if frozen else ""

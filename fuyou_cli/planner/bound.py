@@ -128,7 +128,7 @@ def slot_seconds(costs: Costs, visits: Sequence[Visit], plan: Plan, *, rates: tu
         computing = _compute_seconds(costs, visit, plan.stages)
         updating = _update_seconds(costs, plan.stages[owner], rates, plan.commit_every) if visit.update != "none" else 0.0
         if stage.weights_ram is None and visit.owner is not None:
-            weights[stage.slot_class] += computing + updating
+            weights[stage.slot_class] += computing + (updating if stage.trained_ram is None else 0.0)
         if stage.gradients_ram is None and visit.sum_gradients:
             resting = stage.gradients_extent is not None and (stage.deferred or visit.rest)
             written = stage.gradients_extent.size / rates[1] if resting and stage.gradients_extent and rates[1] else 0.0

@@ -112,6 +112,9 @@ class Imagined:
     def updated(self, record: Record, result: object) -> None:
         pass
 
+    def join(self, record: Record) -> None:
+        pass  # a copy of little
+
     def rested(self, record: Record, result: object) -> None:
         pass
 

@@ -17,6 +17,7 @@ from .defer import deferrals
 from .device_homes import staging_slots
 from .placement_context import STORE_UNIT, PlacementContext, Room
 from .plan_request import PlanRequest
+from .small_banks import has_home
 
 ARENA_UNIT = 2 * MiB  # bytes: hugepages round up to this
 DEVICE_UNIT = 512  # bytes: a device's allocator rounds up to this
@@ -79,10 +80,13 @@ def layout(context: PlacementContext, request: PlanRequest, homes: Homes, *, loo
     batches = batch_slots(Room(DEVICE_UNIT) if request.batch_on_device else arena, model, request)
     staging = staging_slots(arena, model, homes.states)
     scratch = arena.take(request.scratch_size)
+    # Many small homes lie closely together.
+    at_rest = Room(STORE_UNIT, used=arena.used) if context.trained_in_ram else arena
     stages = tuple(
-        _stage(arena, transient, context, request, homes, index, boundary=boundaries[index], deferred=deferred[index])
+        _stage(at_rest, transient, context, request, homes, index, boundary=boundaries[index], deferred=deferred[index])
         for index in range(len(model.stages))
     )
+    arena.used = align_up(at_rest.used, ARENA_UNIT)
     return Layout(
         stages=stages,
         slot_classes=slot_classes,
@@ -223,6 +227,9 @@ def _stage(
         gradients_extent=at_rest.gradients or transient.take_if(is_resting and homes.gradients[index] == "ssd", gradient_size),
         boundary_extent=transient.take_if(homes.boundaries[index] == "ssd", boundary),
         weights_ram=arena.take_if(weights_home != "ssd" and states_home != "gpu", stage.weight_bytes),
+        trained_ram=arena.take_if(
+            context.trained_in_ram and has_home(stage, weights_home, states_home), stage.trained_weight_bytes
+        ),
         remainder_ram=arena.take_if(in_ram, stage.state_size("remainder")),
         momentum_ram=arena.take_if(in_ram, stage.state_size("momentum")),
         variance_ram=arena.take_if(in_ram, stage.state_size("variance")),

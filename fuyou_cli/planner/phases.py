@@ -20,7 +20,7 @@ def phase_peaks(plan: Plan) -> dict[str, int]:
     homes = sum(
         span.size
         for stage in plan.stages
-        for span in (stage.weights_ram, stage.remainder_ram, stage.momentum_ram, stage.variance_ram)
+        for span in (stage.weights_ram, stage.trained_ram, stage.remainder_ram, stage.momentum_ram, stage.variance_ram)
         if span is not None
     )
     around = {

@@ -29,6 +29,7 @@ from .memory import Homes, Layout, layout, rests
 from .placement_context import PlacementContext
 from .plan_request import PlanRequest
 from .schedule import Schedule, expand, recommitted
+from .small_banks import rest_in_ram
 
 
 def plan(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
@@ -264,11 +265,12 @@ def _start(model: ModelSpec, request: PlanRequest, kept: Kept, kept_there: Kept)
     deferred = deferrals(model, request)
     boundaries: tuple[Tier, ...] = tuple((request.boundaries or "ssd") if keep else "cpu" for keep in keeps)
     resting = [rests(model, request, index, deferred[index]) for index in range(count)]
-    gradients: list[Tier] = [_beside(request.gradients) if is_resting else "cpu" for is_resting in resting]
+    first: Tier = "cpu" if rest_in_ram(model, request) else "ssd"
+    gradients: list[Tier] = [_beside(request.gradients, first) if is_resting else "cpu" for is_resting in resting]
     there = stages_there(model, request)
     return Homes(
         weights=tuple("gpu" if index in there else request.weights or "ssd" for index in range(count)),
-        states=tuple("gpu" if index in there else _beside(request.states) for index in range(count)),
+        states=tuple("gpu" if index in there else _beside(request.states, first) for index in range(count)),
         gradients=tuple("gpu" if index in there else gradients[index] for index in range(count)),
         boundaries=boundaries,
         kept=kept,
@@ -276,9 +278,9 @@ def _start(model: ModelSpec, request: PlanRequest, kept: Kept, kept_there: Kept)
     )
 
 
-def _beside(asked: Tier | None) -> Tier:
-    """Returns the home of tensors that do not rest on the device. The planner begins with the ssd."""
-    return "ssd" if asked in (None, "gpu") else asked
+def _beside(asked: Tier | None, first: Tier) -> Tier:
+    """Returns the home of tensors that do not rest on the device. The planner begins with `first`."""
+    return first if asked in (None, "gpu") else asked
 
 
 def _without(kept: Kept, others: Kept) -> Kept:

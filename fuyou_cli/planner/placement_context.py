@@ -9,6 +9,7 @@ from ..spec.model import STATE_NAMES, ModelSpec, StageSpec
 from ..spec.plan import Ring, Span
 from .boundary_layout import planned_boundary
 from .plan_request import PlanRequest
+from .small_banks import rest_in_ram
 
 STORE_UNIT = 4096
 MOST_SPARES = 2  # spare places for updates while their old places are not free yet: one is written while another is committed
@@ -50,6 +51,7 @@ class PlacementContext:
     def __init__(self, model: ModelSpec, request: PlanRequest) -> None:
         self.model, self.numerics, is_redo = model, request.group, request.store_mode == "redo"
         self.classes = _classes(model)
+        self.trained_in_ram = rest_in_ram(model, request)  # what updates touch
         room = Room(STORE_UNIT)
         rings = _shared_rings(room, model, self.classes) if is_redo else _own_rings(room, model, request.keep)
         dtype = self.numerics.accumulate_dtype

@@ -35,6 +35,10 @@ class Runner(Protocol):
         """Takes note that the update has ended. Raises if the step cannot go on."""
         ...
 
+    def join(self, record: Record) -> None:
+        """Copies trained weights from their own home in RAM into the record's slot, in front of the frozen ones."""
+        ...
+
     def rested(self, record: Record, result: Any) -> None:
         """Takes note that the stage's gradients rest on the ssd."""
         ...
@@ -60,7 +64,8 @@ class Runner(Protocol):
 
 @dataclass(slots=True)
 class Record:
-    """Holds what is known of one stage. Fetches and an update are never under way together."""
+    """Holds what is known of one stage. Fetches and an update are never under way together, unless trained weights have
+    a home of their own."""
 
     stage: int
     generation: int = 0  # generation of the weights, once `update` has finished

@@ -58,7 +58,7 @@ class Residency:
         for stage in sorted(self._moving):
             record = self.records[stage]
             self._advance(record)
-            if not _has_work(record):
+            if not _has_work(record) and not (record.due is not None and self._has_home(record)):
                 self._moving.discard(stage)
 
     def _advance(self, record: Record) -> None:
@@ -72,6 +72,7 @@ class Residency:
             record.gradient_read = None
         if record.fetches:
             record.fetches = [fetch for fetch in record.fetches if self.transfers.poll(fetch) is None]
+            self._join(record)
             self._free_if_idle(record)  # the visit that asked for them may have let go meanwhile
         if record.update is not None:
             result = self.transfers.poll(record.update)
@@ -153,12 +154,20 @@ class Residency:
         record.span = free.pop()
         record.slotted = True
         self._moving.add(record.stage)
-        place = record.span.offset
-        for extent in plan.weights_extents(record.turn):
-            fetch = self.transfers.read(place, extent.offset, extent.size, priority=FETCH_PRIORITY, label=record.stage)
+        for place, extent in plan.fetched(record.turn):
+            to = record.span.offset + place
+            fetch = self.transfers.read(to, extent.offset, extent.size, priority=FETCH_PRIORITY, label=record.stage)
             record.fetches.append(fetch)
-            place += extent.size
         return True
+
+    def _join(self, record: Record) -> None:
+        """Copies trained weights from their own home into the slot, once the frozen ones are there and no update is to come."""
+        is_whole = record.slotted and not record.fetches and record.update is None and record.due is None
+        if is_whole and self._has_home(record):
+            self._runner.join(record)
+
+    def _has_home(self, record: Record) -> bool:
+        return self.plan.stages[record.stage].trained_ram is not None
 
     def _free_if_idle(self, record: Record) -> None:
         needed = record.held or record.kept or record.update is not None or record.fetches
@@ -266,10 +275,9 @@ class Residency:
             self._moving.add(stage)
 
     def _may_update(self, record: Record) -> bool:
+        in_slot = record.held > 0 and record.span is not None and not record.fetches
         return (
-            record.held > 0
-            and record.span is not None
-            and not record.fetches
+            (in_slot or self._has_home(record))
             and record.update is None
             and record.gradient_write is None
             and self._may_follow(record)
@@ -299,6 +307,7 @@ class Residency:
         record.zero_moments = False
         record.zero_remainder = False
         self._reach(record.generation)
+        self._join(record)
         self._free_gradient_slot(record)
         self._free_if_idle(record)
 
@@ -334,7 +343,7 @@ class Residency:
         for record in self.records:
             if record.due is None:
                 continue
-            if record.span is None:
+            if record.span is None and not self._has_home(record):
                 self.wait_until(partial(self._take_slot, record), "a slot for the weights")
             self.hold(record)
             self.wait_until(partial(self.is_current, record.stage), "updates at the end")

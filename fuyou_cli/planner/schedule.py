@@ -185,9 +185,15 @@ def written_by_update(model: ModelSpec, plan: StagePlan, commit_every: int | Non
     weights, states = stage.trained_weight_bytes, stage.state_bytes
     in_ram = commit_every or 0
     return (
-        weights if plan.weights == "ssd" else weights // in_ram if in_ram else 0,
+        weights if plan.writes_weights else weights // in_ram if in_ram else 0,
         states if plan.states == "ssd" else states // in_ram if in_ram else 0,
     )
+
+
+def _fetched(model: ModelSpec, plan: StagePlan) -> int:
+    """Returns the bytes of weights that are read into a slot."""
+    stage = model.stages[plan.stage]
+    return stage.weight_bytes if plan.trained_ram is None else stage.frozen_weight_bytes
 
 
 def _traffic(model: ModelSpec, stages: tuple[StagePlan, ...], visits: Sequence[Visit], commit_every: int | None) -> Traffic:
@@ -195,7 +201,7 @@ def _traffic(model: ModelSpec, stages: tuple[StagePlan, ...], visits: Sequence[V
     written = dict.fromkeys(read, 0)
     for visit in visits:
         if visit.fetch and visit.owner is not None:
-            read["weights"] += model.stages[visit.owner].weight_bytes
+            read["weights"] += _fetched(model, stages[visit.owner])
         plan = stages[visit.stage]
         if visit.stash and plan.boundary == "ssd" and plan.boundary_extent is not None:
             written["boundaries"] += plan.boundary_extent.size
@@ -229,7 +235,7 @@ def phase_traffic(
     read = written = 0
     for visit in visits:
         if visit.fetch and visit.owner is not None:
-            read += model.stages[visit.owner].weight_bytes
+            read += _fetched(model, stages[visit.owner])
         plan = stages[visit.stage]
         if plan.boundary_extent is not None:
             written += plan.boundary_extent.size * visit.stash

@@ -81,7 +81,8 @@ class StagePlan:
 
     The `_at` spans count from the beginning of the stage's place at a turn, and are of what updates write; frozen weights have
     an extent of their own, which is written once. RAM spans are None unless the home is cpu; weights on the GPU whose states
-    are elsewhere have one as well, which updates write. In RAM frozen weights follow the trained ones.
+    are elsewhere have one as well, which updates write. In RAM frozen weights follow the trained ones. Trained weights may
+    have a home in RAM while the frozen ones of the stage are on the ssd: then they are copied into its slot.
     """
 
     stage: int
@@ -105,6 +106,7 @@ class StagePlan:
     gradients_ram: Span | None
     boundary_ram: Span | None
     frozen_extent: Span | None = None  # of the store; frozen weights
+    trained_ram: Span | None = None  # home of trained weights alone
     kept: tuple[int, ...] = ()  # operators whose outputs rest with the boundary, by index
     kept_there: tuple[int, ...] = ()  # operators whose outputs stay in the device's memory; those of neither are recomputed
 
@@ -127,6 +129,8 @@ class StagePlan:
 
     def ram(self, tensor: StateTensor) -> Span | None:
         """Returns where a tensor rests in RAM; None where it does not, or there is no such tensor."""
+        if tensor == "weights" and self.trained_ram is not None:
+            return self.trained_ram
         if tensor not in ("weights", "frozen") or self.weights_ram is None:
             found: Span | None = None if tensor in ("weights", "frozen") else getattr(self, f"{tensor}_ram")
             return found
@@ -135,9 +139,16 @@ class StagePlan:
         span = trained if tensor == "weights" else frozen
         return span if span.size else None
 
-    def weights_extents(self, turn: int) -> list[Span]:
-        """Returns where all weights lie at a turn, in the order in which they lie in memory."""
-        return [span for span in (self.extent("weights", turn), self.frozen_extent) if span is not None]
+    @property
+    def writes_weights(self) -> bool:
+        """Tells whether every update writes the trained weights to the store."""
+        return self.weights == "ssd" and self.trained_ram is None
+
+    def fetched(self, turn: int) -> list[tuple[int, Span]]:
+        """Returns the extents that are read into a slot at a turn, each with its place in the slot."""
+        trained = self.extent("weights", turn)
+        found = [] if trained is None or self.trained_ram is not None else [(0, trained)]
+        return found if self.frozen_extent is None else [*found, (self.weights_at.size, self.frozen_extent)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -117,10 +117,14 @@ def test_losses_are_those_of_peft_in_memory(adapter: dict[str, Any], lora: Calla
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_stopped_run_continues_with_the_same_bits(dtype: str, lora: Callable[..., Project]) -> None:
-    """With dropout and DoRA, stopped in backward, where the step has begun to sum gradients."""
-    changes = {"adapter": {"r": 4, "lora_dropout": 0.1, "use_dora": True}, "precision.compute": dtype}
+@pytest.mark.parametrize(("dtype", "tier"), [("float32", "ssd"), ("bfloat16", "cpu")])
+def test_a_stopped_run_continues_with_the_same_bits(dtype: str, tier: str, lora: Callable[..., Project]) -> None:
+    """With dropout and DoRA, stopped in backward, where the step has begun to sum gradients. tier: where the adapter rests with
+    its gradients and states."""
+    changes = {
+        "adapter": {"r": 4, "lora_dropout": 0.1, "use_dora": True}, "precision.compute": dtype,
+        "offload.optimizer_states": tier, "offload.gradients": tier,
+    }  # fmt: skip
     whole, stopped = lora("whole", changes), lora("stopped", changes)
     wanted, store = train(whole)
     with pytest.raises(Interrupted):
@@ -185,3 +189,22 @@ def test_the_plan_counts_what_loading_writes(lora: Callable[..., Project]) -> No
         run.load(lambda count: None)
         assert run.daemon.counters().written_bytes == loaded(run.plan)
     assert ready.planned.plan.predicted.export_bytes == 4 * ready.planned.model.trained_parameters
+
+
+def test_without_peft_one_error_names_the_extra(lora: Callable[..., Project], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fuyou_cli.training.adapting.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="the package peft is not installed") as caught:
+        prepared_run(lora())
+    assert "fuyou[lora]" in str(caught.value.hint)
+
+
+def test_states_on_a_device(lora: Callable[..., Project]) -> None:
+    """A stage that rests there is loaded in parts; losses are those of states in RAM."""
+    losses = []
+    for name, tier in (("there", "gpu"), ("ram", "cpu")):
+        changes = {
+            "adapter": {"r": 4, "use_dora": True}, "offload.device": "emulated", "offload.optimizer_states": tier,
+            "offload.weights": "auto", "offload.gradients": "auto", "train.max_steps": 3,
+        }  # fmt: skip
+        losses.append(train(lora(name, changes))[0])
+    assert losses[0] == losses[1]

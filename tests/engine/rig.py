@@ -261,10 +261,10 @@ class Rig:
             if there is not None:
                 there.copy_(flat)
             if placed.weights == "ssd":
-                place = target.offset
-                for extent in placed.weights_extents(0):
-                    self.daemon.wait(self.daemon.write(place, extent.offset, extent.size))
-                    place += extent.size
+                for place, extent in placed.fetched(0):
+                    self.daemon.wait(self.daemon.write(target.offset + place, extent.offset, extent.size))
+            if placed.trained_ram is not None:
+                self.memory.tensor(placed.trained_ram, flat.dtype).copy_(flat[: stage.trained])
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Every parameter as it rests (drained), in the compute dtype."""

@@ -59,8 +59,8 @@ def test_first_gradients_in_bfloat16_are_bitwise(family: str, section: str, tmp_
     assert [name for name, value in wanted.items() if not torch.equal(value, found[name])] == []
 
 
-def test_with_states_in_ram_only_the_adapter_is_written(tmp_path: Path) -> None:
-    """Frozen weights are read twice a step and never written; of the adapter, its weights are."""
+def test_with_states_in_ram_nothing_is_written(tmp_path: Path) -> None:
+    """Frozen weights are read twice a step and never written; the adapter rests in RAM with its gradients and states."""
     changes: dict[str, Any] = {"num_hidden_layers": 8, "hidden_size": 128, "intermediate_size": 512}
     config = type(FAMILIES["llama"])(**{**FAMILIES["llama"].to_dict(), **changes})
     subject = Subject(config, Shape(dtype="bfloat16"), adapter=SECTIONS["plain"])
@@ -68,5 +68,5 @@ def test_with_states_in_ram_only_the_adapter_is_written(tmp_path: Path) -> None:
         before = run.counters()
         run.run(STEPS)
         after = run.counters()
-    assert after.written_bytes - before.written_bytes == STEPS * 2 * run.spec.updated_parameters
-    assert after.read_bytes - before.read_bytes <= STEPS * 4.1 * run.spec.stored_parameters
+    assert after.written_bytes == before.written_bytes
+    assert after.read_bytes - before.read_bytes <= STEPS * 4.0 * run.spec.stored_parameters

@@ -90,6 +90,8 @@ class StageFiles:
         weights = self.memory.tensor(slot, self.dtype, stage.params)
         rest = None if remainder is None else self.memory.tensor(remainder, torch.int16, stage.trained)
         source.fill(stage, 0, weights, rest)
+        if plan.trained_ram is not None:
+            self.memory.tensor(plan.trained_ram, self.dtype).copy_(weights[: stage.trained])
         behind = Span(offset=slot.offset + stage.trained_weight_bytes, size=stage.frozen_weight_bytes)
         filled: dict[StateTensor, Span | None] = {"weights": slot, "frozen": behind, "remainder": remainder}
         record.sums = Sums(
