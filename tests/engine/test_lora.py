@@ -67,6 +67,7 @@ def test_with_states_in_ram_nothing_is_written(tmp_path: Path) -> None:
     with Rig(subject, tmp_path, home="ssd", states="cpu", gradients="cpu", boundaries="cpu") as run:
         before = run.counters()
         run.run(STEPS)
-        after = run.counters()
-    assert after.written_bytes == before.written_bytes
-    assert after.read_bytes - before.read_bytes <= STEPS * 4.0 * run.spec.stored_parameters
+        after, planned = run.counters(), run.plan.predicted
+    assert after.written_bytes - before.written_bytes == 0 == planned.written_per_step
+    assert after.read_bytes - before.read_bytes <= STEPS * planned.read_per_step
+    assert planned.read_per_step <= 4.0 * run.spec.stored_parameters
