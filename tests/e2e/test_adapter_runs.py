@@ -107,10 +107,13 @@ def steps_in_memory(ready: Ready, model: Any, *, first: int = 0) -> Iterator[flo
 
 
 @pytest.mark.parametrize(
-    "adapter", [{"r": 4}, {"r": 4, "use_dora": True, "lora_alpha": 16, "modules_to_save": ["lm_head"]}], ids=["plain", "dora"]
+    ("adapter", "tier"),
+    [({"r": 4}, "cpu"), ({"r": 4, "use_dora": True, "lora_alpha": 16, "modules_to_save": ["lm_head"]}, "ssd")],
+    ids=["plain", "dora"],
 )
-def test_losses_are_those_of_peft_in_memory(adapter: dict[str, Any], lora: Callable[..., Project]) -> None:
-    project = lora(changes={"adapter": adapter})
+def test_losses_are_those_of_peft_in_memory(adapter: dict[str, Any], tier: str, lora: Callable[..., Project]) -> None:
+    """tier: where the adapter rests with its gradients and states; the model's weights are on the ssd."""
+    project = lora(changes={"adapter": adapter, "offload.optimizer_states": tier, "offload.gradients": tier})
     wanted = by_peft(prepared_run(project))
     losses, _ = train(project)
     assert losses == pytest.approx(wanted, rel=1e-6)
@@ -123,7 +126,7 @@ def test_a_stopped_run_continues_with_the_same_bits(dtype: str, tier: str, lora:
     its gradients and states."""
     changes = {
         "adapter": {"r": 4, "lora_dropout": 0.1, "use_dora": True}, "precision.compute": dtype,
-        "offload.optimizer_states": tier, "offload.gradients": tier,
+        "offload.optimizer_states": tier, "offload.gradients": tier, "train.sweep_tokens": 96,
     }  # fmt: skip
     whole, stopped = lora("whole", changes), lora("stopped", changes)
     wanted, store = train(whole)
