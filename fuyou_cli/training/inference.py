@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 
 from ..adapters.adapter_names import base_name
+from ..checkpoint.companions import ADAPTER_CONFIG_NAME, CONFIG_NAME
 from ..checkpoint.files import open_checkpoint
 from ..checkpoint.names import entries_for
 from ..checkpoint.reader import TensorReader
@@ -54,7 +55,7 @@ def is_store(source: Path) -> bool:
     """Tells a run's store, or a folder that holds one, from a folder with a model."""
     names = (manifests.NAME, manifests.BEFORE)
     return any((source / name).is_file() for name in names) or (
-        not (source / "config.json").is_file() and any(source.glob(f"*/{manifests.NAME}"))
+        not (source / CONFIG_NAME).is_file() and any(source.glob(f"*/{manifests.NAME}"))
     )
 
 
@@ -75,8 +76,15 @@ def find(
             raise UsageError(f"there is no store in {source}")
         folder = kept_companions(store) or Path(manifest.model_dir)
         dtype = manifest.compute_dtype if dtype == "auto" else dtype
-    elif not (source / "config.json").is_file() and (source / "model" / "config.json").is_file():
+    elif not (source / CONFIG_NAME).is_file() and (source / "model" / CONFIG_NAME).is_file():
         folder = source / "model"
+    elif not (source / CONFIG_NAME).is_file() and any(
+        (place / ADAPTER_CONFIG_NAME).is_file() for place in (source, source / "adapter")
+    ):
+        raise UsageError(
+            f"{source}: holds an adapter, not a whole model",
+            hint="give the store of its run, or merge it: fuyou export STORE OUT --merged",
+        )
     config = load_config(folder, trust_remote_code=trusted)
     if dtype == "auto":
         dtype = "float32" if config.dtype in (None, torch.float32) else "bfloat16"

@@ -57,3 +57,8 @@ def test_a_model_and_the_store_of_its_run(materials: Path, whole: Callable[..., 
 def test_what_is_no_model_is_said(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"config\.json"):
         find(tmp_path)
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    for source in (tmp_path, tmp_path / "adapter"):
+        with pytest.raises(UsageError, match="holds an adapter"):
+            find(source)
