@@ -13,132 +13,11 @@
  *
  * The arithmetic is elementwise and the sums add up in any order, so the result does not depend on chunks or threads.
  *
- * Everything but fy__update_check() and slot_compute() runs under the daemon's lock. A slot being computed belongs to
- * its update thread alone.
+ * Everything but slot_compute() runs under the daemon's lock. A slot being computed belongs to its update thread alone.
  */
-#include "internal.h"
+#include "update.h"
 
-#include <errno.h>
 #include <string.h>
-
-/* The four tensors that a chunk may read or write, in the order of the scratch. GRADIENTS are only read; their place
- * among a slot's spans is the weights' when it comes to writing. */
-enum { REMAINDER = 0, MOMENTUM, VARIANCE, GRADIENTS, TENSORS };
-_Static_assert(TENSORS == FY__SLOT_SPANS, "a slot has a span per tensor");
-
-static uint64_t weight_bytes(const fy_update *update)
-{
-    assert(update->weights_dtype <= FY_BFLOAT16);
-    return update->weights_dtype == FY_BFLOAT16 ? 2 : 4;
-}
-
-static uint64_t gradient_bytes(const fy_update *update)
-{
-    assert(update->gradients_dtype <= FY_BFLOAT16);
-    return update->gradients_dtype == FY_BFLOAT16 ? 2 : 4;
-}
-
-/* Where a tensor of the update rests, its bytes per parameter (0: of the states' layout) and its place in a slot's scratch, per
- * parameter, which has room for float32 states. */
-struct tensor {
-    fy_home home;
-    uint64_t bytes;
-    uint64_t scratch;
-    bool used;
-};
-
-/* Bytes of a tensor's first `params` parameters. */
-static uint64_t bytes_of(const fy_update *update, const struct tensor *tensor, uint64_t params)
-{
-    return tensor->bytes > 0 ? params * tensor->bytes : fy__state_bytes(update, params);
-}
-
-static struct tensor tensor_of(const fy_update *update, uint32_t which)
-{
-    assert(which < TENSORS);
-    switch (which) {
-    case REMAINDER:
-        return (struct tensor){update->remainder, 2, 0, update->weights_dtype == FY_BFLOAT16};
-    case MOMENTUM:
-        return (struct tensor){update->momentum, 0, 2, true};
-    case VARIANCE:
-        return (struct tensor){update->variance, 0, 6, true};
-    default: /* GRADIENTS */
-        return (struct tensor){
-            {update->gradients, update->gradients_source, FY_NOWHERE}, gradient_bytes(update), 10, true};
-    }
-}
-
-/* ---- the edge ---- */
-
-static bool arena_span_good(const fy_daemon *daemon, uint64_t offset, uint64_t size, uint64_t unit)
-{
-    assert(size > 0);
-    assert(unit > 0);
-    const uint64_t scratch = daemon->options.scratch_offset;
-    if (offset % unit != 0 || !fy__inside(offset, size, daemon->arena->size))
-        return false;
-    return offset + size <= scratch || offset >= scratch + daemon->options.scratch_size;
-}
-
-static bool store_span_good(const fy_daemon *daemon, uint64_t offset, uint64_t size)
-{
-    assert(size > 0);
-    assert(size % FY__PAGE == 0);
-    return offset % FY__PAGE == 0 && fy__inside(offset, size, daemon->store->size);
-}
-
-static bool home_good(const fy_daemon *daemon, const fy_home *home, uint64_t size)
-{
-    const bool in_arena = home->arena != FY_NOWHERE;
-    const bool has_source = home->source != FY_NOWHERE;
-    const bool has_target = home->target != FY_NOWHERE;
-    /* Written from the arena, a span is under direct I/O and must lie on pages. */
-    if (in_arena && (has_source || !arena_span_good(daemon, home->arena, size, has_target ? FY__PAGE : 64)))
-        return false;
-    if (!in_arena && !has_target)
-        return false; /* the new state would rest nowhere */
-    if (has_source && !store_span_good(daemon, home->source, size))
-        return false;
-    if (has_target && !store_span_good(daemon, home->target, size))
-        return false;
-    /* In place or apart: in place a chunk is read before it is written, and no other chunk touches it. */
-    return !has_source || home->source == home->target || home->source + size <= home->target ||
-           home->target + size <= home->source;
-}
-
-int fy__update_check(const fy_daemon *daemon, const fy_update *update, const fy_segment *segments)
-{
-    if (daemon->slots_count == 0)
-        return -EINVAL; /* started without update threads */
-    if (update->params == 0 || update->params % FY__PARAMS_UNIT != 0 || update->params > FY__SPAN_MAX / 4)
-        return -EINVAL;
-    if (update->segment_count > FY_MAX_SEGMENTS)
-        return -E2BIG;
-    if (!fy__update_good(update, segments))
-        return -EINVAL;
-    if (update->states_dtype == FY_INT8 && daemon->options.chunk_params % FY_STATE_TILE != 0 &&
-        update->params > daemon->options.chunk_params)
-        return -EINVAL; /* a chunk would begin inside a tile */
-    const uint64_t weights_size = update->params * weight_bytes(update);
-    const bool written = update->weights_target != FY_NOWHERE;
-    if (!arena_span_good(daemon, update->weights, weights_size, written ? FY__PAGE : 64))
-        return -EINVAL;
-    if (written && !store_span_good(daemon, update->weights_target, weights_size))
-        return -EINVAL;
-    const uint64_t gradients_size = update->params * gradient_bytes(update);
-    if ((update->gradients == FY_NOWHERE) == (update->gradients_source == FY_NOWHERE))
-        return -EINVAL;
-    if (update->gradients != FY_NOWHERE ? !arena_span_good(daemon, update->gradients, gradients_size, 64)
-                                        : !store_span_good(daemon, update->gradients_source, gradients_size))
-        return -EINVAL;
-    for (uint32_t i = REMAINDER; i <= VARIANCE; i++) {
-        const struct tensor tensor = tensor_of(update, i);
-        if (tensor.used && !home_good(daemon, &tensor.home, bytes_of(update, &tensor, update->params)))
-            return -EINVAL;
-    }
-    return 0;
-}
 
 /* ---- the chain ---- */
 
@@ -155,7 +34,7 @@ static uint64_t place_of(const fy_daemon *daemon, const struct fy__slot *slot, c
 {
     assert(tensor->used);
     if (tensor->home.arena != FY_NOWHERE)
-        return tensor->home.arena + bytes_of(&slot->request->update, tensor, slot->first);
+        return tensor->home.arena + tensor_bytes(&slot->request->update, tensor, slot->first);
     return scratch_of(daemon, slot, tensor);
 }
 
@@ -233,7 +112,7 @@ static void slot_read(fy_daemon *daemon, struct fy__slot *slot)
         if (!tensor.used || tensor.home.source == FY_NOWHERE)
             continue;
         span_push(daemon, slot, FY_OP_READ, scratch_of(daemon, slot, &tensor),
-                  tensor.home.source + bytes_of(update, &tensor, slot->first), bytes_of(update, &tensor, slot->count));
+                  tensor.home.source + tensor_bytes(update, &tensor, slot->first), tensor_bytes(update, &tensor, slot->count));
     }
     if (slot->spans_left == 0)
         slot_ready(daemon, slot);
@@ -355,10 +234,11 @@ static struct outcome slot_compute(const fy_daemon *daemon, const struct fy__slo
             continue;
         data[i] = base + place_of(daemon, slot, &tensor);
         if (tensor.home.arena == FY_NOWHERE && tensor.home.source == FY_NOWHERE)
-            memset(data[i], 0, (size_t)bytes_of(update, &tensor, slot->count));
+            memset(data[i], 0, (size_t)tensor_bytes(update, &tensor, slot->count));
         if (sum_reads && tensor.home.source != FY_NOWHERE)
             outcome.read_sums[i] =
-                fy__checksum_update(0, bytes_of(update, &tensor, slot->first), data[i], bytes_of(update, &tensor, slot->count));
+                fy__checksum_update(0, tensor_bytes(update, &tensor, slot->first), data[i],
+                                    tensor_bytes(update, &tensor, slot->count));
     }
     unsigned char *weights = base + update->weights + slot->first * weight_bytes(update);
     outcome.nonfinite = fy__adamw_chunk(update, slot->request->segments, &(struct fy__chunk){
@@ -377,7 +257,8 @@ static struct outcome slot_compute(const fy_daemon *daemon, const struct fy__slo
         const struct tensor tensor = tensor_of(update, i);
         if (tensor.used && tensor.home.target != FY_NOWHERE)
             outcome.sums[i] =
-                fy__checksum_update(0, bytes_of(update, &tensor, slot->first), data[i], bytes_of(update, &tensor, slot->count));
+                fy__checksum_update(0, tensor_bytes(update, &tensor, slot->first), data[i],
+                                    tensor_bytes(update, &tensor, slot->count));
     }
     return outcome;
 }
@@ -398,7 +279,7 @@ static void slot_write(fy_daemon *daemon, struct fy__slot *slot)
         if (!tensor.used || tensor.home.target == FY_NOWHERE)
             continue;
         span_push(daemon, slot, FY_OP_WRITE, place_of(daemon, slot, &tensor),
-                  tensor.home.target + bytes_of(update, &tensor, slot->first), bytes_of(update, &tensor, slot->count));
+                  tensor.home.target + tensor_bytes(update, &tensor, slot->first), tensor_bytes(update, &tensor, slot->count));
     }
     if (slot->spans_left == 0)
         slot_free(daemon, slot);
