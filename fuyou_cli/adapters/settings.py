@@ -27,7 +27,7 @@ class LoraSettings:
 
     def scaling(self, layer: str, rank: int) -> float:
         """Returns by what B A is multiplied in a layer, as peft does: the first pattern that matches its name counts."""
-        matching = (alpha for pattern, alpha in self.alpha_pattern.items() if re.match(rf"(.*\.)?({pattern})$", layer))
+        matching = (alpha for pattern, alpha in self.alpha_pattern.items() if _of_layers(pattern).match(layer))
         alpha = next(matching, self.lora_alpha)
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
@@ -38,7 +38,12 @@ def read_settings(path: Path) -> LoraSettings:
     try:
         found = from_json(LoraSettings, {key.name: content[key.name] for key in fields(LoraSettings) if key.name in content})
         for pattern in found.alpha_pattern:
-            re.compile(pattern)
-    except (UsageError, re.error) as error:
+            _of_layers(pattern)
+    except (UsageError, re.error, OverflowError, RecursionError) as error:
         raise UsageError(f"{path}: {error}", hint=_HINT) from None
     return found
+
+
+def _of_layers(pattern: str) -> re.Pattern[str]:
+    """Compiles a pattern of the end of a layer's name, as peft does."""
+    return re.compile(rf"(.*\.)?({pattern})$")

@@ -204,9 +204,14 @@ def test_a_bit_flipped_on_its_way_is_not_exported(section: str, tmp_path: Path, 
 def test_an_adapter_without_its_configuration_is_not_exported_as_a_model(tmp_path: Path) -> None:
     run = trained(tmp_path, "llama", "plain", "float32")
     configuration = run.store / manifests.COMPANIONS / ADAPTER_CONFIG_NAME
-    configuration.write_text('{"lora_alpha": "much"}')
-    with pytest.raises(UsageError, match=r"adapter_config.json: lora_alpha: expected a number"):
-        export_merged(run.store, tmp_path / "out", dtype="float32", max_shard_size=1 << 30)
+    whole = configuration.read_text()
+    for wrong, says in (
+        ('{"lora_alpha": "much"}', "lora_alpha: expected a number"),
+        (whole.replace('"alpha_pattern": {}', '"alpha_pattern": {"(?i)q": 2}'), "global flags"),
+    ):
+        configuration.write_text(wrong)
+        with pytest.raises(UsageError, match=rf"adapter_config\.json: {says}"):
+            export_merged(run.store, tmp_path / "out", dtype="float32", max_shard_size=1 << 30)
     configuration.unlink()
     with pytest.raises(FuyouError, match=ADAPTER_CONFIG_NAME):
         export_store(run.store, tmp_path / "out", dtype="float32", max_shard_size=1 << 30)
