@@ -66,7 +66,7 @@ def least_interval(*, step: float, commit: float, written: int, resting: int) ->
 def resting_in_ram(plan: Plan) -> int:
     """Returns the bytes that a commit writes on top of a normal step: weights and states whose home is not the ssd."""
     return sum(
-        (stage.weights != "ssd") * _size(stage.weights_at) + (stage.states != "ssd") * _states_size(stage)
+        (not stage.writes_weights) * _size(stage.weights_at) + (stage.states != "ssd") * _states_size(stage)
         for stage in plan.stages
     )
 
