@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import tempfile
-from contextlib import ExitStack
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,19 +14,22 @@ from fuyou_cli.core.units import gb, gib
 from fuyou_cli.machine import probe
 
 from .console import status_console, write_json, write_result, write_status
+from .render.theme import some
 from .signals import like_ctrl_c
 
 if TYPE_CHECKING:
     from fuyou_cli.data import Rows
     from fuyou_cli.recipe.schema import Recipe
+    from fuyou_cli.training.choices import Continued, Question
     from fuyou_cli.training.evaluation import Losses
     from fuyou_cli.training.inference import Found
     from fuyou_cli.training.report import EvalReport
 
 
 @like_ctrl_c()
-def run_eval(source: str, recipe: Recipe, *, json_output: bool) -> None:
-    """Evaluates the model of `source`: a folder or hub name, a run's store, or a run's output folder."""
+def run_eval(source: str, recipe: Recipe, *, choices: Path | None, json_output: bool) -> None:
+    """Evaluates the model of `source`: a folder or hub name, a run's store, or a run's output folder. With `choices`, on the
+    questions of that file and not on the recipe's sets."""
     from fuyou_cli.training.steps import device_name, warm_up
     from fuyou_cli.training.streamed_evaluation import open_losses, room_of
 
@@ -33,34 +37,98 @@ def run_eval(source: str, recipe: Recipe, *, json_output: bool) -> None:
     device, found = device_name(recipe), _find(source, recipe)
     warm_up(recipe)
     with ExitStack() as stack:
-        sets = _rows(recipe, found, stack)
-        rows, longest = max(map(len, sets.values())), max(rows.summary.longest_row for rows in sets.values())
+        asked = _Sets(_rows(recipe, found, stack)) if choices is None else _Questions.read(choices, recipe, found)
         budget = recipe.offload.max_memory.cpu.resolve(
             total=probe.memory_limit(), auto=int((probe.memory_available() + probe.process_bytes()) * 0.9)
         )
-        room = room_of(found, recipe, budget=budget, process=probe.process_bytes(), rows=rows, longest=longest)
+        room = room_of(found, recipe, budget=budget, process=probe.process_bytes(), rows=asked.rows, longest=asked.longest)
         opened, losses = stack.enter_context(open_losses(found, room, device=device, say=write_status))
-        reports = _evaluated(sets, losses.losses, at_once=room.rows, max_len=recipe.dataset.max_seq_len)
+        result, lines = asked.told(losses.losses, at_once=room.rows, max_len=recipe.dataset.max_seq_len)
         opened.check()
         moved = {"passes": losses.passes, "read_bytes": opened.read_bytes()}
     parameters = sum(tensor.numel for stage in found.anatomy.stages for tensor in stage.tensors)
     memory = {"budget": budget, "peak": probe.highest_bytes(), "weights": opened.weights.memory}
     if json_output:
-        sets_as_data = [{key: value for key, value in asdict(report).items() if key != "step"} for report in reports]
         where = {"model": source, "dtype": found.dtype, "parameters": parameters}
-        write_json({**where, "sets": sets_as_data, **moved, "memory": memory})
+        write_json({**where, **result, **moved, "memory": memory})
         return
-    for report in reports:
-        write_result(_told(report))
+    for line in lines:
+        write_result(line)
     passes, read = moved["passes"], moved["read_bytes"]
     each = f"{read / parameters / passes:.2f} bytes per parameter and pass"
     many = f"{passes} pass{'es' * (passes != 1)}"
     write_status(f"{many}, {gb(read)} read ({each}); {gib(memory['peak'])} of {gib(budget)} RAM")
 
 
-def _told(report: EvalReport) -> str:
-    rows = f"{report.rows:,} row{'s' * (report.rows != 1)}"
-    return f"{report.name}  loss {report.loss:.6g}  perplexity {report.perplexity:.6g}  {rows}, {report.tokens:,} tokens"
+Told = tuple[dict[str, object], list[str]]  # for JSON, and lines for people
+
+
+@dataclass(frozen=True, slots=True)
+class _Sets:
+    """Holds the recipe's sets."""
+
+    sets: dict[str, Rows]
+
+    @property
+    def rows(self) -> int:
+        return max(map(len, self.sets.values()))
+
+    @property
+    def longest(self) -> int:
+        return max(rows.summary.longest_row for rows in self.sets.values())
+
+    def told(self, losses: Losses, *, at_once: int, max_len: int) -> Told:
+        reports = _evaluated(self.sets, losses, at_once=at_once, max_len=max_len)
+        as_data = [{key: value for key, value in asdict(report).items() if key != "step"} for report in reports]
+        return {"sets": as_data}, [
+            f"{one.name}  loss {one.loss:.6g}  perplexity {one.perplexity:.6g}  {some(one.rows, 'row')}, {one.tokens:,} tokens"
+            for one in reports
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Questions:
+    """Holds questions, and each of their choices as tokens."""
+
+    questions: list[Question]
+    sequences: list[Continued]
+
+    @classmethod
+    def read(cls, file: Path, recipe: Recipe, found: Found) -> _Questions:
+        from fuyou_cli.data.tokenise import load_tokenizer
+        from fuyou_cli.training.choices import encoded, read_questions
+
+        questions = read_questions(file)
+        tokenizer = load_tokenizer(_tokenizer_dir(recipe, found), chat_template=None, pad_token=None)
+        return cls(questions, encoded(questions, lambda text: list(tokenizer.encode(text, add_special_tokens=False))))
+
+    @property
+    def rows(self) -> int:
+        return len(self.sequences)
+
+    @property
+    def longest(self) -> int:
+        return max(len(one.ids) for one in self.sequences)
+
+    def told(self, losses: Losses, *, at_once: int, max_len: int) -> Told:
+        from fuyou_cli.training.choices import scored
+
+        with _progress(self.rows) as advance:
+            score = scored(self.questions, self.sequences, losses, at_once=at_once, max_len=max_len, progress=advance)
+        if score.cut:
+            write_status(f"note: {some(score.cut, 'choice')} longer than dataset.max_seq_len: the question's beginning is cut")
+        line = f"acc {score.acc:.4f}  acc_norm {score.acc_norm:.4f}  {some(score.questions, 'question')}"
+        return {"choices": asdict(score)}, [line]
+
+
+@contextmanager
+def _progress(rows: int) -> Iterator[Callable[[int], None]]:
+    """Shows how many rows are done; gives what is told of each pass."""
+    from rich.progress import Progress
+
+    with Progress(console=status_console(), transient=True) as progress:
+        task = progress.add_task("evaluating", total=rows)
+        yield lambda count: progress.advance(task, count)
 
 
 def _find(source: str, recipe: Recipe) -> Found:
@@ -90,18 +158,12 @@ def _rows(recipe: Recipe, found: Found, stack: ExitStack) -> dict[str, Rows]:
             "the recipe has nothing to evaluate",
             hint="name files in dataset.eval, or set dataset.eval_fraction of dataset.train",
         )
-    named = recipe.tokenizer.name_or_path
-    tokenizer_dir = found.folder
-    if named is not None:
-        from fuyou_cli.checkpoint.hub import resolve
-
-        tokenizer_dir = resolve(named, tokenizer_only=True, say=write_status)
     check_positions(recipe, found.anatomy, write_status)
     cache = cache_of(recipe)
     if not cache.is_dir():
         cache = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fuyou-rows-")))
     write_status("reading and tokenising the data")
-    sets = evaluation_rows(recipe, tokenizer_dir, cache=cache)
+    sets = evaluation_rows(recipe, _tokenizer_dir(recipe, found), cache=cache)
     for rows in sets.values():
         check_tokens(recipe, found.anatomy, rows.summary)
         for note in rows.summary.notes:
@@ -109,19 +171,20 @@ def _rows(recipe: Recipe, found: Found, stack: ExitStack) -> dict[str, Rows]:
     return sets
 
 
-def _evaluated(sets: dict[str, Rows], losses: Losses, *, at_once: int, max_len: int) -> list[EvalReport]:
-    from rich.progress import Progress
+def _tokenizer_dir(recipe: Recipe, found: Found) -> Path:
+    """Returns the folder of the recipe's tokenizer, or of the model's own."""
+    from fuyou_cli.checkpoint.hub import resolve
 
+    named = recipe.tokenizer.name_or_path
+    return found.folder if named is None else resolve(named, tokenizer_only=True, say=write_status)
+
+
+def _evaluated(sets: dict[str, Rows], losses: Losses, *, at_once: int, max_len: int) -> list[EvalReport]:
     from fuyou_cli.training.evaluation import evaluated
 
-    reports, names = [], list(sets)
-    with Progress(console=status_console(), transient=True) as progress:
-        task = progress.add_task("evaluating", total=sum(map(len, sets.values())))
-        for name, rows in sets.items():
-            reports.append(
-                evaluated(
-                    name, rows, losses, at_once=at_once, max_len=max_len, last=name == names[-1],
-                    progress=lambda count: progress.advance(task, count),
-                )
-            )  # fmt: skip
-    return reports
+    names = list(sets)
+    options = {"at_once": at_once, "max_len": max_len}
+    with _progress(sum(map(len, sets.values()))) as advance:
+        return [
+            evaluated(name, rows, losses, last=name == names[-1], progress=advance, **options) for name, rows in sets.items()
+        ]
