@@ -80,6 +80,11 @@ def _check(options: GenerateOptions) -> None:
         raise UsageError("there is nothing to continue", hint="give --prompt TEXT, --file prompts.jsonl, or --chat")
     if options.json_output and options.prompt is None:
         raise UsageError("--json is for --prompt", hint="--file writes one JSON object per line by itself")
+    if options.temperature == 0 and (options.top_p is not None or options.top_k is not None):
+        raise UsageError(
+            "--temperature 0 takes the likeliest token, --top-p and --top-k draw one",
+            hint="give a temperature above 0, or none",
+        )
     ranges: tuple[tuple[str, float | None, float, float], ...] = (
         ("--temperature", options.temperature, 0, 100),
         ("--top-p", options.top_p, 1e-6, 1),

@@ -85,6 +85,7 @@ def test_a_conversation(
         ([], 2, "nothing to continue"),
         (["--prompt", "a", "--file", "b.jsonl"], 2, "cannot be used together"),
         (["--prompt", "a", "--top-p", "1.5"], 2, "--top-p: 1.5 is not between"),
+        (["--prompt", "a", "--temperature", "0", "--top-k", "5"], 2, "--temperature 0 takes the likeliest"),
         (["--prompt", "a", "--memory", "much"], 2, "--memory: expected auto, a size"),
         (["--prompt", ""], 2, "the prompt is empty"),
         (["--prompt", "a", "--max-new-tokens", "64"], 2, "the model has 64 positions"),
