@@ -205,7 +205,7 @@ def _all_of(given: _Given, file: Path) -> None:
             task = progress.add_task(f"prompts {first + 1} to {min(batch.stop, len(rows))} of {len(rows)}", total=most.new)
             found = generator.run(prompts[batch], new=most.new, step=partial(progress.advance, task))
             for (_, row, _), continued in zip(rows[batch], found, strict=True):
-                write_document(json.dumps({**row, **_as_data(continued)}))
+                write_document(json.dumps({**row, **_as_data(continued)}, default=str))  # a date of a Parquet file
                 tokens += continued.tokens
             progress.remove_task(task)
     _tell_speed(tokens, begin)

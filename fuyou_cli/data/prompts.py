@@ -35,6 +35,8 @@ def read_prompts(file: Path, *, chat: bool) -> list[tuple[str, dict[str, Any], P
             found.append((place, row, prompt_of(row, chat=chat)))
         except RowError as error:
             raise UsageError(f"{place}: {error}") from None
+    if not found:
+        raise UsageError(f"{file}: the file has no rows", hint='give lines such as {"prompt": "..."}')
     return found
 
 

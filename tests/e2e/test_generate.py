@@ -99,3 +99,20 @@ def test_what_cannot_be_done_is_said(
 ) -> None:
     assert fuyou("generate", materials / "model", *words) == code
     assert says in capsys.readouterr().err
+
+
+def test_a_file_without_rows(materials: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (file := tmp_path / "prompts.jsonl").write_text("\n\n")
+    assert fuyou("generate", materials / "model", "--file", file) == 2
+    assert "the file has no rows" in capsys.readouterr().err
+
+
+def test_a_row_of_parquet_keeps_its_date(materials: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from datetime import date
+
+    import pyarrow
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table({"prompt": ["The road"], "on": [date(2024, 5, 6)]}), file := tmp_path / "prompts.parquet")
+    assert fuyou("generate", materials / "model", "--file", file, "--max-new-tokens", "1") == 0
+    assert json.loads(capsys.readouterr().out)["on"] == "2024-05-06"
