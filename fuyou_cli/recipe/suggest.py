@@ -66,7 +66,7 @@ _OTHER_NAMES = {
     "export.push_to_hub": "hub_model_id hub_id",
     "adapter": "use_peft use_lora lora qlora peft_config finetuning_type load_in_4bit load_in_8bit quantization_bit",
     "adapter.type": "peft_type",
-    "adapter.r": "lora_r lora_rank",
+    "adapter.r": "lora_r lora_rank rank",
     "adapter.target_modules": "lora_target_modules lora_target lora_target_linear",
     "adapter.modules_to_save": "lora_modules_to_save additional_target",
     "adapter.use_rslora": "peft_use_rslora",
@@ -81,6 +81,9 @@ _MEANINGS = {  # for keys that measure the same idea differently
     "save_strategy": "auto commits as often as it costs little; a run is always saved when it stops",
     "bf16": "bfloat16 or float32",
     "fp16": "bfloat16 or float32",
+    **dict.fromkeys(
+        ["qlora", "load_in_4bit", "load_in_8bit", "quantization_bit"], "LoRA; the weights below it are not quantised"
+    ),
 }
 ALIASES = {name: key for key, names in _OTHER_NAMES.items() for name in names.split()}
 
