@@ -26,8 +26,8 @@ from .schedule import Visit
 
 _ID = 8  # bytes of a token's id, or of its target
 _DEVICE_UPDATE_BYTES = 80  # bytes of memory per parameter: 28 for states, the rest stands for 200 bytes of the faster cache
-# Seconds of an update over those with float32 states, as measured on one thread: fewer bytes, but more operations.
-_STATES_COST = {"float32": 1.0, "bfloat16": 2.0, "int8": 2.5}
+# Seconds of an update over those with float32 states, as measured on one or two threads: fewer bytes, but more operations.
+_STATES_COST = {"float32": 1.0, "bfloat16": 2.0, "int8": 1.25}
 _FLOPS_PER_BYTE = 300  # of a GPU's memory, for an H100. Most cards have fewer, so no update is estimated too fast
 _NORM_PASSES = {"forward": 6, "backward": 16}  # passes over the boundary; norms compute in float32 and have one weight
 
