@@ -30,11 +30,15 @@ if TYPE_CHECKING:
 def run_eval(source: str, recipe: Recipe, *, choices: Path | None, json_output: bool) -> None:
     """Evaluates the model of `source`: a folder or hub name, a run's store, or a run's output folder. With `choices`, on the
     questions of that file and not on the recipe's sets."""
+    import torch
+
     from fuyou_cli.training.steps import device_name, warm_up
     from fuyou_cli.training.streamed_evaluation import open_losses, room_of
 
     probe.highest_bytes()  # from here on
-    device, found = device_name(recipe), _find(source, recipe)
+    if (device := device_name(recipe)) == "cuda" and not torch.cuda.is_available():
+        raise UsageError("offload.device: torch finds no CUDA device on this machine", hint="add offload.device=cpu")
+    found = _find(source, recipe)
     warm_up(recipe)
     with ExitStack() as stack:
         asked = _Sets(_rows(recipe, found, stack)) if choices is None else _Questions.read(choices, recipe, found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import time
@@ -159,7 +160,9 @@ class _Given:
 
         asked = self.options
         sampling = Sampling(temperature=asked.temperature or None, top_p=asked.top_p, top_k=asked.top_k, seed=asked.seed)
-        here = torch.cuda.is_available() if asked.device == "auto" else asked.device == "cuda"
+        if asked.device == "cuda" and not torch.cuda.is_available():
+            raise UsageError("torch finds no CUDA device on this machine", hint="use --device cpu")
+        here = torch.cuda.is_available() and asked.device != "cpu"
         with generator(
             self.found, self.tokeniser, sampling, most, memory=self.budget, taken=probe.process_bytes,
             device=torch.device("cuda" if here else "cpu"), say=write_status,
@@ -240,6 +243,10 @@ def _conversation(given: _Given) -> None:
 
 def _lines() -> Iterator[str]:
     """Yields lines of the terminal, or of a pipe, that are not empty."""
+    if sys.stdin is None:  # closed: <&-
+        return
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # a pipe may hold anything
     while True:
         if sys.stdin.isatty():
             print("> ", end="", file=sys.stderr, flush=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from .conftest import Project, Whole
 from .running import exported, prepared_run
@@ -60,3 +61,6 @@ def test_mistakes(new_project: NewProject, tmp_path: Path) -> None:
     assert little.returncode == 3 and "the evaluation needs " in little.stderr
     missing = project.fuyou("eval", tmp_path, project.recipe, "dataset.eval_fraction=0.1")
     assert missing.returncode == 2 and "config.json" in missing.stderr
+    if not torch.cuda.is_available():
+        without = project.fuyou("eval", model, project.recipe, "dataset.eval_fraction=0.1", "offload.device=cuda")
+        assert without.returncode == 2 and "finds no CUDA device" in without.stderr

@@ -101,6 +101,21 @@ def test_what_cannot_be_done_is_said(
     assert says in capsys.readouterr().err
 
 
+def test_a_conversation_of_bytes_or_of_nothing(materials: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(materials / "model", folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    for stdin in (io.TextIOWrapper(io.BytesIO(b"the \xff mill\n"), encoding="utf-8"), None):
+        monkeypatch.setattr("sys.stdin", stdin)
+        assert fuyou("generate", folder, "--chat", "--max-new-tokens", "2") == 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_gpu_that_is_not_there(materials: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert fuyou("generate", materials / "model", "--prompt", "a", "--device", "cuda") == 2
+    assert "finds no CUDA device" in capsys.readouterr().err
+
+
 def test_a_file_without_rows(materials: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (file := tmp_path / "prompts.jsonl").write_text("\n\n")
     assert fuyou("generate", materials / "model", "--file", file) == 2
