@@ -24,6 +24,8 @@ from ..engine.skeleton import LIBRARY_ERRORS, said
 from ..recipe.schema import AdapterSection
 from .adapter_names import ADAPTER
 
+_SAVED = "it names modules by the end of their names, as norm or lm_head"
+
 
 def inject(model: PreTrainedModel, section: AdapterSection) -> LoraConfig:
     """Puts LoRA layers into `model` in place, and freezes all other parameters but those of `modules_to_save`.
@@ -42,9 +44,10 @@ def inject(model: PreTrainedModel, section: AdapterSection) -> LoraConfig:
     inside = {id(module) for block in blocks for module in block.modules()}
     for name, layer in lora_layers(model):
         if not isinstance(layer, Linear) or id(layer) not in inside:
+            shared = id(layer.get_base_layer().weight) in tied
             raise UsageError(
                 f"adapter.target_modules: {name} is not a linear layer of a decoder block, so it cannot have LoRA yet",
-                hint="leave it out; adapter.modules_to_save trains it in full",
+                hint="leave it out" if shared else "leave it out; adapter.modules_to_save trains it in full",
             )
         _match_dtype(layer)
     _refuse_unused(section, [name for name, _ in lora_layers(model)], _train_in_full(model, tied))
@@ -91,7 +94,8 @@ def _refuse_unused(section: AdapterSection, adapted: list[str], in_full: list[st
         if names:
             raise UsageError(
                 f"adapter.{key}: matches nothing: {', '.join(names)}",
-                hint=f"leave it out, or correct it: layers with LoRA are {', '.join(adapted[:8])}, ...",
+                hint="leave it out, or correct it: "
+                + (_SAVED if key == "modules_to_save" else f"layers with LoRA are {', '.join(adapted[:8])}, ..."),
             )
 
 

@@ -11,7 +11,7 @@ from .arguments import Json, OptionalRecipe, Overrides, loaded_recipe
 
 
 def evaluate(
-    source: Annotated[str, typer.Argument(metavar="MODEL", help="A model, a run's store, or a run's output_dir.")],
+    source: Annotated[str, typer.Argument(metavar="MODEL|STORE|OUTPUT", help="A model, a run's store, or a run's output_dir.")],
     recipe: OptionalRecipe = None,
     overrides: Overrides = None,
     choices: Annotated[

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -83,11 +84,16 @@ class _Sets:
 
     def told(self, losses: Losses, *, at_once: int, max_len: int) -> Told:
         reports = _evaluated(self.sets, losses, at_once=at_once, max_len=max_len)
-        as_data = [{key: value for key, value in asdict(report).items() if key != "step"} for report in reports]
+        as_data = [{key: _finite(value) for key, value in asdict(report).items() if key != "step"} for report in reports]
         return {"sets": as_data}, [
             f"{one.name}  loss {one.loss:.6g}  perplexity {one.perplexity:.6g}  {some(one.rows, 'row')}, {one.tokens:,} tokens"
             for one in reports
         ]
+
+
+def _finite(value: object) -> object:
+    """Returns the value as JSON can have it: no NaN, no infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +136,8 @@ def _progress(rows: int) -> Iterator[Callable[[int], None]]:
     """Shows how many rows are done; gives what is told of each pass."""
     from rich.progress import Progress
 
-    with Progress(console=status_console(), transient=True) as progress:
+    console = status_console()
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("evaluating", total=rows)
         yield lambda count: progress.advance(task, count)
 
@@ -144,6 +151,8 @@ def _find(source: str, recipe: Recipe) -> Found:
     from .render.transfer import Transfers
 
     model, trusted = expanded(source, key="MODEL"), recipe.model.trust_remote_code
+    if model.suffix in (".yaml", ".yml"):
+        raise UsageError(f"{source} is a recipe, not a model", hint="fuyou eval MODEL RECIPE")
     if not model.is_dir():
         with Transfers(status_console()) as progress:
             model = resolve(source, trust_remote_code=trusted, say=write_status, progress=progress)

@@ -131,6 +131,8 @@ class _Given:
 
         from .render.transfer import Transfers
 
+        if not source.strip():
+            raise UsageError("the model has no name", hint="give a model's folder or hub name, a run's store or its output_dir")
         folder = Path(source).expanduser()
         if not folder.is_dir():
             with Transfers(status_console()) as transfers:
@@ -174,11 +176,18 @@ class _Given:
             yield opened
 
 
+def _is_text(text: str) -> bool:
+    """Tells whether the shell gave text: other bytes come as halves of surrogates."""
+    return not any("\ud800" <= one <= "\udfff" for one in text)
+
+
 def _one(given: _Given, text: str) -> None:
     """Continues one text, and shows it as it comes."""
     from fuyou_cli.data.prompts import said, written
     from fuyou_cli.training.generation import extent
 
+    if not _is_text(text):
+        raise UsageError("--prompt: not valid UTF-8", hint="give the text in UTF-8, or in a file by --file")
     ids = given.ids(said(text) if given.options.chat else written(text), "--prompt")
     most = extent(given.found, prompts=[ids], rows=1, new=given.options.new)
     with given.opened(most) as generator:

@@ -91,7 +91,7 @@ def evaluated(
         step=step,
         name=name,
         loss=loss,
-        perplexity=math.exp(loss) if loss < _LARGEST else math.inf,
+        perplexity=math.inf if loss >= _LARGEST else math.exp(loss),
         tokens=tokens,
         rows=len(rows),
         seconds=time.monotonic() - begin,

@@ -65,7 +65,7 @@ def extent(found: Found, *, prompts: Sequence[Sequence[int]], rows: int, new: in
     if most is not None and longest + wanted > most:
         raise UsageError(
             f"the longest prompt has {longest:,} tokens and {wanted:,} follow, but the model has {most:,} positions",
-            hint="shorten the prompt, or give a smaller --max-new-tokens",
+            hint="shorten the prompt, or give a smaller --max-new-tokens" if longest < most else "shorten the prompt",
         )
     return Extent(rows=min(rows, len(prompts)), prompt=longest, new=wanted)
 
@@ -140,7 +140,8 @@ def generator(
         try:
             opened = stack.enter_context(open_for_inference(found, memory=weights, device=device, say=say))
         except PlanError as error:
-            raise PlanError(f"does not fit {gib(memory)}: {error.message}", hint=_smaller(most, needed)) from None
+            process = f"the process itself takes {gib(taken() + _UNMEASURED)}"
+            raise PlanError(f"does not fit {gib(memory)}: {error.message}; {process}", hint=_smaller(most, needed)) from None
         model = stack.enter_context(passing(opened.anatomy, opened.weights))
         yield Generator(model, tokeniser, config, opened)
 

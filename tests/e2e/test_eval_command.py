@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from .conftest import Project, Whole
 from .running import exported, prepared_run
@@ -61,6 +64,20 @@ def test_mistakes(new_project: NewProject, tmp_path: Path) -> None:
     assert little.returncode == 3 and "the evaluation needs " in little.stderr
     missing = project.fuyou("eval", tmp_path, project.recipe, "dataset.eval_fraction=0.1")
     assert missing.returncode == 2 and "config.json" in missing.stderr
+    confused = project.fuyou("eval", project.recipe, project.recipe)
+    assert confused.returncode == 2 and "is a recipe, not a model" in confused.stderr
     if not torch.cuda.is_available():
         without = project.fuyou("eval", model, project.recipe, "dataset.eval_fraction=0.1", "offload.device=cuda")
         assert without.returncode == 2 and "finds no CUDA device" in without.stderr
+
+
+def test_a_model_of_nan_is_told_in_valid_json(new_project: NewProject, tmp_path: Path) -> None:
+    project, folder = new_project(), tmp_path / "model"
+    shutil.copytree(project.materials / "model", folder)
+    (file,) = folder.glob("*.safetensors")
+    weights = {name: tensor.fill_(math.nan) for name, tensor in load_file(file).items()}
+    save_file(weights, file, metadata={"format": "pt"})
+    done = project.fuyou("eval", folder, project.recipe, "dataset.eval_fraction=0.5", "--json")
+    assert done.returncode == 0, done.stderr
+    (told,) = json.loads(done.stdout, parse_constant=pytest.fail)["sets"]
+    assert told["loss"] is None and told["perplexity"] is None

@@ -88,10 +88,11 @@ def test_a_conversation(
         (["--prompt", "a", "--temperature", "0", "--top-k", "5"], 2, "--temperature 0 takes the likeliest"),
         (["--prompt", "a", "--memory", "much"], 2, "--memory: expected auto, a size"),
         (["--prompt", ""], 2, "the prompt is empty"),
+        (["--prompt", "\udcff"], 2, "--prompt: not valid UTF-8"),
         (["--prompt", "a", "--max-new-tokens", "64"], 2, "the model has 64 positions"),
         (["--prompt", "a", "--chat"], 2, "no chat template"),
         (["--file", "nothing.jsonl"], 2, "no such file"),
-        (["--prompt", "a", "--memory", "100MiB"], 3, "does not fit 100 MiB"),
+        (["--prompt", "a", "--memory", "100MiB"], 3, "the process itself takes"),
     ],
 )
 def test_what_cannot_be_done_is_said(

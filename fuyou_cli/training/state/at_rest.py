@@ -59,7 +59,9 @@ def find_store(source: Path) -> Path:
         return found[0]
     if found:
         raise UsageError(f"{source} holds {len(found)} stores", hint="name one: " + ", ".join(map(str, found[:4])))
-    raise UsageError(f"there is no store in {source}", hint="give a run's store folder, or the recipe of the run")
+    raise UsageError(
+        f"there is no store in {source}", hint="give the folder of a run's store, or the offload.dir that it is in"
+    )
 
 
 @contextmanager
