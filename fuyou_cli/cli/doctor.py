@@ -21,6 +21,7 @@ from fuyou_cli.core.printable import one_line
 from fuyou_cli.core.units import MiB, gb, gib
 from fuyou_cli.machine import drives, probe
 from fuyou_cli.machine.scratch import scratch_folder
+from fuyou_cli.training.limits import has_fast_bfloat16
 
 from .console import result_console, write_json
 from .render.theme import column, endurance, show
@@ -102,7 +103,13 @@ def _package(name: str) -> Check:
     except (ImportError, OSError) as error:  # OSError: a shared library that does not load
         return Check("torch", f"{version} does not import: {error}", "reinstall it", is_problem=True)
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
-    return Check("torch", f"{version}, {build}, {torch.get_num_threads()} threads")
+    found = f"{version}, {build}, {torch.get_num_threads()} threads"
+    slow = (
+        ""
+        if has_fast_bfloat16()
+        else "without AVX-512 bfloat16 is slow on the CPU: precision.compute=float32 is several times faster"
+    )
+    return Check("torch", found, slow)
 
 
 def _gpu() -> Iterator[Check]:

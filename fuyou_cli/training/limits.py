@@ -29,6 +29,22 @@ def check_positions(recipe: Recipe, anatomy: Anatomy, say: Callable[[str], None]
     say(f"warning: {beyond} (max_position_embeddings): the model was not trained on rows this long")
 
 
+def note_slow_products(recipe: Recipe, device: str, say: Callable[[str], None]) -> None:
+    """Says where products of bfloat16 matrices are slow: torch has fast ones for processors with AVX-512 or better only."""
+    if device == "cpu" and recipe.precision.compute == "bfloat16" and not has_fast_bfloat16():
+        say("note: without AVX-512 a processor computes bfloat16 slowly; precision.compute=float32 is several times faster")
+
+
+def has_fast_bfloat16() -> bool:
+    """Tells whether torch multiplies bfloat16 matrices by kernels of their own on this processor."""
+    import torch
+
+    try:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    except (AttributeError, RuntimeError):  # a build without oneDNN, of which nothing is known
+        return True
+
+
 def _learns_positions(anatomy: Anatomy, limit: int) -> bool:
     from torch import nn
 

@@ -21,7 +21,7 @@ from ..spec.model import ModelSpec
 from ..spec.plan import Plan
 from .adapting import adapt, added_values, base_name_of, check_peft, stored_names
 from .length import evaluation_rows, evaluation_sets, mixture_of, naming_evaluation, sampler_of, steps_of, tokenised_rows
-from .limits import check_positions, check_tokens
+from .limits import check_positions, check_tokens, note_slow_products
 from .plan_request_of import StoreDisks
 from .rates import learning_rate
 from .state import fingerprints
@@ -222,6 +222,8 @@ def inspect(resolved: Resolved, *, say: Say) -> Inspected:
     outline = outline_of(recipe, resolved.model_dir, strict=resolved.to_run)
     check_positions(recipe, outline.anatomy, say)
     device = device_name(recipe)
+    if resolved.to_run:
+        note_slow_products(recipe, device, say)
     warm_up(recipe)
     return Inspected(resolved=resolved, device=device, outline=outline)
 

@@ -11,7 +11,7 @@ from fuyou_cli.core.units import GiB
 from fuyou_cli.machine.described import described
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.spec.plan import Numerics
-from fuyou_cli.training.limits import gpu_limit, gpu_most
+from fuyou_cli.training.limits import gpu_limit, gpu_most, has_fast_bfloat16, note_slow_products
 from fuyou_cli.training.plan_request_of import plan_request
 
 from .conftest import Project
@@ -58,3 +58,14 @@ def test_the_budget_of_a_card(new_project: Callable[..., Project], free: int, bu
     assert gpu_limit(recipe, machine) == expected
     assert int(0.95 * (gpu_most(recipe, machine) or 0)) == expected
     assert plan_request(recipe, NUMERICS, machine, device="cuda").gpu_budget == expected
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "slow"), [("bfloat16", "cpu", True), ("float32", "cpu", False), ("bfloat16", "cuda", False)]
+)
+def test_slow_products_are_said(new_project: Callable[..., Project], dtype: str, device: str, slow: bool) -> None:
+    said = list[str]()
+    recipe = load_recipe(new_project(changes={"precision.compute": dtype}).recipe).recipe
+    note_slow_products(recipe, device, said.append)
+    assert len(said) == (slow and not has_fast_bfloat16())
+    assert all("precision.compute=float32" in text for text in said)
