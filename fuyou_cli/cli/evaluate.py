@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -83,17 +82,14 @@ class _Sets:
         return max(rows.summary.longest_row for rows in self.sets.values())
 
     def told(self, losses: Losses, *, at_once: int, max_len: int) -> Told:
+        from fuyou_cli.training.jsonl import finite
+
         reports = _evaluated(self.sets, losses, at_once=at_once, max_len=max_len)
-        as_data = [{key: _finite(value) for key, value in asdict(report).items() if key != "step"} for report in reports]
+        as_data = [{key: finite(value) for key, value in asdict(report).items() if key != "step"} for report in reports]
         return {"sets": as_data}, [
             f"{one.name}  loss {one.loss:.6g}  perplexity {one.perplexity:.6g}  {some(one.rows, 'row')}, {one.tokens:,} tokens"
             for one in reports
         ]
-
-
-def _finite(value: object) -> object:
-    """Returns the value as JSON can have it: no NaN, no infinity."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,7 @@ class JsonlLog:
     def write(self, event: str, fields: Mapping[str, object]) -> None:
         """Writes one line: schema_version, event, then `fields`. Numbers that are not finite become null."""
         record = {"schema_version": SCHEMA_VERSION, "event": event, **fields}
-        line = json.dumps(_finite(record), allow_nan=False, ensure_ascii=False, separators=(",", ":")) + "\n"
+        line = json.dumps(finite(record), allow_nan=False, ensure_ascii=False, separators=(",", ":")) + "\n"
         data = line.encode()
         if self._file is None:
             raise ValueError(f"the log {self.path} is closed")
@@ -133,11 +133,12 @@ def _drop_torn_line(file: int) -> None:
         os.ftruncate(file, whole)
 
 
-def _finite(value: object) -> object:
+def finite(value: object) -> object:
+    """Returns the value as JSON can have it: None for NaN and infinity, inside lists and mappings too."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value
