@@ -78,6 +78,18 @@ def test_somebodys_text_in_its_place_is_left_alone(tmp_path: Path) -> None:
     assert text.read_text() == "precious\n" and [path.name for path in text.parent.iterdir()] == ["train.jsonl"]
 
 
+def test_a_processor_slow_in_bfloat16_computes_in_float32_unless_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "has_fast_bfloat16", lambda: False)
+    assert command._for_this_processor(["seed=1"]) == ["seed=1", "precision.compute=float32"]
+    assert "computing in float32" in capsys.readouterr().err
+    assert command._for_this_processor(["precision.compute=bfloat16"]) == ["precision.compute=bfloat16"]
+    monkeypatch.setattr(command, "has_fast_bfloat16", lambda: True)
+    assert command._for_this_processor(["seed=1"]) == ["seed=1"]
+    assert not capsys.readouterr().err
+
+
 # What is looked at of an earlier log: how much memory its steps took, and how it ended
 EARLIER = [{"event": "plan"}, {"event": "step", "step": 1, "loss": 99.0, "ram_peak": 1 << 50}, {"event": "end"}]
 
