@@ -1,13 +1,13 @@
 """Packs tokenised samples into rows of at most `max_seq_len` tokens. Pure functions: arrays in, arrays and counts out.
 
-A sample is (tokens int32 [n], mask uint8 [n]); mask 1 means that the token is a label. Nothing predicts the first token of a
-row, so its mask never counts.
+A sample is (tokens int32 [n], mask uint8 [n]); LABEL in a mask means that the token is a label. Nothing predicts the first
+token of a row, so its mask never counts. Where documents are kept apart, BEGINS marks the first token of each, which is no label.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,9 @@ from fuyou_cli.core.errors import UsageError
 Tokens = NDArray[np.int32]
 Mask = NDArray[np.uint8]
 Row = tuple[Tokens, Mask]
+
+LABEL, BEGINS = 1, 2  # bits of a mask
+OPEN_ROWS = 32  # rows that `isolated` fills at a time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +48,7 @@ class Counts:
 
 def has_loss(mask: Mask) -> bool:
     """Tells whether any label of the row counts."""
-    return bool(mask[1:].any())
+    return bool((mask[1:] & LABEL).any())
 
 
 def lay_out(
@@ -53,11 +56,18 @@ def lay_out(
 ) -> Iterator[Row]:
     """Yields rows in the order of the samples. Rows without a label that counts are left out and counted.
 
-    With `packing: concat` truncate and split are the same: the stream is cut at row ends and nothing is lost.
+    With `packing: concat` truncate and split are the same: the stream is cut at row ends and nothing is lost. With `isolated` a
+    document without a label that counts is left out, and rows are not in the order of the samples.
     """
-    fitting = _fit(samples, packing=bool(packing), overlong=overlong, max_seq_len=max_seq_len, counts=counts)
-    separate = ((sample.tokens, sample.mask) for sample in fitting)
-    rows = concat(fitting, max_seq_len=max_seq_len, counts=counts) if packing else separate
+    fitting = _fit(samples, packing=packing == "concat", overlong=overlong, max_seq_len=max_seq_len, counts=counts)
+    if packing == "concat":
+        yield from _learning(concat(fitting, max_seq_len=max_seq_len, counts=counts), counts)
+        return
+    separate = _learning(((sample.tokens, sample.mask) for sample in fitting), counts)
+    yield from isolated(separate, max_seq_len=max_seq_len) if packing else separate
+
+
+def _learning(rows: Iterable[Row], counts: Counts) -> Iterator[Row]:
     for tokens, mask in rows:
         if has_loss(mask):
             yield tokens, mask
@@ -111,3 +121,41 @@ def concat(samples: Iterable[Sample], *, max_seq_len: int, counts: Counts) -> It
             begun = cut = False
     if filled:
         yield tokens[:filled].copy(), mask[:filled].copy()
+
+
+def isolated(documents: Iterable[Row], *, max_seq_len: int) -> Iterator[Row]:
+    """Puts whole documents into rows of at most `max_seq_len` tokens, each into the fullest row with room for it.
+
+    So many rows are filled at a time; if a document fits in none, the fullest is done.
+    """
+    filling: list[_Filling] = []
+    for tokens, mask in documents:
+        row = max((row for row in filling if row.size + len(tokens) <= max_seq_len), key=_size, default=None)
+        if row is None:
+            if len(filling) == OPEN_ROWS:
+                yield _joined(filling.pop(filling.index(max(filling, key=_size))).documents)
+            filling.append(row := _Filling())
+        row.documents.append((tokens, mask))
+        row.size += len(tokens)
+    for row in filling:
+        yield _joined(row.documents)
+
+
+@dataclass(slots=True, eq=False)
+class _Filling:
+    """Holds a row that has room left, and the tokens in it."""
+
+    documents: list[Row] = field(default_factory=list)
+    size: int = 0
+
+
+def _size(row: _Filling) -> int:
+    return row.size
+
+
+def _joined(documents: list[Row]) -> Row:
+    """Returns a row of these documents, with their beginnings marked."""
+    tokens, mask = (np.concatenate(parts) for parts in zip(*documents, strict=True))
+    ends = np.cumsum([len(part) for part, _ in documents])
+    mask[[0, *ends[:-1]]] = BEGINS
+    return tokens, mask

@@ -1,7 +1,6 @@
 """Maps tokenised rows on disk into memory, and pads a step's rows to one rectangle.
 
-A directory holds tokens.bin (int32), mask.bin (uint8: 1 = the label carries loss), offsets.npy (int64 [rows + 1]) and
-summary.json.
+A directory holds tokens.bin (int32), mask.bin (uint8: the bits of `packing`), offsets.npy (int64 [rows + 1]) and summary.json.
 """
 
 from __future__ import annotations
@@ -17,6 +16,8 @@ from numpy.typing import NDArray
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.units import align_up
+
+from .packing import BEGINS, LABEL
 
 if TYPE_CHECKING:
     import torch
@@ -94,8 +95,13 @@ class Rows:
         return self._tokens[self._span(index)]
 
     def mask(self, index: int) -> NDArray[np.uint8]:
-        """Returns the mask, uint8 [n], read-only: 1 where the token, as a label, carries loss."""
-        return self._mask[self._span(index)]
+        """Returns the mask, uint8 [n]: 1 where the token, as a label, carries loss."""
+        return self._mask[self._span(index)] & np.uint8(LABEL)
+
+    def documents(self, index: int) -> list[int] | None:
+        """Returns the tokens of each document of a row; None if documents are not kept apart."""
+        begins = np.flatnonzero(self._mask[self._span(index)] & BEGINS)
+        return np.diff([*begins, len(self.tokens(index))]).tolist() if len(begins) else None
 
     def _span(self, index: int) -> slice:
         if not 0 <= index < len(self):
@@ -125,6 +131,7 @@ class Batch:
     labels: NDArray[np.int64]  # [B, S], NO_LOSS where a label does not count
     tokens: int  # without padding
     label_tokens: int  # labels that count, at positions >= 1
+    documents: list[list[int]] | None  # tokens of each row's documents, its padding last; None: not kept apart
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (input_ids, labels) as torch tensors that share this batch's memory."""
@@ -147,4 +154,11 @@ def collate(rows: Rows, indices: Sequence[int], *, pad_id: int, max_len: int, mu
         input_ids[number, : len(tokens)] = tokens
         labels[number, : len(tokens)] = np.where(rows.mask(index) != 0, tokens, NO_LOSS)
     counting = int(np.count_nonzero(labels[:, 1:] != NO_LOSS))
-    return Batch(input_ids=input_ids, labels=labels, tokens=sum(lengths), label_tokens=counting)
+    documents = [[*found, width - sum(found)] for index in indices if (found := rows.documents(index)) is not None]
+    return Batch(
+        input_ids=input_ids,
+        labels=labels,
+        tokens=sum(lengths),
+        label_tokens=counting,
+        documents=[[size for size in sizes if size] for sizes in documents] or None,
+    )

@@ -31,7 +31,7 @@ from fuyou_cli.core.errors import UsageError
 from .data_files import kind_of_rows
 from .formats import Chat, Example, RowError, Texts, Tokens, choose_format, loss_target, mapping_hint, read_example
 from .holding_back import Part
-from .packing import Counts, Row, Sample, has_loss, lay_out
+from .packing import LABEL, Counts, Row, Sample, has_loss, lay_out
 from .reading import pieces_of, read_document, read_rows
 from .sandbox import reason, time_limit
 from .tokenise import LARGEST_SAMPLE, Tokeniser, decode_pieces, load_tokenizer
@@ -78,10 +78,11 @@ def _write(rows: Iterable[Row], out: Path, stop_ids: frozenset[int]) -> tuple[di
                 digest.update(data)
                 file.write(data)
             offsets.append(offsets[-1] + len(tokens))
-            label_tokens += int(np.count_nonzero(mask[1:]))
+            learnt = tokens[1:][mask[1:] & LABEL != 0]
+            label_tokens += len(learnt)
             longest = max(longest, len(tokens))
             highest_id = max(highest_id, int(tokens.max()))
-            learns_to_stop = learns_to_stop or bool(np.isin(tokens[1:][mask[1:] != 0], stops).any())
+            learns_to_stop = learns_to_stop or bool(np.isin(learnt, stops).any())
     np.save(out / "offsets.npy", np.frombuffer(offsets, np.int64))
     return {
         "rows": len(offsets) - 1,
@@ -103,7 +104,7 @@ class _Reading:
         self.entry_rows: list[int] = []  # rows of each source of a mixture; otherwise one number for all
         self.shown: Row | None = None  # the first sample whose labels carry loss within a row
         self._request = request
-        self._cut = bool(request["packing"]) and request["overlong"] in ("truncate", "split")
+        self._cut = request["packing"] == "concat" and request["overlong"] in ("truncate", "split")
         self._has_special = False  # whether the document read in pieces has one: it counts once
         self._part = Part(**request["part"]) if "part" in request else None
         self._seen = 0  # samples of all sources, those of the other part too

@@ -125,6 +125,7 @@ class Anatomy:
     model: PreTrainedModel
     stages: tuple[Stage, ...]
     tied_head: bool
+    isolated: bool = False  # documents of a row do not see each other (`isolated`)
 
     def modules(self) -> dict[nn.Module, str]:
         """Returns the names of stages that are modules. For a module that was cut into pieces, the last piece's name is

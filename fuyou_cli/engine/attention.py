@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from .documents import attention_apart, by_document
+
 _KERNELS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}  # torch's numbers
 
 
@@ -35,6 +37,9 @@ class AttentionSeen(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is attention_apart:
+            with self:
+                return by_document(*args, **kwargs)
         if func is torch.nn.functional.scaled_dot_product_attention and not self.kernel:
             chosen = int(torch._fused_sdp_choice(*args, **kwargs))
             self.kernel = _KERNELS.get(chosen, f"kernel {chosen}")

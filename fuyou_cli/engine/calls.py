@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from ..core.errors import UsageError
+from .documents import Documents, attending_apart, check_arguments, laid_out
 from .skeleton import EXPERT_KEYS, LIBRARY_ERRORS, said, setting
 
 WORKING = (
@@ -46,6 +47,7 @@ class StageCall:
     rest: tuple[Any, ...]
     named: dict[str, Any]
     key: str | None  # keyword of the input; None: the input is the first positional argument
+    documents: Documents | None = None  # of the input's rows, which do not see each other; None: rows are whole
 
     @classmethod
     def split(
@@ -68,6 +70,10 @@ class StageCall:
 
     def output(self, x: torch.Tensor) -> Any:
         """Returns the output of the stage's own forward for `x`."""
+        if self.documents is not None:
+            whole = replace(self, documents=None, named=laid_out(self.named, self.documents))
+            with attending_apart(self.documents):
+                return whole.output(x)
         if self.key is None:
             return self.original(x, *self.rest, **self.named)
         return self.original(*self.rest, **{self.key: x}, **self.named)
@@ -159,10 +165,15 @@ class Between(TorchDispatchMode):
 
 
 def stage_calls(
-    model: PreTrainedModel, stages: Mapping[nn.Module, str], *, shape: tuple[int, int], between: Between | None = None
+    model: PreTrainedModel,
+    stages: Mapping[nn.Module, str],
+    *,
+    shape: tuple[int, int],
+    between: Between | None = None,
+    isolated: bool = False,
 ) -> list[tuple[StageCall, torch.Tensor]]:
     """Finds every call of one of `stages` (module to name) in the base model's forward, in order, with its fake input, for ids
-    of `shape`. Raises UsageError for a call that cannot be streamed."""
+    of `shape`. `isolated`: each row is one document. Raises UsageError for a call that cannot be streamed."""
     calls: list[tuple[StageCall, torch.Tensor]] = []
     between = between or Between()
     outputs: dict[object, Any] = {}  # blocks are alike: only one of each sort runs, and the others return what it returned
@@ -173,6 +184,9 @@ def stage_calls(
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             call, x = StageCall.split(name, original, args, kwargs)
+            if isolated:
+                check_arguments(name, call.rest, call.named, shape[1])
+                call = replace(call, documents=[[shape[1]]] * shape[0])
             calls.append((call, x))
             if sort not in outputs:
                 between.within = True
@@ -294,9 +308,10 @@ def put_back(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def one_row_masks(model: PreTrainedModel) -> Iterator[None]:
+def one_row_masks(model: PreTrainedModel, length: int | None = None) -> Iterator[None]:
     """Builds attention masks for one row inside the context, the same for all rows. A mask for the whole batch could take
-    gigabytes. Positions are those of one document and are not read: on a device that would wait for all submitted work."""
+    gigabytes. Positions are those of one document and are not read: on a device that would wait for all submitted work.
+    `length`: tokens that a mask is for; None: all of a row."""
     from transformers import masking_utils
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -311,6 +326,8 @@ def one_row_masks(model: PreTrainedModel) -> Iterator[None]:
             args = (1, *args[1:])
         else:
             kwargs["batch_size"] = 1
+        if length is not None:
+            kwargs |= {"q_length": length, "kv_length": length}
         return build_mask(*args, **kwargs)
 
     ALL_MASK_ATTENTION_FUNCTIONS[name] = build_one_row

@@ -19,6 +19,7 @@ from ..spec.model import ModelSpec, StageSpec, TensorSpec
 from .anatomy import Anatomy, dissect, outline
 from .freezing import with_frozen_work
 from .inspect import inspect
+from .isolated import isolated as kept_apart
 from .skeleton import EXPERT_KEYS, setting
 
 STEPS = 16  # tokens per row when recurrent blocks are traced
@@ -41,10 +42,12 @@ class Described:
     refusal: str | None
 
 
-def outlined(model: PreTrainedModel, *, strict: bool = False) -> Outlined:
-    """Finds the stages of any model with blocks. `strict`: raises the UsageError if the model cannot be trained."""
+def outlined(model: PreTrainedModel, *, strict: bool = False, isolated: bool = False) -> Outlined:
+    """Finds the stages of any model with blocks. `strict`: raises the UsageError if the model cannot be trained. `isolated`:
+    documents of a row do not see each other."""
     try:
-        return Outlined(anatomy=dissect(model), refusal=None)
+        anatomy = dissect(model)
+        return Outlined(anatomy=kept_apart(anatomy) if isolated else anatomy, refusal=None)
     except UsageError as error:
         if strict:
             raise

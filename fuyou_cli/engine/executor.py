@@ -27,6 +27,7 @@ from .attention import AttentionSeen
 from .calls import one_row_masks
 from .compiled import CompiledBlocks
 from .devices.base import Device
+from .documents import Documents, longest
 from .gradients import LOOK, squared_norm
 from .host_memory import HostMemory
 from .loss import IGNORED, shifted
@@ -110,11 +111,15 @@ class Executor:
 
     # ---- a step --------------------------------------------------------------------------------------------------
 
-    def step(self, input_ids: torch.Tensor, labels: torch.Tensor, *, step: int, lr: float, last: bool = False) -> StepOutcome:
+    def step(
+        self, input_ids: torch.Tensor, labels: torch.Tensor, *, step: int, lr: float, last: bool = False,
+        documents: Documents | None = None,
+    ) -> StepOutcome:  # fmt: skip
         """Runs forward, backward, and every update, or defers updates to the next forward.
 
         input_ids, labels: (batch, tokens) int64 in host memory; labels hold -100 for tokens without loss. Step counts from 1.
-        `last`: no step follows, so nothing is prefetched for it.
+        `last`: no step follows, so nothing is prefetched for it. `documents`: of the rows, if the anatomy keeps them apart;
+        None: each row is one.
         """
         assert not self.may_skip or self.plan.clip_grad_norm is not None
         self._squares, self._updating = {}, False
@@ -127,21 +132,28 @@ class Executor:
         self.head.begin_step(self._outcome.label_tokens)
         targets = self.head.placed(targets)  # before anything else is submitted, because such a copy waits for all of it
         input_ids, positions = self.embeddings.placed(input_ids, torch.arange(input_ids.shape[1]).unsqueeze(0))
+        if self.anatomy.isolated and documents is None:
+            documents = [[input_ids.shape[1]]] * input_ids.shape[0]
+        assert self.anatomy.isolated or documents is None
         for rows in self.visits.sweeps(input_ids.shape[0]):
-            self._sweep(input_ids[rows], positions, targets[rows])
+            self._sweep(input_ids[rows], positions, targets[rows], None if documents is None else documents[rows])
         self._outcome.loss = self.head.loss
         self.visits.sums.settle()
         self._outcome.intervals = self.visits.intervals()
         self._decide_updates()
         return self._outcome
 
-    def _sweep(self, input_ids: torch.Tensor, positions: torch.Tensor, targets: torch.Tensor) -> None:
+    def _sweep(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, targets: torch.Tensor, documents: Documents | None
+    ) -> None:
         """Runs forward and backward for some rows of the step's batch."""
         model = self.anatomy.model
         seeing = self.attention if self._sees_attention else nullcontext()
         self._sees_attention = False  # attention is the same in every step
-        with one_row_masks(model), seeing:
+        self._streamed.tape.documents = documents
+        with one_row_masks(model, None if documents is None else longest(documents)), seeing:
             hidden = model.base_model(input_ids=input_ids, position_ids=positions, use_cache=False).last_hidden_state
+        self._streamed.tape.documents = None
         edge, output = get_gradient_edge(hidden), [hidden.detach()]
         del hidden  # free tensors of all rows as soon as they were used: each is as large as a boundary
         gradient = self.head.run(output.pop(), targets)

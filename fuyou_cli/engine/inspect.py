@@ -143,7 +143,8 @@ def _all_costs(
     anatomy: Anatomy, between: Between, *, dtype: str, shape: tuple[int, int], head_chunk_tokens: int
 ) -> list[Costs]:
     """Finds the costs of every stage. Blocks of the same shapes run once."""
-    calls = {call.name: (call, x) for call, x in stage_calls(anatomy.model, anatomy.modules(), shape=shape, between=between)}
+    found = stage_calls(anatomy.model, anatomy.modules(), shape=shape, between=between, isolated=anatomy.isolated)
+    calls = {call.name: (call, x) for call, x in found}
     seen: dict[object, Costs] = {}
     costs: list[Costs] = []
     for index, stage in enumerate(anatomy.stages):

@@ -7,7 +7,8 @@ Between them pass whole-batch tensors, in host memory or on the device.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -18,15 +19,21 @@ from torch.utils.hooks import RemovableHandle
 from .anatomy import Anatomy
 from .calls import StageCall, boundary_of, own_forward, with_boundary
 from .compiled import CompiledBlocks
+from .documents import Documents
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
     """Describes one call of a stage's own forward that can be repeated per micro-batch: `run(x)` with the other arguments
-    bound."""
+    bound. `documents`: those of every row of the call, if they are kept apart."""
 
     stage: int
-    run: Callable[[torch.Tensor], torch.Tensor]
+    run: Callable[..., torch.Tensor]
+    documents: Documents | None = None
+
+    def of(self, rows: slice) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Returns `run` for the boundary of these rows."""
+        return self.run if self.documents is None else partial(self.run, documents=self.documents[rows])
 
 
 class Passes(Protocol):
@@ -83,15 +90,17 @@ class Tape:
     """Records the stages' calls of one step, in order, and walks back through them.
 
     The walk is not left to autograd: on a GPU autograd runs nodes on its own thread, which no signal reaches. Autograd runs
-    only what the model's own forward does between two stages.
+    only what the model's own forward does between two stages. `documents`: of the rows of the next calls.
     """
 
     def __init__(self, passes: Passes) -> None:
         self._passes = passes
+        self.documents: Documents | None = None
         self._calls: list[Streamed] = []
 
     def forget(self) -> None:
         self._calls.clear()
+        self.documents = None
 
     def run(self, call: Call, x: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
         """Runs the stage on `x`, records the call and returns the output."""
@@ -136,14 +145,14 @@ def streamed_forward(
             call = call.placed(passes.shared)
         structure: list[Any] = []
 
-        def run(part: torch.Tensor) -> torch.Tensor:
-            out = call.output(part)
+        def run(part: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
+            out = (call if documents is None else replace(call, documents=documents)).output(part)
             boundary = boundary_of(out, name)
             # Without tensors, which would otherwise live until the stage is done.
             structure[:] = [with_boundary(out, None, name)]
             return boundary
 
-        y = tape.run(Call(stage, run), x, anchor)
+        y = tape.run(Call(stage, run, tape.documents), x, anchor)
         return with_boundary(structure[0], y, name)
 
     return forward

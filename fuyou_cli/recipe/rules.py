@@ -181,6 +181,9 @@ def _compiled(recipe: Recipe) -> Broken:
     if recipe.train.compile and activations in ("keep", "swap"):
         message = f"`offload.activations: {activations}` keeps outputs of operators, but `train.compile: true` leaves none"
         yield "offload.activations", message, "use auto or recompute, or leave train.compile false"
+    if recipe.train.compile and recipe.dataset.packing == "isolated":
+        message = "`train.compile: true` needs rows of one shape, but in `dataset.packing: isolated` documents have many"
+        yield "train.compile", message, "leave it false, or use `dataset.packing: concat`"
 
 
 def _adapter(recipe: Recipe) -> Broken:

@@ -31,7 +31,6 @@ def _other_than(*values: object) -> Callable[[Any], bool]:
 
 _set = _other_than()
 UNBUILT: tuple[Unbuilt, ...] = (
-    Unbuilt("dataset.packing", _one_of("isolated"), "packing that keeps documents apart", "use concat or false"),
     Unbuilt(
         "optimizer.name", _other_than("adamw"), "this optimizer",
         "use adamw; `optimizer.state_dtype: int8` makes its states small",

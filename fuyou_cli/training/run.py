@@ -308,7 +308,7 @@ class Run:
         self.executor.may_skip = self.standing.skipped_in_row < planned.recipe.train.skip_nonfinite
         try:
             with self._naming_device_errors():
-                outcome = self.executor.step(ids, labels, step=number, lr=lr, last=last)
+                outcome = self.executor.step(ids, labels, step=number, lr=lr, last=last, documents=batch.documents)
         except StepAbandoned:
             self.doing.step = False
             return None

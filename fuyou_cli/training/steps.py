@@ -253,7 +253,7 @@ def _with_frozen(recipe: Recipe, model: PreTrainedModel, *, strict: bool) -> Out
     from ..engine.describe import outlined
     from ..engine.freezing import as_marked, frozen
 
-    outline = outlined(model, strict=strict)
+    outline = outlined(model, strict=strict, isolated=recipe.dataset.packing == "isolated")
     anatomy = frozen(outline.anatomy, recipe.freeze) if recipe.adapter is None else as_marked(outline.anatomy)
     return replace(outline, anatomy=anatomy)
 

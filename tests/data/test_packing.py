@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.data.packing import Counts, Row, Sample, concat, has_loss, lay_out
+from fuyou_cli.data.packing import BEGINS, LABEL, OPEN_ROWS, Counts, Row, Sample, concat, has_loss, isolated, lay_out
 
 
 @some.composite
@@ -94,3 +94,45 @@ def test_rows_without_a_label_are_left_out_and_counted() -> None:
     rows = list(lay_out(samples, packing=False, overlong="truncate", max_seq_len=8, counts=counts))
     assert [mask.tolist() for _, mask in rows] == [[0, 0, 1]]
     assert counts.without_loss == 2
+
+
+def test_isolated_keeps_documents_whole_and_marks_where_they_begin() -> None:
+    documents = [(np.full(size, size, np.int32), np.ones(size, np.uint8)) for size in (5, 6, 3, 2, 8)]
+    rows = [(tokens.tolist(), mask.tolist()) for tokens, mask in isolated(documents, max_seq_len=8)]
+    first, rest = BEGINS, LABEL
+    assert rows == [
+        ([5] * 5 + [3] * 3, [first, *[rest] * 4, first, *[rest] * 2]),
+        ([6] * 6 + [2] * 2, [first, *[rest] * 5, first, rest]),
+        ([8] * 8, [first, *[rest] * 7]),
+    ]
+
+
+@given(samples=some.lists(sample(), max_size=80), max_seq_len=some.integers(2, 30))
+def test_isolated_conserves_documents_with_loss(samples: list[Sample], max_seq_len: int) -> None:
+    """As rows of their own: the same documents and labels, but for the order."""
+    alone = list(lay_out(samples, packing=False, overlong="split", max_seq_len=max_seq_len, counts=(ours := Counts())))
+    rows = list(lay_out(samples, packing="isolated", overlong="split", max_seq_len=max_seq_len, counts=(theirs := Counts())))
+    assert ours == theirs
+    assert all(len(tokens) <= max_seq_len and mask[0] == BEGINS for tokens, mask in rows)
+    documents = [
+        (tokens.tolist(), (mask & LABEL).tolist())
+        for row in rows
+        for tokens, mask in zip(*(np.split(part, np.flatnonzero(row[1] & BEGINS)[1:]) for part in row), strict=True)
+    ]
+    assert sorted(documents) == sorted((tokens.tolist(), [0, *mask[1:].tolist()]) for tokens, mask in alone)
+    assert len(rows) <= len(alone)
+
+
+def test_isolated_fills_a_bounded_number_of_rows() -> None:
+    """More rows are open than that only at the end; a row with room for no document so far is done when another is begun."""
+    documents = [(np.zeros(5, np.int32), np.ones(5, np.uint8))] * (OPEN_ROWS + 3)
+    taken = 0
+
+    def counted():
+        nonlocal taken
+        for document in documents:
+            taken += 1
+            yield document
+
+    next(isolated(counted(), max_seq_len=8))
+    assert taken == OPEN_ROWS + 1

@@ -27,6 +27,7 @@ from fuyou_cli.engine.executor import Executor, StepOutcome
 from fuyou_cli.engine.freezing import as_marked, frozen
 from fuyou_cli.engine.host_memory import HostMemory
 from fuyou_cli.engine.inspect import inspect
+from fuyou_cli.engine.isolated import isolated
 from fuyou_cli.engine.skeleton import TORCH_DTYPE, build
 from fuyou_cli.engine.updates import Optimizer
 from fuyou_cli.engine.vocabulary import cut_vocabulary
@@ -71,17 +72,18 @@ class Subject:
     """One random model: as plain PyTorch (`fresh`), as a skeleton cut into stages, and the data it learns."""
 
     def __init__(
-        self, config: PreTrainedConfig, shape: Shape, *, freeze: Sequence[str] = (), adapter: AdapterSection | None = None
-    ) -> None:
+        self, config: PreTrainedConfig, shape: Shape, *, freeze: Sequence[str] = (), adapter: AdapterSection | None = None,
+        attention: str = "sdpa", apart: bool = False,
+    ) -> None:  # fmt: skip
         torch.set_num_threads(1)
         self.config, self.shape, self.adapter = config, shape, adapter
-        skeleton = build(config, dtype=shape.dtype, attention="sdpa")
+        skeleton = build(config, dtype=shape.dtype, attention=attention)
         self.attention = skeleton.config._attn_implementation
         if adapter is not None:
             from fuyou_cli.adapters.injection import inject  # needs peft
 
             inject(skeleton, adapter)
-        anatomy = dissect(skeleton)
+        anatomy = isolated(dissect(skeleton)) if apart else dissect(skeleton)
         anatomy = frozen(anatomy, freeze) if adapter is None else as_marked(anatomy)
         self.anatomy = cut_vocabulary(anatomy, shape.vocabulary)
         self.spec = inspect(

@@ -1,8 +1,8 @@
 """Numbers the operators of a stage's forward whose outputs can be kept. The numbers are the same wherever the forward runs.
 
 The operators are matrix products and attention, in running order. Attention always counts as one operator. If it runs as
-several (no fused kernel on the device) or draws random numbers (dropout), its output is not kept, and the other numbers stay
-the same.
+several (no fused kernel on the device, or documents of a row that are kept apart) or draws random numbers (dropout), its output
+is not kept, and the other numbers stay the same.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any, Literal
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..documents import attention_apart
 
 _aten = torch.ops.aten
 _FACTORS = {  # operator -> indexes of the two factors among its arguments
@@ -114,21 +116,21 @@ class Operators(TorchDispatchMode):
 
 
 class _AttentionCalls(TorchFunctionMode):
-    """Counts calls of scaled_dot_product_attention. `inside`: in a call with dropout, or in one whose result is exactly
-    repeatable."""
+    """Counts calls of attention. `inside`: in one whose result is exactly repeatable, or in one that is not kept: with dropout,
+    or document by document."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls = 0
-        self.inside: Literal["no", "exact", "random"] = "no"
+        self.inside: Literal["no", "exact", "not kept"] = "no"
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is not torch.nn.functional.scaled_dot_product_attention:
+        if func is not torch.nn.functional.scaled_dot_product_attention and func is not attention_apart:
             return func(*args, **kwargs)
         self.calls += 1
         dropout = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
-        self.inside = "random" if dropout else "exact"
+        self.inside = "not kept" if func is attention_apart or dropout else "exact"
         try:
             return func(*args, **kwargs)
         finally:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...core.errors import UsageError
 from ..activations import Activations
+from ..activations.recompute import Run
 from ..crossings import Gathering
 from ..gradients import GradientSum
 from ..streamed import Call
@@ -70,21 +71,21 @@ class BlockPasses:
                 kept = y.leaving.keep(part, visits.boundaries.rows(call.stage, number))
                 visits.boundaries.awaits(call.stage, kept)
             visits.seed(call.stage, number)
-            y.put(rows, activations.forward(call.run, part, number))
+            y.put(rows, activations.forward(call.of(rows), part, number))
             if stash and part._version != version:
-                raise self._written_into(call, part)
+                raise self._written_into(call.stage, call.of(rows), part)
             if len(parts) > 1:
                 visits.between()
         return y.settled()
 
-    def _written_into(self, call: Call, x: torch.Tensor) -> UsageError:
+    def _written_into(self, number: int, run: Run, x: torch.Tensor) -> UsageError:
         """Returns the error for a model that writes into a stage's input: the copy of the input on the host may contain what
         was written."""
         writers = _Writers()
         with writers:
-            call.run(writers.watched(x.clone()))
+            run(writers.watched(x.clone()))
         operators = ", ".join(sorted(writers.found)) or "an operator"
-        stage = self.visits.stages[call.stage]
+        stage = self.visits.stages[number]
         name = f"{stage.name} ({type(stage.module).__name__})"
         return UsageError(
             f"{name} writes into its own input ({operators}), which backward needs unchanged",
@@ -121,7 +122,7 @@ class BlockPasses:
             part = part.detach().requires_grad_(True)  # as in forward, so that the same kernels run
             visits.seed(call.stage, number)
             with torch.enable_grad(), visits.installed(call.stage, flat, trainable=True) as parameters:
-                y = activations.again(call.run, part, number, flat)
+                y = activations.again(call.of(rows), part, number, flat)
                 visits.differentiate(y, grad, [part, *parameters] if passes_on else parameters, total)
             del y, grad
             if passes_on:
