@@ -180,7 +180,8 @@ def _if(possible: bool, change: str) -> Steps:
 
 def _may_have_smaller_states(prepared: Planned) -> bool:
     recipe = prepared.recipe
-    return recipe.optimizer.state_dtype == "float32" and recipe.offload.optimizer_states != "gpu" and prepared.manifest is None
+    usual = (recipe.optimizer.name, recipe.optimizer.state_dtype) == ("adamw", "float32")
+    return usual and recipe.offload.optimizer_states != "gpu" and prepared.manifest is None
 
 
 def smaller_states(elsewise: Replanner) -> Outcome | None:

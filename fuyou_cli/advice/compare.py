@@ -61,7 +61,7 @@ def comparison(prepared: Planned, found: Found) -> tuple[Row, ...]:
 def _other_states(prepared: Planned) -> Iterator[Row]:
     """Yields the plans with other dtypes of optimizer states, searched anew. A saved run keeps its own."""
     model, hardware, request = prepared.model, prepared.hardware, prepared.request
-    if prepared.manifest is not None or request.states == "gpu":
+    if prepared.manifest is not None or request.states == "gpu" or model.layout.rule != "adamw":
         return
     for dtype in get_args(StateDtype):
         if dtype == model.layout.dtype:

@@ -13,7 +13,7 @@ from ..swap.daemon import Home, Result, Segment, Update
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Optimizer:
-    """Describes AdamW as the recipe asks for it."""
+    """Describes the optimizer as the recipe asks for it. `beta1` is also SGD's momentum. Lion and SGD have no epsilon."""
 
     lr: float
     beta1: float
@@ -24,7 +24,7 @@ class Optimizer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scalars:
-    """Holds what one step's AdamW needs besides tensors."""
+    """Holds what one step's updates need besides tensors."""
 
     optimizer: Optimizer
     lr: float
@@ -36,7 +36,7 @@ class Scalars:
 def build_update(
     record: Record, stage: StageSpec, plan: StagePlan, *, numerics: Numerics, layout: StateLayout, target: int, copied: bool
 ) -> Update:
-    """Returns the request for the AdamW of one stage, whose `record.due` holds its `Scalars`. `target`: the place of the
+    """Returns the request for the update of one stage, whose `record.due` holds its `Scalars`. `target`: the place of the
     stage's ring to write; `copied`: also write what rests in RAM."""
     at = plan.trained_ram or record.span
     assert at is not None
@@ -58,6 +58,7 @@ def build_update(
         weights_dtype=layout.weights,
         gradients_dtype=numerics.accumulate_dtype,
         states_dtype=layout.dtype,
+        rule=layout.rule,
         weights=at.offset,
         weights_target=offset("weights", target) if plan.writes_weights or copied else None,
         gradients=None if summed_in is None else summed_in.offset,
@@ -101,7 +102,7 @@ def sums_of(result: Result, plan: StagePlan, before: Sums | None, *, copied: boo
         frozen=None if before is None else before.frozen,
         remainder=result.remainder_sum if states and plan.remainder_at is not None else None,
         momentum=result.momentum_sum if states else None,
-        variance=result.variance_sum if states else None,
+        variance=result.variance_sum if states and plan.variance_at is not None else None,
     )
 
 

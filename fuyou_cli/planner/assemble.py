@@ -121,7 +121,7 @@ def _memory_lines(model: ModelSpec, hardware: HardwareProfile, request: PlanRequ
     add("staging", "cpu", staging, 0, "commits of what rests on the GPU")
     add("crossing", "cpu", crossing, 0, "the batch between stages, to and from the device")
     add("compute", "cpu", compute_memory(model, request).total, 0, "activations of one micro-batch")
-    add("update chunks", "cpu", placed.io.scratch.size, 0, "read, AdamW, write")
+    add("update chunks", "cpu", placed.io.scratch.size, 0, "read, update, write")
     add("process", "cpu", hardware.process_bytes + BASE_SLACK + placed.arena_size // 512, 0, "Python, torch, threads")
     lines += _device_lines(model, request, placed)
     return tuple(lines)

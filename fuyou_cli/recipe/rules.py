@@ -111,6 +111,13 @@ def _device(recipe: Recipe) -> Broken:
         yield "model.kernels", "Liger's kernels do not run on `offload.device: cpu`", "use torch"
 
 
+def _optimizer(recipe: Recipe) -> Broken:
+    name, states = recipe.optimizer.name, recipe.optimizer.state_dtype
+    if name != "adamw" and states != "float32":
+        message = f"`optimizer.state_dtype: {states}` is for adamw; {name} keeps its momentum in float32"
+        yield "optimizer.state_dtype", message, "use float32, or `optimizer.name: adamw`"
+
+
 def _together(recipe: Recipe) -> Broken:
     offload = recipe.offload
     if offload.optimizer_states != "gpu":
@@ -122,7 +129,10 @@ def _together(recipe: Recipe) -> Broken:
         if (home := getattr(offload, tier)) not in ("auto", "gpu"):
             message = f"`offload.{tier}: {home}` but `offload.optimizer_states: gpu` updates whole stages on the device"
             yield f"offload.{tier}", message, "leave it auto"
-    if (states := recipe.optimizer.state_dtype) != "float32":
+    if (name := recipe.optimizer.name) != "adamw":
+        message = f"`offload.optimizer_states: gpu` but `optimizer.name: {name}` is updated on the CPU only"
+        yield "offload.optimizer_states", message, "use cpu, ssd or auto, or `optimizer.name: adamw`"
+    elif (states := recipe.optimizer.state_dtype) != "float32":
         message = f"`offload.optimizer_states: gpu` but `optimizer.state_dtype: {states}` is updated on the CPU only"
         yield "offload.optimizer_states", message, "use cpu, ssd or auto, or `optimizer.state_dtype: float32`"
     if recipe.checkpoint.mode == "redo":
@@ -203,6 +213,6 @@ def _backends(recipe: Recipe) -> Broken:
 
 
 _RULES: tuple[Callable[[Recipe], Broken], ...] = (
-    _revision, _length, _warmup, _decay, _batch, _mixture, _evaluation, _device, _together, _strategy, _deferral, _commits,
-    _skipping, _compiled, _adapter, _kernels, _backends,
+    _revision, _length, _warmup, _decay, _batch, _mixture, _evaluation, _device, _optimizer, _together, _strategy, _deferral,
+    _commits, _skipping, _compiled, _adapter, _kernels, _backends,
 )  # fmt: skip

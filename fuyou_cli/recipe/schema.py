@@ -104,15 +104,22 @@ class AdapterSection(Section):
 
 
 class OptimizerSection(Section):
-    name: Text = "adamw"
+    name: Literal["adamw", "lion", "sgd"] = "adamw"
     lr: PositiveFloat = 1e-5
     betas: Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Field(strict=False)] = (
         0.9,
         0.95,
     )
-    eps: PositiveFloat = 1e-8
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9  # of sgd
+    eps: PositiveFloat = 1e-8  # of adamw
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
+
+    @classmethod
+    def _fill(cls, data: dict[Any, Any]) -> dict[Any, Any]:
+        if data.get("name") == "lion" and "betas" not in data:
+            data["betas"] = [0.9, 0.99]  # its authors'
+        return data
 
 
 class LrSchedulerSection(Section):

@@ -141,6 +141,8 @@ def _ours(name: str) -> str:
 
 
 def suggest_choice(value: object, choices: list[str]) -> str | None:
+    if value in ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"):
+        return "write `name: adamw` and `optimizer.state_dtype: int8`"
     close = _closest(value, choices) if isinstance(value, str) else None
     return f"did you mean `{close}`?" if close else None
 

@@ -31,10 +31,6 @@ def _other_than(*values: object) -> Callable[[Any], bool]:
 
 _set = _other_than()
 UNBUILT: tuple[Unbuilt, ...] = (
-    Unbuilt(
-        "optimizer.name", _other_than("adamw"), "this optimizer",
-        "use adamw; `optimizer.state_dtype: int8` makes its states small",
-    ),
     Unbuilt("precision.compute", _one_of("float16"), "fp16 with loss scaling", "use bfloat16 or float32"),
     Unbuilt("precision.master", _one_of("bfloat16"), "a bf16 master copy", "leave it float32"),
     Unbuilt(

@@ -31,6 +31,7 @@ STATE_BLOCK = TENSOR_ALIGN  # elements of an int8 state with one float32 scale: 
 STATE_TILE = 65536  # elements of an int8 state that follow a page with the scales of their blocks
 _PAGE = 4096  # bytes: what extents and chunks are aligned to
 STATE_NAMES: tuple[StateName, ...] = get_args(StateName)  # in the order of a place
+MOMENTS: tuple[StateName, ...] = ("momentum", "variance")  # what starts as zeros
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +56,11 @@ class StateLayout:
         if self.dtype == "int8":
             return _PAGE * -(-params // STATE_TILE) + align_up(params, _PAGE)
         return ITEM_SIZE[self.dtype] * params
+
+    @property
+    def on_device(self) -> bool:
+        """Tells whether a device can run the update: AdamW with float32 states."""
+        return (self.dtype, self.rule) == ("float32", "adamw")
 
     def total(self, params: int) -> int:
         """Returns the bytes of all states of `params` elements."""

@@ -68,17 +68,21 @@ def adamw(
     weights: Buffer,
     remainder: Buffer | None = None,
     momentum: Buffer,
-    variance: Buffer,
+    variance: Buffer | None = None,
     gradients: Buffer,
 ) -> int:
-    """Runs one AdamW step in place over arrays of `update.params` values. Returns how many new weights are not finite.
+    """Runs one step of `update.rule` in place over arrays of `update.params` values. Returns how many new weights are not
+    finite.
 
-    The offsets in `update` are ignored. bfloat16 weights need their `remainder`. int8 states are rows of tiles.
+    The offsets in `update` are ignored. bfloat16 weights need their `remainder`, AdamW its `variance`. int8 states are
+    rows of tiles.
     """
     request, segments = native_update(update)
     if update.weights_dtype == "bfloat16" and remainder is None:
         raise ValueError("bfloat16 weights need their remainder")
-    layout = StateLayout(weights=update.weights_dtype, dtype=update.states_dtype)
+    if update.rule == "adamw" and variance is None:
+        raise ValueError("AdamW needs its variance")
+    layout = StateLayout(weights=update.weights_dtype, dtype=update.states_dtype, rule=update.rule)
     nonfinite = ffi.new("uint64_t *")
     code = lib.fy_adamw(
         request,
@@ -86,7 +90,7 @@ def adamw(
         _sized(weights, update.params * ITEM_SIZE[update.weights_dtype], "weights"),
         ffi.NULL if remainder is None else ffi.cast("int16_t *", _sized(remainder, 2 * update.params, "remainder")),
         _sized(momentum, layout.size("momentum", update.params), "momentum"),
-        _sized(variance, layout.size("variance", update.params), "variance"),
+        ffi.NULL if variance is None else _sized(variance, layout.size("variance", update.params), "variance"),
         _sized(gradients, update.params * ITEM_SIZE[update.gradients_dtype], "gradients", writable=False),
         nonfinite,
     )

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple, Self
 
-from ..spec.model import Dtype, StateDtype
+from ..spec.model import Dtype, Rule, StateDtype
 from ..spec.plan import IoPlan
 from .native import DTYPES, NOWHERE, ffi, lib
 
@@ -65,7 +65,7 @@ NO_HOME = Home()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """Describes parameters [first, first + count) and AdamW's settings for them."""
+    """Describes parameters [first, first + count) and the optimizer's settings for them."""
 
     first: int
     count: int
@@ -76,7 +76,7 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Update:
-    """Describes one AdamW step of one stage; see fuyou.h. Parameters outside all segments keep their values."""
+    """Describes one update of one stage; see fuyou.h. Parameters outside all segments keep their values."""
 
     params: int  # a multiple of 2048
     weights_dtype: Dtype
@@ -98,6 +98,7 @@ class Update:
     label: int = 0  # the stage
     seed: int = 0  # of the draws that round bfloat16 states
     states_dtype: StateDtype = "float32"
+    rule: Rule = "adamw"  # lion and sgd keep no variance
     segments: Sequence[Segment] = ()
 
 
@@ -182,5 +183,6 @@ def native_update(update: Update) -> tuple[Any, Any]:
         values[name] = {"arena": _place(home.arena), "source": _place(home.source), "target": _place(home.target)}
     values |= {"weights_dtype": DTYPES[update.weights_dtype], "gradients_dtype": DTYPES[update.gradients_dtype]}
     states = lib.FY_INT8 if update.states_dtype == "int8" else DTYPES[update.states_dtype]
-    values |= {"states_dtype": states, "segment_count": len(update.segments)}
+    rule = {"adamw": lib.FY_ADAMW, "lion": lib.FY_LION, "sgd": lib.FY_SGD}[update.rule]
+    values |= {"states_dtype": states, "rule": rule, "segment_count": len(update.segments)}
     return ffi.new("fy_update *", values), segments

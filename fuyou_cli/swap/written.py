@@ -108,5 +108,5 @@ def _written_by(request: Move | Update) -> Iterator[tuple[Span, str]]:
 
 
 def _state_sizes(update: Update) -> dict[str, int]:
-    layout = StateLayout(weights=update.weights_dtype, dtype=update.states_dtype)
+    layout = StateLayout(weights=update.weights_dtype, dtype=update.states_dtype, rule=update.rule)
     return {name: layout.size(name, update.params) for name in STATE_NAMES}

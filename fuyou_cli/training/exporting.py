@@ -151,6 +151,7 @@ class StoreWeights:
                 params=count, weights_dtype=numerics.compute_dtype, gradients_dtype=numerics.accumulate_dtype, weights=0,
                 lr=due.lr, beta1=due.beta1, beta2=due.beta2, epsilon=due.epsilon, gradient_scale=due.gradient_scale,
                 step=due.step, segments=[Segment(first=0, count=count, weight_decay=decay)], states_dtype=layout.dtype,
+                rule=layout.rule,
             )  # fmt: skip
             adamw(update, **{name: values for name, values in held.items() if values})
 

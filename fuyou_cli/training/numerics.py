@@ -93,8 +93,9 @@ def _refuse_changed(recipe: Recipe, saved: Manifest, asked: Numerics) -> None:
     }
     before, now = asdict(saved.numerics), asdict(asked)
     changed = [f"{key} was {before[k]}, is {now[k]}" for k, (key, fixed) in names.items() if fixed and before[k] != now[k]]
-    states = recipe.optimizer.state_dtype
-    changed += [f"optimizer.state_dtype was {saved.state_dtype}, is {states}"] * (saved.state_dtype != states)
+    for key, was in (("state_dtype", saved.state_dtype), ("name", saved.rule)):
+        now_is = getattr(recipe.optimizer, key)
+        changed += [f"optimizer.{key} was {was}, is {now_is}"] * (was != now_is)
     if changed:
         raise UsageError(
             "the saved run cannot be resumed, because its numerics changed: " + "; ".join(changed),

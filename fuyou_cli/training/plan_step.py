@@ -197,7 +197,8 @@ class _Planner:
             )
             if self._inspected.recipe.train.compile:
                 known = replace(known, model=as_compiled(known.model))
-        layout = replace(known.model.layout, dtype=self._inspected.recipe.optimizer.state_dtype)
+        optimizer = self._inspected.recipe.optimizer
+        layout = replace(known.model.layout, dtype=optimizer.state_dtype, rule=optimizer.name)
         if known.model.layout != layout:
             known = replace(known, model=known.model.with_layout(layout))
         self._described[traced] = known

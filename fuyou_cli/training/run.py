@@ -392,7 +392,7 @@ def _optimizer(planned: Planned) -> Optimizer:
     optimizer = planned.recipe.optimizer
     return Optimizer(
         lr=optimizer.lr,
-        beta1=optimizer.betas[0],
+        beta1=optimizer.momentum if optimizer.name == "sgd" else optimizer.betas[0],
         beta2=optimizer.betas[1],
         epsilon=optimizer.eps,
         weight_decay=optimizer.weight_decay,

@@ -48,6 +48,7 @@ typedef uint64_t fy_ticket;
 
 enum fy_backend { FY_BACKEND_AUTO = 0, FY_BACKEND_IO_URING = 1, FY_BACKEND_THREADS = 2 };
 enum fy_dtype { FY_FLOAT32 = 0, FY_BFLOAT16 = 1, FY_INT8 = 2 };
+enum fy_rule { FY_ADAMW = 0, FY_LION = 1, FY_SGD = 2 };
 enum fy_operation { FY_OP_NONE = 0, FY_OP_OPEN = 1, FY_OP_READ = 2, FY_OP_WRITE = 3, FY_OP_SYNC = 4, FY_OP_UPDATE = 5,
                     FY_OP_ALLOCATE = 6, FY_OP_SETUP = 7 };
 
@@ -139,7 +140,8 @@ typedef struct {
     uint32_t reserved;
 } fy_segment;
 
-/* One AdamW step over one stage.
+/* One step of an optimizer over one stage. Lion and SGD keep float32 momentum and no variance; `variance` is unused then.
+ * SGD's momentum is beta1, and its weight decay is a part of the gradient, as in torch.optim.SGD.
  * weights: arena offset of `params` weights, old on entry, new when the ticket completes. With weights_dtype bfloat16
  * the master is (weights << 16) + remainder; with float32 the weights are the master and remainder is unused.
  * weights_target: store offset the new weights are written to, or FY_NOWHERE.
@@ -158,7 +160,7 @@ typedef struct {
     uint64_t gradients_source;
     fy_home remainder; /* int16 */
     fy_home momentum;  /* of states_dtype */
-    fy_home variance;
+    fy_home variance;  /* AdamW's */
     double lr;
     double beta1;
     double beta2;
@@ -170,7 +172,7 @@ typedef struct {
     uint32_t segment_count;
     uint64_t seed;         /* of the draws that round bfloat16 states */
     uint32_t states_dtype; /* of momentum and variance */
-    uint32_t reserved;
+    uint32_t rule;         /* enum fy_rule */
 } fy_update;
 /* The update and its segments (at most FY_MAX_SEGMENTS, else -E2BIG) are copied: both may go once this returns. */
 int fy_submit_update(fy_daemon *daemon, const fy_update *update, const fy_segment *segments, fy_ticket *out);

@@ -106,6 +106,10 @@ static struct fy__scalars segment_scalars(const fy_update *update, const fy_segm
         .correction = (float)sqrt(1.0 - pow(update->beta2, step)),
         .epsilon = (float)update->epsilon,
         .negative_step = (float)-(lr / (1.0 - pow(update->beta1, step))),
+        .beta1 = (float)update->beta1,
+        .one_less_beta1 = (float)(1.0 - update->beta1),
+        .negative_lr = (float)-lr,
+        .added_decay = (float)(double)segment->weight_decay,
         .key = (uint32_t)mixed(mixed(mixed(update->seed) + update->step) + update->label),
     };
 }
@@ -161,11 +165,33 @@ static uint64_t small_run(const fy_update *update, const struct fy__scalars *s, 
     return fy__adamw_small(s, &run, update->states_dtype, update->weights_dtype, update->gradients_dtype);
 }
 
+/* The same by a rule without variance. */
+static uint64_t one_state_run(const fy_update *update, const struct fy__scalars *s, const struct fy__chunk *chunk, uint64_t at,
+                              uint64_t count)
+{
+    assert(count > 0);
+    assert(at + count <= chunk->count);
+    const uint64_t weight_bytes = update->weights_dtype == FY_BFLOAT16 ? 2 : 4;
+    const uint64_t gradient_bytes = update->gradients_dtype == FY_BFLOAT16 ? 2 : 4;
+    const struct fy__run run = {
+        .first = chunk->first + at,
+        .count = count,
+        .weights = (char *)chunk->weights + at * weight_bytes,
+        .remainder = chunk->remainder ? chunk->remainder + at : NULL,
+        .momentum = (float *)chunk->momentum + at,
+        .gradients = (const char *)chunk->gradients + at * gradient_bytes,
+    };
+    return fy__one_state(s, &run, update->rule, update->weights_dtype, update->gradients_dtype);
+}
+
 /* Parameters of one segment, cut where its kernel wants it. */
 static uint64_t segment_run(const fy_update *update, const fy_segment *segment, const struct fy__chunk *chunk, uint64_t at,
                             uint64_t count)
 {
     const struct fy__scalars s = segment_scalars(update, segment);
+    if (update->rule != FY_ADAMW) {
+        return one_state_run(update, &s, chunk, at, count);
+    }
     if (update->states_dtype == FY_FLOAT32) {
         return adamw_run(update, &s, chunk, at, count);
     }
@@ -184,7 +210,7 @@ uint64_t fy__adamw_chunk(const fy_update *update, const fy_segment *segments, co
 {
     assert(chunk->weights != NULL);
     assert(chunk->momentum != NULL);
-    assert(chunk->variance != NULL);
+    assert(chunk->variance != NULL || update->rule != FY_ADAMW);
     assert(chunk->gradients != NULL);
     assert(segments != NULL || update->segment_count == 0);
     const uint64_t begin = chunk->first;
@@ -213,7 +239,10 @@ uint64_t fy__adamw_chunk(const fy_update *update, const fy_segment *segments, co
 bool fy__update_good(const fy_update *update, const fy_segment *segments)
 {
     if (update->weights_dtype > FY_BFLOAT16 || update->gradients_dtype > FY_BFLOAT16 || update->step == 0 ||
-        update->states_dtype > FY_INT8) {
+        update->states_dtype > FY_INT8 || update->rule > FY_SGD) {
+        return false;
+    }
+    if (update->rule != FY_ADAMW && update->states_dtype != FY_FLOAT32) {
         return false;
     }
     if (update->segment_count > 0 && !segments) {
@@ -237,7 +266,10 @@ bool fy__update_good(const fy_update *update, const fy_segment *segments)
 FY_API int fy_adamw(const fy_update *update, const fy_segment *segments, void *weights, int16_t *remainder,
                     void *momentum, void *variance, const void *gradients, uint64_t *nonfinite)
 {
-    if (!update || !weights || !momentum || !variance || !gradients || !nonfinite) {
+    if (!update || !weights || !momentum || !gradients || !nonfinite) {
+        return -EINVAL;
+    }
+    if (update->rule == FY_ADAMW && !variance) {
         return -EINVAL;
     }
     if (update->weights_dtype == FY_BFLOAT16 && !remainder) {
@@ -260,7 +292,7 @@ FY_API int fy_adamw(const fy_update *update, const fy_segment *segments, void *w
             .weights = (char *)weights + first * weight_bytes,
             .remainder = remainder ? remainder + first : NULL,
             .momentum = (char *)momentum + fy__state_bytes(update, first),
-            .variance = (char *)variance + fy__state_bytes(update, first),
+            .variance = variance ? (char *)variance + fy__state_bytes(update, first) : NULL,
             .gradients = (const char *)gradients + first * gradient_bytes,
         };
         lost += fy__adamw_chunk(update, segments, &chunk);

@@ -47,7 +47,7 @@ static inline struct tensor tensor_of(const fy_update *update, uint32_t which)
     case MOMENTUM:
         return (struct tensor){update->momentum, 0, 2, true};
     case VARIANCE:
-        return (struct tensor){update->variance, 0, 6, true};
+        return (struct tensor){update->variance, 0, 6, update->rule == FY_ADAMW};
     default: /* GRADIENTS */
         return (struct tensor){
             {update->gradients, update->gradients_source, FY_NOWHERE}, gradient_bytes(update), 10, true};

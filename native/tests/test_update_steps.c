@@ -7,12 +7,13 @@
 #define STEPS 6
 #define CHUNK FY_STATE_TILE /* int8 needs whole tiles */
 
-static void steps(uint32_t backend, uint32_t weights_dtype, uint32_t states_dtype)
+static void steps(uint32_t backend, uint32_t weights_dtype, uint32_t states_dtype, uint32_t rule)
 {
     struct stage stage = {
         .weights_dtype = weights_dtype,
         .gradients_dtype = FY_BFLOAT16,
         .states_dtype = states_dtype,
+        .rule = rule,
         .remainder = HOME_ZERO,
         .momentum = HOME_ZERO,
         .variance = HOME_ZERO,
@@ -45,11 +46,15 @@ static void steps(uint32_t backend, uint32_t weights_dtype, uint32_t states_dtyp
 int main(void)
 {
     for (const uint32_t *backend = testing_backends(); *backend != FY_BACKEND_AUTO; backend++) {
-        steps(*backend, FY_FLOAT32, FY_FLOAT32);
-        steps(*backend, FY_BFLOAT16, FY_FLOAT32);
-        steps(*backend, FY_FLOAT32, FY_INT8);
-        steps(*backend, FY_BFLOAT16, FY_INT8);
-        steps(*backend, FY_BFLOAT16, FY_BFLOAT16);
+        steps(*backend, FY_FLOAT32, FY_FLOAT32, FY_ADAMW);
+        steps(*backend, FY_BFLOAT16, FY_FLOAT32, FY_ADAMW);
+        steps(*backend, FY_FLOAT32, FY_INT8, FY_ADAMW);
+        steps(*backend, FY_BFLOAT16, FY_INT8, FY_ADAMW);
+        steps(*backend, FY_BFLOAT16, FY_BFLOAT16, FY_ADAMW);
+        for (uint32_t rule = FY_LION; rule <= FY_SGD; rule++) {
+            steps(*backend, FY_FLOAT32, FY_FLOAT32, rule);
+            steps(*backend, FY_BFLOAT16, FY_FLOAT32, rule);
+        }
     }
     return 0;
 }

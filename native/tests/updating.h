@@ -25,6 +25,7 @@ struct stage {
     uint32_t weights_dtype;
     uint32_t gradients_dtype;
     uint32_t states_dtype;
+    uint32_t rule; /* without a variance but for FY_ADAMW: it stays as it is, and no sum is made of it */
     enum home remainder;
     enum home momentum;
     enum home variance;
@@ -33,6 +34,12 @@ struct stage {
     bool in_place; /* what is on the store is written where it was read */
     unsigned char *plain[TENSOR_COUNT];
 };
+
+/* Whether the update has the tensor. */
+static inline bool stage_uses(const struct stage *stage, int tensor)
+{
+    return tensor == R ? stage->weights_dtype == FY_BFLOAT16 : tensor == V ? stage->rule == FY_ADAMW : true;
+}
 
 static inline uint64_t stage_bytes(const struct stage *stage, int tensor)
 {
@@ -130,6 +137,7 @@ static inline fy_update stage_update(const struct stage *stage, uint64_t step, u
         .weights_dtype = stage->weights_dtype,
         .gradients_dtype = stage->gradients_dtype,
         .states_dtype = stage->states_dtype,
+        .rule = stage->rule,
         .seed = 11,
         .weights = 0,
         .weights_target = stage->weights_written ? extent_of(W, target) : FY_NOWHERE,
@@ -248,7 +256,7 @@ static inline void stage_check(const struct stage *stage, fy_daemon *daemon, uin
         CHECK_EQUAL(sums[W], 0);
     for (int i = R; i <= V; i++) {
         const enum home home = home_kind(stage, i);
-        if (i == R && stage->weights_dtype == FY_FLOAT32) {
+        if (!stage_uses(stage, i)) {
             CHECK_EQUAL(sums[i], 0);
             continue;
         }
@@ -265,8 +273,7 @@ static inline void stage_check(const struct stage *stage, fy_daemon *daemon, uin
 static inline void stage_read_sums(const struct stage *stage, uint64_t sums[TENSOR_COUNT])
 {
     for (int i = W; i <= G; i++) {
-        const bool used = i != R || stage->weights_dtype == FY_BFLOAT16;
-        const bool read = i == G ? stage->gradients_on_store : i != W && used && home_kind(stage, i) == HOME_STORE;
+        const bool read = i == G ? stage->gradients_on_store : i != W && stage_uses(stage, i) && home_kind(stage, i) == HOME_STORE;
         sums[i] = read ? fy_checksum(stage->plain[i], stage_bytes(stage, i), 0) : 0;
     }
 }

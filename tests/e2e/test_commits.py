@@ -118,10 +118,12 @@ def test_a_run_that_dies_anywhere_is_the_same_run(
     [
         {"optimizer.state_dtype": "int8", "offload.device": "emulated"},
         {"optimizer.state_dtype": "bfloat16", "checkpoint.mode": "redo", **UNCLIPPED},
+        {"optimizer.name": "lion", "checkpoint.mode": "redo", "offload.optimizer_states": "cpu"},
+        {"optimizer.name": "sgd", **UNCLIPPED},
     ],
-    ids=["int8", "bfloat16"],
+    ids=["int8", "bfloat16", "lion", "sgd"],
 )
-def test_small_states_go_on_as_they_were(changes: dict[str, Any], new_project: NewProject, whole: Callable[..., Whole]) -> None:
+def test_other_states_go_on_as_they_were(changes: dict[str, Any], new_project: NewProject, whole: Callable[..., Whole]) -> None:
     """Also the draws that round them, and every sum on the store."""
     project = new_project("broken", {**changes, "train.max_steps": STEPS})
     with pytest.raises(Died):
@@ -394,14 +396,16 @@ def test_redo_has_everything_once(new_project: NewProject, whole: Callable[..., 
 
 
 @pytest.mark.parametrize(
-    ("dtype", "states"), [("bfloat16", "float32"), ("float32", "float32"), ("bfloat16", "int8"), ("float32", "bfloat16")]
+    ("dtype", "states"),
+    [("bfloat16", "float32"), ("float32", "float32"), ("bfloat16", "int8"), ("float32", "bfloat16"), ("bfloat16", "lion")],
 )
 def test_an_export_has_the_updates_that_are_to_be_done(
     dtype: str, states: str, new_project: NewProject, tmp_path: Path
 ) -> None:
     """Killed between a step's gradients and its updates, and exported; then gone on with, stopped, and exported again."""
     redo = {"checkpoint.mode": "redo", "train.max_steps": STEPS}
-    project = new_project("redo", {**redo, "precision.compute": dtype, "optimizer.state_dtype": states})
+    optimizer = {"optimizer.name": "lion"} if states == "lion" else {"optimizer.state_dtype": states}
+    project = new_project("redo", {**redo, "precision.compute": dtype, **optimizer})
     with pytest.raises(Died):
         train(project, _dies_amid_updates(partly=False))
     saved = manifest_of(project)

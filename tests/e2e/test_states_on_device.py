@@ -95,6 +95,7 @@ def test_a_device_is_filled_and_never_passed(
         ({"checkpoint.mode": "redo", "offload.gradients": "auto"}, "redo` keeps gradients on the ssd"),
         ({"offload.device": "cpu", "offload.optimizer_states": "gpu"}, "gpu` needs a GPU, but"),
         ({"optimizer.state_dtype": "int8"}, "state_dtype: int8` is updated on the CPU only"),
+        ({"optimizer.name": "lion"}, "name: lion` is updated on the CPU only"),
     ],
 )
 def test_what_contradicts_is_refused_by_key(changes: dict[str, str], what: str, new_project: NewProject) -> None:

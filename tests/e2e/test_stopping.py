@@ -121,6 +121,7 @@ def _digest(project: Project) -> dict[str, bytes]:
         ({"train.head_chunk_vocab": 100}, "head_chunk_vocab was 0, is 100"),
         ({"precision.grad_accum": "bfloat16"}, "precision.grad_accum was float32, is bfloat16"),
         ({"optimizer.state_dtype": "int8"}, "optimizer.state_dtype was float32, is int8"),
+        ({"optimizer.name": "lion"}, "optimizer.name was adamw, is lion"),
         ({"seed": 1}, "seed was 42, is 1"),
         ({"optimizer.lr": 1e-3}, "optimizer changed"),
         ({"optimizer.weight_decay": 0.0}, "optimizer changed"),

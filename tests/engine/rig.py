@@ -36,7 +36,7 @@ from fuyou_cli.planner.place import plan
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.recipe.schema import AdapterSection
 from fuyou_cli.spec.hardware import HardwareProfile
-from fuyou_cli.spec.model import Dtype, ModelSpec, StageSpec, StateDtype, StateLayout
+from fuyou_cli.spec.model import Dtype, ModelSpec, Rule, StageSpec, StateDtype, StateLayout
 from fuyou_cli.spec.plan import Numerics, Plan, Span, StagePlan, StateTensor, Tier
 from fuyou_cli.swap.arena import Arena
 from fuyou_cli.swap.daemon import Counters, DaemonOptions, SwapDaemon
@@ -66,6 +66,7 @@ class Shape:
     chunk: int = 0
     vocabulary: int = 0
     states: StateDtype = "float32"
+    rule: Rule = "adamw"
 
 
 class Subject:
@@ -89,7 +90,7 @@ class Subject:
         self.spec = inspect(
             self.anatomy, dtype=shape.dtype, micro_batch_size=shape.micro, max_seq_len=shape.tokens,
             head_chunk_tokens=shape.chunk,
-        ).with_layout(StateLayout(weights=shape.dtype, dtype=shape.states))  # fmt: skip
+        ).with_layout(StateLayout(weights=shape.dtype, dtype=shape.states, rule=shape.rule))  # fmt: skip
         self.numerics = Numerics(
             compute_dtype=shape.dtype, accumulate_dtype=shape.accumulate, batch_size=shape.batch,
             micro_batch_size=shape.micro, max_seq_len=shape.tokens, head_chunk_tokens=shape.chunk, torch_threads=1,
@@ -353,29 +354,37 @@ def plain_run(
     optimizer: Optimizer = OPTIMIZER,
     prepare: Callable[[PreTrainedModel], None] = lambda model: None,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The losses and the weights after `steps` steps of torch's own AdamW over the same micro-batches."""
+    """The losses and the weights after `steps` steps of torch's own optimizer over the same micro-batches."""
     model = subject.fresh()
     model.load_state_dict(subject.initial)
     prepare(model)
-    adamw = torch_adamw([p for p in model.parameters() if p.requires_grad], optimizer)
+    torch_rule = torch_sgd if subject.shape.rule == "sgd" else torch_adamw
+    by_torch = torch_rule([p for p in model.parameters() if p.requires_grad], optimizer)
     losses: list[float] = []
     for ids, labels in subject.batches(steps):
         losses.append(sum(micro_losses(model, ids, labels, subject.shape.micro)))
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-        adamw.step()
-        adamw.zero_grad()
+        by_torch.step()
+        by_torch.zero_grad()
     return losses, {name: value.detach().clone() for name, value in model.named_parameters()}
 
 
-def torch_adamw(parameters: Sequence[torch.Tensor], optimizer: Optimizer) -> torch.optim.AdamW:
+def _groups(parameters: Sequence[torch.Tensor], optimizer: Optimizer) -> list[dict[str, Any]]:
     """Weight decay on matrices only."""
-    groups: list[dict[str, Any]] = [
+    return [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": optimizer.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
+
+
+def torch_sgd(parameters: Sequence[torch.Tensor], optimizer: Optimizer) -> torch.optim.Optimizer:
+    return torch.optim.SGD(_groups(parameters, optimizer), lr=optimizer.lr, momentum=optimizer.beta1)
+
+
+def torch_adamw(parameters: Sequence[torch.Tensor], optimizer: Optimizer) -> torch.optim.Optimizer:
     betas = (optimizer.beta1, optimizer.beta2)
-    return torch.optim.AdamW(groups, lr=optimizer.lr, betas=betas, eps=optimizer.epsilon)
+    return torch.optim.AdamW(_groups(parameters, optimizer), lr=optimizer.lr, betas=betas, eps=optimizer.epsilon)
 
 
 def micro_losses(model: PreTrainedModel, ids: torch.Tensor, labels: torch.Tensor, micro: int) -> Iterator[float]:

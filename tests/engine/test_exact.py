@@ -62,6 +62,19 @@ def test_unclipped(family: str, tmp_path: Path) -> None:
     _same_as_torch(FAMILIES[family], tmp_path, clip=None, optimizer=_SETTINGS.get(family, OPTIMIZER))
 
 
+@pytest.mark.parametrize("clip", [0.5, None])
+def test_sgd(clip: float | None, tmp_path: Path) -> None:
+    """With no variance on the store."""
+    optimizer = replace(OPTIMIZER, lr=0.05)
+    subject = Subject(llama(), Shape(rule="sgd"))
+    with Rig(subject, tmp_path, home="ssd", clip=clip, optimizer=optimizer) as rig:
+        losses, weights = rig.run(STEPS), rig.weights()
+    plain_losses, plain_weights = plain_run(subject, STEPS, clip=clip, optimizer=optimizer)
+    assert relative(losses, plain_losses) <= 1e-6
+    assert distance(weights, plain_weights) <= 1e-6
+    assert losses[-1] < losses[0] - 0.1
+
+
 def test_projections_around_the_blocks(tmp_path: Path) -> None:
     _same_as_torch(opt(projected_to=16), tmp_path, clip=0.5, optimizer=_KEY_BIASES)
 

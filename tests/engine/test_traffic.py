@@ -23,7 +23,12 @@ BLOCKS = 8
 def subjects() -> Callable[[Any], Subject]:
     """Makes each once: eight blocks, and an embedding and a head nearly as large, so that all share their slots."""
     config = llama(vocab_size=2000, hidden_size=256, intermediate_size=768, num_hidden_layers=BLOCKS)
-    return cache(lambda dtype: Subject(config, Shape(dtype=dtype, accumulate=dtype, batch=2, micro=2)))
+
+    def made(name: Any) -> Subject:
+        dtype, rule = ("float32", "lion") if name == "lion" else (name, "adamw")
+        return Subject(config, Shape(dtype=dtype, accumulate=dtype, batch=2, micro=2, rule=rule))
+
+    return cache(made)
 
 
 @pytest.fixture
@@ -46,7 +51,7 @@ def _moved(subject: Subject, folder: Path, steps: int, clip: float | None, defer
 
 @pytest.mark.parametrize(
     ("subject", "clip", "defer"),
-    [("bfloat16", 0.5, None), ("float32", None, None), ("bfloat16", None, 0.4)],
+    [("bfloat16", 0.5, None), ("float32", None, None), ("bfloat16", None, 0.4), ("lion", 0.5, None)],
     indirect=["subject"],
 )
 def test_one_more_step_moves_exactly_what_was_predicted(

@@ -93,7 +93,6 @@ def test_an_empty_list_of_data_sets(write):
 
 
 NOT_BUILT = {
-    "optimizer.name": "optimizer.name=sgd",
     "precision.compute": "precision.compute=float16",
     "precision.master": "precision.master=bfloat16",
     "precision.allow_tf32": "precision.allow_tf32=true",

@@ -10,7 +10,7 @@ from pathlib import PurePath
 from ...checkpoint.header import METADATA
 from ...core.json_files import shown
 from ...core.typed import LARGEST
-from ...spec.model import ITEM_SIZE, STATE_NAMES
+from ...spec.model import ITEM_SIZE, MOMENTS, STATE_NAMES
 from ...spec.plan import Numerics
 from .stored import Manifest, StoredExtent, StoredStage, StoredTensor
 
@@ -99,9 +99,7 @@ def _of_stage(stage: StoredStage, manifest: Manifest) -> Iterator[str]:
     if not stage.trained:
         if set(named) - {"frozen"}:
             yield "has states of frozen parameters"
-    elif {name for name in named if name in ("momentum", "variance")} != (
-        set() if stage.zero_moments else {"momentum", "variance"}
-    ):
+    elif {name for name in named if name in MOMENTS} != _moments_of(stage, manifest):
         yield "its moments must have extents unless they are zero, and only then"
     if stage.trained and ("remainder" in named) != (manifest.compute_dtype == "bfloat16" and not stage.zero_remainder):
         yield "its remainder must have an extent if the weights are bfloat16 and it is not zero, and only then"
@@ -109,6 +107,11 @@ def _of_stage(stage: StoredStage, manifest: Manifest) -> Iterator[str]:
         yield from (f"{name}: {wrong}" for wrong in _of_extent(extent, _bytes_of(name, stage, manifest), manifest.store_size))
     for index, tensor in enumerate(stage.tensors):
         yield from (f"tensors[{index}]: {wrong}" for wrong in _of_tensor(tensor, stage))
+
+
+def _moments_of(stage: StoredStage, manifest: Manifest) -> set[str]:
+    """Returns the names of the moments that the optimizer keeps and that are not zero."""
+    return set() if stage.zero_moments else {name for name in MOMENTS if manifest.layout.size(name, stage.trained)}
 
 
 def _bytes_of(name: str, stage: StoredStage, manifest: Manifest) -> int:

@@ -45,7 +45,7 @@ class Standing:
     step: int = 0
     losses: list[float] = field(default_factory=list)
     written_before: int = 0  # bytes that earlier processes wrote
-    skipped: int = 0  # steps that updated nothing: AdamW counts the others
+    skipped: int = 0  # steps that updated nothing: the optimizer counts the others
     skipped_in_row: int = 0  # of these, the last ones
     random: dict[str, Any] = field(default_factory=dict)  # states of generators after the last step
     evaluated: Evaluated | None = None
@@ -243,6 +243,7 @@ class Saver:
             architecture=model.architecture,
             compute_dtype=model.compute_dtype,
             state_dtype=model.layout.dtype,
+            rule=model.layout.rule,
             numerics=plan.numerics,
             fingerprints=ready.fingerprints,
             libraries=fingerprints.versions(ready.planned.recipe),

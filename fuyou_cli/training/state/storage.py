@@ -23,7 +23,7 @@ from ...engine.skeleton import TORCH_DTYPE
 from ...engine.staged_copies import MODULUS, Extents
 from ...engine.updates import Sums
 from ...planner.records import Record
-from ...spec.model import ITEM_SIZE, ModelSpec, StageSpec
+from ...spec.model import ITEM_SIZE, MOMENTS, ModelSpec, StageSpec
 from ...spec.plan import Plan, Span, StagePlan, StateTensor
 from ...swap.daemon import SwapDaemon
 from ...swap.kernels import checksum
@@ -216,8 +216,7 @@ def _at_rest(record: Record) -> Iterator[StateTensor]:
     if not record.zero_remainder:
         yield "remainder"
     if not record.zero_moments:
-        yield "momentum"
-        yield "variance"
+        yield from MOMENTS
 
 
 def _stored(stage: StageSpec, plan: StagePlan, record: Record, stored_as: Mapping[str, str], *, step: int) -> StoredStage:

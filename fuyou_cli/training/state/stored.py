@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field
 
 from ...checkpoint.header import NAME_LIMIT
-from ...spec.model import StateDtype, StateLayout
+from ...spec.model import Rule, StateDtype, StateLayout
 from ...spec.plan import Numerics, StateTensor, StoreMode
 
 State = Literal["loading", "committed"]
@@ -72,7 +72,7 @@ class StoredStage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DueUpdate:
-    """Holds the AdamW settings of a due update: of the stages whose gradients commit a step."""
+    """Holds the optimizer's settings of a due update: of the stages whose gradients commit a step."""
 
     lr: float
     gradient_scale: float  # clipping factor
@@ -122,8 +122,9 @@ class Manifest:
     skipped_in_row: int = 0  # of these, the last ones
     evaluated: Evaluated | None = None  # None: never
     state_dtype: StateDtype = "float32"  # of momentum and variance
+    rule: Rule = "adamw"
 
     @property
     def layout(self) -> StateLayout:
         """Returns the layout of every stage's states."""
-        return StateLayout(weights=self.compute_dtype, dtype=self.state_dtype)
+        return StateLayout(weights=self.compute_dtype, dtype=self.state_dtype, rule=self.rule)
