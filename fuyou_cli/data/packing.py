@@ -1,7 +1,7 @@
 """Packs tokenised samples into rows of at most `max_seq_len` tokens. Pure functions: arrays in, arrays and counts out.
 
 A sample is (tokens int32 [n], mask uint8 [n]); LABEL in a mask means that the token is a label. Nothing predicts the first
-token of a row, so its mask never counts. Where documents are kept apart, BEGINS marks the first token of each, which is no label.
+token of a row, so its mask never counts. Where documents are kept apart, BEGINS marks the first token of each; it is no label.
 """
 
 from __future__ import annotations
