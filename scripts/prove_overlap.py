@@ -305,28 +305,33 @@ def placed(size: Size, micro_batches: int, placement: dict[str, Any], options: a
 
 def delay_rows(options: argparse.Namespace, progress: Progress) -> list[Row]:
     """Compares each run, which has its own placement, with the run of the same numerics on device cpu."""
-    value = progress.measure(f"delays {options.delays} {options.seed}", lambda: delayed(options))
-    what = "runs with random delays: losses and weights bitwise as without a device"
-    return [holds(what, f"{options.delays}", f"{value['equal']}", value["equal"] == options.delays, values=value)]
-
-
-def delayed(options: argparse.Namespace) -> dict[str, Any]:
-    subject = Subject(llama(num_hidden_layers=4), Shape(dtype="bfloat16", batch=4, micro=1))
-    expected = {clip: reference(subject, clip) for clip in (None, 1.0)}
-    equal, unlike = 0, list[str]()
+    delayed, unlike = Delayed(options.seed), list[str]()
     for number in range(options.delays):
-        _, _, placement = drawn(number, options.seed)
+        found = progress.measure(f"delays {options.seed} {number}", partial(delayed.run, number))
+        unlike += [] if found["equal"] else [f"{number}: {found['placement']}"]
+    what, equal = "runs with random delays: losses and weights bitwise as without a device", options.delays - len(unlike)
+    return [holds(what, f"{options.delays}", f"{equal}", not unlike, values={"unlike": unlike})]
+
+
+class Delayed:
+    """Runs a small model whose transfers, copies and updates are late, and compares it with the same model without a
+    device."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._subject = Subject(llama(num_hidden_layers=4), Shape(dtype="bfloat16", batch=4, micro=1))
+        self._expected = {clip: reference(self._subject, clip) for clip in (None, 1.0)}
+
+    def run(self, number: int) -> dict[str, Any]:
+        _, _, placement = drawn(number, self._seed)
+        delays = RandomDelays(self._seed + number, mean=random.Random(number).choice([2e-4, 1e-3, 4e-3]))
         with tempfile.TemporaryDirectory() as folder:
-            delays = RandomDelays(options.seed + number, mean=random.Random(number).choice([2e-4, 1e-3, 4e-3]))
-            run = Paced(subject, HARDWARE, folder=Path(folder), delays=delays)
+            run = Paced(self._subject, HARDWARE, folder=Path(folder), delays=delays)
             with run.rig(**THREADS, **placement) as rig:
-                result = rig.run(DELAYED_STEPS), rig.weights(), rig.masters()
-        losses, weights, masters = expected[placement["clip"]]
-        if result[0] == losses and not unequal(result[1], weights) and not unequal(result[2], masters):
-            equal += 1
-        else:
-            unlike.append(f"{number}: {placement}")
-    return {"equal": equal, "unlike": unlike}
+                losses, weights, masters = rig.run(DELAYED_STEPS), rig.weights(), rig.masters()
+        expected = self._expected[placement["clip"]]
+        equal = losses == expected[0] and not unequal(weights, expected[1]) and not unequal(masters, expected[2])
+        return {"equal": equal, "placement": str(placement)}
 
 
 def reference(subject: Subject, clip: float | None) -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
