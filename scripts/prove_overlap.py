@@ -44,7 +44,7 @@ from fuyou_cli.engine.devices.emulated import EmulatedDevice
 from fuyou_cli.machine.described import described
 from fuyou_cli.planner.bound import lower_bound
 from fuyou_cli.planner.boundary_layout import kept_bytes
-from fuyou_cli.planner.costs import Costs
+from fuyou_cli.planner.costs import FLOPS_PER_BYTE, Costs
 from fuyou_cli.planner.place import least_memory
 from fuyou_cli.planner.place import plan as plan_of
 from fuyou_cli.planner.plan_request import PlanRequest
@@ -110,7 +110,8 @@ def scaled(size: Size, subject: Subject, slower: float) -> HardwareProfile:
     both = {f"{way}_mixed": rates[way] * BOTH_WAYS for way in ("h2d", "d2h")}
     return replace(
         machine, **rates, **both, adamw=tuple((threads, rate * smaller) for threads, rate in machine.adamw), cores=16,
-        matmul_flops=machine.matmul_flops * smaller * size.tokens / REAL_TOKENS, process_bytes=0,
+        matmul_flops=machine.matmul_flops * smaller * size.tokens / REAL_TOKENS,
+        device_memory_rate=machine.matmul_flops * smaller / FLOPS_PER_BYTE, process_bytes=0,
     )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ _ID = 8  # bytes of a token's id, or of its target
 _DEVICE_UPDATE_BYTES = 80  # bytes of memory per parameter: 28 for states, the rest stands for 200 bytes of the faster cache
 # Seconds of an update over those with float32 states, as measured on one or two threads: fewer bytes, but more operations.
 _STATES_COST = {"float32": 1.0, "bfloat16": 2.0, "int8": 1.25}
-_FLOPS_PER_BYTE = 300  # of a GPU's memory, for an H100. Most cards have fewer, so no update is estimated too fast
+FLOPS_PER_BYTE = 300  # of a GPU's memory, for an H100. Most cards have fewer, so no update is estimated too fast
 _NORM_PASSES = {"forward": 6, "backward": 16}  # passes over the boundary; norms compute in float32 and have one weight
 
 
@@ -115,7 +115,7 @@ class Costs:
         """Returns the seconds that the device takes to update a stage that rests there, 0 for any other stage."""
         if not stage.updated_there:
             return 0.0
-        there = self.hardware.matmul_flops / _FLOPS_PER_BYTE
+        there = self.hardware.device_memory_rate or self.hardware.matmul_flops / FLOPS_PER_BYTE
         rate = there if self.device == "cuda" else self._memory_rate
         return _DEVICE_UPDATE_BYTES * self.model.stages[stage.stage].trained / rate
 

@@ -120,6 +120,7 @@ class HardwareProfile:
     io_cpu: Number = 0.0  # seconds that compute on all cores loses per byte moved by the store
     h2d_mixed: Bandwidth = 0.0  # while also copying back
     d2h_mixed: Bandwidth = 0.0
+    device_memory_rate: Bandwidth = 0.0  # of the device's own memory; 0: estimated from its FLOPs
     sustained_write: Bandwidth = 0.0  # once the drives' fast regions are full
     sustained_read_mixed: Bandwidth = 0.0
     sustained_write_mixed: Bandwidth = 0.0
@@ -182,6 +183,8 @@ class HardwareProfile:
     def digest(self) -> str:
         """Identifies the rates in twelve characters. Equal rates give an equal digest."""
         rates = {key: value for key, value in asdict(self).items() if key not in _NOT_RATES}
+        if not self.device_memory_rate:  # profiles of before it existed keep their digest
+            del rates["device_memory_rate"]
         return hashlib.sha256(json.dumps(rates, sort_keys=True).encode()).hexdigest()[:12]
 
 
