@@ -148,8 +148,9 @@ def placed_in_words(plan: Plan, model: ModelSpec) -> str:
         parts.append(f"{share:.0%} of the {what} in RAM")
     there = sum(params[stage.stage] for stage in plan.stages if stage.updated_there)
     parts += [f"{there / (sum(params) or 1):.0%} of both on the GPU"] if there else []
-    keeping = [stage for stage in plan.stages if stage.boundary_ram or stage.boundary_extent]
-    parts.append(f"{sum(stage.boundary == 'cpu' for stage in keeping)} of {len(keeping)} boundaries in RAM")
+    keeping = [stage for stage in plan.stages if stage.boundary_ram or stage.boundary_extent or stage.boundary == "gpu"]
+    place = "on the GPU" if any(stage.boundary == "gpu" for stage in keeping) else "in RAM"
+    parts.append(f"{sum(stage.boundary != 'ssd' for stage in keeping)} of {len(keeping)} boundaries {place}")
     kept_there = sum(len(stage.kept_there) for stage in plan.stages)
     parts.append(f"{sum(len(stage.given) for stage in plan.stages)} outputs kept")
     if plan.sweeps > 1:

@@ -1,4 +1,5 @@
-"""Keeps each stage's boundary (its input for all rows) as tensors, copied to where the ledger keeps it.
+"""Keeps each stage's boundary (its input for all rows) as tensors, copied to where the ledger keeps it, or to a place of its
+own in the device's memory.
 
 Outputs of operators that the plan keeps in RAM or on the ssd are stored with it: each micro-batch's after its own rows.
 """
@@ -13,12 +14,12 @@ import torch
 
 from ..core.errors import UsageError
 from ..core.units import align_up
-from ..planner.boundary_layout import RECORD_ALIGN, BoundaryLayout, boundary_layout
+from ..planner.boundary_layout import RECORD_ALIGN, BoundaryLayout, boundary_layout, device_boundaries
 from ..planner.boundary_ledger import BoundaryLedger, Wait
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan, Span
 from ..swap.daemon import SwapDaemon
-from .devices.base import Event
+from .devices.base import Device, Event
 from .host_memory import HostMemory
 
 
@@ -32,8 +33,11 @@ class _Kind:
 class Boundaries:
     """Keeps boundaries: in forward `stash`, or `room` and `rows` to be filled, then `seal`. In backward `take`, then `drop`."""
 
-    def __init__(self, *, model: ModelSpec, plan: Plan, daemon: SwapDaemon, memory: HostMemory) -> None:
+    def __init__(self, *, model: ModelSpec, plan: Plan, daemon: SwapDaemon, memory: HostMemory, device: Device) -> None:
         self.model, self.plan, self.memory = model, plan, memory
+        resting = [stage.stage for stage in plan.stages if stage.boundary == "gpu"]
+        self._places, size = device_boundaries(model, plan.group, resting)
+        self._there = device.empty(size) if size else None
         self.ledger = BoundaryLedger(plan=plan, transfers=daemon)
         self._kinds: dict[int, _Kind] = {}
         self._unsealed: set[int] = set()
@@ -55,9 +59,10 @@ class Boundaries:
         # The boundary of the step before, until it was read.
         wait_until(lambda: stage not in self.ledger.kept, "a slot for a boundary")
         span = self.ledger.room(stage, wait_until)
-        if layout.size > align_up(span.size, RECORD_ALIGN):
+        planned = self.model.boundary_bytes_per_token * self.plan.group.tokens if span is None else span.size
+        if layout.size > align_up(planned, RECORD_ALIGN):
             raise UsageError(
-                f"the boundary of stage {stage} takes {layout.size} bytes, but the plan has {span.size}",
+                f"the boundary of stage {stage} takes {layout.size} bytes, but the plan has {planned}",
                 hint="its dtype is wider than precision.compute: this model family is not supported yet",
             )
         self.ledger.stashed(stage, span, layout.size)
@@ -68,8 +73,12 @@ class Boundaries:
         """Returns the rows of one micro-batch where they are kept. Valid between `room` or `take` and `seal` or `drop`."""
         kind, micro = self._kinds[stage], self.plan.numerics.micro_batch_size
         shape = torch.Size((min(micro, kind.shape[0] - number * micro), *kind.shape[1:]))
-        begin = self.ledger.where(stage).offset + number * kind.layout.record
-        return self.memory.tensor(Span(offset=begin, size=shape.numel() * kind.dtype.itemsize), kind.dtype).view(shape)
+        size, within = shape.numel() * kind.dtype.itemsize, number * kind.layout.record
+        if self._there is not None and stage in self._places:
+            begin = self._places[stage] + within
+            return self._there[begin : begin + size].view(kind.dtype).view(shape)
+        begin = self.ledger.where(stage).offset + within
+        return self.memory.tensor(Span(offset=begin, size=size), kind.dtype).view(shape)
 
     def awaits(self, stage: int, *copies: Event) -> None:
         """Notes copies between the device and the place of the stage's boundary."""

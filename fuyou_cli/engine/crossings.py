@@ -223,7 +223,7 @@ class Leaving:
 
     def __init__(self, crossings: Crossings) -> None:
         self._device, self._waiting, self._across = crossings.device, crossings.waiting, crossings.across
-        self._batches = crossings.batches
+        self._batches, self._memory = crossings.batches, crossings.memory
         self._beside: list[_Return] = []  # results of the micro-batch under way
         self._under_way: list[list[_Return]] = []  # copies under way, by micro-batch
 
@@ -236,7 +236,11 @@ class Leaving:
             host.copy_(part)
 
     def keep(self, part: torch.Tensor, host: torch.Tensor) -> Event:
-        """Sends `part`, on the device, to `host` while the micro-batch computes with it. Nobody may write into it."""
+        """Sends `part`, on the device, to `host` while the micro-batch computes with it. Nobody may write into it. If the place
+        is on the device too, compute copies it."""
+        if not self._memory.holds(host):
+            host.copy_(part)
+            return Event()
         part = part.contiguous()
         if not self._across:
             return self._batches.copied(part, lambda source: self._device.download(source, host))

@@ -76,7 +76,7 @@ class Visits:
             patience=patience,
         )  # fmt: skip
         self.residency, waiting = self.moves.residency, self.moves.waiting
-        self.boundaries = Boundaries(model=model, plan=plan, daemon=daemon, memory=memory)
+        self.boundaries = Boundaries(model=model, plan=plan, daemon=daemon, memory=memory, device=device)
         self.lookahead = self._lookahead(self.schedule)
         self.crossings = Crossings(model=model, plan=plan, memory=memory, device=device, waiting=waiting)
         self.weights = ComputeWeights(model=model, plan=plan, memory=memory, device=device, states=self.states, waiting=waiting)

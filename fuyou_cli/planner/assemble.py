@@ -137,6 +137,7 @@ def _device_lines(model: ModelSpec, request: PlanRequest, placed: Layout) -> lis
         ("optimizer states", device.states, states, "home, updated there"),
         ("gradients", device.sums + device.gradients, gradients, "sums on the GPU"),
         ("kept outputs", device.outputs, 0, "from forward to backward, never copied"),
+        ("boundaries", device.boundaries, device.boundaries, "from forward to backward, never copied"),
         ("crossing", device.batch, 0, "the batch between stages, on the device"),
         ("update chunks", device.scratch, 0, "AdamW on the GPU"),
         ("compute", device.compute, 0, "a micro-batch and its neighbours"),

@@ -109,7 +109,8 @@ def _beside_copies(costs: Costs, visits: Sequence[Visit], plan: Plan) -> tuple[f
 
 def micro_batch_crossing(costs: Costs, visit: Visit, stage: StagePlan) -> tuple[float, float]:
     """Returns the bytes of boundaries and kept outputs that one micro-batch of a visit copies to the device, and back."""
-    up, down = crossing(costs.model, visit.stage, visit.phase, stash=visit.stash, on_device=costs.batch_on_device)
+    stays = stage.boundary == "gpu"
+    up, down = crossing(costs.model, visit.stage, visit.phase, stash=visit.stash, on_device=costs.batch_on_device, stays=stays)
     size = costs.boundary / costs.micro_batches
     kept = kept_bytes(costs.model.stages[visit.stage], stage.kept)
     return up * size + kept * visit.take, down * size + kept * visit.stash
@@ -206,7 +207,12 @@ def copied_bytes(costs: Costs, schedule: Schedule, *, stages: tuple[StagePlan, .
     # These gradients rest between two visits.
     shared = sum(leaving[stage.index] for stage in model.stages if model.has_two_users(stage.index))
     boundary = costs.boundary
-    moved = [crossing(model, visit.stage, visit.phase, stash=visit.stash, on_device=there) for visit in schedule.visits]
+    moved = [
+        crossing(
+            model, visit.stage, visit.phase, stash=visit.stash, on_device=there, stays=stages[visit.stage].boundary == "gpu"
+        )
+        for visit in schedule.visits
+    ]
     weights = sum(model.stages[owner].weight_bytes * often for owner, often in uploads(model, schedule, stages).items())
     resumed, brought = shared + again * (sum(leaving) + shared), (1 + again) * (sum(leaving) + shared)
     to_device = weights + resumed + boundary * sum(into for into, _ in moved)

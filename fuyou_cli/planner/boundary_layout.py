@@ -6,6 +6,7 @@ again. Outputs that stay on the device have the same layout, without rows. The p
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..core.units import align_up
@@ -84,6 +85,14 @@ def device_layouts(model: ModelSpec, numerics: Numerics, every: Kept) -> list[tu
 def device_bytes(model: ModelSpec, numerics: Numerics, every: Kept) -> int:
     """Returns the bytes that these outputs take on the device."""
     return sum(layout.size for _, layout in device_layouts(model, numerics, every))
+
+
+def device_boundaries(model: ModelSpec, numerics: Numerics, there: Iterable[int]) -> tuple[dict[int, int], int]:
+    """Returns, by stage of `there`, where its boundary lies in the device's memory for boundaries, and the bytes of all of
+    them. Each is for all rows of a batch or of a sweep."""
+    size = align_up(model.boundary_bytes_per_token * numerics.tokens, DEVICE_ALIGN)
+    places = {stage: number * size for number, stage in enumerate(there)}
+    return places, len(places) * size
 
 
 def every_operator(model: ModelSpec) -> Kept:

@@ -22,7 +22,7 @@ Wait = Callable[[Callable[[], bool], str], None]
 @dataclass(slots=True)
 class _Kept:
     size: int
-    span: Span | None  # None: on the ssd only
+    span: Span | None  # None: on the ssd only, or on the device
     sealed: bool = False  # the boundary was complete
     write: int | None = None
     read: int | None = None
@@ -52,15 +52,15 @@ class BoundaryLedger:
             if kept.write is None and kept.read is None:
                 self._moving.discard(stage)
 
-    def room(self, stage: int, wait_until: Wait) -> Span:
-        """Returns where the boundary goes: to its home in RAM, or into a slot."""
+    def room(self, stage: int, wait_until: Wait) -> Span | None:
+        """Returns where the boundary goes: to its home in RAM, or into a slot. None: it stays on the device."""
         span = self.plan.stages[stage].boundary_ram
-        if span is None:
+        if span is None and self.plan.stages[stage].boundary == "ssd":
             wait_until(lambda: bool(self.free), "a slot for a boundary")
             span = self.free.pop()
         return span
 
-    def stashed(self, stage: int, span: Span, size: int) -> None:
+    def stashed(self, stage: int, span: Span | None, size: int) -> None:
         """Notes that the boundary's `size` bytes belong in `span`. The bytes are there when `seal` is called."""
         self.kept[stage] = _Kept(size=align_up(size, _ALIGN), span=span)
 
@@ -68,8 +68,7 @@ class BoundaryLedger:
         """Notes that the boundary is complete. Starts writing it if its home is on the ssd."""
         plan, kept = self.plan.stages[stage], self.kept[stage]
         kept.sealed = True
-        if plan.boundary_ram is None:
-            assert plan.boundary_extent is not None
+        if plan.boundary_extent is not None:
             self._moving.add(stage)
             kept.write = self.transfers.write(
                 self.where(stage).offset, plan.boundary_extent.offset, kept.size, priority=_WRITE_PRIORITY, label=stage
@@ -81,12 +80,11 @@ class BoundaryLedger:
         kept = self.kept[stage]
         if not kept.sealed or kept.write is not None:
             return False
-        if kept.span is not None:
+        extent = self.plan.stages[stage].boundary_extent
+        if kept.span is not None or extent is None:
             return True
         if not self.free:
             return False
-        extent = self.plan.stages[stage].boundary_extent
-        assert extent is not None
         kept.span = self.free.pop()
         self._moving.add(stage)
         kept.read = self.transfers.read(kept.span.offset, extent.offset, kept.size, priority=_READ_PRIORITY, label=stage)

@@ -149,8 +149,8 @@ def family(model: ModelSpec, request: PlanRequest) -> Family:
         pipelines=in_flight,
         states=_SHARES if request.states is None and request.weights is None else (0.0,),
         defer=_DEFER if may_defer else (request.defer or 0.0,),
-        activations=(NONE_KEPT, *shares) if can_keep and request.boundaries != "ssd" else (0.0,),
-        swap=_SHARES if can_keep and request.boundaries != "cpu" else (0.0,),
+        activations=(NONE_KEPT, *shares) if can_keep and request.boundaries not in ("ssd", "gpu") else (0.0,),
+        swap=_SHARES if can_keep and request.boundaries not in ("cpu", "gpu") else (0.0,),
         kept_there=(0.0, 1.0) if can_keep and request.kept_there is None and bytes_left(model, request) else (0.0,),
         there=SHARES if may_fill(model, request) else (0.0,),
     )

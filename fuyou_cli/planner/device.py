@@ -69,15 +69,19 @@ class DeviceSide:
         return there.ticket
 
 
-def crossing(model: ModelSpec, index: int, phase: str, *, stash: bool, on_device: bool = False) -> tuple[int, int]:
+def crossing(
+    model: ModelSpec, index: int, phase: str, *, stash: bool, on_device: bool = False, stays: bool = False
+) -> tuple[int, int]:
     """Returns how many whole-batch boundaries a visit of stage `index` copies to the device and back. `on_device`: the batch is
-    on the device, so only what is kept for backward is copied.
+    on the device, so only what is kept for backward is copied; `stays`: it is kept on the device, so nothing is.
 
     The ids of an embedding are small and not counted. Each piece of a vocabulary continues with the rows of the pieces before
     it. A cut head sums in float32, and in the compute dtype at the end. `stash`: the input is kept for backward, copied from
     the device.
     """
     stage = model.stages[index]
+    if stays:
+        return 0, 0
     if on_device:
         return int(phase == "backward" and stage.keeps_input), int(stash)
     first_piece = stage.vocabulary is None or stage.vocabulary[0] == 0

@@ -9,7 +9,7 @@ from functools import partial
 from ..spec.model import ModelSpec, StageSpec
 from ..spec.plan import StagePlan
 from .bound import uploads
-from .boundary_layout import Kept, device_bytes, every_operator, kept_bytes
+from .boundary_layout import Kept, device_boundaries, device_bytes, every_operator, kept_bytes
 from .costs import looked_up_bytes
 from .device import WEIGHTS_ON_DEVICE, square_lanes
 from .device_homes import device_homes, gradients_rest, gradients_would_rest, stages_there, summing_spans
@@ -30,6 +30,7 @@ class DeviceMemory:
     gradients: int = 0  # gradients of these stages that rest
     scratch: int = 0  # memory in which their updates are computed
     outputs: int = 0  # outputs of operators for all rows of a sweep, from forward to backward
+    boundaries: int = 0  # inputs of stages for all rows of a sweep, from forward to backward
     # Whole-batch tensors between stages, if the batch stays there, and what the model's own forward makes of them.
     batch: int = 0
     compute: int = 0  # the pass that needs most for one micro-batch, with copies for its neighbours, and values for every token
@@ -37,7 +38,7 @@ class DeviceMemory:
     @property
     def total(self) -> int:
         updated = self.states + self.gradients + self.scratch
-        return self.homes + self.turns + self.sums + updated + self.outputs + self.batch + self.compute
+        return self.homes + self.turns + self.sums + updated + self.outputs + self.boundaries + self.batch + self.compute
 
 
 def device_memory(model: ModelSpec, request: PlanRequest, stages: tuple[StagePlan, ...]) -> DeviceMemory:
@@ -85,9 +86,16 @@ def _memory(
         states=homes.states,
         gradients=homes.gradients,
         scratch=homes.scratch,
+        boundaries=_boundaries(model, request),
         batch=_batch(model, request),
         compute=targets + max(map(partial(_pass_peak, model, request), model.stages, every_kept)),
     )
+
+
+def _boundaries(model: ModelSpec, request: PlanRequest) -> int:
+    """Returns the bytes of boundaries that rest there. They do where the recipe says so, all of them."""
+    there = [stage.index for stage in model.stages if stage.keeps_input and request.boundaries == "gpu"]
+    return device_boundaries(model, request.group, there)[1]
 
 
 def _batch(model: ModelSpec, request: PlanRequest) -> int:
@@ -101,10 +109,14 @@ def _batch(model: ModelSpec, request: PlanRequest) -> int:
 def with_batch(model: ModelSpec, request: PlanRequest) -> PlanRequest:
     """Decides whether the batch stays on the device. It stays if it fits beside spans for weights, sums, and the pass that
     needs most, whatever that pass keeps. Nothing else on the device saves more copies per byte. If the device's memory is not
-    known, the batch does not stay."""
-    if request.batch_on_device is not None or request.device == "cpu" or request.gpu_budget is None:
+    known, the batch does not stay. It always stays if boundaries rest there."""
+    if request.batch_on_device is not None or request.device == "cpu":
         return request
     staying = replace(request, batch_on_device=True)
+    if request.boundaries == "gpu":
+        return staying
+    if request.gpu_budget is None:
+        return request
     fits = most_needed(model, staying).total <= request.gpu_budget
     return staying if fits else replace(request, batch_on_device=False)
 

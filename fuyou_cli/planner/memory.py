@@ -234,7 +234,7 @@ def _stage(
         momentum_ram=arena.take_if(in_ram, stage.state_size("momentum")),
         variance_ram=arena.take_if(in_ram, stage.state_size("variance")),
         gradients_ram=arena.take_if(is_resting and homes.gradients[index] == "cpu", gradient_size),
-        boundary_ram=arena.take_if(homes.boundaries[index] != "ssd", boundary),
+        boundary_ram=arena.take_if(homes.boundaries[index] == "cpu", boundary),
         kept=homes.kept[index],
         kept_there=homes.kept_there[index],
     )

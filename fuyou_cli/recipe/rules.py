@@ -120,6 +120,9 @@ def _optimizer(recipe: Recipe) -> Broken:
 
 def _together(recipe: Recipe) -> Broken:
     offload = recipe.offload
+    if offload.boundaries == "gpu" and offload.activations == "swap":
+        message = "`offload.boundaries: gpu` but `offload.activations: swap` keeps outputs of operators with them in RAM"
+        yield "offload.boundaries", message, "use cpu, or `offload.activations: keep`, which keeps outputs on the GPU"
     if offload.optimizer_states != "gpu":
         if offload.gradients == "gpu":
             message = "`offload.gradients: gpu` also needs the optimizer states on the device"

@@ -37,7 +37,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
         "precision.allow_tf32", _other_than(False), "float32 products in TF32",
         "leave it false: float32 is computed in float32",
     ),
-    Unbuilt("offload.boundaries", _one_of("gpu"), "boundaries kept on the GPU", "use auto, cpu or ssd"),
     Unbuilt("export.push_to_hub", _set, "uploading", "upload the exported folder yourself"),
     Unbuilt("export.private", _other_than(True), "uploading", "leave it out"),
 )  # fmt: skip

@@ -35,6 +35,7 @@ from fuyou_cli.recipe.unbuilt import UNBUILT
         ("checkpoint: {mode: redo}\noffload: {gradients: cpu}\n", "offload.gradients"),
         ("train: {clip_grad_norm: null, skip_nonfinite: 2}\n", "train.skip_nonfinite"),
         ("train: {compile: true}\noffload: {activations: swap}\n", "offload.activations"),
+        ("offload: {device: cuda, boundaries: gpu, activations: swap}\n", "offload.boundaries"),
         ("adapter: {r: 4}\nfreeze: [lm_head]\n", "freeze"),
         ("logging: {backends: [jsonl, jsonl]}\n", "logging.backends"),
         ("eval: {every_steps: 2}\n", "eval.every_steps"),
@@ -96,7 +97,6 @@ NOT_BUILT = {
     "precision.compute": "precision.compute=float16",
     "precision.master": "precision.master=bfloat16",
     "precision.allow_tf32": "precision.allow_tf32=true",
-    "offload.boundaries": "offload.boundaries=gpu",
     "export.push_to_hub": "export.push_to_hub=me/model",
     "export.private": "export.private=false",
 }
