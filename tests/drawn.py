@@ -1,9 +1,12 @@
-"""How many examples a property draws, and what it is excused from."""
+"""How many examples a property draws, what it is excused from, and how many cases of a test are quick."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable
+from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 EVERY = int(os.environ.get("FUYOU_EXAMPLES", "0"))  # of every property, whatever it asks for; 0: as many as it asks for
@@ -21,3 +24,14 @@ def load_profile() -> None:
 def examples(count: int = USUAL, *, share_fixtures: bool = False) -> settings:
     """So many instead of the usual number. `share_fixtures`: one folder, say, does for all examples of a property."""
     return settings(max_examples=EVERY or count, suppress_health_check=_SHARING if share_fixtures else _SLOW)
+
+
+def every(count: int, cases: Iterable[Any]) -> list[Any]:
+    """Leaves each `count`th case in the quick suite, the first among them. The others are marked slow."""
+    return quick_and_slow(cases, lambda number: number % count == 0)
+
+
+def quick_and_slow(cases: Iterable[Any], is_quick: Callable[[int], bool]) -> list[Any]:
+    """Marks cases slow whose number is not quick."""
+    listed = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*case, marks=[] if is_quick(n) else [pytest.mark.slow]) for n, case in enumerate(listed)]

@@ -85,7 +85,7 @@ def _pytest(
     with tempfile.TemporaryDirectory(prefix="tests-", dir=work) as folder:
         report = Path(folder) / "report.xml"
         options = ["-q", "-p", "no:xdist", "-p", "no:cacheprovider", f"--timeout={HANGS}", f"--junitxml={report}"]
-        command = [sys.executable, "-m", "pytest", *options, f"--basetemp={folder}/tmp", *words, *tests]
+        command = [sys.executable, "-m", "pytest", "-m", "", *options, f"--basetemp={folder}/tmp", *words, *tests]
         own = {"HYPOTHESIS_STORAGE_DIRECTORY": str(work / "hypothesis"), **environment}
         done = _said(command, {**os.environ, **own})
         try:

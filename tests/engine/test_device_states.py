@@ -56,7 +56,7 @@ def subjects() -> dict[tuple[str, bool], Subject]:
     }
 
 
-@examples(12, share_fixtures=True)
+@examples(6, share_fixtures=True)
 @given(
     dtype=st.sampled_from(["float32", "bfloat16"]), tied=st.booleans(), clip=st.sampled_from([0.5, None]),
     there=st.sets(st.integers(0, 9)), home=st.sampled_from(["ssd", "cpu", None]), lookahead=st.integers(1, 3),

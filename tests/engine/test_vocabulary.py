@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from drawn import every
 from torch.autograd.graph import get_gradient_edge
 from transformers import PreTrainedConfig
 
@@ -54,7 +55,7 @@ def pieces_of(subject: Subject, kind: StageKind) -> list[tuple[int, int] | None]
 
 @pytest.mark.parametrize(
     ("name", "clip"),
-    [("untied", 0.5), ("tied", 0.5), ("tied", None), ("scaled, capped, tied", None), ("positions, tied", 0.5)],
+    every(2, [("untied", 0.5), ("tied", 0.5), ("tied", None), ("scaled, capped, tied", None), ("positions, tied", 0.5)]),
 )
 def test_beside_plain_pytorch(name: str, clip: float | None, tmp_path: Path) -> None:
     """20 steps of torch's AdamW with weight decay over the same micro-batches; chunks of 5 tokens cut rows unevenly."""
@@ -108,7 +109,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=["untied", "tied", "scaled, capped, tied", "dropout, tied"])
+@pytest.fixture(scope="module", params=every(3, ["untied", "tied", "scaled, capped, tied", "dropout, tied"]))
 def subject(request: pytest.FixtureRequest) -> Subject:
     return Subject(MODELS.get(request.param, gpt2(dropout=0.1)), Shape(vocabulary=ROWS, chunk=5))
 
@@ -204,7 +205,7 @@ def test_in_one_piece_and_in_many(tmp_path: Path) -> None:
 VOCABULARY_AND_MORE = 100
 
 
-@pytest.mark.parametrize(("clip", "accumulate"), [(0.5, "float32"), (None, "bfloat16")])
+@pytest.mark.parametrize(("clip", "accumulate"), every(2, [(0.5, "float32"), (None, "bfloat16")]))
 def test_bfloat16_follows_the_whole_head(clip: float | None, accumulate: Any, tmp_path: Path) -> None:
     shape = Shape(dtype="bfloat16", accumulate=accumulate)
     losses = []

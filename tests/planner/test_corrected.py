@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from drawn import examples
@@ -24,15 +25,21 @@ from .models import HARDWARE, SPEC, request
 from .test_compared import collected
 
 KNOWN = replace(HARDWARE, matmul_flops=2e8, shared_compute=0.6, shared_adamw=0.8)
-PLAN = fastest(SPEC, KNOWN, request())
 
 
-def step_on(machine: HardwareProfile, plan: Plan = PLAN) -> Timeline:
+@cache
+def plan_of() -> Plan:
+    return fastest(SPEC, KNOWN, request())
+
+
+def step_on(machine: HardwareProfile, plan: Plan | None = None) -> Timeline:
+    plan = plan or plan_of()
     return simulate(SPEC, machine, plan, plan_schedule(SPEC, plan))
 
 
-def run_on(machine: HardwareProfile, *, steps: int = 2 + LEAST_STEPS, plan: Plan = PLAN) -> RunReport:
+def run_on(machine: HardwareProfile, *, steps: int = 2 + LEAST_STEPS, plan: Plan | None = None) -> RunReport:
     """What a run of the plan reports where the machine is really like this."""
+    plan = plan or plan_of()
     step = step_on(machine, plan)
     busy = busy_seconds([
         Busy(resource=name, label=done.what, begin=max(0.0, done.begin - step.begin), end=done.end - step.begin)
@@ -65,7 +72,7 @@ def slower(times: float) -> HardwareProfile:
 
 
 def test_a_run_as_planned_corrects_nothing() -> None:
-    found = corrected(KNOWN, SPEC, PLAN, step_on(KNOWN), run_on(KNOWN))
+    found = corrected(KNOWN, SPEC, plan_of(), step_on(KNOWN), run_on(KNOWN))
     assert found is not None
     assert found.adamw[0][1] == pytest.approx(KNOWN.adamw[0][1])
     assert found.store_read == pytest.approx(KNOWN.store_read, rel=1e-3)
@@ -76,7 +83,7 @@ def test_a_run_as_planned_corrects_nothing() -> None:
 @given(st.floats(0.6, 2.5), st.floats(0.5, 3.0))
 def test_a_plan_made_again_says_what_the_run_did(compute: float, update: float) -> None:
     truth = replace(slower(compute), adamw=tuple((threads, rate / update) for threads, rate in KNOWN.adamw))
-    found = corrected(KNOWN, SPEC, PLAN, step_on(KNOWN), run_on(truth))
+    found = corrected(KNOWN, SPEC, plan_of(), step_on(KNOWN), run_on(truth))
     assert found is not None
     before, after, real = (step_on(machine).step_seconds for machine in (KNOWN, found, truth))
     assert abs(after / real - 1) <= max(0.05, 0.5 * abs(before / real - 1))
@@ -94,8 +101,8 @@ def test_a_slower_drive_that_is_waited_for_is_seen() -> None:
 
 def test_what_shows_nothing_corrects_nothing() -> None:
     step = step_on(KNOWN)
-    assert corrected(KNOWN, SPEC, PLAN, step, run_on(KNOWN, steps=1 + LEAST_STEPS)) is None
-    assert corrected(replace(KNOWN, measured="assumed"), SPEC, PLAN, step, run_on(KNOWN)) is None
-    assert corrected(KNOWN, SPEC, replace(PLAN, device="emulated"), step, run_on(KNOWN)) is None
-    wild = corrected(KNOWN, SPEC, PLAN, step, run_on(slower(50)))  # something else went on
+    assert corrected(KNOWN, SPEC, plan_of(), step, run_on(KNOWN, steps=1 + LEAST_STEPS)) is None
+    assert corrected(replace(KNOWN, measured="assumed"), SPEC, plan_of(), step, run_on(KNOWN)) is None
+    assert corrected(KNOWN, SPEC, replace(plan_of(), device="emulated"), step, run_on(KNOWN)) is None
+    wild = corrected(KNOWN, SPEC, plan_of(), step, run_on(slower(50)))  # something else went on
     assert wild is not None and wild.stage_rates[0].forward == KNOWN.matmul_flops

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,16 @@ def made(asked: PlanRequest, hardware: HardwareProfile = HARDWARE) -> tuple[Plan
 
 
 ASKED = request()
-PLAN, FILE = made(ASKED)
-TEXT = to_text(FILE)
+
+
+@cache
+def first() -> tuple[Plan, PlanFile]:
+    return made(ASKED)
+
+
+@cache
+def first_text() -> str:
+    return to_text(first()[1])
 
 
 def chosen(text: str, asked: PlanRequest = ASKED, **changes: Any) -> Plan:
@@ -43,9 +52,9 @@ def chosen(text: str, asked: PlanRequest = ASKED, **changes: Any) -> Plan:
 
 
 def test_the_plan_that_was_written_is_the_one_that_runs() -> None:
-    assert from_text(TEXT) == FILE
-    assert chosen(TEXT) == PLAN
-    homes = {(stage.weights, stage.states) for stage in PLAN.stages}
+    assert from_text(first_text()) == first()[1]
+    assert chosen(first_text()) == first()[0]
+    homes = {(stage.weights, stage.states) for stage in first()[0].stages}
     assert len(homes) > 1  # else a wrong home could not be told from a right one
 
 
@@ -70,16 +79,20 @@ def test_a_plan_of_any_kind_is_made_again(changes: dict[str, Any]) -> None:
 
 
 def test_equal_inputs_give_equal_bytes() -> None:
-    assert to_text(made(request())[1]) == TEXT
-    assert "/somewhere" not in TEXT and "2026-01-01" not in TEXT
+    assert to_text(made(request())[1]) == first_text()
+    assert "/somewhere" not in first_text() and "2026-01-01" not in first_text()
 
 
 def test_another_machine_keeps_the_placement_and_tells_its_own_figures() -> None:
     slower = replace(HARDWARE, store_read=HARDWARE.store_read / 4, store_write=HARDWARE.store_write / 4)
-    there = chosen(TEXT, hardware=replace(slower, process_bytes=HARDWARE.process_bytes + 50 * MiB))
-    assert (there.stages, there.slot_classes, there.arena_size) == (PLAN.stages, PLAN.slot_classes, PLAN.arena_size)
-    assert there.predicted.step_seconds > PLAN.predicted.step_seconds
-    assert there.predicted.cpu_peak == PLAN.predicted.cpu_peak + 50 * MiB
+    there = chosen(first_text(), hardware=replace(slower, process_bytes=HARDWARE.process_bytes + 50 * MiB))
+    assert (there.stages, there.slot_classes, there.arena_size) == (
+        first()[0].stages,
+        first()[0].slot_classes,
+        first()[0].arena_size,
+    )
+    assert there.predicted.step_seconds > first()[0].predicted.step_seconds
+    assert there.predicted.cpu_peak == first()[0].predicted.cpu_peak + 50 * MiB
     assert there.cpu_budget == ASKED.cpu_budget
 
 
@@ -93,7 +106,7 @@ def test_commits_stay_as_far_apart_as_they_were() -> None:
 
 
 def changed(path: tuple[str | int, ...], value: Any) -> str:
-    data = json.loads(TEXT)
+    data = json.loads(first_text())
     target = data
     for part in path[:-1]:
         target = target[part]
@@ -137,16 +150,19 @@ def test_what_is_wrong_is_named(path: tuple[str | int, ...], value: Any, words: 
         ("[]", "this is not a plan file"),
         ('{"fuyou_plan": 6}', "model: missing"),
         ("[" * 100_000, "nested too deeply"),
-        (TEXT.replace('"memory": ', '"memory": NaN, "x": '), "NaN is not a number"),
-        (TEXT.replace('"memory": ', '"memory": 7, "memory": '), "the key 'memory' occurs twice"),
-        (TEXT.replace('"memory": ', '"memory": 1e999, "x": '), "1e999 is too large for a number"),
-        (TEXT.replace('"memory": ', '"memory": ' + "7" * 5000), "digits"),
-        (TEXT.replace('"memory": ', '"memory": ' + "7" * 200), "memory: must be at most"),
+        ('"memory": NaN, "x": ', "NaN is not a number"),
+        ('"memory": 7, "memory": ', "the key 'memory' occurs twice"),
+        ('"memory": 1e999, "x": ', "1e999 is too large for a number"),
+        ('"memory": ' + "7" * 5000, "digits"),
+        ('"memory": ' + "7" * 200, "memory: must be at most"),
     ],
     ids=["empty", "a list", "cut short", "deep", "NaN", "twice", "infinite", "endless", "large"],
 )
 def test_what_is_no_plan_is_refused(text: str, words: str) -> None:
-    assert text != TEXT
+    """A text, or what stands in a plan's file instead of the memory's key."""
+    if text.startswith('"memory": '):
+        text = first_text().replace('"memory": ', text)
+        assert text != first_text()
     with pytest.raises(UsageError) as refused:
         chosen(text)
     assert words in refused.value.message
@@ -154,15 +170,15 @@ def test_what_is_no_plan_is_refused(text: str, words: str) -> None:
 
 def test_a_plan_for_something_else_is_refused_by_name() -> None:
     with pytest.raises(UsageError, match=r"plan\.json: it was made for Test with [\d,]+ parameters .*, the recipe's model is"):
-        chosen(TEXT, spec=model(1 << 20, 1 << 20, 1 << 20, 1 << 11, 1 << 20))
+        chosen(first_text(), spec=model(1 << 20, 1 << 20, 1 << 20, 1 << 11, 1 << 20))
     with pytest.raises(UsageError, match=r"numerics\.batch_size was 4, is 8 for this run"):
-        chosen(TEXT, replace(ASKED, numerics=replace(NUMERICS, batch_size=8)))
+        chosen(first_text(), replace(ASKED, numerics=replace(NUMERICS, batch_size=8)))
     with pytest.raises(UsageError, match=r"clip_grad_norm was null, is 1\.0 for this run"):
-        chosen(TEXT, replace(ASKED, clip_grad_norm=1.0))
+        chosen(first_text(), replace(ASKED, clip_grad_norm=1.0))
     with pytest.raises(UsageError, match=r"block_size was 1048576, is 4096 for this run"):
-        chosen(TEXT, replace(ASKED, block_size=4096))
+        chosen(first_text(), replace(ASKED, block_size=4096))
     with pytest.raises(UsageError, match=r'store_mode was "in_place", is "redo" for this run'):
-        chosen(TEXT, replace(ASKED, store_mode="redo"))
+        chosen(first_text(), replace(ASKED, store_mode="redo"))
 
 
 def test_a_plan_of_redo_is_taken_where_the_recipe_leaves_the_mode_open() -> None:
@@ -177,9 +193,9 @@ def test_a_plan_of_redo_is_taken_where_the_recipe_leaves_the_mode_open() -> None
 def test_a_machine_measured_anew_may_have_other_update_threads() -> None:
     """Their chunks shift every span behind them, which says nothing of why."""
     with pytest.raises(UsageError, match=r"update_threads was 1, is 2 by this machine's cores and what AdamW"):
-        chosen(TEXT, replace(ASKED, update_threads=2, scratch_size=2 * MiB))
+        chosen(first_text(), replace(ASKED, update_threads=2, scratch_size=2 * MiB))
     with pytest.raises(UsageError, match=r"scratch_size was 1048576, is 2097152"):
-        chosen(TEXT, replace(ASKED, scratch_size=2 * MiB))
+        chosen(first_text(), replace(ASKED, scratch_size=2 * MiB))
 
 
 def _places(data: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
@@ -189,7 +205,11 @@ def _places(data: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str |
         yield from _places(value, (*path, key))
 
 
-PLACES = list(_places(json.loads(TEXT)))
+@cache
+def places() -> list[tuple[str | int, ...]]:
+    return list(_places(json.loads(first_text())))
+
+
 ANYTHING = st.one_of(
     st.none(), st.booleans(), st.integers(-1, 1 << 66), st.floats(), st.sampled_from(["cpu", "ssd", "gpu", ""]),
     st.just([]), st.just({}), st.lists(st.integers(0, 5), max_size=3),
@@ -197,8 +217,8 @@ ANYTHING = st.one_of(
 
 
 def _mutation(draw: Callable[..., Any]) -> str:
-    data = json.loads(TEXT)
-    *way, last = draw(st.sampled_from(PLACES))
+    data = json.loads(first_text())
+    *way, last = draw(st.sampled_from(places()))
     target = data
     for part in way:
         target = target[part]
@@ -226,7 +246,7 @@ def test_any_change_means_the_same_or_is_refused(data: st.DataObject) -> None:
     except UsageError as error:
         assert error.exit_code == 2 and error.message
         return
-    assert taken == PLAN
+    assert taken == first()[0]
 
 
 def test_a_plan_for_drives_that_slow_down_says_so() -> None:

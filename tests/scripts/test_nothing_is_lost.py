@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from drawn import every
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -37,13 +38,16 @@ KILLED_STEPS = 12
 
 @pytest.mark.parametrize(
     "variant",
-    [
-        "in_place, in RAM",
-        "in_place, over two folders",
-        "redo, on the ssd, clipped",
-        "snapshot, every second step",
-        "in_place, io_uring",
-    ],
+    every(
+        2,
+        [
+            "in_place, in RAM",
+            "in_place, over two folders",
+            "redo, on the ssd, clipped",
+            "snapshot, every second step",
+            "in_place, io_uring",
+        ],
+    ),
 )
 def test_killed_runs_end_as_the_one_nobody_killed(variant: str, place: Place) -> None:
     changes = crashes.VARIANTS[variant]

@@ -43,6 +43,7 @@ def found() -> Reproduced:
 # ---- part 1 ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_paper_is_reproduced(found: Reproduced) -> None:
     assert found.median <= 0.10 and found.worst <= 0.25
     assert found.holds and len(found.errors) == 22
@@ -76,6 +77,7 @@ def test_four_constants_and_no_number_beside_what_is_listed() -> None:
     assert _numbers_in_functions(SCRIPTS / "paper" / "policy.py") <= {0, 1, 2, 3}  # counts and indices
 
 
+@pytest.mark.slow
 def test_the_rates_are_fitted_on_one_row_each(found: Reproduced, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever all other rows say."""
     changed = [
@@ -87,6 +89,7 @@ def test_the_rates_are_fitted_on_one_row_each(found: Reproduced, monkeypatch: py
     assert policy.fitted_rates() == {12: found.rates[12]}
 
 
+@pytest.mark.slow
 def test_the_fitted_rows_come_out(found: Reproduced) -> None:
     errors = [row.error for row in found.rows if row.published.role == "fitted"]
     assert len(errors) == 5 and max(map(abs, errors)) < 0.01
@@ -100,6 +103,7 @@ def test_a_step_moves_thirty_bytes_per_parameter() -> None:
     assert 16 - 2 * (2 * given.IN_FLIGHT) / 40 <= step.read / params <= 16
 
 
+@pytest.mark.slow
 def test_the_batch_of_135b_is_what_one_drive_says(found: Reproduced) -> None:
     implied = policy.one_drive_batch(found.rates)
     assert min((16, 24, 32), key=lambda batch: abs(batch - implied)) == given.BATCH_135B
@@ -117,6 +121,7 @@ def test_what_is_printed_is_what_is_computed_with(name: str, monkeypatch: pytest
     ]
 
 
+@pytest.mark.slow
 def test_the_table_prints_the_constants(found: Reproduced, monkeypatch: pytest.MonkeyPatch) -> None:
     said = _printed(reproduce_paper.show_reproduced, found)
     assert "162 TFLOPS" in said and "8 blocks on their way" in said and "30 bytes per parameter" in said
@@ -198,6 +203,7 @@ def _numbers(tree: ast.AST) -> set[float]:
 # ---- part 2 ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_175b_keeps_the_gpu_as_busy_as_asked(found: Reproduced) -> None:
     case = ours.large_cases(found.rates)[0]
     assert (case.model, case.batch * given.LENGTH, case.settings) == ("175B", 32768, ("train.clip_grad_norm=null",))
