@@ -169,7 +169,7 @@ def _files_for_gpu() -> list[str]:
 
 
 def _tests(context: Context, what: str, files: Sequence[str], **environment: str) -> None:
-    chosen = ["-m", "gpu"] if context.device == "cuda" else ["-m", "not gpu", "-k", "emulated"]
+    chosen = ["-m", "gpu"] if context.device == "cuda" else ["-m", "not gpu and not slow", "-k", "emulated"]
     output = context.work / "tests.txt"
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *chosen, *files]
     command += [f"--timeout={HANGS}"] if context.device == "cuda" else []  # by a signal: it tells the stacks of all threads

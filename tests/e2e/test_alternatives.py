@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from .conftest import ROOT, Project, ended
 
 NewProject = Callable[..., Project]
@@ -37,6 +39,7 @@ def run(project: Project, plan: dict[str, Any]) -> dict[int, float]:
     return project.losses()
 
 
+@pytest.mark.slow
 def test_the_chosen_plan_and_its_rivals_run_as_they_are(new_project: NewProject) -> None:
     project = new_project(changes=CHANGES)
     plans = alternatives(project, seed=7)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from drawn import every
 from transformers import AutoTokenizer
 
 from fuyou_cli.training.state import kept_companions as companions
@@ -56,7 +57,7 @@ def test_what_is_kept_already_is_not_written_again(tmp_path: Path) -> None:
     assert {path.name for path in folder.iterdir()} == {*files}
 
 
-@pytest.mark.parametrize("pad", ["<|end|>", "!"], ids=["a special token", "a token of ordinary text"])
+@pytest.mark.parametrize("pad", every(2, ["!", "<|end|>"]), ids=["a token of ordinary text", "a special token"])
 def test_the_export_has_the_tokenizer_of_the_run(
     pad: str, new_project: Callable[..., Project], materials: Path, tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from drawn import every
 from hooks import doing
 
 from fuyou_cli.cli.finetune import run_finetune
@@ -264,7 +265,7 @@ def test_asked_to_stop_after_the_last_step_the_export_waits_for_another_time(
     assert (project.out / "model").is_dir()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", every(2, [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]))
 def test_stopped_before_there_is_a_run(number: int, new_project: NewProject, tmp_path: Path) -> None:
     """While the data is tokenised: it is said, the worker ends, and nothing of it is left."""
     rows = tmp_path / "rows"

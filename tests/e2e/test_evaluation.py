@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from drawn import every
 
 from fuyou_cli.core.errors import Interrupted, UsageError
 from fuyou_cli.machine import probe
@@ -61,7 +62,7 @@ def in_memory(model_dir: Path, ready: Any, name: str) -> float:
     return total / count
 
 
-@pytest.mark.parametrize("clip", [0.5, None], ids=["clipped", "unclipped"])
+@pytest.mark.parametrize("clip", every(2, [0.5, None]), ids=["clipped", "unclipped"])
 def test_beside_training(clip: float | None, new_project: NewProject, whole: Callable[..., Whole]) -> None:
     changes = {**EXACT, "train.clip_grad_norm": clip}
     project = new_project(changes=changes)
