@@ -155,6 +155,7 @@ def test_the_second_time_shows_its_own_run(ran: Ran) -> None:
     assert command._start_over(ran.out) == ["checkpoint.resume=never"]
 
 
+@pytest.mark.slow
 def test_a_child_that_refuses_has_said_why_and_its_code_is_ours(ran: Ran) -> None:
     done = _quickstart(ran.folder, *QUICK, "train.max_steps=3", "offload.max_memory.ssd=1MB")
     assert done.returncode == 3, done.stderr

@@ -39,7 +39,7 @@ KILLED_STEPS = 12
 @pytest.mark.parametrize(
     "variant",
     every(
-        2,
+        3,
         [
             "in_place, in RAM",
             "in_place, over two folders",
