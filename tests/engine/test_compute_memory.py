@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from drawn import every
 from torch.utils._pytree import tree_leaves
 from transformers import GPT2Config, LlamaConfig
 
@@ -53,10 +54,10 @@ class _OutsideOf(LiveBytes):
 
 @pytest.mark.parametrize(
     ("config", "clip", "vocabulary", "freeze"),
-    [
+    every(2, [
         (LLAMA, 0.5, 0, ()), (LLAMA, None, 80, ()), (GPT2, 0.5, 80, ()), (GPT2, None, 0, ()),
         (LLAMA, 0.5, 80, ("model.embed_tokens", "model.layers.[0-1]")),
-    ],
+    ]),
 )  # fmt: skip
 def test_a_step_stays_within_what_is_charged(
     config: Any, clip: float | None, vocabulary: int, freeze: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

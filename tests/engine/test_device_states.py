@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
-from drawn import examples
+from drawn import every, examples
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,9 +34,10 @@ def _run(subject: Subject, folder: Path, **way: Any) -> tuple[list[float], dict[
         return losses, rig.weights(), opened.peak_memory(), rig.plan.predicted.gpu_peak
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("clip", [0.5, None])
-@pytest.mark.parametrize("shape", [Shape(), Shape(dtype="bfloat16"), Shape(dtype="bfloat16", vocabulary=40)])
+@pytest.mark.parametrize(
+    ("tied", "clip", "shape"),
+    every(5, product([False, True], [0.5, None], [Shape(), Shape(dtype="bfloat16"), Shape(dtype="bfloat16", vocabulary=40)])),
+)
 def test_everything_on_the_device_is_the_same_run(shape: Shape, clip: float | None, tied: bool, tmp_path: Path) -> None:
     subject = Subject(llama(tie_word_embeddings=tied), shape)
     wanted, weights, _, _ = _run(subject, tmp_path / "host", home="cpu", clip=clip)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
+from drawn import every
 from transformers import PreTrainedConfig
 
 from fuyou_cli.engine.loss import pieces
@@ -19,8 +21,7 @@ HEADS: dict[str, PreTrainedConfig] = {
 }
 
 
-@pytest.mark.parametrize("chunk", [5, 16, 20])
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize(("head", "chunk"), every(2, product(HEADS, [5, 16, 20])))
 def test_in_pieces(head: str, chunk: int, tmp_path: Path) -> None:
     """5 tokens cut each row unevenly, 16 are one row, 20 leave a rest; a micro-batch has 32."""
     whole, cut = (Subject(HEADS[head], Shape(chunk=size)) for size in (0, chunk))

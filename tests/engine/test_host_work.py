@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+from drawn import every
 
 from fuyou_cli.planner.costs import staged_bytes
 from fuyou_cli.planner.schedule import Visit
@@ -66,8 +68,7 @@ def _by_place(rig: Rig, work: dict[int, int]) -> dict[tuple[str, str], int]:
     return dict(found)
 
 
-@pytest.mark.parametrize("on_device", [True, False])
-@pytest.mark.parametrize("family", ["llama", "tied", "gpt2"])
+@pytest.mark.parametrize(("family", "on_device"), every(2, product(["llama", "tied", "gpt2"], [True, False])))
 @pytest.mark.parametrize(
     ("vocabulary", "dtype", "clip"), [(0, "float32", 0.5), (0, "bfloat16", None), (40, "float32", None), (40, "bfloat16", 0.5)]
 )

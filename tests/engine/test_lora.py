@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from drawn import every
 
 from fuyou_cli.recipe.schema import AdapterSection
 
@@ -26,8 +27,8 @@ SECTIONS: dict[str, AdapterSection] = {
 
 @pytest.mark.parametrize(
     ("family", "section"),
-    [*((family, "plain") for family in ("llama", "qwen3", "gemma2", "gpt2", "opt")),
-     ("llama", "rslora"), ("llama", "dora"), ("gpt2", "dora")],
+    every(2, [*((family, "plain") for family in ("llama", "qwen3", "gemma2", "gpt2", "opt")),
+              ("llama", "rslora"), ("llama", "dora"), ("gpt2", "dora")]),
 )  # fmt: skip
 def test_losses_and_adapters_of_twenty_clipped_steps(family: str, section: str, tmp_path: Path) -> None:
     subject = Subject(FAMILIES[family], Shape(), adapter=SECTIONS[section])
