@@ -65,23 +65,25 @@ def _by_device(adamw: DeviceAdamW, tensors: dict[str, torch.Tensor], gradients: 
 @pytest.mark.parametrize("weights", ["float32", "bfloat16"])
 @pytest.mark.parametrize("summed_in", ["float32", "bfloat16"])
 @pytest.mark.parametrize("way", [dict(), dict(beta1=0.3, beta2=0.95), dict(epsilon=1e-6, beta2=0.98)])
-@pytest.mark.parametrize("chunk", [1 << 14, 700])
-def test_it_is_the_librarys(weights: Dtype, summed_in: Dtype, way: dict[str, Any], chunk: int) -> None:
+@pytest.mark.parametrize(
+    ("device", "chunk"), [("cpu", 1 << 14), ("cpu", 700), pytest.param("cuda", 700, marks=pytest.mark.gpu)]
+)
+def test_it_is_the_librarys(weights: Dtype, summed_in: Dtype, way: dict[str, Any], device: str, chunk: int) -> None:
     narrow = weights == "bfloat16"
     generator = torch.Generator().manual_seed(7)
-    ours = _tensors(generator, narrow)
-    theirs = {name: value.clone() for name, value in ours.items()}
+    theirs = _tensors(generator, narrow)
+    there = {name: value.clone().to(device) for name, value in theirs.items()}
     optimizer = Optimizer(**{"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "weight_decay": 0.1, **way})
-    adamw = DeviceAdamW(torch.empty(UPDATE_SCRATCH * 4 * chunk, dtype=torch.uint8))
+    adamw = DeviceAdamW(torch.empty(UPDATE_SCRATCH * 4 * chunk, dtype=torch.uint8, device=device))
     for step in range(1, 13):
         gradients = _tensors(generator, False)["momentum"].to(TORCH_DTYPE[summed_in])
-        before = gradients.clone()
+        given = gradients.clone().to(device)
         scalars = Scalars(optimizer=optimizer, lr=1e-3 * step, step=step, gradient_scale=1.0 if step % 2 else 0.37)
-        worst = _by_device(adamw, ours, gradients, scalars)
+        worst = _by_device(adamw, there, given, scalars)
         lost = _by_library(theirs, gradients, scalars, weights, summed_in)
         assert is_lost(worst, narrow=narrow) == (lost > 0)
-        assert all(_same(ours[name], theirs[name]) for name in theirs), [n for n in theirs if not _same(ours[n], theirs[n])]
-        assert _same(gradients, before)
+        assert [name for name in theirs if not _same(there[name].cpu(), theirs[name])] == []
+        assert _same(given.cpu(), gradients)
 
 
 @pytest.mark.parametrize("weights", ["float32", "bfloat16"])
