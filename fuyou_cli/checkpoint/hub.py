@@ -49,6 +49,13 @@ class Hub:
         named = self._tokenizer.name_or_path
         return self._resolve(named or str(model_dir), tokenizer_only=True) if named or needed else model_dir
 
+    def tokenizer_alone(self) -> Path:
+        """Returns the tokenizer's folder where no model is needed: the one that `tokenizer` returns."""
+        named, revision = self._tokenizer.name_or_path, self._model.revision
+        return self._resolve(
+            named or self._model.name_or_path, revision=None if named else revision, tokenizer_only=True
+        )  # fmt: skip
+
     def _resolve(self, name: str, **options: Any) -> Path:
         options |= {"trust_remote_code": self._model.trust_remote_code, "say": self._say, "progress": self._progress}
         return resolve(name, **options)

@@ -17,6 +17,7 @@ from fuyou_cli.core.errors import FuyouError, UsageError
 from . import error_screen
 from .arguments import Calibrated, Json, OptionalRecipe, Overrides, RecipeArgument, Trace, loaded_recipe
 from .console import prepare_streams, write_result, write_status
+from .data_app import data
 from .eval_app import evaluate
 from .generate_app import generate
 from .recipes_app import recipes
@@ -234,6 +235,7 @@ def schema() -> None:
     run_schema()
 
 
+app.command()(data)
 app.command("eval")(evaluate)
 
 

@@ -44,6 +44,17 @@ class Counts:
     run_together: int = 0  # pairs without white space between prompt and completion
     special: int = 0  # samples with a special token's name in their text
     special_example: str = ""  # where the first of them is, and its token
+    lost: int = 0  # tokens of samples that were truncated or dropped
+    longest: int = 0  # tokens of the longest sample, whole
+    lengths: list[int] = field(default_factory=list)  # samples of at most 1, 2, 4, 8, ... tokens, beyond those before
+
+    def sample(self, size: int) -> None:
+        """Counts a whole sample of `size` tokens."""
+        self.samples += 1
+        self.longest = max(self.longest, size)
+        place = max(size - 1, 0).bit_length()
+        self.lengths += [0] * (place + 1 - len(self.lengths))
+        self.lengths[place] += 1
 
 
 def has_loss(mask: Mask) -> bool:
@@ -76,13 +87,18 @@ def _learning(rows: Iterable[Row], counts: Counts) -> Iterator[Row]:
 
 
 def _fit(samples: Iterable[Sample], *, packing: bool, overlong: str, max_seq_len: int, counts: Counts) -> Iterator[Sample]:
+    whole = 0  # tokens of the document so far
     for sample in samples:
-        counts.samples += sample.ends
         size = len(sample.tokens)
+        whole += size
+        if sample.ends:
+            counts.sample(whole)
+            whole = 0
         if size <= max_seq_len or (packing and overlong in ("truncate", "split")):
             yield sample
         elif overlong == "drop":
             counts.dropped += 1
+            counts.lost += size
         elif overlong == "error":
             raise UsageError(
                 f"{sample.place}: {size:,} tokens, more than dataset.max_seq_len ({max_seq_len:,})",
@@ -91,6 +107,7 @@ def _fit(samples: Iterable[Sample], *, packing: bool, overlong: str, max_seq_len
         else:
             counts.truncated += overlong == "truncate"
             counts.split += overlong == "split"
+            counts.lost += size - max_seq_len if overlong == "truncate" else 0
             for begin in range(0, max_seq_len if overlong == "truncate" else size, max_seq_len):
                 end = begin + max_seq_len
                 yield Sample(tokens=sample.tokens[begin:end], mask=sample.mask[begin:end], place=sample.place)

@@ -28,7 +28,7 @@ NO_LOSS = -100  # the label that torch's cross entropy and every HF model ignore
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataSummary:
     """Describes the tokenised data. `formats` pairs every path of the recipe with its format; `preview` is one decoded
-    sample as (text, carries loss) pieces."""
+    sample as (text, carries loss) pieces. Counts of samples are those of `packing.Counts`."""
 
     rows: int
     tokens: int
@@ -49,6 +49,9 @@ class DataSummary:
     special_example: str
     entry_rows: tuple[int, ...] = ()  # rows of each entry of a mixture, stored one entry after the other
     never_stops: bool = False  # rows mark their loss themselves, and never on a stop token
+    lost: int = 0
+    longest: int = 0
+    lengths: tuple[int, ...] = ()
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -114,7 +117,7 @@ def _read_summary(file: Path, paths: Sequence[str] | None) -> DataSummary:
     found["formats"] = tuple(
         (f"source {number + 1}" if paths is None else paths[number], name) for number, name in found["formats"]
     )
-    found["entry_rows"] = tuple(found.get("entry_rows", ()))
+    found |= {name: tuple(found.get(name, ())) for name in ("entry_rows", "lengths")}
     found["preview"] = tuple((text, learnt) for text, learnt in found["preview"])
     return DataSummary(**found)
 

@@ -21,9 +21,15 @@ _TRAINED = "bold underline"
 
 def show_sample(console: Console, pieces: Sequence[tuple[str, bool]]) -> None:
     """Prints (text, in_loss) pieces in order, without the middle of a long sample."""
-    shapes, styled = symbols(console), console.is_terminal and not console.is_dumb_terminal
     trained = sum(len(text) for text, in_loss in pieces if in_loss)
     heading(console, "One sample", f"{trained:,} of {sum(len(text) for text, _ in pieces):,} characters are trained")
+    show_pieces(console, pieces)
+    show_key(console)
+
+
+def show_pieces(console: Console, pieces: Sequence[tuple[str, bool]]) -> None:
+    """Prints the pieces alone."""
+    shapes, styled = symbols(console), _is_styled(console)
     whole = Text()
     for text, in_loss in pieces:
         plain = encodable(printable(text.replace("\t", "    ")), console)
@@ -40,8 +46,17 @@ def show_sample(console: Console, pieces: Sequence[tuple[str, bool]]) -> None:
         show(console, line, indent=4)
         if not styled and (marks := _marks(line, shapes.mark)):
             show(console, Text(marks), indent=4)
-    under = ("underlined", "bold underline") if styled else f"{shapes.mark * 3} under text"
+
+
+def show_key(console: Console) -> None:
+    """Says how trained text is shown."""
+    mark = symbols(console).mark * 3
+    under = ("underlined", "bold underline") if _is_styled(console) else f"{mark} under text"
     say(console, Text.assemble(under, ": trained; the rest is context only"), indent=2)
+
+
+def _is_styled(console: Console) -> bool:
+    return console.is_terminal and not console.is_dumb_terminal
 
 
 def _marks(line: Text, mark: str) -> str:

@@ -1,0 +1,123 @@
+"""Shows what a recipe's data becomes: counts, the lengths of samples, and rows with what of them is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from .sample import show_key, show_pieces
+from .theme import bar, column, heading, pairs, percent, say, show, some, symbols
+
+if TYPE_CHECKING:
+    from fuyou_cli.data import DataSummary
+    from fuyou_cli.recipe.schema import Recipe
+
+_BAR = 30  # columns
+_DOCUMENTS = 3  # of a row that are shown
+
+Pieces = Sequence[tuple[str, bool]]  # texts, and whether they are trained
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shown:
+    """Holds one row, decoded. `documents`: of each document that is kept apart, or of the whole row."""
+
+    row: int  # from 0
+    tokens: int
+    trained: int
+    documents: Sequence[Pieces]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seen:
+    """Holds what is told about a recipe's data."""
+
+    recipe: Recipe
+    summary: DataSummary
+    sets: dict[str, DataSummary]  # to evaluate
+    steps: int  # of the run
+    note: str | None  # on how often rows are seen
+    mixture: str | None
+    shown: Sequence[Shown]
+
+
+def show_data(console: Console, seen: Seen) -> None:
+    """Prints counts, a histogram and the decoded rows, in the order of training."""
+    heading(console, "Data")
+    pairs(console, [*_made(seen), *_left_out(seen), *_used(seen)])
+    for note in (*seen.summary.notes, *([seen.note] if seen.note else ())):
+        say(console, f"note: {note}", indent=2)
+    _show_lengths(console, seen)
+    for row in seen.shown:
+        _show_row(console, row)
+    if seen.shown:
+        show_key(console)
+
+
+def _made(seen: Seen) -> Iterator[tuple[str, str]]:
+    summary, packing = seen.summary, seen.recipe.dataset.packing
+    formats = ", ".join(f"{path} ({name})" for path, name in summary.formats)
+    yield "read", f"{some(summary.samples, 'sample')} of {formats}"
+    packed = f"packing: {packing}" if packing else "a sample each"
+    yield "rows", f"{summary.rows:,} ({packed}), on average {summary.tokens / summary.rows:,.0f} tokens"
+    yield "tokens", f"{summary.tokens:,}, trained {summary.label_tokens:,} ({percent(summary.label_tokens, summary.tokens)})"
+
+
+def _left_out(seen: Seen) -> Iterator[tuple[str, str]]:
+    """Says what was cut or dropped, and why."""
+    summary, dataset = seen.summary, seen.recipe.dataset
+    longer = f"longer than max_seq_len {dataset.max_seq_len:,}"
+    if summary.truncated:
+        yield "truncated", f"{some(summary.truncated, 'sample')} {longer}: {some(summary.lost, 'token')} lost"
+    if summary.dropped:
+        yield "dropped", f"{some(summary.dropped, 'sample')} {longer}: {some(summary.lost, 'token')} lost"
+    if summary.split:
+        why = "at the end of a row" if dataset.packing == "concat" else longer
+        yield "split", f"{some(summary.split, 'sample')} {why}, continued in another row"
+    if summary.without_loss:
+        yield "left out", f"{some(summary.without_loss, 'row')} in which nothing is trained"
+    if not (summary.truncated or summary.dropped or summary.without_loss):
+        yield "left out", "nothing"
+
+
+def _used(seen: Seen) -> Iterator[tuple[str, str]]:
+    batch = seen.recipe.train.batch_size
+    yield "steps", f"{seen.steps:,} of {some(batch, 'row')}: {seen.steps * batch / seen.summary.rows:.3g} epochs"
+    if seen.mixture:
+        yield "mixture", seen.mixture
+    for name, found in seen.sets.items():
+        yield "eval", f"{name}: {some(found.rows, 'row')}, {found.tokens:,} tokens, {found.label_tokens:,} of them count"
+
+
+def _show_lengths(console: Console, seen: Seen) -> None:
+    """Draws how many samples have how many tokens, before anything is cut."""
+    shapes, lengths, limit = symbols(console), seen.summary.lengths, seen.recipe.dataset.max_seq_len
+    heading(console, "Tokens of a sample", f"the longest has {seen.summary.longest:,}, before anything is cut")
+    table = Table.grid(padding=(0, 2, 0, 0))
+    column(table, right=True)
+    column(table)
+    column(table, right=True)
+    column(table, right=True)
+    column(table, style="dim")
+    first = next((place for place, samples in enumerate(lengths) if samples), 0)
+    for place, samples in list(enumerate(lengths))[first:]:
+        least, most = (1 << place >> 1) + 1 if place else 0, 1 << place
+        beyond = f"> {limit:,}" if least > limit else ""
+        share = bar(samples / max(lengths), _BAR, shapes)
+        table.add_row(f"{least:,} - {most:,}", share, f"{samples:,}", percent(samples, seen.summary.samples), beyond)
+    show(console, table, indent=2)
+
+
+def _show_row(console: Console, row: Shown) -> None:
+    apart = f", {len(row.documents)} documents that do not see each other" if len(row.documents) > 1 else ""
+    heading(console, f"Row {row.row + 1:,}", f"{some(row.tokens, 'token')}, {row.trained:,} trained{apart}")
+    for number, pieces in enumerate(row.documents[:_DOCUMENTS], start=1):
+        if len(row.documents) > 1:
+            say(console, f"document {number}", style="dim", indent=2)
+        show_pieces(console, pieces)
+    if (more := len(row.documents) - _DOCUMENTS) > 0:
+        say(console, f"... {some(more, 'document')} more ...", style="dim", indent=2)
