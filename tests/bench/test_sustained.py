@@ -77,7 +77,8 @@ def test_at_once_is_measured_for_real(tmp_path: Path, monkeypatch: pytest.Monkey
     found = measured(tmp_path, free=4 * 12 * 16 * MiB)
     assert fell(found) and list(tmp_path.iterdir()) == [] and len(found.rates) == 3
     for rate in found.rates:
-        assert 1e6 < rate.low <= rate.value <= rate.high < 1e12
+        # of windows as small as these, one may end before a write does
+        assert 0 <= rate.low <= rate.value <= rate.high < 1e12 and rate.high > 1e6
 
 
 @pytest.fixture

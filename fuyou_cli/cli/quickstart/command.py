@@ -60,11 +60,13 @@ def run_quickstart(overrides: Sequence[str]) -> int:
     Raises FuyouError if another part fails, with that part's message.
     """
     began = time.monotonic()
-    overrides = _for_this_processor(overrides)
+    asked, overrides = overrides, _for_this_processor(overrides)
     loaded = _load(overrides)
     recipe = loaded.recipe
     model, out = recipe.model.name_or_path, folder(recipe.output_dir, key="output_dir")
     _write_corpus(Path(recipe.dataset.train[0].path))
+    if overrides != asked:
+        write_status("computing in float32: without AVX-512 this processor is slow in bfloat16")
     write_status(f"making a small model and its tokenizer in {model}")
     samples = {"before:": _module("toy", "make", model, PROMPT)}
     if recipe.offload.measure:  # here, because the memory group has no room for it
@@ -91,12 +93,11 @@ def run_quickstart(overrides: Sequence[str]) -> int:
     return 0
 
 
-def _for_this_processor(overrides: Sequence[str]) -> list[str]:
+def _for_this_processor(overrides: Sequence[str]) -> Sequence[str]:
     """Adds float32 to overrides that do not choose a dtype, where bfloat16 would take several times as long."""
     chosen = any(override.startswith("precision") for override in overrides)
     if chosen or has_fast_bfloat16():
-        return list(overrides)
-    write_status("computing in float32: without AVX-512 this processor is slow in bfloat16")
+        return overrides
     return [*overrides, "precision.compute=float32"]
 
 
