@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .conftest import Project, ended
+from .conftest import HANGS, Project, ended
 
 # Little of everything, so that measuring for real is quick: it happens in a process of its own, which reads this at its start.
 QUICK = """
@@ -22,7 +22,7 @@ def _finetune(project: Project, *arguments: str) -> str:
     hook.mkdir(exist_ok=True)
     (hook / "sitecustomize.py").write_text(QUICK)
     first = f"import os\nos.environ['PYTHONPATH'] = os.pathsep.join([{str(hook)!r}, os.environ['PYTHONPATH']])"
-    done = ended(project.begin("finetune", project.recipe, *arguments, first=first))
+    done = ended(project.begin("finetune", project.recipe, *arguments, first=first), within=2 * HANGS)  # it measures
     assert done.returncode == 0, done.stderr
     return done.stderr
 
