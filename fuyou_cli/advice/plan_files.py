@@ -99,8 +99,9 @@ def _flat(value: Any, prefix: str = "") -> dict[str, str]:
 
 def _asked(model: ModelSpec, request: PlanRequest) -> dict[str, str]:
     asked = _flat({key: value for key, value in asdict(request).items() if key not in _FREE})
-    states = model.layout.dtype
-    return asked if states == "float32" else {**asked, "optimizer.state_dtype": json.dumps(states)}
+    states, quantised = model.layout.dtype, model.quantisation
+    asked |= {} if states == "float32" else {"optimizer.state_dtype": json.dumps(states)}
+    return asked if quantised is None else {**asked, "model.quantize": json.dumps(quantised)}
 
 
 def _mark(model: ModelSpec) -> str:
@@ -121,7 +122,10 @@ def _mark(model: ModelSpec) -> str:
 def _placement(plan: Plan) -> str:
     """Returns a digest of everything except what the machine decides: a step's times, and the amount of memory."""
     apart = ("model", "cpu_budget", "memory", "predicted", "sustained")
-    return _digest({key: value for key, value in asdict(plan).items() if key not in apart})
+    content = {key: value for key, value in asdict(plan).items() if key not in apart}
+    if plan.decoded is None:
+        del content["decoded"]  # of plans made before there was such a span
+    return _digest(content)
 
 
 def _digest(content: object) -> str:

@@ -21,7 +21,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..core.errors import UsageError
 from ..core.units import align_up
-from ..spec.model import STAGE_ALIGN, TENSOR_ALIGN, Dtype, StageKind, StageSpec, TensorSpec, banks_of
+from ..spec.model import STAGE_ALIGN, TENSOR_ALIGN, BankSpec, Dtype, StageKind, StageSpec, TensorSpec, banks_of
+from ..spec.packed_tensors import Quantised, packed_bank
 from .calls import TRIED, WORKING, refuse_by_configuration, stage_calls
 
 
@@ -44,6 +45,7 @@ class Stage:
     trained: int  # elements, with padding, from the first on
     frozen: int = 0  # elements, with padding, behind these
     vocabulary: tuple[int, int] | None = None  # rows (first, end) of a piece; None: not a piece
+    quantised: BankSpec | None = None  # behind all others; None: nothing rests quantised
 
     @classmethod
     def packed(
@@ -53,17 +55,21 @@ class Stage:
         module: nn.Module | None,
         parameters: Iterable[Slotted],
         vocabulary: tuple[int, int] | None = None,
+        quantisation: Quantised | None = None,
     ) -> Stage:
-        """Lays the parameters out one after the other, frozen ones behind all others."""
+        """Lays the parameters out one after the other: trained ones, frozen ones, and those that rest quantised."""
         every = tuple(parameters)
         trained, boundary = _laid_out([slotted for slotted in every if not slotted.spec.frozen], begin=0)
-        frozen, end = _laid_out([slotted for slotted in every if slotted.spec.frozen], begin=boundary)
-        return cls(name, kind, module, trained + frozen, boundary, end - boundary, vocabulary)
+        plain = [slotted for slotted in every if slotted.spec.frozen and not slotted.spec.quantised]
+        frozen, end = _laid_out(plain, begin=boundary)
+        quantised, last = _laid_out([slotted for slotted in every if slotted.spec.quantised], begin=end)
+        bank = None if quantisation is None or not quantised else _bank(quantisation, quantised, last - end)
+        return cls(name, kind, module, trained + frozen + quantised, boundary, end - boundary, vocabulary, bank)
 
     @property
     def params(self) -> int:
         """Counts elements with padding."""
-        return self.trained + self.frozen
+        return self.trained + self.frozen + (0 if self.quantised is None else self.quantised.elements)
 
     @property
     def rows(self) -> tuple[int, int]:
@@ -77,9 +83,9 @@ class Stage:
 
     def specified(self, index: int, *, dtype: Dtype, **costs: Any) -> StageSpec:
         """Returns the specification of the stage at place `index`."""
+        banks = banks_of(dtype, trained=self.trained, frozen=self.frozen, quantised=self.quantised)
         return StageSpec(
-            index=index, kind=self.kind, name=self.name, banks=banks_of(dtype, trained=self.trained, frozen=self.frozen),
-            tensors=self.tensors, vocabulary=self.vocabulary, **costs,
+            index=index, kind=self.kind, name=self.name, banks=banks, tensors=self.tensors, vocabulary=self.vocabulary, **costs,
         )  # fmt: skip
 
     def call_inside(self, look: Callable[[], None]) -> list[RemovableHandle]:
@@ -116,6 +122,12 @@ def _laid_out(parameters: Iterable[Slotted], *, begin: int) -> tuple[tuple[Slott
         placed.append(Slotted(replace(slotted.spec, offset=end), slotted.places))
         end = align_up(end + slotted.spec.numel, TENSOR_ALIGN)
     return tuple(placed), align_up(end, STAGE_ALIGN)
+
+
+def _bank(quantisation: Quantised, parameters: Iterable[Slotted], elements: int) -> BankSpec:
+    shapes = ((slotted.spec.name, slotted.spec.shape) for slotted in parameters)
+    packed = packed_bank(quantisation, shapes)[1]
+    return BankSpec(name="quantised", storage=quantisation, elements=elements, layout=None, packed=packed)
 
 
 @dataclass(frozen=True, slots=True)

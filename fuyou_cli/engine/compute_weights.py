@@ -1,4 +1,5 @@
-"""Keeps weights where compute can use them: in the arena itself on device cpu, as uploaded copies on a separate device."""
+"""Keeps weights where compute can use them: in the arena itself on device cpu, as uploaded copies on a separate device. Those
+that rest quantised are decoded there, into memory that such stages share."""
 
 from __future__ import annotations
 
@@ -7,8 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from ..planner.device import WEIGHTS_UP
-from ..spec.model import ITEM_SIZE, ModelSpec
+from ..spec.model import ModelSpec
 from ..spec.plan import Plan, Span
+from .decoding import DecodedWeights
 from .device_states import DeviceStates
 from .devices.base import Device, Event
 from .host_memory import HostMemory
@@ -36,35 +38,39 @@ class ComputeWeights:
         self.model, self.memory, self.device, self._waiting = model, memory, device, waiting
         self._states = states
         self.dtype = TORCH_DTYPE[model.compute_dtype]
-        item = ITEM_SIZE[model.compute_dtype]
+        self._decoded = None
+        if model.decoded_bytes:
+            self._decoded = DecodedWeights(model=model, plan=plan, memory=memory, device=device)
         self.homes: dict[int, _Uploaded] = {}
         self.turns: list[_Uploaded] = []
         if device.separate:
-            streamed = [s.params for s, p in zip(model.stages, plan.stages, strict=True) if p.weights != "gpu"]
+            streamed = [s.weight_bytes for s, p in zip(model.stages, plan.stages, strict=True) if p.weights != "gpu"]
             largest = max(streamed, default=0)
-            self.turns = [_Uploaded(device.empty(largest * item)) for _ in range(2 if largest else 0)]
+            self.turns = [_Uploaded(device.empty(largest)) for _ in range(2 if largest else 0)]
             for stage, stage_plan in zip(model.stages, plan.stages, strict=True):
                 if stage_plan.weights == "gpu" and not stage_plan.updated_there:
-                    self.homes[stage.index] = _Uploaded(device.empty(stage.params * item))
+                    self.homes[stage.index] = _Uploaded(device.empty(stage.weight_bytes))
 
     def flat(self, owner: int, span: Span, generation: int) -> torch.Tensor:
         """Returns the weights of `owner` (1-D, compute dtype) for compute submitted from now on."""
         if (updated_there := self._states.weights(owner)) is not None:
             return updated_there
-        params = self.model.stages[owner].params
-        host = self.memory.tensor(span, self.dtype, params)
-        if not self.device.separate:
-            return host
-        uploaded = self._upload(owner, host, generation)
-        assert uploaded.arrived is not None
-        with self._waiting(WEIGHTS_UP):
-            uploaded.arrived.wait()
-        return uploaded.memory.view(self.dtype)[:params]
+        stage, at_rest = self.model.stages[owner], self._at_rest(owner, span)
+        if self.device.separate:
+            uploaded = self._upload(owner, at_rest, generation)
+            assert uploaded.arrived is not None
+            with self._waiting(WEIGHTS_UP):
+                uploaded.arrived.wait()
+            at_rest = uploaded.memory.view(at_rest.dtype)[: at_rest.numel()]
+        if not stage.quantised:
+            return at_rest
+        assert self._decoded is not None
+        return self._decoded.of(stage, at_rest, generation)
 
     def begin(self, owner: int, span: Span, generation: int) -> None:
         """Starts the upload for the next visit while this one computes."""
         if self.device.separate and self._states.weights(owner) is None:
-            self._upload(owner, self.memory.tensor(span, self.dtype, self.model.stages[owner].params), generation)
+            self._upload(owner, self._at_rest(owner, span), generation)
 
     def computed(self, owner: int) -> None:
         """Makes the next copy over these weights wait for the visit that was submitted last."""
@@ -85,6 +91,18 @@ class ComputeWeights:
             if uploaded.arrived is not None:
                 uploaded.arrived.synchronize()
 
+    def close(self) -> None:
+        """Ends the threads that decode."""
+        if self._decoded is not None:
+            self._decoded.close()
+
+    def _at_rest(self, owner: int, span: Span) -> torch.Tensor:
+        """Returns the weights of `owner` in host memory (1-D): in the compute dtype, or bytes where some are quantised."""
+        stage = self.model.stages[owner]
+        if stage.quantised:
+            return self.memory.tensor(span, torch.uint8, stage.weight_bytes)
+        return self.memory.tensor(span, self.dtype, stage.params)
+
     def _upload(self, owner: int, host: torch.Tensor, generation: int) -> _Uploaded:
         target = self.homes.get(owner)
         if target is None:
@@ -98,6 +116,6 @@ class ComputeWeights:
             target = self.turns.pop(0)  # the span used longest ago
             self.turns.append(target)
         target.owner, target.generation = owner, generation
-        there = target.memory.view(self.dtype)[: host.numel()]
+        there = target.memory.view(host.dtype)[: host.numel()]
         target.arrived = self.device.upload(host, there, after=target.used, bulk=True)
         return target

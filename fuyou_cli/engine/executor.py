@@ -108,6 +108,7 @@ class Executor:
     def close(self) -> None:
         self._streamed.close()
         self.visits.states.close()
+        self.visits.weights.close()
 
     # ---- a step --------------------------------------------------------------------------------------------------
 

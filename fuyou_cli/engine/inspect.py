@@ -148,7 +148,7 @@ def _all_costs(
     seen: dict[object, Costs] = {}
     costs: list[Costs] = []
     for index, stage in enumerate(anatomy.stages):
-        shapes = tuple((tensor.shape, tensor.frozen) for tensor in anatomy.owner(index).tensors)
+        shapes = tuple((tensor.shape, tensor.frozen, tensor.quantised) for tensor in anatomy.owner(index).tensors)
         key = (stage.kind, type(stage.module), shapes, _settings(stage))
         if key not in seen:
             if stage.kind == "head":

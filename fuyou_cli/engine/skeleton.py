@@ -107,8 +107,8 @@ def load_config(directory: Path, *, trust_remote_code: bool = False) -> PreTrain
         method = quantized.get("quant_method") if isinstance(quantized, dict) else getattr(quantized, "quant_method", None)
         raise UsageError(
             f"{file}: the checkpoint says that it is quantized with {getattr(method, 'value', method) or 'an unnamed method'}",
-            hint="fuyou trains bfloat16 or float32 weights: use the model that was quantized; if the weights are not "
-            "quantized, remove quantization_config from config.json",
+            hint="fuyou reads bfloat16 or float32 weights, and quantises frozen ones itself (model.quantize): use the model "
+            "that was quantized; if the weights are not quantized, remove quantization_config from config.json",
         )
     return config
 

@@ -44,6 +44,7 @@ def assembled(costs: Costs, request: PlanRequest, placed: Layout, schedule: Sche
         upload_slots=placed.upload_slots,
         batch_slots=placed.batch_slots,
         staging_slots=placed.staging_slots,
+        decoded=placed.decoded,
         batch_on_device=bool(request.batch_on_device),
         sweeps=request.sweeps or 1,
         lookahead=lookahead,
@@ -118,6 +119,8 @@ def _memory_lines(model: ModelSpec, hardware: HardwareProfile, request: PlanRequ
     add("boundaries", "ssd", on_ssd, in_ram + on_ssd, policies[1])
     crossing = sum(span.size for span in (*placed.upload_slots, *(() if request.batch_on_device else placed.batch_slots)))
     staging = sum(span.size for span in placed.staging_slots)
+    if placed.decoded is not None:
+        add("decoded weights", "cpu", placed.decoded.size, 0, "of the block that computes")
     add("staging", "cpu", staging, 0, "commits of what rests on the GPU")
     add("crossing", "cpu", crossing, 0, "the batch between stages, to and from the device")
     add("compute", "cpu", compute_memory(model, request).total, 0, "activations of one micro-batch")
@@ -134,6 +137,7 @@ def _device_lines(model: ModelSpec, request: PlanRequest, placed: Layout) -> lis
     gradients = sum(stage.gradient_bytes(request.numerics.accumulate_dtype) for stage in model.stages)
     found = (
         ("weights", device.homes + device.turns, weights, "on the GPU home and two turns"),
+        ("decoded weights", device.decoded, 0, "of the block that computes"),
         ("optimizer states", device.states, states, "home, updated there"),
         ("gradients", device.sums + device.gradients, gradients, "sums on the GPU"),
         ("kept outputs", device.outputs, 0, "from forward to backward, never copied"),

@@ -26,6 +26,7 @@ from .schedule import Visit
 
 _ID = 8  # bytes of a token's id, or of its target
 _DEVICE_UPDATE_BYTES = 80  # bytes of memory per parameter: 28 for states, the rest stands for 200 bytes of the faster cache
+_DEVICE_DECODE_BYTES = 24  # bytes of memory per quantised weight that a GPU decodes: indices, float32 values, products, casts
 # Seconds of an update over those with float32 states, as measured on one or two threads: fewer bytes, but more operations.
 _STATES_COST = {"float32": 1.0, "bfloat16": 2.0, "int8": 1.25}
 FLOPS_PER_BYTE = 300  # of a GPU's memory, for an H100. Most cards have fewer, so no update is estimated too fast
@@ -86,12 +87,27 @@ class Costs:
         return self._known[key]
 
     def _visit_seconds(self, visit: Visit, kept: int) -> float:
-        products = self._products(visit)
+        products = self._products(visit) + self._decoding(visit)
         if self.device == "cpu":
             return products + self._moving(visit, kept)
         staged = staged_bytes(self.model, self.numerics, visit, on_device=self.batch_on_device, sweeps=self.sweeps)
         feeding = staged / (self.hardware.host_copy or self._memory_rate)
         return max(products, feeding) if self.device == "cuda" else products + self._moving(visit, 0) + feeding
+
+    def _decoding(self, visit: Visit) -> float:
+        """Returns the seconds in which quantised weights are decoded before the visit computes with them."""
+        owner = None if visit.owner is None else self.model.stages[visit.owner]
+        if owner is None or not owner.quantised:
+            return 0.0
+        if self.device == "cuda":
+            return _DEVICE_DECODE_BYTES * owner.quantised / self._device_rate
+        written = ITEM_SIZE[self.model.compute_dtype] * owner.params
+        return (owner.packed_bytes + 2 * written) / self._memory_rate  # memory that is written is read first
+
+    @property
+    def _device_rate(self) -> float:
+        """Returns the bytes per second that a GPU moves through its own memory; an estimate where that was not measured."""
+        return self.hardware.device_memory_rate or self.hardware.matmul_flops / FLOPS_PER_BYTE
 
     def _moving(self, visit: Visit, kept: int) -> float:
         """Returns the extra seconds in which compute moves bytes through host memory, on top of its matrix products."""
@@ -115,8 +131,7 @@ class Costs:
         """Returns the seconds that the device takes to update a stage that rests there, 0 for any other stage."""
         if not stage.updated_there:
             return 0.0
-        there = self.hardware.device_memory_rate or self.hardware.matmul_flops / FLOPS_PER_BYTE
-        rate = there if self.device == "cuda" else self._memory_rate
+        rate = self._device_rate if self.device == "cuda" else self._memory_rate
         return _DEVICE_UPDATE_BYTES * self.model.stages[stage.stage].trained / rate
 
     @property

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ..core.units import align_up
 from ..spec.model import ITEM_SIZE, ModelSpec
+from ..spec.packed_tensors import DYNAMIC_BLOCK, NF4_BLOCK
 from ..spec.plan import StagePlan
 
 # What compute waits for. The simulation and a run use the same names.
@@ -22,12 +24,28 @@ SQUARE_LANES = 1 << 21  # at most; float64 lanes in which squares of gradients a
 UPDATE_SCRATCH = 4  # float32 values per parameter of a chunk that a device updates
 UPDATE_CHUNK = 1 << 20  # parameters per chunk at most: its 16 MiB fit in the cache of a GPU
 
+DECODED_AT_ONCE = 1 << 22  # quantised weights that a device decodes at once, in memory of its own
+
 WEIGHTS_ON_DEVICE = 2  # spans for streamed weights on a device; stages use them in turn
 
 
 def square_lanes(count: int) -> int:
     """Returns the number of lanes in which the squares of `count` values are summed: a power of two."""
     return min(SQUARE_LANES, 1 << max(0, count - 1).bit_length())
+
+
+def decoded_at_once(model: ModelSpec) -> int:
+    """Returns how many elements of quantised weights a device decodes at once: whole maxima of maxima, and whole rows of int8.
+    Returns 0 where there are none."""
+    packed = [tensor for stage in model.stages if stage.quantised for tensor in stage.packed().values()]
+    largest = max((max(tensor.columns, min(DECODED_AT_ONCE, tensor.numel)) for tensor in packed), default=0)
+    return align_up(largest, NF4_BLOCK * DYNAMIC_BLOCK)
+
+
+def decode_scratch(at_once: int) -> int:
+    """Returns the bytes in which a device decodes so many elements: their values in float32, an index for every two, and the
+    same of their maxima."""
+    return 6 * at_once + 8 * (at_once // NF4_BLOCK)
 
 
 @dataclass(slots=True)

@@ -29,7 +29,7 @@ def stages_filling(model: ModelSpec, request: PlanRequest, share: float) -> tupl
     needed twice in a step, an embedding's once. Stages of one kind are spread over the step, as they are for RAM. If all stages
     fit, all are taken: then weights and sums need no other memory."""
     every = [stage.index for stage in model.stages if stage.params]
-    if share <= 0 or request.gpu_budget is None or not model.layout.on_device:
+    if share <= 0 or request.gpu_budget is None or not model.layout.on_device or model.quantisation is not None:
         return ()
     outputs = device_bytes(model, request.group, request.kept_there) if isinstance(request.kept_there, tuple) else 0
     everything = replace(request, device_states=tuple(every))

@@ -11,7 +11,7 @@ from ..spec.plan import StagePlan
 from .bound import uploads
 from .boundary_layout import Kept, device_boundaries, device_bytes, every_operator, kept_bytes
 from .costs import looked_up_bytes
-from .device import WEIGHTS_ON_DEVICE, square_lanes
+from .device import WEIGHTS_ON_DEVICE, decode_scratch, decoded_at_once, square_lanes
 from .device_homes import device_homes, gradients_rest, gradients_would_rest, stages_there, summing_spans
 from .memory import DEVICE_UNIT, HEAD_BYTES_PER_TOKEN, HEAD_STEP_BYTES_PER_TOKEN, batch_slots, micro_boundary, micro_sums
 from .placement_context import Room
@@ -25,6 +25,7 @@ class DeviceMemory:
 
     homes: int = 0  # weights that rest there; if updates run in RAM, a copy is there too
     turns: int = 0  # spans for the weights of all other stages, used in turn
+    decoded: int = 0  # quantised weights of the stage that computes, and memory to decode them in
     sums: int = 0  # spans in which gradients are summed (`summing_spans`), and the lanes of their squares
     states: int = 0  # states of stages that are updated there
     gradients: int = 0  # gradients of these stages that rest
@@ -38,7 +39,8 @@ class DeviceMemory:
     @property
     def total(self) -> int:
         updated = self.states + self.gradients + self.scratch
-        return self.homes + self.turns + self.sums + updated + self.outputs + self.boundaries + self.batch + self.compute
+        weights = self.homes + self.turns + self.decoded
+        return weights + self.sums + updated + self.outputs + self.boundaries + self.batch + self.compute
 
 
 def device_memory(model: ModelSpec, request: PlanRequest, stages: tuple[StagePlan, ...]) -> DeviceMemory:
@@ -82,6 +84,7 @@ def _memory(
     return DeviceMemory(
         homes=sum(model.stages[stage].weight_bytes for stage in at_home),
         turns=WEIGHTS_ON_DEVICE * max(streamed, default=0),
+        decoded=model.decoded_bytes + decode_scratch(decoded_at_once(model)),
         sums=sums + 8 * lanes,
         states=homes.states,
         gradients=homes.gradients,

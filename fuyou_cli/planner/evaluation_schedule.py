@@ -6,7 +6,7 @@ its stage here, as it would in a step.
 
 from __future__ import annotations
 
-from ..spec.model import ITEM_SIZE, ModelSpec
+from ..spec.model import ModelSpec
 from ..spec.plan import Plan
 from .schedule import Pass, Schedule, Traffic, Visit
 
@@ -14,8 +14,7 @@ from .schedule import Pass, Schedule, Traffic, Visit
 def evaluation_schedule(model: ModelSpec, plan: Plan) -> Schedule:
     """Returns one pass over the model, for as many rows as one sweep of a step."""
     visits = tuple(_visit(model, plan, index, stage.index) for index, stage in enumerate(model.stages))
-    item = ITEM_SIZE[model.compute_dtype]
-    read = sum(item * model.stages[visit.owner].params for visit in visits if visit.fetch and visit.owner is not None)
+    read = sum(model.stages[visit.owner].weight_bytes for visit in visits if visit.fetch and visit.owner is not None)
     return Schedule(visits=visits, traffic=Traffic(read={"weights": read}, written={}))
 
 

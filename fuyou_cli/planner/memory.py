@@ -54,6 +54,7 @@ class Layout:
     upload_slots: tuple[Span, ...]
     batch_slots: tuple[Span, ...]
     staging_slots: tuple[Span, ...]
+    decoded: Span | None
     io: IoPlan
     arena_size: int
     store_size: int
@@ -79,6 +80,7 @@ def layout(context: PlacementContext, request: PlanRequest, homes: Homes, *, loo
     up = _upload_slots(arena, model, request)
     batches = batch_slots(Room(DEVICE_UNIT) if request.batch_on_device else arena, model, request)
     staging = staging_slots(arena, model, homes.states)
+    decoded = arena.take_if(request.device == "cpu", model.decoded_bytes)
     scratch = arena.take(request.scratch_size)
     # Many small homes lie closely together.
     at_rest = Room(STORE_UNIT, used=arena.used) if context.trained_in_ram else arena
@@ -94,6 +96,7 @@ def layout(context: PlacementContext, request: PlanRequest, homes: Homes, *, loo
         upload_slots=up,
         batch_slots=batches,
         staging_slots=staging,
+        decoded=decoded,
         io=IoPlan(
             backend=request.io_backend,  # type: ignore[arg-type]
             read_depth=request.read_depth,

@@ -75,13 +75,13 @@ class PlacementContext:
 def _classes(model: ModelSpec) -> tuple[int, ...]:
     """Returns a slot class per stage. Stages within a factor of two of the largest of a class share it. Class 0 has the largest
     stages."""
-    by_size = sorted(range(len(model.stages)), key=lambda i: (-model.stages[i].params, i))
+    by_size = sorted(range(len(model.stages)), key=lambda i: (-model.stages[i].weight_bytes, i))
     classes = [0] * len(model.stages)
     largest, current = 0, -1
     for index in by_size:
-        params = model.stages[index].params
-        if current < 0 or 2 * params < largest:
-            current, largest = current + 1, params
+        size = model.stages[index].weight_bytes
+        if current < 0 or 2 * size < largest:
+            current, largest = current + 1, size
         classes[index] = current
     return tuple(classes)
 

@@ -204,6 +204,23 @@ def _adapter(recipe: Recipe) -> Broken:
         yield "freeze", "`freeze` is set, but `adapter` freezes every parameter of the model already", "leave it out"
 
 
+def _quantised(recipe: Recipe) -> Broken:
+    key, kind = "model.quantize", recipe.model.quantize
+    if recipe.model.double_quant and kind != "nf4":
+        yield "model.double_quant", f"`model.double_quant` but `{key}: {kind}`: it is of the maxima of nf4", f"add `{key}: nf4`"
+    if kind == "none":
+        return
+    if recipe.adapter is None and not recipe.freeze:
+        message = f"`{key}: {kind}`, but every parameter is trained, and only frozen weights can rest quantised"
+        yield key, message, "add an `adapter` (`type: lora`), or name layers in `freeze`"
+    if recipe.adapter is not None and recipe.adapter.use_dora:
+        message = f"`adapter.use_dora` with `{key}: {kind}` is not built: magnitudes would begin with decoded weights"
+        yield "adapter.use_dora", message, "leave use_dora false, or quantize none"
+    if recipe.offload.optimizer_states == "gpu":
+        message = f"`offload.optimizer_states: gpu` but `{key}: {kind}`: a stage that is updated on the device is not quantised"
+        yield "offload.optimizer_states", message, "leave it auto: an adapter's states are small, and are updated on the CPU"
+
+
 def _kernels(recipe: Recipe) -> Broken:
     if recipe.model.attn_implementation == "flash_attention_2" and recipe.precision.compute == "float32":
         message = "flash_attention_2 cannot compute in `precision.compute: float32`"
@@ -217,5 +234,5 @@ def _backends(recipe: Recipe) -> Broken:
 
 _RULES: tuple[Callable[[Recipe], Broken], ...] = (
     _revision, _length, _warmup, _decay, _batch, _mixture, _evaluation, _device, _optimizer, _together, _strategy, _deferral,
-    _commits, _skipping, _compiled, _adapter, _kernels, _backends,
+    _commits, _skipping, _compiled, _adapter, _quantised, _kernels, _backends,
 )  # fmt: skip

@@ -49,6 +49,15 @@ class ModelSection(Section):
     attn_implementation: Literal["sdpa", "flash_attention_2", "eager"] = "sdpa"
     kernels: Literal["torch", "liger"] = "torch"  # of norms, rotary embeddings and gated products
     trust_remote_code: bool = False
+    quantize: Literal["none", "nf4", "int8"] = "none"  # how frozen weights of linear layers in blocks rest
+    double_quant: bool = False  # of nf4: the maxima of its blocks in eight bits
+
+    @property
+    def quantisation(self) -> Literal["nf4", "nf4_double", "int8"] | None:
+        """Returns the format in which weights rest; None: in the compute dtype."""
+        if self.quantize == "none":
+            return None
+        return "nf4_double" if self.double_quant and self.quantize == "nf4" else self.quantize
 
 
 class TokenizerSection(Section):

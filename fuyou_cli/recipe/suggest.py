@@ -64,7 +64,9 @@ _OTHER_NAMES = {
     "logging.wandb.name": "wandb_name wandb_run_id run_name",
     "output_dir": "output_path save_dir logging_dir",
     "export.push_to_hub": "hub_model_id hub_id",
-    "adapter": "use_peft use_lora lora qlora peft_config finetuning_type load_in_4bit load_in_8bit quantization_bit",
+    "adapter": "use_peft use_lora lora qlora peft_config finetuning_type",
+    "model.quantize": "load_in_4bit load_in_8bit quantization_bit quantization bnb_4bit_quant_type",
+    "model.double_quant": "bnb_4bit_use_double_quant double_quantization",
     "adapter.type": "peft_type",
     "adapter.r": "lora_r lora_rank rank",
     "adapter.target_modules": "lora_target_modules lora_target lora_target_linear",
@@ -81,9 +83,8 @@ _MEANINGS = {  # for keys that measure the same idea differently
     "save_strategy": "auto commits as often as it costs little; a run is always saved when it stops",
     "bf16": "bfloat16 or float32",
     "fp16": "bfloat16 or float32",
-    **dict.fromkeys(
-        ["qlora", "load_in_4bit", "load_in_8bit", "quantization_bit"], "LoRA; the weights below it are not quantised"
-    ),
+    "qlora": "LoRA; `model.quantize: nf4` quantises the weights below it",
+    **dict.fromkeys(["load_in_4bit", "load_in_8bit", "quantization_bit"], "nf4 or int8, of the weights below an adapter"),
 }
 ALIASES = {name: key for key, names in _OTHER_NAMES.items() for name in names.split()}
 

@@ -6,17 +6,20 @@ multiples of 64 elements.
 
 The array is cut into banks: runs of parameters with one storage and one fate. A trained bank has states and gradients and is
 written by updates; a frozen one is only read. Trained ones come first, so that what an update touches begins where the stage
-begins. Banks are padded to a multiple of `STAGE_ALIGN` elements, so that every extent of every dtype is aligned for O_DIRECT.
+begins. Frozen weights may rest quantised (`quantised`), behind all others: compute sees them in its own dtype. Banks are padded
+to a multiple of `STAGE_ALIGN` elements, so that every extent of every dtype is aligned for O_DIRECT.
 
 Embedding and head may be cut along the vocabulary. Then each piece, a range of rows, is a stage of its own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import Literal, TypeGuard, get_args
 
 from ..core.units import align_up
+from .packed_tensors import QUANTISED, PackedTensor, Quantised, packed_bank
 
 StageKind = Literal["embedding", "block", "norm", "head"]
 Dtype = Literal["float32", "bfloat16"]
@@ -79,6 +82,7 @@ class TensorSpec:
     first: int = 0  # elements of the model's tensor before what the stage holds
     whole: tuple[int, ...] | None = None  # shape of the model's tensor where the stage holds a part of it
     frozen: bool = False  # no gradient is computed, and no update changes it
+    quantised: bool = False  # rests quantised; then it is frozen
 
     @property
     def model_shape(self) -> tuple[int, ...]:
@@ -107,9 +111,10 @@ class BankSpec:
     """Describes a run of a stage's parameters with one storage and one fate."""
 
     name: str
-    storage: Dtype  # how an element rests and crosses
+    storage: Dtype | Quantised  # how an element rests and crosses
     elements: int  # with padding
     layout: StateLayout | None  # of the states of a trained bank; None: frozen
+    packed: int = 0  # bytes of a quantised bank as it rests
 
     @property
     def is_trained(self) -> bool:
@@ -118,20 +123,25 @@ class BankSpec:
     @property
     def weight_bytes(self) -> int:
         """Counts the bytes of its weights as they rest."""
-        return ITEM_SIZE[self.storage] * self.elements
+        return self.packed or ITEM_SIZE[self.storage] * self.elements
 
     def state_size(self, name: StateName) -> int:
         """Returns the bytes of one state, 0 where there is no such state."""
         return 0 if self.layout is None else self.layout.size(name, self.elements)
 
 
-def banks_of(dtype: Dtype, *, trained: int, frozen: int = 0) -> tuple[BankSpec, ...]:
+def is_quantised(storage: Dtype | Quantised) -> TypeGuard[Quantised]:
+    return storage in QUANTISED
+
+
+def banks_of(dtype: Dtype, *, trained: int, frozen: int = 0, quantised: BankSpec | None = None) -> tuple[BankSpec, ...]:
     """Returns the banks of a stage with so many elements; a stage without parameters has none."""
     banks = (
         BankSpec(name="trained", storage=dtype, elements=trained, layout=StateLayout(weights=dtype)),
         BankSpec(name="frozen", storage=dtype, elements=frozen, layout=None),
+        quantised,
     )
-    return tuple(bank for bank in banks if bank.elements)
+    return tuple(bank for bank in banks if bank is not None and bank.elements)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,6 +170,7 @@ class StageSpec:
     weight_bytes: int = field(init=False)  # of all, as they rest
     trained_weight_bytes: int = field(init=False)
     state_bytes: int = field(init=False)
+    quantised: int = field(init=False)  # elements that rest quantised, with padding: the last ones
 
     def __post_init__(self) -> None:
         trained = [bank for bank in self.banks if bank.is_trained]
@@ -170,6 +181,7 @@ class StageSpec:
             "weight_bytes": sum(bank.weight_bytes for bank in self.banks),
             "trained_weight_bytes": sum(bank.weight_bytes for bank in trained),
             "state_bytes": sum(bank.state_size(name) for bank in trained for name in STATE_NAMES),
+            "quantised": sum(bank.elements for bank in self.banks if bank.packed),
         }
         for name, value in sums.items():
             object.__setattr__(self, name, value)
@@ -177,6 +189,22 @@ class StageSpec:
     @property
     def frozen_weight_bytes(self) -> int:
         return self.weight_bytes - self.trained_weight_bytes
+
+    @property
+    def packed_bytes(self) -> int:
+        """Returns the bytes of its quantised weights as they rest."""
+        return sum(bank.packed for bank in self.banks)
+
+    @property
+    def quantisation(self) -> Quantised | None:
+        """Returns how weights of it rest quantised; None where none do."""
+        return next((bank.storage for bank in self.banks if is_quantised(bank.storage)), None)
+
+    def packed(self) -> Mapping[str, PackedTensor]:
+        """Returns where its quantised tensors lie in their bank, by name."""
+        if (kind := self.quantisation) is None:
+            return {}
+        return packed_bank(kind, ((tensor.name, tensor.shape) for tensor in self.tensors if tensor.quantised))[0]
 
     def state_size(self, name: StateName) -> int:
         """Returns the bytes of one state of all its banks, 0 where there is no such state."""
@@ -251,6 +279,22 @@ class ModelSpec:
     @property
     def head_is_cut(self) -> bool:
         return self.stages[-1].vocabulary is not None
+
+    @property
+    def quantisation(self) -> Quantised | None:
+        """Returns how frozen weights of its blocks rest quantised; None where they do not."""
+        return next((found for stage in self.stages if (found := stage.quantisation)), None)
+
+    @property
+    def quantised_parameters(self) -> int:
+        """Counts the parameters that rest so."""
+        return sum(tensor.numel for stage in self.stages for tensor in stage.tensors if tensor.quantised)
+
+    @property
+    def decoded_bytes(self) -> int:
+        """Returns the bytes of the largest stage with quantised weights, in the compute dtype; 0 where there is none."""
+        item = ITEM_SIZE[self.compute_dtype]
+        return max((item * stage.params for stage in self.stages if stage.quantised), default=0)
 
     @property
     def parameters(self) -> int:

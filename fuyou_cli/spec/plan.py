@@ -236,6 +236,7 @@ class Plan:
     # For the whole batch's outputs between stages, beside a device with its own memory: spans of the arena, or of the device.
     batch_slots: tuple[Span, ...] = ()
     batch_on_device: bool = False  # True: stages pass outputs on in device memory, and only what is kept for backward crosses
+    decoded: Span | None = None  # of the arena, on device cpu: where quantised weights are decoded for compute
     staging_slots: tuple[Span, ...] = ()  # for loading and committing tensors that rest only on the device
     sweeps: int = 1  # passes over the model in a step, forward and backward, each over an equal share of the micro-batches
 

@@ -39,6 +39,10 @@ class Workers:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the threads."""
         if self._threads is not None:
             self._threads.shutdown()
 

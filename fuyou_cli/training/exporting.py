@@ -23,6 +23,7 @@ from ..spec.model import ITEM_SIZE, STATE_NAMES, STATE_TILE
 from ..swap.arena import Arena
 from ..swap.daemon import Segment, SwapDaemon, Update
 from ..swap.kernels import CHECKSUM_BLOCK, adamw, checksum, join
+from .packed_reading import PackedReader
 from .state.at_rest import at_rest
 from .state.extent_checks import MODULUS, not_as_named
 from .state.kept_companions import kept_companions
@@ -55,6 +56,7 @@ class StoreWeights:
     def __init__(self, manifest: Manifest, daemon: SwapDaemon, arena: Arena, *, dtype: str) -> None:
         self.manifest, self.daemon, self.arena, self.dtype = manifest, daemon, arena, dtype
         self._summed: dict[StoredExtent, _Summed] = {}
+        self._packed: tuple[str, PackedReader | None] = ("", None)  # the quantised tensor that was read last
         self._places: dict[str, list[tuple[StoredStage, StoredTensor]]] = {}
         for stage in manifest.stages:
             for tensor in stage.tensors:
@@ -98,9 +100,11 @@ class StoreWeights:
         begin, count = stored.offset + first - stored.first, end - first
         compute, is_trained = self.manifest.compute_dtype, stored.offset < stage.trained
         remainder: Buffer | None = None
-        if not is_trained:
+        if begin >= stage.params - stage.quantised:
+            weights: Buffer = self._decoded(stage, stored, first - stored.first, count)
+        elif not is_trained:
             assert stage.frozen is not None
-            weights: Buffer = self._elements(stage.frozen, begin - stage.trained, count, ITEM_SIZE[compute])
+            weights = self._elements(stage.frozen, begin - stage.trained, count, ITEM_SIZE[compute])
         elif stage.gradients is None:
             assert stage.weights is not None
             weights = self._elements(stage.weights, begin, count, ITEM_SIZE[compute])
@@ -117,6 +121,21 @@ class StoreWeights:
         master = torch.empty(count, dtype=torch.float32)
         join(weights, remainder, master.numpy().data)
         return bytes_of(master)
+
+    def _decoded(self, stage: StoredStage, stored: StoredTensor, first: int, count: int) -> memoryview:
+        """Returns elements of a quantised tensor as a run computes with them: decoded, in the compute dtype."""
+        kind, compute, frozen = self.manifest.quantisation, self.manifest.compute_dtype, stage.frozen
+        assert kind is not None and frozen is not None
+        bank = ITEM_SIZE[compute] * (stage.params - stage.trained - stage.quantised)  # where it begins
+
+        def read(part: tuple[int, int], begin: int, end: int) -> memoryview:
+            return self._bytes(frozen, bank + part[0] + begin, bank + part[0] + end, 0)
+
+        name, reader = self._packed
+        if reader is None or name != stored.name:
+            reader = PackedReader(kind, stage.packed(kind)[0][stored.name], read, compute)
+            self._packed = stored.name, reader
+        return reader.elements(first, count)
 
     def _updated(self, stage: StoredStage, stored: StoredTensor, begin: int, count: int) -> tuple[bytearray, bytearray | None]:
         """Applies the due update to elements [begin, begin + count), as a resumed run would. Returns weights and remainders."""

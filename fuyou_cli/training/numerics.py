@@ -96,6 +96,8 @@ def _refuse_changed(recipe: Recipe, saved: Manifest, asked: Numerics) -> None:
     for key, was in (("state_dtype", saved.state_dtype), ("name", saved.rule)):
         now_is = getattr(recipe.optimizer, key)
         changed += [f"optimizer.{key} was {was}, is {now_is}"] * (was != now_is)
+    rested, rests = saved.quantisation or "none", recipe.model.quantisation or "none"
+    changed += [f"model.quantize was {rested}, is {rests}"] * (rested != rests)
     if changed:
         raise UsageError(
             "the saved run cannot be resumed, because its numerics changed: " + "; ".join(changed),

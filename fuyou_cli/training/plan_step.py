@@ -270,7 +270,8 @@ def anatomy_of(
     """Returns the stages that a run would compute, all of them trained, and the numerics of each likely micro-batch size, the
     usual one first. Rates are of whole blocks: a plan counts what freezing spares."""
     dataset = recipe.dataset.model_copy(update={"packing": False})
-    recipe = recipe.model_copy(update={"freeze": (), "adapter": None, "dataset": dataset})
+    plain = recipe.model.model_copy(update={"quantize": "none", "double_quant": False})
+    recipe = recipe.model_copy(update={"freeze": (), "adapter": None, "dataset": dataset, "model": plain})
     model_dir = Hub(recipe, say=say, progress=progress).model(need_weights=False)
     anatomy = outline_of(recipe, model_dir, strict=True).anatomy
     check_positions(recipe, anatomy, say)

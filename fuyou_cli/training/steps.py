@@ -249,13 +249,14 @@ def outline_of(recipe: Recipe, model_dir: Path, *, strict: bool) -> Outlined:
 
 
 def _with_frozen(recipe: Recipe, model: PreTrainedModel, *, strict: bool) -> Outlined:
-    """Finds the stages of a model, and freezes what the recipe does not train."""
+    """Finds the stages of a model, freezes what the recipe does not train, and marks what of it rests quantised."""
     from ..engine.describe import outlined
     from ..engine.freezing import as_marked, frozen
+    from ..engine.quantising import quantised
 
     outline = outlined(model, strict=strict, isolated=recipe.dataset.packing == "isolated")
     anatomy = frozen(outline.anatomy, recipe.freeze) if recipe.adapter is None else as_marked(outline.anatomy)
-    return replace(outline, anatomy=anatomy)
+    return replace(outline, anatomy=quantised(anatomy, recipe.model.quantisation))
 
 
 def device_name(recipe: Recipe) -> str:

@@ -71,7 +71,7 @@ def manifest() -> Manifest:
     moments = [StoredExtent(offset=at, size=4 * params, sum=(1 << 64) - at) for at in (1 << 20, 1 << 21)]
     stage = replace(
         example(StoredStage), name="layers.0", params=params, trained=params, generation=3, zero_moments=False,
-        zero_remainder=False, frozen=None, weights=StoredExtent(offset=4096, size=2 * params, sum=7),
+        zero_remainder=False, quantised=0, frozen=None, weights=StoredExtent(offset=4096, size=2 * params, sum=7),
         remainder=StoredExtent(offset=8192, size=2 * params, sum=8),
         momentum=moments[0], variance=moments[1], gradients=None, tensors=(tensor, head),
     )  # fmt: skip

@@ -47,6 +47,21 @@ def test_impossible_pairs(refused, text, key):
     assert {path: diagnostic.code for path, diagnostic in found.items()} == {key: "conflict"}
 
 
+@pytest.mark.parametrize(
+    ("text", "overrides", "key"),
+    [
+        ("", ["model.quantize=nf4"], "model.quantize"),
+        ("", ["model.double_quant=true"], "model.double_quant"),
+        ("adapter: {r: 4}\n", ["model.quantize=int8", "model.double_quant=true"], "model.double_quant"),
+        ("adapter: {use_dora: true}\n", ["model.quantize=nf4"], "adapter.use_dora"),
+        ("adapter: {r: 4}\n", ["model.quantize=nf4", "offload.optimizer_states=gpu"], "offload.optimizer_states"),
+    ],
+)
+def test_what_cannot_rest_quantised(refused, text, overrides, key):
+    found = refused(text, *overrides)
+    assert {path: diagnostic.code for path, diagnostic in found.items()} == {key: "conflict"}
+
+
 def test_all_entries_have_weights_or_none(load, refused):
     found = refused("", "dataset.train=[{path: a.jsonl, weight: 2}, {path: b.jsonl}]")
     assert found["dataset.train"].message == "`dataset.train[1]` has no weight, but another entry has one"

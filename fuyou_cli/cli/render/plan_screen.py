@@ -111,7 +111,16 @@ def _understood(facts: RunFacts, shapes: Symbols) -> list[tuple[str, str]]:
 
 def _trained(model: ModelSpec) -> str:
     frozen = model.frozen_parameters
-    return f"{count(model.parameters - frozen)} parameters trained, {count(frozen)} frozen" if frozen else "full fine-tuning"
+    if not frozen:
+        return "full fine-tuning"
+    return f"{count(model.parameters - frozen)} parameters trained, {count(frozen)} frozen{_quantised(model)}"
+
+
+def _quantised(model: ModelSpec) -> str:
+    """Says how many of them rest quantised, and how."""
+    kind, many = model.quantisation, model.quantised_parameters
+    words = {"nf4": "nf4", "nf4_double": "nf4 with double quantisation", "int8": "int8"}
+    return "" if kind is None else f" ({count(many)} of them in {words[kind]})"
 
 
 def _clipping(plan: Plan, model: ModelSpec) -> str:

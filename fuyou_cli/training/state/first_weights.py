@@ -12,6 +12,8 @@ from ...core.errors import UsageError
 from ...engine.skeleton import TORCH_DTYPE
 from ...spec.model import Dtype, StageSpec
 from ...swap.kernels import split, sum_squares
+from ...swap.quantised import Workers
+from .quantised_import import quantise
 
 _PIECE = 1 << 22  # elements of a checkpoint that are converted at once
 
@@ -52,12 +54,16 @@ class FirstWeights:
             else:
                 self._read_split(self._entries[tensor.name], weights[here], rest[here], first=skipped)
 
-    def _pieces(self, name: str) -> Iterator[torch.Tensor]:
-        """Yields a tensor of the checkpoint in the compute dtype, as 1-D pieces from its beginning."""
+    def fill_quantised(self, stage: StageSpec, bank: torch.Tensor, *, workers: Workers) -> None:
+        """Reads and quantises the tensors of the stage that rest so, into their `bank` (bytes)."""
+        quantise(stage, bank, self._pieces, dtype=self._dtype, workers=workers)
+
+    def _pieces(self, name: str, most: int = _PIECE) -> Iterator[torch.Tensor]:
+        """Yields a tensor of the checkpoint in the compute dtype, as 1-D pieces of `most` elements from its beginning."""
         entry = self._entries[name]
-        piece = torch.empty(min(_PIECE, entry.numel), dtype=TORCH_DTYPE[self._dtype])
-        for begin in range(0, entry.numel, _PIECE):
-            part = piece[: min(_PIECE, entry.numel - begin)]
+        piece = torch.empty(min(most, entry.numel), dtype=TORCH_DTYPE[self._dtype])
+        for begin in range(0, entry.numel, most):
+            part = piece[: min(most, entry.numel - begin)]
             self._read(entry, part, first=begin)
             yield part
 

@@ -103,6 +103,9 @@ def _of_stage(stage: StoredStage, manifest: Manifest) -> Iterator[str]:
         yield "its moments must have extents unless they are zero, and only then"
     if stage.trained and ("remainder" in named) != (manifest.compute_dtype == "bfloat16" and not stage.zero_remainder):
         yield "its remainder must have an extent if the weights are bfloat16 and it is not zero, and only then"
+    if wrong := _of_quantised(stage, manifest):
+        yield wrong
+        return
     for name, extent in named.items():
         yield from (f"{name}: {wrong}" for wrong in _of_extent(extent, _bytes_of(name, stage, manifest), manifest.store_size))
     for index, tensor in enumerate(stage.tensors):
@@ -120,8 +123,23 @@ def _bytes_of(name: str, stage: StoredStage, manifest: Manifest) -> int:
         return manifest.layout.size(name, stage.trained)
     if name == "gradients":
         return ITEM_SIZE[manifest.numerics.accumulate_dtype] * stage.trained
-    count = stage.params - stage.trained if name == "frozen" else stage.trained
-    return ITEM_SIZE[manifest.compute_dtype] * count
+    item = ITEM_SIZE[manifest.compute_dtype]
+    if name != "frozen":
+        return item * stage.trained
+    packed = stage.packed(manifest.quantisation)[1] if stage.quantised and manifest.quantisation is not None else 0
+    return item * (stage.params - stage.trained - stage.quantised) + packed
+
+
+def _of_quantised(stage: StoredStage, manifest: Manifest) -> str:
+    """Returns what is wrong with the quantised parameters of a stage, or an empty string."""
+    first = stage.params - stage.quantised
+    if first < stage.trained or (stage.quantised and manifest.quantisation is None):
+        return f"has {stage.quantised} quantised parameters of {stage.params}, {stage.trained} of them trained"
+    for tensor in stage.tensors if stage.quantised else ():
+        whole = len(tensor.shape) == 2 and 0 < tensor.count == prod(tensor.shape) <= LARGEST and not tensor.first
+        if tensor.offset < first < tensor.offset + tensor.count or (tensor.offset >= first and not whole):
+            return f"its {shown(tensor.name)} is not a whole matrix among the quantised ones"
+    return ""
 
 
 def _of_extent(extent: StoredExtent, size: int, store_size: int) -> Iterator[str]:

@@ -244,6 +244,7 @@ class Saver:
             compute_dtype=model.compute_dtype,
             state_dtype=model.layout.dtype,
             rule=model.layout.rule,
+            quantisation=model.quantisation,
             numerics=plan.numerics,
             fingerprints=ready.fingerprints,
             libraries=fingerprints.versions(ready.planned.recipe),

@@ -27,6 +27,7 @@ from ...spec.model import ITEM_SIZE, MOMENTS, ModelSpec, StageSpec
 from ...spec.plan import Plan, Span, StagePlan, StateTensor
 from ...swap.daemon import SwapDaemon
 from ...swap.kernels import checksum
+from ...swap.quantised import Workers
 from .first_weights import Added, FirstWeights
 from .manifest import NAME
 from .stored import TENSORS, Manifest, StoredExtent, StoredStage, StoredTensor
@@ -44,8 +45,8 @@ def check_space(paths: Sequence[Path], size: int, free_space: Callable[[Path], i
 def check_stages(saved: Manifest, model: ModelSpec, plan: Plan) -> None:
     """Raises UsageError where a manifest has other stages than the model, or elsewhere than the plan; the store is not opened
     before, which may make it longer."""
-    wanted = [(stage.name, stage.params, stage.trained) for stage in model.stages]
-    if [(stage.name, stage.params, stage.trained) for stage in saved.stages] != wanted:
+    wanted = [(stage.name, stage.params, stage.trained, stage.quantised) for stage in model.stages]
+    if [(stage.name, stage.params, stage.trained, stage.quantised) for stage in saved.stages] != wanted:
         raise UsageError(
             f"{Path(saved.files[0]).with_name(NAME)}: its {len(saved.stages)} stages do not match the {len(wanted)} of this "
             "model in number or size",
@@ -72,14 +73,14 @@ class StageFiles:
     ) -> None:
         """Writes generation 0 of every stage from a checkpoint's tensors and from those `added`. `progress` gets the parameters
         loaded."""
-        with TensorReader() as reader:
+        with TensorReader() as reader, Workers(self.plan.io.update_threads) as workers:
             source = FirstWeights(entries, reader, added, dtype=self.model.compute_dtype)
             for stage, plan, record in zip(self.model.stages, self.plan.stages, records, strict=True):
                 if stage.params:
-                    self._load_stage(stage, plan, record, source)
+                    self._load_stage(stage, plan, record, source, workers)
                     progress(stage.numel)
 
-    def _load_stage(self, stage: StageSpec, plan: StagePlan, record: Record, source: FirstWeights) -> None:
+    def _load_stage(self, stage: StageSpec, plan: StagePlan, record: Record, source: FirstWeights, workers: Workers) -> None:
         exact = source.begin(stage)
         record.generation, record.turn, record.zero_moments, record.zero_remainder = 0, 0, True, exact
         if plan.updated_there:
@@ -87,9 +88,12 @@ class StageFiles:
             return
         slot = plan.weights_ram or self.plan.slot_classes[plan.slot_class].weight_slots[0]
         remainder = None if exact else self._remainder_span(plan)
-        weights = self.memory.tensor(slot, self.dtype, stage.params)
+        weights = self.memory.tensor(slot, self.dtype, stage.params - stage.quantised)
         rest = None if remainder is None else self.memory.tensor(remainder, torch.int16, stage.trained)
         source.fill(stage, 0, weights, rest)
+        if stage.quantised:
+            packed = self.memory.tensor(slot, torch.uint8, stage.weight_bytes)[-stage.packed_bytes :]
+            source.fill_quantised(stage, packed, workers=workers)
         if plan.trained_ram is not None:
             self.memory.tensor(plan.trained_ram, self.dtype).copy_(weights[: stage.trained])
         behind = Span(offset=slot.offset + stage.trained_weight_bytes, size=stage.frozen_weight_bytes)
@@ -231,6 +235,7 @@ def _stored(stage: StageSpec, plan: StagePlan, record: Record, stored_as: Mappin
         name=stage.name,
         params=stage.params,
         trained=stage.trained,
+        quantised=stage.quantised,
         generation=record.generation,
         turn=record.turn,
         zero_moments=record.zero_moments,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
@@ -9,6 +10,7 @@ from pydantic import Field
 
 from ...checkpoint.header import NAME_LIMIT
 from ...spec.model import Rule, StateDtype, StateLayout
+from ...spec.packed_tensors import PackedTensor, Quantised, packed_bank
 from ...spec.plan import Numerics, StateTensor, StoreMode
 
 State = Literal["loading", "committed"]
@@ -63,6 +65,12 @@ class StoredStage:
     variance: StoredExtent | None
     gradients: StoredExtent | None  # of the step after `generation`, whose update is due
     tensors: tuple[StoredTensor, ...]
+    quantised: int = 0  # of its parameters, the last ones: frozen ones that rest quantised
+
+    def packed(self, quantisation: Quantised) -> tuple[Mapping[str, PackedTensor], int]:
+        """Returns where its quantised tensors lie in their bank, by name, and the bank's bytes."""
+        first = self.params - self.quantised
+        return packed_bank(quantisation, ((tensor.name, tensor.shape) for tensor in self.tensors if tensor.offset >= first))
 
     def extents(self) -> list[tuple[str, StoredExtent]]:
         """Returns the stage's tensors on the store, by name."""
@@ -123,6 +131,7 @@ class Manifest:
     evaluated: Evaluated | None = None  # None: never
     state_dtype: StateDtype = "float32"  # of momentum and variance
     rule: Rule = "adamw"
+    quantisation: Quantised | None = None  # how frozen weights of stages with such parameters rest
 
     @property
     def layout(self) -> StateLayout:

@@ -1,0 +1,70 @@
+"""Says how a bank of quantised weights rests: the parts of every tensor, one tensor after the other.
+
+nf4: half a byte for each element, and the largest value of every 64 (float32). nf4_double: these maxima in eight bits, less
+their mean, with the largest of every 256 of them. int8: one byte for each element, and the largest value of every row. All
+parts are bytes as bitsandbytes makes them. Small ones come first, so that a reader goes forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Literal, get_args
+
+from ..core.units import align_up
+
+Quantised = Literal["nf4", "nf4_double", "int8"]
+QUANTISED: tuple[Quantised, ...] = get_args(Quantised)
+NF4_BLOCK = 64  # elements with one maximum
+DYNAMIC_BLOCK = 256  # of these maxima, with one maximum
+_PART_ALIGN = 64  # bytes
+_BANK_ALIGN = 4096  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTensor:
+    """Holds where the parts of a tensor begin, in bytes of its bank, and their sizes. A part that a format does not have is of
+    size 0."""
+
+    shape: tuple[int, ...]
+    mean: tuple[int, int]  # float32, of the maxima
+    outer: tuple[int, int]  # float32: the largest maximum of every 256, less the mean
+    maxima: tuple[int, int]  # float32, or codes of eight bits
+    codes: tuple[int, int]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def columns(self) -> int:
+        return self.shape[-1]
+
+    @property
+    def blocks(self) -> int:
+        """Counts the maxima of nf4."""
+        return -(-self.numel // NF4_BLOCK)
+
+
+def part_sizes(quantised: Quantised, shape: tuple[int, ...]) -> tuple[int, int, int, int]:
+    """Returns the bytes of a tensor's mean, outer maxima, maxima and codes."""
+    numel = prod(shape)
+    if quantised == "int8":
+        return 0, 0, 4 * (numel // shape[-1]), numel
+    blocks, codes = -(-numel // NF4_BLOCK), (numel + 1) // 2
+    if quantised == "nf4":
+        return 0, 0, 4 * blocks, codes
+    return 4, 4 * -(-blocks // DYNAMIC_BLOCK), blocks, codes
+
+
+def packed_bank(quantised: Quantised, tensors: Iterable[tuple[str, tuple[int, ...]]]) -> tuple[Mapping[str, PackedTensor], int]:
+    """Places tensors, given by name and shape in their order. Returns where each is, and the bytes of the bank."""
+    found, end = dict[str, PackedTensor](), 0
+    for name, shape in tensors:
+        parts = list[tuple[int, int]]()
+        for size in part_sizes(quantised, shape):
+            parts.append((end, size))
+            end = align_up(end + size, _PART_ALIGN)
+        found[name] = PackedTensor(shape, *parts)
+    return found, align_up(end, _BANK_ALIGN)

@@ -1,0 +1,236 @@
+"""Recipes with `model.quantize`: from a checkpoint to the losses of peft over decoded weights in memory.
+
+Costs about 8 s of one core."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fuyou_cli.cli.stores import run_export
+from fuyou_cli.core.errors import Interrupted, UsageError
+from fuyou_cli.machine import probe
+from fuyou_cli.training.report import StepReport
+from fuyou_cli.training.run import Run
+from fuyou_cli.training.run_limits import loaded
+from fuyou_cli.training.state import manifest as manifests
+from fuyou_cli.training.steps import Ready
+from tests.swap import quantised_reference as reference
+
+from . import test_adapter_runs as adapter_runs
+from .conftest import Project
+from .running import interrupt, prepared_run, store_of, train
+
+peft = pytest.importorskip("peft", reason="peft comes with the extra lora")
+
+FORMATS = {"nf4": {}, "nf4_double": {"model.double_quant": True}, "int8": {}}
+
+
+@pytest.fixture(scope="session")
+def odd_llama(materials: Path) -> Path:
+    """A tiny Llama whose matrices end within a block of 64."""
+    import transformers
+
+    folder = materials / "odd-llama"
+    size = len(transformers.AutoTokenizer.from_pretrained(materials / "model"))
+    config = transformers.LlamaConfig(
+        vocab_size=size, hidden_size=40, intermediate_size=52, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(4)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / file).write_bytes((materials / "model" / file).read_bytes())
+    return folder
+
+
+@pytest.fixture
+def qlora(new_project: Callable[..., Project], odd_llama: Path) -> Callable[..., Project]:
+    """qlora(format, name, {dotted key: value}) gives a project that trains an adapter over quantised weights."""
+
+    def make(kind: str, name: str = "project", changes: dict[str, Any] | None = None) -> Project:
+        usual = {
+            "model.name_or_path": str(odd_llama), "model.quantize": kind.removesuffix("_double"), **FORMATS[kind],
+            "adapter": {"r": 4}, "precision": {"compute": "float32"}, "train.max_steps": adapter_runs.STEPS,
+            "export.at_end": False, "offload.optimizer_states": "cpu", "offload.gradients": "cpu",
+        }  # fmt: skip
+        return new_project(name, usual | (changes or {}))
+
+    return make
+
+
+def decoded(kind: str, weight: torch.Tensor) -> torch.Tensor:
+    """What the format has of a weight, by the reference."""
+    values = weight.detach().float().numpy()
+    if kind == "int8":
+        codes, maxima = reference.int8(values.astype(np.float16).astype(np.float32))
+        found = reference.int8_values(codes, maxima)
+    else:
+        packed, maxima = reference.nf4(values.reshape(-1))
+        if kind == "nf4_double":
+            from fuyou_cli.swap.quantised import dynamic_levels
+
+            mean, levels = torch.from_numpy(maxima).mean().numpy(), dynamic_levels()
+            codes, outer = reference.dynamic(maxima - mean, levels)
+            maxima = levels[codes] * np.repeat(outer, 256)[: codes.size] + mean
+        found = reference.nf4_values(packed, maxima, values.size)
+    return torch.from_numpy(found).view(weight.shape)
+
+
+def with_decoded(kind: str, model: Any) -> Any:
+    for block in model.model.layers:
+        for module in block.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.weight.data = decoded(kind, module.weight)
+    return model
+
+
+def by_peft(kind: str, ready: Ready) -> list[float]:
+    """The losses of the same steps in memory, over decoded weights."""
+    recipe = ready.planned.recipe
+    assert recipe.adapter is not None
+    keys = recipe.adapter.model_dump(exclude={"type"}) | {"modules_to_save": None}
+    torch.manual_seed(recipe.seed)
+    model = peft.get_peft_model(with_decoded(kind, adapter_runs.base_of(ready)), peft.LoraConfig(task_type="CAUSAL_LM", **keys))
+    return list(adapter_runs.steps_in_memory(ready, model.train()))
+
+
+def by_bitsandbytes(kind: str, ready: Ready) -> tuple[list[float], dict[str, list[np.ndarray]]]:
+    """The losses of peft over the library's own layers, and the parts of their weights as the library packs them."""
+    bnb = pytest.importorskip("bitsandbytes", reason="what fuyou reads and writes is compared with the library where it is")
+    recipe = ready.planned.recipe
+    assert recipe.adapter is not None
+    model, parts = adapter_runs.base_of(ready), dict[str, list[np.ndarray]]()
+    for name, module in list(model.named_modules()):
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            parent, _, last = name.rpartition(".")
+            size = {"bias": False, "input_features": module.in_features, "output_features": module.out_features}
+            if kind == "int8":
+                new = bnb.nn.Linear8bitLt(**size, has_fp16_weights=False)
+                new.weight = bnb.nn.Int8Params(module.weight.data, requires_grad=False, has_fp16_weights=False).to("cpu")
+                found = [new.weight.SCB, new.weight.CB]
+            else:
+                double = kind == "nf4_double"
+                new = bnb.nn.LinearNF4(**size, compress_statistics=double)
+                new.weight = bnb.nn.Params4bit(
+                    module.weight.data, requires_grad=False, compress_statistics=double, quant_type="nf4"
+                ).to("cpu")
+                state = new.weight.quant_state
+                outer = [state.offset.reshape(1), state.state2.absmax] if double else []
+                found = [*outer, state.absmax, new.weight.data]
+            setattr(model.get_submodule(parent), last, new)
+            parts[f"{name}.weight"] = [part.detach().contiguous().reshape(-1).view(torch.uint8).numpy() for part in found]
+    model.is_loaded_in_4bit, model.is_loaded_in_8bit = kind != "int8", kind == "int8"
+    torch.manual_seed(recipe.seed)
+    keys = recipe.adapter.model_dump(exclude={"type"}) | {"modules_to_save": None}
+    model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **keys)).train()
+    return list(adapter_runs.steps_in_memory(ready, model)), parts
+
+
+@pytest.mark.parametrize(("kind", "device"), [("nf4", "cpu"), ("nf4_double", "emulated"), ("int8", "cpu")])
+def test_losses_are_those_of_peft_over_decoded_weights(kind: str, device: str, qlora: Callable[..., Project]) -> None:
+    project = qlora(kind, changes={"offload.device": device})
+    wanted = by_peft(kind, prepared_run(project))
+    losses, _ = train(project)
+    assert losses == pytest.approx(wanted, rel=1e-6)
+    assert losses[-1] < losses[0]
+
+
+def test_a_stopped_run_continues_with_the_same_bits(qlora: Callable[..., Project]) -> None:
+    """In bfloat16 on a device, and with the adapter on the ssd, so that slots hold trained weights too."""
+    kind = "nf4_double"
+    changes = {
+        "precision.compute": "bfloat16", "offload.device": "emulated", "offload.optimizer_states": "ssd",
+        "offload.gradients": "ssd",
+    }  # fmt: skip
+    whole, stopped = qlora(kind, "whole", changes), qlora(kind, "stopped", changes)
+    wanted, store = train(whole)
+    with pytest.raises(Interrupted):
+        train(stopped, interrupt(3, "backward"))
+    losses, again = train(stopped)
+    assert losses == wanted
+    assert adapter_runs.sums(again) == adapter_runs.sums(store)
+
+
+def test_a_store_is_not_opened_as_another_format(qlora: Callable[..., Project]) -> None:
+    project = qlora("nf4", changes={"train.max_steps": 2})
+    train(project)
+    for number, other in enumerate([{"model.double_quant": True}, {"model.quantize": "int8"}, {"model.quantize": "none"}]):
+        changed = qlora("nf4", f"other-{number}", {"train.max_steps": 2, "output_dir": str(project.out), **other})
+        with pytest.raises(UsageError, match=r"model\.quantize was nf4, is "):
+            prepared_run(changed)
+
+
+def test_a_step_reads_what_rests_and_writes_nothing(qlora: Callable[..., Project]) -> None:
+    """A weight of nf4 is read forward and backward: 1.2 bytes a step at most, with the padding of these tiny blocks."""
+    changes = {"checkpoint.commit_every_steps": 100, "checkpoint.mode": "in_place", "train.clip_grad_norm": None}
+    moved = list[tuple[int, int]]()
+    with Run(prepared_run(qlora("nf4", changes=changes)), memory_now=probe.process_bytes, free_space=probe.free_space) as run:
+        run.load(lambda count: None)
+        assert run.daemon.counters().written_bytes == loaded(run.plan)
+
+        def look(report: StepReport) -> None:
+            counted = run.daemon.counters()
+            moved.append((counted.read_bytes, counted.written_bytes))
+
+        run.train(look)
+        model, plan = run.model, run.plan
+    steps = [(after[0] - before[0], after[1] - before[1]) for before, after in itertools.pairwise(moved[1:-1])]
+    boundaries = plan.predicted.read_by["boundaries"]
+    others = sum(stage.frozen_weight_bytes - stage.packed_bytes for stage in model.stages)
+    for read, written in steps:
+        assert written == plan.predicted.written_by["boundaries"]
+        of_blocks = read - boundaries - 2 * others
+        assert of_blocks <= 1.2 * model.quantised_parameters
+    assert {read for read, _ in steps} == {plan.predicted.read_per_step}
+
+
+def test_the_command_merges_into_decoded_weights(qlora: Callable[..., Project], tmp_path: Path) -> None:
+    """The adapter loads in peft over what the run computed with; merged, each weight is rounded once."""
+    import transformers
+
+    kind = "nf4_double"
+    project = qlora(kind, changes={"export": {"at_end": True, "dtype": "float32"}, "train.max_steps": 3})
+    ready = prepared_run(project)
+    ended = project.fuyou("finetune", project.recipe)
+    assert ended.returncode == 0, ended.stderr
+    base = with_decoded(kind, adapter_runs.base_of(ready))
+    merged = peft.PeftModel.from_pretrained(base, project.out / "adapter").merge_and_unload().state_dict()
+    run_export(store_of(project), tmp_path / "merged", [], dtype="bfloat16", merged=True)
+    ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
+    for name, value in ours.state_dict().items():
+        torch.testing.assert_close(value.float(), merged[name], rtol=2**-8, atol=1e-7)
+
+
+def test_nothing_to_quantise_is_one_error(new_project: Callable[..., Project]) -> None:
+    project = new_project(changes={"model.quantize": "nf4", "freeze": ["transformer.wte"]})
+    with pytest.raises(UsageError, match=r"model\.quantize: the blocks of GPT2LMHeadModel have no frozen matrix"):
+        prepared_run(project)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_bytes_and_losses_are_those_of_bitsandbytes(kind: str, qlora: Callable[..., Project]) -> None:
+    project = qlora(kind)
+    wanted, parts = by_bitsandbytes(kind, prepared_run(project))
+    losses, store = train(project)
+    assert losses == pytest.approx(wanted, rel=1e-3)
+    saved, content = manifests.read(store), (store / "store.bin").read_bytes()
+    assert saved is not None and saved.quantisation == kind
+    for stage in saved.stages:
+        if not stage.quantised:
+            continue
+        assert stage.frozen is not None
+        bank = stage.frozen.offset + 4 * (stage.params - stage.trained - stage.quantised)
+        for name, at in stage.packed(saved.quantisation)[0].items():
+            for (begin, size), part in zip(
+                [part for part in (at.mean, at.outer, at.maxima, at.codes) if part[1]],
+                parts[name.replace(".base_layer", "")],
+                strict=True,
+            ):
+                assert content[bank + begin : bank + begin + size] == part.tobytes(), name

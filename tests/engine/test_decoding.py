@@ -1,0 +1,84 @@
+"""Quantised weights decoded on the host, on a device and by an export: the same bits, whatever the sizes of pieces."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from fuyou_cli.core.errors import UsageError
+from fuyou_cli.engine import decoding
+from fuyou_cli.engine.decoding import DeviceDecoder, HostDecoder
+from fuyou_cli.engine.devices.emulated import EmulatedDevice
+from fuyou_cli.engine.skeleton import TORCH_DTYPE
+from fuyou_cli.spec.model import BankSpec, Dtype, StageSpec, TensorSpec
+from fuyou_cli.spec.packed_tensors import QUANTISED, Quantised, packed_bank
+from fuyou_cli.swap.quantised import Workers
+from fuyou_cli.training.packed_reading import PackedReader
+from fuyou_cli.training.state import quantised_import
+
+SHAPES = {"short": (20, 40), "odd": (3, 5), "large": (300, 128), "zeros": (2, 96)}
+
+
+def packed(kind: Quantised, dtype: Dtype) -> tuple[StageSpec, torch.Tensor]:
+    """A stage with these matrices and nothing else, and its bank."""
+    draws, values = torch.Generator().manual_seed(7), dict[str, torch.Tensor]()
+    for name, shape in SHAPES.items():
+        values[name] = (torch.randn(shape, generator=draws) * 0.05 * (name != "zeros")).to(TORCH_DTYPE[dtype]).reshape(-1)
+    size = packed_bank(kind, SHAPES.items())[1]
+    tensors = tuple(
+        TensorSpec(name=name, shape=shape, offset=0, numel=values[name].numel(), decay=True, frozen=True, quantised=True)
+        for name, shape in SHAPES.items()
+    )
+    stage = StageSpec(
+        index=0, kind="block", name="block", tensors=tensors, forward_flops=1.0, forward_peak=0, backward_peak=0,
+        banks=(BankSpec(name="quantised", storage=kind, elements=2048, layout=None, packed=size),),
+    )  # fmt: skip
+    bank = torch.empty(size, dtype=torch.uint8)
+    with Workers(2) as workers:
+        quantised_import.quantise(stage, bank, lambda name, most: iter(values[name].split(most)), dtype=dtype, workers=workers)
+    return stage, bank
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_every_side_decodes_the_same_bits(kind: Quantised, dtype: Dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantised_import, "PIECE", 64 * 100)
+    monkeypatch.setattr(decoding, "_AT_ONCE", 64 * 256)
+    stage, bank = packed(kind, dtype)
+    host, device = HostDecoder(dtype, threads=2), EmulatedDevice()
+    there = DeviceDecoder(device, 64 * 256)
+    for name, at in stage.packed().items():
+        ours, theirs = (torch.full((at.numel,), float("nan"), dtype=TORCH_DTYPE[dtype]) for _ in range(2))
+        host.decode(kind, bank, at, ours)
+        there.decode(kind, bank, at, theirs)
+        assert torch.equal(ours, theirs), name
+
+        def read(place: tuple[int, int], begin: int, end: int) -> memoryview:
+            return cast(memoryview, bank.numpy().data[place[0] + begin : place[0] + end])
+
+        reader = PackedReader(kind, at, read, dtype)
+        for first, count in ((0, at.numel), (1, at.numel - 2), (at.numel // 2, 3)):
+            whole = np.frombuffer(reader.elements(first, count), np.uint8)
+            assert whole.tobytes() == ours[first : first + count].view(torch.uint8).numpy().tobytes(), (name, first)
+    host.close()
+    device.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "each"), [("nf4", 0.5 + 4 / 64), ("nf4_double", 0.5 + 1 / 64 + 4 / 64 / 256), ("int8", 1 + 4 / 4096)]
+)
+def test_bytes_at_rest(kind: Quantised, each: float) -> None:
+    """Of a matrix, per weight: 0.5625, 0.516 and 1.001."""
+    assert packed_bank(kind, [("one", (4096, 4096))])[1] == pytest.approx(each * 4096**2, abs=4096 + 256)
+
+
+def test_what_float16_has_not_is_one_error() -> None:
+    stage, bank = packed("int8", "float32")
+    values: Any = {name: torch.full((at.numel,), 1e5) for name, at in stage.packed().items()}
+    with pytest.raises(UsageError, match=r"model\.quantize: int8: short: 800 values are NaN or Inf"):
+        quantised_import.quantise(
+            stage, bank, lambda name, most: iter(values[name].split(most)), dtype="float32", workers=Workers()
+        )  # fmt: skip
