@@ -96,7 +96,7 @@ def said(error: BaseException) -> str:
 def load_config(directory: Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
     """Returns the model's configuration, or a UsageError naming the file."""
     file = directory / "config.json"
-    hint = "point model.name_or_path at a directory with a Hugging Face config.json"
+    hint = "name a model in the transformers format: a folder with a config.json"
     _refuse_endless(file, find_object(file, limit=_LARGEST_CONFIG, finite=False, hint=hint) or {})
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code, local_files_only=True)
@@ -153,7 +153,7 @@ def build(config: PreTrainedConfig, *, dtype: str, attention: str, trust_remote_
             raise UsageError(f"model.attn_implementation: {attention}: {error}", hint=hint) from error
         raise UsageError(
             f"cannot build a causal language model of this configuration: {said(error)}",
-            hint="check config.json in the folder of model.name_or_path: it must be of a causal language model",
+            hint="the model's config.json must be of a causal language model",
         ) from error
     model.train()
     model.config.use_cache = False

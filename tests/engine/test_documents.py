@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from drawn import every, quick_and_slow
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fuyou_cli.core.errors import UsageError
@@ -92,10 +93,13 @@ def packed(rig: Rig) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("attention", "family"),
-    [
-        *(("sdpa", family) for family in ("llama", "mistral", "gemma3", "gpt_neox", "phi3")),
-        *(("eager", family) for family in ("llama", "gemma2")),
-    ],
+    quick_and_slow(
+        [
+            *(("sdpa", family) for family in ("mistral", "llama", "gemma3", "gpt_neox", "phi3")),
+            *(("eager", family) for family in ("llama", "gemma2")),
+        ],
+        lambda number: number in (0, 6),
+    ),
 )
 def test_packed_equals_unpacked(attention: str, family: str, tmp_path: Path) -> None:
     """Losses by label within 1e-6, and so the gradients: AdamW's first steps enlarge the last bit of a small one, so weights
@@ -114,11 +118,14 @@ def test_packed_equals_unpacked(attention: str, family: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"device": "emulated", "kept": "all"},
-        {"device": "emulated", "kept_there": "room", "batch_on_device": False},
-        {"sweeps": 3},
-    ],
+    every(
+        2,
+        [
+            {"device": "emulated", "kept": "all"},
+            {"device": "emulated", "kept_there": "room", "batch_on_device": False},
+            {"sweeps": 3},
+        ],
+    ),
     ids=str,
 )
 def test_the_same_however_bytes_move(options: dict[str, Any], tmp_path: Path) -> None:
