@@ -5,9 +5,10 @@ packed one after the other into one flat array: tensor t lives at [offset, offse
 multiples of 64 elements.
 
 The array is cut into banks: runs of parameters with one storage and one fate. A trained bank has states and gradients and is
-written by updates; a frozen one is only read. Trained ones come first, so that what an update touches begins where the stage
-begins. Frozen weights may rest quantised (`quantised`), behind all others: compute sees them in its own dtype. Banks are padded
-to a multiple of `STAGE_ALIGN` elements, so that every extent of every dtype is aligned for O_DIRECT.
+written by updates; a frozen one is only read, from the store or from the checkpoint's own files. There its tensors lie as they
+do in those files, at no multiple of 64. Trained ones come first, so that what an update touches begins where the stage begins.
+Frozen weights may rest quantised (`quantised`), behind all others: compute sees them in its own dtype. Banks are padded to a
+multiple of `STAGE_ALIGN` elements, so that every extent of every dtype is aligned for O_DIRECT.
 
 Embedding and head may be cut along the vocabulary. Then each piece, a range of rows, is a stage of its own.
 """
@@ -32,7 +33,8 @@ TENSOR_ALIGN = 64  # elements
 STAGE_ALIGN = 2048  # elements: 4096 bytes of bfloat16
 STATE_BLOCK = TENSOR_ALIGN  # elements of an int8 state with one float32 scale: all of one tensor
 STATE_TILE = 65536  # elements of an int8 state that follow a page with the scales of their blocks
-_PAGE = 4096  # bytes: what extents and chunks are aligned to
+PAGE = 4096  # bytes: what extents, chunks and pieces are aligned to
+SOURCES_AT = 1 << 48  # FY_SOURCES_AT in native/include/fuyou.h
 STATE_NAMES: tuple[StateName, ...] = get_args(StateName)  # in the order of a place
 MOMENTS: tuple[StateName, ...] = ("momentum", "variance")  # what starts as zeros
 
@@ -57,7 +59,7 @@ class StateLayout:
         if name == "variance" and self.rule != "adamw":
             return 0
         if self.dtype == "int8":
-            return _PAGE * -(-params // STATE_TILE) + align_up(params, _PAGE)
+            return PAGE * -(-params // STATE_TILE) + align_up(params, PAGE)
         return ITEM_SIZE[self.dtype] * params
 
     @property
@@ -107,6 +109,25 @@ class OperatorSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SourceFile:
+    """Names a file of the checkpoint that frozen weights are read from, and how to tell that it is still the same."""
+
+    path: str  # absolute
+    size: int  # bytes
+    changed: int  # when, in nanoseconds
+    header: str  # digest of what its header says
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """Describes whole pages of one source file that lie one after the other in a bank."""
+
+    place: int  # bytes from the bank's beginning
+    offset: int  # in the store's address space; the model's sources begin at `SOURCES_AT`, each at a whole page
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class BankSpec:
     """Describes a run of a stage's parameters with one storage and one fate."""
 
@@ -115,6 +136,7 @@ class BankSpec:
     elements: int  # with padding
     layout: StateLayout | None  # of the states of a trained bank; None: frozen
     packed: int = 0  # bytes of a quantised bank as it rests
+    source: tuple[Piece, ...] = ()  # of a frozen bank that is read from the checkpoint's files; none: it is in the store
 
     @property
     def is_trained(self) -> bool:
@@ -134,11 +156,13 @@ def is_quantised(storage: Dtype | Quantised) -> TypeGuard[Quantised]:
     return storage in QUANTISED
 
 
-def banks_of(dtype: Dtype, *, trained: int, frozen: int = 0, quantised: BankSpec | None = None) -> tuple[BankSpec, ...]:
+def banks_of(
+    dtype: Dtype, *, trained: int, frozen: int = 0, source: tuple[Piece, ...] = (), quantised: BankSpec | None = None
+) -> tuple[BankSpec, ...]:
     """Returns the banks of a stage with so many elements; a stage without parameters has none."""
     banks = (
         BankSpec(name="trained", storage=dtype, elements=trained, layout=StateLayout(weights=dtype)),
-        BankSpec(name="frozen", storage=dtype, elements=frozen, layout=None),
+        BankSpec(name="frozen", storage=dtype, elements=frozen, layout=None, source=source),
         quantised,
     )
     return tuple(bank for bank in banks if bank is not None and bank.elements)
@@ -206,6 +230,17 @@ class StageSpec:
             return {}
         return packed_bank(kind, ((tensor.name, tensor.shape) for tensor in self.tensors if tensor.quantised))[0]
 
+    @property
+    def source(self) -> tuple[Piece, ...]:
+        """Returns the pieces of files that hold its frozen weights, with places from the first frozen byte on; none where they
+        are in the store."""
+        return next((bank.source for bank in self.banks if bank.source), ())
+
+    @property
+    def imported_bytes(self) -> int:
+        """Counts the bytes of frozen weights that are copied into the store."""
+        return 0 if self.source else self.frozen_weight_bytes
+
     def state_size(self, name: StateName) -> int:
         """Returns the bytes of one state of all its banks, 0 where there is no such state."""
         return sum(bank.state_size(name) for bank in self.banks)
@@ -259,6 +294,8 @@ class ModelSpec:
     may_sweep: bool = False  # its sums are of single rows or micro-batches, in their order, however a batch is grouped
     inactive_parameters: int = 0  # of experts that one token is not sent to
     float32_parameters: int = 0  # that the family keeps in float32 whatever the compute dtype
+    sources: tuple[SourceFile, ...] = ()  # in the order of their places in the store's address space
+    imported_because: str = ""  # why frozen weights are copied into the store; empty: they are not, or there are none
 
     def owner(self, stage: int) -> int:
         """Returns the stage whose weights `stage` uses. For a tied head that is the embedding, or its piece with the same

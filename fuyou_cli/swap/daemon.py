@@ -44,7 +44,7 @@ _SUBMIT_HINTS = {
 
 
 class SwapDaemon(Handle):
-    """Moves bytes between `arena` and `store`, and runs AdamW on them. Any thread may call any method.
+    """Moves bytes between `arena` and `store` or its sources, and runs AdamW on them. Any thread may call any method.
 
     `label_names` turns the labels of requests (stages) into names for error messages. Callers may fill it at any time.
     `written` compares what is read with the checksum of what was written; it needs `DaemonOptions.data_sums`.
@@ -62,15 +62,15 @@ class SwapDaemon(Handle):
         self._patience = patience
         self.label_names: dict[int, str] = dict(label_names or {})
         self.events_dropped = 0
-        self._paths = store.paths
+        self._store = store
         self._events = ffi.new("fy_event[]", _EVENTS_AT_ONCE)
         out = ffi.new("fy_daemon **")
         code = lib.fy_daemon_start(_native_options(options), arena.handle, store.handle, out, ffi.NULL)
         if code:
             raise refusal_error("the swap daemon cannot start", code, _start_hint(code, options))
         super().__init__(out[0], lib.fy_daemon_stop, "swap daemon")
-        self._owners = (arena, store)  # both outlive the daemon
-        self.written = Written(store.paths, store.stripe, name=self._name) if options.data_sums else None
+        self._arena = arena  # it and the store outlive the daemon
+        self.written = Written(store, name=self._name) if options.data_sums else None
 
     @property
     def backend(self) -> Literal["io_uring", "threads"]:
@@ -157,7 +157,13 @@ class SwapDaemon(Handle):
             self.written.fail(ticket)
         if code == -errno.ENOENT and native.failure.error == 0:
             raise ValueError(f"ticket {ticket} is unknown or was already collected")
-        raise failure_error(native.failure, paths=self._paths, label_names=self.label_names, code=code)
+        raise failure_error(
+            native.failure,
+            paths=self._store.files,
+            sources_from=len(self._store.paths),
+            label_names=self.label_names,
+            code=code,
+        )
 
 
 def _native_options(options: DaemonOptions) -> Any:

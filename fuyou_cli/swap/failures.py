@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.disk import REMEDIES
-from ..core.errors import FuyouError, OutOfSpaceError, SwapError
+from ..core.errors import FuyouError, OutOfSpaceError, SwapError, UsageError
 from .native import lib
 
 _DOING = {
@@ -49,9 +49,15 @@ def errno_text(code: int) -> str:
 
 
 def failure_error(
-    why: Any, *, paths: Sequence[Path], label_names: Mapping[int, str] | None = None, code: int | None = None
+    why: Any,
+    *,
+    paths: Sequence[Path],
+    sources_from: int | None = None,
+    label_names: Mapping[int, str] | None = None,
+    code: int | None = None,
 ) -> FuyouError:
-    """Makes the error for a filled `fy_failure`. `code` is used where the library refused before it could fill one."""
+    """Makes the error for a filled `fy_failure`. `code` is used where the library refused before it could fill one.
+    `sources_from`: the index of the first path that is a checkpoint's file; None: none is."""
     error = abs(why.error or code or 0)
     text = _DOING.get(why.operation, "using the store")
     known = (label_names or {}).get(why.label) or (f"request labelled {why.label}" if why.label else None)
@@ -62,11 +68,26 @@ def failure_error(
         text += f": {paths[why.file]}"
         if why.operation in (lib.FY_OP_READ, lib.FY_OP_WRITE, lib.FY_OP_ALLOCATE):
             text += f" at byte {why.file_offset}: wanted {why.wanted} bytes, got {why.got}"
+    if sources_from is not None and why.operation in _ON_FILES and sources_from <= why.file < len(paths):
+        return _of_source(text, error)
     text += f": {errno_text(error)}"
     hints = {**_HINTS, **_OPENING_HINTS} if why.operation == lib.FY_OP_OPEN else _HINTS
     if error in (errno.ENOSPC, errno.EDQUOT):
         return OutOfSpaceError(text, hint=hints.get(error))
     return SwapError(text, hint=hints.get(error), code=error)
+
+
+def _of_source(text: str, error: int) -> FuyouError:
+    """Makes the error for a file of the checkpoint that frozen weights are read from."""
+    changed = error in (errno.ESTALE, errno.ENOENT, errno.ENODATA, errno.ENOTDIR)
+    what = "the model's file has changed, or is gone, since the run began" if changed else errno_text(error)
+    hint = (
+        "put the file back as it was, with its time of change (cp -p), and run the same command again: what is saved was "
+        "computed with the old file; or start over with checkpoint.resume=never"
+    )
+    if changed:
+        return UsageError(f"{text}: {what}", hint=hint)
+    return SwapError(f"{text}: {what}", hint=_HINTS.get(error), code=error)
 
 
 def refusal_error(what: str, code: int, hint: str | None = None) -> SwapError:

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..core.units import align_up
+from ..spec.model import PAGE, SOURCES_AT, SourceFile
+from ..spec.plan import Span
 from .failures import failure_error
 from .handle import Handle
 from .native import ffi, lib
@@ -18,6 +21,7 @@ class Store(Handle):
     def __init__(self, native: Any, paths: tuple[Path, ...], stripe: int) -> None:
         super().__init__(native, lib.fy_store_close, "store", hint="stop the daemon that uses it first")
         self.paths = paths
+        self.sources: tuple[SourceFile, ...] = ()
         self.stripe = stripe
         self.size: int = lib.fy_store_size(native)
         self.alignment: int = lib.fy_store_alignment(native)
@@ -33,8 +37,11 @@ class Store(Handle):
         create: bool = False,
         buffered: bool = False,
         read_only: bool = False,
+        sources: Sequence[SourceFile] = (),
     ) -> Store:
         """Opens the store over `paths`: one file each, `size` bytes together, `stripe` bytes to each file in turn.
+
+        `sources`: files of a checkpoint that are read as well, from `SOURCES_AT` on, if they are still the same.
 
         `create` preallocates the files. Without it they must exist with the right size. `read_only` never changes them and lets
         others read at the same time. `buffered` uses the page cache; so does every store on a file system without direct I/O
@@ -47,11 +54,57 @@ class Store(Handle):
         code = lib.fy_store_open(ffi.new("char *[]", names), len(names), stripe, size, flags, out, why)
         if code:
             raise failure_error(why, paths=list(paths), code=code)
-        return cls(out[0], tuple(paths), stripe)
+        store = cls(out[0], tuple(paths), stripe)
+        try:
+            for source in sources:
+                store._attach(source)
+        except BaseException:
+            store.close()
+            raise
+        return store
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Returns the paths of all files that it reads, in the order of a failure's index."""
+        return (*self.paths, *(Path(source.path) for source in self.sources))
+
+    def _attach(self, source: SourceFile) -> None:
+        self.sources = (*self.sources, source)
+        path, why = os.fsencode(os.path.realpath(source.path)), ffi.new("fy_failure *")
+        self._check(lib.fy_store_attach(self.handle, path, source.size, source.changed, why), why)
+
+    def check_sources(self) -> None:
+        """Raises SwapError where a source has changed since it was opened, or cannot be found by its path."""
+        why = ffi.new("fy_failure *")
+        self._check(lib.fy_store_check_sources(self.handle, why), why)
+
+    def not_as_before(self, span: Span, *, total: int, wanted: int) -> str:
+        """Returns the error text for a span that has another checksum than it had when it was written, or first read."""
+        if span.offset < SOURCES_AT:
+            return not_as_written(self.paths, self.stripe, span, total=total, wanted=wanted)
+        begin, found = SOURCES_AT, ""
+        for source in self.sources:
+            if span.offset >= begin:
+                first = span.offset - begin
+                found = f"bytes {first} to {first + span.size} of {source.path}"
+            begin += align_up(source.size, PAGE)
+        return f"{found} are not what was read there before (checksum {total:016x}, expected {wanted:016x})"
+
+    def _check(self, code: int, why: Any) -> None:
+        if code:
+            raise failure_error(why, paths=self.files, sources_from=len(self.paths), code=code)
 
     def sync(self) -> None:
-        """Returns when the data of every file is on stable storage and the file can be found by its path."""
+        """Returns when the data of every file is on stable storage and the file can be found by its path. Raises SwapError
+        also for a source that has changed."""
         why = ffi.new("fy_failure *")
-        code = lib.fy_store_sync(self.handle, why)
-        if code:
-            raise failure_error(why, paths=self.paths, code=code)
+        self._check(lib.fy_store_sync(self.handle, why), why)
+
+
+def not_as_written(files: Sequence[Path | str], stripe: int, span: Span, *, total: int, wanted: int) -> str:
+    """Returns the error text for a span that has this checksum."""
+    first, last = span.offset // stripe, (span.offset + span.size - 1) // stripe
+    numbers = sorted({block % len(files) for block in range(first, min(last, first + len(files)) + 1)})
+    where = ", ".join(str(files[number]) for number in numbers)
+    which = f"bytes {span.offset} to {span.offset + span.size} of the store"
+    return f"{which}, in {where}, are not what was written there (checksum {total:016x}, expected {wanted:016x})"

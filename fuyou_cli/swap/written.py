@@ -7,15 +7,15 @@ that fails, its new state is not used, and the committed state lies elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from ..core.errors import SwapError
-from ..spec.model import ITEM_SIZE, STATE_NAMES, StateLayout
+from ..spec.model import ITEM_SIZE, SOURCES_AT, STATE_NAMES, StateLayout
 from ..spec.plan import Span
 from .requests import Result, Update
+from .store import Store
 
 _HINT = (
     "the drive, its cable or memory changed the bytes: see `dmesg` and the drive's health; `fuyou verify` "
@@ -33,14 +33,14 @@ class Move:
 
 
 class Written:
-    """Knows the checksums of the spans in a store's files.
+    """Knows the checksums of the spans in a store's files, and in its sources those of the first time they were read.
 
     A span is written and read as a whole: nothing is known of its parts. `name` turns a request's label into a name for error
     messages.
     """
 
-    def __init__(self, files: Sequence[Path], stripe: int, *, name: Callable[[int], str]) -> None:
-        self._files, self._stripe, self._name = files, stripe, name
+    def __init__(self, store: Store, *, name: Callable[[int], str]) -> None:
+        self._store, self._name = store, name
         self._totals: dict[Span, int] = {}
         self._under_way: dict[int, Move | Update] = {}
 
@@ -63,18 +63,11 @@ class Written:
         for what, span, total in _read_by(request, result):
             wanted = self._totals.get(span, total)
             if total != wanted:
-                found = not_as_written(self._files, self._stripe, span, total=total, wanted=wanted)
+                found = self._store.not_as_before(span, total=total, wanted=wanted)
                 raise SwapError(f"reading {what}{self._name(request.label)}: {found}", hint=_HINT)
+            if span.offset >= SOURCES_AT:  # nobody wrote it: later passes must read what the first one did
+                self._totals[span] = total
         self._totals.update((span, getattr(result, name)) for span, name in _written_by(request))
-
-
-def not_as_written(files: Sequence[Path | str], stripe: int, span: Span, *, total: int, wanted: int) -> str:
-    """Returns the error text for a span that has this checksum."""
-    first, last = span.offset // stripe, (span.offset + span.size - 1) // stripe
-    numbers = sorted({block % len(files) for block in range(first, min(last, first + len(files)) + 1)})
-    where = ", ".join(str(files[number]) for number in numbers)
-    which = f"bytes {span.offset} to {span.offset + span.size} of the store"
-    return f"{which}, in {where}, are not what was written there (checksum {total:016x}, expected {wanted:016x})"
 
 
 def _read_by(request: Move | Update, result: Result) -> Iterator[tuple[str, Span, int]]:

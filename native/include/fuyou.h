@@ -29,6 +29,8 @@
 /* cffi: begin */
 #define FY_ABI_VERSION 3
 #define FY_MAX_DIRECTORIES 16
+#define FY_MAX_SOURCES 1024
+#define FY_SOURCES_AT 0x1000000000000 /* 2^48: where sources begin in a store's address space */
 #define FY_NF4_BLOCK 64
 #define FY_DYNAMIC_BLOCK 256
 #define FY_STATE_BLOCK 64
@@ -53,7 +55,7 @@ enum fy_operation { FY_OP_NONE = 0, FY_OP_OPEN = 1, FY_OP_READ = 2, FY_OP_WRITE 
                     FY_OP_ALLOCATE = 6, FY_OP_SETUP = 7 };
 
 /* What failed: enough for a message naming the file, the place and the difference. `file` indexes the paths given to
- * fy_store_open(). */
+ * fy_store_open(), then those given to fy_store_attach(). */
 typedef struct {
     int32_t error;         /* negative errno; 0 when nothing failed */
     uint32_t operation;    /* enum fy_operation */
@@ -82,6 +84,13 @@ int fy_store_is_direct(const fy_store *store);
 /* Every file's data on stable storage. -ESTALE: a file's path does not lead to it any more. */
 int fy_store_sync(fy_store *store, fy_failure *why);
 int fy_store_close(fy_store *store);                 /* NULL is fine; -EBUSY while a daemon uses it */
+
+/* Adds a file of somebody else, which is only ever read, behind the sources added before: the first begins at FY_SOURCES_AT,
+ * each takes its size up to whole pages. What follows a file's end in its last page reads as zeros. The file must have this
+ * size and time of change (-ESTALE). Before a daemon starts. */
+int fy_store_attach(fy_store *store, const char *path, uint64_t size, uint64_t changed_ns, fy_failure *why);
+/* -ESTALE: a source has changed since it was added, or its path does not lead to it any more. fy_store_sync() asks this too. */
+int fy_store_check_sources(fy_store *store, fy_failure *why);
 
 /* ---- daemon ---- */
 typedef struct {

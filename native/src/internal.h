@@ -61,6 +61,7 @@ _Static_assert((FY__PAGE & (FY__PAGE - 1)) == 0, "pages are a power of two");
 _Static_assert(FY__CHUNK_UNIT * 2 % FY__PAGE == 0, "the smallest state of a chunk fills pages");
 _Static_assert(FY__PARAMS_UNIT * 2 % FY__PAGE == 0, "the smallest state of a stage fills pages");
 _Static_assert(sizeof(off_t) == 8, "files are larger than 2 GiB");
+_Static_assert(FY__SPAN_MAX <= FY_SOURCES_AT, "a store ends before its sources begin");
 
 /* ---- arena and store ---- */
 struct fy_arena {
@@ -76,24 +77,29 @@ struct fy__file {
     int fd; /* -1: not open */
     bool direct;
     bool created; /* by this open, and so to be unlinked if it fails */
+    uint64_t at;  /* of a source: where it begins in the address space, */
+    struct stat known; /* and what it was when it was added */
 };
 
 struct fy_store {
-    struct fy__file files[FY_MAX_DIRECTORIES];
+    struct fy__file files[FY_MAX_DIRECTORIES + FY_MAX_SOURCES];
     uint32_t count;
+    uint32_t sources; /* files behind the first `count` that are only read */
     uint64_t stripe;
     uint64_t size;
     pid_t process;
     atomic_uint users;
 };
 
-/* Where a logical offset lies, and how many bytes follow before the next file's turn. */
+/* Where a logical offset lies, and how many bytes follow before the next file's turn; of a source, before its end. */
 struct fy__place {
     uint32_t file;
     uint64_t offset;
     uint64_t room;
 };
 struct fy__place fy__store_place(const fy_store *store, uint64_t offset);
+/* Whether these bytes are all of one source, its last page counted whole. */
+bool fy__store_in_source(const fy_store *store, uint64_t offset, uint64_t size);
 
 /* ---- heap: items by (priority, sequence, position), least first; bounded, no allocation after start ---- */
 struct fy__order {
@@ -143,7 +149,7 @@ struct fy__block {
     uint32_t index;   /* in the daemon's table: io_uring's user_data */
     uint64_t arena;
     uint64_t offset; /* in the file */
-    uint64_t wanted;
+    uint64_t wanted; /* whole pages are asked for; only a source's end is none */
     uint64_t done;
 };
 
@@ -310,6 +316,13 @@ static inline void fy__assert_running(const fy_daemon *daemon)
     assert(daemon->store != NULL);
     assert(daemon->requests != NULL);
     assert(daemon->io_threads_count > 0);
+}
+
+/* Up to whole pages: what is asked of a file that has so many bytes left. */
+static inline uint64_t fy__whole_pages(uint64_t size)
+{
+    assert(size <= FY__SPAN_MAX);
+    return (size + FY__PAGE - 1) & ~(uint64_t)(FY__PAGE - 1);
 }
 
 /* Whether bytes [offset, offset + size) lie in [0, limit), without overflow. */

@@ -14,7 +14,7 @@ static int64_t block_move(const fy_daemon *daemon, const struct fy__block *block
     assert(block->done < block->wanted);
     unsigned char *data = daemon->arena->base + block->arena + block->done;
     const int fd = daemon->store->files[block->file].fd;
-    const size_t size = (size_t)(block->wanted - block->done);
+    const size_t size = (size_t)fy__whole_pages(block->wanted - block->done);
     const off_t offset = (off_t)(block->offset + block->done);
     const ssize_t moved = block->operation == FY_OP_READ ? fy__system.pread(fd, data, size, offset)
                                                          : fy__system.pwrite(fd, data, size, offset);

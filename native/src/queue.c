@@ -8,7 +8,7 @@
  *
  * An answer is always compared with the question. Negative fails the request, but for EAGAIN and EINTR, which are tried
  * again a bounded number of times; short goes out again for the rest, from the last page boundary; zero is the end of
- * the file. The first error of a request is kept with the place it happened; its other blocks are let drain, because
+ * the file. Whole pages are asked for: only a source's last page comes back shorter, by exactly what its file lacks of it. The first error of a request is kept with the place it happened; its other blocks are let drain, because
  * until then the kernel may still write into the arena.
  *
  * Everything here runs under the daemon's lock, on whichever thread holds it.
@@ -16,6 +16,7 @@
 #include "internal.h"
 
 #include <errno.h>
+#include <string.h>
 
 static void span_settle(fy_daemon *daemon, struct fy__span *span)
 {
@@ -40,7 +41,8 @@ void fy__queue_push(fy_daemon *daemon, struct fy__span *span, struct fy__order o
     assert(span->arena % FY__PAGE == 0);
     assert(span->store % FY__PAGE == 0);
     assert(fy__inside(span->arena, span->size, daemon->arena->size));
-    assert(fy__inside(span->store, span->size, daemon->store->size));
+    assert(fy__inside(span->store, span->size, daemon->store->size) ||
+           (span->operation == FY_OP_READ && fy__store_in_source(daemon->store, span->store, span->size)));
     span->blocks = 0;
     span->issued = 0;
     fy__heap_push(&daemon->channels[fy__channel_of(span->operation)].spans, order, span);
@@ -132,8 +134,9 @@ static void block_cut(const fy_daemon *daemon, struct fy__span *span, struct fy_
     uint64_t size = span->size - span->issued;
     if (size > daemon->options.block_size)
         size = daemon->options.block_size;
-    if (size > place.room)
-        size = place.room;
+    const uint64_t pages = fy__whole_pages(place.room);
+    if (size > pages)
+        size = pages;
     assert(size > 0);
     assert(size % FY__PAGE == 0);
     block->span = span;
@@ -143,7 +146,7 @@ static void block_cut(const fy_daemon *daemon, struct fy__span *span, struct fy_
     block->retries = 0;
     block->arena = span->arena + span->issued;
     block->offset = place.offset;
-    block->wanted = size;
+    block->wanted = size < place.room ? size : place.room;
     block->done = 0;
     span->issued += size;
     span->blocks++;
@@ -192,8 +195,8 @@ static int block_judge(fy_daemon *daemon, struct fy__block *block, int64_t resul
         return result >= -4095 ? (int)result : -EIO;
     if (result == 0)
         return -ENODATA;
-    if ((uint64_t)result > left)
-        return -EIO; /* more than asked for: nothing it says can be trusted */
+    if ((uint64_t)result > left) /* a source has grown, or more came than was asked for and nothing it says can be trusted */
+        return (uint64_t)result <= fy__whole_pages(left) ? -ESTALE : -EIO;
     if ((uint64_t)result == left) {
         block->done = block->wanted;
         return 0;
@@ -202,7 +205,9 @@ static int block_judge(fy_daemon *daemon, struct fy__block *block, int64_t resul
     block->retries = reached > block->done ? 0 : block->retries + 1;
     block->done = reached;
     daemon->short_resubmitted++;
-    return block->retries <= FY__RETRIES_MAX ? 1 : -EIO;
+    if (block->retries <= FY__RETRIES_MAX)
+        return 1;
+    return block->file >= daemon->store->count ? -ENODATA : -EIO; /* a source was cut within a page */
 }
 
 void fy__queue_finish(fy_daemon *daemon, struct fy__block *block, int64_t result)
@@ -223,9 +228,11 @@ void fy__queue_finish(fy_daemon *daemon, struct fy__block *block, int64_t result
         return;
     }
     if (verdict == 0) {
-        channel->bytes += block->wanted;
+        const uint64_t moved = fy__whole_pages(block->wanted);
+        memset(daemon->arena->base + block->arena + block->wanted, 0, moved - block->wanted);
+        channel->bytes += moved;
         channel->finished++;
-        request->bytes += block->wanted;
+        request->bytes += moved;
     } else if (verdict < 0) {
         fy__request_fail(daemon, request, &(fy_failure){
                                               .error = verdict,

@@ -73,8 +73,9 @@ static int submit_span(fy_daemon *daemon, const struct fy__span *span, uint64_t 
     const fy_options *options = &daemon->options;
     if (span->size == 0 || span->size % FY__PAGE != 0 || span->arena % FY__PAGE != 0 || span->store % FY__PAGE != 0)
         return -EINVAL;
+    const bool from_source = span->operation == FY_OP_READ && fy__store_in_source(daemon->store, span->store, span->size);
     if (!fy__inside(span->arena, span->size, daemon->arena->size) ||
-        !fy__inside(span->store, span->size, daemon->store->size))
+        !(from_source || fy__inside(span->store, span->size, daemon->store->size)))
         return -ERANGE;
     if (overlaps(span->arena, span->size, options->scratch_offset, options->scratch_size))
         return -EINVAL;

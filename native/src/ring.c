@@ -120,10 +120,11 @@ static void register_files(const fy_daemon *daemon, struct fy__ring *ring)
 {
     assert(daemon->store->count > 0);
     assert(daemon->store->count <= FY_MAX_DIRECTORIES);
-    int fds[FY_MAX_DIRECTORIES];
-    for (uint32_t i = 0; i < daemon->store->count; i++)
+    const uint32_t count = daemon->store->count + daemon->store->sources;
+    int fds[FY_MAX_DIRECTORIES + FY_MAX_SOURCES];
+    for (uint32_t i = 0; i < count; i++)
         fds[i] = daemon->store->files[i].fd;
-    ring->files_fixed = io_uring_register_files(&ring->uring, fds, daemon->store->count) == 0;
+    ring->files_fixed = io_uring_register_files(&ring->uring, fds, count) == 0;
     note_add(ring, ring->files_fixed ? "registered files" : "unregistered files (refused by the kernel)");
 }
 
@@ -169,7 +170,7 @@ static void submit_block(const fy_daemon *daemon, struct fy__ring *ring, const s
     assert(!ring->with_kernel[block->index]);
     struct io_uring_sqe *sqe = next_sqe(ring);
     const uint64_t at = block->arena + block->done;
-    const unsigned size = (unsigned)(block->wanted - block->done);
+    const unsigned size = (unsigned)fy__whole_pages(block->wanted - block->done);
     const uint64_t offset = block->offset + block->done;
     const uint64_t buffer = at / BUFFER_SIZE;
     const bool fixed = ring->buffers_fixed > 0 && (at + size - 1) / BUFFER_SIZE == buffer;

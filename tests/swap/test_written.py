@@ -75,15 +75,15 @@ def test_what_others_wrote_is_compared_too(machine: Build) -> None:
         m.daemon.wait(m.daemon.read(0, 0, MIB))
 
 
-def test_a_read_that_failed_changes_nothing_a_write_that_failed_leaves_nothing_known() -> None:
+def test_a_read_that_failed_changes_nothing_a_write_that_failed_leaves_nothing_known(machine: Build) -> None:
     span = Span(offset=0, size=4096)
-    written = Written([Path("store.bin")], 4096, name=str)
+    written = Written(machine().store, name=str)
     result = Result(*[0] * len(Result._fields))
     written.expect(span, 5)
     written.begin(1, Move("read", span, 3))
     written.fail(1)
     written.begin(2, Move("read", span, 3))
-    with pytest.raises(SwapError, match=r"reading 3: bytes 0 to 4096 of the store, in store\.bin, are not"):
+    with pytest.raises(SwapError, match=r"reading 3: bytes 0 to 4096 of the store, in \S+, are not"):
         written.end(2, result._replace(data_sum=6))
     written.begin(3, Move("write", span, 3))
     written.fail(3)

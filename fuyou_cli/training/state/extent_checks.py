@@ -13,7 +13,7 @@ from ...spec.plan import Span
 from ...swap.arena import Arena
 from ...swap.daemon import SwapDaemon
 from ...swap.kernels import CHECKSUM_BLOCK, checksum
-from ...swap.written import not_as_written
+from ...swap.store import not_as_written
 from .stored import Manifest, StoredExtent
 
 _TURNS = 2  # pieces; one is read while the other is summed
