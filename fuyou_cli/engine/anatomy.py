@@ -21,7 +21,18 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..core.errors import UsageError
 from ..core.units import align_up
-from ..spec.model import STAGE_ALIGN, TENSOR_ALIGN, BankSpec, Dtype, StageKind, StageSpec, TensorSpec, banks_of
+from ..spec.model import (
+    STAGE_ALIGN,
+    TENSOR_ALIGN,
+    BankSpec,
+    Dtype,
+    Piece,
+    SourceFile,
+    StageKind,
+    StageSpec,
+    TensorSpec,
+    banks_of,
+)
 from ..spec.packed_tensors import Quantised, packed_bank
 from .calls import TRIED, WORKING, refuse_by_configuration, stage_calls
 
@@ -46,6 +57,7 @@ class Stage:
     frozen: int = 0  # elements, with padding, behind these
     vocabulary: tuple[int, int] | None = None  # rows (first, end) of a piece; None: not a piece
     quantised: BankSpec | None = None  # behind all others; None: nothing rests quantised
+    source: tuple[Piece, ...] = ()  # of frozen parameters that are read from the checkpoint's files (engine/in_place)
 
     @classmethod
     def packed(
@@ -83,7 +95,7 @@ class Stage:
 
     def specified(self, index: int, *, dtype: Dtype, **costs: Any) -> StageSpec:
         """Returns the specification of the stage at place `index`."""
-        banks = banks_of(dtype, trained=self.trained, frozen=self.frozen, quantised=self.quantised)
+        banks = banks_of(dtype, trained=self.trained, frozen=self.frozen, source=self.source, quantised=self.quantised)
         return StageSpec(
             index=index, kind=self.kind, name=self.name, banks=banks, tensors=self.tensors, vocabulary=self.vocabulary, **costs,
         )  # fmt: skip
@@ -138,6 +150,8 @@ class Anatomy:
     stages: tuple[Stage, ...]
     tied_head: bool
     isolated: bool = False  # documents of a row do not see each other (`isolated`)
+    sources: tuple[SourceFile, ...] = ()  # files that frozen parameters are read from
+    imported_because: str = ""  # why frozen parameters are not
 
     def modules(self) -> dict[nn.Module, str]:
         """Returns the names of stages that are modules. For a module that was cut into pieces, the last piece's name is

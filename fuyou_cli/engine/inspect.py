@@ -123,6 +123,8 @@ def inspect(anatomy: Anatomy, *, dtype: str, micro_batch_size: int, max_seq_len:
         vocab_size=text.vocab_size,
         stages=tuple(stage.specified(index, dtype=compute_dtype, **costs[index]) for index, stage in enumerate(anatomy.stages)),
         tied_head=anatomy.tied_head,
+        sources=anatomy.sources,
+        imported_because=anatomy.imported_because,
         boundary_bytes_per_token=boundary,
         # If several embeddings are added, or dropout follows, the model's own backward keeps a boundary and a mask.
         choreography_bytes_per_token=boundary * (2 if len(embeddings) > 1 else 1),

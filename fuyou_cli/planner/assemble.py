@@ -86,6 +86,7 @@ def _memory_lines(model: ModelSpec, hardware: HardwareProfile, request: PlanRequ
     """Lists what each kind takes in each tier. Weights with a home on a device are in RAM as well, where updates write them."""
     weights, states = model.stored_weight_bytes, model.stored_state_bytes
     frozen = sum(stage.frozen_weight_bytes for stage in model.stages)
+    imported = sum(stage.imported_bytes for stage in model.stages)
     lines: list[MemoryLine] = []
 
     def add(what: str, tier: Tier, size: int, total: int, policy: str) -> None:
@@ -96,8 +97,8 @@ def _memory_lines(model: ModelSpec, hardware: HardwareProfile, request: PlanRequ
     weights_ram = sum(span.size for stage in placed.stages for span in (stage.weights_ram, stage.trained_ram) if span)
     add("weights", "cpu", weights_ram + slots, weights, "home and slots")
     often, why = _places(placed, request)
-    once = ", frozen ones once" if frozen else ""
-    add("weights", "ssd", int(often * (weights - frozen)) + frozen, weights, why + once)
+    once = ", frozen ones once" if imported else ", frozen ones in the model's files" if frozen else ""
+    add("weights", "ssd", int(often * (weights - frozen)) + imported, weights, why + once)
     in_ram = sum(model.stages[stage.stage].state_bytes for stage in placed.stages if stage.states == "cpu")
     add("optimizer states", "cpu", in_ram, states, "home")
     add("optimizer states", "ssd", int(often * states), states, why)

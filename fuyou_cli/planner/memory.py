@@ -223,6 +223,7 @@ def _stage(
         deferred=deferred,
         ring=at_rest.ring,
         frozen_extent=at_rest.frozen,
+        frozen_source=stage.source,
         weights_at=at_rest.weights,
         remainder_at=at_rest.remainder,
         momentum_at=at_rest.momentum,

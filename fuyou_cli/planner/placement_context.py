@@ -37,7 +37,7 @@ class AtRest:
     durable gradients."""
 
     ring: Ring
-    frozen: Span | None  # of the store: written once
+    frozen: Span | None  # of the store: written once; None also where they are read from the checkpoint's files
     weights: Span
     remainder: Span | None  # only with bfloat16 weights
     momentum: Span
@@ -122,7 +122,7 @@ def _at_rest(room: Room, stage: StageSpec, ring: Ring, gradients: int) -> AtRest
     weights = place.take(stage.trained_weight_bytes)
     return AtRest(
         ring=ring,
-        frozen=room.take_if(True, stage.frozen_weight_bytes),
+        frozen=room.take_if(True, stage.imported_bytes),
         weights=weights,
         remainder=place.take_if(True, stage.state_size("remainder")),
         momentum=place.take(stage.state_size("momentum")),

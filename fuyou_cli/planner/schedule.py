@@ -193,7 +193,8 @@ def written_by_update(model: ModelSpec, plan: StagePlan, commit_every: int | Non
 def _fetched(model: ModelSpec, plan: StagePlan) -> int:
     """Returns the bytes of weights that are read into a slot."""
     stage = model.stages[plan.stage]
-    return stage.weight_bytes if plan.trained_ram is None else stage.frozen_weight_bytes
+    frozen = sum(piece.size for piece in stage.source) or stage.frozen_weight_bytes
+    return frozen if plan.trained_ram is not None else stage.trained_weight_bytes + frozen
 
 
 def _traffic(model: ModelSpec, stages: tuple[StagePlan, ...], visits: Sequence[Visit], commit_every: int | None) -> Traffic:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from .model import Dtype
+from .model import Dtype, Piece
 
 Tier = Literal["gpu", "cpu", "ssd"]
 StateTensor = Literal["weights", "frozen", "remainder", "momentum", "variance"]  # what survives a run; `frozen`: weights
@@ -106,6 +106,7 @@ class StagePlan:
     gradients_ram: Span | None
     boundary_ram: Span | None
     frozen_extent: Span | None = None  # of the store; frozen weights
+    frozen_source: tuple[Piece, ...] = ()  # instead: where they lie in the checkpoint's files
     trained_ram: Span | None = None  # home of trained weights alone
     kept: tuple[int, ...] = ()  # operators whose outputs rest with the boundary, by index
     kept_there: tuple[int, ...] = ()  # operators whose outputs stay in the device's memory; those of neither are recomputed
@@ -148,7 +149,14 @@ class StagePlan:
         """Returns the extents that are read into a slot at a turn, each with its place in the slot."""
         trained = self.extent("weights", turn)
         found = [] if trained is None or self.trained_ram is not None else [(0, trained)]
-        return found if self.frozen_extent is None else [*found, (self.weights_at.size, self.frozen_extent)]
+        return [*found, *((self.weights_at.size + place, span) for place, span in self.frozen)]
+
+    @property
+    def frozen(self) -> list[tuple[int, Span]]:
+        """Returns where frozen weights are read from, each with its place from the first frozen byte on."""
+        if self.frozen_extent is not None:
+            return [(0, self.frozen_extent)]
+        return [(piece.place, Span(offset=piece.offset, size=piece.size)) for piece in self.frozen_source]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -103,8 +103,7 @@ class StoreWeights:
         if begin >= stage.params - stage.quantised:
             weights: Buffer = self._decoded(stage, stored, first - stored.first, count)
         elif not is_trained:
-            assert stage.frozen is not None
-            weights = self._elements(stage.frozen, begin - stage.trained, count, ITEM_SIZE[compute])
+            weights = self._frozen(stage, begin - stage.trained, count, ITEM_SIZE[compute])
         elif stage.gradients is None:
             assert stage.weights is not None
             weights = self._elements(stage.weights, begin, count, ITEM_SIZE[compute])
@@ -179,6 +178,16 @@ class StoreWeights:
             return memoryview(held[name])[item * (first - begin) : item * (end - begin)]
 
         return part("weights"), part("remainder")
+
+    def _frozen(self, stage: StoredStage, begin: int, count: int, item: int) -> memoryview:
+        """Returns the bytes of `count` frozen elements, of the store or of the checkpoint's files."""
+        if stage.frozen is not None:
+            return self._elements(stage.frozen, begin, count, item)
+        place, size, align = begin * item, count * item, 4096
+        piece = next(piece for piece in stage.pieces if piece.place <= place < piece.place + piece.size)
+        inside = (place - piece.place) % align
+        self.daemon.wait(self.daemon.read(0, piece.offset + place - piece.place - inside, align_up(inside + size, align)))
+        return self.arena.view(inside, size)
 
     def _elements(self, extent: StoredExtent, begin: int, count: int, item: int, *, window: int = 0) -> memoryview:
         """Returns the bytes of `count` elements of an extent, through the arena window at `window`."""

@@ -142,7 +142,7 @@ class _Planner:
             inspected=inspected,
             hardware=hardware,
             disks=self._disks,
-            anatomy=cut(inspected.outline.anatomy, numerics),
+            anatomy=self._stages(numerics),
             described=described,
             request=last[0],
             plan=plan,
@@ -187,9 +187,8 @@ class _Planner:
         traced = _traced(numerics)
         known = self._described.get(traced)
         if known is None:
-            outline = self._inspected.outline
             known = specified(
-                replace(outline, anatomy=cut(outline.anatomy, numerics)),
+                replace(self._inspected.outline, anatomy=self._stages(numerics)),
                 dtype=numerics.compute_dtype,
                 micro_batch_size=numerics.micro_batch_size,
                 max_seq_len=numerics.max_seq_len,
@@ -203,6 +202,13 @@ class _Planner:
             known = replace(known, model=known.model.with_layout(layout))
         self._described[traced] = known
         return known
+
+    def _stages(self, numerics: Numerics) -> Anatomy:
+        """Returns the stages with the vocabulary cut, and with frozen weights as they lie in the model's files."""
+        from ..engine.in_place import read_in_place
+
+        anatomy, files = cut(self._inspected.outline.anatomy, numerics), self._inspected.in_place
+        return anatomy if files is None else read_in_place(anatomy, files, numerics.compute_dtype)
 
     def fastest_micro_batch(self) -> int:
         """Compares the simulated usual plans of the sizes, then the searched plans of the best two."""

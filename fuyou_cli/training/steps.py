@@ -25,7 +25,7 @@ from .limits import check_positions, check_tokens, note_slow_products
 from .plan_request_of import StoreDisks
 from .rates import learning_rate
 from .state import fingerprints
-from .state.resume import REFUSED, check_unchanged_run, saved_state, steps_left
+from .state.resume import REFUSED, check_unchanged_run, refused, saved_state, steps_left
 from .state.stored import Manifest
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ..data import Rows, Sampler
     from ..engine.anatomy import Anatomy
     from ..engine.describe import Described, Outlined
+    from ..engine.in_place import InPlace
     from ..planner.plan_request import PlanRequest
     from ..planner.search import Found
     from ..recipe.schema import Recipe
@@ -53,6 +54,7 @@ class Resolved:
     tokenizer_dir: Path
     directories: tuple[Path, ...]  # one folder of this run per striped directory
     manifest: Manifest | None  # of the stopped run to resume, if any
+    from_files: bool = True  # frozen weights may be read from the model's own files
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +64,7 @@ class Inspected:
     resolved: Resolved
     device: str
     outline: Outlined  # its stages before the vocabulary is cut
+    in_place: InPlace | None  # where frozen weights lie in the model's files; None: no matter, or nothing is frozen
 
     @property
     def recipe(self) -> Recipe:
@@ -225,7 +228,24 @@ def inspect(resolved: Resolved, *, say: Say) -> Inspected:
     if resolved.to_run:
         note_slow_products(recipe, device, say)
     warm_up(recipe)
-    return Inspected(resolved=resolved, device=device, outline=outline)
+    return Inspected(resolved=resolved, device=device, outline=outline, in_place=in_place_of(resolved, outline, device, say))
+
+
+def in_place_of(resolved: Resolved, outline: Outlined, device: str, say: Say) -> InPlace | None:
+    """Finds where frozen weights lie in the model's files, if any are frozen. A plan goes on without them."""
+    made_over = resolved.recipe.model.quantize != "none"  # then what is frozen is read and quantised once
+    if made_over or not resolved.from_files or not any(stage.frozen for stage in outline.anatomy.stages):
+        return None
+    from .in_place_files import files_in_place
+
+    asked = (resolved.recipe, outline.anatomy, resolved.model_dir, resolved.directories)
+    try:
+        return files_in_place(*asked, resolved.manifest, device=device)
+    except UsageError as error:
+        if resolved.to_run:
+            raise
+        say(refused(error))
+        return files_in_place(*asked, None, device=device)
 
 
 def outline_of(recipe: Recipe, model_dir: Path, *, strict: bool) -> Outlined:

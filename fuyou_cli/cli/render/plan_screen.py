@@ -104,6 +104,7 @@ def _understood(facts: RunFacts, shapes: Symbols) -> list[tuple[str, str]]:
     return [
         ("model", f"{plan.model}: {model.architecture}, {count(model.parameters)} parameters{active}, {blocks} blocks{tied}"),
         ("method", f"{_trained(model)}, {dtypes}, float32 AdamW; {_clipping(plan, model)}"),
+        *([("frozen", _frozen(model))] if model.sources or model.imported_because else []),
         ("batch", ", ".join([batch, *pieces])),
         *([("kernels", facts.kernels)] if facts.kernels else []),
     ]
@@ -121,6 +122,16 @@ def _quantised(model: ModelSpec) -> str:
     kind, many = model.quantisation, model.quantised_parameters
     words = {"nf4": "nf4", "nf4_double": "nf4 with double quantisation", "int8": "int8"}
     return "" if kind is None else f" ({count(many)} of them in {words[kind]})"
+
+
+def _frozen(model: ModelSpec) -> str:
+    """Says where frozen weights are read from, and why some of them are copied first."""
+    there = sum(piece.size for stage in model.stages for piece in stage.source)
+    copied = sum(stage.imported_bytes for stage in model.stages)
+    parts = [f"{gib(there)} read from the model's own files, not copied"] if there else []
+    if copied:
+        parts.append(f"{gib(copied)} copied into the store: {model.imported_because}")
+    return "; ".join(parts)
 
 
 def _clipping(plan: Plan, model: ModelSpec) -> str:

@@ -67,8 +67,9 @@ def planned_of(loaded: LoadedRecipe, model_dir: Path, place: Place, *, to_run: b
     recipe = loaded.recipe
     directories = run_directories(recipe)
     resolved = Resolved(
-        recipe=recipe, to_run=to_run, model_dir=model_dir, tokenizer_dir=model_dir, directories=directories, manifest=None
-    )
+        recipe=recipe, to_run=to_run, model_dir=model_dir, tokenizer_dir=model_dir, directories=directories, manifest=None,
+        from_files=False,
+    )  # fmt: skip
     inspected = inspect(resolved, say=place.say)
     return plan(inspected, *place.machine(loaded, inspected), say=place.say)
 

@@ -85,12 +85,15 @@ def at_rest(source: Path, *, arena_size: int, say: Callable[[str], None] | None 
     with ExitStack() as stack:
         with uninterrupted():
             arena = stack.enter_context(Arena(arena_size))
-            opened = Store.open(paths, stripe=manifest.stripe, size=manifest.store_size, read_only=True)
+            opened = Store.open(
+                paths, stripe=manifest.stripe, size=manifest.store_size, read_only=True, sources=manifest.sources
+            )
             store = stack.enter_context(opened)
             daemon = stack.enter_context(SwapDaemon(arena, store, DaemonOptions(update_threads=0), patience=patience))
         if manifests.newest(source)[0] != manifest:  # the manifest was read before the store was locked
             raise UsageError(f"another process has used the store in {source} since", hint="run the same command again")
         yield AtRest(manifest=manifest, problem=problem, arena=arena, daemon=daemon)
+        store.check_sources()
 
 
 def verify_store(

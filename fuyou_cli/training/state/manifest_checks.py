@@ -10,11 +10,13 @@ from pathlib import PurePath
 from ...checkpoint.header import METADATA
 from ...core.json_files import shown
 from ...core.typed import LARGEST
-from ...spec.model import ITEM_SIZE, MOMENTS, STATE_NAMES
+from ...core.units import align_up
+from ...spec.model import ITEM_SIZE, MOMENTS, PAGE, SOURCES_AT, STATE_NAMES
 from ...spec.plan import Numerics
 from .stored import Manifest, StoredExtent, StoredStage, StoredTensor
 
 _MOST_FILES = 16  # files of a store: FY_MAX_DIRECTORIES in native/include/fuyou.h
+MOST_SOURCES = 1024  # FY_MAX_SOURCES there
 MOST_THREADS = 1024  # torch crashes if the system runs out of threads; a recipe's limit is the same
 _LARGEST_WHOLE = (1 << 31) - 1  # of whole numbers in a recipe
 _NUMERICS = {  # smallest and largest value
@@ -71,7 +73,10 @@ def _paths(manifest: Manifest) -> Iterator[str]:
         yield f"it names {len(manifest.files)} files and {len(manifest.parts)} part files"
     if len(set(manifest.files)) != len(manifest.files):
         yield "it names a file twice"
-    for path in (*manifest.files, *manifest.parts, *manifest.companions, manifest.model_dir):
+    if len(manifest.sources) > MOST_SOURCES or not all(source.size for source in manifest.sources):
+        yield f"it names {len(manifest.sources)} files of a checkpoint, or an empty one"
+    sources = (source.path for source in manifest.sources)
+    for path in (*manifest.files, *manifest.parts, *manifest.companions, manifest.model_dir, *sources):
         if not is_plain(path):
             yield f"{shown(path)} is not a plain absolute path"
 
@@ -94,7 +99,8 @@ def _of_stage(stage: StoredStage, manifest: Manifest) -> Iterator[str]:
         yield f"generation {stage.generation} after step {manifest.step}"
     if "gradients" in named and manifest.mode != "redo":
         yield f"has gradients of a due step, which mode {manifest.mode} never has"
-    if ("weights" in named, "frozen" in named) != (stage.trained > 0, stage.trained < stage.params):
+    has_frozen = "frozen" in named or bool(stage.pieces)
+    if ("weights" in named, has_frozen) != (stage.trained > 0, stage.trained < stage.params):
         yield "its extents of weights must match its trained and frozen parameters"
     if not stage.trained:
         if set(named) - {"frozen"}:
@@ -106,6 +112,8 @@ def _of_stage(stage: StoredStage, manifest: Manifest) -> Iterator[str]:
     if wrong := _of_quantised(stage, manifest):
         yield wrong
         return
+    if stage.pieces:
+        yield from _of_pieces(stage, manifest)
     for name, extent in named.items():
         yield from (f"{name}: {wrong}" for wrong in _of_extent(extent, _bytes_of(name, stage, manifest), manifest.store_size))
     for index, tensor in enumerate(stage.tensors):
@@ -115,6 +123,22 @@ def _of_stage(stage: StoredStage, manifest: Manifest) -> Iterator[str]:
 def _moments_of(stage: StoredStage, manifest: Manifest) -> set[str]:
     """Returns the names of the moments that the optimizer keeps and that are not zero."""
     return set() if stage.zero_moments else {name for name in MOMENTS if manifest.layout.size(name, stage.trained)}
+
+
+def _of_pieces(stage: StoredStage, manifest: Manifest) -> Iterator[str]:
+    """Checks that pieces follow one another, lie in the files named, and hold every frozen tensor."""
+    item, end = ITEM_SIZE[manifest.compute_dtype], 0
+    last = SOURCES_AT + sum(align_up(source.size, PAGE) for source in manifest.sources)
+    for piece in stage.pieces:
+        if piece.place != end or piece.offset % PAGE or not piece.size or piece.size % PAGE:
+            yield "its pieces of files must be whole pages, one behind the other"
+        if not SOURCES_AT <= piece.offset <= last - piece.size:
+            yield f"has a piece of {piece.size} bytes at {piece.offset}, which no file has"
+        end += piece.size
+    for tensor in stage.tensors:
+        begin, size = item * (tensor.offset - stage.trained), item * tensor.count
+        if begin >= 0 and not any(p.place <= begin and begin + size <= p.place + p.size for p in stage.pieces):
+            yield f"no piece of a file holds {shown(tensor.name)}"
 
 
 def _bytes_of(name: str, stage: StoredStage, manifest: Manifest) -> int:

@@ -145,7 +145,7 @@ class Saver:
         self._name(self._manifest("loading"))
 
     def begin_training(self) -> None:
-        """Commits the loaded state. From here on, a killed run resumes without its checkpoint."""
+        """Commits the loaded state. From here on, a killed run resumes from its store, and the files that it reads in place."""
         # First, so that it is saved if a later call fails.
         self.standing.random = random_states.capture(self.device.torch_device)
         self._reserve_disk()
@@ -245,6 +245,7 @@ class Saver:
             state_dtype=model.layout.dtype,
             rule=model.layout.rule,
             quantisation=model.quantisation,
+            sources=model.sources,
             numerics=plan.numerics,
             fingerprints=ready.fingerprints,
             libraries=fingerprints.versions(ready.planned.recipe),

@@ -45,8 +45,8 @@ def check_space(paths: Sequence[Path], size: int, free_space: Callable[[Path], i
 def check_stages(saved: Manifest, model: ModelSpec, plan: Plan) -> None:
     """Raises UsageError where a manifest has other stages than the model, or elsewhere than the plan; the store is not opened
     before, which may make it longer."""
-    wanted = [(stage.name, stage.params, stage.trained, stage.quantised) for stage in model.stages]
-    if [(stage.name, stage.params, stage.trained, stage.quantised) for stage in saved.stages] != wanted:
+    wanted = [(stage.name, stage.params, stage.trained, stage.quantised, stage.source) for stage in model.stages]
+    if [(stage.name, stage.params, stage.trained, stage.quantised, stage.pieces) for stage in saved.stages] != wanted:
         raise UsageError(
             f"{Path(saved.files[0]).with_name(NAME)}: its {len(saved.stages)} stages do not match the {len(wanted)} of this "
             "model in number or size",
@@ -90,10 +90,12 @@ class StageFiles:
         remainder = None if exact else self._remainder_span(plan)
         weights = self.memory.tensor(slot, self.dtype, stage.params - stage.quantised)
         rest = None if remainder is None else self.memory.tensor(remainder, torch.int16, stage.trained)
-        source.fill(stage, 0, weights, rest)
+        source.fill(stage, 0, weights[: stage.trained] if stage.source else weights, rest)
         if stage.quantised:
             packed = self.memory.tensor(slot, torch.uint8, stage.weight_bytes)[-stage.packed_bytes :]
             source.fill_quantised(stage, packed, workers=workers)
+        if plan.weights_ram is not None:
+            self._read_pieces(stage, plan)
         if plan.trained_ram is not None:
             self.memory.tensor(plan.trained_ram, self.dtype).copy_(weights[: stage.trained])
         behind = Span(offset=slot.offset + stage.trained_weight_bytes, size=stage.frozen_weight_bytes)
@@ -110,7 +112,26 @@ class StageFiles:
         """Loads a stage that rests on the device: to the store and to the device."""
         trained: tuple[StateTensor, ...] = ("weights",) if exact else ("weights", "remainder")
         sums = self._load_bank(stage, trained, 0, stage.trained, source)
+        if stage.source:
+            self._fetch_pieces(stage.index)
+            return Sums(**sums)
         return Sums(**sums, **self._load_bank(stage, ("frozen",), stage.trained, stage.params, source))
+
+    def _read_pieces(self, stage: StageSpec, plan: StagePlan) -> None:
+        """Reads frozen weights from the checkpoint's files to their home in RAM."""
+        assert plan.weights_ram is not None
+        begin = plan.weights_ram.offset + stage.trained_weight_bytes
+        for piece in stage.source:
+            self.daemon.wait(self.daemon.read(begin + piece.place, piece.offset, piece.size, label=stage.index))
+
+    def _fetch_pieces(self, stage: int) -> None:
+        """Reads frozen weights from the checkpoint's files to their home on the device."""
+        frozen = self.states.homes[stage].tensor("frozen")
+        assert frozen is not None
+        there = frozen.view(torch.uint8)
+        for piece in self.model.stages[stage].source:
+            target = there[piece.place : piece.place + piece.size]
+            self.states.copies.fetch(stage, target, Span(offset=piece.offset, size=piece.size))
 
     def _load_bank(
         self, stage: StageSpec, names: tuple[StateTensor, ...], first: int, end: int, source: FirstWeights
@@ -189,6 +210,11 @@ class StageFiles:
             if self.daemon.written is not None:  # from now on each read of its extents is checked
                 for _, extent in stage.extents():
                     self.daemon.written.expect(Span(offset=extent.offset, size=extent.size), extent.sum)
+            spec = self.model.stages[record.stage]
+            if plan.updated_there and spec.source:
+                self._fetch_pieces(record.stage)
+            elif plan.weights_ram is not None:
+                self._read_pieces(spec, plan)
             for _, ram, home in _resting_in_ram(plan, record):
                 self.daemon.wait(self.daemon.read(ram.offset, home.offset, home.size, label=record.stage))
             for name, (target, there) in self._on_device(record).items():
@@ -241,6 +267,7 @@ def _stored(stage: StageSpec, plan: StagePlan, record: Record, stored_as: Mappin
         zero_moments=record.zero_moments,
         zero_remainder=record.zero_remainder,
         **found,
+        pieces=stage.source,
         tensors=tuple(
             StoredTensor(
                 name=t.name,

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field
 
 from ...checkpoint.header import NAME_LIMIT
-from ...spec.model import Rule, StateDtype, StateLayout
+from ...spec.model import Piece, Rule, SourceFile, StateDtype, StateLayout
 from ...spec.packed_tensors import PackedTensor, Quantised, packed_bank
 from ...spec.plan import Numerics, StateTensor, StoreMode
 
@@ -65,6 +65,7 @@ class StoredStage:
     variance: StoredExtent | None
     gradients: StoredExtent | None  # of the step after `generation`, whose update is due
     tensors: tuple[StoredTensor, ...]
+    pieces: tuple[Piece, ...] = ()  # of the checkpoint's files that hold the frozen parameters instead of an extent
     quantised: int = 0  # of its parameters, the last ones: frozen ones that rest quantised
 
     def packed(self, quantisation: Quantised) -> tuple[Mapping[str, PackedTensor], int]:
@@ -132,6 +133,7 @@ class Manifest:
     state_dtype: StateDtype = "float32"  # of momentum and variance
     rule: Rule = "adamw"
     quantisation: Quantised | None = None  # how frozen weights of stages with such parameters rest
+    sources: tuple[SourceFile, ...] = ()  # files of the checkpoint that frozen parameters are read from
 
     @property
     def layout(self) -> StateLayout:

@@ -1,0 +1,107 @@
+"""Finds the checkpoint's files that a run's frozen weights are read from, and says why they have to be copied instead.
+
+A run that is resumed reads where it read before: the files must be the same, by size, time of change and header. One that had
+copied them goes on with its copy."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..core.errors import UsageError
+from ..core.units import align_up
+from ..engine.in_place import InPlace, Lying
+from ..spec.model import PAGE, SOURCES_AT, SourceFile
+from .adapting import base_name_of
+from .state.manifest_checks import MOST_SOURCES
+
+if TYPE_CHECKING:
+    from ..checkpoint.header import TensorEntry
+    from ..engine.anatomy import Anatomy
+    from ..recipe.schema import Recipe
+    from .state.stored import Manifest
+
+_GPU_ALIGNMENT = 16  # bytes: the fast kernels of a GPU load as many at once
+
+
+def files_in_place(
+    recipe: Recipe, anatomy: Anatomy, model_dir: Path, directories: Sequence[Path], saved: Manifest | None, *, device: str
+) -> InPlace:
+    """Returns where the model's frozen tensors lie. Raises UsageError if a saved run's files are gone or have changed."""
+    from ..checkpoint.files import open_checkpoint
+    from ..checkpoint.names import entries_for
+
+    if saved is not None and not saved.sources:
+        return _refused("the saved run has them in its store")
+    try:
+        entries = entries_for(anatomy.model, open_checkpoint(model_dir), base_name=base_name_of(recipe))
+        files = sorted({entry.file for entry in entries.values()})
+        found = InPlace(
+            tensors=_lying(entries, files),
+            sources=tuple(_described(file, entries) for file in files),
+            alignment=_GPU_ALIGNMENT if device == "cuda" else 1,
+        )
+    except (UsageError, OSError) as error:
+        if saved is None:
+            return _refused("the model's files are not here yet")
+        raise _changed(f"{model_dir}: {error}") from error
+    if saved is not None:
+        _check_same(saved, found.sources)
+    elif reason := _reason(files, directories):
+        return _refused(reason)
+    return found
+
+
+def _refused(why: str) -> InPlace:
+    return InPlace(tensors={}, sources=(), refusal=why)
+
+
+def _reason(files: Sequence[Path], directories: Sequence[Path]) -> str:
+    """Returns why none of the files is read in place, or an empty string. A plan knows the rates of the store's drive only."""
+    if len(files) > MOST_SOURCES:
+        return f"the model has {len(files)} files, and at most {MOST_SOURCES} can be read from"
+    if len(directories) > 1:
+        return "the store is striped over several drives, which are faster together than the one with the model"
+    place = next(folder for folder in (directories[0], *directories[0].parents) if folder.exists())
+    if any(file.stat().st_dev != place.stat().st_dev for file in files):
+        return "the model's files are on another file system than offload.dir"
+    return ""
+
+
+def _lying(entries: Mapping[str, TensorEntry], files: Sequence[Path]) -> dict[str, Lying]:
+    begins, end = dict[Path, int](), SOURCES_AT
+    for file in files:
+        begins[file] = end
+        end += align_up(file.stat().st_size, PAGE)
+    return {
+        name: Lying(dtype=entry.dtype, source=files.index(entry.file), address=begins[entry.file] + entry.begin)
+        for name, entry in entries.items()
+    }
+
+
+def _described(file: Path, entries: Mapping[str, TensorEntry]) -> SourceFile:
+    """Describes a file. The digest is of what its header says of the model's tensors."""
+    status = file.stat()
+    told = sorted({(e.name, e.dtype, e.shape, e.begin) for e in entries.values() if e.file == file})
+    digest = hashlib.sha256(json.dumps(told).encode()).hexdigest()
+    return SourceFile(path=str(file.absolute()), size=status.st_size, changed=status.st_mtime_ns, header=digest)
+
+
+def _check_same(saved: Manifest, found: Sequence[SourceFile]) -> None:
+    if len(saved.sources) != len(found):
+        raise _changed(f"the model had {len(saved.sources)} files of weights and has {len(found)}")
+    for was, now in zip(saved.sources, found, strict=True):
+        for what in ("size", "header", "changed"):
+            if getattr(was, what) != getattr(now, what):
+                word = {"size": "its size", "header": "its header", "changed": "its time of change"}[what]
+                raise _changed(f"{now.path}: {word} is not what it was")
+
+
+def _changed(what: str) -> UsageError:
+    return UsageError(
+        f"the saved run reads its frozen weights from the model's files, and one has changed: {what}",
+        hint="put the files back as they were, with their times of change (cp -p), or start over with checkpoint.resume=never",
+    )

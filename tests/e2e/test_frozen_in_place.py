@@ -1,0 +1,166 @@
+"""Frozen weights that are read from the checkpoint's own files: the bits of a copy in the store, and no copy."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fuyou_cli.core.errors import FuyouError, Interrupted, SwapError, UsageError
+from fuyou_cli.machine import probe
+from fuyou_cli.training.report import StepReport
+from fuyou_cli.training.run import Run
+from fuyou_cli.training.state import manifest as manifests
+
+from .conftest import Project
+from .running import interrupt, manifest_of, prepared_run, store_of, train
+
+STEPS = 3
+FROZEN = {
+    "freeze": ["transformer.h.0.*", "transformer.h.1.mlp.*"], "train.max_steps": STEPS, "precision.compute": "float32",
+    "checkpoint.commit_every_steps": 1,
+}  # fmt: skip
+
+
+@pytest.fixture
+def model(materials: Path, tmp_path: Path) -> Path:
+    """A copy of the model, which a test may change."""
+    return Path(shutil.copytree(materials / "model", tmp_path / "model"))
+
+
+@pytest.fixture
+def frozen(new_project: Callable[..., Project], model: Path) -> Callable[..., Project]:
+    def make(name: str = "project", changes: dict[str, Any] | None = None) -> Project:
+        return new_project(name, {"model.name_or_path": str(model)} | FROZEN | (changes or {}))
+
+    return make
+
+
+def weights_of(model: Path) -> Path:
+    return model / "model.safetensors"
+
+
+def test_a_copy_in_the_store_gives_the_same_bits(frozen: Callable[..., Project], tmp_path: Path) -> None:
+    """Two drives, and so a copy; with one, the store has no place for them, and a step reads what the plan says."""
+    two = frozen("two", {"offload.dir": [str(tmp_path / "a"), str(tmp_path / "b")]})
+    copied = prepared_run(two).planned
+    assert not copied.model.sources
+    assert "striped over several drives" in copied.model.imported_because
+    project = frozen()
+    ready = prepared_run(project)
+    plan, model = ready.planned.plan, ready.planned.model
+    assert not model.imported_because
+    assert sum(stage.frozen_extent is not None for stage in copied.plan.stages) == 2
+    assert not any(stage.frozen_extent for stage in plan.stages)
+    wanted, store = train(two)
+    reports = list[StepReport]()
+    with Run(ready, memory_now=probe.process_bytes, free_space=probe.free_space) as run:
+        run.load(lambda count: None)
+        assert run.daemon.counters().written_bytes == sum(stage.trained_weight_bytes for stage in model.stages)
+        before = run.daemon.counters().read_bytes
+        run.train(reports.append)
+        assert run.losses == wanted
+        read, a_step = run.daemon.counters().read_bytes - before, plan.predicted.read_per_step
+        assert 0.7 * STEPS * a_step < read <= STEPS * a_step  # the first step reads no states
+    assert sums(store_of(project)) == sums(store)
+
+
+def sums(store: Path) -> list[tuple[str, int]]:
+    """The checksums of everything trained that the last manifest names."""
+    found, _ = manifests.newest(store)
+    assert found is not None
+    return [(name, e.sum) for stage in found.stages for name, e in stage.extents() if name != "frozen"]
+
+
+@pytest.mark.parametrize("how", ["touched", "cut", "gone"])
+def test_a_file_that_changes_between_runs_is_named(how: str, frozen: Callable[..., Project], model: Path) -> None:
+    project, file = frozen(), weights_of(model)
+    with pytest.raises(Interrupted):
+        train(project, interrupt(2, "forward"))
+    status = file.stat()
+    if how == "touched":
+        os.utime(file, ns=(0, status.st_mtime_ns + 1))
+    elif how == "cut":
+        os.truncate(file, status.st_size - 1)
+    else:
+        file.rename(file.with_name("elsewhere"))
+    with pytest.raises(UsageError, match="from the model's files, and one has changed") as caught:
+        prepared_run(project)
+    assert str(file if how == "touched" else model) in caught.value.message
+
+
+@pytest.mark.parametrize("how", ["touched", "cut", "gone"])
+def test_nothing_is_kept_of_a_file_that_changes_during_a_run(how: str, frozen: Callable[..., Project], model: Path) -> None:
+    """What was committed before goes on with the same bits once the file is as it was."""
+    wanted, store = train(frozen("whole"))
+    project, file = frozen("changed"), weights_of(model)
+    status, content = file.stat(), file.read_bytes()
+
+    def change(run: Run) -> None:
+        if run.step != 1 or not file.exists() or file.stat().st_mtime_ns != status.st_mtime_ns:
+            return
+        if how == "touched":
+            os.utime(file, ns=(0, status.st_mtime_ns + 1))
+        elif how == "cut":
+            os.truncate(file, 4096)
+        else:
+            file.unlink()
+
+    with pytest.raises(UsageError, match=f"{file}.*has changed, or is gone"):
+        train(project, change)
+    assert manifest_of(project).step == 1
+    file.write_bytes(content)
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    losses, again = train(project)
+    assert losses == wanted
+    assert sums(again) == sums(store)
+
+
+def test_other_bytes_under_the_same_time_are_found(frozen: Callable[..., Project], model: Path) -> None:
+    file = weights_of(model)
+
+    def change(run: Run) -> None:
+        if run.step != 1:
+            return
+        status = file.stat()
+        piece = next(stage.source for stage in run.model.stages if stage.source)[0]
+        with file.open("r+b") as opened:
+            opened.seek(piece.offset % (1 << 48) + 4096)
+            opened.write(b"\x01")
+        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+    with pytest.raises(SwapError, match=f"of {file} are not what was read there before"):
+        train(frozen(changes={"offload.verify_reads": True}), change)
+
+
+def test_another_dtype_is_copied_and_the_plan_says_so(frozen: Callable[..., Project]) -> None:
+    copied = prepared_run(frozen(changes={"precision.compute": "bfloat16"})).planned.model
+    assert not copied.sources
+    assert "is float32 in the model's files, and computes in bfloat16" in copied.imported_because
+
+
+def test_the_plan_says_where_frozen_weights_are_read(frozen: Callable[..., Project]) -> None:
+    project = frozen()
+    shown = project.fuyou("plan", project.recipe)
+    assert shown.returncode == 0, shown.stderr
+    assert "read from the model's own files, not copied" in " ".join(shown.stdout.split())
+
+
+def test_an_export_has_them_from_the_files(frozen: Callable[..., Project], tmp_path: Path, model: Path) -> None:
+    from safetensors.torch import load_file
+
+    from fuyou_cli.training.exporting import export_store
+
+    _, store = train(frozen())
+    (written,) = export_store(store, tmp_path / "out", dtype="float32", max_shard_size=1 << 30)
+    before, after = load_file(weights_of(model)), load_file(written)
+    same = {name for name in before if before[name].equal(after[name])}
+    assert {name for name in before if ".h.0." in f".{name}"} <= same
+    assert {name for name in before if name.endswith("h.1.attn.c_attn.weight")}.isdisjoint(same)
+    os.utime(weights_of(model), ns=(0, 5))
+    with pytest.raises(FuyouError, match="has changed"):
+        export_store(store, tmp_path / "again", dtype="float32", max_shard_size=1 << 30)
