@@ -68,9 +68,16 @@ class ComputeWeights:
         return self._decoded.of(stage, at_rest, generation)
 
     def begin(self, owner: int, span: Span, generation: int) -> None:
-        """Starts the upload for the next visit while this one computes."""
-        if self.device.separate and self._states.weights(owner) is None:
+        """Starts the upload for the next visit while this one computes. It is asked after every micro-batch, mostly with the
+        upload under way."""
+        if self.device.separate and not self._has(owner, generation) and self._states.weights(owner) is None:
             self._upload(owner, self._at_rest(owner, span), generation)
+
+    def _has(self, owner: int, generation: int) -> bool:
+        """Tells whether this generation is on the device, or on its way there."""
+        home = self.homes.get(owner)
+        places = self.turns if home is None else (home,)
+        return any((place.owner, place.generation) == (owner, generation) for place in places)
 
     def computed(self, owner: int) -> None:
         """Makes the next copy over these weights wait for the visit that was submitted last."""

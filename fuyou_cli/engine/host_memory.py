@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from functools import cached_property
 
 import torch
 
@@ -21,6 +22,10 @@ class HostMemory:
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
 
+    @cached_property
+    def _begin(self) -> int:
+        return torch.frombuffer(self.arena.view(0, 1), dtype=torch.uint8).data_ptr()
+
     def tensor(self, span: Span, dtype: torch.dtype, count: int | None = None) -> torch.Tensor:
         """Returns a flat tensor over `span`: `count` elements from its start, or all of it."""
         flat = torch.frombuffer(self.arena.view(span.offset, span.size), dtype=dtype)
@@ -28,8 +33,7 @@ class HostMemory:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Tells whether the tensor is in the arena, which a device may have pinned."""
-        begin = torch.frombuffer(self.arena.view(0, 1), dtype=torch.uint8).data_ptr()
-        return begin <= tensor.data_ptr() < begin + self.arena.size
+        return self._begin <= tensor.data_ptr() < self._begin + self.arena.size
 
     def take(self) -> None:
         """Takes every page of the arena from the system. So a lack of memory shows before the first step, not when some step
