@@ -133,11 +133,11 @@ def test_suggestions(refused, written, meant):
 
 
 def test_only_choices_that_are_built_are_offered(refused):
-    found = refused("optimizer: {state_dtype: fp8}\n", "dataset.train[0].format=csv", "offload.boundaries=disk")
+    found = refused("optimizer: {state_dtype: fp8}\n", "dataset.train[0].format=csv", "precision.compute=fp8")
     offered = found["dataset.train[0].format"].message + str(found["dataset.train[0].format"].help)
     assert "auto, messages, sharegpt, alpaca, prompt_completion, text, tokenized or input_output" in offered
     assert "float32, bfloat16 or int8" in found["optimizer.state_dtype"].message
-    assert "auto, cpu or ssd" in found["offload.boundaries"].message
+    assert "bfloat16 or float32" in found["precision.compute"].message  # no float16
 
 
 def test_every_alias_leads_to_a_key_there_is():
