@@ -8,7 +8,8 @@
  *
  * An answer is always compared with the question. Negative fails the request, but for EAGAIN and EINTR, which are tried
  * again a bounded number of times; short goes out again for the rest, from the last page boundary; zero is the end of
- * the file. Whole pages are asked for: only a source's last page comes back shorter, by exactly what its file lacks of it. The first error of a request is kept with the place it happened; its other blocks are let drain, because
+ * the file. Whole pages are asked for: only a source's last page comes back shorter, by exactly what its file lacks of it. The
+ * first error of a request is kept with the place it happened; its other blocks are let drain, because
  * until then the kernel may still write into the arena.
  *
  * Everything here runs under the daemon's lock, on whichever thread holds it.
