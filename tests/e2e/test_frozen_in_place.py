@@ -112,7 +112,7 @@ def test_nothing_is_kept_of_a_file_that_changes_during_a_run(how: str, frozen: C
 
     with pytest.raises(UsageError, match=f"{file}.*has changed, or is gone"):
         train(project, change)
-    assert manifest_of(project).step == 1
+    assert manifest_of(project).step <= 1  # the commit of step 1 may have met the change
     file.write_bytes(content)
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
     losses, again = train(project)
