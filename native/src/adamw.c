@@ -138,50 +138,37 @@ static uint64_t adamw_run(const fy_update *update, const struct fy__scalars *s, 
                             : adamw_32_32(s, count, master, momentum, variance, gradients32);
 }
 
-/* The same with small states; a run of int8 stays within a tile, which begins with the scales. */
+/* A run whose momentum and variance begin `states` bytes into theirs. */
+static struct fy__run run_of(const fy_update *update, const struct fy__chunk *chunk, uint64_t at, uint64_t count,
+                             uint64_t states)
+{
+    assert(count > 0);
+    assert(at + count <= chunk->count);
+    const uint64_t weight_bytes = update->weights_dtype == FY_BFLOAT16 ? 2 : 4;
+    const uint64_t gradient_bytes = update->gradients_dtype == FY_BFLOAT16 ? 2 : 4;
+    return (struct fy__run){
+        .first = chunk->first + at,
+        .count = count,
+        .weights = (char *)chunk->weights + at * weight_bytes,
+        .remainder = chunk->remainder ? chunk->remainder + at : NULL,
+        .momentum = (char *)chunk->momentum + states,
+        .variance = chunk->variance ? (char *)chunk->variance + states : NULL,
+        .gradients = (const char *)chunk->gradients + at * gradient_bytes,
+    };
+}
+
+/* The same as adamw_run() with small states; a run of int8 stays within a tile, which begins with the scales. */
 static uint64_t small_run(const fy_update *update, const struct fy__scalars *s, const struct fy__chunk *chunk, uint64_t at,
                           uint64_t count)
 {
-    assert(count > 0);
-    assert(at + count <= chunk->count);
-    const uint64_t weight_bytes = update->weights_dtype == FY_BFLOAT16 ? 2 : 4;
-    const uint64_t gradient_bytes = update->gradients_dtype == FY_BFLOAT16 ? 2 : 4;
     const int tiled = update->states_dtype == FY_INT8;
     const uint64_t in_tile = at % FY_STATE_TILE;
     const uint64_t tile = fy__state_bytes(update, at - in_tile);
-    const uint64_t codes = tiled ? tile + FY__CHECKSUM_BLOCK + in_tile : 2 * at;
     const uint64_t scales = tiled ? tile + in_tile / FY_STATE_BLOCK * sizeof(float) : 0;
-    const struct fy__run run = {
-        .first = chunk->first + at,
-        .count = count,
-        .weights = (char *)chunk->weights + at * weight_bytes,
-        .remainder = chunk->remainder ? chunk->remainder + at : NULL,
-        .momentum = (char *)chunk->momentum + codes,
-        .variance = (char *)chunk->variance + codes,
-        .momentum_scales = (float *)(void *)((char *)chunk->momentum + scales),
-        .variance_scales = (float *)(void *)((char *)chunk->variance + scales),
-        .gradients = (const char *)chunk->gradients + at * gradient_bytes,
-    };
+    struct fy__run run = run_of(update, chunk, at, count, tiled ? tile + FY__CHECKSUM_BLOCK + in_tile : 2 * at);
+    run.momentum_scales = (float *)(void *)((char *)chunk->momentum + scales);
+    run.variance_scales = (float *)(void *)((char *)chunk->variance + scales);
     return fy__adamw_small(s, &run, update->states_dtype, update->weights_dtype, update->gradients_dtype);
-}
-
-/* The same by a rule without variance. */
-static uint64_t one_state_run(const fy_update *update, const struct fy__scalars *s, const struct fy__chunk *chunk, uint64_t at,
-                              uint64_t count)
-{
-    assert(count > 0);
-    assert(at + count <= chunk->count);
-    const uint64_t weight_bytes = update->weights_dtype == FY_BFLOAT16 ? 2 : 4;
-    const uint64_t gradient_bytes = update->gradients_dtype == FY_BFLOAT16 ? 2 : 4;
-    const struct fy__run run = {
-        .first = chunk->first + at,
-        .count = count,
-        .weights = (char *)chunk->weights + at * weight_bytes,
-        .remainder = chunk->remainder ? chunk->remainder + at : NULL,
-        .momentum = (float *)chunk->momentum + at,
-        .gradients = (const char *)chunk->gradients + at * gradient_bytes,
-    };
-    return fy__one_state(s, &run, update->rule, update->weights_dtype, update->gradients_dtype);
 }
 
 /* Parameters of one segment, cut where its kernel wants it. */
@@ -190,7 +177,8 @@ static uint64_t segment_run(const fy_update *update, const fy_segment *segment, 
 {
     const struct fy__scalars s = segment_scalars(update, segment);
     if (update->rule != FY_ADAMW) {
-        return one_state_run(update, &s, chunk, at, count);
+        const struct fy__run run = run_of(update, chunk, at, count, sizeof(float) * at);
+        return fy__one_state(&s, &run, update->rule, update->weights_dtype, update->gradients_dtype);
     }
     if (update->states_dtype == FY_FLOAT32) {
         return adamw_run(update, &s, chunk, at, count);

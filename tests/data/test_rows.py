@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drawn import examples
+from drawn import every, examples
 from hypothesis import given
 from hypothesis import strategies as some
 
@@ -111,7 +111,7 @@ def test_missing_data_is_refused_at_once(tokenizer_dir: Path, tmp_path: Path) ->
         prepared(section("no/such/data"), tokenizer_dir, tmp_path / "store")
 
 
-@pytest.mark.parametrize("packing", [False, "concat"])
+@pytest.mark.parametrize("packing", every(2, ["concat", False]))
 def test_the_workers_memory_does_not_grow_with_the_data(
     packing: str | bool, peak_of_hardly_any: int, tokenizer_dir: Path, tmp_path: Path
 ) -> None:

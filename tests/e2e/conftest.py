@@ -53,6 +53,28 @@ def materials(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def llama(materials: Path) -> Path:
+    return write_llama(materials, "llama", hidden_size=32, intermediate_size=64)
+
+
+def write_llama(materials: Path, name: str, **sizes: int) -> Path:
+    """Writes a tiny Llama beside the other models, with their tokenizer."""
+    import torch
+    import transformers
+
+    folder = materials / name
+    config = transformers.LlamaConfig(
+        vocab_size=len(transformers.AutoTokenizer.from_pretrained(materials / "model")), num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, bos_token_id=0, eos_token_id=0, **sizes,
+    )  # fmt: skip
+    torch.manual_seed(4)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / file).write_bytes((materials / "model" / file).read_bytes())
+    return folder
+
+
 def _write_tokenizer(directory: Path) -> int:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

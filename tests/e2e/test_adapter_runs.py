@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from drawn import every
 
 from fuyou_cli.cli.stores import run_export
 from fuyou_cli.core.errors import Interrupted, UsageError
@@ -26,24 +27,6 @@ from .test_inference import losses_of, streamed
 peft = pytest.importorskip("peft", reason="peft comes with the extra lora")
 
 STEPS = 6
-
-
-@pytest.fixture(scope="session")
-def llama(materials: Path) -> Path:
-    """A tiny Llama in bfloat16, with the tokenizer of the others."""
-    import transformers
-
-    folder = materials / "llama"
-    size = len(transformers.AutoTokenizer.from_pretrained(materials / "model"))
-    config = transformers.LlamaConfig(
-        vocab_size=size, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    torch.manual_seed(4)
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / file).write_bytes((materials / "model" / file).read_bytes())
-    return folder
 
 
 @pytest.fixture
@@ -120,7 +103,7 @@ def test_losses_are_those_of_peft_in_memory(adapter: dict[str, Any], tier: str, 
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize(("dtype", "tier"), [("float32", "ssd"), ("bfloat16", "cpu")])
+@pytest.mark.parametrize(("dtype", "tier"), every(2, [("float32", "ssd"), ("bfloat16", "cpu")]))
 def test_a_stopped_run_continues_with_the_same_bits(dtype: str, tier: str, lora: Callable[..., Project]) -> None:
     """With dropout and DoRA, stopped in backward, where the step has begun to sum gradients. tier: where the adapter rests with
     its gradients and states."""

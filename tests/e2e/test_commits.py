@@ -398,7 +398,10 @@ def test_redo_has_everything_once(new_project: NewProject, whole: Callable[..., 
 
 @pytest.mark.parametrize(
     ("dtype", "states"),
-    [("bfloat16", "float32"), ("float32", "float32"), ("bfloat16", "int8"), ("float32", "bfloat16"), ("bfloat16", "lion")],
+    every(
+        2,
+        [("bfloat16", "float32"), ("float32", "float32"), ("bfloat16", "int8"), ("float32", "bfloat16"), ("bfloat16", "lion")],
+    ),
 )
 def test_an_export_has_the_updates_that_are_to_be_done(
     dtype: str, states: str, new_project: NewProject, tmp_path: Path

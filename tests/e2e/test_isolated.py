@@ -19,22 +19,6 @@ from .test_evaluation import evaluated
 NewProject = Callable[..., Project]
 
 
-@pytest.fixture(scope="session")
-def llama(materials: Path) -> Path:
-    import transformers
-
-    folder = materials / "llama"
-    config = transformers.LlamaConfig(
-        vocab_size=320, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=64, max_position_embeddings=64, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    torch.manual_seed(5)
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / file).write_bytes((materials / "model" / file).read_bytes())
-    return folder
-
-
 def changes(llama: Path, packing: str | bool, *, batch: int, micro: int = 1, **more: Any) -> dict[str, Any]:
     """A few documents; the batch is all there are, so that every step learns from the same ones."""
     entry = {"path": str(llama.parent / "rows.jsonl"), "format": "text", "max_samples": 10}
@@ -79,6 +63,7 @@ def test_stopped_and_resumed_is_the_same_run(new_project: NewProject, llama: Pat
     assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
 
 
+@pytest.mark.slow
 def test_another_packing_is_other_data(new_project: NewProject, llama: Path) -> None:
     project = new_project(changes=changes(llama, "isolated", batch=2))
     with pytest.raises(Interrupted):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
+
 from .conftest import HANGS, Project, ended
 
 # Little of everything, so that measuring for real is quick: it happens in a process of its own, which reads this at its start.
@@ -27,6 +29,7 @@ def _finetune(project: Project, *arguments: str) -> str:
     return done.stderr
 
 
+@pytest.mark.slow
 def test_a_run_measures_its_machine_once(new_project: Callable[..., Project]) -> None:
     project = new_project()
     project.write_recipe({"offload.measure": True, "checkpoint.resume": "never", "train.max_steps": 3})

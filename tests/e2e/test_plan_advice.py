@@ -89,6 +89,7 @@ def test_outputs_that_are_kept_may_be_computed_again(new_project: NewProject, mo
     assert recompute in steps() and recompute not in steps(*recompute)
 
 
+@pytest.mark.slow
 def test_what_makes_a_run_fit_is_said_where_its_drives_are_worn_anyway(
     new_project: NewProject, command: Callable[[Project], Command]
 ) -> None:

@@ -356,6 +356,7 @@ def test_a_run_past_the_fast_region_is_planned_with_what_drives_sustain(
     assert fuyou.json("--hardware", "machine.yaml", *counted)["plan"]["sustained"]
 
 
+@pytest.mark.slow
 def test_a_budget_above_the_machine_does_not_fit(new_project: NewProject, command: Callable[[Project], Command]) -> None:
     """What the plan takes counts, not what it was allowed: the budget alone refuses nothing."""
     project = new_project(changes={"offload.device": "auto"})

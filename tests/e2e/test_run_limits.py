@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from drawn import every
 
 from fuyou_cli.core.errors import Interrupted, UsageError
 from fuyou_cli.machine import probe
@@ -39,7 +40,7 @@ def test_a_run_ends_before_the_step_that_its_time_does_not_hold(new_project: New
     assert train(project)[0] == whole().losses  # of one process: it begins anew
 
 
-@pytest.mark.parametrize("changes", [{}, UNCLIPPED, IN_RAM], ids=["clipped", "unclipped", "in RAM"])
+@pytest.mark.parametrize("changes", every(2, [{}, UNCLIPPED, IN_RAM]), ids=["clipped", "unclipped", "in RAM"])
 def test_a_run_never_writes_more_than_its_limit(
     changes: dict[str, Any], new_project: NewProject, whole: Callable[..., Whole]
 ) -> None:

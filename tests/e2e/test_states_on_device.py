@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
+from drawn import every
 
 from fuyou_cli.core.errors import Interrupted, UsageError
 from fuyou_cli.engine.devices.emulated import EmulatedDevice
@@ -35,7 +37,7 @@ def _sums(whole: Whole) -> list[tuple[str, int]]:
     return [(name, extent.sum) for stage in found.stages for name, extent in stage.extents()]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", every(2, WAYS))
 def test_the_same_bits_rest_on_the_store(way: dict[str, Any], whole: Callable[..., Whole]) -> None:
     ours, theirs = whole({**THERE, **way}), whole({**HOST, **way})
     assert ours.losses == theirs.losses
@@ -64,8 +66,7 @@ def test_nothing_of_it_is_in_ram(new_project: NewProject) -> None:
     assert made.predicted.read_by["states"] == made.predicted.read_by["weights"] == 0
 
 
-@pytest.mark.parametrize("limit", ["1400KiB", "64MiB"])
-@pytest.mark.parametrize("clip", [0.5, None])
+@pytest.mark.parametrize(("limit", "clip"), every(3, product(["1400KiB", "64MiB"], [0.5, None])))
 def test_a_device_is_filled_and_never_passed(
     limit: str, clip: float | None, new_project: NewProject, whole: Callable[..., Whole]
 ) -> None:

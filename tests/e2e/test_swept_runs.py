@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from drawn import every
 from transformers import AutoConfig
 
 from fuyou_cli.core.errors import Interrupted, UsageError
@@ -45,7 +46,7 @@ def _changes(model: str, **more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("clip", [0.5, None], ids=["clipped", "unclipped"])
+@pytest.mark.parametrize("clip", every(2, [0.5, None]), ids=["clipped", "unclipped"])
 def test_stopped_and_resumed_with_other_sweeps_is_the_run_in_one(
     clip: float | None, llama: str, new_project: Callable[..., Project], whole: Callable[..., Whole], tmp_path: Path
 ) -> None:

@@ -118,7 +118,7 @@ def resumed(place: Place) -> Scenario:
     return faults.scenario(place, "resume")
 
 
-@pytest.mark.parametrize("kind", [kind for kind in faults.KINDS if kind != "clock"])
+@pytest.mark.parametrize("kind", every(2, [kind for kind in faults.KINDS if kind != "clock"]))
 def test_a_fault_is_survived_or_named(kind: str, place: Place, resumed: Scenario) -> None:
     swept = faults.sweep(place, resumed, kind, ONCE, every=30, seed=4, most=1)
     assert swept.problems == [] and swept.points == 1
@@ -143,7 +143,7 @@ def test_flipped_bits_are_found_and_gone_back_behind(place: Place) -> None:
     assert (found.flips, found.went_back, found.refused) == (10, 3, 1)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in flips.STORES if kind != "in_place"])
+@pytest.mark.parametrize("kind", every(2, [kind for kind in flips.STORES if kind != "in_place"]))
 def test_flipped_bits_are_found_in_every_kind_of_store(kind: str, place: Place) -> None:
     run = flips.stopped(place, kind.replace(", ", "-").replace(" ", "-"), kind)
     found = flips.flip_bits(place, run, flips=6, seed=1, resumed_every=6)
