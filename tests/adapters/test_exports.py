@@ -181,7 +181,7 @@ def test_a_bit_flipped_on_its_way_is_not_exported(section: str, tmp_path: Path, 
         result, (offset, size) = wait(self, ticket), spans.pop(ticket)
         seen += 1
         if seen == at:
-            self._owners[0].view(offset, size)[size // 2] ^= 0x40
+            self._arena.view(offset, size)[size // 2] ^= 0x40
         return result
 
     def exported(name: str) -> bytes:

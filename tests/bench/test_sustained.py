@@ -76,9 +76,8 @@ def test_at_once_is_measured_for_real(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(measure_sustained, "STEADY", 1e9)
     found = measured(tmp_path, free=4 * 12 * 16 * MiB)
     assert fell(found) and list(tmp_path.iterdir()) == [] and len(found.rates) == 3
-    for rate in found.rates:
-        # of windows as small as these, one may end before a write does
-        assert 0 <= rate.low <= rate.value <= rate.high < 1e12 and rate.high > 1e6
+    assert all(0 <= rate.low <= rate.value <= rate.high < 1e12 for rate in found.rates)
+    assert max(rate.high for rate in found.rates) > 1e6  # windows as small as these may end before a write does, or a read
 
 
 @pytest.fixture

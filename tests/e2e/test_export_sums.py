@@ -57,7 +57,7 @@ def test_a_bit_flipped_on_its_way_is_not_exported(stopped: Project, tmp_path: Pa
         result, (offset, size) = wait(self, ticket), spans.pop(ticket)
         seen += 1
         if seen == at:
-            self._owners[0].view(offset, size)[size // 2] ^= 0x04
+            self._arena.view(offset, size)[size // 2] ^= 0x04
         return result
 
     monkeypatch.setattr(SwapDaemon, "read", reading)

@@ -38,7 +38,7 @@ class Reference:
         return getattr(self._daemon, name)
 
     def update(self, update: Update) -> int:
-        arena, count = self._daemon._owners[0], update.params
+        arena, count = self._daemon._arena, update.params
         layout = StateLayout(weights="float32", dtype=update.states_dtype)
         if update.label not in self.states:
             master = np.frombuffer(arena.view(update.weights, 4 * count), np.float32).copy()
