@@ -249,9 +249,11 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 @contextmanager
-def stored_weights(source: Path, *, dtype: str, say: Callable[[str], None] | None) -> Iterator[StoreWeights]:
-    """Opens the committed weights of the store in `source`, to be read as `dtype`."""
-    with at_rest(source, arena_size=READ_ARENA, say=say) as store:
+def stored_weights(
+    source: Path, *, dtype: str, say: Callable[[str], None] | None, trained_only: bool = False
+) -> Iterator[StoreWeights]:
+    """Opens the committed weights of the store in `source`, to be read as `dtype`. `trained_only`: no frozen ones."""
+    with at_rest(source, arena_size=READ_ARENA, say=say, trained_only=trained_only) as store:
         yield StoreWeights(store.manifest, store.daemon, store.arena, dtype=dtype)
 
 

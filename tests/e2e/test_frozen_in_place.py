@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from drawn import every
 
+from fuyou_cli.cli.stores import run_export
 from fuyou_cli.core.errors import FuyouError, Interrupted, SwapError, UsageError
 from fuyou_cli.machine import probe
 from fuyou_cli.training.report import StepReport
@@ -165,3 +166,17 @@ def test_an_export_has_them_from_the_files(frozen: Callable[..., Project], tmp_p
     os.utime(weights_of(model), ns=(0, 5))
     with pytest.raises(FuyouError, match="has changed"):
         export_store(store, tmp_path / "again", dtype="float32", max_shard_size=1 << 30)
+
+
+def test_an_adapter_is_exported_without_the_models_files(frozen: Callable[..., Project], model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="peft comes with the extra lora")
+    project = frozen(changes={"freeze": [], "adapter": {"r": 2}, "export.at_end": False})
+    ran = project.fuyou("finetune", project.recipe)
+    assert ran.returncode == 0, ran.stderr
+    store = store_of(project)
+    assert manifest_of(project).sources
+    weights_of(model).unlink()
+    run_export(store, tmp_path / "out", [], dtype=None)
+    assert (tmp_path / "out" / "adapter_model.safetensors").exists()
+    with pytest.raises(UsageError, match=r"model\.safetensors: the model's file has changed, or is gone"):
+        run_export(store, tmp_path / "merged", [], dtype="float32", merged=True)

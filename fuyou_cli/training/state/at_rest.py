@@ -65,9 +65,11 @@ def find_store(source: Path) -> Path:
 
 
 @contextmanager
-def at_rest(source: Path, *, arena_size: int, say: Callable[[str], None] | None = None) -> Iterator[AtRest]:
-    """Opens the committed state of a store. `say` gets a message about a drive that does not answer. Raises FuyouError while a
-    run uses the store."""
+def at_rest(
+    source: Path, *, arena_size: int, say: Callable[[str], None] | None = None, trained_only: bool = False
+) -> Iterator[AtRest]:
+    """Opens the committed state of a store. `say` gets a message about a drive that does not answer. `trained_only`: nothing is
+    read of the model's own files, which may be gone. Raises FuyouError while a run uses the store."""
     manifest, problem = manifests.newest(source)
     if manifest is None:
         raise UsageError(f"there is no store in {source}")
@@ -85,9 +87,8 @@ def at_rest(source: Path, *, arena_size: int, say: Callable[[str], None] | None 
     with ExitStack() as stack:
         with uninterrupted():
             arena = stack.enter_context(Arena(arena_size))
-            opened = Store.open(
-                paths, stripe=manifest.stripe, size=manifest.store_size, read_only=True, sources=manifest.sources
-            )
+            sources = () if trained_only else manifest.sources
+            opened = Store.open(paths, stripe=manifest.stripe, size=manifest.store_size, read_only=True, sources=sources)
             store = stack.enter_context(opened)
             daemon = stack.enter_context(SwapDaemon(arena, store, DaemonOptions(update_threads=0), patience=patience))
         if manifests.newest(source)[0] != manifest:  # the manifest was read before the store was locked
