@@ -65,7 +65,7 @@ def _look(recipe: Recipe, cache: Path, number: int, *, whole: bool) -> Seen:
         steps=steps,
         note=sampler.note(steps, recipe.train.epochs),
         mixture=mixture_of(recipe, sampler, steps),
-        shown=_decoded(recipe, tokenizer_dir, rows, list(islice(order, number)), whole=whole),
+        shown=_decoded(recipe, tokenizer_dir, rows, list(islice(order, min(number, len(rows)))), whole=whole),
     )
 
 

@@ -207,7 +207,11 @@ def _adapter(recipe: Recipe) -> Broken:
 def _quantised(recipe: Recipe) -> Broken:
     key, kind = "model.quantize", recipe.model.quantize
     if recipe.model.double_quant and kind != "nf4":
-        yield "model.double_quant", f"`model.double_quant` but `{key}: {kind}`: it is of the maxima of nf4", f"add `{key}: nf4`"
+        yield (
+            "model.double_quant",
+            f"`model.double_quant` but `{key}: {kind}`: it is of the maxima of nf4",
+            f"set `{key}: nf4`, or leave double_quant out",
+        )
     if kind == "none":
         return
     if recipe.adapter is None and not recipe.freeze:

@@ -250,10 +250,11 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 @contextmanager
 def stored_weights(
-    source: Path, *, dtype: str, say: Callable[[str], None] | None, trained_only: bool = False
+    source: Path, *, dtype: str, say: Callable[[str], None] | None, model_files: bool = True
 ) -> Iterator[StoreWeights]:
-    """Opens the committed weights of the store in `source`, to be read as `dtype`. `trained_only`: no frozen ones."""
-    with at_rest(source, arena_size=READ_ARENA, say=say, trained_only=trained_only) as store:
+    """Opens the committed weights of the store in `source`, to be read as `dtype`. Without `model_files` those of
+    the model's own files are not there."""
+    with at_rest(source, arena_size=READ_ARENA, say=say, model_files=model_files) as store:
         yield StoreWeights(store.manifest, store.daemon, store.arena, dtype=dtype)
 
 

@@ -16,6 +16,7 @@ from ..core.units import align_up
 from ..engine.in_place import InPlace, Lying
 from ..spec.model import PAGE, SOURCES_AT, SourceFile
 from .adapting import base_name_of
+from .state.at_rest import how_to_put_back
 from .state.manifest_checks import MOST_SOURCES
 
 if TYPE_CHECKING:
@@ -46,8 +47,12 @@ def files_in_place(
         )
     except (UsageError, OSError) as error:
         if saved is None:
-            return _refused("the model's files are not here yet")
-        raise _changed(f"{model_dir}: {error}") from error
+            return _refused(
+                "the model is not downloaded yet (after `hf download`, a run reads its files and copies nothing)"
+                if not model_dir.is_dir() or not any(model_dir.glob("*.safetensors"))
+                else f"the model's files cannot be read: {error}"
+            )
+        raise _changed(str(error)) from error
     if saved is not None:
         _check_same(saved, found.sources)
     elif reason := _reason(files, directories):
@@ -65,6 +70,8 @@ def _reason(files: Sequence[Path], directories: Sequence[Path]) -> str:
         return f"the model has {len(files)} files, and at most {MOST_SOURCES} can be read from"
     if len(directories) > 1:
         return "the store is striped over several drives, which are faster together than the one with the model"
+    if any(file.stat().st_mtime_ns < 0 for file in files):
+        return "one of the model's files was last changed before 1970"
     place = next(folder for folder in (directories[0], *directories[0].parents) if folder.exists())
     if any(file.stat().st_dev != place.stat().st_dev for file in files):
         return "the model's files are on another file system than offload.dir"
@@ -97,11 +104,11 @@ def _check_same(saved: Manifest, found: Sequence[SourceFile]) -> None:
         for what in ("size", "header", "changed"):
             if getattr(was, what) != getattr(now, what):
                 word = {"size": "its size", "header": "its header", "changed": "its time of change"}[what]
-                raise _changed(f"{now.path}: {word} is not what it was")
+                raise _changed(f"{now.path}: {word} is not what it was", how_to_put_back(was))
 
 
-def _changed(what: str) -> UsageError:
+def _changed(what: str, how: str = "put the files back as they were, with their times of change (cp -p)") -> UsageError:
     return UsageError(
         f"the saved run reads its frozen weights from the model's files, and one has changed: {what}",
-        hint="put the files back as they were, with their times of change (cp -p), or start over with checkpoint.resume=never",
+        hint=f"{how}, or start over with checkpoint.resume=never",
     )

@@ -51,7 +51,7 @@ Data
   rows     4 (packing: isolated), on average 43 tokens
   tokens   171, trained 48 (28%)
   dropped  1 sample longer than max_seq_len 64: 114 tokens lost
-  steps    2 of 2 rows: 1 epochs
+  steps    2 of 2 rows: 1 epoch
 
 Tokens of a sample  the longest has 114, before anything is cut
    17 - 32  ##############################  7  88%

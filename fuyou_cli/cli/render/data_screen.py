@@ -77,16 +77,21 @@ def _left_out(seen: Seen) -> Iterator[tuple[str, str]]:
         yield "dropped", f"{some(summary.dropped, 'sample')} {longer}: {some(summary.lost, 'token')} lost"
     if summary.split:
         why = "at the end of a row" if dataset.packing == "concat" else longer
-        yield "split", f"{some(summary.split, 'sample')} {why}, continued in another row"
+        then = "each part is a document of its own" if dataset.packing == "isolated" else "continued in another row"
+        yield "split", f"{some(summary.split, 'sample')} {why}, {then}"
     if summary.without_loss:
-        yield "left out", f"{some(summary.without_loss, 'row')} in which nothing is trained"
+        yield (
+            "left out",
+            f"{some(summary.without_loss, 'document' if dataset.packing == 'isolated' else 'row')} in which nothing is trained",
+        )
     if not (summary.truncated or summary.dropped or summary.without_loss):
         yield "left out", "nothing"
 
 
 def _used(seen: Seen) -> Iterator[tuple[str, str]]:
     batch = seen.recipe.train.batch_size
-    yield "steps", f"{seen.steps:,} of {some(batch, 'row')}: {seen.steps * batch / seen.summary.rows:.3g} epochs"
+    epochs = f"{seen.steps * batch / seen.summary.rows:,.2f}".rstrip("0").rstrip(".")
+    yield "steps", f"{seen.steps:,} of {some(batch, 'row')}: {epochs} epoch{'s' * (epochs != '1')}"
     if seen.mixture:
         yield "mixture", seen.mixture
     for name, found in seen.sets.items():

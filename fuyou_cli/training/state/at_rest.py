@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +11,7 @@ from ...core.errors import UsageError
 from ...core.interrupts import uninterrupted
 from ...core.patience import SILENT, Patience
 from ...core.units import MiB
+from ...spec.model import SourceFile
 from ...spec.plan import Span
 from ...swap.arena import Arena
 from ...swap.daemon import DaemonOptions, SwapDaemon
@@ -66,10 +67,10 @@ def find_store(source: Path) -> Path:
 
 @contextmanager
 def at_rest(
-    source: Path, *, arena_size: int, say: Callable[[str], None] | None = None, trained_only: bool = False
+    source: Path, *, arena_size: int, say: Callable[[str], None] | None = None, model_files: bool = True
 ) -> Iterator[AtRest]:
-    """Opens the committed state of a store. `say` gets a message about a drive that does not answer. `trained_only`: nothing is
-    read of the model's own files, which may be gone. Raises FuyouError while a run uses the store."""
+    """Opens the committed state of a store. `say` gets a message about a drive that does not answer. Without `model_files`
+    nothing is read of the model's own, which may be gone. Raises FuyouError while a run uses the store."""
     manifest, problem = manifests.newest(source)
     if manifest is None:
         raise UsageError(f"there is no store in {source}")
@@ -82,12 +83,14 @@ def at_rest(
         )
     if missing := lacking(manifest):
         raise UsageError(f"the store in {source} is incomplete: {missing}", hint="mount its drive, or put the file back")
+    if model_files:
+        _refuse_changed(manifest.sources)
     paths = [Path(name) for name in manifest.files]
     patience = SILENT if say is None else Patience(say, where=lambda: str(source))
     with ExitStack() as stack:
         with uninterrupted():
             arena = stack.enter_context(Arena(arena_size))
-            sources = () if trained_only else manifest.sources
+            sources = manifest.sources if model_files else ()
             opened = Store.open(paths, stripe=manifest.stripe, size=manifest.store_size, read_only=True, sources=sources)
             store = stack.enter_context(opened)
             daemon = stack.enter_context(SwapDaemon(arena, store, DaemonOptions(update_threads=0), patience=patience))
@@ -97,12 +100,41 @@ def at_rest(
         store.check_sources()
 
 
+def _changed(sources: Sequence[SourceFile]) -> Iterator[tuple[SourceFile, str]]:
+    """Yields the model's files that are not as they were, and what is wrong with each."""
+    for source in sources:
+        try:
+            found = Path(source.path).stat()
+        except OSError as error:
+            yield source, error.strerror or "it cannot be read"
+            continue
+        if (found.st_size, found.st_mtime_ns) != (source.size, source.changed):
+            yield source, "it has changed"
+
+
+def _refuse_changed(sources: Sequence[SourceFile]) -> None:
+    for source, problem in _changed(sources):
+        raise UsageError(
+            f"frozen weights of this store are in the model's file {source.path}: {problem}",
+            hint=f"{how_to_put_back(source)}. An adapter alone can be exported without it",
+        )
+
+
+def how_to_put_back(source: SourceFile) -> str:
+    """Says how a file becomes what it was: a copy of it has another time of change."""
+    seconds, rest = divmod(source.changed, 10**9)
+    return f"put the file back as it was ({source.size:,} bytes), then `touch -d @{seconds}.{rest:09} {source.path}`"
+
+
 def verify_store(
     source: Path, *, progress: Progress = lambda size: None, say: Callable[[str], None] | None = None
 ) -> list[Verified]:
     """Reads and checks every extent of the newest committed state and of the older ones that are kept. Extents of an older
     state that the current step has overwritten count as damage."""
-    with at_rest(source, arena_size=_ARENA, say=say) as store:
+    with at_rest(source, arena_size=_ARENA, say=say, model_files=False) as store:
+        if say is not None:
+            for file, problem in _changed(store.manifest.sources):
+                say(f"note: frozen weights are in the model's file {file.path}, which is no part of the store: {problem}")
         window = Span(offset=0, size=_ARENA)
         states = [store.manifest, *manifests.before(source, store.manifest)]
         return [
