@@ -401,6 +401,8 @@ FY_API int fy_store_check_sources(fy_store *store, fy_failure *why)
 {
     if (why != NULL)
         *why = (fy_failure){0};
+    if (store == NULL)
+        return failed(why, -EINVAL, FY_OP_SETUP, 0, 0, 0);
     if (store->process != getpid())
         return failed(why, -EPERM, FY_OP_SYNC, 0, 0, 0);
     for (uint32_t i = store->count; i < store->count + store->sources; i++) {
