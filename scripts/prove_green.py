@@ -9,7 +9,7 @@ write and flush files. Short files of one folder share a process of about a minu
 usually the next run of the same files. Each file's outcome is kept for the code, the tests' helpers and the file; a change of
 these runs it again. Every property draws `--examples` examples, in pieces with a seed each, the fastest property first. The
 native tests count as two files, one per sanitizer, if `scripts/test` has built them. Files and folders may be named; `--only`
-picks parts. The runs take a little more than 13 times the processor time of `scripts/test`.
+picks parts. The runs take a little more than 13 times the processor time of `scripts/test -m ''`.
 """
 
 from __future__ import annotations

@@ -99,7 +99,8 @@ def _flat(value: Any, prefix: str = "") -> dict[str, str]:
 
 def _asked(model: ModelSpec, request: PlanRequest) -> dict[str, str]:
     asked = _flat({key: value for key, value in asdict(request).items() if key not in _FREE})
-    states, quantised = model.layout.dtype, model.quantisation
+    rule, states, quantised = model.layout.rule, model.layout.dtype, model.quantisation
+    asked |= {} if rule == "adamw" else {"optimizer.name": json.dumps(rule)}
     asked |= {} if states == "float32" else {"optimizer.state_dtype": json.dumps(states)}
     return asked if quantised is None else {**asked, "model.quantize": json.dumps(quantised)}
 
