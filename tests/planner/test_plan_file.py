@@ -257,3 +257,9 @@ def test_a_plan_for_drives_that_slow_down_says_so() -> None:
     long, short = (planned_for(kept, SPEC, slowing, ASKED, steps=steps) for steps in (10**6, 1))
     assert (long.sustained, short.sustained) == (True, False) and long.stages == short.stages
     assert long.predicted.step_seconds == plan.predicted.step_seconds > short.predicted.step_seconds
+
+
+def test_a_plan_for_another_optimizer_is_refused_by_name() -> None:
+    lion = SPEC.with_layout(replace(SPEC.layout, rule="lion"))
+    with pytest.raises(UsageError, match=r"optimizer\.name"):
+        chosen(first_text(), spec=lion)
