@@ -177,7 +177,6 @@ def _serve(request: dict[str, Any], *, threads: int) -> None:
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH")))),
         "HF_HUB_OFFLINE": "1",
-        "USE_TORCH": "0",
         "TOKENIZERS_PARALLELISM": "true",
         "RAYON_NUM_THREADS": str(min(threads, os.cpu_count() or 1)),
     }

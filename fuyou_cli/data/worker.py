@@ -22,7 +22,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, cast
 
 import numpy as np
 
@@ -261,8 +262,14 @@ def _batches(examples: Iterator[Placed], limit: int | None) -> Iterator[list[Pla
         yield batch
 
 
+def _without_torch() -> None:
+    """Keeps transformers from importing torch: a tokenizer does not need it, and it takes 4 s and 260 MiB."""
+    cast(dict[str, ModuleType | None], sys.modules)["torch"] = None
+
+
 def main() -> int:
     """Serves one request. What libraries print goes to standard error."""
+    _without_torch()
     reply_to = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     reply: dict[str, Any]
