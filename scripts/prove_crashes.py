@@ -4,6 +4,7 @@
     python scripts/prove_crashes.py --work DIR
     200 kills of each kind, one to two hours on two cores; the same command continues where it was
     to try the script itself: --kills 8; only kinds whose names begin so: --kinds redo snapshot
+    runs that train an adapter or have int8 states: --run lora, --run qlora, --run int8
 
 A run of 60 tiny steps commits every step. It is killed (SIGKILL) at random moments between its first byte in the store and its
 end. Most kills wait until the log shows the next commit or update. The same command continues the run, and it is killed again.
@@ -32,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from proof import crashes, loads_and_exports
 from proof.crashes import VARIANTS, Tally, is_unseen, no_io_uring
-from proof.place import Place, placed
+from proof.place import Place, ask_for_run, named, placed
 from proof.recipes import fresh
 from proof.report import Row, holds, missing, reported
 from proof.setting import Setting, lost_row, parser, run_script
@@ -49,6 +50,7 @@ def arguments() -> argparse.Namespace:
     options.add_argument("--kills", type=int, default=200, help="of each kind")
     options.add_argument("--kinds", nargs="+", default=[""], help="only those whose names begin so")
     options.add_argument("--seed", type=int, default=1)
+    ask_for_run(options)
     return options.parse_args()
 
 
@@ -63,7 +65,8 @@ def killed(setting: Setting, options: argparse.Namespace, place: Place, what: st
             return kill(place, kills=kills, seed=seed)
         return crashes.kill_runs(place, name, VARIANTS[what], whole(), kills=kills, each=EACH, seed=seed)
 
-    return setting.in_parts(f"{what}, kills", options.kills, AT_ONCE, options.seed, some, Tally(), longest="held")
+    title = named(f"{what}, kills", options.run)
+    return setting.in_parts(title, options.kills, AT_ONCE, options.seed, some, Tally(), longest="held")
 
 
 def judged(what: str, result: dict[str, Any], *, kills: int) -> list[Row]:
@@ -92,15 +95,15 @@ def _judged_within(what: str, result: dict[str, Any]) -> Row:
 def prove(setting: Setting, options: argparse.Namespace) -> int:
     rows: list[Row] = []
     asked, refusal = [what for what in KINDS if what.startswith(tuple(options.kinds))], no_io_uring()
-    with placed(fresh(setting.work / "crashes")) as place:
+    with placed(fresh(setting.work / "crashes"), run=options.run) as place:
         for what in asked:
             if refusal and is_unseen(VARIANTS.get(what, {})):
                 rows.append(missing(what, f"{options.kills} kills", refusal))
                 continue
             rows += judged(what, killed(setting, options, place, what), kills=options.kills)
     settings = {"kills": options.kills, "kinds": asked, "seed": options.seed, "each": EACH, "steps": crashes.STEPS}
-    name = f"prove_crashes-{options.seed}" + ("" if len(asked) == len(KINDS) else "-some")
-    return setting.conclude(name, rows, {**settings, "model": "1m"})
+    name = named(f"prove_crashes-{options.seed}", options.run) + ("" if len(asked) == len(KINDS) else "-some")
+    return setting.conclude(name, rows, {**settings, "model": "1m", "run": options.run})
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 
     python scripts/prove_faults.py --work DIR --every 1
     many hours on two cores; --every 20 samples every twentieth point; the same command continues
-    to try the script itself: --every 200 --kinds eio short
+    to try the script itself: --every 200 --kinds eio short; other runs: --run lora, qlora or int8
 
 For n = 1, 2, 3 and on, the n-th call that a kind of fault applies to fails, once or from then on, until a run meets no fault.
 This is done while a model is loaded, in three steps that are committed, in a resumed run, and in an export. The kinds are: EIO,
@@ -12,8 +12,9 @@ to 10 ms more for every call (so that they end in another order), and a wall clo
 behind.
 
 A run with a fault ends well with the right bytes, or with an error that says what, where and what to do. Then the same command
-ends with the right bytes (scripts/proof/faults.py). Flips in a checkpoint or a log that has no checksum are counted apart. An
-interrupted call is interrupted 500 times at most, because Python retries without end.
+ends with the right bytes (scripts/proof/faults.py). Flips in a checkpoint or a log that has no checksum are counted apart. Runs
+that train an adapter read the checkpoint to their end. An interrupted call is interrupted 500 times at most, because Python
+retries without end.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from proof import faults
 from proof.faults import FROM_THEN_ON, KINDS, ONCE, SCENARIOS, How
-from proof.place import Place, placed
+from proof.place import Place, ask_for_run, named, placed
 from proof.recipes import fresh
 from proof.report import Row, holds, missing
 from proof.setting import Setting, lost_row, parser, run_script
@@ -44,6 +45,7 @@ def arguments() -> argparse.Namespace:
     options.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     options.add_argument("--scenarios", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
     options.add_argument("--seed", type=int, default=1)
+    ask_for_run(options)
     return options.parse_args()
 
 
@@ -55,7 +57,7 @@ def struck(setting: Setting, options: argparse.Namespace, place: Place, name: st
         return faults.sweep(place, scenario(), kind, how, every=options.every, seed=options.seed).as_values()
 
     for kind, how in product(options.kinds, (ONCE, FROM_THEN_ON)):
-        key = f"{name}, {kind} {how}, every {options.every}, seed {options.seed}"
+        key = named(f"{name}, {kind} {how}, every {options.every}, seed {options.seed}", options.run)
         yield judged(f"{name}: {kind} {how}", setting.attempt(key, partial(sweep, kind, how)))
 
 
@@ -73,12 +75,13 @@ def judged(what: str, result: dict[str, Any]) -> Row:
 
 def prove(setting: Setting, options: argparse.Namespace) -> int:
     work = fresh(setting.work / "faults")
-    with placed(work, under=work / "faults") as place:
+    with placed(work, under=work / "faults", run=options.run) as place:
         rows = [row for name in options.scenarios for row in struck(setting, options, place, name)]
     points, problems = (sum(row.values.get(name, 0) for row in rows) for name in ("points", "problems_count"))
     rows.append(holds("all of it", "0 problems", f"{points} points, {problems} problems", points > 0 and not problems))
     settings = {"every": options.every, "kinds": options.kinds, "scenarios": options.scenarios, "seed": options.seed}
-    return setting.conclude(f"prove_faults-every-{options.every}", rows, {**settings, "model": "1m"})
+    name = named(f"prove_faults-every-{options.every}", options.run)
+    return setting.conclude(name, rows, {**settings, "model": "1m", "run": options.run})
 
 
 if __name__ == "__main__":

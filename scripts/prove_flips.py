@@ -3,6 +3,7 @@
 
     python scripts/prove_flips.py --flips 1000 --work DIR
     about ten minutes on two cores; the same command continues; to try the script itself: --flips 20
+    other runs: --run lora, qlora or int8
 
 Tiny runs are stopped, one for each kind of store: in place, striped over two folders, snapshots, redo, and redo killed while
 updates of its newest state were still to be done. Then the script flips one bit after another in an extent of the newest state,
@@ -26,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from proof import flips
 from proof.flips import AMID_UPDATES, STORES, TWICE, Found, FoundManifests
-from proof.place import Place, placed
+from proof.place import Place, ask_for_run, named, placed
 from proof.recipes import fresh
 from proof.report import Row, holds
 from proof.setting import Setting, lost_row, parser, run_script
@@ -40,6 +41,7 @@ def arguments() -> argparse.Namespace:
     options.add_argument("--flips", type=int, default=1000, help="in extents of all stores, and as many in manifests")
     options.add_argument("--resumed-every", type=int, default=20, help="flip: the run is started again")
     options.add_argument("--seed", type=int, default=1)
+    ask_for_run(options)
     return options.parse_args()
 
 
@@ -51,7 +53,7 @@ def flipped(
     store = cache(
         lambda: flips.stopped(place, f"{flipping}{[*STORES].index(kind)}", kind)
     )  # only where something is left to do
-    what = f"{kind}, flips of {flipping}, resumed every {options.resumed_every}"
+    what = named(f"{kind}, flips of {flipping}, resumed every {options.resumed_every}", options.run)
 
     def some(many: int, seed: int) -> Found | FoundManifests:
         return flip(place, store(), flips=many, seed=seed, resumed_every=options.resumed_every)
@@ -86,7 +88,7 @@ def judged_manifests(kind: str, result: dict[str, Any], asked: int) -> Row:
 
 def prove(setting: Setting, options: argparse.Namespace) -> int:
     rows: list[Row] = []
-    with placed(fresh(setting.work / "flips")) as place:
+    with placed(fresh(setting.work / "flips"), run=options.run) as place:
         for kind, count in shares(options.flips, [*STORES]).items():
             rows.append(judged(kind, flipped(setting, options, place, kind, "bits", count), count))
         for kind, count in shares(options.flips, OVER).items():
@@ -94,7 +96,8 @@ def prove(setting: Setting, options: argparse.Namespace) -> int:
     found = sum(int(str(row.values.get("flips", 0))) for row in rows)
     rows.append(holds("all of it", f"{2 * options.flips} found", str(found), found == 2 * options.flips))
     settings = {"flips": options.flips, "resumed_every": options.resumed_every, "seed": options.seed, "model": "1m"}
-    return setting.conclude(f"prove_flips-{options.seed}", rows, settings)
+    name = named(f"prove_flips-{options.seed}", options.run)
+    return setting.conclude(name, rows, {**settings, "run": options.run})
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 
     python scripts/prove_power.py --work DIR
     500 cuts of five recorded runs, about 40 minutes on two cores; the same command continues
-    to try the script itself: --points 10
+    to try the script itself: --points 10; other runs: --run lora, qlora or int8
 
 Every call below the folder of a run's store is recorded, with its data. The runs are: in place, redo, snapshots and striped
 over two folders from their beginning, and one that continues a stopped run. Cuts are drawn in turn from all moments of the log
@@ -26,7 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from proof import power
-from proof.place import ANY_LENGTH, IN_RAM, REDO, SNAPSHOTS, TWO_FOLDERS, UNCLIPPED, Place, placed
+from proof.place import ANY_LENGTH, IN_RAM, REDO, SNAPSHOTS, TWO_FOLDERS, UNCLIPPED, Place, ask_for_run, named, placed
 from proof.recipes import fresh
 from proof.report import Row, holds, reported
 from proof.setting import Setting, lost_row, parser, run_script
@@ -46,6 +46,7 @@ def arguments() -> argparse.Namespace:
     options.add_argument("--points", type=int, default=500, help="cuts in all")
     options.add_argument("--steps", type=int, default=power.STEPS, help="of the recorded runs")
     options.add_argument("--seed", type=int, default=1)
+    ask_for_run(options)
     asked = options.parse_args()
     if asked.steps <= (least := max(resumed_at for _, resumed_at in RUNS.values())):
         options.error(f"--steps: more than {least}, from where a recorded run is resumed")
@@ -61,7 +62,8 @@ def cut(setting: Setting, options: argparse.Namespace, place: Place, what: str, 
     def some(count: int, seed: int) -> power.Cuts:
         return power.cut_power(place, recording(), points=count, seed=seed)
 
-    return setting.in_parts(f"{what}, {options.steps} steps, cuts", points, AT_ONCE, options.seed, some, power.Cuts())
+    title = named(f"{what}, {options.steps} steps, cuts", options.run)
+    return setting.in_parts(title, points, AT_ONCE, options.seed, some, power.Cuts())
 
 
 def judged(what: str, result: dict[str, Any], points: int) -> list[Row]:
@@ -81,12 +83,12 @@ def judged(what: str, result: dict[str, Any], points: int) -> list[Row]:
 
 def prove(setting: Setting, options: argparse.Namespace) -> int:
     rows: list[Row] = []
-    with placed(fresh(setting.work / "power")) as place:
+    with placed(fresh(setting.work / "power"), run=options.run) as place:
         for number, what in enumerate(RUNS):
             points = options.points // len(RUNS) + (number < options.points % len(RUNS))
             rows += judged(what, cut(setting, options, place, what, points), points)
-    settings = {"points": options.points, "steps": options.steps, "seed": options.seed, "model": "1m"}
-    return setting.conclude(f"prove_power-{options.seed}", rows, settings)
+    settings = {"points": options.points, "steps": options.steps, "seed": options.seed, "model": "1m", "run": options.run}
+    return setting.conclude(named(f"prove_power-{options.seed}", options.run), rows, settings)
 
 
 if __name__ == "__main__":

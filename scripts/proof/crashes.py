@@ -150,8 +150,13 @@ def ending(recipe: Path) -> Ending:
     return Ending(
         sums=tuple((stage.name, name, extent.sum) for stage in saved.stages for name, extent in stage.extents()),
         losses=tuple(losses),
-        export=digests(recipe.parent / "out" / "model"),
+        export=exported(recipe),
     )
+
+
+def exported(recipe: Path) -> tuple[tuple[str, str], ...]:
+    """Returns every file that a run has exported, with a digest: of the model or the adapter."""
+    return tuple(found for name in ("model", "adapter") for found in digests(recipe.parent / "out" / name))
 
 
 def digests(folder: Path) -> tuple[tuple[str, str], ...]:
@@ -331,13 +336,14 @@ def _bytes(file: BinaryIO, call: Call) -> bytes:
 
 
 def _durable_size(calls: list[Call], manifests_written: Path, saved: Manifest) -> int:
-    """Returns bytes of each of the store's files that hold extents of any generation, or gradients that redo names. For a
-    stripe's files it is the fewest: already a little of one may be what one step needs."""
+    """Returns bytes of each of the store's files that hold extents of any generation, or gradients that redo names. Of a
+    stripe's files that hold any it is the fewest: already a little of one may be what one step needs."""
     stages = (stage for content in _named(calls, manifests_written) for stage in content["stages"])
     extents = (value for stage in stages for value in stage.values() if isinstance(value, dict))
     size = max(extent["offset"] + extent["size"] for extent in extents)
     count = len(saved.files)
-    return min(part_size(size, stripe=saved.stripe, count=count, index=index) for index in range(count))
+    parts = (part_size(size, stripe=saved.stripe, count=count, index=index) for index in range(count))
+    return min(filter(None, parts))
 
 
 # ---- chains ----------------------------------------------------------------------------------------------------------

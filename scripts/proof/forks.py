@@ -1,9 +1,9 @@
 """Imports what a run imports, then runs `fuyou WORDS` in a forked child for every line it is sent. `nursery.py` starts it.
 
-A line is a request as JSON: `words`, a program to run `first`, the `folder` to run in, its `environment`, and the files `out`
-and `err` of its output. The answer is the child's number and, when it is over, its exit code. The output of a finished command
-also says what it still has of threads, arenas, daemons and open files below the folder `under` (if it names one), and by how
-much its memory has grown.
+A line is a request as JSON: `words`, a program to run `first`, a `package` to import before it is forked, the `folder` to run
+in, its `environment`, and the files `out` and `err` of its output. The answer is the child's number and, when it is over, its
+exit code. The output of a finished command also says what it still has of threads, arenas, daemons and open files below the
+folder `under` (if it names one), and by how much its memory has grown.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ import transformers.models.gpt2.modeling_gpt2
 import transformers.models.llama.modeling_llama
 from make_checkpoint import SHAPES
 
-import fuyou_cli
 from fuyou_cli.checkpoint.names import architecture_renames
 from fuyou_cli.cli import app
 from fuyou_cli.engine.describe import outlined, specified
@@ -45,6 +44,8 @@ def main() -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         request = json.loads(line)
+        if request["package"]:
+            _import_all(request["package"])
         child = os.fork()
         if child == 0:
             os._exit(_run(request))
@@ -58,10 +59,7 @@ def _warm_up() -> None:
     torch learns of operators without data and keeps by their sizes (those of the proofs' smallest model). What exists by then
     is hidden from the garbage collector, or every child would copy it. No thread may be left, because a child would not have
     it. With one thread and no device, torch starts none."""
-    for module in pkgutil.walk_packages(fuyou_cli.__path__, "fuyou_cli."):
-        # No command needs adapters yet; they would import peft, which takes seconds and may not be installed.
-        if not module.name.endswith("__main__") and ".adapters" not in module.name:
-            importlib.import_module(module.name)
+    _import_all("fuyou_cli", but=(".__main__", ".adapters"))  # those import peft, which takes seconds and may not be there
     shape = SHAPES["1m"]
     small = transformers.LlamaConfig(
         vocab_size=shape.vocabulary, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
@@ -72,6 +70,12 @@ def _warm_up() -> None:
     specified(outlined(model), dtype="bfloat16", micro_batch_size=2, max_seq_len=32, head_chunk_tokens=0)
     gc.collect()
     gc.freeze()
+
+
+def _import_all(package: str, *, but: tuple[str, ...] = ()) -> None:
+    for module in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
+        if not any(name in module.name for name in but):
+            importlib.import_module(module.name)
 
 
 def _run(request: dict[str, Any]) -> int:

@@ -87,9 +87,10 @@ class Nursery:
             raise RuntimeError("the process that runs are forked from did not start")
 
     def begin(
-        self, words: Sequence[str], *, folder: Path | None = None, environment: Mapping[str, str] | None = None, first: str = ""
-    ) -> Child:
-        """Starts `fuyou WORDS`. The program `first` runs before it in its process."""
+        self, words: Sequence[str], *, folder: Path | None = None, environment: Mapping[str, str] | None = None,
+        first: str = "", package: str = "",
+    ) -> Child:  # fmt: skip
+        """Starts `fuyou WORDS`. The program `first` runs before it in its process. `package` is imported by the parent."""
         assert self._parent.stdin is not None
         if self._child is not None and not self._child.waited:
             self._child.kill()
@@ -100,6 +101,7 @@ class Nursery:
         request = {
             "words": [*words],
             "first": first,
+            "package": package,
             "folder": str(folder or self._folder),
             "environment": self._environment if environment is None else {**environment},
             "out": str(out),

@@ -4,6 +4,7 @@ with the shim in them.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +27,27 @@ TWO_FOLDERS = {"offload.dir": ["{folder}/first", "{folder}/second"]}  # {folder}
 # Two layers have a spare place each, and no update waits for another. Of a vocabulary that is cut into many stages some do, and
 # a step is durable by its gradients while others have been updated: what redo is about.
 REDO = {"checkpoint.mode": "redo", "train.head_chunk_vocab": 512}
-SNAPSHOTS = {"checkpoint.mode": "snapshot", "checkpoint.snapshot_every_steps": 2}
+SNAPSHOTS = {"checkpoint.mode": "snapshot", "checkpoint.snapshot_every_steps": 2, "checkpoint.commit_every_steps": "auto"}
+# Kinds of runs. An adapter is small: it rests in RAM with its states where a variant does not say otherwise, and commits write
+# it. The model's weights are read from its own files, or, quantised, from the store.
+_LORA = {"adapter.r": 4, "offload.optimizer_states": "auto", "offload.gradients": "auto", "checkpoint.commit_every_steps": 1}
+RUNS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "lora": _LORA,
+    "qlora": {**_LORA, "model.quantize": "nf4"},
+    "int8": {"optimizer.state_dtype": "int8"},
+}
+_ADAPTERS = "fuyou_cli.adapters"  # imports peft, which takes seconds and may not be installed
+
+
+def ask_for_run(options: argparse.ArgumentParser) -> None:
+    """Adds the argument that says which runs a proof disturbs."""
+    options.add_argument("--run", choices=RUNS, default="full", help="what is trained, and how states and weights rest")
+
+
+def named(text: str, run: str) -> str:
+    """Returns a name that says which runs it is about, but for the usual ones."""
+    return text if run == "full" else f"{text}-{run}"
 
 
 def with_keys(content: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,10 +64,17 @@ def with_keys(content: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 class Place:
     """Holds a folder with a tiny model and a recipe, and a nursery whose children have the shim in them."""
 
-    def __init__(self, folder: Path, nursery: Nursery, environment: Mapping[str, str], model: Path, text: Path) -> None:
+    def __init__(
+        self, folder: Path, nursery: Nursery, environment: Mapping[str, str], model: Path, text: Path, run: str = "full"
+    ) -> None:
         self.folder, self.nursery, self.model, self.text = folder, nursery, model, text
         self.environment = dict(environment)
+        self.run = RUNS[run]
         self.traces = 0
+
+    def of(self, run: str) -> Place:
+        """Returns the same place with runs of another kind."""
+        return Place(self.folder, self.nursery, self.environment, self.model, self.text, run)
 
     def recipe(self, name: str, changes: Mapping[str, Any], *, steps: int = STEPS) -> Path:
         """Writes the recipe to a folder of its own, which `{folder}` in a list of folders stands for."""
@@ -69,7 +97,7 @@ class Place:
         }  # fmt: skip
         here = {
             key: [text.replace("{folder}", str(folder)) for text in value] if isinstance(value, list) else value
-            for key, value in changes.items()
+            for key, value in {**self.run, **changes}.items()
         }
         path = folder / "recipe.yaml"
         path.write_text(yaml.safe_dump(with_keys(content, here)), encoding="utf-8")
@@ -89,12 +117,15 @@ class Place:
         if trace is not None:
             of = "" if kept is not None else _MANIFEST_WRITTEN
             seen = trace.environment(fault=fault, kept=kept or self.manifests, kept_of=of)
-        return self.nursery.begin([*map(str, words)], folder=self.folder, environment={**self.environment, **seen})
+        return self.nursery.begin(
+            [*map(str, words)], folder=self.folder, environment={**self.environment, **seen},
+            package=_ADAPTERS if "adapter.r" in self.run else "",
+        )  # fmt: skip
 
 
 @contextmanager
-def placed(folder: Path, *, under: Path | None = None) -> Iterator[Place]:
-    """Makes a place where tiny runs are killed. They tell what they leave open below `under`."""
+def placed(folder: Path, *, under: Path | None = None, run: str = "full") -> Iterator[Place]:
+    """Makes a place where tiny runs of a kind are killed. They tell what they leave open below `under`."""
     folder.mkdir(parents=True, exist_ok=True)
     text = folder / "text.jsonl"
     if not text.exists():
@@ -103,4 +134,4 @@ def placed(folder: Path, *, under: Path | None = None) -> Iterator[Place]:
     environment = {**child_environment(), "XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
     library = build(folder)
     with Nursery(folder=folder, environment=preloaded(environment, library), under=under) as nursery:
-        yield Place(folder, nursery, environment, model, text)
+        yield Place(folder, nursery, environment, model, text, run)
