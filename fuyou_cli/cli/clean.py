@@ -2,7 +2,8 @@
 
 A store is `<folder>/<run>/manifest.json` with `{"fuyou_store": VERSION, "files": [...]}`. The first file lies beside the
 manifest: a copied manifest names the files of another store. The files lie in folders named `<run>`, one per drive, each with a
-part file that names the store, and carry file names that a run gives. No folder is ever removed.
+part file that names the store, and carry file names that a run gives. No folder is removed but an empty `companions` beside a
+manifest.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import hashlib
 import os
 import stat
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,8 @@ def remove_store(store: StoreFiles) -> int:
             raise _changed(store.manifest)
         for file in store.files:
             file.path.unlink()
+        with suppress(OSError):  # it is not there, or holds what no manifest names
+            (store.manifest.parent / COMPANIONS).rmdir()
         store.manifest.unlink()
     return sum(file.taken for file in store.files)
 

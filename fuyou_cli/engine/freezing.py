@@ -41,6 +41,15 @@ def frozen(anatomy: Anatomy, patterns: Sequence[str]) -> Anatomy:
     return packed
 
 
+def frozen_with_others(anatomy: Anatomy, patterns: Sequence[str]) -> list[tuple[str, str]]:
+    """Returns names that no pattern matches, each with the name of what it is tied to and frozen with."""
+    found = []
+    for names in _every_name(anatomy).values():
+        meant = [name for name in names if any(_matches(pattern, name) for pattern in patterns)]
+        found += [(name, meant[0]) for name in names if meant and name not in meant]
+    return found
+
+
 def as_marked(anatomy: Anatomy) -> Anatomy:
     """Returns the anatomy with frozen exactly those parameters that require no gradient, as peft leaves a model."""
 

@@ -20,7 +20,9 @@ _EXAMPLES = {
     "model.name_or_path": "write the folder of a model, or its hub id",
     "dataset.train": "write a list of files: `train: [{path: data.jsonl}]`",
 }
-_FIRST = {"model": "name_or_path", "tokenizer": "name_or_path", "optimizer": "name", "lr_scheduler": "name"}  # main keys
+_FIRST = {  # main keys
+    "model": "name_or_path", "tokenizer": "name_or_path", "adapter": "type", "optimizer": "name", "lr_scheduler": "name",
+}  # fmt: skip
 _OUT_OF_RANGE = {
     "greater_than", "greater_than_equal", "less_than", "less_than_equal", "too_short", "too_long", "string_too_short",
 }  # fmt: skip
@@ -53,6 +55,8 @@ def _finding(detail: ErrorDetails) -> Diagnostic:
     remedy = _type_help(kind, detail["input"])
     if kind == "model_type" and shown in _FIRST and isinstance(detail["input"], str):
         remedy = f"write `{shown}: {{{_FIRST[shown]}: {show_value(detail['input'])}}}`"
+        if (shown, detail["input"]) == ("adapter", "qlora"):
+            remedy = "write `adapter: {type: lora}` and `model.quantize: nf4`"
     return Diagnostic(path=path, code=_code(kind), message=f"`{shown}`: {reason(detail)}", help=remedy)
 
 

@@ -11,9 +11,10 @@ from pathlib import Path
 
 from ..core.typed import show_value
 from .diagnostics import Diagnostic
-from .schema import LrSchedulerSection, Recipe
+from .schema import LrSchedulerSection, OptimizerSection, Recipe
 
 _TIERS = ("weights", "gradients", "optimizer_states", "boundaries")
+_OPTIMIZERS_WITH = {"betas": ("adamw", "lion"), "momentum": ("sgd",), "eps": ("adamw",)}
 _KEEP_ONE = "keep one; `key=null` clears the other on the command line"
 
 Broken = Iterator[tuple[str, str, str | None]]  # the key to point at, what is wrong, what to do
@@ -116,6 +117,11 @@ def _optimizer(recipe: Recipe) -> Broken:
     if name != "adamw" and states != "float32":
         message = f"`optimizer.state_dtype: {states}` is for adamw; {name} keeps its momentum in float32"
         yield "optimizer.state_dtype", message, "use float32, or `optimizer.name: adamw`"
+    for key, used_by in _OPTIMIZERS_WITH.items():
+        usual = OptimizerSection.model_fields[key].default
+        if name not in used_by and getattr(recipe.optimizer, key) != usual:
+            message = f"`optimizer.{key}` is set, but {name} has none"
+            yield f"optimizer.{key}", message, f"leave it out, or use {' or '.join(used_by)}"
 
 
 def _together(recipe: Recipe) -> Broken:

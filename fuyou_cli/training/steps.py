@@ -221,9 +221,13 @@ def _look_at_data(recipe: Recipe, say: Say, *, needed: bool) -> None:
 
 def inspect(resolved: Resolved, *, say: Say) -> Inspected:
     """Builds the model without its weights and finds its stages. From here on, torch is loaded in the process as in a run."""
+    from ..engine.freezing import frozen_with_others
+
     recipe = resolved.recipe
     outline = outline_of(recipe, resolved.model_dir, strict=resolved.to_run)
     check_positions(recipe, outline.anatomy, say)
+    for name, other in frozen_with_others(outline.anatomy, recipe.freeze):
+        say(f"note: freeze: {name} is tied to {other}, so it is not trained either")
     device = device_name(recipe)
     if resolved.to_run:
         note_slow_products(recipe, device, say)

@@ -236,6 +236,18 @@ def test_a_run_killed_as_it_set_its_manifest_aside(tmp_path, capsys, more):
     assert list((tmp_path / "run").iterdir()) == []
 
 
+@pytest.mark.parametrize("more", [[], ["diary.txt"]], ids=["empty", "with a file of others"])
+def test_the_folder_of_companions_goes_once_it_is_empty(tmp_path, capsys, more):
+    folder = tmp_path / "run" / "companions"
+    for name in more:
+        make_file(folder / name)
+    companions = [str(make_file(folder / "config.json"))]
+    make_store(tmp_path / "run", files=[make_file(tmp_path / "run" / "store.bin")], companions=companions)
+    run_clean(tmp_path, yes=True)
+    left = [path.name for path in (tmp_path / "run").rglob("*")]
+    assert left == (["companions", *more] if more else [])
+
+
 def test_another_name_of_a_manifest_is_left(tmp_path, capsys):
     """Whoever gave it that keeps what it says."""
     one = make_file(tmp_path / "run" / "store.bin")

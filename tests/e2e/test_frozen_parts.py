@@ -50,6 +50,12 @@ def test_a_run_goes_on_with_the_same_parts_alone(stopped: Project) -> None:
     assert "checkpoint.resume=never" in str(refused.value.hint)
 
 
+def test_what_is_frozen_with_another_weight_is_told(new_project: NewProject) -> None:
+    said: list[str] = []
+    planned(load_recipe(new_project("project", {"freeze": ["lm_head"]}).recipe).recipe, say=said.append)
+    assert "note: freeze: transformer.wte.weight is tied to lm_head.weight, so it is not trained either" in said
+
+
 @pytest.mark.parametrize(
     ("patterns", "message"),
     [

@@ -265,6 +265,8 @@ def test_many_errors_are_counted_and_the_first_shown(tmp_path):
         ("optimizer: {name: adamw_8bit}", "write `name: adamw` and `optimizer.state_dtype: int8`"),
         ("optimizer: {name: lion, state_dtype: int8}", "use float32, or `optimizer.name: adamw`"),
         ("lr_scheduler: cosine", "write `lr_scheduler: {name: 'cosine'}`"),
+        ("adapter: lora", "write `adapter: {type: 'lora'}`"),
+        ("adapter: qlora", "write `adapter: {type: lora}` and `model.quantize: nf4`"),
         ("optimizer: adamw", "write `optimizer: {name: 'adamw'}`"),
     ],
 )
