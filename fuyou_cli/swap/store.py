@@ -56,8 +56,7 @@ class Store(Handle):
             raise failure_error(why, paths=list(paths), code=code)
         store = cls(out[0], tuple(paths), stripe)
         try:
-            for source in sources:
-                store._attach(source)
+            store.attach(sources)
         except BaseException:
             store.close()
             raise
@@ -68,10 +67,12 @@ class Store(Handle):
         """Returns the paths of all files that it reads, in the order of a failure's index."""
         return (*self.paths, *(Path(source.path) for source in self.sources))
 
-    def _attach(self, source: SourceFile) -> None:
-        self.sources = (*self.sources, source)
-        path, why = os.fsencode(os.path.realpath(source.path)), ffi.new("fy_failure *")
-        self._check(lib.fy_store_attach(self.handle, path, source.size, source.changed, why), why)
+    def attach(self, sources: Sequence[SourceFile]) -> None:
+        """Adds files of a checkpoint to read, before a daemon uses the store. Raises UsageError for a file that has changed."""
+        for source in sources:
+            self.sources = (*self.sources, source)
+            path, why = os.fsencode(os.path.realpath(source.path)), ffi.new("fy_failure *")
+            self._check(lib.fy_store_attach(self.handle, path, source.size, source.changed, why), why)
 
     def check_sources(self) -> None:
         """Raises SwapError where a source has changed since it was opened, or cannot be found by its path."""

@@ -184,9 +184,9 @@ class Run:
         """Opens and locks the store. Only then is its manifest sure to stay as it is."""
         plan, planned = self.plan, self.planned
         self._unnamed = [path for path in self.paths if planned.manifest is None and _is_missing(path)]
-        opened = Store.open(self.paths, stripe=plan.io.stripe, size=plan.store_size, create=True, sources=self.model.sources)
-        self.store = self._stack.enter_context(opened)
+        self.store = self._stack.enter_context(Store.open(self.paths, stripe=plan.io.stripe, size=plan.store_size, create=True))
         self._stack.callback(self._remove_unnamed)
+        self.store.attach(self.model.sources)
         start_over = planned.recipe.checkpoint.resume == "never"
         check_unchanged(planned.manifest, self.paths[0].parent, start_over=start_over)
 
