@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def made_ready(loaded: LoadedRecipe, kept: KeptPlan | None, *, measure: bool, calibrated: bool) -> Ready:
     """Takes every step from the recipe to a run. `kept` is the plan of a file. A saved run's plan is shown only when nothing
     can refuse the run any more. Raises UsageError or PlanError."""
-    from fuyou_cli.training.plan_step import plan, settle
+    from fuyou_cli.training.plan_step import plan, plan_downloaded, settle
     from fuyou_cli.training.steps import fetch, inspect, resolve, tokenise
 
     from .render.transfer import Transfers
@@ -39,7 +39,8 @@ def made_ready(loaded: LoadedRecipe, kept: KeptPlan | None, *, measure: bool, ca
             _refuse_unfit(loaded, planned)
             if planned.manifest is None:
                 _show(loaded, planned)
-            tokenised = tokenise(fetch(planned, say=say, progress=progress), say=say)
+            fetched = fetch(planned, say=say, progress=progress)
+            tokenised = tokenise(fetched if kept is not None else plan_downloaded(fetched, say=say), say=say)
         ready = settle(tokenised, *machine_here(loaded, inspected, calibrated=calibrated), choose=kept)
         _refuse_unfit(loaded, ready.planned)
     except PlanError as error:

@@ -1,4 +1,4 @@
-"""Plans an inspected model (`plan`), a changed recipe (`replan`), or again once the rows are known (`settle`)."""
+"""Plans an inspected model (`plan`), a changed recipe (`replan`), or again once its files or the rows are there."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .limits import check_positions
 from .numerics import fastest_size, likely_sizes, numerics_of
 from .plan_request_of import StoreDisks, plan_request
 from .state.resume import refused, steps_left
-from .steps import Inspected, Planned, Ready, Say, outline_of, unheard
+from .steps import Fetched, Inspected, Planned, Ready, Say, in_place_of, outline_of, unheard
 
 if TYPE_CHECKING:
     from ..engine.anatomy import Anatomy
@@ -67,6 +67,17 @@ def replan(before: Planned, recipe: Recipe, *, choose: Choose | None = None) -> 
     planner.know(before)
     rows = before.epoch_rows if recipe.dataset == before.recipe.dataset else None
     return planner.planned(_numerics_again(before, recipe), rows, choose=choose)
+
+
+def plan_downloaded(fetched: Fetched, *, say: Say) -> Fetched:
+    """Plans again if what was said of the model's files is no longer true, because they have been downloaded since: they may be
+    read where they are. Raises PlanError."""
+    before = fetched.planned
+    inspected = before.inspected
+    found = in_place_of(inspected.resolved, inspected.outline, inspected.device, say)
+    if found == inspected.in_place:
+        return fetched
+    return replace(fetched, planned=plan(replace(inspected, in_place=found), before.hardware, before.disks, say=say))
 
 
 def settle(ready: Ready, hardware: HardwareProfile, disks: StoreDisks | None = None, *, choose: Choose | None = None) -> Ready:

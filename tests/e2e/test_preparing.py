@@ -13,10 +13,11 @@ from checkpoint.test_hub import Hub
 
 from fuyou_cli.core.errors import PlanError, UsageError
 from fuyou_cli.recipe.load import load_recipe
-from fuyou_cli.training.steps import Planned
+from fuyou_cli.training.plan_step import plan_downloaded
+from fuyou_cli.training.steps import Planned, fetch
 
 from .conftest import Project
-from .running import planned, prepared_run
+from .running import planned, prepared_run, silent
 
 WEIGHTS = "model.safetensors"
 
@@ -79,6 +80,16 @@ def test_a_download_is_announced_and_followed(new_project: Callable[..., Project
     resolved = found.planned.inspected.resolved
     assert len(found.rows) == 64 and found.entries
     assert resolved.tokenizer_dir != resolved.model_dir
+
+
+def test_a_model_just_downloaded_is_read_where_it_lies(new_project: Callable[..., Project], server: Hub) -> None:
+    changes = {"model.name_or_path": "o/model", "freeze": ["transformer.h.0.*"], "precision.compute": "float32"}
+    recipe = load_recipe(new_project(changes=changes).recipe).recipe
+    fetched = fetch(planned(recipe, to_run=True), say=silent)
+    assert "not downloaded yet" in fetched.planned.model.imported_because
+    again = plan_downloaded(fetched, say=silent)
+    assert again.planned.model.sources and not again.planned.model.imported_because
+    assert plan_downloaded(again, say=silent) is again
 
 
 def test_a_plan_needs_neither_weights_nor_data(new_project: Callable[..., Project], server: Hub) -> None:
