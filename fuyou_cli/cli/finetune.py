@@ -202,9 +202,10 @@ def _load(planned: Planned, run: Run) -> None:
     from rich.progress import Progress
 
     from fuyou_cli.training.state.extent_checks import size_of
+    from fuyou_cli.training.state.source_checks import to_compare
 
-    saved = planned.manifest
-    total = planned.model.parameters if saved is None else size_of(saved)
+    saved, model = planned.manifest, planned.model
+    total = model.parameters if saved is None else size_of(saved) + to_compare(saved, model.sources)
     what = "loading weights" if saved is None else "reading the saved state"
     with Progress(console=status_console(), transient=True) as progress:
         task = progress.add_task(what, total=total)

@@ -48,6 +48,18 @@ class Written:
         """Records the checksum of a span that somebody else wrote."""
         self._totals[span] = total
 
+    def known(self, span: Span) -> int | None:
+        """Returns the checksum of a span, or None if it is not known."""
+        return self._totals.get(span)
+
+    def check(self, span: Span, total: int, what: str) -> None:
+        """Compares the checksum of a span, just read, with the one that is known. Raises SwapError. `what`: for the error."""
+        wanted = self._totals.get(span, total)
+        if total != wanted:
+            raise SwapError(f"reading {what}: {self._store.not_as_before(span, total=total, wanted=wanted)}", hint=_HINT)
+        if span.offset >= SOURCES_AT:  # nobody wrote it: later passes must read what the first one did
+            self._totals[span] = total
+
     def begin(self, ticket: int, request: Move | Update) -> None:
         self._under_way[ticket] = request
 
@@ -61,12 +73,7 @@ class Written:
         """Raises SwapError where the request read something else than was written there."""
         request = self._under_way.pop(ticket)
         for what, span, total in _read_by(request, result):
-            wanted = self._totals.get(span, total)
-            if total != wanted:
-                found = self._store.not_as_before(span, total=total, wanted=wanted)
-                raise SwapError(f"reading {what}{self._name(request.label)}: {found}", hint=_HINT)
-            if span.offset >= SOURCES_AT:  # nobody wrote it: later passes must read what the first one did
-                self._totals[span] = total
+            self.check(span, total, f"{what}{self._name(request.label)}")
         self._totals.update((span, getattr(result, name)) for span, name in _written_by(request))
 
 

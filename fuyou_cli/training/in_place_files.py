@@ -1,7 +1,7 @@
 """Finds the checkpoint's files that a run's frozen weights are read from, and says why they have to be copied instead.
 
-A run that is resumed reads where it read before: the files must be the same, by size, time of change and header. One that had
-copied them goes on with its copy."""
+A run that is resumed reads where it read before: the files must be the same, by size and header, and by time of change too if
+the manifest has no checksums to compare their content with. One that had copied them goes on with its copy."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ..core.units import align_up
 from ..engine.in_place import InPlace, Lying
 from ..spec.model import PAGE, SOURCES_AT, SourceFile
 from .adapting import base_name_of
-from .state.at_rest import how_to_put_back
 from .state.manifest_checks import MOST_SOURCES
+from .state.source_checks import how_to_put_back
 
 if TYPE_CHECKING:
     from ..checkpoint.header import TensorEntry
@@ -101,7 +101,8 @@ def _check_same(saved: Manifest, found: Sequence[SourceFile]) -> None:
     if len(saved.sources) != len(found):
         raise _changed(f"the model had {len(saved.sources)} files of weights and has {len(found)}")
     for was, now in zip(saved.sources, found, strict=True):
-        for what in ("size", "header", "changed"):
+        may_compare = saved.knows_pieces and now.changed >= 0
+        for what in ("size", "header") if may_compare else ("size", "header", "changed"):
             if getattr(was, what) != getattr(now, what):
                 word = {"size": "its size", "header": "its header", "changed": "its time of change"}[what]
                 raise _changed(f"{now.path}: {word} is not what it was", how_to_put_back(was))

@@ -73,7 +73,7 @@ def manifest() -> Manifest:
         example(StoredStage), name="layers.0", params=params, trained=params, generation=3, zero_moments=False,
         zero_remainder=False, quantised=0, frozen=None, weights=StoredExtent(offset=4096, size=2 * params, sum=7),
         remainder=StoredExtent(offset=8192, size=2 * params, sum=8),
-        momentum=moments[0], variance=moments[1], gradients=None, tensors=(tensor, head), pieces=(),
+        momentum=moments[0], variance=moments[1], gradients=None, tensors=(tensor, head), pieces=(), piece_sums=(),
     )  # fmt: skip
     bare = replace(
         stage,

@@ -58,9 +58,10 @@ def resolved_as(planned: Planned, **changes: Any) -> Planned:
     return replace(planned, inspected=replace(planned.inspected, resolved=resolved))
 
 
-def train(project: Project, between: Between | None = None) -> tuple[list[float], Path]:
-    """Steps to the end, or until `between` (called between micro-batches) stops it; losses and the store's folder."""
-    with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space) as run:
+def train(project: Project, between: Between | None = None, *, say: Callable[[str], None] = silent) -> tuple[list[float], Path]:
+    """Steps to the end, or until `between` (called between micro-batches) stops it; losses and the store's folder. `say`: gets
+    the run's messages."""
+    with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space, announce=say) as run:
         run.load(lambda count: None)
         if between is not None:
             look = run.executor.between_micro_batches

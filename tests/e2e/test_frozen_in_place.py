@@ -18,6 +18,7 @@ from fuyou_cli.training.report import StepReport
 from fuyou_cli.training.run import Run
 from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.at_rest import verify_store
+from fuyou_cli.training.state.stored import Manifest
 
 from .conftest import Project
 from .running import interrupt, manifest_of, prepared_run, store_of, train
@@ -81,7 +82,8 @@ def sums(store: Path) -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize("how", every(2, ["touched", "cut", "gone"]))
 def test_a_file_that_changes_between_runs_is_named(how: str, frozen: Callable[..., Project], model: Path) -> None:
-    project, file = frozen(), weights_of(model)
+    """Of a run that does not sum what it reads, a copy cannot be compared."""
+    project, file = frozen(changes={"offload.verify_reads": how != "touched"}), weights_of(model)
     with pytest.raises(Interrupted):
         train(project, interrupt(2, "forward"))
     status = file.stat()
@@ -94,6 +96,37 @@ def test_a_file_that_changes_between_runs_is_named(how: str, frozen: Callable[..
     with pytest.raises(UsageError, match="from the model's files, and one has changed") as caught:
         prepared_run(project)
     assert str(file if how == "touched" else model) in caught.value.message
+
+
+@pytest.mark.parametrize("content", ["the same", "another"])
+def test_a_copy_of_a_file_is_compared_with_what_was_read(content: str, frozen: Callable[..., Project], model: Path) -> None:
+    """It has another time of change."""
+    wanted, store = train(frozen("whole")) if content == "the same" else ([], model)
+    project, file = frozen("changed"), weights_of(model)
+    with pytest.raises(Interrupted):
+        train(project, interrupt(2, "forward"))
+    if content == "another":
+        put_another_byte(file, manifest_of(project))
+    os.utime(file, ns=(0, 7))
+    said: list[str] = []
+    if content == "another":
+        with pytest.raises(UsageError, match=f"{file}: its content is not what the saved run has read"):
+            train(project, say=said.append)
+        assert manifest_of(project).step == 1
+    else:
+        losses, again = train(project, say=said.append)
+        assert (losses, sums(again)) == (wanted, sums(store))
+        assert manifest_of(project).sources[0].changed == 7
+    assert any(f"{file} has another time of change: comparing" in text for text in said)
+
+
+def test_a_run_that_does_not_start_leaves_no_store(frozen: Callable[..., Project], model: Path) -> None:
+    project = frozen()
+    ready = prepared_run(project)
+    os.utime(weights_of(model), ns=(0, 7))
+    with pytest.raises(UsageError, match="has changed"):
+        Run(ready, memory_now=probe.process_bytes, free_space=probe.free_space)
+    assert not list(project.out.rglob("store.bin"))
 
 
 @pytest.mark.parametrize("how", ["touched", "cut", "gone"])
@@ -158,15 +191,28 @@ def test_an_export_has_them_from_the_files(frozen: Callable[..., Project], tmp_p
 
     from fuyou_cli.training.exporting import export_store
 
-    _, store = train(frozen())
+    project = frozen()
+    _, store = train(project)
     (written,) = export_store(store, tmp_path / "out", dtype="float32", max_shard_size=1 << 30)
     before, after = load_file(weights_of(model)), load_file(written)
     same = {name for name in before if before[name].equal(after[name])}
     assert {name for name in before if ".h.0." in f".{name}"} <= same
     assert {name for name in before if name.endswith("h.1.attn.c_attn.weight")}.isdisjoint(same)
     os.utime(weights_of(model), ns=(0, 5))
-    with pytest.raises(FuyouError, match="has changed"):
-        export_store(store, tmp_path / "again", dtype="float32", max_shard_size=1 << 30)
+    (again,) = export_store(store, tmp_path / "again", dtype="float32", max_shard_size=1 << 30)
+    assert again.read_bytes() == written.read_bytes()
+    put_another_byte(weights_of(model), manifest_of(project))
+    os.utime(weights_of(model), ns=(0, 6))
+    with pytest.raises(FuyouError, match="its content is not what the saved run has read"):
+        export_store(store, tmp_path / "never", dtype="float32", max_shard_size=1 << 30)
+
+
+def put_another_byte(file: Path, saved: Manifest) -> None:
+    """Changes what a run reads of it."""
+    piece = next(stage.pieces for stage in saved.stages if stage.pieces)[0]
+    with file.open("r+b") as opened:
+        opened.seek(piece.offset % (1 << 48) + 4096)
+        opened.write(b"\x01")
 
 
 def test_an_adapter_is_exported_without_the_models_files(frozen: Callable[..., Project], model: Path, tmp_path: Path) -> None:

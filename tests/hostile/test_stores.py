@@ -9,7 +9,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from fuyou_cli.core.errors import FuyouError, UsageError
 from fuyou_cli.training import losses
 from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.parts import PART_FILE, lacking, part_size, read_part
-from fuyou_cli.training.state.stored import DueUpdate
+from fuyou_cli.training.state.stored import DueUpdate, Manifest, StoredStage
 
 Change = Callable[[dict[str, Any]], object]
 
@@ -87,16 +87,24 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert manifest().stages[0].momentum is not None and manifest().stages[0].momentum.sum > 1 << 63
 
 
-def test_the_version_before_banks_is_read(tmp_path: Path) -> None:
-    """There every parameter was trained, and no stage said so."""
+@pytest.mark.parametrize("version", [5, 6])
+def test_versions_before_are_read(version: int, tmp_path: Path) -> None:
+    """They lack the keys that came later. In the first, every parameter was trained, and no stage said so."""
+    later = {kind: {item.name for item in fields(kind) if item.default is not MISSING} for kind in (Manifest, StoredStage)}
+    whole = manifest()
 
-    def before_banks(content: dict[str, Any]) -> None:
-        content["fuyou_store"] = manifests.VERSION - 1
+    def before(content: dict[str, Any]) -> None:
+        content["fuyou_store"] = version
+        for key in later[Manifest]:
+            del content[key]
         for stage in content["stages"]:
-            assert stage.pop("trained") == stage["params"] and stage.pop("frozen") is None
+            for key in (*later[StoredStage], *(("trained", "frozen") if version == 5 else ())):
+                del stage[key]
 
-    _written(tmp_path, before_banks)
-    assert manifests.read(tmp_path) == manifest()
+    _written(tmp_path, before)
+    found = manifests.read(tmp_path)
+    assert found is not None and found.stages == whole.stages
+    assert found == replace(whole, **{item.name: item.default for item in fields(Manifest) if item.name in later[Manifest]})
 
 
 def test_a_step_that_is_durable_by_its_gradients_is_read(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,6 @@ from ...core.errors import UsageError
 from ...core.interrupts import uninterrupted
 from ...core.patience import SILENT, Patience
 from ...core.units import MiB
-from ...spec.model import SourceFile
 from ...spec.plan import Span
 from ...swap.arena import Arena
 from ...swap.daemon import DaemonOptions, SwapDaemon
@@ -20,6 +19,7 @@ from . import manifest as manifests
 from .extent_checks import PIECE, Damage, Progress, damages
 from .parts import lacking
 from .resume import refuse_copy, refuse_in_use
+from .source_checks import changed_files, compare, files_now
 from .stored import Manifest
 
 _ARENA = 2 * PIECE + 2 * MiB
@@ -83,47 +83,21 @@ def at_rest(
         )
     if missing := lacking(manifest):
         raise UsageError(f"the store in {source} is incomplete: {missing}", hint="mount its drive, or put the file back")
-    if model_files:
-        _refuse_changed(manifest.sources)
+    sources = files_now(manifest) if model_files else ()
     paths = [Path(name) for name in manifest.files]
     patience = SILENT if say is None else Patience(say, where=lambda: str(source))
     with ExitStack() as stack:
         with uninterrupted():
             arena = stack.enter_context(Arena(arena_size))
-            sources = manifest.sources if model_files else ()
             opened = Store.open(paths, stripe=manifest.stripe, size=manifest.store_size, read_only=True, sources=sources)
             store = stack.enter_context(opened)
             daemon = stack.enter_context(SwapDaemon(arena, store, DaemonOptions(update_threads=0), patience=patience))
         if manifests.newest(source)[0] != manifest:  # the manifest was read before the store was locked
             raise UsageError(f"another process has used the store in {source} since", hint="run the same command again")
+        if sources:
+            compare(manifest, sources, daemon, arena, Span(offset=0, size=arena_size), say=say or (lambda text: None))
         yield AtRest(manifest=manifest, problem=problem, arena=arena, daemon=daemon)
         store.check_sources()
-
-
-def _changed(sources: Sequence[SourceFile]) -> Iterator[tuple[SourceFile, str]]:
-    """Yields the model's files that are not as they were, and what is wrong with each."""
-    for source in sources:
-        try:
-            found = Path(source.path).stat()
-        except OSError as error:
-            yield source, error.strerror or "it cannot be read"
-            continue
-        if (found.st_size, found.st_mtime_ns) != (source.size, source.changed):
-            yield source, "it has changed"
-
-
-def _refuse_changed(sources: Sequence[SourceFile]) -> None:
-    for source, problem in _changed(sources):
-        raise UsageError(
-            f"frozen weights of this store are in the model's file {source.path}: {problem}",
-            hint=f"{how_to_put_back(source)}. An adapter alone can be exported without it",
-        )
-
-
-def how_to_put_back(source: SourceFile) -> str:
-    """Says how a file becomes what it was: a copy of it has another time of change."""
-    seconds, rest = divmod(source.changed, 10**9)
-    return f"put the file back as it was ({source.size:,} bytes), then `touch -d @{seconds}.{rest:09} {source.path}`"
 
 
 def verify_store(
@@ -133,7 +107,7 @@ def verify_store(
     state that the current step has overwritten count as damage."""
     with at_rest(source, arena_size=_ARENA, say=say, model_files=False) as store:
         if say is not None:
-            for file, problem in _changed(store.manifest.sources):
+            for file, problem in changed_files(store.manifest):
                 say(f"note: frozen weights are in the model's file {file.path}, which is no part of the store: {problem}")
         window = Span(offset=0, size=_ARENA)
         states = [store.manifest, *manifests.before(source, store.manifest)]

@@ -49,11 +49,10 @@ def damages(
 
     `window`: a span of the arena that nobody else uses meanwhile, at least two blocks of 4096 bytes.
     """
-    turns = _turns(window)
 
     def wrong(extent: StoredExtent) -> str:
         try:
-            total = _checksum(extent, daemon, arena, turns)
+            total = checksum_of(extent, daemon, arena, window)
         except SwapError as error:
             if error.code not in _LOST:
                 raise
@@ -80,8 +79,10 @@ def _turns(window: Span) -> tuple[Span, ...]:
     return tuple(Span(offset=window.offset + turn * size, size=size) for turn in range(_TURNS))
 
 
-def _checksum(extent: StoredExtent, daemon: SwapDaemon, arena: Arena, turns: tuple[Span, ...]) -> int:
-    """Returns the checksum of what the extent holds now. If it cannot be read, raises only after all reads have ended."""
+def checksum_of(extent: StoredExtent, daemon: SwapDaemon, arena: Arena, window: Span) -> int:
+    """Returns the checksum of what the extent holds now. If it cannot be read, raises only after all reads have ended.
+    `window`: as for `damages`."""
+    turns = _turns(window)
     under_way: list[tuple[int, int, int, int]] = []  # ticket, place in the arena, size, position
     total = 0
 

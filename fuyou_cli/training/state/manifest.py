@@ -15,7 +15,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,14 @@ from ...core.json_files import find_text, has_too_many_values, object_in
 from ...core.own_files import write_own
 from ...core.typed import from_json
 from .manifest_checks import why_not
-from .stored import MOST_KEPT, Manifest
+from .stored import MOST_KEPT, Manifest, StoredStage
 
 NAME = "manifest.json"
 BEFORE = "manifest.before.json"  # of the commit before
 DAMAGED = "manifest.damaged.json"  # was the newest, until the run fell back to an older one
 COMPANIONS = "companions"  # the folder beside it with what an export needs besides weights
-VERSION = 6
-_BEFORE_BANKS = 5  # the version in which a stage was one trained bank
+VERSION = 7
+_UPGRADED = (5, 6)  # versions before; in the first, every parameter of a stage was trained
 _NEW = ".manifest.new"  # fixed names: what a killed run leaves is written over by the next
 _NEW_BEFORE = ".manifest.before.new"
 _BEFORE = (BEFORE, *(f"manifest.before-{number}.json" for number in range(2, MOST_KEPT)))  # newest first
@@ -184,8 +184,8 @@ def _parsed(path: Path, text: str) -> Manifest:
     version = content.pop("fuyou_store", None)
     body, _, _ = text.rpartition(_DIGEST)
     is_sealed = content.pop("digest", None) == _digest(body)
-    if is_sealed and version == _BEFORE_BANKS:
-        version = _with_banks(content)
+    if is_sealed and version in _UPGRADED:
+        version = _upgraded(content)
     if type(version) is not int or version != VERSION:
         kind = UsageError if is_sealed else DamagedManifest
         raise kind(f"{path} is not a manifest of version {VERSION}", hint="another version of fuyou wrote it")
@@ -201,10 +201,16 @@ def _parsed(path: Path, text: str) -> Manifest:
     return found
 
 
-def _with_banks(content: dict[str, Any]) -> int:
-    """Upgrades what the version before has written, where every parameter was trained; returns the version it is of then."""
+def _upgraded(content: dict[str, Any]) -> int:
+    """Adds what a version before did not say; returns the version it is of then."""
     stages = content.get("stages")
     for stage in stages if isinstance(stages, list) else ():
         if isinstance(stage, dict) and "params" in stage:
-            stage |= {"trained": stage["params"], "frozen": None}
+            stage |= {"trained": stage["params"], "frozen": None, **_usual(StoredStage), **stage}
+    content |= {**_usual(Manifest), **content}
     return VERSION
+
+
+def _usual(kind: type[Any]) -> dict[str, Any]:
+    """Returns the values of the keys that came later."""
+    return {item.name: item.default for item in fields(kind) if item.default is not MISSING}

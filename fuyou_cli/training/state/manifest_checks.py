@@ -135,6 +135,8 @@ def _of_pieces(stage: StoredStage, manifest: Manifest) -> Iterator[str]:
         if not SOURCES_AT <= piece.offset <= last - piece.size:
             yield f"has a piece of {piece.size} bytes at {piece.offset}, which no file has"
         end += piece.size
+    if len(stage.piece_sums) not in (0, len(stage.pieces)):
+        yield f"has {len(stage.piece_sums)} checksums of {len(stage.pieces)} pieces"
     for tensor in stage.tensors:
         begin, size = item * (tensor.offset - stage.trained), item * tensor.count
         if begin >= 0 and not any(p.place <= begin and begin + size <= p.place + p.size for p in stage.pieces):

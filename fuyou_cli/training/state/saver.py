@@ -30,6 +30,7 @@ from .commit_thread import Commits
 from .extent_checks import Damage, Progress, damages
 from .kept_companions import written_companions
 from .parts import NEW_PART, PART_FILE, SPARE
+from .source_checks import compare
 from .storage import StageFiles
 from .stored import DueUpdate, Evaluated, Manifest, State
 
@@ -176,6 +177,7 @@ class Saver:
         if found != saved or manifests.newest(self.folder)[1]:  # the next commit would keep the damaged manifest
             manifests.go_back(self.folder, found)
         saved = found
+        self._compare_files(saved, progress)
         self.files.restore(saved, self.residency.records)
         self.standing.resume(saved)
         self.standing.losses, note = loss_files.read(self.folder, saved.step)
@@ -202,6 +204,11 @@ class Saver:
             f"the state after step {saved.step} in {self.folder} is damaged, and no older one is whole: {damage}",
             hint="put a copy of the folder back, or start over with checkpoint.resume=never",
         )
+
+    def _compare_files(self, saved: Manifest, progress: Progress) -> None:
+        """Compares the checkpoint's files with what the run had read of them, where their time of change is another."""
+        daemon, arena = self.files.daemon, self.files.memory.arena
+        compare(saved, self.files.model.sources, daemon, arena, self._window(), progress=progress, say=self.say)
 
     def _first_damage(self, saved: Manifest, progress: Progress = lambda size: None) -> Damage | None:
         return next(damages(saved, self.files.daemon, self.files.memory.arena, self._window(), progress=progress), None)

@@ -130,8 +130,10 @@ class StageFiles:
         assert frozen is not None
         there = frozen.view(torch.uint8)
         for piece in self.model.stages[stage].source:
-            target = there[piece.place : piece.place + piece.size]
-            self.states.copies.fetch(stage, target, Span(offset=piece.offset, size=piece.size))
+            target, span = there[piece.place : piece.place + piece.size], Span(offset=piece.offset, size=piece.size)
+            total = self.states.copies.fetch(stage, target, span)
+            if self.daemon.written is not None:
+                self.daemon.written.check(span, total, self.model.stages[stage].name)
 
     def _load_bank(
         self, stage: StageSpec, names: tuple[StateTensor, ...], first: int, end: int, source: FirstWeights
@@ -208,7 +210,7 @@ class StageFiles:
             record.zero_moments, record.zero_remainder = stage.zero_moments, stage.zero_remainder
             record.gradients_sum = None if stage.gradients is None else stage.gradients.sum
             if self.daemon.written is not None:  # from now on each read of its extents is checked
-                for _, extent in stage.extents():
+                for extent in (*(extent for _, extent in stage.extents()), *stage.summed_pieces):
                     self.daemon.written.expect(Span(offset=extent.offset, size=extent.size), extent.sum)
             spec = self.model.stages[record.stage]
             if plan.updated_there and spec.source:
@@ -228,7 +230,16 @@ class StageFiles:
         `stored_as`: names of the model's tensors in the checkpoint they came from.
         """
         together = zip(self.model.stages, self.plan.stages, records, strict=True)
-        return tuple(_stored(stage, plan, record, stored_as, step=step) for stage, plan, record in together)
+        return tuple(
+            _stored(stage, plan, record, stored_as, step=step, piece_sums=self._sums_of_pieces(stage))
+            for stage, plan, record in together
+        )
+
+    def _sums_of_pieces(self, stage: StageSpec) -> tuple[int, ...]:
+        """Returns the checksums of the pieces of the checkpoint's files as they were first read; none if one is not known."""
+        known = self.daemon.written
+        found = [known.known(Span(offset=p.offset, size=p.size)) for p in stage.source] if known is not None else []
+        return tuple(total for total in found if total is not None) if None not in found else ()
 
 
 def _resting_in_ram(plan: StagePlan, record: Record) -> Iterator[tuple[StateTensor, Span, Span]]:
@@ -249,7 +260,9 @@ def _at_rest(record: Record) -> Iterator[StateTensor]:
         yield from MOMENTS
 
 
-def _stored(stage: StageSpec, plan: StagePlan, record: Record, stored_as: Mapping[str, str], *, step: int) -> StoredStage:
+def _stored(
+    stage: StageSpec, plan: StagePlan, record: Record, stored_as: Mapping[str, str], *, step: int, piece_sums: tuple[int, ...]
+) -> StoredStage:
     found: dict[str, StoredExtent | None] = {**dict.fromkeys(TENSORS), "gradients": None}
     for name in _at_rest(record) if stage.params else ():
         if (extent := plan.extent(name, record.turn)) is not None:
@@ -268,6 +281,7 @@ def _stored(stage: StageSpec, plan: StagePlan, record: Record, stored_as: Mappin
         zero_remainder=record.zero_remainder,
         **found,
         pieces=stage.source,
+        piece_sums=piece_sums,
         tensors=tuple(
             StoredTensor(
                 name=t.name,

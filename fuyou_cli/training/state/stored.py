@@ -66,6 +66,7 @@ class StoredStage:
     gradients: StoredExtent | None  # of the step after `generation`, whose update is due
     tensors: tuple[StoredTensor, ...]
     pieces: tuple[Piece, ...] = ()  # of the checkpoint's files that hold the frozen parameters instead of an extent
+    piece_sums: tuple[Sum, ...] = ()  # checksum of each piece as it was first read; none: not all were read, or none was summed
     quantised: int = 0  # of its parameters, the last ones: frozen ones that rest quantised
 
     def packed(self, quantisation: Quantised) -> tuple[Mapping[str, PackedTensor], int]:
@@ -77,6 +78,12 @@ class StoredStage:
         """Returns the stage's tensors on the store, by name."""
         named = [(name, getattr(self, name)) for name in _EXTENTS]
         return [(name, extent) for name, extent in named if extent is not None]
+
+    @property
+    def summed_pieces(self) -> list[StoredExtent]:
+        """Returns its pieces of the checkpoint's files, as far as their checksums are known."""
+        together = zip(self.pieces, self.piece_sums, strict=False)
+        return [StoredExtent(offset=piece.offset, size=piece.size, sum=total) for piece, total in together]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,6 +141,11 @@ class Manifest:
     rule: Rule = "adamw"
     quantisation: Quantised | None = None  # how frozen weights of stages with such parameters rest
     sources: tuple[SourceFile, ...] = ()  # files of the checkpoint that frozen parameters are read from
+
+    @property
+    def knows_pieces(self) -> bool:
+        """Tells whether it has the checksum of everything that is read from the checkpoint's files."""
+        return all(len(stage.piece_sums) == len(stage.pieces) for stage in self.stages)
 
     @property
     def layout(self) -> StateLayout:
