@@ -33,6 +33,7 @@
 #define FY_SOURCES_AT 0x1000000000000 /* 2^48: where sources begin in a store's address space */
 #define FY_NF4_BLOCK 64
 #define FY_DYNAMIC_BLOCK 256
+#define FY_DYNAMIC_LEVELS 256
 #define FY_STATE_BLOCK 64
 #define FY_STATE_TILE 65536
 #define FY_MAX_SEGMENTS 1024
@@ -155,6 +156,7 @@ typedef struct {
  * the master is (weights << 16) + remainder; with float32 the weights are the master and remainder is unused.
  * weights_target: store offset the new weights are written to, or FY_NOWHERE.
  * gradients: arena offset when they rest in RAM; else FY_NOWHERE and gradients_source names the store.
+ * What rests in the arena is apart from the scratch and from each other.
  * States of FY_BFLOAT16 are rounded at random: draws follow from seed, step, label and the parameter's index. States of FY_INT8
  * are a row of tiles: a page with the float32 scales of 1,024 blocks of FY_STATE_BLOCK, then FY_STATE_TILE codes (the last
  * tile's in whole pages; int8_states.c says what a code means). Segments then begin at multiples of a block, chunks of the daemon
@@ -238,7 +240,9 @@ typedef struct {
 } fy_event;
 int fy_daemon_events(fy_daemon *daemon, fy_event *out, uint32_t capacity, uint32_t *count, uint64_t *dropped);
 
-/* ---- arithmetic on plain memory, for the caller's own threads ---- */
+/* ---- arithmetic on plain memory, for the caller's own threads ----
+ * -EINVAL: an array that is not empty is missing or not aligned to its values, or a dtype is unknown. Arrays of one call do not
+ * overlap. */
 /* Sum of squares in double, and the number of values that are not finite. Leaves of 16384 values are summed with a fixed
  * tree and added in order, so a span's sum has the bits of its leaves' sums, one call for each, added in order by whatever
  * threads. Sums of longer parts added up are another order of additions, and may differ in the last bits. */
@@ -250,9 +254,9 @@ int fy_join(const uint16_t *weights, const int16_t *remainder, float *master, ui
 /* A 64-bit sum of a span; order-sensitive, not cryptographic; the same on every machine. A longer span's sum is that of its
  * parts added up (modulo 2^64), each told its `position`, a multiple of 4096. */
 uint64_t fy_checksum(const void *data, uint64_t size, uint64_t position);
-/* The update's own kernel on plain memory (the reference for tests and benchmarks). Arrays hold update->params values, int8 states their tiles;
- * arena and store offsets of `update` are ignored. master is used when weights_dtype is float32, else weights and
- * remainder. */
+/* The update's own kernel on plain memory (the reference for tests and benchmarks). Arrays hold update->params values, int8
+ * states their tiles; arena and store offsets of `update` are ignored. With weights_dtype float32 `weights` is the master and
+ * remainder is unused. */
 int fy_adamw(const fy_update *update, const fy_segment *segments, void *weights, int16_t *remainder, void *momentum,
              void *variance, const void *gradients, uint64_t *nonfinite);
 
@@ -262,7 +266,7 @@ int fy_adamw(const fy_update *update, const fy_segment *segments, void *weights,
 /* nf4: two values to a byte, the first in its high half, (count + 1) / 2 bytes; `maxima` of blocks of FY_NF4_BLOCK. */
 int fy_nf4_encode(const void *values, uint64_t count, uint32_t dtype, uint8_t *packed, float *maxima, uint64_t *nonfinite);
 int fy_nf4_decode(const uint8_t *packed, const float *maxima, uint64_t count, uint32_t dtype, void *values);
-/* Codes of 8 bits: places in a rising `table` of 256 levels in [-1, 1]; `maxima` of blocks of FY_DYNAMIC_BLOCK. `offset` is
+/* Codes of 8 bits: places in a rising `table` of FY_DYNAMIC_LEVELS levels in [-1, 1]; `maxima` of blocks of FY_DYNAMIC_BLOCK. `offset` is
  * added to what is decoded. Double quantisation keeps the maxima of nf4 so, less their mean. */
 int fy_dynamic_encode(const float *values, uint64_t count, const float *table, uint8_t *codes, float *maxima,
                       uint64_t *nonfinite);

@@ -144,8 +144,8 @@ static struct fy__run run_of(const fy_update *update, const struct fy__chunk *ch
 {
     assert(count > 0);
     assert(at + count <= chunk->count);
-    const uint64_t weight_bytes = update->weights_dtype == FY_BFLOAT16 ? 2 : 4;
-    const uint64_t gradient_bytes = update->gradients_dtype == FY_BFLOAT16 ? 2 : 4;
+    const uint64_t weight_bytes = fy__value_bytes(update->weights_dtype);
+    const uint64_t gradient_bytes = fy__value_bytes(update->gradients_dtype);
     return (struct fy__run){
         .first = chunk->first + at,
         .count = count,
@@ -243,6 +243,9 @@ bool fy__update_good(const fy_update *update, const fy_segment *segments)
             segment->count > update->params - segment->first) {
             return false;
         }
+        if ((segment->flags & ~(uint32_t)FY_SEGMENT_FROZEN) != 0 || segment->reserved != 0) {
+            return false;
+        }
         if (update->states_dtype == FY_INT8 && segment->first % FY_STATE_BLOCK != 0) {
             return false; /* a block has one scale, and two segments would each make it */
         }
@@ -254,22 +257,24 @@ bool fy__update_good(const fy_update *update, const fy_segment *segments)
 FY_API int fy_adamw(const fy_update *update, const fy_segment *segments, void *weights, int16_t *remainder,
                     void *momentum, void *variance, const void *gradients, uint64_t *nonfinite)
 {
-    if (!update || !weights || !momentum || !gradients || !nonfinite) {
+    if (!update || !nonfinite || !fy__update_good(update, segments)) {
         return -EINVAL;
     }
-    if (update->rule == FY_ADAMW && !variance) {
+    const uint64_t weight_bytes = fy__value_bytes(update->weights_dtype);
+    const uint64_t gradient_bytes = fy__value_bytes(update->gradients_dtype);
+    const size_t state_bytes = fy__value_bytes(update->states_dtype); /* int8 states begin with float32 scales */
+    if (!fy__array_good(weights, update->params, weight_bytes) || !fy__array_good(momentum, update->params, state_bytes) ||
+        !fy__array_good(gradients, update->params, gradient_bytes)) {
         return -EINVAL;
     }
-    if (update->weights_dtype == FY_BFLOAT16 && !remainder) {
+    if (update->rule == FY_ADAMW && !fy__array_good(variance, update->params, state_bytes)) {
         return -EINVAL;
     }
-    if (!fy__update_good(update, segments)) {
+    if (update->weights_dtype == FY_BFLOAT16 && !fy__array_good(remainder, update->params, sizeof *remainder)) {
         return -EINVAL;
     }
 
     const uint64_t chunk_params = 1u << 30; /* any size gives the same bits; this one fits the loops' counters */
-    const uint64_t weight_bytes = update->weights_dtype == FY_BFLOAT16 ? 2 : 4;
-    const uint64_t gradient_bytes = update->gradients_dtype == FY_BFLOAT16 ? 2 : 4;
     const uint64_t mode = fy__denormals_keep();
     uint64_t lost = 0;
     for (uint64_t first = 0; first < update->params; first += chunk_params) {
@@ -312,12 +317,15 @@ FY__CLONES static void join_span(const uint16_t *restrict weights, const int16_t
     }
 }
 
+static bool split_good(const float *master, const uint16_t *weights, const int16_t *remainder, uint64_t count)
+{
+    return fy__array_good(master, count, sizeof *master) && fy__array_good(weights, count, sizeof *weights) &&
+           fy__array_good(remainder, count, sizeof *remainder);
+}
+
 FY_API int fy_split(const float *master, uint16_t *weights, int16_t *remainder, uint64_t count, uint64_t *nonfinite)
 {
-    if (count > 0 && (!master || !weights || !remainder)) {
-        return -EINVAL;
-    }
-    if (!nonfinite) {
+    if (!split_good(master, weights, remainder, count) || !nonfinite) {
         return -EINVAL;
     }
     const uint64_t run = 1u << 30;
@@ -332,7 +340,7 @@ FY_API int fy_split(const float *master, uint16_t *weights, int16_t *remainder, 
 
 FY_API int fy_join(const uint16_t *weights, const int16_t *remainder, float *master, uint64_t count)
 {
-    if (count > 0 && (!master || !weights || !remainder)) {
+    if (!split_good(master, weights, remainder, count)) {
         return -EINVAL;
     }
     join_span(weights, remainder, master, count);

@@ -66,12 +66,14 @@ FY_API int fy_arena_create(uint64_t size, fy_arena **out)
 
 FY_API void *fy_arena_base(const fy_arena *arena)
 {
+    assert(arena != NULL);
     assert(arena->base != NULL);
     return arena->process == getpid() ? arena->base : NULL;
 }
 
 FY_API uint64_t fy_arena_size(const fy_arena *arena)
 {
+    assert(arena != NULL);
     assert(arena->size > 0);
     return arena->size;
 }

@@ -18,6 +18,7 @@
 
 FY_API uint64_t fy_scratch_size(uint32_t chunk_params, uint32_t chunks)
 {
+    assert(chunk_params == 0 || chunks <= UINT64_MAX / FY__SCRATCH_PER_PARAM / chunk_params);
     return (uint64_t)chunk_params * FY__SCRATCH_PER_PARAM * chunks;
 }
 
@@ -46,7 +47,9 @@ static uint32_t options_wrong(const fy_options *options, const fy_arena *arena)
         return 9;
     if (updates && options->scratch_size / 2 < one_chunk)
         return 9;
-    return (options->flags & ~(uint32_t)(FY_DAEMON_DATA_SUMS | FY_DAEMON_WRITE_SUMS)) != 0 ? 10 : 0;
+    if ((options->flags & ~(uint32_t)(FY_DAEMON_DATA_SUMS | FY_DAEMON_WRITE_SUMS)) != 0)
+        return 10;
+    return options->reserved != 0 ? 11 : 0;
 }
 
 static int blocks_create(fy_daemon *daemon)
@@ -249,27 +252,21 @@ static void threads_join(fy_daemon *daemon)
     fy__ring_destroy(daemon);
 }
 
-static int start_failed(fy_failure *why, int error, uint32_t operation, uint64_t wanted)
-{
-    assert(error <= 0);
-    if (why != NULL)
-        *why = (fy_failure){.error = error, .operation = operation, .wanted = wanted};
-    return error;
-}
-
 FY_API int fy_daemon_start(const fy_options *options, fy_arena *arena, fy_store *store, fy_daemon **out,
                            fy_failure *why)
 {
+    if (why != NULL)
+        *why = (fy_failure){0};
     if (options == NULL || arena == NULL || store == NULL || out == NULL)
-        return start_failed(why, -EINVAL, FY_OP_SETUP, 0);
+        return fy__failed(why, -EINVAL, FY_OP_SETUP, 0, 0, 0);
     if (arena->process != getpid() || store->process != getpid())
-        return start_failed(why, -EPERM, FY_OP_SETUP, 0);
+        return fy__failed(why, -EPERM, FY_OP_SETUP, 0, 0, 0);
     const uint32_t wrong = options_wrong(options, arena);
     if (wrong != 0)
-        return start_failed(why, -EINVAL, FY_OP_SETUP, wrong);
+        return fy__failed(why, -EINVAL, FY_OP_SETUP, 0, wrong, 0);
     fy_daemon *daemon = fy__system.calloc(1, sizeof *daemon);
     if (daemon == NULL)
-        return start_failed(why, -ENOMEM, FY_OP_SETUP, 0);
+        return fy__failed(why, -ENOMEM, FY_OP_SETUP, 0, 0, 0);
     daemon->options = *options;
     daemon->arena = arena;
     daemon->store = store;
@@ -292,7 +289,7 @@ FY_API int fy_daemon_start(const fy_options *options, fy_arena *arena, fy_store 
     atomic_fetch_add(&arena->users, 1);
     atomic_fetch_add(&store->users, 1);
     *out = daemon;
-    return why != NULL ? start_failed(why, 0, FY_OP_NONE, 0) : 0;
+    return 0;
 
 fail_threads:
     threads_join(daemon);
@@ -300,17 +297,19 @@ fail_threads:
 fail_tables:
     tables_destroy(daemon);
     free(daemon);
-    return start_failed(why, error, FY_OP_SETUP, 0);
+    return fy__failed(why, error, FY_OP_SETUP, 0, 0, 0);
 }
 
 FY_API int fy_daemon_backend(const fy_daemon *daemon)
 {
+    assert(daemon != NULL);
     assert(daemon->backend == FY_BACKEND_IO_URING || daemon->backend == FY_BACKEND_THREADS);
     return (int)daemon->backend;
 }
 
 FY_API const char *fy_daemon_description(const fy_daemon *daemon)
 {
+    assert(daemon != NULL);
     assert(daemon->description[0] != '\0');
     return daemon->description;
 }

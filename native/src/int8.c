@@ -29,10 +29,17 @@ INLINE uint8_t nearest_code(float scaled, const float *table)
     return (uint8_t)low;
 }
 
+static bool dynamic_good(const float *values, uint64_t count, const float *table, const uint8_t *codes, const float *maxima)
+{
+    return table != NULL && fy__array_good(table, FY_DYNAMIC_LEVELS, sizeof *table) &&
+           fy__array_good(values, count, sizeof *values) && fy__array_good(codes, count, sizeof *codes) &&
+           fy__array_good(maxima, count, sizeof *maxima);
+}
+
 FY_API int fy_dynamic_encode(const float *values, uint64_t count, const float *table, uint8_t *codes, float *maxima,
                              uint64_t *nonfinite)
 {
-    if ((count > 0 && (!values || !codes || !maxima)) || !table || !nonfinite) {
+    if (!nonfinite || !dynamic_good(values, count, table, codes, maxima)) {
         return -EINVAL;
     }
     const uint64_t mode = fy__denormals_keep();
@@ -58,7 +65,7 @@ FY_API int fy_dynamic_encode(const float *values, uint64_t count, const float *t
 FY_API int fy_dynamic_decode(const uint8_t *codes, const float *maxima, uint64_t count, const float *table,
                              float offset, float *values)
 {
-    if ((count > 0 && (!codes || !maxima || !values)) || !table) {
+    if (!dynamic_good(values, count, table, codes, maxima)) {
         return -EINVAL;
     }
     const uint64_t mode = fy__denormals_keep();
@@ -105,21 +112,31 @@ FY__CLONES static uint64_t int8_encode_32(const void *values, uint64_t at, uint6
     return int8_row(values, at, columns, 0, codes, maximum);
 }
 
+/* `count`: of all values. */
+static bool int8_good(const int8_t *codes, const float *maxima, uint64_t rows, uint64_t columns, uint32_t dtype,
+                      const void *values, uint64_t *count)
+{
+    return !__builtin_mul_overflow(rows, columns, count) && dtype <= FY_BFLOAT16 &&
+           fy__array_good(values, *count, fy__value_bytes(dtype)) && fy__array_good(codes, *count, sizeof *codes) &&
+           fy__array_good(maxima, *count, sizeof *maxima);
+}
+
 FY_API int fy_int8_encode(const void *values, uint64_t rows, uint64_t columns, uint32_t dtype, int8_t *codes,
                           float *maxima, uint64_t *nonfinite)
 {
-    const int some = rows > 0 && columns > 0;
-    if ((some && (!values || !codes || !maxima)) || !nonfinite || dtype > FY_BFLOAT16) {
+    uint64_t count;
+    if (!nonfinite || !int8_good(codes, maxima, rows, columns, dtype, values, &count)) {
         return -EINVAL;
     }
     const uint64_t mode = fy__denormals_keep();
     uint64_t lost = 0;
-    for (uint64_t row = 0; some && row < rows; row++) {
+    for (uint64_t row = 0; count > 0 && row < rows; row++) {
         const uint64_t at = row * columns;
         lost += dtype == FY_BFLOAT16 ? int8_encode_16(values, at, columns, codes + at, maxima + row)
                                      : int8_encode_32(values, at, columns, codes + at, maxima + row);
     }
     fy__denormals_restore(mode);
+    assert(lost <= count);
     *nonfinite = lost;
     return 0;
 }
@@ -143,12 +160,12 @@ FY__CLONES static void int8_decode_32(const int8_t *restrict codes, float maximu
 FY_API int fy_int8_decode(const int8_t *codes, const float *maxima, uint64_t rows, uint64_t columns, uint32_t dtype,
                           void *values)
 {
-    const int some = rows > 0 && columns > 0;
-    if ((some && (!codes || !maxima || !values)) || dtype > FY_BFLOAT16) {
+    uint64_t count;
+    if (!int8_good(codes, maxima, rows, columns, dtype, values, &count)) {
         return -EINVAL;
     }
     const uint64_t mode = fy__denormals_keep();
-    for (uint64_t row = 0; some && row < rows; row++) {
+    for (uint64_t row = 0; count > 0 && row < rows; row++) {
         const uint64_t at = row * columns;
         if (dtype == FY_BFLOAT16) {
             int8_decode_16(codes + at, maxima[row], columns, (uint16_t *)values + at);

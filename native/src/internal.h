@@ -6,8 +6,8 @@
  * times a second and is not where time goes. A thread that ends up with a block in its hand (the ring thread, a pool
  * thread) or with a slot (an update thread) owns that datum until it gives it back under the lock.
  *
- * Who calls whom: heap, events, lock < settle < moved < queue <-> update < request, pool, ring < daemon. Queue and update
- * are one state machine in two files: a span that settles may be a chunk's, and a chunk pushes spans. A function whose
+ * Who calls whom: file < sources < store. Heap, events, lock < settle < moved < queue <-> update < request, pool, ring
+ * < daemon. Queue and update are one state machine in two files: a span that settles may be a chunk's, and a chunk pushes spans. A function whose
  * comment says "under the lock" asserts `locked`, which fy__lock() sets.
  *
  * Life of a byte: a request is one span, or for updates a series of slots with up to four spans to read and four to
@@ -63,6 +63,15 @@ _Static_assert(FY__PARAMS_UNIT * 2 % FY__PAGE == 0, "the smallest state of a sta
 _Static_assert(sizeof(off_t) == 8, "files are larger than 2 GiB");
 _Static_assert(FY__SPAN_MAX <= FY_SOURCES_AT, "a store ends before its sources begin");
 
+/* Tells the caller what failed, where he wants to know; returns the error. */
+static inline int fy__failed(fy_failure *why, int error, uint32_t operation, uint32_t file, uint64_t wanted, uint64_t got)
+{
+    assert(error < 0);
+    if (why != NULL)
+        *why = (fy_failure){.error = error, .operation = operation, .file = file, .wanted = wanted, .got = got};
+    return error;
+}
+
 /* ---- arena and store ---- */
 struct fy_arena {
     void *mapping;
@@ -98,8 +107,23 @@ struct fy__place {
     uint64_t room;
 };
 struct fy__place fy__store_place(const fy_store *store, uint64_t offset);
+
+/* ---- sources.c ---- */
+struct fy__place fy__source_place(const fy_store *store, uint64_t offset); /* of an offset from FY_SOURCES_AT on */
 /* Whether these bytes are all of one source, its last page counted whole. */
 bool fy__store_in_source(const fy_store *store, uint64_t offset, uint64_t size);
+
+/* ---- file.c: one file. All but opening need it open; 0 or -errno. ---- */
+int fy__file_open(struct fy__file *file, uint32_t flags); /* and locks it; without O_DIRECT. After an error `fd` may be open */
+/* Looks at what was opened: -EINVAL, -EPERM where it cannot be ours. One that was there is nobody else's afterwards. */
+int fy__file_own(const struct fy__file *file, uint32_t flags, uint64_t *size);
+int fy__file_allocate(const struct fy__file *file, uint64_t size, uint64_t wanted); /* from `size` bytes on; never shortens */
+int fy__file_sync_folder(const struct fy__file *file); /* a new file is durable only when its name is */
+/* Switches O_DIRECT on where a page can really be read with it: some file systems accept the flag and not the I/O. */
+int fy__file_make_direct(struct fy__file *file);
+/* -ESTALE: the path does not lead to the file any more. Where a folder was removed or a drive unmounted meanwhile the open
+ * file is as good as before, and nobody will find it again. */
+int fy__file_still_there(const struct fy__file *file);
 
 /* ---- heap: items by (priority, sequence, position), least first; bounded, no allocation after start ---- */
 struct fy__order {
@@ -306,7 +330,7 @@ void *fy__update_thread(void *daemon);
 
 /* ---- pool.c and ring.c: the two backends ---- */
 int fy__pool_start(fy_daemon *daemon);
-int fy__ring_start(fy_daemon *daemon, char *note, size_t note_size); /* note: features in use, or why not */
+int fy__ring_start(fy_daemon *daemon, char *note, size_t note_size); /* note: empty before, features in use after */
 void fy__ring_destroy(fy_daemon *daemon);                            /* after its thread was joined */
 
 /* By every public call, once its arguments are known to be right: what a running daemon is. */
@@ -329,6 +353,12 @@ static inline uint64_t fy__whole_pages(uint64_t size)
 static inline bool fy__inside(uint64_t offset, uint64_t size, uint64_t limit)
 {
     return size <= limit && offset <= limit - size;
+}
+
+/* Whether two spans share bytes; both were found inside something: no overflow. */
+static inline bool fy__overlap(uint64_t a, uint64_t a_size, uint64_t b, uint64_t b_size)
+{
+    return a < b + b_size && b < a + a_size;
 }
 
 static inline bool fy__request_failed(const struct fy__request *request)

@@ -9,6 +9,7 @@
 #define FUYOU_KERNELS_H
 
 #include <stdbool.h>
+#include <stddef.h>
 
 #include "fuyou.h"
 
@@ -34,6 +35,17 @@
 #define FY__CHECKSUM_BLOCK 4096u  /* bytes; pieces of a span meet at multiples of it */
 #define FY__SQUARES_LEAF 16384u   /* values summed with one fixed tree; leaves are added in order */
 
+/* By every entry: whether a caller's array is there (it may be missing where it is empty) and aligned to its values. */
+static inline bool fy__array_good(const void *values, uint64_t count, size_t value_bytes)
+{
+    return count == 0 || (values != NULL && (uintptr_t)values % value_bytes == 0);
+}
+
+static inline size_t fy__value_bytes(uint32_t dtype)
+{
+    return dtype == FY_BFLOAT16 ? 2 : 4;
+}
+
 /* A run of consecutive parameters of a stage. Every pointer addresses parameter `first`; remainder is unused when the
  * weights are float32. The chunk's owner must be the only thread that touches the arrays. */
 struct fy__chunk {
@@ -46,7 +58,7 @@ struct fy__chunk {
     const void *gradients;
 };
 
-/* What fy__adamw_chunk() relies on: known dtypes, a step to count from, sorted segments inside the stage. */
+/* What fy__adamw_chunk() relies on: known dtypes and flags, a step to count from, sorted segments inside the stage. */
 bool fy__update_good(const fy_update *update, const fy_segment *segments);
 
 /* Bytes of the momentum, or of the variance, of an update's first `params` parameters: of int8, whole tiles or all. */

@@ -83,10 +83,16 @@ FY__CLONES static uint64_t nf4_encode_32(const void *values, uint64_t count, uin
     return nf4_blocks(values, count, 0, packed, maxima);
 }
 
+static bool nf4_good(const uint8_t *packed, const float *maxima, uint64_t count, uint32_t dtype, const void *values)
+{
+    return dtype <= FY_BFLOAT16 && fy__array_good(values, count, fy__value_bytes(dtype)) &&
+           fy__array_good(packed, count, sizeof *packed) && fy__array_good(maxima, count, sizeof *maxima);
+}
+
 FY_API int fy_nf4_encode(const void *values, uint64_t count, uint32_t dtype, uint8_t *packed, float *maxima,
                          uint64_t *nonfinite)
 {
-    if ((count > 0 && (!values || !packed || !maxima)) || !nonfinite || dtype > FY_BFLOAT16) {
+    if (!nonfinite || !nf4_good(packed, maxima, count, dtype, values)) {
         return -EINVAL;
     }
     const uint64_t mode = fy__denormals_keep();
@@ -210,13 +216,13 @@ FY__CLONES static void nf4_decode_32(const uint8_t *packed, const float *maxima,
 
 FY_API int fy_nf4_decode(const uint8_t *packed, const float *maxima, uint64_t count, uint32_t dtype, void *values)
 {
-    if ((count > 0 && (!packed || !maxima || !values)) || dtype > FY_BFLOAT16) {
+    if (!nf4_good(packed, maxima, count, dtype, values)) {
         return -EINVAL;
     }
     const uint64_t mode = fy__denormals_keep();
     const uint64_t whole = count / BLOCK;
     const uint32_t rest = (uint32_t)(count % BLOCK);
-    const size_t item = dtype == FY_BFLOAT16 ? 2 : 4;
+    const size_t item = fy__value_bytes(dtype);
     uint8_t last[BLOCK / 2] = {0};
     float block[BLOCK]; /* room for either dtype */
     if (rest > 0) {

@@ -186,6 +186,7 @@ struct fy__block *fy__queue_take(fy_daemon *daemon, uint32_t index)
 static int block_judge(fy_daemon *daemon, struct fy__block *block, int64_t result)
 {
     assert(block->done < block->wanted);
+    assert(block->done % FY__PAGE == 0); /* so whole pages of what is left end where the block's own pages end */
     assert(block->retries <= FY__RETRIES_MAX);
     const uint64_t left = block->wanted - block->done;
     if (result == -EAGAIN || result == -EINTR) {

@@ -16,11 +16,6 @@
 
 _Static_assert(FY__REQUESTS_MAX < (1u << INDEX_BITS), "a ticket's low bits hold the row plus one");
 
-static bool overlaps(uint64_t a, uint64_t a_size, uint64_t b, uint64_t b_size)
-{
-    return a < b + b_size && b < a + a_size; /* both were found inside the arena: no overflow */
-}
-
 static struct fy__request *request_of(fy_daemon *daemon, fy_ticket ticket)
 {
     assert(daemon->locked);
@@ -77,7 +72,7 @@ static int submit_span(fy_daemon *daemon, const struct fy__span *span, uint64_t 
     if (!fy__inside(span->arena, span->size, daemon->arena->size) ||
         !(from_source || fy__inside(span->store, span->size, daemon->store->size)))
         return -ERANGE;
-    if (overlaps(span->arena, span->size, options->scratch_offset, options->scratch_size))
+    if (fy__overlap(span->arena, span->size, options->scratch_offset, options->scratch_size))
         return -EINVAL;
     int error;
     fy__lock(daemon);

@@ -1,161 +1,26 @@
 /*
- * ring.c - the io_uring backend, and the only file that sees liburing.
+ * ring.c - the io_uring backend: blocks go to the kernel and come back.
  *
  * One thread owns the ring: it alone makes submissions and reaps completions, so the kernel can be told so
  * (SINGLE_ISSUER), completions are run when we ask and not by interrupting us (DEFER_TASKRUN), and the ring needs no
- * lock. Kernels without those flags get fewer; never SQPOLL, which burns a core and is not faster. A pass of the loop
- * is: under the daemon's lock judge what came back and take what may leave; outside it fill submissions and enter the
- * kernel once, for all of them and for at least one answer.
+ * lock. A pass of the loop is: under the daemon's lock judge what came back and take what may leave; outside it fill
+ * submissions and enter the kernel once, for all of them and for at least one answer.
  *
  * Other threads wake it by writing to an eventfd whose read is kept armed in the ring, and only when it sleeps although
  * there is something it could send: under load its own completions wake it and the doorbell stays silent.
- *
- * Registered files save a reference count per I/O. Registered buffers pin the arena, so they are tried only when
- * RLIMIT_MEMLOCK covers all of it; unregistered buffers are the ordinary case. At most 1 GiB fits one registration.
  */
 #define _GNU_SOURCE
-#include "internal.h"
+#include "ring.h"
 
 #include <errno.h>
-
-#ifndef FY_WITH_URING
-#define FY_WITH_URING 1
-#endif
-
-#if FY_WITH_URING
-
-#include <liburing.h>
-#include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 #include <sys/eventfd.h>
-#include <sys/resource.h>
-#include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
 
-#define BUFFER_SIZE (UINT64_C(1) << 30)
-#define BUFFERS_MAX 1024u
-#define BLOCKS_MAX (2 * FY__DEPTH_MAX)
-#define DOORBELL UINT64_MAX          /* user_data of the doorbell's read; blocks use their index */
-#define ENTER_FAILURES_MAX 2000u     /* in a row, a millisecond apart, before the ring is given up */
+#define DOORBELL UINT64_MAX      /* user_data of the doorbell's read; blocks use their index */
+#define ENTER_FAILURES_MAX 2000u /* in a row, a millisecond apart, before the ring is given up */
 #define ENTER_PAUSE_NS 1000000
-#define FEATURES_NEEDED (IORING_FEAT_NODROP | IORING_FEAT_RW_CUR_POS) /* 5.6: nothing lost, plain READ and WRITE */
-
-_Static_assert(FY__BLOCK_MAX <= BUFFER_SIZE, "an I/O crosses at most one boundary between registered buffers");
-
-struct completion {
-    uint32_t block;
-    int32_t result;
-};
-
-/* Owned by the ring thread, but for the fields of the handshake (under the lock). */
-struct fy__ring {
-    struct io_uring uring;
-    uint64_t doorbell_value;
-    bool doorbell_armed;
-    bool files_fixed;
-    uint32_t buffers_fixed;
-    uint32_t enter_failures;
-    bool with_kernel[BLOCKS_MAX];
-    struct completion completions[BLOCKS_MAX];
-    uint32_t completions_count;
-    struct fy__block *batch[BLOCKS_MAX];
-    struct iovec buffers[BUFFERS_MAX];
-    /* handshake */
-    pthread_cond_t started;
-    bool setup_done;
-    int setup_error;
-    char *note;
-    size_t note_size;
-};
-
-static void note_add(struct fy__ring *ring, const char *text)
-{
-    assert(!ring->setup_done); /* the note is the starting thread's from then on */
-    const size_t used = strlen(ring->note);
-    assert(used < ring->note_size);
-    (void)snprintf(ring->note + used, ring->note_size - used, "%s%s", used > 0 ? ", " : "", text);
-}
-
-static int try_flags(struct fy__ring *ring, unsigned entries, unsigned flags)
-{
-    assert(entries > 0);
-    assert(entries <= BLOCKS_MAX + 1);
-    const int refused = fy__system.ring_setup(flags);
-    if (refused != 0)
-        return refused;
-    struct io_uring_params params = {.flags = flags};
-    const int error = io_uring_queue_init_params(entries, &ring->uring, &params);
-    if (error != 0)
-        return error;
-    if ((params.features & FEATURES_NEEDED) != FEATURES_NEEDED) {
-        io_uring_queue_exit(&ring->uring);
-        return -ENOSYS;
-    }
-    return 0;
-}
-
-/* The ladder: each rung asks for less of the kernel. Only "I do not know these flags" (EINVAL) leads to the next. */
-static int ring_setup(struct fy__ring *ring, unsigned entries)
-{
-    static const struct {
-        unsigned flags;
-        const char *note;
-    } rungs[] = {
-        {IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN, "single issuer, deferred task work"},
-        {IORING_SETUP_COOP_TASKRUN, "cooperative task work (the kernel has no deferred task work)"},
-        {0, "plain ring (the kernel has no cooperative task work)"},
-    };
-    int error = -EINVAL;
-    for (size_t i = 0; i < sizeof rungs / sizeof rungs[0] && error == -EINVAL; i++) {
-        error = try_flags(ring, entries, rungs[i].flags);
-        if (error == 0)
-            note_add(ring, rungs[i].note);
-    }
-    return error;
-}
-
-static void register_files(const fy_daemon *daemon, struct fy__ring *ring)
-{
-    assert(daemon->store->count > 0);
-    assert(daemon->store->count <= FY_MAX_DIRECTORIES);
-    const uint32_t count = daemon->store->count + daemon->store->sources;
-    int fds[FY_MAX_DIRECTORIES + FY_MAX_SOURCES];
-    for (uint32_t i = 0; i < count; i++)
-        fds[i] = daemon->store->files[i].fd;
-    ring->files_fixed = io_uring_register_files(&ring->uring, fds, count) == 0;
-    note_add(ring, ring->files_fixed ? "registered files" : "unregistered files (refused by the kernel)");
-}
-
-static void register_buffers(const fy_daemon *daemon, struct fy__ring *ring)
-{
-    assert(ring->buffers_fixed == 0);
-    const uint64_t size = daemon->arena->size;
-    char text[128];
-    struct rlimit limit;
-    if (getrlimit(RLIMIT_MEMLOCK, &limit) != 0)
-        limit.rlim_cur = 0;
-    const uint64_t count = (size + BUFFER_SIZE - 1) / BUFFER_SIZE;
-    if (size > limit.rlim_cur || count > BUFFERS_MAX) {
-        (void)snprintf(text, sizeof text, "unregistered buffers (arena of %llu MiB, RLIMIT_MEMLOCK %llu MiB)",
-                       (unsigned long long)(size >> 20), (unsigned long long)(limit.rlim_cur >> 20));
-        note_add(ring, text);
-        return;
-    }
-    for (uint64_t i = 0; i < count; i++) {
-        const uint64_t left = size - i * BUFFER_SIZE;
-        ring->buffers[i] = (struct iovec){
-            .iov_base = daemon->arena->base + i * BUFFER_SIZE,
-            .iov_len = (size_t)(left < BUFFER_SIZE ? left : BUFFER_SIZE),
-        };
-    }
-    const int error = io_uring_register_buffers(&ring->uring, ring->buffers, (unsigned)count);
-    ring->buffers_fixed = error == 0 ? (uint32_t)count : 0;
-    (void)snprintf(text, sizeof text, error == 0 ? "registered buffers" : "unregistered buffers (refused: errno %d)",
-                   -error);
-    note_add(ring, text);
-}
 
 static struct io_uring_sqe *next_sqe(struct fy__ring *ring)
 {
@@ -172,8 +37,8 @@ static void submit_block(const fy_daemon *daemon, struct fy__ring *ring, const s
     const uint64_t at = block->arena + block->done;
     const unsigned size = (unsigned)fy__whole_pages(block->wanted - block->done);
     const uint64_t offset = block->offset + block->done;
-    const uint64_t buffer = at / BUFFER_SIZE;
-    const bool fixed = ring->buffers_fixed > 0 && (at + size - 1) / BUFFER_SIZE == buffer;
+    const uint64_t buffer = at / FY__RING_BUFFER;
+    const bool fixed = ring->buffers_fixed > 0 && (at + size - 1) / FY__RING_BUFFER == buffer;
     const int fd = ring->files_fixed ? (int)block->file : daemon->store->files[block->file].fd;
     void *data = daemon->arena->base + at;
     assert(size % FY__PAGE == 0);
@@ -215,12 +80,12 @@ static void collect(const fy_daemon *daemon, struct fy__ring *ring)
             ring->doorbell_armed = false; /* whatever its result: it is armed again and rings again */
             continue;
         }
-        assert(data < BLOCKS_MAX);
+        assert(data < FY__RING_BLOCKS_MAX);
         assert(ring->with_kernel[data]);
-        assert(ring->completions_count < BLOCKS_MAX);
+        assert(ring->completions_count < FY__RING_BLOCKS_MAX);
         const struct fy__block *block = &daemon->blocks[data];
         ring->with_kernel[data] = false;
-        ring->completions[ring->completions_count++] = (struct completion){
+        ring->completions[ring->completions_count++] = (struct fy__completion){
             .block = (uint32_t)data,
             .result = fy__system.ring_result(block->operation, cqe->res, (uint32_t)(block->wanted - block->done)),
         };
@@ -256,11 +121,11 @@ static bool enter(struct fy__ring *ring, int *error)
 static uint32_t exchange(fy_daemon *daemon, struct fy__ring *ring)
 {
     assert(daemon->locked);
-    assert(ring->completions_count <= BLOCKS_MAX);
+    assert(ring->completions_count <= FY__RING_BLOCKS_MAX);
     for (uint32_t i = 0; i < ring->completions_count; i++) {
         const uint32_t next = i + fy__system.ring_next(ring->completions_count - i);
         assert(next < ring->completions_count);
-        const struct completion completion = ring->completions[next];
+        const struct fy__completion completion = ring->completions[next];
         ring->completions[next] = ring->completions[i];
         fy__queue_finish(daemon, &daemon->blocks[completion.block], completion.result);
     }
@@ -269,7 +134,7 @@ static uint32_t exchange(fy_daemon *daemon, struct fy__ring *ring)
     for (uint32_t channel = 0; channel < 2; channel++) {
         struct fy__block *block = fy__queue_take(daemon, channel);
         while (block != NULL) { /* the channel's bound ends it */
-            assert(count < BLOCKS_MAX);
+            assert(count < FY__RING_BLOCKS_MAX);
             ring->batch[count++] = block;
             block = fy__queue_take(daemon, channel);
         }
@@ -285,9 +150,9 @@ static void refuse_everything(fy_daemon *daemon, struct fy__ring *ring, int erro
     assert(error < 0);
     io_uring_queue_exit(&ring->uring);
     fy__lock(daemon);
-    for (uint32_t i = 0; i < BLOCKS_MAX; i++) {
+    for (uint32_t i = 0; i < FY__RING_BLOCKS_MAX; i++) {
         if (ring->with_kernel[i])
-            ring->completions[ring->completions_count++] = (struct completion){.block = i, .result = -EIO};
+            ring->completions[ring->completions_count++] = (struct fy__completion){.block = i, .result = -EIO};
         ring->with_kernel[i] = false;
     }
     while (!daemon->closing) { /* until stop */
@@ -338,14 +203,7 @@ static void *ring_thread(void *argument)
     fy_daemon *daemon = argument;
     struct fy__ring *ring = daemon->ring;
     assert(ring != NULL);
-    const unsigned entries = daemon->options.read_depth + daemon->options.write_depth + 1;
-    const int error = ring_setup(ring, entries);
-    if (error == 0) {
-        (void)io_uring_ring_dontfork(&ring->uring);      /* a child may not call us anyway */
-        (void)io_uring_register_ring_fd(&ring->uring);   /* saves a descriptor lookup; older kernels lack it */
-        register_files(daemon, ring);
-        register_buffers(daemon, ring);
-    }
+    const int error = fy__ring_setup(daemon, ring);
     fy__lock(daemon);
     ring->setup_done = true;
     ring->setup_error = error;
@@ -419,21 +277,3 @@ void fy__ring_destroy(fy_daemon *daemon)
     daemon->ring = NULL;
     daemon->doorbell = -1;
 }
-
-#else /* built without io_uring */
-
-#include <stdio.h>
-
-int fy__ring_start(fy_daemon *daemon, char *note, size_t note_size)
-{
-    assert(daemon->ring == NULL);
-    (void)snprintf(note, note_size, "%s", "built without io_uring");
-    return -ENOSYS;
-}
-
-void fy__ring_destroy(fy_daemon *daemon)
-{
-    assert(daemon->ring == NULL);
-}
-
-#endif

@@ -1,6 +1,7 @@
 /*
- * update_check.c - whether an update may be accepted: its spans lie in the arena and on the store, and apart from the scratch.
- * Runs in the thread that asks, without the daemon's lock.
+ * update_check.c - whether an update may be accepted: its spans lie in the arena and on the store, apart from the scratch and,
+ * in the arena, from each other: the kernels are compiled as if nothing overlapped. Runs in the thread that asks, without the
+ * daemon's lock.
  */
 #include "update.h"
 
@@ -10,10 +11,8 @@ static bool arena_span_good(const fy_daemon *daemon, uint64_t offset, uint64_t s
 {
     assert(size > 0);
     assert(unit > 0);
-    const uint64_t scratch = daemon->options.scratch_offset;
-    if (offset % unit != 0 || !fy__inside(offset, size, daemon->arena->size))
-        return false;
-    return offset + size <= scratch || offset >= scratch + daemon->options.scratch_size;
+    return offset % unit == 0 && fy__inside(offset, size, daemon->arena->size) &&
+           !fy__overlap(offset, size, daemon->options.scratch_offset, daemon->options.scratch_size);
 }
 
 static bool store_span_good(const fy_daemon *daemon, uint64_t offset, uint64_t size)
@@ -38,8 +37,28 @@ static bool home_good(const fy_daemon *daemon, const fy_home *home, uint64_t siz
     if (has_target && !store_span_good(daemon, home->target, size))
         return false;
     /* In place or apart: in place a chunk is read before it is written, and no other chunk touches it. */
-    return !has_source || home->source == home->target || home->source + size <= home->target ||
-           home->target + size <= home->source;
+    return !has_source || home->source == home->target || !fy__overlap(home->source, size, home->target, size);
+}
+
+/* The arena spans of an update, each found to be inside: weights and whichever tensors rest there. */
+static bool apart(const fy_update *update)
+{
+    uint64_t offsets[TENSORS + 1] = {update->weights};
+    uint64_t sizes[TENSORS + 1] = {update->params * weight_bytes(update)};
+    uint32_t count = 1;
+    for (uint32_t i = 0; i < TENSORS; i++) {
+        const struct tensor tensor = tensor_of(update, i);
+        if (!tensor.used || tensor.home.arena == FY_NOWHERE)
+            continue;
+        const uint64_t size = tensor_bytes(update, &tensor, update->params);
+        for (uint32_t k = 0; k < count; k++) {
+            if (fy__overlap(tensor.home.arena, size, offsets[k], sizes[k]))
+                return false;
+        }
+        offsets[count] = tensor.home.arena;
+        sizes[count++] = size;
+    }
+    return true;
 }
 
 int fy__update_check(const fy_daemon *daemon, const fy_update *update, const fy_segment *segments)
@@ -72,5 +91,5 @@ int fy__update_check(const fy_daemon *daemon, const fy_update *update, const fy_
         if (tensor.used && !home_good(daemon, &tensor.home, tensor_bytes(update, &tensor, update->params)))
             return -EINVAL;
     }
-    return 0;
+    return apart(update) ? 0 : -EINVAL;
 }

@@ -37,14 +37,33 @@ static void momentum_lost(fy_update *u) { u->momentum.target = FY_NOWHERE; }
 static void momentum_in_place(fy_update *u) { u->momentum.target = u->momentum.source; }
 static void momentum_half_in_place(fy_update *u) { u->momentum.target = u->momentum.source + FY__PAGE; }
 static void momentum_twice(fy_update *u) { u->momentum.arena = M * EXTENT; }
+static void variance_over_weights(fy_update *u) { u->variance.arena = u->weights; }
+static void gradients_over_variance(fy_update *u) { u->gradients = u->variance.arena + FY__PAGE; }
 static void segments_missing(fy_update *u) { u->params = 30720; } /* the segments reach beyond */
+
+static int update_with_segment(fy_segment segment)
+{
+    static const struct stage stage = {.momentum = HOME_ARENA, .variance = HOME_ARENA};
+    fy_update update = stage_update(&stage, 1, 0);
+    fy_ticket ticket = 0;
+    update.segment_count = 1;
+    return fy_submit_update(daemon_now, &update, &segment, &ticket);
+}
+
+static void segments_refused(void)
+{
+    CHECK_EQUAL(update_with_segment((fy_segment){.count = PARAMS + 1}), -EINVAL);
+    CHECK_EQUAL(update_with_segment((fy_segment){.first = PARAMS, .count = 1}), -EINVAL);
+    CHECK_EQUAL(update_with_segment((fy_segment){.count = 1, .flags = 2}), -EINVAL);
+    CHECK_EQUAL(update_with_segment((fy_segment){.count = 1, .reserved = 1}), -EINVAL);
+}
 
 static void updates_refused(void)
 {
     static void (*const wrong[])(fy_update *) = {
         no_params, odd_params, huge_params, step_zero, dtype_unknown, weights_outside, weights_in_scratch,
         weights_unaligned, target_outside, target_unaligned, gradients_nowhere, gradients_twice, momentum_lost,
-        momentum_half_in_place, momentum_twice, segments_missing};
+        momentum_half_in_place, momentum_twice, variance_over_weights, gradients_over_variance, segments_missing};
     CHECK_EQUAL(update_with(as_it_is), 0);
     CHECK_EQUAL(update_with(momentum_in_place), 0);
     for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; i++)
@@ -72,7 +91,7 @@ static void spans_refused(fy_daemon *daemon, uint64_t arena_size, uint64_t store
 static void options_refused(fy_arena *arena, fy_store *store)
 {
     const fy_options good = update_options(FY_BACKEND_THREADS, 1, 16384, 2);
-    for (uint32_t wrong = 1; wrong <= 10; wrong++) {
+    for (uint32_t wrong = 1; wrong <= 11; wrong++) {
         fy_options options = good;
         switch (wrong) {
         case 1: options.backend = 3; break;
@@ -84,7 +103,8 @@ static void options_refused(fy_arena *arena, fy_store *store)
         case 7: options.block_size = 1000; break;
         case 8: options.scratch_offset = 64; break;
         case 9: options.scratch_size = fy_scratch_size(16384, 1); break;
-        default: options.flags = 4; break;
+        case 10: options.flags = 4; break;
+        default: options.reserved = 1; break;
         }
         fy_daemon *daemon = NULL;
         fy_failure why;
@@ -109,6 +129,7 @@ int main(void)
     CHECK_EQUAL(fy_daemon_counters(daemon, &counters), 0);
     CHECK_EQUAL(counters.read_bytes + counters.written_bytes + counters.in_flight + counters.queued, 0);
     updates_refused();
+    segments_refused();
     testing_close(daemon, arena, store);
     return 0;
 }

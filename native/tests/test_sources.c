@@ -149,6 +149,49 @@ static void other_length(uint32_t backend, uint64_t length, int expected)
     testing_close(daemon, arena, store);
 }
 
+static atomic_bool grows;
+
+/* The first read comes back with less than a page, and the file is longer when the page is asked for again. */
+static bool grown_now(void)
+{
+    if (!atomic_exchange(&grows, false))
+        return false;
+    write_source(0, LARGEST);
+    return true;
+}
+
+static ssize_t growing_pread(int fd, void *data, size_t size, off_t offset)
+{
+    return grown_now() ? SLIVER : testing_pread(fd, data, size, offset);
+}
+
+static int32_t growing_result(uint32_t operation, int32_t result, uint32_t wanted)
+{
+    return grown_now() ? SLIVER : testing_ring_result(operation, result, wanted);
+}
+
+/* What a file has gained is found, and stays within the page that was asked for. */
+static void grown_while_read_again(uint32_t backend)
+{
+    fy_arena *arena = testing_arena(LARGEST);
+    fy_store *store = store_with_sources();
+    unsigned char *base = fy_arena_base(arena);
+    fy__system.pread = growing_pread;
+    fy__system.ring_result = growing_result;
+    const fy_options options = testing_options(backend);
+    fy_daemon *daemon = testing_daemon(&options, arena, store);
+    memset(base, STALE, LARGEST);
+    atomic_store(&grows, true);
+    const uint64_t last = PAGES(FIRST) - FY__PAGE;
+    CHECK_EQUAL(testing_read(daemon, 0, FY_SOURCES_AT + last, FY__PAGE, NULL), -ESTALE);
+    CHECK(!atomic_load(&grows));
+    for (uint64_t i = FY__PAGE; i < LARGEST; i++)
+        CHECK_EQUAL(base[i], STALE);
+    testing_close(daemon, arena, store);
+    fy__system.pread = testing_pread;
+    fy__system.ring_result = testing_ring_result;
+}
+
 static void not_as_said(void)
 {
     const uint32_t descriptors = testing_descriptors();
@@ -201,6 +244,7 @@ int main(void)
         failing_calls(*backend);
         other_length(*backend, FIRST - FY__PAGE, -ENODATA);
         other_length(*backend, FIRST + 7, -ESTALE);
+        grown_while_read_again(*backend);
     }
     not_as_said();
     changed_later();

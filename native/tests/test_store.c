@@ -198,6 +198,8 @@ static void wrong_arguments(void)
     CHECK_EQUAL(fy_store_open(paths, FY_MAX_DIRECTORIES + 1, 4096, 4096, FY_STORE_CREATE, &store, &why), -EINVAL);
     CHECK_EQUAL(fy_store_open(paths, 1, 512, 4096, FY_STORE_CREATE, &store, &why), -EINVAL);
     CHECK_EQUAL(fy_store_open(paths, 1, 4096, 100, FY_STORE_CREATE, &store, &why), -EINVAL);
+    CHECK_EQUAL(fy_store_open(paths, 1, 4096, 4096, FY_STORE_CREATE | 8, &store, &why), -EINVAL); /* no such flag */
+    CHECK_EQUAL(fy_store_sync(NULL, &why), -EINVAL);
     CHECK_EQUAL(fy_store_open(paths, 2, 4096, 8192, FY_STORE_CREATE, &store, &why), -EBUSY); /* the same file twice */
     CHECK_EQUAL(why.file, 1);
     const char *const folder[1] = {"/"};
