@@ -79,8 +79,6 @@ def examine(folder: Path) -> Iterator[Check]:
     yield _package("transformers")
     yield from _gpu()
     yield _extension()
-    refusal = drives.io_uring_refusal()
-    yield Check("io_uring", refusal or "usable", "threads are used instead; they take more CPU" if refusal else "")
     yield from _memory()
     yield from _drive(folder)
     if probe.is_wsl():
@@ -215,25 +213,32 @@ def _drive(folder: Path) -> Iterator[Check]:
     free = probe.free_space(place)
     remedy = "little space: use another folder (--dir, FUYOU_OFFLOAD_DIR); `fuyou clean` frees old stores"
     yield Check("free space", gb(free), remedy if free < _ROOM else "")
-    yield from _direct_io(place)
+    yield from _store_io(place)
     yield from _drives(place)
 
 
-def _direct_io(place: Path) -> Iterator[Check]:
-    """Opens a small store there, as a run would."""
+def _store_io(place: Path) -> Iterator[Check]:
+    """Opens a small store there and starts a daemon, as a run would."""
     try:
-        opened = importlib.import_module("fuyou_cli.swap.store").Store.open
+        arena, daemon, store = (importlib.import_module(f"fuyou_cli.swap.{name}") for name in ("arena", "daemon", "store"))
     except (FuyouError, ImportError, OSError):  # `_extension` reports it
         return
     remedy = "use a folder on a local drive (ext4 or xfs)"
     try:
-        with scratch_folder(place) as inside, opened([inside / "store.bin"], stripe=MiB, size=MiB, create=True) as store:
-            direct = store.direct
+        with (
+            scratch_folder(place) as inside,
+            arena.Arena(MiB) as memory,
+            store.Store.open([inside / "store.bin"], stripe=MiB, size=MiB, create=True) as opened,
+            daemon.SwapDaemon(memory, opened, daemon.DaemonOptions(update_threads=0)) as running,
+        ):
+            direct, backend, description = opened.direct, running.backend, running.description
     except FuyouError as error:
         yield Check("O_DIRECT", error.message, remedy, is_problem=True)
         return
     refused = "the file system refuses it: the page cache is used"
     yield Check("O_DIRECT", "works") if direct else Check("O_DIRECT", refused, remedy)
+    refusal = drives.io_uring_refusal() or "this build or this process cannot use it"
+    yield Check("store I/O", description, "" if backend == "io_uring" else f"threads take more CPU; io_uring: {refusal}")
 
 
 def _drives(place: Path, sysfs: Path = Path("/sys")) -> Iterator[Check]:

@@ -177,11 +177,36 @@ def test_wsl_is_recognised_by_its_kernel(tmp_path):
 
 
 def test_direct_io_is_tried_and_leaves_nothing(tmp_path):
-    (check,) = doctor._direct_io(tmp_path)
-    assert check.status in ("ok", "note") and ("works" in check.found or "refuses" in check.found)
+    direct, io = doctor._store_io(tmp_path)
+    assert direct.status in ("ok", "note") and ("works" in direct.found or "refuses" in direct.found)
+    assert (io.status, io.found.split()[0]) in (("ok", "io_uring:"), ("note", "threads"))
     assert list(tmp_path.iterdir()) == []
-    (check,) = doctor._direct_io(Path("/proc"))
+    (check,) = doctor._store_io(Path("/proc"))
     assert check.status == "problem" and "cannot write to /proc" in check.found
+
+
+# A seccomp filter as containers have it: the system call 425 (io_uring_setup) fails with EPERM.
+FORBIDDEN = """
+import ctypes, json, struct, sys
+from pathlib import Path
+from fuyou_cli.cli import doctor
+load, jump, give = (0x20, 0, 0, 0), (0x15, 0, 1, 425), 0x06
+code = b"".join(struct.pack("HBBI", *one) for one in (load, jump, (give, 0, 0, 0x50001), (give, 0, 0, 0x7FFF0000)))
+program = struct.pack("HxxxxxxQ", 4, ctypes.addressof(kept := ctypes.create_string_buffer(code)))
+prctl = ctypes.CDLL(None).prctl
+if prctl(38, 1, 0, 0, 0) or prctl(22, 2, ctypes.c_char_p(program)):
+    sys.exit(77)
+print(json.dumps([check.as_dict() for check in doctor._store_io(Path(sys.argv[1]))][-1]))
+"""
+
+
+def test_doctor_where_io_uring_is_forbidden(tmp_path):
+    done = subprocess.run([sys.executable, "-c", FORBIDDEN, tmp_path], capture_output=True, text=True, check=False)
+    if done.returncode == 77:
+        pytest.skip("this machine forbids seccomp filters")
+    check = json.loads(done.stdout)
+    assert check["status"] == "note" and check["found"].startswith("threads (io_uring refused: errno 1, not permitted")
+    assert "threads take more CPU; io_uring: forbidden" in check["advice"]
 
 
 def test_a_partition_leads_to_its_drive(tmp_path):
@@ -213,12 +238,12 @@ def test_doctor_as_lines_and_as_json(fuyou, tmp_path):
         "torch",
         "transformers",
         "native extension",
-        "io_uring",
         "ram",
         "pinned memory",
         "store folder",
         "free space",
         "O_DIRECT",
+        "store I/O",
         "drive",
     ):
         assert name in names
