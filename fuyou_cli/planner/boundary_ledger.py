@@ -20,7 +20,7 @@ Wait = Callable[[Callable[[], bool], str], None]
 
 
 @dataclass(slots=True)
-class _Kept:
+class KeptBoundary:
     size: int
     span: Span | None  # None: on the ssd only, or on the device
     sealed: bool = False  # the boundary was complete
@@ -35,12 +35,12 @@ class BoundaryLedger:
     def __init__(self, *, plan: Plan, transfers: Transfers) -> None:
         self.plan, self.transfers = plan, transfers
         self.free = list(plan.boundary_slots)
-        self.kept: dict[int, _Kept] = {}
-        self._moving: set[int] = set()
+        self.kept: dict[int, KeptBoundary] = {}
+        self.moving: set[int] = set()
 
     def advance(self) -> None:
         """Notices finished transfers. A boundary that was written frees its slot. Never waits."""
-        for stage in sorted(self._moving):
+        for stage in sorted(self.moving):
             kept = self.kept[stage]
             if kept.write is not None and self.transfers.poll(kept.write) is not None:
                 kept.write = None
@@ -50,7 +50,7 @@ class BoundaryLedger:
             if kept.read is not None and self.transfers.poll(kept.read) is not None:
                 kept.read = None
             if kept.write is None and kept.read is None:
-                self._moving.discard(stage)
+                self.moving.discard(stage)
 
     def room(self, stage: int, wait_until: Wait) -> Span | None:
         """Returns where the boundary goes: to its home in RAM, or into a slot. None: it stays on the device."""
@@ -62,14 +62,14 @@ class BoundaryLedger:
 
     def stashed(self, stage: int, span: Span | None, size: int) -> None:
         """Notes that the boundary's `size` bytes belong in `span`. The bytes are there when `seal` is called."""
-        self.kept[stage] = _Kept(size=align_up(size, _ALIGN), span=span)
+        self.kept[stage] = KeptBoundary(size=align_up(size, _ALIGN), span=span)
 
     def seal(self, stage: int) -> None:
         """Notes that the boundary is complete. Starts writing it if its home is on the ssd."""
         plan, kept = self.plan.stages[stage], self.kept[stage]
         kept.sealed = True
         if plan.boundary_extent is not None:
-            self._moving.add(stage)
+            self.moving.add(stage)
             kept.write = self.transfers.write(
                 self.where(stage).offset, plan.boundary_extent.offset, kept.size, priority=_WRITE_PRIORITY, label=stage
             )
@@ -86,7 +86,7 @@ class BoundaryLedger:
         if not self.free:
             return False
         kept.span = self.free.pop()
-        self._moving.add(stage)
+        self.moving.add(stage)
         kept.read = self.transfers.read(kept.span.offset, extent.offset, kept.size, priority=_READ_PRIORITY, label=stage)
         return True
 

@@ -114,22 +114,20 @@ def timed_plan(model: ModelSpec, hardware: HardwareProfile, plan: Plan, *, chose
     """Returns the plan with simulated times: averages over the steps from one commit to the next. `chosen`: the planner chooses
     the interval now, from the time of a step. `step`: the simulated step of this plan, if it is known."""
     schedule, resting = plan_schedule(model, plan), resting_in_ram(plan)
+    costs = Costs.of(model, hardware, plan)
     if chosen and not _has_states_in_ram(plan):
-        plan, chosen = with_interval(Costs.of(model, hardware, plan), plan, schedule, 1), False
+        plan, chosen = with_interval(costs, plan, schedule, 1), False
     if not resting or (not chosen and plan.commit_every in (None, 1)):
-        return _told(plan, step or simulate(model, hardware, plan, schedule), commit=0.0)
-    if step is None or plan.commit_every == 1:
-        plain = simulate(model, hardware, replace(plan, commit_every=None), schedule)
-    else:
-        plain = step
-    commit = _seconds_of_a_commit(model, hardware, plan, schedule, plain)
+        return _told(plan, step or _simulated(costs, plan, schedule), commit=0.0)
+    known = None if plan.commit_every == 1 else step
+    plain = known or _simulated(costs, replace(plan, commit_every=None), schedule)
+    commit = _seconds_of_a_commit(costs, plan, schedule, plain)
     if not chosen:
         return _told(plan, plain, commit=commit)
-    costs = Costs.of(model, hardware, plan)
     every = least_interval(step=plain.step_seconds, commit=commit, written=plain.written, resting=resting)
     if every == 1:
         plan = with_interval(costs, plan, schedule, 1)
-        each = simulate(model, hardware, plan, schedule)
+        each = _simulated(costs, plan, schedule)
         if each.step_seconds * (1 - MOST_TIME) <= plain.step_seconds:
             return _told(plan, each, commit=0.0)
         every = 2  # what one commit leaves to be written slows the next one down
@@ -148,8 +146,12 @@ def _told(plan: Plan, step: Timeline, *, commit: float) -> Plan:
     return replace(plan, predicted=predicted)
 
 
-def _seconds_of_a_commit(model: ModelSpec, hardware: HardwareProfile, plan: Plan, schedule: Schedule, plain: Timeline) -> float:
+def _simulated(costs: Costs, plan: Plan, schedule: Schedule, *, steps: int = STEPS, commits: bool = False) -> Timeline:
+    return simulate(costs.model, costs.hardware, plan, schedule, costs=costs, steps=steps, commits=commits, jobs=False)
+
+
+def _seconds_of_a_commit(costs: Costs, plan: Plan, schedule: Schedule, plain: Timeline) -> float:
     """Returns the seconds that one commit adds to its own step and the steps after it. `plain`: a step without a commit."""
     once = replace(plan, commit_every=STEPS + 1)
-    after = simulate(model, hardware, once, schedule, steps=STEPS + _SETTLING, commits=True)
+    after = _simulated(costs, once, schedule, steps=STEPS + _SETTLING, commits=True)
     return max(0.0, after.end - plain.end - _SETTLING * plain.step_seconds)

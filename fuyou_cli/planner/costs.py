@@ -52,6 +52,8 @@ class Costs:
     sweeps: int = 1
     # Cache: speeds of jobs that run at once.
     speeds: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    # Cache: what visits of simulations do (`repeats`).
+    repeats: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
     # Cache: seconds of visits and updates.
     _known: dict[Hashable, float] = field(default_factory=dict, init=False, compare=False, repr=False)
 

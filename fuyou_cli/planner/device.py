@@ -49,7 +49,7 @@ def decode_scratch(at_once: int) -> int:
 
 
 @dataclass(slots=True)
-class _There:
+class There:
     generation: int
     ticket: int  # the copy's ticket
 
@@ -61,12 +61,25 @@ class DeviceSide:
         self.model = model
         self._at_home = {stage.stage for stage in stages if stage.weights == "gpu"}
         self._updated_there = {stage.stage for stage in stages if stage.updated_there}
-        self._there: dict[int, _There] = {}  # streamed stages, in the order of their last use
+        self.resting: dict[int, There] = {}  # of stages with a home there, those that were copied
+        self.streamed: dict[int, There] = {}  # of other stages, in the order of their last use
 
     @property
     def held(self) -> set[int]:
         """Returns the stages whose weights take device memory: those with a home there, and those streamed now."""
-        return self._at_home | self._there.keys()
+        return self._at_home | self.streamed.keys()
+
+    def there(self, stage: int) -> There | None:
+        """Returns what of a stage's weights is on the device."""
+        return self.streamed.get(stage) or self.resting.get(stage)
+
+    def put(self, stage: int, there: There | None) -> None:
+        """Notes what of a stage's weights is on the device; a streamed stage keeps its place in the order."""
+        weights = self.resting if stage in self._at_home else self.streamed
+        if there is None:
+            weights.pop(stage, None)
+        else:
+            weights[stage] = there
 
     def upload(self, owner: int, generation: int, begin: Callable[[], int]) -> int | None:
         """Makes sure that the weights of `owner` are on the device. Returns the ticket of their copy. Returns None for a stage
@@ -77,13 +90,13 @@ class DeviceSide:
         """
         if self.model.stages[owner].params == 0 or owner in self._updated_there:
             return None
-        there = self._there.pop(owner, None)
+        weights = self.resting if owner in self._at_home else self.streamed
+        there = weights.pop(owner, None)
         if there is None or there.generation != generation:
-            there = _There(generation, begin())
-        self._there[owner] = there
-        streamed = [stage for stage in self._there if stage not in self._at_home]
-        for stage in streamed[:-WEIGHTS_ON_DEVICE]:
-            del self._there[stage]
+            there = There(generation, begin())
+        weights[owner] = there
+        if len(self.streamed) > WEIGHTS_ON_DEVICE:
+            del self.streamed[next(iter(self.streamed))]
         return there.ticket
 
 

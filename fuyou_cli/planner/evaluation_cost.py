@@ -39,7 +39,7 @@ def evaluation_cost(
 ) -> EvaluationCost:
     """Prices evaluations of sets of so many `rows` each. `run_seconds`: of the steps left."""
     alone = replace(plan, stages=tuple(replace(stage, deferred=False) for stage in plan.stages))  # its step pays an update
-    simulated = simulate(model, hardware, alone, evaluation_schedule(model, alone), steps=_PASSES)
+    simulated = simulate(model, hardware, alone, evaluation_schedule(model, alone), steps=_PASSES, jobs=False)
     at_once, seconds = plan.group.batch_size, simulated.step_seconds
     cost = EvaluationCost(pass_rows=at_once, pass_seconds=seconds, pass_read=simulated.read, times=times)
     if rows is None:

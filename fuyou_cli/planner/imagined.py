@@ -53,9 +53,14 @@ class Imagined:
         self.device = DeviceSide(model, plan.stages) if plan.device != "cpu" else None
         self.moved_in, self.moved_out = 0, 0  # bytes read from the store, and written
         self.asked: list[Asked] = []
-        self.after: list[tuple[int, Callable[[], None]]] = []  # downloads under way, and what to do after each
-        self._sums_up: dict[int, int] = {}  # tickets of sums that are uploaded to continue there
+        # Downloads of gradients under way: ticket, stage, and whether the sum then rests.
+        self.after: list[tuple[int, int, bool]] = []
+        self.sums_up: dict[int, int] = {}  # tickets of sums that are uploaded to continue there
+        self.waits: list[tuple[str, int, int]] = []  # noted: why compute waited, from which advance of the clock to which
         self._state_bytes = state_bytes
+        # What all visits depend on, beside the classes of stages and visits (`scenes`), where the costs are the same.
+        self.setting: tuple[object, ...] = (plan.lookahead, len(schedule.visits) < _MANY_VISITS, plan.batch_on_device)
+        self.setting += (plan.store_mode, state_bytes, batch_on_device, commits, plan.commit_every)
         if not commits and plan.commit_every != 1:
             self.residency.commits.every = None
         # Micro-batches at each end of a visit whose copies nothing hides.
@@ -132,16 +137,27 @@ class Imagined:
         self.machine.advance()
 
     def wait(self, done: Callable[[], bool], cause: str) -> None:
-        begin = self.machine.now
+        begin, place = self.machine.now, self._place
         while not done():
             self.pass_time()
             self.tick()
+        self._stalled(cause, begin, place)
+
+    @property
+    def _place(self) -> int:
+        """Returns how often the clock has advanced since notes are taken."""
+        return len(self.machine.noted or ())
+
+    def _stalled(self, cause: str, begin: float, place: int) -> None:
+        """Notes that compute has waited since `begin`, when the clock had advanced `place` times."""
         self.residency.stalled(cause, self.machine.now - begin)
+        if self.machine.noted is not None and self._place > place:
+            self.waits.append((cause, place, self._place))
 
     # ---- one visit -------------------------------------------------------------------------------------------------
 
-    def visit(self, *, update: Callable[[int], None]) -> Visit:
-        """Runs the next visit as the executor does. Calls `update` with each stage whose gradients are complete."""
+    def visit(self) -> Visit:
+        """Runs the next visit as the executor does."""
         visit = self.lookahead.enter(self._stash)
         if visit.take:
             self.boundaries.ready(visit.stage, self.residency.wait_until)
@@ -153,7 +169,7 @@ class Imagined:
                 self._wait_for_sum(total)
         if self.device is not None and visit.owner is not None:
             self._wait_for_upload(visit.owner)
-        up, down = self._crossing(visit)
+        up, down = self.crossing(visit)
         first = self._begin_copies(visit, up=up * self._unhidden)
         self.lookahead.on_device()
         self._compute(visit, first, up=up, down=down)
@@ -162,14 +178,14 @@ class Imagined:
         if visit.take:
             self.boundaries.drop(visit.stage)
         if summed and not self._stays(visit):
-            self._close_sum(visit, total, update)
+            self._close_sum(visit, total)
         self.residency.release(visit)
         self.tick()
         return visit
 
     def _stash(self, visit: Visit) -> None:
         span = self.boundaries.room(visit.stage, self.residency.wait_until)
-        self.boundaries.stashed(visit.stage, span, self._kept_bytes(visit.stage))
+        self.boundaries.stashed(visit.stage, span, self.kept_bytes(visit.stage))
         if self._seals_at_once(visit.stage):
             self.boundaries.seal(visit.stage)
 
@@ -183,33 +199,30 @@ class Imagined:
         self.residency.advance()
         self.boundaries.advance()
         while self.after and self.machine.collect(self.after[0][0]):
-            self.after.pop(0)[1]()
+            _, stage, rests = self.after.pop(0)
+            self._hand_over(stage, rests=rests)
+            self.residency.let_go(self.residency.records[stage])
         self.lookahead.advance(self._begin_upload)
 
     def _stays(self, visit: Visit) -> bool:
         """Tells whether the sum stays on the device: a tied head that is not cut continues it in the embedding's backward."""
         return visit.phase == "head" and self.model.tied_head and not self.model.head_is_cut
 
-    def _close_sum(self, visit: Visit, total: int, update: Callable[[int], None]) -> None:
-        def handed_over() -> None:
-            if visit.rest:
-                self.residency.rest_gradients(total)
-            else:
-                update(total)
+    def _hand_over(self, stage: int, *, rests: bool) -> None:
+        """Sends a sum of gradients to its home, or begins the update."""
+        if rests or self.plan.stages[stage].deferred:
+            self.residency.rest_gradients(stage)
+        else:
+            self.residency.update_now(stage, True)
 
+    def _close_sum(self, visit: Visit, total: int) -> None:
         if self.device is None or self.plan.stages[total].updated_there:
-            handed_over()
+            self._hand_over(total, rests=visit.rest)
             return
-        record = self.residency.records[total]
-        self.residency.hold(record)  # as in a run: the update that follows uses the host's weights
-
-        def arrived() -> None:
-            handed_over()
-            self.residency.let_go(record)
-
+        self.residency.hold(self.residency.records[total])  # as in a run: the update that follows uses the host's weights
         size = self.model.stages[total].gradient_bytes(self.plan.numerics.accumulate_dtype)
         ticket = self.machine.submit((("d2h", size),), what="gradients", stage=total, priority=BULK_PRIORITY)
-        self.after.append((ticket, arrived))
+        self.after.append((ticket, total, visit.rest))
         if len(self.after) > 1:  # the next sum needs the span of the oldest download
             first = self.after[0]
             self.residency.wait_until(lambda: first not in self.after, GRADIENTS_ACROSS)
@@ -243,7 +256,7 @@ class Imagined:
         for copy in copies:
             self.machine.collect(copy)
 
-    def _crossing(self, visit: Visit) -> tuple[float, float]:
+    def crossing(self, visit: Visit) -> tuple[float, float]:
         """Returns the bytes that one micro-batch copies to the device and back: boundaries and kept outputs."""
         if self.device is None:
             return 0.0, 0.0
@@ -262,10 +275,10 @@ class Imagined:
 
     def _stand_still(self, done: Callable[[], bool], cause: str) -> None:
         """Waits for copies as a run does: nothing else starts in the meantime."""
-        begin = self.machine.now
+        begin, place = self.machine.now, self._place
         while not done():
             self.pass_time()
-        self.residency.stalled(cause, self.machine.now - begin)
+        self._stalled(cause, begin, place)
 
     def settle(self) -> None:
         """Waits until all gradients have arrived and are handed over."""
@@ -273,14 +286,14 @@ class Imagined:
 
     def _wait_for_sum(self, owner: int) -> None:
         self._send_sum(owner)
-        self._stand_still(lambda: self.machine.is_done(self._sums_up[owner]), GRADIENTS_ACROSS)
-        self.machine.collect(self._sums_up.pop(owner))
+        self._stand_still(lambda: self.machine.is_done(self.sums_up[owner]), GRADIENTS_ACROSS)
+        self.machine.collect(self.sums_up.pop(owner))
 
     def _send_sum(self, owner: int) -> None:
         """Uploads the sum of a stage's gradients, so that the device continues it."""
-        if owner not in self._sums_up:
+        if owner not in self.sums_up:
             size = self.model.stages[owner].gradient_bytes(self.plan.numerics.accumulate_dtype)
-            self._sums_up[owner] = self.machine.submit((("h2d", size),), what="gradients", stage=owner, priority=BULK_PRIORITY)
+            self.sums_up[owner] = self.machine.submit((("h2d", size),), what="gradients", stage=owner, priority=BULK_PRIORITY)
 
     def _begin_upload(self, visit: Visit, next_step: bool) -> None:
         if self.device is None:
@@ -310,7 +323,7 @@ class Imagined:
 
         return self.device.upload(owner, generation, begin)
 
-    def _kept_bytes(self, stage: int) -> int:
+    def kept_bytes(self, stage: int) -> int:
         plan = self.plan.stages[stage]
         span = plan.boundary_ram or plan.boundary_extent
         return 0 if span is None else span.size  # on the device

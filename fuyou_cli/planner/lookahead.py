@@ -23,14 +23,19 @@ class Lookahead:
     def __init__(
         self, *, schedule: Schedule, residency: Residency, boundaries: BoundaryLedger, tick: Callable[[], None]
     ) -> None:
-        self._visits, self._residency, self._boundaries, self._tick = schedule.visits, residency, boundaries, tick
+        self.visits, self._residency, self._boundaries, self._tick = schedule.visits, residency, boundaries, tick
         self._distance = residency.plan.lookahead
-        self._reach = max(self._distance, min(self._distance + _BEYOND, len(schedule.visits) - 1))
-        self._started: set[int] = set()
+        self.reach = max(self._distance, min(self._distance + _BEYOND, len(schedule.visits) - 1))
+        self.started: set[int] = set()
         self._last_step = False
         self.cursor = -1
         # What the visit under way has: slots for weights and boundary, a slot for gradients, weights on the device.
         self._settled = self._summing = self._uploaded = False
+
+    def stand_before(self, index: int, started: set[int]) -> None:
+        """Stands where the visit of this index begins. `started`: visits that were prefetched for."""
+        self.cursor, self.started = index - 1, started
+        self._settled = self._summing = self._uploaded = True  # as the visit before left it
 
     def begin_step(self, *, last: bool) -> None:
         """Begins a step. `last`: no step follows, so nothing is prefetched for it."""
@@ -39,7 +44,7 @@ class Lookahead:
     def enter(self, stash: Callable[[Visit], None]) -> Visit:
         """Returns the next visit once it has its slots and its weights are there. `stash` keeps its input for backward."""
         self.cursor += 1
-        visit = self._visits[self.cursor]
+        visit = self.visits[self.cursor]
         summed = self._owner(visit) if visit.sum_gradients else None
         self._settled, self._summing, self._uploaded = False, summed is None, False
         self._take_slots(visit, stash)
@@ -60,8 +65,8 @@ class Lookahead:
 
     def _take_slots(self, visit: Visit, stash: Callable[[Visit], None]) -> None:
         """Takes the slots for weights and boundary. Their contents are there or on the way."""
-        if visit.index in self._started:
-            self._started.remove(visit.index)
+        if visit.index in self.started:
+            self.started.remove(visit.index)
         else:
             self._residency.take_slot(visit)
         if visit.stash:
@@ -90,33 +95,33 @@ class Lookahead:
             index, next_step = self._place(ahead)
             if next_step and self._last_step:
                 return False
-            visit = self._visits[index]
+            visit = self.visits[index]
             if visit.sum_gradients:
                 resuming = resuming and visit.resume and self._residency.try_resume_gradients(self._owner(visit))
             if visit.take and visit.stage in self._boundaries.kept and not self._boundaries.try_prefetch(visit.stage):
                 return False
-            if index in self._started:
+            if index in self.started:
                 if ahead == 1 and self._uploaded:  # this visit has its span on the device, so the next may take the other
                     nearest(visit, next_step)
                 continue
             if not self._residency.try_prefetch(visit):
                 return False
-            self._started.add(index)
+            self.started.add(index)
         return True
 
     def _fetch_beyond(self) -> None:
         """Fetches weights for visits further ahead in the step, in order. Weights that a nearer visit still has in a slot stay
         there and are read again later, so a step reads exactly what the plan says."""
-        for ahead in range(self._distance + 1, self._reach + 1):
+        for ahead in range(self._distance + 1, self.reach + 1):
             index, next_step = self._place(ahead)
             if next_step:
                 return
-            visit = self._visits[index]
-            if index in self._started or not self._residency.needs_slot(visit):
+            visit = self.visits[index]
+            if index in self.started or not self._residency.needs_slot(visit):
                 continue
             if self._residency.in_slot(visit) or not self._residency.try_prefetch(visit):
                 return
-            self._started.add(index)
+            self.started.add(index)
 
     def _owner(self, visit: Visit) -> int:
         """Returns the stage whose gradients the visit sums."""
@@ -125,8 +130,8 @@ class Lookahead:
     def _place(self, ahead: int) -> tuple[int, bool]:
         """Returns the visit `ahead` places later, and whether it is in the next step."""
         index = self.cursor + ahead
-        next_step = index >= len(self._visits)
-        return index - len(self._visits) * next_step, next_step
+        next_step = index >= len(self.visits)
+        return index - len(self.visits) * next_step, next_step
 
     def pause(self) -> None:
         """Starts nothing more until the next visit."""
@@ -134,10 +139,10 @@ class Lookahead:
 
     def give_up(self) -> None:
         """Releases what was started and is no longer needed."""
-        for index in sorted(self._started):
-            self._residency.release(self._visits[index])
-        self._started.clear()
+        for index in sorted(self.started):
+            self._residency.release(self.visits[index])
+        self.started.clear()
 
     def forget(self) -> None:
         """Forgets a step that was given up. The caller frees everything it held."""
-        self._started.clear()
+        self.started.clear()

@@ -36,7 +36,7 @@ class Residency:
         self._owners = sum(stage.trained > 0 for stage in model.stages)
         self._sharing = _sharing(model, plan)
         self._reached: dict[int, int] = {}  # generation -> stages that have come to it, while some have not
-        self._moving: set[int] = set()  # stages with something under way or due; only these are looked at
+        self.moving: set[int] = set()  # stages with something under way or due; only these are looked at
         for record, stage in zip(self.records, plan.stages, strict=True):
             record.span = ON_DEVICE if stage.updated_there else stage.weights_ram
 
@@ -55,11 +55,11 @@ class Residency:
 
     def advance(self) -> None:
         """Notices what has finished and starts what has become possible. Never waits."""
-        for stage in sorted(self._moving):
+        for stage in sorted(self.moving):
             record = self.records[stage]
             self._advance(record)
             if not _has_work(record) and not (record.due is not None and self._has_home(record)):
-                self._moving.discard(stage)
+                self.moving.discard(stage)
 
     def _advance(self, record: Record) -> None:
         if record.gradient_write is not None:
@@ -139,7 +139,7 @@ class Residency:
     def hold(self, record: Record) -> None:
         """Adds one holder of the span. An update that is due may start now."""
         record.held += 1
-        self._moving.add(record.stage)
+        self.moving.add(record.stage)
 
     def let_go(self, record: Record) -> None:
         """Removes one holder of the span."""
@@ -153,7 +153,7 @@ class Residency:
             return False
         record.span = free.pop()
         record.slotted = True
-        self._moving.add(record.stage)
+        self.moving.add(record.stage)
         for place, extent in plan.fetched(record.turn):
             to = record.span.offset + place
             fetch = self.transfers.read(to, extent.offset, extent.size, priority=FETCH_PRIORITY, label=record.stage)
@@ -198,7 +198,7 @@ class Residency:
             return
         if self.plan.store_mode == "redo":  # a manifest may still name the gradients that rest there
             self.wait_until(lambda: self._runner.durable(stage) >= record.turn, "commit of the step before")
-        self._moving.add(stage)
+        self.moving.add(stage)
         record.gradient_write = self.transfers.write(
             record.gradient_slot.offset,
             plan.gradients_extent.offset,
@@ -221,7 +221,7 @@ class Residency:
                 return False
             assert plan.gradients_extent is not None
             record.gradient_slot = free.pop()
-            self._moving.add(stage)
+            self.moving.add(stage)
             record.gradient_read = self.transfers.read(
                 record.gradient_slot.offset,
                 plan.gradients_extent.offset,
@@ -263,7 +263,7 @@ class Residency:
         for record, stage in zip(self.records, self.model.stages, strict=True):
             if stage.trained and self.plan.stages[stage.index].deferred:
                 record.due = due
-                self._moving.add(record.stage)
+                self.moving.add(record.stage)
 
     def update_again(self, stages: Collection[int], due: object) -> None:
         """Repeats updates of stages of a resumed run, with their gradients, which rest on the ssd."""
@@ -272,7 +272,7 @@ class Residency:
         for stage in stages:
             record = self.records[stage]
             record.due, record.gradients = due, "resting"
-            self._moving.add(stage)
+            self.moving.add(stage)
 
     def _may_update(self, record: Record) -> bool:
         in_slot = record.held > 0 and record.span is not None and not record.fetches
@@ -295,7 +295,7 @@ class Residency:
         return False
 
     def _submit_due(self, record: Record) -> None:
-        self._moving.add(record.stage)
+        self.moving.add(record.stage)
         record.update = self._runner.update(record)
         record.due = None
 

@@ -186,11 +186,10 @@ class SearchState:
     def simulate(self, key: Placed) -> None:
         found = self.pool[key]
         placing = self.placing
-        timeline = simulate(placing.model, placing.hardware, found.plan, key.schedule, costs=placing.costs)
+        timeline = simulate(placing.model, placing.hardware, found.plan, key.schedule, costs=placing.costs, jobs=False)
         visits = STEPS * len(key.schedule.visits)
         self.visits, self.in_vain = self.visits + visits, self.in_vain + visits
-        # A search needs none of the thousands of jobs, so they are dropped.
-        found = self.pool[key] = replace(found, timeline=replace(timeline, work=(), asked=()))
+        found = self.pool[key] = replace(found, timeline=timeline)
         pipeline = (found.choice.lookahead, found.choice.gradient_slots)
         self._longer.setdefault(pipeline, []).append(found.seconds / found.estimate if found.estimate else 1.0)
         self._simulations += 1

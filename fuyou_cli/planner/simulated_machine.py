@@ -12,6 +12,7 @@ its threads wait for the slowest.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -40,7 +41,7 @@ class Done:
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
+class Job:
     ticket: int
     what: str
     stage: int
@@ -80,7 +81,9 @@ class VirtualMachine:
     now: float = 0.0
     in_use: dict[Resource, float] = field(default_factory=dict)
     log: list[Done] = field(default_factory=list)
-    _jobs: list[_Job] = field(default_factory=list)
+    jobs: list[Job] = field(default_factory=list)
+    # By advance, while it is a list: the seconds, and by resource what they added to `in_use`.
+    noted: list[tuple[float, tuple[tuple[Resource, float], ...]]] | None = None
     _finished: set[int] = field(default_factory=set)
     _tickets: int = 0
     _stale: bool = True  # the jobs have changed since their speeds were set
@@ -106,11 +109,11 @@ class VirtualMachine:
         if not parts:
             self._finished.add(self._tickets)
             return self._tickets
-        job = _Job(self._tickets, what, stage, (priority, self._tickets), parts)
-        place = len(self._jobs)
-        while place and self._jobs[place - 1].order > job.order:
+        job = Job(self._tickets, what, stage, (priority, self._tickets), parts)
+        place = len(self.jobs)
+        while place and self.jobs[place - 1].order > job.order:
             place -= 1
-        self._jobs.insert(place, job)
+        self.jobs.insert(place, job)
         self._stale = True
         return self._tickets
 
@@ -121,6 +124,20 @@ class VirtualMachine:
         self._finished.discard(ticket)
         return True
 
+    def begin_with(self, jobs: Sequence[tuple[Parts, float, int, int]]) -> list[int]:
+        """Replaces all jobs by these: parts, the share still to do, stage and priority. Returns their tickets."""
+        self.jobs, self._stale = [], True
+        for parts, left, stage, priority in jobs:
+            self._tickets += 1
+            self.jobs.append(Job(self._tickets, "", stage, (priority, self._tickets), parts, left))
+        return [job.ticket for job in self.jobs]
+
+    def ended(self) -> int:
+        """Returns a ticket of a job that is done."""
+        self._tickets += 1
+        self._finished.add(self._tickets)
+        return self._tickets
+
     def is_done(self, ticket: int) -> bool:
         """Tells whether the job is done, without forgetting it: several may wait for it."""
         return ticket in self._finished
@@ -129,23 +146,26 @@ class VirtualMachine:
         """Advances to the next completion. Raises RuntimeError if nothing moves, because something waits for ever."""
         if self._stale:
             self._allot()
-        ahead = min((job.left / job.speed for job in self._jobs if job.speed > 0), default=None)
+        ahead = min([job.left / job.speed for job in self.jobs if job.speed > 0], default=None)
         if ahead is None:
-            waiting = ", ".join(f"{job.what} of stage {job.stage}" for job in self._jobs) or "nothing"
+            waiting = ", ".join(f"{job.what} of stage {job.stage}" for job in self.jobs) or "nothing"
             raise RuntimeError(f"nothing moves on this machine; under way: {waiting}")
         self.now += ahead
-        for name, share in self._shares.items():
-            self.in_use[name] = self.in_use.get(name, 0.0) + share * ahead
+        used = tuple([(name, share * ahead) for name, share in self._shares.items()])
+        for name, seconds in used:
+            self.in_use[name] = self.in_use.get(name, 0.0) + seconds
+        if self.noted is not None:
+            self.noted.append((ahead, used))
         going = []
-        for job in self._jobs:
+        for job in self.jobs:
             job.left -= job.speed * ahead
             if job.left <= _DONE and job.speed > 0:
                 self._finish(job)
             else:
                 going.append(job)
-        self._jobs = going
+        self.jobs = going
 
-    def _finish(self, job: _Job) -> None:
+    def _finish(self, job: Job) -> None:
         self._finished.add(job.ticket)
         assert job.begin is not None
         self.log.append(Done(what=job.what, stage=job.stage, begin=job.begin, end=self.now, parts=job.parts))
@@ -156,18 +176,18 @@ class VirtualMachine:
     def _allot(self) -> None:
         """Sets the speeds of all jobs until one of them ends. They follow from the jobs' parts, in order."""
         self._stale = False
-        parts = tuple([job.parts for job in self._jobs])
+        parts = tuple([job.parts for job in self.jobs])
         known = self.known.get(parts)
         if known is None:
             known = self.known[parts] = self._speeds()
         self._shares = known.shares
-        for job, speed in zip(self._jobs, known.jobs, strict=True):
+        for job, speed in zip(self.jobs, known.jobs, strict=True):
             job.speed = speed
             if job.begin is None and speed > 0:
                 job.begin = self.now
 
     def _speeds(self) -> _Speeds:
-        wanted = {name for job in self._jobs for name, _ in job.parts}
+        wanted = {name for job in self.jobs for name, _ in job.parts}
         together = [pair for pair in _PAIRS if wanted.issuperset(pair)]
         rates = self._rates(wanted, together)
         used = self._serve(rates)
@@ -175,7 +195,7 @@ class VirtualMachine:
             used = self._settle(pair, rates, used)
         self._slow_compute(used)
         return _Speeds(
-            jobs=tuple(job.speed for job in self._jobs),
+            jobs=tuple(job.speed for job in self.jobs),
             shares={name: used[name] / rates[name] for name in rates if name in wanted and rates[name]},
         )
 
@@ -192,7 +212,7 @@ class VirtualMachine:
     def _serve(self, rates: dict[Resource, float]) -> dict[Resource, float]:
         """Gives each job, in order, what is left of each resource. Returns the rates used."""
         left = dict(rates)
-        for job in self._jobs:
+        for job in self.jobs:
             speed = float("inf")
             for name, amount in job.parts:
                 possible = left[name] / amount
@@ -236,6 +256,6 @@ class VirtualMachine:
             return
         taken = (1 - sharing.compute_left) * used["update"] / (sharing.update_left * sharing.updates_at_once)
         taken += sharing.io_cores * (used["ssd read"] + used["ssd write"])
-        for job in self._jobs:
+        for job in self.jobs:
             if job.parts[0][0] == "compute":
                 job.speed *= max(_LEAST_COMPUTE, 1.0 - taken)

@@ -97,7 +97,7 @@ class Swept:
         return self.visits + STEPS * visits <= MOST_SWEPT_VISITS
 
     def _simulate(self, placing: Placing, placed: Placed, choice: Choice) -> None:
-        timeline = simulate(placing.model, placing.hardware, placed.plan, placed.schedule, costs=placing.costs)
+        timeline = simulate(placing.model, placing.hardware, placed.plan, placed.schedule, costs=placing.costs, jobs=False)
         self.visits += STEPS * len(placed.schedule.visits)
         found = Alternative(
             choice=choice,
@@ -105,7 +105,7 @@ class Swept:
             bound=placed.bound,
             estimate=placed.estimate,
             commits=placed.commits,
-            timeline=replace(timeline, work=(), asked=()),
+            timeline=timeline,
         )
         self.seen.append(found)
         if found.seconds < self.best.seconds * (1 - GAIN):

@@ -41,7 +41,7 @@ class _OnTheWall(VirtualMachine):
             if self.now + ahead <= moment:
                 self.advance()
                 continue
-            for job in self._jobs:
+            for job in self.jobs:
                 job.left -= job.speed * (moment - self.now)
             self.now = moment
 
@@ -49,7 +49,7 @@ class _OnTheWall(VirtualMachine):
         """Returns the seconds to the next completion."""
         if self._stale:
             self._allot()
-        return min((job.left / job.speed for job in self._jobs if job.speed > 0), default=math.inf)
+        return min((job.left / job.speed for job in self.jobs if job.speed > 0), default=math.inf)
 
 
 class RealTime:
