@@ -224,15 +224,19 @@ def validate(
 
 
 @app.command()
-def schema() -> None:
+def schema(
+    reference: Annotated[
+        bool, typer.Option("--reference", help="A page in Markdown instead: every key and its default.")
+    ] = False,
+) -> None:
     """Print the JSON Schema of recipes, for editors.
 
     Write it to a file, and name the file in a recipe's first line: `# yaml-language-server: $schema=FILE`. The editor then
-    completes keys and marks mistakes.
+    completes keys, explains them and marks mistakes.
     """
     from .recipes_cmd import run_schema
 
-    run_schema()
+    run_schema(as_reference=reference)
 
 
 app.command()(data)

@@ -96,10 +96,15 @@ def config_text(loaded: LoadedRecipe) -> str:
     return shown if printable(shown) == shown else text(unicode=False)
 
 
-def run_schema() -> None:
-    """Prints the schema unchanged: editors accept no other layout."""
+def run_schema(*, as_reference: bool) -> None:
+    """Prints the schema unchanged, because editors accept no other layout; or the reference page made of it."""
     import json
 
+    if as_reference:
+        from fuyou_cli.recipe.reference import reference
+
+        write_document(reference())
+        return
     from fuyou_cli.recipe.json_schema import recipe_schema
 
     write_document(json.dumps(recipe_schema(), indent=2))

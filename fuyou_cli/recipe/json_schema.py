@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from .fields import Section
+from .meanings import MEANINGS
 from .schema import Recipe
 from .suggest import section_in
 from .unbuilt import UNBUILT, is_built
@@ -18,6 +19,7 @@ def recipe_schema() -> dict[str, Any]:
     for name, path in _places(Recipe, ()):
         for key, field in sections[name]["properties"].items():
             _narrow(field, (*path, key))
+            _describe(field, (*path, key))
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "fuyou recipe",
         "description": "A fine-tuning run, as `fuyou finetune` takes it.",
@@ -30,6 +32,13 @@ def _places(section: type[Section], path: tuple[str, ...]) -> Iterator[tuple[str
     for name, field in section.model_fields.items():
         if (nested := section_in(field.annotation)) is not None:
             yield from _places(nested, (*path, name) if nested is field.annotation else (*path, name, "*"))
+
+
+def _describe(field: dict[str, Any], path: tuple[str, ...]) -> None:
+    """Says what a key does, where the schema does not say that it is not built."""
+    dotted = ".".join(part for part in path if part != "*")
+    if (text := MEANINGS.get(dotted)) is not None:
+        field.setdefault("description", text)
 
 
 def _narrow(field: dict[str, Any], path: tuple[str, ...]) -> None:

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from fuyou_cli.recipe.json_schema import recipe_schema
 from fuyou_cli.recipe.load import load_recipe
+from fuyou_cli.recipe.reference import reference
 from fuyou_cli.recipe.shipped import shipped_recipes
 from fuyou_cli.recipe.suggest import known_keys
 from fuyou_cli.recipe.unbuilt import UNBUILT
@@ -99,9 +100,24 @@ def _keys(schema: dict[str, Any], prefix: str = "") -> list[str]:
     for key, field in schema["properties"].items():
         found.append(prefix + key)
         parts = [field, field.get("items", {}), *field.get("anyOf", [])]
-        for reference in filter(None, (part.get("$ref") for part in parts)):
-            found += _keys(SCHEMA["$defs"][reference.rpartition("/")[2]], f"{prefix}{key}.")
+        for named in filter(None, (part.get("$ref") for part in parts)):
+            found += _keys(SCHEMA["$defs"][named.rpartition("/")[2]], f"{prefix}{key}.")
     return found
+
+
+def test_the_reference_page_explains_every_key() -> None:
+    """Each is a row of its section with values, default and meaning; a section is a heading."""
+    found, section = set[str](), ""
+    for line in reference().splitlines():
+        if line.startswith("## "):
+            section = line.removeprefix("## ").replace("[]", "")
+            found.add(section)
+        elif line.startswith("| `"):
+            key, values, default, meaning = (cell.strip() for cell in line.strip("|").split(" | "))
+            assert values and default and meaning.endswith("."), line
+            found.add(".".join(filter(None, (section, key.strip("` ")))))
+    assert found == set(known_keys())
+    assert "| `max_shard_size` | size | `5GB` |" in reference() and "`bfloat16`, `float32` | `bfloat16`" in reference()
 
 
 def test_it_has_every_key_and_offers_nothing_that_is_not_built() -> None:
