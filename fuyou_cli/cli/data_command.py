@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,6 +10,8 @@ from dataclasses import asdict
 from itertools import accumulate, chain, count, islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from fuyou_cli.core.disk import existing
 
 from .console import result_console, status_console, write_json, write_status
 
@@ -33,13 +36,18 @@ def run_data(recipe: Recipe, *, number: int, json_output: bool) -> None:
 
 @contextmanager
 def _folder(recipe: Recipe) -> Iterator[Path]:
-    """Gives the folder of the recipe's rows, if a run has made it; else one that is removed."""
+    """Gives the folder of the recipe's rows, if a run has made it; else one that is removed, on the same disk: the usual
+    folder for temporary files may be memory."""
     from fuyou_cli.training.length import cache_of
 
     if (cache := cache_of(recipe)).is_dir():
         yield cache
         return
-    with tempfile.TemporaryDirectory(prefix="fuyou-rows-") as scratch:
+    place = existing(cache.parent)
+    if not os.access(place, os.W_OK | os.X_OK):
+        place = Path(tempfile.gettempdir())
+        write_status(f"note: rows are written to {place}, because {existing(cache.parent)} cannot be written")
+    with tempfile.TemporaryDirectory(prefix=".fuyou-rows-", dir=place) as scratch:
         yield Path(scratch)
 
 

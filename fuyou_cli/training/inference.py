@@ -27,6 +27,7 @@ from .state import manifest as manifests
 from .state.at_rest import AtRest, at_rest, find_store
 from .state.kept_companions import kept_companions
 
+_LOG = "log.jsonl"  # beside it a run exports its model
 _READ = 1 << 21  # elements of a store at once: no more than its window holds
 
 
@@ -85,12 +86,24 @@ def find(
             f"{source}: holds an adapter, not a whole model",
             hint="give the store of its run, or merge it: fuyou export STORE OUT --merged",
         )
+    elif not (source / CONFIG_NAME).is_file() and (source / _LOG).is_file():
+        raise _not_exported(source)
     config = load_config(folder, trust_remote_code=trusted)
     if dtype == "auto":
         dtype = "float32" if config.dtype in (None, torch.float32) else "bfloat16"
     model = build(config, dtype=dtype, attention=attention, trust_remote_code=trusted).eval()
     whole = dissect(model)
     return Found(folder=folder, store=store, anatomy=cut_vocabulary(whole, resolved_rows(whole, "auto")), dtype=dtype)
+
+
+def _not_exported(output_dir: Path) -> UsageError:
+    """Returns the error for a run's output folder in which there is no model yet."""
+    stores = sorted(path.parent for path in output_dir.glob(f"store/*/{manifests.NAME}"))
+    saved = f"its newest saved state is in {stores[0]}: name that folder" if len(stores) == 1 else "name its store"
+    return UsageError(
+        f"{output_dir}: its run has not exported a model yet",
+        hint=f"{saved}; or run its recipe to the end, or `fuyou export` it",
+    )
 
 
 @contextmanager

@@ -54,6 +54,18 @@ def test_a_model_and_the_store_of_its_run(materials: Path, whole: Callable[..., 
     assert streamed(masters.store, "float32") == pytest.approx(in_memory(tmp_path / "masters"), rel=1e-6)
 
 
+def test_a_run_that_has_not_exported_is_told_from_a_folder_without_a_model(tmp_path: Path) -> None:
+    (tmp_path / "log.jsonl").write_text("")
+    with pytest.raises(UsageError, match="has not exported a model yet") as told:
+        find(tmp_path)
+    assert told.value.hint is not None and "name its store; or run its recipe to the end" in told.value.hint
+    (store := tmp_path / "store" / "out-1").mkdir(parents=True)
+    (store / "manifest.json").write_text("{}")
+    with pytest.raises(UsageError, match="has not exported a model yet") as told:
+        find(tmp_path)
+    assert told.value.hint is not None and f"is in {store}: name that folder" in told.value.hint
+
+
 def test_what_is_no_model_is_said(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"config\.json"):
         find(tmp_path)
