@@ -14,7 +14,7 @@ from fuyou_cli.advice.wear import Spared, Wear, Writes, spared_of, wear_of, writ
 from fuyou_cli.core.disk import existing
 from fuyou_cli.core.units import format_time
 from fuyou_cli.machine.origins import RatedBy, origins_of
-from fuyou_cli.planner.evaluation_cost import EvaluationCost, evaluation_cost, evaluations_left
+from fuyou_cli.planner.evaluation_cost import EvaluationCost, SamplingCost, evaluation_cost, evaluations_left, sampling_cost
 from fuyou_cli.planner.sustained_rates import FastRegion, fast_region
 from fuyou_cli.recipe.fields import format_size
 from fuyou_cli.spec.hardware import HardwareProfile
@@ -22,10 +22,12 @@ from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import Plan
 
 if TYPE_CHECKING:
+    from fuyou_cli.recipe.schema import SamplesSection
     from fuyou_cli.training.steps import Planned
 
 USUAL = 1000  # steps for which writes are shown if the run's length is not known
 _CLOSE = 0.9  # share of the busiest resource's seconds; one this busy also decides
+_CHARACTERS = 4  # of a token, about
 _RATED = {  # resource -> how the names of the rates behind it begin (`machine/origins`)
     "compute": ("compute",), "cpu": ("compute", "AdamW"), "update": ("AdamW",), "ssd read": ("store",), "ssd write": ("store",),
     "h2d": ("to GPU",), "d2h": ("to GPU",),
@@ -66,6 +68,7 @@ class RunFacts:
     notes: tuple[str, ...] = ()  # notes from planning
     kernels: str = ""  # kernels of the blocks
     evaluation: EvaluationCost | None = None  # None if the recipe evaluates nothing, or nothing was simulated
+    sampling: SamplingCost | None = None  # the same for fixed prompts
 
     @property
     def problems(self) -> list[str]:
@@ -144,11 +147,21 @@ def facts_of(prepared: Planned, room: Room, *, described: bool = False, command:
 def with_evaluation(facts: RunFacts, prepared: Planned, rows: Sequence[int] | None) -> RunFacts:
     """Adds what evaluations take. `rows`: of each set; None: not known."""
     dataset, asked, total = prepared.recipe.dataset, prepared.recipe.eval, prepared.total_steps
-    if not (dataset.eval or dataset.eval_fraction) or facts.refusal is not None or not prepared.fits_ram:
+    if facts.refusal is not None or not prepared.fits_ram:
+        return facts
+    if asked.samples is not None:
+        facts = replace(facts, sampling=_sampling(facts, asked.samples))
+    if not (dataset.eval or dataset.eval_fraction):
         return facts
     times = evaluations_left(asked.every_steps, at_start=asked.at_start, total=total, done=facts.done) if total else None
     cost = evaluation_cost(facts.model, facts.hardware, facts.plan, rows=rows, times=times, run_seconds=facts.run_seconds)
     return replace(facts, evaluation=cost)
+
+
+def _sampling(facts: RunFacts, asked: SamplesSection) -> SamplingCost:
+    longest = max(map(len, asked.prompts)) // _CHARACTERS
+    tokens, count = longest + asked.max_new_tokens // 2, len(asked.prompts)
+    return sampling_cost(facts.model, facts.hardware, facts.plan, prompts=count, tokens=tokens, new=asked.max_new_tokens)
 
 
 def _kernels(prepared: Planned) -> str:

@@ -24,8 +24,9 @@ from .signals import like_ctrl_c
 if TYPE_CHECKING:
     from fuyou_cli.recipe.load import LoadedRecipe
     from fuyou_cli.swap.daemon import Counters
+    from fuyou_cli.training.evaluation import Told
     from fuyou_cli.training.jsonl import JsonlLog
-    from fuyou_cli.training.report import EvalReport, RunReport, StepReport
+    from fuyou_cli.training.report import RunReport, StepReport
     from fuyou_cli.training.run import Run
     from fuyou_cli.training.steps import Planned, Ready
     from fuyou_cli.training.trace import Trace
@@ -219,6 +220,7 @@ def _load(planned: Planned, run: Run) -> None:
 def _steps(planned: Planned, run: Run, log: JsonlLog | None, libraries: Mapping[str, Any], *, verbose: bool) -> None:
     """Sends every step to the backends that the recipe names."""
     from fuyou_cli.training.loggers import LoggedRun, Loggers
+    from fuyou_cli.training.report import EvalReport
 
     from .render.progress import RunDisplay
 
@@ -243,10 +245,11 @@ def _steps(planned: Planned, run: Run, log: JsonlLog | None, libraries: Mapping[
             if display is not None:
                 display.step(report)
 
-        def on_evaluation(report: EvalReport) -> None:
+        def on_evaluation(report: Told) -> None:
             if log is not None:
                 log.evaluation(report)
-            loggers.evaluation(report)
+            if isinstance(report, EvalReport):
+                loggers.evaluation(report)
             if display is not None:
                 display.evaluation(report)
 

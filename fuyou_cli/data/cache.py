@@ -102,7 +102,7 @@ def _request(
             for one in sources
         ],
         "tokenizer_dir": str(tokenizer_dir),
-        "chat_template": _read_template(chat_template),
+        "chat_template": read_template(chat_template),
         "pad_token": pad_token,
         "mixed": bool(dataset.weights),
         **dataset.model_dump(include={"packing", "overlong", "max_seq_len", "loss_on"}),
@@ -155,7 +155,8 @@ def _scratch(cache_dir: Path) -> tempfile.TemporaryDirectory[str]:
         raise UsageError(f"dataset.cache_dir: {cache_dir} cannot be written: {error.strerror}", hint=hint) from error
 
 
-def _read_template(path: Path | None) -> str | None:
+def read_template(path: Path | None) -> str | None:
+    """Returns a chat template's text. Raises UsageError for a file that is none."""
     if path is None:
         return None
     try:

@@ -1,4 +1,5 @@
-"""Computes losses without training: the executor's visits, forward alone, with the weights as they are after its last step.
+"""Computes losses and next tokens without training: the executor's visits, forward alone, with the weights as they are after
+its last step.
 
 Weights pass through the slots of a step. Stages keep nothing: two boundaries of the rows are there at most, one going into a
 stage and one coming out. An update that is due runs when its stage is visited first, so the weights are those of a whole step.
@@ -39,7 +40,7 @@ class ForwardOnly:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Prepares model and visits for `losses`, inside."""
+        """Prepares model and visits for passes, inside."""
         executor, model = self._executor, self._executor.anatomy.model
         blocks, random = executor.blocks, executor.device.random_state()
         executor.blocks = self._blocks
@@ -60,14 +61,33 @@ class ForwardOnly:
         input_ids, labels: (rows, tokens) int64 in host memory, at most `rows` of them; labels hold -100 where nothing counts.
         `last` stops prefetching for rows that will not come.
         """
-        executor, visits = self._executor, self._executor.visits
+        head = self._executor.head
+        self._executor.visits.begin_round(last=last)
+        targets = head.told(shifted(labels))
+        tokens, _ = head.folded(self._hidden(input_ids), targets)
+        return tokens.by_row().cpu()  # sync: at the end of a pass over the model
+
+    def next_logits(self, input_ids: torch.Tensor, at: torch.Tensor, *, last: bool) -> torch.Tensor:
+        """Returns the logits of the token that follows each row's token `at`: (rows, vocabulary) float32, in host memory. Only
+        inside `open`.
+
+        input_ids: (rows, tokens) int64 in host memory, padded on the right; at: (rows,) int64, places. `last`: as in `losses`.
+        """
+        self._executor.visits.begin_round(last=last)
+        hidden = self._hidden(input_ids)
+        return self._executor.head.logits(hidden[torch.arange(len(at)), at].unsqueeze(1)).cpu()  # sync: as in `losses`
+
+    def stop_ahead(self) -> None:
+        """Forgets what was prefetched for a pass that will not come. Only inside `open`."""
+        self._executor.visits.abandon()
+
+    def _hidden(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Returns the last hidden state (rows, tokens, width), where the batch is."""
+        executor = self._executor
         assert input_ids.shape[0] <= self.rows, (input_ids.shape, self.rows)
-        visits.begin_round(last=last)
-        targets = executor.head.told(shifted(labels))
         ids, positions = executor.embeddings.placed(input_ids, torch.arange(input_ids.shape[1]).unsqueeze(0))
         model = executor.anatomy.model
         with one_row_masks(model):
-            hidden = model.base_model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+            hidden: torch.Tensor = model.base_model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
         executor.forget_calls()
-        tokens, _ = executor.head.folded(hidden, targets)
-        return tokens.by_row().cpu()  # sync: at the end of a pass over the model
+        return hidden

@@ -28,6 +28,32 @@ class EvaluationCost:
     run_share: float | None = None  # of the time of all steps left and evaluations
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingCost:
+    """Says what continuing fixed prompts takes at one evaluation."""
+
+    prompts: int
+    passes: int  # over the weights, at most: one for each new token
+    seconds: float
+
+
+def sampling_cost(
+    model: ModelSpec, hardware: HardwareProfile, plan: Plan, *, prompts: int, tokens: int, new: int
+) -> SamplingCost:
+    """Prices `new` tokens after each prompt. `tokens`: of a row of a pass, about the mean."""
+    at_once, alone = min(prompts, plan.group.batch_size), _alone(plan)
+    schedule, share = evaluation_schedule(model, alone), at_once * tokens / plan.group.tokens
+    shorter = replace(schedule, visits=tuple(replace(visit, flops=share * visit.flops) for visit in schedule.visits))
+    seconds = simulate(model, hardware, alone, shorter, steps=_PASSES, jobs=False).step_seconds
+    passes = new * -(-prompts // at_once)
+    return SamplingCost(prompts=prompts, passes=passes, seconds=passes * seconds)
+
+
+def _alone(plan: Plan) -> Plan:
+    """Returns the plan without updates, which steps pay."""
+    return replace(plan, stages=tuple(replace(stage, deferred=False) for stage in plan.stages))
+
+
 def evaluation_cost(
     model: ModelSpec,
     hardware: HardwareProfile,
@@ -38,7 +64,7 @@ def evaluation_cost(
     run_seconds: float | None,
 ) -> EvaluationCost:
     """Prices evaluations of sets of so many `rows` each. `run_seconds`: of the steps left."""
-    alone = replace(plan, stages=tuple(replace(stage, deferred=False) for stage in plan.stages))  # its step pays an update
+    alone = _alone(plan)
     simulated = simulate(model, hardware, alone, evaluation_schedule(model, alone), steps=_PASSES, jobs=False)
     at_once, seconds = plan.group.batch_size, simulated.step_seconds
     cost = EvaluationCost(pass_rows=at_once, pass_seconds=seconds, pass_read=simulated.read, times=times)

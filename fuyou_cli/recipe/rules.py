@@ -81,12 +81,17 @@ def _mixture(recipe: Recipe) -> Broken:
 
 
 def _evaluation(recipe: Recipe) -> Broken:
-    if recipe.eval.every_steps is not None and not (recipe.dataset.eval or recipe.dataset.eval_fraction):
+    samples, has_sets = recipe.eval.samples, bool(recipe.dataset.eval or recipe.dataset.eval_fraction)
+    if recipe.eval.every_steps is not None and not has_sets and samples is None:
         remedy = "name a file in dataset.eval, or hold rows back: dataset.eval_fraction=0.05"
         yield "eval.every_steps", "`eval.every_steps` but no `dataset.eval` to evaluate", remedy
-    if recipe.train.early_stopping is not None and recipe.eval.every_steps is None:
-        message = "`train.early_stopping` but no `eval.every_steps`, after which it could stop"
+    if recipe.train.early_stopping is not None and (recipe.eval.every_steps is None or not has_sets):
+        lacks = "eval.every_steps`, after which it could stop" if has_sets else "dataset.eval`, whose loss could stop it"
+        message = f"`train.early_stopping` but no `{lacks}"
         yield "train.early_stopping", message, "set eval.every_steps, and dataset.eval or dataset.eval_fraction"
+    if samples is not None and samples.max_new_tokens >= recipe.dataset.max_seq_len:
+        message = f"`eval.samples.max_new_tokens: {samples.max_new_tokens}` leaves a prompt no token of `dataset.max_seq_len`"
+        yield "eval.samples.max_new_tokens", message, f"use less than {recipe.dataset.max_seq_len}"
     if any(entry.weight is not None for entry in recipe.dataset.eval):
         yield "dataset.eval", "`dataset.eval` has a weight, but each of its sets is evaluated whole", "leave the weight out"
 

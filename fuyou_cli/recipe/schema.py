@@ -220,9 +220,16 @@ class CheckpointSection(Section):
     resume: Text = "auto"  # auto | never | a path
 
 
+class SamplesSection(Section):
+    prompts: Annotated[tuple[Text, ...], Field(strict=False, max_length=16), AfterValidator(not_empty)]
+    max_new_tokens: Positive = 64  # after each; so many passes over the weights for all prompts together
+    chat: bool = False  # a prompt is a user's message, put into the chat template
+
+
 class EvalSection(Section):
     every_steps: Positive | None = None  # null: where the run starts and ends
     at_start: bool = True
+    samples: SamplesSection | None = None  # what the model writes after fixed prompts, at each evaluation
 
 
 class ExportSection(Section):

@@ -1,29 +1,36 @@
-"""Evaluates a run's sets of rows between its steps: where it starts, every so many steps, and where it ends."""
+"""Evaluates a run between its steps: its sets of rows and its fixed prompts, where it starts, every so many steps, and where it
+ends."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..data import Rows, collate
 from ..engine.executor import Executor
 from ..engine.forward_only import ForwardOnly
-from .report import EvalReport
+from .report import EvalReport, SampleReport
 from .state.saver import Standing
 from .state.stored import Evaluated
 from .steps import Ready
 
+if TYPE_CHECKING:
+    from .fixed_prompts import Continuations
+
+Told = EvalReport | SampleReport
 Losses = Callable[..., torch.Tensor]  # ids, labels (rows, tokens), last -> each row's sum of losses
 
 _LARGEST = 700.0  # of losses whose exponential still is a double
 
 
 class Evaluations:
-    """Evaluates the sets of one run. It takes no memory beside a step's: as many rows as a step's, forward alone."""
+    """Evaluates the sets and prompts of one run, as many rows at once as a step's, forward alone: it takes no memory beside
+    a step's."""
 
     def __init__(self, ready: Ready, standing: Standing, executor: Executor) -> None:
         recipe = ready.planned.recipe
@@ -31,15 +38,32 @@ class Evaluations:
         self._stopping, self._standing = recipe.train.early_stopping, standing
         self._max_len = executor.plan.numerics.max_seq_len
         self._forward = ForwardOnly(executor)
+        self._continuations = self._of_prompts(ready, executor)
+        self._result: Evaluated | None = None  # of the evaluation under way
 
-    def due(self, step: int) -> bool:
-        """Tells whether an evaluation follows after so many steps. One that a saved state has is not done again."""
+    def _of_prompts(self, ready: Ready, executor: Executor) -> Continuations | None:
+        prompts, model = ready.prompts, executor.anatomy.model
+        if prompts is None:
+            return None
+        from .fixed_prompts import Continuations, rows_at_once
+
+        vocabulary = model.get_output_embeddings().weight.shape[0]
+        rows = rows_at_once(executor.model, most=self._forward.rows, vocabulary=vocabulary)
+        one_shape = ready.planned.recipe.train.compile
+        return Continuations(prompts, self._forward, model, rows=rows, one_shape=one_shape)
+
+    def due(self, step: int) -> list[Callable[[int], Sequence[Told]]]:
+        """Returns what follows after so many steps, one part after the other. An evaluation that a saved state has is not done
+        again."""
         every, last = self._asked.every_steps, self._standing.evaluated
-        if not self._sets or (last is not None and last.step == step):
-            return False
-        if step == 0:
-            return self._asked.at_start
-        return step == self._total or (every is not None and step % every == 0)
+        regular = step == self._total or (every is not None and step % every == 0)
+        parts = [
+            *([self._losses] if self._sets else ()),
+            *([self._continuations.run] if self._continuations is not None else ()),
+        ]
+        if (last is not None and last.step == step) or not (self._asked.at_start if step == 0 else regular) or not parts:
+            return []
+        return [*parts, self._is_over]
 
     @property
     def stop(self) -> bool:
@@ -56,15 +80,21 @@ class Evaluations:
         best = "no loss was finite" if last.best is None else lowest
         return f"train.early_stopping ends the run after step {last.step}: {best}"
 
-    def run(self, step: int) -> list[EvalReport]:
+    def _losses(self, step: int) -> list[EvalReport]:
         """Evaluates every set with the weights after `step`. Raises what a callback of the executor raises, after which the
         run may go on or be saved."""
         with self._forward.open():
             names = list(self._sets)
             reports = [self._evaluate(name, step, last=name == names[-1]) for name in names]
         least = self._stopping.min_delta if self._stopping is not None else 0.0
-        self._standing.evaluated = after(self._standing.evaluated, step, reports[0].loss, least)
+        self._result = after(self._standing.evaluated, step, reports[0].loss, least)
         return reports
+
+    def _is_over(self, step: int) -> list[Told]:
+        """Notes that the evaluation was done whole. Until then a stopped run does it again."""
+        self._standing.evaluated = self._result or Evaluated(step=step, best=None, best_step=0, worse=0)
+        self._result = None
+        return []
 
     def _evaluate(self, name: str, step: int, *, last: bool) -> EvalReport:
         forward = self._forward

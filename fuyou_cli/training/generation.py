@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -105,7 +106,7 @@ class Generator:
             streamer=streamer,
         )  # fmt: skip
         self._checked()
-        return [self._continued(row) for row in grown[:, longest:].tolist()]
+        return [continued(row, self._config, self._tokeniser) for row in grown[:, longest:].tolist()]
 
     def _checked(self) -> None:
         """Compares a store's bytes with their checksums, once: every pass reads the same."""
@@ -113,13 +114,15 @@ class Generator:
             self._check()
             self._check = None
 
-    def _continued(self, tokens: list[int]) -> Continued:
-        ends = self._config.eos_token_id
-        known = ends if isinstance(ends, list) else [] if ends is None else [ends]
-        at = next((place for place, token in enumerate(tokens) if token in known), None)
-        kept = tokens if at is None else tokens[: at + 1]
-        text = self._tokeniser.tokenizer.decode(kept, skip_special_tokens=True)
-        return Continued(text=text, tokens=len(kept), ended="length" if at is None else "end")
+
+def continued(tokens: list[int], config: GenerationConfig, tokeniser: Tokeniser) -> Continued:
+    """Reads what `generate` wrote after one prompt, up to its end token."""
+    ends = config.eos_token_id
+    known = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    at = next((place for place, token in enumerate(tokens) if token in known), None)
+    kept = tokens if at is None else tokens[: at + 1]
+    text = tokeniser.tokenizer.decode(kept, skip_special_tokens=True)
+    return Continued(text=text, tokens=len(kept), ended="length" if at is None else "end")
 
 
 @contextmanager
@@ -130,7 +133,7 @@ def generator(
     """Opens a model to generate at most so much at once, in at most `memory` bytes for the whole process. `taken`: bytes that
     the process has now. Raises PlanError where they do not do."""
     device = device or torch.device("cpu")
-    config = settings(found, tokeniser, sampling)
+    config = settings(found.folder, found.anatomy.model, tokeniser, sampling)
     needed = room(found.anatomy.model, rows=most.rows, prompt=most.prompt, new=most.new)
     _check_device(device, needed)
     beside = taken() + (needed.total if device.type == "cpu" else 0) + (PIECE if found.store is None else READ_ARENA)
@@ -161,13 +164,13 @@ def _smaller(most: Extent, needed: Room) -> str:
     return f"give more --memory{fewer}, or a smaller --max-new-tokens: {takes}"
 
 
-def settings(found: Found, tokeniser: Tokeniser, sampling: Sampling) -> GenerationConfig:
-    """Returns the model's own settings with this sampling: the likeliest token unless asked otherwise."""
-    file, model = found.folder / _SETTINGS, found.anatomy.model
+def settings(folder: Path, model: PreTrainedModel, tokeniser: Tokeniser, sampling: Sampling) -> GenerationConfig:
+    """Returns the model's own settings, of its folder, with this sampling: the likeliest token unless asked otherwise."""
+    file = folder / _SETTINGS
     config = model.generation_config
     if file.is_file():
         with LibraryErrors(lambda why: UsageError(f"{file}: cannot be read: {why}", hint="correct the file, or remove it")):
-            config = GenerationConfig.from_pretrained(found.folder, local_files_only=True)
+            config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     assert config is not None
     asked = {name: value for name, value in asdict(sampling).items() if name != "seed"}
     known = {name: value for name, value in asked.items() if value is not None or not sampling.draws}

@@ -102,6 +102,19 @@ class Evaluated:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """Holds what the model wrote after one of the fixed prompts, from `SampleReport`."""
+
+    step: Annotated[int, Field(ge=0)]
+    number: Annotated[int, Field(ge=1)]
+    prompt: str
+    text: str
+    tokens: int
+    ended: Literal["end", "length"]
+    seconds: Seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Line:
     what: str
     unit: Literal["bytes", "seconds"]
@@ -146,6 +159,7 @@ class History:
     report: RunReport
     ended: bool
     evaluations: tuple[Evaluated, ...] = ()  # in order; a repeated one counts as it was the last time
+    samples: tuple[Sample, ...] = ()  # the same
 
     @property
     def typical(self) -> Sequence[Step]:
@@ -160,6 +174,7 @@ class _Reading:
         self.promised, self.end, self.timeline = Promised(), End(), Timeline(intervals=(), stalls={})
         self.steps: list[Step] = []
         self.evaluations: list[Evaluated] = []
+        self.samples: list[Sample] = []
         self.ended = False
 
     def take(self, record: dict[str, Any]) -> None:
@@ -172,10 +187,15 @@ class _Reading:
                 self.steps.pop()
             self.steps.append(step)
             self.evaluations = [one for one in self.evaluations if one.step < step.step]
+            self.samples = [one for one in self.samples if one.step < step.step]
         elif event == "eval":
             found = _of(Evaluated, record)
             same = (found.step, found.name)
             self.evaluations = [*(one for one in self.evaluations if (one.step, one.name) != same), found]
+        elif event == "sample":
+            sample = _of(Sample, record)
+            others = (one for one in self.samples if (one.step, one.number) != (sample.step, sample.number))
+            self.samples = [*others, sample]
         elif event == "timeline":
             self.timeline = _of(Timeline, record)
         elif event == "end":
@@ -205,6 +225,7 @@ def read_history(log: Path) -> History:
         report=_report(reading, log),
         ended=reading.ended,
         evaluations=tuple(reading.evaluations),
+        samples=tuple(reading.samples),
     )
 
 

@@ -20,7 +20,7 @@ from types import TracebackType
 
 from ..core.disk import failed_writing
 from ..core.errors import FuyouError, UsageError
-from .report import EvalReport, RunReport, StepReport
+from .report import EvalReport, RunReport, SampleReport, StepReport
 
 SCHEMA_VERSION = 1
 
@@ -55,9 +55,9 @@ class JsonlLog:
         """Writes a finished step: every field but the timeline, which `busy` sums up."""
         self.write("step", {name: value for name, value in asdict(report).items() if name != "timeline"})
 
-    def evaluation(self, report: EvalReport) -> None:
-        """Writes the loss of one set of rows."""
-        self.write("eval", asdict(report))
+    def evaluation(self, report: EvalReport | SampleReport) -> None:
+        """Writes the loss of one set of rows, or what the model wrote after one prompt."""
+        self.write("eval" if isinstance(report, EvalReport) else "sample", asdict(report))
 
     def timeline(self, report: RunReport) -> None:
         """Writes when each resource was busy in the last step, to the microsecond."""

@@ -58,6 +58,19 @@ class EvalReport:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SampleReport:
+    """Describes what the model wrote after one of a recipe's fixed prompts."""
+
+    step: int  # whole steps done before it
+    number: int  # of the prompt; the first is 1
+    prompt: str
+    text: str
+    tokens: int  # new ones, the end token included
+    ended: Literal["end", "length"]
+    seconds: float  # its share of the passes, which continue all prompts at once
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Compared:
     """Holds one figure of the plan and the run's."""
 

@@ -28,10 +28,10 @@ from ..swap.arena import Arena
 from ..swap.daemon import DaemonOptions, SwapDaemon
 from ..swap.store import Store
 from . import device_errors
-from .evaluation import Evaluations
+from .evaluation import Evaluations, Told
 from .limits import gpu_most
 from .rates import learning_rate
-from .report import EvalReport, RunReport, StepReport
+from .report import RunReport, StepReport
 from .reporting import Steps, run_report, settling_steps
 from .run_endings import Doing, Endings
 from .run_limits import RunLimits, check_loading
@@ -225,9 +225,7 @@ class Run:
 
     # ---- stepping ------------------------------------------------------------------------------------------------
 
-    def train(
-        self, on_step: Callable[[StepReport], None], on_evaluation: Callable[[EvalReport], None] = lambda report: None
-    ) -> None:
+    def train(self, on_step: Callable[[StepReport], None], on_evaluation: Callable[[Told], None] = lambda report: None) -> None:
         """Trains until the last step. Raises Interrupted, state saved, after a request to stop with steps left to do, or where
         the next one would pass a limit of the recipe; what `on_step` or `on_evaluation` raises ends the run in the same
         way."""
@@ -260,22 +258,21 @@ class Run:
                 why = f": {limit}" if limit else ""
                 raise Interrupted(f"stopped after step {self.step} of {self.planned.total_steps}{why}")
 
-    def _evaluate(self, on_evaluation: Callable[[EvalReport], None]) -> None:
+    def _evaluate(self, on_evaluation: Callable[[Told], None]) -> None:
         """Evaluates where that is due after the last step; a request to stop ends it at once."""
-        if not self._evaluations.due(self.step):
-            return
-        self.doing.evaluating = True
-        try:
-            with self._naming_device_errors():
-                reports = self._evaluations.run(self.step)
-        except StepAbandoned:
-            return
-        finally:
-            self.doing.evaluating = False
-        self.doing.telling = True
-        for report in reports:
-            on_evaluation(report)
-        self.doing.telling = False
+        for part in self._evaluations.due(self.step):
+            self.doing.evaluating = True
+            try:
+                with self._naming_device_errors():
+                    reports = part(self.step)
+            except StepAbandoned:
+                return
+            finally:
+                self.doing.evaluating = False
+            self.doing.telling = True
+            for report in reports:
+                on_evaluation(report)
+            self.doing.telling = False
 
     @property
     def _written(self) -> int:
@@ -303,7 +300,7 @@ class Run:
         batch = collate(rows, order, pad_id=rows.summary.pad_id, max_len=self.plan.numerics.max_seq_len)
         ids, labels = batch.tensors()
         number, lr = self.step + 1, self.rates.at(self.step + 1)
-        last = number == planned.total_steps or self._evaluations.due(number)
+        last = number == planned.total_steps or bool(self._evaluations.due(number))
         self._meter.begin()
         self.doing.step = True
         self.executor.may_skip = self.standing.skipped_in_row < planned.recipe.train.skip_nonfinite

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ..planner.plan_request import PlanRequest
     from ..planner.search import Found
     from ..recipe.schema import Recipe
+    from .fixed_prompts import FixedPrompts
     from .state.first_weights import Added
 
 Say = Callable[[str], None]
@@ -147,6 +148,7 @@ class Ready:
     sampler: Sampler  # the order of the rows
     fingerprints: dict[str, str]
     evaluated: Mapping[str, Rows]  # sets of rows, by name, whose loss the run tells
+    prompts: FixedPrompts | None  # that the run continues where it evaluates
 
     @property
     def added(self) -> Added:
@@ -371,4 +373,13 @@ def tokenise(fetched: Fetched, *, say: Say) -> Ready:
         sampler=sampler,
         fingerprints=made_of,
         evaluated=evaluated,
+        prompts=_prompts(planned),
     )
+
+
+def _prompts(planned: Planned) -> FixedPrompts | None:
+    """Tokenises the prompts of `eval.samples`. Their tokenizer stays, and counts as a part of the process from then on."""
+    from .fixed_prompts import fixed_prompts
+
+    places = {"model_dir": planned.model_dir, "tokenizer_dir": planned.inspected.resolved.tokenizer_dir}
+    return fixed_prompts(planned.recipe, planned.anatomy.model, **places)

@@ -99,6 +99,48 @@ def test_training_does_not_notice(options: dict[str, object], tmp_path: Path) ->
     assert seen[0] != seen[1] != seen[2]
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_next_tokens_as_transformers_in_memory(family: str, tmp_path: Path) -> None:
+    subject = Subject(FAMILIES[family], Shape())
+    with Rig(subject, tmp_path) as rig:
+        ours = next_logits(rig, subject)
+    torch.testing.assert_close(ours, plain_logits(subject), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("there", [False, True])
+@pytest.mark.parametrize("vocabulary", [0, 40])
+def test_next_tokens_of_a_device(vocabulary: int, there: bool, tied: bool, tmp_path: Path) -> None:
+    """The vocabulary whole and cut, the batch on the device and across from it. What was prefetched in vain is forgotten."""
+    subject = Subject(llama(tie_word_embeddings=tied), Shape(vocabulary=vocabulary, chunk=5))
+    with Rig(subject, tmp_path, device="emulated", batch_on_device=there) as rig:
+        ours = next_logits(rig, subject)
+        rig.run(1)
+    torch.testing.assert_close(ours, plain_logits(subject), rtol=1e-4, atol=1e-5)
+
+
+AT = torch.tensor([15, 3, 9])  # of three rows, one less than a batch
+
+
+def next_logits(rig: Rig, subject: Subject) -> torch.Tensor:
+    ids = next(subject.batches(1))[0][: len(AT)]
+    padded = ids.masked_fill(torch.arange(ids.shape[1]) > AT.unsqueeze(1), 1)
+    forward = ForwardOnly(rig.executor)
+    with forward.open():
+        found = [forward.next_logits(padded, AT, last=False) for _ in range(2)]
+        forward.stop_ahead()
+    assert torch.equal(found[0], found[1])
+    return found[0]
+
+
+@torch.no_grad()
+def plain_logits(subject: Subject) -> torch.Tensor:
+    model, ids = subject.fresh(), next(subject.batches(1))[0]
+    model.load_state_dict(subject.initial)
+    rows = enumerate(AT.tolist())
+    return torch.stack([model.eval()(input_ids=ids[n : n + 1, : at + 1], use_cache=False).logits[0, -1] for n, at in rows])
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_weights_are_read_once_per_group(clip: float | None, tied: bool, tmp_path: Path) -> None:

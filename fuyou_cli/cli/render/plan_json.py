@@ -38,6 +38,7 @@ def plan_json(facts: RunFacts) -> dict[str, object]:
         "refusal": facts.refusal,
         "kernels": facts.kernels or None,
         "evaluation": None if facts.evaluation is None else asdict(facts.evaluation),
+        "sampling": None if facts.sampling is None else asdict(facts.sampling),
         "model": {"name": plan.model, "stages": len(model.stages)} | {key: getattr(model, key) for key in _OF_MODEL},
         "hardware": asdict(hardware),
         "hardware_digest": hardware.digest(),

@@ -19,8 +19,9 @@ from rich.text import Text
 
 from fuyou_cli.core.units import GiB, duration, gb
 from fuyou_cli.spec.plan import Plan
-from fuyou_cli.training.report import EvalReport, StepReport
+from fuyou_cli.training.report import EvalReport, SampleReport, StepReport
 
+from .continuation import sample_lines
 from .plots import worth_saying
 from .theme import bar, encodable, speed, symbols, tera
 
@@ -90,9 +91,13 @@ class RunDisplay(AbstractContextManager["RunDisplay"]):
             for line in self._plain_lines(report):
                 self._print(line)
 
-    def evaluation(self, report: EvalReport) -> None:
-        """Show the loss of one set of rows, on a line that stays. The time it took is not of the next step."""
+    def evaluation(self, report: EvalReport | SampleReport) -> None:
+        """Shows the loss of one set of rows, or a sample, on lines that stay. The time it took is not of the next step."""
         self._since = self._clock()
+        if isinstance(report, SampleReport):
+            for line in sample_lines(report, self._console, min(self._console.width, LINE)):
+                self._print(line)
+            return
         name = report.name if len(report.name) <= _NAME else f"{report.name[: _NAME - 3]}..."
         figures = f"loss {report.loss:7.4f}  perplexity {report.perplexity:.4g}"
         self._print(f"eval at step {report.step}  {name}  {figures}  {report.rows:,} rows  {duration(report.seconds)}")

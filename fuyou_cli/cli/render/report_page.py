@@ -8,13 +8,13 @@ from pathlib import Path
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from fuyou_cli.core.printable import one_line
+from fuyou_cli.core.printable import printable
 from fuyou_cli.core.units import brief, gb, gib
 from fuyou_cli.training.history import History
 
 from .line_chart import line_svg
 from .plots import timeline_svg
-from .report_rows import COLUMNS, EVALUATED, about, evaluations, memory, series_of, store, wear
+from .report_rows import COLUMNS, EVALUATED, about, evaluations, memory, samples, series_of, store, wear
 from .summary import compared_rows, typical, verdict
 from .theme import speed
 
@@ -41,6 +41,7 @@ def page(history: History) -> str:
         over=[one.row for one in series],
         evaluated=EVALUATED,
         evaluations=evaluations(history),
+        samples=samples(history),
         compared=compared_rows(report),
         typical=typical(report).removeprefix("of one step, "),
         verdict=verdict(report),
@@ -51,8 +52,8 @@ def page(history: History) -> str:
 
 
 def _shown(value: object) -> object:
-    """Spells out control characters of text from a log."""
-    return one_line(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+    """Spells out control characters of text from a log, but for newlines."""
+    return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def _tiles(history: History) -> list[tuple[str, str]]:

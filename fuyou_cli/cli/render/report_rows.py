@@ -106,6 +106,15 @@ def evaluations(history: History) -> list[tuple[str, ...]]:
     return rows
 
 
+def samples(history: History) -> list[tuple[str, Pairs]]:
+    """Returns each fixed prompt with what the model wrote after it, evaluation by evaluation."""
+    found: dict[tuple[int, str], Pairs] = {}
+    for one in history.samples:
+        text = one.text + " ..." * (one.ended == "length")
+        found.setdefault((one.number, one.prompt), []).append((f"step {one.step:,}", text))
+    return [(prompt, rows) for (_, prompt), rows in sorted(found.items())]
+
+
 def memory(history: History) -> list[tuple[str, str, str, str]]:
     """Returns tier, content, size and comparison, with the sum of a tier first."""
     promised, report = history.promised, history.report

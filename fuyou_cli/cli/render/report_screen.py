@@ -10,9 +10,11 @@ from rich.text import Text
 from fuyou_cli.training.history import History
 
 from .plots import show_loss, show_timeline
-from .report_rows import COLUMNS, EVALUATED, about, evaluations, memory, series_of, store, wear
+from .report_rows import COLUMNS, EVALUATED, about, evaluations, memory, samples, series_of, store, wear
 from .summary import show_compared
-from .theme import column, heading, pairs, ruled, show, symbols
+from .theme import column, heading, pairs, ruled, say, show, symbols
+
+_SHOWN = 240  # characters of a prompt or a text
 
 
 def show_report(console: Console, history: History) -> None:
@@ -25,6 +27,8 @@ def show_report(console: Console, history: History) -> None:
     if history.evaluations:
         heading(console, "Evaluations", "mean loss of held-out tokens")
         _table(console, EVALUATED, evaluations(history))
+    if history.samples:
+        _samples(console, history)
     if history.report.compared:
         show_compared(console, history.report)
     if rows := memory(history):
@@ -33,6 +37,19 @@ def show_report(console: Console, history: History) -> None:
     heading(console, "The ssd")
     pairs(console, [*store(history), *wear(history)])
     show_timeline(console, history.report.timeline)
+
+
+def _samples(console: Console, history: History) -> None:
+    """Prints the first and the last text of each prompt; the page and the log have all."""
+    heading(console, "Samples", "the likeliest tokens after fixed prompts, first and last")
+    for prompt, rows in samples(history):
+        say(console, _short(prompt), indent=2)
+        shown = rows[:1] if len(rows) == 1 else [rows[0], rows[-1]]
+        pairs(console, [(step, _short(text)) for step, text in shown], indent=4)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ..."
 
 
 def _table(console: Console, titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -105,7 +105,15 @@ def _lasting(region: FastRegion) -> str:
 
 
 def evaluating(facts: RunFacts) -> list[tuple[str, str]]:
-    """Tells what an evaluation takes, and all of them, as far as that is known."""
+    """Tells what an evaluation takes, and all of them, as far as that is known; then what samples take."""
+    rows = _evaluating(facts)
+    if (cost := facts.sampling) is not None:
+        most = f"{cost.passes:,} passes over the weights at most, about {brief(cost.seconds)}"
+        rows.append(("samples", f"{some(cost.prompts, 'prompt')} at each evaluation: {most}"))
+    return rows
+
+
+def _evaluating(facts: RunFacts) -> list[tuple[str, str]]:
     cost = facts.evaluation
     if cost is None:
         return []

@@ -71,6 +71,19 @@ class HeadPasses:
                 is_final = self._fold_piece(stage.index, hidden, tokens).is_final
         return tokens, is_final
 
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Visits the head, or each of its pieces, for one token of each row: (rows, vocabulary) float32 logits, on the device.
+
+        hidden: (rows, 1, width), anywhere.
+        """
+        columns: list[torch.Tensor] = []
+        for stage in self.visits.model.stages:
+            if stage.kind == "head":
+                parts: list[torch.Tensor] = []
+                self._visit_piece(stage.index, hidden, partial(_put_last, parts))
+                columns.append(torch.cat(parts))
+        return columns[0] if len(columns) == 1 else torch.cat(columns, dim=-1)
+
     # ---- whole -----------------------------------------------------------------------------------------------------
 
     def _whole(self, hidden: torch.Tensor, targets: torch.Tensor, *, normaliser: int) -> torch.Tensor:
@@ -133,7 +146,13 @@ class HeadPasses:
 
     def _fold_piece(self, stage: int, hidden: torch.Tensor, tokens: TokenLoss) -> Visit:
         """Folds the piece's logits of every token into its loss. Returns the visit."""
-        visits, rows_of = self.visits, self.visits.stages[stage].vocabulary
+        rows_of = self.visits.stages[stage].vocabulary
+        first = rows_of[0] if rows_of else 0
+        return self._visit_piece(stage, hidden, lambda part, logits: tokens.fold(part, logits, first=first))
+
+    def _visit_piece(self, stage: int, hidden: torch.Tensor, take: Callable[[Part, torch.Tensor], None]) -> Visit:
+        """Hands the piece's logits to `take`, chunk by chunk. Returns the visit."""
+        visits = self.visits
         visit, flat = visits.enter("logits", stage)
         begin = time.monotonic()
         with torch.no_grad(), self.head.stubbed(), visits.installed(visit.owner, flat, trainable=False):
@@ -142,7 +161,7 @@ class HeadPasses:
             for rows in parts:
                 (batch,) = arriving.take()
                 for part, piece in self._chunks(rows, batch):
-                    tokens.fold(part, self.head.logits(piece), first=rows_of[0] if rows_of else 0)
+                    take(part, self.head.logits(piece))
                     visits.between()
         visits.leave(visit, begin)
         return visit
@@ -189,6 +208,11 @@ class HeadPasses:
         """Returns a micro-batch of the last hidden state on the device, chunk by chunk, each chunk a leaf."""
         for cut in pieces(batch.shape[0], batch.shape[1], self.visits.plan.numerics.head_chunk_tokens):
             yield Part(rows, cut), batch[cut].detach()
+
+
+def _put_last(parts: list[torch.Tensor], part: Part, logits: torch.Tensor) -> None:
+    """Puts aside the logits (rows, columns) of each row's only token."""
+    parts.append(logits.squeeze(1))
 
 
 def _add(sums: torch.Tensor, gradient: torch.Tensor) -> None:

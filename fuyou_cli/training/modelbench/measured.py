@@ -136,6 +136,7 @@ def _ready(loaded: LoadedRecipe, planned: Planned, place: Place) -> Ready:
         sampler=sampler_of(recipe, len(rows)),
         fingerprints=made_of,
         evaluated={},
+        prompts=None,
     )
     return settle(ready, *place.machine(loaded, planned.inspected))
 

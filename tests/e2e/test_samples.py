@@ -1,0 +1,114 @@
+"""What a model writes after fixed prompts while it trains: transformers' greedy text, beside training that does not notice."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fuyou_cli.core.errors import Interrupted, UsageError
+from fuyou_cli.machine import probe
+from fuyou_cli.training.adapting import configuration
+from fuyou_cli.training.report import SampleReport
+from fuyou_cli.training.run import Run
+from fuyou_cli.training.state.kept_companions import keep_companions
+
+from .conftest import Project, Whole
+from .running import STEPS, exported, prepared_run, train
+from .test_generate import in_memory
+
+NewProject = Callable[..., Project]
+PROMPTS = ["The road", "The road from the mill to the tower takes", "From"]
+EXACT = {"train.max_steps": STEPS, "precision.compute": "float32"}
+SAMPLED = {**EXACT, "eval": {"every_steps": 3, "samples": {"prompts": PROMPTS, "max_new_tokens": 6}}}
+
+
+def sampled(project: Project) -> tuple[list[float], list[SampleReport]]:
+    found: list[Any] = []
+    with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space) as run:
+        run.load(lambda count: None)
+        run.train(lambda report: None, found.append)
+        return run.losses, found
+
+
+def test_beside_training(new_project: NewProject, whole: Callable[..., Whole]) -> None:
+    """At the start, between steps and at the end; in the log, on the terminal and in the report."""
+    project = new_project(changes=SAMPLED)
+    result = project.fuyou("finetune", project.recipe)
+    assert result.returncode == 0, result.stderr
+    assert list(project.losses().values()) == whole(EXACT).losses
+    records = [json.loads(line) for line in (project.out / "log.jsonl").read_text().splitlines()]
+    found = [record for record in records if record["event"] == "sample"]
+    assert [(one["step"], one["prompt"]) for one in found] == [(step, prompt) for step in (0, 3, 6) for prompt in PROMPTS]
+    for begin, model in ((0, project.materials / "model"), (6, project.out / "model")):
+        assert [one["text"] for one in found[begin : begin + 3]] == in_memory(model, PROMPTS, 6)
+    assert f"sample at step 3  {PROMPTS[1]}\n" in result.stderr and "samples" in result.stderr
+    shown = project.fuyou("report", project.out, "--html", project.folder / "page.html")
+    assert shown.returncode == 0 and f"<h3>{PROMPTS[1]}</h3>" in (project.folder / "page.html").read_text()
+    assert f"\n  {PROMPTS[1]}\n    step 0" in project.fuyou("report", project.out).stdout
+
+
+def test_stopped_and_asked_for_other_prompts(new_project: NewProject, whole: Callable[..., Whole]) -> None:
+    """A run stopped while it writes does so anew; what it writes after may change, and its losses may not."""
+    project, seen = new_project(changes=SAMPLED), list[int]()
+
+    def stop(run: Run) -> None:
+        if run.doing.evaluating and run.step == 3 and not seen:
+            seen.append(run.step)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(Interrupted, match=f"stopped after step 3 of {STEPS}"):
+        train(project, stop)
+    other = {"prompts": ["Another road"], "max_new_tokens": 3}
+    project.write_recipe({**SAMPLED, "eval": {"every_steps": 3, "samples": other}})
+    losses, found = sampled(project)
+    assert losses == whole(EXACT).losses
+    assert [(one.step, one.number, one.prompt) for one in found] == [(3, 1, "Another road"), (6, 1, "Another road")]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"adapter": {"r": 4}},
+        {"dataset.packing": "isolated", "train.head_chunk_vocab": 128, "offload.device": "emulated"},
+        pytest.param({"train.batch_size": 2, "train.micro_batch_size": 1}, marks=pytest.mark.slow),  # prompts in two groups
+    ],
+    ids=str,
+)
+def test_other_runs(changes: dict[str, Any], new_project: NewProject, llama: Path, tmp_path: Path) -> None:
+    asked = {"model.name_or_path": str(llama), **changes}
+    project, plain = new_project(changes={**SAMPLED, **asked}), new_project("plain", {**EXACT, **asked})
+    losses, found = sampled(project)
+    expected, store = train(plain)
+    assert losses == expected
+    model = tmp_path / "model"
+    if "adapter" in changes:
+        from fuyou_cli.training.adapter_exporting import export_merged
+
+        made = prepared_run(plain).planned
+        adapter = configuration(made.recipe, made.anatomy.model, made.model_dir)
+        keep_companions(store, made.recipe.tokenizer, model_dir=llama, tokenizer_dir=llama, adapter=adapter)
+        export_merged(store, model, dtype="float32", max_shard_size=1 << 30)
+    else:
+        exported(store, model)
+    assert [one.text for one in found[:3]] == in_memory(llama, PROMPTS, 6)
+    assert [one.text for one in found[-3:]] == in_memory(model, PROMPTS, 6)
+
+
+@pytest.mark.parametrize(
+    ("samples", "says"),
+    [
+        ({"prompts": ["word " * 40]}, "prompt 1 has .* tokens, and 6 follow"),
+        ({"prompts": ["The road", ""]}, "prompts"),
+        ({"prompts": ["The road"], "chat": True}, "no chat template"),
+    ],
+)
+def test_prompts_that_cannot_be_continued(samples: dict[str, Any], says: str, new_project: NewProject) -> None:
+    project = new_project(changes={**EXACT, "eval": {"samples": {"max_new_tokens": 6, **samples}}})
+    with pytest.raises(UsageError, match=says):
+        prepared_run(project)
