@@ -69,6 +69,7 @@ class RunFacts:
     kernels: str = ""  # kernels of the blocks
     evaluation: EvaluationCost | None = None  # None if the recipe evaluates nothing, or nothing was simulated
     sampling: SamplingCost | None = None  # the same for fixed prompts
+    best_bytes: int = 0  # of the best weights, written anew at each lower loss; 0 if they are not kept
 
     @property
     def problems(self) -> list[str]:
@@ -155,7 +156,7 @@ def with_evaluation(facts: RunFacts, prepared: Planned, rows: Sequence[int] | No
         return facts
     times = evaluations_left(asked.every_steps, at_start=asked.at_start, total=total, done=facts.done) if total else None
     cost = evaluation_cost(facts.model, facts.hardware, facts.plan, rows=rows, times=times, run_seconds=facts.run_seconds)
-    return replace(facts, evaluation=cost)
+    return replace(facts, evaluation=cost, best_bytes=facts.plan.predicted.export_bytes * asked.keep_best)
 
 
 def _sampling(facts: RunFacts, asked: SamplesSection) -> SamplingCost:

@@ -15,6 +15,7 @@ from fuyou_cli.core.units import gb, gib
 from fuyou_cli.machine import probe
 from fuyou_cli.planner.phases import phase_peaks
 from fuyou_cli.spec.plan import Plan
+from fuyou_cli.training.best_place import best_copies, best_folder
 from fuyou_cli.training.limits import gpu_limit
 from fuyou_cli.training.plan_request_of import DiskShare, StoreDisks
 
@@ -86,12 +87,16 @@ def _disks(prepared: Planned) -> tuple[FileSystem, ...]:
     if prepared.recipe.export.at_end:
         model = export_folder(prepared.recipe, prepared.model_dir)
         files.append(Wanted(what="the exported model", path=model, size=plan.predicted.export_bytes))
+    if prepared.recipe.eval.keep_best:  # a new copy is written beside the old one
+        best = best_folder(prepared.recipe, prepared.model_dir)
+        new = plan.predicted.export_bytes * best_copies(prepared.recipe)
+        files.append(Wanted(what="the best weights and new ones beside them", path=best, size=new))
     return tuple(file_systems(files, probe.free_space))
 
 
 def _described_drives(prepared: Planned) -> FileSystem:
     plan, hardware = prepared.plan, prepared.hardware
-    export = plan.predicted.export_bytes if prepared.recipe.export.at_end else 0
+    export = plan.predicted.export_bytes * (prepared.recipe.export.at_end + best_copies(prepared.recipe))
     return FileSystem(
         folders=(Path(hardware.name or "the described drives"),),
         what=("the store", "the exported model") if export else ("the store",),
@@ -123,16 +128,18 @@ def check_output(recipe: Recipe) -> None:
 
 
 def check_export(recipe: Recipe, model_dir: Path) -> None:
-    """Raises UsageError if the export at the end would replace something that is not ours."""
+    """Raises UsageError if the export at the end, or the best weights, would replace something that is not ours."""
     from fuyou_cli.checkpoint.placement import refuse_foreign
 
-    if not recipe.export.at_end:
-        return
-    try:
-        refuse_foreign(export_folder(recipe, model_dir))
-    except UsageError as error:
-        hint = "move it away, choose another output_dir, or set export.at_end=false"
-        raise UsageError(f"output_dir: {error.message}", hint=hint) from error
+    folders = [(export_folder(recipe, model_dir), "export.at_end")] if recipe.export.at_end else []
+    if recipe.eval.keep_best:
+        folders.append((best_folder(recipe, model_dir), "eval.keep_best"))
+    for place, key in folders:
+        try:
+            refuse_foreign(place)
+        except UsageError as error:
+            hint = f"move it away, choose another output_dir, or set {key}=false"
+            raise UsageError(f"output_dir: {error.message}", hint=hint) from error
 
 
 def plan_problems(plan: Plan, room: Room) -> list[str]:

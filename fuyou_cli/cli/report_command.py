@@ -55,6 +55,7 @@ def _as_data(history: History) -> dict[str, Any]:
         "measured": {name: value for name, value in asdict(report).items() if name not in left_out},
         "compared": [{**asdict(line), "what": line.what.strip(), "difference": line.difference} for line in report.compared],
         "evaluations": [asdict(one) for one in history.evaluations],
+        "best": None if history.best is None else asdict(history.best),
         "samples": [asdict(one) for one in history.samples],
         "steps": [asdict(step) for step in history.steps],
     }

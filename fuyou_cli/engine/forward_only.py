@@ -8,6 +8,7 @@ Dropout is off, and generators stay as they were.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -76,6 +77,19 @@ class ForwardOnly:
         self._executor.visits.begin_round(last=last)
         hidden = self._hidden(input_ids)
         return self._executor.head.logits(hidden[torch.arange(len(at)), at].unsqueeze(1)).cpu()  # sync: as in `losses`
+
+    def weights(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Visits all stages, and yields those that own parameters with their weights: 1-D, in the compute dtype, on the device.
+        Only inside `open`. A stage's weights are there until the next one is asked for; ask for all, or call `stop_ahead`."""
+        visits = self._executor.visits
+        visits.begin_round(last=True)
+        for planned in self.schedule.visits:
+            visit, flat = visits.enter(planned.phase, planned.stage)
+            visits.inputs([])  # there are none
+            begin = time.monotonic()
+            if flat is not None and visit.owner == visit.stage:
+                yield visit.stage, flat
+            visits.leave(visit, begin)
 
     def stop_ahead(self) -> None:
         """Forgets what was prefetched for a pass that will not come. Only inside `open`."""

@@ -109,6 +109,7 @@ MEANINGS = {
     "checkpoint.resume": "`auto`: goes on where the run was stopped; `never`: starts over; or a store's folder.",
     "eval.every_steps": "Steps between evaluations. `null`: only where the run starts and ends.",
     "eval.at_start": "Evaluates before the first step too.",
+    "eval.keep_best": "Keeps the weights of the lowest loss of the first set in `output_dir/best`, as an export writes them.",
     "eval.samples": "Shows what the model writes after fixed prompts at each evaluation.",
     "eval.samples.prompts": "The texts to continue, with the likeliest token each time.",
     "eval.samples.max_new_tokens": "Tokens after each prompt at most: so many passes over the weights.",

@@ -229,6 +229,7 @@ class SamplesSection(Section):
 class EvalSection(Section):
     every_steps: Positive | None = None  # null: where the run starts and ends
     at_start: bool = True
+    keep_best: bool = False  # the weights of the lowest loss so far of the first set are kept in output_dir/best
     samples: SamplesSection | None = None  # what the model writes after fixed prompts, at each evaluation
 
 

@@ -18,7 +18,7 @@ from ..checkpoint.files import ADAPTER_NAME
 from ..checkpoint.writer import OutTensor, write_checkpoint
 from ..core.errors import SwapError, UsageError
 from ..engine.skeleton import TORCH_DTYPE
-from .exporting import StoreWeights, bytes_of, stored_weights
+from .exporting import StoreWeights, Weights, bytes_of, stored_weights
 from .state.kept_companions import kept_adapter, kept_companions
 
 _AT_ONCE = 1 << 20  # elements merged at once: what is computed with takes some megabytes
@@ -36,23 +36,37 @@ def export_adapter(
     """Writes the adapter in the store of `source` to `out`, as peft's `from_pretrained` takes it, with the tokenizer. Returns
     the path of its weights."""
     with stored_weights(source, dtype=dtype, say=say, model_files=False) as weights:
-        adapter = AdapterWeights(weights)
-        beside = {
-            name: content
-            for name, content in _companions(source, weights).items()
-            if not any(fnmatchcase(name, pattern) for pattern in _OF_THE_MODEL)
-        }
-        return write_checkpoint(
-            out,
-            adapter.tensors(),
-            adapter.read,
-            max_shard_size=1 << 62,  # peft reads one file
-            single=ADAPTER_NAME,
-            metadata=weights.metadata,
-            companions={**beside, ADAPTER_CONFIG_NAME: _configuration(source)},
-            progress=progress,
-            check=weights.check,
-        )
+        beside = kept_companions(source) or Path(weights.manifest.model_dir)
+        return write_adapter(weights, out, companions=beside, configuration=_configuration(source), progress=progress)
+
+
+def write_adapter(
+    weights: Weights,
+    out: Path,
+    *,
+    companions: Path,
+    configuration: bytes | Path,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Path]:
+    """Writes what was trained to `out`, with peft's configuration, and the tokenizer of the folder `companions`. Returns the
+    path of its weights."""
+    adapter = AdapterWeights(weights)
+    beside = {
+        name: content
+        for name, content in companion_files(companions, dtype=weights.dtype).items()
+        if not any(fnmatchcase(name, pattern) for pattern in _OF_THE_MODEL)
+    }
+    return write_checkpoint(
+        out,
+        adapter.tensors(),
+        adapter.read,
+        max_shard_size=1 << 62,  # peft reads one file
+        single=ADAPTER_NAME,
+        metadata=weights.metadata,
+        companions={**beside, ADAPTER_CONFIG_NAME: configuration},
+        progress=progress,
+        check=weights.check,
+    )
 
 
 def export_merged(
@@ -73,14 +87,10 @@ def export_merged(
             merged.read,
             max_shard_size=max_shard_size,
             metadata=weights.metadata,
-            companions=_companions(source, weights),
+            companions=companion_files(kept_companions(source) or Path(weights.manifest.model_dir), dtype=dtype),
             progress=progress,
             check=weights.check,
         )
-
-
-def _companions(source: Path, weights: StoreWeights) -> dict[str, bytes | Path]:
-    return companion_files(kept_companions(source) or Path(weights.manifest.model_dir), dtype=weights.dtype)
 
 
 def _configuration(source: Path) -> Path:
@@ -92,7 +102,7 @@ def _configuration(source: Path) -> Path:
 class AdapterWeights:
     """Reads everything that was trained: of LoRA, and of `modules_to_save`."""
 
-    def __init__(self, weights: StoreWeights) -> None:
+    def __init__(self, weights: Weights) -> None:
         self._weights = weights
         self._stored = {file_name(weights.model_name(one)): one for one in weights.tensors() if weights.is_trained(one)}
 

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +15,8 @@ import torch
 from ..data import Rows, collate
 from ..engine.executor import Executor
 from ..engine.forward_only import ForwardOnly
-from .report import EvalReport, SampleReport
+from .best_copy import BestCopy, kept_step
+from .report import BestReport, EvalReport, SampleReport
 from .state.saver import Standing
 from .state.stored import Evaluated
 from .steps import Ready
@@ -22,7 +24,7 @@ from .steps import Ready
 if TYPE_CHECKING:
     from .fixed_prompts import Continuations
 
-Told = EvalReport | SampleReport
+Told = EvalReport | SampleReport | BestReport
 Losses = Callable[..., torch.Tensor]  # ids, labels (rows, tokens), last -> each row's sum of losses
 
 _LARGEST = 700.0  # of losses whose exponential still is a double
@@ -32,13 +34,14 @@ class Evaluations:
     """Evaluates the sets and prompts of one run, as many rows at once as a step's, forward alone: it takes no memory beside
     a step's."""
 
-    def __init__(self, ready: Ready, standing: Standing, executor: Executor) -> None:
+    def __init__(self, ready: Ready, standing: Standing, executor: Executor, *, store: Path) -> None:
         recipe = ready.planned.recipe
         self._sets, self._asked, self._total = ready.evaluated, recipe.eval, ready.planned.total_steps
         self._stopping, self._standing = recipe.train.early_stopping, standing
         self._max_len = executor.plan.numerics.max_seq_len
         self._forward = ForwardOnly(executor)
         self._continuations = self._of_prompts(ready, executor)
+        self._best = BestCopy(ready, self._forward, store) if recipe.eval.keep_best else None
         self._result: Evaluated | None = None  # of the evaluation under way
 
     def _of_prompts(self, ready: Ready, executor: Executor) -> Continuations | None:
@@ -59,6 +62,7 @@ class Evaluations:
         regular = step == self._total or (every is not None and step % every == 0)
         parts = [
             *([self._losses] if self._sets else ()),
+            *([self._keep] if self._best is not None else ()),
             *([self._continuations.run] if self._continuations is not None else ()),
         ]
         if (last is not None and last.step == step) or not (self._asked.at_start if step == 0 else regular) or not parts:
@@ -76,9 +80,29 @@ class Evaluations:
         """Says why the run ends early, for people."""
         last = self._standing.evaluated
         assert last is not None
-        lowest = f"the lowest loss, {last.best or 0.0:.4f}, was after step {last.best_step}"
-        best = "no loss was finite" if last.best is None else lowest
-        return f"train.early_stopping ends the run after step {last.step}: {best}"
+        return f"train.early_stopping ends the run after step {last.step}: {self._lowest}{self._where}"
+
+    @property
+    def best(self) -> str:
+        """Says which weights are kept as the best, and where. Empty if none are to be kept, or nothing was evaluated."""
+        evaluated = self._best is not None and self._standing.evaluated is not None
+        return f"{self._lowest}{self._where}" if evaluated else ""
+
+    @property
+    def _lowest(self) -> str:
+        last = self._standing.evaluated
+        if last is None or last.best is None:
+            return "no loss was finite"
+        return f"the lowest loss, {last.best:.4f}, was after step {last.best_step}"
+
+    @property
+    def _where(self) -> str:
+        last, best = self._standing.evaluated, self._best
+        if best is None or last is None or last.best is None:
+            return ""
+        if last.best_step == 0:
+            return ", before training: no weights are kept"
+        return f": kept in {best.folder}" if kept_step(best.folder) == last.best_step else ": its weights were not kept"
 
     def _losses(self, step: int) -> list[EvalReport]:
         """Evaluates every set with the weights after `step`. Raises what a callback of the executor raises, after which the
@@ -89,6 +113,13 @@ class Evaluations:
         least = self._stopping.min_delta if self._stopping is not None else 0.0
         self._result = after(self._standing.evaluated, step, reports[0].loss, least)
         return reports
+
+    def _keep(self, step: int) -> list[BestReport]:
+        """Keeps the weights if their loss is the lowest so far, but for those that the run started with."""
+        found = self._result
+        assert found is not None and self._best is not None
+        is_best = found.best is not None and found.best_step == step > 0
+        return [self._best.write(step, found.best or 0.0)] if is_best else []
 
     def _is_over(self, step: int) -> list[Told]:
         """Notes that the evaluation was done whole. Until then a stopped run does it again."""

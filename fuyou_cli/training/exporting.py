@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -37,7 +37,27 @@ _WINDOW = _PIECE + MiB  # one piece, and room for the store's alignment
 _UPDATED = 1 << 20  # elements updated at once
 _UPDATE_WINDOW = 4 * _UPDATED + MiB
 _TENSORS = 5  # of an update: weights, remainder, moments, gradients
+STEP = "fuyou_step"  # in a file's metadata: the steps after which it was written
 READ_ARENA = max(2 * _WINDOW, _TENSORS * _UPDATE_WINDOW)  # bytes of the arena that `StoreWeights` reads through
+
+
+class Weights(Protocol):
+    """Gives weights to write: of a store, or of a run under way."""
+
+    dtype: str
+
+    @property
+    def metadata(self) -> dict[str, str]: ...
+
+    def tensors(self) -> list[OutTensor]: ...
+
+    def model_name(self, tensor: OutTensor) -> str: ...
+
+    def is_trained(self, tensor: OutTensor) -> bool: ...
+
+    def read(self, tensor: OutTensor, first: int, count: int) -> memoryview: ...
+
+    def check(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -75,7 +95,7 @@ class StoreWeights:
     @property
     def metadata(self) -> dict[str, str]:
         """Returns what a file of these weights says of them."""
-        return {"fuyou_step": str(self.manifest.step)}
+        return {STEP: str(self.manifest.step)}
 
     def tensors(self) -> list[OutTensor]:
         return [OutTensor(name=name, dtype=self.dtype, shape=places[0][1].shape) for name, places in self._places.items()]
@@ -274,13 +294,26 @@ def export_store(
                 f"{source} holds an adapter, but its {ADAPTER_CONFIG_NAME} is gone",
                 hint="running its recipe again writes the file anew",
             )
-        return write_checkpoint(
-            out,
-            weights.tensors(),
-            weights.read,
-            max_shard_size=max_shard_size,
-            metadata=weights.metadata,
-            companions=companion_files(kept_companions(source) or Path(weights.manifest.model_dir), dtype=dtype),
-            progress=progress,
-            check=weights.check,
-        )
+        companions = kept_companions(source) or Path(weights.manifest.model_dir)
+        return write_model(weights, out, companions=companions, max_shard_size=max_shard_size, progress=progress)
+
+
+def write_model(
+    weights: Weights,
+    out: Path,
+    *,
+    companions: Path,
+    max_shard_size: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Path]:
+    """Writes a whole model to `out`, with the files of the folder `companions` beside its weights. Returns the shards."""
+    return write_checkpoint(
+        out,
+        weights.tensors(),
+        weights.read,
+        max_shard_size=max_shard_size,
+        metadata=weights.metadata,
+        companions=companion_files(companions, dtype=weights.dtype),
+        progress=progress,
+        check=weights.check,
+    )

@@ -115,6 +115,16 @@ class Sample:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Best:
+    """Holds a copy of the weights of the lowest loss, from `BestReport`."""
+
+    step: Annotated[int, Field(ge=0)]
+    loss: Number
+    folder: str
+    problem: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Line:
     what: str
     unit: Literal["bytes", "seconds"]
@@ -160,6 +170,7 @@ class History:
     ended: bool
     evaluations: tuple[Evaluated, ...] = ()  # in order; a repeated one counts as it was the last time
     samples: tuple[Sample, ...] = ()  # the same
+    best: Best | None = None  # the last one
 
     @property
     def typical(self) -> Sequence[Step]:
@@ -175,6 +186,7 @@ class _Reading:
         self.steps: list[Step] = []
         self.evaluations: list[Evaluated] = []
         self.samples: list[Sample] = []
+        self.best: Best | None = None
         self.ended = False
 
     def take(self, record: dict[str, Any]) -> None:
@@ -196,6 +208,8 @@ class _Reading:
             sample = _of(Sample, record)
             others = (one for one in self.samples if (one.step, one.number) != (sample.step, sample.number))
             self.samples = [*others, sample]
+        elif event == "best":
+            self.best = _of(Best, record)
         elif event == "timeline":
             self.timeline = _of(Timeline, record)
         elif event == "end":
@@ -226,6 +240,7 @@ def read_history(log: Path) -> History:
         ended=reading.ended,
         evaluations=tuple(reading.evaluations),
         samples=tuple(reading.samples),
+        best=reading.best,
     )
 
 

@@ -20,9 +20,10 @@ from types import TracebackType
 
 from ..core.disk import failed_writing
 from ..core.errors import FuyouError, UsageError
-from .report import EvalReport, RunReport, SampleReport, StepReport
+from .report import BestReport, EvalReport, RunReport, SampleReport, StepReport
 
 SCHEMA_VERSION = 1
+_EVENTS: dict[type, str] = {EvalReport: "eval", SampleReport: "sample", BestReport: "best"}
 
 
 class JsonlLog:
@@ -55,9 +56,9 @@ class JsonlLog:
         """Writes a finished step: every field but the timeline, which `busy` sums up."""
         self.write("step", {name: value for name, value in asdict(report).items() if name != "timeline"})
 
-    def evaluation(self, report: EvalReport | SampleReport) -> None:
-        """Writes the loss of one set of rows, or what the model wrote after one prompt."""
-        self.write("eval" if isinstance(report, EvalReport) else "sample", asdict(report))
+    def evaluation(self, report: EvalReport | SampleReport | BestReport) -> None:
+        """Writes the loss of one set of rows, what the model wrote after one prompt, or that its weights were kept."""
+        self.write(_EVENTS[type(report)], asdict(report))
 
     def timeline(self, report: RunReport) -> None:
         """Writes when each resource was busy in the last step, to the microsecond."""

@@ -9,6 +9,7 @@ from ..core.errors import UsageError
 from ..planner.plan_request import PlanRequest, update_chunks_for, update_threads_for
 from ..spec.hardware import HardwareProfile
 from ..spec.plan import Numerics, StoreMode, Tier
+from .best_place import best_copies
 from .limits import gpu_limit
 from .state.resume import commit_interval
 from .state.stored import Manifest
@@ -63,8 +64,8 @@ class StoreDisks:
         return None if asked.is_auto else asked.resolve(total=self.total, auto=0)
 
     def budget(self, recipe: Recipe, export_bytes: int) -> int:
-        """Returns the bytes that the store may use beside an export at the end."""
-        export = export_bytes if recipe.export.at_end else 0
+        """Returns the bytes that the store may use beside an export at the end and the best weights."""
+        export = export_bytes * (recipe.export.at_end + best_copies(recipe))
         least = min((share.free - export * share.has_export) // share.files for share in self.shares)
         there, limit = max(0, least * len(self.shares)), self.limit(recipe)
         return there if limit is None else min(there, limit)

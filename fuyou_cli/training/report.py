@@ -71,6 +71,18 @@ class SampleReport:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BestReport:
+    """Describes the copy of the weights that gave the lowest loss so far."""
+
+    step: int  # whole steps done before it
+    loss: float
+    folder: str
+    size: int  # bytes of its weights
+    seconds: float
+    problem: str = ""  # why it could not be written: the copy before is still there
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Compared:
     """Holds one figure of the plan and the run's."""
 
@@ -113,6 +125,7 @@ class RunReport:
     compared: tuple[Compared, ...] = ()  # the run's figures and the plan's
     assumed: bool = False  # whether the plan's rates were assumed
     attention: str = ""  # what computed attention; empty if not known
+    best: str = ""  # which weights `eval.keep_best` has kept, and where; empty without it
 
 
 def merged(intervals: Sequence[Busy]) -> list[tuple[float, float]]:

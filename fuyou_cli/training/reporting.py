@@ -65,6 +65,7 @@ def run_report(
     written_total: int,
     output_dir: str,
     attention: str = "",
+    best: str = "",
 ) -> RunReport:
     """Sums up a run. If only some steps write for a commit, bytes and seconds are means over whole commit intervals."""
     typical = steps.typical
@@ -93,6 +94,7 @@ def run_report(
         waits=medians([step.stalls for step in typical]),
         update_cpu=_median([step.update_cpu_seconds for step in typical]),
         attention=attention,
+        best=best,
     )
 
 

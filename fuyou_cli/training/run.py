@@ -158,7 +158,7 @@ class Run:
             model=self.model, daemon=self.daemon, device=self.device, stalls=self.executor.residency.stalls, memory=self.memory
         )
         self.rates = learning_rate(planned.recipe, planned.total_steps)
-        self._evaluations = Evaluations(self.ready, self.standing, self.executor)
+        self._evaluations = Evaluations(self.ready, self.standing, self.executor, store=self.paths[0].parent)
 
     @contextmanager
     def _naming_device_errors(self) -> Iterator[None]:
@@ -360,6 +360,7 @@ class Run:
             written_total=self._written,
             output_dir=self.planned.recipe.output_dir,
             attention=self._attention(),
+            best=self._evaluations.best,
         )
 
     def _attention(self) -> str:

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from fuyou_cli.core.units import GiB, duration, gb
 from fuyou_cli.spec.plan import Plan
-from fuyou_cli.training.report import EvalReport, SampleReport, StepReport
+from fuyou_cli.training.report import BestReport, EvalReport, SampleReport, StepReport
 
 from .continuation import sample_lines
 from .plots import worth_saying
@@ -91,16 +91,15 @@ class RunDisplay(AbstractContextManager["RunDisplay"]):
             for line in self._plain_lines(report):
                 self._print(line)
 
-    def evaluation(self, report: EvalReport | SampleReport) -> None:
-        """Shows the loss of one set of rows, or a sample, on lines that stay. The time it took is not of the next step."""
+    def evaluation(self, report: EvalReport | SampleReport | BestReport) -> None:
+        """Shows what an evaluation found, on lines that stay. The time it took is not of the next step."""
         self._since = self._clock()
         if isinstance(report, SampleReport):
-            for line in sample_lines(report, self._console, min(self._console.width, LINE)):
-                self._print(line)
-            return
-        name = report.name if len(report.name) <= _NAME else f"{report.name[: _NAME - 3]}..."
-        figures = f"loss {report.loss:7.4f}  perplexity {report.perplexity:.4g}"
-        self._print(f"eval at step {report.step}  {name}  {figures}  {report.rows:,} rows  {duration(report.seconds)}")
+            lines = sample_lines(report, self._console, min(self._console.width, LINE))
+        else:
+            lines = [_loss_line(report) if isinstance(report, EvalReport) else _best_line(report)]
+        for line in lines:
+            self._print(line)
 
     def _print(self, line: str) -> None:
         self._console.print(Text(encodable(line, self._console)), soft_wrap=True, highlight=False)
@@ -191,6 +190,18 @@ class RunDisplay(AbstractContextManager["RunDisplay"]):
             *(waits or ["no waiting"]),
         ]
         return [fact.ljust(-(-(len(fact) + 1) // 4) * 4) for fact in facts]
+
+
+def _loss_line(report: EvalReport) -> str:
+    name = report.name if len(report.name) <= _NAME else f"{report.name[: _NAME - 3]}..."
+    figures = f"loss {report.loss:7.4f}  perplexity {report.perplexity:.4g}"
+    return f"eval at step {report.step}  {name}  {figures}  {report.rows:,} rows  {duration(report.seconds)}"
+
+
+def _best_line(report: BestReport) -> str:
+    if report.problem:
+        return f"note: the best weights so far, after step {report.step}, could not be kept: {report.problem}"
+    return f"best so far    loss {report.loss:7.4f}  kept in {report.folder}  {gb(report.size)}  {duration(report.seconds)}"
 
 
 def _packed(fields: list[str], width: int) -> list[str]:

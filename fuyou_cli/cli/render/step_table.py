@@ -105,8 +105,10 @@ def _lasting(region: FastRegion) -> str:
 
 
 def evaluating(facts: RunFacts) -> list[tuple[str, str]]:
-    """Tells what an evaluation takes, and all of them, as far as that is known; then what samples take."""
+    """Tells what an evaluation takes, and all of them, as far as that is known; then what samples and the best weights take."""
     rows = _evaluating(facts)
+    if facts.best_bytes:
+        rows.append(("best", f"{gb(facts.best_bytes)} written to output_dir/best wherever a loss is the lowest so far"))
     if (cost := facts.sampling) is not None:
         most = f"{cost.passes:,} passes over the weights at most, about {brief(cost.seconds)}"
         rows.append(("samples", f"{some(cost.prompts, 'prompt')} at each evaluation: {most}"))

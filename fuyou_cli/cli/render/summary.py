@@ -22,6 +22,7 @@ def show_summary(console: Console, report: RunReport) -> None:
         ("waiting", f"{waiting(report.stalls)}, in all steps"),
         ("written", f"{gb(report.written_total)} to the ssd"),
         *([("attention", report.attention)] if report.attention else []),
+        *([("best", report.best)] if report.best else []),
         ("output", report.output_dir),
     ]
     pairs(console, rows)

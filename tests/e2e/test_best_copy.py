@@ -1,0 +1,120 @@
+"""The weights of the lowest evaluation loss: those that an export after that step gives, whatever ends the run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fuyou_cli.machine import probe
+from fuyou_cli.training.best_copy import kept_step
+from fuyou_cli.training.run import Run
+
+from .conftest import Project
+from .running import exported, prepared_run, train
+
+NewProject = Callable[..., Project]
+STEPS = 6
+KILLED = """
+import os, signal
+from fuyou_cli.checkpoint.placement import PartialDirectory
+publish, seen = PartialDirectory.publish, []
+def killed(self):
+    seen.append(self)
+    if len(seen) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    publish(self)
+PartialDirectory.publish = killed
+"""
+ASKED = {
+    "train.max_steps": STEPS, "precision.compute": "float32", "optimizer.lr": 0.05, "dataset.eval_fraction": 0.2,
+    "lr_scheduler": {"name": "constant"}, "eval": {"every_steps": 1, "keep_best": True},
+}  # fmt: skip
+
+
+def best(project: Project) -> dict[str, torch.Tensor]:
+    return {name: value for file in (project.out / "best").glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+def losses(project: Project) -> dict[int, float]:
+    records = [json.loads(line) for line in (project.out / "log.jsonl").read_text().splitlines()]
+    return {record["step"]: record["loss"] for record in records if record["event"] == "eval"}
+
+
+def after(new_project: NewProject, step: int, target: Path, changes: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The weights that a run of so many steps ends with."""
+    project = new_project(f"{step}-steps", {**changes, "train.max_steps": step, "eval": {}})
+    return exported(train(project)[1], target)
+
+
+def test_killed_while_it_is_written(new_project: NewProject, tmp_path: Path) -> None:
+    """The copy before stays whole, and the run goes on from its last commit; then the copy is that of the lowest loss."""
+    project = new_project(changes=ASKED)
+    assert project.begin("finetune", project.recipe, first=KILLED).wait().code == -9
+    assert (project.out / ".best.partial").is_dir()
+    first = kept_step(project.out / "best")
+    assert first is not None and 0 < first < STEPS
+    one = after(new_project, first, tmp_path / "first", ASKED)
+    assert best(project).keys() == one.keys() and all(torch.equal(one[name], value) for name, value in best(project).items())
+    result = project.fuyou("finetune", project.recipe)
+    assert result.returncode == 0, result.stderr
+    seen = losses(project)
+    lowest = min(range(1, STEPS + 1), key=seen.__getitem__)
+    assert kept_step(project.out / "best") == lowest > first and seen[lowest] < seen[0]
+    assert not (project.out / ".best.partial").exists()
+    expected = after(new_project, lowest, tmp_path / "lowest", ASKED)
+    assert all(torch.equal(expected[name], value) for name, value in best(project).items())
+    folder = project.out / "best"
+    assert f"the lowest loss, {seen[lowest]:.4f}, was after step {lowest}: kept in {folder}" in " ".join(result.stderr.split())
+    shown = project.fuyou("report", project.out).stdout
+    assert f"loss {seen[lowest]:.4f} after step {lowest}, kept in" in " ".join(shown.split())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"adapter": {"r": 4}, "optimizer.lr": 0.01},
+        {"train.head_chunk_vocab": 128, "offload.device": "emulated", "train.clip_grad_norm": None},
+    ],
+    ids=str,
+)
+def test_an_adapter_and_a_cut_vocabulary(changes: dict[str, Any], new_project: NewProject, llama: Path, tmp_path: Path) -> None:
+    changes = {**ASKED, "model.name_or_path": str(llama), "eval": {"every_steps": 3, "keep_best": True}, **changes}
+    project, reports = new_project(changes=changes), list[Any]()
+    with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space) as run:
+        run.load(lambda count: None)
+        run.train(lambda report: None, reports.append)
+        told, stored = run.report().best, dict(run.ready.stored_as)
+    step = kept_step(project.out / "best")
+    assert step is not None and f"after step {step}: kept in" in told
+    plain = new_project("plain", {**changes, "train.max_steps": step, "eval": {}})
+    _, store = train(plain)
+    if "adapter" in changes:
+        from fuyou_cli.training.exporting import stored_weights
+
+        with stored_weights(store, dtype="float32", say=None) as weights:
+            expected = {
+                one.name: bytes(weights.read(one, 0, one.numel)) for one in weights.tensors() if weights.is_trained(one)
+            }
+        kept = {name: value.numpy().tobytes() for name, value in best(project).items()}
+        assert kept == expected and len(kept) < len(stored)
+        assert (project.out / "best" / "adapter_config.json").is_file()
+        return
+    expected_model = exported(store, tmp_path / "model")
+    kept_model = best(project)
+    assert kept_model.keys() == expected_model.keys()
+    assert all(torch.equal(expected_model[name], value) for name, value in kept_model.items())
+
+
+def test_a_run_that_only_gets_worse_keeps_nothing(new_project: NewProject) -> None:
+    project = new_project(changes={**ASKED, "optimizer.lr": 5.0, "eval": {"every_steps": 3, "keep_best": True}})
+    with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space) as run:
+        run.load(lambda count: None)
+        run.train(lambda report: None)
+        assert "was after step 0, before training: no weights are kept" in run.report().best
+    assert not (project.out / "best").exists()
