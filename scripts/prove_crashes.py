@@ -6,8 +6,9 @@
     to try the script itself: --kills 8; only kinds whose names begin so: --kinds redo snapshot
     runs that train an adapter or have int8 states: --run lora, --run qlora, --run int8
 
-A run of 60 tiny steps commits every step. It is killed (SIGKILL) at random moments between its first byte in the store and its
-end. Most kills wait until the log shows the next commit or update. The same command continues the run, and it is killed again.
+A run of 60 tiny steps (`--steps`) commits every step. It is killed (SIGKILL) at random moments between its first byte in the
+store and its end. Most kills wait until the log shows the next commit or update. The same command continues the run, and it is
+killed again.
 
 After each kill the newest manifest must be at least as new as the last one whose folder had been flushed by then, according to
 a log of the process's calls. Each run that comes to its end must have the states, losses and export of a run nobody killed, to
@@ -48,6 +49,7 @@ KINDS = (*VARIANTS, LOADS, EXPORTS)
 def arguments() -> argparse.Namespace:
     options = parser(__doc__)
     options.add_argument("--kills", type=int, default=200, help="of each kind")
+    options.add_argument("--steps", type=int, default=crashes.STEPS, help="of each run")
     options.add_argument("--kinds", nargs="+", default=[""], help="only those whose names begin so")
     options.add_argument("--seed", type=int, default=1)
     ask_for_run(options)
@@ -56,16 +58,17 @@ def arguments() -> argparse.Namespace:
 
 def killed(setting: Setting, options: argparse.Namespace, place: Place, what: str) -> dict[str, Any]:
     """Makes the kills of one kind, some at a time."""
-    whole = cache(lambda: crashes.reference(place, name, VARIANTS[what]))  # only where something is left to do
+    steps = options.steps
+    whole = cache(lambda: crashes.reference(place, name, VARIANTS[what], steps=steps))  # only where something is left to do
     name = f"run{KINDS.index(what)}"
 
     def some(kills: int, seed: int) -> Tally:
         if what in (LOADS, EXPORTS):
             kill = loads_and_exports.kill_loads if what == LOADS else loads_and_exports.kill_exports
             return kill(place, kills=kills, seed=seed)
-        return crashes.kill_runs(place, name, VARIANTS[what], whole(), kills=kills, each=EACH, seed=seed)
+        return crashes.kill_runs(place, name, VARIANTS[what], whole(), kills=kills, each=EACH, seed=seed, steps=steps)
 
-    title = named(f"{what}, kills", options.run)
+    title = named(f"{what}, {steps} steps, kills", options.run)
     return setting.in_parts(title, options.kills, AT_ONCE, options.seed, some, Tally(), longest="held")
 
 
@@ -101,7 +104,7 @@ def prove(setting: Setting, options: argparse.Namespace) -> int:
                 rows.append(missing(what, f"{options.kills} kills", refusal))
                 continue
             rows += judged(what, killed(setting, options, place, what), kills=options.kills)
-    settings = {"kills": options.kills, "kinds": asked, "seed": options.seed, "each": EACH, "steps": crashes.STEPS}
+    settings = {"kills": options.kills, "kinds": asked, "seed": options.seed, "each": EACH, "steps": options.steps}
     name = named(f"prove_crashes-{options.seed}", options.run) + ("" if len(asked) == len(KINDS) else "-some")
     return setting.conclude(name, rows, {**settings, "model": "1m", "run": options.run})
 

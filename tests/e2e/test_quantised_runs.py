@@ -156,11 +156,12 @@ def test_a_store_is_not_opened_as_another_format(qlora: Callable[..., Project]) 
             prepared_run(changed)
 
 
-def test_a_step_reads_what_rests_and_writes_nothing(qlora: Callable[..., Project]) -> None:
-    """A weight of nf4 is read forward and backward: 1.2 bytes a step at most, with the padding of these tiny blocks."""
+@pytest.mark.parametrize(("kind", "most"), every(2, [("nf4", 1.2), ("int8", 2.3)]))
+def test_a_step_reads_what_rests_and_writes_nothing(kind: str, most: float, qlora: Callable[..., Project]) -> None:
+    """A weight is read forward and backward. most: bytes of it in a step, with the scales and padding of these tiny blocks."""
     changes = {"checkpoint.commit_every_steps": 100, "checkpoint.mode": "in_place", "train.clip_grad_norm": None}
     moved = list[tuple[int, int]]()
-    with Run(prepared_run(qlora("nf4", changes=changes)), memory_now=probe.process_bytes, free_space=probe.free_space) as run:
+    with Run(prepared_run(qlora(kind, changes=changes)), memory_now=probe.process_bytes, free_space=probe.free_space) as run:
         run.load(lambda count: None)
         assert run.daemon.counters().written_bytes == loaded(run.plan)
 
@@ -176,7 +177,7 @@ def test_a_step_reads_what_rests_and_writes_nothing(qlora: Callable[..., Project
     for read, written in steps:
         assert written == plan.predicted.written_by["boundaries"]
         of_blocks = read - boundaries - 2 * others
-        assert of_blocks <= 1.2 * model.quantised_parameters
+        assert of_blocks <= most * model.quantised_parameters
     assert {read for read, _ in steps} == {plan.predicted.read_per_step}
 
 

@@ -59,6 +59,19 @@ def test_killed_runs_end_as_the_one_nobody_killed(variant: str, place: Place) ->
     assert (tally.kills, tally.runs >= 1, len(tally.steps)) == (3, True, 3)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("run", ["lora", "qlora", "int8"])
+def test_runs_of_other_kinds_are_disturbed_too(run: str, place: Place) -> None:
+    """Killed, and with a bit flipped in what they have saved: the weights of an adapter's model are in no state, or in both."""
+    if run != "int8":
+        pytest.importorskip("peft", reason="peft comes with the extra lora")
+    other = place.of(run)
+    whole = crashes.reference(other, f"killed-{run}", {}, steps=6)
+    assert crashes.kill_runs(other, f"killed-{run}", {}, whole, kills=1, each=1, seed=1, steps=6).kills == 1
+    found = flips.flip_bits(other, flips.stopped(other, f"flipped-{run}"), flips=4, seed=1, resumed_every=4)
+    assert (found.flips, found.went_back + found.refused) == (4, 1)
+
+
 def test_killed_loads_begin_again(place: Place) -> None:
     assert loads_and_exports.kill_loads(place, kills=4, seed=1).kills == 4
 
