@@ -10,7 +10,7 @@ may change how the bytes move and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +69,9 @@ class Shape:
     rule: Rule = "adamw"
 
 
+_INSPECTED: dict[Hashable, ModelSpec] = {}
+
+
 class Subject:
     """One random model: as plain PyTorch (`fresh`), as a skeleton cut into stages, and the data it learns."""
 
@@ -87,16 +90,27 @@ class Subject:
         anatomy = isolated(dissect(skeleton)) if apart else dissect(skeleton)
         anatomy = frozen(anatomy, freeze) if adapter is None else as_marked(anatomy)
         self.anatomy = cut_vocabulary(anatomy, shape.vocabulary)
-        self.spec = inspect(
-            self.anatomy, dtype=shape.dtype, micro_batch_size=shape.micro, max_seq_len=shape.tokens,
-            head_chunk_tokens=shape.chunk,
-        ).with_layout(StateLayout(weights=shape.dtype, dtype=shape.states, rule=shape.rule))  # fmt: skip
+        made_of = (config.to_json_string(use_diff=False), self.attention, repr(adapter), tuple(freeze), apart)
+        self.spec = self._inspected(made_of).with_layout(
+            StateLayout(weights=shape.dtype, dtype=shape.states, rule=shape.rule)
+        )
         self.numerics = Numerics(
             compute_dtype=shape.dtype, accumulate_dtype=shape.accumulate, batch_size=shape.batch,
             micro_batch_size=shape.micro, max_seq_len=shape.tokens, head_chunk_tokens=shape.chunk, torch_threads=1,
             seed=7, vocabulary_rows=shape.vocabulary,
         )  # fmt: skip
         self.initial = {name: value.detach().clone() for name, value in self.fresh().state_dict().items()}
+
+    def _inspected(self, made_of: Hashable) -> ModelSpec:
+        """What costs half a second each time: once for all subjects that are made of the same."""
+        shape = self.shape
+        key = (made_of, shape.dtype, shape.micro, shape.tokens, shape.chunk, shape.vocabulary)
+        if key not in _INSPECTED:
+            _INSPECTED[key] = inspect(
+                self.anatomy, dtype=shape.dtype, micro_batch_size=shape.micro, max_seq_len=shape.tokens,
+                head_chunk_tokens=shape.chunk,
+            )  # fmt: skip
+        return _INSPECTED[key]
 
     def fresh(self) -> PreTrainedModel:
         """Plain PyTorch with the initial weights, in training mode."""
