@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 EVERY = int(os.environ.get("FUYOU_EXAMPLES", "0"))  # of every property, whatever it asks for; 0: as many as it asks for
-USUAL = 100
+USUAL = 50
 _SLOW = [HealthCheck.too_slow]  # says more of the machine than of the property
 _SHARING = [*_SLOW, HealthCheck.function_scoped_fixture]
 
@@ -35,3 +36,11 @@ def quick_and_slow(cases: Iterable[Any], is_quick: Callable[[int], bool]) -> lis
     """Marks cases slow whose number is not quick."""
     listed = [case if isinstance(case, tuple) else (case,) for case in cases]
     return [pytest.param(*case, marks=[] if is_quick(n) else [pytest.mark.slow]) for n, case in enumerate(listed)]
+
+
+def crossed(count: int, **axes: Sequence[Any]) -> pytest.MarkDecorator:
+    """Tests all combinations of the axes' values, one in `count` of them in the quick suite: along diagonals, so that every
+    value of an axis is among them."""
+    places = list(product(*(range(len(values)) for values in axes.values())))
+    cases = [tuple(values[at] for values, at in zip(axes.values(), place, strict=True)) for place in places]
+    return pytest.mark.parametrize(tuple(axes), quick_and_slow(cases, lambda number: sum(places[number]) % count == 0))

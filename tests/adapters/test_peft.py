@@ -8,6 +8,7 @@ from functools import cache
 import peft
 import pytest
 import torch
+from drawn import crossed
 from peft import PeftModel
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
@@ -48,8 +49,7 @@ def injected(family, section: str, dtype="float32"):
     return model, inject(model, AdapterSection(**SECTIONS[section]))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2", "opt", "phi3"])
-@pytest.mark.parametrize("section", SECTIONS)
+@crossed(2, family=["llama", "qwen3", "gemma2", "gpt2", "opt", "phi3"], section=SECTIONS)
 def test_targets_names_and_first_values_are_those_of_peft(family, section):
     model, _ = injected(family, section)
     theirs = by_peft(plain(family), AdapterSection(**SECTIONS[section]))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from drawn import crossed
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.units import GiB, parse_rate
@@ -68,8 +69,7 @@ def test_the_number_of_drives_counts() -> None:
     assert one.sustained_write < one.store_write / 4 and one.drives[0].rated_bytes == 1200 * 10**12
 
 
-@pytest.mark.parametrize("gpu", ["rtx3090", "rtx4080", "rtx4090", "a100", "h100", "h200"])
-@pytest.mark.parametrize("drives", ["gen4", "2xgen4", "gen5", "p5510"])
+@crossed(3, gpu=["rtx3090", "rtx4080", "rtx4090", "a100", "h100", "h200"], drives=["gen4", "2xgen4", "gen5", "p5510"])
 def test_all_that_is_shipped(gpu: str, drives: str) -> None:
     found = described(f"{gpu.upper()} + {drives} + 256GiB")
     words = ("specification, not measured", "Ratel", "assumption")
@@ -276,9 +276,12 @@ def test_every_rate_says_whose_figure_it_is(tmp_path: Path) -> None:
     assert set(_origins(path).values()) == {"given"}
 
 
-@pytest.mark.parametrize("gpu", ["rtx3090", "rtx4080", "rtx4090", "a100", "h100", "h200"])
-@pytest.mark.parametrize("drives", ["gen4", "3xgen4", "gen5", "p5510", "4xp5510"])
-@pytest.mark.parametrize("host", ["desktop", "2xgold5320"])
+@crossed(
+    5,
+    gpu=["rtx3090", "rtx4080", "rtx4090", "a100", "h100", "h200"],
+    drives=["gen4", "3xgen4", "gen5", "p5510", "4xp5510"],
+    host=["desktop", "2xgold5320"],
+)
 def test_nothing_shipped_is_without_a_source(gpu: str, drives: str, host: str) -> None:
     for rate in origins_of(described(f"{gpu},{drives},256GiB,{host}")):
         assert rate.source != "not known", rate.what

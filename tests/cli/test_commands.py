@@ -11,6 +11,7 @@ import sys
 
 import pytest
 import yaml
+from drawn import every
 
 from .conftest import ROOT, environment
 
@@ -217,15 +218,18 @@ def test_errors_become_exit_codes(fault, code, said):
 
 @pytest.mark.parametrize(
     ("fault", "remedy"),
-    [
-        ("OSError(errno.ENOSPC, 'No space left on device')", "free some space"),
-        ("MemoryError", "lower offload.max_memory.cpu"),
-        (
-            "RuntimeError('[enforce fail at alloc_cpu.cpp:1] data. DefaultCPUAllocator: can not allocate memory')",  # torch's
-            "lower offload.max_memory.cpu",
-        ),
-        ("__import__('torch').OutOfMemoryError('CUDA out of memory')", "lower offload.max_memory.gpu"),
-    ],
+    every(
+        2,
+        [
+            ("OSError(errno.ENOSPC, 'No space left on device')", "free some space"),
+            ("MemoryError", "lower offload.max_memory.cpu"),
+            (  # torch's
+                "RuntimeError('[enforce fail at alloc_cpu.cpp:1] data. DefaultCPUAllocator: can not allocate memory')",
+                "lower offload.max_memory.cpu",
+            ),
+            ("__import__('torch').OutOfMemoryError('CUDA out of memory')", "lower offload.max_memory.gpu"),
+        ],
+    ),
 )
 def test_running_out_exits_4(fault, remedy):
     done = _main_with(fault)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from drawn import every
 
 from fuyou_cli.recipe.load import load_recipe
 
@@ -28,7 +29,9 @@ def test_options_ask_nothing(fuyou, tmp_path):
     assert fuyou("validate").returncode == 0
 
 
-@pytest.mark.parametrize("answer", ["no", "1e5", "12", "a: b", 'quo"te', "# x", "Ünïcode/模型", "..", "{x}", "- a", "~"])
+@pytest.mark.parametrize(
+    "answer", every(3, ["no", "1e5", "12", "a: b", 'quo"te', "# x", "Ünïcode/模型", "..", "{x}", "- a", "~"])
+)
 def test_any_answer_is_text(fuyou, tmp_path, answer):
     done = fuyou("init", "r.yaml", "--model", answer, "--data", answer)
     assert done.returncode == 0, done.stderr
@@ -68,13 +71,16 @@ def test_a_terminal_is_asked_three_questions(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("words", "position", "expected"),
-    [
-        ("fuyou fine", 1, "finetune"),
-        ("fuyou plan quick", 2, "quickstart"),
-        ("fuyou recipes show llama31-8b", 3, "llama31-8b-full-24gb"),
-        ("fuyou plan recipe.yaml optimizer.l", 3, "optimizer.lr="),
-        ("fuyou plan my", 2, "my.yaml"),
-    ],
+    every(
+        2,
+        [
+            ("fuyou fine", 1, "finetune"),
+            ("fuyou plan quick", 2, "quickstart"),
+            ("fuyou recipes show llama31-8b", 3, "llama31-8b-full-24gb"),
+            ("fuyou plan recipe.yaml optimizer.l", 3, "optimizer.lr="),
+            ("fuyou plan my", 2, "my.yaml"),
+        ],
+    ),
 )
 def test_the_shell_completes(fuyou, tmp_path, words, position, expected):
     (tmp_path / "my.yaml").touch()

@@ -170,7 +170,7 @@ def _flip(file: Path, byte: int) -> None:
         os.fsync(stream.fileno())
 
 
-@pytest.mark.parametrize("tensor", TRAINED)
+@pytest.mark.parametrize("tensor", every(2, TRAINED))
 def test_a_flipped_bit_is_found_and_the_step_before_goes_on(
     tensor: str, stopped: Project, tmp_path: Path, whole: Callable[..., Whole]
 ) -> None:

@@ -91,9 +91,7 @@ class Subject:
         anatomy = frozen(anatomy, freeze) if adapter is None else as_marked(anatomy)
         self.anatomy = cut_vocabulary(anatomy, shape.vocabulary)
         made_of = (config.to_json_string(use_diff=False), self.attention, repr(adapter), tuple(freeze), apart)
-        self.spec = self._inspected(made_of).with_layout(
-            StateLayout(weights=shape.dtype, dtype=shape.states, rule=shape.rule)
-        )
+        self.spec = self._inspected(made_of).with_layout(StateLayout(weights=shape.dtype, dtype=shape.states, rule=shape.rule))
         self.numerics = Numerics(
             compute_dtype=shape.dtype, accumulate_dtype=shape.accumulate, batch_size=shape.batch,
             micro_batch_size=shape.micro, max_seq_len=shape.tokens, head_chunk_tokens=shape.chunk, torch_threads=1,

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from drawn import every
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
@@ -34,7 +35,7 @@ def specified(family: str, *, rows: int = 0, chunk: int = 0, shape: tuple[int, i
     return anatomy, spec
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "opt, projected", "gpt_neo", "falcon", "gpt_neox"])
+@pytest.mark.parametrize("family", every(2, ["llama", "gemma3", "gpt2", "opt, projected", "gpt_neo", "falcon", "gpt_neox"]))
 def test_a_block_is_called_as_its_model_calls_it(family: str) -> None:
     anatomy, spec = specified(family)
     stage = next(stage for stage in spec.stages if stage.kind == "block")

@@ -126,7 +126,7 @@ def test_bytes_in_float32() -> None:
     assert (model.state_bytes, model.float32_parameters) == (8 * model.parameters, 0)
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", every(2, PUBLISHED))
 def test_refusal_and_stages(name: str) -> None:
     described, config = _described(name), _config(name)
     reason = PUBLISHED[name][2]
@@ -224,7 +224,7 @@ def test_experts_in_a_list_count_as_fused_ones(fused: bool) -> None:
 UNTRACED = {"bloom", "mpt", "falcon with alibi", "llama with dynamic rope", "xglm", "bert"}
 
 
-@pytest.mark.parametrize("family", REFUSED)
+@pytest.mark.parametrize("family", every(2, REFUSED))
 def test_what_is_refused_is_described_where_it_can_be_traced(family: str) -> None:
     config = REFUSED[family][0]
     model = build(config, dtype="bfloat16", attention="sdpa")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from drawn import every
+from drawn import crossed, every
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -232,7 +232,7 @@ NUMERICS = [(0, "float32"), (40, "float32"), (40, "bfloat16")]
 
 @pytest.mark.parametrize(
     ("way", "vocabulary", "dtype", "stays"),
-    [(way, *pair, (w + n) % 2 == 0) for w, way in enumerate(PLACES) for n, pair in enumerate(NUMERICS)],
+    every(2, [(way, *pair, (w + n) % 2 == 0) for w, way in enumerate(PLACES) for n, pair in enumerate(NUMERICS)]),
 )
 def test_the_launching_thread_copies_ids_and_nothing_else(
     way: str, vocabulary: int, dtype: Any, stays: bool, tmp_path: Path
@@ -289,8 +289,7 @@ def test_what_is_too_wide_for_a_slot_crosses_as_well(tmp_path: Path, monkeypatch
         assert unequal(rig.weights(), weights) == []
 
 
-@pytest.mark.parametrize("stays", [True, False])
-@pytest.mark.parametrize("phase", ["forward", "head", "backward"])
+@crossed(2, stays=[True, False], phase=["forward", "head", "backward"])
 def test_a_step_given_up_with_copies_under_way(
     phase: str, stays: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from drawn import crossed
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -67,8 +68,7 @@ def test_no_more_memory_than_it_was_opened_with(kind: str) -> None:
     open_device(kind).close()  # the limit goes with the device
 
 
-@pytest.mark.parametrize("kept", [None, "all"])
-@pytest.mark.parametrize("vocabulary", [0, 40])
+@crossed(2, kept=[None, "all"], vocabulary=[0, 40])
 def test_a_step_has_what_is_planned_and_no_more(
     vocabulary: int, kept: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,8 +212,7 @@ def test_what_is_pinned_is_held_until_it_is_not(tmp_path: Path) -> None:
     assert gone() is None
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.9], ids=["none", "a third", "most"])
-@pytest.mark.parametrize("way", [dict(kept="all"), dict(home="cpu", clip=None)], ids=["ssd", "RAM"])
+@crossed(2, share=[0.0, 0.3, 0.9], way=[dict(kept="all"), dict(home="cpu", clip=None)])
 def test_what_cannot_be_pinned_changes_no_bit(
     way: dict[str, Any], share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

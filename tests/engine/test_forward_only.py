@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from drawn import crossed, every
 from transformers import PreTrainedModel
 
 from fuyou_cli.engine.forward_only import ForwardOnly
@@ -42,7 +43,7 @@ def plain(model: PreTrainedModel, subject: Subject, groups: int = 2) -> list[flo
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", every(2, FAMILIES))
 def test_as_transformers_in_memory(family: str, tmp_path: Path) -> None:
     subject = Subject(FAMILIES[family], Shape())
     with Rig(subject, tmp_path) as rig:
@@ -52,9 +53,7 @@ def test_as_transformers_in_memory(family: str, tmp_path: Path) -> None:
     assert relative(rows, plain(model, subject)) <= 1e-6
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("device", ["cpu", "emulated"])
-@pytest.mark.parametrize("vocabulary", [0, 40])
+@crossed(2, tied=[False, True], device=["cpu", "emulated"], vocabulary=[0, 40])
 def test_with_a_cut_or_tied_vocabulary(vocabulary: int, device: str, tied: bool, tmp_path: Path) -> None:
     subject = Subject(llama(tie_word_embeddings=tied), Shape(vocabulary=vocabulary, chunk=5))
     with Rig(subject, tmp_path, device=device) as rig:  # type: ignore[arg-type]

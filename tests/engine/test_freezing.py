@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from drawn import crossed, every
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fuyou_cli.core.errors import UsageError
@@ -61,13 +62,12 @@ def _same_as_torch(subject: Subject, folder: Path, *, clip: float | None, family
     assert moved.isdisjoint(names) and moved | names == set(weights)
 
 
-@pytest.mark.parametrize("clip", [0.5, None])
-@pytest.mark.parametrize("way", WAYS)
+@crossed(2, clip=[0.5, None], way=WAYS)
 def test_any_part_of_a_model(way: str, clip: float | None, tmp_path: Path) -> None:
     _same_as_torch(Subject(llama(), Shape(), freeze=WAYS[way]), tmp_path, clip=clip)
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", every(2, RUNS))
 def test_any_kind_of_run(run: str, tmp_path: Path) -> None:
     config, shape, patterns, rig = RUNS[run]
     subject = Subject(config, shape, freeze=patterns)

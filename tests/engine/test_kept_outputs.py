@@ -244,7 +244,7 @@ def test_another_sequence_of_operators_than_planned_is_an_error(tmp_path: Path, 
         rig.executor.abandon()
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "gpt_neo", "falcon"])
+@pytest.mark.parametrize("family", every(2, ["llama", "gpt2", "gemma2", "gpt_neo", "falcon"]))
 def test_flops_of_a_dense_block(family: str) -> None:
     """Twice its matrices per token, and half of attention's scores and of their product with the values."""
     subject = Subject(FAMILIES[family], Shape(micro=2, tokens=16))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from drawn import crossed
 
 from fuyou_cli.planner.records import Record
 from fuyou_cli.planner.schedule import plan_schedule
@@ -96,8 +97,7 @@ def _on_paper(subject: Subject, plan: Plan) -> Asked:
     return asked
 
 
-@pytest.mark.parametrize("device", ["cpu", "emulated"])
-@pytest.mark.parametrize("lookahead", [1, 3])
+@crossed(2, device=["cpu", "emulated"], lookahead=[1, 3])
 def test_clipped_the_requests_are_the_same(
     device: Literal["cpu", "emulated"], lookahead: int, subject: Subject, tmp_path: Path
 ) -> None:
@@ -122,8 +122,7 @@ def test_unclipped_the_requests_are_the_same(device: Literal["cpu", "emulated"],
         _check_order(subject, plan, asked)
 
 
-@pytest.mark.parametrize("there", [(0, 2, 3), (0, 1, 2, 3, 4, 5, 6, 7)])
-@pytest.mark.parametrize("clip", [0.5, None])
+@crossed(2, there=[(0, 2, 3), (0, 1, 2, 3, 4, 5, 6, 7)], clip=[0.5, None])
 def test_with_stages_on_the_device_the_requests_are_the_same(
     clip: float | None, there: tuple[int, ...], subject: Subject, tmp_path: Path
 ) -> None:

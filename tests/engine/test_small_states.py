@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from drawn import every
 from swap import small_states_reference
 
 from fuyou_cli.spec.model import STATE_TILE, StateDtype, StateLayout
@@ -66,7 +67,7 @@ def test_every_update_is_that_of_numpy(subject: Subject, tmp_path: Path) -> None
                 np.testing.assert_array_equal(got, expected.view(np.uint8))
 
 
-@pytest.mark.parametrize(("dtype", "clip"), [("float32", 0.5), ("bfloat16", None)])
+@pytest.mark.parametrize(("dtype", "clip"), every(2, [("float32", 0.5), ("bfloat16", None)]))
 def test_homes_chunks_threads_and_devices_change_no_bit(
     subject: Subject, dtype: Any, clip: float | None, tmp_path: Path
 ) -> None:

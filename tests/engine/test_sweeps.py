@@ -79,7 +79,7 @@ def _cases() -> list[Any]:
     """Every way with two shapes, the quick one first in turn, and of sweeps one."""
     pairs = [(shape, way) for first, shape in enumerate(SHAPES) for way in list(WAYS)[first % 2 :: 2]]
     cases = [(*pair, SWEEPS[number % len(SWEEPS)]) for number, pair in enumerate(pairs)]
-    return quick_and_slow(cases, lambda number: number % 2 == number // (len(cases) // 2))
+    return quick_and_slow(cases, lambda number: number % 4 == number // (len(cases) // 4))
 
 
 @pytest.mark.parametrize(("subject", "way", "sweeps"), _cases(), indirect=["subject"])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from drawn import crossed
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -94,8 +95,7 @@ SUBJECTS = {
 OF_LOSS = {"head.py: _local_scalar_dense", "loss.py: _local_scalar_dense", "loss.py: index"}
 
 
-@pytest.mark.parametrize("sweeps", [1, 2])
-@pytest.mark.parametrize("name", SUBJECTS)
+@crossed(2, sweeps=[1, 2], name=SUBJECTS)
 def test_only_the_loss_is_asked_for(name: str, sweeps: int, tmp_path: Path) -> None:
     """Once a sweep, at the end of the head: before anything is differentiated on the strength of it."""
     device = _Told()

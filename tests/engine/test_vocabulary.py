@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from drawn import every
+from drawn import crossed, every
 from torch.autograd.graph import get_gradient_edge
 from transformers import PreTrainedConfig
 
@@ -273,7 +273,7 @@ def test_an_id_outside_of_the_vocabulary_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("clip", "dtype", "tied"),
-    [(0.5, "float32", False), (0.5, "bfloat16", True), (None, "float32", True), (None, "bfloat16", False)],
+    every(2, [(0.5, "float32", False), (0.5, "bfloat16", True), (None, "float32", True), (None, "bfloat16", False)]),
 )
 def test_one_more_step_moves_exactly_what_was_predicted(clip: float | None, dtype: Any, tied: bool, tmp_path: Path) -> None:
     """Pieces of 700, 700 and 600 rows share their slots with the blocks; four steps beside three."""
@@ -363,8 +363,7 @@ def test_a_step_given_up_in_any_pass_can_be_done_again(
         assert unequal(rig.weights(), weights) == []
 
 
-@pytest.mark.parametrize("name", ["untied", "tied"])
-@pytest.mark.parametrize("phase", ["forward", "logits", "head", "backward"])
+@crossed(2, name=["untied", "tied"], phase=["forward", "logits", "head", "backward"])
 def test_unclipped_a_step_can_be_given_up_until_its_first_update(phase: str, name: str, tmp_path: Path) -> None:
     """An untied head's pieces are updated as they are done; a tied one's rest until the embedding's backward."""
     subject = Subject(MODELS[name], Shape(vocabulary=ROWS))

@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
+from drawn import crossed
 
 from fuyou_cli.engine.devices.emulated import EmulatedDevice, Rates
 from fuyou_cli.spec.plan import Span
@@ -57,8 +57,7 @@ def test_compute_waits_for_a_copy_that_the_host_does_not_wait_for(tmp_path: Path
         assert BUSY <= _waited(rig, "a copy") <= time.monotonic() - begin - BUSY
 
 
-@pytest.mark.parametrize("stays", [True, False])
-@pytest.mark.parametrize("way", [dict(clip=0.5), dict(clip=None), dict(kept="all")])
+@crossed(2, stays=[True, False], way=[dict(clip=0.5), dict(clip=None), dict(kept="all")])
 def test_compute_and_its_waits_fit_into_a_step(stays: bool, way: dict[str, Any], tmp_path: Path) -> None:
     """The device does one thing at a time: it computes, or it waits for one thing."""
     device = EmulatedDevice(pace=Rates(4e7, 4e7), piece=1 << 14)

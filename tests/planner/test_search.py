@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from drawn import examples
+from drawn import crossed, examples
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -134,8 +134,7 @@ def test_more_bandwidth_is_never_slower(
     assert search(spec, faster, request).best.seconds <= search(spec, hardware, request).best.seconds * (1 + NEAR)
 
 
-@pytest.mark.parametrize("clip", [None, 1.0])
-@pytest.mark.parametrize("blocks", [126, 400])
+@crossed(2, clip=[None, 1.0], blocks=[126, 400])
 def test_a_search_does_so_much_and_no_more(blocks: int, clip: float | None) -> None:
     """As many blocks as the largest dense model published has, and more: what the time of a search depends on."""
     spec = model(64 << 20, *[64 << 20] * blocks, 2048, 64 << 20)

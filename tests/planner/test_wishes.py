@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from drawn import every
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -57,14 +58,17 @@ def test_never_more_than_are_free_nor_than_help(rates: list, cores: int, device:
 
 @pytest.mark.parametrize(
     ("limits", "room"),
-    [
-        ({}, True),
-        ({"ssd_budget": 0}, True),  # bytes less than the plan takes
-        ({"ssd_budget": 1}, False),
-        ({"gpu_budget": 0}, True),
-        ({"gpu_budget": 1}, False),
-        ({"gpu_budget": 0, "ssd_budget": 1}, False),
-    ],
+    every(
+        2,
+        [
+            ({}, True),
+            ({"ssd_budget": 0}, True),  # bytes less than the plan takes
+            ({"ssd_budget": 1}, False),
+            ({"gpu_budget": 0}, True),
+            ({"gpu_budget": 1}, False),
+            ({"gpu_budget": 0, "ssd_budget": 1}, False),
+        ],
+    ),
 )
 def test_a_plan_has_room_on_disk_and_device(limits: dict[str, int], room: bool) -> None:
     """By everyone who asks: the search, who compares with what it passed over, and who proves that it chose well."""

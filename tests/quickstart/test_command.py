@@ -103,18 +103,23 @@ class Ran:
         return self.folder / "people" / "here"
 
 
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """One that began after an earlier one had ended, was stopped in its second step, and started again went on to its end; in
-    another folder than usual. Of the earlier one there is the log."""
-    folder = tmp_path_factory.mktemp("ran")
-    with pytest.MonkeyPatch.context() as patch:  # where the quickstart would make its own; one that is there is left alone
+def _begun(folder: Path) -> list[str]:
+    """A small model where the quickstart would make its own, which is left alone, and the log of an earlier one that ended in
+    another folder than usual. Returns the overrides for that folder."""
+    with pytest.MonkeyPatch.context() as patch:
         for name, value in (("HIDDEN", 32), ("INTERMEDIATE", 64), ("LAYERS", 2), ("HEADS", 4), ("KV_HEADS", 4)):
             patch.setattr(toy, name, value)
         toy.make_model(folder / "outputs" / "quickstart" / "model", seed=1)
     (folder / "people" / "here").mkdir(parents=True)
     (folder / "people" / "here" / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in EARLIER))
-    overrides = [*QUICK, "train.max_steps=null", "train.epochs=1", "output_dir=~/here", "export.dtype=float32"]
+    return [*QUICK, "train.max_steps=null", "train.epochs=1", "output_dir=~/here", "export.dtype=float32"]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """One that began after an earlier one had ended, was stopped in its second step, and started again went on to its end."""
+    folder = tmp_path_factory.mktemp("ran")
+    overrides = _begun(folder)
     hook = folder / "hook"
     hook.mkdir()
     # As a terminal does: to everyone in the foreground, the run that the quickstart has started among them.
@@ -128,6 +133,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     return Ran(folder=folder, stopped=stopped, again=_quickstart(folder, *overrides))
 
 
+@pytest.mark.slow
 def test_stopped_and_started_again_it_goes_on_in_another_folder(ran: Ran) -> None:
     assert ran.stopped.returncode == 130, ran.stopped.stderr
     assert ran.again.returncode == 0, ran.again.stderr
@@ -141,15 +147,19 @@ def test_stopped_and_started_again_it_goes_on_in_another_folder(ran: Ran) -> Non
     assert (ran.folder / "outputs" / "quickstart" / "train.jsonl").read_bytes() == toy.CORPUS.read_bytes()
 
 
-def test_the_second_time_shows_its_own_run(ran: Ran) -> None:
-    assert ("computing in float32" in ran.stopped.stderr) != command.has_fast_bfloat16()
-    assert "an earlier quickstart ended" in ran.stopped.stderr and "starting over" in ran.stopped.stderr
-    shown = ran.again.stderr[ran.again.stderr.index("Quickstart  ") :]
+def test_the_second_time_shows_its_own_run(tmp_path: Path) -> None:
+    done, out = _quickstart(tmp_path, *_begun(tmp_path)), tmp_path / "people" / "here"
+    assert done.returncode == 0, done.stderr
+    assert ("computing in float32" in done.stderr) != command.has_fast_bfloat16()
+    assert "an earlier quickstart ended" in done.stderr and "starting over" in done.stderr
+    shown = done.stderr[done.stderr.index("Quickstart  ") :]
+    assert "in 8 steps" in shown  # 126 rows: seven times sixteen, and fourteen
     assert "1048576" not in shown.replace(",", "")  # GiB, the peak of the run before
     compared = re.search(r"equal within (\S+) \(losses of the first 5 steps\)", shown)
     assert compared is None or float(compared[1]) < 1e-2
+    assert f"{out}/model: Auto" in done.stdout and (out / "model" / "config.json").exists() and not (tmp_path / "~").exists()
     # What starts over next time is told by the last record that a run writes
-    assert command._start_over(ran.out) == ["checkpoint.resume=never"]
+    assert command._start_over(out) == ["checkpoint.resume=never"]
 
 
 @pytest.mark.slow
