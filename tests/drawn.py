@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import product
 from typing import Any
 
@@ -38,9 +38,10 @@ def quick_and_slow(cases: Iterable[Any], is_quick: Callable[[int], bool]) -> lis
     return [pytest.param(*case, marks=[] if is_quick(n) else [pytest.mark.slow]) for n, case in enumerate(listed)]
 
 
-def crossed(count: int, **axes: Sequence[Any]) -> pytest.MarkDecorator:
+def crossed(count: int, **axes: Iterable[Any]) -> pytest.MarkDecorator:
     """Tests all combinations of the axes' values, one in `count` of them in the quick suite: along diagonals, so that every
     value of an axis is among them."""
-    places = list(product(*(range(len(values)) for values in axes.values())))
-    cases = [tuple(values[at] for values, at in zip(axes.values(), place, strict=True)) for place in places]
+    numbered = [list(enumerate(values)) for values in axes.values()]
+    places = [[at for at, _ in chosen] for chosen in product(*numbered)]
+    cases = [tuple(value for _, value in chosen) for chosen in product(*numbered)]
     return pytest.mark.parametrize(tuple(axes), quick_and_slow(cases, lambda number: sum(places[number]) % count == 0))
