@@ -156,9 +156,9 @@ def test_what_a_search_gives_up_is_free_at_once(monkeypatch: pytest.MonkeyPatch)
     """Python's cycle collector is off meanwhile; afterwards it is as it was."""
     collecting: list[bool] = []
 
-    def looked_at(*args: Any, costs: Any) -> Timeline:
+    def looked_at(*args: Any, **options: Any) -> Timeline:
         collecting.append(gc.isenabled())
-        return simulate(*args, costs=costs)
+        return simulate(*args, **options)
 
     spec = model(8 << 20, *[16 << 20] * 4, 2048, 8 << 20)
     request = replace(_large(spec), clip_grad_norm=None)
