@@ -46,7 +46,7 @@ def lower_bound(costs: Costs, schedule: Schedule, plan: Plan) -> float:
     busiest = _least_seconds(costs, schedule, stages=plan.stages, device=plan.device, spared=spared)
     return max(
         *busiest.values(),
-        slot_seconds(costs, schedule.visits, plan, rates=(costs.hardware.store_read, costs.hardware.store_write)),
+        slot_seconds(costs, schedule, schedule.visits, plan, rates=(costs.hardware.store_read, costs.hardware.store_write)),
     )
 
 
@@ -57,6 +57,7 @@ def phase_estimate(costs: Costs, schedule: Schedule, plan: Plan) -> float:
     """
     hardware, stages, seconds = costs.hardware, plan.stages, 0.0
     owning = [stage for stage in stages if costs.model.stages[stage.stage].trained]
+    computed = costs.seconds_of(schedule.visits, stages)
     for visits in _phases(schedule):
         # Deferred updates run beside the first sweep's forward, the others beside the last one's backward.
         is_first, is_last = visits[0] is schedule.visits[0], visits[-1] is schedule.visits[-1]
@@ -65,12 +66,12 @@ def phase_estimate(costs: Costs, schedule: Schedule, plan: Plan) -> float:
         update = sum(costs.update_seconds(stage) for stage in updated) / costs.updates_at_once
         busiest = list(store_seconds(hardware, read, written).values())
         if plan.device == "cpu":
-            compute = sum(_compute_seconds(costs, visit, stages) for visit in visits)
+            compute = sum(computed[visit.index] for visit in visits)
             busiest.append(compute + update * _taken_by_updates(hardware, costs.numerics))
         else:
-            computing, *copying = _beside_copies(costs, visits, plan)
+            computing, *copying = _beside_copies(costs, visits, plan, computed)
             busiest += [update, computing + sum(map(costs.device_update_seconds, updated)), *copying]
-        longest = max(*busiest, slot_seconds(costs, visits, plan, rates=_mixed(hardware)))
+        longest = max(*busiest, slot_seconds(costs, schedule, visits, plan, rates=_mixed(hardware)))
         seconds += longest + _BESIDE * sum(busiest)
     return seconds
 
@@ -83,7 +84,7 @@ def _phases(schedule: Schedule) -> list[list[Visit]]:
     return [phase for phase in (first, between, last) if phase]
 
 
-def _beside_copies(costs: Costs, visits: Sequence[Visit], plan: Plan) -> tuple[float, float, float]:
+def _beside_copies(costs: Costs, visits: Sequence[Visit], plan: Plan, computed: Sequence[float]) -> tuple[float, float, float]:
     """Returns three times of a phase, in seconds: the device computing or waiting for its micro-batches, copies to it, and
     copies from it. Micro-batches are copied while their neighbours compute. If the batch is not on the device, nothing hides a
     visit's first upload and its last download. Weights that are still on the device from the visit before are counted as one
@@ -94,7 +95,7 @@ def _beside_copies(costs: Costs, visits: Sequence[Visit], plan: Plan) -> tuple[f
     for visit in visits:
         up, down = micro_batch_crossing(costs, visit, stages[visit.stage])
         up_seconds, down_seconds = up * parts / up_rate, down * parts / down_rate
-        busy = max(_compute_seconds(costs, visit, stages), up_seconds, down_seconds)
+        busy = max(computed[visit.index], up_seconds, down_seconds)
         computing += busy + (0.0 if costs.batch_on_device else (up_seconds + down_seconds) / parts)
         if visit.owner is not None and stages[visit.owner].weights != "gpu":
             up_seconds += costs.model.stages[visit.owner].weight_bytes / up_rate
@@ -116,17 +117,18 @@ def micro_batch_crossing(costs: Costs, visit: Visit, stage: StagePlan) -> tuple[
     return up * size + kept * visit.take, down * size + kept * visit.stash
 
 
-def slot_seconds(costs: Costs, visits: Sequence[Visit], plan: Plan, *, rates: tuple[float, float]) -> float:
-    """Returns the least time in which a class of slots can serve these visits. A slot of weights is held during compute and
-    during the update. A slot of gradients is held while they are summed and until they are updated or written. `rates`: the
-    store's, for reading and writing; 0 where unknown."""
+def slot_seconds(costs: Costs, schedule: Schedule, visits: Sequence[Visit], plan: Plan, *, rates: tuple[float, float]) -> float:
+    """Returns the least time in which a class of slots can serve these visits of a step. A slot of weights is held during
+    compute and during the update. A slot of gradients is held while they are summed and until they are updated or written.
+    `rates`: the store's, for reading and writing; 0 where unknown."""
     weights, gradients = ([0.0] * len(plan.slot_classes) for _ in range(2))
+    seconds = costs.seconds_of(schedule.visits, plan.stages)
     for visit in visits:
         owner = visit.owner if visit.owner is not None else visit.stage
         stage = plan.stages[owner]
         if stage.updated_there:
             continue
-        computing = _compute_seconds(costs, visit, plan.stages)
+        computing = seconds[visit.index]
         updating = _update_seconds(costs, plan.stages[owner], rates, plan.commit_every) if visit.update != "none" else 0.0
         if stage.weights_ram is None and visit.owner is not None:
             weights[stage.slot_class] += computing + (updating if stage.trained_ram is None else 0.0)
@@ -136,7 +138,7 @@ def slot_seconds(costs: Costs, visits: Sequence[Visit], plan: Plan, *, rates: tu
             gradients[stage.slot_class] += computing + (written if resting else updating)
     held = [(weights[number], slots.weight_slots) for number, slots in enumerate(plan.slot_classes)]
     held += [(gradients[number], slots.gradient_slots) for number, slots in enumerate(plan.slot_classes)]
-    return max((seconds / len(slots) for seconds, slots in held if slots), default=0.0)
+    return max((total / len(slots) for total, slots in held if slots), default=0.0)
 
 
 def _update_seconds(costs: Costs, stage: StagePlan, rates: tuple[float, float], commit_every: int | None) -> float:
@@ -155,26 +157,25 @@ def _mixed(hardware: HardwareProfile) -> tuple[float, float]:
 def _least_seconds(
     costs: Costs, schedule: Schedule, *, stages: tuple[StagePlan, ...], device: str, spared: int = 0
 ) -> dict[str, float]:
-    hardware, numerics = costs.hardware, costs.numerics
-    seconds: dict[str, float] = {}
-    compute = sum(_compute_seconds(costs, visit, stages) for visit in schedule.visits)
+    traffic, beside = schedule.traffic, _beside_store(costs, device, schedule.visits, stages)
+    return beside | store_seconds(costs.hardware, traffic.read_total - spared, traffic.written_total)
+
+
+def _beside_store(costs: Costs, device: str, visits: tuple[Visit, ...], stages: tuple[StagePlan, ...]) -> dict[str, float]:
+    """Returns the seconds of every resource but the store."""
+    hardware = costs.hardware
+    compute = sum(costs.seconds_of(visits, stages))
     compute += sum(map(costs.device_update_seconds, stages))
     update = sum(costs.update_seconds(stage) for stage in stages) / costs.updates_at_once
     if device == "cpu":
-        seconds["cpu"] = compute + update * _taken_by_updates(hardware, numerics)
-    else:
-        seconds["compute"] = compute
-        seconds["update"] = update
-        to_device, to_host = copied_bytes(costs, schedule, stages=stages)
-        if hardware.h2d:
-            seconds["h2d"] = to_device / hardware.h2d
-        if hardware.d2h:
-            seconds["d2h"] = to_host / hardware.d2h
-    return seconds | store_seconds(hardware, schedule.traffic.read_total - spared, schedule.traffic.written_total)
-
-
-def _compute_seconds(costs: Costs, visit: Visit, stages: tuple[StagePlan, ...]) -> float:
-    return costs.compute_seconds(visit, kept_bytes(costs.model.stages[visit.stage], stages[visit.stage].kept))
+        return {"cpu": compute + update * _taken_by_updates(hardware, costs.numerics)}
+    seconds = {"compute": compute, "update": update}
+    to_device, to_host = costs.once("copied", visits, stages, partial(copied_bytes, costs, visits, stages=stages))
+    if hardware.h2d:
+        seconds["h2d"] = to_device / hardware.h2d
+    if hardware.d2h:
+        seconds["d2h"] = to_host / hardware.d2h
+    return seconds
 
 
 def store_seconds(hardware: HardwareProfile, read: int, written: int) -> dict[str, float]:
@@ -198,7 +199,7 @@ def _taken_by_updates(hardware: HardwareProfile, numerics: Numerics) -> float:
     return min(1.0, (1 - hardware.shared_compute) / hardware.shared_adamw)
 
 
-def copied_bytes(costs: Costs, schedule: Schedule, *, stages: tuple[StagePlan, ...]) -> tuple[int, int]:
+def copied_bytes(costs: Costs, visits: Sequence[Visit], *, stages: tuple[StagePlan, ...]) -> tuple[int, int]:
     """Returns bytes of one step to a device with memory of its own, and back from it."""
     model, numerics, there, again = costs.model, costs.numerics, costs.batch_on_device, costs.sweeps - 1
     gradients = [stage.gradient_bytes(numerics.accumulate_dtype) for stage in model.stages]
@@ -211,9 +212,9 @@ def copied_bytes(costs: Costs, schedule: Schedule, *, stages: tuple[StagePlan, .
         crossing(
             model, visit.stage, visit.phase, stash=visit.stash, on_device=there, stays=stages[visit.stage].boundary == "gpu"
         )
-        for visit in schedule.visits
+        for visit in visits
     ]
-    weights = sum(model.stages[owner].weight_bytes * often for owner, often in uploads(model, schedule, stages).items())
+    weights = sum(model.stages[owner].weight_bytes * often for owner, often in uploads(model, visits, stages).items())
     resumed, brought = shared + again * (sum(leaving) + shared), (1 + again) * (sum(leaving) + shared)
     to_device = weights + resumed + boundary * sum(into for into, _ in moved)
     to_host = brought + boundary * sum(back for _, back in moved)
@@ -221,7 +222,7 @@ def copied_bytes(costs: Costs, schedule: Schedule, *, stages: tuple[StagePlan, .
     return to_device + kept, to_host + kept
 
 
-def uploads(model: ModelSpec, schedule: Schedule, stages: tuple[StagePlan, ...]) -> dict[int, int]:
+def uploads(model: ModelSpec, visits: Sequence[Visit], stages: tuple[StagePlan, ...]) -> dict[int, int]:
     """Returns, by stage, how often a step uploads its weights (of one generation)."""
     side, times = DeviceSide(model, stages), dict[int, int]()
 
@@ -229,7 +230,7 @@ def uploads(model: ModelSpec, schedule: Schedule, stages: tuple[StagePlan, ...])
         times[owner] = times.get(owner, 0) + 1
         return times[owner]
 
-    for visit in schedule.visits:
+    for visit in visits:
         if visit.owner is not None:
             side.upload(visit.owner, 1, partial(begin, visit.owner))
     return times

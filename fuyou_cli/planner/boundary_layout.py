@@ -84,7 +84,7 @@ def device_layouts(model: ModelSpec, numerics: Numerics, every: Kept) -> list[tu
 
 def device_bytes(model: ModelSpec, numerics: Numerics, every: Kept) -> int:
     """Returns the bytes that these outputs take on the device."""
-    return sum(layout.size for _, layout in device_layouts(model, numerics, every))
+    return sum(layout.size for _, layout in device_layouts(model, numerics, every)) if any(every) else 0
 
 
 def device_boundaries(model: ModelSpec, numerics: Numerics, there: Iterable[int]) -> tuple[dict[int, int], int]:

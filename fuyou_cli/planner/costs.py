@@ -14,15 +14,20 @@ so a visit takes the longer of the two.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from ..spec.hardware import HardwareProfile, StageRate
 from ..spec.model import ITEM_SIZE, Dtype, ModelSpec, StageSpec, StateLayout
 from ..spec.plan import Numerics, Plan, StagePlan
+from .boundary_layout import kept_bytes
 from .plan_request import PlanRequest
 from .schedule import Visit
+
+_Visits = tuple[Visit, ...]
+_Stages = tuple[StagePlan, ...]
+_Value = TypeVar("_Value")
 
 _ID = 8  # bytes of a token's id, or of its target
 _DEVICE_UPDATE_BYTES = 80  # bytes of memory per parameter: 28 for states, the rest stands for 200 bytes of the faster cache
@@ -54,6 +59,8 @@ class Costs:
     speeds: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
     # Cache: what visits of simulations do (`repeats`).
     repeats: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    # Cache: what was computed last of visits and stages, since a plan is asked for the same more than once.
+    _last: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
     # Cache: seconds of visits and updates.
     _known: dict[Hashable, float] = field(default_factory=dict, init=False, compare=False, repr=False)
 
@@ -79,6 +86,23 @@ class Costs:
     def boundary(self) -> int:
         """Returns the bytes of one boundary for a sweep's rows."""
         return self.model.boundary_bytes_per_token * self.numerics.of_sweep(self.sweeps).tokens
+
+    def once(self, what: str, visits: _Visits, stages: _Stages, compute: Callable[[], _Value]) -> _Value:
+        """Returns what `compute` makes of these visits and stages. It is kept until the same is wanted of others."""
+        last = self._last.get(what)
+        if last is None or last[0] is not visits or last[1] is not stages:
+            last = self._last[what] = (visits, stages, compute())
+        found: _Value = last[2]
+        return found
+
+    def seconds_of(self, visits: _Visits, stages: _Stages) -> tuple[float, ...]:
+        """Returns the seconds of compute of each visit of a step, in order."""
+
+        def compute() -> tuple[float, ...]:
+            kept = [kept_bytes(stage, plan.kept) for stage, plan in zip(self.model.stages, stages, strict=True)]
+            return tuple([self.compute_seconds(visit, kept[visit.stage]) for visit in visits])
+
+        return self.once("compute", visits, stages, compute)
 
     def compute_seconds(self, visit: Visit, kept: int = 0) -> float:
         """Returns the seconds for a sweep's rows when nothing else runs. `kept`: bytes of outputs that a micro-batch keeps."""

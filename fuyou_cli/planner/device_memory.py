@@ -175,7 +175,7 @@ def with_homes_on_device(
     if request.device == "cpu" or request.gpu_budget is None or request.weights is not None:
         return stages
     sizes = [stage.weight_bytes for stage in model.stages]
-    again = {owner: times for owner, times in uploads(model, schedule, stages).items() if times > 1}
+    again = {owner: times for owner, times in uploads(model, schedule.visits, stages).items() if times > 1}
     movable = [owner for owner in again if stages[owner].weights == "cpu"]
     order = sorted(movable, key=lambda owner: (-again[owner], sizes[owner], owner))
     turning = [size for owner, size in enumerate(sizes) if owner not in movable and stages[owner].weights != "gpu"]

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 from ..core.units import align_up
-from ..spec.model import STATE_NAMES, ModelSpec, OperatorSpec, StageSpec
+from ..spec.model import ModelSpec, OperatorSpec, StageSpec
 from ..spec.plan import Numerics, StagePlan
 from .boundary_layout import RECORD_ALIGN, Kept
 from .memory import ARENA_UNIT, Homes, Layout
@@ -59,11 +59,10 @@ def traffic_items(context: PlacementContext, request: PlanRequest, homes: Homes,
 def _items_of(
     context: PlacementContext, request: PlanRequest, homes: Homes, plan: StagePlan, stage: StageSpec
 ) -> Iterator[Item]:
-    model, index = context.model, stage.index
-    weights, gradients = stage.weight_bytes, stage.gradient_bytes(request.numerics.accumulate_dtype)
-    states = tuple(map(stage.state_size, STATE_NAMES))
+    index = stage.index
+    weights, gradients, states = stage.weight_bytes, context.gradient_sizes[index], context.state_sizes[index]
     sweeps = request.sweeps or 1
-    rests = int(plan.deferred) + sweeps * int(model.has_two_users(index)) + sweeps - 1
+    rests = int(plan.deferred) + sweeps * int(context.has_two_users[index]) + sweeps - 1
     boundary = context.boundary_size(index, homes.kept[index])
     # Used in forward and in backward. Weights that two visits in a row need are kept, at a sweep's end too.
     uses = sweeps * (2 if stage.keeps_input else 1)

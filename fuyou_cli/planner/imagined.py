@@ -56,6 +56,7 @@ class Imagined:
         # Downloads of gradients under way: ticket, stage, and whether the sum then rests.
         self.after: list[tuple[int, int, bool]] = []
         self.sums_up: dict[int, int] = {}  # tickets of sums that are uploaded to continue there
+        self._crossings: dict[int, tuple[float, float]] = {}  # by visit
         self.waits: list[tuple[str, int, int]] = []  # noted: why compute waited, from which advance of the clock to which
         self._state_bytes = state_bytes
         # What all visits depend on, beside the classes of stages and visits (`scenes`), where the costs are the same.
@@ -233,8 +234,7 @@ class Imagined:
         """Computes micro-batch by micro-batch. While one computes, the next one's inputs are uploaded and the results of the
         one before are downloaded. Nothing hides the `first` upload and the last download. The download of a kept input is
         hidden: it runs while its micro-batch computes. `up`, `down`: bytes of one micro-batch."""
-        kept = kept_bytes(self.model.stages[visit.stage], self.plan.stages[visit.stage].kept)
-        seconds = max(self.costs.compute_seconds(visit, kept), self._least)
+        seconds = max(self.compute_seconds(visit), self._least)
         looks = min(self._looks, self.costs.micro_batches)
         share = self.costs.micro_batches / looks  # micro-batches between two looks
         last = (down - self.costs.boundary / self.costs.micro_batches * (visit.stash and down > 0)) * self._unhidden
@@ -256,10 +256,19 @@ class Imagined:
         for copy in copies:
             self.machine.collect(copy)
 
+    def compute_seconds(self, visit: Visit) -> float:
+        kept = self.plan.stages[visit.stage].kept
+        return self.costs.compute_seconds(visit, kept_bytes(self.model.stages[visit.stage], kept) if kept else 0)
+
     def crossing(self, visit: Visit) -> tuple[float, float]:
         """Returns the bytes that one micro-batch copies to the device and back: boundaries and kept outputs."""
         if self.device is None:
             return 0.0, 0.0
+        if visit.index not in self._crossings:
+            self._crossings[visit.index] = self._crossed(visit)
+        return self._crossings[visit.index]
+
+    def _crossed(self, visit: Visit) -> tuple[float, float]:
         up, down = micro_batch_crossing(self.costs, visit, self.plan.stages[visit.stage])
         twice = visit.stash and not self._unhidden and not self.plan.batch_on_device
         return up, down - twice * self.costs.boundary / self.costs.micro_batches

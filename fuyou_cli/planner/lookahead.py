@@ -24,26 +24,30 @@ class Lookahead:
         self, *, schedule: Schedule, residency: Residency, boundaries: BoundaryLedger, tick: Callable[[], None]
     ) -> None:
         self.visits, self._residency, self._boundaries, self._tick = schedule.visits, residency, boundaries, tick
+        self._needs_slot = [residency.needs_slot(visit) for visit in schedule.visits]
         self._distance = residency.plan.lookahead
         self.reach = max(self._distance, min(self._distance + _BEYOND, len(schedule.visits) - 1))
         self.started: set[int] = set()
         self._last_step = False
         self.cursor = -1
+        self._beyond = 0  # the first visit beyond the lookahead that is still to be fetched for
         # What the visit under way has: slots for weights and boundary, a slot for gradients, weights on the device.
         self._settled = self._summing = self._uploaded = False
 
     def stand_before(self, index: int, started: set[int]) -> None:
         """Stands where the visit of this index begins. `started`: visits that were prefetched for."""
         self.cursor, self.started = index - 1, started
+        self._beyond = index + self._distance
         self._settled = self._summing = self._uploaded = True  # as the visit before left it
 
     def begin_step(self, *, last: bool) -> None:
         """Begins a step. `last`: no step follows, so nothing is prefetched for it."""
-        self.cursor, self._last_step = -1, last
+        self.cursor, self._last_step, self._beyond = -1, last, self._distance
 
     def enter(self, stash: Callable[[Visit], None]) -> Visit:
         """Returns the next visit once it has its slots and its weights are there. `stash` keeps its input for backward."""
         self.cursor += 1
+        self._beyond = self.cursor + self._distance + 1
         visit = self.visits[self.cursor]
         summed = self._owner(visit) if visit.sum_gradients else None
         self._settled, self._summing, self._uploaded = False, summed is None, False
@@ -91,10 +95,14 @@ class Lookahead:
     def _start_near(self, nearest: Callable[[Visit, bool], None]) -> bool:
         """Starts what the visits within the lookahead need. Returns whether all of it has started."""
         resuming = self._summing  # so far; a visit that begins a new sum must not lose its slot to a later visit
+        count = len(self.visits)
         for ahead in range(1, self._distance + 1):
-            index, next_step = self._place(ahead)
-            if next_step and self._last_step:
-                return False
+            index = self.cursor + ahead
+            next_step = index >= count
+            if next_step:
+                if self._last_step:
+                    return False
+                index -= count
             visit = self.visits[index]
             if visit.sum_gradients:
                 resuming = resuming and visit.resume and self._residency.try_resume_gradients(self._owner(visit))
@@ -112,26 +120,19 @@ class Lookahead:
     def _fetch_beyond(self) -> None:
         """Fetches weights for visits further ahead in the step, in order. Weights that a nearer visit still has in a slot stay
         there and are read again later, so a step reads exactly what the plan says."""
-        for ahead in range(self._distance + 1, self.reach + 1):
-            index, next_step = self._place(ahead)
-            if next_step:
-                return
-            visit = self.visits[index]
-            if index in self.started or not self._residency.needs_slot(visit):
-                continue
-            if self._residency.in_slot(visit) or not self._residency.try_prefetch(visit):
-                return
-            self.started.add(index)
+        end = min(self.cursor + self.reach + 1, len(self.visits))
+        while self._beyond < end:
+            index = self._beyond
+            if index not in self.started and self._needs_slot[index]:
+                visit = self.visits[index]
+                if self._residency.in_slot(visit) or not self._residency.try_prefetch(visit):
+                    return
+                self.started.add(index)
+            self._beyond += 1
 
     def _owner(self, visit: Visit) -> int:
         """Returns the stage whose gradients the visit sums."""
         return visit.stage if visit.owner is None else visit.owner
-
-    def _place(self, ahead: int) -> tuple[int, bool]:
-        """Returns the visit `ahead` places later, and whether it is in the next step."""
-        index = self.cursor + ahead
-        next_step = index >= len(self.visits)
-        return index - len(self.visits) * next_step, next_step
 
     def pause(self) -> None:
         """Starts nothing more until the next visit."""

@@ -207,10 +207,9 @@ def _stage(
     boundary: int,
     deferred: bool,
 ) -> StagePlan:
-    model = context.model
-    stage, at_rest = model.stages[index], context.at_rest[index]
-    is_resting = rests(model, request, index, deferred)
-    gradient_size = stage.gradient_bytes(request.numerics.accumulate_dtype)
+    stage, at_rest = context.model.stages[index], context.at_rest[index]
+    is_resting = deferred or context.has_two_users[index] or request.is_swept
+    gradient_size, (remainder, momentum, variance) = context.gradient_sizes[index], context.state_sizes[index]
     weights_home, states_home = homes.weights[index], homes.states[index]
     in_ram = states_home == "cpu"
     return StagePlan(
@@ -234,9 +233,9 @@ def _stage(
         trained_ram=arena.take_if(
             context.trained_in_ram and has_home(stage, weights_home, states_home), stage.trained_weight_bytes
         ),
-        remainder_ram=arena.take_if(in_ram, stage.state_size("remainder")),
-        momentum_ram=arena.take_if(in_ram, stage.state_size("momentum")),
-        variance_ram=arena.take_if(in_ram, stage.state_size("variance")),
+        remainder_ram=arena.take_if(in_ram, remainder),
+        momentum_ram=arena.take_if(in_ram, momentum),
+        variance_ram=arena.take_if(in_ram, variance),
         gradients_ram=arena.take_if(is_resting and homes.gradients[index] == "cpu", gradient_size),
         boundary_ram=arena.take_if(homes.boundaries[index] == "cpu", boundary),
         kept=homes.kept[index],

@@ -60,6 +60,10 @@ class PlacementContext:
             for stage, ring in zip(model.stages, rings, strict=True)
         )
         self.durable_size = room.used  # bytes of the store that survive a run
+        # By stage: bytes of its states, in the order of `STATE_NAMES`, and of its gradients.
+        self.state_sizes = tuple(tuple(map(stage.state_size, STATE_NAMES)) for stage in model.stages)
+        self.gradient_sizes = tuple(stage.gradient_bytes(dtype) for stage in model.stages)
+        self.has_two_users = tuple(model.has_two_users(stage.index) for stage in model.stages)
         self._boundaries: dict[tuple[int, tuple[int, ...]], int] = {}
 
     def boundary_size(self, stage: int, kept: tuple[int, ...]) -> int:

@@ -55,6 +55,8 @@ class Residency:
 
     def advance(self) -> None:
         """Notices what has finished and starts what has become possible. Never waits."""
+        if not self.moving:
+            return
         for stage in sorted(self.moving):
             record = self.records[stage]
             self._advance(record)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..spec.plan import Span
-from .boundary_layout import kept_bytes
 from .boundary_ledger import KeptBoundary
 from .device import There
 from .imagined import Imagined
@@ -66,11 +65,10 @@ class Scenery:
     def visit_class(self, visit: Visit) -> Hashable:
         """Returns all that a simulation asks of a visit beside its stages."""
         run = self._run
-        kept = kept_bytes(run.model.stages[visit.stage], run.plan.stages[visit.stage].kept)
         return (
             self._classes[visit.stage], None if visit.owner is None else self._classes[visit.owner],
             visit.phase, visit.keep, visit.stash, visit.take, visit.sum_gradients, visit.rest, visit.resume, visit.sweep > 0,
-            run.costs.compute_seconds(visit, kept), run.crossing(visit),
+            run.compute_seconds(visit), run.crossing(visit),
         )  # fmt: skip
 
     # ---- looking ---------------------------------------------------------------------------------------------------

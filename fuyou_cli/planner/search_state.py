@@ -76,6 +76,8 @@ class SearchState:
 
     def place(self, choices: Iterable[Choice]) -> None:
         for choice in choices:
+            if not self._may_place():
+                return
             self._place(choice)
 
     def place_one(self, choices: Iterable[Choice]) -> None:

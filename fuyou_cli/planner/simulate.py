@@ -54,6 +54,8 @@ def simulate(
     """
     costs = costs or Costs.of(model, hardware, plan)
     machine = VirtualMachine(costs.hardware, sharing_of(costs.hardware, plan, costs), costs.speeds)
+    if not jobs:
+        machine.log = None
     run = Imagined(
         model, plan, schedule, costs, machine, state_bytes=state_bytes, batch_on_device=batch_on_device, commits=commits
     )
@@ -74,7 +76,7 @@ def simulate(
         },
         read=run.moved_in - before.read,
         written=run.moved_out - before.written,
-        work=tuple(done for done in machine.log if done.end > begin) if jobs else (),
+        work=tuple(done for done in machine.log or () if done.end > begin),
         asked=tuple(run.asked[before.asked :]) if jobs else (),
     )
     run.let_go()

@@ -80,7 +80,7 @@ class VirtualMachine:
     known: dict[tuple[Parts, ...], _Speeds] = field(default_factory=dict)
     now: float = 0.0
     in_use: dict[Resource, float] = field(default_factory=dict)
-    log: list[Done] = field(default_factory=list)
+    log: list[Done] | None = field(default_factory=list)  # None: nobody wants it
     jobs: list[Job] = field(default_factory=list)
     # By advance, while it is a list: the seconds, and by resource what they added to `in_use`.
     noted: list[tuple[float, tuple[tuple[Resource, float], ...]]] | None = None
@@ -168,7 +168,8 @@ class VirtualMachine:
     def _finish(self, job: Job) -> None:
         self._finished.add(job.ticket)
         assert job.begin is not None
-        self.log.append(Done(what=job.what, stage=job.stage, begin=job.begin, end=self.now, parts=job.parts))
+        if self.log is not None:
+            self.log.append(Done(what=job.what, stage=job.stage, begin=job.begin, end=self.now, parts=job.parts))
         self._stale = True
 
     # ---- rates ---------------------------------------------------------------------------------------------------

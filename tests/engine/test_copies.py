@@ -101,7 +101,7 @@ def test_a_step_copies_what_its_plan_says(shape: Shape, tied: bool, way: dict[st
     moved = dict[bool, tuple[int, int]]()
     for stays in (True, False):
         with Rig(subject, tmp_path / str(stays), device="emulated", batch_on_device=stays, **way) as rig:
-            charged = copied_bytes(Costs.of(rig.spec, HARDWARE, rig.plan), rig.executor.schedule, stages=rig.plan.stages)
+            charged = copied_bytes(Costs.of(rig.spec, HARDWARE, rig.plan), rig.executor.schedule.visits, stages=rig.plan.stages)
             up, down = _counted(rig)
         ids = 8 * shape.batch * shape.tokens * (not stays)
         up -= 2 * ids * sum(stage.kind == "embedding" for stage in subject.spec.stages) + ids * (not shape.vocabulary)

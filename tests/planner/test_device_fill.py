@@ -43,7 +43,7 @@ def test_a_small_model_on_a_large_card_moves_nothing(clip: float | None) -> None
     plan = fastest(SPEC, CARD, request)
     assert _there(plan) == {stage.index for stage in SPEC.stages if stage.params}
     schedule = plan_schedule(SPEC, plan)
-    up, down = copied_bytes(Costs.of(SPEC, CARD, plan), schedule, stages=plan.stages)
+    up, down = copied_bytes(Costs.of(SPEC, CARD, plan), schedule.visits, stages=plan.stages)
     boundary = SPEC.boundary_bytes_per_token * NUMERICS.tokens
     assert plan.batch_on_device and up <= boundary * len(SPEC.stages) and down <= boundary * len(SPEC.stages)
     assert plan.predicted.seconds["update"] == plan.predicted.read_by["weights"] == plan.predicted.read_by["states"] == 0
