@@ -110,11 +110,21 @@ def with_interval(costs: Costs, plan: Plan, schedule: Schedule, every: int | Non
     return replace(plan, commit_every=every, predicted=predicted)
 
 
-def timed_plan(model: ModelSpec, hardware: HardwareProfile, plan: Plan, *, chosen: bool, step: Timeline | None = None) -> Plan:
+def timed_plan(
+    model: ModelSpec,
+    hardware: HardwareProfile,
+    plan: Plan,
+    *,
+    chosen: bool,
+    step: Timeline | None = None,
+    costs: Costs | None = None,
+) -> Plan:
     """Returns the plan with simulated times: averages over the steps from one commit to the next. `chosen`: the planner chooses
-    the interval now, from the time of a step. `step`: the simulated step of this plan, if it is known."""
+    the interval now, from the time of a step. `step`: the simulated step of this plan, if it is known. `costs`: of the search
+    that found it; they know much of its steps."""
     schedule, resting = plan_schedule(model, plan), resting_in_ram(plan)
-    costs = Costs.of(model, hardware, plan)
+    if costs is None or (costs.sweeps, costs.batch_on_device) != (plan.sweeps, plan.batch_on_device):
+        costs = Costs.of(model, hardware, plan)
     if chosen and not _has_states_in_ram(plan):
         plan, chosen = with_interval(costs, plan, schedule, 1), False
     if not resting or (not chosen and plan.commit_every in (None, 1)):

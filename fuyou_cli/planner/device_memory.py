@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 
 from ..spec.model import ModelSpec, StageSpec
 from ..spec.plan import StagePlan
@@ -76,7 +76,7 @@ def _memory(
     spans = summing_spans(model, resting, request.sweeps or 1)
     sums = spans * max(taking_turns, default=0)
     homes = device_homes(model, request, updated, resting)
-    lanes = square_lanes(max(tensor.numel for stage in model.stages for tensor in stage.tensors))
+    decoded, lanes = _of_model(_Same(model))
     targets = HEAD_BYTES_PER_TOKEN * request.group.tokens if model.head_is_cut else 0
     if request.is_swept and model.head_is_cut:  # targets and losses of the whole step
         targets += HEAD_STEP_BYTES_PER_TOKEN * request.numerics.tokens
@@ -84,7 +84,7 @@ def _memory(
     return DeviceMemory(
         homes=sum(model.stages[stage].weight_bytes for stage in at_home),
         turns=WEIGHTS_ON_DEVICE * max(streamed, default=0),
-        decoded=model.decoded_bytes + decode_scratch(decoded_at_once(model)),
+        decoded=decoded,
         sums=sums + 8 * lanes,
         states=homes.states,
         gradients=homes.gradients,
@@ -93,6 +93,27 @@ def _memory(
         batch=_batch(model, request),
         compute=targets + max(map(partial(_pass_peak, model, request), model.stages, every_kept)),
     )
+
+
+class _Same:
+    """Stands for a model in a cache, where the model itself is compared and not what is in it."""
+
+    def __init__(self, model: ModelSpec) -> None:
+        self.model = model
+
+    def __hash__(self) -> int:
+        return id(self.model)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.model is other.model
+
+
+@lru_cache(maxsize=4)
+def _of_model(same: _Same) -> tuple[int, int]:
+    """Returns the bytes in which quantised weights are decoded, and the lanes for the squares of its largest tensor."""
+    model = same.model
+    lanes = square_lanes(max(tensor.numel for stage in model.stages for tensor in stage.tensors))
+    return model.decoded_bytes + decode_scratch(decoded_at_once(model)), lanes
 
 
 def _boundaries(model: ModelSpec, request: PlanRequest) -> int:

@@ -61,7 +61,7 @@ class Imagined:
         self._state_bytes = state_bytes
         # What all visits depend on, beside the classes of stages and visits (`scenes`), where the costs are the same.
         self.setting: tuple[object, ...] = (plan.lookahead, len(schedule.visits) < _MANY_VISITS, plan.batch_on_device)
-        self.setting += (plan.store_mode, state_bytes, batch_on_device, commits, plan.commit_every)
+        self.setting += (plan.store_mode, state_bytes, batch_on_device)
         if not commits and plan.commit_every != 1:
             self.residency.commits.every = None
         # Micro-batches at each end of a visit whose copies nothing hides.

@@ -64,7 +64,7 @@ class Placing:
     """Places the choices of one run. What several choices share is computed once, and equal homes give the same object."""
 
     def __init__(self, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> None:
-        request = with_batch(model, request)
+        self.asked, request = request, with_batch(model, request)
         self.model, self.hardware, self.request = model, hardware, request
         self.costs = Costs.of(model, hardware, request)
         self._context = PlacementContext(model, request)

@@ -24,6 +24,7 @@ from ..spec.model import ModelSpec
 from ..spec.plan import Plan
 from .choice import Family, family
 from .commit_interval import timed_plan
+from .costs import Costs
 from .place import Placing, too_small
 from .plan_request import PlanRequest
 from .search_state import Alternative, Effort, SearchState
@@ -52,10 +53,14 @@ def search(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, *,
 
     `effort`: "limited" places and simulates few choices, "placed" places all, "exhaustive" simulates all that may be the best.
     """
+    return _search(Placing(model, hardware, request), effort)
+
+
+def _search(placing: Placing, effort: Effort | None) -> Found:
+    model, hardware, request = placing.model, placing.hardware, placing.asked
     choices = family(model, request)
     if hardware.measured == "assumed":  # rates that are guesses may be far off, so they cannot justify writing more to a drive
         choices = replace(choices, activations=(0.0,), swap=choices.swap[:1])
-    placing = Placing(model, hardware, request)
     stages = len(model.stages)
     is_small = stages <= SMALL_STAGES and len(choices) * stages <= SMALL
     effort = effort or ("placed" if is_small else "limited")
@@ -84,12 +89,22 @@ def _uncollected() -> Iterator[None]:
 
 def fastest(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
     """Returns the best choice's plan, with what its step takes. Raises PlanError if nothing fits."""
-    return timed(search(model, hardware, request).best, model, hardware, request)
+    return search_timed(model, hardware, request)[1]
 
 
-def timed(found: Alternative, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
-    """Returns the plan with simulated times, and with the commit interval that follows from them."""
-    return timed_plan(model, hardware, found.plan, chosen=request.commit_every == "auto", step=found.timeline)
+def search_timed(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> tuple[Found, Plan]:
+    """Searches, and returns the best choice's plan as well (`timed`). Raises PlanError if nothing fits."""
+    placing = Placing(model, hardware, request)
+    found = _search(placing, None)
+    return found, timed(found.best, model, hardware, request, costs=placing.costs)
+
+
+def timed(
+    found: Alternative, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, *, costs: Costs | None = None
+) -> Plan:
+    """Returns the plan with simulated times, and with the commit interval that follows from them. `costs`: of the search."""
+    chosen = request.commit_every == "auto"
+    return timed_plan(model, hardware, found.plan, chosen=chosen, step=found.timeline, costs=costs)
 
 
 def _found(every: SearchState, choices: Family, *, complete: bool) -> Found:

@@ -63,6 +63,8 @@ def fast_region(model: ModelSpec, hardware: HardwareProfile, plan: Plan) -> Fast
         return None
 
     def step(sustained: bool) -> float:
+        if plan.predicted.forward_seconds and plan.sustained == sustained:  # the plan was simulated
+            return plan.predicted.step_seconds
         other = replace(plan, sustained=sustained)
         return timed_plan(model, hardware, other, chosen=False).predicted.step_seconds
 

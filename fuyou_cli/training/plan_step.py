@@ -12,7 +12,7 @@ from ..planner.commit_interval import timed_plan
 from ..planner.place import least_memory, made_of
 from ..planner.place import plan as first_that_fits
 from ..planner.plan_request import PlanRequest
-from ..planner.search import Found, search, timed
+from ..planner.search import Found, search_timed
 from ..planner.store_modes import planned_with_room
 from ..planner.sustained_rates import Choose, planned_for
 from ..spec.hardware import HardwareProfile
@@ -131,6 +131,7 @@ class _Planner:
         self._inspected, self._hardware, self._disks, self._or_least = inspected, hardware, disks, or_least
         self._described: dict[tuple[object, ...], Described] = {}
         self._found: dict[PlanRequest, Found] = {}
+        self._timed: dict[PlanRequest, Plan] = {}
 
     def know(self, before: Planned) -> None:
         """Takes over the specification of an earlier plan for the same model."""
@@ -180,16 +181,16 @@ class _Planner:
         return asked
 
     def _searched(self, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
-        found = self._found.get(request)
-        if found is None:
+        if request not in self._found:
             try:
-                found = search(model, hardware, request)
+                found, plan = search_timed(model, hardware, request)
             except PlanError:
                 if not self._or_least:
                     raise
-                found = search(model, hardware, replace(request, cpu_budget=least_memory(model, hardware, request)))
-            self._found[request] = found
-        return replace(timed(found.best, model, hardware, request), cpu_budget=request.cpu_budget)
+                least = replace(request, cpu_budget=least_memory(model, hardware, request))
+                found, plan = search_timed(model, hardware, least)
+            self._found[request], self._timed[request] = found, replace(plan, cpu_budget=request.cpu_budget)
+        return self._timed[request]
 
     def _specified(self, numerics: Numerics) -> Described:
         from ..engine.compiled import as_compiled
