@@ -144,7 +144,11 @@ class Scenery:
             (parts, left, _NO_STAGE if name is None else stages[name], kind if kind < UPDATE_PRIORITY else kind + stages[name])
             for parts, left, name, kind in scene.jobs
         ]
-        tickets = [*self._machine.begin_with(jobs), self._machine.ended()]  # the last one stands for all that are done
+        tickets = self._machine.begin_with(jobs)
+
+        def ticket(job: int) -> int:
+            return self._machine.ended() if job == _DONE else tickets[job]
+
         slots = run.plan.slot_classes
         ledger.free_weights[:] = [list(some.weight_slots) for some in slots]
         ledger.free_gradients[:] = [list(some.gradient_slots) for some in slots]
@@ -153,9 +157,9 @@ class Scenery:
             run.device.streamed.clear()
             run.device.streamed.update((stages[name], There(0, _DONE)) for name in scene.streamed)
         for stage, (_, state) in zip(stages, scene.stages, strict=True):
-            self._put(stage, state, tickets)
-        run.after[:] = [(tickets[place], stages[name], rests) for place, name, rests in scene.downloads]
-        run.sums_up = {stages[name]: tickets[place] for name, place in scene.sums_up}
+            self._put(stage, state, ticket)
+        run.after[:] = [(ticket(job), stages[name], rests) for job, name, rests in scene.downloads]
+        run.sums_up = {stages[name]: ticket(job) for name, job in scene.sums_up}
         run.lookahead.stand_before(index, {(index + place) % self._count for place in scene.started})
         free = (*ledger.free_weights, *ledger.free_gradients, boundaries.free)
         assert tuple(map(len, free)) == scene.free
@@ -164,27 +168,29 @@ class Scenery:
         """Puts one stage into a state at rest."""
         if self._run.device is not None:
             self._run.device.streamed.pop(stage, None)
-        self._put(stage, state, [self._machine.ended()] if state[3] is not None else [])
+        self._put(stage, state, lambda job: self._machine.ended())
 
-    def _put(self, stage: int, state: StageState, tickets: list[int]) -> None:
+    def _put(self, stage: int, state: StageState, ticket_of: Callable[[int], int]) -> None:
         _, of_record, of_boundary, of_device = state
         run, plan, record = self._run, self._run.plan.stages[stage], self._ledger.records[stage]
 
-        def ticket(place: int | None) -> int | None:
-            return None if place is None else tickets[place]
+        def ticket(job: int | None) -> int | None:
+            return None if job is None else ticket_of(job)
 
         generation, where, fetches, update, due, held, kept, has_sum, write, read, gradients, moves = of_record
         if run.model.stages[stage].trained:
             record.generation = run.generation + generation
         record.span = self._weights_in(stage, where)
         record.slotted, record.held, record.kept, record.due = where == _SLOT, held, kept, True if due else None
-        record.fetches, record.update = [tickets[place] for place in fetches], ticket(update)
+        record.fetches, record.update = [ticket_of(job) for job in fetches], ticket(update)
         record.gradient_slot = self._ledger.free_gradients[plan.slot_class].pop() if has_sum else None
         record.gradient_write, record.gradient_read, record.gradients = ticket(write), ticket(read), gradients
         (self._ledger.moving.add if moves else self._ledger.moving.discard)(stage)
         self._put_boundary(stage, of_boundary, ticket)
         if run.device is not None:
-            run.device.put(stage, None if of_device is None else There(record.generation + of_device[0], tickets[of_device[1]]))
+            run.device.put(
+                stage, None if of_device is None else There(record.generation + of_device[0], ticket_of(of_device[1]))
+            )
 
     def _weights_in(self, stage: int, where: int) -> Span | None:
         plan = self._run.plan.stages[stage]

@@ -38,7 +38,9 @@ def planned(draw: st.DrawFn) -> tuple[ModelSpec, HardwareProfile, Plan]:
     spec = model(*sizes, tied=draw(st.booleans()))
     if draw(st.booleans()):
         spec = cut(spec, unit, unit)
-    hardware = draw(st.sampled_from([HARDWARE, SLOW, SHARED, COPYING]))
+    copies = draw(st.sampled_from([1e8, 1e9, 2e10]))
+    copying = replace(COPYING, h2d=copies, d2h=copies, h2d_mixed=0.7 * copies, d2h_mixed=0.6 * copies)
+    hardware = draw(st.sampled_from([HARDWARE, SLOW, SHARED, copying, copying]))
     request = draw(request_for(spec, swept=True))
     request = replace(
         request, device="cuda" if hardware.h2d else "cpu", commit_every=draw(st.sampled_from([None, 1, 2, 4])), kept=None,
