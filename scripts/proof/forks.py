@@ -21,13 +21,11 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch  # noqa: F401 - what a run imports
 import transformers
 import transformers.models.gpt2.modeling_gpt2
 import transformers.models.llama.modeling_llama
-from make_checkpoint import SHAPES
 
 from fuyou_cli.checkpoint.names import architecture_renames
 from fuyou_cli.cli import app
@@ -40,7 +38,7 @@ _NO_END = 70  # the command returned instead of ending the process
 
 
 def main() -> None:
-    _warm_up()
+    _warm_up(json.loads(sys.argv[1]))
     print("ready", flush=True)
     for line in sys.stdin:
         request = json.loads(line)
@@ -54,20 +52,16 @@ def main() -> None:
         print(os.waitstatus_to_exitcode(status), flush=True)
 
 
-def _warm_up() -> None:
+def _warm_up(models: list[tuple[str, int, int]]) -> None:
     """Loads what every run would pay for otherwise: modules that are imported late, names that architectures give, and what
-    torch learns of operators without data and keeps by their sizes (those of the proofs' smallest model). What exists by then
-    is hidden from the garbage collector, or every child would copy it. No thread may be left, because a child would not have
-    it. With one thread and no device, torch starts none."""
+    torch learns of operators without data and keeps by their sizes (folder of a model, rows and tokens of a micro-batch). What
+    exists by then is hidden from the garbage collector, or every child would copy it. No thread may be left, because a child
+    would not have it. With one thread and no device, torch starts none."""
     _import_all("fuyou_cli", but=(".__main__", ".adapters"))  # those import peft, which takes seconds and may not be there
-    shape = SHAPES["1m"]
-    small = transformers.LlamaConfig(
-        vocab_size=shape.vocabulary, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
-    )  # fmt: skip
-    model = build(small, dtype="bfloat16", attention="sdpa")
-    architecture_renames(model, ())
-    specified(outlined(model), dtype="bfloat16", micro_batch_size=2, max_seq_len=32, head_chunk_tokens=0)
+    for folder, rows, tokens in models:
+        model = build(transformers.AutoConfig.from_pretrained(folder), dtype="bfloat16", attention="sdpa")
+        architecture_renames(model, ())
+        specified(outlined(model), dtype="bfloat16", micro_batch_size=rows, max_seq_len=tokens, head_chunk_tokens=0)
     gc.collect()
     gc.freeze()
 

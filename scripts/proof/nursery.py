@@ -73,14 +73,19 @@ class Child:
 class Nursery:
     """Starts `fuyou WORDS` in a child by `begin`, one at a time: one that nobody waited for is killed. `folder` holds what they
     write. Their environment is `environment`, all of it, unless `begin` gives another; what is read while modules are imported
-    is always the parent's."""
+    is always the parent's. Runs of the `models` (folder, rows and tokens of a micro-batch) find what torch learns of their
+    operators."""
 
-    def __init__(self, *, folder: Path, environment: Mapping[str, str], under: Path | None = None) -> None:
+    def __init__(
+        self, *, folder: Path, environment: Mapping[str, str], under: Path | None = None,
+        models: Sequence[tuple[Path, int, int]] = (),
+    ) -> None:  # fmt: skip
         self._child: Child | None = None
         self._folder, self._environment, self._under = folder, dict(environment), under
         self._parent = subprocess.Popen(  # without a buffer, so that what can be read is seen to be there
-            [sys.executable, str(_PARENT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, cwd=folder,
-            env=self._environment, start_new_session=True,  # Ctrl-C is for who asked: this one ends when its input does
+            [sys.executable, str(_PARENT), json.dumps(models, default=str)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            bufsize=0, cwd=folder, env=self._environment,
+            start_new_session=True,  # Ctrl-C is for who asked: this one ends when its input does
         )  # fmt: skip
         assert self._parent.stdout is not None
         if self._parent.stdout.readline() != b"ready\n":

@@ -133,5 +133,5 @@ def placed(folder: Path, *, under: Path | None = None, run: str = "full") -> Ite
     model = model_folder(folder, "1m", text)
     environment = {**child_environment(), "XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
     library = build(folder)
-    with Nursery(folder=folder, environment=preloaded(environment, library), under=under) as nursery:
+    with Nursery(folder=folder, environment=preloaded(environment, library), under=under, models=[(model, 2, 32)]) as nursery:
         yield Place(folder, nursery, environment, model, text, run)

@@ -94,6 +94,7 @@ def size_of_block(anatomy: Anatomy, rows: int) -> int:
 
 
 @pytest.mark.parametrize("fitting", every(2, [[2, 1, 4], [2, 1]]), ids=["all fit", "the largest does not"])
+@pytest.mark.slow
 def test_micro_batches_of_several_sizes_take_turns(fitting: list[int]) -> None:
     anatomy = tied_gemma()
     sizes = [replace(NUMERICS, micro_batch_size=rows, head_chunk_tokens=0) for rows in (2, 1, 4)]

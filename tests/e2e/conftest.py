@@ -181,12 +181,13 @@ def ended(child: Child, within: float = HANGS) -> subprocess.CompletedProcess[st
 
 
 @pytest.fixture(scope="session")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Nursery]]:
+def nursery(tmp_path_factory: pytest.TempPathFactory, materials: Path) -> Iterator[Callable[[], Nursery]]:
     """Made when it is first asked for."""
     folder = tmp_path_factory.mktemp("nursery")
     with ExitStack() as made:
         environment = Project(folder=folder, materials=folder).environment()
-        yield cache(lambda: made.enter_context(Nursery(folder=folder, environment=environment)))
+        models = [(materials / "model", 2, 24)]  # as recipes here have it
+        yield cache(lambda: made.enter_context(Nursery(folder=folder, environment=environment, models=models)))
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from .conftest import Project
@@ -17,6 +18,7 @@ STEPS = 16
 LONG = {"train.max_steps": STEPS}
 
 
+@pytest.mark.slow
 def test_interrupted_twice_is_the_same_run(new_project: Callable[..., Project]) -> None:
     whole, broken = new_project("whole", LONG), new_project("broken", LONG)
     finished = whole.fuyou("finetune", whole.recipe)

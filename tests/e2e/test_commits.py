@@ -83,7 +83,7 @@ def _dies_at(step: int, visit: int) -> Callable[[Run], None]:
     return look
 
 
-@pytest.mark.parametrize("place", every(3, PLACES))
+@pytest.mark.parametrize("place", every(6, PLACES))
 def test_a_run_that_dies_anywhere_is_the_same_run(
     place: str, new_project: NewProject, tmp_path: Path, whole: Callable[..., Whole]
 ) -> None:

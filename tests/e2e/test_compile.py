@@ -23,6 +23,7 @@ def _one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "CompiledBlocks", partial(CompiledBlocks, "aot_eager"))
 
 
+@pytest.mark.slow
 def test_it_learns_alike_and_resumes_alike(new_project: NewProject, whole: Callable[..., Whole]) -> None:
     project = new_project(changes=COMPILED)
     losses, _ = train(project)

@@ -59,7 +59,7 @@ def _mixture(folder: Path) -> list[dict[str, Any]]:
     return [{"path": str(folder / "many.jsonl"), "weight": 0.3}, {"path": str(folder / "few.jsonl"), "weight": 0.7}]
 
 
-@pytest.mark.parametrize("place", every(3, PLACES))
+@pytest.mark.parametrize("place", every(6, PLACES))
 def test_stopped_anywhere_and_resumed_is_the_same_run(
     place: str, new_project: Callable[..., Project], whole: Callable[..., Whole], tmp_path: Path
 ) -> None:

@@ -47,6 +47,7 @@ def _changes(model: str, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("clip", every(2, [0.5, None]), ids=["clipped", "unclipped"])
+@pytest.mark.slow
 def test_stopped_and_resumed_with_other_sweeps_is_the_run_in_one(
     clip: float | None, llama: str, new_project: Callable[..., Project], whole: Callable[..., Whole], tmp_path: Path
 ) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from drawn import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.text import Text
 
@@ -112,7 +113,7 @@ def recipe(path: Path, **changes: object) -> Path:
     return path
 
 
-@settings(max_examples=60)
+@examples(20)
 @given(hostile.filter(str.strip))
 def test_validate(text: str) -> None:
     """A right value, a wrong one, an unknown key, an override and a file's own name."""

@@ -15,6 +15,7 @@ from proof.pace import Pace
 from proof.runs import _counted
 
 
+@pytest.mark.slow
 def test_the_speed_is_that_of_the_looks_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pace, "_PAUSE", 0.01)
     with Pace() as machine:
