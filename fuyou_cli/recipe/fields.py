@@ -20,6 +20,7 @@ Auto = Literal["auto"]
 _LARGEST_BLOCK = 1 << 30  # of one I/O, as in native/src/internal.h
 _DEEPEST_QUEUE = 256  # I/Os in flight per direction, as there
 _LARGEST_WHOLE = 2**31 - 1
+_FEW = 16
 _MOST_THREADS = 1024  # torch crashes when the system has no more of them
 
 
@@ -39,6 +40,13 @@ def not_empty(values: tuple[Any, ...]) -> tuple[Any, ...]:
     """Accepts a list that is not empty."""
     if not values:
         raise wrong("out_of_range", "must not be empty")
+    return values
+
+
+def few(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Accepts a list that is not long."""
+    if len(values) > _FEW:
+        raise wrong("out_of_range", f"has {len(values)} entries, but at most {_FEW} are allowed")
     return values
 
 

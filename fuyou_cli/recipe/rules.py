@@ -94,7 +94,7 @@ def _evaluation(recipe: Recipe) -> Broken:
         yield "eval.keep_best", message, "name a file in dataset.eval, or hold rows back: dataset.eval_fraction=0.05"
     if recipe.eval.keep_best and (recipe.export.dtype, recipe.precision.compute) == ("float32", "bfloat16"):
         message = "`eval.keep_best` keeps what computes, which is bfloat16, but `export.dtype` is float32"
-        yield "eval.keep_best", message, "use `export.dtype: bfloat16`; a commit of the best step could be exported in float32"
+        yield "eval.keep_best", message, "use `export.dtype: bfloat16`, or leave keep_best out"
     if samples is not None and samples.max_new_tokens >= recipe.dataset.max_seq_len:
         message = f"`eval.samples.max_new_tokens: {samples.max_new_tokens}` leaves a prompt no token of `dataset.max_seq_len`"
         yield "eval.samples.max_new_tokens", message, f"use less than {recipe.dataset.max_seq_len}"

@@ -27,6 +27,7 @@ from .fields import (
     Section,
     Size,
     Time,
+    few,
     not_empty,
     of_patterns,
     without_null,
@@ -221,7 +222,7 @@ class CheckpointSection(Section):
 
 
 class SamplesSection(Section):
-    prompts: Annotated[tuple[Text, ...], Field(strict=False, max_length=16), AfterValidator(not_empty)]
+    prompts: Annotated[tuple[Text, ...], Field(strict=False), AfterValidator(not_empty), AfterValidator(few)]
     max_new_tokens: Positive = 64  # after each; so many passes over the weights for all prompts together
     chat: bool = False  # a prompt is a user's message, put into the chat template
 

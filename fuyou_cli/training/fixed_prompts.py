@@ -72,6 +72,7 @@ def fixed_prompts(recipe: Recipe, model: PreTrainedModel, *, model_dir: Path, to
             raise UsageError(f"{KEY}: prompt {number} has the token {max(found):,}, but the model has {rows:,}")
         ids.append(tuple(found))
     config = settings(model_dir, model, tokeniser, Sampling())
+    config.update(max_new_tokens=asked.max_new_tokens, use_cache=False)
     return FixedPrompts(texts=asked.prompts, ids=tuple(ids), new=asked.max_new_tokens, tokeniser=tokeniser, config=config)
 
 
@@ -124,9 +125,7 @@ class Continuations:
         called.forward = self._step(padding, longest + new)
         nowhere = torch.empty(0, embedding.embedding_dim)  # `generate` sends ids to where the first parameter rests
         with holding(embedding, nowhere, padding=None):
-            grown: torch.Tensor = called.generate(
-                input_ids=given, attention_mask=there, generation_config=prompts.config, max_new_tokens=new, use_cache=False
-            )
+            grown: torch.Tensor = called.generate(input_ids=given, attention_mask=there, generation_config=prompts.config)
         if grown.shape[1] < longest + new:
             self._forward.stop_ahead()
         return grown

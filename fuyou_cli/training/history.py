@@ -170,7 +170,7 @@ class History:
     ended: bool
     evaluations: tuple[Evaluated, ...] = ()  # in order; a repeated one counts as it was the last time
     samples: tuple[Sample, ...] = ()  # the same
-    best: Best | None = None  # the last one
+    best: Best | None = None  # the last one that was kept
 
     @property
     def typical(self) -> Sequence[Step]:
@@ -209,7 +209,8 @@ class _Reading:
             others = (one for one in self.samples if (one.step, one.number) != (sample.step, sample.number))
             self.samples = [*others, sample]
         elif event == "best":
-            self.best = _of(Best, record)
+            best = _of(Best, record)
+            self.best = self.best if best.problem else best
         elif event == "timeline":
             self.timeline = _of(Timeline, record)
         elif event == "end":

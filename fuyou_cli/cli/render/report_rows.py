@@ -84,8 +84,7 @@ def about(history: History) -> Pairs:
         ("placed", promised.choice),
     ]
     if (best := history.best) is not None:
-        kept = (best.problem and f"not kept: {best.problem}") or f"kept in {best.folder}"
-        rows.append(("best", f"loss {best.loss:.4f} after step {best.step:,}, {kept}"))
+        rows.append(("best", f"loss {best.loss:.4f} after step {best.step:,}, kept in {best.folder}"))
     if skipped := sum(bool(step.skipped) for step in history.steps):
         rows.append(("skipped", f"{some(skipped, 'step')} updated nothing: their losses or gradients were not finite"))
     return [(name, text) for name, text in rows if text]
