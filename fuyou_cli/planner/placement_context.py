@@ -64,13 +64,14 @@ class PlacementContext:
         self.state_sizes = tuple(tuple(map(stage.state_size, STATE_NAMES)) for stage in model.stages)
         self.gradient_sizes = tuple(stage.gradient_bytes(dtype) for stage in model.stages)
         self.has_two_users = tuple(model.has_two_users(stage.index) for stage in model.stages)
+        # By the operators, which equal blocks share (they stay as long as the model does), and those that are kept.
         self._boundaries: dict[tuple[int, tuple[int, ...]], int] = {}
 
     def boundary_size(self, stage: int, kept: tuple[int, ...]) -> int:
         """Returns the bytes of a stage's boundary for a sweep's rows, with its outputs; 0 for a stage without a boundary."""
         if not self.model.stages[stage].keeps_input:
             return 0
-        key = (stage, kept)
+        key = (id(self.model.stages[stage].operators), kept)
         if key not in self._boundaries:
             self._boundaries[key] = planned_boundary(self.model, self.numerics, stage, kept).size
         return self._boundaries[key]
