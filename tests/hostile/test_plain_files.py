@@ -11,7 +11,7 @@ import pytest
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.plain_files import read_plain
-from fuyou_cli.data.cache import _read_template
+from fuyou_cli.data.cache import read_template
 from fuyou_cli.data.sources import MissingDataError, locate
 from fuyou_cli.machine.described import described
 from fuyou_cli.recipe.diagnostics import RecipeErrors
@@ -40,7 +40,7 @@ def places(tmp_path: Path) -> dict[str, Path]:
 def test_each_reader_says_what_is_there(places: dict[str, Path]) -> None:
     for what, path in places.items():
         says = f"it is {what}, not a plain file"
-        for read in (load_recipe, described, _read_template):
+        for read in (load_recipe, described, read_template):
             with pytest.raises(UsageError) as refused:
                 read(path)
             assert says in refused.value.message and str(path) in refused.value.message
@@ -67,7 +67,7 @@ def test_a_folder_and_a_large_file(tmp_path: Path) -> None:
     with pytest.raises(RecipeErrors, match="this is not a recipe: more than"):
         load_recipe(large)
     with pytest.raises(UsageError, match="larger than 4 MiB, so not a template"):
-        _read_template(large)
+        read_template(large)
 
 
 def test_every_command_that_reads_a_recipe(run: Run, tmp_path: Path) -> None:
