@@ -59,9 +59,6 @@ class Imagined:
         self._crossings: dict[int, tuple[float, float]] = {}  # by visit
         self.waits: list[tuple[str, int, int]] = []  # noted: why compute waited, from which advance of the clock to which
         self._state_bytes = state_bytes
-        # What all visits depend on, beside the classes of stages and visits (`scenes`), where the costs are the same.
-        self.setting: tuple[object, ...] = (plan.lookahead, len(schedule.visits) < _MANY_VISITS, plan.batch_on_device)
-        self.setting += (plan.store_mode, state_bytes, batch_on_device)
         if not commits and plan.commit_every != 1:
             self.residency.commits.every = None
         # Micro-batches at each end of a visit whose copies nothing hides.
@@ -69,6 +66,9 @@ class Imagined:
         self._looks = _LOOKS if len(schedule.visits) < _MANY_VISITS else _LOOKS // 2
         # The backward of an embedding is taken to need no time, but it runs after the updates submitted before it.
         self._least = _MOMENT if any(stage.updated_there for stage in plan.stages) else 0.0
+        # What all visits depend on, beside the classes of stages and visits (`scenes`), where the costs are the same.
+        self.setting: tuple[object, ...] = (plan.lookahead, plan.batch_on_device, plan.store_mode)
+        self.setting += (state_bytes, batch_on_device, self._looks, self._least)
 
     def let_go(self) -> None:
         """Breaks the reference cycle with the ledgers, so that memory is freed at once and not by the cycle collector."""
