@@ -1,0 +1,157 @@
+#!/usr/bin/env python3
+"""Writes scripts/results/MODELS.md: every causal decoder family of the installed transformers, built small from its
+configuration class and tried.
+
+    python scripts/models_table.py [--print]
+    needs no weights and no network; a minute
+
+`tests/engine/test_every_family.py` trains a step of those that train, beside plain PyTorch, and compares this table.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import transformers
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from fuyou_cli.core.errors import UsageError
+from fuyou_cli.engine.describe import outlined, specified
+from fuyou_cli.engine.skeleton import build
+
+TABLE = Path(__file__).with_name("results") / "MODELS.md"
+VOCABULARY, TOKENS = 97, 16
+_LONGEST = 110  # characters of a reason
+_SMALL: dict[str, int] = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embedding_size", "dim"), 32),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "multi_query_group_num"), 2),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "inner_dim", "d_ff"), 64),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length"), 64),
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0),
+    **dict.fromkeys(("sliding_window", "window_size", "head_dim", "hidden_size_per_layer_input"), 8),
+    "vocab_size": VOCABULARY, "rotary_dim": 4,
+}  # fmt: skip
+_SPECIAL: dict[str, dict[str, Any]] = {
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "hunyuan_v1_moe": {"num_experts": 4},
+    "bamba": {"mamba_n_heads": 4, "mamba_d_head": 16},
+    "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 16},
+}
+_ASIDE = {  # no language models by themselves, or encoders that can be asked to be causal
+    "encoders that may be causal": (
+        "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta "
+        "roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod xlm"
+    ),
+    "decoders of an encoder": (
+        "bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart prophetnet trocr whisper"
+    ),
+}
+LEFT_OUT = {name: why for why, names in _ASIDE.items() for name in names.split()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """Holds one family of the table, and what became of it."""
+
+    name: str  # transformers' model_type
+    model: str  # its class
+    trains: str  # yes, no, not tried
+    isolated: str  # `dataset.packing: isolated`; empty if it does not train
+    why: str  # it does not train
+
+    @property
+    def row(self) -> str:
+        return f"| `{self.name}` | {self.model} | {self.trains} | {self.isolated} | {self.why} |"
+
+
+def names() -> list[str]:
+    """Lists the families of decoders that transformers can make by themselves."""
+    return sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) & set(CONFIG_MAPPING) - set(LEFT_OUT))
+
+
+def small(name: str) -> PreTrainedConfig:
+    """Returns a family's default configuration, made small and without dropout."""
+    kind = CONFIG_MAPPING[name]
+    usual = kind()
+    text = usual.get_text_config()
+    fields = text.to_dict()
+    chosen: dict[str, Any] = {key: size for key, size in _SMALL.items() if key in fields}
+    chosen |= {key: 0.0 for key in fields if key.endswith(("dropout", "pdrop", "dropout_rate", "dropout_prob", "layerdrop"))}
+    if "kv_lora_rank" in fields:  # latent attention: as many keys as queries, and head sizes of its own
+        chosen = {key: size for key, size in chosen.items() if key != "head_dim"} | {"num_key_value_heads": 4}
+    chosen |= _SPECIAL.get(name, {})
+    if text is usual:
+        return kind(**chosen)
+    inner = type(text)(**chosen)
+    return kind(**{key: inner for key, value in vars(usual).items() if value is text})
+
+
+def tried(name: str) -> Family:
+    """Builds a family's model small and asks whether it trains, and whether it keeps documents of a row apart."""
+    model = str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name])
+    try:
+        config = small(name)
+        made = build(config, dtype="bfloat16", attention="sdpa")
+    except Exception as error:  # whatever a family's code says of sizes that it does not take
+        return Family(name=name, model=model, trains="not tried", isolated="", why=f"not made small: {_short(str(error))}")
+    try:
+        known = outlined(made)
+        why = known.refusal
+        if why is None:
+            specified(known, dtype="bfloat16", micro_batch_size=2, max_seq_len=TOKENS, head_chunk_tokens=0)
+    except UsageError as error:
+        why = error.message
+    if why is not None:
+        return Family(name=name, model=model, trains="no", isolated="", why=_short(why))
+    return Family(name=name, model=model, trains="yes", isolated="yes" if _isolated(config) else "no", why="")
+
+
+def _isolated(config: PreTrainedConfig) -> bool:
+    try:
+        outlined(build(config, dtype="float32", attention="sdpa"), strict=True, isolated=True)
+    except UsageError:
+        return False
+    return True
+
+
+def _short(reason: str) -> str:
+    """Returns the first words of a reason, on one line."""
+    words = " ".join(reason.split()).replace("|", "/")
+    return words if len(words) <= _LONGEST else f"{words[:_LONGEST]} ..."
+
+
+def table(families: list[Family]) -> Iterator[str]:
+    yield "# Families of models\n"
+    yield (
+        f"Every causal decoder family of transformers {transformers.__version__}, built small from its configuration class: "
+        "whether fuyou\ntrains it, and whether `dataset.packing: isolated` keeps documents of a row apart. A family that does "
+        "not train is planned\nfrom an estimate where its stages can be found. Written by `scripts/models_table.py`; "
+        "`tests/engine/test_every_family.py`\ntrains a step of each beside plain PyTorch.\n"
+    )
+    yield "| family | class | trains | isolated | why not |\n| --- | --- | --- | --- | --- |"
+    yield from (family.row for family in families)
+    yield f"\n{sum(family.trains == 'yes' for family in families)} of {len(families)} train. Left out: " + "; ".join(
+        f"{why} ({names.replace(' ', ', ')})" for why, names in _ASIDE.items()
+    )
+
+
+def main() -> int:
+    text = "\n".join(table([tried(name) for name in names()])) + "\n"
+    if "--print" in sys.argv:
+        print(text, end="")
+    else:
+        TABLE.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""Every causal decoder family of transformers that the table of models says trains: a step of each, as in plain PyTorch."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from drawn import every
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+import models_table
+
+from .rig import Rig, Shape, Subject, plain_run, relative
+
+ROWS = [line.split(" | ") for line in models_table.TABLE.read_text().splitlines() if line.startswith("| `")]
+SAME = f"transformers {transformers.__version__}," in models_table.TABLE.read_text()
+VERDICTS = {row[0].strip("| `"): row[2] for row in ROWS}
+TRAINED = [name for name, verdict in VERDICTS.items() if verdict == "yes"]
+
+
+def test_the_table_has_every_family() -> None:
+    """Of the newest transformers that is allowed; an older one has fewer."""
+    assert set(models_table.names()) <= set(VERDICTS)
+
+
+@pytest.mark.parametrize("name", every(40, VERDICTS))
+def test_as_the_table_says(name: str) -> None:
+    if not SAME:
+        pytest.skip("the table is of another transformers")
+    assert models_table.tried(name).trains == VERDICTS[name]
+
+
+@pytest.mark.parametrize("name", every(24, TRAINED))
+def test_two_steps_as_plain_pytorch(name: str, tmp_path: Path) -> None:
+    if name not in models_table.names():
+        pytest.skip("this transformers does not have it")
+    torch.manual_seed(0)
+    config = models_table.small(name)
+    config.vocab_size = models_table.VOCABULARY  # which a configuration of several parts does not have
+    subject = Subject(config, Shape())
+    with Rig(subject, tmp_path) as rig:
+        losses = rig.run(2)
+    assert relative(losses, plain_run(subject, 2)[0]) <= 1e-6
