@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from ..core.errors import UsageError
 from ..core.units import align_up
@@ -28,6 +30,7 @@ AUTO_ABOVE = 1 << 27  # elements of a vocabulary tensor; `auto` leaves smaller o
 AUTO_PIECE = 1 << 26  # elements of a piece at most, about a block of a model of 1 B parameters
 ROW_ALIGN = 64
 MOST_PIECES = 256
+_INDEPENDENT: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()  # found once: it takes half a second
 
 
 def automatic_rows(vocabulary: int, width: int) -> int:
@@ -91,15 +94,21 @@ def obstacle(anatomy: Anatomy) -> str | None:
         return "its head owns more than a linear layer's weights"
     if not scales_rows(embedding):
         return "its embedding does more to a row than scale it"
-    if not _logits_are_independent(anatomy, head):
+    if not _logits_are_independent(anatomy.model, head):
         return "its logits depend on each other after the linear layer"
     return None
 
 
-def _logits_are_independent(anatomy: Anatomy, head: nn.Linear) -> bool:
+def _logits_are_independent(model: PreTrainedModel, head: nn.Linear) -> bool:
     """Tells whether the model's own forward treats each column of the logits by itself. A softmax, or a mask over some columns,
     does not."""
-    model, vocabulary = anatomy.model, head.out_features
+    if model not in _INDEPENDENT:
+        _INDEPENDENT[model] = _are_independent(model, head)
+    return _INDEPENDENT[model]
+
+
+def _are_independent(model: PreTrainedModel, head: nn.Linear) -> bool:
+    vocabulary = head.out_features
     logits = torch.arange(2.0 * vocabulary).sin().view(1, 2, vocabulary) * torch.linspace(5, 60, vocabulary)
     hidden = torch.zeros(1, 2, head.in_features, dtype=head.weight.dtype)
     stubbed = Head(model)
