@@ -201,20 +201,30 @@ class GreedyFill:
         """Keeps outputs of operators in order, within `share` of the spare RAM. Their boundary moves to RAM with them."""
         limit = self.spare - int(self.spare * share)  # RAM that must stay free
         for output in outputs:
-            kept = self.fields["kept"][output.stage]
-            if output.operator.index in (*kept, *self.fields["kept_there"][output.stage]):
+            stage, index = output.stage, output.operator.index
+            kept = self.fields["kept"][stage]
+            if index in kept or index in self.fields["kept_there"][stage]:
                 continue
-            taken = tuple(sorted((*kept, output.operator.index)))
-            at_home = self.fields["boundaries"][output.stage] == "cpu"
+            at_home = self.fields["boundaries"][stage] == "cpu"
             if not at_home and self.request.boundaries is not None:
                 continue
-            size = self._size(output.stage, taken) - (self._size(output.stage, kept) if at_home else 0)
+            taken, size, before = self._with_output(stage, kept, index)
+            size -= before if at_home else 0
             if self.spare - size < limit:
                 continue
-            moved = {"kept": _with_value(self.fields["kept"], output.stage, taken)}
+            moved = {"kept": _with_value(self.fields["kept"], stage, taken)}
             if not at_home:
-                moved["boundaries"] = _with_value(self.fields["boundaries"], output.stage, "cpu")
+                moved["boundaries"] = _with_value(self.fields["boundaries"], stage, "cpu")
             self._take(size, moved)
+
+    def _with_output(self, stage: int, kept: tuple[int, ...], index: int) -> tuple[tuple[int, ...], int, int]:
+        """Returns the outputs with one more, and the bytes of RAM that the stage's boundary takes with it and without."""
+        spec = self.context.model.stages[stage]
+        key = (id(spec.operators), spec.keeps_input, kept, index)  # equal blocks share their operators
+        if key not in self.context.with_output:
+            taken = tuple(sorted((*kept, index)))
+            self.context.with_output[key] = taken, self._size(stage, taken), self._size(stage, kept)
+        return self.context.with_output[key]
 
     def _size(self, stage: int, kept: tuple[int, ...]) -> int:
         """Returns the bytes of RAM that the stage's boundary takes with these outputs."""

@@ -64,6 +64,7 @@ class PlacementContext:
         self.state_sizes = tuple(tuple(map(stage.state_size, STATE_NAMES)) for stage in model.stages)
         self.gradient_sizes = tuple(stage.gradient_bytes(dtype) for stage in model.stages)
         self.has_two_users = tuple(model.has_two_users(stage.index) for stage in model.stages)
+        self.with_output: dict[tuple[int, bool, tuple[int, ...], int], tuple[tuple[int, ...], int, int]] = {}  # of `GreedyFill`
         # By the operators, which equal blocks share (they stay as long as the model does), and those that are kept.
         self._boundaries: dict[tuple[int, tuple[int, ...]], int] = {}
 
