@@ -29,8 +29,8 @@ _BACKENDS = {"auto": lib.FY_BACKEND_AUTO, "io_uring": lib.FY_BACKEND_IO_URING, "
 _BACKEND_NAMES: dict[int, Literal["io_uring", "threads"]] = {
     lib.FY_BACKEND_IO_URING: "io_uring", lib.FY_BACKEND_THREADS: "threads",
 }  # fmt: skip
-_OPERATIONS: dict[int, Literal["read", "write", "update"]] = {
-    lib.FY_OP_READ: "read", lib.FY_OP_WRITE: "write", lib.FY_OP_UPDATE: "update",
+_OPERATIONS: dict[int, Literal["read", "write", "update", "chunk"]] = {
+    lib.FY_OP_READ: "read", lib.FY_OP_WRITE: "write", lib.FY_OP_UPDATE: "update", lib.FY_OP_CHUNK: "chunk",
 }  # fmt: skip
 _SAME_NAME = (  # in DaemonOptions and in fy_options
     "read_depth", "write_depth", "requests", "chunk_params", "block_size", "scratch_offset", "scratch_size",
@@ -134,6 +134,12 @@ class SwapDaemon(Handle):
             events += [_event(self._events[i]) for i in range(count[0])]
             if count[0] < _EVENTS_AT_ONCE:
                 return events
+
+    def log_chunks(self) -> None:
+        """Has `events` also report each chunk of an update that is computed, for a trace."""
+        code = lib.fy_daemon_log_chunks(self.handle)
+        if code:
+            raise refusal_error("the daemon cannot log chunks", code)
 
     def _name(self, label: int) -> str:
         return self.label_names.get(label, f"request labelled {label}")

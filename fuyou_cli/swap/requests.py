@@ -146,12 +146,12 @@ class Counters:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """Holds the times of one finished request, or of part of an update's I/O, on the clock of `time.monotonic_ns`.
+    """Holds the times of one finished request, or of part of an update, on the clock of `time.monotonic_ns`.
 
-    The event of an update itself has no bytes: its I/O events have them.
+    The event of an update itself has no bytes: its I/O events have them. A chunk is a part of an update that was computed.
     """
 
-    operation: Literal["read", "write", "update"]
+    operation: Literal["read", "write", "update", "chunk"]
     label: int
     begin_ns: int
     end_ns: int

@@ -17,7 +17,7 @@ from ..swap.daemon import Event, SwapDaemon
 from .report import Busy, StepReport, busy_seconds
 from .trace import Trace
 
-_OF_STORE = {"read": "ssd read", "write": "ssd write", "update": "update"}
+_OF_STORE = {"read": "ssd read", "write": "ssd write", "update": "update", "chunk": "update chunk"}
 _SAMPLE_SECONDS = 0.02
 
 
@@ -74,7 +74,8 @@ class StepMeter:
         self._traced: tuple[Trace, Visits, Computing] | None = None
 
     def trace(self, trace: Trace, visits: Visits) -> None:
-        """Passes every later step to `trace`, micro-batch by micro-batch."""
+        """Passes every later step to `trace`, micro-batch by micro-batch and chunk by chunk of the updates."""
+        self._daemon.log_chunks()
         visits.crossings.computing = computing = Computing(self._device)
         self._traced = trace, visits, computing
 
@@ -128,8 +129,9 @@ class StepMeter:
 def timeline(
     outcome: StepOutcome, events: Iterable[Event], copies: Iterable[Copy], *, begin: float, model: ModelSpec
 ) -> tuple[Busy, ...]:
-    """Returns when each resource was busy in a step that began at `begin` (monotonic seconds)."""
-    found = intervals(outcome, events, copies, begin=begin, model=model)
+    """Returns when each resource was busy in a step that began at `begin` (monotonic seconds), without chunks of updates."""
+    whole = (event for event in events if event.operation != "chunk")
+    found = intervals(outcome, whole, copies, begin=begin, model=model)
     return tuple(replace(item, begin=0.0) if item.begin < 0 else item for item in found if item.end > 0)
 
 

@@ -18,7 +18,7 @@ from .report import Busy
 
 MOST_STEPS = 10
 MOST_BYTES = 128 << 20  # of the file; one step is always kept, whatever its size
-_TRACKS = ("step", "compute", "visit", "wait", "h2d", "d2h", "update", "ssd read", "ssd write")  # top to bottom
+_TRACKS = ("step", "compute", "visit", "wait", "h2d", "d2h", "update", "update chunk", "ssd read", "ssd write")  # top to bottom
 _NAMED = {"h2d": "copy up", "d2h": "copy down"}
 _LANES = 1000  # lanes of one track, at most
 

@@ -53,7 +53,7 @@ enum fy_backend { FY_BACKEND_AUTO = 0, FY_BACKEND_IO_URING = 1, FY_BACKEND_THREA
 enum fy_dtype { FY_FLOAT32 = 0, FY_BFLOAT16 = 1, FY_INT8 = 2 };
 enum fy_rule { FY_ADAMW = 0, FY_LION = 1, FY_SGD = 2 };
 enum fy_operation { FY_OP_NONE = 0, FY_OP_OPEN = 1, FY_OP_READ = 2, FY_OP_WRITE = 3, FY_OP_SYNC = 4, FY_OP_UPDATE = 5,
-                    FY_OP_ALLOCATE = 6, FY_OP_SETUP = 7 };
+                    FY_OP_ALLOCATE = 6, FY_OP_SETUP = 7, FY_OP_CHUNK = 8 };
 
 /* What failed: enough for a message naming the file, the place and the difference. `file` indexes the paths given to
  * fy_store_open(), then those given to fy_store_attach(). */
@@ -232,13 +232,16 @@ int fy_daemon_counters(fy_daemon *daemon, fy_counters *out);
  * from its first chunk computed to its last byte written, has no bytes. The caller drains the log; when it is full the
  * oldest entries are dropped and counted. CLOCK_MONOTONIC nanoseconds. */
 typedef struct {
-    uint32_t operation; /* FY_OP_READ, FY_OP_WRITE, FY_OP_UPDATE */
+    uint32_t operation; /* FY_OP_READ, FY_OP_WRITE, FY_OP_UPDATE, FY_OP_CHUNK */
     uint32_t label;
     uint64_t begin_ns;  /* first byte asked of the kernel, or first chunk computed */
     uint64_t end_ns;
     uint64_t bytes;
 } fy_event;
 int fy_daemon_events(fy_daemon *daemon, fy_event *out, uint32_t capacity, uint32_t *count, uint64_t *dropped);
+/* From now on each chunk of an update that is computed is an entry too (FY_OP_CHUNK, no bytes), for a trace. They have a log of
+ * their own, as long as the other one, and fy_daemon_events() gives them after the others. */
+int fy_daemon_log_chunks(fy_daemon *daemon);
 
 /* ---- arithmetic on plain memory, for the caller's own threads ----
  * -EINVAL: an array that is not empty is missing or not aligned to its values, or a dtype is unknown. Arrays of one call do not

@@ -84,7 +84,8 @@ static int tables_create(fy_daemon *daemon)
     const uint32_t slots = daemon->slots_count;
     daemon->requests = fy__system.calloc(requests, sizeof *daemon->requests);
     daemon->events.entries = fy__system.calloc(FY__EVENTS_MAX, sizeof *daemon->events.entries);
-    if (daemon->requests == NULL || daemon->events.entries == NULL)
+    daemon->chunks.entries = fy__system.calloc(FY__EVENTS_MAX, sizeof *daemon->chunks.entries); /* no pages until it is used */
+    if (daemon->requests == NULL || daemon->events.entries == NULL || daemon->chunks.entries == NULL)
         return -ENOMEM;
     if (slots > 0) {
         daemon->segments = fy__system.calloc((size_t)requests * FY_MAX_SEGMENTS, sizeof *daemon->segments);
@@ -121,6 +122,7 @@ static void tables_destroy(fy_daemon *daemon)
     free(daemon->blocks);
     free(daemon->slots);
     free(daemon->segments);
+    free(daemon->chunks.entries);
     free(daemon->events.entries);
     free(daemon->requests);
 }

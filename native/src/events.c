@@ -12,7 +12,8 @@
 
 void fy__events_add(struct fy__events *events, const fy_event *event)
 {
-    assert(event->operation == FY_OP_READ || event->operation == FY_OP_WRITE || event->operation == FY_OP_UPDATE);
+    assert(event->operation == FY_OP_READ || event->operation == FY_OP_WRITE || event->operation == FY_OP_UPDATE ||
+           event->operation == FY_OP_CHUNK);
     assert(event->begin_ns <= event->end_ns);
     assert(events->count <= FY__EVENTS_MAX);
     if (events->count == FY__EVENTS_MAX) {

@@ -264,6 +264,8 @@ struct fy_daemon {
     struct fy__heap computing; /* slots whose reads are done */
     struct fy__heap moved;     /* reads and writes with bytes that nobody sums yet */
     struct fy__events events;
+    struct fy__events chunks; /* computed, where log_chunks says so */
+    bool log_chunks;
     uint64_t sequence;
     uint32_t outstanding; /* tickets neither done nor failed */
     pthread_cond_t *wakes[FY__WAKES_MAX]; /* of requests that settled since the lock was taken */

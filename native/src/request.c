@@ -204,7 +204,23 @@ FY_API int fy_daemon_events(fy_daemon *daemon, fy_event *out, uint32_t capacity,
         return -EPERM;
     fy__assert_running(daemon);
     fy__lock(daemon);
+    uint64_t chunks_dropped;
     *count = fy__events_take(&daemon->events, out, capacity, dropped);
+    *count += fy__events_take(&daemon->chunks, out != NULL ? out + *count : NULL, capacity - *count, &chunks_dropped);
+    *dropped += chunks_dropped;
+    fy__unlock(daemon);
+    return 0;
+}
+
+FY_API int fy_daemon_log_chunks(fy_daemon *daemon)
+{
+    if (daemon == NULL)
+        return -EINVAL;
+    if (daemon->process != getpid())
+        return -EPERM;
+    fy__assert_running(daemon);
+    fy__lock(daemon);
+    daemon->log_chunks = true;
     fy__unlock(daemon);
     return 0;
 }

@@ -285,6 +285,17 @@ static void slot_write(fy_daemon *daemon, struct fy__slot *slot)
         slot_free(daemon, slot);
 }
 
+/* For a trace: the chunk was computed from `begin_ns` on, until now. */
+static void chunk_tell(fy_daemon *daemon, const struct fy__slot *slot, uint64_t begin_ns)
+{
+    assert(daemon->locked);
+    assert(slot->phase == FY__COMPUTING);
+    fy__events_add(&daemon->chunks, &(fy_event){.operation = FY_OP_CHUNK,
+                                                .label = slot->request->label,
+                                                .begin_ns = begin_ns,
+                                                .end_ns = fy__now_ns()});
+}
+
 static void slot_computed(fy_daemon *daemon, struct fy__slot *slot, const struct outcome *outcome)
 {
     assert(daemon->locked);
@@ -327,9 +338,12 @@ void *fy__update_thread(void *argument)
         slot->spans_left = 0;
         if (slot->request->begin_ns == 0)
             slot->request->begin_ns = fy__now_ns();
+        const uint64_t begin_ns = daemon->log_chunks ? fy__now_ns() : 0;
         fy__unlock(daemon);
         const struct outcome outcome = slot_compute(daemon, slot);
         fy__lock(daemon);
+        if (begin_ns != 0)
+            chunk_tell(daemon, slot, begin_ns);
         slot_computed(daemon, slot, &outcome);
     }
     fy__unlock(daemon);

@@ -67,26 +67,29 @@ static void forget_events(fy_daemon *daemon)
         CHECK_EQUAL(fy_daemon_events(daemon, events, 256, &count, &dropped), 0);
 }
 
-static void check_events(fy_daemon *daemon, const fy_counters *before, const fy_counters *after)
+static void check_events(fy_daemon *daemon, const fy_counters *before, const fy_counters *after, bool chunks_too)
 {
     fy_event events[256];
     uint32_t count = 0;
     uint64_t dropped = 0;
     uint64_t bytes = 0;
     uint32_t updates = 0;
+    uint32_t chunks = 0;
     uint64_t of_updates[2] = {0, 0}; /* read, written */
     CHECK_EQUAL(fy_daemon_events(daemon, events, 256, &count, &dropped), 0);
     CHECK_EQUAL(dropped, 0);
     for (uint32_t i = 0; i < count; i++) {
         CHECK(events[i].begin_ns <= events[i].end_ns);
         updates += events[i].operation == FY_OP_UPDATE;
+        chunks += events[i].operation == FY_OP_CHUNK;
         bytes += events[i].bytes;
-        if (events[i].operation == FY_OP_UPDATE)
+        if (events[i].operation == FY_OP_UPDATE || events[i].operation == FY_OP_CHUNK)
             CHECK_EQUAL(events[i].bytes, 0);
         else if (events[i].label != 99)
             of_updates[events[i].operation == FY_OP_WRITE] += events[i].bytes;
     }
     CHECK_EQUAL(updates, STAGES);
+    CHECK_EQUAL(chunks, chunks_too ? STAGES * ((PARAMS + 16383) / 16384) : 0);
     CHECK_EQUAL(bytes, after->read_bytes + after->written_bytes - before->read_bytes - before->written_bytes);
     CHECK_EQUAL(of_updates[0], after->read_bytes - before->read_bytes - STAGES * EXTENT);
     CHECK_EQUAL(of_updates[1], after->written_bytes - before->written_bytes);
@@ -120,6 +123,8 @@ static void overlap(uint32_t backend, uint32_t threads)
         place(daemon, i);
     }
     forget_events(daemon);
+    if (threads > 1)
+        CHECK_EQUAL(fy_daemon_log_chunks(daemon), 0);
     CHECK_EQUAL(fy_daemon_counters(daemon, &before), 0);
     for (uint32_t i = 0; i < STAGES; i++) {
         updates[i] = moved_update(i);
@@ -131,7 +136,7 @@ static void overlap(uint32_t backend, uint32_t threads)
         CHECK_EQUAL(testing_wait(daemon, tickets[i], &results[i]), 0);
     }
     CHECK_EQUAL(fy_daemon_counters(daemon, &after), 0);
-    check_events(daemon, &before, &after);
+    check_events(daemon, &before, &after, threads > 1);
     for (uint32_t i = 0; i < STAGES; i++) {
         check(daemon, i, &updates[i], &results[i]);
         stage_destroy(&stages[i]);

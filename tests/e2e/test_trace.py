@@ -58,7 +58,8 @@ def test_every_interval_is_on_a_track_of_its_own(new_project: Callable[..., Proj
     by_kind = {kind: [event for event in events if event["cat"] == kind] for kind in {event["cat"] for event in events}}
     copies = {"h2d", "d2h"} if device == "emulated" else set()
     waits = {"wait"} if any(sum(report.stalls.values()) > 0 for report in reports) else set[str]()
-    assert set(by_kind) >= {"step", "compute", "visit", "update", "ssd read", "ssd write"} | copies | waits
+    assert set(by_kind) >= {"step", "compute", "visit", "update", "update chunk", "ssd read", "ssd write"} | copies | waits
+    assert all(item.resource != "update chunk" for report in reports for item in report.timeline)
     assert [event["name"] for event in by_kind["step"]] == [f"step {step}" for step in range(1, STEPS + 1)]
     for report in reports:
         of_step = [event for event in events if event["args"]["step"] == report.step]
