@@ -244,8 +244,8 @@ int fy_daemon_events(fy_daemon *daemon, fy_event *out, uint32_t capacity, uint32
 int fy_daemon_log_chunks(fy_daemon *daemon);
 
 /* ---- arithmetic on plain memory, for the caller's own threads ----
- * -EINVAL: an array that is not empty is missing or not aligned to its values, or a dtype is unknown. Arrays of one call do not
- * overlap. */
+ * -EINVAL: an array that is not empty is missing, or a dtype is unknown, or an array is not aligned to its values. `values` given
+ * as void * may lie anywhere, as a tensor in a file does. Arrays of one call do not overlap. */
 /* Sum of squares in double, and the number of values that are not finite. Leaves of 16384 values are summed with a fixed
  * tree and added in order, so a span's sum has the bits of its leaves' sums, one call for each, added in order by whatever
  * threads. Sums of longer parts added up are another order of additions, and may differ in the last bits. */

@@ -117,7 +117,7 @@ static bool int8_good(const int8_t *codes, const float *maxima, uint64_t rows, u
                       const void *values, uint64_t *count)
 {
     return !__builtin_mul_overflow(rows, columns, count) && dtype <= FY_BFLOAT16 &&
-           fy__array_good(values, *count, fy__value_bytes(dtype)) && fy__array_good(codes, *count, sizeof *codes) &&
+           fy__array_good(values, *count, 1) && fy__array_good(codes, *count, sizeof *codes) &&
            fy__array_good(maxima, *count, sizeof *maxima);
 }
 

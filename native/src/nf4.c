@@ -85,7 +85,7 @@ FY__CLONES static uint64_t nf4_encode_32(const void *values, uint64_t count, uin
 
 static bool nf4_good(const uint8_t *packed, const float *maxima, uint64_t count, uint32_t dtype, const void *values)
 {
-    return dtype <= FY_BFLOAT16 && fy__array_good(values, count, fy__value_bytes(dtype)) &&
+    return dtype <= FY_BFLOAT16 && fy__array_good(values, count, 1) &&
            fy__array_good(packed, count, sizeof *packed) && fy__array_good(maxima, count, sizeof *maxima);
 }
 

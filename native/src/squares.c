@@ -127,7 +127,7 @@ FY__CLONES static double leaf_sum_32(const float *values, uint32_t count, uint32
 
 FY_API int fy_sum_squares(const void *values, uint64_t count, uint32_t dtype, double *sum, uint64_t *nonfinite)
 {
-    if (!sum || !nonfinite || dtype > FY_BFLOAT16 || !fy__array_good(values, count, fy__value_bytes(dtype))) {
+    if (!sum || !nonfinite || dtype > FY_BFLOAT16 || !fy__array_good(values, count, 1)) {
         return -EINVAL;
     }
     const uint64_t mode = fy__denormals_keep();

@@ -125,10 +125,8 @@ static void wrong_arguments_are_refused(void)
     CHECK_EQUAL(fy_int8_decode((const int8_t *)packed, maxima, UINT64_MAX / 2, 3, FY_FLOAT32, values), -EINVAL);
     const void *off = (const char *)values + 2; /* halfway through a float */
     double sum;
-    CHECK_EQUAL(fy_nf4_encode(off, 64, FY_FLOAT32, packed, maxima, &lost), -EINVAL);
-    CHECK_EQUAL(fy_int8_encode(off, 1, 64, FY_FLOAT32, (int8_t *)packed, maxima, &lost), -EINVAL);
-    CHECK_EQUAL(fy_sum_squares(off, 64, FY_FLOAT32, &sum, &lost), -EINVAL);
-    CHECK_EQUAL(fy_sum_squares(off, 32, FY_BFLOAT16, &sum, &lost), 0);
+    CHECK_EQUAL(fy_dynamic_encode(off, 63, values, packed, maxima, &lost), -EINVAL);
+    CHECK_EQUAL(fy_sum_squares(off, 63, FY_FLOAT32, &sum, &lost), 0); /* a tensor in a file lies anywhere */
 }
 
 int main(void)
