@@ -38,7 +38,7 @@ from .place import IN_RAM, REDO, SNAPSHOTS, STEPS, TWO_FOLDERS, UNCLIPPED, Place
 from .setting import Lost
 from .shim import Call, Trace, namings
 
-_PATIENCE = 120.0  # seconds for one run
+_PATIENCE = 600.0  # seconds for one run
 _LOOKS = (0, 1, 1, 1, 1, 2, 2, 3, 5)  # times that a run is seen within a commit or an update before it is killed; one is drawn
 _LOOK, _LOOKED_AT = 0.001, 300  # seconds from one look to the next; the last calls of a trace, which are soon read
 _WINDOW = 8 * MiB  # of memory, to read extents with

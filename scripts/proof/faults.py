@@ -49,7 +49,7 @@ _FOR_EVER = 10**9
 _DAEMONS = ("store.bin", ".safetensors")  # ends of the names of files that the daemon alone reads by `pread`
 # Python itself tries an interrupted call again, as often as it is: for ever would be no fault but a kernel's end.
 _INTERRUPTIONS = 500
-_PATIENCE = 120.0  # seconds: a run takes two, with every call slow four
+_PATIENCE = 600.0  # seconds: a run takes two, with every call slow four, on a busy machine many
 _KEPT_MORE = 64 << 10  # KiB of memory at a run's end, beside an undisturbed one's
 _STEPS = {"load": 1, "steps": 3, "resume": 3, "export": 2}
 _PROBLEMS_KEPT = 12

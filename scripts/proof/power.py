@@ -23,7 +23,7 @@ from .place import Place
 from .setting import Lost
 from .shim import Call, namings
 
-_PATIENCE = 120.0  # seconds for the recorded run
+_PATIENCE = 600.0  # seconds for the recorded run
 STEPS = 12
 
 
