@@ -176,8 +176,9 @@ installed() {
     [ "$(cat "${stamps[0]}")" = "$(fingerprint "$extra")" ]
 }
 
-setup() {
-    local extra=${1:-} python missing want
+# The system's packages, and a .venv with pip.
+prepare() {
+    local python missing
     [ "$(uname -s)" = Linux ] || die "fuyou runs on Linux (on Windows inside WSL2)"
     mkdir -p "$root/build"
 
@@ -192,6 +193,11 @@ setup() {
         "Name one with PYTHON=/path/to/python."
 
     ready_venv "$python"
+}
+
+setup() {
+    local extra=${1:-} want
+    prepare
     if installed "$extra"; then
         say "torch: $(usable_torch "$venv/bin/python"), as installed before"
         return
