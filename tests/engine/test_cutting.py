@@ -68,11 +68,12 @@ def test_pieces_are_small_equal_and_few(vocabulary: int, width: int) -> None:
 
 
 def test_auto_cuts_large_models_that_allow_it() -> None:
-    large = _model(llama(vocab_size=80_000, hidden_size=2048, num_hidden_layers=1, tie_word_embeddings=True))
-    assert resolved_rows(dissect(large), "auto") == automatic_rows(80_000, 2048) == 26688
+    config = llama(vocab_size=80_000, hidden_size=2048, num_hidden_layers=1, tie_word_embeddings=True)
+    assert resolved_rows(dissect(_model(config)), "auto") == automatic_rows(80_000, 2048) == 26688
     assert resolved_rows(dissect(_model()), "auto") == 0
-    _after_the_head(lambda logits: logits.log_softmax(-1))(large)
-    assert resolved_rows(dissect(large), "auto") == 0
+    mixing = _model(config)
+    _after_the_head(lambda logits: logits.log_softmax(-1))(mixing)
+    assert resolved_rows(dissect(mixing), "auto") == 0
 
 
 # ---- what allows it --------------------------------------------------------------------------------------------------
