@@ -151,6 +151,7 @@ def test_many_tokens_are_several_rows(tokens: int, shape: tuple[int, int]) -> No
     assert shape_of(tokens) == shape
 
 
+@pytest.mark.slow
 def test_a_bench_of_a_recipe_is_kept_for_its_plans(tmp_path: Path, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With sustained writing as well; measured where the recipe's store goes."""
     for name in ("FALLEN", "STEADY"):  # whatever this drive does, it is taken for one that slows down

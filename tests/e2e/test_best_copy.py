@@ -87,6 +87,7 @@ def test_killed_while_it_is_written(new_project: NewProject, tmp_path: Path) -> 
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_an_adapter_and_a_cut_vocabulary(changes: dict[str, Any], new_project: NewProject, llama: Path, tmp_path: Path) -> None:
     changes = {**ASKED, "model.name_or_path": str(llama), "eval": {"every_steps": 2, "keep_best": True}, **changes}
     project, reports = new_project(changes=changes), list[Any]()

@@ -34,6 +34,7 @@ def test_it_learns_alike_and_resumes_alike(new_project: NewProject, whole: Calla
     assert train(stopped)[0] == losses
 
 
+@pytest.mark.slow
 def test_a_saved_run_is_gone_on_with_alike(new_project: NewProject) -> None:
     project = new_project(changes=COMPILED)
     train(project)

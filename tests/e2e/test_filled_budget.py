@@ -82,6 +82,7 @@ def _started(project: Project, budget: int) -> dict[str, Any]:
     return start
 
 
+@pytest.mark.slow
 def test_a_run_that_fills_its_budget_stays_within_it(project: Project) -> None:
     budget = _peak_of_all_in_memory(project) - SPARE
     command = project.command("finetune", project.recipe, f"offload.max_memory.cpu={budget}")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from drawn import crossed
 
 from fuyou_cli.engine.devices import open_device
 from fuyou_cli.planner.bound import copied_bytes
@@ -86,17 +87,18 @@ def _counted(rig: Rig) -> tuple[int, int]:
     return counts[0], counts[1]
 
 
-@pytest.mark.parametrize("way", [dict(), dict(home="cpu"), dict(home="cpu", kept="all"), dict(home="cpu", clip=None)])
-@pytest.mark.parametrize(
-    ("shape", "tied"),
-    [
+@crossed(
+    2,
+    way=[dict(), dict(home="cpu"), dict(home="cpu", kept="all"), dict(home="cpu", clip=None)],
+    case=[
         (Shape(batch=5), False), (Shape(dtype="bfloat16", batch=6), True), (Shape(vocabulary=40), True),
         (Shape(dtype="bfloat16", vocabulary=40), False),
     ],
 )  # fmt: skip
-def test_a_step_copies_what_its_plan_says(shape: Shape, tied: bool, way: dict[str, Any], tmp_path: Path) -> None:
+def test_a_step_copies_what_its_plan_says(case: tuple[Shape, bool], way: dict[str, Any], tmp_path: Path) -> None:
     """Of a batch that stays on the device, to the byte; of kept outputs at most, for numbers and missing rows do not cross. One
     that is handed on by way of the host takes ids and targets with it as well, which a plan leaves out: they are small."""
+    shape, tied = case
     subject = Subject(llama(tie_word_embeddings=tied), shape)
     moved = dict[bool, tuple[int, int]]()
     for stays in (True, False):

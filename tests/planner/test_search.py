@@ -63,6 +63,7 @@ def free(draw: st.DrawFn) -> tuple[ModelSpec, HardwareProfile, PlanRequest]:
 
 @examples(6)
 @given(free())
+@pytest.mark.slow
 def test_nothing_in_the_family_is_faster(case: tuple[ModelSpec, HardwareProfile, PlanRequest]) -> None:
     """Brute force over the family beside what the search does with a small case: equal, but that of about equal ones the
     cheaper is taken."""

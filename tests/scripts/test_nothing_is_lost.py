@@ -39,7 +39,7 @@ KILLED_STEPS = 7
 @pytest.mark.parametrize(
     "variant",
     every(
-        3,
+        5,
         [
             "in_place, in RAM",
             "in_place, over two folders",
@@ -157,6 +157,7 @@ def test_flipped_bits_are_found_and_gone_back_behind(place: Place) -> None:
 
 
 @pytest.mark.parametrize("kind", every(2, [kind for kind in flips.STORES if kind != "in_place"]))
+@pytest.mark.slow
 def test_flipped_bits_are_found_in_every_kind_of_store(kind: str, place: Place) -> None:
     run = flips.stopped(place, kind.replace(", ", "-").replace(" ", "-"), kind)
     found = flips.flip_bits(place, run, flips=6, seed=1, resumed_every=6)
