@@ -160,10 +160,12 @@ def evaluated(
 
 
 def after(before: Evaluated | None, step: int, loss: float, least: float) -> Evaluated:
-    """Returns what early stopping goes by after one evaluation more; better is a loss lower by more than `least`."""
-    best = None if before is None else before.best
-    if math.isfinite(loss) and (best is None or loss < best - least):
-        return Evaluated(step=step, best=loss, best_step=step, worse=0)
-    if before is None:
-        return Evaluated(step=step, best=None, best_step=step, worse=1)
-    return replace(before, step=step, worse=before.worse + 1)
+    """Returns what is known after one evaluation more. The best loss is the lowest. For early stopping a loss is better only if
+    it is lower by more than `least` than the last better one."""
+    found = before or Evaluated(step=step, best=None, best_step=step, worse=0)
+    bar = found.best if found.bar is None else found.bar
+    if math.isfinite(loss) and (found.best is None or loss < found.best):
+        found = replace(found, best=loss, best_step=step)
+    if math.isfinite(loss) and (bar is None or loss < bar - least):
+        return replace(found, step=step, worse=0, bar=loss)
+    return replace(found, step=step, worse=found.worse + 1, bar=bar)

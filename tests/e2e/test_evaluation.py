@@ -125,7 +125,9 @@ def test_early_stopping_goes_on_from_where_it_was(
     assert losses == whole(EXACT).losses[:4]
     saved = manifest_of(project)
     assert saved.step == 4 and saved.evaluated is not None
-    assert saved.evaluated == Evaluated(step=4, best=saved.evaluated.best, best_step=0, worse=2)
+    first = saved.evaluated.bar  # the loss at the start: min_delta is for patience alone
+    assert first is not None and saved.evaluated.best is not None and saved.evaluated.best < first
+    assert (saved.evaluated.step, saved.evaluated.worse) == (4, 2) and saved.evaluated.best_step > 0
     assert [report.step for report in found] == [step for step in (2, 4) if step >= stopped_after for _ in range(2)]
     assert evaluated(project) == (losses, [])
 
@@ -134,8 +136,10 @@ def test_what_early_stopping_goes_by() -> None:
     found, seen = None, []
     for step, loss in enumerate([math.nan, 3.0, 2.95, math.inf, 2.8]):
         found = after(found, step, loss, 0.1)
-        seen.append((found.best, found.best_step, found.worse))
-    assert seen == [(None, 0, 1), (3.0, 1, 0), (3.0, 1, 1), (3.0, 1, 2), (2.8, 4, 0)]
+        seen.append((found.best, found.best_step, found.worse, found.bar))
+    assert seen == [(None, 0, 1, None), (3.0, 1, 0, 3.0), (2.95, 2, 1, 3.0), (2.95, 2, 2, 3.0), (2.8, 4, 0, 2.8)]
+    older = Evaluated(step=2, best=3.0, best_step=1, worse=1)  # of a manifest that knew no other loss
+    assert after(older, 3, 2.95, 0.1) == Evaluated(step=3, best=2.95, best_step=3, worse=2, bar=3.0)
 
 
 def test_rows_held_back_are_evaluated_and_never_trained_on(new_project: NewProject) -> None:

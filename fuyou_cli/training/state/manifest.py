@@ -25,7 +25,7 @@ from ...core.json_files import find_text, has_too_many_values, object_in
 from ...core.own_files import write_own
 from ...core.typed import from_json
 from .manifest_checks import why_not
-from .stored import MOST_KEPT, Manifest, StoredStage
+from .stored import MOST_KEPT, Evaluated, Manifest, StoredStage
 
 NAME = "manifest.json"
 BEFORE = "manifest.before.json"  # of the commit before
@@ -191,6 +191,8 @@ def _parsed(path: Path, text: str) -> Manifest:
         raise kind(f"{path} is not a manifest of version {VERSION}", hint="another version of fuyou wrote it")
     if not is_sealed:
         raise DamagedManifest(f"{path} is damaged: its digest does not match its content", hint=_START_OVER)
+    if isinstance(evaluated := content.get("evaluated"), dict):  # some of this version do not name the set
+        content["evaluated"] = {**_usual(Evaluated), **evaluated}
     try:
         found = from_json(Manifest, content)
         wrong = why_not(found)

@@ -102,12 +102,15 @@ class DueUpdate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluated:
-    """Holds what early stopping goes by: the loss of the first set of rows that a run evaluates."""
+    """Holds what the best weights and early stopping go by: the loss of the first set of rows that a run evaluates."""
 
     step: int  # whole steps before the last evaluation
     best: float | None  # the lowest loss; None: none was finite
     best_step: int
-    worse: int  # evaluations since that one
+    worse: int  # evaluations since one that was better, by more than `min_delta`
+    bar: float | None = None  # the loss of that one; None: `best`
+    set_name: str = ""  # of the set; empty: not known
+    set_digest: str = ""  # of its rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
