@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..core.json_files import shown
 from ..data import Rows, collate
 from ..engine.executor import Executor
 from ..engine.forward_only import ForwardOnly
@@ -69,6 +70,15 @@ class Evaluations:
             return []
         return [*parts, self._is_over]
 
+    def begin(self, say: Callable[[str], None]) -> None:
+        """Forgets losses of other rows than those that are evaluated now. Says so."""
+        last, first = self._standing.evaluated, next(iter(self._sets.values()), None)
+        if last is not None and first is not None and last.set_digest not in ("", first.summary.digest):
+            self._standing.evaluated = None
+            if self._best is not None or self._stopping is not None:
+                before = f"the losses so far are of other rows ({shown(last.set_name)})"
+                say(f"note: {before}: early stopping and the best weights start over")
+
     @property
     def stop(self) -> bool:
         """Tells whether the run ends here, early: the last `patience` evaluations were no better than the one before them."""
@@ -111,7 +121,8 @@ class Evaluations:
             names = list(self._sets)
             reports = [self._evaluate(name, step, last=name == names[-1]) for name in names]
         least = self._stopping.min_delta if self._stopping is not None else 0.0
-        self._result = after(self._standing.evaluated, step, reports[0].loss, least)
+        found = after(self._standing.evaluated, step, reports[0].loss, least)
+        self._result = replace(found, set_name=names[0], set_digest=self._sets[names[0]].summary.digest)
         return reports
 
     def _keep(self, step: int) -> list[BestReport]:
@@ -123,7 +134,8 @@ class Evaluations:
 
     def _is_over(self, step: int) -> list[Told]:
         """Notes that the evaluation was done whole. Until then a stopped run does it again."""
-        self._standing.evaluated = self._result or Evaluated(step=step, best=None, best_step=0, worse=0)
+        before = self._standing.evaluated or Evaluated(step=step, best=None, best_step=0, worse=0)
+        self._standing.evaluated = self._result or replace(before, step=step)
         self._result = None
         return []
 

@@ -235,6 +235,7 @@ class Run:
             self.saver.begin_training()
             self.executor.skipped = self.standing.skipped
             self._limits.begin(self.step, self._written)
+            self._evaluations.begin(self._announce)
             limit = None
             self._evaluate(on_evaluation)
             while self.step < self.planned.total_steps and not self._evaluations.stop:

@@ -132,6 +132,30 @@ def test_early_stopping_goes_on_from_where_it_was(
     assert evaluated(project) == (losses, [])
 
 
+def test_losses_of_other_rows_are_forgotten(new_project: NewProject) -> None:
+    """Where the first set is another, early stopping counts from its first loss on, and the run says so once."""
+    changes = {**EXACT, "train.early_stopping": {"patience": 2, "min_delta": 100.0}}
+    project, said = new_project(changes=changes), list[str]()
+    _, one = with_sets(project, changes)
+
+    def stop(run: Run) -> None:
+        if run.step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(Interrupted):
+        train(project, stop)
+    before = manifest_of(project).evaluated
+    assert before is not None and (before.step, before.worse, before.set_name) == (2, 1, "held-out")
+    sets = {"dataset.eval": [{"path": str(one), "format": "text"}], "eval": {"every_steps": 2}}
+    project.write_recipe({**changes, **sets})
+    losses, _ = train(project, say=said.append)
+    found = manifest_of(project).evaluated
+    assert len(losses) == STEPS and found is not None and (found.step, found.worse, found.set_name) == (6, 1, "one")
+    train(project, say=said.append)
+    note = "note: the losses so far are of other rows ('held-out'): early stopping and the best weights start over"
+    assert said.count(note) == 1
+
+
 def test_what_early_stopping_goes_by() -> None:
     found, seen = None, []
     for step, loss in enumerate([math.nan, 3.0, 2.95, math.inf, 2.8]):
