@@ -30,15 +30,18 @@ from .state.kept_companions import kept_companions
 if TYPE_CHECKING:
     from .steps import Ready
 
+_RUN = "fuyou_run"  # in a copy's metadata: the name of the run, as in its manifest
 Passing = Iterator[tuple[int, torch.Tensor]]  # stages that own parameters, in running order, each with its weights
 
 
-def kept_step(folder: Path) -> int | None:
-    """Returns after how many steps the weights in a folder were kept, or None where there are none."""
+def kept_step(folder: Path, run: str | None = None) -> int | None:
+    """Returns after how many steps the weights in a folder were kept, or None where there are none. `run`: the name of the run
+    that must have kept them."""
     names = (ADAPTER_NAME, SINGLE_NAME)
     files = [folder / name for name in names if (folder / name).is_file()] or sorted(folder.glob("model-*.safetensors"))[:1]
     try:
-        return int(parse_file(files[0]).metadata[STEP]) if files else None
+        said = parse_file(files[0]).metadata if files else {}
+        return int(said[STEP]) if run in (None, said.get(_RUN)) else None
     except (UsageError, LookupError, ValueError):
         return None
 
@@ -48,8 +51,10 @@ class PassingWeights:
 
     A piece of a cut head has a part of its matrix and one of its bias: the bias is read in a second pass."""
 
-    def __init__(self, passes: Callable[[], Passing], model: ModelSpec, stored_as: Mapping[str, str], *, dtype: str, step: int):
-        self.dtype, self.metadata = dtype, {STEP: str(step)}
+    def __init__(
+        self, passes: Callable[[], Passing], model: ModelSpec, stored_as: Mapping[str, str], *, dtype: str, step: int, run: str
+    ) -> None:
+        self.dtype, self.metadata = dtype, {STEP: str(step), _RUN: run}
         self._passes, self._passing = passes, passes()
         self._here: tuple[int, torch.Tensor] | None = None
         self._places: dict[str, list[tuple[int, TensorSpec]]] = {}
@@ -91,11 +96,21 @@ class PassingWeights:
 
 
 class BestCopy:
-    """Writes the copies of one run. `store`: the folder with its companions."""
+    """Writes the copies of the run of this name. `store`: the folder with its companions."""
 
-    def __init__(self, ready: Ready, forward: ForwardOnly, store: Path) -> None:
-        self._ready, self._forward, self._store = ready, forward, store
+    def __init__(self, ready: Ready, forward: ForwardOnly, store: Path, run: str) -> None:
+        self._ready, self._forward, self._store, self._run = ready, forward, store, run
         self.folder = best_folder(ready.planned.recipe, ready.planned.model_dir)
+
+    @property
+    def step(self) -> int | None:
+        """Returns after how many steps of this run the weights in the folder were kept, or None where they are not its own."""
+        return kept_step(self.folder, self._run)
+
+    @property
+    def is_foreign(self) -> bool:
+        """Tells whether the folder holds something that this run did not keep."""
+        return self.folder.is_dir() and self.step is None
 
     def write(self, step: int, loss: float) -> BestReport:
         """Replaces the copy. A failure that the store has no part in is told: the copy before stays, and the run goes on."""
@@ -114,7 +129,7 @@ class BestCopy:
     def _written(self, step: int) -> list[Path]:
         planned, export = self._ready.planned, self._ready.planned.recipe.export
         names = self._ready.stored_as
-        weights = PassingWeights(self._forward.weights, planned.model, names, dtype=export.dtype, step=step)
+        weights = PassingWeights(self._forward.weights, planned.model, names, dtype=export.dtype, step=step, run=self._run)
         companions = kept_companions(self._store) or planned.model_dir
         adapter = configuration(planned.recipe, planned.anatomy.model, planned.model_dir)
         if adapter is not None:

@@ -16,7 +16,7 @@ from ..core.json_files import shown
 from ..data import Rows, collate
 from ..engine.executor import Executor
 from ..engine.forward_only import ForwardOnly
-from .best_copy import BestCopy, kept_step
+from .best_copy import BestCopy
 from .report import BestReport, EvalReport, SampleReport
 from .state.saver import Standing
 from .state.stored import Evaluated
@@ -42,7 +42,7 @@ class Evaluations:
         self._max_len = executor.plan.numerics.max_seq_len
         self._forward = ForwardOnly(executor)
         self._continuations = self._of_prompts(ready, executor)
-        self._best = BestCopy(ready, self._forward, store) if recipe.eval.keep_best else None
+        self._best = BestCopy(ready, self._forward, store, standing.run) if recipe.eval.keep_best else None
         self._result: Evaluated | None = None  # of the evaluation under way
 
     def _of_prompts(self, ready: Ready, executor: Executor) -> Continuations | None:
@@ -71,13 +71,16 @@ class Evaluations:
         return [*parts, self._is_over]
 
     def begin(self, say: Callable[[str], None]) -> None:
-        """Forgets losses of other rows than those that are evaluated now. Says so."""
+        """Forgets losses of other rows than those that are evaluated now. Says so, and whether the best weights are another
+        run's."""
         last, first = self._standing.evaluated, next(iter(self._sets.values()), None)
         if last is not None and first is not None and last.set_digest not in ("", first.summary.digest):
             self._standing.evaluated = None
             if self._best is not None or self._stopping is not None:
                 before = f"the losses so far are of other rows ({shown(last.set_name)})"
                 say(f"note: {before}: early stopping and the best weights start over")
+        if self._best is not None and self._best.is_foreign:
+            say(f"note: {self._best.folder} is not of this run, until this run keeps its best weights there")
 
     @property
     def stop(self) -> bool:
@@ -107,12 +110,15 @@ class Evaluations:
 
     @property
     def _where(self) -> str:
-        last, best = self._standing.evaluated, self._best
-        if best is None or last is None or last.best is None:
+        last, copy = self._standing.evaluated, self._best
+        if copy is None or last is None:
             return ""
+        others = f"; {copy.folder} is not of this run" if copy.is_foreign else ""
+        if last.best is None:
+            return others
         if last.best_step == 0:
-            return ", before training: no weights are kept"
-        return f": kept in {best.folder}" if kept_step(best.folder) == last.best_step else ": its weights were not kept"
+            return f", before training: no weights are kept{others}"
+        return f": kept in {copy.folder}" if copy.step == last.best_step else f": its weights were not kept{others}"
 
     def _losses(self, step: int) -> list[EvalReport]:
         """Evaluates every set with the weights after `step`. Raises what a callback of the executor raises, after which the

@@ -134,10 +134,43 @@ def test_a_copy_that_cannot_be_written_ends_no_run(new_project: NewProject) -> N
     assert ours == train(new_project("plain", {**ASKED, "train.max_steps": 3, "eval": {}}))[0]
 
 
-def test_a_run_that_only_gets_worse_keeps_nothing(new_project: NewProject) -> None:
-    project = new_project(changes={**ASKED, "optimizer.lr": 5.0, "eval": {"every_steps": 3, "keep_best": True}})
-    with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space) as run:
+def told(project: Project, say: Callable[[str], None] = lambda text: None) -> str:
+    """What a run says of its best weights at its end."""
+    with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space, announce=say) as run:
         run.load(lambda count: None)
         run.train(lambda report: None)
-        assert "was after step 0, before training: no weights are kept" in run.report().best
+        return run.report().best
+
+
+WORSE = {**ASKED, "optimizer.lr": 5.0, "eval": {"every_steps": 3, "keep_best": True}}
+
+
+def test_a_run_that_only_gets_worse_keeps_nothing(new_project: NewProject) -> None:
+    project = new_project(changes=WORSE)
+    assert "was after step 0, before training: no weights are kept" in told(project)
     assert not (project.out / "best").exists()
+
+
+def test_the_copy_of_a_former_run_is_not_called_kept(new_project: NewProject) -> None:
+    """Not even where a new run's best step is the same: it says whose they are not, from its start to its end."""
+    project, said = new_project(changes={**ASKED, "train.max_steps": 1}), list[str]()
+    folder = project.out / "best"
+    assert f"after step 1: kept in {folder}" in told(project) and kept_step(folder) == 1
+    anew = {"checkpoint": {"resume": "never"}, "train.max_steps": 1}
+    project.write_recipe({**WORSE, **anew})
+    assert told(project, said.append).endswith(f"before training: no weights are kept; {folder} is not of this run")
+    assert said.count(f"note: {folder} is not of this run, until this run keeps its best weights there") == 1
+    project.write_recipe({**ASKED, **anew})
+    (folder / "mine.txt").touch()  # so that nothing takes its place
+    assert told(project).endswith(f"after step 1: its weights were not kept; {folder} is not of this run")
+    (folder / "mine.txt").unlink()
+    assert f"after step 1: kept in {folder}" in told(project)
+
+
+def test_min_delta_has_no_say_in_which_weights_are_kept(new_project: NewProject) -> None:
+    """They are those of the lowest loss; patience alone asks for more."""
+    stopping = {"patience": STEPS + 1, "min_delta": 100.0}
+    project = new_project(changes={**ASKED, "train.early_stopping": stopping})
+    step = kept_step(project.out / "best") if f"kept in {project.out / 'best'}" in told(project) else None
+    plain = new_project("plain", ASKED)
+    assert told(plain) and step == kept_step(plain.out / "best") and step is not None
