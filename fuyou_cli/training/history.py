@@ -116,7 +116,7 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Best:
-    """Holds a copy of the weights of the lowest loss, from `BestReport`."""
+    """Holds a copy of the weights of the lowest loss, from `BestReport`. With a `problem` it was not written."""
 
     step: Annotated[int, Field(ge=0)]
     loss: Number
@@ -170,7 +170,7 @@ class History:
     ended: bool
     evaluations: tuple[Evaluated, ...] = ()  # in order; a repeated one counts as it was the last time
     samples: tuple[Sample, ...] = ()  # the same
-    best: Best | None = None  # the last one that was kept
+    best: Best | None = None  # the last one, kept or not
 
     @property
     def typical(self) -> Sequence[Step]:
@@ -209,8 +209,7 @@ class _Reading:
             others = (one for one in self.samples if (one.step, one.number) != (sample.step, sample.number))
             self.samples = [*others, sample]
         elif event == "best":
-            best = _of(Best, record)
-            self.best = self.best if best.problem else best
+            self.best = _of(Best, record)
         elif event == "timeline":
             self.timeline = _of(Timeline, record)
         elif event == "end":

@@ -14,7 +14,7 @@ import pytest
 
 from fuyou_cli.cli.render.line_chart import line_svg
 from fuyou_cli.cli.render.report_page import page
-from fuyou_cli.cli.render.report_rows import Series, evaluations, series_of
+from fuyou_cli.cli.render.report_rows import Series, about, evaluations, series_of
 from fuyou_cli.cli.render.report_screen import show_report
 from fuyou_cli.cli.report_command import run_report
 from fuyou_cli.core.errors import UsageError
@@ -234,6 +234,20 @@ def fresh(tmp_path: Path) -> Callable[[str], Path]:
 def evaluated(step: int, loss: float | None, *, name: str = "held-out") -> str:
     figures = {"step": step, "name": name, "loss": loss, "perplexity": None if loss is None else 2.0 * loss}
     return json.dumps({"schema_version": 1, "event": "eval", **figures, "tokens": 90, "rows": 7, "seconds": 1.5}) + "\n"
+
+
+def test_the_best_weights_are_called_kept_only_where_they_were(log: Path) -> None:
+    def best(step: int, problem: str) -> str:
+        return json.dumps({"event": "best", "step": step, "loss": 2.0, "folder": "out/best", "problem": problem}) + "\n"
+
+    def told() -> str:
+        return dict(about(read_history(log)))["best"]
+
+    text = log.read_text()
+    log.write_text(text + best(3, ""))
+    assert told() == "loss 2.0000 after step 3, kept in out/best"
+    log.write_text(text + best(3, "") + best(4, "the disk is full"))
+    assert told() == "loss 2.0000 after step 4: its weights were not kept: the disk is full"
 
 
 def test_evaluations_are_shown_as_they_were_the_last_time(log: Path) -> None:

@@ -84,7 +84,8 @@ def about(history: History) -> Pairs:
         ("placed", promised.choice),
     ]
     if (best := history.best) is not None:
-        rows.append(("best", f"loss {best.loss:.4f} after step {best.step:,}, kept in {best.folder}"))
+        kept = f": its weights were not kept: {best.problem}" if best.problem else f", kept in {best.folder}"
+        rows.append(("best", f"loss {best.loss:.4f} after step {best.step:,}{kept}"))
     if skipped := sum(bool(step.skipped) for step in history.steps):
         rows.append(("skipped", f"{some(skipped, 'step')} updated nothing: their losses or gradients were not finite"))
     return [(name, text) for name, text in rows if text]
