@@ -151,7 +151,7 @@ def with_evaluation(facts: RunFacts, prepared: Planned, rows: Sequence[int] | No
     if facts.refusal is not None or not prepared.fits_ram:
         return facts
     if asked.samples is not None:
-        facts = replace(facts, sampling=_sampling(facts, asked.samples))
+        facts = replace(facts, sampling=_sampling(prepared, asked.samples))
     if not (dataset.eval or dataset.eval_fraction):
         return facts
     times = evaluations_left(asked.every_steps, at_start=asked.at_start, total=total, done=facts.done) if total else None
@@ -159,10 +159,20 @@ def with_evaluation(facts: RunFacts, prepared: Planned, rows: Sequence[int] | No
     return replace(facts, evaluation=cost, best_bytes=facts.plan.predicted.export_bytes * asked.keep_best)
 
 
-def _sampling(facts: RunFacts, asked: SamplesSection) -> SamplingCost:
-    longest = max(map(len, asked.prompts)) // _CHARACTERS
-    tokens, count = longest + asked.max_new_tokens // 2, len(asked.prompts)
-    return sampling_cost(facts.model, facts.hardware, facts.plan, prompts=count, tokens=tokens, new=asked.max_new_tokens)
+def _sampling(prepared: Planned, asked: SamplesSection) -> SamplingCost:
+    from fuyou_cli.training.fixed_prompts import rows_at_once
+
+    longest, model, plan = max(map(len, asked.prompts)) // _CHARACTERS, prepared.model, prepared.plan
+    vocabulary = prepared.anatomy.model.get_output_embeddings().weight.shape[0]
+    return sampling_cost(
+        model,
+        prepared.hardware,
+        plan,
+        prompts=len(asked.prompts),
+        at_once=rows_at_once(model, most=plan.group.batch_size, vocabulary=vocabulary),
+        tokens=longest + asked.max_new_tokens // 2,
+        new=asked.max_new_tokens,
+    )
 
 
 def _kernels(prepared: Planned) -> str:

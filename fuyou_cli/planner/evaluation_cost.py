@@ -38,10 +38,10 @@ class SamplingCost:
 
 
 def sampling_cost(
-    model: ModelSpec, hardware: HardwareProfile, plan: Plan, *, prompts: int, tokens: int, new: int
+    model: ModelSpec, hardware: HardwareProfile, plan: Plan, *, prompts: int, at_once: int, tokens: int, new: int
 ) -> SamplingCost:
-    """Prices `new` tokens after each prompt. `tokens`: of a row of a pass, about the mean."""
-    at_once, alone = min(prompts, plan.group.batch_size), _alone(plan)
+    """Prices `new` tokens after each prompt, `at_once` of them in a pass. `tokens`: of a row of a pass, about the mean."""
+    at_once, alone = min(prompts, at_once), _alone(plan)
     schedule, share = evaluation_schedule(model, alone), at_once * tokens / plan.group.tokens
     shorter = replace(schedule, visits=tuple(replace(visit, flops=share * visit.flops) for visit in schedule.visits))
     seconds = simulate(model, hardware, alone, shorter, steps=_PASSES, jobs=False).step_seconds

@@ -21,4 +21,4 @@ def best_copies(recipe: Recipe) -> int:
     """Counts the copies that are still to be written at most: a new one is written beside the old one."""
     if not recipe.eval.keep_best:
         return 0
-    return 1 if (Path(recipe.output_dir).expanduser() / _NAME).is_dir() else 2
+    return 1 if best_folder(recipe, Path(recipe.model.name_or_path).expanduser()).is_dir() else 2  # a hub's name is no folder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from fuyou_cli.machine import probe
+from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training.best_copy import kept_step
+from fuyou_cli.training.best_place import best_copies, best_folder
 from fuyou_cli.training.history import read_history
 from fuyou_cli.training.report import BestReport
 from fuyou_cli.training.run import Run
@@ -140,6 +143,16 @@ def told(project: Project, say: Callable[[str], None] = lambda text: None) -> st
         run.load(lambda count: None)
         run.train(lambda report: None)
         return run.report().best
+
+
+def test_copies_are_counted_where_they_are_written(new_project: NewProject) -> None:
+    """Beside `best` where the run starts from that folder: one copy is counted once it is there."""
+    project = new_project(changes=ASKED)
+    shutil.copytree(project.materials / "model", project.out / "best")
+    recipe = load_recipe(project.recipe, (f"model.name_or_path={project.out / 'best'}",)).recipe
+    assert best_copies(recipe) == 2
+    best_folder(recipe, project.out / "best").mkdir()
+    assert best_copies(recipe) == 1
 
 
 WORSE = {**ASKED, "optimizer.lr": 5.0, "eval": {"every_steps": 3, "keep_best": True}}

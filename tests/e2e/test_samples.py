@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from fuyou_cli.advice.facts import facts_of, with_evaluation
+from fuyou_cli.advice.room import room_of
 from fuyou_cli.core.errors import Interrupted, UsageError
 from fuyou_cli.machine import probe
 from fuyou_cli.training.adapting import configuration
@@ -51,6 +54,26 @@ def test_beside_training(new_project: NewProject, whole: Callable[..., Whole]) -
     shown = project.fuyou("report", project.out, "--html", project.folder / "page.html")
     assert shown.returncode == 0 and f"<h3>{PROMPTS[1]}</h3>" in (project.folder / "page.html").read_text()
     assert f"\n  {PROMPTS[1]}\n    step 0" in project.fuyou("report", project.out).stdout
+
+
+def test_the_plan_says_the_most_passes(new_project: NewProject, llama: Path) -> None:
+    """Where the head has room for the logits of fewer rows than a batch has, too: here no gradient of it takes room."""
+    frozen = {"model.name_or_path": str(llama), "adapter": {"r": 4}, "train.head_chunk_tokens": 1}
+    changes = {**SAMPLED, **frozen, "train.max_steps": 3}
+    ready, passes = prepared_run(new_project(changes=changes)), 0
+    cost = with_evaluation(facts_of(ready.planned, room_of(ready.planned)), ready.planned, None).sampling
+    with Run(ready, memory_now=probe.process_bytes, free_space=probe.free_space) as run:
+        logits = run.executor.head.logits
+
+        def counted(hidden: torch.Tensor) -> torch.Tensor:
+            nonlocal passes
+            passes += 1
+            return logits(hidden)
+
+        run.executor.head.logits = counted  # type: ignore[method-assign]
+        run.load(lambda count: None)
+        run.train(lambda report: None)
+    assert cost is not None and 2 * 6 < passes <= 2 * cost.passes == 2 * 6 * len(PROMPTS)
 
 
 def test_stopped_and_asked_for_other_prompts(new_project: NewProject, whole: Callable[..., Whole]) -> None:
