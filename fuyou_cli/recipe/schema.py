@@ -42,6 +42,7 @@ AnyTier = Literal["auto", "gpu", "cpu", "ssd"]
 NotBuilt = Any  # a future section of the schema: `unbuilt` refuses it
 
 _AUTO = MemoryLimit(text="auto")
+_FEW = Field(strict=False, json_schema_extra={"minItems": 1, "maxItems": 16})  # `not_empty` and `few`, for editors
 
 
 class ModelSection(Section):
@@ -147,7 +148,7 @@ class LrSchedulerSection(Section):
 
 class EarlyStoppingSection(Section):
     patience: Positive = 3  # evaluations in a row that are no better than the best before
-    min_delta: Annotated[float, Field(ge=0)] = 0.0  # by which a loss has to be lower to be better
+    min_delta: Annotated[float, Field(ge=0)] = 0.0  # by which a loss has to be lower to be better for `patience`
 
 
 class TrainSection(Section):
@@ -222,7 +223,7 @@ class CheckpointSection(Section):
 
 
 class SamplesSection(Section):
-    prompts: Annotated[tuple[Text, ...], Field(strict=False), AfterValidator(not_empty), AfterValidator(few)]
+    prompts: Annotated[tuple[Text, ...], _FEW, AfterValidator(not_empty), AfterValidator(few)]
     max_new_tokens: Positive = 64  # after each; so many passes over the weights for all prompts together
     chat: bool = False  # a prompt is a user's message, put into the chat template
 

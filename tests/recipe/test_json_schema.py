@@ -47,7 +47,8 @@ def fits(value: Any, schema: dict[str, Any]) -> bool:
         return _object_fits(value, schema)
     if isinstance(value, list):
         parts = schema.get("prefixItems", [schema.get("items", {})] * len(value))
-        return len(value) >= schema.get("minItems", 0) and all(map(fits, value, parts))
+        few = schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", len(value))
+        return few and all(map(fits, value, parts))
     if isinstance(value, str):
         return len(value) >= schema.get("minLength", 0) and re.search(schema.get("pattern", ""), value) is not None
     if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -83,7 +84,8 @@ def test_shipped_recipes_fit_as_written_and_with_every_default(name: str) -> Non
     [
         "sed: 1", "seed: x", "train: {batch_size: 0}", "offload: {max_memory: {cpu: much}}", "offload: {lookahead: 0}",
         "train: {max_time: soon}", "offload: {defer_updates: 1.5}", "model: {name: x}", "dataset: {train: x.jsonl}",
-        "version: 2", "offload: {device: tpu}",
+        "version: 2", "offload: {device: tpu}", "eval: {samples: {prompts: []}}",
+        f"eval: {{samples: {{prompts: {['x'] * 17}}}}}",
     ],
 )  # fmt: skip
 def test_what_is_refused_for_its_shape_does_not_fit(changed: str, tmp_path: Any) -> None:
