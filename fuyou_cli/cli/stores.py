@@ -16,6 +16,7 @@ from .console import status_console, write_json, write_result, write_status
 
 if TYPE_CHECKING:
     from fuyou_cli.training.state.at_rest import Verified
+    from fuyou_cli.training.state.source_checks import FileCheck
 
 _SHARD = 5_000_000_000
 
@@ -118,18 +119,22 @@ def run_verify(source: Path, *, json_output: bool) -> bool:
     from fuyou_cli.training.state import manifest as manifests
     from fuyou_cli.training.state.at_rest import find_store, verify_store
     from fuyou_cli.training.state.extent_checks import size_of
+    from fuyou_cli.training.state.source_checks import to_check
 
     store = find_store(source)
     newest, _ = manifests.newest(store)
+    total = 2 * size_of(newest) + to_check(newest) if newest is not None else None
     with Progress(console=status_console(), transient=True) as progress:
-        task = progress.add_task("reading", total=2 * size_of(newest) if newest is not None else None)
+        task = progress.add_task("reading", total=total)
         found = verify_store(store, progress=lambda size: progress.advance(task, size), say=write_status)
     if json_output:
         write_json({"store": str(store), "states": [_as_data(state) for state in found]})
         return found[0].is_whole
     for state in found:
         _show(state)
-    if not found[0].is_whole:
+    for file in found[0].files:
+        _show_file(file)
+    if found[0].damages or found[0].problem:
         whole = next((state for state in found if not state.damages), None)
         if whole is None:
             write_result("no state is intact: put a copy of the folder back, or start over with checkpoint.resume=never")
@@ -157,6 +162,18 @@ def _show(state: Verified) -> None:
             write_result(f"  {damage}")
 
 
+def _show_file(file: FileCheck) -> None:
+    name = f"frozen weights in the model's file {file.path}"
+    if file.changed:
+        remedy = "put it back as it was, or start over with checkpoint.resume=never"
+        write_result(f"{name}: its content is not what the run has read: {remedy}")
+        return
+    if file.same:
+        write_result(f"{name}: {gb(file.same)}, all checksums match")
+    if file.unknown:
+        write_result(f"{name}: {'not all' if file.same else 'not'} compared: {file.unknown}")
+
+
 def _as_data(state: Verified) -> dict[str, object]:
     return {
         "step": state.manifest.step,
@@ -164,4 +181,5 @@ def _as_data(state: Verified) -> dict[str, object]:
         "problem": state.problem,
         "extents": len(_extents(state)),
         "damages": [asdict(damage) for damage in state.damages],
+        "files": [asdict(file) for file in state.files],
     }

@@ -23,6 +23,13 @@ class UsageError(FuyouError):
     exit_code = 2
 
 
+class ModelFileError(UsageError):
+    """Reports a file of the checkpoint that is no longer what the run has read of it."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, hint="put the file back as it was, or start over with checkpoint.resume=never")
+
+
 class PlanError(FuyouError):
     """Reports a run that does not fit its memory or disk."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.disk import REMEDIES
-from ..core.errors import FuyouError, OutOfSpaceError, SwapError, UsageError
+from ..core.errors import FuyouError, ModelFileError, OutOfSpaceError, SwapError
 from .native import lib
 
 _DOING = {
@@ -80,14 +80,9 @@ def failure_error(
 def _of_source(text: str, error: int) -> FuyouError:
     """Makes the error for a file of the checkpoint that frozen weights are read from."""
     changed = error in (errno.ESTALE, errno.ENOENT, errno.ENODATA, errno.ENOTDIR)
-    what = "the model's file has changed, or is gone, since the run began" if changed else errno_text(error)
-    hint = (
-        "put the file back as it was, with its time of change (cp -p), and run the same command again: what is saved was "
-        "computed with the old file; or start over with checkpoint.resume=never"
-    )
     if changed:
-        return UsageError(f"{text}: {what}", hint=hint)
-    return SwapError(f"{text}: {what}", hint=_HINTS.get(error), code=error)
+        return ModelFileError(f"{text}: the model's file has changed, or is gone, since the run began")
+    return SwapError(f"{text}: {errno_text(error)}", hint=_HINTS.get(error), code=error)
 
 
 def refusal_error(what: str, code: int, hint: str | None = None) -> SwapError:

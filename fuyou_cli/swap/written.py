@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from ..core.errors import SwapError
+from ..core.errors import ModelFileError, SwapError
 from ..spec.model import ITEM_SIZE, SOURCES_AT, STATE_NAMES, StateLayout
 from ..spec.plan import Span
 from .requests import Result, Update
@@ -53,10 +53,12 @@ class Written:
         return self._totals.get(span)
 
     def check(self, span: Span, total: int, what: str) -> None:
-        """Compares the checksum of a span, just read, with the one that is known. Raises SwapError. `what`: for the error."""
+        """Compares the checksum of a span, just read, with the one that is known. `what`: for the error. Raises SwapError, and
+        ModelFileError for a file of the checkpoint."""
         wanted = self._totals.get(span, total)
         if total != wanted:
-            raise SwapError(f"reading {what}: {self._store.not_as_before(span, total=total, wanted=wanted)}", hint=_HINT)
+            found = f"reading {what}: {self._store.not_as_before(span, total=total, wanted=wanted)}"
+            raise ModelFileError(found) if span.offset >= SOURCES_AT else SwapError(found, hint=_HINT)
         if span.offset >= SOURCES_AT:  # nobody wrote it: later passes must read what the first one did
             self._totals[span] = total
 

@@ -35,7 +35,7 @@ def export_adapter(
 ) -> list[Path]:
     """Writes the adapter in the store of `source` to `out`, as peft's `from_pretrained` takes it, with the tokenizer. Returns
     the path of its weights."""
-    with stored_weights(source, dtype=dtype, say=say, model_files=False) as weights:
+    with stored_weights(source, dtype=dtype, say=say, model_files="none") as weights:
         beside = kept_companions(source) or Path(weights.manifest.model_dir)
         return write_adapter(weights, out, companions=beside, configuration=_configuration(source), progress=progress)
 

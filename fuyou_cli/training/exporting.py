@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 
@@ -270,10 +270,10 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 @contextmanager
 def stored_weights(
-    source: Path, *, dtype: str, say: Callable[[str], None] | None, model_files: bool = True
+    source: Path, *, dtype: str, say: Callable[[str], None] | None, model_files: Literal["compared", "none"] = "compared"
 ) -> Iterator[StoreWeights]:
-    """Opens the committed weights of the store in `source`, to be read as `dtype`. Without `model_files` those of
-    the model's own files are not there."""
+    """Opens the committed weights of the store in `source`, to be read as `dtype`. `model_files`: none: what is frozen in the
+    model's own files is not there."""
     with at_rest(source, arena_size=READ_ARENA, say=say, model_files=model_files) as store:
         yield StoreWeights(store.manifest, store.daemon, store.arena, dtype=dtype)
 

@@ -52,7 +52,7 @@ def files_in_place(
                 if not model_dir.is_dir() or not any(model_dir.glob("*.safetensors"))
                 else f"the model's files cannot be read: {error}"
             )
-        raise _changed(str(error)) from error
+        raise _changed(str(error), timed=not saved.knows_pieces) from error
     if saved is not None:
         _check_same(saved, found.sources)
     elif reason := _reason(files, directories):
@@ -99,17 +99,20 @@ def _described(file: Path, entries: Mapping[str, TensorEntry]) -> SourceFile:
 
 def _check_same(saved: Manifest, found: Sequence[SourceFile]) -> None:
     if len(saved.sources) != len(found):
-        raise _changed(f"the model had {len(saved.sources)} files of weights and has {len(found)}")
+        what = f"the model had {len(saved.sources)} files of weights and has {len(found)}"
+        raise _changed(what, timed=not saved.knows_pieces)
     for was, now in zip(saved.sources, found, strict=True):
         may_compare = saved.knows_pieces and now.changed >= 0
         for what in ("size", "header") if may_compare else ("size", "header", "changed"):
             if getattr(was, what) != getattr(now, what):
                 word = {"size": "its size", "header": "its header", "changed": "its time of change"}[what]
-                raise _changed(f"{now.path}: {word} is not what it was", how_to_put_back(was))
+                raise _changed(f"{now.path}: {word} is not what it was", timed=not may_compare, was=was)
 
 
-def _changed(what: str, how: str = "put the files back as they were, with their times of change (cp -p)") -> UsageError:
+def _changed(what: str, *, timed: bool, was: SourceFile | None = None) -> UsageError:
+    """Makes the error for files that have changed. `timed`: their times of change count too. `was`: the one, if it is known."""
+    files = "put the files back as they were" + (", with their times of change (cp -p)" if timed else "")
     return UsageError(
         f"the saved run reads its frozen weights from the model's files, and one has changed: {what}",
-        hint=f"{how}, or start over with checkpoint.resume=never",
+        hint=f"{files if was is None else how_to_put_back(was, timed=timed)}, or start over with checkpoint.resume=never",
     )

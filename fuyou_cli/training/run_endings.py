@@ -6,7 +6,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ..core.errors import DeviceMemoryError, FuyouError, Interrupted, NumericsError, OutOfSpaceError, SwapError, UsageError
+from ..core.errors import (
+    DeviceMemoryError,
+    FuyouError,
+    Interrupted,
+    ModelFileError,
+    NumericsError,
+    OutOfSpaceError,
+    SwapError,
+    UsageError,
+)
 from ..engine.executor import Executor
 from .state.saver import Saver
 from .steps import Planned
@@ -107,6 +116,8 @@ class Endings:
             error.hint = self._after_bad_numbers(error)
         elif isinstance(error, UsageError) and not self._doing.training:
             return  # the same command finds this error again
+        elif isinstance(error, ModelFileError):
+            error.hint = self._after_a_changed_file()
         elif isinstance(error, FuyouError):
             error.hint = f"{error.hint}; {saved}" if error.hint else saved
         else:
@@ -123,11 +134,23 @@ class Endings:
             hint = f"{skipping}: train.skip_nonfinite={row + 1} skips such a step and goes on; or {hint}"
         return f"{hint} (the state after step {step} is saved: fuyou export {self._saver.folder} OUT)"
 
+    def _after_a_changed_file(self) -> str:
+        """Says what to do: what is saved was computed with the file as it was."""
+        saved = self._saver.commits.last
+        compared = saved is None or saved.knows_pieces
+        back = "put the file back as it was" + ("" if compared else ", with its time of change (cp -p)")
+        where = f"continues from the state after step {saved.step}" if saved is not None and saved.step else "starts over"
+        return f"{back}: then the same command{self._without} {where}. With another file, start over: checkpoint.resume=never"
+
+    @property
+    def _without(self) -> str:
+        """Names the option that the same command must leave out to go on."""
+        return ", without checkpoint.resume=never," if self._planned.recipe.checkpoint.resume == "never" else ""
+
     def _what_is_saved(self) -> str:
         folder, step = self._saver.folder, self._saver.saved_step
         if not step:
             return (
                 f"{'no step is saved' if self._step else 'nothing was trained yet'}: the same command starts from the beginning"
             )
-        without = ", without checkpoint.resume=never," if self._planned.recipe.checkpoint.resume == "never" else ""
-        return f"the state after step {step} is saved in {folder}: the same command{without} continues from there"
+        return f"the state after step {step} is saved in {folder}: the same command{self._without} continues from there"

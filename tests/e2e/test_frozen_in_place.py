@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -12,12 +13,14 @@ import pytest
 from drawn import every
 
 from fuyou_cli.cli.stores import run_export
-from fuyou_cli.core.errors import FuyouError, Interrupted, SwapError, UsageError
+from fuyou_cli.core.errors import FuyouError, Interrupted, ModelFileError, UsageError
+from fuyou_cli.core.units import gb
 from fuyou_cli.machine import probe
 from fuyou_cli.training.report import StepReport
 from fuyou_cli.training.run import Run
 from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.at_rest import verify_store
+from fuyou_cli.training.state.source_checks import to_check
 from fuyou_cli.training.state.stored import Manifest
 
 from .conftest import Project
@@ -96,6 +99,8 @@ def test_a_file_that_changes_between_runs_is_named(how: str, frozen: Callable[..
     with pytest.raises(UsageError, match="from the model's files, and one has changed") as caught:
         prepared_run(project)
     assert str(file if how == "touched" else model) in caught.value.message
+    if how != "touched":  # a copy will do: it is compared
+        assert "put the file" in str(caught.value.hint) and "time" not in str(caught.value.hint)
 
 
 @pytest.mark.parametrize("content", ["the same", "another"])
@@ -146,9 +151,12 @@ def test_nothing_is_kept_of_a_file_that_changes_during_a_run(how: str, frozen: C
         else:
             file.unlink()
 
-    with pytest.raises(UsageError, match=f"{file}.*has changed, or is gone"):
+    with pytest.raises(ModelFileError, match=f"{file}.*has changed, or is gone") as caught:
         train(project, change)
-    assert manifest_of(project).step <= 1  # the commit of step 1 may have met the change
+    step = manifest_of(project).step
+    assert step <= 1  # the commit of step 1 may have met the change
+    goes_on = f"continues from the state after step {step}" if step else "starts over"
+    assert str(caught.value.hint).startswith(f"put the file back as it was: then the same command {goes_on}. With another")
     file.write_bytes(content)
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
     losses, again = train(project)
@@ -169,8 +177,34 @@ def test_other_bytes_under_the_same_time_are_found(frozen: Callable[..., Project
             opened.write(b"\x01")
         os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
 
-    with pytest.raises(SwapError, match=f"of {file} are not what was read there before"):
-        train(frozen(changes={"offload.verify_reads": True}), change)
+    project = frozen(changes={"offload.verify_reads": True, "export.at_end": False})
+    with pytest.raises(ModelFileError, match=f"of {file} are not what was read there before.*'s file {file} has") as caught:
+        train(project, change)
+    assert str(caught.value.hint).startswith("put the file back as it was: then") and "dmesg" not in str(caught.value.hint)
+    verified = project.fuyou("verify", store_of(project))
+    assert verified.returncode == 1, verified.stdout
+    assert f"the model's file {file}: its content is not what the run has read: put it back" in verified.stdout
+
+
+@pytest.mark.parametrize("summed", [True, False])
+def test_verifying_compares_the_models_files(summed: bool, frozen: Callable[..., Project], model: Path) -> None:
+    """Their bytes are counted once; what nobody has summed is said."""
+    project, file = frozen(changes={"offload.verify_reads": summed}), weights_of(model)
+    _, store = train(project)
+    os.utime(file, ns=(0, 7))  # as a copy has another time
+    done = project.fuyou("verify", store)
+    assert done.returncode == 0, done.stderr
+    name = f"frozen weights in the model's file {file}: "
+    if not summed:
+        assert f"{name}not compared: the saved state has no checksums" in done.stdout
+        return
+    (checked,) = json.loads(project.fuyou("verify", store, "--json").stdout)["states"][0]["files"]
+    assert not checked["changed"] and 0 < checked["same"] <= file.stat().st_size
+    assert f"{name}{gb(checked['same'])}, all checksums match" in done.stdout
+    counted: list[int] = []
+    verify_store(store, progress=counted.append)
+    saved = manifest_of(project)
+    assert sum(counted) >= checked["same"] and to_check(saved) == sum(p.size for s in saved.stages for p in s.pieces)
 
 
 def test_another_dtype_is_copied_and_the_plan_says_so(frozen: Callable[..., Project]) -> None:
@@ -225,8 +259,8 @@ def test_an_adapter_is_exported_without_the_models_files(frozen: Callable[..., P
     weights_of(model).unlink()
     run_export(store, tmp_path / "out", [], dtype=None)
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
-    said: list[str] = []
-    assert not any(found.damages for found in verify_store(store, say=said.append))
-    assert "No such file" in said[0]
+    verified = verify_store(store)
+    assert not any(found.damages for found in verified)
+    assert verified[0].files[0].unknown == "No such file or directory" and verified[0].is_whole
     with pytest.raises(UsageError, match=r"model\.safetensors: No such file"):
         run_export(store, tmp_path / "merged", [], dtype="float32", merged=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fuyou_cli.core.errors import SwapError, UsageError
+from fuyou_cli.core.errors import ModelFileError, SwapError, UsageError
 from fuyou_cli.spec.model import PAGE, SOURCES_AT, SourceFile
 from fuyou_cli.swap.arena import Arena
 from fuyou_cli.swap.daemon import DaemonOptions, SwapDaemon
@@ -58,7 +58,7 @@ def test_later_reads_are_compared_with_the_first(opened: tuple[Arena, Store, Swa
     with Path(source.path).open("r+b") as file:
         file.seek(PAGE + 5)
         file.write(b"!")
-    with pytest.raises(SwapError, match=rf"reading layers\.3: bytes 0 to 8192 of {source.path} are not what was read"):
+    with pytest.raises(ModelFileError, match=rf"reading layers\.3: bytes 0 to 8192 of {source.path} are not what was read"):
         daemon.wait(daemon.read(0, SOURCES_AT, 2 * PAGE, label=3))
 
 
