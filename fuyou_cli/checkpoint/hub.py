@@ -108,7 +108,7 @@ def resolve(
 
 def _check(name_or_path: str, directory: Path, tokenizer_only: bool, trust_remote_code: bool) -> None:
     if tokenizer_only:
-        if not _has_tokenizer(directory):
+        if not has_tokenizer(directory):
             hint = "Name a folder or a hub id that has one (tokenizer.json) in tokenizer.name_or_path."
             raise UsageError(f"{name_or_path}: has no tokenizer", hint=hint)
         return
@@ -143,7 +143,7 @@ def _weight_names(directory: Path) -> list[str]:
     return [SINGLE_NAME]
 
 
-def _has_tokenizer(directory: Path) -> bool:
+def has_tokenizer(directory: Path) -> bool:
     """Tells whether a tokenizer is there. A cache filled by a tool that downloads weights alone has none."""
     return any(file.name.startswith(_TOKENIZER_FILES) for file in directory.glob("*"))
 
@@ -159,7 +159,7 @@ def _cached(name: str, revision: str | None, need_weights: bool, tokenizer_only:
         return None
     needed = [] if tokenizer_only else [CONFIG_NAME]
     needed += _weight_names(directory) if need_weights else []
-    complete = all((directory / name).is_file() for name in needed) and _has_tokenizer(directory)
+    complete = all((directory / name).is_file() for name in needed) and has_tokenizer(directory)
     return directory if complete else None
 
 

@@ -52,6 +52,11 @@ def fixed_prompts(recipe: Recipe, model: PreTrainedModel, *, model_dir: Path, to
         return None
     text = None if template is None else read_template(expanded(template, key="tokenizer.chat_template"))
     tokenizer = load_tokenizer(tokenizer_dir, chat_template=text, pad_token=recipe.tokenizer.pad_token)
+    if asked.chat and not tokenizer.chat_template:
+        raise UsageError(
+            f"eval.samples.chat: the tokenizer in {tokenizer_dir} has no chat template",
+            hint="set eval.samples.chat=false, or tokenizer.chat_template to a .jinja file",
+        )
     key = None if template is None else "tokenizer.chat_template"
     tokeniser = Tokeniser(tokenizer, directory=tokenizer_dir, template_key=key)
     most = recipe.dataset.max_seq_len - asked.max_new_tokens

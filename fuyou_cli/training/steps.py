@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..checkpoint.hub import Hub, Progress
+from ..checkpoint.hub import Hub, Progress, has_tokenizer
 from ..core.errors import UsageError
 from ..core.paths import folder
 from ..spec.hardware import HardwareProfile
@@ -66,6 +66,7 @@ class Inspected:
     device: str
     outline: Outlined  # its stages before the vocabulary is cut
     in_place: InPlace | None  # where frozen weights lie in the model's files; None: no matter, or nothing is frozen
+    prompts: FixedPrompts | None  # of `eval.samples`
 
     @property
     def recipe(self) -> Recipe:
@@ -234,7 +235,25 @@ def inspect(resolved: Resolved, *, say: Say) -> Inspected:
     if resolved.to_run:
         note_slow_products(recipe, device, say)
     warm_up(recipe)
-    return Inspected(resolved=resolved, device=device, outline=outline, in_place=in_place_of(resolved, outline, device, say))
+    in_place, prompts = in_place_of(resolved, outline, device, say), _prompts(resolved, outline, say)
+    return Inspected(resolved=resolved, device=device, outline=outline, in_place=in_place, prompts=prompts)
+
+
+def _prompts(resolved: Resolved, outline: Outlined, say: Say) -> FixedPrompts | None:
+    """Tokenises the prompts of `eval.samples`, for a plan if the tokenizer is there. Their tokenizer stays, and counts as a
+    part of the process from then on."""
+    if resolved.recipe.eval.samples is None or not (resolved.to_run or has_tokenizer(resolved.tokenizer_dir)):
+        return None
+    from .fixed_prompts import fixed_prompts
+
+    places = {"model_dir": resolved.model_dir, "tokenizer_dir": resolved.tokenizer_dir}
+    try:
+        return fixed_prompts(resolved.recipe, outline.anatomy.model, **places)
+    except UsageError as error:
+        if resolved.to_run:
+            raise
+        say(f"note: {error.message}. {REFUSED}{f' ({error.hint})' if error.hint else ''}")
+        return None
 
 
 def in_place_of(resolved: Resolved, outline: Outlined, device: str, say: Say) -> InPlace | None:
@@ -373,13 +392,5 @@ def tokenise(fetched: Fetched, *, say: Say) -> Ready:
         sampler=sampler,
         fingerprints=made_of,
         evaluated=evaluated,
-        prompts=_prompts(planned),
+        prompts=planned.inspected.prompts,
     )
-
-
-def _prompts(planned: Planned) -> FixedPrompts | None:
-    """Tokenises the prompts of `eval.samples`. Their tokenizer stays, and counts as a part of the process from then on."""
-    from .fixed_prompts import fixed_prompts
-
-    places = {"model_dir": planned.model_dir, "tokenizer_dir": planned.inspected.resolved.tokenizer_dir}
-    return fixed_prompts(planned.recipe, planned.anatomy.model, **places)

@@ -16,13 +16,15 @@ from fuyou_cli.advice.facts import facts_of, with_evaluation
 from fuyou_cli.advice.room import room_of
 from fuyou_cli.core.errors import Interrupted, UsageError
 from fuyou_cli.machine import probe
+from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training.adapting import configuration
 from fuyou_cli.training.report import SampleReport
 from fuyou_cli.training.run import Run
 from fuyou_cli.training.state.kept_companions import keep_companions
+from fuyou_cli.training.steps import inspect, resolve
 
 from .conftest import Project, Whole
-from .running import STEPS, exported, prepared_run, train
+from .running import STEPS, exported, prepared_run, silent, train
 from .test_generate import in_memory
 
 NewProject = Callable[..., Project]
@@ -128,10 +130,20 @@ def test_other_runs(changes: dict[str, Any], new_project: NewProject, llama: Pat
     [
         ({"prompts": ["word " * 40]}, "prompt 1 has .* tokens, and 6 follow"),
         ({"prompts": ["The road", ""]}, "prompts"),
-        ({"prompts": ["The road"], "chat": True}, "no chat template"),
+        ({"prompts": ["The road"], "chat": True}, r"eval\.samples\.chat: .* has no chat template"),
     ],
 )
 def test_prompts_that_cannot_be_continued(samples: dict[str, Any], says: str, new_project: NewProject) -> None:
+    """They are refused before any data is read."""
     project = new_project(changes={**EXACT, "eval": {"samples": {"max_new_tokens": 6, **samples}}})
     with pytest.raises(UsageError, match=says):
-        prepared_run(project)
+        inspect(resolve(load_recipe(project.recipe).recipe, say=silent), say=silent)
+
+
+def test_a_plan_says_that_a_run_would_refuse_its_prompts(new_project: NewProject) -> None:
+    asked = {"prompts": ["The road"], "max_new_tokens": 6, "chat": True}
+    project = new_project(changes={**EXACT, "eval": {"samples": asked}})
+    planned = project.fuyou("plan", project.recipe)
+    assert planned.returncode == 0, planned.stderr
+    shown = " ".join(planned.stdout.split())
+    assert "eval.samples.chat: the tokenizer in" in shown and "eval.samples.chat=false, or tokenizer.chat_template" in shown
