@@ -59,6 +59,7 @@ class Promised:
     model: str = ""
     device: str = ""
     began: str = ""
+    store: str = ""  # the first folder of its store
     assumed: bool = False  # whether the plan's rates were assumed
     predicted_cpu_peak: int = 0
     predicted_gpu_peak: int = 0
@@ -218,18 +219,7 @@ class _Reading:
 
 def read_history(log: Path) -> History:
     """Reads a log. Raises UsageError if it does not exist, has no step, or has a line that is no record."""
-    reading = _Reading()
-    for number, line in enumerate(_lines(log), start=1):
-        try:
-            record = parsed(line.decode())
-            if not isinstance(record, dict):
-                raise UsageError("this line is not a JSON object")
-            reading.take(record)
-        except (UsageError, UnicodeDecodeError) as error:
-            told = error.message if isinstance(error, UsageError) else "this line is not UTF-8"
-            raise UsageError(
-                f"{log}:{number}: {told}", hint="this is not the log of a fuyou run, or somebody changed it"
-            ) from None
+    reading = _read(log)
     if not reading.steps:
         raise UsageError(f"{log} has no step yet", hint="a run logs its first figures after its first step")
     return History(
@@ -242,6 +232,27 @@ def read_history(log: Path) -> History:
         samples=tuple(reading.samples),
         best=reading.best,
     )
+
+
+def read_promised(log: Path) -> Promised:
+    """Reads what the plan of the last run in a log said. Raises UsageError as `read_history` does, but needs no step."""
+    return _read(log).promised
+
+
+def _read(log: Path) -> _Reading:
+    reading = _Reading()
+    for number, line in enumerate(_lines(log), start=1):
+        try:
+            record = parsed(line.decode())
+            if not isinstance(record, dict):
+                raise UsageError("this line is not a JSON object")
+            reading.take(record)
+        except (UsageError, UnicodeDecodeError) as error:
+            told = error.message if isinstance(error, UsageError) else "this line is not UTF-8"
+            raise UsageError(
+                f"{log}:{number}: {told}", hint="this is not the log of a fuyou run, or somebody changed it"
+            ) from None
+    return reading
 
 
 def _lines(log: Path) -> Iterator[bytes]:

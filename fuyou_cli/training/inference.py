@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from ..engine.vocabulary import cut_vocabulary, resolved_rows
 from ..engine.weight_stream import ReadInto, WeightStream
 from .adapter_exporting import MergedWeights, as_trained
 from .exporting import READ_ARENA, StoreWeights
+from .history import read_promised
 from .state import manifest as manifests
 from .state.at_rest import AtRest, at_rest, find_store
 from .state.kept_companions import kept_companions
@@ -98,11 +99,14 @@ def find(
 
 def _not_exported(output_dir: Path) -> UsageError:
     """Returns the error for a run's output folder in which there is no model yet."""
-    stores = sorted(path.parent for path in output_dir.glob(f"store/*/{manifests.NAME}"))
-    saved = f"its newest saved state is in {stores[0]}: name that folder" if len(stores) == 1 else "name its store"
+    stores = {path.parent for path in output_dir.glob(f"store/*/{manifests.NAME}")}
+    with suppress(UsageError):
+        if (told := Path(read_promised(output_dir / _LOG).store) / manifests.NAME).is_file():
+            stores = {told.parent}
+    saved = f"its newest saved state is in {min(stores)}" if len(stores) == 1 else "its store is in the recipe's offload.dir"
     return UsageError(
         f"{output_dir}: its run has not exported a model yet",
-        hint=f"{saved}; or run its recipe to the end, or `fuyou export` it",
+        hint=f"{saved}: name that folder; or run its recipe to the end, or `fuyou export` it",
     )
 
 

@@ -12,6 +12,7 @@ import torch
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.engine.streamed_losses import StreamedLosses
 from fuyou_cli.training.inference import find, open_for_inference
+from fuyou_cli.training.jsonl import JsonlLog
 
 from .conftest import Whole
 from .running import exported
@@ -58,12 +59,19 @@ def test_a_run_that_has_not_exported_is_told_from_a_folder_without_a_model(tmp_p
     (tmp_path / "log.jsonl").write_text("")
     with pytest.raises(UsageError, match="has not exported a model yet") as told:
         find(tmp_path)
-    assert told.value.hint is not None and "name its store; or run its recipe to the end" in told.value.hint
+    assert told.value.hint is not None and "in the recipe's offload.dir: name that folder; or run its recipe" in told.value.hint
     (store := tmp_path / "store" / "out-1").mkdir(parents=True)
     (store / "manifest.json").write_text("{}")
     with pytest.raises(UsageError, match="has not exported a model yet") as told:
         find(tmp_path)
     assert told.value.hint is not None and f"is in {store}: name that folder" in told.value.hint
+    (elsewhere := tmp_path / "drive" / "out-1").mkdir(parents=True)
+    (elsewhere / "manifest.json").write_text("{}")
+    with JsonlLog(tmp_path / "log.jsonl") as log:
+        log.write("plan", {"store": str(elsewhere)})
+    with pytest.raises(UsageError) as told:
+        find(tmp_path)
+    assert told.value.hint is not None and f"is in {elsewhere}: name that folder" in told.value.hint
 
 
 def test_what_is_no_model_is_said(tmp_path: Path) -> None:
