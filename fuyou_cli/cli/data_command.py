@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fuyou_cli.core.disk import existing
+from fuyou_cli.core.errors import UsageError
 
 from .console import result_console, status_console, write_json, write_status
 
@@ -47,8 +48,13 @@ def _folder(recipe: Recipe) -> Iterator[Path]:
     if not os.access(place, os.W_OK | os.X_OK):
         place = Path(tempfile.gettempdir())
         write_status(f"note: rows are written to {place}, because {existing(cache.parent)} cannot be written")
-    with tempfile.TemporaryDirectory(prefix=".fuyou-rows-", dir=place) as scratch:
-        yield Path(scratch)
+    try:
+        scratch = tempfile.TemporaryDirectory(prefix=".fuyou-rows-", dir=place)
+    except OSError as error:
+        key = "output_dir" if recipe.dataset.cache_dir is None else "dataset.cache_dir"
+        raise UsageError(f"{key}: nothing can be written to {place}: {error.strerror}", hint="name another folder") from None
+    with scratch as folder:
+        yield Path(folder)
 
 
 def _look(recipe: Recipe, cache: Path, number: int, *, whole: bool) -> Seen:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -142,3 +144,9 @@ def test_mistakes_are_those_of_a_run(asked: Project, printed: Printed, capfd: py
     with pytest.raises(UsageError) as refused:
         tokenised_rows(load_recipe(asked.recipe, ["dataset.train[0].columns={prompt: ask}"]).recipe, Path())
     assert refused.value.message in told
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root is told that /proc could be written")
+def test_a_folder_in_which_nothing_can_be_made_names_its_key(asked: Project, printed: Printed, capfd: Any) -> None:
+    printed("data", asked.recipe, "dataset.cache_dir=null", "output_dir=/proc/out", code=2)
+    assert "error: output_dir: nothing can be written to /proc: No such file" in " ".join(capfd.readouterr().err.split())
