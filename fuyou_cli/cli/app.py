@@ -214,9 +214,9 @@ def validate(
     json_output: Json = False,
     show_config: Annotated[bool, typer.Option("--show-config", help="Print the recipe with every default.")] = False,
 ) -> None:
-    """Check a recipe, and show all errors at once.
+    """Check a recipe, and show all wrong keys and values at once.
 
-    Reads neither the model nor the data.
+    Once there are none, shows keys that contradict each other. Reads neither the model nor the data.
     """
     from .recipes_cmd import run_validate
 
@@ -308,7 +308,8 @@ def verify(
 ) -> None:
     """Read a store and check it.
 
-    Compares everything committed with its checksums. Exit code 1 when something is damaged.
+    Compares everything committed, and frozen weights in the model's own files, with their checksums. Exit code 1 when
+    something is damaged.
     """
     from .stores import run_verify
 
