@@ -82,11 +82,13 @@ class PassingWeights:
         return bytes_of(found)
 
     def _weights(self, stage: int) -> torch.Tensor:
-        """Lets stages pass until this one is there."""
+        """Lets stages pass until this one is there: to the end of this pass, and in one more."""
+        begun_again = False
         while self._here is None or self._here[0] != stage:
             self._here = next(self._passing, None)
             if self._here is None:
-                self._passing = self._passes()
+                assert not begun_again, f"stage {stage} owns no weights"
+                begun_again, self._passing = True, self._passes()
         return self._here[1]
 
     def check(self) -> None:
