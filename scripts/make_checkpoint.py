@@ -44,6 +44,7 @@ class Shape:
 SHAPES = {
     "1m": Shape(vocabulary=4096, hidden=96, intermediate=256, layers=2, heads=4, kv_heads=2),
     "odd": Shape(vocabulary=4099, hidden=88, intermediate=251, layers=2, heads=4, kv_heads=1),
+    "20m": Shape(vocabulary=4096, hidden=384, intermediate=1024, layers=10, heads=6, kv_heads=6),
     "50m": Shape(vocabulary=16384, hidden=512, intermediate=1408, layers=10, heads=8, kv_heads=8),
     "125m": Shape(vocabulary=32000, hidden=768, intermediate=2048, layers=11, heads=12, kv_heads=12),
     "350m": Shape(vocabulary=32000, hidden=1024, intermediate=2816, layers=22, heads=16, kv_heads=16),

@@ -41,7 +41,7 @@ from fuyou_cli.machine import probe
 PARTS = ("compute", "ssd", "deepspeed")
 RATIO_IN_MEMORY, OF_BOUND = 0.93, 1.12
 FASTER = {(1, 2 * GiB): 2.4, (1, 8 * GiB): 5.0, (16, 2 * GiB): 1.3}  # (rows per step, budget) -> times DeepSpeed's
-FALL_BACK, PARAMETERS = "350m", {"1m": 1e6, "50m": 49e6, "125m": 127e6, "350m": 348e6, "1.1b": 1.1e9}
+FALL_BACK, PARAMETERS = "350m", {"1m": 1e6, "20m": 21e6, "50m": 49e6, "125m": 127e6, "350m": 348e6, "1.1b": 1.1e9}
 RATES = (600_000_000, 600_000_000)
 RATE_SHOWN = 0.97  # of the held rate that fio must get for the bound to mean anything
 CLIPPED_WARM_UP = 2  # steps: the second runs the first update, whose moments are zero and not read

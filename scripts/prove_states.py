@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Trains a small model with float32, bfloat16 and int8 optimizer states on the same rows, and compares the losses.
 
-    python scripts/prove_states.py --data tinyshakespeare/input.txt --work DIR
+    python scripts/prove_states.py --data tinyshakespeare/input.txt --work DIR [--shape 20m --compute bfloat16]
     the 1m shape: ten minutes of one core; to try the script itself: --steps 20
 
 All but `optimizer.state_dtype` is the same: seed, order of rows, clipping 1.0. Masters are exact in either dtype, so this
-computes in float32, which is faster on most processors. The loss of a run is the mean over the last tenth of its steps.
+computes in what the processor is faster in. The loss of a run is the mean over the last tenth of its steps.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ def arguments() -> argparse.Namespace:
     options = parser(__doc__)
     options.add_argument("--steps", type=int, default=2000)
     options.add_argument("--length", type=int, default=64, help="tokens per row, 4 rows a step")
+    options.add_argument("--states", nargs="+", choices=STATES[1:], default=STATES[1:], help="compared with float32 states")
+    options.add_argument("--compute", choices=("float32", "bfloat16"), default="float32")
     options.set_defaults(shape="1m")
     return options.parse_args()
 
@@ -40,23 +42,23 @@ def losses(setting: Setting, options: argparse.Namespace, states: str) -> list[f
     keys = (f"optimizer.state_dtype={states}", "optimizer.lr=1e-3", f"dataset.max_seq_len={options.length}", "train.threads=1")
     case = Case(
         shape=setting.shape, budget=2 * GiB, steps=options.steps, rows=4, micro=4, clip=1.0, overrides=keys, commit_every=None,
-        compute="float32",
+        compute=options.compute,
     )  # fmt: skip
     return [step["loss"] for step in our_run(setting, case)["steps"]]
 
 
 def prove(setting: Setting, options: argparse.Namespace) -> int:
-    found = {states: losses(setting, options, states) for states in STATES}
+    found = {states: losses(setting, options, states) for states in (STATES[0], *options.states)}
     last = max(1, options.steps // 10)
     means = {states: fmean(each[-last:]) for states, each in found.items()}
     rows: list[Row] = []
-    for states in STATES[1:]:
+    for states in options.states:
         apart = means[states] / means["float32"] - 1
         text = f"{apart:+.3%} ({means[states]:.4f} beside {means['float32']:.4f}, from {found[states][0]:.2f})"
         what = f"{states} states: loss of steps {options.steps - last + 1} to {options.steps} beside float32 states"
         values = {"every_50th": found[states][49::50], "float32": found["float32"][49::50]}
         rows.append(holds(what, f"within {MOST:.1%}", text, abs(apart) <= MOST, values=values))
-    settings = {**setting.described(), "steps": options.steps, "length": options.length, "rows": 4}
+    settings = {**setting.described(), "steps": options.steps, "length": options.length, "rows": 4, "compute": options.compute}
     return setting.conclude(f"prove_states-{setting.shape}", rows, settings)
 
 

@@ -21,7 +21,7 @@ from .report import Progress, Row, conclude, holds, plain_parser
 from .rows import model_folder, text_file
 
 NO_PEERS = ["compares with nobody: --peers has nothing to add here"]
-SHAPES = ("1m", "50m", "125m", "350m", "1.1b")
+SHAPES = ("1m", "20m", "50m", "125m", "350m", "1.1b")
 
 
 class RunFailed(Exception):
