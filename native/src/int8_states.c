@@ -22,6 +22,7 @@
 #define BLOCK FY_STATE_BLOCK
 #define GROUP 16u          /* blocks */
 #define LANES (BLOCK / 4u) /* words of a block's codes */
+#define CACHE_LINE 64u
 #define MOMENTUM_MOST 127.0f
 #define VARIANCE_MOST 255.0f
 #define LEAST_ROOT 0x1p-119f   /* of a block that is not zero: its reciprocal is finite */
@@ -142,6 +143,17 @@ INLINE uint32_t four_codes(const uint32_t *codes)
 
 /* ---- the loops over a block ---- */
 
+/* Asks for a block's weights and remainders while moments are computed: memory would be idle meanwhile. */
+INLINE void block_announced(const struct fy__run *run, uint64_t at, int narrow)
+{
+    const char *weights = (const char *)run->weights + at * (narrow ? 2 : 4);
+    for (uint32_t line = 0; line < BLOCK * (narrow ? 2 : 4); line += CACHE_LINE)
+        __builtin_prefetch(weights + line, 1);
+    const char *remainder = (const char *)run->remainder + at * 2;
+    for (uint32_t line = 0; narrow && line < BLOCK * 2; line += CACHE_LINE)
+        __builtin_prefetch(remainder + line, 1);
+}
+
 /* Its new moments from the old codes and the gradients. */
 INLINE void block_moments(const struct factors *factors, const struct fy__run *run, uint64_t at, int narrow_gradients,
                           struct block *block, uint32_t *most_momentum, uint32_t *most_variance)
@@ -249,9 +261,13 @@ INLINE void group_step(const struct factors *k, const struct fy__run *run, uint6
 {
     assert(blocks > 0);
     assert(blocks <= GROUP);
-    for (uint32_t b = 0; b < blocks; b++)
+    for (uint32_t b = 0; b < blocks; b++) {
+        const uint64_t next = at + (uint64_t)(b + GROUP) * BLOCK; /* the same block of the next group */
+        if (next < run->count)
+            block_announced(run, next, narrow_weights);
         block_moments(k, run, at + b * BLOCK, narrow_gradients, &group->blocks[b], &group->most_momentum[b],
                       &group->most_variance[b]);
+    }
     for (uint32_t b = 0; b < blocks; b++)
         block_weights(k, run, at + b * BLOCK, narrow_weights, &group->blocks[b], group->seen);
     group_scales(group, blocks, run->momentum_scales + at / BLOCK, run->variance_scales + at / BLOCK);
