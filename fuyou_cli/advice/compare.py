@@ -160,7 +160,7 @@ def placed_in_words(plan: Plan, model: ModelSpec) -> str:
 
 
 def _pipeline(lookahead: int, slots: int) -> str:
-    return f"{lookahead} ahead, {slots} gradient slot{'s' * (slots != 1)}"
+    return f"{lookahead} stage{'s' * (lookahead != 1)} fetched early, {slots} gradient slot{'s' * (slots != 1)}"
 
 
 def _sweeps(count: int) -> str:

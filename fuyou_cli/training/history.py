@@ -193,9 +193,10 @@ class _Reading:
     def take(self, record: dict[str, Any]) -> None:
         event = record.get("event")
         if event == "plan":
-            self.promised, self.end, self.ended = _of(Promised, record), End(), False
+            self.promised, self.ended = _of(Promised, record), False
         elif event == "step":
             step = _of(Step, record)
+            self.end = End()
             while self.steps and self.steps[-1].step >= step.step:  # a resumed run goes back to the saved step
                 self.steps.pop()
             self.steps.append(step)
@@ -212,9 +213,11 @@ class _Reading:
         elif event == "best":
             self.best = _of(Best, record)
         elif event == "timeline":
-            self.timeline = _of(Timeline, record)
+            timeline = _of(Timeline, record)
+            self.timeline = timeline if timeline.intervals else self.timeline
         elif event == "end":
-            self.end, self.ended = _of(End, record), True
+            end, self.ended = _of(End, record), True
+            self.end = end if end.compared else self.end  # a finished run that is begun again measures nothing
 
 
 def read_history(log: Path) -> History:

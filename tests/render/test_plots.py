@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from xml.etree import ElementTree
@@ -111,6 +112,21 @@ def test_many_causes_of_waiting_stand_below_the_legend() -> None:
     assert " ".join(text for _, text in waited).count("weights of the kind") == 9
     assert len(waited) > 2 and all(len(text) <= 118 for _, text in waited)
     assert [y for y, _ in waited] == sorted({y for y, _ in waited}) and waited[-1][0] < float(svg.get("height", 0)) - 8
+
+
+def test_names_of_phases_never_overlap() -> None:
+    """Where forward and backward are short beside what came before, and where there are many of them."""
+    items = [
+        Busy(resource="compute", label=f"{name} a", begin=8.0 + 0.1 * number, end=8.05 + 0.1 * number)
+        for number, name in enumerate(("forward", "backward") * 9)
+    ]
+    svg = ElementTree.fromstring(timeline_svg(items, title="t", stalls={}))
+    texts = [
+        (node.text or "", float(node.get("x", 0))) for node in svg.iter(f"{SVG}text") if node.get("text-anchor") == "middle"
+    ]
+    named = sorted((x - 3.5 * len(text), x + 3.5 * len(text)) for text, x in texts if "ward" in text)
+    assert 2 <= len(named) < 18 and named[0][0] >= LEFT and named[-1][1] <= LEFT + PLOT
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(named))
 
 
 def test_svg_is_well_formed_for_any_label() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -130,7 +131,7 @@ def test_the_screen_fits_and_says_it_all(history: History, printer: Printer, wid
     assert max(map(len, lines)) <= width
     said = " ".join(" ".join(lines).split())
     for part in (
-        "TinyLlama-1.1B", "40 of 40: all steps are done", "learning rate 1.00e-05", "loss 9 2", "peak RAM 1.84 GiB 1.81 GiB",
+        "TinyLlama-1.1B", "40 of 40: all steps are done", "learning rate 1e-05", "loss 9 2", "peak RAM 1.84 GiB 1.81 GiB",
         "planned peak 1.84 GiB", "weights 420 MiB", "states 21.48 GiB", "17.6 GB per step, 1.76 GB/s during the 10.0 s",
         "616 GB written", "0.051% of its 1,200 TB", "ssd read",
     ):  # fmt: skip
@@ -182,7 +183,15 @@ def test_the_page_needs_nothing_else(history: History) -> None:
     assert not parsed.open and not parsed.loads and not {"script", "link", "iframe", "img", "object"} & set(parsed.seen)
     assert "prefers-color-scheme:dark" in text and "url(" not in text and "@import" not in text and "default-src 'none'" in text
     assert parsed.seen.count("svg") == len(series_of(history)) + 1 and parsed.seen.count("html") == 1
-    for part in ("TinyLlama-1.1B", "Predicted and measured", "1.84 GiB", "990 PRO", "One step", "step 40: 2", "not finite"):
+    for part in (
+        "TinyLlama-1.1B",
+        "Predicted and measured",
+        "1.84 GiB",
+        "990 PRO",
+        "The last step",
+        "step 40: 2",
+        "not finite",
+    ):
         assert part in parsed.text
     assert text.startswith("<!doctype html>")
 
@@ -234,6 +243,42 @@ def fresh(tmp_path: Path) -> Callable[[str], Path]:
 def evaluated(step: int, loss: float | None, *, name: str = "held-out") -> str:
     figures = {"step": step, "name": name, "loss": loss, "perplexity": None if loss is None else 2.0 * loss}
     return json.dumps({"schema_version": 1, "event": "eval", **figures, "tokens": 90, "rows": 7, "seconds": 1.5}) + "\n"
+
+
+def test_held_out_losses_are_dots_where_their_steps_are(log: Path) -> None:
+    lines = [evaluated(step, loss) for step, loss in ((0, 5.0), (20, 3.5), (40, None))]
+    log.write_text(log.read_text() + "".join([*lines, evaluated(40, 7.0, name="other")]))
+    (loss,) = [series for series in series_of(read_history(log)) if series.name == "loss"]
+    assert loss.marks == ((0, 5.0), (20, 3.5)) and loss.note == "held-out loss of held-out"
+    places = re.findall(r'class="c-mark" cx="([\d.]+)" cy="([\d.]+)"', line_svg(loss, first_step=1))
+    curve = re.findall(r"[\d.]+,[\d.]+", line_svg(loss, first_step=1).split("c-curve")[2])
+    assert len(places) == 2 and places[0][0] == "70.0"  # before the first step: the left edge
+    assert places[1][0] == curve[20 - 10].split(",")[0]  # the second piece of the curve begins at step 10
+
+
+def test_a_run_says_what_it_trained_and_that_it_ended_early(log: Path) -> None:
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    plans = {"total_steps": 90, "parameters": 1_000_000, "frozen_parameters": 990_000}
+    log.write_text("".join(json.dumps(record | (plans if record["event"] == "plan" else {})) + "\n" for record in lines))
+    told = dict(about(read_history(log)))
+    assert told["steps"] == "40 of 90: ended early" and told["trained"] == "10,000 of 1,000,000 parameters"
+    assert told["last begun"] == "2026-11-24 10:00 UTC"
+
+
+def test_a_finished_run_that_is_begun_again_keeps_its_figures(log: Path) -> None:
+    before = read_history(log)
+    with log.open("a") as file:
+        for record in ({"event": "plan", **PLAN}, {"event": "timeline", "intervals": [], "stalls": {}}, {"event": "end"}):
+            file.write(json.dumps(record) + "\n")
+    found = read_history(log)
+    assert found.ended and found.report == before.report
+
+
+def test_one_step_has_figures_and_no_charts(log: Path) -> None:
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(lines[:2]))
+    text = page(read_history(log))
+    assert "<svg" not in text and "Point at a chart" not in text and "Over the steps" in text
 
 
 def test_the_best_weights_are_called_kept_only_where_they_were(log: Path) -> None:

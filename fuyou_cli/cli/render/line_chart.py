@@ -16,11 +16,11 @@ _TICKS = 4
 
 
 def line_svg(series: Series, *, first_step: int) -> str:
-    """Draws the values of the steps from `first_step` on, with a dashed line at the limit. Steps without a value leave a
-    gap. A tooltip at each place shows its value."""
+    """Draws the values of the steps from `first_step` on, its marks as dots, and a dashed line at the limit. Steps without a
+    value leave a gap. A tooltip at each place shows its value."""
     values, shown, limit = series.values, series.shown, series.limit
     points = means([math.nan if value is None else value for value in values], min(len(values), _POINTS))
-    known = [value for value in points if math.isfinite(value)]
+    known = [*(value for value in points if math.isfinite(value)), *(value for _, value in series.marks)]
     low, high = (0.0 if series.from_zero else min(known)), max(*known, limit)
     ticks = _round_values(low, high, series.unit)
     low, high = min(low, ticks[0]), max(high, ticks[-1])
@@ -47,6 +47,10 @@ def line_svg(series: Series, *, first_step: int) -> str:
         left = _LEFT + place / len(points) * wide
         box = f'x="{left:.2f}" y="{_TOP}" width="{wide / len(points):.2f}" height="{tall}"'
         parts.append(f'<rect class="c-hover" {box}><title>{escape(tip)}</title></rect>')
+    for step, value in series.marks:
+        at = x(max(-0.5, (step - first_step + 0.5) * len(points) / len(values) - 0.5))
+        tip = f"after step {step:,}: {shown(value)}"
+        parts.append(f'<circle class="c-mark" cx="{at:.1f}" cy="{y(value):.1f}" r="3"><title>{escape(tip)}</title></circle>')
     return "".join([*parts, "</svg>"])
 
 

@@ -118,6 +118,7 @@ TOP, ROW, GAP = 92, 34, 12
 MOST_LANES = 4  # most requests in flight drawn below each other
 LEAST_WIDTH = 0.6  # of one interval, so that it stays visible
 LINE, LETTERS = 17, 118  # of the text below: height, and letters per line
+LETTER = 7  # width of one, at most on average
 COLOURS = {  # readable on light and on dark pages
     "forward": "#4c8dd6", "backward": "#2b5c9e", "update": "#9a5bb5", "ssd read": "#2f9e72", "ssd write": "#d98324",
     "h2d": "#3aa5b8", "d2h": "#7f8c3a", "other": "#8a8f98",
@@ -199,12 +200,18 @@ def _grid(end: float, bottom: float) -> list[str]:
 
 
 def _phase_marks(busy: Sequence[Busy], end: float) -> list[str]:
-    """Draws a named bracket over forward and one over backward."""
-    parts, y = [], TOP - 18
-    for name, begin, finish in phases(busy):
+    """Draws a named bracket over each forward and backward. A name that has no room over its bracket moves to the left; it is
+    left out where it would leave the plot."""
+    parts, y, free = [], TOP - 18, float(LEFT + PLOT)
+    for name, begin, finish in reversed(phases(busy)):
         left, right = _at(begin, end) + 1, max(_at(finish, end) - 1, _at(begin, end) + 1)
         parts.append(f'<path class="phase" fill="none" d="M{left:.2f} {y + 7}V{y}H{right:.2f}V{y + 7}"/>')
-        parts.append(_text((left + right) / 2, y - 7, f"{name} {duration(finish - begin)}", anchor="middle"))
+        words = f"{name} {duration(finish - begin)}"
+        half = len(words) * LETTER / 2
+        middle = min((left + right) / 2, free - half)
+        if middle - half >= LEFT:
+            parts.append(_text(middle, y - 7, words, anchor="middle"))
+            free = middle - half - LETTER
     return parts
 
 

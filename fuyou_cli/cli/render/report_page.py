@@ -30,13 +30,14 @@ def page(history: History) -> str:
         series_of(history),
     )
     first = history.steps[0].step
-    timeline = timeline_svg(report.timeline, title="The last step", stalls=report.timeline_stalls) if report.timeline else ""
+    last = f"Step {history.steps[-1].step:,}"
+    timeline = timeline_svg(report.timeline, title=last, stalls=report.timeline_stalls) if report.timeline else ""
     return template.render(
         model=history.promised.model,
         log=str(history.log),
         tiles=_tiles(history),
         about=about(history),
-        charts=[(one.name, Markup(line_svg(one, first_step=first))) for one in series],
+        charts=[(one.name, one.note, Markup(line_svg(one, first_step=first))) for one in series] if history.steps[1:] else [],
         columns=COLUMNS,
         over=[one.row for one in series],
         evaluated=EVALUATED,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime
 
 from fuyou_cli.core.units import GiB, MiB, brief, gb, gib
 from fuyou_cli.training.history import History, Step
@@ -25,6 +26,8 @@ class Series:
     shown: Callable[[float], str]
     limit: float = 0.0  # a line is drawn here; 0: no line
     from_zero: bool = True
+    marks: tuple[tuple[int, float], ...] = ()  # steps, and what was found after them; `note` says what it is
+    note: str = ""
 
     @property
     def unit(self) -> int:
@@ -46,8 +49,12 @@ COLUMNS = ("figure", "first", "last", "median", "least", "most")
 
 
 def series_of(history: History) -> list[Series]:
-    """Returns loss, rate, speed, memory and traffic over the steps, without figures that no step has."""
+    """Returns loss, rate, speed, memory and traffic over the steps, without figures that no step has. Losses of the first set
+    that is evaluated are marks of the loss."""
     steps, budget = history.steps, history.promised.budget
+    judged = history.evaluations[0].name if history.evaluations else ""
+    marks = tuple((one.step, one.loss) for one in history.evaluations if one.name == judged and one.loss is not None)
+    note = f"held-out loss of {judged}" if marks else ""
 
     def each(name: str, value: Callable[[Step], float | None], shown: Callable[[float], str], limit: float = 0.0) -> Series:
         return Series(name=name, values=tuple(map(value, steps)), shown=shown, limit=limit)
@@ -56,8 +63,15 @@ def series_of(history: History) -> list[Series]:
         return lambda step: amount(step) / step.seconds if step.seconds else None
 
     found = [
-        Series(name="loss", values=tuple(step.loss for step in steps), shown="{:.4g}".format, from_zero=False),
-        each("learning rate", lambda step: step.lr, "{:.2e}".format),
+        Series(
+            name="loss",
+            values=tuple(step.loss for step in steps),
+            shown="{:.4g}".format,
+            from_zero=False,
+            marks=marks,
+            note=note,
+        ),
+        each("learning rate", lambda step: step.lr, "{:.3g}".format),
         each("gradient norm", lambda step: step.grad_norm, "{:.3g}".format),
         each("tokens per second", per_second(lambda step: step.batch_tokens), speed),
         each("seconds per step", lambda step: step.seconds, brief),
@@ -72,15 +86,18 @@ def about(history: History) -> Pairs:
     """Tells which run this is, and how far it came."""
     promised, report, last = history.promised, history.report, history.steps[-1].step
     total = max(promised.total_steps, last)
-    state = "all steps are done" if history.ended else "running or stopped"
+    state = "running or stopped" if not history.ended else "all steps are done" if last == total else "ended early"
+    frozen = promised.frozen_parameters
+    trained = f"{promised.parameters - frozen:,} of {promised.parameters:,} parameters" if frozen else "all parameters"
     rows = [
         ("model", promised.model),
+        ("trained", trained if promised.parameters else ""),
         ("machine", promised.device),
-        ("last begun", promised.began),
+        ("last begun", _time(promised.began)),
         ("steps", f"{last:,} of {total:,}: {state}"),
         ("time", f"{brief(report.seconds)} in {some(report.steps, 'step')}, loading and saving not counted"),
         ("speed", f"{speed(report.tokens_per_second)} tokens/s, {tera(report.tflops * 1e12)} TFLOPS (6N)"),
-        ("waiting", f"{waiting(report.stalls)}, in all steps"),
+        ("waiting", f"{waiting(report.stalls)}, over all steps"),
         ("placed", promised.choice),
     ]
     if (best := history.best) is not None:
@@ -89,6 +106,14 @@ def about(history: History) -> Pairs:
     if skipped := sum(bool(step.skipped) for step in history.steps):
         rows.append(("skipped", f"{some(skipped, 'step')} updated nothing: their losses or gradients were not finite"))
     return [(name, text) for name, text in rows if text]
+
+
+def _time(began: str) -> str:
+    """Shows an ISO time without seconds; any other text as it is."""
+    try:
+        return f"{datetime.fromisoformat(began):%Y-%m-%d %H:%M %Z}"
+    except ValueError:
+        return began
 
 
 EVALUATED = ("set", "first", "last", "least", "after step", "perplexity", "takes")

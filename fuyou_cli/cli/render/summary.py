@@ -19,7 +19,7 @@ def show_summary(console: Console, report: RunReport) -> None:
     rows = [
         ("loss", f"{report.losses[0]:.4f} {shapes.arrow} {report.losses[-1]:.4f}"),
         ("speed", f"{speed(report.tokens_per_second)} tokens/s, {tera(report.tflops * 1e12)} TFLOPS (6N)"),
-        ("waiting", f"{waiting(report.stalls)}, in all steps"),
+        ("waiting", f"{waiting(report.stalls)}, over all steps"),
         ("written", f"{gb(report.written_total)} to the ssd"),
         *([("attention", report.attention)] if report.attention else []),
         *([("best", report.best)] if report.best else []),
