@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -163,13 +164,12 @@ def _sampling(prepared: Planned, asked: SamplesSection) -> SamplingCost:
     from fuyou_cli.training.fixed_prompts import rows_at_once
 
     longest, model, plan = max(map(len, asked.prompts)) // _CHARACTERS, prepared.model, prepared.plan
-    vocabulary = prepared.anatomy.model.get_output_embeddings().weight.shape[0]
     return sampling_cost(
         model,
         prepared.hardware,
         plan,
         prompts=len(asked.prompts),
-        at_once=rows_at_once(model, most=plan.group.batch_size, vocabulary=vocabulary),
+        at_once=rows_at_once(model, most=plan.group.batch_size, vocabulary=prepared.inspected.known.facts.head_rows),
         tokens=longest + asked.max_new_tokens // 2,
         new=asked.max_new_tokens,
     )
@@ -177,15 +177,32 @@ def _sampling(prepared: Planned, asked: SamplesSection) -> SamplingCost:
 
 def _kernels(prepared: Planned) -> str:
     """Says what computes the blocks. For sdpa, includes the kernels that torch chooses from."""
-    from fuyou_cli.engine.attention import allowed_kernels
-
     train, model, plan = prepared.recipe.train, prepared.recipe.model, prepared.plan
-    attention = str(prepared.anatomy.model.config._attn_implementation)
+    attention = prepared.inspected.known.facts.attention
     if attention == "sdpa":
         allowed = allowed_kernels(plan.device, plan.numerics.compute_dtype, deterministic=train.deterministic)
         attention += f" ({' or '.join(allowed)})"
     others = {"Liger": model.kernels == "liger", "blocks compiled": train.compile, "deterministic": train.deterministic}
     return ", ".join([f"attention by {attention}", *(name for name, chosen in others.items() if chosen)])
+
+
+def allowed_kernels(device: str, dtype: str, *, deterministic: bool = False) -> tuple[str, ...]:
+    """Returns the kernels that torch's scaled_dot_product_attention may choose from, for compute of `dtype` on a device of this
+    name."""
+    if device != "cuda":
+        return "flash", "math"
+    torch = sys.modules.get("torch")  # where it is not loaded, nobody has changed its settings, which allow all
+
+    def is_on(name: str) -> bool:
+        return torch is None or bool(getattr(torch.backends.cuda, f"{name}_sdp_enabled")())
+
+    allowed = {
+        "flash": is_on("flash") and dtype != "float32",
+        "cudnn": is_on("cudnn") and dtype != "float32" and not deterministic,
+        "efficient": is_on("mem_efficient"),
+        "math": is_on("math"),
+    }
+    return tuple(name for name, is_allowed in allowed.items() if is_allowed)
 
 
 def _spared(prepared: Planned) -> Spared | None:

@@ -160,21 +160,22 @@ def _find(source: str, recipe: Recipe) -> Found:
 def _rows(recipe: Recipe, found: Found, stack: ExitStack) -> dict[str, Rows]:
     """Returns the sets, tokenised for this model: found where a run has made them, else made in a folder that is removed."""
     from fuyou_cli.training.length import cache_of, evaluation_rows
-    from fuyou_cli.training.limits import check_positions, check_tokens
+    from fuyou_cli.training.limits import check_positions, check_tokens, positions_of
 
     if not (recipe.dataset.eval or recipe.dataset.eval_fraction):
         raise UsageError(
             "the recipe has nothing to evaluate",
             hint="name files in dataset.eval, or set dataset.eval_fraction of dataset.train",
         )
-    check_positions(recipe, found.anatomy, write_status)
+    check_positions(recipe, *positions_of(found.anatomy.model), write_status)
     cache = cache_of(recipe)
     if not cache.is_dir():
         cache = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fuyou-rows-")))
     write_status("reading and tokenising the data")
     sets = evaluation_rows(recipe, _tokenizer_dir(recipe, found), cache=cache)
+    vocabulary = int(found.anatomy.model.get_input_embeddings().weight.shape[0])
     for rows in sets.values():
-        check_tokens(recipe, found.anatomy, rows.summary)
+        check_tokens(recipe, vocabulary, rows.summary)
         for note in rows.summary.notes:
             write_status(f"note: {note}")
     return sets

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 def made_ready(loaded: LoadedRecipe, kept: KeptPlan | None, *, measure: bool, calibrated: bool) -> Ready:
     """Takes every step from the recipe to a run. `kept` is the plan of a file. A saved run's plan is shown only when nothing
     can refuse the run any more. Raises UsageError or PlanError."""
+    from fuyou_cli.machine.probe import process_bytes
     from fuyou_cli.training.plan_step import plan, plan_downloaded, settle
     from fuyou_cli.training.steps import fetch, inspect, resolve, tokenise
 
@@ -33,7 +34,7 @@ def made_ready(loaded: LoadedRecipe, kept: KeptPlan | None, *, measure: bool, ca
     say, micro_batch_size = write_status, None if kept is None else kept.micro_batch_size
     try:
         with Transfers(status_console()) as progress:
-            inspected = inspect(resolve(loaded.recipe, say=say, progress=progress), say=say)
+            inspected = inspect(resolve(loaded.recipe, say=say, progress=progress), say=say, process=process_bytes)
             machine = machine_here(loaded, inspected, measure=measure and kept is None, calibrated=calibrated)
             planned = plan(inspected, *machine, micro_batch_size=micro_batch_size, choose=kept, say=say)
             _refuse_unfit(loaded, planned)

@@ -68,7 +68,8 @@ def machine_here(
     if measure and loaded.recipe.offload.measure:
         probe_once(loaded, inspected.device)
     directories = run_directories(loaded.recipe)
-    hardware = hardware_for(*directories, device=inspected.device, say=write_status, calibrated=calibrated)
+    unloaded = inspected.known.unloaded_bytes
+    hardware = hardware_for(*directories, device=inspected.device, say=write_status, calibrated=calibrated, unloaded=unloaded)
     return hardware, disks_of(inspected.resolved)
 
 
@@ -80,12 +81,14 @@ def command_of(loaded: LoadedRecipe, command: str = "finetune") -> str:
 
 
 def _inspected(loaded: LoadedRecipe, *, here: bool, say: Say) -> Inspected:
+    from fuyou_cli.machine.probe import process_bytes
     from fuyou_cli.training.steps import inspect, resolve
 
     from .render.transfer import Transfers
 
     with Transfers(status_console()) as transfers:
-        return inspect(resolve(loaded.recipe, to_run=False, here=here, say=say, progress=transfers), say=say)
+        resolved = resolve(loaded.recipe, to_run=False, here=here, say=say, progress=transfers)
+        return inspect(resolved, say=say, process=process_bytes if here else None)
 
 
 def _rows(inspected: Inspected, say: Say) -> int | None:

@@ -47,3 +47,8 @@ def folder(path: str | Path, *, key: str) -> Path:
     except OSError as error:  # no permission, or a name that is too long
         raise UsageError(f"{key}: {path}: {error.strerror}", hint="name a folder that can be used") from None
     return whole
+
+
+def kept_folder() -> Path:
+    """Returns the folder where fuyou keeps what it can find out again: outside of any run, for one user."""
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "fuyou"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.core.paths import expanded, is_file
+from fuyou_cli.core.paths import expanded, is_file, kept_folder
 
 from .data_files import kind_of_rows
 
@@ -98,7 +98,7 @@ def _folder(entry: DatasetEntry) -> Path:
     files = sorted(here.rglob("*")) if here.is_dir() else []
     listed = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files if file.is_file()]
     key = hashlib.sha256(json.dumps([str(here), entry.name, entry.split, listed]).encode()).hexdigest()[:16]
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "fuyou" / "sets" / key
+    return kept_folder() / "sets" / key
 
 
 def _ask(request: dict[str, Any], *, offline: bool) -> dict[str, Any]:

@@ -34,14 +34,6 @@ class Outlined:
     refusal: str | None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Described:
-    """Holds a specification to plan with, and why the model cannot be trained yet (None if it can)."""
-
-    model: ModelSpec
-    refusal: str | None
-
-
 def outlined(model: PreTrainedModel, *, strict: bool = False, isolated: bool = False) -> Outlined:
     """Finds the stages of any model with blocks. `strict`: raises the UsageError if the model cannot be trained. `isolated`:
     documents of a row do not see each other."""
@@ -54,7 +46,7 @@ def outlined(model: PreTrainedModel, *, strict: bool = False, isolated: bool = F
         return Outlined(anatomy=outline(model), refusal=error.message)
 
 
-def specified(known: Outlined, *, dtype: str, micro_batch_size: int, max_seq_len: int, head_chunk_tokens: int) -> Described:
+def specified(known: Outlined, *, dtype: str, micro_batch_size: int, max_seq_len: int, head_chunk_tokens: int) -> ModelSpec:
     """Returns the model's specification at micro-batches of (micro_batch_size, max_seq_len). Raises UsageError if it cannot be
     traced."""
     specify = inspect if known.refusal is None else estimate
@@ -65,7 +57,7 @@ def specified(known: Outlined, *, dtype: str, micro_batch_size: int, max_seq_len
         max_seq_len=max_seq_len,
         head_chunk_tokens=head_chunk_tokens,
     )
-    return Described(model=_counted(model, known.anatomy), refusal=known.refusal)
+    return _counted(model, known.anatomy)
 
 
 def _counted(model: ModelSpec, anatomy: Anatomy) -> ModelSpec:

@@ -6,32 +6,12 @@ wherever its pages leave it, and what else is in these pages lies around it. Nei
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ..core.units import align_up
-from ..spec.model import ITEM_SIZE, PAGE, STAGE_ALIGN, Dtype, Piece, SourceFile, TensorSpec
+from ..spec.model import ITEM_SIZE, PAGE, STAGE_ALIGN, Dtype, Piece, TensorSpec
+from ..spec.model_facts import InPlace, Lying
 from .anatomy import Anatomy, Slotted, Stage
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Lying:
-    """Says where a tensor of the checkpoint lies."""
-
-    dtype: str
-    source: int  # which file
-    address: int  # of its first byte, in the store's address space
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class InPlace:
-    """Holds where the checkpoint's tensors lie, or why none is read there (`refusal`). `alignment`: of a tensor that can be
-    computed with where it lies, in bytes."""
-
-    tensors: Mapping[str, Lying]
-    sources: tuple[SourceFile, ...]
-    alignment: int = 1
-    refusal: str = ""
 
 
 def read_in_place(anatomy: Anatomy, files: InPlace, dtype: Dtype) -> Anatomy:

@@ -16,6 +16,7 @@ from tempfile import TemporaryFile
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.json_files import read_object
+from fuyou_cli.core.paths import kept_folder
 from fuyou_cli.core.typed import WrongData, from_json
 from fuyou_cli.core.units import MiB, in_steps
 from fuyou_cli.spec.hardware import SUSTAINED_RATES, HardwareProfile, merged_rates, wrong_rates
@@ -64,11 +65,10 @@ def read_profile(path: Path) -> HardwareProfile:
 def profile_path(*directories: Path, device: str) -> Path:
     """Returns the file that keeps the profile of this machine's `device` with the drives behind `directories`."""
     # Machines may share a home folder, and a drive's number means nothing on another machine: all that rates depend on counts.
-    base = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "fuyou"
     drives_there = sorted({probe.existing(directory).stat().st_dev for directory in directories})
     computes_on = "cpu" if device == "emulated" else device
     about = (platform.node(), cpu_name(), core_count(), computes_on, *drives_there)
-    return base / f"profile-{hashlib.sha256(repr(about).encode()).hexdigest()[:12]}.json"
+    return kept_folder() / f"profile-{hashlib.sha256(repr(about).encode()).hexdigest()[:12]}.json"
 
 
 def corrected_path(profile: Path) -> Path:
@@ -76,10 +76,11 @@ def corrected_path(profile: Path) -> Path:
     return profile.with_name(f"runs-{profile.name}")
 
 
-def hardware_for(*directories: Path, device: str, say: Say, calibrated: bool = False) -> HardwareProfile:
+def hardware_for(*directories: Path, device: str, say: Say, calibrated: bool = False, unloaded: int = 0) -> HardwareProfile:
     """Returns this machine's kept profile, or assumed rates, with memory and disk as they are now.
 
-    The store is striped over `directories`. `calibrated` takes rates as the latest run showed them.
+    The store is striped over `directories`. `calibrated` takes rates as the latest run showed them. `unloaded`: bytes
+    that this process lacks of a run's.
     """
     path = profile_path(*directories, device=device)
     name, memory = _device_facts(device)
@@ -95,7 +96,7 @@ def hardware_for(*directories: Path, device: str, say: Say, calibrated: bool = F
         profile,
         device=device,
         device_free=device_free,
-        process_bytes=steady_process(probe.process_bytes(), measured=profile.process_bytes),
+        process_bytes=steady_process(probe.process_bytes() + unloaded, measured=profile.process_bytes),
         **facts_now(*directories),
     )
 

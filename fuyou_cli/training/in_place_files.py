@@ -13,23 +13,23 @@ from typing import TYPE_CHECKING
 
 from ..core.errors import UsageError
 from ..core.units import align_up
-from ..engine.in_place import InPlace, Lying
 from ..spec.model import PAGE, SOURCES_AT, SourceFile
+from ..spec.model_facts import InPlace, Lying
 from .adapting import base_name_of
 from .state.manifest_checks import MOST_SOURCES
 from .state.source_checks import how_to_put_back
 
 if TYPE_CHECKING:
     from ..checkpoint.header import TensorEntry
-    from ..engine.anatomy import Anatomy
     from ..recipe.schema import Recipe
+    from .known_model import KnownModel
     from .state.stored import Manifest
 
 _GPU_ALIGNMENT = 16  # bytes: the fast kernels of a GPU load as many at once
 
 
 def files_in_place(
-    recipe: Recipe, anatomy: Anatomy, model_dir: Path, directories: Sequence[Path], saved: Manifest | None, *, device: str
+    recipe: Recipe, known: KnownModel, model_dir: Path, directories: Sequence[Path], saved: Manifest | None, *, device: str
 ) -> InPlace:
     """Returns where the model's frozen tensors lie. Raises UsageError if a saved run's files are gone or have changed."""
     from ..checkpoint.files import open_checkpoint
@@ -38,7 +38,8 @@ def files_in_place(
     if saved is not None and not saved.sources:
         return _refused("the saved run has them in its store")
     try:
-        entries = entries_for(anatomy.model, open_checkpoint(model_dir), base_name=base_name_of(recipe))
+        checkpoint = open_checkpoint(model_dir)
+        entries = entries_for(known.build().anatomy.model, checkpoint, base_name=base_name_of(recipe))
         files = sorted({entry.file for entry in entries.values()})
         found = InPlace(
             tensors=_lying(entries, files),

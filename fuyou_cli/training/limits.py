@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from ..core.errors import UsageError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from ..data import DataSummary
-    from ..engine.anatomy import Anatomy
     from ..recipe.schema import Recipe
     from ..spec.hardware import HardwareProfile
 
@@ -17,16 +18,29 @@ _PLANNED_OF_A_GPU = 0.95
 _POSITION_OFFSET = 2  # extra rows that a table of positions may have (OPT's padding)
 
 
-def check_positions(recipe: Recipe, anatomy: Anatomy, say: Callable[[str], None]) -> None:
-    """Refuses rows longer than a learned table of positions. Warns if positions are computed (rotary, ALiBi)."""
+def check_positions(recipe: Recipe, limit: int | None, learned: bool, say: Callable[[str], None]) -> None:
+    """Refuses rows longer than a learned table of `limit` positions. Warns if positions are computed (rotary, ALiBi)."""
     length = recipe.dataset.max_seq_len
-    limit = getattr(anatomy.model.config.get_text_config(), "max_position_embeddings", None)
-    if not isinstance(limit, int) or length <= limit:
+    if limit is None or length <= limit:
         return
     beyond = f"dataset.max_seq_len: {length:,} is more than the {limit:,} positions of {recipe.model.name_or_path}"
-    if _learns_positions(anatomy, limit):
+    if learned:
         raise UsageError(f"{beyond}, which has one learned embedding for each", hint=f"use at most {limit}")
     say(f"warning: {beyond} (max_position_embeddings): the model was not trained on rows this long")
+
+
+def positions_of(model: PreTrainedModel) -> tuple[int | None, bool]:
+    """Returns the positions that a model's configuration allows, None without a limit, and whether they are learned."""
+    from torch import nn
+
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(limit, int):
+        return None, False
+    tokens = model.get_input_embeddings()
+    return limit, any(
+        isinstance(module, nn.Embedding) and module is not tokens and 0 <= module.num_embeddings - limit <= _POSITION_OFFSET
+        for module in model.modules()
+    )
 
 
 def note_slow_products(recipe: Recipe, device: str, say: Callable[[str], None]) -> None:
@@ -45,19 +59,8 @@ def has_fast_bfloat16() -> bool:
         return True
 
 
-def _learns_positions(anatomy: Anatomy, limit: int) -> bool:
-    from torch import nn
-
-    tokens = anatomy.model.get_input_embeddings()
-    return any(
-        isinstance(module, nn.Embedding) and module is not tokens and 0 <= module.num_embeddings - limit <= _POSITION_OFFSET
-        for module in anatomy.model.modules()
-    )
-
-
-def check_tokens(recipe: Recipe, anatomy: Anatomy, summary: DataSummary) -> None:
-    """Refuses token ids without an embedding in the model, including the id that pads short rows."""
-    vocabulary = int(anatomy.model.get_input_embeddings().weight.shape[0])
+def check_tokens(recipe: Recipe, vocabulary: int, summary: DataSummary) -> None:
+    """Refuses token ids without one of the model's `vocabulary` embeddings, including the id that pads short rows."""
     name = recipe.tokenizer.name_or_path or recipe.model.name_or_path
     for what, number in (("token", summary.highest_token_id), ("padding", summary.pad_id)):
         if number >= vocabulary:

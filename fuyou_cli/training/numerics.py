@@ -10,12 +10,12 @@ from ..core.errors import UsageError
 from ..core.units import MiB
 from ..spec.hardware import HardwareProfile
 from ..spec.model import Dtype
+from ..spec.model_facts import ModelFacts
 from ..spec.plan import Numerics
 from .state.manifest_checks import MOST_THREADS
 from .state.stored import Manifest
 
 if TYPE_CHECKING:
-    from ..engine.anatomy import Anatomy
     from ..recipe.schema import Recipe, TrainSection
 
 THREADS_BESIDE_A_GPU = 4
@@ -38,12 +38,10 @@ def head_chunk(train: TrainSection, tokens: int, columns: int) -> int:
 
 
 def numerics_of(
-    recipe: Recipe, anatomy: Anatomy, hardware: HardwareProfile, manifest: Manifest | None, *, micro: int | None = None
+    recipe: Recipe, facts: ModelFacts, hardware: HardwareProfile, manifest: Manifest | None, *, micro: int | None = None
 ) -> Numerics:
     """Resolves `auto` by fixed rules. A resumed run keeps its numerics. `micro`: the micro-batch size that replaces `auto`, in
     rows."""
-    from ..engine.vocabulary import resolved_rows
-
     train, length = recipe.train, recipe.dataset.max_seq_len
     if train.micro_batch_size != "auto":
         micro = train.micro_batch_size
@@ -51,9 +49,7 @@ def numerics_of(
         micro = manifest.numerics.micro_batch_size
     elif micro is None:
         micro = sizes_of(train.batch_size, length)[1]
-    vocabulary_rows = resolved_rows(anatomy, train.head_chunk_vocab)
-    columns = vocabulary_rows or anatomy.model.config.get_text_config().vocab_size
-    chunk = head_chunk(train, micro * length, columns)
+    chunk = head_chunk(train, micro * length, facts.vocabulary_rows or facts.logits)
     # Beside a GPU, torch only copies rows. A few threads reach the memory's bandwidth, and the update needs the cores.
     usual_threads = THREADS_BESIDE_A_GPU if hardware.device == "cuda" else MOST_THREADS
     compute = cast(Dtype, recipe.precision.compute)
@@ -70,7 +66,7 @@ def numerics_of(
         head_chunk_tokens=chunk,
         torch_threads=min(hardware.cores, usual_threads) if train.threads == "auto" else train.threads,
         seed=recipe.seed,
-        vocabulary_rows=vocabulary_rows,
+        vocabulary_rows=facts.vocabulary_rows,
     )
     if manifest is None:
         return numerics

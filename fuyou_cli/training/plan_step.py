@@ -18,16 +18,16 @@ from ..planner.sustained_rates import Choose, planned_for
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ModelSpec
 from ..spec.plan import Numerics, Plan
+from .known_model import KnownModel, traced
 from .length import steps_of
 from .limits import check_positions
 from .numerics import fastest_size, likely_sizes, numerics_of
 from .plan_request_of import StoreDisks, plan_request
 from .state.resume import refused, steps_left
-from .steps import Fetched, Inspected, Planned, Ready, Say, in_place_of, outline_of, unheard
+from .steps import Fetched, Inspected, Planned, Ready, Say, in_place_of, unheard
 
 if TYPE_CHECKING:
     from ..engine.anatomy import Anatomy
-    from ..engine.describe import Described
     from ..recipe.schema import Recipe
 
 SLOWER = 0.01  # share of the step by which the earlier choice may be slower after it is placed again
@@ -55,7 +55,7 @@ def plan(
     planner = _Planner(inspected, hardware, disks, or_least=not resolved.to_run)
     if micro_batch_size is None and recipe.train.micro_batch_size == "auto" and resolved.manifest is None:
         micro_batch_size = planner.fastest_micro_batch()
-    numerics = numerics_of(recipe, inspected.outline.anatomy, hardware, resolved.manifest, micro=micro_batch_size)
+    numerics = numerics_of(recipe, inspected.known.facts, hardware, resolved.manifest, micro=micro_batch_size)
     return planner.planned(numerics, rows, choose=choose)
 
 
@@ -74,7 +74,7 @@ def plan_downloaded(fetched: Fetched, *, say: Say) -> Fetched:
     read where they are. Raises PlanError."""
     before = fetched.planned
     inspected = before.inspected
-    found = in_place_of(inspected.resolved, inspected.outline, inspected.device, say)
+    found = in_place_of(inspected.resolved, inspected.known, inspected.device, say)
     if found == inspected.in_place:
         return fetched
     return replace(fetched, planned=plan(replace(inspected, in_place=found), before.hardware, before.disks, say=say))
@@ -129,18 +129,18 @@ class _Planner:
         self, inspected: Inspected, hardware: HardwareProfile, disks: StoreDisks | None, *, or_least: bool = False
     ) -> None:
         self._inspected, self._hardware, self._disks, self._or_least = inspected, hardware, disks, or_least
-        self._described: dict[tuple[object, ...], Described] = {}
+        self._described: dict[tuple[object, ...], ModelSpec] = {}
         self._found: dict[PlanRequest, Found] = {}
         self._timed: dict[PlanRequest, Plan] = {}
 
     def know(self, before: Planned) -> None:
         """Takes over the specification of an earlier plan for the same model."""
-        self._described[_traced(before.plan.numerics)] = before.described
+        self._described[traced(before.plan.numerics)] = before.model
 
     def planned(self, numerics: Numerics, rows: int | None, *, choose: Choose | None = None) -> Planned:
         """Plans with the store mode that the disks have room for."""
         inspected, hardware = self._inspected, self._hardware
-        described = self._specified(numerics)
+        model = self._specified(numerics)
         last: list[PlanRequest] = []
 
         def chosen(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
@@ -148,14 +148,13 @@ class _Planner:
             return (choose or self._searched)(model, hardware, request)
 
         steps = steps_left(steps_of(inspected.recipe, rows), inspected.resolved.manifest)
-        asked = self._asked(numerics, described.model)
-        plan = planned_with_room(chosen, described.model, hardware, asked, steps=steps)
+        asked = self._asked(numerics, model)
+        plan = planned_with_room(chosen, model, hardware, asked, steps=steps)
         return Planned(
             inspected=inspected,
             hardware=hardware,
             disks=self._disks,
-            anatomy=self._stages(numerics),
-            described=described,
+            model=model,
             request=last[0],
             plan=plan,
             found=self._found.get(last[0]) if choose is None else None,
@@ -192,43 +191,23 @@ class _Planner:
             self._found[request], self._timed[request] = found, replace(plan, cpu_budget=request.cpu_budget)
         return self._timed[request]
 
-    def _specified(self, numerics: Numerics) -> Described:
-        from ..engine.compiled import as_compiled
-        from ..engine.describe import specified
-
-        traced = _traced(numerics)
-        known = self._described.get(traced)
+    def _specified(self, numerics: Numerics) -> ModelSpec:
+        about, recipe = traced(numerics), self._inspected.recipe
+        known = self._described.get(about)
         if known is None:
-            known = specified(
-                replace(self._inspected.outline, anatomy=self._stages(numerics)),
-                dtype=numerics.compute_dtype,
-                micro_batch_size=numerics.micro_batch_size,
-                max_seq_len=numerics.max_seq_len,
-                head_chunk_tokens=numerics.head_chunk_tokens,
-            )
-            if self._inspected.recipe.train.compile:
-                known = replace(known, model=as_compiled(known.model))
-        optimizer = self._inspected.recipe.optimizer
-        layout = replace(known.model.layout, dtype=optimizer.state_dtype, rule=optimizer.name)
-        if known.model.layout != layout:
-            known = replace(known, model=known.model.with_layout(layout))
-        self._described[traced] = known
-        return known
-
-    def _stages(self, numerics: Numerics) -> Anatomy:
-        """Returns the stages with the vocabulary cut, and with frozen weights as they lie in the model's files."""
-        from ..engine.in_place import read_in_place
-
-        anatomy, files = cut(self._inspected.outline.anatomy, numerics), self._inspected.in_place
-        return anatomy if files is None else read_in_place(anatomy, files, numerics.compute_dtype)
+            compiled = recipe.train.compile
+            known = self._inspected.known.specified(numerics, self._inspected.in_place, compiled=compiled)
+        layout = replace(known.layout, dtype=recipe.optimizer.state_dtype, rule=recipe.optimizer.name)
+        self._described[about] = known if known.layout == layout else known.with_layout(layout)
+        return self._described[about]
 
     def fastest_micro_batch(self) -> int:
         """Compares the simulated usual plans of the sizes, then the searched plans of the best two."""
         recipe, hardware = self._inspected.recipe, self._hardware
 
         def seconds(size: int, choose: Choose) -> float | None:
-            numerics = numerics_of(recipe, self._inspected.outline.anatomy, hardware, None, micro=size)
-            model = self._specified(numerics).model
+            numerics = numerics_of(recipe, self._inspected.known.facts, hardware, None, micro=size)
+            model = self._specified(numerics)
             asked = self._asked(numerics, model)
             try:
                 plan = planned_for(choose, model, hardware, asked, steps=steps_of(recipe, None))
@@ -252,7 +231,7 @@ def _resumable(inspected: Inspected, hardware: HardwareProfile, say: Say) -> Ins
     if resolved.to_run or resolved.manifest is None:
         return inspected
     try:
-        numerics_of(resolved.recipe, inspected.outline.anatomy, hardware, resolved.manifest)
+        numerics_of(resolved.recipe, inspected.known.facts, hardware, resolved.manifest)
     except FuyouError as error:
         say(refused(error))
         return replace(inspected, resolved=replace(resolved, manifest=None))
@@ -266,20 +245,7 @@ def _numerics_again(before: Planned, recipe: Recipe) -> Numerics:
     if all(getattr(recipe, section) == getattr(before.recipe, section) for section in _NUMBERS):
         return now
     micro = now.micro_batch_size if recipe.train.batch_size % now.micro_batch_size == 0 else None
-    return numerics_of(recipe, before.inspected.outline.anatomy, before.hardware, None, micro=micro)
-
-
-def _traced(numerics: Numerics) -> tuple[object, ...]:
-    """Returns the numerics that a specification depends on."""
-    numbers = (numerics.micro_batch_size, numerics.max_seq_len, numerics.head_chunk_tokens, numerics.vocabulary_rows)
-    return (numerics.compute_dtype, *numbers)
-
-
-def cut(anatomy: Anatomy, numerics: Numerics) -> Anatomy:
-    """Cuts embedding and head into as many stages as the numerics say."""
-    from ..engine.vocabulary import cut_vocabulary
-
-    return cut_vocabulary(anatomy, numerics.vocabulary_rows)
+    return numerics_of(recipe, before.inspected.known.facts, before.hardware, None, micro=micro)
 
 
 def anatomy_of(
@@ -291,9 +257,10 @@ def anatomy_of(
     plain = recipe.model.model_copy(update={"quantize": "none", "double_quant": False})
     recipe = recipe.model_copy(update={"freeze": (), "adapter": None, "dataset": dataset, "model": plain})
     model_dir = Hub(recipe, say=say, progress=progress).model(need_weights=False)
-    anatomy = outline_of(recipe, model_dir, strict=True).anatomy
-    check_positions(recipe, anatomy, say)
+    known = KnownModel(recipe, model_dir, strict=True)
+    facts = known.facts
+    check_positions(recipe, facts.positions, facts.learns_positions, say)
     size = recipe.train.micro_batch_size
     sizes = likely_sizes(recipe.train.batch_size, recipe.dataset.max_seq_len) if size == "auto" else [size]
-    numerics = [numerics_of(recipe, anatomy, hardware, None, micro=size) for size in sizes]
-    return cut(anatomy, numerics[0]), numerics
+    numerics = [numerics_of(recipe, facts, hardware, None, micro=size) for size in sizes]
+    return known.stages(numerics[0], None), numerics

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,8 +20,10 @@ from ..core.errors import UsageError
 from ..core.paths import folder
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ModelSpec
+from ..spec.model_facts import InPlace
 from ..spec.plan import Plan
-from .adapting import adapt, added_values, base_name_of, check_peft, stored_names
+from .adapting import added_values, base_name_of, check_peft, stored_names
+from .known_model import KnownModel
 from .length import evaluation_rows, evaluation_sets, mixture_of, naming_evaluation, sampler_of, steps_of, tokenised_rows
 from .limits import check_positions, check_tokens, note_slow_products
 from .plan_request_of import StoreDisks
@@ -29,13 +33,9 @@ from .state.resume import REFUSED, check_unchanged_run, refused, saved_state, st
 from .state.stored import Manifest
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from ..checkpoint.header import TensorEntry
     from ..data import Rows, Sampler
     from ..engine.anatomy import Anatomy
-    from ..engine.describe import Described, Outlined
-    from ..engine.in_place import InPlace
     from ..planner.plan_request import PlanRequest
     from ..planner.search import Found
     from ..recipe.schema import Recipe
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from .state.first_weights import Added
 
 Say = Callable[[str], None]
+_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # devices of NVIDIA's driver, of WSL2 and of AMD's
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +65,7 @@ class Inspected:
 
     resolved: Resolved
     device: str
-    outline: Outlined  # its stages before the vocabulary is cut
+    known: KnownModel
     in_place: InPlace | None  # where frozen weights lie in the model's files; None: no matter, or nothing is frozen
     prompts: FixedPrompts | None  # of `eval.samples`
 
@@ -80,8 +81,7 @@ class Planned:
     inspected: Inspected
     hardware: HardwareProfile
     disks: StoreDisks | None  # None: the free disk in the profile
-    anatomy: Anatomy
-    described: Described
+    model: ModelSpec
     request: PlanRequest
     plan: Plan
     found: Found | None  # the result of the search; None if there was none
@@ -92,13 +92,14 @@ class Planned:
         return self.inspected.recipe
 
     @property
-    def model(self) -> ModelSpec:
-        return self.described.model
+    def anatomy(self) -> Anatomy:
+        """Returns the stages that a run computes. The first call builds the model, unless `inspect` has."""
+        return self.inspected.known.stages(self.plan.numerics, self.inspected.in_place)
 
     @property
     def refusal(self) -> str | None:
         """Returns why the model cannot be trained yet. It is None for a model that can be run."""
-        return self.described.refusal
+        return self.inspected.known.facts.refusal
 
     @property
     def model_dir(self) -> Path:
@@ -222,24 +223,30 @@ def _look_at_data(recipe: Recipe, say: Say, *, needed: bool) -> None:
             say(f"data: {source.choice}")
 
 
-def inspect(resolved: Resolved, *, say: Say) -> Inspected:
-    """Builds the model without its weights and finds its stages. From here on, torch is loaded in the process as in a run."""
-    from ..engine.freezing import frozen_with_others
-
+def inspect(resolved: Resolved, *, say: Say, process: Callable[[], int] | None = None) -> Inspected:
+    """Finds out what a plan needs to know of the model. For a run, and for a model that was not planned before, it is built
+    without its weights, and torch is loaded in the process as in a run. `process` returns the bytes of this process, if they
+    are a part of the plan."""
     recipe = resolved.recipe
-    outline = outline_of(recipe, resolved.model_dir, strict=resolved.to_run)
-    check_positions(recipe, outline.anatomy, say)
-    for name, other in frozen_with_others(outline.anatomy, recipe.freeze):
-        say(f"note: freeze: {name} is tied to {other}, so it is not trained either")
+    known = KnownModel(recipe, resolved.model_dir, strict=resolved.to_run, process=process)
     device = device_name(recipe)
+    loaded = process is not None and (device == "cuda" or "torch" in sys.modules)  # then the process is measured with the model
+    if resolved.to_run or loaded:
+        known.build()
+    facts = known.facts
+    check_positions(recipe, facts.positions, facts.learns_positions, say)
+    for name, other in facts.frozen_with:
+        say(f"note: freeze: {name} is tied to {other}, so it is not trained either")
     if resolved.to_run:
         note_slow_products(recipe, device, say)
-    warm_up(recipe)
-    in_place, prompts = in_place_of(resolved, outline, device, say), _prompts(resolved, outline, say)
-    return Inspected(resolved=resolved, device=device, outline=outline, in_place=in_place, prompts=prompts)
+    if known.is_built:
+        warm_up(recipe)
+    known.keep()
+    in_place, prompts = in_place_of(resolved, known, device, say), _prompts(resolved, known, say)
+    return Inspected(resolved=resolved, device=device, known=known, in_place=in_place, prompts=prompts)
 
 
-def _prompts(resolved: Resolved, outline: Outlined, say: Say) -> FixedPrompts | None:
+def _prompts(resolved: Resolved, known: KnownModel, say: Say) -> FixedPrompts | None:
     """Tokenises the prompts of `eval.samples`, for a plan if the tokenizer is there. Their tokenizer stays, and counts as a
     part of the process from then on."""
     if resolved.recipe.eval.samples is None or not (resolved.to_run or has_tokenizer(resolved.tokenizer_dir)):
@@ -248,7 +255,7 @@ def _prompts(resolved: Resolved, outline: Outlined, say: Say) -> FixedPrompts | 
 
     places = {"model_dir": resolved.model_dir, "tokenizer_dir": resolved.tokenizer_dir}
     try:
-        return fixed_prompts(resolved.recipe, outline.anatomy.model, **places)
+        return fixed_prompts(resolved.recipe, known.build().anatomy.model, **places)
     except UsageError as error:
         if resolved.to_run:
             raise
@@ -256,14 +263,14 @@ def _prompts(resolved: Resolved, outline: Outlined, say: Say) -> FixedPrompts | 
         return None
 
 
-def in_place_of(resolved: Resolved, outline: Outlined, device: str, say: Say) -> InPlace | None:
+def in_place_of(resolved: Resolved, known: KnownModel, device: str, say: Say) -> InPlace | None:
     """Finds where frozen weights lie in the model's files, if any are frozen. A plan goes on without them."""
     made_over = resolved.recipe.model.quantize != "none"  # then what is frozen is read and quantised once
-    if made_over or not resolved.from_files or not any(stage.frozen for stage in outline.anatomy.stages):
+    if made_over or not resolved.from_files or not known.facts.has_frozen:
         return None
     from .in_place_files import files_in_place
 
-    asked = (resolved.recipe, outline.anatomy, resolved.model_dir, resolved.directories)
+    asked = (resolved.recipe, known, resolved.model_dir, resolved.directories)
     try:
         return files_in_place(*asked, resolved.manifest, device=device)
     except UsageError as error:
@@ -273,41 +280,12 @@ def in_place_of(resolved: Resolved, outline: Outlined, device: str, say: Say) ->
         return files_in_place(*asked, None, device=device)
 
 
-def outline_of(recipe: Recipe, model_dir: Path, *, strict: bool) -> Outlined:
-    """Finds the stages of the model in a folder, and what of them is trained. If `strict`, refuses a model that cannot be
-    trained."""
-    from ..engine.skeleton import build, load_config
-
-    trusted = recipe.model.trust_remote_code
-    model = build(
-        load_config(model_dir, trust_remote_code=trusted),
-        dtype=recipe.precision.compute,
-        attention=recipe.model.attn_implementation,
-        trust_remote_code=trusted,
-    )
-    adapt(model, recipe)
-    if strict and recipe.model.kernels == "liger":
-        from ..engine.liger import check_liger
-
-        check_liger(model)
-    return _with_frozen(recipe, model, strict=strict)
-
-
-def _with_frozen(recipe: Recipe, model: PreTrainedModel, *, strict: bool) -> Outlined:
-    """Finds the stages of a model, freezes what the recipe does not train, and marks what of it rests quantised."""
-    from ..engine.describe import outlined
-    from ..engine.freezing import as_marked, frozen
-    from ..engine.quantising import quantised
-
-    outline = outlined(model, strict=strict, isolated=recipe.dataset.packing == "isolated")
-    anatomy = frozen(outline.anatomy, recipe.freeze) if recipe.adapter is None else as_marked(outline.anatomy)
-    return replace(outline, anatomy=quantised(anatomy, recipe.model.quantisation))
-
-
 def device_name(recipe: Recipe) -> str:
     """Returns the recipe's device. For auto, returns cuda if there is a GPU, otherwise cpu."""
     if recipe.offload.device != "auto":
         return recipe.offload.device
+    if version("torch").endswith("+cpu") or not any(Path(driver).exists() for driver in _DRIVERS):
+        return "cpu"  # torch need not be loaded to say so
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -362,7 +340,7 @@ def tokenise(fetched: Fetched, *, say: Say) -> Ready:
     rows = tokenised_rows(recipe, planned.inspected.resolved.tokenizer_dir)
     evaluated = evaluation_rows(recipe, planned.inspected.resolved.tokenizer_dir)
     for found in (rows, *evaluated.values()):
-        check_tokens(recipe, planned.anatomy, found.summary)
+        check_tokens(recipe, planned.inspected.known.facts.embeddings, found.summary)
     for note in rows.summary.notes:
         say(f"note: {note}")
     sampler, total = sampler_of(recipe, len(rows), entry_rows=rows.summary.entry_rows), steps_of(recipe, len(rows))

@@ -52,7 +52,7 @@ def room_of(found: Found, recipe: Recipe, *, budget: int, process: int, rows: in
         micro_batch_size=micro,
         max_seq_len=length,
         head_chunk_tokens=chunk,
-    ).model
+    )
     visited = Visited.of(found.anatomy, TORCH_DTYPE[found.dtype])
     per_token = 2 * model.boundary_bytes_per_token + model.choreography_bytes_per_token + _OF_ROWS
     least = micro * length * per_token

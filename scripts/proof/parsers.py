@@ -23,6 +23,7 @@ from fuyou_cli.planner.choice import Choice
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec
+from fuyou_cli.spec.model_facts import ModelFacts
 from fuyou_cli.spec.plan import Numerics, Plan
 from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.parts import PART_FILE, read_part
@@ -160,6 +161,30 @@ def _profiled(folder: Path) -> object:
     from fuyou_cli.machine.profile_store import read_profile
 
     return read_profile(folder / "profile.json")
+
+
+def _facts() -> ModelFacts:
+    return replace(example(ModelFacts), frozen_with=(("a", "b"),))
+
+
+def _known(folder: Path) -> object:
+    """Reads a kept description as a plan does, of either kind."""
+    from fuyou_cli.training.descriptions import read_description
+
+    try:
+        return read_description(ModelFacts, folder / "known.json")
+    except UsageError:
+        return read_description(ModelSpec, folder / "known.json")
+
+
+def _known_bytes() -> list[bytes]:
+    from fuyou_cli.training.descriptions import written
+
+    return [written(value).partition(b"\n")[2] for value in (_facts(), example(ModelSpec))]
+
+
+def _with_sum(data: bytes) -> bytes:
+    return sha256(data).hexdigest().encode() + b"\n" + data
 
 
 def _described(folder: Path) -> object:
@@ -357,6 +382,7 @@ LIGHT = (
     Parser(name="part", file=PART_FILE, read=read_part, seeds=_part_bytes),
     Parser(name="plan", file="plan.json", read=_planned, seeds=_plan_bytes),
     Parser(name="profile", file="profile.json", read=_profiled, seeds=_profile_bytes),
+    Parser(name="known", file="known.json", read=_known, seeds=_known_bytes, seal=_with_sum, share=0.2),
     Parser(name="log", file="log.jsonl", read=_history, seeds=_log_bytes, share=0.1),
     Parser(
         name="index", file=INDEX_NAME, read=_index, seeds=_index_bytes,

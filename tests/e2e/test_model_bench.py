@@ -95,8 +95,8 @@ def test_mistakes_are_refused_before_anything_is_measured(shaped: Project, tmp_p
 @pytest.mark.parametrize(("name", "billions"), [("8b", 8.03), ("13b", 13.02), ("70b", 70.55), ("175b", 174.6)])
 def test_named_shapes_can_be_trained_and_have_their_size(tmp_path: Path, name: str, billions: float) -> None:
     from fuyou_cli.recipe.load import load_recipe
+    from fuyou_cli.training.known_model import outline_of
     from fuyou_cli.training.modelbench.synthetic import named_config, write_config, write_recipe
-    from fuyou_cli.training.steps import outline_of
 
     config = named_config(name)
     recipe = load_recipe(write_recipe(tmp_path), []).recipe

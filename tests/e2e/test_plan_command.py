@@ -36,7 +36,7 @@ class Command:
     def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         self._capsys = capsys
         monkeypatch.chdir(folder)
-        monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "nothing kept"))
+        monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "kept"))
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
         monkeypatch.setenv("COLUMNS", "80")
         monkeypatch.delenv("FUYOU_OFFLOAD_DIR", raising=False)
@@ -98,7 +98,8 @@ def test_a_described_machine_stands_in_for_this_one(new_project: NewProject, com
     tight = fuyou.json("--hardware", MACHINE, "--compare", f"offload.max_memory.cpu={least}")["compared"]
     assert tight[-1]["slower"] is None and tight[-1]["figures"] is None  # what takes more memory, last
     assert tight[-1]["why"] == "needs more RAM than there is"
-    assert sorted(path.name for path in project.folder.iterdir()) == ["plan.json", "recipe.yaml"]  # no profile, no store
+    assert sorted(path.name for path in project.folder.iterdir()) == ["kept", "plan.json", "recipe.yaml"]  # no store
+    assert [path.name for path in (project.folder / "kept/fuyou").iterdir()] == ["models"]  # no profile
 
 
 def test_two_processes_make_the_same_plan_file(new_project: NewProject, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +248,7 @@ def test_how_long_the_epochs_are(new_project: NewProject, command: Callable[[Pro
     assert shown["steps"] == 32 and shown["run_seconds"] == pytest.approx(32 * step)  # 64 rows twice, 4 at once
     assert fuyou.json("--hardware", MACHINE, "train.batch_size=32")["steps"] == 4
     assert fuyou.json("--hardware", MACHINE, "--dry-run")["steps"] is None
-    assert [path.name for path in project.folder.iterdir()] == ["recipe.yaml"]
+    assert {path.name for path in project.folder.iterdir()} == {"kept", "recipe.yaml"}
     assert (
         fuyou("plan", "recipe.yaml", "--hardware", MACHINE, "model.name_or_path=" + str(project.folder))[0] == 2
     )  # no model there

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fuyou_cli.engine.attention import AttentionSeen, allowed_kernels
+from fuyou_cli.advice.facts import allowed_kernels
+from fuyou_cli.engine.attention import AttentionSeen
 from fuyou_cli.engine.compiled import CompiledBlocks, load_compiler
 
 from .families import FAMILIES, gpt2, llama

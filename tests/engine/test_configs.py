@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.heap import alive
 from fuyou_cli.engine.anatomy import dissect, outline
-from fuyou_cli.engine.describe import Described, Mixture, estimate, outlined, specified
+from fuyou_cli.engine.describe import Mixture, estimate, outlined, specified
 from fuyou_cli.engine.inspect import inspect
 from fuyou_cli.engine.skeleton import build
 from fuyou_cli.spec.model import ModelSpec, StageSpec, TensorSpec
@@ -73,9 +74,16 @@ def _truth(name: str) -> Counter[torch.dtype]:
     return _elements(_config(name), torch.bfloat16)
 
 
+@dataclass(frozen=True, slots=True)
+class Described:
+    model: ModelSpec
+    refusal: str | None
+
+
 def describe(config: PreTrainedConfig, *, dtype: str, rows: int = 1, tokens: int = TOKENS) -> Described:
     known = outlined(build(config, dtype=dtype, attention="sdpa"))
-    return specified(known, dtype=dtype, micro_batch_size=rows, max_seq_len=tokens, head_chunk_tokens=0)
+    model = specified(known, dtype=dtype, micro_batch_size=rows, max_seq_len=tokens, head_chunk_tokens=0)
+    return Described(model, known.refusal)
 
 
 @cache

@@ -11,10 +11,11 @@ from safetensors.torch import save_file
 from fuyou_cli.checkpoint.header import parse_file
 from fuyou_cli.engine.anatomy import Anatomy, dissect
 from fuyou_cli.engine.freezing import frozen
-from fuyou_cli.engine.in_place import InPlace, Lying, read_in_place
+from fuyou_cli.engine.in_place import read_in_place
 from fuyou_cli.engine.skeleton import build
 from fuyou_cli.engine.vocabulary import cut_vocabulary
 from fuyou_cli.spec.model import PAGE, SOURCES_AT, SourceFile
+from fuyou_cli.spec.model_facts import InPlace, Lying
 
 CONFIG = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 PATTERNS = ["model.embed_tokens", "model.layers.0.*", "model.layers.1.self_attn.*"]

@@ -1,0 +1,170 @@
+"""Describes a recipe's model for plans: from what is kept of it on disk, or from its skeleton, which is built when needed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..spec.model import ModelSpec
+from ..spec.model_facts import InPlace, ModelFacts
+from .adapting import adapt
+from .descriptions import Descriptions
+from .limits import positions_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ..engine.anatomy import Anatomy
+    from ..engine.describe import Outlined
+    from ..recipe.schema import Recipe
+    from ..spec.plan import Numerics
+
+
+class KnownModel:
+    """Holds what is known of a model. `strict`: a model that cannot be trained is refused once it is built. `process` returns
+    the bytes of this process; None: they do not matter."""
+
+    def __init__(self, recipe: Recipe, model_dir: Path, *, strict: bool, process: Callable[[], int] | None = None) -> None:
+        self._recipe, self._folder, self._strict, self._process = recipe, model_dir, strict, process
+        self._before = None if process is None or "torch" in sys.modules else process()
+        self._descriptions = Descriptions.of(recipe, model_dir)
+        self._kept = self._descriptions.find(ModelFacts)
+        self._outline: Outlined | None = None
+        self._cut: dict[tuple[int, str], tuple[InPlace | None, Anatomy]] = {}
+        self._facts = self._kept if process is None or self._knows_process else None
+
+    @property
+    def _knows_process(self) -> bool:
+        return self._kept is not None and self._kept.loaded_bytes is not None
+
+    @property
+    def is_built(self) -> bool:
+        return self._outline is not None
+
+    def build(self) -> Outlined:
+        """Returns the model's stages before the vocabulary is cut. The first call builds the model."""
+        if self._outline is None:
+            self._outline = outline_of(self._recipe, self._folder, strict=self._strict)
+        return self._outline
+
+    @property
+    def facts(self) -> ModelFacts:
+        if self._facts is None:
+            self._facts = self._kept or facts_of(self.build(), self._recipe)
+        return self._facts
+
+    @property
+    def unloaded_bytes(self) -> int:
+        """Returns by how much a process grows that builds the model, if this one has not."""
+        return 0 if self.is_built else self.facts.loaded_bytes or 0
+
+    def keep(self) -> None:
+        """Keeps the facts for later plans, with the bytes of all that was loaded if nothing had been before."""
+        facts = self.facts
+        if self._before is not None and self._process is not None and self.is_built and not self._knows_process:
+            facts = replace(facts, loaded_bytes=self._process() - self._before)
+        if facts != self._kept:
+            self._descriptions.keep(facts)
+
+    def specified(self, numerics: Numerics, files: InPlace | None, *, compiled: bool) -> ModelSpec:
+        """Returns the model's specification at micro-batches of this shape, kept or traced. Raises UsageError if it cannot be
+        traced."""
+        about = (traced(numerics), compiled, repr(files))
+        known = self._descriptions.find(ModelSpec, *about)
+        if known is None:
+            known = self._traced(numerics, files, compiled=compiled)
+            self._descriptions.keep(known, *about)
+        return known
+
+    def _traced(self, numerics: Numerics, files: InPlace | None, *, compiled: bool) -> ModelSpec:
+        from ..engine.compiled import as_compiled
+        from ..engine.describe import specified
+
+        found = specified(
+            replace(self.build(), anatomy=self.stages(numerics, files)),
+            dtype=numerics.compute_dtype,
+            micro_batch_size=numerics.micro_batch_size,
+            max_seq_len=numerics.max_seq_len,
+            head_chunk_tokens=numerics.head_chunk_tokens,
+        )
+        return as_compiled(found) if compiled else found
+
+    def stages(self, numerics: Numerics, files: InPlace | None) -> Anatomy:
+        """Returns the stages with the vocabulary cut, and with frozen weights as they lie in the model's `files`."""
+        from ..engine.in_place import read_in_place
+        from ..engine.vocabulary import cut_vocabulary
+
+        about = (numerics.vocabulary_rows, numerics.compute_dtype)
+        if about not in self._cut or self._cut[about][0] is not files:
+            anatomy = cut_vocabulary(self.build().anatomy, numerics.vocabulary_rows)
+            self._cut[about] = files, anatomy if files is None else read_in_place(anatomy, files, numerics.compute_dtype)
+        return self._cut[about][1]
+
+
+def traced(numerics: Numerics) -> tuple[object, ...]:
+    """Returns the numerics that a specification depends on."""
+    numbers = (numerics.micro_batch_size, numerics.max_seq_len, numerics.head_chunk_tokens, numerics.vocabulary_rows)
+    return (numerics.compute_dtype, *numbers)
+
+
+def outline_of(recipe: Recipe, model_dir: Path, *, strict: bool) -> Outlined:
+    """Finds the stages of the model in a folder, and what of them is trained. If `strict`, refuses a model that cannot be
+    trained."""
+    from ..engine.skeleton import build, load_config
+
+    trusted = recipe.model.trust_remote_code
+    model = build(
+        load_config(model_dir, trust_remote_code=trusted),
+        dtype=recipe.precision.compute,
+        attention=recipe.model.attn_implementation,
+        trust_remote_code=trusted,
+    )
+    adapt(model, recipe)
+    if strict and recipe.model.kernels == "liger":
+        from ..engine.liger import check_liger
+
+        check_liger(model)
+    return _with_frozen(recipe, model, strict=strict)
+
+
+def _with_frozen(recipe: Recipe, model: PreTrainedModel, *, strict: bool) -> Outlined:
+    """Finds the stages of a model, freezes what the recipe does not train, and marks what of it rests quantised."""
+    from ..engine.describe import outlined
+    from ..engine.freezing import as_marked, frozen
+    from ..engine.quantising import quantised
+
+    outline = outlined(model, strict=strict, isolated=recipe.dataset.packing == "isolated")
+    anatomy = frozen(outline.anatomy, recipe.freeze) if recipe.adapter is None else as_marked(outline.anatomy)
+    return replace(outline, anatomy=quantised(anatomy, recipe.model.quantisation))
+
+
+def facts_of(outline: Outlined, recipe: Recipe) -> ModelFacts:
+    """Finds out what a plan needs to know of a model that was built. Raises UsageError if its vocabulary cannot be cut as the
+    recipe says."""
+    from ..engine.freezing import frozen_with_others
+    from ..engine.vocabulary import resolved_rows
+
+    anatomy = outline.anatomy
+    model = anatomy.model
+    limit, learned = positions_of(model)
+    return ModelFacts(
+        refusal=outline.refusal,
+        attention=str(model.config._attn_implementation),
+        positions=limit,
+        learns_positions=learned,
+        embeddings=_rows(model.get_input_embeddings()),
+        logits=model.config.get_text_config().vocab_size,
+        head_rows=_rows(model.get_output_embeddings()),
+        vocabulary_rows=resolved_rows(anatomy, recipe.train.head_chunk_vocab),
+        has_frozen=any(stage.frozen for stage in anatomy.stages),
+        frozen_with=tuple(frozen_with_others(anatomy, recipe.freeze)),
+    )
+
+
+def _rows(module: object) -> int:
+    """Returns the rows of an embedding's or a head's matrix, 0 where there is none."""
+    weight = getattr(module, "weight", None)
+    return 0 if weight is None else int(weight.shape[0])
