@@ -332,9 +332,13 @@ def clean(
 
 
 def _plan(loaded: LoadedRecipe, **options: Any) -> None:
+    from fuyou_cli.core.collector import uncollected
+
     from .plan_command import PlanOptions, run_plan
 
-    if not run_plan(loaded, PlanOptions(**options)):
+    with uncollected():
+        fits = run_plan(loaded, PlanOptions(**options))
+    if not fits:
         raise typer.Exit(error_screen.DOES_NOT_FIT)
 
 

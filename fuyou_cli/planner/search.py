@@ -14,11 +14,9 @@ If the fastest choice spends drives for little, the choices that do not are sear
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from ..core.collector import uncollected
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan
@@ -68,23 +66,11 @@ def _search(placing: Placing, effort: Effort | None) -> Found:
     # error.
     for with_room in (True, False):
         looking = SearchState(placing=placing, pipelines=choices.pipelines, with_room=with_room, effort=effort)
-        with _uncollected():
+        with uncollected():
             complete = _explored(looking, choices)
             if looking.best is not None:
                 return _with_sweeps(looking, choices, _found(looking, choices, complete=complete))
     raise too_small(model, hardware, request)
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Turns the cycle collector off, which took a third of a search's time and freed nothing."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def fastest(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
