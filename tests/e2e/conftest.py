@@ -24,12 +24,25 @@ from proof.nursery import Child, Nursery
 from proof.place import with_keys
 
 from fuyou_cli.core.errors import Interrupted
+from fuyou_cli.core.paths import kept_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 HANGS = 280.0  # seconds after which a run is given up: nothing is judged by it
 END, PAD = "<|end|>", "<|pad|>"
 PLACES = ["harbour", "mill", "station", "bakery", "tower", "garden", "market", "bridge"]
 ROWS = [f"The road from the {a} to the {b} takes {len(a) * len(b)} minutes on foot." for a in PLACES for b in PLACES]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kept_models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Descriptions of models are kept for all tests of a session, and never beside those of whoever runs it. Those about
+    describing have a folder of their own."""
+    folder = tmp_path_factory.getbasetemp()
+    shared = folder.parent if folder.name.startswith("popen-") else folder  # one for all workers
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(shared / "kept-by-all"))
+        (kept_folder() / "models").mkdir(parents=True, exist_ok=True)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -136,6 +149,9 @@ class Project:
     def environment(self) -> dict[str, str]:
         kept = {key: value for key, value in os.environ.items() if not key.startswith("FUYOU_")}
         kept["XDG_CACHE_HOME"] = str(self.folder / "cache")  # this machine as nobody has measured it
+        if not (models := self.folder / "cache/fuyou/models").is_symlink():
+            models.parent.mkdir(parents=True)
+            models.symlink_to(kept_folder() / "models")
         return {**kept, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
 
     def fuyou(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
