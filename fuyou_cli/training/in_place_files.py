@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,22 +29,26 @@ if TYPE_CHECKING:
 _GPU_ALIGNMENT = 16  # bytes: the fast kernels of a GPU load as many at once
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Places:
+    """Holds where the tensors of a model lie in its files: each name with one of `lying`."""
+
+    names: tuple[str, ...]
+    lying: tuple[Lying, ...]
+    sources: tuple[SourceFile, ...]
+
+
 def files_in_place(
     recipe: Recipe, known: KnownModel, model_dir: Path, directories: Sequence[Path], saved: Manifest | None, *, device: str
 ) -> InPlace:
     """Returns where the model's frozen tensors lie. Raises UsageError if a saved run's files are gone or have changed."""
-    from ..checkpoint.files import open_checkpoint
-    from ..checkpoint.names import entries_for
-
     if saved is not None and not saved.sources:
         return _refused("the saved run has them in its store")
     try:
-        checkpoint = open_checkpoint(model_dir)
-        entries = entries_for(known.build().anatomy.model, checkpoint, base_name=base_name_of(recipe))
-        files = sorted({entry.file for entry in entries.values()})
+        places = _places(recipe, known, model_dir)
         found = InPlace(
-            tensors=_lying(entries, files),
-            sources=tuple(_described(file, entries) for file in files),
+            tensors=dict(zip(places.names, places.lying, strict=True)),
+            sources=places.sources,
             alignment=_GPU_ALIGNMENT if device == "cuda" else 1,
         )
     except (UsageError, OSError) as error:
@@ -56,8 +61,29 @@ def files_in_place(
         raise _changed(str(error), timed=not saved.knows_pieces) from error
     if saved is not None:
         _check_same(saved, found.sources)
-    elif reason := _reason(files, directories):
+    elif reason := _reason([Path(source.path) for source in found.sources], directories):
         return _refused(reason)
+    return found
+
+
+def _places(recipe: Recipe, known: KnownModel, model_dir: Path) -> Places:
+    """Finds the model's tensors in its files. While the model is not built, for a plan, files that were looked at before count
+    as the same by their names, sizes and times of change."""
+    from ..checkpoint.files import open_checkpoint
+    from ..checkpoint.names import entries_for
+
+    statuses = [(file.name, file.stat()) for file in sorted(model_dir.glob("*.safetensors*"))]
+    about = (str(model_dir.absolute()), [(name, status.st_size, status.st_mtime_ns) for name, status in statuses])
+    kept = None if known.is_built else known.descriptions.find(Places, *about)
+    if kept is not None:
+        return kept
+    checkpoint = open_checkpoint(model_dir)
+    entries = entries_for(known.build().anatomy.model, checkpoint, base_name=base_name_of(recipe))
+    files = sorted({entry.file for entry in entries.values()})
+    lying = _lying(entries, files)
+    sources = tuple(_described(file, entries) for file in files)
+    found = Places(names=tuple(lying), lying=tuple(lying.values()), sources=sources)
+    known.descriptions.keep(found, *about)
     return found
 
 

@@ -30,8 +30,8 @@ class KnownModel:
     def __init__(self, recipe: Recipe, model_dir: Path, *, strict: bool, process: Callable[[], int] | None = None) -> None:
         self._recipe, self._folder, self._strict, self._process = recipe, model_dir, strict, process
         self._before = None if process is None or "torch" in sys.modules else process()
-        self._descriptions = Descriptions.of(recipe, model_dir)
-        self._kept = self._descriptions.find(ModelFacts)
+        self.descriptions = Descriptions.of(recipe, model_dir)
+        self._kept = self.descriptions.find(ModelFacts)
         self._outline: Outlined | None = None
         self._cut: dict[tuple[int, str], tuple[InPlace | None, Anatomy]] = {}
         self._facts = self._kept if process is None or self._knows_process else None
@@ -67,16 +67,16 @@ class KnownModel:
         if self._before is not None and self._process is not None and self.is_built and not self._knows_process:
             facts = replace(facts, loaded_bytes=self._process() - self._before)
         if facts != self._kept:
-            self._descriptions.keep(facts)
+            self.descriptions.keep(facts)
 
     def specified(self, numerics: Numerics, files: InPlace | None, *, compiled: bool) -> ModelSpec:
         """Returns the model's specification at micro-batches of this shape, kept or traced. Raises UsageError if it cannot be
         traced."""
         about = (traced(numerics), compiled, repr(files))
-        known = self._descriptions.find(ModelSpec, *about)
+        known = self.descriptions.find(ModelSpec, *about)
         if known is None:
             known = self._traced(numerics, files, compiled=compiled)
-            self._descriptions.keep(known, *about)
+            self.descriptions.keep(known, *about)
         return known
 
     def _traced(self, numerics: Numerics, files: InPlace | None, *, compiled: bool) -> ModelSpec:

@@ -231,7 +231,7 @@ def inspect(resolved: Resolved, *, say: Say, process: Callable[[], int] | None =
     known = KnownModel(recipe, resolved.model_dir, strict=resolved.to_run, process=process)
     device = device_name(recipe)
     loaded = process is not None and (device == "cuda" or "torch" in sys.modules)  # then the process is measured with the model
-    if resolved.to_run or loaded:
+    if resolved.to_run or loaded or recipe.eval.samples is not None:  # whose prompts are tokenised for a built model
         known.build()
     facts = known.facts
     check_positions(recipe, facts.positions, facts.learns_positions, say)
@@ -239,10 +239,11 @@ def inspect(resolved: Resolved, *, say: Say, process: Callable[[], int] | None =
         say(f"note: freeze: {name} is tied to {other}, so it is not trained either")
     if resolved.to_run:
         note_slow_products(recipe, device, say)
+    in_place = in_place_of(resolved, known, device, say)
     if known.is_built:
         warm_up(recipe)
     known.keep()
-    in_place, prompts = in_place_of(resolved, known, device, say), _prompts(resolved, known, say)
+    prompts = _prompts(resolved, known, say)
     return Inspected(resolved=resolved, device=device, known=known, in_place=in_place, prompts=prompts)
 
 

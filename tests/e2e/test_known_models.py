@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from engine.test_configs import CONFIGS
@@ -16,6 +18,7 @@ from fuyou_cli.machine.described import described
 from fuyou_cli.machine.profile_store import PROCESS_STEP
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.recipe.shipped import shipped_recipes
+from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.model_facts import ModelFacts
 from fuyou_cli.training import known_model
 from fuyou_cli.training.descriptions import MOST, Descriptions
@@ -48,11 +51,11 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return times
 
 
-def planned(folder: Path, *keys: str, recipe: str = FULL) -> tuple[object, ...]:
+def planned(folder: Path, *keys: str, recipe: str = FULL, machine: str = MACHINE) -> tuple[object, ...]:
     """The plan, what it is made from, and what was said."""
     notes = list[str]()
     loaded = load_recipe(shipped_recipes()[recipe], (f"model.name_or_path={folder}", ONE, *keys))
-    found = planned_elsewhere(loaded, described(MACHINE), choose=usual, say=notes.append)
+    found = planned_elsewhere(loaded, described(machine), choose=usual, say=notes.append)
     return found.plan, found.model, found.refusal, found.inspected.known.facts, notes
 
 
@@ -92,6 +95,18 @@ def test_what_it_depends_on(folder: Path, built: list[str], monkeypatch: pytest.
     monkeypatch.setattr("fuyou_cli.training.descriptions._DESCRIBING", ("engine",))  # as if the code were another
     planned(folder)
     assert len(built) == 3 + len(changes)
+
+
+def test_frozen_weights_lie_where_they_lay(folder: Path, built: list[str], materials: Path) -> None:
+    """As long as the model's files are the same."""
+    shutil.copytree(materials / "model", folder, dirs_exist_ok=True)
+    keys = ["freeze=[transformer.h.0]", "precision.compute=float32", "dataset.max_seq_len=24", f"offload.dir={folder}/store"]
+    first = planned(folder, *keys, machine="gen4,64GiB")  # to a GPU, tensors of this file would lie badly
+    assert isinstance(first[1], ModelSpec) and first[1].sources and not first[1].imported_because
+    assert planned(folder, *keys, machine="gen4,64GiB") == first and built == ["built"]
+    os.utime(folder / "model.safetensors", ns=(0, 7))
+    (changed,) = cast(ModelSpec, planned(folder, *keys, machine="gen4,64GiB")[1]).sources
+    assert changed.changed == 7 and len(built) == 2
 
 
 @pytest.mark.parametrize("damage", [b"", b"7" * 64 + b"\n{}", b"\xff", b"flip"])
