@@ -1,4 +1,4 @@
-"""Keeps on disk what plans need to know of a model, so that planning it again loads neither torch nor transformers.
+"""Keeps on disk what plans found out about a model, so that planning it again loads neither torch nor transformers.
 
 Whatever a description depends on is in the name of its file: the model's configuration, the recipe's keys that change the
 model, every installed package, and fuyou's own code. A file that is damaged, or of another version, counts as absent.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Kind = TypeVar("Kind")
 LARGEST = 32 << 20  # bytes of a file; the one of 405B parameters with an adapter has under 1 MB
 MOST = 100  # files; more push out those that were not used for longest
-_DESCRIBING = ("adapters", "core", "engine", "spec", "training")  # folders with the code that describes a model
+_DESCRIBING = ("adapters", "core", "engine", "planner", "spec", "training")  # folders with the code that makes what is kept
 
 
 class Descriptions:

@@ -44,6 +44,11 @@ class KnownModel:
     def is_built(self) -> bool:
         return self._outline is not None
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Tells whether the plan is for another machine."""
+        return self._process is None
+
     def build(self) -> Outlined:
         """Returns the model's stages before the vocabulary is cut. The first call builds the model."""
         if self._outline is None:

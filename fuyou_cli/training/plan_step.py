@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..checkpoint.hub import Hub, Progress
@@ -122,6 +122,13 @@ def _usual_plan(model: ModelSpec, hardware: HardwareProfile, request: PlanReques
     return timed_plan(model, hardware, plan, chosen=request.commit_every == "auto")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FastestSize:
+    """Holds the rows of the fastest micro-batch."""
+
+    rows: int
+
+
 class _Planner:
     """Plans one model on one machine. Keeps specifications and searches, so that nothing is done twice."""
 
@@ -202,6 +209,19 @@ class _Planner:
         return self._described[about]
 
     def fastest_micro_batch(self) -> int:
+        """Compares the sizes, unless that was done for this very recipe and machine. The one that plans never counts as the same:
+        its free disk changes."""
+        inspected = self._inspected
+        if not inspected.known.is_elsewhere:
+            return self._compared_sizes()
+        about = (inspected.recipe.model_dump_json(), self._hardware, self._disks, inspected.in_place)
+        kept = inspected.known.descriptions.find(FastestSize, *about)
+        if kept is None:
+            kept = FastestSize(rows=self._compared_sizes())
+            inspected.known.descriptions.keep(kept, *about)
+        return kept.rows
+
+    def _compared_sizes(self) -> int:
         """Compares the simulated usual plans of the sizes, then the searched plans of the best two."""
         recipe, hardware = self._inspected.recipe, self._hardware
 

@@ -20,8 +20,9 @@ from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.recipe.shipped import shipped_recipes
 from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.model_facts import ModelFacts
-from fuyou_cli.training import known_model
+from fuyou_cli.training import known_model, plan_step
 from fuyou_cli.training.descriptions import MOST, Descriptions
+from fuyou_cli.training.numerics import fastest_size
 
 from .test_plan_recipes import usual
 
@@ -95,6 +96,22 @@ def test_what_it_depends_on(folder: Path, built: list[str], monkeypatch: pytest.
     monkeypatch.setattr("fuyou_cli.training.descriptions._DESCRIBING", ("engine",))  # as if the code were another
     planned(folder)
     assert len(built) == 3 + len(changes)
+
+
+def test_sizes_of_micro_batches_are_compared_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = list[str]()
+
+    def compared(*arguments: Any, **options: Any) -> int:
+        times.append("compared")
+        return fastest_size(*arguments, **options)
+
+    monkeypatch.setattr(plan_step, "fastest_size", compared)
+    keys = ["train.micro_batch_size=auto", "train.batch_size=4", "dataset.max_seq_len=512"]
+    first = planned(folder, *keys)
+    assert planned(folder, *keys) == first and len(times) == 1
+    assert planned(folder, *keys, machine="rtx4090,2xgen4,96GiB") != first and len(times) == 2
+    planned(folder, *keys, "offload.activations=recompute")
+    assert len(times) == 3
 
 
 def test_frozen_weights_lie_where_they_lay(folder: Path, built: list[str], materials: Path) -> None:
