@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..spec.model import ModelSpec
+from ..spec.model import ModelSpec, OperatorSpec, StageSpec
 from ..spec.model_facts import InPlace, ModelFacts
 from .adapting import adapt
 from .descriptions import Descriptions
@@ -79,9 +79,10 @@ class KnownModel:
         traced."""
         about = (traced(numerics), compiled, repr(files))
         known = self.descriptions.find(ModelSpec, *about)
-        if known is None:
-            known = self._traced(numerics, files, compiled=compiled)
-            self.descriptions.keep(known, *about)
+        if known is not None:
+            return _shared(known)
+        known = self._traced(numerics, files, compiled=compiled)
+        self.descriptions.keep(known, *about)
         return known
 
     def _traced(self, numerics: Numerics, files: InPlace | None, *, compiled: bool) -> ModelSpec:
@@ -107,6 +108,17 @@ class KnownModel:
             anatomy = cut_vocabulary(self.build().anatomy, numerics.vocabulary_rows)
             self._cut[about] = files, anatomy if files is None else read_in_place(anatomy, files, numerics.compute_dtype)
         return self._cut[about][1]
+
+
+def _shared(model: ModelSpec) -> ModelSpec:
+    """Returns the same model whose equal blocks share their operators, as those of a traced one do: a search relies on it."""
+    seen: dict[tuple[OperatorSpec, ...], tuple[OperatorSpec, ...]] = {}
+
+    def of(stage: StageSpec) -> StageSpec:
+        operators, unneeded = (seen.setdefault(found, found) for found in (stage.operators, stage.unneeded))
+        return replace(stage, operators=operators, unneeded=unneeded)
+
+    return replace(model, stages=tuple(map(of, model.stages)))
 
 
 def traced(numerics: Numerics) -> tuple[object, ...]:

@@ -209,7 +209,7 @@ class _Planner:
         return self._described[about]
 
     def fastest_micro_batch(self) -> int:
-        """Compares the sizes, unless that was done for this very recipe and machine. The one that plans never counts as the same:
+        """Compares the sizes, unless that was done for this very recipe and machine. This machine never counts as the same:
         its free disk changes."""
         inspected = self._inspected
         if not inspected.known.is_elsewhere:
