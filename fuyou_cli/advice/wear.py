@@ -87,7 +87,7 @@ def spared_of(found: Found, plan: Plan, model: ModelSpec, hardware: HardwareProf
     faster."""
     if found.fastest is found.best:
         return None
-    fastest, chosen = timed(found.fastest, model, hardware, request).predicted, plan.predicted
+    fastest, chosen = timed(found.fastest, model, hardware, request, costs=found.costs).predicted, plan.predicted
     faster, more = chosen.step_seconds / fastest.step_seconds - 1, fastest.written_per_step - chosen.written_per_step
     if faster <= 0 or more <= 0:
         return None

@@ -243,7 +243,8 @@ def staged_bytes(model: ModelSpec, numerics: Numerics, visit: Visit, *, on_devic
     step, positions = 2 * _ID * numerics.tokens, 2 * _ID * numerics.max_seq_len
     ids = step // sweeps
     targets = step * is_first if on_device or model.head_is_cut else ids * (visit.phase == "head")
-    targets += 2 * looked_up_bytes(model, numerics) * is_first
+    if is_first:
+        targets += 2 * looked_up_bytes(model, numerics)
     if on_device:
         return targets + (step + positions) * is_first
     if stage.kind == "embedding" and stage.index and _begins_table(stage):  # a table of positions, which all rows share

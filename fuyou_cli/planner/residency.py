@@ -374,6 +374,6 @@ def _sharing(model: ModelSpec, plan: Plan) -> dict[int, list[int]]:
 
 def _has_work(record: Record) -> bool:
     """Tells whether a transfer of the record is under way, or an update is due and something holds its span."""
-    under_way = (record.update, record.gradient_write, record.gradient_read)
-    is_moving = bool(record.fetches) or any(ticket is not None for ticket in under_way)
-    return is_moving or (record.due is not None and record.held > 0)
+    if record.fetches or record.update is not None or record.gradient_write is not None or record.gradient_read is not None:
+        return True
+    return record.due is not None and record.held > 0

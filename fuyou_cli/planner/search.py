@@ -14,7 +14,7 @@ If the fastest choice spends drives for little, the choices that do not are sear
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ..core.collector import uncollected
 from ..spec.hardware import HardwareProfile
@@ -44,6 +44,7 @@ class Found:
     complete: bool  # no choice of the family is better
     placed: int  # stages of all choices placed
     visits: int  # visits simulated
+    costs: Costs = field(repr=False, compare=False)  # with what simulations found out: another one of these choices is quick
 
 
 def search(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, *, effort: Effort | None = None) -> Found:
@@ -104,7 +105,15 @@ def _found(every: SearchState, choices: Family, *, complete: bool) -> Found:
         best = (spared if policy == "spare" else balanced)(every, frugal)
         every.learn_from(frugal)
         placed, visits = placed + frugal.placed, visits + frugal.visits
-    return Found(best=best, fastest=fastest, others=every.others(best), complete=complete, placed=placed, visits=visits)
+    return Found(
+        best=best,
+        fastest=fastest,
+        others=every.others(best),
+        complete=complete,
+        placed=placed,
+        visits=visits,
+        costs=every.placing.costs,
+    )
 
 
 def _with_sweeps(every: SearchState, choices: Family, found: Found) -> Found:
