@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..core.errors import UsageError
-from ..engine.anatomy import blocks_of
+from ..engine.anatomy import beside_text, blocks_of
 from ..engine.skeleton import LIBRARY_ERRORS, said
 from ..recipe.schema import AdapterSection
 from .adapter_names import ADAPTER
@@ -32,7 +32,8 @@ def inject(model: PreTrainedModel, section: AdapterSection) -> LoraConfig:
 
     Returns peft's configuration with the targets it found. Raises UsageError where nothing matches, or what matches cannot be
     adapted."""
-    config, blocks, tied = _config(section), blocks_of(model), _tied(model)
+    beside = list(beside_text(model).values())
+    config, blocks, tied = _config(section, beside), blocks_of(model), _tied(model)
     try:
         with warnings.catch_warnings(action="ignore"):  # fan_in_fan_out peft sets right, and the rest is refused below
             inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=True)
@@ -50,11 +51,18 @@ def inject(model: PreTrainedModel, section: AdapterSection) -> LoraConfig:
                 hint="leave it out" if shared else "leave it out; adapter.modules_to_save trains it in full",
             )
         _match_dtype(layer)
-    _refuse_unused(section, [name for name, _ in lora_layers(model)], _train_in_full(model, tied))
+    in_full = _train_in_full(model, tied)
+    if wrong := [name for name in in_full if f"{name}.".startswith(tuple(f"{part}." for part in beside))]:
+        raise UsageError(
+            f"adapter.modules_to_save: {wrong[0]} does not run on text, so it cannot be trained",
+            hint="write more of the name of the module that is meant, as language_model.norm",
+        )
+    _refuse_unused(section, [name for name, _ in lora_layers(model)], in_full)
     return config
 
 
-def _config(section: AdapterSection) -> LoraConfig:
+def _config(section: AdapterSection, beside: list[str]) -> LoraConfig:
+    """Returns peft's configuration for the text part of a model; peft leaves the parts `beside` it out, whoever loads it."""
     targets = section.target_modules
     return LoraConfig(
         task_type="CAUSAL_LM",
@@ -62,6 +70,7 @@ def _config(section: AdapterSection) -> LoraConfig:
         lora_alpha=section.lora_alpha,
         lora_dropout=section.lora_dropout,
         target_modules=targets if isinstance(targets, str) else list(targets),
+        exclude_modules=rf"({'|'.join(map(re.escape, beside))})(\..*)?" if beside else None,
         use_rslora=section.use_rslora,
         use_dora=section.use_dora,
         modules_to_save=list(section.modules_to_save) or None,

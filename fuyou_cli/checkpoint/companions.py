@@ -15,8 +15,8 @@ from .files import inside, read_json
 CONFIG_NAME = "config.json"
 ADAPTER_CONFIG_NAME = "adapter_config.json"  # beside an adapter, or in a store that holds one; never beside a whole model
 
-# Belong to the model: settings for generation, and licence texts that must go with the weights.
-MODEL_PATTERNS = ("generation_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*")
+# Belong to the model: settings for generation and of what prepares images, and licence texts that must go with the weights.
+MODEL_PATTERNS = ("generation_config.json", "*processor_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*")
 # The same, and every file that a tokenizer of transformers may have.
 PATTERNS = (
     *MODEL_PATTERNS, "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",

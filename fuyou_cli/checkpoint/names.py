@@ -8,7 +8,7 @@ written. Every other difference is an error, and all errors are reported at once
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from fuyou_cli.core.errors import UsageError
@@ -40,12 +40,16 @@ def _unchanged(name: str) -> str | None:
 
 
 def entries_for(
-    model: PreTrainedModel, checkpoint: Checkpoint, *, base_name: Callable[[str], str | None] = _unchanged
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    *,
+    base_name: Callable[[str], str | None] = _unchanged,
+    untouched: Collection[str] = (),
 ) -> dict[str, TensorEntry]:
     """Finds the file's tensor for every name of the model's state dict. The model may be on the meta device.
 
     base_name: gives the name that the model without its adapter has for it; None for a tensor of the adapter, which no file
-    has.
+    has. untouched: parts of the model that nothing is computed with, so that their values do not matter.
 
     Names of tied weights get the same entry. Data is read only where a tied tensor is stored twice: both copies must be equal,
     because training keeps one. Raises UsageError naming every tensor that does not fit.
@@ -65,7 +69,7 @@ def entries_for(
                     hint='Set "tie_word_embeddings": false in config.json if they are meant to differ.',
                 )
         found = {name: matched[base] for name, base in named.items()}
-        _check_buffers(model, found, reader)
+        _check_buffers(model, {name: entry for name, entry in found.items() if not is_in(untouched, name)}, reader)
     return found
 
 
@@ -83,6 +87,11 @@ def _check_buffers(model: PreTrainedModel, matched: dict[str, TensorEntry], read
                 "those that the model's code computes",
                 hint="fuyou trains and exports parameters only: these values would be lost. Use another model.",
             )
+
+
+def is_in(parts: Iterable[str], name: str) -> bool:
+    """Tells whether a parameter or buffer of this name is, or is in, one of these parts of a model."""
+    return any(name == part or name.startswith(f"{part}.") for part in parts)
 
 
 def match(

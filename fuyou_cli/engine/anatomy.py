@@ -7,7 +7,7 @@ outside the base model (the language-model head) belong to the head stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
@@ -150,6 +150,7 @@ class Anatomy:
     stages: tuple[Stage, ...]
     tied_head: bool
     isolated: bool = False  # documents of a row do not see each other (`isolated`)
+    untouched: tuple[str, ...] = ()  # parts that do not run on text, as a vision tower: modules, topmost ones, by name
     sources: tuple[SourceFile, ...] = ()  # files that frozen parameters are read from
     imported_because: str = ""  # why frozen parameters are not
 
@@ -168,10 +169,10 @@ class Anatomy:
 
 def dissect(model: PreTrainedModel) -> Anatomy:
     """Finds the stages of `model`. Raises UsageError if it has no blocks, or cannot be streamed."""
-    blocks = blocks_of(model)
+    blocks, beside = blocks_of(model), beside_text(model)
     refuse_by_configuration(model)
-    units = list(_units(model.base_model, blocks))
-    return _assembled(model, _running_order(units, model, blocks), blocks)
+    units = list(_units(model.base_model, blocks, beside))
+    return _assembled(model, _running_order(units, model, blocks, beside), blocks)
 
 
 def outline(model: PreTrainedModel) -> Anatomy:
@@ -180,19 +181,40 @@ def outline(model: PreTrainedModel) -> Anatomy:
     The stages are in the order of the model's forward if that can be followed, otherwise embeddings come first. Raises
     UsageError if no module says that it is a block.
     """
-    blocks = blocks_of(model)
-    units = list(_units(model.base_model, blocks))
+    blocks, beside = blocks_of(model), beside_text(model)
+    units = list(_units(model.base_model, blocks, beside))
     try:
-        order = _running_order(units, model, blocks)
+        order = _running_order(units, model, blocks, beside)
     except UsageError:
-        order = sorted(units, key=lambda unit: not _is_input(unit[1]))
+        text = [(name, module) for name, module in units if module not in beside]
+        order = sorted(text, key=lambda unit: not _is_input(unit[1]))
     return _assembled(model, order, blocks)
+
+
+def beside_text(model: PreTrainedModel) -> dict[nn.Module, str]:
+    """Returns the parts of a model beside its text decoder, as a vision tower and what projects its outputs: topmost modules
+    with parameters, each with its name. None for a model of text alone."""
+    names = {module: name for name, module in model.named_modules()}
+    decoder, base = model.get_decoder(), model.base_model
+    if base is model or decoder not in set(base.modules()):
+        return {}
+    waiting, found = [base], dict[nn.Module, str]()
+    while waiting:
+        module = waiting.pop()
+        if module is decoder:
+            continue
+        if any(inner is decoder for inner in module.modules()):
+            waiting += module.children()
+        elif any(True for _ in module.parameters()):
+            found[module] = names[module]
+    return found
 
 
 def blocks_of(model: PreTrainedModel) -> set[nn.Module]:
     """Returns the decoder blocks. Raises UsageError if no module says that it is one."""
     names = getattr(model, "_no_split_modules", None) or ()
-    inside = (module for module in model.base_model.modules() if module is not model.base_model)
+    outside = {module for part in beside_text(model) for module in part.modules()} | {model.base_model}
+    inside = (module for module in model.base_model.modules() if module not in outside)
     blocks = {m for m in inside if isinstance(m, GradientCheckpointingLayer) or type(m).__name__ in names}
     if not blocks:
         raise UsageError(f"{type(model).__name__} has no decoder blocks that can be streamed", hint=WORKING)
@@ -200,8 +222,12 @@ def blocks_of(model: PreTrainedModel) -> set[nn.Module]:
 
 
 def _assembled(model: PreTrainedModel, order: list[tuple[str, nn.Module]], blocks: set[nn.Module]) -> Anatomy:
-    """Returns the stages of `order`, then the head with all remaining parameters."""
-    left = _places(model)
+    """Returns the stages of `order`, then the head with all remaining parameters but those that do not run on text."""
+    left, ordered = _places(model), {module for _, module in order}
+    untouched = [name for module, name in beside_text(model).items() if module not in ordered]
+    untouched += _around_decoder(model)
+    ends = tuple(f"{part}." for part in untouched)
+    left = {one: places for one, places in left.items() if not f"{places[0][2]}.".startswith(ends)}
     stages = []
     for name, module in order:
         kind: StageKind = "block" if module in blocks else "embedding" if _is_input(module) else "norm"
@@ -210,31 +236,43 @@ def _assembled(model: PreTrainedModel, order: list[tuple[str, nn.Module]], block
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     tied = head is not None and embedding is not None and head.weight is embedding.weight
-    return Anatomy(model, tuple(stages), tied)
+    return Anatomy(model, tuple(stages), tied, untouched=tuple(untouched))
+
+
+def _around_decoder(model: PreTrainedModel) -> list[str]:
+    """Names the parameters that modules around the text decoder own themselves, as what marks the end of a row of an image."""
+    decoder, base = model.get_decoder(), model.base_model
+    if base is model:
+        return []
+    around = ((name, m) for name, m in model.named_modules() if m not in (model, decoder) and decoder in set(m.modules()))
+    return [f"{name}.{own}" for name, module in around for own, _ in module.named_parameters(recurse=False)]
 
 
 def _is_input(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding)
 
 
-def _units(base: nn.Module, blocks: set[nn.Module], prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Returns topmost modules that are blocks or own parameters themselves, in registration order."""
+def _units(
+    base: nn.Module, blocks: set[nn.Module], beside: Container[nn.Module], prefix: str = ""
+) -> Iterator[tuple[str, nn.Module]]:
+    """Returns topmost modules that are blocks, `beside` text, or own parameters themselves, in registration order."""
     for name, child in base.named_children():
         path = f"{prefix}{name}"
-        if child in blocks or any(True for _ in child.named_parameters(recurse=False)):
+        if child in blocks or child in beside or any(True for _ in child.named_parameters(recurse=False)):
             yield path, child
         else:
-            yield from _units(child, blocks, path + ".")
+            yield from _units(child, blocks, beside, path + ".")
 
 
 def _running_order(
-    units: list[tuple[str, nn.Module]], model: PreTrainedModel, blocks: set[nn.Module]
+    units: list[tuple[str, nn.Module]], model: PreTrainedModel, blocks: set[nn.Module], beside: Container[nn.Module]
 ) -> list[tuple[str, nn.Module]]:
-    """Finds the order in which the base model's own forward calls the units. Refuses a unit that is called twice, or never."""
+    """Finds the order in which the base model's own forward calls the units. Refuses a unit that is called twice, or never if
+    it is not `beside` text."""
     calls = stage_calls(model, {module: name for name, module in units}, shape=TRIED)
     called = [call.name for call, _ in calls]
-    for name, _ in units:
-        if called.count(name) != 1:
+    for name, module in units:
+        if called.count(name) != 1 and not (module in beside and name not in called):
             times = "never" if name not in called else f"{called.count(name)} times"
             raise UsageError(f"{type(model).__name__}: {name} runs {times} in a forward pass, but must run once", hint=WORKING)
     modules = dict(units)

@@ -29,6 +29,8 @@ def frozen(anatomy: Anatomy, patterns: Sequence[str]) -> Anatomy:
         return replace(slotted, spec=replace(slotted.spec, frozen=bool(matching)))
 
     packed = _with_parameters(anatomy, of)
+    for pattern in [one for one in unmatched if any(_matches(one, name) for every in names.values() for name in every)]:
+        unmatched.pop(pattern)  # a part that is left alone anyway
     if unmatched:
         some = ", ".join(dict.fromkeys(_pattern_of(stage) for stage in anatomy.stages if stage.parameters))
         wrong = ", ".join(f"`{pattern}`" for pattern in unmatched)

@@ -15,7 +15,8 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
 
 from ..core.errors import UsageError
 from ..core.json_files import find_object
@@ -141,10 +142,10 @@ def build(config: PreTrainedConfig, *, dtype: str, attention: str, trust_remote_
         options: dict[str, Any] = {"dtype": TORCH_DTYPE[dtype], "attn_implementation": attention}
         options["trust_remote_code"] = trust_remote_code
         with _parameters_on_meta(), _Weightless():
-            model = AutoModelForCausalLM.from_config(config, **options)
+            model = auto_class(config).from_config(config, **options)
         if any(buffer.is_meta for buffer in model.buffers()):  # one buffer was too large
             with _parameters_on_meta():
-                model = AutoModelForCausalLM.from_config(config, **options)
+                model = auto_class(config).from_config(config, **options)
     except LIBRARY_ERRORS as error:
         if isinstance(error, ImportError) and attention.startswith("flash"):
             hint = (
@@ -160,12 +161,19 @@ def build(config: PreTrainedConfig, *, dtype: str, attention: str, trust_remote_
     return model
 
 
+def auto_class(config: PreTrainedConfig) -> Any:
+    """Returns the class of transformers that builds the model: with its parts for images or sound, if its checkpoint was saved
+    with them, so that an export has them too."""
+    whole = MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(config), None)
+    is_named = whole is not None and whole.__name__ in (config.architectures or ())
+    has_text_alone = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForMultimodalLM if is_named or (whole is not None and not has_text_alone) else AutoModelForCausalLM
+
+
 def _supports_sdpa(config: PreTrainedConfig) -> bool:
     """Tells whether sdpa computes the model correctly. It does not if attention logits are capped: sdpa leaves the cap out,
     whatever the model's class in transformers 5.17 says."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
     if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:
         return False
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    return model_class is None or getattr(model_class, "_supports_sdpa", True)
+    model_class = auto_class(config)._model_mapping.get(type(config), None)
+    return model_class is None or bool(getattr(model_class, "_supports_sdpa", True))

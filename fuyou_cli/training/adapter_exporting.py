@@ -18,7 +18,7 @@ from ..checkpoint.files import ADAPTER_NAME
 from ..checkpoint.writer import OutTensor, write_checkpoint
 from ..core.errors import SwapError, UsageError
 from ..engine.skeleton import TORCH_DTYPE
-from .exporting import StoreWeights, Weights, bytes_of, stored_weights
+from .exporting import StoreWeights, Weights, bytes_of, stored_weights, write_model
 from .state.kept_companions import kept_adapter, kept_companions
 
 _AT_ONCE = 1 << 20  # elements merged at once: what is computed with takes some megabytes
@@ -80,16 +80,14 @@ def export_merged(
 ) -> list[Path]:
     """Writes the model with the adapter in the store of `source` merged in to `out`. Returns the paths of the shards."""
     with stored_weights(source, dtype=dtype, say=say) as weights:
-        merged = MergedWeights(weights, read_settings(_configuration(source)))
-        return write_checkpoint(
+        return write_model(
+            MergedWeights(weights, read_settings(_configuration(source))),
             out,
-            merged.tensors(),
-            merged.read,
+            companions=kept_companions(source) or Path(weights.manifest.model_dir),
+            untouched=weights.manifest.untouched,
+            model_dir=Path(weights.manifest.model_dir),
             max_shard_size=max_shard_size,
-            metadata=weights.metadata,
-            companions=companion_files(kept_companions(source) or Path(weights.manifest.model_dir), dtype=dtype),
             progress=progress,
-            check=weights.check,
         )
 
 
@@ -119,7 +117,7 @@ class MergedWeights:
     A and B of one layer are in memory at a time. With DoRA a matrix is read twice: its norms come first."""
 
     def __init__(self, weights: StoreWeights, settings: LoraSettings) -> None:
-        self._weights, self._settings = weights, settings
+        self._weights, self._settings, self.dtype = weights, settings, weights.dtype
         self._stored = {weights.model_name(one): one for one in weights.tensors()}
         # masters count only where the result is as wide
         narrow = weights.dtype == weights.manifest.compute_dtype == "bfloat16"
@@ -130,8 +128,11 @@ class MergedWeights:
         self._seen: dict[int, int] = {}  # with DoRA: where a piece begins, and its sum when it was read for the norms
 
     @property
-    def check(self) -> Callable[[], None]:
-        return self._weights.check
+    def metadata(self) -> dict[str, str]:
+        return self._weights.metadata
+
+    def check(self) -> None:
+        self._weights.check()
 
     def tensors(self) -> list[OutTensor]:
         return [stored for name, stored in self._stored.items() if not is_added(name)]

@@ -4,7 +4,6 @@ peft is imported only for a recipe with an adapter."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,11 +14,11 @@ from ..core.paths import expanded
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from ..checkpoint.header import TensorEntry
+    from ..engine.anatomy import Anatomy
     from ..recipe.schema import Recipe
     from ..spec.model import ModelSpec
     from .state.first_weights import Added
-
-BaseName = Callable[[str], str | None]
 
 
 def check_peft(recipe: Recipe) -> None:
@@ -36,13 +35,16 @@ def adapt(model: PreTrainedModel, recipe: Recipe) -> None:
         inject(model, recipe.adapter)
 
 
-def base_name_of(recipe: Recipe) -> BaseName:
-    """Returns what gives the name in the checkpoint of a parameter, or None for one of the adapter."""
-    if recipe.adapter is None:
-        return lambda name: name
+def entries_of(recipe: Recipe, anatomy: Anatomy, model_dir: Path) -> dict[str, TensorEntry]:
+    """Finds the checkpoint's tensor for every name of the model's state dict but those of the adapter."""
     from ..adapters.adapter_names import base_name
+    from ..checkpoint.files import open_checkpoint
+    from ..checkpoint.names import entries_for
 
-    return base_name
+    there, untouched = open_checkpoint(model_dir), anatomy.untouched
+    if recipe.adapter is None:
+        return entries_for(anatomy.model, there, untouched=untouched)
+    return entries_for(anatomy.model, there, base_name=base_name, untouched=untouched)
 
 
 def stored_names(recipe: Recipe, model: ModelSpec) -> dict[str, str]:

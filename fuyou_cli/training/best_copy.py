@@ -136,4 +136,11 @@ class BestCopy:
         adapter = configuration(planned.recipe, planned.anatomy.model, planned.model_dir)
         if adapter is not None:
             return write_adapter(weights, self.folder, companions=companions, configuration=adapter)
-        return write_model(weights, self.folder, companions=companions, max_shard_size=export.max_shard_size)
+        return write_model(
+            weights,
+            self.folder,
+            companions=companions,
+            untouched=self._ready.untouched,
+            model_dir=planned.model_dir,
+            max_shard_size=export.max_shard_size,
+        )

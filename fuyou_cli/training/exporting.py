@@ -27,7 +27,8 @@ from .packed_reading import PackedReader
 from .state.at_rest import at_rest
 from .state.extent_checks import MODULUS, not_as_named
 from .state.kept_companions import kept_companions
-from .state.stored import Manifest, StoredExtent, StoredStage, StoredTensor
+from .state.stored import Manifest, StoredExtent, StoredStage, StoredTensor, Untouched
+from .untouched import with_untouched
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -41,8 +42,8 @@ STEP = "fuyou_step"  # in a file's metadata: the steps after which it was writte
 READ_ARENA = max(2 * _WINDOW, _TENSORS * _UPDATE_WINDOW)  # bytes of the arena that `StoreWeights` reads through
 
 
-class Weights(Protocol):
-    """Gives weights to write: of a store, or of a run under way."""
+class Written(Protocol):
+    """Gives weights to write."""
 
     dtype: str
 
@@ -51,13 +52,17 @@ class Weights(Protocol):
 
     def tensors(self) -> list[OutTensor]: ...
 
-    def model_name(self, tensor: OutTensor) -> str: ...
-
-    def is_trained(self, tensor: OutTensor) -> bool: ...
-
     def read(self, tensor: OutTensor, first: int, count: int) -> memoryview: ...
 
     def check(self) -> None: ...
+
+
+class Weights(Written, Protocol):
+    """Gives the weights of a store, or of a run under way, and says what they are."""
+
+    def model_name(self, tensor: OutTensor) -> str: ...
+
+    def is_trained(self, tensor: OutTensor) -> bool: ...
 
 
 @dataclass(slots=True)
@@ -295,25 +300,37 @@ def export_store(
                 hint="running its recipe again writes the file anew",
             )
         companions = kept_companions(source) or Path(weights.manifest.model_dir)
-        return write_model(weights, out, companions=companions, max_shard_size=max_shard_size, progress=progress)
+        return write_model(
+            weights,
+            out,
+            companions=companions,
+            untouched=weights.manifest.untouched,
+            model_dir=Path(weights.manifest.model_dir),
+            max_shard_size=max_shard_size,
+            progress=progress,
+        )
 
 
 def write_model(
-    weights: Weights,
+    weights: Written,
     out: Path,
     *,
     companions: Path,
+    untouched: Untouched | None,
+    model_dir: Path,
     max_shard_size: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Path]:
-    """Writes a whole model to `out`, with the files of the folder `companions` beside its weights. Returns the shards."""
-    return write_checkpoint(
-        out,
-        weights.tensors(),
-        weights.read,
-        max_shard_size=max_shard_size,
-        metadata=weights.metadata,
-        companions=companion_files(companions, dtype=weights.dtype),
-        progress=progress,
-        check=weights.check,
-    )
+    """Writes a whole model to `out`: its weights, what was left alone of the checkpoint in `model_dir`, and the files of the
+    folder `companions`. Returns the shards."""
+    with with_untouched(untouched, model_dir, weights.tensors(), weights.read) as (tensors, read):
+        return write_checkpoint(
+            out,
+            tensors,
+            read,
+            max_shard_size=max_shard_size,
+            metadata=weights.metadata,
+            companions=companion_files(companions, dtype=weights.dtype),
+            progress=progress,
+            check=weights.check,
+        )

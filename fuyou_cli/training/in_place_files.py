@@ -16,7 +16,7 @@ from ..core.errors import UsageError
 from ..core.units import align_up
 from ..spec.model import PAGE, SOURCES_AT, SourceFile
 from ..spec.model_facts import InPlace, Lying
-from .adapting import base_name_of
+from .adapting import entries_of
 from .state.manifest_checks import MOST_SOURCES
 from .state.source_checks import how_to_put_back
 
@@ -69,16 +69,12 @@ def files_in_place(
 def _places(recipe: Recipe, known: KnownModel, model_dir: Path) -> Places:
     """Finds the model's tensors in its files. While the model is not built, for a plan, files that were looked at before count
     as the same by their names, sizes and times of change."""
-    from ..checkpoint.files import open_checkpoint
-    from ..checkpoint.names import entries_for
-
     statuses = [(file.name, file.stat()) for file in sorted(model_dir.glob("*.safetensors*"))]
     about = (str(model_dir.absolute()), [(name, status.st_size, status.st_mtime_ns) for name, status in statuses])
     kept = None if known.is_built else known.descriptions.find(Places, *about)
     if kept is not None:
         return kept
-    checkpoint = open_checkpoint(model_dir)
-    entries = entries_for(known.build().anatomy.model, checkpoint, base_name=base_name_of(recipe))
+    entries = entries_of(recipe, known.build().anatomy, model_dir)
     files = sorted({entry.file for entry in entries.values()})
     lying = _lying(entries, files)
     sources = tuple(_described(file, entries) for file in files)

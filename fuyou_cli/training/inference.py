@@ -148,7 +148,7 @@ def _of_counters(state: AtRest) -> int:
 
 
 def _of_files(found: Found, reader: TensorReader) -> ReadInto:
-    entries = entries_for(found.anatomy.model, open_checkpoint(found.folder))
+    entries = entries_for(found.anatomy.model, open_checkpoint(found.folder), untouched=found.anatomy.untouched)
 
     def read(name: str, into: torch.Tensor, first: int) -> None:
         reader.read_into(entries[name], into, first_element=first)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..checkpoint.names import is_in
 from ..spec.model import ModelSpec, OperatorSpec, StageSpec
 from ..spec.model_facts import InPlace, ModelFacts
 from .adapting import adapt
@@ -166,6 +167,7 @@ def facts_of(outline: Outlined, recipe: Recipe) -> ModelFacts:
 
     anatomy = outline.anatomy
     model = anatomy.model
+    untouched = (p.numel() for name, p in model.named_parameters() if is_in(anatomy.untouched, name))
     limit, learned = positions_of(model)
     return ModelFacts(
         refusal=outline.refusal,
@@ -178,6 +180,8 @@ def facts_of(outline: Outlined, recipe: Recipe) -> ModelFacts:
         vocabulary_rows=resolved_rows(anatomy, recipe.train.head_chunk_vocab),
         has_frozen=any(stage.frozen for stage in anatomy.stages),
         frozen_with=tuple(frozen_with_others(anatomy, recipe.freeze)),
+        untouched=anatomy.untouched,
+        untouched_parameters=sum(untouched),
     )
 
 

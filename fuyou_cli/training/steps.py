@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING
 from ..checkpoint.hub import Hub, Progress, has_tokenizer
 from ..core.errors import UsageError
 from ..core.paths import folder
+from ..core.units import count
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ModelSpec
 from ..spec.model_facts import InPlace
 from ..spec.plan import Plan
-from .adapting import added_values, base_name_of, check_peft, stored_names
+from .adapting import added_values, check_peft, entries_of, stored_names
 from .known_model import KnownModel
 from .length import evaluation_rows, evaluation_sets, mixture_of, naming_evaluation, sampler_of, steps_of, tokenised_rows
 from .limits import check_positions, check_tokens, note_slow_products
@@ -30,7 +31,8 @@ from .plan_request_of import StoreDisks
 from .rates import learning_rate
 from .state import fingerprints
 from .state.resume import REFUSED, check_unchanged_run, refused, saved_state, steps_left
-from .state.stored import Manifest
+from .state.stored import Manifest, Untouched
+from .untouched import untouched_of
 
 if TYPE_CHECKING:
     from ..checkpoint.header import TensorEntry
@@ -153,6 +155,12 @@ class Ready:
     prompts: FixedPrompts | None  # that the run continues where it evaluates
 
     @property
+    def untouched(self) -> Untouched | None:
+        """Names what the run leaves alone of the model's checkpoint."""
+        saved = self.planned.manifest
+        return untouched_of(self.planned.anatomy.untouched, self.entries) if saved is None else saved.untouched
+
+    @property
     def added(self) -> Added:
         """Returns what gives the values that an adapter's parameters begin with."""
         return added_values(self.planned.recipe, self.planned.anatomy.model)
@@ -237,6 +245,9 @@ def inspect(resolved: Resolved, *, say: Say, process: Callable[[], int] | None =
     check_positions(recipe, facts.positions, facts.learns_positions, say)
     for name, other in facts.frozen_with:
         say(f"note: freeze: {name} is tied to {other}, so it is not trained either")
+    if facts.untouched:
+        size = count(facts.untouched_parameters)
+        say(f"note: only text is trained: {', '.join(facts.untouched)} ({size} parameters) stay as they are, in exports too")
     if resolved.to_run:
         note_slow_products(recipe, device, say)
     in_place = in_place_of(resolved, known, device, say)
@@ -311,8 +322,6 @@ def warm_up(recipe: Recipe) -> None:
 
 def fetch(planned: Planned, *, say: Say, progress: Progress = unheard) -> Fetched:
     """Downloads the weights if they are missing, and matches them with the model's tensors."""
-    from ..checkpoint.files import open_checkpoint
-    from ..checkpoint.names import entries_for
     from ..checkpoint.reader import weights_mark
 
     recipe, saved = planned.recipe, planned.manifest
@@ -320,7 +329,7 @@ def fetch(planned: Planned, *, say: Say, progress: Progress = unheard) -> Fetche
     if model_dir != planned.model_dir:
         raise UsageError(f"{recipe.model.name_or_path}: changed while it was read", hint="run the same command again")
     try:
-        entries = entries_for(planned.anatomy.model, open_checkpoint(model_dir), base_name=base_name_of(recipe))
+        entries = entries_of(recipe, planned.anatomy, model_dir)
         mark = weights_mark(entries)
     except UsageError as error:
         if saved is None:

@@ -104,7 +104,7 @@ def write_store(folder: Path, masters: dict[str, torch.Tensor], frozen: dict[str
     numerics = replace(whole.numerics, compute_dtype=dtype)
     manifests.write(folder, replace(
         whole, files=(str(folder / "store.bin"),), parts=(str(folder / "part.json"),), store_size=len(content),
-        compute_dtype=dtype, numerics=numerics, stages=(stage,),
+        compute_dtype=dtype, numerics=numerics, stages=(stage,), untouched=None,
     ))  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from fuyou_cli.engine.anatomy import dissect
 from fuyou_cli.engine.compiled import CompiledBlocks, as_compiled
@@ -28,7 +28,7 @@ from fuyou_cli.engine.freezing import as_marked, frozen
 from fuyou_cli.engine.host_memory import HostMemory
 from fuyou_cli.engine.inspect import inspect
 from fuyou_cli.engine.isolated import isolated
-from fuyou_cli.engine.skeleton import TORCH_DTYPE, build
+from fuyou_cli.engine.skeleton import TORCH_DTYPE, auto_class, build
 from fuyou_cli.engine.updates import Optimizer
 from fuyou_cli.engine.vocabulary import cut_vocabulary
 from fuyou_cli.planner.boundary_layout import Kept
@@ -113,7 +113,7 @@ class Subject:
     def fresh(self) -> PreTrainedModel:
         """Plain PyTorch with the initial weights, in training mode."""
         torch.manual_seed(11)
-        model = AutoModelForCausalLM.from_config(
+        model = auto_class(self.config).from_config(
             self.config, dtype=TORCH_DTYPE[self.shape.dtype], attn_implementation=self.attention
         )
         if self.adapter is not None:

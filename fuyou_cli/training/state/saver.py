@@ -91,6 +91,7 @@ class Saver:
         self.device, self.say = device, say
         self.paths = store.paths
         self.folder = store.paths[0].parent
+        self._untouched = ready.untouched
         self.saved_bytes = 0  # bytes that saving wrote, beside the steps
         self._complete = -1  # the newest generation that every stage has reached
         self.commits = Commits(flush=store.sync, name=self._name, durable=ready.planned.manifest, patience=patience)
@@ -264,6 +265,7 @@ class Saver:
             skipped=standing.skipped,
             skipped_in_row=standing.skipped_in_row,
             evaluated=standing.evaluated,
+            untouched=self._untouched,
         )
 
     def _release_disk(self) -> None:

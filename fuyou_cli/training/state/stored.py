@@ -114,6 +114,14 @@ class Evaluated:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Untouched:
+    """Names the tensors of the checkpoint that a run leaves alone, because they do not run on text."""
+
+    names: tuple[Annotated[str, Field(min_length=1, max_length=NAME_LIMIT)], ...]
+    mark: str  # of them (`checkpoint/reader.weights_mark`)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
     """Names what a store holds, and what a run needs to resume from it."""
 
@@ -144,6 +152,7 @@ class Manifest:
     rule: Rule = "adamw"
     quantisation: Quantised | None = None  # how frozen weights of stages with such parameters rest
     sources: tuple[SourceFile, ...] = ()  # files of the checkpoint that frozen parameters are read from
+    untouched: Untouched | None = None  # None: a model of text alone
 
     @property
     def knows_pieces(self) -> bool:

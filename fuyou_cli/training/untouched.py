@@ -1,0 +1,61 @@
+"""Keeps the parts of a model that training leaves alone because they do not run on text, as a vision tower.
+
+Nothing of them is in memory or in the store. An export copies their tensors from the checkpoint that the run began with, bit
+for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..checkpoint.files import open_checkpoint
+from ..checkpoint.header import BYTES_PER_ELEMENT, TensorEntry
+from ..checkpoint.names import is_in
+from ..checkpoint.reader import TensorReader, weights_mark
+from ..checkpoint.writer import OutTensor, Read
+from ..core.errors import UsageError
+from .state.stored import Untouched
+
+
+def untouched_of(parts: Iterable[str], entries: Mapping[str, TensorEntry]) -> Untouched | None:
+    """Names the tensors of a checkpoint that are in these parts of the model. None for a model of text alone."""
+    found = {entry.name: entry for name, entry in entries.items() if is_in(parts, name)}
+    return Untouched(names=tuple(found), mark=weights_mark(found)) if found else None
+
+
+@contextmanager
+def with_untouched(
+    untouched: Untouched | None, model_dir: Path, tensors: list[OutTensor], read: Read
+) -> Iterator[tuple[list[OutTensor], Read]]:
+    """Adds what a run left alone, in the dtypes of its checkpoint, to the tensors to write and to what reads them. Raises
+    UsageError if the folder does not hold it any more."""
+    if untouched is None:
+        yield tensors, read
+        return
+    entries = _entries(untouched, model_dir)
+    more = [OutTensor(name=name, dtype=entry.dtype, shape=entry.shape) for name, entry in entries.items()]
+    with TensorReader() as reader:
+
+        def read_either(tensor: OutTensor, first: int, elements: int) -> memoryview:
+            entry = entries.get(tensor.name)
+            if entry is None:
+                return read(tensor, first, elements)
+            item = BYTES_PER_ELEMENT[entry.dtype]
+            return memoryview(reader.read_some(entry, first * item, elements * item))
+
+        yield [*tensors, *more], read_either
+
+
+def _entries(untouched: Untouched, model_dir: Path) -> dict[str, TensorEntry]:
+    """Finds the tensors in the checkpoint's folder, and checks that they are those of the run."""
+    hint = "put the model that the run began with back there"
+    try:
+        there = open_checkpoint(model_dir).entries
+    except UsageError as error:
+        raise UsageError(f"what was not trained is in the model's checkpoint: {error.message}", hint=hint) from error
+    found = {name: there[name] for name in untouched.names if name in there}
+    if len(found) < len(untouched.names) or weights_mark(found) != untouched.mark:
+        raise UsageError(f"{model_dir}: does not hold the parts of the model that were not trained as they were", hint=hint)
+    return found

@@ -1,0 +1,121 @@
+"""Text training of a model that also takes images: its vision tower is nowhere but in the exports, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from fuyou_cli.cli.app import main
+from fuyou_cli.core.errors import UsageError
+from fuyou_cli.engine.anatomy import dissect
+from fuyou_cli.engine.freezing import as_marked, frozen
+from fuyou_cli.engine.skeleton import build, load_config
+from fuyou_cli.recipe.load import load_recipe
+from fuyou_cli.recipe.schema import AdapterSection
+from fuyou_cli.training.exporting import export_store
+
+from .conftest import Project
+from .running import planned, train
+
+TOWER = ("model.vision_tower", "model.multi_modal_projector")
+BESIDE = ("vision_tower.", "multi_modal_projector.")  # what a checkpoint calls them
+
+
+@pytest.fixture(scope="module")
+def whole_gemma(materials: Path) -> Path:
+    """A Gemma 3 as the hub has it: a vision tower, bfloat16, names of an older transformers."""
+    folder = materials / "gemma3"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(materials / "model")
+    small: dict[str, Any] = {"num_attention_heads": 2, "hidden_size": 32, "intermediate_size": 48}
+    text = {"num_hidden_layers": 2, "vocab_size": len(tokenizer), "num_key_value_heads": 1, "head_dim": 16}
+    config = transformers.Gemma3Config(
+        text_config={**small, **text, "bos_token_id": 0, "eos_token_id": 0},
+        vision_config={**small, "num_hidden_layers": 1, "image_size": 28, "patch_size": 14}, mm_tokens_per_image=4,
+        image_token_id=len(tokenizer) - 1, boi_token_id=len(tokenizer) - 2, eoi_token_id=len(tokenizer) - 3,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    transformers.Gemma3ForConditionalGeneration(config).to(torch.bfloat16).save_pretrained(folder, max_shard_size="40KB")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / file).write_bytes((materials / "model" / file).read_bytes())
+    (folder / "preprocessor_config.json").write_text('{"size": 28}')
+    return folder
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+def beside(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in found.items() if name.startswith(BESIDE)}
+
+
+def test_exports_have_the_tower_as_it_was(new_project: Callable[..., Project], whole_gemma: Path) -> None:
+    asked = {"train.max_steps": 2, "export": {"at_end": False, "dtype": "bfloat16"}, "eval": {"keep_best": True}}
+    changes = {"model.name_or_path": str(whole_gemma), "dataset.eval_fraction": 0.1, **asked}
+    project, said = new_project(changes=changes), list[str]()
+    model = planned(load_recipe(project.recipe).recipe, say=said.append).model
+    assert not any("vision" in stage.name for stage in model.stages)
+    (note,) = [text for text in said if "only text is trained" in text]
+    assert all(part in note for part in TOWER)
+    _, store = train(project)
+    out = project.folder / "again"
+    export_store(store, out, dtype="float32", max_shard_size=100_000)
+    before, after = beside(tensors(whole_gemma)), tensors(out)
+    assert before and (out / "model.safetensors.index.json").is_file() and (out / "preprocessor_config.json").is_file()
+    for written in (after, tensors(project.out / "best")):
+        assert {n: v.view(torch.uint8).tolist() for n, v in beside(written).items()} == {
+            n: v.view(torch.uint8).tolist() for n, v in before.items()
+        }
+    loaded, told = transformers.AutoModelForImageTextToText.from_pretrained(out, output_loading_info=True)
+    assert type(loaded).__name__ == "Gemma3ForConditionalGeneration" and not any(told.values())
+    whole_gemma.rename(whole_gemma.with_name("away"))
+    try:
+        with pytest.raises(UsageError, match="what was not trained is in the model's checkpoint"):
+            export_store(store, project.folder / "third", dtype="float32", max_shard_size=100_000)
+    finally:
+        whole_gemma.with_name("away").rename(whole_gemma)
+
+
+def test_an_adapter_goes_into_the_text(whole_gemma: Path) -> None:
+    from fuyou_cli.adapters.injection import inject, lora_layers
+
+    pytest.importorskip("peft", reason="peft comes with the extra lora")
+    for targets in ("all-linear", ["q_proj"]):
+        model = build(load_config(whole_gemma), dtype="float32", attention="sdpa")
+        config = inject(model, AdapterSection(r=2, target_modules=targets))
+        names = [name for name, _ in lora_layers(model)]
+        assert len(names) == (14 if targets == "all-linear" else 2)
+        assert all(name.startswith("model.language_model.layers.") for name in names)
+        assert config.exclude_modules is not None  # so whoever loads it leaves the tower out too
+        stages = as_marked(dissect(model)).stages
+        assert sum(stage.trained > 0 for stage in stages) == 2
+    with pytest.raises(UsageError, match="does not run on text"):
+        inject(build(load_config(whole_gemma), dtype="float32", attention="sdpa"), AdapterSection(modules_to_save=["fc1"]))
+
+
+def test_what_is_frozen_anyway_may_be_named(whole_gemma: Path) -> None:
+    anatomy = dissect(build(load_config(whole_gemma), dtype="float32", attention="sdpa"))
+    assert not any(stage.frozen for stage in frozen(anatomy, ["model.vision_tower"]).stages)
+
+
+@pytest.mark.slow
+def test_eval_and_generate(whole_gemma: Path, new_project: Callable[..., Project], capsys: pytest.CaptureFixture[str]) -> None:
+    project = new_project(changes={"dataset.eval_fraction": 0.1})
+    for words in (["eval", project.recipe], ["generate", "--prompt", "The road", "--max-new-tokens", "6", "--json"]):
+        with pytest.raises(SystemExit) as ended:
+            main([words[0], str(whole_gemma), *map(str, words[1:])])
+        said = capsys.readouterr()
+        assert ended.value.code == 0, said.err
+    tokenizer = transformers.AutoTokenizer.from_pretrained(whole_gemma)
+    model: Any = transformers.AutoModelForImageTextToText.from_pretrained(whole_gemma)
+    given = tokenizer("The road", return_tensors="pt")["input_ids"]
+    expected = model.generate(input_ids=given, max_new_tokens=6, do_sample=False)[0, given.shape[1] :]
+    generated = json.loads(said.out)["generated"]
+    assert generated == tokenizer.decode(expected, skip_special_tokens=True)
