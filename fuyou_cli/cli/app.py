@@ -18,7 +18,7 @@ from . import error_screen
 from .arguments import Calibrated, Json, OptionalRecipe, Overrides, RecipeArgument, Trace, loaded_recipe
 from .console import prepare_streams, write_result, write_status
 from .data_app import data
-from .eval_app import evaluate
+from .eval_app import evaluate, lm_eval
 from .generate_app import generate
 from .recipes_app import recipes
 
@@ -241,6 +241,9 @@ def schema(
 
 app.command()(data)
 app.command("eval")(evaluate)
+app.command("lm-eval", add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
+    lm_eval
+)
 
 
 @app.command()

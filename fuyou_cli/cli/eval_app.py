@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from fuyou_cli.core.errors import UsageError
 
 from .arguments import Json, OptionalRecipe, Overrides, loaded_recipe
 
@@ -35,3 +38,35 @@ def evaluate(
     settle_allocator()
     settle_libraries(device=loaded.recipe.offload.device)
     run_eval(source, loaded.recipe, choices=choices, json_output=json_output)
+
+
+def lm_eval(context: typer.Context) -> None:
+    """Run lm-evaluation-harness on a model larger than memory.
+
+    Takes the arguments of its own command lm_eval, and adds a model: `fuyou lm-eval --model_args pretrained=MODEL,memory=8GiB
+    --tasks hellaswag`. MODEL is a model, a run's store or its output_dir. `fuyou lm-eval run --help` shows all arguments,
+    `fuyou lm-eval ls tasks` the tasks. Needs `pip install "fuyou[lm-eval]"`.
+    """
+    words = context.args
+    if words in ([], ["-h"], ["--help"]):
+        typer.echo(context.get_help())
+        return
+    from fuyou_cli.machine.allocator import settle_allocator
+
+    from .before_torch import settle_libraries
+
+    settle_allocator()
+    settle_libraries(device="auto")
+    try:
+        from lm_eval.__main__ import cli_evaluate
+        from lm_eval.api.registry import model_registry
+
+        from .lm_eval_model import StreamedLM
+    except ImportError as error:
+        raise UsageError(f"lm-evaluation-harness cannot be used: {error}", hint='pip install "fuyou[lm-eval]"') from None
+    model_registry.register("fuyou", target=StreamedLM)
+    runs = words[0] == "run" or words[0].startswith("-")
+    rest = words[words[0] == "run" :] if runs else words
+    named = any(word == "--model" or word.startswith("--model=") for word in rest)
+    sys.argv = ["fuyou lm-eval", *(["run", *(() if named else ("--model", "fuyou"))] if runs else ()), *rest]
+    cli_evaluate()

@@ -45,7 +45,10 @@ def run_eval(source: str, recipe: Recipe, *, choices: Path | None, json_output: 
         budget = recipe.offload.max_memory.cpu.resolve(
             total=probe.memory_limit(), auto=int((probe.memory_available() + probe.process_bytes()) * 0.9)
         )
-        room = room_of(found, recipe, budget=budget, process=probe.process_bytes(), rows=asked.rows, longest=asked.longest)
+        room = room_of(
+            found, recipe.train, max_len=recipe.dataset.max_seq_len, budget=budget, process=probe.process_bytes(),
+            rows=asked.rows, longest=asked.longest,
+        )  # fmt: skip
         opened, losses = stack.enter_context(open_losses(found, room, device=device, say=write_status))
         result, lines = asked.told(losses.losses, at_once=room.rows, max_len=recipe.dataset.max_seq_len)
         opened.check()

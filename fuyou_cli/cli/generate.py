@@ -54,7 +54,7 @@ class GenerateOptions:
 def run_generate(source: str, options: GenerateOptions) -> None:
     """Continues one prompt or those of a file; without either, holds a conversation."""
     _check(options)
-    budget = _budget(options.memory)
+    budget = budget_of(options.memory, key="--memory")
     from fuyou_cli.machine.allocator import settle_allocator
 
     from .before_torch import settle_libraries
@@ -99,8 +99,8 @@ def _check(options: GenerateOptions) -> None:
             raise UsageError(f"{name}: {value:g} is not between {least:g} and {most:g}")
 
 
-def _budget(text: str) -> int:
-    """Returns the bytes that the whole process may take."""
+def budget_of(text: str, *, key: str) -> int:
+    """Returns the bytes that the whole process may take. Raises UsageError that names `key`."""
     from pydantic import TypeAdapter, ValidationError
 
     from fuyou_cli.machine.profile import usable_memory
@@ -109,7 +109,7 @@ def _budget(text: str) -> int:
     try:
         limit = TypeAdapter[MemoryLimit](Limit).validate_python(text)
     except ValidationError as error:
-        raise UsageError(f"--memory: {error.errors()[0]['msg']}") from None
+        raise UsageError(f"{key}: {error.errors()[0]['msg']}") from None
     return limit.resolve(total=probe.memory_limit(), auto=int(usable_memory() * 0.9))
 
 

@@ -127,6 +127,10 @@ class TokenLoss:
         losses = self.maximum + self.total.log() - self.target
         return losses.masked_fill(self.targets == IGNORED, 0.0).sum(-1, dtype=torch.float64)
 
+    def likeliest_by_row(self) -> torch.Tensor:
+        """Tells for each row whether all its label tokens are the likeliest ones, once every column has been seen."""
+        return ((self.target >= self.maximum) | (self.targets == IGNORED)).all(-1)
+
     def gradient(self, part: Part, logits: torch.Tensor, *, first: int, normaliser: int) -> torch.Tensor:
         """Returns the gradient of the step's mean loss with respect to these columns of the logits of some tokens. Does not
         change the logits."""

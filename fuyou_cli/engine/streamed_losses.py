@@ -38,6 +38,10 @@ class StreamedLosses:
 
         input_ids, labels: (rows, tokens) int64 in host memory; labels hold -100 where nothing counts. `last`: no pass follows.
         """
+        return self.folded(input_ids, shifted(labels), last=last).by_row().cpu()
+
+    def folded(self, input_ids: torch.Tensor, targets: torch.Tensor, *, last: bool) -> TokenLoss:
+        """Runs one pass over the model, for what each token's logits say of its target (shifted labels)."""
         anatomy, device = self.weights.anatomy, self.weights.device
         self.weights.begin_pass(last=last)
         self.passes += 1
@@ -46,11 +50,11 @@ class StreamedLosses:
         with torch.no_grad(), one_row_masks(anatomy.model):
             out = anatomy.model.base_model(input_ids=input_ids, position_ids=positions, use_cache=False)
         self._streamed.tape.forget()
-        tokens = TokenLoss.of(shifted(labels).to(device))
+        tokens = TokenLoss.of(targets.to(device))
         for index, stage in enumerate(anatomy.stages):
             if stage.kind == "head":
                 self._fold(index, out.last_hidden_state, tokens, first=stage.vocabulary[0] if stage.vocabulary else 0)
-        return tokens.by_row().cpu()
+        return tokens
 
     def forward(self, call: Call, x: torch.Tensor) -> torch.Tensor:
         """Returns a stage's output for all rows, in host memory. x: (rows, tokens, ...), ids or a boundary."""

@@ -82,7 +82,7 @@ class Generator:
 
     def __init__(self, model: PreTrainedModel, tokeniser: Tokeniser, config: GenerationConfig, opened: Opened) -> None:
         self._model, self._tokeniser, self._config, self.weights = model, tokeniser, config, opened.weights
-        self._check: Callable[[], None] | None = opened.check
+        self._unchecked: Callable[[], None] | None = opened.check
 
     def run(
         self,
@@ -105,14 +105,14 @@ class Generator:
             input_ids=ids.to(device), attention_mask=there.to(device), generation_config=self._config, max_new_tokens=new,
             streamer=streamer,
         )  # fmt: skip
-        self._checked()
+        self.check()
         return [continued(row, self._config, self._tokeniser) for row in grown[:, longest:].tolist()]
 
-    def _checked(self) -> None:
+    def check(self) -> None:
         """Compares a store's bytes with their checksums, once: every pass reads the same."""
-        if self._check is not None:
-            self._check()
-            self._check = None
+        if self._unchecked is not None:
+            self._unchecked()
+            self._unchecked = None
 
 
 def continued(tokens: list[int], config: GenerationConfig, tokeniser: Tokeniser) -> Continued:

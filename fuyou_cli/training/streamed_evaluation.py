@@ -22,7 +22,7 @@ from .inference import Found, Opened, open_for_inference
 from .numerics import USUAL_TOKENS, head_chunk
 
 if TYPE_CHECKING:
-    from ..recipe.schema import Recipe
+    from ..recipe.schema import TrainSection
 
 _OF_ROWS = 96  # bytes per token beside boundaries: ids, labels, targets, and what the loss folds
 _SHARE = 4  # of what is left, rows get at most one such part while weights do not all fit
@@ -39,13 +39,14 @@ class Room:
     weights: int
 
 
-def room_of(found: Found, recipe: Recipe, *, budget: int, process: int, rows: int, longest: int) -> Room:
+def room_of(found: Found, train: TrainSection, *, max_len: int, budget: int, process: int, rows: int, longest: int) -> Room:
     """Divides a budget of host memory among weights and rows. `process`: bytes that the process has before. `rows`: in all,
-    `longest`: tokens of the longest one. Raises PlanError if it is too little for one micro-batch."""
-    length = min(align_up(longest, 8), recipe.dataset.max_seq_len)
+    `longest`: tokens of the longest one, of which at most `max_len` are kept. Raises PlanError if it is too little for one
+    micro-batch."""
+    length = min(align_up(longest, 8), max_len)
     micro = min(rows, max(1, USUAL_TOKENS // length))
     first, end = found.anatomy.stages[0].vocabulary or (0, found.anatomy.model.config.get_text_config().vocab_size)
-    chunk = head_chunk(recipe.train, micro * length, end - first)
+    chunk = head_chunk(train, micro * length, end - first)
     model = specified(
         Outlined(anatomy=found.anatomy, refusal=None),
         dtype=found.dtype,

@@ -57,7 +57,8 @@ def _warm_up(models: list[tuple[str, int, int]]) -> None:
     torch learns of operators without data and keeps by their sizes (folder of a model, rows and tokens of a micro-batch). What
     exists by then is hidden from the garbage collector, or every child would copy it. No thread may be left, because a child
     would not have it. With one thread and no device, torch starts none."""
-    _import_all("fuyou_cli", but=(".__main__", ".adapters"))  # those import peft, which takes seconds and may not be there
+    # packages that may not be there, or take seconds to import
+    _import_all("fuyou_cli", but=(".__main__", ".adapters", ".lm_eval_model"))
     for folder, rows, tokens in models:
         model = build(transformers.AutoConfig.from_pretrained(folder), dtype="bfloat16", attention="sdpa")
         architecture_renames(model, ())

@@ -1,0 +1,94 @@
+"""The model for lm-evaluation-harness beside its own `hf` in memory: the same log-likelihoods and the same text.
+
+Skipped where the extra is not installed: `pip install -e ".[test,lm-eval]"`, then `pytest tests/e2e/test_lm_eval.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fuyou_cli.core.errors import UsageError
+
+from .conftest import PLACES, Project
+
+pytest.importorskip("lm_eval", reason='needs pip install "fuyou[lm-eval]"')
+
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+
+from fuyou_cli.cli.lm_eval_model import StreamedLM
+
+LENGTH = 40  # tokens, so that some pairs are cut and some texts have several windows
+TASK = """
+task: places
+dataset_path: json
+dataset_kwargs: {data_files: {test: FILE}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{answer}}"
+metric_list: [{metric: acc}]
+"""
+
+
+@pytest.fixture(scope="module")
+def models(materials: Path) -> tuple[StreamedLM, HFLM]:
+    """Ours and theirs, with at most three rows at once."""
+    folder, same = str(materials / "model"), {"dtype": "float32", "device": "cpu", "max_length": LENGTH}
+    return StreamedLM(folder, memory="4GiB", max_batch_size=3, **same), HFLM(folder, batch_size=3, **same)
+
+
+def answers(models: tuple[StreamedLM, HFLM], kind: str, arguments: list[Any]) -> list[list[Any]]:
+    asked = [Instance(request_type=kind, doc={}, arguments=one, idx=number) for number, one in enumerate(arguments)]
+    return [getattr(model, kind)(asked, disable_tqdm=True) for model in models]
+
+
+def test_likelihoods_are_those_of_hf(models: tuple[StreamedLM, HFLM]) -> None:
+    pairs = [(f"The road from the {place}", f" to the {place} is {'long ' * n}") for n, place in enumerate(PLACES)]
+    pairs += [("", "The mill"), ("minutes on foot. " * 12, " and back"), ("Ends in a space ", "tower")]
+    favourite = models[1].tok_decode(
+        [models[1].model(models[1].tokenizer("The", return_tensors="pt").input_ids).logits[0, -1].argmax()]
+    )
+    ours, theirs = answers(models, "loglikelihood", [*pairs, ("The", favourite)])
+    assert [likeliest for _, likeliest in ours] == [likeliest for _, likeliest in theirs] and theirs[-1][1]
+    assert [value for value, _ in ours] == pytest.approx([value for value, _ in theirs], rel=1e-6)
+    ours, theirs = answers(models, "loglikelihood_rolling", [(" ".join(PLACES) * n,) for n in (1, 4, 2)])
+    assert ours == pytest.approx(theirs, rel=1e-6)
+
+
+def test_text_is_that_of_hf(models: tuple[StreamedLM, HFLM]) -> None:
+    asked = [(f"The road from the {place}", {"until": ["mill"], "max_gen_toks": 12}) for place in PLACES]
+    ours, theirs = answers(
+        models, "generate_until", [*asked, ("To", {"max_gen_toks": 5}), ("foot. " * 30, {"max_gen_toks": 7})]
+    )
+    assert ours == theirs and any(ours)
+
+
+def test_what_cannot_be_is_said(models: tuple[StreamedLM, HFLM], materials: Path) -> None:
+    with pytest.raises(UsageError, match="peft is not known"):
+        StreamedLM(str(materials / "model"), peft="adapter")
+    with pytest.raises(UsageError, match="40 positions"):
+        answers(models[:1], "generate_until", [("The", {"max_gen_toks": 40})])  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="40 positions"):
+        answers(models[:1], "loglikelihood", [("The", " mill" * 99)])  # type: ignore[arg-type]
+
+
+@pytest.mark.slow  # the harness alone takes several seconds to start
+def test_the_command_runs_a_task_of_a_file(new_project: Any, tmp_path: Path) -> None:
+    project: Project = new_project()
+    rows = [{"question": f"From the {place}", "choices": ["to the mill", "back"], "answer": 0} for place in PLACES]
+    (project.folder / "rows.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (project.folder / "places.yaml").write_text(TASK.replace("FILE", str(project.folder / "rows.json")))
+    ran = project.fuyou(
+        "lm-eval", "--tasks", "places", "--include_path", project.folder, "--output_path", project.folder / "found.json",
+        "--model_args", f"pretrained={project.materials / 'model'},dtype=float32,memory=4GiB", "--device", "cpu",
+    )  # fmt: skip
+    assert ran.returncode == 0 and "|places|" in ran.stdout, ran.stderr
+    (written,) = project.folder.glob("found*.json")
+    found = json.loads(written.read_text())
+    assert found["config"]["model"] == "fuyou" and 0 <= found["results"]["places"]["acc,none"] <= 1
