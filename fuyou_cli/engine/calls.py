@@ -32,6 +32,9 @@ WORKING = (
     "GPT-NeoX, Falcon, OPT, Phi-3"
 )
 
+# What attention adds by head and by the distance of tokens: of Bloom, and of MPT (for its longest row).
+_BY_HEAD = ("alibi", "position_bias")
+
 TRIED = (2, 3)  # rows and tokens of a first trial; with more than one row, differences between rows show
 
 
@@ -59,8 +62,8 @@ class StageCall:
         x = args[0] if key is None else kwargs[key]
         assert isinstance(x, torch.Tensor)
         rest = args[1:] if key is None else args
-        call = cls(name, original, rest, {k: v for k, v in kwargs.items() if k != key}, key)
-        check_shared((call.rest, call.named), name)
+        call = cls(name, original, rest, {k: _of_one_row(k, v, x) for k, v in kwargs.items() if k != key}, key)
+        check_shared((call.rest, {k: v for k, v in call.named.items() if not _is_by_head(k, v)}), name)
         return call, x
 
     def placed(self, place: Callable[[torch.Tensor], torch.Tensor]) -> StageCall:
@@ -74,12 +77,29 @@ class StageCall:
             whole = replace(self, documents=None, named=laid_out(self.named, self.documents))
             with attending_apart(self.documents):
                 return whole.output(x)
+        named = {key: _of_rows(key, value, x.shape[0]) for key, value in self.named.items()}
         if self.key is None:
-            return self.original(x, *self.rest, **self.named)
-        return self.original(*self.rest, **{self.key: x}, **self.named)
+            return self.original(x, *self.rest, **named)
+        return self.original(*self.rest, **{self.key: x}, **named)
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
         return boundary_of(self.output(x), self.name)
+
+
+def _is_by_head(key: str, value: Any) -> bool:
+    """Tells whether an argument holds distances between tokens by head, and for all rows: constants, made of no input."""
+    return key in _BY_HEAD and isinstance(value, torch.Tensor) and value.dim() == 3 and not value.requires_grad
+
+
+def _of_one_row(key: str, value: Any, x: torch.Tensor) -> Any:
+    """Returns an argument as it is for one row of `x`: Bloom repeats its distances for every row."""
+    repeated = key == "alibi" and _is_by_head(key, value) and value.shape[0] % x.shape[0] == 0
+    return value[: value.shape[0] // x.shape[0]] if repeated else value
+
+
+def _of_rows(key: str, value: Any, rows: int) -> Any:
+    """Returns an argument for so many rows."""
+    return value.repeat(rows, 1, 1) if key == "alibi" and _is_by_head(key, value) else value
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any]:

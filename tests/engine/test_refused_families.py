@@ -25,8 +25,6 @@ def _with_layerdrop() -> PreTrainedConfig:
 
 
 REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
-    "bloom": (transformers.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4), "differs between rows"),
-    "mpt": (transformers.MptConfig(vocab_size=VOCABULARY, d_model=32, n_layers=2, n_heads=4), "differs between rows"),
     "falcon with alibi": (falcon(alibi=True), "differs between rows"),
     "llama with dynamic rope": (
         llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}),
