@@ -10,6 +10,9 @@ tokens per step, the disk held at 0.6 + 0.6 GB/s (fio's concurrent mix shows it)
 compute alone plus the CPU-seconds of updates and I/O. deepspeed: its NVMe offload on the same disk. If it cannot run, the ratio
 to a recorded figure or a floor is reported, which shows nothing.
 
+--run lora (or qlora): an adapter inside a memory group of its budget, beside peft in memory; the bound is then that of reading
+frozen weights. --run int8: `ssd` also runs float32 states and compares the steps.
+
 Sides take turns (ABAB). A turn is one warm-up (beside the bound also two, see SETTLED) and `--measured` steps in a new process.
 Each of our runs must stay within its budget, by its own memory samples. The bars are for clipping off; the same is reported
 with clipping (--clipping off leaves that out). A run of either side during which others were busy says so and is not kept: the
@@ -30,18 +33,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from proof.fio import mix
 from proof.peers import RECORDED, deepspeed_run
+from proof.place import ask_for_run, named
 from proof.report import Row, at_least, at_most, missing, reported, say, spread, unless_noisy, unless_recorded, worst
 from proof.rows import LENGTH, rows_folder
-from proof.runs import Case, InMemory, in_memory_run, on_measured_machine, our_run, write_recipe
+from proof.runs import KEYS, RANK, Case, InMemory, in_memory_run, on_measured_machine, our_run, write_recipe
 from proof.setting import Setting, parser, run_script, size
 
 from fuyou_cli.core.units import GiB, gb, gib
 from fuyou_cli.machine import probe
 
 PARTS = ("compute", "ssd", "deepspeed")
-RATIO_IN_MEMORY, OF_BOUND = 0.93, 1.12
+RATIO_IN_MEMORY, OF_BOUND, OF_BOUND_FROZEN, OF_FLOAT32_STATES = 0.93, 1.12, 1.10, 0.62
 FASTER = {(1, 2 * GiB): 2.4, (1, 8 * GiB): 5.0, (16, 2 * GiB): 1.3}  # (rows per step, budget) -> times DeepSpeed's
 FALL_BACK, PARAMETERS = "350m", {"1m": 1e6, "20m": 21e6, "50m": 49e6, "125m": 127e6, "350m": 348e6, "1.1b": 1.1e9}
+TRAINED_BYTES, FROZEN_BYTES = 18, 2  # of a parameter in memory: weights, gradients, masters and moments; or weights alone
 RATES = (600_000_000, 600_000_000)
 RATE_SHOWN = 0.97  # of the held rate that fio must get for the bound to mean anything
 CLIPPED_WARM_UP = 2  # steps: the second runs the first update, whose moments are zero and not read
@@ -56,9 +61,15 @@ def arguments() -> argparse.Namespace:
     options.add_argument("parts", nargs="+", choices=PARTS)
     options.add_argument("--turns", type=int, default=2, help="of each side")
     options.add_argument("--measured", type=int, default=2, help="steps of a turn after the warm-up")
+    ask_for_run(options)
     options.add_argument("--clipping", choices=("off", "both"), default="both")
-    options.add_argument("--budget", type=size, default=2 * GiB)
-    return options.parse_args()
+    options.add_argument("--budget", type=size, help="of our side (default: 1 GiB for adapters, else 2 GiB)")
+    asked = options.parse_args()
+    if asked.run != "full" and "deepspeed" in asked.parts:
+        options.error("--run: DeepSpeed's side trains everything, with float32 states")
+    asked.adapter = asked.run in ("lora", "qlora")
+    asked.budget = asked.budget or (GiB if asked.adapter else 2 * GiB)
+    return asked
 
 
 # ---- figures -------------------------------------------------------------------------------------------------------
@@ -91,7 +102,7 @@ def median_of(steps: list[dict[str, Any]], name: str) -> float:
 
 
 def compute(setting: Setting, options: argparse.Namespace) -> list[Row]:
-    shape, note = shape_for_memory(setting.shape)
+    shape, note = shape_for_memory(setting.shape, FROZEN_BYTES if options.adapter else TRAINED_BYTES)
     rows: list[Row] = []
     for clip in clippings(options):
         mine, theirs = [], []
@@ -99,10 +110,13 @@ def compute(setting: Setting, options: argparse.Namespace) -> list[Row]:
             warm_up = 1 if clip is None else CLIPPED_WARM_UP
             case = Case(
                 shape=shape, budget=options.budget, steps=warm_up + options.measured, warm_up=warm_up, micro=setting.micro,
-                clip=clip, turn=turn, timed=True,
+                clip=clip, turn=turn, timed=True, **limits(options),
             )  # fmt: skip
             mine.append(our_run(setting, case))
-            peer = InMemory(shape=shape, rows=case.rows, micro=case.micro, steps=1 + options.measured, turn=turn, clip=clip)
+            peer = InMemory(
+                shape=shape, rows=case.rows, micro=case.micro, steps=1 + options.measured, turn=turn, clip=clip,
+                rank=RANK if options.adapter else 0,
+            )  # fmt: skip
             theirs.append(in_memory_run(setting, peer, rows_from=shared_rows(setting, case)))
         rows += compute_rows(shape, clip, mine, theirs, note)
     return rows
@@ -131,10 +145,10 @@ def compute_rows(shape: str, clip: float | None, mine: list[dict], theirs: list[
     return [unless_noisy(row, [*mine, *theirs]), memory, same]
 
 
-def shape_for_memory(shape: str) -> tuple[str, str]:
-    """Returns the shape that plain PyTorch can hold here, for both sides, and a note if it is a smaller one."""
-    # Weights, gradients, masters and moments take 18 bytes a parameter; the rest is room for activations.
-    needed, free = 18 * int(PARAMETERS[shape]) + 3 * GiB // 2, probe.memory_available()
+def shape_for_memory(shape: str, item: int) -> tuple[str, str]:
+    """Returns the shape that plain PyTorch can hold here, for both sides, and a note if it is a smaller one. item: bytes of a
+    parameter; what is added is room for activations."""
+    needed, free = item * int(PARAMETERS[shape]) + 3 * GiB // 2, probe.memory_available()
     if needed <= free or PARAMETERS[shape] <= PARAMETERS[FALL_BACK]:
         return shape, ""
     note = f"{shape} in memory needs {gib(needed)}, {gib(free)} are free: {FALL_BACK} on both sides"
@@ -145,6 +159,11 @@ def shape_for_memory(shape: str) -> tuple[str, str]:
 def shared_rows(setting: Setting, case: Case) -> Callable[[], Path]:
     """Returns what finds the rows our side trains on, or makes them."""
     return lambda: rows_folder(write_recipe(setting, case))
+
+
+def limits(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns what the kind of runs asks of a case. An adapter's runs are inside a memory group of exactly their budget."""
+    return {"overrides": KEYS[options.run], "limit": options.budget if options.adapter else None}
 
 
 def clippings(options: argparse.Namespace) -> list[float | None]:
@@ -160,32 +179,47 @@ def ssd_case(setting: Setting, options: argparse.Namespace, *, turn: int, **chan
     warm_up = changed.get("warm_up", 1 if changed.get("clip") is None else CLIPPED_WARM_UP)
     base: dict[str, Any] = {"budget": options.budget, "rows": 1, "micro": 1, "warm_up": warm_up}
     base["steps"] = warm_up + options.measured + 1
-    return Case(shape=setting.shape, throttle=RATES, turn=turn, timed=True, **(base | changed))
+    return Case(shape=setting.shape, throttle=RATES, turn=turn, timed=True, **(limits(options) | base | changed))
 
 
 def compute_alone(setting: Setting, options: argparse.Namespace, case: Case, **changed: Any) -> dict[str, Any]:
     alone = InMemory(
         shape=case.shape, rows=case.rows, micro=case.micro, steps=1 + options.measured, turn=case.turn, compute_alone=True,
-        **changed,
+        rank=RANK if options.adapter else 0, **changed,
     )  # fmt: skip
     return in_memory_run(setting, alone, rows_from=shared_rows(setting, case))
 
 
 def ssd(setting: Setting, options: argparse.Namespace) -> list[Row]:
-    mixes, alone, runs = [], [], {clip: [] for clip in clippings(options)}
+    mixes, alone, whole, runs = [], [], [], {clip: [] for clip in clippings(options)}
     for turn in range(options.turns):
         mixes.append(mix(setting, RATES, turn=turn))
         alone.append(compute_alone(setting, options, ssd_case(setting, options, turn=turn)))
         for clip, kept in runs.items():
             kept.append(our_run(setting, ssd_case(setting, options, turn=turn, clip=clip, warm_up=SETTLED)))
+        if options.run == "int8":  # the same with float32 states
+            whole.append(our_run(setting, ssd_case(setting, options, turn=turn, warm_up=SETTLED, overrides=())))
     rows = [mix_row(mixes)]
+    if whole:
+        rows.append(small_states_row(setting.shape, runs[None], whole))
     for clip, results in runs.items():
         budget = results[0]["plan"]["budget"]
         what = f"{setting.shape}, 512 tokens a step in {gib(budget)}, clipping {'off' if clip is None else 'on'}"
-        rows += [bound_row(f"{what}: step / bound", results, alone, judged=clip is None), memory_row(what, results)]
+        bar = None if clip is not None else OF_BOUND_FROZEN if options.adapter else OF_BOUND
+        rows += [bound_row(f"{what}: step / bound", results, alone, bar), memory_row(what, results)]
         sooner = [result | {"warm_up": 1, "steps": result["steps"][:-1]} for result in results]
-        rows.append(bound_row(f"{what}: the same after one warm-up", sooner, alone, judged=clip is None))
+        rows.append(bound_row(f"{what}: the same after one warm-up", sooner, alone, bar))
     return rows
+
+
+def small_states_row(shape: str, small: list[dict[str, Any]], whole: list[dict[str, Any]]) -> Row:
+    """Compares a step's time with int8 states with that of float32 states."""
+    ours, theirs = ([step["seconds"] for step in measured_steps(side, tail=True)] for side in (small, whole))
+    note = f"steps {spread(ours)} s with int8 states, {spread(theirs)} s with float32 states; {quiet([*small, *whole])}"
+    ratio = statistics.median(ours) / statistics.median(theirs)
+    row = at_most(f"{shape}, 512 tokens a step: int8 states / float32 states", ratio, OF_FLOAT32_STATES, note=note,
+                  values={"int8": ours, "float32": theirs})  # fmt: skip
+    return unless_noisy(row, [*small, *whole])
 
 
 def mix_row(mixes: list[dict[str, Any]]) -> Row:
@@ -199,8 +233,9 @@ def mix_row(mixes: list[dict[str, Any]]) -> Row:
     return at_least(what, lowest, RATE_SHOWN, note=f"{read / 1e9:.3f} + {write / 1e9:.3f} GB/s", values={"mixes": mixes})
 
 
-def bound_row(what: str, results: list[dict], alone: list[dict], *, judged: bool) -> Row:
-    """Compares a step's time with the larger of what the disk and the processor need at least."""
+def bound_row(what: str, results: list[dict], alone: list[dict], bar: float | None) -> Row:
+    """Compares a step's time with the larger of what the disk and the processor need at least. Nothing is judged without a
+    bar."""
     steps = measured_steps(results, tail=True)
     seconds = median_of(steps, "seconds")
     reading, writing = median_of(steps, "read_bytes") / RATES[0], median_of(steps, "written_bytes") / RATES[1]
@@ -216,9 +251,9 @@ def bound_row(what: str, results: list[dict], alone: list[dict], *, judged: bool
         "seconds": [step["seconds"] for step in steps], "reading": reading, "writing": writing, "compute_alone": only,
         "update_and_io": work, "stalls": steps[-1]["stalls"], "busy": steps[-1]["busy"],
     }  # fmt: skip
-    if not judged:
+    if bar is None:
         return reported(what, f"{seconds / bound:.3f}", note=note, values=values)
-    return unless_noisy(at_most(what, seconds / bound, OF_BOUND, note=note, values=values), [*results, *alone])
+    return unless_noisy(at_most(what, seconds / bound, bar, note=note, values=values), [*results, *alone])
 
 
 # ---- DeepSpeed -----------------------------------------------------------------------------------------------------
@@ -298,10 +333,10 @@ def prove(setting: Setting, options: argparse.Namespace) -> int:
     codes = []
     for part in [part for part in PARTS if part in options.parts]:
         rows = proofs[part](setting, options)
-        settings = {name: getattr(options, name) for name in ("turns", "measured", "budget")}
+        settings = {name: getattr(options, name) for name in ("turns", "measured", "budget", "run")}
         settings = {**setting.described(), **settings, "peers": options.peers is not None}
         notes = [] if options.peers else ["no --peers: DeepSpeed is not run"] if part == "deepspeed" else []
-        codes.append(setting.conclude(f"prove_speed-{part}-{setting.shape}", rows, settings, notes))
+        codes.append(setting.conclude(named(f"prove_speed-{part}-{setting.shape}", options.run), rows, settings, notes))
     return worst(codes)
 
 

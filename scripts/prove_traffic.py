@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compares bytes per step, counted by the daemon and by the kernel, with the plan and with 26 bytes per parameter.
+"""Compares bytes per step, counted by the daemon and by the kernel, with the plan and with what a parameter may take.
 
     python scripts/prove_traffic.py --work DIR --data gsm8k/train.jsonl
     the 1.1b shape: 40 GB in DIR, about 15 minutes on two cores; the same command continues
@@ -11,7 +11,8 @@ known differences from a normal step are taken out: the first update reads no st
 with clipping the last update follows no forward and fetches its weights; what rests in RAM is written once, when the run is
 saved.
 
-The settings: all on ssd with and without clipping, and as planned for `--budget`.
+The settings: all on ssd with and without clipping, and as planned for `--budget`. A parameter takes 26 bytes of a full run, and
+at most 14.8 with int8 states (--run int8); a frozen one of an adapter's run (--run lora, qlora) at most 4.1, and 1.2 in nf4.
 """
 
 from __future__ import annotations
@@ -23,16 +24,19 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from proof.place import ask_for_run, named
 from proof.report import Row, at_most, holds, missing, reported
 from proof.rows import LENGTH
-from proof.runs import Case, our_run
+from proof.runs import KEYS, Case, our_run
 from proof.setting import NO_PEERS, Setting, parser, run_script, size
 from proof.traffic import counted
 
 from fuyou_cli.core.units import GiB, gb, gib
 
 WITHIN = 0.01
-BYTES_PER_PARAMETER = 26  # weights twice, remainder and moments read; weights, remainder and moments written
+# Weights twice, remainder and moments read; weights, remainder and moments written. Of an adapter's run: weights twice.
+BYTES_PER_PARAMETER = {"full": 26, "int8": 14.8, "lora": 4.1, "qlora": 1.2}
+ADAPTER = ("offload.optimizer_states=auto", "offload.gradients=auto")  # it is small: it rests where the plan says
 GRADIENT_ITEM = 4  # summed over micro-batches in float32
 
 
@@ -41,6 +45,7 @@ def arguments() -> argparse.Namespace:
     options.add_argument("--steps", type=int, default=4, help="of a run, at least 4")
     options.add_argument("--budget", type=size, default=2 * GiB)
     options.add_argument("--rows", type=int, default=8, help="of 512 tokens a step, more than --micro")
+    ask_for_run(options)
     return options.parse_args()
 
 
@@ -62,13 +67,13 @@ def beside_plan(what: str, result: dict, bytes_by: dict[str, tuple[float, float]
     return rows
 
 
-def per_parameter(setting: Setting, what: str, case: Case, bytes_by: dict[str, tuple[float, float]], n: int) -> Row:
-    """Checks the bytes with all on ssd: 26 per parameter, plus twice the boundaries, and with clipping twice the gradients."""
+def per_parameter(setting: Setting, what: str, case: Case, bytes_by: dict[str, tuple[float, float]], n: int, run: str) -> Row:
+    """Checks the bytes with all on ssd: per parameter, plus twice the boundaries, and with clipping twice the gradients."""
     config = json.loads((setting.model() / "config.json").read_text())
     tokens = case.rows * LENGTH
     # Inputs of the blocks and of the final norm rest between forward and backward, two bytes an element.
     boundaries = (config["num_hidden_layers"] + 1) * tokens * config["hidden_size"] * 2
-    gradients = n * GRADIENT_ITEM if case.clip is not None else 0
+    gradients = n * GRADIENT_ITEM if case.clip is not None and run in ("full", "int8") else 0
     resting = 2 * (boundaries + gradients)
     measured = sum(bytes_by["daemon"])
     per = (measured - resting) / n
@@ -76,17 +81,18 @@ def per_parameter(setting: Setting, what: str, case: Case, bytes_by: dict[str, t
     note += f", {gb(2 * gradients)} gradients until the norm is known" if gradients else ""
     values = {"bytes": measured, "parameters": n, "boundaries": boundaries, "gradients": gradients}
     line = f"{what}: bytes per parameter beside what rests"
-    return at_most(line, round(per, 3), BYTES_PER_PARAMETER, note=note, values=values)
+    return at_most(line, round(per, 3), BYTES_PER_PARAMETER[run], note=note, values=values)
 
 
 def prove(setting: Setting, options: argparse.Namespace) -> int:
     rows: list[Row] = []
+    resting = ADAPTER if options.run in ("lora", "qlora") else ()
     for clip in (None, 1.0):
         clipping = "clipping on" if clip is not None else "clipping off"
         for all_on_ssd in (True, False):
             case = Case(
                 shape=setting.shape, budget=options.budget, steps=max(4, options.steps), rows=options.rows, micro=setting.micro,
-                clip=clip, all_on_ssd=all_on_ssd, watch_counters=True,
+                clip=clip, all_on_ssd=all_on_ssd, watch_counters=True, overrides=KEYS[options.run] + resting,
             )  # fmt: skip
             what = f"{clipping}, {'all on ssd' if all_on_ssd else gib(options.budget)}"
             result = our_run(setting, case)
@@ -96,12 +102,13 @@ def prove(setting: Setting, options: argparse.Namespace) -> int:
             bytes_by = counted(result)
             rows += beside_plan(what, result, bytes_by)
             if all_on_ssd:
-                rows.append(per_parameter(setting, what, case, bytes_by, result["plan"]["parameters"]))
+                rows.append(per_parameter(setting, what, case, bytes_by, result["plan"]["parameters"], options.run))
             read_by, written_by = result["plan"]["predicted_read_by"], result["plan"]["predicted_written_by"]
             text = "; ".join(f"{kind} {gb(read_by.get(kind, 0))} + {gb(written_by.get(kind, 0))}" for kind in sorted(read_by))
             rows.append(reported(f"{what}: the plan's bytes, read + written", "see below", note=text))
     settings = {**setting.described(), "budget": options.budget, "steps": options.steps, "rows": options.rows}
-    return setting.conclude(f"prove_traffic-{setting.shape}", rows, settings, NO_PEERS if options.peers else [])
+    name = named(f"prove_traffic-{setting.shape}", options.run)
+    return setting.conclude(name, rows, settings, NO_PEERS if options.peers else [])
 
 
 if __name__ == "__main__":

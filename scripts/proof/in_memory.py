@@ -6,7 +6,8 @@
 
 It has bf16 weights and gradients, float32 masters and moments. torch's fused AdamW runs one parameter at a time on the gradient
 in float32, so that only one such copy exists, and the master is copied back. The head's logits are whole. With
---float32-gradients each micro-batch's gradients are added to float32 sums.
+--float32-gradients each micro-batch's gradients are added to float32 sums. With --rank it trains peft's adapter on every linear
+layer, in bf16 with float32 masters as ours is.
 
 Our weights and states rest in memory advised for huge pages. So the proof scripts start this loop with
 GLIBC_TUNABLES=glibc.malloc.hugetlb=1 (glibc >= 2.35): what malloc maps for it is advised as well.
@@ -45,6 +46,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", help="that computes and holds everything (default: cpu)")
     parser.add_argument("--float32-gradients", action="store_true", help="micro-batches are summed in float32, as ours are")
     parser.add_argument("--no-checkpointing", action="store_true", help="keep activations instead of recomputing them")
+    parser.add_argument("--rank", type=int, default=0, help="of a LoRA adapter that alone is trained (default: everything is)")
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
 
@@ -115,13 +117,19 @@ def train(options: argparse.Namespace) -> None:
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16, attn_implementation="sdpa")
     model.to(options.device)
     model.config.use_cache = False
+    if options.rank:
+        from peft import LoraConfig, get_peft_model
+
+        config = LoraConfig(r=options.rank, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = get_peft_model(model, config, autocast_adapter_dtype=False)
+        model.enable_input_require_grads()
     model.train()
     if not options.no_checkpointing:
         model.gradient_checkpointing_enable()
     optimizer = None
     if not options.compute_alone:
         optimizer = MasterAdamW(
-            model.parameters(),
+            [parameter for parameter in model.parameters() if parameter.requires_grad],
             lr=options.lr,
             weight_decay=options.weight_decay,
             float32_gradients=options.float32_gradients,

@@ -36,6 +36,14 @@ TRIES = 3  # until a bench and its run found the same machine
 BENCHES = 5  # until one is quiet
 BENCHED_SECONDS = 40.0  # at the end of a bench: the recipe's own block and head
 LAST_LINES = 12  # of a failed command's output that are kept
+RANK = 8  # of adapters, on every linear layer
+_ADAPTER = (f"adapter.r={RANK}", "train.head_chunk_tokens=256")  # in a small group the head binds
+KEYS: dict[str, tuple[str, ...]] = {  # of a recipe, for each kind of runs that `place.RUNS` names
+    "full": (),
+    "lora": _ADAPTER,
+    "qlora": (*_ADAPTER, "model.quantize=nf4"),
+    "int8": ("optimizer.state_dtype=int8",),
+}
 STEP_FIELDS = (
     "step", "loss", "grad_norm", "seconds", "batch_tokens", "ram_peak", "read_bytes", "written_bytes",
     "update_cpu_seconds", "io_cpu_seconds", "stalls", "busy",
@@ -329,6 +337,7 @@ class InMemory:
     compute_alone: bool = False
     checkpointing: bool = True
     length: int = LENGTH
+    rank: int = 0  # of an adapter by peft, which alone is trained; 0: everything is
 
     @property
     def key(self) -> str:
@@ -337,6 +346,7 @@ class InMemory:
         words += [f"clip {self.clip:g}" if self.clip is not None else "no clipping"]
         words += ["compute alone"] if self.compute_alone else []
         words += [] if self.checkpointing else ["activations kept"]
+        words += [f"peft, rank {self.rank}"] if self.rank else []
         return ", ".join([*words, f"turn {self.turn}"])
 
     def command(self, *, model: Path, rows: Path, out: Path) -> list[str]:
@@ -345,6 +355,7 @@ class InMemory:
         command += ["--threads", str(THREADS), "--seed", str(SEED), "--length", str(self.length), "--out", str(out)]
         command += ["--compute-alone"] if self.compute_alone else []
         command += [] if self.checkpointing else ["--no-checkpointing"]
+        command += ["--rank", str(self.rank)]
         command += ["--clip", str(self.clip)] if self.clip is not None else []
         return command
 
