@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -205,6 +206,28 @@ def test_checks_the_space_before_it_writes(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(os, "statvfs", lambda path: status(10, 4096))
     with pytest.raises(OutOfSpaceError, match=r"takes 4\.\d+ MB, but only 41 kB are free"):
         write(tmp_path / "out", {"w": torch.zeros(1 << 20)})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("times", [3, sys.maxsize])
+def test_a_write_that_is_to_be_tried_again_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    """The kernel answers EAGAIN `times` times. Where it never stops, the error says so."""
+    real, left = os.write, [times]
+
+    def write_later(descriptor: int, data: memoryview) -> int:
+        if left[0] == 0:
+            return real(descriptor, data)
+        left[0] -= 1
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(os, "write", write_later)
+    if times == 3:
+        assert_same_bits(read_all(open_checkpoint(write(tmp_path / "out")[0].parent).entries), TENSORS)
+        assert left == [0]
+        return
+    with pytest.raises(FuyouError, match="Resource temporarily unavailable") as caught:
+        write(tmp_path / "out")
+    assert "try again" in str(caught.value.hint)
     assert list(tmp_path.iterdir()) == []
 
 
