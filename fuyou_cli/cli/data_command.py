@@ -17,7 +17,7 @@ from fuyou_cli.core.errors import UsageError
 from .console import result_console, status_console, write_json, write_status
 
 if TYPE_CHECKING:
-    from fuyou_cli.data import Rows
+    from fuyou_cli.data.rows import Feed
     from fuyou_cli.recipe.schema import Recipe
 
     from .render.data_screen import Seen, Shown
@@ -59,7 +59,7 @@ def _folder(recipe: Recipe) -> Iterator[Path]:
 
 def _look(recipe: Recipe, cache: Path, number: int, *, whole: bool) -> Seen:
     from fuyou_cli.checkpoint.hub import Hub
-    from fuyou_cli.training.length import evaluation_rows, mixture_of, sampler_of, steps_of, tokenised_rows
+    from fuyou_cli.training.length import evaluation_rows, fed, mixture_of, steps_of
 
     from .render.data_screen import Seen
     from .render.transfer import Transfers
@@ -67,10 +67,9 @@ def _look(recipe: Recipe, cache: Path, number: int, *, whole: bool) -> Seen:
     with Transfers(status_console()) as progress:
         tokenizer_dir = Hub(recipe, say=write_status, progress=progress).tokenizer_alone()
     write_status("reading and tokenising the data")
-    rows = tokenised_rows(recipe, tokenizer_dir, cache=cache)
+    rows, sampler = fed(recipe, tokenizer_dir, cache=cache, check=lambda summary: None, say=write_status)
     sets = evaluation_rows(recipe, tokenizer_dir, cache=cache)
-    sampler = sampler_of(recipe, len(rows), entry_rows=rows.summary.entry_rows)
-    steps = steps_of(recipe, len(rows))
+    steps = steps_of(recipe, rows.summary.rows)
     order = chain.from_iterable(map(sampler.batch, count()))
     return Seen(
         recipe=recipe,
@@ -79,11 +78,11 @@ def _look(recipe: Recipe, cache: Path, number: int, *, whole: bool) -> Seen:
         steps=steps,
         note=sampler.note(steps, recipe.train.epochs),
         mixture=mixture_of(recipe, sampler, steps),
-        shown=_decoded(recipe, tokenizer_dir, rows, list(islice(order, min(number, len(rows)))), whole=whole),
+        shown=_decoded(recipe, tokenizer_dir, rows, list(islice(order, min(number, rows.summary.rows))), whole=whole),
     )
 
 
-def _decoded(recipe: Recipe, tokenizer_dir: Path, rows: Rows, chosen: Sequence[int], *, whole: bool) -> list[Shown]:
+def _decoded(recipe: Recipe, tokenizer_dir: Path, rows: Feed, chosen: Sequence[int], *, whole: bool) -> list[Shown]:
     """Decodes rows; of each document the first tokens, unless it is to be shown `whole`."""
     from fuyou_cli.data.tokenise import PREVIEW_TOKENS, decode_pieces, load_tokenizer
 

@@ -100,8 +100,9 @@ def _show_data(summary: DataSummary) -> None:
     from .render.theme import some
 
     formats = ", ".join(f"{Path(path).name}: {name}" for path, name in summary.formats)
+    data = "the first part of the data" if summary.streamed else "data"
     write_status(
-        f"data: {some(summary.samples, 'sample')} ({formats}) in {some(summary.rows, 'row')}, "
+        f"{data}: {some(summary.samples, 'sample')} ({formats}) in {some(summary.rows, 'row')}, "
         f"{some(summary.tokens, 'token')}, {summary.label_tokens:,} with loss; {summary.truncated:,} truncated, "
         f"{summary.split:,} split, {summary.dropped:,} dropped, {some(summary.without_loss, 'row')} without loss skipped"
     )

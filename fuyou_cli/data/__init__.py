@@ -5,8 +5,9 @@ from .holding_back import Part
 from .rows import NO_LOSS, Batch, DataSummary, Rows, collate
 from .sampler import Sampler
 from .sources import MissingDataError, look
+from .stream import Stream
 
 __all__ = [
-    "NO_LOSS", "Batch", "DataSummary", "MissingDataError", "Part", "Rows", "Sampler", "collate", "find", "look", "prepare",
-    "size_of",
+    "NO_LOSS", "Batch", "DataSummary", "MissingDataError", "Part", "Rows", "Sampler", "Stream", "collate", "find", "look",
+    "prepare", "size_of",
 ]  # fmt: skip

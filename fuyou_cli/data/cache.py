@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,10 +51,10 @@ def prepare(
 
     Call it before the arena is mapped: it starts a process. Raises UsageError for data that cannot be used.
     """
-    request, paths = _request(dataset, tokenizer_dir, chat_template, pad_token, part, fetching=True)
-    final = cache_dir / _fingerprint(request)
+    request, paths = request_for(dataset, tokenizer_dir, chat_template, pad_token, part, fetching=True)
+    final = cache_dir / fingerprint(request, _content)
     if not final.is_dir():
-        with _scratch(cache_dir) as scratch:
+        with scratch_in(cache_dir) as scratch:
             out = Path(scratch, "rows")
             out.mkdir()
             _serve({**request, "out": str(out)}, threads=dataset.num_workers or 1)
@@ -75,8 +76,8 @@ def find(
     part: Part | None = None,
 ) -> Rows | None:
     """Finds the rows if they are there already. Starts nothing and writes nothing."""
-    request, paths = _request(dataset, tokenizer_dir, chat_template, pad_token, part)
-    final = cache_dir / _fingerprint(request)
+    request, paths = request_for(dataset, tokenizer_dir, chat_template, pad_token, part)
+    final = cache_dir / fingerprint(request, _content)
     return Rows(final, paths=paths) if final.is_dir() else None
 
 
@@ -85,12 +86,12 @@ def size_of(dataset: DatasetSection) -> int:
     return sum(file.stat().st_size for source in find_sources(dataset) for file in source.files)
 
 
-def _request(
+def request_for(
     dataset: DatasetSection,
     tokenizer_dir: Path,
     chat_template: Path | None,
     pad_token: str | None,
-    part: Part | None,
+    part: Part | None = None,
     *,
     fetching: bool = False,
 ) -> tuple[dict[str, Any], list[str]]:
@@ -110,7 +111,7 @@ def _request(
     }, [source.entry.path for source in sources]
 
 
-def _fingerprint(request: dict[str, Any]) -> str:
+def fingerprint(request: dict[str, Any], content: Callable[[Path], str]) -> str:
     """Digests everything that the rows depend on (contents, options, library versions) as 32 hexadecimal digits. The places
     and times of files do not count."""
     described = {
@@ -119,7 +120,7 @@ def _fingerprint(request: dict[str, Any]) -> str:
         "libraries": {name: version(name) for name in ("tokenizers", "transformers")},
         "tokenizer": _tokenizer_content(Path(request["tokenizer_dir"])),
         "sources": [
-            {**source, "files": [("".join(suffixes(Path(file))), _content(Path(file))) for file in source["files"]]}
+            {**source, "files": [("".join(suffixes(Path(file))), content(Path(file))) for file in source["files"]]}
             for source in request["sources"]
         ],
     }
@@ -144,7 +145,7 @@ def _tokenizer_content(directory: Path) -> dict[str, str]:
     return {str(file.relative_to(directory)): _content(file) for file in kept}
 
 
-def _scratch(cache_dir: Path) -> tempfile.TemporaryDirectory[str]:
+def scratch_in(cache_dir: Path) -> tempfile.TemporaryDirectory[str]:
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         return tempfile.TemporaryDirectory(dir=cache_dir, prefix=".rows-")
@@ -174,6 +175,15 @@ def read_template(path: Path | None) -> str | None:
 
 def _serve(request: dict[str, Any], *, threads: int) -> None:
     """Runs the worker to its end. Raises the worker's error with the same text."""
+    command, environment = worker_command(threads)
+    asked = as_asked(request)
+    done = subprocess.run(command, input=asked, env=environment, capture_output=True, text=True)
+    refuse_failed(done.returncode, done.stdout, done.stderr, at=Path(request["out"]).with_name("at"))
+    replied(done.stdout)
+
+
+def worker_command(threads: int) -> tuple[list[str], dict[str, str]]:
+    """Returns the worker's command and its environment."""
     package_root = str(Path(fuyou_cli.__file__).resolve().parents[1])
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH")))),
@@ -182,33 +192,44 @@ def _serve(request: dict[str, Any], *, threads: int) -> None:
         "RAYON_NUM_THREADS": str(min(threads, os.cpu_count() or 1)),
     }
     # -P: a file tokenizers.py in the current directory must not stand in for the library.
-    command = [sys.executable, "-P", "-m", "fuyou_cli.data.worker"]
-    asked = json.dumps({**request, "template_seconds": sandbox.TEMPLATE_SECONDS})
-    done = subprocess.run(command, input=asked, env=environment, capture_output=True, text=True)
-    if done.returncode == -sandbox.OVERDUE:
-        at = Path(request["out"]).with_name("at").read_text(errors="surrogateescape")
+    return [sys.executable, "-P", "-m", "fuyou_cli.data.worker"], environment
+
+
+def as_asked(request: dict[str, Any]) -> str:
+    """Returns the first line for a worker."""
+    return json.dumps({**request, "template_seconds": sandbox.TEMPLATE_SECONDS}) + "\n"
+
+
+def replied(line: str) -> dict[str, Any]:
+    """Returns a worker's reply. Raises its error with the same text."""
+    reply: dict[str, Any] = json.loads(line)
+    if "error" in reply:
+        kind = OutOfSpaceError if reply["kind"] == "space" else UsageError
+        raise kind(reply["error"], hint=reply["hint"])
+    return reply
+
+
+def refuse_failed(code: int, last_words: str, trace: str, *, at: Path) -> None:
+    """Raises the error of a worker that ended otherwise than with 0. `at`: the file that names the sample of a template that
+    does not end."""
+    if code == -sandbox.OVERDUE:
         raise UsageError(
-            f"{at} takes more than {sandbox.TEMPLATE_SECONDS:g} s for this conversation",
+            f"{at.read_text(errors='surrogateescape')} takes more than {sandbox.TEMPLATE_SECONDS:g} s for this conversation",
             hint="fix the template (or set tokenizer.chat_template), or remove the row. A conversation of thousands of turns "
             "is much faster with {% generation %} marks in the template, or with dataset.loss_on: last_assistant",
         )
-    if done.returncode < 0:
+    if code < 0:
         raise FuyouError(
-            f"the process that reads the data was ended by signal {-done.returncode}",
-            hint="signal 9 usually means that the machine ran out of memory" if done.returncode == -9 else None,
+            f"the process that reads the data was ended by signal {-code}",
+            hint="signal 9 usually means that the machine ran out of memory" if code == -9 else None,
         )
-    if done.returncode == 0:
-        reply = json.loads(done.stdout)
-        if "error" in reply:
-            kind = OutOfSpaceError if reply["kind"] == "space" else UsageError
-            raise kind(reply["error"], hint=reply["hint"])
-        return
-    raise _unforeseen(done.stdout, done.stderr)
+    if code:
+        raise _unforeseen(last_words, trace)
 
 
 def _unforeseen(last_words: str, trace: str) -> FuyouError:
     """Makes an error of one line from an unexpected failure. With FUYOU_DEBUG, prints the traceback too."""
-    told = f"reading the data failed: {last_words or (trace.strip().splitlines() or ['it says nothing'])[-1]}"
+    told = f"reading the data failed: {last_words.strip() or (trace.strip().splitlines() or ['it says nothing'])[-1]}"
     if os.environ.get("FUYOU_DEBUG", "") in ("", "0"):
         return FuyouError(told, hint="set FUYOU_DEBUG=1 to see the traceback")
     return FuyouError(f"{told}\n{trace.strip()}")

@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +33,20 @@ PIECE_CHARS = 1 << 16  # characters in a piece of a document; tokenising needs ~
 _ROWS_AT_ONCE = 256
 
 
-def read_rows(file: Path) -> Iterator[Placed]:
+def read_rows(file: Path, *, skipped: int = 0) -> Iterator[Placed]:
     """Yields place and row of every record of a JSON, CSV, Parquet or Arrow file; of a text file every paragraph, as `text`.
+    The first `skipped` are left out; lines of JSON are not even parsed then.
 
     Raises UsageError naming the file and the line.
     """
     if file.stat().st_size == 0:
         raise UsageError(f"{file}: the file is empty")
-    readers = {"json": _json_rows, "csv": _csv_rows, "text": _paragraphs, "columns": _columnar_rows}
+    readers = {"csv": _csv_rows, "text": _paragraphs, "columns": _columnar_rows}
     with _utf8_only(file):
-        yield from readers[kind_of_rows(file) or ""](file)
+        if (kind := kind_of_rows(file) or "") == "json":
+            yield from _json_rows(file, skipped)
+        else:
+            yield from islice(readers[kind](file), skipped, None)
 
 
 @contextmanager
@@ -71,22 +75,22 @@ def first_bad_line(file: Path) -> str:
     return str(file)
 
 
-def _json_rows(file: Path) -> Iterator[Placed]:
+def _json_rows(file: Path, skipped: int) -> Iterator[Placed]:
     """Yields the rows of a file with one object per line, or with one array. Raises UsageError with file and line."""
     with opened(file) as stream:
         head = stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
     if head.startswith(b"["):
         with _text(file, newline="") as text:
-            yield from _Array(file, text.read).rows()
+            yield from islice(_Array(file, text.read).rows(), skipped, None)
         return
     if suffixes(file)[0] == ".json" and head.split(b"\n", 1)[0].strip() == b"{":
         raise UsageError(
             f"{file}:1: an object spans several lines",
             hint="write one object per line (JSON lines), or an array of objects",
         )
-    for number, line in enumerate(_lines(file), start=1):
-        if line.strip():
-            yield f"{file}:{number}", _json_row(line.removesuffix("\n"), f"{file}:{number}")
+    rows = ((number, line) for number, line in enumerate(_lines(file), start=1) if line.strip())
+    for number, line in islice(rows, skipped, None):
+        yield f"{file}:{number}", _json_row(line.removesuffix("\n"), f"{file}:{number}")
 
 
 def _lines(file: Path, *, newline: str | None = None) -> Iterator[str]:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,6 +49,7 @@ class DataSummary:
     special_example: str
     entry_rows: tuple[int, ...] = ()  # rows of each entry of a mixture, stored one entry after the other
     never_stops: bool = False  # rows mark their loss themselves, and never on a stop token
+    streamed: bool = False  # this is what the first parts hold (`stream`); the others are not made yet
     lost: int = 0
     longest: int = 0
     lengths: tuple[int, ...] = ()
@@ -143,7 +144,19 @@ class Batch:
         return torch.from_numpy(self.input_ids), torch.from_numpy(self.labels)
 
 
-def collate(rows: Rows, indices: Sequence[int], *, pad_id: int, max_len: int, multiple: int = 8) -> Batch:
+class Feed(Protocol):
+    """Gives tokens, mask and documents of a row: `Rows`, or `stream.Stream`."""
+
+    summary: DataSummary
+
+    def tokens(self, index: int) -> NDArray[np.int32]: ...
+
+    def mask(self, index: int) -> NDArray[np.uint8]: ...
+
+    def documents(self, index: int) -> list[int] | None: ...
+
+
+def collate(rows: Feed, indices: Sequence[int], *, pad_id: int, max_len: int, multiple: int = 8) -> Batch:
     """Pads the rows `indices` to the length of the longest, rounded up to `multiple`, but not beyond `max_len`."""
     lengths = [len(rows.tokens(index)) for index in indices]
     longest = max(lengths)

@@ -11,16 +11,25 @@ from numpy.typing import NDArray
 from .mixture import Mixture
 
 
+def permutation(rows: int, *, seed: int, epoch: int, entry: int, part: int = 0) -> NDArray[np.int64]:
+    """Returns the order of the rows of an entry, or of a part of it, in an epoch.
+
+    It is the stable sort order of Philox's raw output. numpy keeps that output the same between releases, but not
+    `Generator.permutation`.
+    """
+    key, counter = np.array([seed % (1 << 64), epoch], np.uint64), np.array([0, 0, part, entry], np.uint64)
+    return np.argsort(np.random.Philox(key=key, counter=counter).random_raw(rows), kind="stable")
+
+
 class _Order:
     """Holds the endless order of one entry's rows, from `first` on: every epoch is a permutation of all of them.
 
-    The permutation is the stable sort order of Philox's raw output for (seed, epoch, entry). numpy keeps that output the same
-    between releases, but not `Generator.permutation`. One permutation is held: 8 bytes per row.
+    One permutation is held: 8 bytes per row.
     """
 
     def __init__(self, rows: int, *, first: int, entry: int, shuffle: bool, seed: int) -> None:
         self._rows, self._first, self._entry = rows, first, entry
-        self._shuffle, self._seed = shuffle, seed % (1 << 64)
+        self._shuffle, self._seed = shuffle, seed
         self._epoch: int | None = None
         self._order: NDArray[np.int64] = np.arange(0)
 
@@ -36,8 +45,7 @@ class _Order:
         if self._epoch is None or (self._shuffle and self._epoch != epoch):
             self._order, self._epoch = np.arange(0), None  # freed before the next one is made
             if self._shuffle:
-                key, counter = np.array([self._seed, epoch], np.uint64), np.array([0, 0, 0, self._entry], np.uint64)
-                self._order = np.argsort(np.random.Philox(key=key, counter=counter).random_raw(self._rows), kind="stable")
+                self._order = permutation(self._rows, seed=self._seed, epoch=epoch, entry=self._entry)
             else:
                 self._order = np.arange(self._rows)
             self._epoch = epoch

@@ -80,6 +80,15 @@ def _mixture(recipe: Recipe) -> Broken:
             yield "dataset.train", message, "give a weight to every entry or to none (then entries are used completely)"
 
 
+def _streaming(recipe: Recipe) -> Broken:
+    if recipe.dataset.streaming and recipe.train.max_steps is None:
+        message = "`dataset.streaming` does not know how many rows there are, so `train.epochs` gives no number of steps"
+        yield "dataset.streaming", message, "set train.max_steps"
+    if recipe.dataset.streaming and recipe.dataset.eval_fraction:
+        message = "`dataset.eval_fraction` holds back samples of all the data, but `dataset.streaming` does not read it all"
+        yield "dataset.eval_fraction", message, "name a file in dataset.eval"
+
+
 def _evaluation(recipe: Recipe) -> Broken:
     samples, has_sets = recipe.eval.samples, bool(recipe.dataset.eval or recipe.dataset.eval_fraction)
     if recipe.eval.every_steps is not None and not has_sets and samples is None:
@@ -254,6 +263,6 @@ def _backends(recipe: Recipe) -> Broken:
 
 
 _RULES: tuple[Callable[[Recipe], Broken], ...] = (
-    _revision, _length, _warmup, _decay, _batch, _mixture, _evaluation, _device, _optimizer, _together, _strategy, _deferral,
-    _commits, _skipping, _compiled, _adapter, _quantised, _kernels, _backends,
+    _revision, _length, _warmup, _decay, _batch, _mixture, _streaming, _evaluation, _device, _optimizer, _together, _strategy,
+    _deferral, _commits, _skipping, _compiled, _adapter, _quantised, _kernels, _backends,
 )  # fmt: skip

@@ -89,6 +89,7 @@ class DatasetSection(Section):
     packing: Literal[False, "concat", "isolated"] = False
     loss_on: Literal["auto", "all", "assistant", "last_assistant", "completion"] = "auto"
     shuffle: bool = True
+    streaming: bool = False  # tokenised while the run trains
     num_workers: Annotated[int, Field(ge=0, le=1024)] = 4
     cache_dir: Text | None = None
 

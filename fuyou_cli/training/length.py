@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.errors import FuyouError, UsageError
 from ..core.paths import expanded, folder
-from ..core.units import MiB
+from ..core.units import MiB, gb
 from ..data.sampler import Sampler
 
 if TYPE_CHECKING:
-    from ..data import Part, Rows
+    from ..data import DataSummary, Part, Rows, Stream
     from ..recipe.schema import DatasetSection, Recipe
 
 HELD_BACK = "held-back"  # the name of the set of `dataset.eval_fraction`
 _ALONE: dict[str, object] = {"eval": (), "packing": False}  # of a set to evaluate
+LARGE = 1 << 30  # bytes of data files: tokenising them takes many minutes
 COUNTED = 64 * MiB  # bytes of data files; tokenising more for a plan would take minutes
 
 
@@ -28,6 +29,35 @@ def tokenised_rows(recipe: Recipe, tokenizer_dir: Path, *, cache: Path | None = 
     from ..data import prepare
 
     return prepare(**_asked(recipe, tokenizer_dir), cache_dir=cache or cache_of(recipe))
+
+
+def fed(
+    recipe: Recipe,
+    tokenizer_dir: Path,
+    *,
+    check: Callable[[DataSummary], None],
+    say: Callable[[str], None],
+    cache: Path | None = None,
+) -> tuple[Rows, Sampler] | tuple[Stream, Stream]:
+    """Returns the rows to train on and their order. `check` refuses rows that do not fit the model."""
+    from ..data import Stream, size_of
+
+    if not recipe.dataset.streaming:
+        if recipe.train.max_steps is not None and (size := size_of(recipe.dataset)) > LARGE:
+            say(f"note: all of the data ({gb(size)}) is tokenised before the first step; dataset.streaming=true does it beside")
+        rows = tokenised_rows(recipe, tokenizer_dir, cache=cache)
+        check(rows.summary)
+        return rows, sampler_of(recipe, len(rows), entry_rows=rows.summary.entry_rows)
+    asked = {name: value for name, value in _asked(recipe, tokenizer_dir).items() if name != "part"}
+    stream = Stream(
+        **asked,
+        cache_dir=cache or cache_of(recipe),
+        batch_size=recipe.train.batch_size,
+        seed=recipe.seed,
+        check=check,
+        say=say,
+    )
+    return stream, stream
 
 
 def evaluation_rows(recipe: Recipe, tokenizer_dir: Path, *, cache: Path | None = None) -> dict[str, Rows]:
@@ -140,13 +170,13 @@ def sampler_of(recipe: Recipe, rows: int, *, entry_rows: Sequence[int] = ()) -> 
     )
 
 
-def mixture_of(recipe: Recipe, sampler: Sampler, steps: int) -> str | None:
-    """Says what share of the rows each entry of a mixture gets, and how often its rows are seen. Returns None without
-    weights."""
-    weights = recipe.dataset.weights
+def mixture_of(recipe: Recipe, sampler: Sampler | Stream, steps: int) -> str | None:
+    """Says what share of the rows each entry of a mixture gets, and how often its rows are seen, if that is known. Returns None
+    without weights."""
+    weights, seen = recipe.dataset.weights, sampler.entry_epochs(steps)
     told = [
-        f"{entry.path} {weight / sum(weights):.3g} of the rows, seen {times:.3g} times"
-        for entry, weight, times in zip(recipe.dataset.train, weights, sampler.entry_epochs(steps), strict=False)
+        f"{entry.path} {weight / sum(weights):.3g} of the rows" + (f", seen {seen[number]:.3g} times" if seen else "")
+        for number, (entry, weight) in enumerate(zip(recipe.dataset.train, weights, strict=False))
     ]
     return "; ".join(told) if told else None
 

@@ -87,13 +87,13 @@ def settle(ready: Ready, hardware: HardwareProfile, disks: StoreDisks | None = N
     hardware = replace(hardware, process_bytes=hardware.process_bytes + ready.sampler.peak_bytes)
     planner = _Planner(before.inspected, hardware, disks)
     planner.know(before)
-    planned, rows = None, len(ready.rows)
+    planned, rows = None, ready.epoch_rows
     if choose is None and before.found is not None:
         planned = _placed_anew(planner, before, before.found, rows)
     return replace(ready, planned=planned or planner.planned(before.plan.numerics, rows, choose=choose))
 
 
-def _placed_anew(planner: _Planner, before: Planned, found: Found, rows: int) -> Planned | None:
+def _placed_anew(planner: _Planner, before: Planned, found: Found, rows: int | None) -> Planned | None:
     """Returns the plan of the choice made before, or None if it is not good enough."""
     try:
         planned = planner.planned(before.plan.numerics, rows, choose=as_chosen(found.best.choice))

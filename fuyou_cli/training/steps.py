@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +26,7 @@ from ..spec.model_facts import InPlace
 from ..spec.plan import Plan
 from .adapting import added_values, check_peft, entries_of, stored_names
 from .known_model import KnownModel
-from .length import evaluation_rows, evaluation_sets, mixture_of, naming_evaluation, sampler_of, steps_of, tokenised_rows
+from .length import evaluation_rows, evaluation_sets, fed, mixture_of, naming_evaluation, steps_of
 from .limits import check_positions, check_tokens, note_slow_products
 from .plan_request_of import StoreDisks
 from .rates import learning_rate
@@ -36,7 +37,7 @@ from .untouched import untouched_of
 
 if TYPE_CHECKING:
     from ..checkpoint.header import TensorEntry
-    from ..data import Rows, Sampler
+    from ..data import Rows, Sampler, Stream
     from ..engine.anatomy import Anatomy
     from ..planner.plan_request import PlanRequest
     from ..planner.search import Found
@@ -148,8 +149,8 @@ class Ready:
     planned: Planned
     entries: Mapping[str, TensorEntry]
     stored_as: Mapping[str, str]
-    rows: Rows  # the tokenised data
-    sampler: Sampler  # the order of the rows
+    rows: Rows | Stream  # the tokenised data
+    sampler: Sampler | Stream  # the order of the rows
     fingerprints: dict[str, str]
     evaluated: Mapping[str, Rows]  # sets of rows, by name, whose loss the run tells
     prompts: FixedPrompts | None  # that the run continues where it evaluates
@@ -159,6 +160,11 @@ class Ready:
         """Names what the run leaves alone of the model's checkpoint."""
         saved = self.planned.manifest
         return untouched_of(self.planned.anatomy.untouched, self.entries) if saved is None else saved.untouched
+
+    @property
+    def epoch_rows(self) -> int | None:
+        """Returns the rows of an epoch. None: the data is a stream."""
+        return None if self.rows.summary.streamed else self.rows.summary.rows
 
     @property
     def added(self) -> Added:
@@ -347,13 +353,15 @@ def tokenise(fetched: Fetched, *, say: Say) -> Ready:
     planned = fetched.planned
     recipe, saved = planned.recipe, planned.manifest
     say("reading and tokenising the data")
-    rows = tokenised_rows(recipe, planned.inspected.resolved.tokenizer_dir)
-    evaluated = evaluation_rows(recipe, planned.inspected.resolved.tokenizer_dir)
-    for found in (rows, *evaluated.values()):
-        check_tokens(recipe, planned.inspected.known.facts.embeddings, found.summary)
+    tokenizer_dir = planned.inspected.resolved.tokenizer_dir
+    check = partial(check_tokens, recipe, planned.inspected.known.facts.embeddings)
+    rows, sampler = fed(recipe, tokenizer_dir, check=check, say=say)
+    evaluated = evaluation_rows(recipe, tokenizer_dir)
+    for found in evaluated.values():
+        check(found.summary)
     for note in rows.summary.notes:
         say(f"note: {note}")
-    sampler, total = sampler_of(recipe, len(rows), entry_rows=rows.summary.entry_rows), steps_of(recipe, len(rows))
+    total = steps_of(recipe, rows.summary.rows)
     learning_rate(recipe, total)  # refuses a warm-up that is longer than the epochs
     if repeated := sampler.note(total, recipe.train.epochs):
         say(f"note: {repeated}")

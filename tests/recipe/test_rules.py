@@ -65,6 +65,14 @@ def test_what_cannot_rest_quantised(refused, text, overrides, key):
     assert {path: diagnostic.code for path, diagnostic in found.items()} == {key: "conflict"}
 
 
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [([], "dataset.streaming"), (["train.max_steps=3", "dataset.eval_fraction=0.1"], "dataset.eval_fraction")],
+)
+def test_how_much_a_stream_holds_is_not_known(refused, overrides, key):
+    assert refused("", "dataset.streaming=true", *overrides)[key].code == "conflict"
+
+
 def test_all_entries_have_weights_or_none(load, refused):
     found = refused("", "dataset.train=[{path: a.jsonl, weight: 2}, {path: b.jsonl}]")
     assert found["dataset.train"].message == "`dataset.train[1]` has no weight, but another entry has one"

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from fuyou_cli.data import Batch, collate
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.recipe.schema import Recipe
-from fuyou_cli.training.length import sampler_of, tokenised_rows
+from fuyou_cli.training.length import fed
 from fuyou_cli.training.rates import learning_rate
 
 
@@ -72,8 +72,7 @@ def _accumulate(model: Any, masters: dict[str, Any], batch: Batch, micro_batch_s
 
 
 def _batches(recipe: Recipe, steps: int) -> Iterator[Batch]:
-    rows = tokenised_rows(recipe, Path(recipe.model.name_or_path))
-    sampler = sampler_of(recipe, len(rows), entry_rows=rows.summary.entry_rows)
+    rows, sampler = fed(recipe, Path(recipe.model.name_or_path), check=lambda summary: None, say=lambda text: None)
     for step in range(steps):
         yield collate(rows, sampler.batch(step), pad_id=rows.summary.pad_id, max_len=recipe.dataset.max_seq_len)
 

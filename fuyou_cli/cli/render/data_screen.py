@@ -47,7 +47,7 @@ class Seen:
 
 def show_data(console: Console, seen: Seen) -> None:
     """Prints counts, a histogram and the decoded rows, in the order of training."""
-    heading(console, "Data")
+    heading(console, "Data", "the first part; a run makes the others while it trains" if seen.summary.streamed else "")
     pairs(console, [*_made(seen), *_left_out(seen), *_used(seen)])
     for note in (*seen.summary.notes, *([seen.note] if seen.note else ())):
         say(console, f"note: {note}", indent=2)
@@ -91,7 +91,8 @@ def _left_out(seen: Seen) -> Iterator[tuple[str, str]]:
 def _used(seen: Seen) -> Iterator[tuple[str, str]]:
     batch = seen.recipe.train.batch_size
     epochs = f"{seen.steps * batch / seen.summary.rows:,.2f}".rstrip("0").rstrip(".")
-    yield "steps", f"{seen.steps:,} of {some(batch, 'row')}: {epochs} epoch{'s' * (epochs != '1')}"
+    seen_times = "of a stream" if seen.summary.streamed else f"{epochs} epoch{'s' * (epochs != '1')}"
+    yield "steps", f"{seen.steps:,} of {some(batch, 'row')}: {seen_times}"
     if seen.mixture:
         yield "mixture", seen.mixture
     for name, found in seen.sets.items():

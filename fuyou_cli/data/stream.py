@@ -1,0 +1,291 @@
+"""Feeds a run with rows that are made while it trains (`dataset.streaming`): the first step does not wait for all the data.
+
+The samples of an entry become parts (`stream_parts`), in the order of its files. A part is the folder
+`<fingerprint>/<entry>-<part>` below the cache. Rows are shuffled within a part, and the entry's files among each other. One
+part is made ahead. So the rows of step n are a function of seed and data. A resumed run finds the parts of an earlier process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import tempfile
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import fields, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fuyou_cli.core.units import MiB
+
+from .cache import as_asked, fingerprint, refuse_failed, replied, request_for, scratch_in, worker_command
+from .mixture import Mixture
+from .rows import DataSummary, Rows
+from .sampler import Sampler, permutation
+from .stream_parts import NEXT, PART_SAMPLES, PART_TOKENS
+
+if TYPE_CHECKING:
+    from fuyou_cli.recipe.schema import DatasetSection
+
+WORKER_BYTES = 384 * MiB  # beside the run: Python, the tokenizer with a large vocabulary, the samples it works on
+_EDGE = MiB  # of a file: its first and last bytes tell whether it is the same
+_PATIENCE = 5.0  # seconds that a step waits before it is said
+Say = Callable[[str], None]
+
+
+class Stream:
+    """Is the rows of a run and their order in one. An index stands for a place in the endless sequence of an entry."""
+
+    def __init__(
+        self,
+        *,
+        dataset: DatasetSection,
+        tokenizer_dir: Path,
+        chat_template: Path | None,
+        pad_token: str | None,
+        cache_dir: Path,
+        batch_size: int,
+        seed: int,
+        check: Callable[[DataSummary], None],
+        say: Say,
+        part_tokens: int = PART_TOKENS,
+    ) -> None:
+        """Makes the first part of every entry. `check` refuses a part whose tokens do not fit the model. Raises UsageError."""
+        request, paths = request_for(dataset, tokenizer_dir, chat_template, pad_token, fetching=True)
+        request["part_tokens"] = part_tokens
+        if dataset.shuffle:
+            _shuffle_files(request["sources"], seed)
+        self.fingerprint = fingerprint(request, _edges)
+        numbers = list(range(len(request["sources"])))
+        groups = [[number] for number in numbers] if dataset.weights else [numbers]
+        folder = cache_dir / self.fingerprint
+        with scratch_in(cache_dir):  # says what is wrong with the folder
+            folder.mkdir(exist_ok=True)
+        worker = _Worker(request, threads=dataset.num_workers or 1)
+        weakref.finalize(self, worker.end)
+        order = _PartOrder(seed=seed, shuffle=dataset.shuffle)
+        self._entries = [_Entry(n, group, folder, paths, worker, order, check, say) for n, group in enumerate(groups)]
+        self._mixture = Mixture(dataset.weights) if len(groups) > 1 else None
+        self._batch_size = batch_size
+        self.summary = replace(_together([entry.first for entry in self._entries]), digest=self.fingerprint, streamed=True)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Returns the most bytes that it ever takes, the process that tokenises included."""
+        return WORKER_BYTES + Sampler.PEAK_BYTES * PART_SAMPLES
+
+    def note(self, steps: int, epochs: int | None) -> None:
+        """Notes nothing: how often a row is seen is not known before the data has ended."""
+
+    def entry_epochs(self, steps: int) -> None:
+        """Returns nothing, as `note` does."""
+
+    def batch(self, step: int) -> list[int]:
+        """Returns the row indices of global step `step`. Waits until these rows are made. Raises UsageError if they
+        cannot be."""
+        position, size, many = step * self._batch_size, self._batch_size, len(self._entries)
+        if self._mixture is None:
+            chosen = list(range(position, position + size))
+        else:
+            given, entries = self._mixture.picks(position, size)
+            chosen = []
+            for entry in entries:
+                chosen.append(given[entry] * many + entry)
+                given[entry] += 1
+        for index in chosen:
+            self._entries[index % many].reach(index // many)
+        return chosen
+
+    def tokens(self, index: int) -> NDArray[np.int32]:
+        rows, row = self._row(index)
+        return rows.tokens(row)
+
+    def mask(self, index: int) -> NDArray[np.uint8]:
+        rows, row = self._row(index)
+        return rows.mask(row)
+
+    def documents(self, index: int) -> list[int] | None:
+        rows, row = self._row(index)
+        return rows.documents(row)
+
+    def _row(self, index: int) -> tuple[Rows, int]:
+        return self._entries[index % len(self._entries)].row(index // len(self._entries))
+
+
+class _Entry:
+    """Holds the parts of one entry that are made so far, and has the next one made ahead."""
+
+    def __init__(
+        self,
+        number: int,
+        sources: list[int],
+        folder: Path,
+        paths: Sequence[str],
+        worker: _Worker,
+        order: _PartOrder,
+        check: Callable[[DataSummary], None],
+        say: Say,
+    ) -> None:
+        self._number, self._sources, self._folder, self._paths = number, sources, folder, paths
+        self._worker, self._order, self._check, self._say = worker, order, check, say
+        self._ends: list[int] = []  # rows of all parts up to this one
+        self._begin: dict[str, int] | None = None  # where the next part begins
+        self._formats: dict[str, str] = {}  # of the sources read so far, by their number
+        self._is_whole = False
+        self._ahead: Future[int] = self._make()
+        self._open = lru_cache(maxsize=4)(self._opened)
+        self._grow()
+        self.first: DataSummary = self._open(0).summary
+
+    def reach(self, position: int) -> None:
+        """Has parts made until this place of the sequence is in one."""
+        while not self._is_whole and position >= self._ends[-1]:
+            self._grow()
+
+    def row(self, position: int) -> tuple[Rows, int]:
+        """Returns the part with this place of the sequence, and the row in it."""
+        epoch, within = divmod(position, self._ends[-1]) if self._is_whole else (0, position)
+        part = bisect_right(self._ends, within)
+        begin = self._ends[part - 1] if part else 0
+        return self._open(part), self._order.row(within - begin, self._ends[part] - begin, epoch, self._number, part)
+
+    def _place(self, part: int) -> Path:
+        return self._folder / f"{self._number}-{part:06d}"
+
+    def _opened(self, part: int) -> Rows:
+        return Rows(self._place(part), paths=self._paths)
+
+    def _make(self) -> Future[int]:
+        """Begins to make the next part, unless an earlier process has. The result is its number of rows, 0 behind the last."""
+        asked = {"entry": self._number, "sources": self._sources, "begin": self._begin, "formats": self._formats}
+        return self._worker.make(asked, self._place(len(self._ends)))
+
+    def _grow(self) -> None:
+        """Takes the part that was made ahead, and begins the one after it."""
+        try:
+            made = self._ahead.result(_PATIENCE if self._ends else None)
+        except TimeoutError:
+            self._say("training waits for the data: it is tokenised more slowly than it is trained on (dataset.num_workers)")
+            made = self._ahead.result()
+        if not made:
+            self._is_whole = True
+            return
+        part = len(self._ends)
+        rows = self._open(part)
+        self._check(rows.summary)
+        self._ends.append(len(rows) + (self._ends[-1] if self._ends else 0))
+        goes_on = json.loads((self._place(part) / NEXT).read_text(encoding="utf-8"))
+        self._begin, self._formats = goes_on["begin"], goes_on["formats"]
+        self._is_whole = self._begin is None
+        if not self._is_whole:
+            self._ahead = self._make()
+
+
+class _PartOrder:
+    """Orders the rows of a part in an epoch."""
+
+    def __init__(self, *, seed: int, shuffle: bool) -> None:
+        self._shuffle = shuffle
+        self._permutation = lru_cache(maxsize=4)(
+            lambda rows, epoch, entry, part: permutation(rows, seed=seed, epoch=epoch, entry=entry, part=part)
+        )
+
+    def row(self, place: int, rows: int, epoch: int, entry: int, part: int) -> int:
+        return int(self._permutation(rows, epoch, entry, part)[place]) if self._shuffle else place
+
+
+class _Worker:
+    """Holds the process that makes parts, started when the first is asked for."""
+
+    def __init__(self, request: dict[str, Any], *, threads: int) -> None:
+        self._request, self._threads = request, threads
+        self._process: subprocess.Popen[str] | None = None
+        self._trace = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
+        self._turns = ThreadPoolExecutor(1, thread_name_prefix="data")
+
+    def make(self, asked: dict[str, Any], folder: Path) -> Future[int]:
+        """Has a part made in a folder, which appears complete or not at all. The future holds its rows, or the error."""
+        return self._turns.submit(self._made, asked, folder)
+
+    def end(self) -> None:
+        """Ends the process, so that nothing waits for a part that nobody needs."""
+        if self._process is not None:
+            self._process.kill()
+
+    def _made(self, asked: dict[str, Any], folder: Path) -> int:
+        if folder.is_dir():
+            return 1
+        with scratch_in(folder.parent) as scratch:
+            out = Path(scratch, "rows")
+            out.mkdir()
+            if self._process is None:
+                self._process = self._started()
+                self._answer(as_asked(self._request), at=out.with_name("at"))
+            rows = int(self._answer(json.dumps({**asked, "out": str(out)}) + "\n", at=out.with_name("at"))["rows"])
+            try:
+                if rows:
+                    out.rename(folder)
+            except OSError:
+                if not folder.is_dir():  # otherwise another run has made the same part in the meantime
+                    raise
+            return rows
+
+    def _started(self) -> subprocess.Popen[str]:
+        command, environment = worker_command(self._threads)
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=self._trace, text=True)
+
+    def _answer(self, line: str, *, at: Path) -> dict[str, Any]:
+        process = self._process
+        assert process is not None and process.stdin is not None and process.stdout is not None
+        words = ""
+        try:
+            process.stdin.write(line)
+            process.stdin.flush()
+            words = process.stdout.readline()
+            return replied(words)
+        except (BrokenPipeError, ValueError):  # it has ended, or said what ends it
+            self._trace.seek(0)
+            refuse_failed(process.wait(), words, self._trace.read(), at=at)
+            raise
+
+
+def _shuffle_files(sources: list[dict[str, Any]], seed: int) -> None:
+    for number, source in enumerate(sources):
+        order = permutation(len(source["files"]), seed=seed, epoch=0, entry=number, part=1 << 62)
+        source["files"] = [source["files"][place] for place in order]
+
+
+def _edges(file: Path) -> str:
+    """Names a file by its size and its first and last bytes: reading all of a large one takes minutes."""
+    with file.open("rb") as stream:
+        size = stream.seek(0, 2)
+        stream.seek(0)
+        digest = hashlib.sha256(stream.read(_EDGE))
+        stream.seek(max(0, size - _EDGE))
+        digest.update(stream.read(_EDGE))
+    return f"{size} {digest.hexdigest()}"
+
+
+def _together(summaries: Sequence[DataSummary]) -> DataSummary:
+    """Describes the first parts of all entries as one."""
+    first = summaries[0]
+    most = ("longest_row", "highest_token_id", "longest")
+    counts = [field.name for field in fields(first) if type(getattr(first, field.name)) is int and field.name != "pad_id"]
+    found = {name: (max if name in most else sum)(getattr(one, name) for one in summaries) for name in counts}
+    lengths = [one.lengths for one in summaries]
+    return replace(
+        first,
+        **found,
+        formats=tuple(pair for one in summaries for pair in one.formats),
+        entry_rows=tuple(one.rows for one in summaries),
+        never_stops=any(one.never_stops for one in summaries),
+        lengths=tuple(sum(sizes[k] for sizes in lengths if k < len(sizes)) for k in range(max(map(len, lengths)))),
+    )
