@@ -14,6 +14,7 @@ from ..core.paths import expanded
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from ..checkpoint.files import Checkpoint
     from ..checkpoint.header import TensorEntry
     from ..engine.anatomy import Anatomy
     from ..recipe.schema import Recipe
@@ -35,16 +36,15 @@ def adapt(model: PreTrainedModel, recipe: Recipe) -> None:
         inject(model, recipe.adapter)
 
 
-def entries_of(recipe: Recipe, anatomy: Anatomy, model_dir: Path) -> dict[str, TensorEntry]:
+def entries_of(recipe: Recipe, anatomy: Anatomy, checkpoint: Checkpoint) -> dict[str, TensorEntry]:
     """Finds the checkpoint's tensor for every name of the model's state dict but those of the adapter."""
     from ..adapters.adapter_names import base_name
-    from ..checkpoint.files import open_checkpoint
     from ..checkpoint.names import entries_for
 
-    there, untouched = open_checkpoint(model_dir), anatomy.untouched
+    untouched = anatomy.untouched
     if recipe.adapter is None:
-        return entries_for(anatomy.model, there, untouched=untouched)
-    return entries_for(anatomy.model, there, base_name=base_name, untouched=untouched)
+        return entries_for(anatomy.model, checkpoint, untouched=untouched)
+    return entries_for(anatomy.model, checkpoint, base_name=base_name, untouched=untouched)
 
 
 def stored_names(recipe: Recipe, model: ModelSpec) -> dict[str, str]:

@@ -69,12 +69,15 @@ def files_in_place(
 def _places(recipe: Recipe, known: KnownModel, model_dir: Path) -> Places:
     """Finds the model's tensors in its files. While the model is not built, for a plan, files that were looked at before count
     as the same by their names, sizes and times of change."""
+    from ..checkpoint.files import open_checkpoint
+
     statuses = [(file.name, file.stat()) for file in sorted(model_dir.glob("*.safetensors*"))]
     about = (str(model_dir.absolute()), [(name, status.st_size, status.st_mtime_ns) for name, status in statuses])
     kept = None if known.is_built else known.descriptions.find(Places, *about)
     if kept is not None:
         return kept
-    entries = entries_of(recipe, known.build().anatomy, model_dir)
+    checkpoint = open_checkpoint(model_dir)  # before the model is built: its files may not be there
+    entries = entries_of(recipe, known.build().anatomy, checkpoint)
     files = sorted({entry.file for entry in entries.values()})
     lying = _lying(entries, files)
     sources = tuple(_described(file, entries) for file in files)

@@ -328,6 +328,7 @@ def warm_up(recipe: Recipe) -> None:
 
 def fetch(planned: Planned, *, say: Say, progress: Progress = unheard) -> Fetched:
     """Downloads the weights if they are missing, and matches them with the model's tensors."""
+    from ..checkpoint.files import open_checkpoint
     from ..checkpoint.reader import weights_mark
 
     recipe, saved = planned.recipe, planned.manifest
@@ -335,7 +336,7 @@ def fetch(planned: Planned, *, say: Say, progress: Progress = unheard) -> Fetche
     if model_dir != planned.model_dir:
         raise UsageError(f"{recipe.model.name_or_path}: changed while it was read", hint="run the same command again")
     try:
-        entries = entries_of(recipe, planned.anatomy, model_dir)
+        entries = entries_of(recipe, planned.anatomy, open_checkpoint(model_dir))
         mark = weights_mark(entries)
     except UsageError as error:
         if saved is None:
