@@ -355,7 +355,7 @@ class InMemory:
         command += ["--threads", str(THREADS), "--seed", str(SEED), "--length", str(self.length), "--out", str(out)]
         command += ["--compute-alone"] if self.compute_alone else []
         command += [] if self.checkpointing else ["--no-checkpointing"]
-        command += ["--rank", str(self.rank)]
+        command += ["--rank", str(self.rank)] if self.rank else []
         command += ["--clip", str(self.clip)] if self.clip is not None else []
         return command
 
