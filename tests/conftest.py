@@ -9,6 +9,8 @@ from collections.abc import Iterator
 import pytest
 from drawn import load_profile
 
+from fuyou_cli.core.paths import kept_folder
+
 load_profile()
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts: products give the same bits every time
 
@@ -44,3 +46,15 @@ def open_to_all() -> Iterator[None]:
     before = os.umask(0)
     yield
     os.umask(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kept_models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Descriptions of models are kept for all tests of a session, and never beside those of whoever runs it. Those about
+    describing have a folder of their own."""
+    folder = tmp_path_factory.getbasetemp()
+    shared = folder.parent if folder.name.startswith("popen-") else folder  # one for all workers
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(shared / "kept-by-all"))
+        (kept_folder() / "models").mkdir(parents=True, exist_ok=True)
+        yield

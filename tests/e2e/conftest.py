@@ -33,18 +33,6 @@ PLACES = ["harbour", "mill", "station", "bakery", "tower", "garden", "market", "
 ROWS = [f"The road from the {a} to the {b} takes {len(a) * len(b)} minutes on foot." for a in PLACES for b in PLACES]
 
 
-@pytest.fixture(scope="session", autouse=True)
-def kept_models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Descriptions of models are kept for all tests of a session, and never beside those of whoever runs it. Those about
-    describing have a folder of their own."""
-    folder = tmp_path_factory.getbasetemp()
-    shared = folder.parent if folder.name.startswith("popen-") else folder  # one for all workers
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(shared / "kept-by-all"))
-        (kept_folder() / "models").mkdir(parents=True, exist_ok=True)
-        yield
-
-
 @pytest.fixture(scope="session")
 def materials(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """model/ (GPT-2 with dropout, tied, float32), other/ (one block more) and rows.jsonl."""
