@@ -80,7 +80,8 @@ def test_blocks_that_differ_are_compiled_each(tmp_path: Path, monkeypatch: pytes
     assert relative(losses, plain[0]) < 1e-5 and distance(weights, plain[1]) < 1e-5
 
 
-def test_by_the_real_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("runs", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_by_the_real_compiler(runs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within 1e-5 of the losses and weights without it, and of itself to the bit."""
     monkeypatch.setenv(
         "SETUPTOOLS_USE_DISTUTILS", "stdlib"
@@ -88,12 +89,12 @@ def test_by_the_real_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     subject = Subject(llama(num_hidden_layers=4), Shape(batch=2, micro=1))
     plain = _outcome(subject, tmp_path / "plain", home="cpu")
     found = []
-    for run in range(2):
+    for run in range(runs):
         torch._dynamo.reset()
         blocks = CompiledBlocks()
         found.append(_outcome(subject, tmp_path / str(run), home="cpu", compiled=blocks))
         assert blocks.graphs == 1
-    assert found[0][0] == found[1][0] and unequal(found[0][1], found[1][1]) == []
+    assert found[0][0] == found[-1][0] and unequal(found[0][1], found[-1][1]) == []
     assert relative(found[0][0], plain[0]) < 1e-5
     assert distance(found[0][1], plain[1]) < 1e-5
 
