@@ -30,6 +30,10 @@ class ModelFileError(UsageError):
         super().__init__(message, hint="put the file back as it was, or start over with checkpoint.resume=never")
 
 
+class DataError(UsageError):
+    """Reports data that cannot be used, found while a run trains on what came before it."""
+
+
 class PlanError(FuyouError):
     """Reports a run that does not fit its memory or disk."""
 

@@ -87,9 +87,9 @@ class Rows:
             self._offsets: NDArray[np.int64] = np.load(directory / "offsets.npy", mmap_mode="r")
             sizes = (len(self._offsets) - 1, int(self._offsets[-1]), len(self._tokens), len(self._mask))
         except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-            raise _damaged(directory) from error
+            raise damaged(directory) from error
         if sizes != (self.summary.rows, *[self.summary.tokens] * 3):
-            raise _damaged(directory)
+            raise damaged(directory)
 
     def __len__(self) -> int:
         return self.summary.rows
@@ -123,7 +123,7 @@ def _read_summary(file: Path, paths: Sequence[str] | None) -> DataSummary:
     return DataSummary(**found)
 
 
-def _damaged(directory: Path) -> UsageError:
+def damaged(directory: Path) -> UsageError:
     return UsageError(f"the tokenised data in {directory} is damaged", hint="remove it and run the same command again")
 
 

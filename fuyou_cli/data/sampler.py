@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -122,6 +122,10 @@ class Sampler:
         """Returns how many times each entry of a mixture is seen in this many steps."""
         given = [steps * self.batch_size] if self._mixture is None else self._mixture.before(steps * self.batch_size)
         return [rows / size for rows, size in zip(given, self._sizes, strict=True)]
+
+    def is_ready(self, step: int, is_given_up: Callable[[], bool]) -> bool:
+        """Tells that the rows of global step `step` are there, as `stream.Stream` does."""
+        return True
 
     def batch(self, step: int) -> list[int]:
         """Returns the row indices of global step `step`; 0 is the first."""

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 import tempfile
+import time
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,25 +25,29 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fuyou_cli.core.errors import DataError, FuyouError, OutOfSpaceError, UsageError
 from fuyou_cli.core.units import MiB
 
 from .cache import as_asked, fingerprint, refuse_failed, replied, request_for, scratch_in, worker_command
 from .mixture import Mixture
 from .rows import DataSummary, Rows
 from .sampler import Sampler, permutation
-from .stream_parts import NEXT, PART_SAMPLES, PART_TOKENS
+from .samples import Position
+from .stream_parts import PART_SAMPLES, PART_TOKENS, read_next
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.schema import DatasetSection
 
 WORKER_BYTES = 384 * MiB  # beside the run: Python, the tokenizer with a large vocabulary, the samples it works on
-_EDGE = MiB  # of a file: its first and last bytes tell whether it is the same
-_PATIENCE = 5.0  # seconds that a step waits before it is said
+_LOOKED_AT, _LOOKS = MiB // 64, 128  # bytes of a file, at so many places, that tell whether it is the same
+_LOOK, _PATIENCE = 0.2, 5.0  # seconds between looks at whether a wait is given up; that a step waits before it is said
 Say = Callable[[str], None]
 
 
 class Stream:
     """Is the rows of a run and their order in one. An index stands for a place in the endless sequence of an entry."""
+
+    PEAK_BYTES = WORKER_BYTES + Sampler.PEAK_BYTES * PART_SAMPLES
 
     def __init__(
         self,
@@ -62,7 +68,7 @@ class Stream:
         request["part_tokens"] = part_tokens
         if dataset.shuffle:
             _shuffle_files(request["sources"], seed)
-        self.fingerprint = fingerprint(request, _edges)
+        self.fingerprint = fingerprint(request, _glimpsed)
         numbers = list(range(len(request["sources"])))
         groups = [[number] for number in numbers] if dataset.weights else [numbers]
         folder = cache_dir / self.fingerprint
@@ -74,12 +80,13 @@ class Stream:
         self._entries = [_Entry(n, group, folder, paths, worker, order, check, say) for n, group in enumerate(groups)]
         self._mixture = Mixture(dataset.weights) if len(groups) > 1 else None
         self._batch_size = batch_size
+        self._last: tuple[int, list[int]] = (-1, [])
         self.summary = replace(_together([entry.first for entry in self._entries]), digest=self.fingerprint, streamed=True)
 
     @property
     def peak_bytes(self) -> int:
         """Returns the most bytes that it ever takes, the process that tokenises included."""
-        return WORKER_BYTES + Sampler.PEAK_BYTES * PART_SAMPLES
+        return self.PEAK_BYTES
 
     def note(self, steps: int, epochs: int | None) -> None:
         """Notes nothing: how often a row is seen is not known before the data has ended."""
@@ -87,20 +94,26 @@ class Stream:
     def entry_epochs(self, steps: int) -> None:
         """Returns nothing, as `note` does."""
 
+    def is_ready(self, step: int, is_given_up: Callable[[], bool]) -> bool:
+        """Waits until the rows of global step `step` are made. Returns False if the wait was given up. Raises DataError."""
+        many = len(self._entries)
+        return all(self._entries[index % many].reach(index // many, is_given_up) for index in self.batch(step))
+
     def batch(self, step: int) -> list[int]:
-        """Returns the row indices of global step `step`. Waits until these rows are made. Raises UsageError if they
-        cannot be."""
+        """Returns the row indices of global step `step`."""
+        if self._last[0] != step:
+            self._last = step, self._chosen(step)
+        return self._last[1]
+
+    def _chosen(self, step: int) -> list[int]:
         position, size, many = step * self._batch_size, self._batch_size, len(self._entries)
         if self._mixture is None:
-            chosen = list(range(position, position + size))
-        else:
-            given, entries = self._mixture.picks(position, size)
-            chosen = []
-            for entry in entries:
-                chosen.append(given[entry] * many + entry)
-                given[entry] += 1
-        for index in chosen:
-            self._entries[index % many].reach(index // many)
+            return list(range(position, position + size))
+        given, entries = self._mixture.picks(position, size)
+        chosen = []
+        for entry in entries:
+            chosen.append(given[entry] * many + entry)
+            given[entry] += 1
         return chosen
 
     def tokens(self, index: int) -> NDArray[np.int32]:
@@ -116,7 +129,9 @@ class Stream:
         return rows.documents(row)
 
     def _row(self, index: int) -> tuple[Rows, int]:
-        return self._entries[index % len(self._entries)].row(index // len(self._entries))
+        position, entry = divmod(index, len(self._entries))
+        self._entries[entry].reach(position)
+        return self._entries[entry].row(position)
 
 
 class _Entry:
@@ -136,18 +151,27 @@ class _Entry:
         self._number, self._sources, self._folder, self._paths = number, sources, folder, paths
         self._worker, self._order, self._check, self._say = worker, order, check, say
         self._ends: list[int] = []  # rows of all parts up to this one
-        self._begin: dict[str, int] | None = None  # where the next part begins
-        self._formats: dict[str, str] = {}  # of the sources read so far, by their number
+        self._begin: Position | None = None  # where the next part begins
+        self._formats: Mapping[str, str] = {}  # of the sources read so far, by their number
         self._is_whole = False
         self._ahead: Future[int] = self._make()
         self._open = lru_cache(maxsize=4)(self._opened)
         self._grow()
         self.first: DataSummary = self._open(0).summary
 
-    def reach(self, position: int) -> None:
-        """Has parts made until this place of the sequence is in one."""
+    def reach(self, position: int, is_given_up: Callable[[], bool] = lambda: False) -> bool:
+        """Has parts made until this place of the sequence is in one. Returns False if the wait was given up."""
+        begin, said = time.monotonic(), False
         while not self._is_whole and position >= self._ends[-1]:
+            if not wait([self._ahead], _LOOK).done:
+                if is_given_up():
+                    return False
+                if not said and time.monotonic() - begin > _PATIENCE:
+                    said = True
+                    self._say("training waits for data: it is tokenised more slowly than it is used (dataset.num_workers)")
+                continue
             self._grow()
+        return True
 
     def row(self, position: int) -> tuple[Rows, int]:
         """Returns the part with this place of the sequence, and the row in it."""
@@ -164,16 +188,21 @@ class _Entry:
 
     def _make(self) -> Future[int]:
         """Begins to make the next part, unless an earlier process has. The result is its number of rows, 0 behind the last."""
-        asked = {"entry": self._number, "sources": self._sources, "begin": self._begin, "formats": self._formats}
+        begin = None if self._begin is None else asdict(self._begin)
+        asked = {"entry": self._number, "sources": self._sources, "begin": begin, "formats": dict(self._formats)}
         return self._worker.make(asked, self._place(len(self._ends)))
 
     def _grow(self) -> None:
         """Takes the part that was made ahead, and begins the one after it."""
         try:
-            made = self._ahead.result(_PATIENCE if self._ends else None)
-        except TimeoutError:
-            self._say("training waits for the data: it is tokenised more slowly than it is trained on (dataset.num_workers)")
             made = self._ahead.result()
+        except OutOfSpaceError as error:
+            hint = "free some space, or set dataset.cache_dir to another folder before a run"
+            raise UsageError(f"{self._folder}: no room for tokenised data: {error.message}", hint=hint) from error
+        except UsageError as error:
+            if not self._ends:
+                raise
+            raise DataError(error.message, hint=error.hint) from error
         if not made:
             self._is_whole = True
             return
@@ -181,8 +210,8 @@ class _Entry:
         rows = self._open(part)
         self._check(rows.summary)
         self._ends.append(len(rows) + (self._ends[-1] if self._ends else 0))
-        goes_on = json.loads((self._place(part) / NEXT).read_text(encoding="utf-8"))
-        self._begin, self._formats = goes_on["begin"], goes_on["formats"]
+        goes_on = read_next(self._place(part))
+        self._begin, self._formats = goes_on.begin, goes_on.formats
         self._is_whole = self._begin is None
         if not self._is_whole:
             self._ahead = self._make()
@@ -207,6 +236,7 @@ class _Worker:
     def __init__(self, request: dict[str, Any], *, threads: int) -> None:
         self._request, self._threads = request, threads
         self._process: subprocess.Popen[str] | None = None
+        self._has_ended = False
         self._trace = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self._turns = ThreadPoolExecutor(1, thread_name_prefix="data")
 
@@ -216,12 +246,22 @@ class _Worker:
 
     def end(self) -> None:
         """Ends the process, so that nothing waits for a part that nobody needs."""
+        self._has_ended = True
         if self._process is not None:
             self._process.kill()
 
     def _made(self, asked: dict[str, Any], folder: Path) -> int:
         if folder.is_dir():
             return 1
+        try:
+            return self._answered(asked, folder)
+        except FuyouError as error:
+            if isinstance(error, UsageError | OutOfSpaceError) or self._has_ended:
+                raise
+            self._process = None  # it was ended, as by the kernel where memory is short: another one makes the same part
+            return self._answered(asked, folder)
+
+    def _answered(self, asked: dict[str, Any], folder: Path) -> int:
         with scratch_in(folder.parent) as scratch:
             out = Path(scratch, "rows")
             out.mkdir()
@@ -240,7 +280,9 @@ class _Worker:
     def _started(self) -> subprocess.Popen[str]:
         command, environment = worker_command(self._threads)
         pipe = subprocess.PIPE
-        return subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=self._trace, text=True)
+        return subprocess.Popen(
+            command, env=environment, stdin=pipe, stdout=pipe, stderr=self._trace, text=True, process_group=0
+        )  # a process group of its own: Ctrl-C is for the run
 
     def _answer(self, line: str, *, at: Path) -> dict[str, Any]:
         process = self._process
@@ -263,14 +305,14 @@ def _shuffle_files(sources: list[dict[str, Any]], seed: int) -> None:
         source["files"] = [source["files"][place] for place in order]
 
 
-def _edges(file: Path) -> str:
-    """Names a file by its size and its first and last bytes: reading all of a large one takes minutes."""
+def _glimpsed(file: Path) -> str:
+    """Names a file by its size and some of its bytes: reading all of a large one takes minutes."""
     with file.open("rb") as stream:
-        size = stream.seek(0, 2)
-        stream.seek(0)
-        digest = hashlib.sha256(stream.read(_EDGE))
-        stream.seek(max(0, size - _EDGE))
-        digest.update(stream.read(_EDGE))
+        size = stream.seek(0, os.SEEK_END)
+        digest = hashlib.sha256()
+        for look in range(_LOOKS):
+            stream.seek(max(0, size - _LOOKED_AT) * look // (_LOOKS - 1))
+            digest.update(stream.read(_LOOKED_AT))
     return f"{size} {digest.hexdigest()}"
 
 

@@ -7,19 +7,41 @@ null behind the last one) and the formats found so far. So another process goes 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import asdict
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.json_files import read_object
+from fuyou_cli.core.typed import from_json
+
 from .packing import Counts, Sample, lay_out
 from .row_files import write_rows
+from .rows import damaged
 from .samples import Position, Reading
 from .tokenise import Tokeniser
 
 PART_TOKENS = 1 << 22  # about: the samples tokenised together are not cut
 PART_SAMPLES = 1 << 17
 NEXT = "next.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Next:
+    """Says where an entry goes on behind a part: None, if that was its last."""
+
+    begin: Position | None
+    formats: Mapping[str, str]
+
+
+def read_next(folder: Path) -> Next:
+    """Reads how an entry goes on behind the part in a folder. Raises UsageError if that is damaged."""
+    try:
+        return from_json(Next, read_object(folder / NEXT, limit=1 << 20))
+    except (UsageError, OSError) as error:
+        raise damaged(folder) from error
 
 
 class Parts:
@@ -50,6 +72,7 @@ class _Entry:
         self._reading = Reading(self._request, tokeniser)
         self._reading.formats |= {int(number): name for number, name in formats.items()}
         self._batches = self._reading.batches(sources, begin)
+        self._file = request["sources"][sources[0]]["files"][0]
         self.next: Position | None = begin
 
     def make(self, out: Path, *, is_first: bool) -> int:
@@ -70,11 +93,23 @@ class _Entry:
             if rows or self.next is None:
                 break
         if is_first:
-            reading.entry_rows = [rows]
-            reading.check(*learnt)
+            self._check(rows, *learnt)
         goes_on = {"begin": self.next and asdict(self.next), "formats": reading.formats}
-        (out / NEXT).write_text(json.dumps(goes_on), encoding="utf-8")
+        with (out / NEXT).open("w", encoding="utf-8") as file:
+            json.dump(goes_on, file)
+            file.flush()
+            os.fsync(file.fileno())
         return rows
+
+    def _check(self, rows: int, label_tokens: int, learns_to_stop: bool) -> None:
+        """Refuses an entry that would train nothing. Names it in a mixture."""
+        self._reading.entry_rows = [rows]
+        try:
+            self._reading.check(label_tokens, learns_to_stop)
+        except UsageError as error:
+            if not self._request["mixed"]:
+                raise
+            raise UsageError(f"{self._file}: {error.message}", hint=error.hint) from error
 
     def _samples(self) -> Iterator[Sample]:
         tokens = samples = 0

@@ -31,7 +31,16 @@ if TYPE_CHECKING:
 Kind = TypeVar("Kind")
 LARGEST = 32 << 20  # bytes of a file; the one of 405B parameters with an adapter has under 1 MB
 MOST = 100  # files; more push out those that were not used for longest
-_DESCRIBING = ("adapters", "core", "engine", "planner", "spec", "training")  # folders with the code that makes what is kept
+_DESCRIBING = (
+    "adapters",
+    "checkpoint",
+    "core",
+    "engine",
+    "planner",
+    "recipe",
+    "spec",
+    "training",
+)  # folders with the code that makes what is kept
 
 
 class Descriptions:
@@ -109,9 +118,10 @@ def _plain(value: Any) -> Any:
 
 def _remove_oldest(folder: Path) -> None:
     """Removes the files above `MOST`, and what a process left that was killed while it wrote."""
-    used = sorted((file.stat().st_mtime_ns, file) for file in folder.iterdir())
+    used = sorted((file.lstat().st_mtime_ns, file) for file in folder.iterdir())
     for _, file in used[:-MOST]:
-        file.unlink(missing_ok=True)
+        with suppress(OSError):  # what is no file is not ours
+            file.unlink()
 
 
 # ---- what a description depends on -----------------------------------------------------------------------------------
@@ -148,9 +158,15 @@ def _installed() -> Iterator[tuple[str, int]]:
 
 
 def _may_change() -> bool:
-    """Tells whether transformers is a folder that somebody works on: its version does not say what is in it."""
-    found = importlib.util.find_spec("transformers")
-    return found is None or found.origin is None or not any(Path(found.origin).parents[1].glob("transformers-*.dist-info"))
+    """Tells whether one of the libraries is a folder that somebody works on: its version does not say what is in it."""
+    return any(map(_is_worked_on, ("transformers", "torch", "peft")))
+
+
+def _is_worked_on(name: str) -> bool:
+    found = importlib.util.find_spec(name)
+    if found is None or found.origin is None:
+        return name != "peft"  # which need not be there
+    return not any(Path(found.origin).parents[1].glob(f"{name}-*.dist-info"))
 
 
 def _own_code() -> str:

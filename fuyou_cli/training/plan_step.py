@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..checkpoint.hub import Hub, Progress
 from ..core.errors import FuyouError, PlanError, UsageError
+from ..data import Stream
 from ..planner.choice import Choice
 from ..planner.commit_interval import timed_plan
 from ..planner.place import least_memory, made_of
@@ -50,6 +51,21 @@ def plan(
     `rows`: rows of an epoch, if known. `micro_batch_size`: the size chosen for `auto`. `choose`: makes the plan instead of the
     search.
     """
+    beside = Stream.PEAK_BYTES if inspected.recipe.dataset.streaming else 0
+    hardware = replace(hardware, process_bytes=hardware.process_bytes + beside)
+    return _plan(inspected, hardware, disks, say=say, rows=rows, micro_batch_size=micro_batch_size, choose=choose)
+
+
+def _plan(
+    inspected: Inspected,
+    hardware: HardwareProfile,
+    disks: StoreDisks | None,
+    *,
+    say: Say,
+    rows: int | None = None,
+    micro_batch_size: int | None = None,
+    choose: Choose | None = None,
+) -> Planned:
     inspected = _resumable(inspected, hardware, say)
     resolved, recipe = inspected.resolved, inspected.recipe
     planner = _Planner(inspected, hardware, disks, or_least=not resolved.to_run)
@@ -77,7 +93,7 @@ def plan_downloaded(fetched: Fetched, *, say: Say) -> Fetched:
     found = in_place_of(inspected.resolved, inspected.known, inspected.device, say)
     if found == inspected.in_place:
         return fetched
-    return replace(fetched, planned=plan(replace(inspected, in_place=found), before.hardware, before.disks, say=say))
+    return replace(fetched, planned=_plan(replace(inspected, in_place=found), before.hardware, before.disks, say=say))
 
 
 def settle(ready: Ready, hardware: HardwareProfile, disks: StoreDisks | None = None, *, choose: Choose | None = None) -> Ready:

@@ -297,6 +297,8 @@ class Run:
     def _one_step(self) -> StepReport | None:
         """Runs one step. Returns None if it was given up on request."""
         planned, rows = self.planned, self.ready.rows
+        if not self.ready.sampler.is_ready(self.step, lambda: self.stopping.requested):
+            return None
         order = self.ready.sampler.batch(self.step)
         batch = collate(rows, order, pad_id=rows.summary.pad_id, max_len=self.plan.numerics.max_seq_len)
         ids, labels = batch.tensors()

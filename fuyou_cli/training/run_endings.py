@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ..core.errors import (
+    DataError,
     DeviceMemoryError,
     FuyouError,
     Interrupted,
@@ -118,6 +119,8 @@ class Endings:
             return  # the same command finds this error again
         elif isinstance(error, ModelFileError):
             error.hint = self._after_a_changed_file()
+        elif isinstance(error, DataError):
+            error.hint = f"{error.hint}; {self._after_bad_data()}" if error.hint else self._after_bad_data()
         elif isinstance(error, FuyouError):
             error.hint = f"{error.hint}; {saved}" if error.hint else saved
         else:
@@ -141,6 +144,12 @@ class Endings:
         back = "put the file back as it was" + ("" if compared else ", with its time of change (cp -p)")
         where = f"continues from the state after step {saved.step}" if saved is not None and saved.step else "starts over"
         return f"{back}: then the same command{self._without} {where}. With another file, start over: checkpoint.resume=never"
+
+    def _after_bad_data(self) -> str:
+        """Says what to do: the same command would find the same data, and a saved run accepts no other."""
+        step = self._saver.saved_step or 0
+        saved = f"the state after step {step} is saved: fuyou export {self._saver.folder} OUT; " if step else ""
+        return f"{saved}with other data a run starts over: checkpoint.resume=never"
 
     @property
     def _without(self) -> str:

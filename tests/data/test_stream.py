@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.errors import DataError, UsageError
 from fuyou_cli.data import Rows, Stream, samples
 from fuyou_cli.data.stream_parts import NEXT, Parts
 from fuyou_cli.data.tokenise import Tokeniser
@@ -143,8 +145,8 @@ def test_a_bad_row_is_named_when_its_part_is_reached(write: Write, tokenizer_dir
     file.write_text(file.read_text() + "{no json\n")
     made = stream(section(file, streaming=True, shuffle=False), tokenizer_dir, tmp_path / "cache")
     assert len(_batches(made, range(40))) == 40
-    with pytest.raises(UsageError, match=r"t\.jsonl:401: not valid JSON"):
-        made.batch(79)
+    with pytest.raises(DataError, match=r"t\.jsonl:401: not valid JSON"):
+        made.is_ready(79, lambda: False)
 
 
 def test_a_part_that_does_not_fit_the_model_is_refused(write: Write, tokenizer_dir: Path, tmp_path: Path) -> None:
@@ -158,4 +160,39 @@ def test_a_part_that_does_not_fit_the_model_is_refused(write: Write, tokenizer_d
     dataset = section(file, streaming=True, shuffle=False, entry={"format": "tokenized", "columns": {"input_ids": "tokens"}})
     made = stream(dataset, tokenizer_dir, tmp_path / "cache", check=check)
     with pytest.raises(UsageError, match="too high"):
-        made.batch(60)
+        made.is_ready(60, lambda: False)
+
+
+def test_what_is_damaged_of_a_part_is_refused(write: Write, tokenizer_dir: Path, tmp_path: Path) -> None:
+    dataset = section(write("t.jsonl", [{"text": text} for text in TEXTS]), streaming=True)
+    stream(dataset, tokenizer_dir, tmp_path).is_ready(70, lambda: False)
+    (file,) = tmp_path.glob("*/0-000000/next.json")
+    for text in ("", "{", "{}", '{"begin": {"foo": 0}, "formats": {}}', '{"begin": {"rows": true}, "formats": {}}'):
+        file.write_text(text)
+        with pytest.raises(UsageError, match=r"tokenised data in .*0-000000 is damaged"):
+            stream(dataset, tokenizer_dir, tmp_path)
+
+
+def test_a_process_that_is_ended_is_replaced_and_a_wait_can_be_given_up(
+    write: Write, tokenizer_dir: Path, tmp_path: Path
+) -> None:
+    dataset = section(write("t.jsonl", [{"text": text} for text in TEXTS]), streaming=True)
+    wanted = _batches(stream(dataset, tokenizer_dir, tmp_path / "one"), range(80))
+    made = stream(dataset, tokenizer_dir, tmp_path / "other")
+    worker = made._entries[0]._worker
+    process = worker._process
+    assert process is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    assert not made.is_ready(79, lambda: True)
+    process.kill()
+    assert _batches(made, range(80)) == wanted and worker._process is not process
+
+
+def test_a_file_that_changes_within_has_other_parts(write: Write, tokenizer_dir: Path, tmp_path: Path) -> None:
+    file = write("t.jsonl", [{"text": text} for text in TEXTS * 600])
+    dataset = section(file, streaming=True)
+    before = stream(dataset, tokenizer_dir, tmp_path).fingerprint
+    content = file.read_bytes()
+    assert len(content) > 4 << 20
+    file.write_bytes(content.replace(b"harbour", b"HARBOUR"))
+    assert stream(dataset, tokenizer_dir, tmp_path).fingerprint != before

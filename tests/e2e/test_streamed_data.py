@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fuyou_cli.core.errors import Interrupted
+from fuyou_cli.core.errors import DataError, Interrupted
+from fuyou_cli.data import Stream
+from fuyou_cli.recipe.load import load_recipe
 
 from .conftest import Project
-from .running import STEPS, interrupt, train
+from .running import STEPS, interrupt, manifest_of, planned, store_of, train
 
 STREAMED = {"dataset.streaming": True, "train.max_steps": STEPS}
 
@@ -40,3 +43,34 @@ def test_as_a_person_runs_it(new_project: Callable[..., Project]) -> None:
     assert shown.returncode == 0 and "6 of 4 rows: of a stream" in shown.stdout, shown.stderr
     without = project.fuyou("finetune", project.recipe, "train.max_steps=null", "train.epochs=1")
     assert without.returncode == 2 and "set train.max_steps" in without.stderr
+
+
+def test_a_bad_row_late_in_the_data_costs_no_step(
+    new_project: Callable[..., Project], materials: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was trained before is saved, and the hint does not send a person in a circle."""
+    assert Stream.__init__.__kwdefaults__ is not None
+    monkeypatch.setitem(Stream.__init__.__kwdefaults__, "part_tokens", 100)
+    data = tmp_path / "late.jsonl"
+    data.write_text((materials / "rows.jsonl").read_text() * 5 + '{"text": 5}\n')
+    changes = {
+        "dataset.train": [{"path": str(data)}],
+        "train.batch_size": 32,
+        "train.micro_batch_size": 32,
+        "train.max_steps": 30,
+    }
+    project = new_project("late", {**STREAMED, **changes})
+    with pytest.raises(DataError, match=r"late\.jsonl:321: the column text is of type int") as caught:
+        train(project)
+    assert manifest_of(project).step == 8  # the rows of the first part
+    hint = str(caught.value.hint)
+    assert f"the state after step 8 is saved: fuyou export {store_of(project)} OUT" in hint
+    assert "with other data a run starts over: checkpoint.resume=never" in hint and "the same command" not in hint
+
+
+def test_a_plan_counts_the_process_that_tokenises(new_project: Callable[..., Project]) -> None:
+    alone, beside = (
+        planned(load_recipe(new_project(name, changes).recipe).recipe)
+        for name, changes in (("alone", {}), ("beside", STREAMED))
+    )
+    assert beside.plan.predicted.cpu_peak - alone.plan.predicted.cpu_peak == Stream.PEAK_BYTES
