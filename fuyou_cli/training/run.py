@@ -296,11 +296,10 @@ class Run:
 
     def _one_step(self) -> StepReport | None:
         """Runs one step. Returns None if it was given up on request."""
-        planned, rows = self.planned, self.ready.rows
-        if not self.ready.sampler.is_ready(self.step, lambda: self.stopping.requested):
+        planned, rows, sampler = self.planned, self.ready.rows, self.ready.sampler
+        if not sampler.is_ready(self.step, lambda: self.stopping.requested):
             return None
-        order = self.ready.sampler.batch(self.step)
-        batch = collate(rows, order, pad_id=rows.summary.pad_id, max_len=self.plan.numerics.max_seq_len)
+        batch = collate(rows, sampler.batch(self.step), pad_id=rows.summary.pad_id, max_len=self.plan.numerics.max_seq_len)
         ids, labels = batch.tensors()
         number, lr = self.step + 1, self.rates.at(self.step + 1)
         last = number == planned.total_steps or bool(self._evaluations.due(number))

@@ -147,14 +147,19 @@ def test_only_some_are_kept(folder: Path) -> None:
         vocabulary_rows=0, has_frozen=False, frozen_with=(("a", "b"),),
     )  # fmt: skip
     of = Descriptions("key")
+    of.keep(facts, "first")
+    (models,) = {file.parent for file in kept(folder)}
+    kept(folder)[0].unlink()
+    (models / "strange").mkdir()  # the oldest, and no file of ours
+    (models / "dangling").symlink_to(models / "nowhere")
     for number in range(MOST + 3):
         of.keep(facts, number)
         assert of.find(ModelFacts, 0) == facts  # used, so it stays
-    assert len(kept(folder)) == MOST
+    assert len(kept(folder)) == MOST + 1 and (models / "strange").is_dir()
     assert [of.find(ModelFacts, number) for number in (1, 2, 3)] == [None] * 3 and of.find(ModelFacts, 4) == facts
     assert of.find(ModelFacts, "other") is None and Descriptions("other").find(ModelFacts, 4) is None
     Descriptions("").keep(facts)
-    assert Descriptions("").find(ModelFacts) is None and len(kept(folder)) == MOST
+    assert Descriptions("").find(ModelFacts) is None and len(kept(folder)) == MOST + 1
 
 
 def told(folder: Path, *words: str) -> tuple[dict[str, Any], str]:
