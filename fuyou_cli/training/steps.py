@@ -154,12 +154,7 @@ class Ready:
     fingerprints: dict[str, str]
     evaluated: Mapping[str, Rows]  # sets of rows, by name, whose loss the run tells
     prompts: FixedPrompts | None  # that the run continues where it evaluates
-
-    @property
-    def untouched(self) -> Untouched | None:
-        """Names what the run leaves alone of the model's checkpoint."""
-        saved = self.planned.manifest
-        return untouched_of(self.planned.anatomy.untouched, self.entries) if saved is None else saved.untouched
+    untouched: Untouched | None  # what the run leaves alone of the model's checkpoint, as it was when the run began
 
     @property
     def epoch_rows(self) -> int | None:
@@ -390,4 +385,5 @@ def tokenise(fetched: Fetched, *, say: Say) -> Ready:
         fingerprints=made_of,
         evaluated=evaluated,
         prompts=planned.inspected.prompts,
+        untouched=untouched_of(planned.anatomy.untouched, fetched.entries) if saved is None else saved.untouched,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,19 +11,23 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from fuyou_cli.cli.app import main
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.engine.anatomy import dissect
 from fuyou_cli.engine.freezing import as_marked, frozen
 from fuyou_cli.engine.skeleton import build, load_config
+from fuyou_cli.machine import probe
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.recipe.schema import AdapterSection
+from fuyou_cli.training.best_copy import kept_step
 from fuyou_cli.training.exporting import export_store
+from fuyou_cli.training.report import BestReport
+from fuyou_cli.training.run import Run
 
 from .conftest import Project
-from .running import planned, train
+from .running import planned, prepared_run, train
 
 TOWER = ("model.vision_tower", "model.multi_modal_projector")
 BESIDE = ("vision_tower.", "multi_modal_projector.")  # what a checkpoint calls them
@@ -81,6 +86,41 @@ def test_exports_have_the_tower_as_it_was(new_project: Callable[..., Project], w
             export_store(store, project.folder / "third", dtype="float32", max_shard_size=100_000)
     finally:
         whole_gemma.with_name("away").rename(whole_gemma)
+
+
+def test_a_tower_that_changes_under_a_run_is_not_copied(
+    new_project: Callable[..., Project], whole_gemma: Path, tmp_path: Path
+) -> None:
+    """The best copy before stays, and a note says why."""
+    own, reports = tmp_path / "own", list[BestReport]()
+    shutil.copytree(whole_gemma, own)
+    changes = {
+        "model.name_or_path": str(own),
+        "train.max_steps": 3,
+        "dataset.eval_fraction": 0.1,
+        "precision.compute": "float32",
+    }
+    evaluated = {"eval": {"every_steps": 1, "keep_best": True}, "lr_scheduler": {"name": "constant"}}
+    project = new_project(changes={**changes, **evaluated})
+
+    def heard(report: object) -> None:
+        if isinstance(report, BestReport):
+            reports.append(report)
+            if len(reports) == 1:
+                for file in own.glob("*.safetensors"):
+                    kept = load_file(file)
+                    other = {name: value + 1 if name.startswith(BESIDE) else value for name, value in kept.items()}
+                    save_file(other, file, metadata={"format": "pt"})  # every tensor stays where it was
+            elif len(reports) == 2:
+                own.rename(own.with_name("gone"))
+
+    with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space) as run:
+        run.load(lambda count: None)
+        run.train(lambda report: None, heard)
+    good, changed, gone = reports
+    assert not good.problem and kept_step(project.out / "best") == good.step
+    assert "does not hold the parts of the model that were not trained as they were" in changed.problem
+    assert "what was not trained is in the model's checkpoint" in gone.problem
 
 
 def test_an_adapter_goes_into_the_text(whole_gemma: Path) -> None:

@@ -137,6 +137,7 @@ def _ready(loaded: LoadedRecipe, planned: Planned, place: Place) -> Ready:
         fingerprints=made_of,
         evaluated={},
         prompts=None,
+        untouched=None,  # nothing is exported
     )
     return settle(ready, *place.machine(loaded, planned.inspected))
 
