@@ -259,15 +259,18 @@ def _steps(planned: Planned, run: Run, log: JsonlLog | None, libraries: Mapping[
 
 def _export(planned: Planned, source: Path) -> None:
     """Writes the model. A failure leaves the trained state unharmed: the export can be repeated without training."""
+    from fuyou_cli.training.untouched import UntouchedError
+
     from .stores import how_to_load, write_model
 
     out, options, again = export_folder(planned.recipe, planned.model_dir), planned.recipe.export, _again(source)
     try:
-        write_model(source, out, dtype=options.dtype, max_shard_size=options.max_shard_size)
+        write_model(source, out, dtype=options.dtype, max_shard_size=options.max_shard_size, model_dir=planned.model_dir)
     except KeyboardInterrupt:
         raise Interrupted("interrupted while writing the model", hint=again) from None
     except FuyouError as error:
-        error.hint = f"{error.hint}; {again}" if error.hint else again
+        if not isinstance(error, UntouchedError):  # which happens wherever the model is written to
+            error.hint = f"{error.hint}; {again}" if error.hint else again
         raise
     except Exception as error:
         error.add_note(again)

@@ -15,6 +15,7 @@ from fuyou_cli.core.units import gb
 from .console import status_console, write_json, write_result, write_status
 
 if TYPE_CHECKING:
+    from fuyou_cli.recipe.schema import Recipe
     from fuyou_cli.training.state.at_rest import Verified
     from fuyou_cli.training.state.source_checks import FileCheck
 
@@ -33,9 +34,11 @@ class Telling(TypedDict):
 def run_export(source: Path, out: Path, overrides: Sequence[str], *, dtype: ExportDtype | None, merged: bool = False) -> None:
     """Exports as `dtype`; by default as the recipe says, or in the type that the run computed in. `merged`: an adapter is
     merged into its model."""
-    store, asked, shard = _of_recipe(source, overrides) if _is_recipe(source) else _of_store(source, overrides)
+    recipe = _recipe_of(source, overrides)
+    store, asked, shard = (source, None, _SHARD) if recipe is None else _of_recipe(recipe)
     from fuyou_cli.training.state import manifest as manifests
     from fuyou_cli.training.state.at_rest import find_store
+    from fuyou_cli.training.state.kept_companions import kept_adapter
 
     store = find_store(store)
     manifest, problem = manifests.newest(store)
@@ -43,16 +46,20 @@ def run_export(source: Path, out: Path, overrides: Sequence[str], *, dtype: Expo
     if problem:
         write_status(f"note: {problem}; exporting the state before it, after step {manifest.step}")
     written = dtype or asked or manifest.compute_dtype
-    paths = write_model(store, out, dtype=written, max_shard_size=shard, merged=merged)
+    copied = manifest.untouched is not None and (merged or kept_adapter(store) is None)  # from the model's checkpoint
+    model_dir = None if recipe is None or not copied else _model_of(recipe)
+    paths = write_model(store, out, dtype=written, max_shard_size=shard, merged=merged, model_dir=model_dir)
     total = sum(path.stat().st_size for path in paths)
     write_result(f"{out}: {len(paths)} file{'s' * (len(paths) != 1)}, {total:,} bytes of {written} weights")
     if how := how_to_load(out):
         write_status(how)
 
 
-def write_model(store: Path, out: Path, *, dtype: str, max_shard_size: int, merged: bool = False) -> list[Path]:
-    """Writes what a store's run has trained to `out`: a model, or an adapter unless it is to be `merged`. Shows progress on
-    stderr. Returns the files of weights."""
+def write_model(
+    store: Path, out: Path, *, dtype: str, max_shard_size: int, merged: bool = False, model_dir: Path | None = None
+) -> list[Path]:
+    """Writes what a store's run has trained to `out`: a model, or an adapter unless it is to be `merged`. `model_dir`: where
+    the model's checkpoint is now, if not where it was. Shows progress on stderr. Returns the files of weights."""
     from fuyou_cli.training.adapter_exporting import export_adapter, export_merged
     from fuyou_cli.training.exporting import export_store
     from fuyou_cli.training.state.kept_companions import kept_adapter
@@ -66,7 +73,7 @@ def write_model(store: Path, out: Path, *, dtype: str, max_shard_size: int, merg
         if adapts and not merged:
             return export_adapter(store, out, dtype=dtype, **telling)
         export = export_merged if merged else export_store
-        return export(store, out, dtype=dtype, max_shard_size=max_shard_size, **telling)
+        return export(store, out, dtype=dtype, max_shard_size=max_shard_size, model_dir=model_dir, **telling)
 
 
 def how_to_load(out: Path) -> str | None:
@@ -93,23 +100,36 @@ def _is_recipe(source: Path) -> bool:
     return source.suffix in (".yaml", ".yml") or source.is_file() or str(source) in shipped_recipes()
 
 
-def _of_recipe(source: Path, overrides: Sequence[str]) -> tuple[Path, str | None, int]:
-    """Returns where a recipe's store is, and the recipe's type and size for exported files."""
+def _recipe_of(source: Path, overrides: Sequence[str]) -> Recipe | None:
+    """Loads the recipe that is to be exported. None: it is a store."""
     from fuyou_cli.recipe.load import load_recipe
-    from fuyou_cli.training.steps import run_directories
 
     from .recipes_cmd import find_recipe
 
-    recipe = load_recipe(*find_recipe(str(source), overrides)).recipe
+    if _is_recipe(source):
+        return load_recipe(*find_recipe(str(source), overrides)).recipe
+    if overrides:
+        raise UsageError(f"{source} is not a recipe, so {overrides[0]} changes nothing", hint="use --dtype")
+    return None
+
+
+def _model_of(recipe: Recipe) -> Path:
+    """Finds the model that a recipe names, with its weights."""
+    from fuyou_cli.checkpoint.hub import Hub
+
+    from .render.transfer import Transfers
+
+    with Transfers(status_console()) as transfers:
+        return Hub(recipe, say=write_status, progress=transfers).model(need_weights=True)
+
+
+def _of_recipe(recipe: Recipe) -> tuple[Path, str | None, int]:
+    """Returns where a recipe's store is, and the recipe's type and size for exported files."""
+    from fuyou_cli.training.steps import run_directories
+
     resumed = recipe.checkpoint.resume not in ("auto", "never")  # such a run continues in the folder it names
     store = folder(recipe.checkpoint.resume, key="checkpoint.resume") if resumed else run_directories(recipe)[0]
     return store, recipe.export.dtype, recipe.export.max_shard_size
-
-
-def _of_store(source: Path, overrides: Sequence[str]) -> tuple[Path, str | None, int]:
-    if overrides:
-        raise UsageError(f"{source} is not a recipe, so {overrides[0]} changes nothing", hint="use --dtype")
-    return source, None, _SHARD
 
 
 def run_verify(source: Path, *, json_output: bool) -> bool:

@@ -75,17 +75,19 @@ def export_merged(
     *,
     dtype: str,
     max_shard_size: int,
+    model_dir: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
     say: Callable[[str], None] | None = None,
 ) -> list[Path]:
-    """Writes the model with the adapter in the store of `source` merged in to `out`. Returns the paths of the shards."""
+    """Writes the model with the adapter in the store of `source` merged in to `out`, as `export_store` does."""
     with stored_weights(source, dtype=dtype, say=say) as weights:
+        model_dir = model_dir or Path(weights.manifest.model_dir)
         return write_model(
             MergedWeights(weights, read_settings(_configuration(source))),
             out,
-            companions=kept_companions(source) or Path(weights.manifest.model_dir),
+            companions=kept_companions(source) or model_dir,
             untouched=weights.manifest.untouched,
-            model_dir=Path(weights.manifest.model_dir),
+            model_dir=model_dir,
             max_shard_size=max_shard_size,
             progress=progress,
         )

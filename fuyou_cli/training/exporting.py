@@ -289,23 +289,25 @@ def export_store(
     *,
     dtype: str,
     max_shard_size: int,
+    model_dir: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
     say: Callable[[str], None] | None = None,
 ) -> list[Path]:
-    """Writes the committed weights of the store in `source` to `out`. Returns the paths of the shards."""
+    """Writes the committed weights of the store in `source` to `out`. `model_dir`: where the model's checkpoint is now, if not
+    where it was. Returns the paths of the shards."""
     with stored_weights(source, dtype=dtype, say=say) as weights:
         if any(is_added(weights.model_name(tensor)) for tensor in weights.tensors()):
             raise UsageError(
                 f"{source} holds an adapter, but its {ADAPTER_CONFIG_NAME} is gone",
                 hint="running its recipe again writes the file anew",
             )
-        companions = kept_companions(source) or Path(weights.manifest.model_dir)
+        model_dir = model_dir or Path(weights.manifest.model_dir)
         return write_model(
             weights,
             out,
-            companions=companions,
+            companions=kept_companions(source) or model_dir,
             untouched=weights.manifest.untouched,
-            model_dir=Path(weights.manifest.model_dir),
+            model_dir=model_dir,
             max_shard_size=max_shard_size,
             progress=progress,
         )

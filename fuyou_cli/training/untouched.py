@@ -25,12 +25,23 @@ def untouched_of(parts: Iterable[str], entries: Mapping[str, TensorEntry]) -> Un
     return Untouched(names=tuple(found), mark=weights_mark(found)) if found else None
 
 
+class UntouchedError(UsageError):
+    """Reports a folder that does not hold what a run has left alone of its model."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(
+            message,
+            hint="put the model that the run began with back there, or name its new folder with the recipe: "
+            "`fuyou export RECIPE OUT model.name_or_path=FOLDER`",
+        )
+
+
 @contextmanager
 def with_untouched(
     untouched: Untouched | None, model_dir: Path, tensors: list[OutTensor], read: Read
 ) -> Iterator[tuple[list[OutTensor], Read]]:
     """Adds what a run left alone, in the dtypes of its checkpoint, to the tensors to write and to what reads them. Raises
-    UsageError if the folder does not hold it any more."""
+    UntouchedError if the folder does not hold it any more."""
     if untouched is None:
         yield tensors, read
         return
@@ -50,12 +61,11 @@ def with_untouched(
 
 def _entries(untouched: Untouched, model_dir: Path) -> dict[str, TensorEntry]:
     """Finds the tensors in the checkpoint's folder, and checks that they are those of the run."""
-    hint = "put the model that the run began with back there"
     try:
         there = open_checkpoint(model_dir).entries
     except UsageError as error:
-        raise UsageError(f"what was not trained is in the model's checkpoint: {error.message}", hint=hint) from error
+        raise UntouchedError(f"what was not trained is in the model's checkpoint: {error.message}") from error
     found = {name: there[name] for name in untouched.names if name in there}
     if len(found) < len(untouched.names) or weights_mark(found) != untouched.mark:
-        raise UsageError(f"{model_dir}: does not hold the parts of the model that were not trained as they were", hint=hint)
+        raise UntouchedError(f"{model_dir}: does not hold the parts of the model that were not trained as they were")
     return found

@@ -14,6 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from fuyou_cli.cli.app import main
+from fuyou_cli.cli.stores import run_export
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.engine.anatomy import dissect
 from fuyou_cli.engine.freezing import as_marked, frozen
@@ -81,11 +82,32 @@ def test_exports_have_the_tower_as_it_was(new_project: Callable[..., Project], w
     loaded, told = transformers.AutoModelForImageTextToText.from_pretrained(out, output_loading_info=True)
     assert type(loaded).__name__ == "Gemma3ForConditionalGeneration" and not any(told.values())
     whole_gemma.rename(whole_gemma.with_name("away"))
+    third, away = project.folder / "third", whole_gemma.with_name("away")
     try:
         with pytest.raises(UsageError, match="what was not trained is in the model's checkpoint"):
-            export_store(store, project.folder / "third", dtype="float32", max_shard_size=100_000)
+            export_store(store, third, dtype="float32", max_shard_size=100_000)
+        run_export(project.recipe, third, [f"model.name_or_path={away}"], dtype="bfloat16")
+        assert {n: v.tolist() for n, v in beside(tensors(third)).items()} == {n: v.tolist() for n, v in before.items()}
     finally:
-        whole_gemma.with_name("away").rename(whole_gemma)
+        away.rename(whole_gemma)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_where_its_model_is_now(new_project: Callable[..., Project], whole_gemma: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole_gemma, own := tmp_path / "own")
+    asked = {"train.max_steps": 2, "export": {"at_end": False, "dtype": "bfloat16"}, "model.name_or_path": str(own)}
+    project = new_project(changes=asked)
+    train(project)
+    moved = own.rename(tmp_path / "moved")
+    words = ["finetune", project.recipe, f"model.name_or_path={moved}", "export.at_end=true"]
+    done = project.fuyou(*words)
+    assert done.returncode == 0 and beside(tensors(project.out / "model")), done.stderr
+    shutil.rmtree(project.out / "model")
+    for file in moved.glob("*.safetensors"):
+        file.unlink()
+    refused = project.fuyou(*words)
+    assert refused.returncode == 2 and "what was not trained" in refused.stderr
+    assert "model.name_or_path=FOLDER" in refused.stderr and "writes the model elsewhere" not in refused.stderr
 
 
 def test_a_tower_that_changes_under_a_run_is_not_copied(
