@@ -278,7 +278,7 @@ def _export(planned: Planned, source: Path) -> None:
     computed = planned.model.compute_dtype
     rounded = f", rounded from {computed} (export.dtype={computed} keeps it)" if options.dtype != computed == "float32" else ""
     write_last_result(f"exported to {out} in {options.dtype}{rounded}")
-    if how := how_to_load(out):
+    if how := how_to_load(out, source):
         write_status(how)
 
 

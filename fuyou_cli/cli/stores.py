@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -51,7 +52,7 @@ def run_export(source: Path, out: Path, overrides: Sequence[str], *, dtype: Expo
     paths = write_model(store, out, dtype=written, max_shard_size=shard, merged=merged, model_dir=model_dir)
     total = sum(path.stat().st_size for path in paths)
     write_result(f"{out}: {len(paths)} file{'s' * (len(paths) != 1)}, {total:,} bytes of {written} weights")
-    if how := how_to_load(out):
+    if how := how_to_load(out, store):
         write_status(how)
 
 
@@ -76,17 +77,23 @@ def write_model(
         return export(store, out, dtype=dtype, max_shard_size=max_shard_size, model_dir=model_dir, **telling)
 
 
-def how_to_load(out: Path) -> str | None:
-    """Returns two lines of Python that load an exported adapter. None: it is a model."""
+def how_to_load(out: Path, store: Path) -> str | None:
+    """Returns two lines of Python that load an adapter that was exported from a store. None: it is a model."""
     from fuyou_cli.checkpoint.companions import ADAPTER_CONFIG_NAME
     from fuyou_cli.checkpoint.files import read_json
+    from fuyou_cli.engine.skeleton import auto_class, load_config
+    from fuyou_cli.training.state.kept_companions import kept_companions
 
     if not (out / ADAPTER_CONFIG_NAME).is_file():
         return None
     base = read_json(out / ADAPTER_CONFIG_NAME).get("base_model_name_or_path")
+    kept, name = kept_companions(store), "AutoModelForCausalLM"
+    if kept is not None:
+        with suppress(UsageError):  # a model with code of its own
+            name = auto_class(load_config(kept)).__name__
     return (
         "load it with transformers and peft:\n"
-        f'  base = AutoModelForCausalLM.from_pretrained({base!r}, dtype="auto")\n'
+        f'  base = {name}.from_pretrained({base!r}, dtype="auto")\n'
         f"  model = PeftModel.from_pretrained(base, {str(out.resolve())!r})"
     )
 

@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from fuyou_cli.cli.app import main
-from fuyou_cli.cli.stores import run_export
+from fuyou_cli.cli.stores import how_to_load, run_export
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.engine.anatomy import dissect
 from fuyou_cli.engine.freezing import as_marked, frozen
@@ -160,6 +160,14 @@ def test_an_adapter_goes_into_the_text(whole_gemma: Path) -> None:
         assert sum(stage.trained > 0 for stage in stages) == 2
     with pytest.raises(UsageError, match="does not run on text"):
         inject(build(load_config(whole_gemma), dtype="float32", attention="sdpa"), AdapterSection(modules_to_save=["fc1"]))
+
+
+def test_an_adapter_is_loaded_by_the_class_of_its_model(whole_gemma: Path, materials: Path, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "somewhere"}')
+    for model, name in ((whole_gemma, "AutoModelForMultimodalLM"), (materials / "model", "AutoModelForCausalLM")):
+        shutil.copytree(model, (store := tmp_path / name) / "companions")
+        assert f"  base = {name}.from_pretrained('somewhere'," in str(how_to_load(tmp_path, store))
+    assert how_to_load(materials / "model", store) is None
 
 
 def test_what_is_frozen_anyway_may_be_named(whole_gemma: Path) -> None:
