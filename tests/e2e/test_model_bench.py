@@ -41,6 +41,21 @@ def _points(project: Project, *more: str | Path) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.parametrize("minutes", ["0", pytest.param("10", marks=pytest.mark.slow)])
+def test_text_of_a_model_that_takes_images(minutes: str, new_project: Callable[..., Project], tmp_path: Path) -> None:
+    import transformers
+
+    small: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2}
+    transformers.Gemma3Config(
+        text_config={**small, "num_hidden_layers": BLOCKS, "vocab_size": 512, "num_key_value_heads": 1, "head_dim": 32},
+        vision_config={**small, "num_hidden_layers": 1, "image_size": 28, "patch_size": 14}, mm_tokens_per_image=4,
+        image_token_id=511, boi_token_id=510, eoi_token_id=509, architectures=["Gemma3ForConditionalGeneration"],
+    ).save_pretrained(tmp_path / "shape")  # fmt: skip
+    project = new_project(changes={"model.name_or_path": str(tmp_path / "shape"), "offload.dir": str(tmp_path / "store")})
+    (point,) = _points(project, "--batch", "2", "--minutes", minutes)
+    assert bool(point["extrapolated"]) == (minutes == "0") and point["tokens"] == 48, point
+
+
 def test_a_sweep_of_whole_runs(shaped: Project, tmp_path: Path) -> None:
     chart = tmp_path / "chart.svg"
     points = _points(shaped, "--batch", "2,4", "--svg", chart)

@@ -21,6 +21,8 @@ _STEPS = 3  # the first one does not count
 
 def tokens_per_second(planned: Planned, place: Place) -> tuple[float | None, str]:
     """Returns the rate, or None and the reason."""
+    if planned.anatomy.untouched:
+        return None, "a model that also takes images or sound is not measured so"
     hardware, frozen = planned.hardware, planned.model.frozen_parameters
     needed = _BYTES * (planned.model.parameters - frozen) + _FROZEN_BYTES * frozen
     room = hardware.device_free or hardware.device_memory if hardware.device == "cuda" else hardware.ram_available

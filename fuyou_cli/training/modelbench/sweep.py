@@ -104,7 +104,7 @@ def sweep(
 
 
 def _point(config: PreTrainedConfig, load: Loaded, place: Place, batch_size: int, seconds: float) -> Point:
-    overrides, blocks = [f"train.batch_size={batch_size}"], int(config.num_hidden_layers)
+    overrides, blocks = [f"train.batch_size={batch_size}"], int(config.get_text_config().num_hidden_layers)
     model_dir = write_config(config, place.scratch, blocks=blocks)
     with place.store() as store:
         loaded = load([*overrides, store])

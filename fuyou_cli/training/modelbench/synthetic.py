@@ -61,13 +61,14 @@ def write_recipe(folder: Path) -> Path:
 
 
 def write_config(config: PreTrainedConfig, folder: Path, *, blocks: int) -> Path:
-    """Writes the configuration with this many blocks and returns its folder."""
+    """Writes the configuration with this many blocks of text and returns its folder."""
     import copy
 
     config = copy.deepcopy(config)
-    config.num_hidden_layers = blocks
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:blocks]
+    text = config.get_text_config()
+    text.num_hidden_layers = blocks
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:blocks]
     model_dir = folder / f"model-{blocks}"
     config.save_pretrained(model_dir)
     return model_dir
