@@ -48,9 +48,11 @@ class StreamedLM(HFLM):  # type: ignore[misc]
     """Is `hf` for a folder, a hub name, a run's store or its output folder, in at most `memory` for the whole process."""
 
     def __init__(
-        self, pretrained: str, *, memory: str = "auto", dtype: Any = "auto", device: str | None = None,
+        self, pretrained: str = "", *, memory: str = "auto", dtype: Any = "auto", device: str | None = None,
         batch_size: int | str = 1, max_batch_size: int | None = None, trust_remote_code: bool = False, **options: Any,
     ) -> None:  # fmt: skip
+        if not pretrained:
+            raise UsageError("--model_args names no model", hint="--model_args pretrained=MODEL")
         if unknown := sorted(set(options) - set(_OF_HF)):
             known = ", ".join(("pretrained", "memory", "dtype", "trust_remote_code", *_OF_HF))
             raise UsageError(f"--model_args: {unknown[0]} is not known", hint=f"known: {known}")
@@ -63,8 +65,11 @@ class StreamedLM(HFLM):  # type: ignore[misc]
         model, log = found.anatomy.model, logging.getLogger(HFLM.__module__)
         level = log.level
         log.setLevel(logging.ERROR)  # it warns of a model that was made elsewhere
-        super().__init__(model, backend="causal", tokenizer=str(found.folder), trust_remote_code=trust_remote_code, **options)
-        log.setLevel(level)
+        given = {"tokenizer": str(found.folder), "trust_remote_code": trust_remote_code}
+        try:
+            super().__init__(model, backend="causal", **given, **options)
+        finally:
+            log.setLevel(level)
         if (found.folder / _SETTINGS).is_file():
             model.generation_config = GenerationConfig.from_pretrained(found.folder, local_files_only=True)
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))

@@ -53,6 +53,14 @@ def test_commands_are_all_there(fuyou):
         assert variable in text
 
 
+def test_a_command_of_an_extra_says_how_to_install_it():
+    code = "import sys\nsys.modules['lm_eval'] = None\nfrom fuyou_cli.cli.app import main\nmain(sys.argv[1:])"
+    command = [sys.executable, "-c", code, "lm-eval", "--tasks", "hellaswag"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "lm-evaluation-harness cannot be used" in done.stderr and 'pip install "fuyou[lm-eval]"' in done.stderr
+
+
 def test_validate_says_ok_on_stdout(fuyou, recipe):
     done = fuyou("validate", recipe, "train.batch_size=8")
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{recipe}: ok\n", "")

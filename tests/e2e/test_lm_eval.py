@@ -6,6 +6,8 @@ Skipped where the extra is not installed: `pip install -e ".[test,lm-eval]"`, th
 from __future__ import annotations
 
 import json
+import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +71,18 @@ def test_text_is_that_of_hf(models: tuple[StreamedLM, HFLM]) -> None:
     assert ours == theirs and any(ours)
 
 
-def test_what_cannot_be_is_said(models: tuple[StreamedLM, HFLM], materials: Path) -> None:
+def test_what_cannot_be_is_said(models: tuple[StreamedLM, HFLM], materials: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="peft is not known"):
         StreamedLM(str(materials / "model"), peft="adapter")
+    with pytest.raises(UsageError, match="names no model"):
+        StreamedLM.create_from_arg_string("memory=8GiB")
+    log = logging.getLogger(HFLM.__module__)
+    level = log.level
+    shutil.copy(materials / "model" / "config.json", tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(json.JSONDecodeError):
+        StreamedLM(str(tmp_path))
+    assert log.level == level
     with pytest.raises(UsageError, match="40 positions"):
         answers(models[:1], "generate_until", [("The", {"max_gen_toks": 40})])  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="40 positions"):
