@@ -193,7 +193,7 @@ def outline(model: PreTrainedModel) -> Anatomy:
 
 def beside_text(model: PreTrainedModel) -> dict[nn.Module, str]:
     """Returns the parts of a model beside its text decoder, as a vision tower and what projects its outputs: topmost modules
-    with parameters, each with its name. None for a model of text alone."""
+    with parameters, each with its name. A model of text alone has none."""
     names = {module: name for name, module in model.named_modules()}
     decoder, base = model.get_decoder(), model.base_model
     if base is model or decoder not in set(base.modules()):
