@@ -144,6 +144,11 @@ class End:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class _Failed:
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Interval:
     resource: str
     label: str
@@ -169,6 +174,7 @@ class History:
     steps: tuple[Step, ...]  # in order; a repeated step counts as it was the last time
     report: RunReport
     ended: bool
+    failed: str = ""  # the error that ended its last process
     evaluations: tuple[Evaluated, ...] = ()  # in order; a repeated one counts as it was the last time
     samples: tuple[Sample, ...] = ()  # the same
     best: Best | None = None  # the last one, kept or not
@@ -188,12 +194,12 @@ class _Reading:
         self.evaluations: list[Evaluated] = []
         self.samples: list[Sample] = []
         self.best: Best | None = None
-        self.ended = False
+        self.ended, self.failed = False, ""
 
     def take(self, record: dict[str, Any]) -> None:
         event = record.get("event")
         if event == "plan":
-            self.promised, self.ended = _of(Promised, record), False
+            self.promised, self.ended, self.failed = _of(Promised, record), False, ""
         elif event == "step":
             step = _of(Step, record)
             self.end = End()
@@ -218,6 +224,8 @@ class _Reading:
         elif event == "end":
             end, self.ended = _of(End, record), True
             self.end = end if end.compared else self.end  # a finished run that is begun again measures nothing
+        elif event == "failed":
+            self.failed = _of(_Failed, record).message
 
 
 def read_history(log: Path) -> History:
@@ -231,6 +239,7 @@ def read_history(log: Path) -> History:
         steps=tuple(reading.steps),
         report=_report(reading, log),
         ended=reading.ended,
+        failed=reading.failed,
         evaluations=tuple(reading.evaluations),
         samples=tuple(reading.samples),
         best=reading.best,

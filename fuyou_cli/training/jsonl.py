@@ -14,12 +14,13 @@ import mmap
 import os
 import stat
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 
 from ..core.disk import failed_writing
-from ..core.errors import FuyouError, UsageError
+from ..core.errors import FuyouError, Interrupted, UsageError
 from .report import BestReport, EvalReport, RunReport, SampleReport, StepReport
 
 SCHEMA_VERSION = 1
@@ -31,7 +32,7 @@ class JsonlLog:
     run wrote the log that is there."""
 
     def __init__(self, path: Path, *, anew: bool = False) -> None:
-        self.path = path
+        self.path, self._is_whole = path, True
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if anew:
@@ -46,6 +47,12 @@ class JsonlLog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Writes what ended the run, if it was an error."""
+        is_failure = isinstance(error, Exception) and not isinstance(error, Interrupted)
+        if is_failure and self._is_whole and self._file is not None:
+            message = error.message if isinstance(error, FuyouError) else f"{type(error).__name__}: {error}"
+            with suppress(FuyouError):  # the first error matters more
+                self.write("failed", {"message": message})
         try:
             self.close()
         except FuyouError:
@@ -76,6 +83,7 @@ class JsonlLog:
             while data:
                 data = data[os.write(self._file, data) :]
         except OSError as error:
+            self._is_whole = False  # its last line may be torn
             raise failed_writing(self.path, error) from error
 
     def close(self) -> None:

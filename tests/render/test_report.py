@@ -18,7 +18,7 @@ from fuyou_cli.cli.render.report_page import page
 from fuyou_cli.cli.render.report_rows import Series, about, evaluations, series_of
 from fuyou_cli.cli.render.report_screen import show_report
 from fuyou_cli.cli.report_command import run_report
-from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.errors import Interrupted, SwapError, UsageError
 from fuyou_cli.core.units import GiB, MiB
 from fuyou_cli.training.history import History, read_history
 from fuyou_cli.training.jsonl import JsonlLog
@@ -263,6 +263,23 @@ def test_a_run_says_what_it_trained_and_that_it_ended_early(log: Path) -> None:
     told = dict(about(read_history(log)))
     assert told["steps"] == "40 of 90: ended early" and told["trained"] == "10,000 of 1,000,000 parameters"
     assert told["last begun"] == "2026-11-24 10:00 UTC"
+
+
+def test_a_run_says_which_error_ended_it(log: Path) -> None:
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(lines[:-2]))
+
+    def ended_by(error: BaseException) -> str:
+        with pytest.raises(type(error)), JsonlLog(log):
+            raise error
+        return dict(about(read_history(log)))["steps"]
+
+    assert ended_by(Interrupted("stopped")) == "40 of 40: running or stopped"
+    assert ended_by(SwapError("the drive\nis gone")) == "40 of 40: ended with an error: the drive is gone"
+    with JsonlLog(log) as begun_again:
+        begun_again.write("plan", PLAN)
+    assert read_history(log).failed == ""
+    assert ended_by(KeyError("x")).endswith("ended with an error: KeyError: 'x'")
 
 
 def test_a_finished_run_that_is_begun_again_keeps_its_figures(log: Path) -> None:

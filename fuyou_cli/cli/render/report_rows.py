@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 
+from fuyou_cli.core.printable import one_line
 from fuyou_cli.core.units import GiB, MiB, brief, gb, gib
 from fuyou_cli.training.history import History, Step
 
@@ -87,6 +88,8 @@ def about(history: History) -> Pairs:
     promised, report, last = history.promised, history.report, history.steps[-1].step
     total = max(promised.total_steps, last)
     state = "running or stopped" if not history.ended else "all steps are done" if last == total else "ended early"
+    if history.failed:
+        state = f"ended with an error: {one_line(' '.join(history.failed.split()))}"
     frozen = promised.frozen_parameters
     trained = f"{promised.parameters - frozen:,} of {promised.parameters:,} parameters" if frozen else "all parameters"
     rows = [
