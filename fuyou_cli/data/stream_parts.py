@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +39,12 @@ class Next:
 def read_next(folder: Path) -> Next:
     """Reads how an entry goes on behind the part in a folder. Raises UsageError if that is damaged."""
     try:
-        return from_json(Next, read_object(folder / NEXT, limit=1 << 20))
+        found = from_json(Next, read_object(folder / NEXT, limit=1 << 20))
     except (UsageError, OSError) as error:
         raise damaged(folder) from error
+    if found.begin is not None and min(astuple(found.begin)) < 0:
+        raise damaged(folder)
+    return found
 
 
 class Parts:

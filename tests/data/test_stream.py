@@ -167,7 +167,15 @@ def test_what_is_damaged_of_a_part_is_refused(write: Write, tokenizer_dir: Path,
     dataset = section(write("t.jsonl", [{"text": text} for text in TEXTS]), streaming=True)
     stream(dataset, tokenizer_dir, tmp_path).is_ready(70, lambda: False)
     (file,) = tmp_path.glob("*/0-000000/next.json")
-    for text in ("", "{", "{}", '{"begin": {"foo": 0}, "formats": {}}', '{"begin": {"rows": true}, "formats": {}}'):
+    begin = '"source": 0, "file": 0, "pieces": 0, "samples": 0'
+    for text in (
+        "",
+        "{",
+        "{}",
+        f'{{"begin": {{{begin}, "rows": -3}}, "formats": {{}}}}',
+        '{"begin": {"foo": 0}, "formats": {}}',
+        '{"begin": {"rows": true}, "formats": {}}',
+    ):
         file.write_text(text)
         with pytest.raises(UsageError, match=r"tokenised data in .*0-000000 is damaged"):
             stream(dataset, tokenizer_dir, tmp_path)
