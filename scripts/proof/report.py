@@ -181,7 +181,8 @@ def conclude(name: str, rows: Sequence[Row], *, results: Path, settings: dict[st
         "notes": list(notes),
         "rows": [asdict(row) for row in rows],
     }
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    text = json.dumps(content, indent=1).replace(f"{ROOT}/", "")  # a traceback in a row names this checkout
+    path.write_text(text + "\n", encoding="utf-8")
     counts = f"{sum(row.verdict == FAIL for row in rows)} of {len(rows)} lines FAILED"
     for verdict in (NOISY, MISSING):
         if number := sum(row.verdict == verdict for row in rows):
