@@ -208,7 +208,10 @@ class _Entry:
             return
         part = len(self._ends)
         rows = self._open(part)
-        self._check(rows.summary)
+        try:
+            self._check(rows.summary)
+        except UsageError as error:
+            raise (DataError if self._ends else UsageError)(error.message, hint=error.hint) from error
         self._ends.append(len(rows) + (self._ends[-1] if self._ends else 0))
         goes_on = read_next(self._place(part))
         self._begin, self._formats = goes_on.begin, goes_on.formats

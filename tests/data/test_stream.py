@@ -159,7 +159,7 @@ def test_a_part_that_does_not_fit_the_model_is_refused(write: Write, tokenizer_d
     )
     dataset = section(file, streaming=True, shuffle=False, entry={"format": "tokenized", "columns": {"input_ids": "tokens"}})
     made = stream(dataset, tokenizer_dir, tmp_path / "cache", check=check)
-    with pytest.raises(UsageError, match="too high"):
+    with pytest.raises(DataError, match="too high"):
         made.is_ready(60, lambda: False)
 
 
