@@ -18,7 +18,7 @@ from ..checkpoint.files import ADAPTER_NAME
 from ..checkpoint.writer import OutTensor, write_checkpoint
 from ..core.errors import SwapError, UsageError
 from ..engine.skeleton import TORCH_DTYPE
-from .exporting import StoreWeights, Weights, bytes_of, stored_weights, write_model
+from .exporting import StoreWeights, Weights, bytes_of, stored_weights, write_whole
 from .state.kept_companions import kept_adapter, kept_companions
 
 _AT_ONCE = 1 << 20  # elements merged at once: what is computed with takes some megabytes
@@ -81,16 +81,8 @@ def export_merged(
 ) -> list[Path]:
     """Writes the model with the adapter in the store of `source` merged in to `out`, as `export_store` does."""
     with stored_weights(source, dtype=dtype, say=say) as weights:
-        model_dir = model_dir or Path(weights.manifest.model_dir)
-        return write_model(
-            MergedWeights(weights, read_settings(_configuration(source))),
-            out,
-            companions=kept_companions(source) or model_dir,
-            untouched=weights.manifest.untouched,
-            model_dir=model_dir,
-            max_shard_size=max_shard_size,
-            progress=progress,
-        )
+        merged = MergedWeights(weights, read_settings(_configuration(source)))
+        return write_whole(merged, source, weights.manifest, out, model_dir, max_shard_size, progress)
 
 
 def _configuration(source: Path) -> Path:

@@ -301,16 +301,29 @@ def export_store(
                 f"{source} holds an adapter, but its {ADAPTER_CONFIG_NAME} is gone",
                 hint="running its recipe again writes the file anew",
             )
-        model_dir = model_dir or Path(weights.manifest.model_dir)
-        return write_model(
-            weights,
-            out,
-            companions=kept_companions(source) or model_dir,
-            untouched=weights.manifest.untouched,
-            model_dir=model_dir,
-            max_shard_size=max_shard_size,
-            progress=progress,
-        )
+        return write_whole(weights, source, weights.manifest, out, model_dir, max_shard_size, progress)
+
+
+def write_whole(
+    weights: Written,
+    source: Path,
+    manifest: Manifest,
+    out: Path,
+    model_dir: Path | None,
+    max_shard_size: int,
+    progress: Callable[[int, int], None] | None,
+) -> list[Path]:
+    """Writes a whole model from the store in `source`, as `export_store` says."""
+    model_dir = model_dir or Path(manifest.model_dir)
+    return write_model(
+        weights,
+        out,
+        companions=kept_companions(source) or model_dir,
+        untouched=manifest.untouched,
+        model_dir=model_dir,
+        max_shard_size=max_shard_size,
+        progress=progress,
+    )
 
 
 def write_model(
