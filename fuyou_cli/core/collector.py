@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Turns the cycle collector off: it took a third of a search's time, and a seventh of a plan's, and freed nothing."""
+    """Turns the cycle collector off: it takes much of a plan's time and frees nothing."""
     was_on = gc.isenabled()
     gc.disable()
     try:
