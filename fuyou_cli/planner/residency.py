@@ -172,7 +172,8 @@ class Residency:
         return self.plan.stages[record.stage].trained_ram is not None
 
     def _free_if_idle(self, record: Record) -> None:
-        needed = record.held or record.kept or record.update is not None or record.fetches
+        updating = record.update is not None and not self._has_home(record)
+        needed = record.held or record.kept or updating or record.fetches
         if record.slotted and not needed:
             assert record.span is not None
             self.free_weights[self.plan.stages[record.stage].slot_class].append(record.span)
