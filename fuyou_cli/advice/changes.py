@@ -191,7 +191,7 @@ def smaller_states(elsewise: Replanner) -> Outcome | None:
     predicted, found = prepared.plan.predicted, prepared.found
     if found is None or not predicted.bottleneck.startswith("ssd") or not _may_have_smaller_states(prepared):
         return None
-    outcome = elsewise.with_keys((INT8,), choose=as_chosen(found.best.choice))
+    outcome = elsewise.with_keys((INT8,), choose=as_chosen(found.best.candidate))
     if outcome is None or outcome.problems or outcome.plan.predicted.step_seconds > _WORTH * predicted.step_seconds:
         return None
     return outcome

@@ -1,4 +1,4 @@
-"""Explains the plan: plans the same run with one choice of the planner changed, and says what that costs."""
+"""Explains the plan: plans the same run with one of the planner's knobs changed, and says what that costs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, get_args
 
 from fuyou_cli.core.errors import PlanError
 from fuyou_cli.core.units import brief, gb, gib
-from fuyou_cli.planner.choice import NONE_KEPT, Choice, family, sweep_counts
+from fuyou_cli.planner.candidate import NONE_KEPT, Candidate, family, sweep_counts
 from fuyou_cli.planner.place import made_of
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.search import Found, search, timed
@@ -28,7 +28,7 @@ LITTLE = 0.0005  # share of a step that is too small to mention
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """Holds one other choice. `plan` is None if it does not fit."""
+    """Holds one other candidate. `plan` is None if it does not fit."""
 
     words: str
     plan: Plan | None
@@ -38,21 +38,21 @@ class Row:
 
 
 def comparison(prepared: Planned, found: Found) -> tuple[Row, ...]:
-    """Plans and simulates every other value of each choice; all else stays. Returns the closest first and those that do not fit
+    """Plans and simulates every other value of each knob; all else stays. Returns the closest first and those that do not fit
     last. Leaves out values that give a plan already seen."""
     request, by_knob, seen = prepared.request, [], [found.best.plan]
-    for choices in _turned(prepared.model, request, found.best.choice):
+    for candidates in _turned(prepared.model, request, found.best.candidate):
         rows = []
-        for words, choice in choices:
-            plan = made_of(prepared.model, prepared.hardware, request, choice)
+        for words, candidate in candidates:
+            plan = made_of(prepared.model, prepared.hardware, request, candidate)
             if plan is not None:
-                plan = timed(alternative(choice, plan), prepared.model, prepared.hardware, request)
+                plan = timed(alternative(candidate, plan), prepared.model, prepared.hardware, request)
                 if any(_alike(plan, other) for other in seen):
                     continue
                 seen.append(plan)
             rows.append(_row(words, plan, prepared))
         by_knob.append(sorted(rows, key=_order))
-    # the closest of every choice comes before the second of any
+    # the closest of every knob comes before the second of any
     taken = [row for together in zip_longest(*by_knob) for row in together if row is not None]
     states = [*_other_states(prepared)]
     return tuple(sorted([*taken[: MOST_ROWS - len(states)], *states], key=_order))
@@ -117,8 +117,8 @@ def where_time_goes(plan: Plan, best: Plan) -> str:
     return f"computes {brief(computing)} longer" if computing >= waiting else f"waits {brief(waiting)} more for {cause}"
 
 
-def _turned(model: ModelSpec, request: PlanRequest, best: Choice) -> Iterator[list[tuple[str, Choice]]]:
-    """Yields, for each choice in turn, every alternative that differs from the best only in it, with its description."""
+def _turned(model: ModelSpec, request: PlanRequest, best: Candidate) -> Iterator[list[tuple[str, Candidate]]]:
+    """Yields, for each knob in turn, every candidate that differs from the best only in it, with its description."""
     knobs = family(model, request)
     pipelines = [pair for pair in knobs.pipelines if pair != (best.lookahead, best.gradient_slots)]
     yield [(_pipeline(*pair), replace(best, lookahead=pair[0], gradient_slots=pair[1])) for pair in pipelines]

@@ -1,4 +1,4 @@
-"""Writes the choice behind a plan to a file (`fuyou plan -o plan.json`), so that a run can use this plan later.
+"""Writes the candidate behind a plan to a file (`fuyou plan -o plan.json`), so that a run can use this plan later.
 
 The file holds what the planner chose, not the plan. A run plans again from it, without a search, and refuses to run if the
 placement differs. The file names no time and no folder, so equal inputs give equal bytes.
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.json_files import find_text, parsed
 from fuyou_cli.core.typed import from_json
-from fuyou_cli.planner.choice import Choice, family, sweep_counts
+from fuyou_cli.planner.candidate import Candidate, family, sweep_counts
 from fuyou_cli.planner.commit_interval import timed_plan, with_interval
 from fuyou_cli.planner.costs import Costs
 from fuyou_cli.planner.place import made_of
@@ -52,12 +52,12 @@ class PlanFile:
     asked: dict[str, str]  # dotted key -> value as JSON, of `PlanRequest`
     memory: int  # bytes of RAM for the plan beside the bare process
     gpu_budget: int | None
-    choice: dict[str, Any]
+    choice: dict[str, Any]  # the candidate
     commit_every: int | None
     placement: str  # digest of all that the plan places
 
 
-def plan_file(plan: Plan, model: ModelSpec, process: int, request: PlanRequest, choice: Choice) -> PlanFile:
+def plan_file(plan: Plan, model: ModelSpec, process: int, request: PlanRequest, candidate: Candidate) -> PlanFile:
     """Makes the file's content. `process`: bytes of RAM of the bare process (`HardwareProfile.process_bytes`)."""
     return PlanFile(
         fuyou_plan=FORMAT,
@@ -65,7 +65,7 @@ def plan_file(plan: Plan, model: ModelSpec, process: int, request: PlanRequest, 
         asked=_asked(model, request),
         memory=request.cpu_budget - process,
         gpu_budget=request.gpu_budget,
-        choice=asdict(choice),
+        choice=asdict(candidate),
         commit_every=plan.commit_every,
         placement=_placement(plan),
     )
@@ -150,9 +150,9 @@ def check_target(path: Path) -> None:
         raise UsageError(f"-o {path}: exists and is not a plan", hint="name another file")
 
 
-def write_plan(path: Path, prepared: Planned, request: PlanRequest, choice: Choice) -> None:
+def write_plan(path: Path, prepared: Planned, request: PlanRequest, candidate: Candidate) -> None:
     """Writes the file completely or not at all. Raises UsageError if it cannot be written."""
-    text = to_text(plan_file(prepared.plan, prepared.model, prepared.hardware.process_bytes, request, choice))
+    text = to_text(plan_file(prepared.plan, prepared.model, prepared.hardware.process_bytes, request, candidate))
     whole = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         whole.write_text(text, encoding="utf-8")
@@ -224,13 +224,13 @@ def _check_run(file: PlanFile, model: ModelSpec, request: PlanRequest) -> None:
 
 
 def _placed(file: PlanFile, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
-    """Places the choice in as much memory as it was made for, whatever the process takes now."""
+    """Places the candidate in as much memory as it was made for, whatever the process takes now."""
     every = (replace(one, sweeps=count) for count in sweep_counts(model, request) for one in family(model, request))
-    choice = next((known for known in every if asdict(known) == file.choice), None)
-    if choice is None:
+    candidate = next((known for known in every if asdict(known) == file.choice), None)
+    if candidate is None:
         raise UsageError("choice: none that the planner has for this recipe")
     asked = replace(request, cpu_budget=file.memory + hardware.process_bytes, gpu_budget=file.gpu_budget)
-    plan = made_of(model, hardware, asked, choice)
+    plan = made_of(model, hardware, asked, candidate)
     if plan is not None and plan.commit_every != file.commit_every:  # even if the planner would now choose another
         plan = with_interval(Costs.of(model, hardware, plan), plan, plan_schedule(model, plan), file.commit_every)
     if plan is None or _placement(plan) != file.placement:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fuyou_cli.core.errors import FuyouError
 from fuyou_cli.machine.described import on_described
-from fuyou_cli.planner.choice import Choice
+from fuyou_cli.planner.candidate import Candidate
 from fuyou_cli.planner.search_state import Alternative
 from fuyou_cli.planner.sustained_rates import Choose
 from fuyou_cli.spec.plan import Plan
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from fuyou_cli.training.steps import Planned
 
 
-def alternative(choice: Choice, plan: Plan) -> Alternative:
+def alternative(candidate: Candidate, plan: Plan) -> Alternative:
     """Wraps a plan that did not come from a search."""
-    return Alternative(choice=choice, plan=plan, bound=0.0, estimate=0.0, timeline=None)
+    return Alternative(candidate=candidate, plan=plan, bound=0.0, estimate=0.0, timeline=None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -137,5 +137,5 @@ def _write(path: Path, outcome: Outcome) -> None:
         return
     planned = outcome.prepared
     assert planned.found is not None
-    write_plan(path, planned, planned.request, planned.found.best.choice)
+    write_plan(path, planned, planned.request, planned.found.best.candidate)
     write_status(f"plan: written to {path}; to run it: fuyou finetune RECIPE --plan {path}")

@@ -1,5 +1,5 @@
 """Computes, in closed form, how many seconds of work one step gives each resource. No step is faster than its busiest
-resource, so this rules choices out. How much of the work overlaps is found by the simulator.
+resource, so this rules candidates out. How much of the work overlaps is found by the simulator.
 
 On device cpu, compute and updates share the cores, so their seconds add up. A device with its own memory receives weights and
 boundaries and sends gradients and boundaries back, always through host memory.

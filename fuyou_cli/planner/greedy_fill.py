@@ -66,8 +66,8 @@ def _items_of(
     boundary = context.boundary_size(index, homes.kept[index])
     # Used in forward and in backward. Weights that two visits in a row need are kept, at a sweep's end too.
     uses = sweeps * (2 if stage.keeps_input else 1)
-    # If the planner chooses the commit interval, the order is the one for frequent commits. Choices that put states first stand
-    # for rare commits.
+    # If the planner chooses the commit interval, the order is the one for frequent commits. Candidates that put states first
+    # stand for rare commits.
     every = 1 if request.commit_every == "auto" else request.commit_every
     spared = 1.0 - (1.0 / every if every else 0.0)  # writes saved: commits also write what rests in RAM
     options: tuple[tuple[str, tuple[int, ...], float, bool], ...] = (

@@ -1,8 +1,8 @@
-"""Turns a `Choice` into homes: which stages' tensors rest in RAM.
+"""Turns a `Candidate` into homes: which stages' tensors rest in RAM.
 
 Everything rests on the ssd first. Outputs of operators get their share of the spare RAM (the paper's Algorithm 1: the most
 FLOPs saved per byte first). Then tensors move to RAM in a fixed order, those first that save most bytes of traffic per byte
-(`greedy_fill`). Outputs get what is left. `plan` returns the first choice that fits, without a search.
+(`greedy_fill`). Outputs get what is left. `plan` returns the first candidate that fits, without a search.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..spec.plan import Plan, Tier
 from .assemble import assembled, host_peaks
 from .bound import lower_bound, phase_estimate
 from .boundary_layout import Kept, every_operator
-from .choice import NONE_KEPT, Choice, pipelines
+from .candidate import NONE_KEPT, Candidate, pipelines
 from .commit_interval import guessed_interval, with_interval
 from .costs import Costs
 from .defer import deferrals
@@ -33,19 +33,20 @@ from .small_banks import rest_in_ram
 
 
 def plan(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
-    """Returns the plan of the first choice that fits, without kept outputs unless the request asks for them. Raises PlanError
-    with the memory that would be enough."""
+    """Returns the plan of the first candidate that fits, without kept outputs unless the request asks for them. Raises
+    PlanError with the memory that would be enough."""
     request = replace(request, kept=request.kept or "none")
     for lookahead, slots in pipelines(request, stages=len(model.stages)):
-        made = made_of(model, hardware, request, Choice(lookahead=lookahead, gradient_slots=slots, defer=request.defer or 0.0))
+        candidate = Candidate(lookahead=lookahead, gradient_slots=slots, defer=request.defer or 0.0)
+        made = made_of(model, hardware, request, candidate)
         if made is not None:
             return made
     raise too_small(model, hardware, request)
 
 
-def made_of(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, choice: Choice) -> Plan | None:
-    """Returns the plan of this choice, or None if it does not fit."""
-    found = Placing(model, hardware, replace(request, sweeps=request.sweeps or choice.sweeps)).placed(choice)
+def made_of(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, candidate: Candidate) -> Plan | None:
+    """Returns the plan of this candidate, or None if it does not fit."""
+    found = Placing(model, hardware, replace(request, sweeps=request.sweeps or candidate.sweeps)).placed(candidate)
     return found.plan if found is not None else None
 
 
@@ -61,7 +62,8 @@ class Placed:
 
 
 class Placing:
-    """Places the choices of one run. What several choices share is computed once, and equal homes give the same object."""
+    """Places the candidates of one run. What several candidates share is computed once, and equal homes give the same
+    object."""
 
     def __init__(self, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> None:
         self.asked, request = request, with_batch(model, request)
@@ -77,53 +79,53 @@ class Placing:
         # By the shares of `swap` and `kept_there`, and by the stages on the device.
         self._kept: dict[tuple[object, ...], tuple[Kept, Kept]] = {}
 
-    def placed(self, choice: Choice) -> Placed | None:
-        """Returns the plan of this choice, or None if it does not fit."""
-        asked, deferred = self._asked(choice)
-        pipeline = (choice.lookahead, choice.gradient_slots, deferred)
-        start = self._started(asked, choice, pipeline)
+    def placed(self, candidate: Candidate) -> Placed | None:
+        """Returns the plan of this candidate, or None if it does not fit."""
+        asked, deferred = self._asked(candidate)
+        pipeline = (candidate.lookahead, candidate.gradient_slots, deferred)
+        start = self._started(asked, candidate, pipeline)
         if start is None:
             return None
-        if start.everything is not None and choice.activations <= 0:
-            choice = replace(choice, states=0.0)  # if all tensors rest in RAM, the order does not matter
-        known = (start, choice.activations, choice.states)
+        if start.everything is not None and candidate.activations <= 0:
+            candidate = replace(candidate, states=0.0)  # if all tensors rest in RAM, the order does not matter
+        known = (start, candidate.activations, candidate.states)
         if known not in self._filled:
-            self._filled[known] = self._placed_from(asked, choice, start, pipeline)
+            self._filled[known] = self._placed_from(asked, candidate, start, pipeline)
         return self._filled[known]
 
-    def _asked(self, choice: Choice) -> tuple[PlanRequest, tuple[bool, ...]]:
-        """Returns the request with the choice's share of deferred updates and the stages that rest on the device, and which
+    def _asked(self, candidate: Candidate) -> tuple[PlanRequest, tuple[bool, ...]]:
+        """Returns the request with the candidate's share of deferred updates and the stages that rest on the device, and which
         stages are deferred."""
-        shares = (choice.defer, choice.there)
+        shares = (candidate.defer, candidate.there)
         if shares not in self._chosen:
-            asked = as_chosen(self.model, self.request, choice)
+            asked = as_chosen(self.model, self.request, candidate)
             self._chosen[shares] = asked, deferrals(self.model, asked)
         return self._chosen[shares]
 
     def _placed_from(
-        self, asked: PlanRequest, choice: Choice, start: _Start, pipeline: tuple[int, int, tuple[bool, ...]]
+        self, asked: PlanRequest, candidate: Candidate, start: _Start, pipeline: tuple[int, int, tuple[bool, ...]]
     ) -> Placed:
-        filling = self._fill(asked, choice, start)
+        filling = self._fill(asked, candidate, start)
         key = (filling.homes, pipeline)
         if key not in self._placed:
-            homes, spans = self._within(filling, choice)
-            same = (homes, choice.lookahead, spans.slot_classes, pipeline[2])
-            self._placed[key] = self._placed[same] = self._placed.get(same) or self._assembled(asked, spans, choice)
+            homes, spans = self._within(filling, candidate)
+            same = (homes, candidate.lookahead, spans.slot_classes, pipeline[2])
+            self._placed[key] = self._placed[same] = self._placed.get(same) or self._assembled(asked, spans, candidate)
         return self._placed[key]
 
-    def _assembled(self, asked: PlanRequest, spans: Layout, choice: Choice) -> Placed:
+    def _assembled(self, asked: PlanRequest, spans: Layout, candidate: Candidate) -> Placed:
         at_most_one = asked.commit_every in (None, 1)  # at most one step between two commits
         plain = asked if at_most_one else replace(asked, commit_every=None)
         schedule = expand(
             self.model,
             stages=spans.stages,
-            lookahead=choice.lookahead,
+            lookahead=candidate.lookahead,
             micro_batches=asked.numerics.micro_batches,
             commit_every=plain.asked_interval,
             sweeps=asked.sweeps or 1,
         )
         spans = replace(spans, stages=with_homes_on_device(self.model, asked, schedule, spans.stages))
-        plan = assembled(self.costs, plain, spans, schedule, lookahead=choice.lookahead)
+        plan = assembled(self.costs, plain, spans, schedule, lookahead=candidate.lookahead)
         found = self._bounded(plan, schedule)
         return found if at_most_one else self._committing(asked, found, schedule)
 
@@ -147,22 +149,22 @@ class Placing:
         each = commit / every
         return replace(plain, plan=plan, bound=plain.bound + each, estimate=plain.estimate + each, commits=each)
 
-    def _layout(self, asked: PlanRequest, homes: Homes, choice: Choice) -> Layout:
-        return layout(self._context, asked, homes, lookahead=choice.lookahead, gradient_slots=choice.gradient_slots)
+    def _layout(self, asked: PlanRequest, homes: Homes, candidate: Candidate) -> Layout:
+        return layout(self._context, asked, homes, lookahead=candidate.lookahead, gradient_slots=candidate.gradient_slots)
 
-    def _started(self, asked: PlanRequest, choice: Choice, pipeline: tuple[object, ...]) -> _Start | None:
+    def _started(self, asked: PlanRequest, candidate: Candidate, pipeline: tuple[object, ...]) -> _Start | None:
         """Returns homes with nothing moved to RAM yet, or None if even that does not fit."""
-        shares = (choice.swap, choice.kept_there, asked.device_states)
+        shares = (candidate.swap, candidate.kept_there, asked.device_states)
         if shares not in self._kept:
-            staying = self._staying(asked, choice.kept_there)
-            self._kept[shares] = _without(_kept(self.model, asked, choice.swap), staying), staying
+            staying = self._staying(asked, candidate.kept_there)
+            self._kept[shares] = _without(_kept(self.model, asked, candidate.swap), staying), staying
         key = (self._kept[shares], pipeline, asked.device_states)
         if key not in self._starts:
             homes = _start(self.model, asked, *self._kept[shares])
-            spans = self._layout(asked, homes, choice)
+            spans = self._layout(asked, homes, candidate)
             peaks = host_peaks(self.model, self.hardware, asked, spans)
             fits = max(peaks.values()) <= asked.cpu_budget
-            self._starts[key] = self._begun(asked, choice, homes, spans, peaks) if fits else None
+            self._starts[key] = self._begun(asked, candidate, homes, spans, peaks) if fits else None
         return self._starts[key]
 
     def _staying(self, asked: PlanRequest, share: float) -> Kept:
@@ -176,49 +178,49 @@ class Placing:
         room = room if asked.kept_there == "room" else int(share * room)
         return fitting(self.model, self._outputs, asked.group, room)
 
-    def _begun(self, asked: PlanRequest, choice: Choice, homes: Homes, spans: Layout, peaks: dict[str, int]) -> _Start:
+    def _begun(self, asked: PlanRequest, candidate: Candidate, homes: Homes, spans: Layout, peaks: dict[str, int]) -> _Start:
         items = sorted(traffic_items(self._context, asked, homes, spans), key=lambda item: item.order)
         return _Start(
             nothing=GreedyFill.of(self._context, asked, homes, peaks),
             items=tuple(items),
-            everything=self._everything(asked, choice, homes, items),
+            everything=self._everything(asked, candidate, homes, items),
         )
 
-    def _everything(self, asked: PlanRequest, choice: Choice, homes: Homes, items: list[Item]) -> GreedyFill | None:
+    def _everything(self, asked: PlanRequest, candidate: Candidate, homes: Homes, items: list[Item]) -> GreedyFill | None:
         """Returns a fill with everything in RAM, or None if that does not fit."""
         weights, boundaries, gradients, states = (_settled(homes, items, kind) for kind in KINDS)
         everything = replace(homes, weights=weights, boundaries=boundaries, gradients=gradients, states=states)
-        peaks = host_peaks(self.model, self.hardware, asked, self._layout(asked, everything, choice))
+        peaks = host_peaks(self.model, self.hardware, asked, self._layout(asked, everything, candidate))
         return GreedyFill.of(self._context, asked, everything, peaks) if max(peaks.values()) <= asked.cpu_budget else None
 
-    def _fill(self, asked: PlanRequest, choice: Choice, start: _Start) -> GreedyFill:
-        if start.everything is not None and choice.activations <= 0:
+    def _fill(self, asked: PlanRequest, candidate: Candidate, start: _Start) -> GreedyFill:
+        if start.everything is not None and candidate.activations <= 0:
             # Everything moves at once: tensor by tensor, the slots that only the last move frees would be in its way.
             filling = start.everything.copy()
         else:
             filling = start.nothing.copy()
-            if choice.activations > 0:
-                filling.keep(self._outputs, share=choice.activations)
-            if choice.states:
-                filling.settle([item for item in start.items if item.kind == "states"], share=choice.states)
+            if candidate.activations > 0:
+                filling.keep(self._outputs, share=candidate.activations)
+            if candidate.states:
+                filling.settle([item for item in start.items if item.kind == "states"], share=candidate.states)
             filling.settle(start.items)
-        if asked.kept is None and choice.activations != NONE_KEPT:
+        if asked.kept is None and candidate.activations != NONE_KEPT:
             filling.keep(self._outputs, share=1.0)
         return filling
 
-    def _within(self, filling: GreedyFill, choice: Choice) -> tuple[Homes, Layout]:
+    def _within(self, filling: GreedyFill, candidate: Candidate) -> tuple[Homes, Layout]:
         """Undoes the last moves until the layout fits. The estimate used before may be slightly too small."""
         while True:
-            spans = self._layout(filling.request, filling.homes, choice)
+            spans = self._layout(filling.request, filling.homes, candidate)
             peaks = host_peaks(self.model, self.hardware, filling.request, spans)
             if max(peaks.values()) <= filling.request.cpu_budget or not filling.take_back():
                 return filling.homes, spans
 
 
-def as_chosen(model: ModelSpec, request: PlanRequest, choice: Choice) -> PlanRequest:
-    """Returns the request with the choice's deferred updates and its stages that rest on the device."""
-    asked = replace(request, defer=choice.defer) if request.clip_grad_norm is None else request
-    return replace(asked, device_states=stages_filling(model, asked, choice.there)) if choice.there else asked
+def as_chosen(model: ModelSpec, request: PlanRequest, candidate: Candidate) -> PlanRequest:
+    """Returns the request with the candidate's deferred updates and its stages that rest on the device."""
+    asked = replace(request, defer=candidate.defer) if request.clip_grad_norm is None else request
+    return replace(asked, device_states=stages_filling(model, asked, candidate.there)) if candidate.there else asked
 
 
 def least_memory(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> int:

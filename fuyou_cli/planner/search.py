@@ -1,15 +1,15 @@
-"""Finds the fastest plan of a family of choices, by simulation, that is worth the bytes it writes.
+"""Finds the fastest plan of a family of candidates, by simulation, that is worth the bytes it writes.
 
-Placing a choice is cheap. It gives a lower bound and an estimate of the step. The likeliest choice is simulated first. When a
-choice is the best so far, the other values of each of its knobs are placed and simulated in turn. The search ends when no
-choice left can be better by its bound, when many simulations in a row found nothing better, or after a fixed amount of work
-that does not depend on the model's size. It reads no clock: the same inputs give the same plan.
+Placing a candidate is cheap. It gives a lower bound and an estimate of the step. The likeliest candidate is simulated first.
+When a candidate is the best so far, the other values of each of its knobs are placed and simulated in turn. The search ends
+when no candidate left can be better by its bound, when many simulations in a row found nothing better, or after a fixed amount
+of work that does not depend on the model's size. It reads no clock: the same inputs give the same plan.
 
-In a small family every choice is placed, and usually all are simulated that their bounds do not rule out. Then the best is the
-best of all, and `complete` says so. For a hundred stages a few dozen choices are placed and eight simulated. On small families
-such a limited search finds a step at most `NEAR` longer than the best (tests/planner/test_search.py).
+In a small family every candidate is placed, and usually all are simulated that their bounds do not rule out. Then the best is
+the best of all, and `complete` says so. For a hundred stages a few dozen candidates are placed and eight simulated. On small
+families such a limited search finds a step at most `NEAR` longer than the best (tests/planner/test_search.py).
 
-If the fastest choice spends drives for little, the choices that do not are searched in the same way (`sparing`).
+If the fastest candidate spends drives for little, the candidates that do not are searched in the same way (`sparing`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..core.collector import uncollected
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan
-from .choice import Family, family
+from .candidate import Family, family
 from .commit_interval import timed_plan
 from .costs import Costs
 from .place import Placing, too_small
@@ -29,7 +29,7 @@ from .search_state import Alternative, Effort, SearchState
 from .sparing import Sparing, balanced, spared
 from .swept import Swept
 
-# Limits on the stages of all choices and of one model up to which a whole family is placed, which takes about a second.
+# Limits on the stages of all candidates and of one model up to which a whole family is placed, which takes about a second.
 SMALL, SMALL_STAGES = 66_000, 30
 NEAR = 0.05  # share of the step; nearly always the search finds the best itself
 
@@ -41,46 +41,47 @@ class Found:
     best: Alternative
     fastest: Alternative  # whatever it writes; `offload.wear: ignore` takes this one
     others: tuple[Alternative, ...]  # simulated ones first, then by bound
-    complete: bool  # no choice of the family is better
-    placed: int  # stages of all choices placed
+    complete: bool  # no candidate of the family is better
+    placed: int  # stages of all candidates placed
     visits: int  # visits simulated
-    costs: Costs = field(repr=False, compare=False)  # with what simulations found out: another one of these choices is quick
+    costs: Costs = field(repr=False, compare=False)  # with what simulations found out: another one of these candidates is quick
 
 
 def search(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, *, effort: Effort | None = None) -> Found:
-    """Finds the best choice and those that lost. Raises PlanError if nothing fits.
+    """Finds the best candidate and those that lost. Raises PlanError if nothing fits.
 
-    `effort`: "limited" places and simulates few choices, "placed" places all, "exhaustive" simulates all that may be the best.
+    `effort`: "limited" places and simulates few candidates, "placed" places all, "exhaustive" simulates all that may be the
+    best.
     """
     return _search(Placing(model, hardware, request), effort)
 
 
 def _search(placing: Placing, effort: Effort | None) -> Found:
     model, hardware, request = placing.model, placing.hardware, placing.asked
-    choices = family(model, request)
+    candidates = family(model, request)
     if hardware.measured == "assumed":  # rates that are guesses may be far off, so they cannot justify writing more to a drive
-        choices = replace(choices, activations=(0.0,), swap=choices.swap[:1])
+        candidates = replace(candidates, activations=(0.0,), swap=candidates.swap[:1])
     stages = len(model.stages)
-    is_small = stages <= SMALL_STAGES and len(choices) * stages <= SMALL
+    is_small = stages <= SMALL_STAGES and len(candidates) * stages <= SMALL
     effort = effort or ("placed" if is_small else "limited")
     # Plans without room on disk or device come second; the caller, who knows what is there already, refuses them with a clear
     # error.
     for with_room in (True, False):
-        looking = SearchState(placing=placing, pipelines=choices.pipelines, with_room=with_room, effort=effort)
+        looking = SearchState(placing=placing, pipelines=candidates.pipelines, with_room=with_room, effort=effort)
         with uncollected():
-            complete = _explored(looking, choices)
+            complete = _explored(looking, candidates)
             if looking.best is not None:
-                return _with_sweeps(looking, choices, _found(looking, choices, complete=complete))
+                return _with_sweeps(looking, candidates, _found(looking, candidates, complete=complete))
     raise too_small(model, hardware, request)
 
 
 def fastest(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
-    """Returns the best choice's plan, with what its step takes. Raises PlanError if nothing fits."""
+    """Returns the best candidate's plan, with what its step takes. Raises PlanError if nothing fits."""
     return search_timed(model, hardware, request)[1]
 
 
 def search_timed(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> tuple[Found, Plan]:
-    """Searches, and returns the best choice's plan as well (`timed`). Raises PlanError if nothing fits."""
+    """Searches, and returns the best candidate's plan as well (`timed`). Raises PlanError if nothing fits."""
     placing = Placing(model, hardware, request)
     found = _search(placing, None)
     return found, timed(found.best, model, hardware, request, costs=placing.costs)
@@ -94,12 +95,12 @@ def timed(
     return timed_plan(model, hardware, found.plan, chosen=chosen, step=found.timeline, costs=costs)
 
 
-def _found(every: SearchState, choices: Family, *, complete: bool) -> Found:
-    """Returns the fastest choice, or the one taken instead to spare the drives."""
+def _found(every: SearchState, candidates: Family, *, complete: bool) -> Found:
+    """Returns the fastest candidate, or the one taken instead to spare the drives."""
     fastest, policy = every.cheapest(), every.placing.request.wear
     best, placed, visits = fastest, every.placed, every.visits
-    sparing = Sparing(every.placing, choices, fastest)
-    if policy == "balanced" or (policy == "spare" and sparing.spends(fastest.choice, fastest.plan)):
+    sparing = Sparing(every.placing, candidates, fastest)
+    if policy == "balanced" or (policy == "spare" and sparing.spends(fastest.candidate, fastest.plan)):
         frugal = every.among(sparing.allows)
         complete = _explored(frugal, sparing.family) and complete
         best = (spared if policy == "spare" else balanced)(every, frugal)
@@ -116,9 +117,9 @@ def _found(every: SearchState, choices: Family, *, complete: bool) -> Found:
     )
 
 
-def _with_sweeps(every: SearchState, choices: Family, found: Found) -> Found:
+def _with_sweeps(every: SearchState, candidates: Family, found: Found) -> Found:
     """Returns the result with a faster plan of several sweeps, if there is one."""
-    swept = Swept(every.placing, choices, found.best, every.with_room)
+    swept = Swept(every.placing, candidates, found.best, every.with_room)
     swept.look()
     if not swept.seen:
         return found
@@ -134,23 +135,23 @@ def _with_sweeps(every: SearchState, choices: Family, found: Found) -> Found:
     )
 
 
-def _explored(looking: SearchState, choices: Family) -> bool:
-    """Searches the family, likeliest choices first. Returns whether no other choice of it can be better than the best."""
-    looking.place(choices.corners() if looking.effort == "limited" else choices)
+def _explored(looking: SearchState, candidates: Family) -> bool:
+    """Searches the family, likeliest candidates first. Returns whether no other candidate of it can be better than the best."""
+    looking.place(candidates.corners() if looking.effort == "limited" else candidates)
     if not looking.pool:
-        looking.place_one(choices.smallest())
+        looking.place_one(candidates.smallest())
     if not looking.pool:
         return False
     spread = False
     while looking.is_patient():
         found, promising = looking.likeliest()
-        if not promising and looking.look_around(choices):
+        if not promising and looking.look_around(candidates):
             continue
         if not promising and not spread:
-            looking.place(choices.mixed())
+            looking.place(candidates.mixed())
             spread = True
             continue
         if found is None or not looking.may_simulate():
             break
         looking.simulate(found)
-    return looking.knows_all_of(choices)
+    return looking.knows_all_of(candidates)

@@ -28,7 +28,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..spec.plan import Plan
-from .choice import Choice, Family
+from .candidate import Candidate, Family
 from .place import Placing
 from .search_state import Alternative, SearchState, asked_for
 
@@ -39,23 +39,24 @@ ALIKE = 0.05  # share of the bytes that must be written; so little more does not
 class Sparing:
     """Tells which plans of a family spend drives, compared with the fastest of the family."""
 
-    def __init__(self, placing: Placing, choices: Family, fastest: Alternative) -> None:
-        self.family = replace(choices, swap=choices.swap[:1])  # choices that do not spend
+    def __init__(self, placing: Placing, candidates: Family, fastest: Alternative) -> None:
+        self.family = replace(candidates, swap=candidates.swap[:1])  # candidates that do not spend
         self._placing, self._fastest = placing, fastest
         self._bare: dict[tuple[int, int], Plan | None] = {}
 
-    def spends(self, choice: Choice, plan: Plan) -> bool:
+    def spends(self, candidate: Candidate, plan: Plan) -> bool:
         """Tells whether a plan writes more than it must."""
-        alike, least = self._without_outputs(choice.lookahead, choice.gradient_slots), self._without_outputs(*self._smallest)
+        alike = self._without_outputs(candidate.lookahead, candidate.gradient_slots)
+        least = self._without_outputs(*self._smallest)
         boundaries, written = plan.predicted.written_by["boundaries"], plan.predicted.written_per_step
         if alike is not None and boundaries > alike.predicted.written_by["boundaries"]:
             return True
         return least is not None and written > least.predicted.written_per_step * (1 + ALIKE)
 
-    def allows(self, choice: Choice, plan: Plan) -> bool:
+    def allows(self, candidate: Candidate, plan: Plan) -> bool:
         """Tells whether a plan neither spends drives nor writes more than the fastest."""
         most = self._fastest.plan.predicted.written_per_step
-        return plan.predicted.written_per_step <= most and not self.spends(choice, plan)
+        return plan.predicted.written_per_step <= most and not self.spends(candidate, plan)
 
     @property
     def _smallest(self) -> tuple[int, int]:
@@ -87,7 +88,7 @@ def _boundaries(found: Alternative) -> int:
     return found.plan.predicted.written_by["boundaries"]
 
 
-def _time_and_bytes(found: Alternative) -> tuple[float, tuple[int, int, float, Choice]]:
+def _time_and_bytes(found: Alternative) -> tuple[float, tuple[int, int, float, Candidate]]:
     return found.seconds * found.plan.predicted.written_per_step, asked_for(found)
 
 
@@ -96,7 +97,7 @@ def balanced(every: SearchState, frugal: SearchState) -> Alternative:
     price, fastest = every.placing.hardware.seconds_per_byte, every.cheapest()
     seen = [*every.simulated_within(float("inf")), *frugal.simulated_within(float("inf"))]
 
-    def cost(found: Alternative) -> tuple[float, tuple[int, int, float, Choice]]:
+    def cost(found: Alternative) -> tuple[float, tuple[int, int, float, Candidate]]:
         return found.seconds + price * found.plan.predicted.written_per_step, asked_for(found)
 
     return min((fastest, *_no_more_written(seen, fastest)), key=cost)

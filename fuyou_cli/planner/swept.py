@@ -3,8 +3,8 @@
 With more sweeps each has fewer rows. So less rests from forward to backward, RAM has room for other things, and the device may
 have room for the batch. But weights and gradients move once more per sweep, and updates run only beside the first forward and
 the last backward. The search doubles the number of sweeps (or takes the next divisor of the micro-batches) until two numbers in
-a row do not help. For each number it places a few choices near the best, more if one of them may be faster, and simulates the
-likeliest. All of it has a fixed limit on work.
+a row do not help. For each number it places a few candidates near the best, more if one of them may be faster, and simulates
+the likeliest. All of it has a fixed limit on work.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import product
 
-from .choice import NONE_KEPT, Choice, Family, sweep_counts
+from .candidate import NONE_KEPT, Candidate, Family, sweep_counts
 from .place import Placed, Placing
 from .search_state import GAIN, Alternative
 from .simulate import STEPS, simulate
@@ -21,8 +21,8 @@ from .simulate import STEPS, simulate
 MOST_SWEPT_VISITS = 5_000  # limit on visits that one search simulates in steps of several sweeps
 _TRIES = 2  # simulations per number of sweeps
 _IN_VAIN = 2  # numbers of sweeps without a better plan, after which no other is tried
-_FAR = 1.05  # times the best step; choices with a larger estimate are not simulated
-_KEPT = (NONE_KEPT, 0.0, 0.5, 1.0)  # values of `Choice.activations`
+_FAR = 1.05  # times the best step; candidates with a larger estimate are not simulated
+_KEPT = (NONE_KEPT, 0.0, 0.5, 1.0)  # values of `Candidate.activations`
 
 
 @dataclass(slots=True)
@@ -31,11 +31,11 @@ class Swept:
     no more."""
 
     one: Placing
-    choices: Family
+    candidates: Family
     best: Alternative
     with_room: bool
     seen: list[Alternative] = field(default_factory=list)  # simulated plans
-    placed: int = 0  # stages of all choices placed
+    placed: int = 0  # stages of all candidates placed
     visits: int = 0  # visits simulated
 
     def __post_init__(self) -> None:
@@ -50,31 +50,31 @@ class Swept:
         for count in sweep_counts(self.one.model, self.one.request)[1:]:
             if in_vain == _IN_VAIN or not self._may_simulate(2 * len(self.one.model.stages) * count):
                 break
-            in_vain = 0 if self._improved(count, *self._near(replace(self.best.choice, sweeps=count))) else in_vain + 1
-        if (count := self.best.choice.sweeps) > 1:
+            in_vain = 0 if self._improved(count, *self._near(replace(self.best.candidate, sweeps=count))) else in_vain + 1
+        if (count := self.best.candidate.sweeps) > 1:
             pipelines = (
-                replace(self.best.choice, lookahead=lookahead, gradient_slots=slots)
-                for lookahead, slots in self.choices.pipelines
+                replace(self.best.candidate, lookahead=lookahead, gradient_slots=slots)
+                for lookahead, slots in self.candidates.pipelines
             )
             self._improved(count, pipelines)
 
-    def _near(self, choice: Choice) -> tuple[list[Choice], list[Choice]]:
-        """Returns choices that keep other outputs, and choices that fill RAM in other orders."""
-        kept = [share for share in _KEPT if share in self.choices.activations]
-        other_outputs = [replace(choice, activations=share) for share in dict.fromkeys((choice.activations, *kept))]
+    def _near(self, candidate: Candidate) -> tuple[list[Candidate], list[Candidate]]:
+        """Returns candidates that keep other outputs, and candidates that fill RAM in other orders."""
+        kept = [share for share in _KEPT if share in self.candidates.activations]
+        other_outputs = [replace(candidate, activations=share) for share in dict.fromkeys((candidate.activations, *kept))]
         other_orders = [
             replace(one, states=states, kept_there=there)
-            for one, states, there in product(other_outputs, self.choices.states, self.choices.kept_there)
+            for one, states, there in product(other_outputs, self.candidates.states, self.candidates.kept_there)
         ]
         return other_outputs, other_orders
 
-    def _improved(self, count: int, *choices: Iterable[Choice]) -> bool:
-        """Places these choices, one list after the other while there is hope, and simulates the likeliest. Returns whether one
-        is the best now."""
+    def _improved(self, count: int, *candidates: Iterable[Candidate]) -> bool:
+        """Places these candidates, one list after the other while there is hope, and simulates the likeliest. Returns whether
+        one is the best now."""
         placing = Placing(self.one.model, self.one.hardware, replace(self.one.request, sweeps=count))
-        before, found = self.best, dict[Placed, Choice]()
-        for some in choices:
-            found |= {placed: choice for choice in some if (placed := self._placed(placing, choice)) is not None}
+        before, found = self.best, dict[Placed, Candidate]()
+        for some in candidates:
+            found |= {placed: candidate for candidate in some if (placed := self._placed(placing, candidate)) is not None}
             if not any(map(self._may_win, found)):
                 return False
         likely = sorted(filter(self._may_win, found), key=lambda placed: (placed.estimate, found[placed]))
@@ -86,9 +86,9 @@ class Swept:
     def _may_win(self, placed: Placed) -> bool:
         return placed.bound < self.best.seconds and placed.estimate < _FAR * self.best.seconds
 
-    def _placed(self, placing: Placing, choice: Choice) -> Placed | None:
+    def _placed(self, placing: Placing, candidate: Candidate) -> Placed | None:
         self.placed += len(placing.model.stages)
-        placed = placing.placed(choice)
+        placed = placing.placed(candidate)
         if placed is None or placed.plan.predicted.written_per_step > self._most_written:
             return None
         return placed if not self.with_room or placing.request.has_room_for(placed.plan, placing.hardware) else None
@@ -96,11 +96,11 @@ class Swept:
     def _may_simulate(self, visits: int) -> bool:
         return self.visits + STEPS * visits <= MOST_SWEPT_VISITS
 
-    def _simulate(self, placing: Placing, placed: Placed, choice: Choice) -> None:
+    def _simulate(self, placing: Placing, placed: Placed, candidate: Candidate) -> None:
         timeline = simulate(placing.model, placing.hardware, placed.plan, placed.schedule, costs=placing.costs, jobs=False)
         self.visits += STEPS * len(placed.schedule.visits)
         found = Alternative(
-            choice=choice,
+            candidate=candidate,
             plan=placed.plan,
             bound=placed.bound,
             estimate=placed.estimate,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ..checkpoint.hub import Hub, Progress
 from ..core.errors import FuyouError, PlanError, UsageError
 from ..data import Stream
-from ..planner.choice import Choice
+from ..planner.candidate import Candidate
 from ..planner.commit_interval import timed_plan
 from ..planner.place import least_memory, made_of
 from ..planner.place import plan as first_that_fits
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ..engine.anatomy import Anatomy
     from ..recipe.schema import Recipe
 
-SLOWER = 0.01  # share of the step by which the earlier choice may be slower after it is placed again
+SLOWER = 0.01  # share of the step by which the earlier candidate may be slower after it is placed again
 _NUMBERS = ("seed", "dataset", "train", "precision")  # recipe sections that numerics depend on
 
 
@@ -97,8 +97,8 @@ def plan_downloaded(fetched: Fetched, *, say: Say) -> Fetched:
 
 
 def settle(ready: Ready, hardware: HardwareProfile, disks: StoreDisks | None = None, *, choose: Choose | None = None) -> Ready:
-    """Places the same choice for the current rows, process and disks. Searches again only if it does not fit, is slower, or the
-    drives' rates change with the run's length. Raises PlanError."""
+    """Places the same candidate for the current rows, process and disks. Searches again only if it does not fit, is slower, or
+    the drives' rates change with the run's length. Raises PlanError."""
     before = ready.planned
     hardware = replace(hardware, process_bytes=hardware.process_bytes + ready.sampler.peak_bytes)
     planner = _Planner(before.inspected, hardware, disks)
@@ -110,9 +110,9 @@ def settle(ready: Ready, hardware: HardwareProfile, disks: StoreDisks | None = N
 
 
 def _placed_anew(planner: _Planner, before: Planned, found: Found, rows: int | None) -> Planned | None:
-    """Returns the plan of the choice made before, or None if it is not good enough."""
+    """Returns the plan of the candidate made before, or None if it is not good enough."""
     try:
-        planned = planner.planned(before.plan.numerics, rows, choose=as_chosen(found.best.choice))
+        planned = planner.planned(before.plan.numerics, rows, choose=as_chosen(found.best.candidate))
     except PlanError:
         return None
     plan, old = planned.plan, before.plan
@@ -121,11 +121,11 @@ def _placed_anew(planner: _Planner, before: Planned, found: Found, rows: int | N
     return replace(planned, found=found) if same and not is_slower else None
 
 
-def as_chosen(choice: Choice) -> Choose:
-    """Returns a function that places this choice and no other."""
+def as_chosen(candidate: Candidate) -> Choose:
+    """Returns a function that places this candidate and no other."""
 
     def choose(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
-        plan = made_of(model, hardware, request, choice)
+        plan = made_of(model, hardware, request, candidate)
         if plan is None or not request.has_room_for(plan, hardware):
             raise PlanError("the plan chosen before does not fit any more")
         return timed_plan(model, hardware, plan, chosen=request.commit_every == "auto")

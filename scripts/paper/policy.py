@@ -11,7 +11,7 @@ from transformers import GPT2Config
 from fuyou_cli.engine.anatomy import dissect
 from fuyou_cli.engine.inspect import inspect
 from fuyou_cli.engine.skeleton import build
-from fuyou_cli.planner.choice import Choice
+from fuyou_cli.planner.candidate import Candidate
 from fuyou_cli.planner.place import made_of
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.schedule import plan_schedule
@@ -120,7 +120,7 @@ def paper_step(name: str, batch: int, hardware: HardwareProfile) -> Timeline:
         model_name=name, device="cuda", clip_grad_norm=None, cpu_budget=hardware.ram_available, weights="ssd", states="ssd",
         boundaries="cpu", kept=((),) * len(model.stages),
     )  # fmt: skip
-    plan = made_of(model, hardware, asked, Choice(lookahead=given.IN_FLIGHT, gradient_slots=given.IN_FLIGHT))
+    plan = made_of(model, hardware, asked, Candidate(lookahead=given.IN_FLIGHT, gradient_slots=given.IN_FLIGHT))
     assert plan is not None, (name, batch)
     return simulate(model, hardware, plan, plan_schedule(model, plan), state_bytes=given.state_bytes(), batch_on_device=True)
 

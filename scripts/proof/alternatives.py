@@ -27,7 +27,7 @@ from fuyou_cli.cli.planned import planned_here
 from fuyou_cli.core.errors import PlanError
 from fuyou_cli.core.units import MiB
 from fuyou_cli.planner.bound import lower_bound
-from fuyou_cli.planner.choice import Choice, family
+from fuyou_cli.planner.candidate import Candidate, family
 from fuyou_cli.planner.costs import Costs
 from fuyou_cli.planner.place import made_of
 from fuyou_cli.planner.plan_request import PlanRequest
@@ -48,13 +48,13 @@ RECOMPUTED = ("offload.activations=recompute",)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Candidate:
+class NamedPlan:
     """Holds a plan under its name, and the changes that make its recipe."""
 
     name: str
     prepared: Planned
     request: PlanRequest
-    choice: Choice
+    candidate: Candidate
     overrides: tuple[str, ...] = ()
 
     @property
@@ -64,11 +64,11 @@ class Candidate:
 
     def written(self, folder: Path) -> dict[str, object]:
         path = folder / "plan.json"
-        write_plan(path, self.prepared, self.request, self.choice)
+        write_plan(path, self.prepared, self.request, self.candidate)
         seconds = self.prepared.plan.predicted.step_seconds
         return {
             "name": self.name, "overrides": list(self.overrides), "plan": path.read_text(encoding="utf-8"), "seconds": seconds,
-            "micro": self.prepared.plan.numerics.micro_batch_size, "choice": str(self.choice),
+            "micro": self.prepared.plan.numerics.micro_batch_size, "choice": str(self.candidate),
         }  # fmt: skip
 
 
@@ -88,85 +88,85 @@ class Roomy:
         return timed(self.found.best, model, hardware, self.request)
 
 
-def candidates(recipe: Path, seed: int) -> list[Candidate]:
+def named_plans(recipe: Path, seed: int) -> list[NamedPlan]:
     """Returns the chosen plan and the others, the chosen one first."""
     loaded = load_recipe(recipe, [])
     planning = Roomy()
     prepared = planned_here(loaded, choose=planning)
     assert planning.found is not None and planning.request is not None
-    best = Candidate(name="chosen", prepared=prepared, request=planning.request, choice=planning.found.best.choice)
+    best = NamedPlan(name="chosen", prepared=prepared, request=planning.request, candidate=planning.found.best.candidate)
     found = [best]
     elsewise = Replanner(loaded=loaded, prepared=prepared, described=False)
-    named = [
+    plans = [
         changed(elsewise, "all on the ssd", ON_SSD),
         undeferred(best, planning.request),
         *micro_batches(elsewise, best),
         changed(elsewise, "recompute all", RECOMPUTED),
     ]
-    for candidate in filter(None, named):
-        add(found, candidate)
+    for named in filter(None, plans):
+        add(found, named)
     drawn = 0
-    for candidate in near_the_bound(best, planning.request, random.Random(seed)):
+    for named in near_the_bound(best, planning.request, random.Random(seed)):
         if drawn >= DRAWN and len(found) > ALL:
             break
-        drawn += add(found, candidate)
+        drawn += add(found, named)
     return found
 
 
-def add(found: list[Candidate], candidate: Candidate) -> bool:
+def add(found: list[NamedPlan], named: NamedPlan) -> bool:
     """Adds the plan unless an equal one is there. Tells whether it did."""
-    if any(candidate.does == other.does for other in found):
+    if any(named.does == other.does for other in found):
         return False
-    found.append(candidate)
+    found.append(named)
     return True
 
 
-def changed(elsewise: Replanner, name: str, overrides: tuple[str, ...]) -> Candidate | None:
+def changed(elsewise: Replanner, name: str, overrides: tuple[str, ...]) -> NamedPlan | None:
     planning = Roomy()
     outcome = elsewise.with_keys(overrides, choose=planning)
     if outcome is None or outcome.problems or planning.found is None or planning.request is None:
         return None
-    choice = planning.found.best.choice
-    return Candidate(name=name, prepared=outcome.prepared, request=planning.request, choice=choice, overrides=overrides)
+    candidate = planning.found.best.candidate
+    return NamedPlan(name=name, prepared=outcome.prepared, request=planning.request, candidate=candidate, overrides=overrides)
 
 
-def micro_batches(elsewise: Replanner, best: Candidate) -> Iterator[Candidate | None]:
+def micro_batches(elsewise: Replanner, best: NamedPlan) -> Iterator[NamedPlan | None]:
     size, batch = (getattr(best.prepared.plan.numerics, key) for key in ("micro_batch_size", "batch_size"))
     for name, other in (("half the micro-batch", size // 2), ("double the micro-batch", size * 2)):
         if other and batch % other == 0:
             yield changed(elsewise, name, (f"train.micro_batch_size={other}",))
 
 
-def undeferred(best: Candidate, request: PlanRequest) -> Candidate | None:
-    return placed(best, request, replace(best.choice, defer=0.0), "no update deferred")
+def undeferred(best: NamedPlan, request: PlanRequest) -> NamedPlan | None:
+    return placed(best, request, replace(best.candidate, defer=0.0), "no update deferred")
 
 
-def placed(best: Candidate, request: PlanRequest, choice: Choice, name: str) -> Candidate | None:
+def placed(best: NamedPlan, request: PlanRequest, candidate: Candidate, name: str) -> NamedPlan | None:
     prepared = best.prepared
-    plan = made_of(prepared.model, prepared.hardware, request, choice)
+    plan = made_of(prepared.model, prepared.hardware, request, candidate)
     if plan is None or not request.has_room_for(plan, prepared.hardware):
         return None
-    step = timed(alternative(choice, plan), prepared.model, prepared.hardware, request)
-    return Candidate(name=name, prepared=replace(prepared, plan=step), request=request, choice=choice)
+    step = timed(alternative(candidate, plan), prepared.model, prepared.hardware, request)
+    return NamedPlan(name=name, prepared=replace(prepared, plan=step), request=request, candidate=candidate)
 
 
-def near_the_bound(best: Candidate, request: PlanRequest, draw: random.Random) -> list[Candidate]:
-    """Lists the 30 fitting choices with the lowest bounds, each plan once, in an order drawn."""
+def near_the_bound(best: NamedPlan, request: PlanRequest, draw: random.Random) -> list[NamedPlan]:
+    """Lists the 30 fitting candidates with the lowest bounds, each plan once, in an order drawn."""
     prepared = best.prepared
-    choices = list(family(prepared.model, request))
-    draw.shuffle(choices)
+    candidates = list(family(prepared.model, request))
+    draw.shuffle(candidates)
     bounds, seen = [], {alike(prepared.plan)}
-    for choice in choices:
-        plan = made_of(prepared.model, prepared.hardware, request, choice)
+    for candidate in candidates:
+        plan = made_of(prepared.model, prepared.hardware, request, candidate)
         if plan is None or not request.has_room_for(plan, prepared.hardware) or alike(plan) in seen:
             continue
         seen.add(alike(plan))
         costs = Costs.of(prepared.model, prepared.hardware, plan)
-        bounds.append((lower_bound(costs, plan_schedule(prepared.model, plan), plan), choice))
-    nearest = [choice for _, choice in sorted(bounds, key=lambda pair: pair[0])[:AMONG]]
+        bounds.append((lower_bound(costs, plan_schedule(prepared.model, plan), plan), candidate))
+    nearest = [candidate for _, candidate in sorted(bounds, key=lambda pair: pair[0])[:AMONG]]
     draw.shuffle(nearest)
-    made = (placed(best, request, choice, f"drawn: {choice}") for choice in nearest)
-    return [candidate for candidate in made if candidate is not None]
+    made = (placed(best, request, candidate, f"drawn: {candidate}") for candidate in nearest)
+    return [named for named in made if named is not None]
 
 
 def main() -> int:
@@ -176,12 +176,12 @@ def main() -> int:
     options.add_argument("--out", type=Path, required=True)
     given = options.parse_args()
     try:
-        found = candidates(given.recipe, given.seed)
+        found = named_plans(given.recipe, given.seed)
     except PlanError as error:
         print(f"error: {error}", file=sys.stderr)
         return 3
     with tempfile.TemporaryDirectory() as folder:
-        texts = [candidate.written(Path(folder)) for candidate in found]
+        texts = [named.written(Path(folder)) for named in found]
     given.out.write_text(json.dumps(texts), encoding="utf-8")
     return 0
 

@@ -19,7 +19,7 @@ from fuyou_cli.advice import plan_files
 from fuyou_cli.checkpoint.files import INDEX_NAME, SINGLE_NAME
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.json_files import find_text
-from fuyou_cli.planner.choice import Choice
+from fuyou_cli.planner.candidate import Candidate
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec
@@ -138,7 +138,7 @@ def _machine() -> HardwareProfile:
 
 
 def _plan_bytes() -> list[bytes]:
-    file = plan_files.plan_file(example(Plan), example(ModelSpec), 0, example(PlanRequest), example(Choice))
+    file = plan_files.plan_file(example(Plan), example(ModelSpec), 0, example(PlanRequest), example(Candidate))
     return [json.dumps(json.loads(plan_files.to_text(file))).encode()]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import mmap
-import mmap
 
 from fuyou_cli.machine import probe
 from fuyou_cli.training.run import MemoryWatch

@@ -53,7 +53,7 @@ def test_a_small_model_on_a_large_card_moves_nothing(clip: float | None) -> None
 def test_an_embeddings_gradients_wait_for_the_updates_before_them() -> None:
     """The device computes in order: an update of the lowest block runs before the embedding's backward, however short."""
     request = _request(8 * GiB, clip=None, defer=0.0, kept="none", weights="cpu", states="cpu", device_states=(1,))
-    plan = made_of(SPEC, replace(CARD, matmul_flops=1e11), request, next(_choices(request)))
+    plan = made_of(SPEC, replace(CARD, matmul_flops=1e11), request, next(_candidates(request)))
     assert plan is not None and _there(plan) == {1}
     step = simulate(SPEC, replace(CARD, matmul_flops=1e11), plan, plan_schedule(SPEC, plan))
     (update,) = (done for done in step.work if (done.what, done.stage) == ("update", 1))
@@ -69,7 +69,7 @@ def test_the_device_is_never_passed(budget: int, clip: float | None, defer: floa
     request = _request(budget * MiB, clip=clip, defer=None if clip else defer)
     chosen = stages_filling(SPEC, request, share)
     asked = replace(request, device_states=chosen)
-    plan = made_of(SPEC, CARD, asked, next(iter(_choices(asked))))
+    plan = made_of(SPEC, CARD, asked, next(iter(_candidates(asked))))
     if plan is None or not chosen:
         return
     assert _there(plan) == set(chosen)
@@ -78,8 +78,8 @@ def test_the_device_is_never_passed(budget: int, clip: float | None, defer: floa
     assert memory.total - (memory.batch if request.batch_on_device is None else 0) <= budget * MiB
 
 
-def _choices(request: PlanRequest):  # type: ignore[no-untyped-def]
-    from fuyou_cli.planner.choice import family
+def _candidates(request: PlanRequest):  # type: ignore[no-untyped-def]
+    from fuyou_cli.planner.candidate import family
 
     yield from family(SPEC, request).smallest()
 

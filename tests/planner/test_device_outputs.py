@@ -90,7 +90,7 @@ def test_the_search_takes_them_where_compute_is_what_a_step_takes() -> None:
     """And leaves nothing else worse for them: without room on the device it is the plan that it was."""
     none = replace(_asked(), gpu_budget=None)
     without, room = search(SPEC, QUICK, none).best, search(SPEC, QUICK, _asked(gpu_budget=1 << 40)).best
-    assert room.choice.kept_there == 1.0 and room.seconds < without.seconds
+    assert room.candidate.kept_there == 1.0 and room.seconds < without.seconds
     assert not any(stage.kept_there for stage in without.plan.stages)
     on_cpu = search(SPEC, QUICK, _asked(device="cpu", gpu_budget=1 << 40)).best
     assert not any(stage.kept_there for stage in on_cpu.plan.stages), "memory of device cpu is RAM"

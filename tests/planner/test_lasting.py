@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuyou_cli.core.units import MiB
-from fuyou_cli.planner.choice import family
+from fuyou_cli.planner.candidate import family
 from fuyou_cli.planner.place import least_memory, made_of
 from fuyou_cli.planner.place import plan as first_that_fits
 from fuyou_cli.planner.plan_request import PlanRequest
@@ -43,8 +43,8 @@ def test_no_plan_writes_less_than_the_bound(data: st.DataObject) -> None:
     spec = data.draw(models(most=1 << 20))
     request = replace(data.draw(request_for(spec)), device="cpu")
     request = replace(request, cpu_budget=least_memory(spec, HARDWARE, request) + data.draw(st.integers(0, 16)) * 4 * MiB)
-    for choice in list(family(spec, request))[::17]:
-        plan = made_of(spec, HARDWARE, request, choice)
+    for candidate in list(family(spec, request))[::17]:
+        plan = made_of(spec, HARDWARE, request, candidate)
         if plan is not None:
             assert plan.predicted.written_per_step >= least_written(spec, request)
 

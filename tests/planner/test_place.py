@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fuyou_cli.core.errors import PlanError
 from fuyou_cli.core.units import GiB, MiB, align_up, gib
 from fuyou_cli.planner.boundary_layout import planned_boundary
-from fuyou_cli.planner.choice import Choice
+from fuyou_cli.planner.candidate import Candidate
 from fuyou_cli.planner.place import least_memory, made_of, plan
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.spec.model import ITEM_SIZE, ModelSpec
@@ -161,10 +161,10 @@ def test_more_memory_does_not_mean_more_traffic(case: tuple[ModelSpec, PlanReque
     the two it displaced. At most three bytes a step per byte."""
     spec, request = case
     lookahead = min(request.lookahead or 1, len(spec.stages))
-    choice = Choice(lookahead=lookahead, gradient_slots=1, defer=request.defer or 0.0)
+    candidate = Candidate(lookahead=lookahead, gradient_slots=1, defer=request.defer or 0.0)
 
     def planned_in(budget: int) -> Plan:
-        made = made_of(spec, HARDWARE, replace(request, cpu_budget=budget, kept=request.kept or "none"), choice)
+        made = made_of(spec, HARDWARE, replace(request, cpu_budget=budget, kept=request.kept or "none"), candidate)
         assert made is not None
         return made
 

@@ -30,7 +30,7 @@ from .models import HARDWARE, NUMERICS, SPEC, model, request
 def made(asked: PlanRequest, hardware: HardwareProfile = HARDWARE) -> tuple[Plan, PlanFile]:
     best = search(SPEC, hardware, asked).best
     plan = timed(best, SPEC, hardware, asked)
-    return plan, plan_file(plan, SPEC, hardware.process_bytes, asked, best.choice)
+    return plan, plan_file(plan, SPEC, hardware.process_bytes, asked, best.candidate)
 
 
 ASKED = request()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuyou_cli.core.units import MiB
-from fuyou_cli.planner.choice import Choice
+from fuyou_cli.planner.candidate import Candidate
 from fuyou_cli.planner.costs import Costs
 from fuyou_cli.planner.imagined import Imagined
 from fuyou_cli.planner.place import least_memory, made_of
@@ -54,7 +54,7 @@ def planned(draw: st.DrawFn) -> tuple[ModelSpec, HardwareProfile, list[Plan]]:
     )  # fmt: skip
     request = replace(request, cpu_budget=least_memory(spec, hardware, request) + draw(st.integers(0, 60)) * 4 * MiB)
     pipeline = {"lookahead": draw(st.integers(1, 4)), "gradient_slots": draw(st.integers(1, 3))}
-    made = [made_of(spec, hardware, request, Choice(**pipeline, **draw(SHARES))) for _ in range(2)]
+    made = [made_of(spec, hardware, request, Candidate(**pipeline, **draw(SHARES))) for _ in range(2)]
     found = [plan for plan in made if plan is not None]
     return (spec, hardware, found) if found else draw(planned())
 
@@ -78,7 +78,7 @@ def test_of_many_equal_blocks_few_are_simulated(hardware: HardwareProfile, monke
     device = "cuda" if hardware.h2d else "cpu"
     request = PlanRequest(numerics=NUMERICS, model_name="t", device=device, clip_grad_norm=1.0, cpu_budget=0, scratch_size=MiB)
     request = replace(request, cpu_budget=least_memory(spec, hardware, request) + 64 * MiB)
-    plan = made_of(spec, hardware, request, Choice(lookahead=2, gradient_slots=2))
+    plan = made_of(spec, hardware, request, Candidate(lookahead=2, gradient_slots=2))
     assert plan is not None
     visit = Imagined.visit
     monkeypatch.setattr(Imagined, "visit", lambda run: simulated.append(1) or visit(run))

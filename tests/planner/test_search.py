@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fuyou_cli.core.errors import PlanError
 from fuyou_cli.core.units import GiB, MiB
-from fuyou_cli.planner.choice import family
+from fuyou_cli.planner.candidate import family
 from fuyou_cli.planner.place import Placing, least_memory, made_of
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.schedule import plan_schedule
@@ -89,7 +89,7 @@ def test_what_the_estimate_is_wrong_of_is_found_as_well() -> None:
 
 @pytest.mark.parametrize(("size", "rows"), [(24 * MiB, 2), (48 * MiB, 1)])
 def test_outputs_that_cross_slower_than_they_are_computed_are_not_kept(size: int, rows: int) -> None:
-    """Of so many blocks few choices are simulated: which, the estimate says, and it counts copies to a device."""
+    """Of so many blocks few candidates are simulated: which, the estimate says, and it counts copies to a device."""
     spec = model(8 << 20, *[16 << 20] * 40, 2048, 8 << 20)
     output = OperatorSpec(index=0, name="mm", flops=0.5 * spec.stages[1].forward_flops, bytes=size)
     blocks = tuple(replace(stage, operators=(output,) if stage.kind == "block" else ()) for stage in spec.stages)
@@ -105,7 +105,7 @@ def test_outputs_that_cross_slower_than_they_are_computed_are_not_kept(size: int
 @pytest.mark.parametrize("hardware", [SLOW_STORE, replace(SLOW_STORE, matmul_flops=2e10, shared_compute=0.5, shared_adamw=0.5)])
 @pytest.mark.parametrize(("clip", "spare", "blocks"), [(None, 90, 2), (1.0, 50, 6), (1.0, 300, 6)])
 def test_where_tensors_are_large_little_is_lost(hardware: HardwareProfile, clip: float | None, spare: int, blocks: int) -> None:
-    """Beside all choices: with `spare` MiB beyond the least, where what moves to RAM makes a difference."""
+    """Beside all candidates: with `spare` MiB beyond the least, where what moves to RAM makes a difference."""
     spec = model(8 << 20, *[16 << 20] * blocks, 2048, 8 << 20)
     request = replace(_large(spec), clip_grad_norm=clip)
     request = replace(request, cpu_budget=least_memory(spec, hardware, request) + spare * MiB)
@@ -148,9 +148,9 @@ def test_a_search_does_so_much_and_no_more(blocks: int, clip: float | None) -> N
 
 @given(models().flatmap(lambda spec: st.tuples(st.just(spec), request_for(spec))))
 def test_mixed_or_in_order_a_family_has_the_same_choices(case: tuple[ModelSpec, PlanRequest]) -> None:
-    choices = family(*case)
-    mixed = list(choices.mixed())
-    assert len(mixed) == len(choices) and sorted(mixed) == sorted(choices)
+    candidates = family(*case)
+    mixed = list(candidates.mixed())
+    assert len(mixed) == len(candidates) and sorted(mixed) == sorted(candidates)
 
 
 def test_what_a_search_gives_up_is_free_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,8 +206,8 @@ def test_deferral_is_found_where_it_helps() -> None:
     request = replace(_large(spec), clip_grad_norm=None, states="ssd", weights="ssd", kept=((),) * 11)
     request = replace(request, cpu_budget=least_memory(spec, hardware, request) + 300 * MiB)
     found = search(spec, hardware, request)
-    assert found.best.choice.defer > 0
-    at_once = made_of(spec, hardware, request, replace(found.best.choice, defer=0.0))
+    assert found.best.candidate.defer > 0
+    at_once = made_of(spec, hardware, request, replace(found.best.candidate, defer=0.0))
     assert at_once is not None
     assert _step(spec, hardware, at_once) > 1.02 * found.best.seconds
 

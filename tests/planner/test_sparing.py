@@ -17,7 +17,7 @@ from fuyou_cli.cli.render.traffic import spared_in_words
 from fuyou_cli.core.units import MiB
 from fuyou_cli.machine.described import described
 from fuyou_cli.planner.boundary_layout import kept_bytes
-from fuyou_cli.planner.choice import family
+from fuyou_cli.planner.candidate import family
 from fuyou_cli.planner.place import Placing, least_memory
 from fuyou_cli.planner.place import plan as first_that_fits
 from fuyou_cli.planner.plan_request import PlanRequest, WearPolicy
@@ -152,9 +152,9 @@ def test_drives_are_spared_for_at_most_a_twentieth(
         return
     assert found.best.seconds <= ignored.seconds * (1 + WORTH)
     rule = Sparing(Placing(spec, hardware, request), family(spec, request), ignored)
-    if rule.spends(found.best.choice, found.best.plan):
+    if rule.spends(found.best.candidate, found.best.plan):
         simulated = (other for other in found.others if other.timeline is not None)
-        frugal = [other.seconds for other in simulated if rule.allows(other.choice, other.plan)]
+        frugal = [other.seconds for other in simulated if rule.allows(other.candidate, other.plan)]
         assert min(frugal, default=inf) > found.best.seconds * (1 + WORTH) / (1 + GAIN), "a twentieth is what it takes"
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fuyou_cli.advice.plan_files import KeptPlan, from_text, plan_file, to_text
 from fuyou_cli.core.units import MiB
-from fuyou_cli.planner.choice import sweep_counts
+from fuyou_cli.planner.candidate import sweep_counts
 from fuyou_cli.planner.place import least_memory
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.schedule import plan_schedule
@@ -41,13 +41,13 @@ def test_boundaries_that_have_no_room_are_worth_sweeps() -> None:
     request = _request()
     one, found = search(SPEC, HARDWARE, replace(request, sweeps=1)), search(SPEC, HARDWARE, request)
     plan = timed(found.best, SPEC, HARDWARE, request)
-    assert plan.sweeps == found.best.choice.sweeps > 1
+    assert plan.sweeps == found.best.candidate.sweeps > 1
     assert found.fastest.seconds <= found.best.seconds < one.best.seconds
     assert plan.predicted.step_seconds == pytest.approx(simulate(SPEC, HARDWARE, plan, plan_schedule(SPEC, plan)).step_seconds)
     assert plan.predicted.cpu_peak <= request.cpu_budget
     boundaries = [sum(alternative.plan.predicted.written_by["boundaries"] for alternative in (f.best,)) for f in (one, found)]
     assert boundaries[1] < boundaries[0]
-    assert any(alternative.choice == one.best.choice for alternative in found.others)
+    assert any(alternative.candidate == one.best.candidate for alternative in found.others)
 
 
 @pytest.mark.parametrize(
@@ -93,5 +93,5 @@ def test_a_plan_file_keeps_the_sweeps() -> None:
     request = _request()
     best = search(SPEC, HARDWARE, request).best
     plan = timed(best, SPEC, HARDWARE, request)
-    text = to_text(plan_file(plan, SPEC, HARDWARE.process_bytes, request, best.choice))
+    text = to_text(plan_file(plan, SPEC, HARDWARE.process_bytes, request, best.candidate))
     assert KeptPlan(Path("plan.json"), from_text(text))(SPEC, HARDWARE, request) == plan

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import prove_choice
 from planner.models import HARDWARE, SPEC, request
-from proof.alternatives import Candidate, near_the_bound, placed
+from proof.alternatives import NamedPlan, near_the_bound, placed
 from proof.report import Progress
 from proof.runs import Case
 from proof.setting import Setting
@@ -100,9 +100,9 @@ def test_a_rival_has_the_room_that_the_chosen_plan_had() -> None:
     roomy = request(weights="ssd", states="ssd", boundaries="cpu", defer=0.0)
     chosen = search(SPEC, HARDWARE, roomy).best
     prepared = cast("Any", Planned(model=SPEC, hardware=HARDWARE, plan=chosen.plan))
-    best = Candidate(name="chosen", prepared=prepared, request=roomy, choice=chosen.choice)
-    assert placed(best, roomy, chosen.choice, "the same") is not None
+    best = NamedPlan(name="chosen", prepared=prepared, request=roomy, candidate=chosen.candidate)
+    assert placed(best, roomy, chosen.candidate, "the same") is not None
     assert near_the_bound(best, roomy, random.Random(0)) != []
     tight = replace(roomy, ssd_budget=1)
-    assert placed(best, tight, chosen.choice, "the same") is None
+    assert placed(best, tight, chosen.candidate, "the same") is None
     assert near_the_bound(best, tight, random.Random(0)) == []

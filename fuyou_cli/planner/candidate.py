@@ -1,4 +1,4 @@
-"""Defines `Choice`, one set of values for the planner's knobs, and `Family`, the choices that a search looks at."""
+"""Defines `Candidate`, one set of values for the planner's knobs, and `Family`, the candidates that a search looks at."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _USUAL = (2, 2)
 _DEFER = tuple(eighth / 8 for eighth in range(9))
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 _GOLDEN = 0.618  # the fractional parts of its multiples fill an interval evenly
-# A value of `Choice.activations`: keep no outputs, because copying some takes longer than computing them again.
+# A value of `Candidate.activations`: keep no outputs, because copying some takes longer than computing them again.
 NONE_KEPT = -1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
-class Choice:
+class Candidate:
     """One set of values for the planner's knobs. Fixed rules (`place`) derive from it which stages' tensors are in RAM."""
 
     lookahead: int
@@ -62,15 +62,15 @@ class Family:
 
     @property
     def _shares(self) -> tuple[tuple[float, ...], ...]:
-        """Returns all knobs but the pipelines, in the order of `_choice`."""
+        """Returns all knobs but the pipelines, in the order of `_candidate`."""
         return self.states, self.defer, self.activations, self.swap, self.kept_there, self.there
 
-    def __iter__(self) -> Iterator[Choice]:
+    def __iter__(self) -> Iterator[Candidate]:
         for pipeline, shares in product(self.pipelines, product(*self._shares)):
-            yield _choice(pipeline, *shares)
+            yield _candidate(pipeline, *shares)
 
-    def mixed(self) -> Iterator[Choice]:
-        """Returns all choices, ordered so that the first few already vary every knob."""
+    def mixed(self) -> Iterator[Candidate]:
+        """Returns all candidates, ordered so that the first few already vary every knob."""
         count = len(self)
         step = next(step for step in range(int(count * _GOLDEN), count + 2) if gcd(step, count) == 1)
         for number in range(count):
@@ -78,36 +78,37 @@ class Family:
             for knob in self._shares:
                 left, place = divmod(left, len(knob))
                 values.append(knob[place])
-            yield _choice(self.pipelines[left], *values)
+            yield _candidate(self.pipelines[left], *values)
 
-    def corners(self) -> Iterator[Choice]:
-        """Returns a few choices that differ much, with a medium lookahead and number of gradient slots."""
+    def corners(self) -> Iterator[Candidate]:
+        """Returns a few candidates that differ much, with a medium lookahead and number of gradient slots."""
         middle = _USUAL if _USUAL in self.pipelines else self.pipelines[len(self.pipelines) // 2]
         some = self.defer[: len(self.defer) // 2 + 1]
         ends = (_ends(self.states), _ends(some), _ends(self.activations), _ends(self.swap))
         for values in product(*ends, self.kept_there[-1:], self.there[:1]):
-            yield _choice(middle, *values)
+            yield _candidate(middle, *values)
         for there in self.there[1:]:
             yield replace(self.bare(middle), there=there)
 
-    def smallest(self) -> Iterator[Choice]:
-        """Returns choices with no kept outputs and no deferred updates, from the most memory to the least."""
+    def smallest(self) -> Iterator[Candidate]:
+        """Returns candidates with no kept outputs and no deferred updates, from the most memory to the least."""
         yield from map(self.bare, reversed(self.pipelines))
 
-    def bare(self, pipeline: tuple[int, int]) -> Choice:
-        """Returns the choice that keeps and defers nothing unless the recipe asks for it, and fills RAM in the usual order."""
-        return _choice(pipeline, *(knob[0] for knob in self._shares))
+    def bare(self, pipeline: tuple[int, int]) -> Candidate:
+        """Returns the candidate that keeps and defers nothing unless the recipe asks for it, and fills RAM in the usual
+        order."""
+        return _candidate(pipeline, *(knob[0] for knob in self._shares))
 
-    def lines(self, choice: Choice) -> Iterator[Choice]:
-        """Returns the choices that differ from this one in one knob."""
+    def lines(self, candidate: Candidate) -> Iterator[Candidate]:
+        """Returns the candidates that differ from this one in one knob."""
         for lookahead, slots in self.pipelines:
-            yield replace(choice, lookahead=lookahead, gradient_slots=slots)
+            yield replace(candidate, lookahead=lookahead, gradient_slots=slots)
         for knob in ("states", "defer", "activations", "swap", "kept_there", "there"):
             for value in getattr(self, knob):
-                yield replace(choice, **{knob: value})
+                yield replace(candidate, **{knob: value})
 
 
-def _choice(
+def _candidate(
     pipeline: tuple[int, int],
     states: float,
     defer: float,
@@ -115,8 +116,8 @@ def _choice(
     swap: float,
     kept_there: float,
     there: float,
-) -> Choice:
-    return Choice(
+) -> Candidate:
+    return Candidate(
         lookahead=pipeline[0], gradient_slots=pipeline[1], states=states, defer=defer, activations=activations, swap=swap,
         kept_there=kept_there, there=there,
     )  # fmt: skip
