@@ -51,8 +51,9 @@ def entries_for(
     base_name: gives the name that the model without its adapter has for it; None for a tensor of the adapter, which no file
     has. untouched: parts of the model that nothing is computed with, so that their values do not matter.
 
-    Names of tied weights get the same entry. Data is read only where a tied tensor is stored twice: both copies must be equal,
-    because training keeps one. Raises UsageError naming every tensor that does not fit.
+    The model's buffers get the values that the file has for them. Names of tied weights get the same entry: where a tied tensor
+    is stored twice, both copies must be equal, because training keeps one. Raises UsageError naming every tensor that does not
+    fit.
     """
     named = {name: base for name in model.state_dict() if (base := base_name(name)) is not None}
     names = {named[name]: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name in named}
@@ -69,24 +70,15 @@ def entries_for(
                     hint='Set "tie_word_embeddings": false in config.json if they are meant to differ.',
                 )
         found = {name: matched[base] for name, base in named.items()}
-        _check_buffers(model, {name: entry for name, entry in found.items() if not is_in(untouched, name)}, reader)
+        _load_buffers(model, {name: entry for name, entry in found.items() if not is_in(untouched, name)}, reader)
     return found
 
 
-def _check_buffers(model: PreTrainedModel, matched: dict[str, TensorEntry], reader: TensorReader) -> None:
-    """Raises UsageError if a buffer in the file differs from what the model's code computes: buffers are not loaded or
-    exported."""
+def _load_buffers(model: PreTrainedModel, matched: dict[str, TensorEntry], reader: TensorReader) -> None:
+    """Gives the model's buffers the values that the file has for them."""
     for name, buffer in model.named_buffers(remove_duplicate=False):
-        entry = matched.get(name)
-        if entry is None or buffer.is_meta:
-            continue
-        stored = reader.read(entry)
-        if not stored.equal(buffer.to(stored.dtype)):
-            raise UsageError(
-                f"{entry.file}: tensor {shown(entry.name)} is not a parameter of the model, and its values differ from "
-                "those that the model's code computes",
-                hint="fuyou trains and exports parameters only: these values would be lost. Use another model.",
-            )
+        if name in matched and not buffer.is_meta:
+            buffer.copy_(reader.read(matched[name]))
 
 
 def is_in(parts: Iterable[str], name: str) -> bool:

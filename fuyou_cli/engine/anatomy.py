@@ -154,6 +154,13 @@ class Anatomy:
     sources: tuple[SourceFile, ...] = ()  # files that frozen parameters are read from
     imported_because: str = ""  # why frozen parameters are not
 
+    @property
+    def buffers(self) -> tuple[str, ...]:
+        """Names the buffers that a checkpoint holds values for, as what a block of Gemma 4 multiplies its output by."""
+        kept, parts = set(self.model.state_dict()), tuple(f"{part}." for part in self.untouched)
+        names = (name for name, _ in self.model.named_buffers())
+        return tuple(name for name in names if name in kept and not name.startswith(parts))
+
     def modules(self) -> dict[nn.Module, str]:
         """Returns the names of stages that are modules. For a module that was cut into pieces, the last piece's name is
         used."""

@@ -27,6 +27,7 @@ from .history import read_promised
 from .state import manifest as manifests
 from .state.at_rest import AtRest, at_rest, find_store
 from .state.kept_companions import kept_companions
+from .untouched import left_alone
 
 _LOG = "log.jsonl"  # beside it a run exports its model
 _READ = 1 << 21  # elements of a store at once: no more than its window holds
@@ -160,6 +161,9 @@ def _of_store(found: Found, state: AtRest, weights: StoreWeights | MergedWeights
     stored_as = {base_name(tensor.name): tensor.stored_as for stage in state.manifest.stages for tensor in stage.tensors}
     shapes = {tensor.name: tensor.model_shape for stage in found.anatomy.stages for tensor in stage.tensors}
     known = {tensor.name: tensor for tensor in weights.tensors()}
+    if found.anatomy.buffers and state.manifest.untouched is not None:
+        left_alone(state.manifest.untouched, folder := Path(state.manifest.model_dir))
+        entries_for(found.anatomy.model, open_checkpoint(folder), untouched=found.anatomy.untouched)  # gives the buffers values
     for name, shape in shapes.items():
         if name not in stored_as or known[stored_as[name]].shape != shape:
             raise UsageError(

@@ -334,7 +334,7 @@ def fetch(planned: Planned, *, say: Say, progress: Progress = unheard) -> Fetche
         entries = entries_of(recipe, planned.anatomy, open_checkpoint(model_dir))
         mark = weights_mark(entries)
     except UsageError as error:
-        if saved is None:
+        if saved is None or planned.anatomy.buffers:  # whose values are nowhere else
             raise
         say(f"note: {error.message}. So the weights are not compared with those that the run began with")
         stored_as = {tensor.name: tensor.stored_as for stage in saved.stages for tensor in stage.tensors}
@@ -385,5 +385,5 @@ def tokenise(fetched: Fetched, *, say: Say) -> Ready:
         fingerprints=made_of,
         evaluated=evaluated,
         prompts=planned.inspected.prompts,
-        untouched=untouched_of(planned.anatomy.untouched, fetched.entries) if saved is None else saved.untouched,
+        untouched=untouched_of(planned.anatomy, fetched.entries) if saved is None else saved.untouched,
     )

@@ -1,14 +1,15 @@
-"""Keeps the parts of a model that training leaves alone because they do not run on text, as a vision tower.
+"""Keeps what training leaves alone of a model: the parts that do not run on text, as a vision tower, and the values of buffers.
 
-Nothing of them is in memory or in the store. An export copies their tensors from the checkpoint that the run began with, bit
+Nothing of them is in the store. An export copies their tensors from the checkpoint that the run began with, bit
 for bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..checkpoint.files import open_checkpoint
 from ..checkpoint.header import BYTES_PER_ELEMENT, TensorEntry
@@ -18,9 +19,13 @@ from ..checkpoint.writer import OutTensor, Read
 from ..core.errors import UsageError
 from .state.stored import Untouched
 
+if TYPE_CHECKING:
+    from ..engine.anatomy import Anatomy
 
-def untouched_of(parts: Iterable[str], entries: Mapping[str, TensorEntry]) -> Untouched | None:
-    """Names the tensors of a checkpoint that are in these parts of the model. None for a model of text alone."""
+
+def untouched_of(anatomy: Anatomy, entries: Mapping[str, TensorEntry]) -> Untouched | None:
+    """Names the tensors of a checkpoint that a run leaves alone. None without any."""
+    parts = (*anatomy.untouched, *anatomy.buffers)
     found = {entry.name: entry for name, entry in entries.items() if is_in(parts, name)}
     return Untouched(names=tuple(found), mark=weights_mark(found)) if found else None
 
@@ -45,7 +50,7 @@ def with_untouched(
     if untouched is None:
         yield tensors, read
         return
-    entries = _entries(untouched, model_dir)
+    entries = left_alone(untouched, model_dir)
     more = [OutTensor(name=name, dtype=entry.dtype, shape=entry.shape) for name, entry in entries.items()]
     with TensorReader() as reader:
 
@@ -59,7 +64,7 @@ def with_untouched(
         yield [*tensors, *more], read_either
 
 
-def _entries(untouched: Untouched, model_dir: Path) -> dict[str, TensorEntry]:
+def left_alone(untouched: Untouched, model_dir: Path) -> dict[str, TensorEntry]:
     """Finds the tensors in the checkpoint's folder, and checks that they are those of the run."""
     try:
         there = open_checkpoint(model_dir).entries

@@ -200,17 +200,12 @@ def test_another_models_configuration_is_refused(tmp_path: Path) -> None:
         entries_for(on_meta(tmp_path), open_checkpoint(tmp_path))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_buffer_of_the_file_is_what_the_code_computes_or_is_refused(tmp_path: Path, dtype: torch.dtype) -> None:
-    """Neither loaded nor exported: a trained one would be lost without a word."""
-    model = make_model("llama", dtype=dtype)
+def test_buffers_get_the_values_of_the_file(tmp_path: Path) -> None:
+    model = make_model("llama", dtype=torch.bfloat16)
     skeleton = build(model.config, dtype="float32", attention="sdpa")
     for one in (model, skeleton):
-        one.model.layers[1].register_buffer("scale", torch.full((1,), 1 / 3, dtype=torch.float32))
-    model.model.layers[1].scale = model.model.layers[1].scale.to(dtype)
+        one.model.layers[1].register_buffer("scale", torch.ones(1, dtype=one.dtype))
+    model.model.layers[1].scale.fill_(1 / 3)
     model.save_pretrained(tmp_path)
     assert "model.layers.1.scale" in entries_for(skeleton, open_checkpoint(tmp_path))
-    model.model.layers[1].scale.add_(0.5)
-    model.save_pretrained(tmp_path)
-    with pytest.raises(UsageError, match=r"'model\.layers\.1\.scale' is not a parameter of the model, and its values differ"):
-        entries_for(skeleton, open_checkpoint(tmp_path))
+    assert skeleton.model.layers[1].scale.item() == torch.tensor(1 / 3, dtype=torch.bfloat16).item()

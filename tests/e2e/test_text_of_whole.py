@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from fuyou_cli.cli.app import main
 from fuyou_cli.cli.stores import how_to_load, run_export
-from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.errors import Interrupted, UsageError
+from fuyou_cli.data import collate
 from fuyou_cli.engine.anatomy import dissect
 from fuyou_cli.engine.freezing import as_marked, frozen
 from fuyou_cli.engine.skeleton import build, load_config
@@ -28,7 +29,8 @@ from fuyou_cli.training.report import BestReport
 from fuyou_cli.training.run import Run
 
 from .conftest import Project
-from .running import planned, prepared_run, train
+from .running import interrupt, planned, prepared_run, train
+from .test_inference import in_memory, streamed
 
 TOWER = ("model.vision_tower", "model.multi_modal_projector")
 BESIDE = ("vision_tower.", "multi_modal_projector.")  # what a checkpoint calls them
@@ -52,6 +54,47 @@ def whole_gemma(materials: Path) -> Path:
         (folder / file).write_bytes((materials / "model" / file).read_bytes())
     (folder / "preprocessor_config.json").write_text('{"size": 28}')
     return folder
+
+
+def write_gemma4(folder: Path, tokenizer: Path) -> Path:
+    """A Gemma 4 as the hub has it: what its blocks multiply their outputs by is in no parameter."""
+    size = len(transformers.AutoTokenizer.from_pretrained(tokenizer))
+    small: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "head_dim": 16}
+    text = {"num_hidden_layers": 2, "vocab_size": size, "num_key_value_heads": 1, "global_head_dim": 16, "sliding_window": 8}
+    config = transformers.Gemma4Config(
+        text_config={**small, **text, "hidden_size_per_layer_input": 0, "bos_token_id": 0, "eos_token_id": 0},
+        vision_config={**small, "num_hidden_layers": 1, "num_key_value_heads": 2}, image_token_id=size - 1,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    model = transformers.Gemma4ForConditionalGeneration(config)
+    for number, block in enumerate(model.model.language_model.layers):
+        block.layer_scalar.fill_(0.3 + number)
+    model.save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / file).write_bytes((tokenizer / file).read_bytes())
+    return folder
+
+
+def test_buffers_are_the_checkpoints(new_project: Callable[..., Project], materials: Path, tmp_path: Path) -> None:
+    """They are loaded to train, to resume and to compute with a store, and are in the exports."""
+    own = write_gemma4(tmp_path / "own", materials / "model")
+    changes = {"model.name_or_path": str(own), "precision.compute": "float32", "export.at_end": False}
+    project = new_project(changes={**changes, "train.max_steps": 2})
+    ready = prepared_run(project)
+    batch = collate(ready.rows, ready.sampler.batch(0), pad_id=ready.rows.summary.pad_id, max_len=24)
+    ids, labels = batch.tensors()
+    with pytest.raises(Interrupted):
+        train(project, interrupt(2, "forward"))
+    losses, store = train(project)
+    begun = transformers.AutoModelForImageTextToText.from_pretrained(own, dtype=torch.float32)
+    assert losses[0] == pytest.approx(begun(input_ids=ids, labels=labels).loss.item(), rel=1e-6)
+    export_store(store, out := tmp_path / "out", dtype="float32", max_shard_size=1 << 30)
+    scales = {name: value.item() for name, value in tensors(out).items() if name.endswith("layer_scalar")}
+    assert sorted(scales.values()) == pytest.approx([0.3, 1.3])
+    assert streamed(store) == pytest.approx(in_memory(out), rel=1e-6)
+    (own / "model.safetensors").unlink()
+    with pytest.raises(UsageError, match="what was not trained is in the model's checkpoint"):
+        streamed(store)
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:

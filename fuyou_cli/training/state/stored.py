@@ -115,7 +115,7 @@ class Evaluated:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Untouched:
-    """Names the tensors of the checkpoint that a run leaves alone, because they do not run on text."""
+    """Names the tensors of the checkpoint that a run leaves alone: of parts that do not run on text, and buffers."""
 
     names: tuple[Annotated[str, Field(min_length=1, max_length=NAME_LIMIT)], ...]
     mark: str  # of them (`checkpoint/reader.weights_mark`)
