@@ -27,6 +27,8 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 CHATML_UNMARKED = CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+# A line break after a block is dropped.
+CHATML_MARKED = CHATML.replace("{% endgeneration %}\n", "{% endgeneration %}{{ '\\n' }}")
 
 
 def section(*paths: Path | str, max_seq_len: int = 64, entry: dict[str, Any] | None = None, **options: Any) -> DatasetSection:
@@ -35,8 +37,8 @@ def section(*paths: Path | str, max_seq_len: int = 64, entry: dict[str, Any] | N
     return DatasetSection(train=train, max_seq_len=max_seq_len, num_workers=1, **options)
 
 
-@pytest.fixture(scope="session")
-def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def save_tokenizer(directory: Path, *, chat_template: str = CHATML) -> Path:
+    """Makes the tokenizer of these tests in a folder."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -51,10 +53,14 @@ def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=inner, bos_token="<|bos|>", eos_token="<|im_end|>", pad_token="<|pad|>"
     )
-    tokenizer.chat_template = CHATML
-    directory = tmp_path_factory.mktemp("tokenizer")
+    tokenizer.chat_template = chat_template
     tokenizer.save_pretrained(directory)
     return directory
+
+
+@pytest.fixture(scope="session")
+def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture(scope="session")

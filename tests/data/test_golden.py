@@ -27,11 +27,10 @@ from fuyou_cli.data import Rows
 from fuyou_cli.data.formats import FORMATS
 from fuyou_cli.data.tokenise import decode_pieces
 
-from .conftest import CHATML, CHATML_UNMARKED
+from .conftest import CHATML_MARKED, CHATML_UNMARKED
 
 GOLDEN = Path(__file__).with_name("golden")
-MARKED = CHATML.replace("{% endgeneration %}\n", "{% endgeneration %}{{ '\\n' }}")  # a line break after a block is dropped
-CASES = [(name, CHATML_UNMARKED) for name in FORMATS] + [("messages", MARKED), ("sharegpt", MARKED)]
+CASES = [(name, CHATML_UNMARKED) for name in FORMATS] + [("messages", CHATML_MARKED), ("sharegpt", CHATML_MARKED)]
 
 
 @pytest.mark.parametrize(("name", "template"), CASES)
