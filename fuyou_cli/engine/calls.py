@@ -287,6 +287,12 @@ def refuse_by_configuration(model: PreTrainedModel) -> None:
         raise _refusal(model, "its blocks choose among experts (mixture of experts), which is not built yet")
     if number("layerdrop", "decoder_layerdrop") > 0:
         raise _refusal(model, "layerdrop is above 0 in its config.json: it would leave out blocks by chance; set it to 0")
+    if number("hidden_size_per_layer_input") > 0:
+        raise _refusal(
+            model, "each block also takes an embedding of every token for it (hidden_size_per_layer_input): not built yet"
+        )
+    if (shared := number("num_kv_shared_layers")) > 0:
+        raise _refusal(model, f"its last {shared:.0f} blocks take keys and values of earlier blocks, which is not built yet")
     if number("num_attention_heads") == 0:
         raise _refusal(model, "it has no attention heads: recurrent and state-space models are not built yet")
 

@@ -24,6 +24,15 @@ def _with_layerdrop() -> PreTrainedConfig:
     return config
 
 
+def _gemma4(**changes: int) -> PreTrainedConfig:
+    types = ["sliding_attention", "full_attention"] * 2
+    sizes = {**_SMALL, "num_hidden_layers": 4, "intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 8}
+    return transformers.Gemma4TextConfig(
+        **{**sizes, "layer_types": types, "global_head_dim": 8, "hidden_size_per_layer_input": 0, **changes},
+        architectures=["Gemma4ForCausalLM"],
+    )
+
+
 REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
     "falcon with alibi": (falcon(alibi=True), "differs between rows"),
     "llama with dynamic rope": (
@@ -44,6 +53,8 @@ REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
         ),
         "no attention heads",
     ),
+    "gemma 4 with an embedding per layer": (_gemma4(hidden_size_per_layer_input=8), "an embedding of every token"),
+    "gemma 4 that shares keys": (_gemma4(num_kv_shared_layers=2), "its last 2 blocks take keys and values of earlier blocks"),
     "mixtral": (
         transformers.MixtralConfig(**_SMALL, num_key_value_heads=4, intermediate_size=64, num_local_experts=4),
         "mixture of experts",
