@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Writes scripts/results/MODELS.md: every causal decoder family of the installed transformers, built small from its
-configuration class and tried.
+"""Writes scripts/results/MODELS.md: every causal decoder family of the installed transformers, and some that take images,
+built small from its configuration class and tried.
 
     python scripts/models_table.py [--print]
     needs no weights and no network; a minute
@@ -11,16 +11,17 @@ configuration class and tried.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import transformers
 from transformers import CONFIG_MAPPING, PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.engine.describe import outlined, specified
@@ -38,14 +39,24 @@ _SMALL: dict[str, int] = {
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length"), 64),
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0),
     **dict.fromkeys(("sliding_window", "window_size", "head_dim", "hidden_size_per_layer_input"), 8),
-    "vocab_size": VOCABULARY, "rotary_dim": 4,
+    "vocab_size": VOCABULARY, "rotary_dim": 4, "depth": 1, "embed_dim": 32,
 }  # fmt: skip
+_PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id")
+_MROPE = {"rope_type": "default", "mrope_section": [2, 1, 1]}
 _SPECIAL: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "hunyuan_v1_moe": {"num_experts": 4},
     "bamba": {"mamba_n_heads": 4, "mamba_d_head": 16},
     "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 16},
+    "mamba2": {"num_heads": 8, "n_groups": 2},
+    "qwen2_vl": {"rope_parameters": _MROPE},
+    "qwen2_5_vl": {"rope_parameters": _MROPE},
+    "glm4v": {"rope_parameters": {**_MROPE, "partial_rotary_factor": 1.0}},
+    "gemma3n_text": {"num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.0, 0.0]},
+    "gemma4": {"hidden_size_per_layer_input": 0},
+    "gemma4_text": {"hidden_size_per_layer_input": 0},
 }
+_OTHERS = {"gemma4": {"hidden_size_per_layer_input": 8}, "gemma4_text": {"hidden_size_per_layer_input": 8}}  # as in E2B and E4B
 _ASIDE = {  # no language models by themselves, or encoders that can be asked to be causal
     "encoders that may be causal": (
         "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta "
@@ -54,6 +65,11 @@ _ASIDE = {  # no language models by themselves, or encoders that can be asked to
     "decoders of an encoder": (
         "bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart prophetnet trocr whisper"
     ),
+}
+_IMAGES = "glm4v internvl llava llava_next llava_onevision mistral3 paligemma qwen2_5_vl qwen2_vl qwen3_vl smolvlm"
+_CLASSES = {  # of families without a causal class of their own, some that take images: their text is trained
+    **{name: kind for name, kind in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.items() if f" {name} " in f" {_IMAGES} "},
+    **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
 }
 LEFT_OUT = {name: why for why, names in _ASIDE.items() for name in names.split()}
 
@@ -75,44 +91,56 @@ class Family:
 
 def names() -> list[str]:
     """Lists the families of decoders that transformers can make by themselves."""
-    return sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) & set(CONFIG_MAPPING) - set(LEFT_OUT))
+    return sorted(set(_CLASSES) & set(CONFIG_MAPPING) - set(LEFT_OUT))
 
 
-def small(name: str) -> PreTrainedConfig:
-    """Returns a family's default configuration, made small and without dropout."""
-    kind = CONFIG_MAPPING[name]
-    usual = kind()
+def small(name: str, changes: Mapping[str, Any] = MappingProxyType({})) -> PreTrainedConfig:
+    """Returns a family's default configuration, made small and without dropout. `changes`: of the part for text."""
+    usual, special = CONFIG_MAPPING[name](), {**_SPECIAL.get(name, {}), **changes}
     text = usual.get_text_config()
-    fields = text.to_dict()
+    if text is usual:
+        return type(usual)(**_small(usual, special))
+    parts = {key: part for key, part in vars(usual).items() if isinstance(part, PreTrainedConfig)}
+    inner = {key: type(part)(**_small(part, special if part is text else {})) for key, part in parts.items()}
+    return type(usual)(**inner, **{key: VOCABULARY - 1 for key in vars(usual) if key.endswith(_PLACEHOLDERS)})
+
+
+def _small(part: PreTrainedConfig, special: dict[str, Any]) -> dict[str, Any]:
+    """Returns the changes that make one part of a configuration small."""
+    fields = part.to_dict()
     chosen: dict[str, Any] = {key: size for key, size in _SMALL.items() if key in fields}
     chosen |= {key: 0.0 for key in fields if key.endswith(("dropout", "pdrop", "dropout_rate", "dropout_prob", "layerdrop"))}
     if "kv_lora_rank" in fields:  # latent attention: as many keys as queries, and head sizes of its own
         chosen = {key: size for key, size in chosen.items() if key != "head_dim"} | {"num_key_value_heads": 4}
-    chosen |= _SPECIAL.get(name, {})
-    if text is usual:
-        return kind(**chosen)
-    inner = type(text)(**chosen)
-    return kind(**{key: inner for key, value in vars(usual).items() if value is text})
+    return chosen | special
 
 
 def tried(name: str) -> Family:
     """Builds a family's model small and asks whether it trains, and whether it keeps documents of a row apart."""
-    model = str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name])
+    model = str(_CLASSES[name])
     try:
         config = small(name)
-        made = build(config, dtype="bfloat16", attention="sdpa")
+        why = _refusal(config)
+        other = "" if name not in _OTHERS else _refusal(small(name, _OTHERS[name]))
     except Exception as error:  # whatever a family's code says of sizes that it does not take
         return Family(name=name, model=model, trains="not tried", isolated="", why=f"not made small: {_short(str(error))}")
+    why, other = (reason.removeprefix(f"{model} cannot be streamed: ") for reason in (why, other))
+    if why:
+        return Family(name=name, model=model, trains="no", isolated="", why=_short(why))
+    told = f"not all of its checkpoints: {_short(other)}" if other else ""
+    return Family(name=name, model=model, trains="yes", isolated="yes" if _isolated(config) else "no", why=told)
+
+
+def _refusal(config: PreTrainedConfig) -> str:
+    """Says why a model does not train; empty for one that does."""
+    made = build(config, dtype="bfloat16", attention="sdpa")
     try:
         known = outlined(made)
-        why = known.refusal
-        if why is None:
+        if known.refusal is None:
             specified(known, dtype="bfloat16", micro_batch_size=2, max_seq_len=TOKENS, head_chunk_tokens=0)
     except UsageError as error:
-        why = error.message
-    if why is not None:
-        return Family(name=name, model=model, trains="no", isolated="", why=_short(why))
-    return Family(name=name, model=model, trains="yes", isolated="yes" if _isolated(config) else "no", why="")
+        return error.message
+    return known.refusal or ""
 
 
 def _isolated(config: PreTrainedConfig) -> bool:
@@ -132,10 +160,10 @@ def _short(reason: str) -> str:
 def table(families: list[Family]) -> Iterator[str]:
     yield "# Families of models\n"
     yield (
-        f"Every causal decoder family of transformers {transformers.__version__}, built small from its configuration class: "
-        "whether fuyou\ntrains it, and whether `dataset.packing: isolated` keeps documents of a row apart. A family that does "
-        "not train is planned\nfrom an estimate where its stages can be found. Written by `scripts/models_table.py`; "
-        "`tests/engine/test_every_family.py`\ntrains a step of each beside plain PyTorch.\n"
+        f"Every causal decoder family of transformers {transformers.__version__}, and some that take images, built small from "
+        "its\nconfiguration class: whether fuyou trains it, and whether `dataset.packing: isolated` keeps documents of a row\n"
+        "apart. A family that does not train is planned from an estimate where its stages can be found. Written by\n"
+        "`scripts/models_table.py`; `tests/engine/test_every_family.py` trains a step of each beside plain PyTorch.\n"
     )
     yield "| family | class | trains | isolated | why not |\n| --- | --- | --- | --- | --- |"
     yield from (family.row for family in families)
