@@ -50,13 +50,16 @@ def specified(known: Outlined, *, dtype: str, micro_batch_size: int, max_seq_len
     """Returns the model's specification at micro-batches of (micro_batch_size, max_seq_len). Raises UsageError if it cannot be
     traced."""
     specify = inspect if known.refusal is None else estimate
-    model = specify(
-        known.anatomy,
-        dtype=dtype,
-        micro_batch_size=micro_batch_size,
-        max_seq_len=max_seq_len,
-        head_chunk_tokens=head_chunk_tokens,
-    )
+    try:
+        model = specify(
+            known.anatomy,
+            dtype=dtype,
+            micro_batch_size=micro_batch_size,
+            max_seq_len=max_seq_len,
+            head_chunk_tokens=head_chunk_tokens,
+        )
+    except UsageError as error:
+        raise UsageError(known.refusal or error.message, hint=error.hint) from error
     return _counted(model, known.anatomy)
 
 
