@@ -197,8 +197,8 @@ def bench(
     if batch is not None or svg is not None or trace is not None:
         raise UsageError("--batch, --svg and --trace are for --model", hint="name a shape: fuyou bench --model 8b")
     from fuyou_cli.machine.allocator import settle_allocator
+    from fuyou_cli.machine.libraries import settle_libraries
 
-    from .before_torch import settle_libraries
     from .bench import run_bench
 
     loaded = loaded_recipe(recipe, overrides) if recipe is not None else None
@@ -350,8 +350,8 @@ def _bench_model(
     svg: Path | None, trace: Path | None,
 ) -> None:  # fmt: skip
     from fuyou_cli.machine.allocator import settle_allocator
+    from fuyou_cli.machine.libraries import settle_libraries
 
-    from .before_torch import settle_libraries
     from .bench_model import ModelBenchOptions, parsed_batch_sizes, run_model_bench
 
     settle_allocator()

@@ -30,8 +30,8 @@ def evaluate(
     questions instead: the share answered right by log-likelihood (acc), and by log-likelihood per character (acc_norm).
     """
     from fuyou_cli.machine.allocator import settle_allocator
+    from fuyou_cli.machine.libraries import settle_libraries
 
-    from .before_torch import settle_libraries
     from .evaluate import run_eval
 
     loaded = loaded_recipe(recipe, overrides)
@@ -52,8 +52,7 @@ def lm_eval(context: typer.Context) -> None:
         typer.echo(context.get_help())
         return
     from fuyou_cli.machine.allocator import settle_allocator
-
-    from .before_torch import settle_libraries
+    from fuyou_cli.machine.libraries import settle_libraries
 
     settle_allocator()
     settle_libraries(device="auto")

@@ -49,17 +49,15 @@ def run_finetune(
     `trace` is the file for a trace of the newest steps.
     """
     from fuyou_cli.machine.allocator import settle_allocator
-
-    from .before_torch import settle_libraries
+    from fuyou_cli.machine.libraries import settle_libraries
 
     offload, repeated = loaded.recipe.offload, loaded.recipe.train.deterministic
     settle_allocator()
     settle_libraries(device=offload.device, expandable_segments=offload.expandable_segments, deterministic=repeated)
     from fuyou_cli.advice.plan_files import read_plan
     from fuyou_cli.training.loggers import libraries
+    from fuyou_cli.training.output_folder import claimed, note_of_an_earlier_run
     from fuyou_cli.training.trace import Trace
-
-    from .output_folder import claimed, note_of_an_earlier_run
 
     kept = None if plan_file is None else read_plan(plan_file, loaded.recipe)
     check_output(loaded.recipe)
@@ -67,7 +65,7 @@ def run_finetune(
     tracing = None if trace is None else Trace(trace)  # raises now if the file cannot be written, before anything is planned
     ready = made_ready(loaded, kept, measure=measure, calibrated=calibrated)
     planned = ready.planned
-    with claimed(Path(planned.recipe.output_dir).expanduser()):
+    with claimed(Path(planned.recipe.output_dir).expanduser(), say=write_status):
         if note := note_of_an_earlier_run(planned):
             write_status(note)
         report, source, stopped = _train(ready, logging, verbose=verbose, trace=tracing)

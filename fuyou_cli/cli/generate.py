@@ -56,8 +56,7 @@ def run_generate(source: str, options: GenerateOptions) -> None:
     _check(options)
     budget = budget_of(options.memory, key="--memory")
     from fuyou_cli.machine.allocator import settle_allocator
-
-    from .before_torch import settle_libraries
+    from fuyou_cli.machine.libraries import settle_libraries
 
     settle_allocator()
     settle_libraries(device=options.device)

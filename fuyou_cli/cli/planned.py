@@ -60,13 +60,12 @@ def machine_here(
     """Looks at this machine as it is now. `measure` measures a new machine first. `calibrated` uses the rates that the last
     run showed."""
     from fuyou_cli.advice.room import disks_of
+    from fuyou_cli.machine.first_measurement import measure_once
     from fuyou_cli.machine.profile_store import hardware_for
     from fuyou_cli.training.steps import run_directories
 
-    from .probing import probe_once
-
     if measure and loaded.recipe.offload.measure:
-        probe_once(loaded, inspected.device)
+        measure_once(loaded, inspected.device, say=write_status)
     directories = run_directories(loaded.recipe)
     unloaded = inspected.known.unloaded_bytes
     hardware = hardware_for(*directories, device=inspected.device, say=write_status, calibrated=calibrated, unloaded=unloaded)

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from fuyou_cli.core.units import gb
 from fuyou_cli.spec.hardware import Drive
 
 from .probe import existing
@@ -171,3 +172,12 @@ def nvme_wear(device: Path, dev: Path = Path("/dev")) -> Wear | None:
 def parse_smart(log: bytes) -> Wear:
     """Parses the SMART log page of the NVMe specification, which counts units of 1000 blocks of 512 bytes."""
     return Wear(percent_used=log[5], written=int.from_bytes(log[48:64], "little") * _NVME_UNIT)
+
+
+def endurance(drive: Drive) -> str:
+    """Tells a drive's rated writes, and how much of them is used."""
+    parts = [f"rated for {gb(drive.rated_bytes)} of writes" if drive.rated_bytes else "rated writes unknown"]
+    if drive.percent_used:
+        parts.append(f"{drive.percent_used}% of its endurance used")
+    parts.append(f"{gb(drive.used_bytes)} written" if drive.used_bytes else "bytes written unknown")
+    return ", ".join(parts)

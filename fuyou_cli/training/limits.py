@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..core.errors import UsageError
+from ..engine.processor import has_fast_bfloat16
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -47,16 +48,6 @@ def note_slow_products(recipe: Recipe, device: str, say: Callable[[str], None]) 
     """Says where products of bfloat16 matrices are slow: torch has fast ones for processors with AVX-512 or better only."""
     if device == "cpu" and recipe.precision.compute == "bfloat16" and not has_fast_bfloat16():
         say("note: without AVX-512 a processor computes bfloat16 slowly; precision.compute=float32 is several times faster")
-
-
-def has_fast_bfloat16() -> bool:
-    """Tells whether torch multiplies bfloat16 matrices by kernels of their own on this processor."""
-    import torch
-
-    try:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    except (AttributeError, RuntimeError):  # a build without oneDNN, of which nothing is known
-        return True
 
 
 def check_tokens(recipe: Recipe, vocabulary: int, summary: DataSummary) -> None:

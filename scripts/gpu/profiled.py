@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("words", nargs="+", help="of fuyou finetune")
     options = parser.parse_args()
-    from fuyou_cli.cli.before_torch import settle_libraries
+    from fuyou_cli.machine.libraries import settle_libraries
 
     settle_libraries(device=options.device)  # as the command does, before torch is loaded
     Profiler(options).watch()

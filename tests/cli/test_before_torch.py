@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fuyou_cli.cli.before_torch import settle_libraries
+from fuyou_cli.machine.libraries import settle_libraries
 
 POLICY, CONF, OLD = "OMP_WAIT_POLICY", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 PASSIVE, GROWING = {POLICY: "passive"}, {CONF: "expandable_segments:True"}
@@ -63,14 +63,15 @@ def test_nothing_where_there_is_no_gpu(gpu: Path, monkeypatch: pytest.MonkeyPatc
 _BEFORE = """
 import sys
 from pathlib import Path
-from fuyou_cli.cli import app, before_torch
+from fuyou_cli.cli import app
+from fuyou_cli.machine import libraries
 
 def settle(**options):
     assert "torch" not in sys.modules, "torch was there before"
     print(options)
     sys.exit(0)
 
-before_torch.settle_libraries = settle
+libraries.settle_libraries = settle
 app.main(sys.argv[1:])
 """
 

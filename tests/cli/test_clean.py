@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from fuyou_cli.cli import clean
-from fuyou_cli.cli.clean import find_manifests, read_store, run_clean
+from fuyou_cli.cli.clean import run_clean
 from fuyou_cli.core.errors import FuyouError, UsageError
 from fuyou_cli.training.state.manifest import BEFORE, BESIDE, NAME, VERSION
+from fuyou_cli.training.state.removal import find_manifests, read_store
 
 
 def make_store(folder: Path, *, files: list[Path], version: int = VERSION, **extra: object) -> Path:

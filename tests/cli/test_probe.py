@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from fuyou_cli.cli import doctor
-from fuyou_cli.machine import drives, probe
+from fuyou_cli.machine import checks, drives, probe
 from fuyou_cli.machine.drives import rated_bytes
 from fuyou_cli.machine.profile import core_count
 
@@ -177,11 +177,11 @@ def test_wsl_is_recognised_by_its_kernel(tmp_path):
 
 
 def test_direct_io_is_tried_and_leaves_nothing(tmp_path):
-    direct, io = doctor._store_io(tmp_path)
+    direct, io = checks._store_io(tmp_path)
     assert direct.status in ("ok", "note") and ("works" in direct.found or "refuses" in direct.found)
     assert (io.status, io.found.split()[0]) in (("ok", "io_uring:"), ("note", "threads"))
     assert list(tmp_path.iterdir()) == []
-    (check,) = doctor._store_io(Path("/proc"))
+    (check,) = checks._store_io(Path("/proc"))
     assert check.status == "problem" and "cannot write to /proc" in check.found
 
 
@@ -189,14 +189,14 @@ def test_direct_io_is_tried_and_leaves_nothing(tmp_path):
 FORBIDDEN = """
 import ctypes, json, struct, sys
 from pathlib import Path
-from fuyou_cli.cli import doctor
+from fuyou_cli.machine import checks
 load, jump, give = (0x20, 0, 0, 0), (0x15, 0, 1, 425), 0x06
 code = b"".join(struct.pack("HBBI", *one) for one in (load, jump, (give, 0, 0, 0x50001), (give, 0, 0, 0x7FFF0000)))
 program = struct.pack("HxxxxxxQ", 4, ctypes.addressof(kept := ctypes.create_string_buffer(code)))
 prctl = ctypes.CDLL(None).prctl
 if prctl(38, 1, 0, 0, 0) or prctl(22, 2, ctypes.c_char_p(program)):
     sys.exit(77)
-print(json.dumps([check.as_dict() for check in doctor._store_io(Path(sys.argv[1]))][-1]))
+print(json.dumps([check.as_dict() for check in checks._store_io(Path(sys.argv[1]))][-1]))
 """
 
 
@@ -254,7 +254,7 @@ def test_doctor_as_lines_and_as_json(fuyou, tmp_path):
 
 @pytest.mark.parametrize("columns", [80, 100])
 def test_doctor_breaks_between_words(columns, monkeypatch, capsys):
-    check = doctor.Check("memory", "some words " * 20, "what to do " * 20)
+    check = checks.Check("memory", "some words " * 20, "what to do " * 20)
     monkeypatch.setattr(doctor, "examine", lambda folder: [check])
     monkeypatch.setenv("COLUMNS", str(columns))
     assert doctor.run_doctor(None, json_output=False)
@@ -285,13 +285,13 @@ def test_doctor_says_who_forbids_io_uring(tmp_path):
 
 def test_doctor_on_a_group_that_is_too_small():
     group = probe.CgroupMemory(version=2, path=Path("/sys/fs/cgroup/job"), limit=GIB // 2, in_use=0)
-    small = doctor._group(group)
+    small = checks._group(group)
     assert (
         small.status == "note"
         and "512 MiB (v2, /sys/fs/cgroup/job)" in small.found
         and "raise the group's limit" in small.advice
     )
-    roomy = doctor._group(replace(group, limit=4 * GIB))
+    roomy = checks._group(replace(group, limit=4 * GIB))
     assert (roomy.status, roomy.advice) == ("ok", "")
 
 
@@ -314,21 +314,21 @@ class Torch:
     ],
 )
 def test_doctor_on_a_gpu_that_torch_cannot_use(torch, advice):
-    check = doctor._gpu_check(0, "a card", doctor._cuda_version(12040), torch)
+    check = checks._gpu_check(0, "a card", checks._cuda_version(12040), torch)
     assert (check.name, check.status) == ("gpu 0", "note" if advice else "ok")
     assert advice in check.advice and bool(check.advice) == bool(advice)
 
 
 def test_doctor_on_a_card_without_a_driver(tmp_path):
-    none = doctor._without_driver("no library", tmp_path)
+    none = checks._without_driver("no library", tmp_path)
     assert (none.status, none.advice) == ("ok", "")
     tree(tmp_path / "sys/bus/pci/devices", {
         "0000:00:1f.0/vendor": "0x8086\n", "0000:00:1f.0/class": "0x030000\n", "0000:01:00.1/vendor": "0x10de\n",
         "0000:01:00.1/class": "0x040300\n",
     })  # fmt: skip
-    assert doctor._without_driver("no library", tmp_path).status == "ok"  # another maker's, and a sound device
+    assert checks._without_driver("no library", tmp_path).status == "ok"  # another maker's, and a sound device
     tree(tmp_path / "sys/bus/pci/devices", {"0000:01:00.0/vendor": "0x10de\n", "0000:01:00.0/class": "0x030200\n"})
-    card = doctor._without_driver("no library", tmp_path)
+    card = checks._without_driver("no library", tmp_path)
     assert card.status == "note" and "install NVIDIA's driver" in card.advice
 
 
@@ -347,7 +347,7 @@ def test_doctor_on_a_worn_drive_and_on_a_hard_disk(tmp_path, monkeypatch):
 
     def check(blocks):
         monkeypatch.setattr(drives, "nvme_wear", lambda device: drives.Wear(percent_used=0, written=512 * blocks))
-        (found,) = doctor._drives(tmp_path, sysfs)
+        (found,) = checks._drives(tmp_path, sysfs)
         return found
 
     fresh, worn = check(10**9), check(680 * 10**9)
@@ -414,7 +414,7 @@ def test_how_worn_a_drive_says_it_is(tmp_path, monkeypatch):
     assert drives.nearly_worn((drive, replace(drive, percent_used=89))) == [
         "No Name reports that 95 % of its endurance is used"
     ]
-    (check,) = doctor._drives(tmp_path, sysfs)
+    (check,) = checks._drives(tmp_path, sysfs)
     assert check.status == "note" and "95% of its endurance used" in check.found
 
 
@@ -423,11 +423,11 @@ def test_what_may_be_pinned(tmp_path):
     assert probe.pinnable(plain) == (16 * GIB, "all of RAM")
     wsl = tree(tmp_path / "b", {"proc/meminfo": MEMINFO, "proc/sys/kernel/osrelease": "5.15-microsoft-standard-WSL2\n"})
     assert probe.pinnable(wsl)[0] == 8 * GIB and "WSL" in probe.pinnable(wsl)[1]
-    checks = [doctor._pinned(root) for root in (plain, wsl)]
-    assert [(check.status, check.found) for check in checks] == [
+    found = [checks._pinned(root) for root in (plain, wsl)]
+    assert [(check.status, check.found) for check in found] == [
         ("ok", "16.00 GiB at most: all of RAM"), ("note", "8.00 GiB at most: WSL lets half of RAM be pinned"),
     ]  # fmt: skip
-    assert "arena" in checks[1].advice
+    assert "arena" in found[1].advice
     bound = tree(tmp_path / "c", {
         "proc/meminfo": MEMINFO, "proc/self/cgroup": "5:memory:/\n", "proc/self/mountinfo": V1_MOUNT,
         "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{3 * GIB}\n",

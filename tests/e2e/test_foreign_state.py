@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from fuyou_cli.cli.clean import read_store
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.machine import probe
 from fuyou_cli.recipe.load import load_recipe
@@ -22,6 +21,7 @@ from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state import resume
 from fuyou_cli.training.state.kept_companions import keep_companions
 from fuyou_cli.training.state.parts import is_written
+from fuyou_cli.training.state.removal import read_store
 from fuyou_cli.training.state.stored import Manifest, StoredStage
 from fuyou_cli.training.steps import run_directories
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from fuyou_cli.cli.output_folder import claimed
 from fuyou_cli.core.errors import UsageError
+from fuyou_cli.training.output_folder import claimed
 
 from .conftest import Project
 from .running import train
@@ -17,13 +17,13 @@ from .running import train
 def test_two_runs_do_not_share_one(new_project: Callable[..., Project]) -> None:
     """Stores of their own do not help: either would set the other's log aside, and write its model over."""
     project = new_project()
-    with claimed(project.out):
-        with pytest.raises(UsageError, match="another run uses"), claimed(project.out):
+    with claimed(project.out, say=print):
+        with pytest.raises(UsageError, match="another run uses"), claimed(project.out, say=print):
             pass
         refused = project.fuyou("finetune", project.recipe, f"offload.dir={project.folder}/elsewhere")
         assert refused.returncode == 2 and f"error: output_dir: another run uses {project.out}" in refused.stderr
         assert not any(project.out.iterdir()) and not (project.folder / "elsewhere").exists()
-    with claimed(project.out):
+    with claimed(project.out, say=print):
         pass
 
 

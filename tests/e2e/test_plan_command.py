@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from fuyou_cli.cli.app import main
-from fuyou_cli.cli.probing import _measured
 from fuyou_cli.core.units import GiB
+from fuyou_cli.machine.first_measurement import _measured
 from fuyou_cli.machine.profile import assumed_hardware
 from fuyou_cli.machine.profile_store import keep
 from fuyou_cli.recipe.load import load_recipe

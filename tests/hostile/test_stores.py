@@ -20,12 +20,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 from proof.examples import example
 from proof.parsers import manifest, with_digest
 
-from fuyou_cli.cli.clean import read_store
 from fuyou_cli.core import json_files
 from fuyou_cli.core.errors import FuyouError, UsageError
 from fuyou_cli.training import losses
 from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.parts import PART_FILE, lacking, part_size, read_part
+from fuyou_cli.training.state.removal import read_store
 from fuyou_cli.training.state.stored import DueUpdate, Manifest, StoredStage
 
 Change = Callable[[dict[str, Any]], object]

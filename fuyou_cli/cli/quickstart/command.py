@@ -19,7 +19,9 @@ from typing import Any
 from fuyou_cli.core.errors import FuyouError, OutOfSpaceError, PlanError, UsageError
 from fuyou_cli.core.paths import folder
 from fuyou_cli.core.units import GiB, duration, gib
+from fuyou_cli.engine.processor import has_fast_bfloat16
 from fuyou_cli.machine import probe
+from fuyou_cli.machine.first_measurement import measure_once
 from fuyou_cli.machine.groups import Ended, run_limited
 from fuyou_cli.machine.profile import usable_memory
 from fuyou_cli.recipe.load import LoadedRecipe, load_recipe
@@ -27,13 +29,11 @@ from fuyou_cli.recipe.schema import Recipe
 from fuyou_cli.recipe.shipped import shipped_recipes
 from fuyou_cli.training import losses
 from fuyou_cli.training.jsonl import read_log
-from fuyou_cli.training.limits import has_fast_bfloat16
 from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.steps import run_directories
 
 from ..console import status_console, write_result, write_status
 from ..error_screen import INTERRUPTED
-from ..probing import probe_once
 from .toy import CORPUS
 
 COMPARED_STEPS = 5
@@ -70,7 +70,7 @@ def run_quickstart(overrides: Sequence[str]) -> int:
     write_status(f"making a small model and its tokenizer in {model}")
     samples = {"before:": _module("toy", "make", model, PROMPT)}
     if recipe.offload.measure:  # here, because the memory group has no room for it
-        probe_once(loaded, recipe.offload.device)
+        measure_once(loaded, recipe.offload.device, say=write_status)
     budget = recipe.offload.max_memory.cpu.resolve(total=probe.memory_limit(), auto=int(usable_memory() * 0.9))
     limit = min(budget, probe.memory_limit())
     run = ["finetune", str(loaded.path), *overrides, *_start_over(out), "--assume-rates"]  # else it would measure in the group

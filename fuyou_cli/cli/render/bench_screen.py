@@ -8,10 +8,11 @@ from rich.console import Console
 from rich.text import Text
 
 from fuyou_cli.core.units import duration, gb, gib
+from fuyou_cli.machine.drives import endurance
 from fuyou_cli.machine.measure.whole import BenchReport
 from fuyou_cli.spec.hardware import HardwareProfile
 
-from .theme import Symbols, column, endurance, heading, machine_in_words, pairs, ruled, say, show, symbols, tera
+from .theme import Symbols, column, heading, machine_in_words, pairs, ruled, say, show, symbols, tera
 
 SCHEMA_VERSION = 2
 

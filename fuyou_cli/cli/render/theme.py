@@ -17,7 +17,7 @@ from rich.text import Text
 
 from fuyou_cli.core.printable import one_line
 from fuyou_cli.core.units import gb, gib
-from fuyou_cli.spec.hardware import Drive, HardwareProfile
+from fuyou_cli.spec.hardware import HardwareProfile
 
 RESOURCES = ("compute", "update", "ssd read", "ssd write", "h2d", "d2h")  # top to bottom, in every view
 
@@ -143,15 +143,6 @@ def machine_in_words(hardware: HardwareProfile) -> list[str]:
         f"{gib(hardware.ram_total)} RAM, {gib(hardware.ram_available)} available",
         f"{gb(hardware.disk_free)} of disk free",
     ]
-
-
-def endurance(drive: Drive) -> str:
-    """Tells a drive's rated writes, and how much of them is used."""
-    parts = [f"rated for {gb(drive.rated_bytes)} of writes" if drive.rated_bytes else "rated writes unknown"]
-    if drive.percent_used:
-        parts.append(f"{drive.percent_used}% of its endurance used")
-    parts.append(f"{gb(drive.used_bytes)} written" if drive.used_bytes else "bytes written unknown")
-    return ", ".join(parts)
 
 
 def some(number: int, what: str) -> str:

@@ -7,18 +7,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fuyou_cli.core.errors import FuyouError, UsageError
 from fuyou_cli.core.units import duration
-from fuyou_cli.machine.background_load import are_busy, cores_now
-from fuyou_cli.machine.profile_store import measured_beside, why_not_kept
-from fuyou_cli.machine.scratch import remove_left
 
-from .console import write_status
-from .error_screen import FAILED, USAGE
+from .background_load import are_busy, cores_now
+from .profile_store import measured_beside, why_not_kept
+from .scratch import remove_left
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.load import LoadedRecipe
@@ -26,22 +25,22 @@ if TYPE_CHECKING:
 PATIENCE = 300.0  # seconds; the quick bench of a recipe takes a fifth of it
 
 
-def probe_once(loaded: LoadedRecipe, device: str) -> None:
+def measure_once(loaded: LoadedRecipe, device: str, *, say: Callable[[str], None]) -> None:
     """Measures quickly if there is no profile of this machine and the recipe's drives, and keeps the profile for later plans.
 
-    A profile measured beside busy programs is replaced as soon as a run finds the machine idle. If measuring fails, prints why
+    A profile measured beside busy programs is replaced as soon as a run finds the machine idle. If measuring fails, says why
     and leaves the known or assumed rates.
     """
     directories = loaded.recipe.offload_directories(os.environ)
     device = "cpu" if device == "emulated" else device
     before = measured_beside(*directories, device=device)
-    if before is not None and not _is_due(before):
+    if before is not None and not _is_due(before, say):
         return
     if why := why_not_kept(*directories, device=device):
-        write_status(f"note: rates are {_known(before)}: new ones cannot be kept ({why}); set XDG_CACHE_HOME to another folder")
+        say(f"note: rates are {_known(before)}: new ones cannot be kept ({why}); set XDG_CACHE_HOME to another folder")
         return
     once = "once" if before is None else "again"
-    write_status(f"measuring this machine, {once}: about a minute, at most 2 GB written (offload.measure=false skips it)")
+    say(f"measuring this machine, {once}: about a minute, at most 2 GB written (offload.measure=false skips it)")
     ways = [[str(loaded.path), *loaded.overrides]]
     if len(directories) == 1:  # a model that cannot be trained yet has no stage to measure: measure only the machine
         ways.append(["--dir", str(directories[0])])
@@ -52,24 +51,24 @@ def probe_once(loaded: LoadedRecipe, device: str) -> None:
         _remove_empty(made)
         if not code:
             seconds = duration(time.monotonic() - begin)
-            write_status(f"measured in {seconds}; the rates are kept for later plans, and all test files are removed")
+            say(f"measured in {seconds}; the rates are kept for later plans, and all test files are removed")
             if are_busy(cores := measured_beside(*directories, device=device) or 0.0):
-                write_status(f"note: {_beside(cores)}: the next run that finds it idle measures again")
+                say(f"note: {_beside(cores)}: the next run that finds it idle measures again")
             return
-        if code != USAGE:  # it may have written, and would write again
+        if code != UsageError.exit_code:  # it may have written, and would write again
             break
-    write_status(f"note: the machine could not be measured, so rates are {_known(before)}: {reason}")
+    say(f"note: the machine could not be measured, so rates are {_known(before)}: {reason}")
 
 
-def _is_due(before: float) -> bool:
-    """Tells whether to repeat a measurement made while other programs used so many cores, and prints why or why not."""
+def _is_due(before: float, say: Callable[[str], None]) -> bool:
+    """Tells whether to repeat a measurement made while other programs used so many cores, and says why or why not."""
     if not are_busy(before):
         return False
     now = cores_now()
     if are_busy(now):
-        write_status(f"note: {_beside(before)}, and use {now:.1f} now: a run that finds it idle measures again")
+        say(f"note: {_beside(before)}, and use {now:.1f} now: a run that finds it idle measures again")
         return False
-    write_status(f"{_beside(before)}; it is idle now")
+    say(f"{_beside(before)}; it is idle now")
     return True
 
 
@@ -97,9 +96,9 @@ def _measured(arguments: list[str], directories: Iterable[Path]) -> tuple[int, s
     try:
         code, err = _run(command, {**os.environ, "PYTHONPATH": path}, directories)
     except subprocess.TimeoutExpired:
-        return FAILED, f"it took more than {duration(PATIENCE)}"
+        return FuyouError.exit_code, f"it took more than {duration(PATIENCE)}"
     except OSError as error:
-        return FAILED, str(error)
+        return FuyouError.exit_code, str(error)
     return code, _reason(err, code)
 
 

@@ -5,20 +5,18 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fuyou_cli.core.errors import UsageError
-from fuyou_cli.training.steps import Planned
-
-from .console import write_status
+from ..core.errors import UsageError
+from .steps import Planned
 
 _NO_LOCKS = (errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL, errno.EBADF)  # EBADF: NFS, for a folder
 
 
 @contextmanager
-def claimed(out: Path) -> Iterator[None]:
+def claimed(out: Path, *, say: Callable[[str], None]) -> Iterator[None]:
     """Makes the folder if needed, and locks it for the length of the context, so that two runs never mix their logs and
     models. A file system without folder locks is accepted. Raises UsageError if another run has the lock."""
     out.mkdir(parents=True, exist_ok=True)
@@ -33,7 +31,7 @@ def claimed(out: Path) -> Iterator[None]:
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
-            write_status(f"note: {out} cannot be locked ({error.strerror}): make sure that no other run uses it")
+            say(f"note: {out} cannot be locked ({error.strerror}): make sure that no other run uses it")
         yield
     finally:
         os.close(descriptor)
