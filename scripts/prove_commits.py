@@ -5,7 +5,7 @@
     the 1.1b shape with everything on the ssd: 60 GB in DIR, about an hour on two quiet cores; the same command continues
     to try the script itself: --shape 50m --turns 1
 
-drive: everything rests on the ssd. It runs once with the disk as it is, and once with every flush 20 ms longer (proof/shim.c).
+drive: everything rests on the ssd. It runs once with the disk as it is, and once with every flush 20 ms longer (proof/shim.h).
 It compares a step's seconds, and what the kernel writes for the whole run with what the daemon does. The difference is
 manifests, losses, and what the file system makes of them.
 

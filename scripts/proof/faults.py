@@ -32,7 +32,7 @@ FROM_THEN_ON: How = "from then on"
 _EVERYTHING = frozenset((
     "open", "create", "read", "write", "flush", "flush folder", "rename", "link", "unlink", "resize", "allocate", "mkdir",
 ))  # fmt: skip
-# What shim.c does each kind of fault to.
+# What shim_faults.c does each kind of fault to.
 KINDS: dict[str, frozenset[str]] = {
     "eio": _EVERYTHING,
     "enospc": frozenset(("create", "write", "rename", "link", "resize", "allocate", "mkdir", "flush")),

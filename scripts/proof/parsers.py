@@ -125,7 +125,7 @@ def _part_bytes() -> list[bytes]:
 
 
 def _cleaned(folder: Path) -> object:
-    from fuyou_cli.cli.clean import read_store
+    from fuyou_cli.training.state.removal import read_store
 
     return read_store(folder / manifests.NAME)
 

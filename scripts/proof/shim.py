@@ -1,4 +1,4 @@
-"""Builds the preloaded library of `shim.c` and reads its log: every call on files below a folder, in order."""
+"""Builds the preloaded library of `shim_*.c` and reads its log: every call on files below a folder, in order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-_SOURCE = Path(__file__).with_name("shim.c")
+_SOURCES = sorted(Path(__file__).parent.glob("shim_*.c"))
 _CALLS = ("", "open", "create", "read", "write", "flush", "flush folder", "rename", "link", "unlink", "resize", "allocate",
           "mkdir")  # fmt: skip
 _HEADER = struct.Struct("<5Q")  # capacity, clock, count, names, faults
@@ -48,7 +48,8 @@ class Call:
 def build(folder: Path) -> Path:
     """Compiles the library and returns its path."""
     made = folder / "shim.so"
-    command = ["cc", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-o", str(made), str(_SOURCE), "-ldl"]
+    flags = ["-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-fvisibility=hidden"]
+    command = ["cc", *flags, "-o", str(made), *map(str, _SOURCES), "-ldl"]
     subprocess.run(command, check=True, capture_output=True)
     return made
 

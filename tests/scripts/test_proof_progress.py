@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from proof import report
 
-CODE = ("fuyou_cli/a.py", "native/a.c", "scripts/proof/in_memory.py", "scripts/proof/shim.c", "scripts/prove_speed.py")
+CODE = ("fuyou_cli/a.py", "native/a.c", "scripts/proof/in_memory.py", "scripts/proof/shim_log.c", "scripts/prove_speed.py")
 
 
 def test_a_finished_measurement_is_not_taken_again(tmp_path: Path) -> None:
