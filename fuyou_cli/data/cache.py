@@ -204,7 +204,7 @@ def replied(line: str) -> dict[str, Any]:
     """Returns a worker's reply. Raises its error with the same text."""
     reply: dict[str, Any] = json.loads(line)
     if "error" in reply:
-        kind = OutOfSpaceError if reply["kind"] == "space" else UsageError
+        kind = {"space": OutOfSpaceError, "network": FuyouError}.get(reply["kind"], UsageError)
         raise kind(reply["error"], hint=reply["hint"])
     return reply
 

@@ -2,6 +2,9 @@
 
 `set_worker` fetches them once, in its own process, into the library's cache (a slice: into fuyou's). A record says where they
 are. The network is used only if that cache has no answer, and never for a folder.
+
+With `dataset.streaming` only the names of the set's files are asked for: it may be larger than the disk. A file of the hub is
+called `hf:/datasets/OWNER/NAME@COMMIT/FILE`, is fetched when it is read, and is removed afterwards.
 """
 
 from __future__ import annotations
@@ -13,10 +16,12 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.errors import FuyouError, UsageError
 from fuyou_cli.core.paths import expanded, is_file, kept_folder
 
 from .data_files import kind_of_rows
@@ -25,7 +30,8 @@ if TYPE_CHECKING:
     from fuyou_cli.recipe.schema import DatasetEntry
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{,95}/[A-Za-z0-9][\w.-]{,95}")
-_RECORD = "files.json"
+_REMOTE = re.compile(r"hf:/datasets/(?P<set>[^/]+/[^/@]+)@(?P<commit>[^/]+)/(?P<file>.+)")
+_RECORD, _LISTED = "files.json", "listed.json"
 
 
 def is_named(entry: DatasetEntry) -> bool:
@@ -49,33 +55,72 @@ def is_on_hub(path: str) -> bool:
     return _HUB_NAME.fullmatch(path) is not None and kind_of_rows(here) is None and not here.exists()
 
 
-def fetched(entry: DatasetEntry) -> tuple[Path, ...]:
-    """Returns the files with the entry's rows; none if they were not fetched or are gone."""
+def is_remote(file: Path) -> bool:
+    """Tells whether a file is one of the hub, to be fetched when it is read."""
+    return _REMOTE.fullmatch(str(file)) is not None
+
+
+def fetched(entry: DatasetEntry, *, streamed: bool = False) -> tuple[Path, ...]:
+    """Returns the files with the entry's rows, or with `streamed` their names; none if they are not known or are gone."""
     try:
-        files = json.loads((_folder(entry) / _RECORD).read_text(encoding="utf-8"))
+        files = json.loads((_folder(entry) / (_LISTED if streamed else _RECORD)).read_text(encoding="utf-8"))
         found = tuple(map(Path, files))
     except (OSError, ValueError, TypeError):
         return ()
-    return found if all(map(is_file, found)) else ()
+    return found if all(is_remote(file) or is_file(file) for file in found) else ()
 
 
-def fetch(entry: DatasetEntry) -> tuple[Path, ...]:
-    """Returns the same files, and fetches them first if needed. Raises UsageError with the library's error text."""
-    if found := fetched(entry):
+def fetch(entry: DatasetEntry, *, streamed: bool = False) -> tuple[Path, ...]:
+    """Returns the same files, and fetches them or their names first if needed. Raises UsageError with the library's error
+    text."""
+    if found := fetched(entry, streamed=streamed):
         return found
+    if streamed and re.search(r"[\[+]", entry.split):
+        hint = "name a whole split and set max_samples, or set dataset.streaming=false"
+        raise UsageError(f"dataset.train: {entry.path}: dataset.streaming reads no slice of a split", hint=hint)
     folder, here = _folder(entry), expanded(entry.path, key="dataset.train")
     with _room(folder) as rows:
-        request = {"path": str(here), "name": entry.name, "split": entry.split, "out": rows}
+        request = {"path": str(here), "name": entry.name, "split": entry.split, "out": rows, "listing": streamed}
         reply = _ask(request, offline=True)
-        if "error" in reply and not here.is_dir() and os.environ.get("HF_HUB_OFFLINE", "") in ("", "0"):
+        if "error" in reply and not here.is_dir() and may_ask():
             reply = _ask(request, offline=False)
         if "error" in reply:
             hint = "check path, `name` and `split`; for a gated set, run `hf auth login` or set HF_TOKEN"
             raise UsageError(f"dataset.train: {entry.path}: {reply['error']}", hint=reply.get("hint") or hint)
         files = [_kept(Path(file), Path(rows), folder) for file in reply["files"]]
-        (draft := Path(rows, _RECORD)).write_text(json.dumps(list(map(str, files))), encoding="utf-8")
-        draft.replace(folder / _RECORD)
+        if streamed and (strange := [file.name for file in files if kind_of_rows(file) is None]):
+            hint = "set dataset.streaming=false: the library `datasets` may read it"
+            raise UsageError(f"dataset.train: {entry.path}: dataset.streaming cannot read {strange[0]}", hint=hint)
+        record = _LISTED if streamed else _RECORD
+        (draft := Path(rows, record)).write_text(json.dumps(list(map(str, files))), encoding="utf-8")
+        draft.replace(folder / record)
     return tuple(files)
+
+
+def may_ask() -> bool:
+    """Tells whether the network may be used."""
+    return os.environ.get("HF_HUB_OFFLINE", "") in ("", "0")
+
+
+@contextmanager
+def present(file: Path, remote: Mapping[str, Any] | None) -> Iterator[Path]:
+    """Gives a file that can be opened. One of the hub is fetched into the folder of `remote`, and removed at the end; an
+    earlier process may have left it there. Raises FuyouError if the hub cannot be reached."""
+    named = _REMOTE.fullmatch(str(file))
+    if named is None:
+        yield file
+        return
+    assert remote is not None
+    place = Path(remote["folder"], f"{named['set']}@{named['commit']}")
+    local = place / named["file"]
+    if not local.is_file():
+        request = {"path": named["set"], "commit": named["commit"], "file": named["file"], "out": str(place)}
+        reply = _ask(request, offline=remote["offline"])
+        if "error" in reply:
+            hint = reply.get("hint") or "is the hub reachable? the same command goes on from the last commit"
+            raise FuyouError(f"{named['set']}: {named['file']}: {reply['error']}", hint=hint)
+    yield local
+    local.unlink(missing_ok=True)
 
 
 def _room(folder: Path) -> tempfile.TemporaryDirectory[str]:
@@ -104,8 +149,7 @@ def _folder(entry: DatasetEntry) -> Path:
 def _ask(request: dict[str, Any], *, offline: bool) -> dict[str, Any]:
     package_root = str(Path(__file__).resolve().parents[2])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))}
-    if offline:
-        environment["HF_HUB_OFFLINE"] = "1"
+    environment["HF_HUB_OFFLINE"] = "1" if offline else "0"
     command = [sys.executable, "-P", "-m", "fuyou_cli.data.set_worker"]
     done = subprocess.run(command, input=json.dumps(request), env=environment, capture_output=True, text=True)
     if done.returncode != 0:

@@ -19,6 +19,7 @@ from fuyou_cli.core.errors import UsageError
 from .data_files import kind_of_rows
 from .formats import Chat, Example, RowError, Texts, Tokens, choose_format, loss_target, mapping_hint, read_example
 from .holding_back import Part
+from .named_sets import present
 from .packing import Counts, Row, Sample, has_loss, lay_out
 from .reading import pieces_of, read_document, read_rows
 from .sandbox import time_limit
@@ -95,11 +96,12 @@ class Reading:
                     break
                 if place > at.file:
                     at = replace(at, file=place, rows=0, pieces=0)
-                examples = self._examples(Path(source["files"][place]), source, number, at.rows)
-                for batch in _batches(islice(examples, at.pieces, None), left):
-                    before, at = at, at.behind(batch)
-                    left = left and left - (at.samples - before.samples)
-                    yield before, batch, at
+                with present(Path(source["files"][place]), self._request.get("remote")) as file:
+                    examples = self._examples(file, source, number, at.rows)
+                    for batch in _batches(islice(examples, at.pieces, None), left):
+                        before, at = at, at.behind(batch)
+                        left = left and left - (at.samples - before.samples)
+                        yield before, batch, at
 
     def made(self, first: Position, batch: list[Placed]) -> Iterator[Sample]:
         """Tokenises a batch that begins at `first`, counts it, and yields its samples."""

@@ -1,7 +1,8 @@
 """Loads one data set with `datasets` in its own process: `python -m fuyou_cli.data.set_worker`.
 
 The request is one JSON object on stdin: path, name, split, and a folder `out`. The reply is {"files"} or {"error", "hint"}.
-Rows stay in the library's own cache, memory-mapped. A part of a split has no files of its own, so it is copied to `out`.
+Rows stay in the library's own cache, memory-mapped. A part of a split has no files of its own, so it is copied to `out`. With
+`listing` the files are only named; with `file` and `commit` that file of the set is fetched into `out`.
 """
 
 from __future__ import annotations
@@ -22,15 +23,19 @@ _INSTALL = f"pip install 'datasets>={_OLDEST}'"
 
 
 def load(request: dict[str, Any]) -> dict[str, Any]:
-    """Loads the set and returns the reply."""
-    try:
-        import datasets  # type: ignore[import-untyped,unused-ignore]
-    except ImportError:
-        return {"error": "data sets of the hub, subsets and slices need the library `datasets`", "hint": _INSTALL}
-    if int(datasets.__version__.split(".")[0]) < _OLDEST:
-        return {"error": f"`datasets` {datasets.__version__} is too old", "hint": _INSTALL}
+    """Loads the set, names its files or fetches one, and returns the reply."""
     try:
         with LibraryErrors(UsageError):
+            if "file" in request:
+                return {"files": [_downloaded(request)]}
+            try:
+                import datasets  # type: ignore[import-untyped,unused-ignore]
+            except ImportError:
+                return {"error": "data sets of the hub, subsets and slices need the library `datasets`", "hint": _INSTALL}
+            if int(datasets.__version__.split(".")[0]) < _OLDEST:
+                return {"error": f"`datasets` {datasets.__version__} is too old", "hint": _INSTALL}
+            if request["listing"]:
+                return {"files": _listed(datasets, request)}
             rows = datasets.load_dataset(request["path"], request["name"], split=request["split"])
             if not any(character in request["split"] for character in "[+"):
                 return {"files": [file["filename"] for file in rows.cache_files]}
@@ -38,6 +43,24 @@ def load(request: dict[str, Any]) -> dict[str, Any]:
             return {"files": sorted(map(str, Path(request["out"]).glob("*.arrow")))}
     except UsageError as error:  # all lines of the library's text: the second says what the set has
         return {"error": " ".join(str(error.__cause__).split())[:_LONGEST] or error.message}
+
+
+def _listed(datasets: Any, request: dict[str, Any]) -> list[str]:
+    """Names the files of a split: paths, or hf:/datasets/OWNER/NAME@COMMIT/FILE."""
+    files = datasets.load_dataset_builder(request["path"], request["name"]).config.data_files
+    if request["split"] not in files:
+        raise ValueError(f'Unknown split "{request["split"]}". Should be one of {list(files)}.')
+    return [str(file).replace("hf://", "hf:/", 1) for file in files[request["split"]]]
+
+
+def _downloaded(request: dict[str, Any]) -> str:
+    import huggingface_hub
+
+    return str(
+        huggingface_hub.hf_hub_download(
+            request["path"], request["file"], repo_type="dataset", revision=request["commit"], local_dir=request["out"]
+        )
+    )
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from fuyou_cli.core.plain_files import kind_of
 
 from .data_files import BESIDE, KINDS, PACKED, kind_of_rows, suffixes
 from .formats import RowError, choose_format, loss_target, mapping_hint
-from .named_sets import fetch, fetched, is_named
+from .named_sets import fetch, fetched, is_named, is_remote
 from .reading import read_rows
 
 if TYPE_CHECKING:
@@ -45,6 +45,8 @@ class Source:
             name = "" if self.entry.name is None else f", subset {self.entry.name}"
             many = f"{len(self.files)} file{'s' * (len(self.files) != 1)}"
             when = f"{many} in {self.files[0].parent}" if self.files else "fetched when a run begins"
+            if any(map(is_remote, self.files)):
+                when = f"{many} of the hub, each fetched when it is read"
             return f"{self.entry.path}{name}, split {self.entry.split}: {when}"
         if not self.skipped and self.files == (expanded(self.entry.path, key="dataset.train"),):
             return None
@@ -129,16 +131,16 @@ def find_sources(dataset: DatasetSection, *, fetching: bool = False) -> tuple[So
 
     Raises UsageError, or MissingDataError if there are no files.
     """
-    sources = tuple(_source(entry, fetching) for entry in dataset.train)
+    sources = tuple(_source(entry, fetching, dataset.streaming) for entry in dataset.train)
     for source in sources:
         if not source.files:
             raise MissingDataError(f"dataset.train: {source.entry.path} is not fetched yet", hint="`fuyou finetune` fetches it")
     return sources
 
 
-def _source(entry: DatasetEntry, fetching: bool) -> Source:
+def _source(entry: DatasetEntry, fetching: bool, streamed: bool) -> Source:
     if is_named(entry):
-        return Source(entry, fetch(entry) if fetching else fetched(entry), ())
+        return Source(entry, (fetch if fetching else fetched)(entry, streamed=streamed), ())
     return Source(entry, *locate(entry.path, entry.split))
 
 
@@ -147,12 +149,12 @@ def look(dataset: DatasetSection) -> tuple[Source, ...]:
 
     Raises MissingDataError if there are no files. Raises UsageError if the row cannot be read, has no known format, or a format
     that `loss_on` does not fit. Parquet, Arrow and zst files are left to the worker, because their library is large; so are
-    data sets that are not fetched yet.
+    data sets and files that are not fetched yet.
     """
-    sources = tuple(_source(entry, fetching=False) for entry in dataset.train)
+    sources = tuple(_source(entry, False, dataset.streaming) for entry in dataset.train)
     for source in sources:
         file = source.files[0] if source.files else Path()
-        if kind_of_rows(file) in ("json", "csv") and suffixes(file)[1] != ".zst":
+        if kind_of_rows(file) in ("json", "csv") and suffixes(file)[1] != ".zst" and not is_remote(file):
             for place, row in read_rows(file):
                 try:
                     loss_target(dataset.loss_on, choose_format(source.entry.format, frozenset(row), source.entry.columns))

@@ -30,6 +30,7 @@ from fuyou_cli.core.units import MiB
 
 from .cache import as_asked, fingerprint, refuse_failed, replied, request_for, scratch_in, worker_command
 from .mixture import Mixture
+from .named_sets import is_remote, may_ask
 from .rows import DataSummary, Rows
 from .sampler import Sampler, permutation
 from .samples import Position
@@ -72,6 +73,7 @@ class Stream:
         numbers = list(range(len(request["sources"])))
         groups = [[number] for number in numbers] if dataset.weights else [numbers]
         folder = cache_dir / self.fingerprint
+        request["remote"] = {"folder": str(folder / "files"), "offline": not may_ask()}
         with scratch_in(cache_dir):  # says what is wrong with the folder
             folder.mkdir(exist_ok=True)
         worker = _Worker(request, threads=dataset.num_workers or 1)
@@ -309,7 +311,10 @@ def _shuffle_files(sources: list[dict[str, Any]], seed: int) -> None:
 
 
 def _glimpsed(file: Path) -> str:
-    """Names a file by its size and some of its bytes: reading all of a large one takes minutes."""
+    """Names a file by its size and some of its bytes: reading all of a large one takes minutes. The name of one of the hub says
+    which it is."""
+    if is_remote(file):
+        return str(file)
     with file.open("rb") as stream:
         size = stream.seek(0, os.SEEK_END)
         digest = hashlib.sha256()

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.errors import FuyouError, UsageError
 
 from .row_files import write_rows
 from .samples import Reading
@@ -58,6 +58,8 @@ def _answered(work: Callable[[], Reply | None], tell: Callable[[str], object]) -
         reply = {"ok": True, **(work() or {})}
     except UsageError as error:
         reply = {"error": error.message, "hint": error.hint, "kind": "usage"}
+    except FuyouError as error:
+        reply = {"error": error.message, "hint": error.hint, "kind": "network"}
     except MemoryError:
         reply = {"error": "the machine ran out of memory", "hint": "lower dataset.num_workers", "kind": "space"}
     except OSError as error:

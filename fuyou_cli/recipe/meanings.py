@@ -48,7 +48,7 @@ MEANINGS = {
     "dataset.packing": "`concat`: rows are cut from one stream; `isolated`: documents of a row do not see each other.",
     "dataset.loss_on": "What carries loss. `auto`: the assistant's messages, the completion, or all of a text.",
     "dataset.shuffle": "Rows in an order that the seed decides; of a stream, within parts of about 4 million tokens.",
-    "dataset.streaming": "Tokenises while the run trains, so that large data need not wait; needs `train.max_steps`.",
+    "dataset.streaming": "Reads and tokenises while the run trains, so that large data need not wait; needs `train.max_steps`.",
     "dataset.num_workers": "Threads that tokenise, before training starts.",
     "dataset.cache_dir": "Where tokenised rows are kept (default: `data` in `output_dir`).",
     "optimizer.name": "The update: AdamW, Lion, or SGD with momentum.",

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..recipe.schema import DatasetSection, Recipe
 
 HELD_BACK = "held-back"  # the name of the set of `dataset.eval_fraction`
-_ALONE: dict[str, object] = {"eval": (), "packing": False}  # of a set to evaluate
+_ALONE: dict[str, object] = {"eval": (), "packing": False, "streaming": False}  # of a set to evaluate
 LARGE = 1 << 30  # bytes of data files: tokenising them takes many minutes
 COUNTED = 64 * MiB  # bytes of data files; tokenising more for a plan would take minutes
 

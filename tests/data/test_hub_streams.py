@@ -1,0 +1,81 @@
+"""Streams of data sets of the hub: a file is fetched when it is read and removed afterwards. A small server is the hub."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fuyou_cli.core.errors import FuyouError, UsageError
+from fuyou_cli.data import look
+from tests.hub_server import Hub
+
+from .conftest import section
+from .test_stream import stream
+
+FILES, ROWS, STEPS = 3, 40, 24  # of 5 rows: exactly an epoch
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    made = Hub()
+    config = "configs:\n- config_name: en\n  data_files:\n  - split: train\n    path: en/part-*.jsonl\n"
+    made.repositories["o/set"] = {"README.md": f"---\n{config}---\n".encode(), "en/notes.bin": b"no rows"} | {
+        f"en/part-{file}.jsonl": "".join(json.dumps({"text": f"apple {file} {row} "}) + "\n" for row in range(ROWS)).encode()
+        for file in range(FILES)
+    }
+    for key, name in (("XDG_CACHE_HOME", "kept"), ("HF_HOME", "hf")):
+        monkeypatch.setenv(key, str(tmp_path / name))
+    monkeypatch.setenv("HF_ENDPOINT", made.address)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.chdir(tmp_path)
+    thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    yield made
+    made.shutdown()
+    thread.join()
+    made.server_close()
+
+
+def fetched(server: Hub) -> list[str]:
+    return [name for name in server.sent if name.startswith("en/")]
+
+
+def test_a_file_is_fetched_when_it_is_read(server: Hub, tokenizer_dir: Path, tmp_path: Path) -> None:
+    """The rows are those of the same files on this disk. The network that fails ends nothing but this process."""
+    dataset = section("o/set", entry={"name": "en"}, streaming=True)
+    made = stream(dataset, tokenizer_dir, tmp_path / "cache")
+    assert str(look(dataset)[0].choice).endswith("3 files of the hub, each fetched when it is read")
+    assert len(fetched(server)) < FILES
+    server.refusals["o/set"] = (403, "GatedRepo")
+    with pytest.raises(FuyouError, match=r"^o/set: en/part-\d\.jsonl: ") as refused:
+        made.is_ready(STEPS - 1, lambda: False)
+    assert not isinstance(refused.value, UsageError)
+    del server.refusals["o/set"]
+    going_on = stream(dataset, tokenizer_dir, tmp_path / "cache")
+    rows = [going_on.tokens(index).tolist() for step in range(STEPS) for index in going_on.batch(step)]
+    assert {*fetched(server)} == {f"en/part-{file}.jsonl" for file in range(FILES)} and len(fetched(server)) <= FILES + 1
+    assert going_on.is_ready(STEPS, lambda: False)  # it has looked behind the last file
+    assert not [*(tmp_path / "cache").rglob("*.jsonl")]
+    here = tmp_path / "local"
+    for name in {*fetched(server)}:
+        (here / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / name).write_bytes(server.repositories["o/set"][name])
+    local = stream(section(here, streaming=True), tokenizer_dir, tmp_path / "cache")
+    assert rows == [local.tokens(index).tolist() for step in range(STEPS) for index in local.batch(step)]
+
+
+def test_what_cannot_be_streamed_is_refused(server: Hub, tokenizer_dir: Path, tmp_path: Path) -> None:
+    for entry, said in (
+        ({"name": "en", "split": "train[:10]"}, r"o/set: dataset\.streaming reads no slice of a split"),
+        ({"name": "en", "split": "test"}, r'o/set: Unknown split "test"\. Should be one of \[\'train\'\]'),
+    ):
+        with pytest.raises(UsageError, match=said):
+            stream(section("o/set", entry=entry, streaming=True), tokenizer_dir, tmp_path / "cache")
+    server.repositories["o/packed"] = {"train.jsonl.zip": b"PK"}
+    with pytest.raises(UsageError, match=r"o/packed: dataset\.streaming cannot read train\.jsonl\.zip"):
+        stream(section("o/packed", streaming=True), tokenizer_dir, tmp_path / "cache")
+    assert not fetched(server)
