@@ -35,7 +35,7 @@ class Candidate:
     swap: float = 0.0  # share of the outputs' bytes that rest with boundaries on the ssd
     sweeps: int = 1  # sweeps per step, unless the request sets them
     kept_there: float = 0.0  # share of the device's spare memory that goes to outputs that stay there, before weights
-    there: float = 0.0  # share of the device's spare memory that goes to whole stages (weights, gradients, states)
+    there: float = 0.0  # share of the device's spare memory that goes to whole stages (weights, gradients, states), or `TURN`
 
     def values(self) -> tuple[tuple[str, object], ...]:
         """Returns every knob's name and value."""

@@ -11,7 +11,8 @@ from .device_memory import most_needed
 from .greedy_fill import spread
 from .plan_request import PlanRequest
 
-SHARES = (0.0, 0.5, 1.0)  # shares of the device's spare memory
+TURN = -1.0  # a value of `Choice.there`: only stages at the turn of a step, whose updates nothing else hides
+SHARES = (0.0, TURN, 0.5, 1.0)  # shares of the device's spare memory
 
 
 def may_fill(model: ModelSpec, request: PlanRequest) -> bool:
@@ -27,21 +28,33 @@ def may_fill(model: ModelSpec, request: PlanRequest) -> bool:
 def stages_filling(model: ModelSpec, request: PlanRequest, share: float) -> tuple[int, ...]:
     """Returns the stages that fill `share` of the device's spare memory. Blocks and the head come first: their weights are
     needed twice in a step, an embedding's once. Stages of one kind are spread over the step, as they are for RAM. If all stages
-    fit, all are taken: then weights and sums need no other memory."""
+    fit, all are taken: then weights and sums need no other memory.
+
+    `TURN` takes embeddings and the first block, as far as they fit. Their gradients come last, and the next forward needs them
+    first. On the host, compute waits while they come down, are updated and go up."""
     every = [stage.index for stage in model.stages if stage.params]
-    if share <= 0 or request.gpu_budget is None or not model.layout.on_device or model.quantisation is not None:
+    if share == 0 or request.gpu_budget is None or not model.layout.on_device or model.quantisation is not None:
         return ()
     outputs = device_bytes(model, request.group, request.kept_there) if isinstance(request.kept_there, tuple) else 0
     everything = replace(request, device_states=tuple(every))
     if share >= 1 and most_needed(model, everything).total + outputs <= request.gpu_budget:
         return tuple(every)
-    left = share * (request.gpu_budget - outputs - most_needed(model, replace(request, device_states=())).total)
+    left = abs(share) * (request.gpu_budget - outputs - most_needed(model, replace(request, device_states=())).total)
     left -= update_scratch(max(model.stages[stage].trained for stage in every))
     rest, chosen = gradients_would_rest(model, request), list[int]()
-    for stage in sorted(every, key=lambda stage: (model.stages[stage].kind == "embedding", spread(stage))):
+    for stage in _at_turn(model) if share == TURN else _by_traffic(model, every):
         spec = model.stages[stage]
         size = spec.weight_bytes + spec.state_bytes + spec.gradient_bytes(request.numerics.accumulate_dtype) * rest[stage]
         if size <= left:
             chosen.append(stage)
             left -= size
     return tuple(sorted(chosen))
+
+
+def _by_traffic(model: ModelSpec, every: list[int]) -> list[int]:
+    return sorted(every, key=lambda stage: (model.stages[stage].kind == "embedding", spread(stage)))
+
+
+def _at_turn(model: ModelSpec) -> list[int]:
+    first = next(stage.index for stage in model.stages if stage.kind == "block")
+    return [stage.index for stage in model.stages[: first + 1] if stage.trained]

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from fuyou_cli.core.units import GiB, MiB
 from fuyou_cli.planner.bound import copied_bytes
 from fuyou_cli.planner.costs import Costs
-from fuyou_cli.planner.device_fill import may_fill, stages_filling
-from fuyou_cli.planner.device_memory import device_memory
+from fuyou_cli.planner.device_fill import TURN, may_fill, stages_filling
+from fuyou_cli.planner.device_homes import update_scratch
+from fuyou_cli.planner.device_memory import device_memory, most_needed
 from fuyou_cli.planner.place import made_of
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.schedule import plan_schedule
@@ -61,9 +62,32 @@ def test_an_embeddings_gradients_wait_for_the_updates_before_them() -> None:
     assert step.begin < update.begin < update.end <= gradients.begin
 
 
+SLOW_UPDATES = replace(CARD, matmul_flops=5e9, h2d=1e10, d2h=1e10, device_memory_rate=1e12)
+
+
+def _room_for(count: int) -> PlanRequest:
+    """Returns a request for a step that keeps no outputs, with device memory for so many resting stages."""
+    request = _request(0, clip=None, kept="none", boundaries="cpu")
+    least = most_needed(SPEC, replace(request, device_states=())).total + update_scratch(SPEC.stages[0].trained)
+    return replace(request, gpu_budget=least + count * (SPEC.stages[0].weight_bytes + SPEC.stages[0].state_bytes) + MiB)
+
+
+def test_the_first_stages_are_updated_on_the_device_where_compute_would_wait_for_them() -> None:
+    """Every other update is hidden by the backward of the stages below it."""
+    found = search(SPEC, SLOW_UPDATES, replace(_room_for(3), lookahead=3))
+    assert {0, 1} == _there(found.best.plan)
+    spread = [other for other in found.others if other.timeline is not None and other.choice.there != TURN]
+    assert spread and all(other.seconds > 1.1 * found.best.seconds for other in spread)
+
+
+@pytest.mark.parametrize(("count", "expected"), [(0, ()), (1, (0,)), (2, (0, 1)), (3, (0, 1))])
+def test_stages_at_the_turn_are_there_as_far_as_they_fit(count: int, expected: tuple[int, ...]) -> None:
+    assert stages_filling(SPEC, _room_for(count), TURN) == expected
+
+
 @given(
     budget=st.integers(0, 200), clip=st.sampled_from([1.0, None]), defer=st.sampled_from([None, 0.0, 0.5, 1.0]),
-    share=st.sampled_from([0.25, 0.5, 1.0]),
+    share=st.sampled_from([TURN, 0.25, 0.5, 1.0]),
 )  # fmt: skip
 def test_the_device_is_never_passed(budget: int, clip: float | None, defer: float | None, share: float) -> None:
     request = _request(budget * MiB, clip=clip, defer=None if clip else defer)
