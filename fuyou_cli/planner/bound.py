@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import takewhile
 
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ModelSpec
@@ -46,8 +47,25 @@ def lower_bound(costs: Costs, schedule: Schedule, plan: Plan) -> float:
     busiest = _least_seconds(costs, schedule, stages=plan.stages, device=plan.device, spared=spared)
     return max(
         *busiest.values(),
+        _turning_at_head(costs, schedule, plan),
         slot_seconds(costs, schedule, schedule.visits, plan, rates=(costs.hardware.store_read, costs.hardware.store_write)),
     )
+
+
+def _turning_at_head(costs: Costs, schedule: Schedule, plan: Plan) -> float:
+    """Returns the least seconds of a step on a separate device whose deferred updates end before the head is visited. None may
+    begin before the step does; with clipping, the norm is not known earlier. Head and backward compute after them."""
+    if plan.device == "cpu":
+        return 0.0
+    forward = list(takewhile(lambda visit: visit.phase == "forward", schedule.visits))
+    owners = {visit.owner for visit in schedule.visits[: len(forward) + 1]}
+    updated = [stage for stage in plan.stages if stage.deferred and stage.stage in owners]
+    computed = costs.seconds_of(schedule.visits, plan.stages)
+    busiest = [sum(computed[: len(forward)]) + sum(map(costs.device_update_seconds, updated))]
+    busiest.append(sum(map(costs.update_seconds, updated)) / costs.updates_at_once)
+    read, written = phase_traffic(costs.model, (), updated, plan.stages, None)
+    busiest += store_seconds(costs.hardware, read, written).values()
+    return max(busiest) + sum(computed[len(forward) :])
 
 
 def phase_estimate(costs: Costs, schedule: Schedule, plan: Plan) -> float:

@@ -7,12 +7,14 @@ from typing import Literal
 
 import pytest
 
-from fuyou_cli.planner.costs import update_bytes
+from fuyou_cli.planner.bound import lower_bound
+from fuyou_cli.planner.costs import Costs, update_bytes
 from fuyou_cli.planner.device import square_lanes
 from fuyou_cli.planner.place import least_memory, plan
 from fuyou_cli.planner.plan_request import PlanRequest
+from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.spec.model import Dtype, ModelSpec, StateLayout
-from fuyou_cli.spec.plan import Numerics, Predicted, Tier
+from fuyou_cli.spec.plan import Numerics, Plan, Predicted, Tier
 
 from .models import HARDWARE, cut, model
 
@@ -158,3 +160,29 @@ def test_gradients_of_tied_pieces_cross_twice() -> None:
 
 def test_on_the_cpu_nothing_crosses() -> None:
     assert {"h2d", "d2h", "compute", "update"}.isdisjoint(_predicted(SPEC, device="cpu").seconds)
+
+
+# ---- what no step can pass -------------------------------------------------------------------------------------------
+
+
+SLOW = replace(RATED, matmul_flops=RATED.matmul_flops / 100, device_memory_rate=1e15)
+
+
+def _in_ram(clip: float | None) -> tuple[Costs, Plan]:
+    """Returns a plan whose updates take longer than its compute."""
+    request = PlanRequest(
+        numerics=_numerics(), model_name="test", device="cuda", clip_grad_norm=clip, cpu_budget=1 << 40, weights="cpu",
+        states="cpu", boundaries="cpu", lookahead=1, kept=((),) * len(SPEC.stages),
+    )  # fmt: skip
+    made = plan(SPEC, SLOW, request)
+    return Costs.of(SPEC, SLOW, made), made
+
+
+def test_clipped_updates_end_before_the_head_begins() -> None:
+    """What computes from the head on comes on top of them."""
+    costs, clipped = _in_ram(1.0)
+    update = PARAMETERS * (14 + 12) / RATED.adamw_bytes
+    schedule = plan_schedule(SPEC, clipped)
+    later = sum(costs.compute_seconds(visit) for visit in schedule.visits if visit.phase != "forward")
+    assert lower_bound(costs, schedule, clipped) == pytest.approx(update + later)
+    assert max(clipped.predicted.seconds.values()) < update + later
