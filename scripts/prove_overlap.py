@@ -5,7 +5,9 @@ A tiny model runs through the real executor, plan, arena, store, daemon and upda
 FLOPs have the same ratios as those of Llama-3-8B's or 70B's blocks on `rtx4090,2xgen4,128GiB`. All times are longer by one
 factor, so that a busy processor keeps up (scripts/proof/paced.py).
 
-    ratios      the planner's own choice at 8B- and 70B-like ratios: the bound (the busiest resource) over the measured step
+    ratios      the planner's own choice at 8B- and 70B-like ratios: a bound over the measured step. The bound is the busiest
+                resource; with clipping, where no update may begin before the norm is known, the busiest one before the head
+                and the compute after it
     placements  twelve drawn by a seed: homes, clipping, kept outputs, sweeps, micro-batches: simulated beside measured
     delays      200 runs whose transfers, copies and updates are late by random times: losses and weights bitwise equal to
                 those of a run without delays
@@ -86,6 +88,8 @@ SIZES = (
 def arguments() -> argparse.Namespace:
     made = plain_parser(__doc__)
     made.add_argument("parts", nargs="*", choices=[*PARTS, []], default=list(PARTS))
+    names = [size.name for size in SIZES]
+    made.add_argument("--sizes", nargs="+", choices=names, default=names, help="of the ratios (default: all)")
     made.add_argument("--slower", type=float, default=8.0, help="times longer than on the 4090 (default: 8)")
     made.add_argument("--blocks", type=int, default=6)
     made.add_argument("--steps", type=int, default=3, help="measured, after two")
@@ -206,12 +210,14 @@ class Paced:
 
 def ratio_rows(options: argparse.Namespace, progress: Progress) -> list[Row]:
     rows = list[Row]()
-    for size in SIZES:
+    for size in (size for size in SIZES if size.name in options.sizes):
         for clip in (None, 1.0):
             key = f"{size.name}, clipping {'on' if clip else 'off'}"
-            value = progress.measure(f"ratios {key} {options.slower:g}", partial(at_ratio, size, clip, options))
-            note = f"step {spread(value['steps'])} s, bound {value['bound']:.2f} s ({value['busiest']}), simulated "
-            note += f"{value['simulated']:.2f} s"
+            value = progress.measure(
+                f"ratios {key} {options.blocks} {options.slower:g}", partial(at_ratio, size, clip, options)
+            )
+            note = f"step {spread(value['steps'])} s, bound {value['bound']:.2f} s, simulated {value['simulated']:.2f} s, "
+            note += f"{value['busiest']} busy for {value['busy']:.2f} s"
             efficiency = value["bound"] / statistics.median(value["steps"])
             rows.append(at_least(f"{key}: bound over a step", efficiency, 0.95, note=note, values=value))
             rows.append(memory_row(key, value))
@@ -245,7 +251,7 @@ def found(run: Paced, steps: list[float]) -> dict[str, Any]:
     busy = run.plan.predicted.seconds
     return {
         "steps": steps, "bound": run.bound(), "simulated": run.simulated(), "busiest": max(busy, key=lambda name: busy[name]),
-        "peak": run.peak, "gpu_peak": run.plan.predicted.gpu_peak, "homes": homes(run.plan),
+        "busy": max(busy.values()), "peak": run.peak, "gpu_peak": run.plan.predicted.gpu_peak, "homes": homes(run.plan),
     }  # fmt: skip
 
 
