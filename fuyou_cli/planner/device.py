@@ -29,6 +29,12 @@ DECODED_AT_ONCE = 1 << 22  # quantised weights that a device decodes at once, in
 WEIGHTS_ON_DEVICE = 2  # spans for streamed weights on a device; stages use them in turn
 
 
+def stages_at_turn(model: ModelSpec) -> list[int]:
+    """Returns the stages at the turn of a step, embeddings and the first block: last in backward and first in forward."""
+    first = next(stage.index for stage in model.stages if stage.kind == "block")
+    return [stage.index for stage in model.stages[: first + 1] if stage.trained]
+
+
 def square_lanes(count: int) -> int:
     """Returns the number of lanes in which the squares of `count` values are summed: a power of two."""
     return min(SQUARE_LANES, 1 << max(0, count - 1).bit_length())

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from ..spec.model import ModelSpec
 from .boundary_layout import device_bytes
+from .device import stages_at_turn
 from .device_homes import gradients_would_rest, update_scratch
 from .device_memory import most_needed
 from .greedy_fill import spread
@@ -42,7 +43,7 @@ def stages_filling(model: ModelSpec, request: PlanRequest, share: float) -> tupl
     left = abs(share) * (request.gpu_budget - outputs - most_needed(model, replace(request, device_states=())).total)
     left -= update_scratch(max(model.stages[stage].trained for stage in every))
     rest, chosen = gradients_would_rest(model, request), list[int]()
-    for stage in _at_turn(model) if share == TURN else _by_traffic(model, every):
+    for stage in stages_at_turn(model) if share == TURN else _by_traffic(model, every):
         spec = model.stages[stage]
         size = spec.weight_bytes + spec.state_bytes + spec.gradient_bytes(request.numerics.accumulate_dtype) * rest[stage]
         if size <= left:
@@ -53,8 +54,3 @@ def stages_filling(model: ModelSpec, request: PlanRequest, share: float) -> tupl
 
 def _by_traffic(model: ModelSpec, every: list[int]) -> list[int]:
     return sorted(every, key=lambda stage: (model.stages[stage].kind == "embedding", spread(stage)))
-
-
-def _at_turn(model: ModelSpec) -> list[int]:
-    first = next(stage.index for stage in model.stages if stage.kind == "block")
-    return [stage.index for stage in model.stages[: first + 1] if stage.trained]

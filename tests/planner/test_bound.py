@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 
-from fuyou_cli.planner.bound import lower_bound
+from fuyou_cli.planner.bound import lower_bound, phase_estimate
 from fuyou_cli.planner.costs import Costs, update_bytes
 from fuyou_cli.planner.device import square_lanes
 from fuyou_cli.planner.place import least_memory, plan
@@ -168,11 +168,11 @@ def test_on_the_cpu_nothing_crosses() -> None:
 SLOW = replace(RATED, matmul_flops=RATED.matmul_flops / 100, device_memory_rate=1e15)
 
 
-def _in_ram(clip: float | None) -> tuple[Costs, Plan]:
-    """Returns a plan whose updates take longer than its compute."""
+def _in_ram(clip: float | None, there: tuple[int, ...] = ()) -> tuple[Costs, Plan]:
+    """Returns a plan whose updates take longer than its compute, with these stages on the device."""
     request = PlanRequest(
         numerics=_numerics(), model_name="test", device="cuda", clip_grad_norm=clip, cpu_budget=1 << 40, weights="cpu",
-        states="cpu", boundaries="cpu", lookahead=1, kept=((),) * len(SPEC.stages),
+        states="cpu", boundaries="cpu", lookahead=1, kept=((),) * len(SPEC.stages), device_states=there,
     )  # fmt: skip
     made = plan(SPEC, SLOW, request)
     return Costs.of(SPEC, SLOW, made), made
@@ -186,3 +186,15 @@ def test_clipped_updates_end_before_the_head_begins() -> None:
     later = sum(costs.compute_seconds(visit) for visit in schedule.visits if visit.phase != "forward")
     assert lower_bound(costs, schedule, clipped) == pytest.approx(update + later)
     assert max(clipped.predicted.seconds.values()) < update + later
+
+
+@pytest.mark.parametrize("clip", [1.0, None])
+def test_an_estimate_counts_the_turn_of_a_step(clip: float | None) -> None:
+    """Compute waits for the updates of the embedding and the first block, not for those of blocks in the middle."""
+
+    def estimated(*there: int) -> float:
+        _, made = _in_ram(clip, there)
+        quick = replace(SLOW, adamw=((1, 1e12),), h2d=1e9, d2h=1e9)
+        return phase_estimate(Costs.of(SPEC, quick, made), plan_schedule(SPEC, made), made)
+
+    assert estimated(1) < 0.99 * estimated(3)
