@@ -1,4 +1,4 @@
-"""What every test wants: time enough for a drawn example on a busy machine, and what to repeat when one fails."""
+"""Gives every test time enough for a drawn example on a busy machine, and says what to repeat when one fails."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def open_to_all() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def kept_models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Descriptions of models are kept for all tests of a session, and never beside those of whoever runs it. Those about
+    """Keeps descriptions of models for all tests of a session, and never beside those of whoever runs it. Tests about
     describing have a folder of their own."""
     folder = tmp_path_factory.getbasetemp()
     shared = folder.parent if folder.name.startswith("popen-") else folder  # one for all workers

@@ -1,4 +1,4 @@
-"""How many examples a property draws, what it is excused from, and how many cases of a test are quick."""
+"""Says how many examples a property draws, what it is excused from, and how many cases of a test are quick."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _SHARING = [*_SLOW, HealthCheck.function_scoped_fixture]
 
 
 def load_profile() -> None:
-    """What holds for every property that says nothing else."""
+    """Loads what holds for every property that says nothing else."""
     settings.register_profile("fuyou", max_examples=EVERY or USUAL, deadline=None, suppress_health_check=_SLOW, print_blob=True)
     settings.load_profile("fuyou")
 
 
 def examples(count: int = USUAL, *, share_fixtures: bool = False) -> settings:
-    """So many instead of the usual number. `share_fixtures`: one folder, say, does for all examples of a property."""
+    """Draws so many instead of the usual number. `share_fixtures`: one folder, say, does for all examples of a property."""
     return settings(max_examples=EVERY or count, suppress_health_check=_SHARING if share_fixtures else _SLOW)
 
 

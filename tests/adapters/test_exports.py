@@ -48,7 +48,7 @@ RELATIVE = {"float32": 1e-6, "bfloat16": 2**-8}  # of a merged weight to peft's 
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """A store, what it began with, and peft's model with masters, in float32."""
+    """Holds a store, what it began with, and peft's model with masters, in float32."""
 
     store: Path
     base: nn.Module
@@ -57,7 +57,7 @@ class Trained:
 
 
 def trained(folder: Path, family: str, section: str, dtype: str) -> Trained:
-    """Made by peft: `modules_to_save` as a run keeps it, B and magnitudes away from where they begin."""
+    """Makes a model with peft: `modules_to_save` as a run keeps it, B and magnitudes away from where they begin."""
     torch.manual_seed(3)
     config = FAMILIES[family]
     base = AutoModelForCausalLM.from_config(config, dtype=TORCH_DTYPE[dtype])
@@ -84,7 +84,7 @@ def trained(folder: Path, family: str, section: str, dtype: str) -> Trained:
 
 
 def write_store(folder: Path, masters: dict[str, torch.Tensor], frozen: dict[str, torch.Tensor], *, dtype: str) -> None:
-    """A committed store of one stage, as a run leaves it that rests on one drive."""
+    """Writes a committed store of one stage, as a run leaves it that rests on one drive."""
     weights, remainder, first = packed(masters, dtype)
     bank, _, behind = packed(frozen, dtype, first=len(weights))
     parts = {"weights": weights, "frozen": bank, "remainder": remainder if dtype == "bfloat16" else None}
@@ -111,7 +111,7 @@ def write_store(folder: Path, masters: dict[str, torch.Tensor], frozen: dict[str
 def packed(
     tensors: dict[str, torch.Tensor], dtype: str, *, first: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, list[StoredTensor]]:
-    """One after the other, as weights and remainders; `first`: where the bank begins in its stage."""
+    """Packs a bank as weights and remainders, one after the other; `first`: where the bank begins in its stage."""
     offsets, end = {}, 0
     for name, tensor in tensors.items():
         offsets[name], end = end, align_up(end + tensor.numel(), 64)
@@ -144,7 +144,7 @@ CASES = [
 def test_peft_loads_the_adapter_and_its_merge_is_ours(
     family: str, section: str, computed: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Merged in pieces that begin and end within rows."""
+    """Merges in pieces that begin and end within rows."""
     monkeypatch.setattr(adapter_exporting, "_AT_ONCE", 1000)
     run = trained(tmp_path, family, section, computed)
     (path,) = export_adapter(run.store, tmp_path / "adapter", dtype=dtype)

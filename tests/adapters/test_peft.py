@@ -1,4 +1,4 @@
-"""LoRA in a skeleton against peft itself: names, shapes, first values, files that peft loads, and merged weights."""
+"""Compares LoRA in a skeleton with peft: names, shapes, first values, files that peft loads, and merged weights."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def plain(family, dtype="float32"):
 
 
 def by_peft(model, section: AdapterSection, seed=5):
-    """What peft makes of the same keys."""
+    """Returns what peft makes of the same keys."""
     keys = section.model_dump(exclude={"type"}) | {"modules_to_save": list(section.modules_to_save) or None}
     torch.manual_seed(seed)
     return peft.get_peft_model(model, peft.LoraConfig(**keys), autocast_adapter_dtype=False)

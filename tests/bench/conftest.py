@@ -1,4 +1,4 @@
-"""Little of everything, so that measuring for real is quick."""
+"""Makes a little of everything, so that measuring for real is quick."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Little is measured, on one thread, and kept in the folder that is given."""
+    """Measures little, on one thread, and keeps it in the folder that is given."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     monkeypatch.setattr(measure_store, "QUICK_SPAN", 64 * MiB)
@@ -46,7 +46,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def fuyou_there(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """fuyou(*arguments) as a process of its own in tmp_path, without a terminal."""
+    """Runs fuyou(*arguments) as a process of its own in tmp_path, without a terminal."""
 
     def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "fuyou_cli", *map(str, arguments)]

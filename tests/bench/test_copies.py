@@ -1,4 +1,4 @@
-"""Copies to a device and back at once: the arithmetic on ends made up, the measuring on an emulated device."""
+"""Tests copies to a device and back at once: the arithmetic on made-up ends, the measuring on an emulated device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_no_rate_is_above_the_one_alone_or_none(alone: tuple[float, float], ends
 
 
 def test_an_emulated_device_is_measured() -> None:
-    """A copy thread each way: at once none is faster than alone."""
+    """Copies on one thread each way: at once none is faster than alone."""
     device = open_device("emulated")
     try:
         found = measure_copies(device, repeats=3, size=32 << 20)

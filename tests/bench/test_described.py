@@ -1,4 +1,4 @@
-"""A machine one does not have: by the names of its parts, or written in a file; whatever is wrong is said at once."""
+"""Tests machines that one does not have: named by parts, or written in a file; whatever is wrong is said at once."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_a_file_that_starts_from_parts(tmp_path: Path) -> None:
 
 
 def test_parts_follow_what_a_file_says_of_drives(tmp_path: Path) -> None:
-    """Room, and rates once they are full; what is written down of these stays as it is."""
+    """Takes room, and rates once a drive is full, from the file; what is written down of these stays as it is."""
     path = tmp_path / "box.yaml"
     path.write_text("parts: rtx4090,2xgen4,128GiB\ndrives: [{model: small, capacity: 500GB}]\n")
     assert described(path).disk_free == 500 * 10**9
@@ -291,7 +291,7 @@ def test_nothing_shipped_is_without_a_source(gpu: str, drives: str, host: str) -
 
 @pytest.mark.parametrize(("gpu", "sheet"), [("rtx4080", 97.5e12), ("a100", 312e12), ("h100", 989e12), ("h200", 989e12)])
 def test_no_block_gets_a_data_sheets_peak(gpu: str, sheet: float) -> None:
-    """Beside cards that somebody measured: a stated share of it, which is an assumption."""
+    """Uses a stated share of the data sheet, which is an assumption, beside cards that somebody measured."""
     found = described(f"{gpu},gen4,64GiB")
     (compute,) = (rate for rate in origins_of(found) if rate.what == "compute")
     assert 0.5 * sheet < found.matmul_flops < sheet
@@ -304,7 +304,7 @@ def _parts() -> dict[str, dict[str, Any]]:
 
 
 def _products(text: str) -> list[float]:
-    """Of every `704 tokens/s x 8 x 13e9` in it, units of rates counted."""
+    """Yields every `704 tokens/s x 8 x 13e9` in the text, with the units of rates counted."""
     units = {"GFLOPS": 1e9, "TFLOPS": 1e12, "GB/s": 1e9}
     factor = r"\d[\d.]*(?:e\d+)?(?: (?!x )[A-Za-z/]+)?"
     chains = [chain.split(" x ") for chain in re.findall(rf"{factor}(?: x {factor})+", text)]
@@ -318,7 +318,7 @@ def test_products_in_sources_are_read_as_they_are_written() -> None:
 
 
 def test_rates_are_the_products_that_their_sources_give() -> None:
-    """To three digits. Those of compute come first in their source."""
+    """Compares to three digits. Rates of compute come first in their source."""
     given = {
         (name, source): _products(source)[0]
         for name, part in _parts().items()

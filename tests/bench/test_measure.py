@@ -1,4 +1,4 @@
-"""`fuyou bench` measures for real, on little data, and leaves nothing behind."""
+"""Tests that `fuyou bench` measures for real, on little data, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def test_a_short_disk_is_measured_on_less(tmp_path: Path) -> None:
 
 
 def test_what_reads_take_from_compute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that takes as long as ever loses nothing; one that takes twice as long while bytes are read loses half of its time
-    to them. Time is the step's, and it waits for bytes: the drive may be as slow as it likes."""
+    """Checks that a step that takes as long as ever loses nothing, and one that takes twice as long while bytes are read loses
+    half of its time to them. Time is the step's, and it waits for bytes: the drive may be as slow as it likes."""
     clock, beside = [0.0], [0.0]
     monkeypatch.setattr(measure_store, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     reading, under_way = measure_store._reading, [False]
@@ -124,7 +124,7 @@ def test_what_runs_at_once_is_counted_on_both_sides() -> None:
 
 
 def test_what_is_kept_of_a_pace() -> None:
-    """Of rates beside and alone."""
+    """Keeps rates beside others and alone."""
     assert measure_update._kept([1.0, 1.0], [2.0]) == 0.5
     assert measure_update._kept([3.0], [2.0, 2.0]) == 1.0
 

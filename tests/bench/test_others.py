@@ -1,4 +1,4 @@
-"""Rates that were found beside others say so."""
+"""Tests that rates found beside other programs say so."""
 
 from __future__ import annotations
 

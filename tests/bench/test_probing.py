@@ -1,4 +1,4 @@
-"""Measuring before a plan: however it ends, nothing is left of it, and nothing that may have written is tried twice."""
+"""Tests measuring before a plan: however it ends, nothing is left of it, and nothing that may have written is tried twice."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_why_nothing_was_measured(code: int, err: str, said: str) -> None:
 def test_the_machine_alone_is_measured_where_the_model_was_refused(
     first: tuple[int, str], ways: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not after a bench that may have written its 2 GB."""
+    """Does not measure after a bench that may have written its 2 GB."""
     asked: list[list[str]] = []
 
     def measured(arguments: list[str], directories: Any) -> tuple[int, str]:

@@ -1,4 +1,4 @@
-"""Profiles without measuring: assumed for this machine, and kept on disk."""
+"""Tests profiles without measuring: assumed for this machine, and kept on disk."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_rates_of_runs_are_for_plans_that_ask_for_them(tmp_path: Path, monkeypat
 
 
 def test_a_process_grows_by_no_correction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run's process is planned with more than was measured, its rows say; that is none of the rates it shows."""
+    """Plans a run's process with more than was measured, as its rows say; that is none of the rates it shows."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(probe, "process_bytes", lambda root=None: 280 * MiB)
     keep(replace(profile.assumed_hardware(tmp_path), measured="2026-01-02", process_bytes=272 * MiB), tmp_path)
@@ -167,7 +167,7 @@ def test_a_process_grows_by_no_correction(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_what_is_free_of_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what this process holds of it already; about the same gives the same, and no digest."""
+    """Counts what this process holds of the card already; about the same gives the same plan, and no digest."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     card = SimpleNamespace(name="a card", total_memory=24 * GiB)
     free = {"free": 20 * GiB, "own": GiB}
@@ -203,7 +203,7 @@ def test_a_damaged_kept_profile_stands_in_nobodys_way(left: str, tmp_path: Path,
 
 
 def test_shares_are_of_what_the_control_group_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """90 % of a host's RAM is more than a container of an eighth of it gets."""
+    """Shows that 90 % of a host's RAM is more than a container of an eighth of it gets."""
     whole = probe.physical_memory()
     assert profile.assumed_hardware().ram_total <= whole
     limit = probe.CgroupMemory(version=2, path=Path("/"), limit=whole // 8, in_use=0)

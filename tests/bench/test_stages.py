@@ -1,4 +1,4 @@
-"""`fuyou bench RECIPE`: the recipe's own block and head, and what is done where they are too large."""
+"""Tests `fuyou bench RECIPE`: the recipe's own block and head, and what is done where they are too large."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_recipes_stages_are_rated_as_the_planner_asks_for_them() -> None:
 
 
 def size_of_block(anatomy: Anatomy, rows: int) -> int:
-    """Bytes of weights, gradients and what computing takes, at micro-batches of so many rows."""
+    """Returns bytes of weights, gradients and what computing takes, at micro-batches of so many rows."""
     spec = inspect(anatomy, dtype="bfloat16", micro_batch_size=rows, max_seq_len=NUMERICS.max_seq_len, head_chunk_tokens=0)
     block = next(stage for stage in spec.stages if stage.kind == "block")
     return 6 * block.params + block.backward_peak + sum(operator.bytes for operator in block.operators)
@@ -114,7 +114,7 @@ def test_fewer_tokens_where_there_is_no_time(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_fewer_tokens_where_there_is_no_memory() -> None:
-    """Whole rows as long as they fit, then parts of one."""
+    """Takes whole rows as long as they fit, then parts of one."""
     anatomy = tied_gemma()
     block = next(stage for stage in inspected(anatomy).stages if stage.kind == "block")
     found = measured(anatomy, free=int((6 * block.params + 0.9 * block.backward_peak) / recipe_stages.USABLE))
@@ -135,7 +135,7 @@ def test_tokens_for_a_time(rate: float, tokens: int) -> None:
 
 
 def test_what_there_is_no_time_for_is_left_out_and_said(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers of the first width are measured in any case: a plan needs something to go by."""
+    """Measures layers of the first width in any case: a plan needs something to go by."""
     monkeypatch.setattr(measure_stages, "QUICK_SECONDS", 0.0)
     monkeypatch.setattr(measure_stages, "WIDTHS", (256, 512))
     matmul: dict[Dtype, Rate] = {dtype: rate_of("x", "FLOP/s", [1.0]) for dtype in DTYPES}
@@ -153,7 +153,7 @@ def test_many_tokens_are_several_rows(tokens: int, shape: tuple[int, int]) -> No
 
 @pytest.mark.slow
 def test_a_bench_of_a_recipe_is_kept_for_its_plans(tmp_path: Path, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With sustained writing as well; measured where the recipe's store goes."""
+    """Measures sustained writing as well, where the recipe's store goes."""
     for name in ("FALLEN", "STEADY"):  # whatever this drive does, it is taken for one that slows down
         monkeypatch.setattr(measure_sustained, name, 1e9)
     transformers.LlamaConfig(

@@ -1,4 +1,4 @@
-"""What a stream's looks at the daemon's counters say of a drive, from looks made by arithmetic and from real ones."""
+"""Tests what a stream's looks at the daemon's counters say of a drive, with made-up looks and real ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OFTEN = 0.005
 
 
 def _held(rate: float, *, seconds: float, saved: float, lump: float, late: float = 0.0) -> Course:
-    """A drive that gives `saved` bytes at once, then `lump` bytes each time it has come to own them."""
+    """Stands for a drive that gives `saved` bytes at once, then `lump` bytes each time it has come to own them."""
 
     def given(now: float) -> int:
         return int(saved + (now * rate + late) // lump * lump) if now else 0

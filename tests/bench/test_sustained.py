@@ -1,4 +1,4 @@
-"""`fuyou bench --sustained`: when the rate has settled, how much is written, and that nobody is surprised by it."""
+"""Tests `fuyou bench --sustained`: when the rate has settled, how much is written, and that nobody is surprised by it."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_measured_for_real_and_removed(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_at_once_is_measured_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever this drive does, its last windows are taken for a fall."""
+    """Takes the last windows for a fall, whatever this drive does."""
     monkeypatch.setattr(measure_sustained, "WINDOW", 16 * MiB)
     monkeypatch.setattr(measure_sustained, "FALLEN", 1e9)
     monkeypatch.setattr(measure_sustained, "STEADY", 1e9)
@@ -82,7 +82,7 @@ def test_at_once_is_measured_for_real(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def drive(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """`drive(rates, most)`: writes window after window at these rates, and is asked to show `most` of them."""
+    """Makes `drive(rates, most)`, which writes window after window at these rates, and is asked to show `most` of them."""
 
     def make(rates: list[float], most: int) -> None:
         monkeypatch.setattr(measure_sustained, "WINDOW", MiB)
@@ -126,7 +126,7 @@ def test_a_drive_that_does_not_fall_is_known_as_one(tmp_path: Path, drive: Calla
 
 
 def test_what_is_kept_of_drives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drive: Callable[..., None]) -> None:
-    """A measurement that shows nothing takes nothing away; one that shows that there is no fall does."""
+    """Checks that a measurement that shows nothing takes nothing away, and one that shows that there is no fall does."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     profile = replace(assumed_hardware(tmp_path), measured="2026-01-02")
 

@@ -1,4 +1,4 @@
-"""Opening a directory: what belongs together is found, anything else is refused by name before data is used."""
+"""Tests opening a directory: what belongs together is found, anything else is refused by name before data is used."""
 
 from __future__ import annotations
 

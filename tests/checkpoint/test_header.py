@@ -1,4 +1,4 @@
-"""A safetensors header is either understood exactly or refused with a UsageError that names file and tensor."""
+"""Tests that a safetensors header is either understood exactly or refused with a UsageError that names file and tensor."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_refuses_by_name(tmp_path: Path, table: dict[str, object] | bytes, data:
 
 
 def test_refuses_what_no_model_has(tmp_path: Path) -> None:
-    """Dtypes without a whole byte for every element, and names that no manifest takes."""
+    """Refuses dtypes without a whole byte for every element, and names that no manifest takes."""
     table = {"a": {"dtype": "F4", "shape": [2, 2], "data_offsets": [0, 2]}}
     assert "tensor 'a' has dtype 'F4'" in refusal(tmp_path / "x.safetensors", safetensors_bytes(table, bytes(2)))
     assert "2000 characters" in refusal(tmp_path / "x.safetensors", safetensors_bytes({"n" * 2000: GOOD["a"]}, bytes(24)))

@@ -1,4 +1,4 @@
-"""What is fetched from the hub and what each refusal says; a small HTTP server answers as the real one does."""
+"""Tests what is fetched from the hub and what each refusal says; a small HTTP server answers as the real one does."""
 
 from __future__ import annotations
 

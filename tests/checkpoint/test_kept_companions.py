@@ -21,7 +21,7 @@ NEW = {"config.json": '{"age": "new"}', "tokenizer.json": "new", "LICENSE": "new
 
 
 class Cut(BaseException):
-    """A kill."""
+    """Stands for a kill."""
 
 
 def _source(folder: Path, files: dict[str, str]) -> Callable[[Path], None]:

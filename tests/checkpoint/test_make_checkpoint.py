@@ -1,4 +1,4 @@
-"""scripts/make_checkpoint.py: a complete model directory, the same bytes for the same arguments."""
+"""Tests scripts/make_checkpoint.py: a complete model directory, the same bytes for the same arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names: what a family declares is followed, every other difference is reported, all at once."""
+"""Tests names: what a family declares is followed, every other difference is reported, all at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading: every dtype, any part of a tensor, conversions as torch does them, little memory, no silent short read."""
+"""Tests reading: every dtype, any part of a tensor, conversions as torch does them, little memory, no silent short read."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ print((after - before) >> 10)
 
 
 def test_a_large_tensor_costs_one_piece_of_memory(tmp_path: Path) -> None:
-    """192 MiB of file through conversion: the process grows by the 16 MiB piece and little else."""
+    """Converts 192 MiB of file: the process grows by the 16 MiB piece and little else."""
     arguments = [sys.executable, "-c", MEMORY_PROGRAM, str(tmp_path / "x.safetensors")]
     run = subprocess.run(arguments, capture_output=True, text=True, check=True)
     assert int(run.stdout) <= 32

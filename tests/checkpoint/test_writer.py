@@ -1,4 +1,4 @@
-"""Writing: what `from_pretrained` loads, in one step or not at all, and never over somebody else's files."""
+"""Tests writing: what `from_pretrained` loads, in one step or not at all, and never over somebody else's files."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def snapshot(directory: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("family", sorted(CONFIGS))
 @pytest.mark.parametrize("shard_size", [1 << 30, 3000])
 def test_round_trip_of_a_family(tmp_path: Path, family: str, shard_size: int) -> None:
-    """save_pretrained -> our reading -> our writing -> from_pretrained: every bit, for one file and for many."""
+    """Saves with save_pretrained, reads and writes with ours, and loads with from_pretrained: every bit, for one file and for
+    many."""
     model = make_model(family, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "in", max_shard_size="4KB" if shard_size == 3000 else "1GB")
     matched = matched_entries(tmp_path / "in")
@@ -253,7 +254,7 @@ def test_what_a_killed_run_left_is_cleared_but_not_what_another_writes(tmp_path:
 
 def test_replaces_without_exchange_of_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class LibcWithoutExchange:
-        """A C library from before renameat2."""
+        """Stands for a C library from before renameat2."""
 
     monkeypatch.setattr(placement.ctypes, "CDLL", lambda *arguments, **options: LibcWithoutExchange())
     write(tmp_path / "out")

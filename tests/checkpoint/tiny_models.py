@@ -1,4 +1,4 @@
-"""Small real models of several families, with weights that no two of them share."""
+"""Makes small real models of several families, with weights that no two of them share."""
 
 from __future__ import annotations
 
@@ -102,13 +102,13 @@ def reading(tensors: Mapping[str, torch.Tensor]) -> Callable[[OutTensor, int, in
 
 
 def safetensors_bytes(table: Mapping[str, object] | bytes, data: bytes) -> bytes:
-    """A file as anybody could write it, right or wrong."""
+    """Returns a file as anybody could write it, right or wrong."""
     text = table if isinstance(table, bytes) else json.dumps(table).encode()
     return struct.pack("<Q", len(text)) + text + data
 
 
 def write_file(path: Path, tensors: Sequence[tuple[str, str, list[int], int]]) -> Path:
-    """A correct file of (name, dtype, shape, bytes), its data counting upwards."""
+    """Writes a correct file of (name, dtype, shape, bytes), its data counting upwards."""
     table: dict[str, object] = {}
     offset = 0
     for name, dtype, shape, size in tensors:

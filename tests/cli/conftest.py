@@ -1,4 +1,4 @@
-"""Running `fuyou` as a person does: a process of its own, in an empty folder."""
+"""Runs `fuyou` as a person does: a process of its own, in an empty folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def environment(**changes: str) -> dict[str, str]:
 
 @pytest.fixture
 def fuyou(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """fuyou(*arguments, env...) in tmp_path; output as text."""
+    """Runs fuyou(*arguments, env...) in tmp_path; output as text."""
 
     def _fuyou(*arguments: str | Path, **changes: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "fuyou_cli", *map(str, arguments)]

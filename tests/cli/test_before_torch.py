@@ -1,4 +1,4 @@
-"""What is set before torch loads, where there is a GPU, and what the user has set."""
+"""Tests what is set before torch loads, where there is a GPU, and what the user has set."""
 
 from __future__ import annotations
 

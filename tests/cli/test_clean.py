@@ -1,4 +1,4 @@
-"""`fuyou clean` removes what a manifest names and cannot be talked into more."""
+"""Tests that `fuyou clean` removes what a manifest names and cannot be talked into more."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_copy_removes_nothing_of_what_it_was_copied_from(tmp_path, capsys):
 
 @pytest.mark.parametrize(("first", "run"), [("c", "r1"), ("a", "r2"), ("a", None)])
 def test_folders_of_another_store_are_left_alone(tmp_path, capsys, first, run):
-    """Of its name, with files that are called as its own are."""
+    """Keeps folders of the store's name, with files that are called as its own are."""
     home = tmp_path / "a" / "run"
     one, two = make_file(home / "store.bin"), make_file(tmp_path / "b" / "run" / "store.bin")
     if run is not None:
@@ -250,7 +250,7 @@ def test_the_folder_of_companions_goes_once_it_is_empty(tmp_path, capsys, more):
 
 
 def test_another_name_of_a_manifest_is_left(tmp_path, capsys):
-    """Whoever gave it that keeps what it says."""
+    """Keeps what a manifest says under another name, whoever gave it that."""
     one = make_file(tmp_path / "run" / "store.bin")
     manifest = make_store(tmp_path / "run", files=[one])
     said = manifest.read_text()
@@ -273,7 +273,7 @@ def _file_gone(folder: Path) -> None:
 
 @pytest.mark.parametrize("change", [_rewritten, _gone, _file_gone])
 def test_what_changed_since_it_was_listed_is_left(tmp_path, capsys, monkeypatch, change):
-    """A run goes on while the question is on the screen."""
+    """Lets a run go on while the question is on the screen."""
     folder = tmp_path / "run"
     for name in ("store.bin", "part.json"):
         make_file(folder / name)

@@ -20,7 +20,7 @@ HEAVY = ("torch", "transformers", "datasets", "rich", "omegaconf", "numpy", "yam
 
 
 def test_help_answers_at_once():
-    """CPU time, so that a busy machine does not decide; the best of a few, so that a cold disk does not either."""
+    """Counts CPU time, so that a busy machine does not decide; takes the best of a few, so that a cold disk does not either."""
     best = float("inf")
     for _ in range(5):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -176,7 +176,7 @@ def test_a_reader_that_leaves_early(tmp_path):
 
 
 def test_ctrl_c_exits_130_without_a_traceback(recipe):
-    """Asking a hub that never answers waits until the signal comes."""
+    """Asks a hub that never answers, and waits until the signal comes."""
     with socket.create_server(("127.0.0.1", 0)) as hub:
         hub.settimeout(60)
         asked = environment(

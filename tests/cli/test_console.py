@@ -1,4 +1,4 @@
-"""Widths, words and streams nobody reads."""
+"""Tests widths, words and streams nobody reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`fuyou init` writes a recipe that validates, by options or by questions on a terminal; and the shell completes."""
+"""Tests that `fuyou init` writes a recipe that validates, by options or by questions on a terminal; and that the shell
+completes."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from fuyou_cli.machine.groups import run_limited
 
 
 def _machine(root: Path, mount: str, groups: str) -> Path:
-    """A root with one hierarchy mounted at /sys/fs/cgroup, and this process in a group below it."""
+    """Makes a root with one hierarchy mounted at /sys/fs/cgroup, and this process in a group below it."""
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/self/mountinfo").write_text(mount)
     (root / "proc/self/cgroup").write_text(groups)

@@ -1,4 +1,4 @@
-"""Machine readings, on this machine and on trees laid out like other machines' /proc and /sys."""
+"""Tests machine readings, on this machine and on trees laid out like other machines' /proc and /sys."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_this_machine():
 
 
 def test_a_real_limit_is_seen_by_a_process_inside_it():
-    """In a memory cgroup made for this test; where none can be made, the trees above have to do."""
+    """Runs in a memory cgroup made for this test; where none can be made, the trees above have to do."""
     limit = 512 << 20
     mount = next((mount for mount in probe.mounts() if probe._governs(mount, "memory", 1)), None)
     folder = mount.point / f"fuyou-test-{os.getpid()}" if mount is not None else None
@@ -161,7 +161,7 @@ print(probe.process_bytes() - before)
 
 
 def test_process_bytes_counts_what_is_touched():
-    """In a process of its own: elsewhere others may take and give back memory meanwhile."""
+    """Runs in a process of its own: elsewhere others may take and give back memory meanwhile."""
     done = subprocess.run([sys.executable, "-c", TOUCHING], env=environment(), capture_output=True, text=True, check=True)
     assert 63 << 20 <= int(done.stdout) <= 72 << 20
 
@@ -296,7 +296,7 @@ def test_doctor_on_a_group_that_is_too_small():
 
 
 class Torch:
-    """What doctor looks at of torch."""
+    """Stands for what doctor looks at of torch."""
 
     def __init__(self, cuda, *, available=False):
         self.version = SimpleNamespace(cuda=cuda)
@@ -333,7 +333,7 @@ def test_doctor_on_a_card_without_a_driver(tmp_path):
 
 
 def _with_drive(folder, files):
-    """/sys with one drive under the file system of `folder`."""
+    """Makes a /sys with one drive under the file system of `folder`."""
     device = tree(folder / "sys" / "devices" / "sda", files)
     number = folder.stat().st_dev
     link = folder / "sys" / "dev" / "block" / f"{os.major(number)}:{os.minor(number)}"
@@ -360,7 +360,7 @@ def test_doctor_on_a_worn_drive_and_on_a_hard_disk(tmp_path, monkeypatch):
 
 
 def test_every_drive_of_a_raid(tmp_path):
-    """A file system on a volume over two partitions of two drives, and a third drive taken whole."""
+    """Puts a file system on a volume over two partitions of two drives, and a third drive taken whole."""
     number = tmp_path.stat().st_dev
     sysfs = tmp_path / "sys"
     for name, model, sectors in (
@@ -406,7 +406,7 @@ def test_a_drives_no_is_no_empty_log(status, wear, tmp_path, monkeypatch):
 
 
 def test_how_worn_a_drive_says_it_is(tmp_path, monkeypatch):
-    """Kept of one whose rating nobody knows, and said by doctor."""
+    """Keeps it of a drive whose rating nobody knows, and doctor says it."""
     monkeypatch.setattr(drives, "nvme_wear", lambda device: drives.Wear(percent_used=95, written=7 * 512_000))
     sysfs = _with_drive(tmp_path, {"device/model": "No Name\n", "size": "8\n"})
     (drive,) = drives.drives_under(tmp_path, sysfs=sysfs)

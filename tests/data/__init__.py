@@ -1,1 +1,1 @@
-"""Data: reading, formats, packing, sampling and batches."""
+"""Tests data: reading, formats, packing, sampling and batches."""

@@ -1,5 +1,5 @@
-"""A small tokenizer made on the spot, a recipe's section, and a way to tokenise in this process (the worker's own entry)
-where starting the worker's process is not the point: loading the libraries takes seconds."""
+"""Makes a small tokenizer, a recipe's section, and a way to tokenise in this process (by the worker's own entry) where starting
+the worker's process is not the point: loading the libraries takes seconds."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ OPTION_DEFAULTS: dict[str, Any] = {"max_seq_len": 64, "overlong": "truncate", "p
 
 @pytest.fixture
 def served_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`prepare` asks the worker's entry in this process, where finding rows again is the point."""
+    """Lets `prepare` ask the worker's entry in this process, where finding rows again is the point."""
 
     def serve(request: dict[str, Any], *, threads: int) -> None:
         build({**request, "template_seconds": 20})

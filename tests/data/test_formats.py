@@ -1,5 +1,5 @@
-"""Formats are found by their columns; prompts carry no loss, completions and assistant turns do, their stop token too.
-Expected token streams are spelled with the test's own tokenizer calls."""
+"""Tests that formats are found by their columns; prompts carry no loss, completions and assistant turns do, their stop token
+too. Expected token streams are spelled with the test's own tokenizer calls."""
 
 from __future__ import annotations
 

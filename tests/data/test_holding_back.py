@@ -1,4 +1,5 @@
-"""`dataset.eval_fraction`: each sample is either trained on or held back, by the seed alone, before anything is packed."""
+"""Tests `dataset.eval_fraction`: each sample is either trained on or held back, by the seed alone, before anything is
+packed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Streams of data sets of the hub: a file is fetched when it is read and removed afterwards. A small server is the hub."""
+"""Tests streams of data sets of the hub: a file is fetched when it is read and removed afterwards. A small server is the
+hub."""
 
 from __future__ import annotations
 

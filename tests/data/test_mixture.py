@@ -1,4 +1,5 @@
-"""A weighted mixture has exact proportions at every prefix, is one of a seed and a step, and goes on from any step."""
+"""Tests that a weighted mixture has exact proportions at every prefix, depends on seed and step alone, and goes on from any
+step."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def test_a_position_alone_equals_the_iteration(weights: list[float], begin: int,
 
 
 def test_a_position_far_away_is_reached_at_once() -> None:
-    """Half and half of 10**15 positions: the order repeats, so nothing is replayed."""
+    """Reaches half of 10**15 positions at once: the order repeats, so nothing is replayed."""
     assert Mixture([0.7, 0.3]).picks(10**15, 10)[0] == [7 * 10**14, 3 * 10**14]
 
 

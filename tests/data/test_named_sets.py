@@ -1,4 +1,5 @@
-"""Data sets with subsets and slices, through `datasets` and without a network: a folder is one like a repository of the hub."""
+"""Tests data sets with subsets and slices, through `datasets` and without a network: a folder is one like a repository of the
+hub."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ Taken = Callable[..., list[str]]
 
 @pytest.fixture
 def data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two subsets with splits, told apart by the folder's README as on the hub."""
+    """Makes two subsets with splits, told apart by the folder's README as on the hub."""
     for key, name in (("XDG_CACHE_HOME", "cache"), ("HF_HOME", "hf")):
         monkeypatch.setenv(key, str(tmp_path / name))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

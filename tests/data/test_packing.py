@@ -1,4 +1,4 @@
-"""Rows are cut from samples without inventing or losing a token, except where the recipe says so and counts show it.
+"""Tests that rows are cut from samples without inventing or losing a token, except where the recipe says so and counts show it.
 Hypothesis draws samples of random length and mask."""
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def test_isolated_keeps_documents_whole_and_marks_where_they_begin() -> None:
 
 @given(samples=some.lists(sample(), max_size=80), max_seq_len=some.integers(2, 30))
 def test_isolated_conserves_documents_with_loss(samples: list[Sample], max_seq_len: int) -> None:
-    """As rows of their own: the same documents and labels, but for the order."""
+    """Gives the same documents and labels as rows of their own do, but for the order."""
     alone = list(lay_out(samples, packing=False, overlong="split", max_seq_len=max_seq_len, counts=(ours := Counts())))
     rows = list(lay_out(samples, packing="isolated", overlong="split", max_seq_len=max_seq_len, counts=(theirs := Counts())))
     assert ours == theirs
@@ -124,7 +124,7 @@ def test_isolated_conserves_documents_with_loss(samples: list[Sample], max_seq_l
 
 
 def test_isolated_fills_a_bounded_number_of_rows() -> None:
-    """More rows are open than that only at the end; a row with room for no document so far is done when another is begun."""
+    """Opens more rows than that only at the end; a row with room for no document so far is done when another is begun."""
     documents = [(np.zeros(5, np.int32), np.ones(5, np.uint8))] * (OPEN_ROWS + 3)
     taken = 0
 

@@ -1,4 +1,4 @@
-"""Files of every kind give the same rows; a broken one gives one error with its place."""
+"""Tests that files of every kind give the same rows; a broken one gives one error with its place."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_damaged_packed_file_is_one_error(tmp_path: Path, packing: str) -> Non
 
 
 def test_a_packed_file_is_never_held_whole(tmp_path: Path) -> None:
-    """Forty MiB of rows in a few KiB: no more than a row and some buffers are in memory."""
+    """Reads forty MiB of rows in a few KiB: no more than a row and some buffers are in memory."""
     row = json.dumps({"text": "x" * 9000}).encode() + b"\n"
     file = tmp_path / "rows.jsonl.gz"
     with gzip.open(file, "wb") as stream:
@@ -201,7 +201,7 @@ def test_whole_surrogate_pairs_are_text(tmp_path: Path) -> None:
 
 
 def test_an_array_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of every small size cut the file at every place: the rows and their lines stay the same."""
+    """Cuts the file at every place by parts of every small size: the rows and their lines stay the same."""
     rows = [{"text": "x" * number, "list": [number, -1.5e-3, None, True, {"é🙂": '\\ " \n'}]} for number in range(9)]
     file = tmp_path / "rows.json"
     file.write_text("\n [ " + " ,\n".join(json.dumps(row) for row in rows) + "\n ]\n", encoding="utf-8-sig")
@@ -251,7 +251,8 @@ def test_a_text_file_is_one_document_when_packed(tmp_path: Path, tokenise: Token
 
 
 def test_long_rows_of_text_are_cut_into_pieces_when_packed(write: Write, tokenise: Tokenise, tokenizer: Any) -> None:
-    """With line breaks, with spaces only, with neither: nothing is lost, and a piece is no longer than it may be."""
+    """Cuts rows with line breaks, with spaces only, and with neither: nothing is lost, and a piece is no longer than it may
+    be."""
     lines = "The ferry leaves at nine.\n\nNot so.\n" * 9000
     for text in (lines, "The ferry leaves at nine. " * 9000, "x" * 4 * PIECE_CHARS, "short", ""):
         pieces = list(pieces_of([text]))
@@ -269,7 +270,7 @@ def test_long_rows_of_text_are_cut_into_pieces_when_packed(write: Write, tokenis
 
 
 def test_a_row_has_a_largest_size(write: Write, tokenise: Tokenise, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long the line is, no more of it is read."""
+    """Reads no more of a line than is allowed, however long it is."""
     monkeypatch.setattr(reading, "LARGEST_ROW", 1000)
     file = write("t.jsonl", [{"text": "a" * 900}, {"text": "b" * 1000}])
     with pytest.raises(UsageError, match=rf"^{file}:2: a row has more than 1,000 characters$") as caught:
@@ -279,7 +280,7 @@ def test_a_row_has_a_largest_size(write: Write, tokenise: Tokenise, monkeypatch:
 
 
 def test_records_and_paragraphs_have_a_largest_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where every line of them is short; a document is cut and may have any."""
+    """Refuses them also where every line is short; a document is cut and may have any size."""
     monkeypatch.setattr(reading, "LARGEST_ROW", 100)
     lines = "some words\n" * 20
     for name, content, place in (("a.csv", f'text\nx\n"{lines}"\n', "a.csv:3"), ("a.txt", lines, "a.txt: paragraph 1")):
@@ -372,7 +373,7 @@ def test_which_files_of_a_directory_were_taken_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "txt"])
 @pytest.mark.parametrize("name", ["a[1]", "s*", "which?", "[x]* y"])
 def test_a_name_is_no_pattern(tmp_path: Path, kind: str, name: str) -> None:
-    """Neither of the file nor of its folder, and files that it would fit are there."""
+    """Takes neither the file's name nor its folder's for a pattern, with files that it would fit beside it."""
     (tmp_path / name).mkdir()
     if kind == "txt":
         file, other = tmp_path / name / f"{name}.txt", "another"

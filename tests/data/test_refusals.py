@@ -1,4 +1,4 @@
-"""What tokenizers, templates and folders do wrong, told in one line with its place; and what is only noted."""
+"""Tests what tokenizers, templates and folders do wrong, told in one line with its place, and what is only noted."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_a_pattern_that_is_none_names_the_path(tokenizer_dir: Path, tmp_path: Pa
 def test_what_nobody_expected_is_one_line_unless_one_debugs(
     tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An interpreter that loads a library of the user's in place of the real one: nothing we could name."""
+    """Runs an interpreter that loads a library of the user's in place of the real one: nothing we could name."""
     (tmp_path / "path" / "pyarrow").mkdir(parents=True)
     (tmp_path / "path" / "pyarrow" / "__init__.py").write_text("raise LookupError('one\\ntwo')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "path"))
@@ -199,7 +199,7 @@ def test_a_long_document_counts_once(tokenise: Tokenise, tmp_path: Path) -> None
 
 
 def test_a_first_cell_of_any_length(tmp_path: Path) -> None:
-    """Python's own limit is 128 KiB."""
+    """Reads beyond Python's own limit of 128 KiB."""
     file = tmp_path / "long.csv"
     before = csv.field_size_limit(128 << 10)
     try:

@@ -1,4 +1,4 @@
-"""`prepare` end to end through the worker's process, and batches made of its rows."""
+"""Tests `prepare` end to end through the worker's process, and batches made of its rows."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ sys.exit(code)"""
 
 
 def peak_of_worker(request: dict[str, Any]) -> int:
-    """Bytes of RAM the worker had at most."""
+    """Returns the most bytes of RAM that the worker had."""
     done = subprocess.run(
         [sys.executable, "-c", WATCH], input=json.dumps(request).encode(), env=os.environ | {"RAYON_NUM_THREADS": "2"},
         capture_output=True, check=True,
@@ -165,7 +165,7 @@ def test_the_trainer_side_imports_no_heavy_library() -> None:
 
 
 def rows_on_disk(directory: Path, samples: list[tuple[list[int], list[int]]]) -> Rows:
-    """Rows as the worker would leave them, of known content."""
+    """Makes rows of known content as the worker would leave them."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir()
     lengths = [len(tokens) for tokens, _ in samples]
@@ -253,7 +253,7 @@ def test_real_questions_and_answers(tokenizer_dir: Path, tokenizer: Any, tmp_pat
 def test_another_library_makes_the_same_rows_the_same_data(
     write: Write, tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A saved run goes on after an upgrade that changes no token; one that changes some is another run."""
+    """Goes on with a saved run after an upgrade that changes no token; one that changes some is another run."""
     file = write("text.jsonl", [{"text": f"{n} apples"} for n in range(9)])
     dataset = section(file)
     rows = prepared(dataset, tokenizer_dir, tmp_path / "store")

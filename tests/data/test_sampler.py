@@ -46,7 +46,7 @@ def test_orders_differ_between_seeds_and_epochs() -> None:
 
 
 def test_the_order_is_fixed_for_good() -> None:
-    """A saved position is worth nothing when another numpy gives another order: these numbers may never change."""
+    """Pins these numbers for good: a saved position is worth nothing when another numpy gives another order."""
     assert Sampler(8, batch_size=8, shuffle=True, seed=42).batch(0) == FIRST_ORDER
     assert Sampler(8, batch_size=8, shuffle=True, seed=42).batch(1) == SECOND_ORDER
 

@@ -1,4 +1,5 @@
-"""Rows that are made part by part while a run trains: the same rows as all at once, wherever a process stops and goes on."""
+"""Tests rows that are made part by part while a run trains: the same rows as all at once, wherever a process stops and goes
+on."""
 
 from __future__ import annotations
 
@@ -110,7 +111,7 @@ def _batches(made: Stream, steps: range) -> list[list[list[int]]]:
 
 
 def test_a_weighted_packed_stream_goes_on_with_the_same_batches(write: Write, tokenizer_dir: Path, tmp_path: Path) -> None:
-    """Past the end of an entry's data too, and without the parts that an earlier process made."""
+    """Goes past the end of an entry's data too, and without the parts that an earlier process made."""
     weights = {"a": 3.0, "b": 1.0}
     files = {name: write(f"{name}.jsonl", [{"text": f"{name} {text}"} for text in TEXTS[:40]]) for name in weights}
     train = tuple(DatasetEntry(path=str(files[name]), weight=weight) for name, weight in weights.items())

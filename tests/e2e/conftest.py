@@ -1,4 +1,4 @@
-"""A tiny checkpoint with its tokenizer, a few rows of text and a recipe: runs as a person starts them."""
+"""Makes a tiny checkpoint with its tokenizer, a few rows of text and a recipe: runs as a person starts them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ROWS = [f"The road from the {a} to the {b} takes {len(a) * len(b)} minutes on fo
 
 @pytest.fixture(scope="session")
 def materials(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """model/ (GPT-2 with dropout, tied, float32), other/ (one block more) and rows.jsonl."""
+    """Makes model/ (GPT-2 with dropout, tied, float32), other/ (one block more) and rows.jsonl."""
     import torch
     import transformers
 
@@ -95,7 +95,7 @@ def _write_tokenizer(directory: Path) -> int:
 
 @dataclass(kw_only=True, slots=True)
 class Project:
-    """A folder with recipe.yaml; runs write below it."""
+    """Holds a folder with recipe.yaml; runs write below it."""
 
     folder: Path
     materials: Path
@@ -143,11 +143,11 @@ class Project:
         return {**kept, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
 
     def fuyou(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-        """`fuyou ARGUMENTS` to its end."""
+        """Runs `fuyou ARGUMENTS` to its end."""
         return ended(self.begin(*arguments))
 
     def begin(self, *arguments: str | Path, first: str = "") -> Child:
-        """`fuyou ARGUMENTS` in a process of its own with nothing to read, after the program `first`. One at a time."""
+        """Begins `fuyou ARGUMENTS` in a process of its own with nothing to read, after the program `first`. One at a time."""
         assert self.nursery is not None
         words, environment = [*map(str, arguments)], self.environment()
         return self.nursery().begin(words, folder=self.folder, environment=environment, first=first)
@@ -162,7 +162,7 @@ class Project:
         return ended(self.begin(*arguments, first=doing(action, step)))
 
     def losses(self) -> dict[int, float]:
-        """Step -> loss of the log; of a step logged twice the later record."""
+        """Returns step -> loss of the log; of a step logged twice the later record."""
         records = [json.loads(line) for line in (self.out / "log.jsonl").read_text().splitlines()]
         return {record["step"]: record["loss"] for record in records if record["event"] == "step"}
 
@@ -177,7 +177,7 @@ class Project:
 
 
 def ended(child: Child, within: float = HANGS) -> subprocess.CompletedProcess[str]:
-    """Its exit code and what it wrote; killed where it takes longer than so many seconds."""
+    """Returns the exit code and what the process wrote; kills it where it takes longer than so many seconds."""
     if not child.is_over(within):
         child.kill()
     end = child.wait()
@@ -186,7 +186,7 @@ def ended(child: Child, within: float = HANGS) -> subprocess.CompletedProcess[st
 
 @pytest.fixture(scope="session")
 def nursery(tmp_path_factory: pytest.TempPathFactory, materials: Path) -> Iterator[Callable[[], Nursery]]:
-    """Made when it is first asked for."""
+    """Makes the nursery when it is first asked for."""
     folder = tmp_path_factory.mktemp("nursery")
     with ExitStack() as made:
         environment = Project(folder=folder, materials=folder).environment()
@@ -196,7 +196,7 @@ def nursery(tmp_path_factory: pytest.TempPathFactory, materials: Path) -> Iterat
 
 @pytest.fixture
 def new_project(tmp_path: Path, materials: Path, nursery: Callable[[], Nursery]) -> Callable[..., Project]:
-    """new_project(name, {dotted key: value}) gives a project with its recipe written."""
+    """Gives new_project(name, {dotted key: value}), which makes a project with its recipe written."""
 
     def make(name: str = "project", changes: Mapping[str, Any] | None = None) -> Project:
         folder = tmp_path / name
@@ -210,7 +210,7 @@ def new_project(tmp_path: Path, materials: Path, nursery: Callable[[], Nursery])
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Whole:
-    """What a run left that nobody stopped. Others look at it too: it stays as it is."""
+    """Holds what a run left that nobody stopped. Others look at it too: it stays as it is."""
 
     losses: list[float]
     store: Path
@@ -218,7 +218,7 @@ class Whole:
 
 @pytest.fixture(scope="session")
 def whole(tmp_path_factory: pytest.TempPathFactory, materials: Path) -> Callable[..., Whole]:
-    """whole({dotted key: value}) is a run of six steps that nobody stopped, made once for all tests of this process."""
+    """Gives whole({dotted key: value}), a run of six steps that nobody stopped, made once for all tests of this process."""
     from .running import STEPS, train  # which speaks of this file's Project
 
     made: dict[str, Whole] = {}
@@ -238,7 +238,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, materials: Path) -> Callable
 
 @pytest.fixture(scope="session")
 def made_once(tmp_path_factory: pytest.TempPathFactory, materials: Path) -> Callable[[str, Callable[[Project], None]], Path]:
-    """made_once(name, make) is the folder of a project as `make` left it: made once, put back for every test that asks."""
+    """Gives made_once(name, make), the folder of a project as `make` left it: made once, put back for every test that asks."""
     copies: dict[str, tuple[Path, Path]] = {}
 
     def put_back(name: str, make: Callable[[Project], None]) -> Path:
@@ -257,7 +257,7 @@ def made_once(tmp_path_factory: pytest.TempPathFactory, materials: Path) -> Call
 
 @pytest.fixture
 def stopped(made_once: Callable[..., Path], materials: Path, nursery: Callable[[], Nursery]) -> Project:
-    """A project whose run was stopped in step 3."""
+    """Gives a project whose run was stopped in step 3."""
     from .running import STEPS, interrupt, train
 
     def make(project: Project) -> None:

@@ -39,7 +39,7 @@ def planned(
     recipe: Recipe, hardware: HardwareProfile | None = None, *, to_run: bool = False, here: bool = True,
     say: Callable[[str], None] = silent, **options: Any,
 ) -> Planned:  # fmt: skip
-    """For a machine, or for this one with assumed rates."""
+    """Plans for a machine, or for this one with assumed rates."""
     inspected = inspect(resolve(recipe, to_run=to_run, here=here, say=say), say=say)
     return plan(inspected, hardware or assumed_hardware(device=inspected.device), say=say, **options)
 
@@ -59,8 +59,8 @@ def resolved_as(planned: Planned, **changes: Any) -> Planned:
 
 
 def train(project: Project, between: Between | None = None, *, say: Callable[[str], None] = silent) -> tuple[list[float], Path]:
-    """Steps to the end, or until `between` (called between micro-batches) stops it; losses and the store's folder. `say`: gets
-    the run's messages."""
+    """Runs steps to the end, or until `between` (called between micro-batches) stops it; returns losses and the store's folder.
+    `say`: gets the run's messages."""
     with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space, announce=say) as run:
         run.load(lambda count: None)
         if between is not None:
@@ -76,7 +76,7 @@ def train(project: Project, between: Between | None = None, *, say: Callable[[st
 
 
 def interrupt(step: int, phase: str) -> Between:
-    """Ctrl-C at the second micro-batch of `phase` in `step` (1 for the first): in the first block, or a cut head's second
+    """Sends Ctrl-C at the second micro-batch of `phase` in `step` (1 for the first): in the first block, or a cut head's second
     piece."""
     seen: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Recipes with `adapter`: from the command to the losses of peft in memory, and to the same bits after a stop."""
+"""Tests recipes with `adapter`: from the command to the losses of peft in memory, and to the same bits after a stop."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STEPS = 6
 
 @pytest.fixture
 def lora(new_project: Callable[..., Project], llama: Path) -> Callable[..., Project]:
-    """lora(name, {dotted key: value}) gives a project that trains an adapter of the Llama in float32."""
+    """Gives lora(name, {dotted key: value}), a project that trains an adapter of the Llama in float32."""
 
     def make(name: str = "project", changes: dict[str, Any] | None = None) -> Project:
         usual = {
@@ -95,7 +95,7 @@ def steps_in_memory(ready: Ready, model: Any, *, first: int = 0) -> Iterator[flo
     ids=["plain", "dora"],
 )
 def test_losses_are_those_of_peft_in_memory(adapter: dict[str, Any], tier: str, lora: Callable[..., Project]) -> None:
-    """tier: where the adapter rests with its gradients and states; the model's weights are on the ssd."""
+    """Puts the adapter with its gradients and states on `tier`; the model's weights are on the ssd."""
     project = lora(changes={"adapter": adapter, "offload.optimizer_states": tier, "offload.gradients": tier})
     wanted = by_peft(prepared_run(project))
     losses, _ = train(project)
@@ -105,7 +105,7 @@ def test_losses_are_those_of_peft_in_memory(adapter: dict[str, Any], tier: str, 
 
 @pytest.mark.parametrize(("dtype", "tier"), every(2, [("float32", "ssd"), ("bfloat16", "cpu")]))
 def test_a_stopped_run_continues_with_the_same_bits(dtype: str, tier: str, lora: Callable[..., Project]) -> None:
-    """With dropout and DoRA, stopped in backward, where the step has begun to sum gradients. tier: where the adapter rests with
+    """Stops with dropout and DoRA in backward, where the step has begun to sum gradients. tier: where the adapter rests with
     its gradients and states."""
     changes = {
         "adapter": {"r": 4, "lora_dropout": 0.1, "use_dora": True}, "precision.compute": dtype,
@@ -169,7 +169,7 @@ def test_a_model_is_not_merged(whole: Callable[..., Whole], tmp_path: Path) -> N
 
 
 def test_the_plan_counts_what_loading_writes(lora: Callable[..., Project]) -> None:
-    """Frozen weights too, and no more than the adapter for the export."""
+    """Counts frozen weights too, and no more than the adapter for the export."""
     ready = prepared_run(lora())
     with Run(ready, memory_now=probe.process_bytes, free_space=probe.free_space) as run:
         run.load(lambda count: None)
@@ -185,7 +185,7 @@ def test_without_peft_one_error_names_the_extra(lora: Callable[..., Project], mo
 
 
 def test_states_on_a_device(lora: Callable[..., Project]) -> None:
-    """A stage that rests there is loaded in parts; losses are those of states in RAM."""
+    """Loads a stage that rests there in parts; losses are those of states in RAM."""
     losses = []
     for name, tier in (("there", "gpu"), ("ram", "cpu")):
         changes = {

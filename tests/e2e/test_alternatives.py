@@ -1,4 +1,4 @@
-"""scripts/proof/alternatives.py: plans that are the recipe's, differ, and run."""
+"""Tests scripts/proof/alternatives.py: plans that are the recipe's, differ, and run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHANGES = {
 
 
 def alternatives(project: Project, seed: int, *, larger: bool = False) -> list[dict[str, Any]]:
-    """What the script writes, in a process forked for it; `larger`: with 64 MB more than usual in it."""
+    """Returns what the script writes, in a process forked for it; `larger`: with 64 MB more than usual in it."""
     script, out = ROOT / "scripts" / "proof" / "alternatives.py", project.folder / f"plans-{seed}.json"
     words = [str(script), "--recipe", str(project.recipe), "--seed", str(seed), "--out", str(out)]
     more = "more = b'x' * 64_000_000\n" if larger else ""

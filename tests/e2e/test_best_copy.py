@@ -138,7 +138,7 @@ def test_a_copy_that_cannot_be_written_ends_no_run(new_project: NewProject) -> N
 
 
 def told(project: Project, say: Callable[[str], None] = lambda text: None) -> str:
-    """What a run says of its best weights at its end."""
+    """Returns what a run says of its best weights at its end."""
     with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space, announce=say) as run:
         run.load(lambda count: None)
         run.train(lambda report: None)
@@ -146,7 +146,7 @@ def told(project: Project, say: Callable[[str], None] = lambda text: None) -> st
 
 
 def test_copies_are_counted_where_they_are_written(new_project: NewProject) -> None:
-    """Beside `best` where the run starts from that folder: one copy is counted once it is there."""
+    """Counts one copy once it is there, beside `best` where the run starts from that folder."""
     project = new_project(changes=ASKED)
     shutil.copytree(project.materials / "model", project.out / "best")
     recipe = load_recipe(project.recipe, (f"model.name_or_path={project.out / 'best'}",)).recipe
@@ -165,7 +165,7 @@ def test_a_run_that_only_gets_worse_keeps_nothing(new_project: NewProject) -> No
 
 
 def test_the_copy_of_a_former_run_is_not_called_kept(new_project: NewProject) -> None:
-    """Not even where a new run's best step is the same: it says whose they are not, from its start to its end."""
+    """Says whose the copies are not, from start to end, even where a new run's best step is the same."""
     project, said = new_project(changes={**ASKED, "train.max_steps": 1}), list[str]()
     folder = project.out / "best"
     assert f"after step 1: kept in {folder}" in told(project) and kept_step(folder) == 1

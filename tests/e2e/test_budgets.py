@@ -1,4 +1,4 @@
-"""What `auto` and shares of RAM stand for, on machines of several kinds."""
+"""Tests what `auto` and shares of RAM stand for, on machines of several kinds."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_budget(new_project: Callable[..., Project], device: str, pinnable: 
     ],
 )
 def test_the_budget_of_a_card(new_project: Callable[..., Project], free: int, budget: str, expected: int) -> None:
-    """What the process may have is a little more."""
+    """Shows that what the process may have is a little more."""
     machine = replace(described("rtx4090,gen4,64GiB"), device_free=free)
     recipe = load_recipe(new_project().recipe, [f"offload.max_memory.gpu={budget}", "offload.device=auto"]).recipe
     assert gpu_limit(recipe, machine) == expected

@@ -1,4 +1,4 @@
-"""`fuyou finetune`, interrupted by a real signal and run again, beside a run nobody interrupted; export and plan."""
+"""Tests `fuyou finetune`, interrupted by a real signal and run again, beside a run nobody interrupted; export and plan."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_interrupted_twice_is_the_same_run(new_project: Callable[..., Project]) 
 
 
 def _exports_again(project: Project, expected: dict[str, Any]) -> None:
-    """`fuyou export` gives what the end of the run gave, and from_pretrained takes it."""
+    """Checks that `fuyou export` gives what the end of the run gave, and from_pretrained takes it."""
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -151,7 +151,7 @@ def test_a_finished_run_again_and_its_store_cleaned(new_project: Callable[..., P
 
 
 def _exported_as_asked(project: Project, store: Path) -> None:
-    """--dtype, else the recipe's, else what the run computed in (bfloat16)."""
+    """Checks --dtype, else the recipe's, else what the run computed in (bfloat16)."""
     for number, (arguments, dtype) in enumerate(
         [
             ((store,), "bfloat16"),

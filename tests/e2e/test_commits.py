@@ -74,7 +74,7 @@ class Died(BaseException):
 
 
 def _dies_at(step: int, visit: int) -> Callable[[Run], None]:
-    """At the first look from visit `visit` of step `step` on (1 for the first)."""
+    """Ends the run at the first look from visit `visit` of step `step` on (1 for the first)."""
 
     def look(run: Run) -> None:
         if run.step + 1 == step and run.executor.lookahead.cursor >= visit:
@@ -125,7 +125,7 @@ def test_a_run_that_dies_anywhere_is_the_same_run(
     ids=["int8", "bfloat16", "lion", "sgd"],
 )
 def test_other_states_go_on_as_they_were(changes: dict[str, Any], new_project: NewProject, whole: Callable[..., Whole]) -> None:
-    """Also the draws that round them, and every sum on the store."""
+    """Compares the draws that round them too, and every sum on the store."""
     project = new_project("broken", {**changes, "train.max_steps": STEPS})
     with pytest.raises(Died):
         train(project, _dies_at(4, 3))
@@ -146,7 +146,7 @@ def _run(project: Project, **options: Any) -> Run:
 
 
 def test_the_same_states_are_on_the_store(new_project: NewProject, whole: Callable[..., Whole]) -> None:
-    """Weights, remainders, moments: sums of all extents, after dying twice and after never."""
+    """Compares weights, remainders and moments by the sums of all extents, after dying twice and after never."""
     broken = new_project("broken", {"train.max_steps": STEPS})
     for step in (2, 4):
         with pytest.raises(Died):
@@ -252,7 +252,7 @@ def test_what_a_commit_could_not_write_ends_the_run_at_the_one_before(
 
 
 def test_no_update_writes_over_what_the_last_manifest_names(new_project: NewProject) -> None:
-    """Commits are held back as long as nobody waits for them."""
+    """Holds commits back as long as nobody waits for them."""
     project = new_project(changes={"train.max_steps": STEPS, **UNCLIPPED})
     with _run(project) as run:
         run.load(lambda count: None)
@@ -273,7 +273,7 @@ def test_no_update_writes_over_what_the_last_manifest_names(new_project: NewProj
 
 
 def test_a_store_of_another_layout_is_refused_by_name(stopped: Project) -> None:
-    """Its sums are right: it was written so, by another version."""
+    """Refuses a store whose sums are right: it was written so, by another version."""
     saved = manifest_of(stopped)
     stage = saved.stages[1]
     assert stage.weights is not None
@@ -289,7 +289,7 @@ def test_a_store_of_another_layout_is_refused_by_name(stopped: Project) -> None:
 
 @pytest.mark.parametrize("every", [1, 3])
 def test_what_commits_write_is_as_planned(every: int, new_project: NewProject) -> None:
-    """What rests in RAM is written by steps that are committed, and by no other; of what rests on the ssd nothing more."""
+    """Writes what rests in RAM in steps that are committed, and in no other; of what rests on the ssd nothing more."""
     project = new_project(changes={**RAM, **UNCLIPPED, "train.max_steps": STEPS, "checkpoint.commit_every_steps": every})
     with _run(project) as run:
         run.load(lambda count: None)
@@ -302,7 +302,7 @@ def test_what_commits_write_is_as_planned(every: int, new_project: NewProject) -
 
 
 def test_an_orderly_end_between_two_commits_saves_the_state(new_project: NewProject, whole: Callable[..., Whole]) -> None:
-    """And what is gone on with from there ends as if nobody had stopped."""
+    """Checks that what is gone on with from there ends as if nobody had stopped."""
     changes = {**AUTO, "train.max_steps": STEPS}
     project = new_project(changes=changes)
     every = prepared_run(project).planned.plan.commit_every
@@ -322,7 +322,7 @@ def test_a_saved_run_keeps_its_kind_of_store(stopped: Project) -> None:
 
 @pytest.mark.parametrize("damaged", [1, 2])
 def test_the_last_snapshots_can_be_gone_back_to(damaged: int, new_project: NewProject, whole: Callable[..., Whole]) -> None:
-    """Of three places two hold snapshots: with the newest damaged the one before goes on, with both nothing does."""
+    """Keeps snapshots in two of three places: with the newest damaged the one before goes on, with both nothing does."""
     snapshots = {"checkpoint.mode": "snapshot", "checkpoint.snapshot_every_steps": 2, "train.max_steps": STEPS}
     expected = whole(snapshots).losses
     project = new_project("broken", snapshots)
@@ -373,7 +373,7 @@ def _dies_amid_updates(*, partly: bool) -> Callable[[Run], None]:
 
 
 def _pending(manifest: Manifest) -> list[bool]:
-    """Of every stage that has parameters: whether it is named by its gradients."""
+    """Returns of every stage that has parameters whether it is named by its gradients."""
     return [stage.gradients is not None for stage in manifest.stages if stage.params]
 
 
@@ -406,7 +406,7 @@ def test_redo_has_everything_once(new_project: NewProject, whole: Callable[..., 
 def test_an_export_has_the_updates_that_are_to_be_done(
     dtype: str, states: str, new_project: NewProject, tmp_path: Path
 ) -> None:
-    """Killed between a step's gradients and its updates, and exported; then gone on with, stopped, and exported again."""
+    """Kills between a step's gradients and its updates, and exports; then goes on, stops, and exports again."""
     redo = {"checkpoint.mode": "redo", "train.max_steps": STEPS}
     optimizer = {"optimizer.name": "lion"} if states == "lion" else {"optimizer.state_dtype": states}
     project = new_project("redo", {**redo, "precision.compute": dtype, **optimizer})
@@ -426,7 +426,7 @@ def test_an_export_has_the_updates_that_are_to_be_done(
 
 
 def test_nothing_is_named_behind_a_flush_that_failed(stopped: Project) -> None:
-    """Also what was waiting its turn already: a second flush would seem to work."""
+    """Checks what was waiting its turn already too: a second flush would seem to work."""
     flushes, named, both_begun = list[int](), list[Manifest](), Event()
 
     def flush() -> None:

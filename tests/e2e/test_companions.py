@@ -1,4 +1,4 @@
-"""An export carries the tokenizer that was trained with, also when everything the run started from is gone."""
+"""Tests that an export carries the tokenizer that was trained with, also when everything the run started from is gone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ TEXT = "The road!! from the harbour<|filler|> to the mill!<|end|>"
 
 
 def _started_from(materials: Path, folder: Path, *, pad: str) -> dict[str, object]:
-    """A model whose tokenizer is another's, in a folder of its own and without config.json; the recipe's changes."""
+    """Makes a model whose tokenizer is another's, in a folder of its own and without config.json; returns the recipe's
+    changes."""
     shutil.copytree(materials / "model", folder / "model")
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     tokenizer.chat_template = "{{ 'not this one' }}"
@@ -43,7 +44,7 @@ def _started_from(materials: Path, folder: Path, *, pad: str) -> dict[str, objec
 
 
 def test_what_is_kept_already_is_not_written_again(tmp_path: Path) -> None:
-    """A run that goes on on a full disk needs no room for it. Whatever is not as it was is made so."""
+    """Needs no room for it on a full disk when a run goes on. Whatever is not as it was is made so."""
     folder, files = tmp_path / "companions", {"config.json": b"{}", "tokenizer.json": tmp_path / "t", "LICENSE": b"terms"}
     (tmp_path / "t").write_bytes(b"t" * 200_000)
     companions._replace(folder, files)

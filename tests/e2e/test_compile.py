@@ -1,4 +1,4 @@
-"""A run whose blocks are compiled: traced and differentiated by the compiler, its operators run one by one here."""
+"""Tests a run whose blocks are compiled: traced and differentiated by the compiler, its operators run one by one here."""
 
 from __future__ import annotations
 

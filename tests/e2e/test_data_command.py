@@ -1,4 +1,4 @@
-"""`fuyou data`: transcripts of what it prints, and the same rows as a run trains on."""
+"""Tests `fuyou data`: transcripts of what it prints, and the same rows as a run trains on."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ Row 1  49 tokens, 14 trained, 2 documents that do not see each other
 
 @pytest.fixture
 def printed(monkeypatch: pytest.MonkeyPatch) -> Printed:
-    """What a command prints to a pipe of 80 columns."""
+    """Returns what a command prints to a pipe of 80 columns."""
 
     def run(*words: str | Path, code: int = 0, encoding: str = "utf-8") -> str:
         out = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="replace")
@@ -90,7 +90,7 @@ def printed(monkeypatch: pytest.MonkeyPatch) -> Printed:
 
 @pytest.fixture
 def asked(new_project: NewProject, materials: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
-    """A folder of a tokenizer alone, and short samples but for one whose answer is cut off."""
+    """Makes a folder of a tokenizer alone, and short samples but for one whose answer is cut off."""
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(materials / "model" / file, tmp_path / file)
     monkeypatch.chdir(tmp_path)
@@ -107,7 +107,7 @@ def asked(new_project: NewProject, materials: Path, tmp_path: Path, monkeypatch:
 
 
 def test_what_is_cut_and_left_out(asked: Project, printed: Printed) -> None:
-    """Made in a folder that is gone, from a folder without a model."""
+    """Runs in a folder that is gone, from a folder without a model."""
     assert printed("data", asked.recipe, "-n", "1") == TRUNCATED
     assert not Path("rows").exists() and not asked.out.exists()
 
@@ -120,7 +120,7 @@ def test_documents_that_share_a_row_in_ascii(asked: Project, printed: Printed) -
 
 
 def test_the_rows_of_a_run(new_project: NewProject, printed: Printed) -> None:
-    """Found where the run has put them, in its order, with its labels; also those it holds back."""
+    """Finds the rows where the run has put them, in its order, with its labels; also those it holds back."""
     changes = {"dataset.packing": "concat", "dataset.eval_fraction": 0.1, "train.batch_size": 3, "train.micro_batch_size": 1}
     project = new_project(changes=changes)
     ready = prepared_run(project)

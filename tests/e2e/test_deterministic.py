@@ -1,4 +1,4 @@
-"""Compute that repeats itself on a GPU: what is asked of torch, on the emulated device, and what torch refuses."""
+"""Tests compute that repeats itself on a GPU: what is asked of torch, on the emulated device, and what torch refuses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _asked() -> tuple[bool, bool]:
 
 
 def test_torch_is_asked_while_the_run_lasts(new_project: NewProject, whole: Callable[..., Whole]) -> None:
-    """Memory is not filled for it; the CPU's bits are those without it."""
+    """Checks that memory is not filled for it; the CPU's bits are those without it."""
     before, seen = _asked(), set[tuple[bool, bool]]()
     losses = train(new_project(changes=REPEATED), lambda run: seen.add(_asked()))[0]
     assert seen == {(True, False)}

@@ -1,4 +1,5 @@
-"""A device's memory is what the recipe says: a run has no more of it, and running out names the key and the bytes."""
+"""Tests that a device's memory is what the recipe says: a run has no more of it, and running out names the key and the
+bytes."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def test_a_step_that_runs_out_names_the_key_and_is_gone_on_from(
 
 
 def test_outputs_that_stay_there_change_no_loss(new_project: NewProject, whole: Callable[..., Whole]) -> None:
-    """As a recipe asks for it, as far as the device has room; all of it is within the limit at any time."""
+    """Keeps outputs as the recipe asks, as far as the device has room; all of it is within the limit at any time."""
     keeping = {**EMULATED, "offload.max_memory.gpu": "64MiB", "offload.activations": "keep"}
     project, peaks = new_project(changes=keeping), list[int]()
     plan = prepared_run(project).planned.plan
@@ -60,7 +61,7 @@ def test_outputs_that_stay_there_change_no_loss(new_project: NewProject, whole: 
 
 
 def test_a_run_does_not_open_beyond_its_limit(new_project: NewProject) -> None:
-    """As where others have taken the device since it was planned for."""
+    """Refuses as where others have taken the device since it was planned for."""
     project = new_project(changes=EMULATED)
     less = load_recipe(project.recipe, ["offload.max_memory.gpu=1KiB"]).recipe
     prepared = prepared_run(project)
@@ -73,7 +74,7 @@ def test_a_run_does_not_open_beyond_its_limit(new_project: NewProject) -> None:
 
 
 class _Card(EmulatedDevice):
-    """Of which others have some."""
+    """Stands for a card of which others have some."""
 
     def __init__(self, *, limit: int, free: int) -> None:
         super().__init__(limit)

@@ -1,4 +1,4 @@
-"""How a run ends when nobody reads it, its log cannot be written, its terminal goes, or its output is in the way."""
+"""Tests how a run ends when nobody reads it, its log cannot be written, its terminal goes, or its output is in the way."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_a_step_whose_updates_have_begun_warns_before_it_is_given_up(
 def test_a_second_signal_stops_at_once(
     every: int | None, code: int, new_project: NewProject, whole: Callable[..., Whole]
 ) -> None:
-    """In the middle of a backward that could still be given up at the next micro-batch."""
+    """Signals in the middle of a backward that could still be given up at the next micro-batch."""
     changes = {"train.max_steps": STEPS, "checkpoint.commit_every_steps": every}
     project, heard = new_project(changes=changes), list[str]()
     with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space, announce=heard.append) as run:
@@ -267,7 +267,7 @@ def test_asked_to_stop_after_the_last_step_the_export_waits_for_another_time(
 
 @pytest.mark.parametrize("number", every(2, [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]))
 def test_stopped_before_there_is_a_run(number: int, new_project: NewProject, tmp_path: Path) -> None:
-    """While the data is tokenised: it is said, the worker ends, and nothing of it is left."""
+    """Stops while the data is tokenised: it is said, the worker ends, and nothing of it is left."""
     rows = tmp_path / "rows"
     project = new_project(changes={"dataset.cache_dir": str(rows)})
     child = project.begin("finetune", project.recipe)
@@ -285,14 +285,14 @@ def test_stopped_before_there_is_a_run(number: int, new_project: NewProject, tmp
 
 
 def _workers(project: Project) -> list[Path]:
-    """Processes that tokenise for the project's command, whose environment they share."""
+    """Returns the processes that tokenise for the project's command, whose environment they share."""
     mark = f"XDG_CACHE_HOME={project.environment()['XDG_CACHE_HOME']}\0"
     workers = [file.parent for file in Path("/proc").glob("[0-9]*/cmdline") if "fuyou_cli.data.worker" in _text(file)]
     return [worker / "environ" for worker in workers if mark in _text(worker / "environ")]
 
 
 def _ends(environ: Path, *, within: float) -> bool:
-    """Whether the process of a /proc/PID/environ is over, or will be in so many seconds."""
+    """Tells whether the process of a /proc/PID/environ is over, or will be in so many seconds."""
     try:
         process = os.pidfd_open(int(environ.parent.name))
     except ProcessLookupError:

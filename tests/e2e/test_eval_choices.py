@@ -1,4 +1,4 @@
-"""`fuyou eval --choices`: the choices of transformers with all of the model in memory, by lm-eval-harness's two rules."""
+"""Tests `fuyou eval --choices`: the choices of transformers with all of the model in memory, by lm-eval-harness's two rules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`fuyou eval`: the losses of transformers with the whole model in memory, of a model, a store and a run's output folder."""
+"""Tests `fuyou eval`: the losses of transformers with the whole model in memory, of a model, a store and a run's output
+folder."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def test_a_model_a_store_and_an_output_folder(new_project: NewProject, whole: Ca
 
 
 def test_a_run_told_the_same(new_project: NewProject) -> None:
-    """After a run, `fuyou eval` on its output folder gives the loss that the run ended with."""
+    """Gives with `fuyou eval` on a run's output folder the loss that the run ended with."""
     project = new_project(changes=EXACT)
     with_sets(project, EXACT)
     ran = project.fuyou("finetune", project.recipe)

@@ -1,4 +1,5 @@
-"""Losses of held-out rows between the steps of a run, as transformers computes them, beside training that does not notice."""
+"""Tests losses of held-out rows between the steps of a run, as transformers computes them, beside training that does not
+notice."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ TEXTS = [f"held out row {number}: {'the quick brown fox ' * (number % 4)}jumps" 
 
 
 def with_sets(project: Project, changes: dict[str, Any]) -> list[Path]:
-    """Two sets: seven rows, which is no multiple of a batch, and one."""
+    """Makes two sets: seven rows, which is no multiple of a batch, and one."""
     files = [project.folder / "held-out.jsonl", project.folder / "one.jsonl"]
     for file, texts in zip(files, (TEXTS, TEXTS[-1:]), strict=True):
         file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -108,7 +109,7 @@ def test_stopped_in_an_evaluation(new_project: NewProject, whole: Callable[..., 
 def test_early_stopping_goes_on_from_where_it_was(
     stopped_after: int, new_project: NewProject, whole: Callable[..., Whole]
 ) -> None:
-    """Two evaluations that are no better end the run, in one process or in two; the next command trains no further."""
+    """Ends the run after two evaluations that are no better, in one process or in two; the next command trains no further."""
     changes = {**EXACT, "train.early_stopping": {"patience": 2, "min_delta": 100.0}}
     project, seen = new_project(changes=changes), list[int]()
     with_sets(project, changes)
@@ -133,7 +134,7 @@ def test_early_stopping_goes_on_from_where_it_was(
 
 
 def test_losses_of_other_rows_are_forgotten(new_project: NewProject) -> None:
-    """Where the first set is another, early stopping counts from its first loss on, and the run says so once."""
+    """Counts early stopping from the first loss of another first set on, and the run says so once."""
     changes = {**EXACT, "train.early_stopping": {"patience": 2, "min_delta": 100.0}}
     project, said = new_project(changes=changes), list[str]()
     _, one = with_sets(project, changes)
@@ -167,7 +168,7 @@ def test_what_early_stopping_goes_by() -> None:
 
 
 def test_rows_held_back_are_evaluated_and_never_trained_on(new_project: NewProject) -> None:
-    """A run stopped and resumed trains on the rows of one never stopped: those held back are the same in each process."""
+    """Trains a stopped and resumed run on the rows of one never stopped: those held back are the same in each process."""
     held = {**EXACT, "dataset.eval_fraction": 0.1, "dataset.packing": "concat", "eval": {"every_steps": 4}}
     whole, project, seen = new_project("whole", held), new_project(changes=held), list[int]()
 

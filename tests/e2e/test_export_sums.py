@@ -43,7 +43,7 @@ def test_a_flipped_bit_is_never_exported(stopped: Project, tmp_path: Path) -> No
 
 
 def test_a_bit_flipped_on_its_way_is_not_exported(stopped: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In every third read in turn, though the store is whole."""
+    """Flips a bit in every third read in turn, though the store is whole."""
     read, wait, at, seen = SwapDaemon.read, SwapDaemon.wait, 0, 0
     spans: dict[int, tuple[int, int]] = {}
 

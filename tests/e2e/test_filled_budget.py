@@ -1,4 +1,4 @@
-"""A process whose plan fills its budget stays within what the plan predicts, sampled from outside as it runs."""
+"""Tests that a process whose plan fills its budget stays within what the plan predicts, sampled from outside as it runs."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ OFTEN = 0.004  # seconds between looks
 
 @pytest.fixture
 def project(new_project: Callable[..., Project], materials: Path, tmp_path: Path) -> Project:
-    """A small Llama of 32,000 words, tied to nothing: its head's logits are mapped, all else is in the heap. Two micro-batches
-    of four rows, clipped. In bfloat16 where the processor has fast products for it: without them this takes ten minutes."""
+    """Makes a small Llama of 32,000 words, tied to nothing: its head's logits are mapped, all else is in the heap. Two
+    micro-batches of four rows, clipped. In bfloat16 where the processor has fast products for it: without them this takes ten
+    minutes."""
     import torch
     import transformers
 
@@ -65,7 +66,7 @@ def _peak_of_all_in_memory(project: Project) -> int:
 
 
 def _sizes(process: subprocess.Popen[str]) -> Iterator[int]:
-    """Anonymous bytes and those of page tables, as often as it goes."""
+    """Samples anonymous bytes and those of page tables, as often as it goes."""
     while process.poll() is None:
         try:
             lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()

@@ -41,7 +41,7 @@ def _keep_companions(run: Run) -> None:
 
 
 class _Killed(BaseException):
-    """What no code of a run looks for."""
+    """Stands for what no code of a run looks for."""
 
 
 def _kill(run: str, folders: list[Path]) -> None:
@@ -112,7 +112,7 @@ def test_a_manifest_names_what_the_run_wrote_alone(stopped: Project) -> None:
 
 
 def _empty(like: StoredStage) -> StoredStage:
-    """A stage of no parameters, which a manifest may have."""
+    """Makes a stage of no parameters, which a manifest may have."""
     return replace(
         like, name="extra", params=0, weights=None, remainder=None, momentum=None, variance=None, gradients=None, tensors=()
     )
@@ -133,7 +133,7 @@ CHANGES: dict[str, Callable[[Manifest], tuple[StoredStage, ...]]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_stages_that_are_not_the_models_are_refused_untouched(change: str, stopped: Project) -> None:
-    """Before the store is opened, which would make its file longer and nobody else's."""
+    """Refuses before the store is opened, which would make its file longer and nobody else's."""
     was, folder = manifest_of(stopped), store_of(stopped)
     manifests.write(folder, replace(was, stages=CHANGES[change](was)))
     store = folder / "store.bin"
@@ -163,7 +163,7 @@ def test_stages_of_the_state_before_are_looked_at_as_well(stopped: Project, tmp_
 def test_a_run_killed_before_its_part_file_owns_what_its_manifest_names(
     new_project: NewProject, monkeypatch: pytest.MonkeyPatch, whole: Callable[..., Whole]
 ) -> None:
-    """Also where a file system says of room that was set aside that it holds data."""
+    """Checks it also where a file system says of room that was set aside that it holds data."""
     expected = whole().losses
     monkeypatch.setattr(resume, "_holds_data", lambda file: True)
     project = new_project("killed", {"train.max_steps": STEPS})

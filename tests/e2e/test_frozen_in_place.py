@@ -1,4 +1,4 @@
-"""Frozen weights that are read from the checkpoint's own files: the bits of a copy in the store, and no copy."""
+"""Tests frozen weights that are read from the checkpoint's own files: the bits of a copy in the store, and no copy."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FROZEN = {
 
 @pytest.fixture
 def model(materials: Path, tmp_path: Path) -> Path:
-    """A copy of the model, which a test may change."""
+    """Makes a copy of the model, which a test may change."""
     return Path(shutil.copytree(materials / "model", tmp_path / "model"))
 
 
@@ -53,7 +53,7 @@ def weights_of(model: Path) -> Path:
 
 
 def test_a_copy_in_the_store_gives_the_same_bits(frozen: Callable[..., Project], tmp_path: Path) -> None:
-    """Two drives, and so a copy; with one, the store has no place for them, and a step reads what the plan says."""
+    """Uses two drives, and so a copy; with one, the store has no place for them, and a step reads what the plan says."""
     two = frozen("two", {"offload.dir": [str(tmp_path / "a"), str(tmp_path / "b")]})
     copied = prepared_run(two).planned
     assert not copied.model.sources
@@ -86,7 +86,7 @@ def sums(store: Path) -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize("how", every(2, ["touched", "cut", "gone"]))
 def test_a_file_that_changes_between_runs_is_named(how: str, frozen: Callable[..., Project], model: Path) -> None:
-    """Of a run that does not sum what it reads, a copy cannot be compared."""
+    """Shows that a copy cannot be compared in a run that does not sum what it reads."""
     project, file = frozen(changes={"offload.verify_reads": how != "touched"}), weights_of(model)
     with pytest.raises(Interrupted):
         train(project, interrupt(2, "forward"))
@@ -137,7 +137,7 @@ def test_a_run_that_does_not_start_leaves_no_store(frozen: Callable[..., Project
 
 @pytest.mark.parametrize("how", ["touched", "cut", "gone"])
 def test_nothing_is_kept_of_a_file_that_changes_during_a_run(how: str, frozen: Callable[..., Project], model: Path) -> None:
-    """What was committed before goes on with the same bits once the file is as it was."""
+    """Goes on from what was committed before with the same bits once the file is as it was."""
     wanted, store = train(frozen("whole"))
     project, file = frozen("changed"), weights_of(model)
     status, content = file.stat(), file.read_bytes()
@@ -190,7 +190,7 @@ def test_other_bytes_under_the_same_time_are_found(frozen: Callable[..., Project
 
 @pytest.mark.parametrize("summed", [True, False])
 def test_verifying_compares_the_models_files(summed: bool, frozen: Callable[..., Project], model: Path) -> None:
-    """Their bytes are counted once; what nobody has summed is said."""
+    """Counts their bytes once, and says what nobody has summed."""
     changes = {"offload.verify_reads": summed, "freeze": ["transformer.h.0.*", "transformer.h.1.*"]}
     project, file = frozen(changes=changes), weights_of(model)
     _, store = train(project)

@@ -1,4 +1,5 @@
-"""A recipe with `freeze`: the same run as plain PyTorch with `requires_grad=False`, and what a resumed run must agree on."""
+"""Tests a recipe with `freeze`: the same run as plain PyTorch with `requires_grad=False`, and what a resumed run must agree
+on."""
 
 from __future__ import annotations
 

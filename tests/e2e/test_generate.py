@@ -1,4 +1,4 @@
-"""`fuyou generate`: what transformers writes with the same model in memory."""
+"""Tests that `fuyou generate` writes what transformers writes with the same model in memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def fuyou(*words: str | Path) -> int:
 
 
 def in_memory(folder: Path, prompts: Sequence[str], new: int) -> list[str]:
-    """What transformers makes of the prompts, padded on the left."""
+    """Returns what transformers makes of the prompts, padded on the left."""
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, padding_side="left")

@@ -1,4 +1,4 @@
-"""Older states are gone back to where the newest has been damaged, and only there; nothing that is kept is lost on the way."""
+"""Tests that older states are gone back to where the newest has been damaged, and only there; nothing that is kept is lost."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ REDO = {"checkpoint.mode": "redo", "train.max_steps": STEPS}
 
 
 def _stopped(project: Project) -> Project:
-    """In step 3."""
+    """Stops in step 3."""
     with pytest.raises(Exception, match="stopped after step 2"):
         train(project, interrupt(3, "forward"))
     return project
@@ -47,7 +47,7 @@ def _damage_manifest(store: Path) -> None:
 def test_verify_tells_of_a_damaged_manifest_and_the_run_goes_on(
     changes: dict[str, Any], new_project: NewProject, whole: Callable[..., Whole]
 ) -> None:
-    """In redo the one before is of the same step, and it is as whole."""
+    """Checks that in redo the state before is of the same step, and as whole."""
     expected = whole().losses
     project = _stopped(new_project("stopped", {"train.max_steps": STEPS, **changes}))
     store = store_of(project)
@@ -192,7 +192,7 @@ def test_the_weights_it_began_with_are_not_needed_any_more(
 
 
 def test_an_error_of_the_store_behind_a_step_is_the_one_that_is_told(new_project: NewProject) -> None:
-    """Asked to stop, the run gives up what it has begun to fetch: what becomes of that is no bug of ours."""
+    """Gives up what it has begun to fetch when asked to stop: what becomes of that is no bug of ours."""
     project = new_project("broken", {"train.max_steps": STEPS, "train.clip_grad_norm": None, "offload.defer_updates": 0.5})
 
     def break_and_stop(report: StepReport) -> None:

@@ -1,4 +1,4 @@
-"""Weights opened for inference: of a model's folder, of a run's store and of its output folder."""
+"""Tests weights opened for inference: of a model's folder, of a run's store and of its output folder."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ NewProject = Callable[..., Project]
 
 
 def changes(llama: Path, packing: str | bool, *, batch: int, micro: int = 1, **more: Any) -> dict[str, Any]:
-    """A few documents; the batch is all there are, so that every step learns from the same ones."""
+    """Takes a few documents; the batch is all there are, so that every step learns from the same ones."""
     entry = {"path": str(llama.parent / "rows.jsonl"), "format": "text", "max_samples": 10}
     return {
         "model.name_or_path": str(llama), "dataset.train": [entry], "dataset.max_seq_len": 64, "dataset.packing": packing,
@@ -38,7 +38,7 @@ def packed_rows(project: Project, llama: Path) -> int:
 
 
 def test_the_losses_of_documents_in_rows_of_their_own(new_project: NewProject, llama: Path) -> None:
-    """Of training and of evaluation, where nothing is packed."""
+    """Compares training and evaluation, where nothing is packed."""
     evals = {"dataset.eval": [{"path": str(llama.parent / "rows.jsonl"), "format": "text"}], "eval": {"every_steps": 2}}
     project, found = new_project("packed"), []
     count = packed_rows(project, llama)
@@ -74,7 +74,7 @@ def test_another_packing_is_other_data(new_project: NewProject, llama: Path) -> 
 
 
 def test_a_model_that_would_mix_documents_is_refused_by_name(new_project: NewProject) -> None:
-    """A plan can be made: it shows why the model cannot be trained so."""
+    """Makes a plan all the same: it shows why the model cannot be trained so."""
     project = new_project(changes={"dataset.packing": "isolated"})
     why = r"^dataset.packing: isolated: GPT2LMHeadModel cannot keep documents apart: it looks positions up in a table \(wpe\)"
     with pytest.raises(UsageError, match=why) as refused:

@@ -1,4 +1,4 @@
-"""A model that was planned before is planned again from what is kept of it: without torch, and to the same plan."""
+"""Tests that a model that was planned before is planned again from what is kept of it: without torch, and to the same plan."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_sizes_of_micro_batches_are_compared_once(folder: Path, monkeypatch: pyt
 
 
 def test_frozen_weights_lie_where_they_lay(folder: Path, built: list[str], materials: Path) -> None:
-    """As long as the model's files are the same."""
+    """Finds them there as long as the model's files are the same."""
     shutil.copytree(materials / "model", folder, dirs_exist_ok=True)
     keys = ["freeze=[transformer.h.0]", "precision.compute=float32", "dataset.max_seq_len=24", f"offload.dir={folder}/store"]
     first = planned(folder, *keys, machine="gen4,64GiB")  # to a GPU, tensors of this file would lie badly
@@ -183,7 +183,7 @@ def test_a_known_model_is_planned_without_torch(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_the_process_counts_as_if_it_had_loaded_all(folder: Path) -> None:
-    """On this machine a process that did not load torch plans as one that did, but for one step of its size at most."""
+    """Plans on this machine in a process that did not load torch as in one that did, but for one step of its size at most."""
     (first, all_of_it), (second, nothing) = told(folder), told(folder)
     assert "'torch'" in all_of_it and "'transformers'" in all_of_it and nothing == "set()"
     assert abs(second["hardware"]["process_bytes"] - first["hardware"]["process_bytes"]) <= PROCESS_STEP

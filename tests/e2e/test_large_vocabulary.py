@@ -1,4 +1,4 @@
-"""What `auto` makes of a model with a large vocabulary: planned from its configuration, with the recipe's own rules."""
+"""Tests what `auto` makes of a model with a large vocabulary: planned from its configuration, with the recipe's own rules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .running import planned
 
 @pytest.fixture
 def project(new_project: Callable[..., Project]) -> Project:
-    """Llama-3.2-1B's shape, no weights."""
+    """Makes a project of Llama-3.2-1B's shape, without weights."""
     import transformers
 
     project = new_project("large")
@@ -41,7 +41,7 @@ def _planned(project: Project, **train: Any) -> Planned:
 
 
 def _least(project: Project, **train: Any) -> int:
-    """Bytes of RAM that the plan of a tiny budget takes."""
+    """Returns the bytes of RAM that the plan of a tiny budget takes."""
     least = _planned(project, memory="100MiB", **train)
     assert not least.fits_ram
     return least.plan.predicted.cpu_peak

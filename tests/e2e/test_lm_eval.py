@@ -40,7 +40,7 @@ metric_list: [{metric: acc}]
 
 @pytest.fixture(scope="module")
 def models(materials: Path) -> tuple[StreamedLM, HFLM]:
-    """Ours and theirs, with at most three rows at once."""
+    """Makes our model and theirs, with at most three rows at once."""
     folder, same = str(materials / "model"), {"dtype": "float32", "device": "cpu", "max_length": LENGTH}
     return StreamedLM(folder, memory="4GiB", max_batch_size=3, **same), HFLM(folder, batch_size=3, **same)
 

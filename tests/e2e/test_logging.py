@@ -1,4 +1,5 @@
-"""Other programs' loggers in a real run: refused before anything is written where they are missing, and no run ends by one."""
+"""Tests other programs' loggers in a real run: refused before anything is written where they are missing, and no run ends by
+one."""
 
 from __future__ import annotations
 

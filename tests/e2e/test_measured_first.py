@@ -1,4 +1,5 @@
-"""A machine that nobody has measured is measured before a run is planned for it, unless the recipe or a flag says no."""
+"""Tests that a machine that nobody has measured is measured before a run is planned for it, unless the recipe or a flag says
+no."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ store_rates.QUICK_SPAN = 64 << 20
 
 
 def _finetune(project: Project, *arguments: str) -> str:
-    """What a run that ends well says on stderr."""
+    """Returns what a run that ends well says on stderr."""
     hook = project.folder / "hook"
     hook.mkdir(exist_ok=True)
     (hook / "sitecustomize.py").write_text(QUICK)

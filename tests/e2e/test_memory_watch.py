@@ -1,4 +1,4 @@
-"""What is shown as memory now is never above the peak beside it."""
+"""Tests that what is shown as memory now is never above the peak beside it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""How many rows are computed at once where the recipe says auto: the fastest that fits, chosen once, kept with the run."""
+"""Tests how many rows are computed at once where the recipe says auto: the fastest that fits, chosen once, kept with the
+run."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def test_the_fastest_that_fits(seconds: dict[int, float | None], best: int) -> N
 
 
 def test_downwards_until_one_fits() -> None:
-    """At a length of 256 four rows are usual; a budget that holds one only is enough."""
+    """Goes downwards from the usual four rows at a length of 256, to one where the budget holds no more."""
     seconds = {4: None, 2: None, 1: 3.0}
     assert fastest_size(16, 256, planned=seconds.__getitem__, searched=seconds.__getitem__) == 1
 

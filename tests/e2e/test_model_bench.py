@@ -1,4 +1,4 @@
-"""`fuyou bench --model`: real runs of a shape without weights or data, whole and extrapolated."""
+"""Tests `fuyou bench --model`: real runs of a shape without weights or data, whole and extrapolated."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCKS = 6
 
 @pytest.fixture
 def shaped(new_project: Callable[..., Project], tmp_path: Path) -> Project:
-    """A project whose model folder has a configuration alone: neither weights nor a tokenizer nor data."""
+    """Makes a project whose model folder has a configuration alone: neither weights nor a tokenizer nor data."""
     import transformers
 
     transformers.LlamaConfig(

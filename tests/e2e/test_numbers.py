@@ -1,4 +1,4 @@
-"""Numbers that are not finite, and parameters that do not move: what a run says, skips and keeps."""
+"""Tests numbers that are not finite, and parameters that do not move: what a run says, skips and keeps."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ PLACES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("place", every(3, PLACES))
 def test_skipped_steps_survive_a_stop(place: str, new_project: NewProject) -> None:
-    """AdamW counts the steps that updated, on both sides of it."""
+    """Checks that AdamW counts the steps that updated, on both sides of the stop."""
     changes, heard = {**SKIP, **PLACES[place]}, list[str]()
     whole, broken = new_project("whole", changes), new_project("broken", changes)
     expected = _poisoned(whole, {1, 4}, heard=heard)

@@ -1,4 +1,4 @@
-"""What lies in a run's `output_dir`, and who else is at it."""
+"""Tests what lies in a run's `output_dir`, and who else is at it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .running import train
 
 
 def test_two_runs_do_not_share_one(new_project: Callable[..., Project]) -> None:
-    """Stores of their own do not help: either would set the other's log aside, and write its model over."""
+    """Refuses it also with stores of their own: either run would set the other's log aside, and write its model over."""
     project = new_project()
     with claimed(project.out, say=print):
         with pytest.raises(UsageError, match="another run uses"), claimed(project.out, say=print):
@@ -43,7 +43,7 @@ def test_a_run_that_does_not_find_the_earlier_one_says_so(new_project: Callable[
 
 @pytest.mark.parametrize("name", ["timeline.svg", "log.jsonl"])
 def test_what_would_be_waited_for_or_followed_is_refused_first(name: str, new_project: Callable[..., Project]) -> None:
-    """A drawing is the last thing that a run writes before its export."""
+    """Refuses the drawing too, which is the last thing that a run writes before its export."""
     project = new_project()
     project.out.mkdir()
     os.mkfifo(project.out / name)

@@ -1,4 +1,4 @@
-"""Keys that name a folder, given a file: refused with the key, and nothing else is blamed."""
+"""Tests keys that name a folder, given a file: refused with the key, and nothing else is blamed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whoever waits for a drive that does not answer says what for."""
+"""Tests that whoever waits for a drive that does not answer says what for."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _said(heard: list[str], begin: str) -> str:
 
 
 def test_a_flush_that_does_not_come_back_is_named(new_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the middle of a step, and where the run ends. The flush comes back once it has been named."""
+    """Holds a flush back in the middle of a step, and where the run ends, until it has been named."""
     in_step, at_the_end = (
         "waiting for commit of the step before (step 3, ",
         "waiting for the commit of step 4 (after step 4) for ",
@@ -49,7 +49,7 @@ def test_a_flush_that_does_not_come_back_is_named(new_project: Callable[..., Pro
 def test_a_store_that_is_verified_or_exported_is_named(
     stopped: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where no time at all is too long, every drive is silent."""
+    """Sets no time at all as too long, so that every drive is silent."""
     monkeypatch.setattr("fuyou_cli.core.patience.FIRST", 0.0)
     monkeypatch.setattr("fuyou_cli.swap.daemon._SLICE_NS", 0)
     store, heard = store_of(stopped), list[str]()

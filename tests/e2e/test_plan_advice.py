@@ -36,7 +36,7 @@ def test_a_store_of_another_kind_fits_the_disk(new_project: NewProject, command:
 
 
 def test_ways_to_one_extent(new_project: NewProject, monkeypatch: pytest.MonkeyPatch) -> None:
-    """None where the planner chooses it by itself, or the store is there already."""
+    """Gives none where the planner chooses it by itself, or the store is there already."""
 
     def ways(*changes: str) -> list[tuple[str, ...]]:
         prepared = _planned(project, monkeypatch, PLENTY, *changes)
@@ -108,7 +108,7 @@ def test_what_makes_a_run_fit_is_said_where_its_drives_are_worn_anyway(
 
 
 def test_smaller_states_where_a_drive_is_worn_or_binds(new_project: NewProject, command: Callable[[Project], Command]) -> None:
-    """With what they gain, which is what the plan with them says."""
+    """Says what they gain, which is what the plan with them says."""
     project = new_project(changes={**HERE, "train.max_steps": 1000})
     fuyou, int8 = command(project), "optimizer.state_dtype=int8"
     machine = {"parts": "1xgen4,64GiB", "store_read": 1e6, "store_write": 1e6}

@@ -1,4 +1,4 @@
-"""`fuyou plan` of a folder that holds config.json and nothing else: no weights, no tokenizer, no data."""
+"""Tests `fuyou plan` of a folder that holds config.json and nothing else: no weights, no tokenizer, no data."""
 
 from __future__ import annotations
 

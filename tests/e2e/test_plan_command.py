@@ -1,4 +1,4 @@
-"""`fuyou plan` for machines one has and has not, its file, and a run of that very plan."""
+"""Tests `fuyou plan` for machines one has and has not, its file, and a run of that very plan."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HERE = {"offload.device": "auto", "offload.max_memory.cpu": "90%"}
 
 
 class Command:
-    """Commands of `fuyou` in this process: its exit code, and what it wrote."""
+    """Runs commands of `fuyou` in this process; gives the exit code, and what was written."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         self._capsys = capsys
@@ -103,7 +103,7 @@ def test_a_described_machine_stands_in_for_this_one(new_project: NewProject, com
 
 
 def test_two_processes_make_the_same_plan_file(new_project: NewProject, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On this machine: what differs between two processes, their own size above all, is in neither file."""
+    """Compares on this machine: what differs between two processes, their own size above all, is in neither file."""
     project = new_project()
     monkeypatch.setenv("XDG_CACHE_HOME", project.environment()["XDG_CACHE_HOME"])
     keep(replace(assumed_hardware(project.folder), measured="2026-01-02", process_bytes=GiB), project.folder, say=print)
@@ -188,7 +188,7 @@ def test_a_run_that_wears_a_drive_out_is_told_a_larger_batch(
 def test_a_change_that_is_pasted_gives_the_plan_that_was_shown(
     new_project: NewProject, command: Callable[[Project], Command]
 ) -> None:
-    """Also where micro-batches are the planner's to choose: all 31 rows at once, which it would not do with 62."""
+    """Checks it also where micro-batches are the planner's to choose: all 31 rows at once, which it would not do with 62."""
     batch = {"dataset.max_seq_len": 64, "train.max_steps": 1000, "train.batch_size": 31, "train.micro_batch_size": "auto"}
     project = new_project(changes={**HERE, **batch, "offload.boundaries": "cpu", "offload.gradients": "cpu"})
     drives = [{"model": "small", "capacity": "1TB", "rated_bytes": "1GB"}]
@@ -243,7 +243,7 @@ def test_the_very_plan_is_run(new_project: NewProject, command: Callable[[Projec
 
 
 def test_how_long_the_epochs_are(new_project: NewProject, command: Callable[[Project], Command]) -> None:
-    """By the data, which a plan looks into where they say how long the run is; and nothing of that is left."""
+    """Looks into the data where it says how long the run is; nothing of that is left."""
     project = new_project(changes={**HERE, "train.max_steps": None, "train.epochs": 2, "dataset.cache_dir": None})
     fuyou = command(project)
     shown = fuyou.json("--hardware", MACHINE)
@@ -281,7 +281,7 @@ def test_a_plan_is_written_over_plans_alone(
 def test_a_plan_takes_the_place_of_no_device_pipe_or_link(
     new_project: NewProject, command: Callable[[Project], Command]
 ) -> None:
-    """Whose reader would be waited for, or which is found by nobody afterwards."""
+    """Refuses what has a reader that would be waited for, or is found by nobody afterwards."""
     project = new_project()
     fuyou = command(project)
     os.mkfifo(project.folder / "pipe")
@@ -295,7 +295,7 @@ def test_a_plan_takes_the_place_of_no_device_pipe_or_link(
 def test_much_data_is_not_read_for_a_plan(
     new_project: NewProject, command: Callable[[Project], Command], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unless an earlier run may have tokenised it."""
+    """Reads it only if an earlier run may have tokenised it."""
     monkeypatch.setattr(length, "COUNTED", 0)
     project = new_project(changes={**HERE, "train.max_steps": None, "train.epochs": 2, "dataset.cache_dir": "rows"})
     fuyou = command(project)
@@ -362,7 +362,7 @@ def test_a_run_past_the_fast_region_is_planned_with_what_drives_sustain(
 
 @pytest.mark.slow
 def test_a_budget_above_the_machine_does_not_fit(new_project: NewProject, command: Callable[[Project], Command]) -> None:
-    """What the plan takes counts, not what it was allowed: the budget alone refuses nothing."""
+    """Counts what the plan takes, not what it was allowed: the budget alone refuses nothing."""
     project = new_project(changes={"offload.device": "auto"})
     fuyou = command(project)
     many = "offload.max_memory.cpu=64GiB"
@@ -375,7 +375,8 @@ def test_a_budget_above_the_machine_does_not_fit(new_project: NewProject, comman
 
 
 def test_a_saved_run_is_planned_from_where_it_stands(stopped: Project, command: Callable[[Project], Command]) -> None:
-    """Hours, bytes and wear of the steps that are left, with the numbers that it began with; its state is looked at alone."""
+    """Plans hours, bytes and wear of the steps that are left, with the numbers that the run began with; looks at its state
+    alone."""
     saved, kept = manifest_of(stopped), (store_of(stopped) / manifests.NAME).read_bytes()
     left = STEPS - saved.step
     assert 0 < left < STEPS

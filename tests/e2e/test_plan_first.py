@@ -1,4 +1,5 @@
-"""`fuyou finetune` shows its plan before it fetches and tokenises anything, and again only what has changed since."""
+"""Tests that `fuyou finetune` shows its plan before it fetches and tokenises anything, and again only what has changed
+since."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ GB, GIB = 10**9, 1 << 30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Promise:
-    """What a recipe says of itself, with some room. Sizes are GB, of a step at most."""
+    """Holds what a recipe says of itself, with some room. Sizes are GB, of a step at most."""
 
     model: str  # one of engine/configs
     machine: str
@@ -81,7 +81,7 @@ def usual(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> 
 
 
 def planned(name: str, folder: Path) -> Planned:
-    """Of micro-batches of one row: what `auto` finds for these is the same, after a search for each size."""
+    """Plans micro-batches of one row: what `auto` finds for these is the same, after a search for each size."""
     promise = PROMISES[name]
     shutil.copy(CONFIGS / f"{promise.model}.json", folder / "config.json")
     keys = (f"model.name_or_path={folder}", "train.micro_batch_size=1", *promise.overrides)
@@ -90,7 +90,7 @@ def planned(name: str, folder: Path) -> Planned:
 
 
 def test_all_are_planned_here() -> None:
-    """But the quickstart, whose model is made on the spot: tests/quickstart plans and runs it."""
+    """Leaves out the quickstart, whose model is made on the spot: tests/quickstart plans and runs it."""
     assert {*PROMISES, "quickstart"} == set(shipped_recipes())
 
 

@@ -1,4 +1,5 @@
-"""What is checked before what: nothing dear is done for a run that a cheap look refuses. The model is on a hub of our own."""
+"""Tests what is checked before what: nothing dear is done for a run that a cheap look refuses. The model is on a hub of our
+own."""
 
 from __future__ import annotations
 
@@ -126,7 +127,7 @@ def test_rows_seen_more_often_than_asked_and_special_tokens_are_noted(
 
 
 def test_a_tokenizer_of_another_model_is_refused(new_project: Callable[..., Project], materials: Path, tmp_path: Path) -> None:
-    """A token, or what fills short rows, beyond the embeddings: an index error in the first step, or worse on a GPU."""
+    """Refuses a token, or what fills short rows, beyond the embeddings: an index error in the first step, or worse on a GPU."""
     from transformers import AutoTokenizer
 
     size = json.loads((materials / "model" / "config.json").read_text())["vocab_size"]
@@ -166,7 +167,7 @@ def test_positions_that_are_computed_only_warn(new_project: Callable[..., Projec
 
 
 def test_a_warm_up_longer_than_the_epochs_are_is_refused(new_project: Callable[..., Project]) -> None:
-    """Shortened in silence, a run made longer later would go on at another rate."""
+    """Refuses it: shortened in silence, a run made longer later would go on at another rate."""
     schedule = {"lr_scheduler.name": "constant", "lr_scheduler.warmup_steps": 17}
     with pytest.raises(UsageError, match=r"lr_scheduler\.warmup_steps: a warm-up of 17 steps .* 16"):
         prepared_run(new_project("short", {"train.max_steps": None, "train.epochs": 1, **schedule}))

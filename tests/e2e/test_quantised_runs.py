@@ -35,13 +35,13 @@ FORMATS = {"nf4": {}, "nf4_double": {"model.double_quant": True}, "int8": {}}
 
 @pytest.fixture(scope="session")
 def odd_llama(materials: Path) -> Path:
-    """Its matrices end within a block of 64."""
+    """Makes a model whose matrices end within a block of 64."""
     return write_llama(materials, "odd-llama", hidden_size=40, intermediate_size=52)
 
 
 @pytest.fixture
 def qlora(new_project: Callable[..., Project], odd_llama: Path) -> Callable[..., Project]:
-    """qlora(format, name, {dotted key: value}) gives a project that trains an adapter over quantised weights."""
+    """Gives qlora(format, name, {dotted key: value}), a project that trains an adapter over quantised weights."""
 
     def make(kind: str, name: str = "project", changes: dict[str, Any] | None = None) -> Project:
         usual = {
@@ -55,7 +55,7 @@ def qlora(new_project: Callable[..., Project], odd_llama: Path) -> Callable[...,
 
 
 def decoded(kind: str, weight: torch.Tensor) -> torch.Tensor:
-    """What the format has of a weight, by the reference."""
+    """Returns what the format has of a weight, by the reference."""
     values = weight.detach().float().numpy()
     if kind == "int8":
         codes, maxima = reference.int8(values.astype(np.float16).astype(np.float32))
@@ -132,7 +132,7 @@ def test_losses_are_those_of_peft_over_decoded_weights(kind: str, device: str, q
 
 
 def test_a_stopped_run_continues_with_the_same_bits(qlora: Callable[..., Project]) -> None:
-    """In bfloat16 on a device, and with the adapter on the ssd, so that slots hold trained weights too."""
+    """Stops in bfloat16 on a device, and with the adapter on the ssd, so that slots hold trained weights too."""
     kind = "nf4_double"
     changes = {
         "precision.compute": "bfloat16", "offload.device": "emulated", "offload.optimizer_states": "ssd",
@@ -158,7 +158,7 @@ def test_a_store_is_not_opened_as_another_format(qlora: Callable[..., Project]) 
 
 @pytest.mark.parametrize(("kind", "most"), every(2, [("nf4", 1.2), ("int8", 2.3)]))
 def test_a_step_reads_what_rests_and_writes_nothing(kind: str, most: float, qlora: Callable[..., Project]) -> None:
-    """A weight is read forward and backward. most: bytes of it in a step, with the scales and padding of these tiny blocks."""
+    """Reads a weight forward and backward. most: bytes of it in a step, with the scales and padding of these tiny blocks."""
     changes = {"checkpoint.commit_every_steps": 100, "checkpoint.mode": "in_place", "train.clip_grad_norm": None}
     moved = list[tuple[int, int]]()
     with Run(prepared_run(qlora(kind, changes=changes)), memory_now=probe.process_bytes, free_space=probe.free_space) as run:

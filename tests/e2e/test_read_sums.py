@@ -1,4 +1,4 @@
-"""A bit that flips on the store while a run trains ends it before anything wrong is computed, or kept."""
+"""Tests that a bit that flips on the store while a run trains ends it before anything wrong is computed, or kept."""
 
 from __future__ import annotations
 
