@@ -22,8 +22,8 @@ TENSORS = ("weights", "remainder", "momentum", "variance", "gradients", "boundar
 
 
 def _at_rest(run: Run, tensor: str) -> Span | None:
-    """An extent of the last block that lies on the store alone, and is still to be read; of boundaries the first block's, which
-    lies there longest. Gradients may take until a later step to be seen there."""
+    """Finds an extent of the last block that lies on the store alone, and is still to be read; of boundaries the first block's,
+    which lies there longest. Gradients may take until a later step to be seen there."""
     if run.step + 1 < STEP:
         return None
     blocks = [stage.index for stage in run.model.stages if stage.kind == "block"]

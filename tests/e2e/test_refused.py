@@ -1,4 +1,4 @@
-"""What cannot be trained is one error with what to do and exit code 2, from the command as a person runs it."""
+"""Tests that what cannot be trained is one error with what to do and exit code 2, from the command as a person runs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fuyou report` of a real run: its figures are the log's, and it has a timeline and what was predicted."""
+"""Tests `fuyou report` of a real run: its figures are the log's, and it has a timeline and what was predicted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A run stops before the step that would pass a limit of its recipe, saved as by Ctrl-C, and says which limit it was."""
+"""Tests that a run stops before the step that would pass a limit of its recipe, saved as by Ctrl-C, and says which limit it
+was."""
 
 from __future__ import annotations
 

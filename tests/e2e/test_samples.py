@@ -1,4 +1,5 @@
-"""What a model writes after fixed prompts while it trains: transformers' greedy text, beside training that does not notice."""
+"""Tests what a model writes after fixed prompts while it trains: transformers' greedy text, beside training that does not
+notice."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def sampled(project: Project) -> tuple[list[float], list[SampleReport]]:
 
 
 def test_beside_training(new_project: NewProject, whole: Callable[..., Whole]) -> None:
-    """At the start, between steps and at the end; in the log, on the terminal and in the report."""
+    """Writes at the start, between steps and at the end: in the log, on the terminal and in the report."""
     project = new_project(changes=SAMPLED)
     result = project.fuyou("finetune", project.recipe)
     assert result.returncode == 0, result.stderr
@@ -79,7 +80,7 @@ def test_the_plan_says_the_most_passes(new_project: NewProject, llama: Path, mon
 
 
 def test_stopped_and_asked_for_other_prompts(new_project: NewProject, whole: Callable[..., Whole]) -> None:
-    """A run stopped while it writes does so anew; what it writes after may change, and its losses may not."""
+    """Writes anew when a run is stopped while it writes; what it writes after may change, and its losses may not."""
     project, seen = new_project(changes=SAMPLED), list[int]()
 
     def stop(run: Run) -> None:

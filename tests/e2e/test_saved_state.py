@@ -1,4 +1,4 @@
-"""What is saved stays saved: folders missing or in another order, signals at any time, a step that is not finite."""
+"""Tests that what is saved stays saved: folders missing or in another order, signals at any time, a step that is not finite."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _striped(folder: Path, *names: str) -> dict[str, Any]:
 
 @pytest.fixture
 def striped(made_once: Callable[..., Path], materials: Path) -> Project:
-    """A project on two drives, `a` and `b`, stopped in step 3."""
+    """Makes a project on two drives, `a` and `b`, stopped in step 3."""
 
     def make(project: Project) -> None:
         project.write_recipe(_striped(project.folder, "a", "b"))
@@ -63,7 +63,7 @@ def test_a_missing_drive_is_refused_and_costs_nothing(striped: Project, whole: C
 def test_a_drive_that_goes_during_a_run_is_named_and_costs_a_step(
     drive: str, new_project: NewProject, tmp_path: Path, whole: Callable[..., Whole]
 ) -> None:
-    """Unmounted or removed: what is open goes on to take what is written, and nobody would find it again."""
+    """Unmounts or removes it: what is open goes on to take what is written, and nobody would find it again."""
     project = new_project("striped", _striped(tmp_path / "striped", "a", "b"))
     there, away = project.folder / drive, project.folder / "away"
 
@@ -92,7 +92,7 @@ def test_a_file_cut_short_is_refused(striped: Project) -> None:
 def test_folders_of_a_saved_run_are_not_taken_by_another(
     order: tuple[str, ...], striped: Project, whole: Callable[..., Whole]
 ) -> None:
-    """Named in another order, or without the first one, which has the manifest."""
+    """Names the folders in another order, or without the first one, which has the manifest."""
     striped.write_recipe(_striped(striped.folder, *order))
     with pytest.raises(UsageError, match="of a saved run after step 2"):
         train(striped)
@@ -224,7 +224,7 @@ def test_a_gradient_that_is_not_finite_saves_the_step_before(
 
 
 def test_a_copy_of_the_run_can_be_put_back(striped: Project, whole: Callable[..., Whole]) -> None:
-    """A folder restored byte for byte is the same run."""
+    """Restores a folder byte for byte: it is the same run."""
     copy = striped.folder / "copy"
     shutil.copytree(_folder(striped, "b"), copy)
     shutil.rmtree(_folder(striped, "b"))

@@ -1,4 +1,5 @@
-"""A run whose weights, states and gradients rest on the device: the same bits, in files that any other run can go on from."""
+"""Tests a run whose weights, states and gradients rest on the device: the same bits, in files that any other run can go on
+from."""
 
 from __future__ import annotations
 
@@ -70,7 +71,7 @@ def test_nothing_of_it_is_in_ram(new_project: NewProject) -> None:
 def test_a_device_is_filled_and_never_passed(
     limit: str, clip: float | None, new_project: NewProject, whole: Callable[..., Whole]
 ) -> None:
-    """By a plan for a machine whose copies are slow: the same bits, within what the plan has of the device."""
+    """Plans for a machine whose copies are slow: the same bits, within what the plan has of the device."""
     same = {"train.clip_grad_norm": clip, "train.max_steps": STEPS}
     auto = {key: "auto" for key in (*THERE, "offload.boundaries") if key != "offload.device"}
     project = new_project(changes={**THERE, **auto, **same, "offload.max_memory.gpu": limit})

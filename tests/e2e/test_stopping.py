@@ -1,4 +1,4 @@
-"""Stopped at a chosen place of a chosen step, in one process; what a resumed run insists on."""
+"""Stops at a chosen place of a chosen step, in one process, and tests what a resumed run insists on."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _changes(project_folder: Path, place: str) -> dict[str, Any]:
 
 
 def _mixture(folder: Path) -> list[dict[str, Any]]:
-    """Two entries in files of the folder: the smaller one is repeated within a few steps."""
+    """Writes two entries in files of the folder: the smaller one is repeated within a few steps."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, texts in (("many", ROWS[:30]), ("few", ROWS[40:43])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -97,7 +97,7 @@ def test_stopped_in_a_cut_head(
 
 
 def _refusal(project: Project, changes: dict[str, Any]) -> str:
-    """What the run says when the recipe has changed; the saved state must not have."""
+    """Returns what the run says when the recipe has changed; the saved state must not have."""
     before = _digest(project)
     project.write_recipe({"train.max_steps": STEPS, **changes})
     with pytest.raises(UsageError) as refused:
@@ -166,7 +166,7 @@ def test_changed_configuration_of_the_same_shapes_is_refused(stopped: Project) -
 
 
 def test_other_weights_of_the_same_shapes_are_refused_before_the_plan_is_shown(stopped: Project) -> None:
-    """A base model and one that was trained from it, say: what is saved goes on from one of them only."""
+    """Refuses them as a base model and one that was trained from it: what is saved goes on from one of them only."""
     other = stopped.folder / "model"
     shutil.copytree(stopped.materials / "model", other)
     stopped.write_recipe({"model.name_or_path": str(other), "train.max_steps": STEPS})
@@ -232,7 +232,7 @@ class Killed(BaseException):
 
 
 def test_starting_over_gives_the_old_state_up_first(stopped: Project, whole: Callable[..., Whole]) -> None:
-    """Killed while a new run's weights are loaded over the old ones: nobody may take the rest for the old run."""
+    """Kills while a new run's weights are loaded over the old ones: nobody may take the rest for the old run."""
 
     def die(count: int) -> None:
         raise Killed
@@ -249,7 +249,7 @@ def test_starting_over_gives_the_old_state_up_first(stopped: Project, whole: Cal
 
 
 def test_a_damaged_manifest_is_refused(stopped: Project) -> None:
-    """Where the one before it is damaged as well; else that one is gone on from."""
+    """Refuses it where the one before it is damaged as well; else that one is gone on from."""
     manifest, before = (store_of(stopped) / name for name in (manifests.NAME, manifests.BEFORE))
     whole = manifest.read_text()
     for damaged in (whole[: len(whole) // 2], "[]", whole.replace('"stages"', '"steps"'), "{}"):
@@ -265,8 +265,8 @@ def test_a_damaged_manifest_is_refused(stopped: Project) -> None:
 def test_a_float32_checkpoint_survives_to_the_bit(
     rows: int, compute: str, new_project: Callable[..., Project], tmp_path: Path
 ) -> None:
-    """Stopped before anything was learnt: weights and remainders are what the checkpoint held, put together from the
-    pieces of a cut vocabulary."""
+    """Stops before anything was learnt: weights and remainders are what the checkpoint held, put together from the pieces of a
+    cut vocabulary."""
     numerics = {"train.head_chunk_vocab": rows, "precision.compute": compute}
     project = new_project(changes={"train.max_steps": STEPS, **numerics})
     with pytest.raises(Interrupted):
@@ -278,7 +278,7 @@ def test_a_float32_checkpoint_survives_to_the_bit(
 
 
 def test_the_export_computes_what_the_store_holds(new_project: Callable[..., Project], tmp_path: Path) -> None:
-    """Logits of from_pretrained's model are those of the skeleton with the store's weights put in by hand."""
+    """Compares logits of from_pretrained's model with those of the skeleton with the store's weights put in by hand."""
     from transformers import AutoModelForCausalLM
 
     project = new_project(changes={"train.max_steps": 3, "precision.compute": "float32"})
@@ -328,7 +328,7 @@ def test_a_run_named_by_its_folder_goes_on_there(stopped: Project, whole: Callab
 
 
 def test_exports_keep_the_names_of_the_checkpoint(new_project: Callable[..., Project], tmp_path: Path) -> None:
-    """Hub files of GPT-2 lack the prefix of the model class."""
+    """Keeps hub names of GPT-2, which lack the prefix of the model class."""
     project = new_project("names", {"train.max_steps": 2})
     bare = project.folder / "bare"
     shutil.copytree(project.materials / "model", bare)
@@ -343,7 +343,7 @@ def test_exports_keep_the_names_of_the_checkpoint(new_project: Callable[..., Pro
 
 
 def test_a_run_that_ends_before_its_store_is_named_leaves_none(new_project: Callable[..., Project], tmp_path: Path) -> None:
-    """Interrupted as its GPU is set up, say: files of the whole store's size, which no manifest names. Those of others stay."""
+    """Interrupts as its GPU is set up, say: files of the whole store's size, which no manifest names. Those of others stay."""
     project = new_project(changes={"offload.dir": [str(tmp_path / "one"), str(tmp_path / "two")]})
     prepared = prepared_run(project)
     paths = [directory / STORE_FILE for directory in prepared.planned.directories]

@@ -28,12 +28,12 @@ PLENTY = 10**12
 
 
 def _slow_computer(device: str) -> Any:
-    """Measured, and so slow that outputs are worth their room on the ssd."""
+    """Makes a measured computer so slow that outputs are worth their room on the ssd."""
     return replace(assumed_hardware(device=device), measured="2026-01-01", matmul_flops=1e6)
 
 
 def _planned(project: Project, monkeypatch: pytest.MonkeyPatch, free: int, *changes: str) -> Planned:
-    """On a machine whose disks say that `free` bytes are left."""
+    """Plans on a machine whose disks say that `free` bytes are left."""
     monkeypatch.setattr(probe, "free_space", lambda path: free)
     recipe = load_recipe(project.recipe, changes).recipe
     inspected = inspect(resolve(recipe, to_run=False, say=silent), say=silent)
@@ -47,7 +47,7 @@ def _preallocated(path: Path, size: int) -> None:
 
 
 def test_a_search_stays_within_what_the_run_may_have(new_project: NewProject, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Limit of the recipe, export on the same disk, and on a resumed run a disk that its own store has filled."""
+    """Counts the recipe's limit, the export on the same disk, and on a resumed run a disk that its own store has filled."""
     project = new_project(changes={"train.batch_size": 1024})
     roomy = _planned(project, monkeypatch, PLENTY).plan
     recompute = _planned(project, monkeypatch, PLENTY, "offload.activations=recompute").plan

@@ -48,7 +48,7 @@ def test_as_a_person_runs_it(new_project: Callable[..., Project]) -> None:
 def test_a_bad_row_late_in_the_data_costs_no_step(
     new_project: Callable[..., Project], materials: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was trained before is saved, and the hint does not send a person in a circle."""
+    """Saves what was trained before, and the hint does not send a person in a circle."""
     assert Stream.__init__.__kwdefaults__ is not None
     monkeypatch.setitem(Stream.__init__.__kwdefaults__, "part_tokens", 100)
     data = tmp_path / "late.jsonl"

@@ -24,7 +24,7 @@ ONE = 24  # tokens of a micro-batch
 
 @pytest.fixture(scope="module")
 def llama(materials: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Untied, with the tokenizer of the others."""
+    """Makes an untied Llama with the tokenizer of the others."""
     folder = tmp_path_factory.mktemp("llama") / "model"
     shutil.copytree(materials / "model", folder)
     for file in (*folder.glob("*.safetensors"), *folder.glob("*config.json")):

@@ -1,4 +1,4 @@
-"""Text training of a model that also takes images: its vision tower is nowhere but in the exports, bit for bit."""
+"""Tests text training of a model that also takes images: its vision tower is nowhere but in the exports, bit for bit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ BESIDE = ("vision_tower.", "multi_modal_projector.")  # what a checkpoint calls 
 
 @pytest.fixture(scope="module")
 def whole_gemma(materials: Path) -> Path:
-    """A Gemma 3 as the hub has it: a vision tower, bfloat16, names of an older transformers."""
+    """Makes a Gemma 3 as the hub has it: a vision tower, bfloat16, names of an older transformers."""
     folder = materials / "gemma3"
     tokenizer = transformers.AutoTokenizer.from_pretrained(materials / "model")
     small: dict[str, Any] = {"num_attention_heads": 2, "hidden_size": 32, "intermediate_size": 48}

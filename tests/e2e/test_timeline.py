@@ -1,4 +1,4 @@
-"""What a step's timeline says of the ssd is what the counters say: the I/O of updates is most of it."""
+"""Tests that what a step's timeline says of the ssd is what the counters say: the I/O of updates is most of it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_every_byte_is_on_the_timeline(new_project: Callable[..., Project], clip
 
 
 def _with_timelines(reports: list[StepReport]) -> list[StepReport]:
-    """But the first, whose updates have no states to read."""
+    """Runs steps; the first one is left out, whose updates have no states to read."""
     assert all(report.timeline for report in reports)
     return reports[1:]
 

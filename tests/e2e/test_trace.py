@@ -1,4 +1,4 @@
-"""`--trace`: what Perfetto opens has every interval of the newest steps, each track without overlaps."""
+"""Tests `--trace`: what Perfetto opens has every interval of the newest steps, each track without overlaps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Freed memory goes back to the system where a visit might not find it again within the plan's peak, and nowhere else."""
+"""Tests that freed memory goes back to the system where a visit might not find it again within the plan's peak, and nowhere
+else."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ STEPS = 2
 
 
 def calls_of(project: Project, size: Callable[[int], int]) -> tuple[list[str], int]:
-    """What happened, in order, in a process that has size(planned peak) bytes; visits of the run."""
+    """Returns what happened, in order, in a process that has size(planned peak) bytes; visits of the run."""
     prepared = prepared_run(project)
     calls: list[str] = []
     now = size(prepared.planned.plan.predicted.cpu_peak)
@@ -56,7 +57,7 @@ def test_a_process_at_its_peak_gives_back_all_it_can(project: Project) -> None:
 
 
 def test_a_visit_needs_room_for_all_it_takes(project: Project) -> None:
-    """There is room for all that compute takes, but a fifth of it is never counted on: the hungriest do not fit."""
+    """Leaves room for all that compute takes, of which a fifth is never counted on: the hungriest do not fit."""
     prepared = prepared_run(project)
     compute = sum(line.size for line in prepared.planned.plan.memory if line.what == "compute")
     calls, visits = calls_of(project, lambda peak: peak - compute)

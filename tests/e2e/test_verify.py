@@ -1,4 +1,4 @@
-"""`fuyou verify` as a person runs it: what it says of a whole store, of damage, and of one that a run uses."""
+"""Tests `fuyou verify` as a person runs it: what it says of a whole store, of damage, and of one that a run uses."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_store_in_use_and_none_at_all(stopped: Project, tmp_path: Path) -> Non
 
 
 def test_a_copy_is_not_taken_for_the_store_whose_files_it_names(stopped: Project, tmp_path: Path) -> None:
-    """Not even where it is the copy that is damaged: nobody would read it."""
+    """Refuses it even where it is the copy that is damaged: nobody would read it."""
     store, copy = store_of(stopped), tmp_path / "backup" / store_of(stopped).name
     shutil.copytree(store, copy)
     (copy / "store.bin").write_bytes(b"")

@@ -24,7 +24,7 @@ def llama(**changes: object) -> PreTrainedConfig:
 
 
 def gpt2(dropout: float = 0.0) -> PreTrainedConfig:
-    """Tied head, learned positions, fused projections, and dropout in four places."""
+    """Makes a GPT-2 with a tied head, learned positions, fused projections, and dropout in four places."""
     return transformers.GPT2Config(
         vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64,
         embd_pdrop=dropout, resid_pdrop=dropout, attn_pdrop=dropout,

@@ -22,7 +22,7 @@ ASKED = 20  # times that the host asks in vain whether something is over
 
 
 class _LateCopies:
-    """One direction, in order."""
+    """Makes copies of one direction, in order."""
 
     def __init__(self) -> None:
         self.waiting: list[tuple[_LateCopy, torch.Tensor, torch.Tensor]] = []
@@ -60,7 +60,7 @@ class _LateCopy(Event):
 
 
 class _LateSquares:
-    """Of what is there when somebody asks for them."""
+    """Computes squares of what is there when somebody asks for them."""
 
     def __init__(self, flat: torch.Tensor, runs: Sequence[Run]) -> None:
         self._flat, self._runs = flat, runs
@@ -96,12 +96,12 @@ class LateDevice(EmulatedDevice):
 
     @property
     def under_way(self) -> int:
-        """Copies nobody has waited for yet."""
+        """Returns the copies nobody has waited for yet."""
         return sum(len(c.waiting) for c in (self._late_up, self._late_down, self._bulk_up, self._bulk_down))
 
 
 class ReluctantDevice(LateDevice):
-    """What comes down is later still: nobody learns by looking once that it has arrived."""
+    """Lets what comes down be later still: nobody learns by looking once that it has arrived."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class EarlyDevice(EmulatedDevice):
 
 
 def make_late(monkeypatch: pytest.MonkeyPatch, device: type[EmulatedDevice] = LateDevice) -> dict[str, Any]:
-    """From now on an emulated device is a late one, or another of this file; how to ask for it."""
+    """Makes an emulated device a late one from now on, or another of this file; returns how to ask for it."""
     monkeypatch.setattr(rigs, "open_device", lambda kind: device())
     return {"device": "emulated"}
 
@@ -158,7 +158,7 @@ class LaggingDevice(EmulatedDevice):
 
 
 class _Seen(Event):
-    """What the host sees late: when it asks often, or waits."""
+    """Tells what the host sees late: when it asks often, or waits."""
 
     asked = 0
 

@@ -73,7 +73,7 @@ _INSPECTED: dict[Hashable, ModelSpec] = {}
 
 
 class Subject:
-    """One random model: as plain PyTorch (`fresh`), as a skeleton cut into stages, and the data it learns."""
+    """Holds one random model: as plain PyTorch (`fresh`), as a skeleton cut into stages, and the data it learns."""
 
     def __init__(
         self, config: PreTrainedConfig, shape: Shape, *, freeze: Sequence[str] = (), adapter: AdapterSection | None = None,
@@ -100,7 +100,7 @@ class Subject:
         self.initial = {name: value.detach().clone() for name, value in self.fresh().state_dict().items()}
 
     def _inspected(self, made_of: Hashable) -> ModelSpec:
-        """What costs half a second each time: once for all subjects that are made of the same."""
+        """Inspects a model, which costs half a second, once for all subjects that are made of the same."""
         shape = self.shape
         key = (made_of, shape.dtype, shape.micro, shape.tokens, shape.chunk, shape.vocabulary)
         if key not in _INSPECTED:
@@ -111,7 +111,7 @@ class Subject:
         return _INSPECTED[key]
 
     def fresh(self) -> PreTrainedModel:
-        """Plain PyTorch with the initial weights, in training mode."""
+        """Returns plain PyTorch with the initial weights, in training mode."""
         torch.manual_seed(11)
         model = auto_class(self.config).from_config(
             self.config, dtype=TORCH_DTYPE[self.shape.dtype], attn_implementation=self.attention
@@ -121,7 +121,7 @@ class Subject:
         return model.train()
 
     def batches(self, steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(ids, labels) of each step: two batches in turn, so that there is something to learn; every row has its own
+        """Returns (ids, labels) of each step: two batches in turn, so that there is something to learn; every row has its own
         number of labels, and one is padded."""
         generator = torch.Generator().manual_seed(5)
         size = (2, self.shape.batch, self.shape.tokens)
@@ -145,7 +145,7 @@ def inject_by_peft(model: PreTrainedModel, section: AdapterSection) -> None:
 
 
 class Rig:
-    """An executor over files in `folder`. `home` pins every tensor; None leaves the choice to the planner."""
+    """Holds an executor over files in `folder`. `home` pins every tensor; None leaves the choice to the planner."""
 
     def __init__(
         self,
@@ -239,7 +239,7 @@ class Rig:
     # ---- stepping ------------------------------------------------------------------------------------------------
 
     def run(self, steps: int, *, settle: bool = False) -> list[float]:
-        """Steps 1 to `steps`, then drained; the losses. `settle` lets every update finish before the next step."""
+        """Runs steps 1 to `steps`, then drains; returns the losses. `settle` lets every update finish before the next step."""
         records = self.executor.residency.records
         for number, (ids, labels) in enumerate(self.subject.batches(steps), start=1):
             self.step(ids, labels, number, last=number == steps)
@@ -260,12 +260,12 @@ class Rig:
 
     @property
     def generations(self) -> set[int]:
-        """Of all stages that own trained parameters."""
+        """Returns the generations of all stages that own trained parameters."""
         records = self.executor.residency.records
         return {record.generation for record, stage in zip(records, self.spec.stages, strict=True) if stage.trained}
 
     def put_weights(self, weights: dict[str, torch.Tensor]) -> None:
-        """Generation 0, as a checkpoint without remainders leaves it."""
+        """Puts generation 0, as a checkpoint without remainders leaves it."""
         for stage, placed in self._stages():
             target = placed.weights_ram or self._window
             there = self.executor.visits.states.weights(stage.index)
@@ -289,13 +289,13 @@ class Rig:
         return found
 
     def _flat(self, stage: StageSpec) -> torch.Tensor:
-        """Of a stage, trained and frozen ones."""
+        """Returns a stage's parameters, trained and frozen ones."""
         dtype = TORCH_DTYPE[self.spec.compute_dtype]
         banks: list[tuple[StateTensor, int]] = [("weights", stage.trained), ("frozen", stage.params - stage.trained)]
         return torch.cat([self._resting(stage, name, dtype, count) for name, count in banks if count])
 
     def padding(self) -> torch.Tensor:
-        """What rests between and behind the parameters of the stages (drained)."""
+        """Returns what rests between and behind the parameters of the stages (drained)."""
         found: list[torch.Tensor] = []
         for stage in self.owning_stages():
             flat = self._flat(stage)
@@ -306,7 +306,7 @@ class Rig:
         return torch.cat(found)
 
     def masters(self) -> dict[str, torch.Tensor]:
-        """bf16: float32 masters rebuilt from weights and remainders."""
+        """Returns of bf16 the float32 masters, rebuilt from weights and remainders."""
         found: dict[str, torch.Tensor] = {}
         for stage, _ in self._stages():
             weights = self._resting(stage, "weights", torch.bfloat16, stage.trained)
@@ -317,7 +317,7 @@ class Rig:
         return found
 
     def resting_gradients(self, stage: StageSpec) -> torch.Tensor:
-        """Deferred, with gradients at home in RAM: what the next update will read."""
+        """Returns what the next update will read: deferred, with gradients at home in RAM."""
         span = self.plan.stages[stage.index].gradients_ram
         assert span is not None
         return self.memory.tensor(span, TORCH_DTYPE[self.plan.numerics.accumulate_dtype], stage.params).clone()
@@ -383,7 +383,7 @@ def plain_run(
 
 
 def _groups(parameters: Sequence[torch.Tensor], optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Weight decay on matrices only."""
+    """Decays matrices only."""
     return [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": optimizer.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
@@ -400,7 +400,7 @@ def torch_adamw(parameters: Sequence[torch.Tensor], optimizer: Optimizer) -> tor
 
 
 def micro_losses(model: PreTrainedModel, ids: torch.Tensor, labels: torch.Tensor, micro: int) -> Iterator[float]:
-    """Backward of each micro-batch's part of the step's mean loss; its value."""
+    """Runs backward of each micro-batch's part of the step's mean loss; yields its value."""
     tokens = int((labels[:, 1:] != -100).sum())
     for begin in range(0, ids.shape[0], micro):
         rows = slice(begin, begin + micro)
@@ -419,7 +419,7 @@ def relative(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
-    """||ours - theirs|| / ||theirs|| over all tensors together."""
+    """Returns ||ours - theirs|| / ||theirs|| over all tensors together."""
     assert ours.keys() == theirs.keys()
     gap = sum(float((ours[name].double() - theirs[name].double()).pow(2).sum()) for name in ours)
     return (gap / sum(float(value.double().pow(2).sum()) for value in theirs.values())) ** 0.5

@@ -1,4 +1,4 @@
-"""A stage by itself computes what it computes in a run: it is called alike, and its gradients are the model's."""
+"""Tests that a stage by itself computes what it computes in a run: it is called alike, and its gradients are the model's."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_blocks_gradients_add_up_in_a_wider_sum() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "gpt_neox"])
 def test_what_is_kept_is_given_back_and_not_a_bit_changes(family: str) -> None:
-    """As often as it is asked for."""
+    """Gives it back as often as it is asked for."""
     anatomy, spec = specified(family)
     stage = next(stage for stage in spec.stages if stage.kind == "block")
     alone = BlockAlone(

@@ -39,7 +39,7 @@ def test_bitwise_in_sweeps(tmp_path: Path) -> None:
 
 
 def test_none_of_them_crosses(tmp_path: Path) -> None:
-    """What crosses is less by every boundary, once each way."""
+    """Counts what crosses: less by every boundary, once each way."""
     subject = Subject(llama(num_hidden_layers=3), Shape(batch=4, micro=2, tokens=32))
     moved = []
     for boundaries in ("cpu", "gpu"):
@@ -57,7 +57,7 @@ def test_none_of_them_crosses(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kept_there", [False, True])
 def test_memory_is_what_the_plan_charges(kept_there: bool, tmp_path: Path) -> None:
-    """To the byte more than without, and never above the plan; nothing in RAM."""
+    """Takes to the byte more than without, and never more than the plan; nothing in RAM."""
     subject = Subject(llama(), Shape(**UNEVEN))
     there = every_operator(subject.spec) if kept_there else None
     peaks, charged, limit = [], [], 0

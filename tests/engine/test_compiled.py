@@ -1,4 +1,4 @@
-"""Compiled blocks: one compilation for all of them wherever their bytes rest, and what a compiler cannot do."""
+"""Tests compiled blocks: one compilation for all of them wherever their bytes rest, and what a compiler cannot do."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _outcome(subject: Subject, folder: Path, **way: Any) -> Outcome:
 
 @pytest.mark.parametrize("name", every(2, SUBJECTS))
 def test_blocks_alike_are_compiled_once(name: str, tmp_path: Path) -> None:
-    """Traced and differentiated by the compiler, its operators run one by one: the same arithmetic as without it."""
+    """Traces and differentiates by the compiler, with operators run one by one: the same arithmetic as without it."""
     subject = SUBJECTS[name]()
     plain = _outcome(subject, tmp_path / "plain")
     found: list[Outcome] = []
@@ -66,7 +66,7 @@ def test_blocks_alike_are_compiled_once(name: str, tmp_path: Path) -> None:
 
 
 def test_blocks_that_differ_are_compiled_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In what their code looks at, though their weights are alike."""
+    """Compiles each where they differ in what their code looks at, though their weights are alike."""
     forward = LlamaDecoderLayer.forward
 
     def differs(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -82,7 +82,7 @@ def test_blocks_that_differ_are_compiled_each(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("runs", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_by_the_real_compiler(runs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within 1e-5 of the losses and weights without it, and of itself to the bit."""
+    """Stays within 1e-5 of the losses and weights without it, and of itself to the bit."""
     monkeypatch.setenv(
         "SETUPTOOLS_USE_DISTUTILS", "stdlib"
     )  # another test may have imported that one: setuptools refuses it else

@@ -1,4 +1,5 @@
-"""What a step allocates beside the arena, followed storage by storage, is within what the plan charges for compute."""
+"""Tests that what a step allocates beside the arena, followed storage by storage, is within what the plan charges for
+compute."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ GPT2 = GPT2Config(vocab_size=192, n_embd=64, n_inner=64, n_layer=3, n_head=4, n_
 
 
 class _OutsideOf(LiveBytes):
-    """Live bytes of storages made inside that are not in the arena."""
+    """Counts live bytes of storages made inside that are not in the arena."""
 
     def __init__(self, low: int, high: int) -> None:
         super().__init__()
@@ -62,7 +63,7 @@ class _OutsideOf(LiveBytes):
 def test_a_step_stays_within_what_is_charged(
     config: Any, clip: float | None, vocabulary: int, freeze: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Byte by byte: without what the heap makes of it."""
+    """Counts byte by byte, without what the heap makes of it."""
     monkeypatch.setattr(heap, "HOLES", 0.0)
     monkeypatch.setattr(heap, "HELD", 0.0)
     subject = Subject(config, Shape(vocabulary=vocabulary, **SHAPE), freeze=freeze)

@@ -92,7 +92,7 @@ def _described(name: str) -> Described:
 
 
 def _elements(config: PreTrainedConfig, dtype: torch.dtype) -> Counter[torch.dtype]:
-    """Elements by dtype of what transformers builds; a tied tensor is there once."""
+    """Returns elements by dtype of what transformers builds; a tied tensor is there once."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     found: Counter[torch.dtype] = Counter()
@@ -102,7 +102,7 @@ def _elements(config: PreTrainedConfig, dtype: torch.dtype) -> Counter[torch.dty
 
 
 def _near(count: int, published: str) -> bool:
-    """Within one unit of the last published digit: some round and some cut."""
+    """Compares within one unit of the last published digit: some round and some cut."""
     unit = 10.0 ** -len(published.partition(".")[2])
     return abs(count / 1e9 - float(published)) < unit
 
@@ -123,7 +123,7 @@ def test_counts(name: str) -> None:
 
 
 def test_a_family_that_keeps_some_parameters_in_float32() -> None:
-    """ERNIE's routers: 64 experts x (2560 + 1 bias) in each of 27 blocks."""
+    """Counts ERNIE's routers: 64 experts x (2560 + 1 bias) in each of 27 blocks."""
     assert _described("ernie-4.5-21b-a3b").model.float32_parameters == 27 * 64 * 2561
     assert _described("mixtral-8x7b").model.float32_parameters == 0
 
@@ -169,7 +169,7 @@ def test_active_parameters(name: str) -> None:
 
 
 def _experts(raw: dict[str, Any]) -> tuple[int, int]:
-    """How many, and how many of them a token meets."""
+    """Returns how many experts there are, and how many of them a token meets."""
     experts = next(
         raw[key] for key in ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts") if key in raw
     )
@@ -202,14 +202,14 @@ def _attention(raw: dict[str, Any]) -> int:
 
 
 def test_work_of_a_mixture() -> None:
-    """Mixtral's block, forward: 2 per active parameter and token; scores and values of half of all pairs of tokens."""
+    """Counts Mixtral's block, forward: 2 per active parameter and token; scores and values of half of all pairs of tokens."""
     block = next(stage for stage in _described("mixtral-8x7b").model.stages if stage.kind == "block")
     active = 4096 * (2 * 4096 + 2 * 1024) + 8 * 4096 + 2 * 3 * 4096 * 14336 + 2 * 4096
     assert block.forward_flops == 2 * active * TOKENS + 2 * 4096 * TOKENS**2
 
 
 def test_work_of_latent_attention() -> None:
-    """DeepSeek-V2-Lite's first block is dense: queries of 128 + 64 elements, values of 128, 16 heads."""
+    """Counts DeepSeek-V2-Lite's first block, which is dense: queries of 128 + 64 elements, values of 128, 16 heads."""
     block = next(stage for stage in _described("deepseek-v2-lite").model.stages if stage.kind == "block")
     assert block.forward_flops == 2 * block.numel * TOKENS + 16 * (128 + 64 + 128) * TOKENS**2
 
@@ -290,7 +290,7 @@ def _first(model: ModelSpec, kind: str) -> StageSpec:
 
 
 def test_tensors_larger_than_memory_are_never_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Experts of 96 TiB each: no machine that runs this could make one for real."""
+    """Describes experts of 96 TiB each: no machine that runs this could make one for real."""
     config = transformers.Llama4TextConfig(
         vocab_size=VOCABULARY, hidden_size=1 << 20, intermediate_size=1 << 20, intermediate_size_mlp=64, num_hidden_layers=1,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_local_experts=24, interleave_moe_layer_step=1,
@@ -301,7 +301,7 @@ def test_tensors_larger_than_memory_are_never_made(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_large_buffer_is_real(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPT-Neo's triangle of positions, larger here than what is taken for a parameter."""
+    """Makes GPT-Neo's triangle of positions larger than what is taken for a parameter."""
     monkeypatch.setattr("fuyou_cli.engine.skeleton.LARGE", 1024)
     config = transformers.GPTNeoConfig(
         vocab_size=VOCABULARY, hidden_size=32, num_layers=2, num_heads=4, max_position_embeddings=64,

@@ -1,4 +1,4 @@
-"""Copies of a device with memory of its own: when they ran, and that waiting for them is told by cause."""
+"""Tests copies of a device with memory of its own: when they ran, and that waiting for them is told by cause."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_weights_and_gradients_are_among_the_copies(subject: Subject, tmp_path: 
 
 
 def test_waiting_for_copies_is_told_by_cause(subject: Subject, tmp_path: Path) -> None:
-    """A large copy in the queue before weights and gradients, each way: what it takes is waited for, and said."""
+    """Queues a large copy before weights and gradients, each way: what it takes is waited for, and said."""
     heavy = torch.zeros(HEAVY, dtype=torch.uint8)
     with Rig(subject, tmp_path, device="emulated", clip=0.5) as rig:
         target = rig.device.empty(HEAVY)
@@ -74,7 +74,7 @@ def test_on_device_cpu_nothing_is_copied(subject: Subject, tmp_path: Path) -> No
 
 
 def _counted(rig: Rig) -> tuple[int, int]:
-    """Bytes of one step that go up and come down, once there has been one before."""
+    """Counts bytes of one step that go up and come down, once there has been one before."""
     (first, second), counts = rig.subject.batches(2), list[int]()
     rig.step(*first, 1)
     rig.executor.drain()

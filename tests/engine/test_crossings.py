@@ -65,7 +65,7 @@ def _outcome(subject: Subject, folder: Path, **way: Any) -> Outcome:
 def test_late_and_early_copies_change_no_bit(
     name: str, way: str, stays: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether the batch stays on the device, or is handed on by way of the host: in turn."""
+    """Lets the batch stay on the device, or hands it on by way of the host: in turn."""
     subject = SUBJECTS[name]()
     losses, weights = _outcome(subject, tmp_path / "cpu", **WAYS[way])
     for device in (LateDevice, ReluctantDevice, EarlyDevice, LaggingDevice):
@@ -77,7 +77,7 @@ def test_late_and_early_copies_change_no_bit(
 
 
 def test_a_source_that_does_not_stay_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host that writes into what goes up, when it is only compute that has waited for the copy."""
+    """Lets a host write into what goes up, when it is only compute that has waited for the copy."""
     with Rig(Subject(llama(), Shape()), tmp_path, home="cpu", clip=None, **make_late(monkeypatch, LaggingDevice)) as rig:
         host = rig.memory.tensor(Span(offset=0, size=64), torch.uint8)
         event = rig.executor.device.upload(host, torch.zeros(64, dtype=torch.uint8))
@@ -110,7 +110,7 @@ def test_a_wait_that_is_missing_is_seen(direction: str, stays: bool, tmp_path: P
 
 @pytest.mark.parametrize("awaited", [True, False])
 def test_a_span_that_is_lent_too_early_is_seen(awaited: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is kept of a stage's input must be away before another stage's output takes its place."""
+    """Lends a span before what is kept of a stage's input is away: another stage's output takes its place."""
     subject = Subject(llama(num_hidden_layers=4), Shape(batch=6))
     losses, _ = _outcome(subject, tmp_path / "cpu", home="cpu")
     with Rig(subject, tmp_path / "late", home="cpu", **make_late(monkeypatch, ReluctantDevice)) as rig:

@@ -78,7 +78,7 @@ def subject(request: pytest.FixtureRequest, subjects: Callable[[str], Subject]) 
 
 @pytest.fixture(scope="module")
 def usual() -> Usual:
-    """With everything on the ssd; computed once for a subject and device."""
+    """Runs with everything on the ssd; computed once for a subject and device."""
     known: dict[tuple[Subject, str], Outcome] = {}
 
     def outcome(subject: Subject, device: Any, folder: Path) -> Outcome:

@@ -1,4 +1,4 @@
-"""Which models are cut along their vocabulary, and where."""
+"""Tests which models are cut along their vocabulary, and where."""
 
 from __future__ import annotations
 

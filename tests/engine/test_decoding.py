@@ -1,4 +1,4 @@
-"""Quantised weights decoded on the host, on a device and by an export: the same bits, whatever the sizes of pieces."""
+"""Tests quantised weights decoded on the host, on a device and by an export: the same bits, whatever the sizes of pieces."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHAPES = {"short": (20, 40), "odd": (3, 5), "large": (300, 128), "zeros": (2, 96
 
 
 def packed(kind: Quantised, dtype: Dtype) -> tuple[StageSpec, torch.Tensor]:
-    """A stage with these matrices and nothing else, and its bank."""
+    """Makes a stage with these matrices and nothing else, and its bank."""
     draws, values = torch.Generator().manual_seed(7), dict[str, torch.Tensor]()
     for name, shape in SHAPES.items():
         values[name] = (torch.randn(shape, generator=draws) * 0.05 * (name != "zeros")).to(TORCH_DTYPE[dtype]).reshape(-1)
@@ -71,7 +71,7 @@ def test_every_side_decodes_the_same_bits(kind: Quantised, dtype: Dtype, monkeyp
     ("kind", "each"), [("nf4", 0.5 + 4 / 64), ("nf4_double", 0.5 + 1 / 64 + 4 / 64 / 256), ("int8", 1 + 4 / 4096)]
 )
 def test_bytes_at_rest(kind: Quantised, each: float) -> None:
-    """Of a matrix, per weight: 0.5625, 0.516 and 1.001."""
+    """Counts bytes of a matrix per weight: 0.5625, 0.516 and 1.001."""
     assert packed_bank(kind, [("one", (4096, 4096))])[1] == pytest.approx(each * 4096**2, abs=4096 + 256)
 
 

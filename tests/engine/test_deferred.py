@@ -56,7 +56,7 @@ def subject(request: pytest.FixtureRequest, subjects: Callable[[str], Subject]) 
 
 @pytest.fixture(scope="module")
 def at_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Subject], Outcome]:
-    """at_once(subject) is what comes of it where no update is deferred, computed once."""
+    """Gives at_once(subject), what comes of it where no update is deferred, computed once."""
 
     @cache
     def outcome(subject: Subject) -> Outcome:
@@ -88,8 +88,8 @@ def test_bitwise_the_same(way: str, share: float, subject: Subject, expected: Ou
 
 
 def test_deferred_means_not_before_the_next_forward(tmp_path: Path) -> None:
-    """When a step has ended, half of the stages wait, with the step's own rate and no clipping; then they are updated one
-    after the other, each before its own use."""
+    """Leaves half of the stages waiting when a step has ended, with the step's own rate and no clipping; then they are updated
+    one after the other, each before its own use."""
     with Rig(_subject("untied"), tmp_path, clip=None, defer=0.5) as rig:
         records, stages = rig.executor.residency.records, rig.plan.stages
         batches = list(rig.subject.batches(2))
@@ -139,7 +139,7 @@ def test_one_more_step_moves_exactly_what_was_predicted(share: float, subject: S
 def test_a_step_given_up_can_be_done_again(
     share: float, phase: str, device: Any, subject: Subject, expected: Outcome, tmp_path: Path
 ) -> None:
-    """Updates of the step before stay due and are done when the run is drained, as if it were saved and resumed here."""
+    """Keeps updates of the step before due, and does them when the run is drained, as if it were saved and resumed here."""
     with Rig(subject, tmp_path, clip=None, defer=share, device=device) as rig:
         batches = list(subject.batches(STEPS))
         rig.step(*batches[0], 1)
@@ -184,7 +184,8 @@ def test_a_step_can_be_given_up_until_its_first_update(share: float, subject: Su
 
 @pytest.mark.parametrize("share", [0.5, 1.0])
 def test_gradients_that_are_not_finite_are_named_where_they_began(share: float, tmp_path: Path) -> None:
-    """In the step they belong to, before a deferred update could spread them; nothing has changed where all are deferred."""
+    """Names them in the step they belong to, before a deferred update could spread them; nothing has changed where all are
+    deferred."""
     subject = _subject("untied")
     with Rig(subject, tmp_path, clip=None, defer=share) as rig:
         stages = [s.index for s in subject.spec.stages if s.kind == "block" and rig.plan.stages[s.index].deferred]

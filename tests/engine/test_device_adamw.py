@@ -1,4 +1,4 @@
-"""AdamW by tensor operations is the library's, bit for bit, however a stage is cut into chunks."""
+"""Tests that AdamW by tensor operations is the library's, bit for bit, however a stage is cut into chunks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SEGMENTS = (
 
 
 def _tensors(generator: torch.Generator, narrow: bool) -> dict[str, torch.Tensor]:
-    """A state and gradients of many magnitudes, denormals and zeros among them."""
+    """Makes a state and gradients of many magnitudes, denormals and zeros among them."""
 
     def values(low: int, high: int) -> torch.Tensor:
         found = torch.randn(COUNT, generator=generator) * 10.0 ** torch.randint(low, high, (COUNT,), generator=generator)
@@ -89,7 +89,7 @@ def test_it_is_the_librarys(weights: Dtype, summed_in: Dtype, way: dict[str, Any
 @pytest.mark.parametrize("weights", ["float32", "bfloat16"])
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, -math.nan, 3.4e38, 3.3e38, -3.395e38])
 def test_it_finds_what_the_library_finds(weights: Dtype, value: float) -> None:
-    """Also a finite master that is not finite as a bfloat16."""
+    """Finds also a finite master that is not finite as a bfloat16."""
     narrow = weights == "bfloat16"
     tensors = _tensors(torch.Generator().manual_seed(3), narrow)
     tensors["momentum"].zero_(), tensors["variance"].fill_(1.0)

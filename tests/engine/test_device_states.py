@@ -1,4 +1,4 @@
-"""What rests on the device and is updated there gives the bits that a run through host memory gives, and moves nothing."""
+"""Tests that what rests on the device and is updated there gives the bits of a run through host memory, and moves nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEPS = 4
 
 
 def _run(subject: Subject, folder: Path, **way: Any) -> tuple[list[float], dict[str, torch.Tensor], int, int]:
-    """Losses, weights, the most device memory in use and what the plan has of it."""
+    """Returns losses, weights, the most device memory in use and what the plan has of it."""
     opened = EmulatedDevice()
     with Rig(subject, folder, device="emulated", opened=opened, **way) as rig:
         losses = rig.run(STEPS)

@@ -1,4 +1,5 @@
-"""`generate` of transformers on weights that pass through memory: the tokens that it gives with all of them there."""
+"""Compares `generate` of transformers on weights that pass through memory with the tokens that it gives with all of them
+there."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ LITTLE = 135_000  # bytes: of most families some blocks stay, and others take tu
 
 
 class Model:
-    """One random model: its stages, and all of it in memory."""
+    """Holds one random model: its stages, and all of it in memory."""
 
     def __init__(self, config: PreTrainedConfig, *, vocabulary: int = 0) -> None:
         torch.set_num_threads(1)
@@ -55,7 +56,7 @@ def generated(model: Any, **asked: Any) -> list[list[int]]:
 
 
 def prompts(rows: int) -> dict[str, torch.Tensor]:
-    """Prompts of 9, 8, 7 and 6 tokens in turn, padded on the left."""
+    """Returns prompts of 9, 8, 7 and 6 tokens in turn, padded on the left."""
     ids = torch.randint(1, 97, (rows, PROMPT), generator=torch.Generator().manual_seed(5))
     there = torch.ones_like(ids)
     for row in range(rows):
@@ -65,7 +66,7 @@ def prompts(rows: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2", "opt", "gpt_neox"])
 def test_greedy_tokens_as_in_memory(family: str) -> None:
-    """Token for token, one prompt and eight; rows end at different places, by one of many end tokens."""
+    """Compares token for token, one prompt and eight; rows end at different places, by one of many end tokens."""
     model = Model(FAMILIES[family])
     for rows in (1, 8):
         asked = {**prompts(rows), "do_sample": False, "eos_token_id": list(range(70, 97))}
@@ -90,7 +91,7 @@ def test_drawn_tokens_as_in_memory() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_the_cache_is_counted(family: str) -> None:
-    """Exactly what transformers' cache holds at the end, also where it keeps the tokens of a window only."""
+    """Counts exactly what transformers' cache holds at the end, also where it keeps the tokens of a window only."""
     model = Model(FAMILIES[family])
     needed = room(model.skeleton, rows=3, prompt=PROMPT, new=NEW)
     cache = model.whole(input_ids=torch.ones(3, PROMPT + NEW, dtype=torch.long), use_cache=True).past_key_values

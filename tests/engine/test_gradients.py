@@ -21,7 +21,7 @@ def test_pieces_add_up(shape: tuple[int, ...], dtypes: tuple[str, str], piece: i
 
 
 def test_a_gradient_that_is_a_view(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a transposed product, say."""
+    """Takes a gradient of a transposed product, say."""
     monkeypatch.setattr(gradients, "PIECE", 8)
     total, gradient = torch.randn(6, 10), torch.randn(10, 6).bfloat16().t()
     expected = total + gradient.float()

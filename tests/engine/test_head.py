@@ -23,7 +23,7 @@ HEADS: dict[str, PreTrainedConfig] = {
 
 @pytest.mark.parametrize(("head", "chunk"), every(2, product(HEADS, [5, 16, 20])))
 def test_in_pieces(head: str, chunk: int, tmp_path: Path) -> None:
-    """5 tokens cut each row unevenly, 16 are one row, 20 leave a rest; a micro-batch has 32."""
+    """Cuts each row unevenly by 5 tokens, takes one row with 16, and leaves a rest with 20; a micro-batch has 32."""
     whole, cut = (Subject(HEADS[head], Shape(chunk=size)) for size in (0, chunk))
     with Rig(whole, tmp_path / "whole") as rig:
         expected, weights = rig.run(5), rig.weights()

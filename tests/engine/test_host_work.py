@@ -1,4 +1,4 @@
-"""What the launching thread does itself with the host's memory, as it is counted."""
+"""Tests what the launching thread does itself with the host's memory, as it is counted."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_launching_thread_sums_nothing(mode: Any, subject: Subject, tmp_path
 
 
 def _by_place(rig: Rig, work: dict[int, int]) -> dict[tuple[str, str], int]:
-    """By phase and stage; pieces of an embedding together, for what is in which depends on the ids."""
+    """Sums by phase and stage; pieces of an embedding together, for what is in which depends on the ids."""
     found = Counter[tuple[str, str]]()
     for visit in rig.executor.schedule.visits:
         stage = rig.spec.stages[visit.stage]
@@ -75,7 +75,7 @@ def _by_place(rig: Rig, work: dict[int, int]) -> dict[tuple[str, str], int]:
 def test_the_plan_charges_what_the_launching_thread_does(
     family: str, vocabulary: int, dtype: Any, clip: float | None, on_device: bool, tmp_path: Path
 ) -> None:
-    """Visit by visit, byte by byte."""
+    """Compares visit by visit, byte by byte."""
     config = gpt2() if family == "gpt2" else llama(tie_word_embeddings=family == "tied")
     subject = Subject(config, Shape(dtype=dtype, vocabulary=vocabulary))
     with Rig(subject, tmp_path, device="emulated", clip=clip, batch_on_device=on_device) as rig:

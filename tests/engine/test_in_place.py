@@ -1,4 +1,4 @@
-"""Where frozen parameters lie in a slot if they are read from the checkpoint's files as they lie there."""
+"""Tests where frozen parameters lie in a slot if they are read from the checkpoint's files as they lie there."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def anatomy() -> Anatomy:
 
 
 def saved(anatomy: Anatomy, folder: Path) -> tuple[dict[str, torch.Tensor], InPlace, bytes]:
-    """Random weights in two files, as places of the address space, and all bytes from `SOURCES_AT` on."""
+    """Saves random weights in two files, as places of the address space, and returns all bytes from `SOURCES_AT` on."""
     torch.manual_seed(1)
     weights = {name: torch.randn(tensor.shape) for name, tensor in anatomy.model.state_dict().items()}
     names, content, lying, sources = sorted(weights), b"", dict[str, Lying](), list[SourceFile]()
@@ -46,7 +46,7 @@ def saved(anatomy: Anatomy, folder: Path) -> tuple[dict[str, torch.Tensor], InPl
 
 @pytest.mark.parametrize("rows", [0, 300])
 def test_what_pieces_hold_is_each_parameter(rows: int, anatomy: Anatomy, tmp_path: Path) -> None:
-    """rows: of a piece of the vocabulary."""
+    """Cuts at rows of a piece of the vocabulary."""
     weights, files, content = saved(anatomy, tmp_path)
     placed = read_in_place(cut_vocabulary(anatomy, rows), files, "float32")
     assert placed.sources == files.sources

@@ -1,4 +1,4 @@
-"""Outputs kept from forward to backward: not a bit of the result changes, and what was kept is not computed again."""
+"""Tests outputs kept from forward to backward: not a bit of the result changes, and what was kept is not computed again."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_bitwise_recompute(family: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def dropping() -> Subject:
-    """GPT-2 draws random numbers between its operators, and inside its attention."""
+    """Makes a GPT-2 that draws random numbers between its operators, and inside its attention."""
     return Subject(gpt2(dropout=0.1), Shape(**UNEVEN))
 
 
@@ -78,7 +78,7 @@ def test_any_choice_of_operators(
 
 
 class _Multiplied(TorchDispatchMode):
-    """FLOPs of the products of matrices run inside."""
+    """Counts FLOPs of the products of matrices run inside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class _Multiplied(TorchDispatchMode):
 
 
 def test_what_is_kept_is_not_computed_again(tmp_path: Path) -> None:
-    """Counted while a step runs, beside what the schedule says."""
+    """Counts while a step runs, beside what the schedule says."""
     subject = Subject(llama(num_hidden_layers=3), Shape(batch=4, micro=2))
     every = subject.spec.stages[1].operators
     products = tuple(operator.index for operator in every if operator.kind == "mm")
@@ -115,7 +115,7 @@ def test_what_is_kept_is_not_computed_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
 def test_backward_uses_what_was_kept(device: Any, tmp_path: Path) -> None:
-    """What is spoilt between forward and backward shows in the result."""
+    """Spoils it between forward and backward, which shows in the result."""
     subject = Subject(llama(), Shape())
     outcomes = []
     for spoil in (False, True):
@@ -137,7 +137,7 @@ def _spoil_first_output(rig: Rig) -> None:
 
 
 def test_attention_with_dropout_is_never_kept(dropping: Subject) -> None:
-    """Its random numbers would not be drawn. What comes behind it keeps its number."""
+    """Leaves attention out, whose random numbers would not be drawn. What comes behind it keeps its number."""
     exact = Subject(gpt2(), Shape(**UNEVEN)).spec.stages[2].operators
     random = dropping.spec.stages[2].operators
     assert [operator.name for operator in exact] == [
@@ -150,7 +150,7 @@ def test_attention_with_dropout_is_never_kept(dropping: Subject) -> None:
 
 @pytest.mark.parametrize("late", [False, True], ids=["cpu", "late copies"])
 def test_an_output_changed_in_place_is_kept_as_it_was(late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy still under way has to be over before its source changes, and backward uses the value before the change."""
+    """Ends a copy still under way before its source changes; backward uses the value before the change."""
     subject = Subject(llama(), Shape())
     for layer in subject.anatomy.model.base_model.layers:
         monkeypatch.setattr(layer.mlp, "forward", _changing(layer.mlp))
@@ -171,7 +171,7 @@ def _changing(mlp: Any) -> Any:
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_memory_of_a_step_does_not_rise(family: str, tmp_path: Path) -> None:
-    """What was kept is used where it rests, so backward allocates less."""
+    """Uses what was kept where it rests, so backward allocates less."""
     subject = Subject(FAMILIES[family], Shape(batch=4, micro=4, tokens=64))
     peaks = []
     for kept in (None, "all"):
@@ -233,7 +233,7 @@ def test_one_more_step_moves_exactly_what_was_predicted(tmp_path: Path) -> None:
 
 
 def test_another_sequence_of_operators_than_planned_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a device whose library multiplies otherwise."""
+    """Multiplies otherwise, as a device's library may."""
     subject = Subject(llama(), Shape())
     with Rig(subject, tmp_path, home="cpu", kept="all") as rig:
         mlp = subject.anatomy.model.base_model.layers[0].mlp
@@ -246,7 +246,7 @@ def test_another_sequence_of_operators_than_planned_is_an_error(tmp_path: Path, 
 
 @pytest.mark.parametrize("family", every(2, ["llama", "gpt2", "gemma2", "gpt_neo", "falcon"]))
 def test_flops_of_a_dense_block(family: str) -> None:
-    """Twice its matrices per token, and half of attention's scores and of their product with the values."""
+    """Counts twice its matrices per token, and half of attention's scores and of their product with the values."""
     subject = Subject(FAMILIES[family], Shape(micro=2, tokens=16))
     text = subject.config.get_text_config()
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads

@@ -1,4 +1,4 @@
-"""Liger's kernels, by way of transformers: a package of that name stands for it, which has no GPU to run on here."""
+"""Tests Liger's kernels, by way of transformers: a package of that name stands for it, which has no GPU to run on here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .rig import Rig, Shape, Subject, unequal
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What the package was asked for; it puts a norm of its own, of the same arithmetic, in every block."""
+    """Holds what the package was asked for; it puts a norm of its own, of the same arithmetic, in every block."""
     found: list[dict[str, Any]] = []
 
     def patch(model: Any, **options: Any) -> None:

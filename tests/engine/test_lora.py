@@ -45,7 +45,7 @@ def test_losses_and_adapters_of_twenty_clipped_steps(family: str, section: str, 
 
 @pytest.mark.parametrize(("family", "section"), [("llama", "plain"), ("gpt2", "plain"), ("llama", "dora")])
 def test_first_gradients_in_bfloat16_are_bitwise(family: str, section: str, tmp_path: Path) -> None:
-    """One micro-batch, as torch sums several in bfloat16. After one step momentum is the gradient times 1 - beta1."""
+    """Takes one micro-batch, as torch sums several in bfloat16. After one step momentum is the gradient times 1 - beta1."""
     subject = Subject(FAMILIES[family], Shape(dtype="bfloat16", batch=2, micro=2), adapter=SECTIONS[section])
     found: dict[str, torch.Tensor] = {}
     with Rig(subject, tmp_path, clip=None) as run:
@@ -63,7 +63,7 @@ def test_first_gradients_in_bfloat16_are_bitwise(family: str, section: str, tmp_
 
 
 def test_with_states_in_ram_nothing_is_written(tmp_path: Path) -> None:
-    """Frozen weights are read twice a step and never written; the adapter rests in RAM with its gradients and states."""
+    """Reads frozen weights twice a step and never writes them; the adapter rests in RAM with its gradients and states."""
     changes: dict[str, Any] = {"num_hidden_layers": 8, "hidden_size": 128, "intermediate_size": 512}
     config = type(FAMILIES["llama"])(**{**FAMILIES["llama"].to_dict(), **changes})
     subject = Subject(config, Shape(dtype="bfloat16"), adapter=SECTIONS["plain"])

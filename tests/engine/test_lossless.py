@@ -22,7 +22,7 @@ STEPS = 6
 
 
 class Shadow:
-    """float32 masters and moments beside the run, updated by the same kernel from the gradients the run produced."""
+    """Keeps float32 masters and moments beside the run, updated by the same kernel from the gradients the run produced."""
 
     def __init__(self, rig: Rig) -> None:
         self.rig, self.step = rig, 0
@@ -36,7 +36,7 @@ class Shadow:
         self.variance = {index: torch.zeros_like(flat) for index, flat in self.masters.items()}
 
     def follow(self) -> None:
-        """After a clipped step: gradients rest, updates are due."""
+        """Follows a clipped step: gradients rest, updates are due."""
         self.step += 1
         for stage in self.rig.owning_stages():
             due = self.rig.executor.residency.records[stage.index].due
@@ -77,7 +77,7 @@ def test_the_rebuilt_master_is_an_fp32_master(family: str, accumulate: Dtype, tm
 
 
 def _plain_gradients(model: PreTrainedModel, subject: Subject, accumulate: Dtype) -> dict[str, torch.Tensor]:
-    """Of the first step: summed by torch itself in bfloat16, or in float32 from each micro-batch's."""
+    """Returns the first step's gradients: summed by torch itself in bfloat16, or in float32 from each micro-batch's."""
     ids, labels = next(subject.batches(1))
     sums: dict[str, torch.Tensor] = {}
     for _ in micro_losses(model, ids, labels, subject.shape.micro):
@@ -104,7 +104,7 @@ def test_first_gradients_are_those_of_plain_pytorch(family: str, accumulate: Dty
 
 @pytest.mark.parametrize("family", every(2, ["gemma2", "gemma3", "gpt2", "opt"]))
 def test_first_gradients_of_tied_weights(family: str, tmp_path: Path) -> None:
-    """With one micro-batch: torch adds the two users' gradients before it adds micro-batches."""
+    """Takes one micro-batch: torch adds the two users' gradients before it adds micro-batches."""
     subject = Subject(FAMILIES[family], Shape(dtype="bfloat16", accumulate="bfloat16", batch=2, micro=2))
     assert subject.spec.tied_head
     _check_first_gradients(subject, "bfloat16", tmp_path)
@@ -112,7 +112,7 @@ def test_first_gradients_of_tied_weights(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("accumulate", ["float32", "bfloat16"])
 def test_first_gradients_of_an_embedding_that_scales(accumulate: Dtype, tmp_path: Path) -> None:
-    """Summed micro-batch by micro-batch, not over the whole batch in bfloat16."""
+    """Sums micro-batch by micro-batch, not over the whole batch in bfloat16."""
     subject = Subject(_untied("gemma3"), Shape(dtype="bfloat16", accumulate=accumulate, chunk=0))
     _check_first_gradients(subject, accumulate, tmp_path)
 
@@ -147,7 +147,7 @@ def test_losses_follow_plain_pytorch_with_fp32_masters(clip: float | None, tmp_p
 
 
 def _plain_bf16(subject: Subject, steps: int, clip: float | None) -> Iterator[float]:
-    """torch's AdamW on float32 masters; gradients of the bfloat16 model summed in float32."""
+    """Runs torch's AdamW on float32 masters; gradients of the bfloat16 model summed in float32."""
     model = subject.fresh()
     model.load_state_dict(subject.initial)
     weights = list(model.parameters())

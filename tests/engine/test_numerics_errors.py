@@ -1,4 +1,4 @@
-"""Values that are not finite stop the run, by name, before they can spread where clipping waits for the norm."""
+"""Tests that values that are not finite stop the run, by name, before they can spread where clipping waits for the norm."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_gradients_without_clipping_stop_at_their_stage(subject: Subject, tmp_pa
 
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
 def test_gradients_of_the_first_stage_change_nothing(device: Any, subject: Subject, tmp_path: Path) -> None:
-    """Without clipping: nothing is updated before the head's."""
+    """Updates nothing before the head's gradients, without clipping."""
     with Rig(subject, tmp_path, clip=None, device=device) as rig:
 
         def poison() -> None:
@@ -82,7 +82,7 @@ def test_gradients_of_the_first_stage_change_nothing(device: Any, subject: Subje
     ("device", "clip", "vocabulary"), [("cpu", 0.5, 0), ("cpu", None, 40), ("emulated", 0.5, 40), ("emulated", None, 0)]
 )
 def test_a_loss_that_is_not_finite_changes_nothing(clip: float | None, device: Any, vocabulary: int, tmp_path: Path) -> None:
-    """A NaN in a block reaches the loss, which is looked at before anything is updated."""
+    """Puts a NaN in a block: it reaches the loss, which is looked at before anything is updated."""
     subject = Subject(llama(), Shape(vocabulary=vocabulary))
     poisoned = {name: value.clone() for name, value in subject.initial.items()}
     poisoned["model.layers.1.mlp.down_proj.weight"][3, 5] = float("nan")
@@ -103,7 +103,7 @@ BFLOAT16 = Shape(dtype="bfloat16")
 @pytest.mark.parametrize(("device", "home"), [("cpu", "ssd"), ("emulated", "cpu")])
 @pytest.mark.parametrize("step", [1, 2])
 def test_a_skipped_step_is_as_if_it_had_not_been(step: int, device: Any, home: Any, tmp_path: Path) -> None:
-    """Weights, masters, moments and AdamW's count of steps: the run goes on as one that never had that batch."""
+    """Compares weights, masters, moments and AdamW's count of steps: the run goes on as one that never had that batch."""
     subject = Subject(llama(), BFLOAT16)
     batches = list(subject.batches(3))
     with Rig(subject, tmp_path / "without", device=device, home=home) as rig:
@@ -127,7 +127,7 @@ def test_a_skipped_step_is_as_if_it_had_not_been(step: int, device: Any, home: A
 
 
 def test_infinite_weights_after_an_update(subject: Subject, tmp_path: Path) -> None:
-    """Gradients may be finite while the rate is not sane."""
+    """Takes finite gradients with a rate that is not sane."""
     with (
         Rig(subject, tmp_path, clip=0.5, optimizer=replace(OPTIMIZER, lr=3e38)) as rig,
         pytest.raises(NumericsError, match=r"step 1: \d+ weights of \S+ are not finite after the update"),
@@ -137,7 +137,7 @@ def test_infinite_weights_after_an_update(subject: Subject, tmp_path: Path) -> N
 
 
 def test_a_copy_that_failed_is_not_handed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failed copy is over, too: whoever takes its target for gradients must hear of it."""
+    """Fails a copy, which is then over, too: whoever takes its target for gradients must hear of it."""
     with Rig(Subject(llama(), Shape()), tmp_path, device="emulated", clip=None) as rig:
         download = rig.device.download
         monkeypatch.setattr(rig.device, "download", lambda device, host, **how: download(device[:-1], host, **how))

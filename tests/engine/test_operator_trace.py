@@ -1,4 +1,4 @@
-"""Work counted on operators as they run: products, and attention without a kernel of its own."""
+"""Tests work counted on operators as they run: products, and attention without a kernel of its own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_product_of_a_column_and_a_row_is_no_work() -> None:
 
 @pytest.mark.parametrize(("family", "numbers"), [("falcon", [0, 2, 3, 4]), ("gpt_neox", [0, 1, 2, 3, 4])])
 def test_attention_is_one_operator_whatever_it_is_made_of(family: str, numbers: list[int]) -> None:
-    """Falcon's is two products here: it is not kept, and those behind it have the numbers that they have elsewhere."""
+    """Counts Falcon's, of two products here: it is not kept, and those behind it have the numbers that they have elsewhere."""
     spec = Subject(FAMILIES[family], Shape()).spec
     blocks = [stage for stage in spec.stages if stage.kind == "block"]
     assert [sorted(o.index for o in (*stage.operators, *stage.unneeded)) for stage in blocks] == [numbers] * 2
@@ -30,7 +30,7 @@ def test_attention_is_one_operator_whatever_it_is_made_of(family: str, numbers: 
 
 
 def test_attention_reserves_its_summaries_for_any_kernel() -> None:
-    """Output, and a float32 per head and token with tokens rounded up to 32."""
+    """Reserves the output, and a float32 per head and token with tokens rounded up to 32."""
     spec = Subject(FAMILIES["gpt2"], Shape(micro=2, tokens=16)).spec
     attention = next(operator for operator in spec.stages[2].operators if operator.kind == "attention")
     assert attention.bytes == 2 * 16 * 32 * 4 + 4 * 2 * 4 * 32

@@ -38,7 +38,7 @@ def test_bitwise_recompute(family: str, tmp_path: Path) -> None:
 
 
 class _Recomputed:
-    """Outcomes of recompute, made once, of a model that draws random numbers between its operators."""
+    """Returns outcomes of recompute, made once, of a model that draws random numbers between its operators."""
 
     def __init__(self, folder: Callable[[str], Path]) -> None:
         self._folder = folder
@@ -78,7 +78,7 @@ def test_any_places(data: st.DataObject, recomputed: _Recomputed, tmp_path_facto
 
 
 def test_an_output_changed_in_place_is_kept_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is found when the model is inspected: it is copied, where others are computed in their places."""
+    """Finds it when the model is inspected: it is copied, where others are computed in their places."""
     subject = Subject(llama(), Shape())
     assert not any(operator.overwritten for operator in subject.spec.stages[1].operators)
     for layer in subject.anatomy.model.base_model.layers:
@@ -112,7 +112,7 @@ class _Made(TorchDispatchMode):
 
 
 def test_products_are_computed_where_they_are_kept(tmp_path: Path) -> None:
-    """Without a copy, in the device as well."""
+    """Computes them without a copy, in the device as well."""
     subject = Subject(llama(num_hidden_layers=2), Shape(batch=4, micro=2))
     products = [o for stage in subject.spec.stages for o in stage.operators if o.kind == "mm"]
     counts = []
@@ -148,7 +148,7 @@ def test_nothing_crosses_for_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shape", [Shape(**UNEVEN), Shape(batch=2, micro=2, dtype="bfloat16")], ids=["uneven", "one"])
 def test_memory_is_what_the_plan_charges(shape: Shape, tmp_path: Path) -> None:
-    """To the byte more than without, and never above the plan."""
+    """Takes to the byte more than without, and never more than the plan."""
     subject = Subject(llama(), shape)
     every, way = every_operator(subject.spec), {"home": "cpu", "device": "emulated"}
     peaks, charged, limit = [], [], 0
@@ -167,7 +167,7 @@ def test_memory_is_what_the_plan_charges(shape: Shape, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
 def test_as_many_as_there_is_room_for(share: float, tmp_path: Path) -> None:
-    """Of a device that has no more than its limit."""
+    """Keeps what fits a device that has no more than its limit."""
     subject = Subject(llama(num_hidden_layers=3), Shape(batch=4, micro=2))
     every, way = every_operator(subject.spec), {"home": "cpu", "device": "emulated"}
     with Rig(subject, tmp_path / "every", kept_there=every, **way) as rig:  # type: ignore[arg-type]

@@ -1,4 +1,5 @@
-"""Large copies cross in pieces with boundaries first, and wait for what used their target last, and for nothing else."""
+"""Tests that large copies cross in pieces with boundaries first, and wait for what used their target last, and for nothing
+else."""
 
 from __future__ import annotations
 
@@ -93,7 +94,7 @@ class _Ordered(CopyEngine):
 
 
 def test_in_a_step_no_boundary_is_behind_more_than_one_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not a bit of the result is other than on the processor."""
+    """Compares with the processor, too: not a bit of the result is other."""
     subject = Subject(llama(), Shape(batch=5))
     with Rig(subject, tmp_path / "cpu", home="cpu") as rig:
         losses, weights = rig.run(2), rig.weights()
@@ -134,8 +135,7 @@ class _Point(Event):
 
 
 def test_weights_go_up_behind_the_last_reader_of_their_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two places take turns: what goes to one while a visit computes with the other waits for the visit before it alone, not
-    for the one under way."""
+    """Takes turns at two places: what goes to one while a visit computes with the other waits for the visit before it alone."""
     subject, device = Subject(llama(num_hidden_layers=4), Shape()), _Behind()
     monkeypatch.setattr(rigs, "open_device", lambda kind: device)
     with Rig(subject, tmp_path, device="emulated", home="cpu") as rig:

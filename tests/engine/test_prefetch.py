@@ -1,4 +1,4 @@
-"""What comes next is fetched while a visit waits for its own, and nobody waits for a slot for ever."""
+"""Tests that what comes next is fetched while a visit waits for its own, and nobody waits for a slot for ever."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ UPDATES: dict[str, dict[str, Any]] = {
 
 
 class HeldBack:
-    """A rig's daemon whose word that `held` has ended is kept back until `awaited` was asked for in the step under way: what
-    a slow drive does. Requests are (operation, stage)."""
+    """Keeps back the word that `held` has ended until `awaited` was asked for in the step under way: what a slow drive does.
+    Requests are (operation, stage)."""
 
     def __init__(self, rig: Rig, monkeypatch: pytest.MonkeyPatch, held: tuple[str, int], awaited: tuple[str, int]) -> None:
         self.asked: list[tuple[str, int]] = []
@@ -68,7 +68,7 @@ def subject() -> Subject:
 
 @pytest.fixture(scope="module")
 def expected(subject: Subject, tmp_path_factory: pytest.TempPathFactory) -> dict[float | None, Outcome]:
-    """By clipping: what three steps give."""
+    """Returns what three steps give, by clipping."""
     outcomes: dict[float | None, Outcome] = {}
     for clip in (0.5, None):
         with Rig(subject, tmp_path_factory.mktemp("store"), clip=clip) as rig:
@@ -91,7 +91,7 @@ def test_the_next_stage_is_fetched_while_one_is_waited_for(
     device: Any, updates: str, held: tuple[str, int], awaited: tuple[str, int], subject: Subject,
     expected: dict[float | None, Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """One stage ahead, so that nothing of stage n + 1 is asked for before stage n is visited; in the second step."""
+    """Fetches one stage ahead, so that nothing of stage n + 1 is asked for before stage n is visited; in the second step."""
     monkeypatch.setattr(lookahead, "_BEYOND", 0)
     with Rig(subject, tmp_path, lookahead=1, device=device, **UPDATES[updates]) as rig:
         if updates == "half deferred":
@@ -117,7 +117,7 @@ def test_the_next_stage_is_fetched_while_one_is_waited_for(
 def test_weights_are_fetched_as_far_ahead_as_slots_are_free(
     device: Any, subject: Subject, expected: dict[float | None, Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of three slots one is an update's, and free all forward: stage 4 is asked for while stage 2 is waited for."""
+    """Leaves of three slots one to an update, and all free in forward: stage 4 is asked for while stage 2 is waited for."""
     with Rig(subject, tmp_path, lookahead=1, device=device, **UPDATES["at once"]) as rig:
         assert len(rig.plan.slot_classes[rig.plan.stages[2].slot_class].weight_slots) == 3
         batches = list(subject.batches(3))
@@ -149,7 +149,7 @@ POLICIES = [("clipped", "cpu"), ("at once", "emulated"), ("half deferred", "cpu"
     every(2, [(name, *policy) for n, name in enumerate(SUBJECTS) for m, policy in enumerate(POLICIES) if m != n % 3]),
 )
 def test_the_fewest_slots_are_enough(name: str, updates: str, device: Any, tmp_path: Path) -> None:
-    """At the least memory that is not refused: one slot for gradients (two under a whole tied head), two for weights."""
+    """Runs at the least memory that is not refused: one slot for gradients (two under a whole tied head), two for weights."""
     subject = Subject(*SUBJECTS[name])
     with Rig(subject, tmp_path / "roomy", device=device, **UPDATES[updates]) as rig:
         losses, weights = rig.run(STEPS), rig.weights()
@@ -166,7 +166,7 @@ def test_the_fewest_slots_are_enough(name: str, updates: str, device: Any, tmp_p
 
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
 def test_a_deferred_update_begins_inside_the_visit_before(device: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch of one micro-batch: weights that arrive in the middle of a stage's forward are updated before its end."""
+    """Takes a batch of one micro-batch: weights that arrive in the middle of a stage's forward are updated before its end."""
     subject = Subject(llama(num_hidden_layers=3), Shape(batch=2, micro=2))
     with Rig(subject, tmp_path, lookahead=1, device=device) as rig:
         batches = list(subject.batches(2))
@@ -177,7 +177,7 @@ def test_a_deferred_update_begins_inside_the_visit_before(device: Any, tmp_path:
         seen: list[bool] = []
 
         def arrives(*_: Any) -> None:
-            """Called in the second block, whose next one is on its way."""
+            """Arrives in the second block, whose next one is on its way."""
             if daemon.holds:
                 seen.append(record.due is None)
                 while rig.counters().queued or rig.counters().in_flight:

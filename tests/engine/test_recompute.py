@@ -1,4 +1,4 @@
-"""What backward does not look at is not computed again: the same bits, less work."""
+"""Tests that what backward does not look at is not computed again: the same bits, less work."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_the_work_is_spared_as_planned(tmp_path: Path) -> None:
 
 
 def test_a_product_is_told_by_its_weight(tmp_path: Path) -> None:
-    """One that is numbered differently than it was when the block was inspected is computed, whatever its number."""
+    """Computes one that is numbered differently than it was when the block was inspected, whatever its number."""
     subject = Subject(llama(), Shape())
     expected = _outcome(subject, tmp_path / "expected")
     for step in (-1, -2, 1):

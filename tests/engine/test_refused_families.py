@@ -1,4 +1,4 @@
-"""Families that cannot be streamed: refused by name before anything is planned, never by what a library raised."""
+"""Tests families that cannot be streamed: refused by name before anything is planned, never by what a library raised."""
 
 from __future__ import annotations
 

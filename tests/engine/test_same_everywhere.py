@@ -1,4 +1,4 @@
-"""Where bytes rest and how they move changes no bit of losses and weights."""
+"""Tests that where bytes rest and how they move changes no bit of losses and weights."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def subjects() -> Callable[[str], Subject]:
 
 @pytest.fixture
 def subject(request: pytest.FixtureRequest, subjects: Callable[[str], Subject]) -> Subject:
-    """GPT-2: dropout and a tied head. Llama: several update chunks, untied."""
+    """Makes a GPT-2 (dropout and a tied head) or a Llama (several update chunks, untied)."""
     return subjects(request.param)
 
 
 @pytest.fixture(scope="module")
 def on_the_ssd(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Subject, float | None], Outcome]:
-    """on_the_ssd(subject, clip): all of it, one directory, the backend of choice; computed once."""
+    """Gives on_the_ssd(subject, clip): all of it, one directory, the usual backend; computed once."""
     return cache(lambda subject, clip: _outcome(subject, tmp_path_factory.mktemp("store"), clip=clip))
 
 
@@ -98,7 +98,7 @@ def test_bitwise_the_same(way: str, subject: Subject, clip: float | None, expect
 def test_weights_of_some_stages_on_the_device(
     room: int, subject: Subject, clip: float | None, expected: Outcome, tmp_path: Path
 ) -> None:
-    """With room for as many blocks beside those that take turns, or for all there is."""
+    """Leaves room for as many blocks beside those that take turns, or for all there is."""
     blocks = [stage.index for stage in subject.spec.stages if stage.kind == "block"]
     block = ITEM_SIZE[subject.spec.compute_dtype] * subject.spec.stages[blocks[0]].params
     emulated = dict[str, Any](device="emulated", home=None, clip=clip)
@@ -122,7 +122,7 @@ def test_dropout_was_at_work(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def large() -> Subject:
-    """Large enough for a budget to matter: two blocks of 852,000 parameters, and spans are rounded to 2 MiB."""
+    """Makes a model large enough for a budget to matter: two blocks of 852,000 parameters, and spans are rounded to 2 MiB."""
     config = llama(vocab_size=2000, hidden_size=256, intermediate_size=768, num_hidden_layers=2)
     return Subject(config, Shape(batch=2, micro=1))
 

@@ -75,7 +75,7 @@ def _hear_updates_there(rig: Rig, heard: _Heard) -> None:
 
 
 def _really(subject: Subject, folder: Path, **options: Any) -> tuple[Plan, Asked]:
-    """What the last whole step of a few asks for."""
+    """Returns what the last whole step of a few asks for."""
     with Rig(subject, folder, **options) as rig:
         heard = _Heard(rig.daemon, rig.plan)
         rig.executor.visits.boundaries.ledger.transfers = heard
@@ -112,7 +112,7 @@ def test_clipped_the_requests_are_the_same(
 
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
 def test_unclipped_the_requests_are_the_same(device: Literal["cpu", "emulated"], subject: Subject, tmp_path: Path) -> None:
-    """Weights are read in the order of the schedule, from where the step before had read ahead to."""
+    """Reads weights in the order of the schedule, from where the step before had read ahead to."""
     plan, really = _really(subject, tmp_path, clip=None, device=device, lookahead=2)
     paper = _on_paper(subject, plan)
     assert paper.keys() == really.keys()
@@ -126,7 +126,7 @@ def test_unclipped_the_requests_are_the_same(device: Literal["cpu", "emulated"],
 def test_with_stages_on_the_device_the_requests_are_the_same(
     clip: float | None, there: tuple[int, ...], subject: Subject, tmp_path: Path
 ) -> None:
-    """Of those stages nothing is asked of the store."""
+    """Asks nothing of the store for those stages."""
     plan, really = _really(subject, tmp_path, clip=clip, device="emulated", lookahead=2, device_states=there)
     paper = _on_paper(subject, plan)
     assert paper.keys() == really.keys()
@@ -138,7 +138,7 @@ def test_with_stages_on_the_device_the_requests_are_the_same(
 
 
 def _check_order(subject: Subject, plan: Plan, asked: Asked) -> None:
-    """Weights are read in the order of the schedule, as far as they are read at all."""
+    """Checks that weights are read in the order of the schedule, as far as they are read at all."""
     planned = [visit.owner for visit in plan_schedule(subject.spec, plan).visits if visit.fetch]
     coming, read = iter([*planned, *planned[: plan.lookahead]]), asked.get("read weights", [])
     assert len(read) <= len(planned)

@@ -1,4 +1,4 @@
-"""Configurations that no model can be made of: one error that names the file and says what is wrong with it."""
+"""Tests configurations that no model can be made of: one error that names the file and says what is wrong with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Steps with bfloat16 and int8 states: what numpy makes of the same gradients, wherever states rest, in the bytes planned."""
+"""Tests steps with bfloat16 and int8 states: what numpy makes of the same gradients, wherever states rest, in the bytes
+planned."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ class Reference:
 
 
 def test_every_update_is_that_of_numpy(subject: Subject, tmp_path: Path) -> None:
-    """Bit for bit, weights and states."""
+    """Compares bit for bit, weights and states."""
     with Rig(subject, tmp_path, home="cpu", chunk=STATE_TILE, through=Reference) as rig:
         rig.run(STEPS)
         reference = rig.executor.moves.daemon

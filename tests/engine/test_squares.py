@@ -1,4 +1,4 @@
-"""Squares of gradients: summed by the device, in an order that is written out, and seen before anything is updated."""
+"""Tests squares of gradients: summed by the device, in an order that is written out, and seen before anything is updated."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def subject() -> Subject:
 
 
 def _by_hand(values: list[float], width: int) -> float:
-    """One value after the other to lane i mod `width`, lanes folded in halves, in Python's doubles."""
+    """Adds one value after the other to lane i mod `width`, folds lanes in halves, in Python's doubles."""
     lanes = [0.0] * width
     for at, value in enumerate(values):
         lanes[at % width] += value * value
@@ -73,7 +73,7 @@ def test_extremes_are_squared_exactly_and_what_is_not_finite_shows() -> None:
 
 
 def test_the_library_and_the_lanes_agree() -> None:
-    """Two orders of additions over the same exact squares."""
+    """Adds in two orders over the same exact squares."""
     flat = torch.randn(100_003, generator=torch.Generator().manual_seed(1))
     ours, _ = kernels.sum_squares(flat.numpy().data, "float32")
     (lanes,) = squares_in_lanes(flat, [(0, flat.numel())], torch.empty(1 << 17, dtype=torch.float64)).tolist()
@@ -122,7 +122,7 @@ def test_the_launching_thread_squares_nothing(clip: float | None, subject: Subje
 
 
 class _HeldSquares:
-    """Not there before they are released."""
+    """Holds squares back until they are released."""
 
     def __init__(self, squares: Squares) -> None:
         self._squares, self.released = squares, False
@@ -149,7 +149,7 @@ class _HoldsSquares(EmulatedDevice):
 
 
 def test_no_update_begins_before_its_gradients_were_seen(subject: Subject, tmp_path: Path, monkeypatch: Any) -> None:
-    """Those of the head have arrived by then, and so have those of the norm behind them."""
+    """Waits until those of the head have arrived, and those of the norm behind them."""
     device = _HoldsSquares()
     monkeypatch.setattr(rigs, "open_device", lambda kind: device)
     with Rig(subject, tmp_path, device="emulated", clip=None, defer=0.0) as rig:

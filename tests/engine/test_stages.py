@@ -1,4 +1,4 @@
-"""Stages found in real families, what is refused by name, and that a model gets its own forwards back."""
+"""Tests stages found in real families, what is refused by name, and that a model gets its own forwards back."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _called(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Weighed(_Passes):
-    """Gradients grow by stage, and every visit is told with its gradient."""
+    """Weighs gradients, which grow by stage; every visit is told with its gradient."""
 
     def __init__(self) -> None:
         self.visited: list[tuple[int, float]] = []
@@ -118,7 +118,7 @@ class _Weighed(_Passes):
 
 
 def test_gradients_go_back_through_what_the_model_does_between_stages() -> None:
-    """Two embeddings are added and scaled, and the first block's output has a user beside the second."""
+    """Adds and scales two embeddings, and gives the first block's output a user beside the second."""
     passes = _Weighed()
     tape = Tape(passes)
 

@@ -1,4 +1,4 @@
-"""A step in several sweeps over the model gives the bits of one sweep, and moves the bytes that its plan says."""
+"""Tests that a step in several sweeps over the model gives the bits of one sweep, and moves the bytes that its plan says."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def subject(request: pytest.FixtureRequest, subjects: Callable[[str], Subject]) 
 
 @pytest.fixture(scope="module")
 def in_one(tmp_path_factory: pytest.TempPathFactory) -> InOne:
-    """in_one(subject, clip) is what one sweep gives, computed once."""
+    """Gives in_one(subject, clip), what one sweep gives, computed once."""
     return cache(lambda subject, clip: _outcome(subject, tmp_path_factory.mktemp("one"), clip=clip))
 
 
@@ -160,12 +160,13 @@ FAMILIES: list[tuple[str, PreTrainedConfig, int, bool]] = [
 
 @pytest.mark.parametrize(("config", "vocabulary", "may"), [f[1:] for f in FAMILIES], ids=[f[0] for f in FAMILIES])
 def test_which_models_may_be_swept(config: PreTrainedConfig, vocabulary: int, may: bool) -> None:
-    """A tied head's and an embedding's gradients come in one order only; what is drawn or summed is of the whole batch."""
+    """Refuses a tied head's and an embedding's gradients, which come in one order only; what is drawn or summed is of the whole
+    batch."""
     assert Subject(config, Shape(vocabulary=vocabulary)).spec.may_sweep == may
 
 
 def test_boundaries_take_a_sweep_of_rows(tmp_path: Path) -> None:
-    """What rests from forward to backward falls with the number of sweeps; gradients rest in between."""
+    """Divides what rests from forward to backward by the number of sweeps; gradients rest in between."""
     subject = Subject(llama(), SHAPES["plain"])
     sizes = []
     for sweeps in (1, 3):

@@ -1,4 +1,4 @@
-"""What the launching thread asks of a device's values in a step: each such question waits for all that is submitted."""
+"""Tests what the launching thread asks of a device's values in a step: each such question waits for all that is submitted."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ OF_LOSS = {"head.py: _local_scalar_dense", "loss.py: _local_scalar_dense", "loss
 
 @crossed(2, sweeps=[1, 2], name=SUBJECTS)
 def test_only_the_loss_is_asked_for(name: str, sweeps: int, tmp_path: Path) -> None:
-    """Once a sweep, at the end of the head: before anything is differentiated on the strength of it."""
+    """Asks once a sweep, at the end of the head: before anything is differentiated on the strength of it."""
     device = _Told()
     with Rig(SUBJECTS[name](), tmp_path, device="emulated", home="cpu", opened=device, sweeps=sweeps) as rig:
         syncs, batches = Syncs(device), rig.subject.batches(2)

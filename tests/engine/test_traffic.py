@@ -38,7 +38,7 @@ def subject(request: pytest.FixtureRequest, subjects: Callable[[Any], Subject]) 
 
 
 def _moved(subject: Subject, folder: Path, steps: int, clip: float | None, defer: float | None = None) -> tuple[int, int, int]:
-    """Bytes read and written, and parameters updated, in `steps` steps and the draining after them."""
+    """Returns bytes read and written, and parameters updated, in `steps` steps and the draining after them."""
     with Rig(subject, folder, clip=clip, defer=defer, lookahead=1, optimizer=OPTIMIZER) as rig:
         before = rig.counters()
         rig.run(steps, settle=True)
@@ -93,7 +93,7 @@ def test_weights_twice_states_once(clip: float | None, subject: Subject, tmp_pat
 
 @pytest.mark.parametrize("subject", ["bfloat16"], indirect=True)
 def test_at_most_26_bytes_per_parameter_unclipped(subject: Subject, tmp_path: Path) -> None:
-    """bf16, all on the ssd: 14 read and 12 written, besides boundaries."""
+    """Counts bf16, all on the ssd: 14 read and 12 written, besides boundaries."""
     with Rig(subject, tmp_path, clip=None) as rig:
         predicted = rig.plan.predicted
     boundaries = predicted.read_by["boundaries"] + predicted.written_by["boundaries"]
@@ -103,7 +103,7 @@ def test_at_most_26_bytes_per_parameter_unclipped(subject: Subject, tmp_path: Pa
 
 @pytest.mark.parametrize("clip", [0.5, None], ids=["clipped", "unclipped"])
 def test_the_arena_is_smaller_than_two_stages(clip: float | None, tmp_path: Path) -> None:
-    """Two stages of fp32 weights, gradients and states; the model has ten such stages."""
+    """Takes less than two stages of fp32 weights, gradients and states; the model has ten such stages."""
     config = llama(vocab_size=2800, hidden_size=320, intermediate_size=1280, num_hidden_layers=BLOCKS)
     subject = Subject(config, Shape(batch=2, micro=2))
     with Rig(subject, tmp_path, clip=clip, lookahead=1, chunks=3) as rig:

@@ -1,4 +1,4 @@
-"""Where something may look at a value that no hook of autograd shows, the whole block is computed again."""
+"""Tests that the whole block is computed again where something may look at a value that no hook of autograd shows."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class _Looking(nn.Linear):
 
 
 class _OnesOwn(LlamaForCausalLM):
-    """A class that is not transformers' own."""
+    """Stands for a class that is not transformers' own."""
 
 
 def test_without_any_the_last_product_is_spared() -> None:
@@ -55,7 +55,7 @@ def test_without_any_the_last_product_is_spared() -> None:
 
 @pytest.mark.parametrize("layer", [0, 1])
 def test_a_function_with_a_backward_of_its_own(layer: int) -> None:
-    """In one block of several: those that are alike but for it are spared theirs."""
+    """Puts it in one block of several: those that are alike but for it are spared theirs."""
     model = skeleton()
     model.model.layers[layer].mlp.down_proj.__class__ = _Looking
     expected = [["mm mlp.down_proj"]] * 2
@@ -70,7 +70,7 @@ def test_code_that_is_not_transformers() -> None:
 
 
 def test_blocks_of_equal_shapes_and_other_settings_are_looked_at_one_by_one() -> None:
-    """A norm after the product needs its value: here only where a flag says so."""
+    """Gives a norm after the product, which needs its value: here only where a flag says so."""
     model = skeleton()
     for number, layer in enumerate(model.model.layers):
         layer.mlp.__class__ = _Scaled

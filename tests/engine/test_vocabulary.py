@@ -1,4 +1,5 @@
-"""Embedding and head cut along the vocabulary: beside plain PyTorch, the same wherever bytes rest, byte for byte planned."""
+"""Tests embedding and head cut along the vocabulary: beside plain PyTorch, the same wherever bytes rest, byte for byte
+planned."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ def pieces_of(subject: Subject, kind: StageKind) -> list[tuple[int, int] | None]
     every(2, [("untied", 0.5), ("tied", 0.5), ("tied", None), ("scaled, capped, tied", None), ("positions, tied", 0.5)]),
 )
 def test_beside_plain_pytorch(name: str, clip: float | None, tmp_path: Path) -> None:
-    """20 steps of torch's AdamW with weight decay over the same micro-batches; chunks of 5 tokens cut rows unevenly."""
+    """Takes 20 steps of torch's AdamW with weight decay over the same micro-batches; chunks of 5 tokens cut rows unevenly."""
     optimizer = SETTINGS.get(name, QUIET)
     subject = Subject(MODELS[name], Shape(vocabulary=ROWS, chunk=5))
     assert pieces_of(subject, "embedding") == pieces_of(subject, "head") == PIECES
@@ -128,14 +129,14 @@ def test_bitwise_the_same_wherever_bytes_rest(clip: float | None, subject: Subje
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
 def large(request: pytest.FixtureRequest) -> Subject:
-    """Large enough for a budget to matter: spans are rounded to 2 MiB."""
+    """Makes a model large enough for a budget to matter: spans are rounded to 2 MiB."""
     config = llama(vocab_size=6000, hidden_size=256, intermediate_size=512, tie_word_embeddings=request.param)
     return Subject(config, Shape(batch=2, micro=1, vocabulary=2500))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Roomy:
-    """What three steps give with room for two slots of gradients, and what was asked for."""
+    """Holds what three steps give with room for two slots of gradients, and what was asked for."""
 
     losses: list[float]
     weights: dict[str, torch.Tensor]
@@ -144,7 +145,7 @@ class Roomy:
 
 @pytest.fixture(scope="module")
 def roomy(large: Subject, tmp_path_factory: pytest.TempPathFactory) -> Callable[[float | None], Roomy]:
-    """roomy(clip), computed once. Much scratch, so that a step takes more memory than loading."""
+    """Gives roomy(clip), computed once. Much scratch, so that a step takes more memory than loading."""
 
     @cache
     def outcome(clip: float | None) -> Roomy:
@@ -159,7 +160,7 @@ def roomy(large: Subject, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 def test_the_fewest_slots_are_enough(
     lookahead: int, clip: float | None, large: Subject, roomy: Callable[[float | None], Roomy], tmp_path: Path
 ) -> None:
-    """One slot of gradients for all: what is read ahead must not take the one that is needed first."""
+    """Uses one slot of gradients for all: what is read ahead must not take the one that is needed first."""
     expected = roomy(clip)
     request = replace(expected.request, cpu_budget=1, lookahead=lookahead)
     with pytest.raises(PlanError):
@@ -172,7 +173,7 @@ def test_the_fewest_slots_are_enough(
 
 
 def test_mixed_by_budget(large: Subject, roomy: Callable[[float | None], Roomy], tmp_path: Path) -> None:
-    """Some tensors of some pieces in RAM, the others on the ssd; tied without clipping, untied with it."""
+    """Puts some tensors of some pieces in RAM, the others on the ssd; tied without clipping, untied with it."""
     clip = None if large.spec.tied_head else 0.5
     with Rig(large, tmp_path / "ssd", clip=clip) as rig:
         low = rig.plan.predicted.cpu_peak
@@ -190,7 +191,7 @@ def test_mixed_by_budget(large: Subject, roomy: Callable[[float | None], Roomy],
 
 
 def test_in_one_piece_and_in_many(tmp_path: Path) -> None:
-    """How many pieces there are changes the order of additions and nothing else."""
+    """Changes the order of additions by the number of pieces, and nothing else."""
     outcomes = []
     for rows in (VOCABULARY_AND_MORE, 33, 1 + 97 // 20):
         subject = Subject(MODELS["tied"], Shape(vocabulary=rows))
@@ -251,7 +252,7 @@ def test_lookups_and_their_gradients_are_those_of_the_whole_embedding(
 
 
 def _go_to(executor: Executor, phase: str, rows: tuple[int, int] | None) -> None:
-    """As if everything before the visit of this piece had happened."""
+    """Goes there as if everything before the visit of this piece had happened."""
     stages = executor.model.stages
     visits = executor.schedule.visits
     found = [v.index for v in visits if v.phase == phase and stages[v.stage].vocabulary == rows]
@@ -276,7 +277,7 @@ def test_an_id_outside_of_the_vocabulary_is_refused(tmp_path: Path) -> None:
     every(2, [(0.5, "float32", False), (0.5, "bfloat16", True), (None, "float32", True), (None, "bfloat16", False)]),
 )
 def test_one_more_step_moves_exactly_what_was_predicted(clip: float | None, dtype: Any, tied: bool, tmp_path: Path) -> None:
-    """Pieces of 700, 700 and 600 rows share their slots with the blocks; four steps beside three."""
+    """Shares slots of pieces of 700, 700 and 600 rows with the blocks; compares four steps with three."""
     config = llama(vocab_size=2000, hidden_size=128, intermediate_size=256, tie_word_embeddings=tied)
     subject = Subject(config, Shape(dtype=dtype, accumulate="float32", batch=2, micro=2, vocabulary=700))
     moved = []
@@ -301,7 +302,7 @@ def test_one_more_step_moves_exactly_what_was_predicted(clip: float | None, dtyp
 
 
 def test_slots_are_those_of_a_piece(tmp_path: Path) -> None:
-    """A vocabulary of eight times a block: whole, every slot is as large."""
+    """Cuts a vocabulary of eight times a block: whole, every slot is as large."""
     config = llama(vocab_size=8000, hidden_size=256, intermediate_size=256, tie_word_embeddings=True)
     sizes = {}
     for rows in (0, 1000):
@@ -319,7 +320,7 @@ ToGiveUp = Callable[[str, Any], tuple[Subject, list[float], dict[str, torch.Tens
 
 @pytest.fixture(scope="module")
 def to_give_up(tmp_path_factory: pytest.TempPathFactory) -> ToGiveUp:
-    """to_give_up(name, device): a subject, and the losses and weights of its three steps where none is given up."""
+    """Gives to_give_up(name, device): a subject, and the losses and weights of its three steps where none is given up."""
 
     @cache
     def made(name: str, device: Any) -> tuple[Subject, list[float], dict[str, torch.Tensor]]:
@@ -335,7 +336,7 @@ def to_give_up(tmp_path_factory: pytest.TempPathFactory) -> ToGiveUp:
 def test_a_step_given_up_in_any_pass_can_be_done_again(
     phase: str, device: Any, name: str, to_give_up: ToGiveUp, tmp_path: Path
 ) -> None:
-    """Clipped: nothing of it has been applied before its end."""
+    """Clips, so that nothing of it has been applied before its end."""
     subject, expected, weights = to_give_up(name, device)
     with Rig(subject, tmp_path, device=device) as rig:
         batches = list(subject.batches(3))
@@ -365,7 +366,7 @@ def test_a_step_given_up_in_any_pass_can_be_done_again(
 
 @crossed(2, name=["untied", "tied"], phase=["forward", "logits", "head", "backward"])
 def test_unclipped_a_step_can_be_given_up_until_its_first_update(phase: str, name: str, tmp_path: Path) -> None:
-    """An untied head's pieces are updated as they are done; a tied one's rest until the embedding's backward."""
+    """Updates an untied head's pieces as they are done; a tied one's rest until the embedding's backward."""
     subject = Subject(MODELS[name], Shape(vocabulary=ROWS))
     with Rig(subject, tmp_path, clip=None) as rig:
         seen: dict[str, bool] = {}

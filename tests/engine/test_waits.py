@@ -1,4 +1,5 @@
-"""What a run says that compute waited for: only while the device has nothing to do, whatever the host waits for meanwhile."""
+"""Tests what a run says that compute waited for: only while the device has nothing to do, whatever the host waits for
+meanwhile."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def test_the_host_waits_while_the_device_computes(tmp_path: Path) -> None:
 
 
 def test_compute_waits_for_a_copy_that_the_host_does_not_wait_for(tmp_path: Path) -> None:
-    """What the device's own queue waits for counts as well, from the end of the compute before it."""
+    """Counts what the device's own queue waits for as well, from the end of the compute before it."""
     device = EmulatedDevice(pace=Rates(4096 / BUSY, math.inf))
     with Rig(Subject(llama(), Shape()), tmp_path, device="emulated", home="cpu", opened=device) as rig:
         source, target = rig.memory.tensor(Span(offset=0, size=4096), torch.uint8), device.empty(4096)

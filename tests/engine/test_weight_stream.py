@@ -1,4 +1,5 @@
-"""Weights that pass through memory: losses as transformers has them with all of it there, and each byte read once a pass."""
+"""Tests weights that pass through memory: losses as transformers has them with all of it there, and each byte read once a
+pass."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def opened(subject: Subject, memory: int) -> Iterator[tuple[StreamedLosses, Weig
 
 
 def least_memory(subject: Subject) -> int:
-    """Two slots for the largest stage, as a first try is told."""
+    """Returns two slots for the largest stage, as a first try is told."""
     sizes = [4 * stage.params for i, stage in enumerate(subject.anatomy.stages) if stage.kind != "embedding"]
     return 2 * max(sizes)
 
