@@ -1,4 +1,4 @@
-"""What a run's own process does at a given step: a test that watches from outside may come too late."""
+"""Does things in a run's own process at a given step: a test that watches from outside may come too late."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ JsonlLog.step = log_and_do
 
 
 def doing(action: str, step: int) -> str:
-    """A program to be run before the command: it does `action` (a statement) as soon as `step` is in the log."""
+    """Returns a program to be run before the command: it does `action` (a statement) as soon as `step` is in the log."""
     return _DOING.format(step=step, action=action)

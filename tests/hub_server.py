@@ -1,4 +1,4 @@
-"""A small HTTP server that answers as the hub does, for models and data sets."""
+"""Runs a small HTTP server that answers as the hub does, for models and data sets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GATED = b"only after the terms are accepted"
 
 
 class Hub(ThreadingHTTPServer):
-    """Repositories by name, each a table of file name -> content; `refusals` answers for a repository instead."""
+    """Holds repositories by name, each a table of file name -> content; `refusals` answers for a repository instead."""
 
     daemon_threads = True
 
@@ -86,7 +86,7 @@ class _Answers(BaseHTTPRequestHandler):
 
 
 def _listing(files: dict[str, bytes], folder: str, *, whole: bool) -> list[dict[str, object]]:
-    """What a folder holds: all files below it, or its own files and folders."""
+    """Lists what a folder holds: all files below it, or its own files and folders."""
     found: dict[str, dict[str, object]] = {}
     for file, content in files.items():
         rest = file.removeprefix(folder)

@@ -31,7 +31,8 @@ MiB = 1 << 20
 
 @pytest.mark.parametrize("kind", ["cpu", "emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_seed_gives_torchs_numbers_and_formats_no_stack(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.manual_seed takes a stack for every backend that is not started: 0.3 ms, for every dropout of every stage."""
+    """Counts no stack, as torch.manual_seed takes one for every backend that is not started: 0.3 ms, for every dropout of every
+    stage."""
     device = open_device(kind)
     torch.manual_seed(1 << 40)
     expected = torch.rand(5), torch.rand(5, device=device.torch_device)
@@ -44,7 +45,7 @@ def test_a_seed_gives_torchs_numbers_and_formats_no_stack(kind: str, monkeypatch
 
 @pytest.mark.parametrize("kind", ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_no_more_memory_than_it_was_opened_with(kind: str) -> None:
-    """Live bytes count: what was let go of may be had again. On a GPU the workspaces that products of other tests left count
+    """Counts live bytes: what was let go of may be had again. On a GPU the workspaces that products of other tests left count
     as well, for the limit is the process's."""
     device = open_device(kind)
     left = device.memory()
@@ -72,7 +73,7 @@ def test_no_more_memory_than_it_was_opened_with(kind: str) -> None:
 def test_a_step_has_what_is_planned_and_no_more(
     vocabulary: int, kept: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the plan takes of the device is enough; without what it charges for compute there is no room for the copies."""
+    """Runs with what the plan takes of the device; without what it charges for compute there is no room for the copies."""
     subject = Subject(llama(), Shape(batch=5, micro=2, vocabulary=vocabulary))
     monkeypatch.setattr(rigs, "open_device", lambda kind: EmulatedDevice(memory=planned))
     planned: int | None = None
@@ -100,8 +101,8 @@ def test_a_step_has_what_is_planned_and_no_more(
 
 @given(size=st.integers(1, 1 << 24), limit=st.integers(0, 1 << 24), begin=st.integers(0, 1 << 20))
 def test_as_much_is_pinned_as_goes(size: int, limit: int, begin: int) -> None:
-    """Pieces side by side from the start, none of them beyond the limit together, and at most a 32nd of the whole left that
-    would have gone."""
+    """Pins pieces side by side from the start, none of them beyond the limit together, and leaves at most a 32nd of the whole
+    that would have gone."""
     pieces: dict[int, int] = {}
 
     def register(address: int, size: int) -> bool:
@@ -157,7 +158,7 @@ def test_a_staged_copy_that_fails_is_raised_by_whoever_waits() -> None:
 
 @pytest.mark.parametrize("kind", ["bulk", "staged"])
 def test_copy_threads_of_a_gpu_tell_every_failure(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever it is, or who waits would do so for ever. The threads themselves, where there is no GPU."""
+    """Tells it whatever it is, or who waits would do so for ever. The threads themselves, where there is no GPU."""
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "set_device", lambda *_: None)
     after = SimpleNamespace(before=lambda stream: None)
@@ -174,7 +175,7 @@ def test_copy_threads_of_a_gpu_tell_every_failure(kind: str, monkeypatch: pytest
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_copy_thread_that_ends_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also for a failure that is no torch error, and for what is asked of the thread afterwards."""
+    """Ends it by a failure that is no torch error, too, and asks it for something afterwards."""
 
     def broken(source: torch.Tensor, target: torch.Tensor) -> None:
         raise TypeError("broken")
@@ -199,7 +200,7 @@ def test_a_closed_copy_engine_leaves_nobody_waiting() -> None:
 
 
 def test_what_is_pinned_is_held_until_it_is_not(tmp_path: Path) -> None:
-    """A registration of memory that is gone would be one of what comes to its place."""
+    """Holds it, as a registration of memory that is gone would be one of what comes to its place."""
     pinned = PinnedMemory(lambda address, size: True, lambda address: None)
     host = torch.zeros(10)
     gone = weakref.ref(host)
@@ -230,7 +231,7 @@ def test_what_cannot_be_pinned_changes_no_bit(
 
 
 def test_a_context_that_has_failed_hides_no_error_and_leaves_nothing_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What failed is raised where it did; closing goes on to the end."""
+    """Raises what failed where it did; closing goes on to the end."""
     registered: set[int] = set()
     runtime = SimpleNamespace(
         cudaHostRegister=lambda address, size, flags: registered.add(address) or 0, cudaHostUnregister=registered.discard
@@ -249,7 +250,7 @@ def test_a_context_that_has_failed_hides_no_error_and_leaves_nothing_registered(
 
 
 def test_what_is_free_of_a_card_counts_cached_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Free to all, and kept by this process's allocator without being used."""
+    """Counts blocks that are free to all, and kept by this process's allocator without being used."""
     for name, value in (("mem_get_info", (20, 24)), ("memory_reserved", 3), ("memory_allocated", 1)):
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     assert free_memory() == 22

@@ -35,7 +35,7 @@ LABELS = 10 + 8 + 6 + 23
 
 
 def batches(steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(ids, labels) of each step: no label at a document's beginning, none in padding."""
+    """Returns (ids, labels) of each step: no label at a document's beginning, none in padding."""
     generator = torch.Generator().manual_seed(3)
     found = []
     for _ in range(steps):
@@ -64,7 +64,7 @@ def plain_losses(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> torch.T
 
 
 def plain(subject: Subject) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Losses by label of each step, and the weights, of torch's AdamW over documents that nothing is packed with."""
+    """Returns losses by label of each step, and the weights, of torch's AdamW over documents that nothing is packed with."""
     model = subject.fresh()
     model.load_state_dict(subject.initial)
     adamw = torch_adamw(list(model.parameters()), OPTIMIZER)
@@ -80,7 +80,7 @@ def plain(subject: Subject) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]
 
 
 def packed(rig: Rig) -> list[torch.Tensor]:
-    """Losses by label of each step."""
+    """Returns losses by label of each step."""
     every = []
     for number, (ids, labels) in enumerate(batches(STEPS), start=1):
         options = {"lr": rig.optimizer.lr, "last": number == STEPS, "documents": DOCUMENTS}
@@ -102,8 +102,8 @@ def packed(rig: Rig) -> list[torch.Tensor]:
     ),
 )
 def test_packed_equals_unpacked(attention: str, family: str, tmp_path: Path) -> None:
-    """Losses by label within 1e-6, and so the gradients: AdamW's first steps enlarge the last bit of a small one, so weights
-    are the same to 1e-5 only."""
+    """Compares losses by label within 1e-6, and so the gradients: AdamW's first steps enlarge the last bit of a small one, so
+    weights are the same to 1e-5 only."""
     subject = Subject(FAMILIES[family], SHAPE, attention=attention, apart=True)
     assert subject.attention == attention
     with Rig(subject, tmp_path) as rig:
@@ -139,7 +139,7 @@ def test_the_same_however_bytes_move(options: dict[str, Any], tmp_path: Path) ->
 
 
 def test_whole_rows_are_the_usual_step(tmp_path: Path) -> None:
-    """Without documents each row is one; so packed rows that are taken for whole ones have other losses."""
+    """Takes each row as one document; so packed rows that are taken for whole ones have other losses."""
     found = []
     for apart in (False, True):
         with Rig(Subject(llama(), SHAPE, apart=apart), tmp_path / str(apart)) as rig:
@@ -153,7 +153,7 @@ def test_whole_rows_are_the_usual_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_memory_grows_with_the_row_not_with_its_square(attention: str) -> None:
-    """Of a forward and its masks, where documents have 32 tokens and a window has 8."""
+    """Measures a forward and its masks, where documents have 32 tokens and a window has 8."""
 
     def peak(tokens: int) -> int:
         model = build(FAMILIES["mistral"], dtype="float32", attention=attention)

@@ -23,7 +23,7 @@ TRAINED = [name for name, verdict in VERDICTS.items() if verdict == "yes"]
 
 
 def test_the_table_has_every_family() -> None:
-    """Of the newest transformers that is allowed; an older one has fewer."""
+    """Looks at the newest transformers that is allowed; an older one has fewer."""
     assert set(models_table.names()) <= set(VERDICTS)
 
 

@@ -49,7 +49,7 @@ def _same_as_torch(
 
 
 def _moved(subject: Subject, weights: dict[str, torch.Tensor]) -> dict[str, float]:
-    """How far each tensor went, as a share of where it is now (some start at zero)."""
+    """Returns how far each tensor went, as a share of where it is now (some start at zero)."""
     return {n: float((value - subject.initial[n]).norm() / value.norm()) for n, value in weights.items()}
 
 
@@ -65,7 +65,7 @@ def test_unclipped(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("clip", [0.5, None])
 def test_sgd(clip: float | None, tmp_path: Path) -> None:
-    """With no variance on the store."""
+    """Runs with no variance on the store."""
     optimizer = replace(OPTIMIZER, lr=0.05)
     subject = Subject(llama(), Shape(rule="sgd"))
     with Rig(subject, tmp_path, home="ssd", clip=clip, optimizer=optimizer) as rig:
@@ -135,7 +135,7 @@ def test_padding_stays_zero(clip: float | None, tmp_path: Path) -> None:
 
 
 def test_clipping_was_at_work(tmp_path: Path) -> None:
-    """Otherwise the tests above would say nothing about it."""
+    """Shows that clipping was at work: otherwise the tests above would say nothing about it."""
     subject = Subject(llama(), Shape())
     with Rig(subject, tmp_path) as rig:
         ids, labels = next(subject.batches(1))

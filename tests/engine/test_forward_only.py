@@ -1,4 +1,4 @@
-"""Losses without training: as plain PyTorch computes them, beside steps that do not notice, with weights read once."""
+"""Tests losses without training: as plain PyTorch computes them, beside steps that do not notice, with weights read once."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_with_a_cut_or_tied_vocabulary(vocabulary: int, device: str, tied: bool,
     ids=str,
 )
 def test_training_does_not_notice(options: dict[str, object], tmp_path: Path) -> None:
-    """Losses, weights and generators are those of a run without evaluations; an evaluation has the weights of a whole step."""
+    """Compares losses, weights and generators with a run without evaluations; an evaluation has the weights of a whole step."""
     subject = Subject(gpt2(dropout=0.1) if "sweeps" not in options else llama(), Shape())
     with Rig(subject, tmp_path / "alone", **options) as rig:  # type: ignore[arg-type]
         losses, weights, random = rig.run(STEPS), rig.weights(), torch.get_rng_state()

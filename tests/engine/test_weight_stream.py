@@ -69,7 +69,7 @@ def test_losses_as_transformers_in_memory(family: str) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("vocabulary", [0, 40])
 def test_each_byte_is_read_once_in_a_pass(vocabulary: int, tied: bool) -> None:
-    """In the least memory, what does not stay is read again by every pass, and nothing for a pass that does not come."""
+    """Reads in the least memory what does not stay again for every pass, and nothing for a pass that does not come."""
     config = llama(num_hidden_layers=5, tie_word_embeddings=tied)
     subject = Subject(config, Shape(vocabulary=vocabulary, chunk=5))
     batches, seen = list(subject.batches(3)), []

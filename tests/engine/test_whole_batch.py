@@ -1,4 +1,4 @@
-"""Tensors of a whole batch: ordinary tensors, whose memory goes back to the system with their last view."""
+"""Tests tensors of a whole batch: ordinary tensors, whose memory goes back to the system with their last view."""
 
 from __future__ import annotations
 

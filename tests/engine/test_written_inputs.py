@@ -1,4 +1,4 @@
-"""A model whose block writes into its own input, while its copy to the host is under way."""
+"""Tests a model whose block writes into its own input, while its copy to the host is under way."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REFUSED = r"^layers.0 \(LlamaDecoderLayer\) writes into its own input \(aten.mul
 
 
 def _subject(monkeypatch: pytest.MonkeyPatch, *, in_place: bool) -> Subject:
-    """Autograd sees nothing of it: what it sees is refused before there is a plan."""
+    """Makes a model of which autograd sees nothing of that: what it sees is refused before there is a plan."""
     forward = LlamaDecoderLayer.forward
 
     def writes(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

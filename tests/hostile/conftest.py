@@ -1,4 +1,4 @@
-"""Commands of `fuyou` in this process, in an empty folder."""
+"""Runs commands of `fuyou` in this process, in an empty folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
-    """run(*arguments) in tmp_path: exit code, stdout, stderr."""
+    """Gives run(*arguments) in tmp_path: exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

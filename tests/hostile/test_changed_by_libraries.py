@@ -36,7 +36,7 @@ def test_changed(parser: Parser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("parser", HEAVY, ids=lambda parser: parser.name)
 def test_what_was_kept(parser: Parser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By scripts/fuzz_parsers.py: each of these once came to something else than all before."""
+    """Reads what scripts/fuzz_parsers.py kept: each of these once came to something else than all before."""
     monkeypatch.chdir(tmp_path)
     kept = corpus_of(parser, CORPUS)
     assert kept and all(outcome(parser, laid_out(parser, tmp_path), data) for data in kept)

@@ -1,4 +1,5 @@
-"""Real files of every kind, changed at random: each is taken, or refused with one error and exit code 2; nothing is written."""
+"""Tests real files of every kind, changed at random: each is taken, or refused with one error and exit code 2; nothing is
+written."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def laid_out(parser: Parser, tmp_path: Path) -> Path:
 
 
 def change_and_read(parser: Parser, tmp_path: Path, rng: random.Random) -> None:
-    """One changed file, read in the folder `tmp_path`, where nothing is left."""
+    """Reads one changed file in the folder `tmp_path`, where nothing is left."""
     folder, seeds = laid_out(parser, tmp_path), seeds_of(parser)
     outcome(parser, folder, mutated(rng.choice(seeds), rng, seeds))
     assert {path.name for path in folder.iterdir()} == {*parser.beside, parser.file}
@@ -40,7 +41,7 @@ def change_and_read(parser: Parser, tmp_path: Path, rng: random.Random) -> None:
 
 @pytest.mark.parametrize("parser", LIGHT, ids=lambda parser: parser.name)
 def test_what_is_changed_is_taken_unchanged(parser: Parser, tmp_path: Path) -> None:
-    """Else no change of it would get past its first mistake."""
+    """Takes it unchanged: else no change of it would get past its first mistake."""
     assert {outcome(parser, laid_out(parser, tmp_path), data) for data in seeds_of(parser)} == {"taken"}
 
 

@@ -97,7 +97,7 @@ def _refusal(path: Path) -> str:
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
-    """A pipe that nobody writes to would be waited for, for ever."""
+    """Refuses a pipe that nobody writes to, which would be waited for, for ever."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     for path, what in ((pipe, "it is a pipe, not a plain file"), (tmp_path, "Is a directory"), (Path("/dev/zero"), "a device")):
@@ -134,7 +134,7 @@ def test_files_that_hold_something_else(tmp_path: Path, content: bytes, words: s
 
 
 def test_a_linked_file_is_the_file(tmp_path: Path) -> None:
-    """As in the hub's cache. What may not lead out of a folder is looked at by whoever reads from one."""
+    """Follows a link as in the hub's cache. What may not lead out of a folder is looked at by whoever reads from one."""
     (tmp_path / "link").symlink_to(_written(tmp_path, b'{"a": 1}').name)
     assert read_object(tmp_path / "link", limit=8) == {"a": 1}
 

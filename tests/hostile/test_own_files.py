@@ -102,7 +102,7 @@ def test_what_others_planted_is_not_written_to(writer: str, plant: Callable[[Pat
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("was", [None, 0o644, 0o4777], ids=str)
 def test_nobody_else_may_read_it(writer: str, was: int | None, tmp_path: Path) -> None:
-    """Also where it was there: another version made it, or a copy was put back."""
+    """Changes it also where it was there: another version made it, or a copy was put back."""
     write, name, made = WRITERS[writer]
     (tmp_path / manifests.COMPANIONS).mkdir()
     if was is not None:

@@ -1,5 +1,5 @@
-"""What is no plain file is refused by name, whichever command is told to read it: none waits for the writer of a pipe, or for
-the end of a device that has none."""
+"""Tests that what is no plain file is refused by name, whichever command is told to read it: none waits for the writer of a
+pipe, or for the end of a device that has none."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(180)  # what it is about waits for ever; a busy
 
 @pytest.fixture
 def places(tmp_path: Path) -> dict[str, Path]:
-    """By what they are: nobody writes to the pipe, and the device never ends."""
+    """Makes places by what they are: nobody writes to the pipe, and the device never ends."""
     os.mkfifo(tmp_path / "pipe.jsonl")
     listening = socket.socket(socket.AF_UNIX)
     here = Path.cwd()

@@ -32,7 +32,7 @@ Change = Callable[[dict[str, Any]], object]
 
 
 def _written(folder: Path, change: Change) -> Path:
-    """A manifest that has been changed, its digest made anew."""
+    """Writes a manifest that has been changed, its digest made anew."""
     manifests.write(folder, manifest())
     path = folder / manifests.NAME
     content = json.loads(path.read_text())
@@ -60,12 +60,12 @@ DUE = asdict(replace(example(DueUpdate), lr=1e-5))
 
 
 def _sized(params: int) -> Change:
-    """A stage of so many trained parameters."""
+    """Makes a stage of so many trained parameters."""
     return lambda content: content["stages"][0].update(params=params, trained=params)
 
 
 def _due(*, gradients: object, mode: str = "redo", generation: int = 2) -> Change:
-    """A stage whose update of the last step is to be done."""
+    """Makes a stage whose update of the last step is to be done."""
 
     def change(content: dict[str, Any]) -> None:
         content.update(mode=mode, due=DUE)
@@ -134,7 +134,7 @@ def test_what_could_not_be_read_again_is_not_written(
 
 
 def test_a_folder_whose_name_is_no_text(tmp_path: Path) -> None:
-    """Its bytes are spelt as halves of characters in the manifest, and are the folder's again when it is read."""
+    """Spells its bytes as halves of characters in the manifest; they are the folder's again when it is read."""
     named = os.fsdecode(b"/nowhere/\xff\xfe/store.bin")
     _written(tmp_path, _set("files", [named]))
     found = manifests.read(tmp_path)
@@ -333,7 +333,7 @@ def test_files_that_are_shorter_than_the_manifest_says(tmp_path: Path) -> None:
 
 
 def _named(folder: Path, name: str) -> tuple[str, ...]:
-    """Why `clean` leaves such a store alone."""
+    """Tells why `clean` leaves such a store alone."""
     (folder / "run").mkdir(exist_ok=True)
     path = folder / "run" / manifests.NAME
     path.write_text(json.dumps({"fuyou_store": manifests.VERSION, "files": [name]}))

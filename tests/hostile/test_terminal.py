@@ -61,7 +61,7 @@ def test_letters_of_every_script_stay() -> None:
 
 @given(hostile)
 def test_every_way_to_print(text: str) -> None:
-    """Plain lines, a paragraph, a grid, a table with cells of its own, a bar, and Rich given a bare string."""
+    """Prints plain lines, a paragraph, a grid, a table with cells of its own, a bar, and a bare string by Rich."""
     out, err, drawn = io.StringIO(), io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stdout", out)
@@ -93,7 +93,7 @@ def test_styles_still_cover_what_they_did() -> None:
 
 
 def test_a_bar_of_a_hostile_name_is_drawn() -> None:
-    """Neither its controls nor what Rich would take for markup of its own."""
+    """Draws neither its controls nor what Rich would take for markup of its own."""
     drawn = io.StringIO()
     console = SafeConsole(file=drawn, width=80, force_terminal=True, color_system=None)
     with Transfers(console) as transfers:
@@ -116,7 +116,7 @@ def recipe(path: Path, **changes: object) -> Path:
 @examples(20)
 @given(hostile.filter(str.strip))
 def test_validate(text: str) -> None:
-    """A right value, a wrong one, an unknown key, an override and a file's own name."""
+    """Checks a right value, a wrong one, an unknown key, an override and a file's own name."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         out, err = io.StringIO(), io.StringIO()
         patch.setattr(sys, "stdout", out)

@@ -1,4 +1,4 @@
-"""What an error quotes of a file is text on the terminal, and nothing else."""
+"""Tests that what an error quotes of a file is text on the terminal, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models, machines and request drawn at random: everything the planner sees, without torch."""
+"""Draws models, machines and requests at random: everything the planner sees, without torch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def stage(
 
 
 def model(*params: int, tied: bool = False, dtype: Dtype = "bfloat16", hidden: int = 1024) -> ModelSpec:
-    """An embedding, blocks, a norm and a head of these sizes; a tied head owns nothing."""
+    """Makes an embedding, blocks, a norm and a head of these sizes; a tied head owns nothing."""
     kinds: list[StageKind] = ["embedding", *["block"] * (len(params) - 3), "norm", "head"]  # type: ignore[list-item]
     sizes = [*params[:-1], 0 if tied else params[-1]]
     item = 2 if dtype == "bfloat16" else 4
@@ -71,7 +71,7 @@ def request(**changes: Any) -> PlanRequest:
 
 @st.composite
 def models(draw: st.DrawFn, unit: int = STAGE_ALIGN, most: int = 4 << 20, blocks: int = 12) -> ModelSpec:
-    """Stage sizes are multiples of `unit` parameters, at most `most`; blocks of one size, or of two."""
+    """Draws stage sizes that are multiples of `unit` parameters, at most `most`; blocks of one size, or of two."""
     size = st.integers(1, most // unit).map(lambda count: count * unit)
     one, other = draw(size), draw(size)
     sizes = [one if draw(st.booleans()) else other for _ in range(draw(st.integers(1, blocks)))]
@@ -89,7 +89,7 @@ def divisors(count: int) -> list[int]:
 def request_for(
     draw: st.DrawFn, spec: ModelSpec, *, budget: int = 1 << 40, pinned: bool = True, swept: bool = False
 ) -> PlanRequest:
-    """Random numerics, clipping or a share of deferred updates, lookahead, device and pins; `swept`: sweeps as well."""
+    """Draws numerics, clipping or a share of deferred updates, lookahead, device and pins; `swept`: sweeps as well."""
     tier = st.sampled_from([None, None, "cpu", "ssd"]) if pinned else st.none()
     micro = draw(st.integers(1, 4))
     clip = draw(st.sampled_from([None, 1.0]))
@@ -109,7 +109,8 @@ def request_for(
 
 
 def boundary_bytes(spec: ModelSpec, numerics: Numerics, kept: bool) -> int:
-    """Of one stage, all of its operators kept or none: a micro-batch's outputs follow its rows, 64-byte aligned."""
+    """Returns the bytes of one stage with all of its operators kept or none: a micro-batch's outputs follow its rows, 64-byte
+    aligned."""
     row = spec.boundary_bytes_per_token * numerics.max_seq_len
     if not kept:
         return row * numerics.batch_size
@@ -135,7 +136,7 @@ def cut(spec: ModelSpec, *pieces: int) -> ModelSpec:
 
 @st.composite
 def cut_models(draw: st.DrawFn) -> ModelSpec:
-    """Two to four pieces, the last one smaller or not."""
+    """Cuts into two to four pieces, the last one smaller or not."""
     size = draw(st.integers(1, 256)) * STAGE_ALIGN
     last = draw(st.integers(1, size // STAGE_ALIGN)) * STAGE_ALIGN
     return cut(draw(models()), *[size] * draw(st.integers(1, 3)), last)

@@ -61,7 +61,7 @@ BOUNDARIES_BACK = 1 + 2 * (BLOCKS + 1) + 1 + (BLOCKS + 1)
     [("bfloat16", "bfloat16", 14 + 12), ("bfloat16", "float32", 16 + 12), ("float32", "float32", 16 + 12)],
 )
 def test_an_update_reads_and_writes_what_its_dtypes_take(compute: Dtype, accumulate: Dtype, size: int) -> None:
-    """Read: weights, remainder, momentum, variance, gradient. Written: all but the gradient."""
+    """Reads weights, remainder, momentum, variance and gradient; writes all but the gradient."""
     assert update_bytes(StateLayout(weights=compute), accumulate, 1) == size
     spec = model(LEAF, *[BLOCK] * BLOCKS, NORM, LEAF, dtype=compute)
     assert _predicted(spec, accumulate=accumulate).seconds["update"] == pytest.approx(PARAMETERS * size / RATED.adamw_bytes)
@@ -70,7 +70,7 @@ def test_an_update_reads_and_writes_what_its_dtypes_take(compute: Dtype, accumul
 @pytest.mark.parametrize(("accumulate", "item"), [("bfloat16", 2), ("float32", 4)])
 @pytest.mark.parametrize("boundaries", ["cpu", "ssd"])
 def test_sums_and_boundaries_come_back_from_the_device(accumulate: Dtype, item: int, boundaries: Tier) -> None:
-    """In the dtype that gradients are summed in; a boundary crosses wherever it rests."""
+    """Brings them back in the dtype that gradients are summed in; a boundary crosses wherever it rests."""
     seconds = _predicted(SPEC, accumulate=accumulate, boundaries=boundaries).seconds
     assert seconds["d2h"] == (item * PARAMETERS + BOUNDARIES_BACK * BOUNDARY) / RATED.d2h
 
@@ -116,7 +116,7 @@ def test_weights_stay_on_the_device_as_far_as_it_has_room(blocks_at_home: int, d
 
 @pytest.mark.parametrize(("pieces", "kept"), [(0, None), (4, None), (0, "all")])
 def test_the_batch_stays_on_a_device_that_has_room(pieces: int, kept: Literal["all"] | None) -> None:
-    """Of boundaries what backward needs alone crosses, and the host has none of the batch."""
+    """Lets of boundaries only what backward needs cross; the host has none of the batch."""
     whole = model(LEAF, *[BLOCK] * BLOCKS, NORM, LEAF)
     spec = cut(whole, *[LEAF // pieces] * pieces) if pieces else whole
     request = PlanRequest(

@@ -1,4 +1,4 @@
-"""What rests with a boundary: the rows of each micro-batch, and behind them the outputs that are kept."""
+"""Tests what rests with a boundary: the rows of each micro-batch, and behind them the outputs that are kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commits of what rests in RAM: as often as they take little of the time and of what is written, and no oftener."""
+"""Tests commits of what rests in RAM: as often as they take little of the time and of what is written, and no oftener."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_figures_are_averages_of_the_steps_between_commits(data: st.DataObject, 
 @examples(12)
 @given(data=st.data(), spec=models(most=1 << 20))
 def test_steps_between_commits_write_nothing_where_all_rests_in_ram(data: st.DataObject, spec: ModelSpec) -> None:
-    """Averages are rounded stage by stage: what is left of them is no negative number."""
+    """Rounds averages stage by stage: what is left of them is no negative number."""
     request = replace(data.draw(request_for(spec, pinned=False)), commit_every=428, cpu_budget=1 << 36)
     plan = timed_plan(spec, SLOW, first_that_fits(spec, SLOW, request), chosen=False)
     assume(simulate(spec, SLOW, plan, plan_schedule(spec, plan)).written == 0)
@@ -118,7 +118,7 @@ def test_steps_between_commits_write_nothing_where_all_rests_in_ram(data: st.Dat
 def test_a_run_stops_before_the_step_that_would_write_too_much(
     data: st.DataObject, spec: ModelSpec, every: int | None, done: int, room: int
 ) -> None:
-    """As the plan says beforehand, and with what saving takes still free."""
+    """Stops it as the plan says beforehand, and with what saving takes still free."""
     plan = _planned(data, spec, states=data.draw(st.sampled_from(["cpu", "ssd"])), every=every, defer=0.0, clip_grad_norm=None)
     plain, saved = written_by_step(plan), saved_where_it_stops(plan)
     assume(plain > room >> 7 or saved > room >> 7)

@@ -1,4 +1,5 @@
-"""Places of the store that take turns: nothing is written over that a crash would go back to, and nobody waits for ever."""
+"""Tests places of the store that take turns: nothing is written over that a crash would go back to, and nobody waits for
+ever."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from .models import HARDWARE, models, request_for
 
 @given(st.data(), st.integers(1, 7), st.integers(1, 3))
 def test_no_place_is_filled_that_a_manifest_names(data: st.DataObject, stages: int, spares: int) -> None:
-    """Stages are updated in order, step after step; manifests are written at any time between."""
+    """Updates stages in order, step after step; writes manifests at any time between."""
     spares = spares if stages == 1 else min(spares, stages)
     rings = [Ring(offset=0, size=1, index=index, stages=stages, spares=spares) for index in range(stages)]
     turns, durable = [0] * stages, [0] * stages
@@ -66,7 +67,7 @@ def test_redo_is_chosen_where_two_extents_have_no_room(data: st.DataObject, spec
 @examples(40)
 @given(st.data(), models())
 def test_redo_is_taken_where_what_a_step_leaves_has_no_room(data: st.DataObject, spec) -> None:  # type: ignore[no-untyped-def]
-    """Two extents may fit, and the gradients and boundaries beside them not."""
+    """Takes redo where two extents may fit, and the gradients and boundaries beside them not."""
     request = replace(data.draw(request_for(spec, pinned=False)), may_redo=True)
     tight = max(least_memory(spec, HARDWARE, asked) for asked in (request, redone(request)))
     request = replace(request, cpu_budget=tight + data.draw(st.integers(0, 1 << 22)))

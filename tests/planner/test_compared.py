@@ -74,7 +74,7 @@ def test_medians_of_the_later_steps_stand_beside_the_plan(promised: tuple[Plan, 
 
 
 def test_where_commits_are_steps_apart_both_sides_are_averages(promised: tuple[Plan, Timeline]) -> None:
-    """Of whole intervals."""
+    """Averages over whole intervals."""
     plan = first_that_fits(SPEC, HARDWARE, request(clip_grad_norm=None, states="cpu", commit_every=3, defer=0.0))
     plan = timed_plan(SPEC, HARDWARE, plan, chosen=False)
     assert plan.plain_seconds < plan.predicted.step_seconds and plan.predicted.written_per_step > written_by_step(plan)
@@ -89,7 +89,8 @@ def test_where_commits_are_steps_apart_both_sides_are_averages(promised: tuple[P
 @examples(20)
 @given(disk=st.floats(0.001, 1.0), clip=st.sampled_from([None, 1.0]))
 def test_a_run_just_as_planned_differs_in_nothing(disk: float, clip: float | None) -> None:
-    """Also where a resource is held back by another: an update that waits for a slow disk is under way all the while."""
+    """Differs in nothing also where a resource is held back by another: an update that waits for a slow disk is under way all
+    the while."""
     rates = ("store_read", "store_read_mixed", "store_write", "store_write_mixed")
     slow = replace(HARDWARE, **{name: disk * getattr(HARDWARE, name) for name in rates})
     plan = first_that_fits(SPEC, slow, request(clip_grad_norm=clip, states="ssd"))

@@ -1,4 +1,4 @@
-"""Rates as a run turned out: a plan made with them says what the run did."""
+"""Tests rates as a run turned out: a plan made with them says what the run did."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def step_on(machine: HardwareProfile, plan: Plan | None = None) -> Timeline:
 
 
 def run_on(machine: HardwareProfile, *, steps: int = 2 + LEAST_STEPS, plan: Plan | None = None) -> RunReport:
-    """What a run of the plan reports where the machine is really like this."""
+    """Returns what a run of the plan reports where the machine is really like this."""
     plan = plan or plan_of()
     step = step_on(machine, plan)
     busy = busy_seconds([

@@ -1,4 +1,4 @@
-"""Seconds of compute: what kept outputs spare, and what goes through the host's memory."""
+"""Tests seconds of compute: what kept outputs spare, and what goes through the host's memory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def machine(*, given: float, copy: float = 1e30, fresh: float = 1e30) -> Hardwar
 
 def seconds(hardware: HardwareProfile, phase: str, *, kept: tuple[int, ...] = (), size: int = 0, stage: int = BLOCK,
             clip: float | None = None) -> float:  # fmt: skip
-    """Of one visit. `size`: bytes of outputs that a micro-batch keeps."""
+    """Returns the seconds of one visit. `size`: bytes of outputs that a micro-batch keeps."""
     every = tuple(kept if index == BLOCK else () for index in range(len(SPEC.stages)))
     request = PlanRequest(
         numerics=NUMERICS, model_name="test", device="cpu", clip_grad_norm=clip, cpu_budget=1 << 40, kept=every
@@ -68,7 +68,7 @@ def test_a_backward_lies_between_those_with_all_outputs_and_without() -> None:
 
 
 def test_keeping_never_makes_a_backward_longer_and_says_nothing_of_a_forward() -> None:
-    """Also where the rate with outputs was found on a slower machine than the one without."""
+    """Compares also where the rate with outputs was found on a slower machine than the one without."""
     slower = machine(given=GIVEN / 10)
     assert seconds(slower, "backward", kept=EVERY) == pytest.approx(FLOPS / WHOLE)
     assert seconds(slower, "forward", kept=EVERY) == seconds(slower, "forward") == pytest.approx(FLOPS / 3 / WHOLE)
@@ -100,7 +100,7 @@ def test_memory_that_nobody_measured_goes_at_the_updates_rate() -> None:
 
 
 def test_what_feeds_a_device_is_charged_where_it_takes_longer_than_compute() -> None:
-    """Bytes of the launching thread per visit: ids and targets, nothing of a block."""
+    """Charges bytes of the launching thread per visit: ids and targets, nothing of a block."""
     none = ((),) * len(SPEC.stages)
     request = PlanRequest(
         numerics=NUMERICS, model_name="test", device="cuda", clip_grad_norm=None, cpu_budget=1 << 40, kept=none
@@ -118,7 +118,8 @@ def test_what_feeds_a_device_is_charged_where_it_takes_longer_than_compute() -> 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_sums_of_a_cut_head_cross_and_the_launching_thread_adds_nothing(dtype: Any) -> None:
-    """Float32, as wide as one boundary or two; the first piece needs none, and the last one's leave in the compute dtype."""
+    """Sends float32, as wide as one boundary or two; the first piece needs none, and the last one's leave in the compute
+    dtype."""
     spec = replace(
         cut(SPEC, *[PARAMS // 4] * 3), compute_dtype=dtype, boundary_bytes_per_token=1024 * (2 if dtype == "bfloat16" else 4)
     )

@@ -29,8 +29,8 @@ SLOW = replace(HARDWARE, device="cuda", h2d=2e9, d2h=1e9, matmul_flops=1e8, adam
 
 
 def _hidden_by_nothing(spec: ModelSpec, hardware: HardwareProfile, made: Plan, visit: Visit, *, bare: bool = False) -> float:
-    """Seconds of a visit beside its compute: one micro-batch in, one out. An input that is kept goes back beside compute,
-    where there is any (not `bare`)."""
+    """Returns seconds of a visit beside its compute: one micro-batch in, one out. An input that is kept goes back beside
+    compute, where there is any (not `bare`)."""
     costs = Costs.of(spec, hardware, made)
     up, down = crossing(spec, visit.stage, visit.phase, stash=bare and visit.stash)
     one = costs.boundary / costs.micro_batches
@@ -79,7 +79,7 @@ def test_slow_compute_hides_everything_else(micro_batches: int, kept: Literal["a
 
 
 def test_a_batch_that_stays_on_the_device_has_all_its_copies_hidden() -> None:
-    """Another system's step, computed on as one micro-batch: no visit waits for its input or for its output."""
+    """Computes another system's step as one micro-batch: no visit waits for its input or for its output."""
     model = replace(SPEC, stages=tuple(replace(stage, forward_flops=2.0 * BLOCK) for stage in SPEC.stages))
     made, schedule = _planned(model, 1, None)
     compute = _compute_seconds(model, made, schedule)
@@ -89,7 +89,7 @@ def test_a_batch_that_stays_on_the_device_has_all_its_copies_hidden() -> None:
 
 
 def test_where_the_batch_stays_no_visit_waits_for_a_boundary() -> None:
-    """What is kept goes down while its stage computes, and comes up while the one before it does."""
+    """Takes what is kept down while its stage computes, and up while the one before it does."""
     made, schedule = _planned(SPEC, 3, None, batch_on_device=True)
     through_host, _ = _planned(SPEC, 3, None)
     compute = _compute_seconds(SPEC, made, schedule)
@@ -101,7 +101,7 @@ def test_where_the_batch_stays_no_visit_waits_for_a_boundary() -> None:
 
 
 def test_boundaries_go_before_weights_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large copies that compute hides as a whole, though no micro-batch of it alone would."""
+    """Hides large copies as a whole, though no micro-batch of compute alone would."""
     spec = model(*[16 * BLOCK] * 6)
     made, schedule = _planned(spec, 8, None)
     weights, forward = 32 * BLOCK / SLOW.h2d, schedule.visits[2]

@@ -1,4 +1,4 @@
-"""Which stages wait for the next forward, and what that moves."""
+"""Tests which stages wait for the next forward, and what that moves."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_none_or_all(spec: ModelSpec, share: float) -> None:
 
 @given(st.integers(2, 40), SHARES)
 def test_equal_blocks_are_deferred_evenly_spread(blocks: int, share: float) -> None:
-    """Of the first n blocks, for every n, what is deferred differs from an even share by less than one block."""
+    """Defers of the first n blocks, for every n, an even share to within less than one block."""
     spec = model(2048, *[1 << 20] * blocks, 2048, 2048)
     deferred = deferred_stages(spec, share)[1 : blocks + 1]
     rate = sum(deferred) / blocks
@@ -57,7 +57,8 @@ def test_an_embedding_waits_only_where_all_else_does(spec: ModelSpec, share: flo
 
 @given(ANY.flatmap(lambda spec: st.tuples(st.just(spec), request_for(spec))), st.data())
 def test_gradients_have_a_home_exactly_where_they_rest(case: tuple[ModelSpec, PlanRequest], data: st.DataObject) -> None:
-    """At any budget that is not refused: spans are apart, the peak is inside, and a deferred stage's gradients are charged."""
+    """Places them at any budget that is not refused: spans are apart, the peak is inside, and a deferred stage's gradients are
+    charged."""
     spec, request = case
     low = least(spec, request)
     high = max(low, plan(spec, HARDWARE, with_budget(request, ROOMY)).predicted.cpu_peak)

@@ -1,4 +1,4 @@
-"""What a device has left goes to whole stages where that is faster, and is never passed."""
+"""Tests that what a device has left goes to whole stages where that is faster, and is never passed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def _there(plan: Plan) -> set[int]:
 
 @pytest.mark.parametrize("clip", [1.0, None])
 def test_a_small_model_on_a_large_card_moves_nothing(clip: float | None) -> None:
-    """But the inputs that blocks keep for backward: weights, gradients and states stay, and no update runs on the host."""
+    """Moves nothing but the inputs that blocks keep for backward: weights, gradients and states stay, and no update runs on the
+    host."""
     request = _request(8 * GiB, clip=clip, kept="none")
     plan = fastest(SPEC, CARD, request)
     assert _there(plan) == {stage.index for stage in SPEC.stages if stage.params}
@@ -110,7 +111,7 @@ def _candidates(request: PlanRequest):  # type: ignore[no-untyped-def]
 
 @pytest.mark.parametrize("clip", [1.0, None])
 def test_more_memory_makes_no_step_slower(clip: float | None) -> None:
-    """Up to what a search misses."""
+    """Compares up to what a search misses."""
     steps = list[float]()
     for megabytes in (90, 120, 160, 240, 1000):
         found = search(SPEC, CARD, _request(megabytes * MiB, clip=clip))

@@ -1,4 +1,5 @@
-"""Outputs that stay in a device's memory: as many as it has room for, charged to the byte, and simulated as spared compute."""
+"""Tests outputs that stay in a device's memory: as many as it has room for, charged to the byte, and simulated as spared
+compute."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def requests(draw: st.DrawFn) -> tuple[ModelSpec, PlanRequest]:
 @examples(30)
 @given(case=requests())
 def test_no_plan_takes_more_than_the_device_has(case: tuple[ModelSpec, PlanRequest]) -> None:
-    """Of what a search finds and what a recipe asks for; an output is in one place."""
+    """Checks what a search finds and what a recipe asks for; an output is in one place."""
     spec, asked = case
     for placed in (fastest(spec, HARDWARE, asked), plan(spec, HARDWARE, replace(asked, kept="none", kept_there="room"))):
         assert asked.gpu_budget is not None and placed.predicted.gpu_peak <= asked.gpu_budget
@@ -87,7 +88,7 @@ def test_what_stays_is_not_computed_again_and_does_not_cross() -> None:
 
 
 def test_the_search_takes_them_where_compute_is_what_a_step_takes() -> None:
-    """And leaves nothing else worse for them: without room on the device it is the plan that it was."""
+    """Leaves nothing else worse for them: without room on the device it is the plan that it was."""
     none = replace(_asked(), gpu_budget=None)
     without, room = search(SPEC, QUICK, none).best, search(SPEC, QUICK, _asked(gpu_budget=1 << 40)).best
     assert room.candidate.kept_there == 1.0 and room.seconds < without.seconds

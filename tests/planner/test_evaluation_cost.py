@@ -1,4 +1,4 @@
-"""What an evaluation takes: a pass reads the weights that rest on the ssd once, and as much is computed as in forward."""
+"""Tests what an evaluation takes: a pass reads the weights that rest on the ssd once, and as much is computed as in forward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drives that slow down: a run that writes past their fast region is planned with what they sustain, others are not."""
+"""Tests drives that slow down: a run that writes past their fast region is planned with what they sustain, others are not."""
 
 from __future__ import annotations
 
@@ -105,6 +105,6 @@ def test_both_are_told() -> None:
 
 
 def _seconds(spec: ModelSpec, plan: object) -> float:
-    """Of this very plan at the first rates."""
+    """Returns the seconds of this very plan at the first rates."""
     fresh = replace(plan, sustained=False)  # type: ignore[type-var]
     return simulate(spec, SLOWING, fresh, plan_schedule(spec, fresh)).step_seconds  # type: ignore[arg-type]

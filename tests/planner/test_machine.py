@@ -31,7 +31,7 @@ def _machine(**sharing: float) -> VirtualMachine:
 
 
 def _until(machine: VirtualMachine, *tickets: int) -> list[float]:
-    """When each of them was done."""
+    """Returns when each of them was done."""
     ends = dict.fromkeys(tickets, 0.0)
     waiting = set(tickets)
     while waiting:
@@ -57,7 +57,7 @@ def test_alone_a_job_takes_its_amount_over_the_rate(work: Parts, seconds: float)
 
 
 def test_the_parts_of_a_job_move_in_step() -> None:
-    """Reading x takes x/2 of its mixed rate, which leaves 2 - x/2 to writing: both go at 4/3."""
+    """Reads x in x/2 of its mixed rate, which leaves 2 - x/2 to writing: both go at 4/3."""
     machine = _machine()
     assert _until(machine, machine.submit(job(read=8, write=8, update=3), what="update", stage=0)) == [
         pytest.approx(6, rel=1e-3)
@@ -73,7 +73,7 @@ def test_a_reader_beside_a_writer_is_held_to_the_mixed_rate_and_no_longer() -> N
 
 
 def test_what_one_direction_leaves_the_other_gets_in_part() -> None:
-    """An update at half the mixed write rate: reading gets half of the way back from 2 to 4."""
+    """Updates at half the mixed write rate: reading gets half of the way back from 2 to 4."""
     machine = _machine()
     slow = machine.submit(job(write=1, update=2), what="update", stage=0)
     read = machine.submit(job(read=100), what="fetch", stage=1)
@@ -87,7 +87,7 @@ def _with(**rates: float) -> VirtualMachine:
 
 
 def test_copies_both_ways_get_in_each_others_way() -> None:
-    """Up at 5 and down at 4 while both go, 8 alone: down is done at 2 with 10 of 20 gone up, the rest goes at 8."""
+    """Copies up at 5 and down at 4 while both go, 8 alone: down is done at 2 with 10 of 20 gone up, the rest goes at 8."""
     machine = _with(h2d_mixed=5, d2h_mixed=4)
     up, down = (machine.submit(work, what="x", stage=0) for work in (job(up=20), job(down=8)))
     assert _until(machine, up, down) == [pytest.approx(2 + 10 / 8), pytest.approx(2)]
@@ -106,7 +106,7 @@ def test_a_mixed_rate_that_nobody_measured_is_the_rate_alone(one: int, other: in
 
 
 def test_work_at_a_rate_that_is_not_known_takes_no_time() -> None:
-    """As the closed form leaves it out; the rest of the job takes what it takes."""
+    """Leaves it out as the closed form does; the rest of the job takes what it takes."""
     machine = _with(store_read=0.0, store_read_mixed=0.0, h2d=0.0)
     assert _until(machine, machine.submit(job(read=7), what="x", stage=0)) == [0.0]
     assert _until(machine, machine.submit(job(up=7), what="x", stage=0)) == [0.0]

@@ -1,4 +1,4 @@
-"""What holds for every plan, on models and request drawn at random."""
+"""Tests what holds for every plan, on models and requests drawn at random."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROOMY = 1 << 40
 
 
 def least(spec: ModelSpec, request: PlanRequest) -> int:
-    """Bytes of the smallest budget that is not refused, in whole MiB; the refusal of an impossible one names it."""
+    """Returns the smallest budget that is not refused, in whole MiB; the refusal of an impossible one names it."""
     enough = least_memory(spec, HARDWARE, request)
     with pytest.raises(PlanError, match=f"at least {re.escape(gib(enough))} of RAM"):
         plan(spec, HARDWARE, with_budget(request, 1))
@@ -36,7 +36,7 @@ def least(spec: ModelSpec, request: PlanRequest) -> int:
 
 @st.composite
 def planned(draw: st.DrawFn) -> tuple[ModelSpec, PlanRequest, Plan]:
-    """A plan at any budget between just enough and plenty."""
+    """Plans at any budget between just enough and plenty."""
     spec = draw(models())
     request = draw(request_for(spec))
     low = least(spec, request)
@@ -59,7 +59,7 @@ def durable(stage: StagePlan, turn: int = 0) -> list[Span]:
 
 
 def in_store(chosen: Plan, turn: int = 0) -> list[Span]:
-    """What is there once stages have come to this turn, and what the last ones of a shared ring have still to leave."""
+    """Returns what is there once stages have come to this turn, and what the last ones of a shared ring have still to leave."""
     passing = [span for stage in chosen.stages for span in (stage.gradients_extent, stage.boundary_extent) if span]
     return [extent for stage in chosen.stages for extent in durable(stage, turn)] + passing
 
@@ -145,7 +145,7 @@ def test_a_refusal_names_enough_memory(case: tuple[ModelSpec, PlanRequest]) -> N
 def test_what_survives_a_run_does_not_depend_on_the_placement(
     case: tuple[ModelSpec, PlanRequest, Plan], lookahead: int
 ) -> None:
-    """A stopped run is resumed with another budget, other pins, another lookahead."""
+    """Resumes a stopped run with another budget, other pins, another lookahead."""
     spec, request, chosen = case
     other = PlanRequest(
         numerics=request.numerics, model_name="test", device="cpu", clip_grad_norm=request.clip_grad_norm,
@@ -157,8 +157,8 @@ def test_what_survives_a_run_does_not_depend_on_the_placement(
 
 @given(models(unit=2 << 20, most=64 << 20).flatmap(lambda s: st.tuples(st.just(s), request_for(s))), st.data())
 def test_more_memory_does_not_mean_more_traffic(case: tuple[ModelSpec, PlanRequest], data: st.DataObject) -> None:
-    """At equal overlap, which has its own price, and but for the last tensor: one that just fits may leave less room than
-    the two it displaced. At most three bytes a step per byte."""
+    """Compares at equal overlap, which has its own price, and but for the last tensor: one that just fits may leave less room
+    than the two it displaced. At most three bytes a step per byte."""
     spec, request = case
     lookahead = min(request.lookahead or 1, len(spec.stages))
     candidate = Candidate(lookahead=lookahead, gradient_slots=1, defer=request.defer or 0.0)
@@ -178,7 +178,7 @@ def test_more_memory_does_not_mean_more_traffic(case: tuple[ModelSpec, PlanReque
 
 @given(models(unit=2 << 20, most=64 << 20).flatmap(lambda s: st.tuples(st.just(s), request_for(s, pinned=False))), st.data())
 def test_where_everything_fits_it_is_in_memory(case: tuple[ModelSpec, PlanRequest], data: st.DataObject) -> None:
-    """In any budget from what that takes on, at equal overlap."""
+    """Plans in any budget from what that takes on, at equal overlap."""
     spec, request = case
     request = replace(request, lookahead=request.lookahead or 1)
     enough = plan(spec, HARDWARE, with_budget(request, ROOMY))
@@ -195,7 +195,7 @@ def test_with_room_for_everything_nothing_moves(case: tuple[ModelSpec, PlanReque
 
 
 def test_memory_goes_where_it_saves_most() -> None:
-    """Weights are read twice and written once, states once each: weights come to RAM first."""
+    """Puts weights in RAM first: they are read twice and written once, states once each."""
     spec = model(64 << 20, *[64 << 20] * 6, 2048, 64 << 20, hidden=64)
     numerics = Numerics(
         compute_dtype="bfloat16", accumulate_dtype="bfloat16", batch_size=8, micro_batch_size=8, max_seq_len=64,

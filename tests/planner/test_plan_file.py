@@ -1,4 +1,4 @@
-"""Plan files: the same bytes for the same inputs, read strictly, and never believed over what their choice gives."""
+"""Tests plan files: the same bytes for the same inputs, read strictly, and never believed over what their choice gives."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_another_machine_keeps_the_placement_and_tells_its_own_figures() -> None
 
 
 def test_commits_stay_as_far_apart_as_they_were() -> None:
-    """Also on a machine for which the planner would say another number."""
+    """Keeps them also on a machine for which the planner would say another number."""
     asked = request(commit_every="auto", states="cpu", weights="cpu")
     plan, file = made(asked)
     slower = replace(HARDWARE, matmul_flops=HARDWARE.matmul_flops / 2)
@@ -159,7 +159,7 @@ def test_what_is_wrong_is_named(path: tuple[str | int, ...], value: Any, words: 
     ids=["empty", "a list", "cut short", "deep", "NaN", "twice", "infinite", "endless", "large"],
 )
 def test_what_is_no_plan_is_refused(text: str, words: str) -> None:
-    """A text, or what stands in a plan's file instead of the memory's key."""
+    """Refuses a text, or what stands in a plan's file instead of the memory's key."""
     if text.startswith('"memory": '):
         text = first_text().replace('"memory": ', text)
         assert text != first_text()
@@ -182,7 +182,7 @@ def test_a_plan_for_something_else_is_refused_by_name() -> None:
 
 
 def test_a_plan_of_redo_is_taken_where_the_recipe_leaves_the_mode_open() -> None:
-    """Whatever the disks have free by now."""
+    """Takes it whatever the disks have free by now."""
     plan, file = made(redone(ASKED))
     assert plan.store_mode == "redo"
     assert chosen(to_text(file), replace(ASKED, may_redo=True)).store_mode == "redo"
@@ -191,7 +191,7 @@ def test_a_plan_of_redo_is_taken_where_the_recipe_leaves_the_mode_open() -> None
 
 
 def test_a_machine_measured_anew_may_have_other_update_threads() -> None:
-    """Their chunks shift every span behind them, which says nothing of why."""
+    """Shifts by their chunks every span behind them, which says nothing of why."""
     with pytest.raises(UsageError, match=r"update_threads was 1, is 2 by this machine's cores and what AdamW"):
         chosen(first_text(), replace(ASKED, update_threads=2, scratch_size=2 * MiB))
     with pytest.raises(UsageError, match=r"scratch_size was 1048576, is 2097152"):

@@ -1,4 +1,4 @@
-"""What a profile answers about a stage, its update and itself: pure data, the same answers everywhere."""
+"""Tests what a profile answers about a stage, its update and itself: pure data, the same answers everywhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Visits that begin as earlier ones did are not simulated again: that changes no bit of a step."""
+"""Tests that visits that begin as earlier ones did are not simulated again: that changes no bit of a step."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ def test_a_length_that_nobody_knows_is_planned_for_the_rates_that_last(
 
 
 def test_what_was_not_done_is_said(seen: tuple[ModelSpec, HardwareProfile, PlanRequest]) -> None:
-    """With the figures of the very plan that `ignore` takes."""
+    """Says it with the figures of the very plan that `ignore` takes."""
     model, hardware, request = seen
     asked = replace(request, clip_grad_norm=1.0, sustained=False)
     found = search(model, hardware, asked)

@@ -1,4 +1,4 @@
-"""What a report keeps of a run's steps: typical ones, in memory that does not grow."""
+"""Tests what a report keeps of a run's steps: typical ones, in memory that does not grow."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ LARGE_BATCH = replace(NUMERICS, batch_size=48, micro_batch_size=1, max_seq_len=5
 
 
 def _request(numerics: Numerics = LARGE_BATCH) -> PlanRequest:
-    """With room in RAM for a part of the boundaries."""
+    """Makes a request with room in RAM for a part of the boundaries."""
     asked = PlanRequest(
         numerics=numerics, model_name="tiny", device="cpu", clip_grad_norm=1.0, cpu_budget=0, scratch_size=MiB, kept="none"
     )

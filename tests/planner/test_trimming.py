@@ -1,4 +1,4 @@
-"""When the heap is trimmed: what a visit and its micro-batches find room for, on sizes that are given."""
+"""Tests when the heap is trimmed: what a visit and its micro-batches find room for, on sizes that are given."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WISHES = PlanRequest(
 
 
 class Heap:
-    """A process of `size` bytes; trimming takes it to `floor`."""
+    """Stands for a process of `size` bytes; trimming takes it to `floor`."""
 
     def __init__(self, spec: ModelSpec, made: Plan) -> None:
         self.size, self.reached, self.trims, self.apart = 0, 0, 0, False
@@ -38,7 +38,7 @@ class Heap:
         self.apart = apart
 
     def between_micro_batches(self, after: Visit, size: int) -> bool:
-        """Whether a process of `size` bytes is trimmed between two micro-batches of the visit."""
+        """Tells whether a process of `size` bytes is trimmed between two micro-batches of the visit."""
         self.size = 0
         self.trimming.between_visits(after, after)
         self.size, before = size, self.trims
@@ -48,7 +48,7 @@ class Heap:
 
 @pytest.fixture
 def spec() -> ModelSpec:
-    """Blocks whose activations share the heap but for one gradient, a head of logits that do not."""
+    """Makes blocks whose activations share the heap but for one gradient, a head of logits that do not."""
     spec = model(1 << 20, 1 << 20, 1 << 20, 2048, 1 << 20)
     peaks = {
         "embedding": {"forward_peak": MiB, "backward_peak": 3 * MiB},
@@ -106,7 +106,7 @@ def test_what_counts_on_mapped_blocks_is_told_to_the_heap(kind: str, phase: str,
 
 
 def test_a_visit_like_the_one_before_reaches_what_that_one_reached(spec: ModelSpec) -> None:
-    """Whatever there is now, and until that has crept up."""
+    """Reaches it whatever there is now, and until that has crept up."""
     made = plan(spec, HARDWARE, WISHES)
     heap, visit = Heap(spec, made), _visit(spec, made, "backward", "block")
     compute = sum(line.size for line in made.memory if line.what == "compute")

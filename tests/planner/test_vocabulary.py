@@ -41,7 +41,7 @@ def test_two_passes_over_the_head_the_second_one_back(case: tuple[ModelSpec, Pla
 
 @given(scheduled())
 def test_every_piece_is_updated_once_and_each_sum_is_finished_once(case: tuple[ModelSpec, Plan, Schedule]) -> None:
-    """Gradients of a piece with two users rest after the head and are resumed by the embedding; of any other, never."""
+    """Rests gradients of a piece with two users after the head, and resumes them by the embedding; of any other, never."""
     spec, _, schedule = case
     updated = [visit.owner for visit in schedule.visits if visit.update != "none"]
     assert sorted(owner for owner in updated if owner is not None) == [s.index for s in spec.stages if s.params]
@@ -76,7 +76,7 @@ def test_gradients_that_rest_have_a_home_and_are_charged(case: tuple[ModelSpec, 
 
 @given(scheduled())
 def test_no_more_slots_than_computing_and_updating_take(case: tuple[ModelSpec, Plan, Schedule]) -> None:
-    """A tied head that is not cut keeps one more slot of gradients through backward: pieces rest instead."""
+    """Keeps one more slot of gradients through backward for a tied head that is not cut: pieces rest instead."""
     _, chosen, _ = case
     for slots in chosen.slot_classes:
         assert len(slots.gradient_slots) <= 2
@@ -103,7 +103,7 @@ LEAF = 1 << 20
 
 
 def _request(clip: float | None) -> PlanRequest:
-    """Two micro-batches of two rows, everything on the ssd."""
+    """Makes two micro-batches of two rows, everything on the ssd."""
     numerics = Numerics(
         compute_dtype="bfloat16", accumulate_dtype="float32", batch_size=4, micro_batch_size=2, max_seq_len=64,
         head_chunk_tokens=0, torch_threads=1, seed=0,
@@ -115,7 +115,7 @@ def _request(clip: float | None) -> PlanRequest:
 
 
 def test_the_head_is_computed_once_more() -> None:
-    """Logits, logits again and their gradients: 8 operations per weight and token, where a whole head takes 6."""
+    """Computes logits, logits again and their gradients: 8 operations per weight and token, where a whole head takes 6."""
     whole = model(LEAF, LEAF, 2048, LEAF)
     flops = [plan(spec, HARDWARE, _request(None)).predicted.compute_flops for spec in (whole, cut(whole, *[LEAF // 4] * 4))]
     micro_batches = 2
@@ -140,7 +140,8 @@ def test_bytes_of_a_tied_step_by_hand(clip: float | None) -> None:
 
 
 def test_what_every_token_keeps_is_charged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Last hidden state, its gradient and that in float32, and three numbers, where forward has three boundaries."""
+    """Charges the last hidden state, its gradient and that in float32, and three numbers, where forward has three
+    boundaries."""
     monkeypatch.setattr(heap, "HELD", 0.0)
     whole = model(LEAF, LEAF, 2048, LEAF, hidden=1024)
     both = [compute_memory(spec, _request(None)).whole_batch for spec in (whole, cut(whole, LEAF // 2, LEAF // 2))]

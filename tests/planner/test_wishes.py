@@ -1,4 +1,4 @@
-"""What request leave of a machine: update threads of its cores, and room on its disk and device."""
+"""Tests what requests leave of a machine: update threads of its cores, and room on its disk and device."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_never_more_than_are_free_nor_than_help(rates: list, cores: int, device:
     ),
 )
 def test_a_plan_has_room_on_disk_and_device(limits: dict[str, int], room: bool) -> None:
-    """By everyone who asks: the search, who compares with what it passed over, and who proves that it chose well."""
+    """Checks it for everyone who asks: the search, who compares with what it passed over, and who proves that it chose well."""
     free = request(weights="ssd", states="ssd")
     found = fastest(SPEC, HARDWARE, free)
     plan = replace(found, predicted=replace(found.predicted, gpu_peak=1 << 30))

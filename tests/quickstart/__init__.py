@@ -1,1 +1,1 @@
-"""Quickstart: what it makes before it trains."""
+"""Tests what the quickstart makes before it trains."""

@@ -1,4 +1,4 @@
-"""`fuyou quickstart` as a person starts it, with a model of a few thousand weights: what it refuses, never writes over,
+"""Tests `fuyou quickstart` as a person starts it, with a model of a few thousand weights: what it refuses, never writes over,
 and shows the second time."""
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _environment(folder: Path) -> dict[str, str]:
 def test_what_it_cannot_show_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str, named: str
 ) -> None:
-    """Without a process: that a refusal is told and ends with 2, the test of somebody's text shows."""
+    """Runs without a process: that a refusal is told and ends with 2, the test of somebody's text shows."""
     (tmp_path / "my.jsonl").write_text("precious\n")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError) as refused:
@@ -92,7 +92,7 @@ EARLIER = [{"event": "plan"}, {"event": "step", "step": 1, "loss": 99.0, "ram_pe
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ran:
-    """What quickstarts of a small model left below `folder`."""
+    """Holds what quickstarts of a small model left below `folder`."""
 
     folder: Path
     stopped: subprocess.CompletedProcess[str]
@@ -104,8 +104,8 @@ class Ran:
 
 
 def _begun(folder: Path) -> list[str]:
-    """A small model where the quickstart would make its own, which is left alone, and the log of an earlier one that ended in
-    another folder than usual. Returns the overrides for that folder."""
+    """Makes a small model where the quickstart would make its own, which is left alone, and the log of an earlier one that
+    ended in another folder than usual. Returns the overrides for that folder."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("HIDDEN", 32), ("INTERMEDIATE", 64), ("LAYERS", 2), ("HEADS", 4), ("KV_HEADS", 4)):
             patch.setattr(toy, name, value)
@@ -117,7 +117,8 @@ def _begun(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """One that began after an earlier one had ended, was stopped in its second step, and started again went on to its end."""
+    """Runs one that began after an earlier one had ended, was stopped in its second step, and started again went on to its
+    end."""
     folder = tmp_path_factory.mktemp("ran")
     overrides = _begun(folder)
     hook = folder / "hook"

@@ -1,4 +1,4 @@
-"""A small valid recipe as text, and loading variations of it from a file."""
+"""Makes a small valid recipe as text, and loads variations of it from a file."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def load(write: Callable[[str], Path]) -> Callable[..., Recipe]:
 
 @pytest.fixture
 def refused(write: Callable[[str], Path]) -> Callable[..., dict[str, Diagnostic]]:
-    """What is wrong with VALID, then `text`, then overrides: by key, or by code where no key is concerned."""
+    """Returns what is wrong with VALID, then `text`, then overrides: by key, or by code where no key is concerned."""
 
     def _refused(text: str = "", *overrides: str) -> dict[str, Diagnostic]:
         with pytest.raises(RecipeErrors) as caught:

@@ -1,4 +1,4 @@
-"""Whatever the text and the overrides: a recipe or RecipeErrors, never another exception."""
+"""Tests that whatever the text and the overrides, a recipe or RecipeErrors come of them, never another exception."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person is told: place, caret, suggestion; everything at once; no traceback whatever the input."""
+"""Tests what a person is told: place, caret, suggestion; everything at once; no traceback whatever the input."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_a_missing_file_and_a_folder(tmp_path):
 
 
 def test_a_drive_that_does_not_give_the_file():
-    """A process's own memory at 0 answers with an I/O error, like a drive that is broken."""
+    """Reads a process's own memory at 0, which answers with an I/O error, like a drive that is broken."""
     with pytest.raises(RecipeErrors, match="cannot be read: Input/output error") as refused:
         load_recipe("/proc/self/mem")
     assert "help: " in str(refused.value)

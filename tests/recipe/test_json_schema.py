@@ -1,4 +1,4 @@
-"""`fuyou schema`: it takes what a recipe may say, and nothing that is refused for its shape alone."""
+"""Tests that `fuyou schema` takes what a recipe may say, and nothing that is refused for its shape alone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _KNOWN = {
 
 
 def fits(value: Any, schema: dict[str, Any]) -> bool:
-    """As any validator: of the words that this schema uses."""
+    """Checks as any validator does, of the words that this schema uses."""
     assert set(schema) <= _KNOWN, set(schema) - _KNOWN
     if "$ref" in schema:
         return fits(value, SCHEMA["$defs"][schema["$ref"].rpartition("/")[2]])

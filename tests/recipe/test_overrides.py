@@ -1,4 +1,4 @@
-"""key=value: parsing, merging, and errors that show the override."""
+"""Tests key=value: parsing, merging, and errors that show the override."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_all_wrong_overrides_are_reported_with_the_files_errors(refused):
     ],
 )
 def test_an_empty_value_is_no_way_to_say_null(refused, load, override, help_):
-    """`optimizer.lr=$LR` with LR not set must not train at the default instead of the recipe's 0.5."""
+    """Refuses it: `optimizer.lr=$LR` with LR not set must not train at the default instead of the recipe's 0.5."""
     (found,) = refused("optimizer: {lr: 0.5}\n", override).values()
     assert "is empty" in found.message
     assert found.help.startswith(help_)

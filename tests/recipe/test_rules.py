@@ -1,4 +1,4 @@
-"""Keys that exclude each other, and keys whose feature does not exist yet."""
+"""Tests keys that exclude each other, and keys whose feature does not exist yet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Types, defaults and sizes: what a value may be, and what it means once loaded."""
+"""Tests types, defaults and sizes: what a value may be, and what it means once loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan of a 1.1B model in 2 GiB, its hardware and one step's timeline: inputs of the views, built by hand."""
+"""Builds a plan of a 1.1B model in 2 GiB, its hardware and one step's timeline by hand: inputs of the views."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Printer = Callable[..., tuple[Console, Callable[[], str]]]
 
 @pytest.fixture
 def printer() -> Printer:
-    """`printer(width, ascii=False, tty=False)` gives a console and a function returning what it printed."""
+    """Gives `printer(width, ascii=False, tty=False)`, a console and a function returning what it printed."""
 
     def make(width: int, *, ascii: bool = False, tty: bool = False) -> tuple[Console, Callable[[], str]]:
         raw = io.BytesIO()
@@ -90,7 +90,7 @@ def hardware() -> HardwareProfile:
 
 @pytest.fixture
 def room() -> Room:
-    """One file system with 80 GB free for store and export; no device memory."""
+    """Makes one file system with 80 GB free for store and export; no device memory."""
     return Room(gpu=None, ssd=None, store=80 * 10**9, disks=(disk(free=80 * 10**9),))
 
 
@@ -197,7 +197,7 @@ def facts(plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Room) -
 
 @pytest.fixture
 def timeline() -> tuple[Busy, ...]:
-    """Four blocks, forward then backward; reads run ahead, updates and writes follow."""
+    """Makes four blocks, forward then backward; reads run ahead, updates and writes follow."""
     items: list[Busy] = []
     for block in range(4):
         items.append(Busy(resource="ssd read", label=f"weights block {block}", begin=block, end=block + 0.5, bytes=88_000_000))

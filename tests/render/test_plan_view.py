@@ -1,4 +1,4 @@
-"""`fuyou plan` on the terminal and as JSON: the figures are there, nothing is too wide, ASCII stays ASCII."""
+"""Tests `fuyou plan` on the terminal and as JSON: the figures are there, nothing is too wide, ASCII stays ASCII."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TB = 10**12
 
 @pytest.fixture
 def screen(printer: Printer) -> Screen:
-    """`screen(facts, width=200, ascii=True, verbose=False)` gives the text of the plan's screen."""
+    """Gives `screen(facts, width=200, ascii=True, verbose=False)`, the text of the plan's screen."""
 
     def make(facts: RunFacts, width: int = 200, *, ascii: bool = True, verbose: bool = False) -> str:
         console, printed = printer(width, ascii=ascii)
@@ -195,7 +195,7 @@ def test_wear_is_the_runs_own_where_its_length_is_known(screen: Screen, facts: R
     ],
 )
 def test_what_a_drive_has_written_already_counts(screen: Screen, facts: RunFacts, used: float, passes: bool, said: str) -> None:
-    """A run of a tenth of its rating. One past it is told, and no change of the recipe cures that."""
+    """Runs a tenth of its rating. One past it is told, and no change of the recipe cures that."""
     rated, steps = 600 * TB, 1000
     worn = replace(facts.hardware, drives=(Drive(model="d", capacity=TB, rated_bytes=rated, used_bytes=round(used * rated)),))
     predicted = replace(facts.plan.predicted, written_per_step=rated // 10 // steps, export_bytes=0)
@@ -245,7 +245,7 @@ def test_the_share_of_one_drive_is_told(
 
 
 def test_a_run_writes_beside_its_steps(screen: Screen, facts: RunFacts) -> None:
-    """With everything in RAM and no commits no step writes, and still the drive takes the model three times and more."""
+    """Writes the model to the drive three times and more, although with everything in RAM and no commits no step writes."""
     plan, room = facts.plan, facts.room
     stages = tuple(
         replace(stage, weights_ram=stage.weights_at, momentum_ram=stage.momentum_at, variance_ram=stage.variance_at)
@@ -270,7 +270,7 @@ def test_a_run_writes_beside_its_steps(screen: Screen, facts: RunFacts) -> None:
 
 
 def test_a_plan_says_which_drive_is_near_its_end(screen: Screen, facts: RunFacts) -> None:
-    """Also of one that nobody knows the rating of."""
+    """Says it also of one that nobody knows the rating of."""
     worn, fresh = (Drive(model=f"No Name {percent}", capacity=TB, percent_used=percent) for percent in (95, 40))
     text = screen(replace(facts, hardware=replace(facts.hardware, drives=(worn, fresh, worn)), steps=10))
     assert text.count("warning: No Name 95 reports that 95 % of its endurance is used") == 1
@@ -281,7 +281,8 @@ def test_a_plan_says_which_drive_is_near_its_end(screen: Screen, facts: RunFacts
 
 
 def test_a_plan_that_takes_more_than_there_is(facts: RunFacts) -> None:
-    """Of free RAM, clearly: what others hold comes and goes. Of what the kernel enforces or a driver may pin, at all."""
+    """Compares clearly with free RAM, as what others hold comes and goes; exactly with what the kernel enforces or a driver may
+    pin."""
     plan, room, peak = facts.plan, facts.room, facts.plan.predicted.cpu_peak
     assert plan_problems(plan, replace(room, ram=int(peak / 1.04))) == []
     (problem,) = plan_problems(plan, replace(room, ram=peak // 2))
@@ -368,7 +369,7 @@ def test_json_has_every_limit_and_how_much_was_tried(facts: RunFacts) -> None:
 @pytest.mark.parametrize("width", [80, 100, 120])
 @pytest.mark.parametrize("case", ["cpu", "gpu", "described", "assumed", "long", "not fitting"])
 def test_the_answer_comes_first(screen: Screen, facts: RunFacts, width: int, case: str) -> None:
-    """Verdict, step, bottleneck, wear and what to do next: five lines of 100 columns, then the rest."""
+    """Prints verdict, step, bottleneck, wear and what to do next: five lines of 100 columns, then the rest."""
     there = {
         "measured": "described",
         "name": "here",
@@ -393,7 +394,7 @@ def test_the_answer_comes_first(screen: Screen, facts: RunFacts, width: int, cas
 
 
 def test_rates_are_a_table_with_v(screen: Screen, facts: RunFacts) -> None:
-    """Of a described machine; those that decide and are assumptions are named first in any case."""
+    """Prints them of a described machine; those that decide and are assumptions are named first in any case."""
     sources = ("matmul_flops: measured there", "store_read, store_write: an assumption")
     there = replace(facts.hardware, measured="described", name="there", sources=sources)
 

@@ -1,4 +1,4 @@
-"""Loss plot and timelines: positions are checked, not pictures."""
+"""Tests loss plot and timelines: positions are checked, not pictures."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_waiting_names_the_longest_first() -> None:
 
 
 def intervals(svg: str) -> list[tuple[str, float, float, float, float]]:
-    """(tooltip, x, width, y, height) of every interval of the picture."""
+    """Returns (tooltip, x, width, y, height) of every interval of the picture."""
     found = []
     for shape in ElementTree.fromstring(svg).iter(f"{SVG}rect"):
         if shape.get("class", "").startswith("busy"):
@@ -115,7 +115,7 @@ def test_many_causes_of_waiting_stand_below_the_legend() -> None:
 
 
 def test_names_of_phases_never_overlap() -> None:
-    """Where forward and backward are short beside what came before, and where there are many of them."""
+    """Draws forward and backward that are short beside what came before, and many of them."""
     items = [
         Busy(resource="compute", label=f"{name} a", begin=8.0 + 0.1 * number, end=8.05 + 0.1 * number)
         for number, name in enumerate(("forward", "backward") * 9)

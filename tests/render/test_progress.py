@@ -1,4 +1,4 @@
-"""Progress: one line per step off a terminal; on it a block that never exceeds the width; the ETA skips the warm-up."""
+"""Tests progress: one line per step off a terminal; on it a block that never exceeds the width; the ETA skips the warm-up."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Printer = Callable[..., tuple[Console, Callable[[], str]]]
 
 
 class Clock:
-    """Seconds that pass only when told."""
+    """Counts seconds that pass only when told."""
 
     def __init__(self) -> None:
         self.now = 1_790_000_000.0
@@ -50,7 +50,7 @@ def report(step: int, seconds: float, *, loss: float = 2.5, stalls: dict[str, fl
 @pytest.mark.parametrize("total", [10, 100_000])
 @pytest.mark.parametrize("seconds", [0.02, 20.0, 90_000.0])
 def test_plain_lines_are_aligned_and_fit(printer: Printer, plan: Plan, total: int, seconds: float) -> None:
-    """One line of 100 columns at most for each step, a figure at the same column in all of them."""
+    """Prints one line of 100 columns at most for each step, a figure at the same column in all of them."""
     console, printed = printer(80)
     with RunDisplay(console, total_steps=total, plan=replace(plan, cpu_budget=900 << 30), clock=Clock()) as display:
         display.step(report(1, seconds, loss=12.5))

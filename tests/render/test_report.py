@@ -1,4 +1,4 @@
-"""`fuyou report`: what is read back from a log, and how it is shown on a terminal, as JSON and as a page."""
+"""Tests `fuyou report`: what is read back from a log, and how it is shown on a terminal, as JSON and as a page."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def step(number: int, **changes: Any) -> StepReport:
 
 @pytest.fixture
 def log(tmp_path: Path, run_report: RunReport) -> Path:
-    """Of 40 steps that ended well, of which 8 to 10 were done twice and the ninth had no finite loss."""
+    """Writes the log of 40 steps that ended well, of which 8 to 10 were done twice and the ninth had no finite loss."""
     with JsonlLog(tmp_path / "log.jsonl") as file:
         file.write("plan", {**PLAN, "began": "earlier"})
         for number in range(1, 11):
@@ -313,7 +313,7 @@ def test_the_best_weights_are_called_kept_only_where_they_were(log: Path) -> Non
 
 
 def test_evaluations_are_shown_as_they_were_the_last_time(log: Path) -> None:
-    """One done again after a resume replaces the one before; those of steps that were lost go."""
+    """Replaces an evaluation that is done again after a resume; those of steps that were lost go."""
     lines = log.read_text().splitlines(keepends=True)
     at = max(number for number, line in enumerate(lines) if '"event":"step","step":9,' in line)
     early = [evaluated(0, 3.0), evaluated(0, 5.0, name="other <b>"), evaluated(8, 2.5), evaluated(9, 1.0), evaluated(8, 2.0)]

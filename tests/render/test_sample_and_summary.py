@@ -1,4 +1,4 @@
-"""A sample shows what is trained on without colour; the summary sets the measurement beside the promise."""
+"""Tests that a sample shows what is trained on without colour, and the summary sets the measurement beside the promise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Downloads and exports on a terminal and in a pipe: what is drawn stays apart from what follows; a pipe gets few lines."""
+"""Tests downloads and exports on a terminal and in a pipe: what is drawn stays apart from what follows; a pipe gets few
+lines."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def _log(folder: Path, library: Path, without: str) -> tuple[list[Call], Path]:
 
 
 def _lost(folder: Path, calls: list[Call], kept: Path) -> tuple[list[str], Left]:
-    """What is wrong on the disks that are left, and what was done to them."""
+    """Returns what is wrong on the disks that are left, and what was done to them."""
     problems, total, ends = [], Left(), [flush.end for _, flush in namings(calls, "manifest.json")]
     draw = random.Random(1)
     for number in range(CUTS):

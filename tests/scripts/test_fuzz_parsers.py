@@ -24,7 +24,7 @@ RUNS = 300  # of all parsers, what was kept among them
 
 
 def test_what_was_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And as many changed inputs of each as make up the rest; the parsers that need torch are in tests/hostile."""
+    """Reads as many changed inputs of each as make up the rest; the parsers that need torch are in tests/hostile."""
     monkeypatch.chdir(tmp_path)
     tallies = {
         parser.name: fuzz(parser, folder=tmp_path / parser.name, runs=RUNS // len(LIGHT) + 1, seed=1, corpus=CORPUS, keep=False)

@@ -152,7 +152,7 @@ def test_recipes_are_ones_that_fuyou_takes(tmp_path: Path, device: str, clip: fl
 def test_a_test_that_hangs_is_named_with_its_stacks_and_what_passed_before_it_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a lock, or in a driver that does not return: Python's own handlers would not run there."""
+    """Hangs in a lock, or in a driver that does not return: Python's own handlers would not run there."""
     folder, began = tmp_path / "tests", tmp_path / "began"
     folder.mkdir()
     lines = ["import ctypes, pytest", "", "def test_emulated_first(): pass", "", "@pytest.mark.parametrize('x', ['a b, c'])"]
@@ -166,7 +166,7 @@ def test_a_test_that_hangs_is_named_with_its_stacks_and_what_passed_before_it_is
     monkeypatch.setattr(stages, "ROOT", tmp_path)
 
     class Limited(subprocess.Popen):  # type: ignore[type-arg]
-        """Whose limit is reached when the second test hangs, however busy the machine is."""
+        """Reaches its limit when the second test hangs, however busy the machine is."""
 
         def wait(self, timeout: float | None = None) -> int:
             if timeout is None or began.exists():

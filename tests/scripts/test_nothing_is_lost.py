@@ -62,7 +62,7 @@ def test_killed_runs_end_as_the_one_nobody_killed(variant: str, place: Place) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("run", ["lora", "qlora", "int8"])
 def test_runs_of_other_kinds_are_disturbed_too(run: str, place: Place) -> None:
-    """Killed, and with a bit flipped in what they have saved: the weights of an adapter's model are in no state, or in both."""
+    """Kills them, and flips a bit in what they have saved: the weights of an adapter's model are in no state, or in both."""
     if run != "int8":
         pytest.importorskip("peft", reason="peft comes with the extra lora")
     other = place.of(run)
@@ -112,7 +112,7 @@ def test_a_newest_state_that_is_not_whole_would_be_noticed(place: Place) -> None
 
 
 def test_after_power_cuts_runs_go_on(place: Place) -> None:
-    """In a few of them nothing was under way, so that nothing could be lost."""
+    """Leaves nothing under way in a few of them, so that nothing could be lost."""
     lost = 0
     for name, changes in (("in_place", {}), ("snapshot", SNAPSHOTS), ("striped", TWO_FOLDERS)):
         recording = power.recorded(place, f"power-{name}", changes, steps=4)

@@ -17,7 +17,7 @@ def test_random_delays_change_no_bit() -> None:
 
 
 def test_a_paced_run_is_not_faster_than_its_bound(tmp_path: Path) -> None:
-    """A busy processor can only make it slower. Without the pace, these steps take a fraction of the bound."""
+    """Shows that a busy processor can only make it slower. Without the pace, these steps take a fraction of the bound."""
     size, options = proof.SIZES[0], Namespace(blocks=2)
     subject = proof.subject_of(size, options, micro_batches=2)
     run = proof.Paced(subject, proof.scaled(size, subject, 0.25), folder=tmp_path)

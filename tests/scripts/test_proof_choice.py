@@ -54,7 +54,7 @@ class Machine:
 def rows(
     machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, turns: int = 3
 ) -> tuple[str, str, dict[str, list[float]]]:
-    """Verdict, measured and ratios of the last row."""
+    """Returns verdict, measured and ratios of the last row."""
     setting = Setting(
         work=tmp_path, shape="50m", micro=1, text=tmp_path, entry={}, text_name="x", progress=Progress(tmp_path / "state"),
         results=tmp_path,
@@ -80,7 +80,7 @@ def test_a_plan_that_is_clearly_faster_is_told(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_machine_that_slows_down_favours_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten equals, some of them met by a slower machine than others: none of them is faster."""
+    """Compares ten equals, some of them met by a slower machine than others: none of them is faster."""
     slowing = [1.0 - 0.01 * number for number in range(40)]
     verdict, measured, _ = rows(Machine([10.0] * 11, slowing), tmp_path, monkeypatch)
     assert verdict == "pass" and float(measured) == pytest.approx(1.0, abs=0.01)
@@ -88,7 +88,7 @@ def test_a_machine_that_slows_down_favours_nobody(tmp_path: Path, monkeypatch: p
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
-    """What rivals are looked for with, of all that a run is prepared with."""
+    """Stands for what rivals are looked for with, of all that a run is prepared with."""
 
     model: ModelSpec
     hardware: HardwareProfile
@@ -96,7 +96,7 @@ class Planned:
 
 
 def test_a_rival_has_the_room_that_the_chosen_plan_had() -> None:
-    """Of the disk what the run may have, not all that is free: the search has no more either."""
+    """Gives of the disk what the run may have, not all that is free: the search has no more either."""
     roomy = request(weights="ssd", states="ssd", boundaries="cpu", defer=0.0)
     chosen = search(SPEC, HARDWARE, roomy).best
     prepared = cast("Any", Planned(model=SPEC, hardware=HARDWARE, plan=chosen.plan))

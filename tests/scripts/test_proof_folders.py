@@ -26,7 +26,7 @@ def _setting(work: Path) -> Setting:
 
 @pytest.fixture(autouse=True)
 def made(tmp_path: Path) -> None:
-    """A checkpoint, so that none is made."""
+    """Makes a checkpoint, so that none is made later."""
     folder = tmp_path / "models" / "1m"
     folder.mkdir(parents=True)
     (folder / "made").touch()

@@ -32,7 +32,7 @@ UNIFIED_MOUNTS = "22 1 8:1 / / rw - ext4 /dev/sda1 rw\n30 22 0:30 / /sys/fs/cgro
 
 
 def machine(root: Path, mounts: str, groups: str, files: dict[str, str]) -> Path:
-    """A copy of somebody else's /proc and /sys."""
+    """Copies somebody else's /proc and /sys."""
     for name, text in {"proc/self/mountinfo": mounts, "proc/self/cgroup": groups, **files}.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)

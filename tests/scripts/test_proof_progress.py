@@ -99,7 +99,7 @@ def test_of_several_proofs_a_failure_counts_most(codes: list[int], code: int) ->
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository with a file of each kind that is measured or measures."""
+    """Makes a repository with a file of each kind that is measured or measures."""
     for name in (*CODE, "README.md"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("one")

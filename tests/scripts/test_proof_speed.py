@@ -94,7 +94,7 @@ def test_a_recorded_figure_is_reported_and_shows_nothing(seconds: float) -> None
 
 @pytest.fixture
 def peer_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], dict[str, Any]]:
-    """DeepSpeed's run through a loop that only writes its record, on a disk that nobody holds."""
+    """Runs DeepSpeed through a loop that only writes its record, on a disk that nobody holds."""
     folder = tmp_path / "peers"
     folder.mkdir()
     (folder / "ds_train.py").write_text(LOOP)

@@ -79,7 +79,7 @@ def test_four_constants_and_no_number_beside_what_is_listed() -> None:
 
 @pytest.mark.slow
 def test_the_rates_are_fitted_on_one_row_each(found: Reproduced, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever all other rows say."""
+    """Fits them whatever all other rows say."""
     changed = [
         row if row.role == "fitted" else replace(row, figure=row.figure * 3)
         for row in given.PUBLISHED
@@ -112,7 +112,7 @@ def test_the_batch_of_135b_is_what_one_drive_says(found: Reproduced) -> None:
 
 @pytest.mark.parametrize("name", [name for line in _lines() for name in line.names])
 def test_what_is_printed_is_what_is_computed_with(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another value is another text, of its own line alone."""
+    """Prints another value as another text, of its own line alone."""
     before, value = _lines(), getattr(given, name)
     other = {"13B": (1, 2, 3)} if isinstance(value, dict) else 2 * value
     monkeypatch.setattr(given, name, other)
@@ -158,7 +158,7 @@ def test_a_number_may_be_set_for_part_1(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_what_is_said_of_its_buffers() -> None:
-    """700M elements each, as given.py says: two blocks at 13B, less than half of one at 175B."""
+    """Says 700M elements each, as given.py does: two blocks at 13B, less than half of one at 175B."""
     blocks = {name: max(stage.params for stage in policy.specification(name, 8).stages[1:-1]) for name in ("13B", "175B")}
     assert 2 <= 700e6 / blocks["13B"] < 3 and 700e6 / blocks["175B"] < 0.5
     said = next(line.source for line in given.constants() if "IN_FLIGHT" in line.names)
@@ -273,7 +273,8 @@ def test_what_is_said_of_the_consumer_drives_is_theirs(monkeypatch: pytest.Monke
 
 
 def test_weights_on_the_gpu_are_in_ram_too() -> None:
-    """Updates write their copy there, where states are in RAM: what a plan calls at home on the GPU takes RAM all the same."""
+    """Writes their copy there by updates, where states are in RAM: what a plan calls at home on the GPU takes RAM all the
+    same."""
     settings, hardware = ("offload.optimizer_states=cpu",), described("rtx4090,2xgen4,768GiB")
     found = ours.plan_of(ours.Case(model="13B", batch=8, where="", hardware=hardware, settings=settings), alone=True)
     assert found.weights_in_ram == pytest.approx(1.0) and found.states_in_ram == pytest.approx(1.0)

@@ -100,7 +100,7 @@ def test_an_own_environment_is_made_anew(venv: Path, mark: str) -> None:
 
 
 def _set_up(venv: Path, extra: str = "", **environment: str) -> list[str]:
-    """What pip was asked for by `setup EXTRA`."""
+    """Returns what pip was asked for by `setup EXTRA`."""
     before = len(_asked(venv))
     call = f"find_python() {{ echo {venv}/bin/python; }}; missing_packages() {{ :; }}; setup {extra}"
     done = _bash(venv, call, HAS="*", **environment)

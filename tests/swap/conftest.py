@@ -1,4 +1,4 @@
-"""A small machine: an arena, a store over real files, a daemon on each backend."""
+"""Makes a small machine: an arena, a store over real files, a daemon on each backend."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHUNK = 16384
 
 
 class Machine:
-    """`scratch` begins where the arena's free part ends."""
+    """Holds them; `scratch` begins where the arena's free part ends."""
 
     def __init__(self, stack: ExitStack, folder: Path, files: int, **options: object) -> None:
         scratch = kernels.scratch_size(CHUNK, 3)

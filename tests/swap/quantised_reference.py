@@ -16,7 +16,7 @@ NF4 = np.array(
 
 
 def nf4(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Packed bytes and maxima of blocks of 64."""
+    """Returns packed bytes and maxima of blocks of 64."""
     bounds = (NF4[:-1] + NF4[1:]) / F(2)
     codes, maxima = [], []
     for begin in range(0, values.size, 64):
@@ -43,7 +43,7 @@ def bfloat16_bits(values: np.ndarray) -> np.ndarray:
 
 
 def dynamic(values: np.ndarray, levels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Codes and maxima of blocks of 256."""
+    """Returns codes and maxima of blocks of 256."""
     middles = F(0.5) * (levels[:-1] + levels[1:])
     codes, maxima = [], []
     for begin in range(0, values.size, 256):
@@ -58,7 +58,7 @@ def dynamic(values: np.ndarray, levels: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def int8(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Codes and maxima of rows."""
+    """Returns codes and maxima of rows."""
     maxima = np.abs(rows).max(axis=1)
     scale = np.array([F(1) / most * F(127) if most else F(0) for most in maxima], F)
     return np.rint(rows * scale[:, None]).astype(np.int8), maxima

@@ -40,7 +40,7 @@ def bfloat16_values(bits: np.ndarray) -> np.ndarray:
 
 
 def random_gradients(count: int, seed: int, dtype: str) -> np.ndarray:
-    """float32 values, or the bits of bfloat16 ones."""
+    """Returns float32 values, or the bits of bfloat16 ones."""
     values = np.random.default_rng(seed).standard_normal(count).astype(F) * F(2e-3)
     if dtype == "float32":
         return values
@@ -48,7 +48,7 @@ def random_gradients(count: int, seed: int, dtype: str) -> np.ndarray:
 
 
 def adamw(update: Update, state: State, gradients: np.ndarray) -> None:
-    """In place, segment by segment."""
+    """Updates in place, segment by segment."""
     if update.gradients_dtype == "bfloat16":
         gradients = bfloat16_values(gradients)
     for segment in update.segments:

@@ -18,7 +18,7 @@ _PAGE = 4096
 
 
 def adamw(update: Update, master: np.ndarray, momentum: np.ndarray, variance: np.ndarray, gradients: np.ndarray) -> None:
-    """In place; momentum and variance are the bytes of their layout."""
+    """Updates in place; momentum and variance are the bytes of their layout."""
     step = _bfloat16 if update.states_dtype == "bfloat16" else _int8
     for segment in update.segments:
         if not segment.frozen:
@@ -103,7 +103,7 @@ def _blocks(segment: Segment) -> Iterator[slice]:
 
 
 def _whole(values: np.ndarray) -> np.ndarray:
-    """A block with zeros behind what there is of it."""
+    """Returns a block with zeros behind what there is of it."""
     return np.concatenate([values, np.zeros(STATE_BLOCK - len(values), F)])
 
 
@@ -112,7 +112,7 @@ _PLACES = np.array([p % 32 // 2 * 4 + p % 2 + p // 32 * 2 for p in range(STATE_B
 
 
 def _block(state: np.ndarray, part: slice, dtype: type) -> tuple[np.ndarray, np.ndarray]:
-    """Views of the scale and of the codes."""
+    """Returns views of the scale and of the codes."""
     tile, inside = divmod(part.start, STATE_TILE)
     begin = tile * (STATE_TILE + _PAGE)
     scale = begin + inside // STATE_BLOCK * 4

@@ -64,8 +64,8 @@ def test_matches_the_numpy_reference_bit_for_bit(weights_dtype: str, gradients_d
 
 
 def test_stays_close_to_torch_over_twenty_steps() -> None:
-    """torch fuses multiply-adds where the machine can, so single roundings differ; 2e-6 is 20 steps of half an ulp of
-    weights near 1 plus as much again."""
+    """Compares within 2e-6, 20 steps of half an ulp of weights near 1 plus as much again: torch fuses multiply-adds where the
+    machine can, so single roundings differ."""
     start = reference.random_state(COUNT, seed=2)
     parameter = torch.nn.Parameter(torch.from_numpy(start.master.copy()))
     optimizer = torch.optim.AdamW(
@@ -101,7 +101,7 @@ def test_frozen_and_uncovered_parameters_keep_every_bit() -> None:
 
 @pytest.mark.parametrize("weights_dtype", ["float32", "bfloat16"])
 def test_any_cut_of_a_stage_gives_the_same_bits(weights_dtype: str) -> None:
-    """Odd cuts put every value once into a vector's body and once into a loop's tail."""
+    """Puts every value by odd cuts once into a vector's body and once into a loop's tail."""
     whole, cut = reference.random_state(COUNT, seed=5), reference.random_state(COUNT, seed=5)
     gradients = reference.random_gradients(COUNT, 6, "bfloat16")
     results = []
@@ -145,7 +145,7 @@ def test_counts_new_weights_that_are_not_finite() -> None:
 
 
 def test_denormal_variances_are_kept() -> None:
-    """A thread that flushes denormals would turn v = 1e-42 to 0 and the step into m / epsilon."""
+    """Keeps them, as a thread that flushes denormals would turn v = 1e-42 to 0 and the step into m / epsilon."""
     state = reference.random_state(COUNT, seed=8)
     state.variance[:] = np.float32(1e-42)
     expected = reference.State(state.master.copy(), state.momentum.copy(), state.variance.copy())

@@ -142,7 +142,7 @@ def test_an_update_from_store_to_store_equals_the_kernel(machine: Build, weights
 
 @pytest.mark.parametrize("update_threads", [1, 3])
 def test_states_in_ram_and_states_never_written(machine: Build, update_threads: int) -> None:
-    """First step: zero moments, not read from anywhere; the remainder rests in RAM and is updated in place."""
+    """Takes a first step: zero moments, not read from anywhere; the remainder rests in RAM and is updated in place."""
     m = machine(update_threads=update_threads)
     state = reference.random_state(PARAMS, seed=5)
     state.momentum[:], state.variance[:] = 0, 0

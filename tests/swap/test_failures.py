@@ -35,5 +35,5 @@ def test_a_file_that_cannot_be_opened_says_what_to_do(code: int, said: str) -> N
 
 
 def test_a_forked_child_is_not_told_about_files() -> None:
-    """EPERM means two things; only opening looks at who owns a file."""
+    """Tells nothing, as EPERM means two things; only opening looks at who owns a file."""
     assert "forked child" in _hint(lib.FY_OP_SETUP, errno.EPERM)

@@ -17,7 +17,7 @@ RULES = ["lion", "sgd"]
 
 
 def _step(update: Update, state: State, gradients: np.ndarray) -> None:
-    """In place. Every operation is rounded once."""
+    """Steps in place. Every operation is rounded once."""
     values = reference.bfloat16_values(gradients) if update.gradients_dtype == "bfloat16" else gradients
     for segment in update.segments:
         if segment.frozen:
@@ -81,7 +81,7 @@ def test_sgd_stays_close_to_torch() -> None:
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 def test_what_is_not_finite_is_counted(rule: str, value: float) -> None:
-    """Lion moves as far whatever the gradient, so that only its momentum tells."""
+    """Counts by Lion's momentum alone, as it moves as far whatever the gradient."""
     state = reference.random_state(COUNT, seed=3)
     gradients = np.zeros(COUNT, F)
     gradients[[5, 3000]] = value

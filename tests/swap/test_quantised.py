@@ -21,7 +21,7 @@ SIZES = st.one_of(st.integers(1, 700), st.sampled_from([64, 128, 256, 4096]))
 
 
 def _drawn(count: int, seed: int, dtype: str, power: int) -> tuple[np.ndarray, np.ndarray]:
-    """Memory to encode, and the float32 values it stands for; zeros and exact levels among them, one block all zeros."""
+    """Draws memory to encode, and the float32 values it stands for; zeros and exact levels among them, one block all zeros."""
     draw = np.random.default_rng(seed)
     values = draw.standard_normal(count).astype(np.float32) * np.float32(2.0**power)
     values[draw.random(count) < 0.1] = 0

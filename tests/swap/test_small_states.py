@@ -72,7 +72,7 @@ def test_matches_the_numpy_reference_bit_for_bit(states: StateDtype, weights_dty
 
 
 def test_a_draw_depends_on_seed_step_and_stage() -> None:
-    """Other draws round other values up; the same ones are the same wherever they are made (the reference)."""
+    """Rounds other values up by other draws; the same ones are the same wherever they are made (the reference)."""
     gradients = reference.random_gradients(COUNT, 1, "float32")
     found = set()
     for change in ({}, {"seed": 6}, {"label": 8}, {"step": 2}, {"seed": 6 << 40}):

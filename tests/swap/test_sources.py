@@ -1,4 +1,4 @@
-"""Files of others behind a store: read as they are, told apart from what they were, never written."""
+"""Tests files of others behind a store: read as they are, told apart from what they were, never written."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZE = 10 * PAGE + 777
 
 @pytest.fixture
 def source(tmp_path: Path) -> SourceFile:
-    """A file of random bytes, by a link as in the hub's cache."""
+    """Makes a file of random bytes, by a link as in the hub's cache."""
     file = tmp_path / "blob"
     file.write_bytes(np.random.default_rng(1).bytes(SIZE))
     (tmp_path / "model.safetensors").symlink_to(file)

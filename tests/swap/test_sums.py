@@ -64,5 +64,5 @@ def test_checksum_notices_flips_moves_and_lengths() -> None:
 
 
 def test_checksum_is_the_same_on_every_machine() -> None:
-    """A store written elsewhere must verify here: the value is part of the format."""
+    """Verifies a store written elsewhere: the value is part of the format."""
     assert kernels.checksum(bytes(range(256)) * 64) == 0xD8EB827289594244

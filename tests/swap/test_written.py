@@ -1,4 +1,4 @@
-"""What is read is compared with what was written there."""
+"""Tests that what is read is compared with what was written there."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PLACES = {"remainder": (1, 2), "momentum": (2, 4), "variance": (3, 4), "gradient
 
 
 def _change(file: Path, byte: int) -> None:
-    """One bit of a file, as if the drive had done it."""
+    """Changes one bit of a file, as if the drive had done it."""
     with file.open("r+b") as stream:
         stream.seek(byte)
         old = stream.read(1)[0]
@@ -100,7 +100,7 @@ def test_without_sums_nothing_is_compared(machine: Build) -> None:
 
 
 def _update(m: Machine) -> Update:
-    """Of states and gradients on the store, to other places."""
+    """Updates states and gradients on the store, to other places."""
     for seed, (place, item) in enumerate(PLACES.values()):
         _put(m, place * MIB, PARAMS * item, seed=seed)
     m.array(8 * MIB, np.uint16, PARAMS)[:] = 0x3C00

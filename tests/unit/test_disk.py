@@ -1,4 +1,4 @@
-"""One sum per file system: shares of striped folders together, what the run holds already taken off. Real files."""
+"""Tests one sum per file system: shares of striped folders together, what the run holds already taken off. Real files."""
 
 from __future__ import annotations
 

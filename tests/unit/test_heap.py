@@ -1,4 +1,4 @@
-"""What blocks of memory are charged with."""
+"""Tests what blocks of memory are charged with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signals that come while something is opened are handled once it is open."""
+"""Tests that signals that come while something is opened are handled once it is open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loggers: what each library is told, by an object that records calls, and by the library itself where it is there."""
+"""Tests loggers: what each library is told, by an object that records calls, and by the library itself where it is there."""
 
 from __future__ import annotations
 

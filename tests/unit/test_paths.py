@@ -1,4 +1,4 @@
-"""Paths of a recipe that cannot be what they should be: one error, with the key."""
+"""Tests paths of a recipe that cannot be what they should be: one error, with the key."""
 
 from __future__ import annotations
 

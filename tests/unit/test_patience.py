@@ -1,4 +1,4 @@
-"""Long waits without any progress say what is waited for; those that move say nothing, however long they are."""
+"""Tests that long waits without any progress say what is waited for; those that move say nothing, however long they are."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Clock:
 
 
 def _waited(seconds: int, *, moving_until: int = 0) -> list[tuple[int, str]]:
-    """When (seconds from the wait's begin) what was said."""
+    """Returns when (seconds from the wait's begin) what was said."""
     clock, heard, moved = Clock(), list[tuple[int, str]](), [0]
     patience = Patience(
         lambda text: heard.append((int(clock.now - 100), text)), progress=lambda: moved[0], where=lambda: "step 7", clock=clock

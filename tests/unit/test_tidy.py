@@ -34,7 +34,7 @@ BANNED_CALLS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Import:
-    """One imported module by its full name; `eager` when it happens as soon as the file is imported."""
+    """Holds one imported module by its full name; `eager` when it happens as soon as the file is imported."""
 
     module: str
     line: int
@@ -59,7 +59,7 @@ class Source:
 
     @property
     def functions(self) -> list[tuple[str, int]]:
-        """Name and number of lines of each, also of those inside others."""
+        """Returns name and number of lines of each function, also of those inside others."""
         nodes = [node for node in ast.walk(self.tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
         return [(node.name, (node.end_lineno or node.lineno) - node.lineno + 1) for node in nodes]
 
@@ -125,7 +125,7 @@ def top(module: str) -> str:
 
 
 def dotted(node: ast.expr) -> str:
-    """`a.b.c` of such an expression, "" of any other."""
+    """Returns `a.b.c` of such an expression, "" of any other."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
@@ -155,7 +155,7 @@ def test_imports_only_go_down(layer: str) -> None:
 
 
 def test_no_circles() -> None:
-    """Nor inside a folder: whoever reads a module need not have read it to understand what it imports."""
+    """Finds none inside a folder either: whoever reads a module need not have read it to understand what it imports."""
     graph = imported_modules()
     assert [name for name in graph if name in reached(graph, graph[name])] == []
 
@@ -299,7 +299,7 @@ def place(source: Source) -> str:
 
 
 def test_no_file_name_twice() -> None:
-    """A name says which file is meant, wherever it is spoken of."""
+    """Says by a name which file is meant, wherever it is spoken of."""
     assert shared_names() == set()
 
 

@@ -1,4 +1,4 @@
-"""Sizes in steps: what comes and goes by a little does not change what follows from it."""
+"""Tests sizes in steps: what comes and goes by a little does not change what follows from it."""
 
 from __future__ import annotations
 
