@@ -27,7 +27,8 @@ sys.path.insert(0, sys.argv[sys.argv.index("--checkout") + 1] if "--checkout" in
 from proof.on_paper import known_config, recipe_of
 from proof.report import FAIL, ROOT, Row, commit, conclude, holds, missing, plain_parser, reported, say, show_command
 
-from fuyou_cli.cli.planned import planned_elsewhere
+from fuyou_cli.advice.planned import planned_elsewhere
+from fuyou_cli.cli.console import write_status
 from fuyou_cli.core.errors import FuyouError
 from fuyou_cli.machine.described import described as machine_of
 from fuyou_cli.planner.place import too_small
@@ -76,7 +77,7 @@ def figures_of(case: Case) -> dict[str, Any] | str:
     train = {"max_steps": STEPS, "batch_size": ROWS}
     with recipe_of(known_config(name) | differences, length=LENGTH, train=train, overrides=overrides) as loaded:
         try:
-            planned = planned_elsewhere(loaded, hardware)
+            planned = planned_elsewhere(loaded, hardware, say=write_status)
         except FuyouError as error:
             return error.message
     if not planned.fits_ram:

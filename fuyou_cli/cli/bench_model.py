@@ -17,7 +17,6 @@ from fuyou_cli.machine import probe
 from fuyou_cli.machine.scratch import scratch_folder
 
 from .console import result_console, write_status
-from .planned import machine_here
 from .signals import like_ctrl_c
 
 if TYPE_CHECKING:
@@ -99,6 +98,7 @@ def _store(places: Sequence[Path]) -> Iterator[str]:
 
 
 def _place(places: Sequence[Path], scratch: Path, trace: Any) -> Place:
+    from fuyou_cli.advice.planned import machine_here
     from fuyou_cli.machine.allocator import settle_for_training, trim
     from fuyou_cli.training.modelbench.measured import Place
 
@@ -112,7 +112,7 @@ def _place(places: Sequence[Path], scratch: Path, trace: Any) -> Place:
     }
 
     def machine(loaded: LoadedRecipe, inspected: Any) -> Any:
-        return machine_here(loaded, inspected, measure=True)
+        return machine_here(loaded, inspected, say=write_status, measure=True)
 
     return Place(scratch=scratch, store=partial(_store, places), machine=machine, run=run, trace=trace, say=write_status)
 

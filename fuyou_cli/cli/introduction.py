@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fuyou_cli.advice.facts import RunFacts, facts_of, with_evaluation
+from fuyou_cli.advice.planned import command_of, machine_here
 from fuyou_cli.advice.room import check_export, plan_problems, room_of
 from fuyou_cli.core.errors import PlanError
 
 from .console import status_console, write_status
-from .planned import command_of, machine_here
 
 if TYPE_CHECKING:
     from fuyou_cli.advice.plan_files import KeptPlan
@@ -35,14 +35,14 @@ def made_ready(loaded: LoadedRecipe, kept: KeptPlan | None, *, measure: bool, ca
     try:
         with Transfers(status_console()) as progress:
             inspected = inspect(resolve(loaded.recipe, say=say, progress=progress), say=say, process=process_bytes)
-            machine = machine_here(loaded, inspected, measure=measure and kept is None, calibrated=calibrated)
+            machine = machine_here(loaded, inspected, say=say, measure=measure and kept is None, calibrated=calibrated)
             planned = plan(inspected, *machine, micro_batch_size=micro_batch_size, choose=kept, say=say)
             _refuse_unfit(loaded, planned)
             if planned.manifest is None:
                 _show(loaded, planned)
             fetched = fetch(planned, say=say, progress=progress)
             tokenised = tokenise(fetched if kept is not None else plan_downloaded(fetched, say=say), say=say)
-        ready = settle(tokenised, *machine_here(loaded, inspected, calibrated=calibrated), choose=kept)
+        ready = settle(tokenised, *machine_here(loaded, inspected, say=say, calibrated=calibrated), choose=kept)
         _refuse_unfit(loaded, ready.planned)
     except PlanError as error:
         error.hint = error.hint or _advice(loaded)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fuyou_cli.advice.room import check_export, check_output, room_of
 from fuyou_cli.core.errors import PlanError, UsageError
 
-from .console import result_console, write_json, write_status
+from .console import result_console, status_console, write_json, write_status
 
 if TYPE_CHECKING:
     from fuyou_cli.advice.facts import RunFacts
@@ -90,16 +90,19 @@ class _Notes:
 
 
 def _planned(loaded: LoadedRecipe, options: PlanOptions, notes: _Notes) -> Outcome:
+    from fuyou_cli.advice.planned import planned_elsewhere, planned_here
     from fuyou_cli.advice.planning import Outcome
     from fuyou_cli.machine.described import described
 
-    from .planned import planned_elsewhere, planned_here
+    from .render.transfer import Transfers
 
     measured = not options.dry_run
-    if options.hardware is not None:
-        planned = planned_elsewhere(loaded, described(options.hardware), count=measured, say=notes)
-    else:
-        planned = planned_here(loaded, measure=measured, calibrated=options.calibrated, count=measured, say=notes)
+    with Transfers(status_console()) as progress:
+        told: Any = {"count": measured, "say": notes, "progress": progress}
+        if options.hardware is not None:
+            planned = planned_elsewhere(loaded, described(options.hardware), **told)
+        else:
+            planned = planned_here(loaded, measure=measured, calibrated=options.calibrated, **told)
     return Outcome(changes=(), prepared=planned, room=room_of(planned, described=options.hardware is not None))
 
 
@@ -108,10 +111,9 @@ def _facts(loaded: LoadedRecipe, options: PlanOptions, outcome: Outcome) -> RunF
     from fuyou_cli.advice.changes import changes_that_help, smaller_states
     from fuyou_cli.advice.compare import comparison
     from fuyou_cli.advice.facts import facts_of, with_evaluation
+    from fuyou_cli.advice.planned import command_of
     from fuyou_cli.advice.planning import Replanner
     from fuyou_cli.training.length import counted_evaluation
-
-    from .planned import command_of
 
     prepared, described = outcome.prepared, options.hardware is not None
     facts = facts_of(prepared, outcome.room, described=described, command=command_of(loaded))

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 
 from proof.on_paper import recipe_of
 
+from fuyou_cli.advice.planned import planned_elsewhere
 from fuyou_cli.advice.planning import Outcome, Replanner
 from fuyou_cli.advice.room import room_of
-from fuyou_cli.cli.planned import planned_elsewhere
+from fuyou_cli.cli.console import write_status
 from fuyou_cli.core.errors import PlanError
 from fuyou_cli.machine.described import described
 from fuyou_cli.spec.hardware import HardwareProfile
@@ -189,7 +190,7 @@ def plan_of(case: Case, *, alone: bool = False) -> Ours:
     uncommitted = {"commit_every_steps": None}  # as there
     with recipe_of(config, length=given.LENGTH, train=train, overrides=case.settings, checkpoint=uncommitted) as loaded:
         try:
-            prepared = planned_elsewhere(loaded, case.hardware)
+            prepared = planned_elsewhere(loaded, case.hardware, say=write_status)
         except PlanError as error:
             return Ours(**named, problem=error.message)  # type: ignore[arg-type]
         outcome = Outcome(changes=(), prepared=prepared, room=room_of(prepared, described=True))

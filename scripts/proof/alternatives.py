@@ -22,8 +22,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fuyou_cli.advice.plan_files import write_plan
+from fuyou_cli.advice.planned import planned_here
 from fuyou_cli.advice.planning import Replanner, alternative
-from fuyou_cli.cli.planned import planned_here
+from fuyou_cli.cli.console import write_status
 from fuyou_cli.core.errors import PlanError
 from fuyou_cli.core.units import MiB
 from fuyou_cli.planner.bound import lower_bound
@@ -92,7 +93,7 @@ def named_plans(recipe: Path, seed: int) -> list[NamedPlan]:
     """Returns the chosen plan and the others, the chosen one first."""
     loaded = load_recipe(recipe, [])
     planning = Roomy()
-    prepared = planned_here(loaded, choose=planning)
+    prepared = planned_here(loaded, choose=planning, say=write_status)
     assert planning.found is not None and planning.request is not None
     best = NamedPlan(name="chosen", prepared=prepared, request=planning.request, candidate=planning.found.best.candidate)
     found = [best]

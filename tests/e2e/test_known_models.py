@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 from engine.test_configs import CONFIGS
 
-from fuyou_cli.cli.planned import planned_elsewhere
+from fuyou_cli.advice.planned import planned_elsewhere
 from fuyou_cli.machine.described import described
 from fuyou_cli.machine.profile_store import PROCESS_STEP
 from fuyou_cli.recipe.load import load_recipe

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from engine.test_configs import CONFIGS
 
-from fuyou_cli.cli.planned import planned_elsewhere
+from fuyou_cli.advice.planned import planned_elsewhere
 from fuyou_cli.machine.described import described
 from fuyou_cli.planner.commit_interval import timed_plan
 from fuyou_cli.planner.place import plan as first_that_fits
@@ -86,7 +86,7 @@ def planned(name: str, folder: Path) -> Planned:
     shutil.copy(CONFIGS / f"{promise.model}.json", folder / "config.json")
     keys = (f"model.name_or_path={folder}", "train.micro_batch_size=1", *promise.overrides)
     loaded = load_recipe(shipped_recipes()[name], keys)
-    return planned_elsewhere(loaded, described(promise.machine), choose=None if name in SEARCHED else usual)
+    return planned_elsewhere(loaded, described(promise.machine), choose=None if name in SEARCHED else usual, say=print)
 
 
 def test_all_are_planned_here() -> None:

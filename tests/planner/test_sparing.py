@@ -11,8 +11,8 @@ from drawn import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fuyou_cli.advice.planned import planned_elsewhere
 from fuyou_cli.advice.wear import spared_of
-from fuyou_cli.cli.planned import planned_elsewhere
 from fuyou_cli.cli.render.traffic import spared_in_words
 from fuyou_cli.core.units import MiB
 from fuyou_cli.machine.described import described
@@ -60,7 +60,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelSpec, HardwareP
     (folder / "config.json").write_bytes(CONFIG.read_bytes())
     (folder / "recipe.yaml").write_text(RECIPE.format(folder=folder))
     loaded = load_recipe(folder / "recipe.yaml", ["checkpoint.commit_every_steps=1"])
-    planned = planned_elsewhere(loaded, described("rtx4090,2xgen4,128GiB"), choose=first_that_fits)
+    planned = planned_elsewhere(loaded, described("rtx4090,2xgen4,128GiB"), choose=first_that_fits, say=print)
     return planned.model, planned.hardware, planned.request
 
 

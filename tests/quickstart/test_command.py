@@ -16,9 +16,9 @@ import pytest
 from hooks import doing
 
 from fuyou_cli.advice.room import export_folder
-from fuyou_cli.cli.quickstart import command, toy
 from fuyou_cli.core.errors import FuyouError, UsageError
 from fuyou_cli.machine.groups import Ended
+from fuyou_cli.quickstart import demonstration, toy
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.recipe.shipped import shipped_recipes
 
@@ -61,7 +61,7 @@ def test_what_it_cannot_show_is_refused_before_anything_is_written(
     (tmp_path / "my.jsonl").write_text("precious\n")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError) as refused:
-        command.run_quickstart([override])
+        demonstration.demonstrate([override], say=print)
     assert refused.value.exit_code == 2
     assert f"`{named}` cannot be changed" in refused.value.message and "recipes cp quickstart" in str(refused.value.hint)
     assert (tmp_path / "my.jsonl").read_text() == "precious\n"
@@ -79,11 +79,11 @@ def test_somebodys_text_in_its_place_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_processor_slow_in_bfloat16_computes_in_float32_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "has_fast_bfloat16", lambda: False)
-    assert command._for_this_processor(["seed=1"]) == ["seed=1", "precision.compute=float32"]
-    assert command._for_this_processor(["precision.compute=bfloat16"]) == ["precision.compute=bfloat16"]
-    monkeypatch.setattr(command, "has_fast_bfloat16", lambda: True)
-    assert command._for_this_processor(["seed=1"]) == ["seed=1"]
+    monkeypatch.setattr(demonstration, "has_fast_bfloat16", lambda: False)
+    assert demonstration._for_this_processor(["seed=1"]) == ["seed=1", "precision.compute=float32"]
+    assert demonstration._for_this_processor(["precision.compute=bfloat16"]) == ["precision.compute=bfloat16"]
+    monkeypatch.setattr(demonstration, "has_fast_bfloat16", lambda: True)
+    assert demonstration._for_this_processor(["seed=1"]) == ["seed=1"]
 
 
 # What is looked at of an earlier log: how much memory its steps took, and how it ended
@@ -151,7 +151,7 @@ def test_stopped_and_started_again_it_goes_on_in_another_folder(ran: Ran) -> Non
 def test_the_second_time_shows_its_own_run(tmp_path: Path) -> None:
     done, out = _quickstart(tmp_path, *_begun(tmp_path)), tmp_path / "people" / "here"
     assert done.returncode == 0, done.stderr
-    assert ("computing in float32" in done.stderr) != command.has_fast_bfloat16()
+    assert ("computing in float32" in done.stderr) != demonstration.has_fast_bfloat16()
     assert "an earlier quickstart ended" in done.stderr and "starting over" in done.stderr
     shown = done.stderr[done.stderr.index("Quickstart  ") :]
     assert "in 8 steps" in shown  # 126 rows: seven times sixteen, and fourteen
@@ -160,7 +160,7 @@ def test_the_second_time_shows_its_own_run(tmp_path: Path) -> None:
     assert compared is None or float(compared[1]) < 1e-2
     assert f"{out}/model: Auto" in done.stdout and (out / "model" / "config.json").exists() and not (tmp_path / "~").exists()
     # What starts over next time is told by the last record that a run writes
-    assert command._start_over(out) == ["checkpoint.resume=never"]
+    assert demonstration._start_over(out, print) == ["checkpoint.resume=never"]
 
 
 @pytest.mark.slow
@@ -176,8 +176,8 @@ def test_the_model_it_started_from_is_not_written_over() -> None:
 
 
 def test_a_peak_above_the_budget_is_an_error_where_nothing_held_it() -> None:
-    over = command.Done(plan={"budget": 100 << 20}, losses=(1.0,), peak=101 << 20)
-    command._refuse_excess(Ended(code=0, enforced=True), over)
-    command._refuse_excess(Ended(code=0, enforced=False), replace(over, peak=100 << 20))
+    over = demonstration.Done(plan={"budget": 100 << 20}, losses=(1.0,), peak=101 << 20)
+    demonstration._refuse_excess(Ended(code=0, enforced=True), over)
+    demonstration._refuse_excess(Ended(code=0, enforced=False), replace(over, peak=100 << 20))
     with pytest.raises(FuyouError, match="101 MiB of memory, but its budget is 100 MiB"):
-        command._refuse_excess(Ended(code=0, enforced=False), over)
+        demonstration._refuse_excess(Ended(code=0, enforced=False), over)

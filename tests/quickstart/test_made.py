@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fuyou_cli.cli.quickstart import toy
 from fuyou_cli.core.units import GiB
+from fuyou_cli.quickstart import toy
 
 ROWS = [json.loads(line) for line in toy.CORPUS.read_text(encoding="utf-8").splitlines()]
 

@@ -1,4 +1,4 @@
-"""Runs `fuyou quickstart`: makes a model, fine-tunes it in less memory than its states need, and shows the proof on one screen.
+"""Makes a small model, fine-tunes it in less memory than its states need, and compares it with plain PyTorch.
 
 Work that needs the whole model in memory (making it, completing a prompt, the comparison with plain PyTorch) runs in separate
 processes, outside the memory group that limits the training.
@@ -10,15 +10,15 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from fuyou_cli.core.errors import FuyouError, OutOfSpaceError, PlanError, UsageError
+from fuyou_cli.core.errors import FuyouError, Interrupted, OutOfSpaceError, PlanError, UsageError
 from fuyou_cli.core.paths import folder
-from fuyou_cli.core.units import GiB, duration, gib
+from fuyou_cli.core.units import GiB, gib
 from fuyou_cli.engine.processor import has_fast_bfloat16
 from fuyou_cli.machine import probe
 from fuyou_cli.machine.first_measurement import measure_once
@@ -32,17 +32,16 @@ from fuyou_cli.training.jsonl import read_log
 from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.steps import run_directories
 
-from ..console import status_console, write_result, write_status
-from ..error_screen import INTERRUPTED
 from .toy import CORPUS
 
+Say = Callable[[str], None]
+
 COMPARED_STEPS = 5
-STATE_BYTES = 16  # per parameter in memory: weights and gradients 4 with fp32 masters 4, or 8 in fp32; momentum and variance 8
 PROMPT = "Question: What is the harbour of Torvane called?\nAnswer:"
 # The quickstart makes these files, or needs them to compare and to sample.
 _FIXED = ("model.name_or_path", "model.revision", "tokenizer", "dataset.train", "offload.device", "export.at_end")
 # Exit codes that the training has explained already: the quickstart returns them unchanged.
-_PASSED_ON = (UsageError.exit_code, PlanError.exit_code, OutOfSpaceError.exit_code, INTERRUPTED)
+_PASSED_ON = (UsageError.exit_code, PlanError.exit_code, OutOfSpaceError.exit_code, Interrupted.exit_code)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,8 +53,19 @@ class Done:
     peak: int  # of this process; 0 if no step ran in it
 
 
-def run_quickstart(overrides: Sequence[str]) -> int:
-    """Runs everything and returns the exit code: 0, or the code of a training that ended early and has printed why.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shown:
+    """Holds what the quickstart shows at its end."""
+
+    done: Done
+    held: str  # how the memory was limited
+    compared: str | None  # with plain PyTorch; None where that does not fit memory
+    samples: dict[str, str]  # what the model wrote, before and after
+    seconds: float
+
+
+def demonstrate(overrides: Sequence[str], *, say: Say) -> Shown | int:
+    """Runs everything. Returns what it shows, or the exit code of a training that ended early and has printed why.
 
     Raises FuyouError if another part fails, with that part's message.
     """
@@ -66,14 +76,20 @@ def run_quickstart(overrides: Sequence[str]) -> int:
     model, out = recipe.model.name_or_path, folder(recipe.output_dir, key="output_dir")
     _write_corpus(Path(recipe.dataset.train[0].path))
     if overrides != asked:
-        write_status("computing in float32: without AVX-512 this processor is slow in bfloat16")
-    write_status(f"making a small model and its tokenizer in {model}")
+        say("computing in float32: without AVX-512 this processor is slow in bfloat16")
+    say(f"making a small model and its tokenizer in {model}")
     samples = {"before:": _module("toy", "make", model, PROMPT)}
     if recipe.offload.measure:  # here, because the memory group has no room for it
-        measure_once(loaded, recipe.offload.device, say=write_status)
+        measure_once(loaded, recipe.offload.device, say=say)
     budget = recipe.offload.max_memory.cpu.resolve(total=probe.memory_limit(), auto=int(usable_memory() * 0.9))
     limit = min(budget, probe.memory_limit())
-    run = ["finetune", str(loaded.path), *overrides, *_start_over(out), "--assume-rates"]  # else it would measure in the group
+    run = [
+        "finetune",
+        str(loaded.path),
+        *overrides,
+        *_start_over(out, say),
+        "--assume-rates",
+    ]  # else it would measure in the group
     command = [sys.executable, "-m", "fuyou_cli", *run]
     ended = run_limited(command, limit, environment=dict(os.environ))
     if ended.code in _PASSED_ON:
@@ -85,12 +101,11 @@ def run_quickstart(overrides: Sequence[str]) -> int:
     done = _done(recipe, out)
     _refuse_excess(ended, done)
     samples["after: "] = _module("toy", "complete", done.plan["export"], PROMPT)
-    compared = _compare(loaded, overrides, done)
+    compared = _compare(loaded, overrides, done, say)
     held = "measured, not limited: no memory group could be made here"
     if ended.enforced:
         held = "limited by the kernel" if limit == done.plan["budget"] else f"limited to {gib(limit)} by the kernel"
-    _last_screen(done, held=held, compared=compared, samples=samples, seconds=time.monotonic() - began)
-    return 0
+    return Shown(done=done, held=held, compared=compared, samples=samples, seconds=time.monotonic() - began)
 
 
 def _for_this_processor(overrides: Sequence[str]) -> Sequence[str]:
@@ -140,12 +155,12 @@ def _module(name: str, *arguments: str) -> str:
     return done.stdout
 
 
-def _start_over(out: Path) -> list[str]:
+def _start_over(out: Path, say: Say) -> list[str]:
     """Returns the override that restarts a finished quickstart. A stopped or killed one is resumed."""
     records = _log(out)
     if not records or records[-1]["event"] != "end":
         return []
-    write_status(f"an earlier quickstart ended in {out}: starting over")
+    say(f"an earlier quickstart ended in {out}: starting over")
     return ["checkpoint.resume=never"]
 
 
@@ -176,13 +191,13 @@ def _refuse_excess(ended: Ended, done: Done) -> None:
         )
 
 
-def _compare(loaded: LoadedRecipe, overrides: Sequence[str], done: Done) -> str | None:
+def _compare(loaded: LoadedRecipe, overrides: Sequence[str], done: Done, say: Say) -> str | None:
     """Tells how near the first losses are to plain PyTorch's; None if plain PyTorch does not fit memory."""
     if probe.memory_available() < 4 * GiB:
-        write_status("no comparison with plain PyTorch: it needs about 3 GiB of free memory")
+        say("no comparison with plain PyTorch: it needs about 3 GiB of free memory")
         return None
     steps = min(COMPARED_STEPS, len(done.losses))
-    write_status(f"repeating the first {steps} steps in plain PyTorch, in memory, to compare")
+    say(f"repeating the first {steps} steps in plain PyTorch, in memory, to compare")
     # the values that `auto` got in the run: plain PyTorch uses the same
     numerics = done.plan["numerics"]
     numbers = (steps, numerics["micro_batch_size"], numerics["torch_threads"], done.plan["total_steps"])
@@ -190,22 +205,3 @@ def _compare(loaded: LoadedRecipe, overrides: Sequence[str], done: Done) -> str 
     plain = [float(line) for line in printed.splitlines()]
     apart = max(abs(ours - theirs) / abs(theirs) for ours, theirs in zip(done.losses, plain, strict=False))
     return f"equal within {apart:.1e} (losses of the first {steps} steps)"
-
-
-def _last_screen(done: Done, *, held: str, compared: str | None, samples: dict[str, str], seconds: float) -> None:
-    from ..render.theme import heading, pairs, say
-
-    console, count = status_console(), len(done.losses)
-    heading(console, f"Quickstart  {duration(seconds)}")
-    in_memory = STATE_BYTES * done.plan["parameters"]
-    rows = [
-        ("in memory needs", f"{gib(in_memory)} for weights, gradients and optimizer states alone"),
-        ("budget", f"{gib(done.plan['budget'])} for the whole process, {held}"),
-        ("peak", gib(done.peak) if done.peak else "not measured: no step was left to run"),
-        ("loss", f"{done.losses[0]:.4f} to {done.losses[-1]:.4f} in {count} step{'s' * (count != 1)}"),
-    ]
-    pairs(console, [*rows, ("plain PyTorch", compared)] if compared else rows)
-    say(console, PROMPT.replace("\n", "  "), indent=2)
-    for when, sample in samples.items():
-        say(console, f"{when} {' '.join(sample.split())[:100]}", indent=4)
-    write_result(f"the fine-tuned model is in {done.plan['export']}: AutoModelForCausalLM.from_pretrained loads it")

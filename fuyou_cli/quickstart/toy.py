@@ -1,6 +1,6 @@
 """Makes a toy Llama of random weights and its tokenizer without the hub, and lets such a model complete a prompt.
 
-`python -m fuyou_cli.cli.quickstart.toy make DIR PROMPT` and `... complete DIR PROMPT` print the completion. They run in
+`python -m fuyou_cli.quickstart.toy make DIR PROMPT` and `... complete DIR PROMPT` print the completion. They run in
 separate processes, because a whole model in memory exceeds the training's limit.
 """
 

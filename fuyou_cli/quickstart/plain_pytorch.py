@@ -1,6 +1,6 @@
 """Runs the same recipe's first steps in plain PyTorch, in memory, and prints their losses.
 
-`python -m fuyou_cli.cli.quickstart.plain_pytorch RECIPE STEPS MICRO_BATCH_SIZE THREADS TOTAL_STEPS [key=value ...]` prints one
+`python -m fuyou_cli.quickstart.plain_pytorch RECIPE STEPS MICRO_BATCH_SIZE THREADS TOTAL_STEPS [key=value ...]` prints one
 loss per line. The numbers are those that the run resolved, including `auto` and epochs. The loop is plain: bf16 weights, fp32
 masters, torch.optim.AdamW, clip_grad_norm_, the same rows in the same micro-batches.
 """

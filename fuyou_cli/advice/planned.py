@@ -1,0 +1,87 @@
+"""Plans a recipe without a run, on this machine or on a described one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fuyou_cli.machine.described import on_described
+from fuyou_cli.machine.first_measurement import measure_once
+from fuyou_cli.machine.probe import process_bytes
+from fuyou_cli.machine.profile_store import hardware_for
+from fuyou_cli.planner.sustained_rates import Choose
+from fuyou_cli.recipe.load import LoadedRecipe
+from fuyou_cli.spec.hardware import HardwareProfile
+from fuyou_cli.training.length import counted_rows
+from fuyou_cli.training.plan_request_of import StoreDisks
+from fuyou_cli.training.plan_step import plan
+from fuyou_cli.training.steps import Inspected, Planned, inspect, resolve, run_directories, unheard
+
+from .room import described_disks, disks_of
+
+Say = Callable[[str], None]
+Progress = Callable[[str, int, int], None]
+
+
+def planned_here(
+    loaded: LoadedRecipe,
+    *,
+    measure: bool = False,
+    calibrated: bool = False,
+    count: bool = False,
+    choose: Choose | None = None,
+    say: Say,
+    progress: Progress = unheard,
+) -> Planned:
+    """Plans for this machine, without a run. `measure` and `calibrated` are those of `machine_here`; `count` counts the rows
+    of an epoch in the data."""
+    inspected = _inspected(loaded, here=True, say=say, progress=progress)
+    hardware, disks = machine_here(loaded, inspected, say=say, measure=measure, calibrated=calibrated)
+    return plan(inspected, hardware, disks, rows=_rows(inspected, say) if count else None, choose=choose, say=say)
+
+
+def planned_elsewhere(
+    loaded: LoadedRecipe,
+    hardware: HardwareProfile,
+    *,
+    count: bool = False,
+    choose: Choose | None = None,
+    say: Say,
+    progress: Progress = unheard,
+) -> Planned:
+    """Plans for a described machine. Only its device, memory and drives count."""
+    inspected = _inspected(on_described(loaded, hardware), here=False, say=say, progress=progress)
+    rows = _rows(inspected, say) if count else None
+    return plan(inspected, hardware, described_disks(hardware), rows=rows, choose=choose, say=say)
+
+
+def machine_here(
+    loaded: LoadedRecipe, inspected: Inspected, *, say: Say, measure: bool = False, calibrated: bool = False
+) -> tuple[HardwareProfile, StoreDisks]:
+    """Looks at this machine as it is now. `measure` measures a new machine first. `calibrated` uses the rates that the last
+    run showed."""
+    if measure and loaded.recipe.offload.measure:
+        measure_once(loaded, inspected.device, say=say)
+    directories = run_directories(loaded.recipe)
+    unloaded = inspected.known.unloaded_bytes
+    hardware = hardware_for(*directories, device=inspected.device, say=say, calibrated=calibrated, unloaded=unloaded)
+    return hardware, disks_of(inspected.resolved)
+
+
+def command_of(loaded: LoadedRecipe, command: str = "finetune") -> str:
+    """Returns the command line that runs (or plans) this recipe with its overrides."""
+    import shlex
+
+    return shlex.join(["fuyou", command, str(loaded.path), *loaded.overrides])
+
+
+def _inspected(loaded: LoadedRecipe, *, here: bool, say: Say, progress: Progress) -> Inspected:
+
+    resolved = resolve(loaded.recipe, to_run=False, here=here, say=say, progress=progress)
+    return inspect(resolved, say=say, process=process_bytes if here else None)
+
+
+def _rows(inspected: Inspected, say: Say) -> int | None:
+    """Counts the rows of an epoch, if the number of steps depends on them."""
+    if inspected.recipe.train.max_steps is not None:
+        return None
+    return counted_rows(inspected.recipe, inspected.resolved.tokenizer_dir, say)
