@@ -103,7 +103,7 @@ def quickstart(overrides: Overrides = None) -> None:
     Makes a model, fine-tunes it in less memory than its states need, and compares the losses with plain PyTorch. Needs no
     network and no GPU.
     """
-    from .quickstart import run_quickstart
+    from .quickstart_command import run_quickstart
 
     if code := run_quickstart(overrides or []):
         raise typer.Exit(code)

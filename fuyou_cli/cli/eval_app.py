@@ -11,6 +11,7 @@ import typer
 from fuyou_cli.core.errors import UsageError
 
 from .arguments import Json, OptionalRecipe, Overrides, loaded_recipe
+from .console import write_status
 
 
 def evaluate(
@@ -60,9 +61,10 @@ def lm_eval(context: typer.Context) -> None:
         from lm_eval.__main__ import cli_evaluate
         from lm_eval.api.registry import model_registry
 
-        from .lm_eval_model import StreamedLM
+        from fuyou_cli.inference.lm_eval_model import StreamedLM
     except ImportError as error:
         raise UsageError(f"lm-evaluation-harness cannot be used: {error}", hint='pip install "fuyou[lm-eval]"') from None
+    StreamedLM.say = staticmethod(write_status)
     model_registry.register("fuyou", target=StreamedLM)
     runs = words[0] == "run" or words[0].startswith("-")
     rest = words[words[0] == "run" :] if runs else words

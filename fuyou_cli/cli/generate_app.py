@@ -33,7 +33,9 @@ def generate(
     The model may be larger than memory: its weights stay in RAM as far as --memory goes, and the rest is read once for each
     token, for all prompts of a batch.
     """
-    from .generate import GenerateOptions, run_generate
+    from fuyou_cli.inference.generate_options import GenerateOptions
+
+    from .generate import run_generate
 
     asked = GenerateOptions(
         prompt=prompt, file=file, chat=chat, new=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed,

@@ -9,7 +9,11 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
+from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.units import GiB, MiB, in_steps
+from fuyou_cli.recipe.fields import Limit, MemoryLimit
 from fuyou_cli.spec.hardware import HardwareProfile
 
 from . import drives, probe
@@ -93,3 +97,12 @@ def assumed_hardware(
         **ASSUMED_STORE,
         **facts,
     )
+
+
+def budget_of(text: str, *, key: str) -> int:
+    """Returns the bytes that the whole process may take. Raises UsageError that names `key`."""
+    try:
+        limit = TypeAdapter[MemoryLimit](Limit).validate_python(text)
+    except ValidationError as error:
+        raise UsageError(f"{key}: {error.errors()[0]['msg']}") from None
+    return limit.resolve(total=probe.memory_limit(), auto=int(usable_memory() * 0.9))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.training.choices import read_questions
+from fuyou_cli.inference.choices import read_questions
 
 from .conftest import PLACES, Project
 

@@ -22,7 +22,7 @@ pytest.importorskip("lm_eval", reason='needs pip install "fuyou[lm-eval]"')
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
-from fuyou_cli.cli.lm_eval_model import StreamedLM
+from fuyou_cli.inference.lm_eval_model import StreamedLM
 
 LENGTH = 40  # tokens, so that some pairs are cut and some texts have several windows
 TASK = """

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "fuyou_cli"
 LAYERS = {
     "core": 0, "recipe": 1, "spec": 1, "planner": 2, "swap": 3, "engine": 4, "data": 5, "checkpoint": 5, "adapters": 5,
-    "training": 6, "machine": 6, "advice": 7, "quickstart": 7, "cli": 8,
+    "training": 6, "machine": 6, "advice": 7, "quickstart": 7, "inference": 7, "cli": 8,
 }  # fmt: skip
 PURE = [name for name, layer in LAYERS.items() if layer <= 2]  # neither torch nor the extension, not even inside
 NATIVE = "fuyou_cli._native"

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from ..core.errors import UsageError
-from ..data import NO_LOSS
-from ..data.reading import read_rows
-from .evaluation import Losses
+from fuyou_cli.core.errors import UsageError
+from fuyou_cli.data import NO_LOSS
+from fuyou_cli.data.reading import read_rows
+from fuyou_cli.training.evaluation import Losses
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..checkpoint.reader import PIECE
-from ..core.errors import PlanError
-from ..core.units import align_up, gib
-from ..engine.describe import Outlined, specified
-from ..engine.skeleton import TORCH_DTYPE
-from ..engine.streamed_losses import StreamedLosses
-from ..engine.weight_stream import Visited
-from .exporting import READ_ARENA
-from .inference import Found, Opened, open_for_inference
-from .numerics import USUAL_TOKENS, head_chunk
+from fuyou_cli.checkpoint.reader import PIECE
+from fuyou_cli.core.errors import PlanError
+from fuyou_cli.core.units import align_up, gib
+from fuyou_cli.engine.describe import Outlined, specified
+from fuyou_cli.engine.skeleton import TORCH_DTYPE
+from fuyou_cli.engine.streamed_losses import StreamedLosses
+from fuyou_cli.engine.weight_stream import Visited
+from fuyou_cli.training.exporting import READ_ARENA
+from fuyou_cli.training.inference import Found, Opened, open_for_inference
+from fuyou_cli.training.numerics import USUAL_TOKENS, head_chunk
 
 if TYPE_CHECKING:
-    from ..recipe.schema import TrainSection
+    from fuyou_cli.recipe.schema import TrainSection
 
 _OF_ROWS = 96  # bytes per token beside boundaries: ids, labels, targets, and what the loss folds
 _SHARE = 4  # of what is left, rows get at most one such part while weights do not all fit

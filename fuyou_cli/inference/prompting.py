@@ -1,0 +1,75 @@
+"""Finds a model for prompts, and opens it for so many tokens at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fuyou_cli.checkpoint.hub import Progress, resolve
+from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.units import gb, gib
+from fuyou_cli.data.formats import RowError
+from fuyou_cli.data.prompts import Prompt
+from fuyou_cli.data.tokenise import Tokeniser, load_tokenizer
+from fuyou_cli.machine import probe
+from fuyou_cli.training.generation import Extent, Generator, Sampling, generator
+from fuyou_cli.training.inference import Found, find
+
+from .generate_options import GenerateOptions
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompter:
+    """Holds a model, not yet opened, its tokenizer, and what was asked for."""
+
+    options: GenerateOptions
+    budget: int
+    found: Found
+    tokeniser: Tokeniser
+    say: Say
+
+    @classmethod
+    def found_in(cls, source: str, options: GenerateOptions, budget: int, *, say: Say, progress: Progress) -> Prompter:
+        """Finds the model and its tokenizer; a hub's model is fetched if it is not here."""
+        if not source.strip():
+            raise UsageError("the model has no name", hint="give a model's folder or hub name, a run's store or its output_dir")
+        folder = Path(source).expanduser()
+        if not folder.is_dir():
+            folder = resolve(source, say=say, progress=progress)
+        model = find(folder, dtype=options.dtype)
+        tokenizer = load_tokenizer(model.folder, chat_template=None, pad_token=None)
+        return cls(options=options, budget=budget, found=model, tokeniser=Tokeniser(tokenizer, directory=model.folder), say=say)
+
+    def ids(self, prompt: Prompt, place: str) -> list[int]:
+        """Returns a prompt's tokens. Raises UsageError at `place`."""
+        try:
+            ids = self.tokeniser.prompt(prompt)
+        except RowError as error:
+            raise UsageError(f"{place}: {error}") from None
+        if not ids:
+            raise UsageError(f"{place}: the prompt is empty", hint="give some text")
+        return ids
+
+    @contextmanager
+    def opened(self, most: Extent) -> Iterator[Generator]:
+        """Opens the model to generate so much at once, and says what it takes."""
+        asked = self.options
+        sampling = Sampling(temperature=asked.temperature or None, top_p=asked.top_p, top_k=asked.top_k, seed=asked.seed)
+        if asked.device == "cuda" and not torch.cuda.is_available():
+            raise UsageError("torch finds no CUDA device on this machine", hint="use --device cpu")
+        here = torch.cuda.is_available() and asked.device != "cpu"
+        with generator(
+            self.found, self.tokeniser, sampling, most, memory=self.budget, taken=probe.process_bytes,
+            device=torch.device("cuda" if here else "cpu"), say=self.say,
+        ) as opened:  # fmt: skip
+            weights = opened.weights
+            size = weights.streamed_bytes
+            read = f"{gb(size)} more are read for each token of a batch" if size else "that is all"
+            self.say(f"weights in RAM: {gib(weights.memory)}; {read}")
+            yield opened
