@@ -50,8 +50,7 @@ Json = Annotated[bool, typer.Option("--json", help="Write the result as JSON.")]
 def loaded_recipe(recipe: str | None, overrides: Sequence[str] | None) -> LoadedRecipe:
     """Loads the recipe of a command line. Raises RecipeErrors if it has errors, UsageError if there is none."""
     from fuyou_cli.recipe.load import load_recipe
-
-    from .recipes_cmd import find_recipe, refuse_unmade
+    from fuyou_cli.recipe.named import find_recipe, refuse_unmade
 
     path, texts = find_recipe(recipe, overrides or [])
     loaded = load_recipe(path, texts)

@@ -55,6 +55,7 @@ def parsed_batch_sizes(text: str | None) -> tuple[int, ...]:
 @like_ctrl_c()  # so that its files are removed however it ends
 def run_model_bench(options: ModelBenchOptions) -> None:
     """Measures, and prints a table or one JSON object. --svg and --trace write files."""
+    from fuyou_cli.training.modelbench.recipes import shape_of
     from fuyou_cli.training.modelbench.synthetic import NAMES
     from fuyou_cli.training.trace import Trace
 
@@ -64,7 +65,7 @@ def run_model_bench(options: ModelBenchOptions) -> None:
         named = options.model.lower() in NAMES
         places = _store_places(options, named=named)
         scratch = stack.enter_context(scratch_folder(places[0]))
-        load, config = _named(options, scratch) if named else _recipe(options, scratch)
+        load, config = shape_of(options.model, options.overrides, scratch, say=write_status)
         trace = None if options.trace is None else stack.enter_context(Trace(options.trace))
         _can_be_written(options.svg)
         points = _swept(options, load, config, _place(places, scratch, trace))
@@ -123,54 +124,9 @@ def _store_places(options: ModelBenchOptions, *, named: bool) -> tuple[Path, ...
         return (folder(options.directory, key="--dir"),)
     if named:
         return (folder(os.environ.get("FUYOU_OFFLOAD_DIR") or ".", key="FUYOU_OFFLOAD_DIR"),)
-    return _loaded(options.model, options.overrides).recipe.offload_directories(os.environ)
+    from fuyou_cli.training.modelbench.recipes import loaded
 
-
-def _ours(scratch: Path) -> list[str]:
-    """Returns overrides for a short run that leaves nothing behind elsewhere."""
-    from fuyou_cli.training.modelbench.measured import STEPS
-
-    return [
-        f"output_dir={scratch / 'out'}",
-        f"train.max_steps={STEPS}",
-        "train.epochs=null",
-        "train.max_time=null",
-        "offload.ssd_write_limit=null",
-        "checkpoint.resume=never",
-        "export.at_end=false",
-    ]
-
-
-def _named(options: ModelBenchOptions, scratch: Path) -> tuple[Loaded, PreTrainedConfig]:
-    from fuyou_cli.training.modelbench.synthetic import named_config, write_recipe
-
-    path = write_recipe(scratch)
-    config = named_config(options.model.lower())
-    config.save_pretrained(scratch / "model")  # the recipe names this folder: measuring a new machine reads it
-    return _loader(str(path), options, scratch), config
-
-
-def _recipe(options: ModelBenchOptions, scratch: Path) -> tuple[Loaded, PreTrainedConfig]:
-    from fuyou_cli.checkpoint.hub import Hub
-    from fuyou_cli.engine.skeleton import load_config
-
-    load = _loader(options.model, options, scratch)
-    recipe = load([]).recipe
-    model_dir = Hub(recipe, say=write_status, progress=lambda what, done, total: None).model(need_weights=False)
-    return load, load_config(model_dir, trust_remote_code=recipe.model.trust_remote_code)
-
-
-def _loader(recipe: str, options: ModelBenchOptions, scratch: Path) -> Loaded:
-    return lambda more: _loaded(recipe, [*options.overrides, *_ours(scratch), *more])
-
-
-def _loaded(recipe: str, overrides: Sequence[str]) -> LoadedRecipe:
-    from fuyou_cli.recipe.load import load_recipe
-
-    from .recipes_cmd import find_recipe
-
-    path, texts = find_recipe(recipe, list(overrides))
-    return load_recipe(path, texts)
+    return loaded(options.model, options.overrides).recipe.offload_directories(os.environ)
 
 
 def _can_be_written(path: Path | None) -> None:

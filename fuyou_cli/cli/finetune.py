@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, replace
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +13,7 @@ from fuyou_cli.core.errors import FuyouError, Interrupted
 from fuyou_cli.core.own_files import open_own
 from fuyou_cli.core.units import gb
 from fuyou_cli.machine import probe
-from fuyou_cli.machine.background_load import BackgroundLoad, are_busy
+from fuyou_cli.machine.background_load import BackgroundLoad
 
 from .console import status_console, write_last_result, write_status
 from .introduction import made_ready
@@ -78,6 +76,7 @@ def run_finetune(
 
 def _train(ready: Ready, logging: Mapping[str, Any], *, verbose: bool, trace: Trace | None) -> tuple[RunReport, Path, bool]:
     """Trains to the end and saves. Returns the report, the store's folder, and whether to stop before the export."""
+    from fuyou_cli.advice.beside_plan import beside_plan, promises
     from fuyou_cli.machine.allocator import settle_for_training, trim
     from fuyou_cli.training.adapting import configuration
     from fuyou_cli.training.jsonl import JsonlLog
@@ -108,7 +107,7 @@ def _train(ready: Ready, logging: Mapping[str, Any], *, verbose: bool, trace: Tr
             log = None
             if "jsonl" in planned.recipe.logging.backends:
                 log = stack.enter_context(JsonlLog(out / "log.jsonl", anew=planned.manifest is None))
-                log.write("plan", _promises(planned))
+                log.write("plan", promises(planned))
             settle_for_training()
             before, others = run.daemon.counters(), BackgroundLoad()
             with ExitStack() as traced:
@@ -118,84 +117,21 @@ def _train(ready: Ready, logging: Mapping[str, Any], *, verbose: bool, trace: Tr
                     traced.enter_context(trace)  # written however the steps end
                 _steps(planned, run, log, logging, verbose=verbose)
             gpu_peak = run.device.peak_memory() if run.plan.device == "cuda" else 0  # other devices do not count freed memory
-            report = _beside_plan(planned, run.report(), others.cores(), gpu_peak=gpu_peak)
+            report = beside_plan(planned, run.report(), others.cores(), gpu_peak=gpu_peak, say=write_status)
             stopped = run.stopping.requested and planned.recipe.export.at_end  # the next run of this command exports
             if log is not None and not stopped:
                 _end_log(log, run, before, report)
         return report, run.paths[0].parent, stopped
 
 
-def _beside_plan(planned: Planned, report: RunReport, others_cores: float, *, gpu_peak: int) -> RunReport:
-    """Simulates the plan's step once more for its figures of every resource. Keeps the measured rates for later plans that
-    ask for them, unless other programs disturbed the run."""
-    from fuyou_cli.machine.profile_store import keep_corrected
-    from fuyou_cli.planner.schedule import plan_schedule
-    from fuyou_cli.planner.simulate import simulate
-    from fuyou_cli.training.corrected import corrected
-    from fuyou_cli.training.reporting import compared
-
-    if not report.steps:
-        return report
-    model, hardware, plan = planned.model, planned.hardware, planned.plan
-    step = simulate(model, hardware, plan, plan_schedule(model, plan))
-    if are_busy(others_cores):
-        why = f"other programs used {others_cores:.1f} cores during the run"
-        write_status(f"note: {why}, so steps took longer than needed and their rates are not kept for --calibrated")
-    elif (shown := corrected(hardware, model, plan, step, report)) is not None:
-        keep_corrected(shown, *planned.directories, instead_of=hardware, say=write_status)
-    assumed = hardware.measured == "assumed"
-    return replace(report, compared=compared(report, plan, step, gpu_peak=gpu_peak), assumed=assumed)
-
-
 def _end_log(log: JsonlLog, run: Run, before: Counters, report: RunReport) -> None:
-    """Logs the store's bytes from the end of loading to the saved state: the log of steps misses requests in flight at a
-    step's end. Saving writes what is kept in RAM (`saved_bytes`). The run is over, so a log that cannot be written does not
-    stop its report and export."""
-    from fuyou_cli.training.reporting import as_records
-
+    """Ends the log. The run is over, so a log that cannot be written does not stop its report and export."""
     after = run.daemon.counters()
     moved = {key: getattr(after, key) - getattr(before, key) for key in ("read_bytes", "written_bytes")}
     try:
-        log.timeline(report)
-        totals = {"written_total": report.written_total, "settled": report.settled}
-        log.write("end", {**moved, **totals, "saved_bytes": run.saver.saved_bytes, "compared": as_records(report.compared)})
-        log.close()
+        log.end(report, moved=moved, saved_bytes=run.saver.saved_bytes)
     except FuyouError as error:
         write_status(f"note: {error.message}")
-
-
-def _promises(planned: Planned) -> dict[str, object]:
-    """Returns what the plan of this run predicts, to compare with its measurements."""
-    from fuyou_cli.advice.compare import placed_in_words
-
-    plan, predicted = planned.plan, planned.plan.predicted
-    keys = (
-        "cpu_peak", "gpu_peak", "ssd_bytes", "read_per_step", "written_per_step", "read_by", "written_by", "step_seconds",
-    )  # fmt: skip
-    return {
-        "budget": plan.cpu_budget,
-        "arena": plan.arena_size,
-        "process_bytes": planned.hardware.process_bytes,
-        "model": planned.recipe.model.name_or_path,
-        "device": f"{planned.hardware.device} ({planned.hardware.device_name})",
-        "began": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "assumed": planned.hardware.measured == "assumed",
-        "memory": [{"what": line.what, "tier": line.tier, "size": line.size} for line in plan.memory],
-        "drives": [
-            {"model": drive.model, "rated_bytes": drive.rated_bytes, "used_bytes": drive.used_bytes}
-            for drive in planned.hardware.drives
-        ],
-        "parameters": planned.model.parameters,
-        "frozen_parameters": planned.model.frozen_parameters,
-        "total_steps": planned.total_steps,
-        "numerics": asdict(plan.numerics),
-        "store": str(planned.directories[0]),
-        "export": str(export_folder(planned.recipe, planned.model_dir)),
-        **{f"predicted_{key}": getattr(predicted, key) for key in keys},
-        "deferred_weights": sum(s.weights_at.size for s in plan.stages if s.deferred and s.writes_weights),
-        "commit_every": plan.commit_every,
-        "choice": placed_in_words(plan, planned.model),
-    }
 
 
 def _load(planned: Planned, run: Run) -> None:
@@ -257,13 +193,16 @@ def _steps(planned: Planned, run: Run, log: JsonlLog | None, libraries: Mapping[
 
 def _export(planned: Planned, source: Path) -> None:
     """Writes the model. A failure leaves the trained state unharmed: the export can be repeated without training."""
+    from fuyou_cli.training.adapter_exporting import export_trained, how_to_load
     from fuyou_cli.training.untouched import UntouchedError
 
-    from .stores import how_to_load, write_model
+    from .stores import exporting
 
     out, options, again = export_folder(planned.recipe, planned.model_dir), planned.recipe.export, _again(source)
     try:
-        write_model(source, out, dtype=options.dtype, max_shard_size=options.max_shard_size, model_dir=planned.model_dir)
+        with exporting(out) as told:
+            shard = options.max_shard_size
+            export_trained(source, out, dtype=options.dtype, max_shard_size=shard, model_dir=planned.model_dir, **told)
     except KeyboardInterrupt:
         raise Interrupted("interrupted while writing the model", hint=again) from None
     except FuyouError as error:

@@ -1,64 +1,15 @@
-"""Runs `fuyou recipes` and `fuyou validate`, and finds the recipe that a command names."""
+"""Runs `fuyou recipes`, `fuyou validate` and `fuyou schema`."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.core.printable import printable
+from fuyou_cli.recipe.named import config_text, find_recipe, listed, shipped_file
 from fuyou_cli.recipe.shipped import shipped_recipes, summary
 
 from .console import write_document, write_json, write_result, write_status
-
-if TYPE_CHECKING:
-    from fuyou_cli.recipe.load import LoadedRecipe
-
-DEFAULT = Path("recipe.yaml")
-
-
-def find_recipe(recipe: str | None, overrides: Sequence[str]) -> tuple[Path, list[str]]:
-    """Returns the file and the overrides. `fuyou plan a.b=1` changes ./recipe.yaml; `quickstart` is a shipped recipe. Raises
-    UsageError that lists the shipped recipes if there is no such file."""
-    texts = list(overrides)
-    if recipe is not None and "=" in recipe and not Path(recipe).exists():
-        texts.insert(0, recipe)
-        recipe = None
-    if recipe is None:
-        if not DEFAULT.exists():
-            raise UsageError(f"no recipe given, and ./{DEFAULT} does not exist", hint=_offer())
-        return DEFAULT, texts
-    path = Path(recipe)
-    if path.exists() or path.is_symlink():
-        return path, texts
-    shipped = shipped_recipes()
-    if path.name == recipe and path.name.removesuffix(".yaml") in shipped:
-        return shipped[path.name.removesuffix(".yaml")], texts
-    raise UsageError(f"no such recipe: {recipe!r}", hint=_offer(recipe))
-
-
-def refuse_unmade(loaded: LoadedRecipe) -> None:
-    """Raises UsageError if the quickstart's recipe is used before the quickstart has made its model. Otherwise the hub would
-    be asked for a model of that name."""
-    if loaded.path != shipped_recipes().get("quickstart"):
-        return
-    model = Path(loaded.recipe.model.name_or_path)
-    if model == Path("outputs/quickstart/model") and not model.exists():
-        raise UsageError(f"{model} does not exist yet", hint="run `fuyou quickstart` first: it makes the model and its text")
-
-
-def _offer(recipe: str = "") -> str:
-    near = difflib.get_close_matches(Path(recipe).stem, list(shipped_recipes()), n=1) if recipe else []
-    first = f"did you mean `{near[0]}`? Shipped recipes:" if near else "name one of the shipped recipes:"
-    return "\n".join([first, *(f"    {line}" for line in _listed())])
-
-
-def _listed() -> list[str]:
-    shipped = shipped_recipes()
-    width = max(map(len, shipped), default=0)
-    return [f"{name:<{width}}  {summary(path)}" for name, path in shipped.items()]
 
 
 def run_validate(recipe: str | None, overrides: Sequence[str], *, json_output: bool, show_config: bool) -> None:
@@ -83,19 +34,6 @@ def run_validate(recipe: str | None, overrides: Sequence[str], *, json_output: b
         write_result(f"{path}: ok")
 
 
-def config_text(loaded: LoadedRecipe) -> str:
-    """Formats every key with its value, defaults included, as a recipe that loads again. YAML itself spells unprintable
-    characters."""
-    import yaml
-
-    def text(*, unicode: bool) -> str:
-        values = loaded.recipe.model_dump(mode="json")
-        return str(yaml.safe_dump(values, sort_keys=False, allow_unicode=unicode, default_flow_style=False)).rstrip("\n")
-
-    shown = text(unicode=True)
-    return shown if printable(shown) == shown else text(unicode=False)
-
-
 def run_schema(*, as_reference: bool) -> None:
     """Prints the schema unchanged, because editors accept no other layout; or the reference page made of it."""
     import json
@@ -115,12 +53,12 @@ def run_ls(*, json_output: bool) -> None:
         entries = [{"name": name, "path": str(path), "summary": summary(path)} for name, path in shipped_recipes().items()]
         write_json({"recipes": entries})
         return
-    for line in _listed():
+    for line in listed():
         write_result(line)
 
 
 def run_show(name: str, *, json_output: bool) -> None:
-    path = _shipped(name)
+    path = shipped_file(name)
     text = path.read_text(encoding="utf-8")
     if json_output:
         write_json({"name": path.stem, "path": str(path), "summary": summary(path), "text": text})
@@ -129,7 +67,7 @@ def run_show(name: str, *, json_output: bool) -> None:
 
 
 def run_cp(name: str, target: Path) -> None:
-    source = _shipped(name)
+    source = shipped_file(name)
     place = target / source.name if target.is_dir() else target
     try:
         with place.open("xb") as file:  # never overwrites a recipe
@@ -139,10 +77,3 @@ def run_cp(name: str, target: Path) -> None:
     except OSError as error:
         raise UsageError(f"{place} cannot be written: {error.strerror}") from None
     write_status(f"wrote {place}. Next: fuyou plan {place}")
-
-
-def _shipped(name: str) -> Path:
-    path = shipped_recipes().get(name.removesuffix(".yaml"))
-    if path is None:
-        raise UsageError(f"no such shipped recipe: {name!r}", hint=_offer(name))
-    return path

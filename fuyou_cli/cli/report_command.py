@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.training.history import History, read_history
+from fuyou_cli.training.history import History, find_log, read_history
 
 from .console import result_console, write_json, write_status
 
 if TYPE_CHECKING:
     from fuyou_cli.training.report import RunReport
-
-LOG = "log.jsonl"
 
 
 def run_report(source: Path, *, json_output: bool, html: Path | None) -> None:
@@ -28,21 +26,6 @@ def run_report(source: Path, *, json_output: bool, html: Path | None) -> None:
         from .render.report_screen import show_report
 
         show_report(result_console(), history)
-
-
-def find_log(source: Path) -> Path:
-    """Returns the log of an output_dir or of a recipe, or the file itself."""
-    if source.is_dir():
-        return source / LOG
-    from fuyou_cli.recipe.shipped import shipped_recipes
-
-    if source.suffix not in (".yaml", ".yml") and str(source) not in shipped_recipes():
-        return source
-    from fuyou_cli.recipe.load import load_recipe
-
-    from .recipes_cmd import find_recipe
-
-    return Path(load_recipe(*find_recipe(str(source), ())).recipe.output_dir).expanduser() / LOG
 
 
 def _as_data(history: History) -> dict[str, Any]:

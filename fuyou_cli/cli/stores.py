@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypedDict
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.core.paths import folder
 from fuyou_cli.core.units import gb
 
 from .console import status_console, write_json, write_result, write_status
@@ -25,77 +24,48 @@ _SHARD = 5_000_000_000
 ExportDtype = Literal["bfloat16", "float32"]
 
 
-class Telling(TypedDict):
-    """What an export says while it goes on."""
-
-    progress: Callable[[int, int], None]
-    say: Callable[[str], None]
-
-
 def run_export(source: Path, out: Path, overrides: Sequence[str], *, dtype: ExportDtype | None, merged: bool = False) -> None:
     """Exports as `dtype`; by default as the recipe says, or in the type that the run computed in. `merged`: an adapter is
     merged into its model."""
     recipe = _recipe_of(source, overrides)
-    store, asked, shard = (source, None, _SHARD) if recipe is None else _of_recipe(recipe)
+    export = None if recipe is None else recipe.export
+    from fuyou_cli.training.adapter_exporting import export_trained, how_to_load
     from fuyou_cli.training.state import manifest as manifests
     from fuyou_cli.training.state.at_rest import find_store
     from fuyou_cli.training.state.kept_companions import kept_adapter
+    from fuyou_cli.training.steps import store_of
 
-    store = find_store(store)
+    store = find_store(source if recipe is None else store_of(recipe))
     manifest, problem = manifests.newest(store)
     assert manifest is not None, "find_store found it"
     if problem:
         write_status(f"note: {problem}; exporting the state before it, after step {manifest.step}")
-    written = dtype or asked or manifest.compute_dtype
+    written = dtype or (export and export.dtype) or manifest.compute_dtype
+    shard = _SHARD if export is None else export.max_shard_size
     copied = manifest.untouched is not None and (merged or kept_adapter(store) is None)  # from the model's checkpoint
     model_dir = None if recipe is None or not copied else _model_of(recipe)
-    paths = write_model(store, out, dtype=written, max_shard_size=shard, merged=merged, model_dir=model_dir)
+    with exporting(out) as told:
+        paths = export_trained(store, out, dtype=written, max_shard_size=shard, merged=merged, model_dir=model_dir, **told)
     total = sum(path.stat().st_size for path in paths)
     write_result(f"{out}: {len(paths)} file{'s' * (len(paths) != 1)}, {total:,} bytes of {written} weights")
     if how := how_to_load(out, store):
         write_status(how)
 
 
-def write_model(
-    store: Path, out: Path, *, dtype: str, max_shard_size: int, merged: bool = False, model_dir: Path | None = None
-) -> list[Path]:
-    """Writes what a store's run has trained to `out`: a model, or an adapter unless it is to be `merged`. `model_dir`: where
-    the model's checkpoint is now, if not where it was. Shows progress on stderr. Returns the files of weights."""
-    from fuyou_cli.training.adapter_exporting import export_adapter, export_merged
-    from fuyou_cli.training.exporting import export_store
-    from fuyou_cli.training.state.kept_companions import kept_adapter
+class Told(TypedDict):
+    """Holds what an export tells while it goes on."""
 
+    progress: Callable[[int, int], None]
+    say: Callable[[str], None]
+
+
+@contextmanager
+def exporting(out: Path) -> Iterator[Told]:
+    """Shows the progress of an export to `out`."""
     from .render.transfer import Transfers
 
-    if not (adapts := kept_adapter(store) is not None) and merged:
-        raise UsageError(f"{store} holds a model and no adapter, so there is nothing to merge", hint="leave out --merged")
     with Transfers(status_console()) as transfers:
-        telling: Telling = {"progress": partial(transfers, f"exporting to {out.name}"), "say": write_status}
-        if adapts and not merged:
-            return export_adapter(store, out, dtype=dtype, **telling)
-        export = export_merged if merged else export_store
-        return export(store, out, dtype=dtype, max_shard_size=max_shard_size, model_dir=model_dir, **telling)
-
-
-def how_to_load(out: Path, store: Path) -> str | None:
-    """Returns two lines of Python that load an adapter that was exported from a store. None: it is a model."""
-    from fuyou_cli.checkpoint.companions import ADAPTER_CONFIG_NAME
-    from fuyou_cli.checkpoint.files import read_json
-    from fuyou_cli.engine.skeleton import auto_class, load_config
-    from fuyou_cli.training.state.kept_companions import kept_companions
-
-    if not (out / ADAPTER_CONFIG_NAME).is_file():
-        return None
-    base = read_json(out / ADAPTER_CONFIG_NAME).get("base_model_name_or_path")
-    kept, name = kept_companions(store), "AutoModelForCausalLM"
-    if kept is not None:
-        with suppress(UsageError):  # a model with code of its own
-            name = auto_class(load_config(kept)).__name__
-    return (
-        "load it with transformers and peft:\n"
-        f'  base = {name}.from_pretrained({base!r}, dtype="auto")\n'
-        f"  model = PeftModel.from_pretrained(base, {str(out.resolve())!r})"
-    )
+        yield {"progress": partial(transfers, f"exporting to {out.name}"), "say": write_status}
 
 
 def _is_recipe(source: Path) -> bool:
@@ -110,8 +80,7 @@ def _is_recipe(source: Path) -> bool:
 def _recipe_of(source: Path, overrides: Sequence[str]) -> Recipe | None:
     """Loads the recipe that is to be exported. None: it is a store."""
     from fuyou_cli.recipe.load import load_recipe
-
-    from .recipes_cmd import find_recipe
+    from fuyou_cli.recipe.named import find_recipe
 
     if _is_recipe(source):
         return load_recipe(*find_recipe(str(source), overrides)).recipe
@@ -128,15 +97,6 @@ def _model_of(recipe: Recipe) -> Path:
 
     with Transfers(status_console()) as transfers:
         return Hub(recipe, say=write_status, progress=transfers).model(need_weights=True)
-
-
-def _of_recipe(recipe: Recipe) -> tuple[Path, str | None, int]:
-    """Returns where a recipe's store is, and the recipe's type and size for exported files."""
-    from fuyou_cli.training.steps import run_directories
-
-    resumed = recipe.checkpoint.resume not in ("auto", "never")  # such a run continues in the folder it names
-    store = folder(recipe.checkpoint.resume, key="checkpoint.resume") if resumed else run_directories(recipe)[0]
-    return store, recipe.export.dtype, recipe.export.max_shard_size
 
 
 def run_verify(source: Path, *, json_output: bool) -> bool:

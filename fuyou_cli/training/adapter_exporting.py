@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -14,11 +15,11 @@ from ..adapters.adapter_names import adapted_layer, file_name, is_added, lora_na
 from ..adapters.merging import LoraWeights
 from ..adapters.settings import LoraSettings, read_settings
 from ..checkpoint.companions import ADAPTER_CONFIG_NAME, CODE_PATTERN, CONFIG_NAME, companion_files
-from ..checkpoint.files import ADAPTER_NAME
+from ..checkpoint.files import ADAPTER_NAME, read_json
 from ..checkpoint.writer import OutTensor, write_checkpoint
 from ..core.errors import SwapError, UsageError
-from ..engine.skeleton import TORCH_DTYPE
-from .exporting import StoreWeights, Weights, bytes_of, stored_weights, write_whole
+from ..engine.skeleton import TORCH_DTYPE, auto_class, load_config
+from .exporting import StoreWeights, Weights, bytes_of, export_store, stored_weights, write_whole
 from .state.kept_companions import kept_adapter, kept_companions
 
 _AT_ONCE = 1 << 20  # elements merged at once: what is computed with takes some megabytes
@@ -200,3 +201,41 @@ def as_trained(source: Path, weights: StoreWeights) -> StoreWeights | MergedWeig
     """Returns the weights of the model that the store in `source` has trained: with its adapter merged in, if it has one."""
     kept = kept_adapter(source)
     return weights if kept is None else MergedWeights(weights, read_settings(kept))
+
+
+def export_trained(
+    store: Path,
+    out: Path,
+    *,
+    dtype: str,
+    max_shard_size: int,
+    merged: bool = False,
+    model_dir: Path | None = None,
+    progress: Callable[[int, int], None],
+    say: Callable[[str], None],
+) -> list[Path]:
+    """Writes what a store's run has trained to `out`: a model, or an adapter unless it is to be `merged`. `model_dir`: where
+    the model's checkpoint is now, if not where it was. Returns the files of weights."""
+    adapts = kept_adapter(store) is not None
+    if merged and not adapts:
+        raise UsageError(f"{store} holds a model and no adapter, so there is nothing to merge", hint="leave out --merged")
+    if adapts and not merged:
+        return export_adapter(store, out, dtype=dtype, progress=progress, say=say)
+    export = export_merged if merged else export_store
+    return export(store, out, dtype=dtype, max_shard_size=max_shard_size, model_dir=model_dir, progress=progress, say=say)
+
+
+def how_to_load(out: Path, store: Path) -> str | None:
+    """Returns two lines of Python that load an adapter that was exported from a store. None: it is a model."""
+    if not (out / ADAPTER_CONFIG_NAME).is_file():
+        return None
+    base = read_json(out / ADAPTER_CONFIG_NAME).get("base_model_name_or_path")
+    kept, name = kept_companions(store), "AutoModelForCausalLM"
+    if kept is not None:
+        with suppress(UsageError):  # a model with code of its own
+            name = auto_class(load_config(kept)).__name__
+    return (
+        "load it with transformers and peft:\n"
+        f'  base = {name}.from_pretrained({base!r}, dtype="auto")\n'
+        f"  model = PeftModel.from_pretrained(base, {str(out.resolve())!r})"
+    )

@@ -19,6 +19,9 @@ from ..core.errors import UsageError
 from ..core.json_files import parsed
 from ..core.plain_files import open_plain
 from ..core.typed import from_json
+from ..recipe.load import load_recipe
+from ..recipe.named import find_recipe
+from ..recipe.shipped import shipped_recipes
 from .report import Busy, Compared, RunReport
 from .reporting import medians
 
@@ -336,3 +339,12 @@ def _compared(report: RunReport, reading: _Reading) -> tuple[Compared, ...]:
             ("ssd written", "bytes", promised.predicted_written_per_step, report.written_per_step),
         ]
     return tuple(Compared(what=what, unit=unit, predicted=plan, measured=run) for what, unit, plan, run in lines)
+
+
+def find_log(source: Path) -> Path:
+    """Returns the log of an output_dir or of a recipe, or the file itself."""
+    if source.is_dir():
+        return source / "log.jsonl"
+    if source.suffix not in (".yaml", ".yml") and str(source) not in shipped_recipes():
+        return source
+    return Path(load_recipe(*find_recipe(str(source), ())).recipe.output_dir).expanduser() / "log.jsonl"

@@ -22,6 +22,7 @@ from types import TracebackType
 from ..core.disk import failed_writing
 from ..core.errors import FuyouError, Interrupted, UsageError
 from .report import BestReport, EvalReport, RunReport, SampleReport, StepReport
+from .reporting import as_records
 
 SCHEMA_VERSION = 1
 _EVENTS: dict[type, str] = {EvalReport: "eval", SampleReport: "sample", BestReport: "best"}
@@ -71,6 +72,14 @@ class JsonlLog:
         """Writes when each resource was busy in the last step, to the microsecond."""
         places = [{**asdict(item), "begin": round(item.begin, 6), "end": round(item.end, 6)} for item in report.timeline]
         self.write("timeline", {"intervals": places, "stalls": report.timeline_stalls})
+
+    def end(self, report: RunReport, *, moved: Mapping[str, int], saved_bytes: int) -> None:
+        """Ends the log. `moved`: the store's bytes from the end of loading to the saved state, as the log of steps misses
+        requests in flight at a step's end; saving writes what is kept in RAM (`saved_bytes`)."""
+        self.timeline(report)
+        totals = {"written_total": report.written_total, "settled": report.settled}
+        self.write("end", {**moved, **totals, "saved_bytes": saved_bytes, "compared": as_records(report.compared)})
+        self.close()
 
     def write(self, event: str, fields: Mapping[str, object]) -> None:
         """Writes one line: schema_version, event, then `fields`. Numbers that are not finite become null."""

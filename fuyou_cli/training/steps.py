@@ -213,6 +213,13 @@ def run_directories(recipe: Recipe) -> tuple[Path, ...]:
     return tuple(directory / name for directory in found)
 
 
+def store_of(recipe: Recipe) -> Path:
+    """Returns the first folder of the store that the recipe's runs continue."""
+    if recipe.checkpoint.resume in ("auto", "never"):
+        return run_directories(recipe)[0]
+    return folder(recipe.checkpoint.resume, key="checkpoint.resume")
+
+
 def _look_at_data(recipe: Recipe, say: Say, *, needed: bool) -> None:
     """Says which files are used. A plan can be made without data (of a shipped recipe, for example): then this is only a
     note."""

@@ -104,4 +104,4 @@ def test_it_keeps_its_promise(name: str, tmp_path: Path, capsys: pytest.CaptureF
     assert plan.read_per_step <= promise.read * GB and plan.written_per_step <= promise.written * GB
     assert plan.bottleneck == "compute" and compute >= (1 - promise.waits) * plan.step_seconds
     assert max(seconds for name, seconds in plan.seconds.items() if name != "compute") <= promise.beside * compute
-    assert "A run would be refused" in capsys.readouterr().err  # of data that is not there
+    assert "A run would be refused" in capsys.readouterr().out  # of data that is not there

@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from fuyou_cli.cli.app import main
-from fuyou_cli.cli.stores import how_to_load, run_export
+from fuyou_cli.cli.stores import run_export
 from fuyou_cli.core.errors import Interrupted, UsageError
 from fuyou_cli.data import collate
 from fuyou_cli.engine.anatomy import dissect
@@ -23,6 +23,7 @@ from fuyou_cli.engine.skeleton import build, load_config
 from fuyou_cli.machine import probe
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.recipe.schema import AdapterSection
+from fuyou_cli.training.adapter_exporting import how_to_load
 from fuyou_cli.training.best_copy import kept_step
 from fuyou_cli.training.exporting import export_store
 from fuyou_cli.training.report import BestReport

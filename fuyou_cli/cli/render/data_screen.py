@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -13,36 +12,10 @@ from .sample import show_key, show_pieces
 from .theme import bar, column, heading, pairs, percent, say, show, some, symbols
 
 if TYPE_CHECKING:
-    from fuyou_cli.data import DataSummary
-    from fuyou_cli.recipe.schema import Recipe
+    from fuyou_cli.training.shown_data import Seen, Shown
 
 _BAR = 30  # columns
 _DOCUMENTS = 3  # of a row that are shown
-
-Pieces = Sequence[tuple[str, bool]]  # texts, and whether they are trained
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shown:
-    """Holds one row, decoded. `documents`: of each document that is kept apart, or of the whole row."""
-
-    row: int  # from 0
-    tokens: int
-    trained: int
-    documents: Sequence[Pieces]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Seen:
-    """Holds what is told about a recipe's data."""
-
-    recipe: Recipe
-    summary: DataSummary
-    sets: dict[str, DataSummary]  # to evaluate
-    steps: int  # of the run
-    note: str | None  # on how often rows are seen
-    mixture: str | None
-    shown: Sequence[Shown]
 
 
 def show_data(console: Console, seen: Seen) -> None:

@@ -1,0 +1,110 @@
+"""Makes the rows that a run would train on, as a run makes them, and decodes some to be looked at."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate, chain, count, islice, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..checkpoint.hub import Hub, Progress
+from ..core.disk import existing
+from ..core.errors import UsageError
+from ..data.tokenise import PREVIEW_TOKENS, decode_pieces, load_tokenizer
+from .length import cache_of, evaluation_rows, fed, mixture_of, steps_of
+
+if TYPE_CHECKING:
+    from ..data import DataSummary
+    from ..data.rows import Feed
+    from ..recipe.schema import Recipe
+
+Say = Callable[[str], None]
+
+Pieces = Sequence[tuple[str, bool]]  # texts, and whether they are trained
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shown:
+    """Holds one row, decoded. `documents`: of each document that is kept apart, or of the whole row."""
+
+    row: int  # from 0
+    tokens: int
+    trained: int
+    documents: Sequence[Pieces]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seen:
+    """Holds what is told about a recipe's data."""
+
+    recipe: Recipe
+    summary: DataSummary
+    sets: dict[str, DataSummary]  # to evaluate
+    steps: int  # of the run
+    note: str | None  # on how often rows are seen
+    mixture: str | None
+    shown: Sequence[Shown]
+
+
+def seen(recipe: Recipe, number: int, *, whole: bool, say: Say, progress: Progress) -> Seen:
+    """Looks at the data of a recipe, and at the first `number` rows of training. `whole`: all of each document."""
+    with _folder(recipe, say) as cache:
+        return _seen(recipe, cache, number, whole=whole, say=say, progress=progress)
+
+
+@contextmanager
+def _folder(recipe: Recipe, say: Say) -> Iterator[Path]:
+    """Gives the folder of the recipe's rows, if a run has made it; else one that is removed, on the same disk: the usual
+    folder for temporary files may be memory."""
+    if (cache := cache_of(recipe)).is_dir():
+        yield cache
+        return
+    place = existing(cache.parent)
+    if not os.access(place, os.W_OK | os.X_OK):
+        place = Path(tempfile.gettempdir())
+        say(f"note: rows are written to {place}, because {existing(cache.parent)} cannot be written")
+    try:
+        scratch = tempfile.TemporaryDirectory(prefix=".fuyou-rows-", dir=place)
+    except OSError as error:
+        key = "output_dir" if recipe.dataset.cache_dir is None else "dataset.cache_dir"
+        raise UsageError(f"{key}: nothing can be written to {place}: {error.strerror}", hint="name another folder") from None
+    with scratch as folder:
+        yield Path(folder)
+
+
+def _seen(recipe: Recipe, cache: Path, number: int, *, whole: bool, say: Say, progress: Progress) -> Seen:
+
+    tokenizer_dir = Hub(recipe, say=say, progress=progress).tokenizer_alone()
+    say("reading and tokenising the data")
+    rows, sampler = fed(recipe, tokenizer_dir, cache=cache, check=lambda summary: None, say=say)
+    sets = evaluation_rows(recipe, tokenizer_dir, cache=cache)
+    steps = steps_of(recipe, rows.summary.rows)
+    order = chain.from_iterable(map(sampler.batch, count()))
+    return Seen(
+        recipe=recipe,
+        summary=rows.summary,
+        sets={name: found.summary for name, found in sets.items()},
+        steps=steps,
+        note=sampler.note(steps, recipe.train.epochs),
+        mixture=mixture_of(recipe, sampler, steps),
+        shown=_decoded(recipe, tokenizer_dir, rows, list(islice(order, min(number, rows.summary.rows))), whole=whole),
+    )
+
+
+def _decoded(recipe: Recipe, tokenizer_dir: Path, rows: Feed, chosen: Sequence[int], *, whole: bool) -> list[Shown]:
+    """Decodes rows; of each document the first tokens, unless it is to be shown `whole`."""
+    if not chosen:
+        return []
+    tokenizer = load_tokenizer(tokenizer_dir, chat_template=None, pad_token=recipe.tokenizer.pad_token)
+    shown = []
+    for row in chosen:
+        tokens, mask = rows.tokens(row), rows.mask(row)
+        bounds = pairwise(accumulate(rows.documents(row) or [len(tokens)], initial=0))
+        most = len(tokens) if whole else PREVIEW_TOKENS
+        documents = [decode_pieces(tokenizer, (tokens[a:b], mask[a:b]), at_most=most) for a, b in bounds]
+        shown.append(Shown(row=row, tokens=len(tokens), trained=int(mask[1:].sum()), documents=documents))
+    return shown
