@@ -48,7 +48,9 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"num_experts": 4},
     "bamba": {"mamba_n_heads": 4, "mamba_d_head": 16},
     "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 16},
-    "mamba2": {"num_heads": 8, "n_groups": 2},
+    "falcon_mamba": {"residual_in_fp32": False},
+    "mamba": {"residual_in_fp32": False},
+    "mamba2": {"num_heads": 8, "n_groups": 2, "residual_in_fp32": False},
     "qwen2_vl": {"rope_parameters": _MROPE},
     "qwen2_5_vl": {"rope_parameters": _MROPE},
     "glm4v": {"rope_parameters": {**_MROPE, "partial_rotary_factor": 1.0}},
@@ -56,7 +58,10 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "gemma4": {"hidden_size_per_layer_input": 0},
     "gemma4_text": {"hidden_size_per_layer_input": 0},
 }
-_OTHERS = {"gemma4": {"hidden_size_per_layer_input": 8}, "gemma4_text": {"hidden_size_per_layer_input": 8}}  # as in E2B and E4B
+_OTHERS = {  # settings of other checkpoints, as of E2B and E4B
+    **{name: {"hidden_size_per_layer_input": 8} for name in ("gemma4", "gemma4_text")},
+    **{name: {"residual_in_fp32": True} for name in ("falcon_mamba", "mamba", "mamba2")},
+}
 _ASIDE = {  # no language models by themselves, or encoders that can be asked to be causal
     "encoders that may be causal": (
         "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta "

@@ -36,6 +36,8 @@ from ..spec.model import (
 from ..spec.packed_tensors import Quantised, packed_bank
 from .calls import TRIED, WORKING, refuse_by_configuration, stage_calls
 
+_WIDER = "use precision.compute=float32, or set residual_in_fp32 to false in its config.json"
+
 
 @dataclass(frozen=True, slots=True)
 class Slotted:
@@ -283,10 +285,14 @@ def _running_order(
             times = "never" if name not in called else f"{called.count(name)} times"
             raise UsageError(f"{type(model).__name__}: {name} runs {times} in a forward pass, but must run once", hint=WORKING)
     modules = dict(units)
+    dtype = model.get_input_embeddings().weight.dtype
     for call, x in calls:
         if modules[call.name] in blocks and not x.is_floating_point():
             reason = f"{call.name} is a block that takes token ids"
             raise UsageError(f"{type(model).__name__} cannot be streamed: {reason}", hint=WORKING)
+        if x.is_floating_point() and x.dtype != dtype:
+            reason = f"{call.name} takes {x.dtype}, but the model computes in {dtype}".replace("torch.", "")
+            raise UsageError(f"{type(model).__name__} cannot be streamed: {reason}", hint=_WIDER)
     return [(name, modules[name]) for name in called]
 
 

@@ -173,13 +173,15 @@ def with_boundary(out: Any, boundary: torch.Tensor | None, name: str) -> Any:
 
 class Between(TorchDispatchMode):
     """Finds out whether the model's own forward draws random numbers between its stages. There it draws for all rows at
-    once."""
+    once. `operators`: counted in all of the forward."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.draws = self.within = False
+        self.operators = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators += 1
         self.draws = self.draws or (not self.within and torch.Tag.nondeterministic_seeded in func.tags)
         return func(*args, **(kwargs or {}))
 
@@ -293,8 +295,8 @@ def refuse_by_configuration(model: PreTrainedModel) -> None:
         )
     if (shared := number("num_kv_shared_layers")) > 0:
         raise _refusal(model, f"its last {shared:.0f} blocks take keys and values of earlier blocks, which is not built yet")
-    if number("num_attention_heads") == 0:
-        raise _refusal(model, "it has no attention heads: recurrent and state-space models are not built yet")
+    if hasattr(model.base_model, "layers_are_rescaled"):  # RWKV
+        raise _refusal(model, "it divides its own weights before it is evaluated, and multiplies them before it is trained")
 
 
 @contextmanager

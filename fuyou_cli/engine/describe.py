@@ -17,12 +17,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..core.errors import UsageError
 from ..spec.model import ModelSpec, StageSpec, TensorSpec
 from .anatomy import Anatomy, dissect, outline
+from .calls import Between, stage_calls
 from .freezing import with_frozen_work
-from .inspect import inspect
+from .inspect import Short, inspect
 from .isolated import isolated as kept_apart
 from .skeleton import EXPERT_KEYS, setting
 
-STEPS = 16  # tokens per row when recurrent blocks are traced
+_STEPS = 64  # tokens, a whole chunk where blocks without attention compute in chunks
+_FEW = 16  # operators per token: one chunk has fewer (xLSTM: 7), a scan has more (Mamba: 34)
 _CHOSEN_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k")
 
 
@@ -49,7 +51,7 @@ def outlined(model: PreTrainedModel, *, strict: bool = False, isolated: bool = F
 def specified(known: Outlined, *, dtype: str, micro_batch_size: int, max_seq_len: int, head_chunk_tokens: int) -> ModelSpec:
     """Returns the model's specification at micro-batches of (micro_batch_size, max_seq_len). Raises UsageError if it cannot be
     traced."""
-    specify = inspect if known.refusal is None else estimate
+    specify = traced if known.refusal is None else estimate
     try:
         model = specify(
             known.anatomy,
@@ -83,25 +85,50 @@ def _kept_in_float32(model: PreTrainedModel) -> int:
     )
 
 
+# ---- recurrent blocks ------------------------------------------------------------------------------------------------
+
+
+def traced(anatomy: Anatomy, *, dtype: str, micro_batch_size: int, max_seq_len: int, head_chunk_tokens: int) -> ModelSpec:
+    """Returns the specification of a model that the engine trains.
+
+    A block that computes token by token has operators for each, so that tracing a long row takes minutes. The same number of
+    tokens is traced in short rows instead, because what such a block keeps grows with the number of tokens and not with their
+    distance. None of its operators is kept: those of short rows are not those of a run.
+    """
+    short = _short(anatomy, (micro_batch_size, max_seq_len)) if _is_unrolled(anatomy) else None
+    shape = {"micro_batch_size": micro_batch_size, "max_seq_len": max_seq_len}
+    return inspect(anatomy, dtype=dtype, head_chunk_tokens=head_chunk_tokens, short=short, **shape)
+
+
+def _short(anatomy: Anatomy, shape: tuple[int, int]) -> Short | None:
+    return Short.of(shape, {size for parameter in anatomy.model.parameters() for size in parameter.shape})
+
+
+def _is_unrolled(anatomy: Anatomy) -> bool:
+    """Tells whether a model without attention has operators for every token of a row."""
+    if setting(anatomy.model.config.get_text_config(), "num_attention_heads"):
+        return False
+    between = Between()
+    stage_calls(anatomy.model, anatomy.modules(), shape=(1, _STEPS), between=between)
+    return between.operators >= _FEW * _STEPS
+
+
 # ---- what cannot be trained ------------------------------------------------------------------------------------------
 
 
 def estimate(anatomy: Anatomy, *, dtype: str, micro_batch_size: int, max_seq_len: int, head_chunk_tokens: int) -> ModelSpec:
     """Returns the specification of a model that the engine cannot train. Its counts are exact; the work of its blocks follows
-    rules.
-
-    Recurrent blocks run one step per token, so tracing a long row takes minutes. The same number of tokens is traced in short
-    rows instead, because what such a block keeps grows with the number of tokens and not with their distance.
+    rules. Blocks that may be recurrent are traced in short rows.
     """
-    rows, tokens = shape = micro_batch_size, max_seq_len
-    if tokens > STEPS and _is_recurrent(anatomy):
-        rows, tokens = rows * -(-tokens // STEPS), STEPS
-    model = inspect(anatomy, dtype=dtype, micro_batch_size=rows, max_seq_len=tokens, head_chunk_tokens=head_chunk_tokens)
+    shape = micro_batch_size, max_seq_len
+    short = _short(anatomy, shape) if _is_recurrent(anatomy) else None
+    sizes = {"micro_batch_size": micro_batch_size, "max_seq_len": max_seq_len}
+    model = inspect(anatomy, dtype=dtype, head_chunk_tokens=head_chunk_tokens, short=short, **sizes)
     text = anatomy.model.config.get_text_config()
     stages = list(model.stages)
     for layer, stage in enumerate(stage for stage in model.stages if stage.kind == "block"):
         stages[stage.index] = replace(stage, forward_flops=_block_flops(stage, layer, text, shape))
-    return with_frozen_work(replace(model, stages=tuple(stages)), tokens=rows * tokens)
+    return with_frozen_work(replace(model, stages=tuple(stages)), tokens=micro_batch_size * max_seq_len)
 
 
 def _is_recurrent(anatomy: Anatomy) -> bool:

@@ -112,7 +112,8 @@ def _pass(model: PreTrainedModel, rows: int, tokens: int, end: int, cache: Any, 
     given["position_ids"] = torch.arange(end - tokens, end).unsqueeze(0)
     of_last = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
     with live:
-        cache = model(**given, **of_last, use_cache=True, return_dict=True).past_key_values
+        out = model(**given, **of_last, use_cache=True, return_dict=True)
+    cache = getattr(out, "past_key_values", None)
     if cache is None:
         raise UsageError("it keeps no cache of keys and values")
     return cache

@@ -7,7 +7,7 @@ the peak of what a stage allocates beside its weights is known in advance. What 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,12 +35,37 @@ _WITHOUT_ROOM = {
 _NUMBERS = ("layer_idx", "layer_id", "layer_number", "block_idx", "training")
 
 
+@dataclass(frozen=True, slots=True)
+class Short:
+    """Describes rows that a longer row of a recurrent block is cut into. Such a block makes some tensors for all of a row, and
+    others token by token: these are as much larger here as there are more rows, and `longer` times as many in the long row."""
+
+    rows: int
+    tokens: int  # a prime number, which the size of a tensor that is made token by token is no multiple of
+    longer: int
+
+    @classmethod
+    def of(cls, shape: tuple[int, int], sizes: Iterable[int]) -> Short | None:
+        """Cuts rows of `shape`. `sizes`: of the model. None: they are short already."""
+        rows, tokens = shape
+        for short in sorted((17, 19, 23, 29), key=lambda prime: -tokens % prime):
+            longer = -(-tokens // short)
+            if longer > 1 and all(size % short for size in (rows, longer, *sizes)):
+                return cls(rows * longer, short, longer)
+        return None
+
+    def charged(self, size: int) -> tuple[int, int]:
+        """Returns the bytes of a storage in the long row, and how many of them there are."""
+        return (size, 1) if size % self.tokens == 0 else (size // self.longer, self.longer)
+
+
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes charged for storages that were created inside and are still alive. `peak` is their maximum,
     `mapped_peak` that of the storages that the allocator maps separately. `held` existed before."""
 
-    def __init__(self, *held: torch.Tensor) -> None:
+    def __init__(self, *held: torch.Tensor, short: Short | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._short = short
         self.live = self._mapped = 0
         self.peak: int = 0
         self.mapped_peak: int = 0
@@ -64,8 +89,9 @@ class LiveBytes(TorchDispatchMode):
                 key = storage._cdata
                 if key not in self._known:
                     self._known.add(key)
-                    size = alive(storage.nbytes())
-                    mapped = size if storage.nbytes() >= MAPPED else 0
+                    one, number = (storage.nbytes(), 1) if self._short is None else self._short.charged(storage.nbytes())
+                    size = number * alive(one)
+                    mapped = size if one >= MAPPED else 0
                     self._taken(size, mapped)
                     weakref.finalize(storage, self._dropped, key, size, mapped)
         self.peak = max(self.peak, self.live + _beside(func, (args, kwargs, out)))
@@ -107,12 +133,21 @@ def _costs(flops: float, forward: _Peak, backward: _Peak, **more: object) -> Cos
     return {"forward_flops": flops, **peaks, "backward_peak": backward.total, "backward_mapped": backward.mapped, **more}
 
 
-def inspect(anatomy: Anatomy, *, dtype: str, micro_batch_size: int, max_seq_len: int, head_chunk_tokens: int) -> ModelSpec:
-    """Returns the model's specification at micro-batches of (micro_batch_size, max_seq_len)."""
+def inspect(
+    anatomy: Anatomy,
+    *,
+    dtype: str,
+    micro_batch_size: int,
+    max_seq_len: int,
+    head_chunk_tokens: int,
+    short: Short | None = None,
+) -> ModelSpec:
+    """Returns the model's specification at micro-batches of (micro_batch_size, max_seq_len). `short`: rows that its blocks are
+    traced in instead."""
     shape, text = (micro_batch_size, max_seq_len), anatomy.model.config.get_text_config()
     between = Between()
     with only_refusals(anatomy.model, shape=shape):
-        costs = _all_costs(anatomy, between, dtype=dtype, shape=shape, head_chunk_tokens=head_chunk_tokens)
+        costs = _all_costs(anatomy, between, dtype=dtype, shape=shape, head_chunk_tokens=head_chunk_tokens, short=short)
     embeddings = {stage.module for stage in anatomy.stages if stage.kind == "embedding"}
     boundary = text.hidden_size * TORCH_DTYPE[dtype].itemsize
     compute_dtype: Dtype = "bfloat16" if dtype == "bfloat16" else "float32"
@@ -142,10 +177,17 @@ def _is_by_row(stage: Stage) -> bool:
 
 
 def _all_costs(
-    anatomy: Anatomy, between: Between, *, dtype: str, shape: tuple[int, int], head_chunk_tokens: int
+    anatomy: Anatomy,
+    between: Between,
+    *,
+    dtype: str,
+    shape: tuple[int, int],
+    head_chunk_tokens: int,
+    short: Short | None,
 ) -> list[Costs]:
     """Finds the costs of every stage. Blocks of the same shapes run once."""
-    found = stage_calls(anatomy.model, anatomy.modules(), shape=shape, between=between, isolated=anatomy.isolated)
+    rows = shape if short is None else (short.rows, short.tokens)
+    found = stage_calls(anatomy.model, anatomy.modules(), shape=rows, between=between, isolated=anatomy.isolated)
     calls = {call.name: (call, x) for call, x in found}
     seen: dict[object, Costs] = {}
     costs: list[Costs] = []
@@ -156,10 +198,10 @@ def _all_costs(
             if stage.kind == "head":
                 seen[key] = _head_cost(anatomy, index, dtype=dtype, shape=shape, chunk=head_chunk_tokens)
             elif stage.kind == "embedding":
-                rows = shape[0] * shape[1] * stage.tensors[0].shape[-1] * TORCH_DTYPE[dtype].itemsize
-                seen[key] = _costs(0.0, _Peak.of(rows), _Peak.of(rows, 3))
+                size = shape[0] * shape[1] * stage.tensors[0].shape[-1] * TORCH_DTYPE[dtype].itemsize
+                seen[key] = _costs(0.0, _Peak.of(size), _Peak.of(size, 3))
             else:
-                seen[key] = _stage_cost(anatomy, stage, *calls[stage.name], dtype=dtype)
+                seen[key] = _stage_cost(anatomy, stage, *calls[stage.name], dtype=dtype, short=short)
         costs.append(seen[key])
     return costs
 
@@ -178,21 +220,21 @@ def _settings(stage: Stage) -> object:
     )
 
 
-def _stage_cost(anatomy: Anatomy, stage: Stage, call: StageCall, x: torch.Tensor, *, dtype: str) -> Costs:
+def _stage_cost(anatomy: Anatomy, stage: Stage, call: StageCall, x: torch.Tensor, *, dtype: str, short: Short | None) -> Costs:
     assert isinstance(x, FakeTensor)
     with x.fake_mode:
         x = x.detach()
         flat = torch.empty(stage.params, dtype=TORCH_DTYPE[dtype])
-        forward = _peak(stage, flat, lambda parameters: call.run(x), trainable=False)
+        forward = _peak(stage, flat, lambda parameters: call.run(x), trainable=False, short=short)
 
         def both(parameters: list[nn.Parameter]) -> None:
             leaf = x.clone().requires_grad_(True)
             y = call.run(leaf)
             _backward(y, torch.empty_like(y), [leaf, *parameters])
 
-        backward = _peak(stage, flat, both, trainable=True)
+        backward = _peak(stage, flat, both, trainable=True, short=short)
         trace = _look(stage, flat, call, x)
-    if stage.kind != "block":
+    if stage.kind != "block" or short is not None:  # operators of short rows are not those of a long one
         return _costs(trace.flops, forward, backward)
     unneeded = trace.unneeded if _is_librarys(anatomy) else ()
     kept = tuple(operator for operator in trace.found if operator not in unneeded)
@@ -280,8 +322,15 @@ def _backward(y: torch.Tensor, grad: torch.Tensor | None, leaves: list[torch.Ten
     torch.autograd.backward([y], None if grad is None else [grad], inputs=wanted)
 
 
-def _peak(stage: Stage, flat: torch.Tensor, run: Callable[[list[nn.Parameter]], object], *, trainable: bool) -> _Peak:
-    live = LiveBytes(flat)
+def _peak(
+    stage: Stage,
+    flat: torch.Tensor,
+    run: Callable[[list[nn.Parameter]], object],
+    *,
+    trainable: bool,
+    short: Short | None = None,
+) -> _Peak:
+    live = LiveBytes(flat, short=short)
     with stage.installed(flat, trainable=trainable) as parameters, torch.set_grad_enabled(trainable), live:
         run(parameters)
     return _Peak(live.peak, live.mapped_peak)

@@ -46,12 +46,11 @@ REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
         "Attention mask should be of size",
     ),
     "bert": (transformers.BertConfig(**_SMALL, intermediate_size=64, is_decoder=True), "a block that takes token ids"),
-    "mamba": (transformers.MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2), "no attention heads"),
     "rwkv": (
         transformers.RwkvConfig(
             vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32, intermediate_size=64
         ),
-        "no attention heads",
+        "it divides its own weights before it is evaluated",
     ),
     "gemma 4 with an embedding per layer": (_gemma4(hidden_size_per_layer_input=8), "an embedding of every token"),
     "gemma 4 that shares keys": (_gemma4(num_kv_shared_layers=2), "its last 2 blocks take keys and values of earlier blocks"),
@@ -73,6 +72,16 @@ def test_refused_by_name(family: str, caplog: pytest.LogCaptureFixture) -> None:
     assert reason in caught.value.message
     assert "tested families: Llama" in (caught.value.hint or "")
     assert [record for record in caplog.records if record.name.startswith("torch")] == []
+
+
+def test_a_boundary_wider_than_the_compute_is_refused() -> None:
+    config = transformers.MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2)
+    with pytest.raises(UsageError, match=r"layers\.1 takes float32, but the model computes in bfloat16") as caught:
+        dissect(build(config, dtype="bfloat16", attention="sdpa"))
+    assert "residual_in_fp32 to false" in (caught.value.hint or "")
+    dissect(build(config, dtype="float32", attention="sdpa"))
+    config.residual_in_fp32 = False
+    dissect(build(config, dtype="bfloat16", attention="sdpa"))
 
 
 def test_a_shape_no_tensor_can_have_is_refused_as_well() -> None:
