@@ -6,10 +6,11 @@
 
 Every test file runs `--runs` times. Then it runs `--loaded` times while more processes than cores compute, touch memory, and
 write and flush files. Short files of one folder share a process of about a minute. Another process runs beside it (`--side`),
-usually the next run of the same files. Each file's outcome is kept for the code, the tests' helpers and the file; a change of
-these runs it again. Every property draws `--examples` examples, in pieces with a seed each, the fastest property first. The
-native tests count as two files, one per sanitizer, if `scripts/test` has built them. Files and folders may be named; `--only`
-picks parts. The runs take a little more than 13 times the processor time of `scripts/test -m ''`.
+usually the next run of the same files. Each file's outcome is kept for the code, the file and what it imports of the tests
+and scripts; a change of these runs it again. Every property draws `--examples` examples, in pieces with a seed each, the
+fastest property first. The native tests count as two files, one per sanitizer, if `scripts/test` has built them. Files and
+folders may be named; `--only` picks parts. The runs take a little more than 13 times the processor time of `scripts/test -m
+''`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from fuyou_cli.machine.profile import core_count
 
 KINDS = ("runs", "loaded", "examples")
 BATCH_SECONDS, UNKNOWN_SECONDS = 60.0, 15.0  # of the files of one process; of a file that has not run yet
-FIRST_PIECE, PIECE_SECONDS = 100, 240.0  # examples that tell what one costs, then pieces of about this length
+FIRST_PIECE, PIECE_SECONDS = 100, 1200.0  # examples that tell what one costs, then pieces of about this length
 NATIVE = [f"native ({sanitizer} sanitizer)" for sanitizer in green.SANITIZERS]
 
 
@@ -231,9 +232,8 @@ def judged_examples(session: Session, tests: Sequence[str], asked: int) -> list[
 
 
 def content(names: Iterable[str]) -> dict[str, str]:
-    """Names each file's content together with that of what all tests share."""
-    shared = [path for path in sorted((ROOT / "tests").rglob("*.py")) if not path.name.startswith("test_")]
-    return {name: digest([ROOT / name, *shared] if name not in NATIVE else []) for name in names}
+    """Names each file's content together with that of what it shares with others."""
+    return {name: digest(green.sources(ROOT / name) if name not in NATIVE else []) for name in names}
 
 
 def prove(options: argparse.Namespace, work: Path) -> int:
@@ -256,7 +256,8 @@ def prove(options: argparse.Namespace, work: Path) -> int:
         rows += judged_examples(session, tests, options.examples)
     asked = {"runs": options.runs, "loaded": options.loaded, "examples": options.examples, "side": options.side}
     chosen = [green.name_of(path) for path in options.tests]
-    name = f"{time.strftime('%Y-%m-%d')}-prove_green"
+    part = "".join(f"-{kind}" for kind in KINDS if options.only and kind in kinds) + ("-some" if chosen else "")
+    name = f"{time.strftime('%Y-%m-%d')}-prove_green{part}"  # a part does not replace the record of another
     return conclude(name, rows, results=options.results, settings={**asked, "parts": list(kinds), "tests": chosen})
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -56,6 +58,36 @@ def _risk(path: Path) -> tuple[int, str]:
 
 def name_of(path: Path) -> str:
     return str(path.resolve().relative_to(ROOT))
+
+
+def sources(path: Path) -> list[Path]:
+    """Lists a test file, the `conftest.py` and `__init__.py` that pytest reads before it, and the tests' and scripts' own files
+    that any of these import, wherever in a file they do."""
+    tests, found = ROOT / "tests", set[Path]()
+    folders = [folder for folder in path.parents if folder.is_relative_to(tests)]
+    left = [path, *(folder / name for folder in folders for name in ("conftest.py", "__init__.py"))]
+    while left:
+        file = left.pop()
+        if file not in found and file.is_file():
+            found.add(file)
+            left += _imported(file)
+    return sorted(found)
+
+
+def _imported(file: Path) -> Iterator[Path]:
+    """Yields the places where the modules that a file imports may lie."""
+    for node in ast.walk(ast.parse(file.read_bytes())):
+        if isinstance(node, ast.Import):
+            level, names = 0, [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = f"{node.module}." if node.module else ""
+            level, names = node.level, [base, *(f"{base}{alias.name}" for alias in node.names)]
+        else:
+            continue
+        roots = [file.parents[level - 1]] if level else [ROOT / "tests", ROOT / "scripts", file.parent]
+        for root, name in product(roots, names):
+            place = root.joinpath(*filter(None, name.split(".")))
+            yield from (place.with_suffix(".py"), place / "__init__.py")
 
 
 def run_tests(

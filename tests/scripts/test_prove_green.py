@@ -63,6 +63,38 @@ def test_files_of_one_process_have_outcomes_of_their_own(tmp_path: Path, monkeyp
     )
 
 
+def test_a_file_is_kept_until_what_it_imports_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts what it imports at the top or in a function, what its conftest.py imports, and scripts."""
+    monkeypatch.setattr(green, "ROOT", tmp_path)
+    monkeypatch.setattr(prove_green, "ROOT", tmp_path)
+    texts = {
+        "tests/conftest.py": "import drawn",
+        "tests/drawn.py": "",
+        "tests/a/__init__.py": "",
+        "tests/a/conftest.py": "",
+        "tests/a/rig.py": "from .families import llama",
+        "tests/a/families.py": "",
+        "tests/a/test_one.py": "from . import rig\ndef test_it():\n    from proof.load import load",
+        "scripts/proof/load.py": "",
+        "tests/a/test_two.py": "import json",
+        "tests/a/unused.py": "",
+        "tests/b/conftest.py": "",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    names = ["tests/a/test_one.py", "tests/a/test_two.py"]
+    before = prove_green.content(names)
+    changed = dict[str, list[str]]()
+    for name, text in texts.items():
+        (tmp_path / name).write_text(f"{text}\n# changed")
+        after = prove_green.content(names)
+        changed[name] = [one.removeprefix("tests/a/test_") for one in names if after[one] != before[one]]
+        (tmp_path / name).write_text(text)
+    both, one, none = ["one.py", "two.py"], ["one.py"], list[str]()
+    assert list(changed.values()) == [both, both, both, both, one, one, one, one, ["two.py"], none, none]
+
+
 def session(work: Path, names: list[str], **options: Any) -> prove_green.Session:
     asked = argparse.Namespace(side=1, deselect="", **options)
     progress = Progress(work / "progress")
