@@ -47,18 +47,24 @@ class Found:
     costs: Costs = field(repr=False, compare=False)  # with what simulations found out: another one of these candidates is quick
 
 
-def search(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, *, effort: Effort | None = None) -> Found:
+def search(
+    model: ModelSpec,
+    hardware: HardwareProfile,
+    request: PlanRequest,
+    *,
+    effort: Effort | None = None,
+    candidates: Family | None = None,
+) -> Found:
     """Finds the best candidate and those that lost. Raises PlanError if nothing fits.
 
     `effort`: "limited" places and simulates few candidates, "placed" places all, "exhaustive" simulates all that may be the
-    best.
+    best. `candidates`: a part of the family, to look at nothing else.
     """
-    return _search(Placing(model, hardware, request), effort)
+    return _search(Placing(model, hardware, request), effort, candidates or family(model, request))
 
 
-def _search(placing: Placing, effort: Effort | None) -> Found:
+def _search(placing: Placing, effort: Effort | None, candidates: Family) -> Found:
     model, hardware, request = placing.model, placing.hardware, placing.asked
-    candidates = family(model, request)
     if hardware.measured == "assumed":  # rates that are guesses may be far off, so they cannot justify writing more to a drive
         candidates = replace(candidates, activations=(0.0,), swap=candidates.swap[:1])
     stages = len(model.stages)
@@ -83,7 +89,7 @@ def fastest(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -
 def search_timed(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> tuple[Found, Plan]:
     """Searches, and returns the best candidate's plan as well (`timed`). Raises PlanError if nothing fits."""
     placing = Placing(model, hardware, request)
-    found = _search(placing, None)
+    found = _search(placing, None, family(model, request))
     return found, timed(found.best, model, hardware, request, costs=placing.costs)
 
 

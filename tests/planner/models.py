@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from hypothesis import strategies as st
 
 from fuyou_cli.core.units import GiB, MiB
+from fuyou_cli.planner.candidate import Family
 from fuyou_cli.planner.place import least_memory
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.spec.hardware import HardwareProfile
@@ -106,6 +107,13 @@ def request_for(
         scratch_size=draw(st.integers(1, 8)) * MiB, kept=draw(st.sampled_from([None, None, "all"])),
         sweeps=draw(st.sampled_from(divisors(numerics.micro_batches))) if swept and not spec.tied_head else None,
     )  # fmt: skip
+
+
+@st.composite
+def parts(draw: st.DrawFn, whole: Family) -> Family:
+    """Keeps each knob's first value, and another one or none: few enough candidates to look at all of them."""
+    knobs = {knob.name: getattr(whole, knob.name) for knob in fields(whole)}
+    return Family(**{name: tuple(sorted({values[0], draw(st.sampled_from(values))})) for name, values in knobs.items()})
 
 
 def boundary_bytes(spec: ModelSpec, numerics: Numerics, kept: bool) -> int:

@@ -12,35 +12,38 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuyou_cli.planner.boundary_layout import device_bytes, device_layouts, every_operator
+from fuyou_cli.planner.candidate import Family, family
 from fuyou_cli.planner.device_memory import bytes_left, device_memory
 from fuyou_cli.planner.place import plan
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.schedule import plan_schedule
-from fuyou_cli.planner.search import fastest, search
+from fuyou_cli.planner.search import search
 from fuyou_cli.planner.simulate import simulate
 from fuyou_cli.spec.model import ModelSpec
 
-from .models import HARDWARE, NUMERICS, SPEC, models, request_for
+from .models import HARDWARE, NUMERICS, SPEC, models, parts, request_for
 
 # Copies that hide nothing and drives that are not in the way: compute is what a step takes.
 QUICK = replace(HARDWARE, store_read=1e12, store_write=1e12, store_read_mixed=1e12, store_write_mixed=1e12, h2d=1e12, d2h=1e12)
 
 
 @st.composite
-def requests(draw: st.DrawFn) -> tuple[ModelSpec, PlanRequest]:
+def requests(draw: st.DrawFn) -> tuple[ModelSpec, PlanRequest, Family]:
     spec = draw(models(blocks=6))
     asked = replace(draw(request_for(spec)), device=draw(st.sampled_from(["cuda", "emulated"])), gpu_budget=1 << 40)
     least = (1 << 40) - bytes_left(spec, asked)
     every = device_bytes(spec, asked.numerics, every_operator(spec))
-    return spec, replace(asked, gpu_budget=least + int(draw(st.floats(0, 1.5)) * every))
+    asked = replace(asked, gpu_budget=least + int(draw(st.floats(0, 1.5)) * every))
+    return spec, asked, draw(parts(family(spec, asked)))
 
 
 @examples(30)
 @given(case=requests())
-def test_no_plan_takes_more_than_the_device_has(case: tuple[ModelSpec, PlanRequest]) -> None:
+def test_no_plan_takes_more_than_the_device_has(case: tuple[ModelSpec, PlanRequest, Family]) -> None:
     """Checks what a search finds and what a recipe asks for; an output is in one place."""
-    spec, asked = case
-    for placed in (fastest(spec, HARDWARE, asked), plan(spec, HARDWARE, replace(asked, kept="none", kept_there="room"))):
+    spec, asked, candidates = case
+    found = search(spec, HARDWARE, asked, candidates=candidates).best.plan
+    for placed in (found, plan(spec, HARDWARE, replace(asked, kept="none", kept_there="room"))):
         assert asked.gpu_budget is not None and placed.predicted.gpu_peak <= asked.gpu_budget
         assert all(not set(stage.kept) & set(stage.kept_there) for stage in placed.stages)
         memory = device_memory(spec, asked, placed.stages)

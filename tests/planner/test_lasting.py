@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fuyou_cli.core.units import MiB
 from fuyou_cli.planner.candidate import family
-from fuyou_cli.planner.place import least_memory, made_of
+from fuyou_cli.planner.place import Placing, least_memory
 from fuyou_cli.planner.place import plan as first_that_fits
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.schedule import plan_schedule
@@ -21,7 +21,7 @@ from fuyou_cli.planner.sustained_rates import fast_region, least_written, planne
 from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import Numerics
 
-from .models import HARDWARE, model, models, request_for
+from .models import HARDWARE, model, models, parts, request_for
 
 SPEC = model(1 << 22, *[4 << 22] * 8, 2048, 1 << 22)
 WISHES = PlanRequest(
@@ -43,10 +43,10 @@ def test_no_plan_writes_less_than_the_bound(data: st.DataObject) -> None:
     spec = data.draw(models(most=1 << 20))
     request = replace(data.draw(request_for(spec)), device="cpu")
     request = replace(request, cpu_budget=least_memory(spec, HARDWARE, request) + data.draw(st.integers(0, 16)) * 4 * MiB)
-    for candidate in list(family(spec, request))[::17]:
-        plan = made_of(spec, HARDWARE, request, candidate)
-        if plan is not None:
-            assert plan.predicted.written_per_step >= least_written(spec, request)
+    placing, least = Placing(spec, HARDWARE, request), least_written(spec, request)
+    for candidate in data.draw(parts(family(spec, request))):
+        found = placing.placed(candidate)
+        assert found is None or found.plan.predicted.written_per_step >= least
 
 
 def test_the_region_decides() -> None:

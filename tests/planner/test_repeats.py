@@ -16,7 +16,7 @@ from fuyou_cli.planner.imagined import Imagined
 from fuyou_cli.planner.place import least_memory, made_of
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.schedule import plan_schedule
-from fuyou_cli.planner.simulate import simulate
+from fuyou_cli.planner.simulate import STEPS, simulate
 from fuyou_cli.planner.timeline import Timeline
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec
@@ -40,7 +40,7 @@ def planned(draw: st.DrawFn) -> tuple[ModelSpec, HardwareProfile, list[Plan]]:
     """Enough blocks for something to come again, with room in RAM and on the device for a part of what they need; two plans of
     one run, as a search places them."""
     unit = 1 << draw(st.sampled_from([17, 20]))
-    sizes = [draw(st.integers(1, 5)) * unit, *[2 * unit] * draw(st.integers(14, 40)), 2048, draw(st.integers(1, 5)) * unit]
+    sizes = [draw(st.integers(1, 5)) * unit, *[2 * unit] * draw(st.integers(4, 12)), 2048, draw(st.integers(1, 5)) * unit]
     spec = model(*sizes, tied=draw(st.booleans()))
     if draw(st.booleans()):
         spec = cut(spec, unit, unit)
@@ -64,10 +64,14 @@ def planned(draw: st.DrawFn) -> tuple[ModelSpec, HardwareProfile, list[Plan]]:
 def test_a_step_takes_the_same_to_the_last_bit(case: tuple[ModelSpec, HardwareProfile, list[Plan]], commits: bool) -> None:
     spec, hardware, plans = case
     costs = Costs.of(spec, hardware, plans[0])
-    for plan in (*plans, plans[0]):  # the last one has seen every scene
-        schedule = plan_schedule(spec, plan)
-        whole = simulate(spec, hardware, plan, schedule, commits=commits, steps=4)
-        again = simulate(spec, hardware, plan, schedule, commits=commits, steps=4, costs=costs, jobs=False)
+    schedules = [plan_schedule(spec, plan) for plan in plans]
+    wholes = [
+        simulate(spec, hardware, plan, schedule, commits=commits, steps=STEPS)
+        for plan, schedule in zip(plans, schedules, strict=True)
+    ]
+    for number in (*range(len(plans)), 0):  # the last one has seen every scene
+        plan, schedule, whole = plans[number], schedules[number], wholes[number]
+        again = simulate(spec, hardware, plan, schedule, commits=commits, steps=STEPS, costs=costs, jobs=False)
         assert {name: getattr(again, name) for name in SUMS} == {name: getattr(whole, name) for name in SUMS}
         assert (again.work, again.asked) == ((), ())
 

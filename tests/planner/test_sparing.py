@@ -17,7 +17,7 @@ from fuyou_cli.cli.render.traffic import spared_in_words
 from fuyou_cli.core.units import MiB
 from fuyou_cli.machine.described import described
 from fuyou_cli.planner.boundary_layout import kept_bytes
-from fuyou_cli.planner.candidate import family
+from fuyou_cli.planner.candidate import Family, family
 from fuyou_cli.planner.place import Placing, least_memory
 from fuyou_cli.planner.place import plan as first_that_fits
 from fuyou_cli.planner.plan_request import PlanRequest, WearPolicy
@@ -32,7 +32,7 @@ from fuyou_cli.spec.hardware import DRIVE_PRICE, HOUR_PRICE, USUAL_ENDURANCE, Dr
 from fuyou_cli.spec.model import ModelSpec, OperatorSpec
 from fuyou_cli.spec.plan import Numerics, Plan
 
-from .models import HARDWARE, model, models, request_for
+from .models import HARDWARE, model, models, parts, request_for
 
 CONFIG = Path(__file__).parents[1] / "engine" / "configs" / "llama-3.1-8b.json"
 RECIPE = """version: 1
@@ -121,8 +121,9 @@ RATED = (Drive(model="one", capacity=2 * 10**12, rated_bytes=1200 * 10**12),)
 
 
 @st.composite
-def open_cases(draw: st.DrawFn) -> tuple[ModelSpec, HardwareProfile, PlanRequest]:
-    """Every knob left to the search; compute so slow that outputs on the ssd may pay."""
+def open_cases(draw: st.DrawFn) -> tuple[ModelSpec, HardwareProfile, PlanRequest, Family]:
+    """Draws a case with every knob left to the search, a few values of each, and compute so slow that outputs on the ssd may
+    pay."""
     spec = draw(models(unit=1 << 20, most=8 << 20, blocks=2))
     hardware = draw(st.sampled_from([HARDWARE, SLOW, COPYING]))
     hardware = replace(hardware, drives=draw(st.sampled_from([(), RATED])))
@@ -132,17 +133,18 @@ def open_cases(draw: st.DrawFn) -> tuple[ModelSpec, HardwareProfile, PlanRequest
         lookahead=1, defer=None, commit_every=draw(st.sampled_from([None, 1, 7, "auto"])),
     )  # fmt: skip
     least = least_memory(spec, hardware, request)
-    return spec, hardware, replace(request, cpu_budget=least + draw(st.integers(0, 60)) * 6 * MiB)
+    request = replace(request, cpu_budget=least + draw(st.integers(0, 60)) * 6 * MiB)
+    return spec, hardware, request, draw(parts(family(spec, request)))
 
 
-@examples(5)
+@examples(25)
 @given(open_cases(), st.sampled_from(["spare", "balanced"]))
 def test_drives_are_spared_for_at_most_a_twentieth(
-    case: tuple[ModelSpec, HardwareProfile, PlanRequest], policy: WearPolicy
+    case: tuple[ModelSpec, HardwareProfile, PlanRequest, Family], policy: WearPolicy
 ) -> None:
-    spec, hardware, request = case
-    ignored = search(spec, hardware, request, effort="limited").best
-    found = search(spec, hardware, replace(request, wear=policy), effort="limited")
+    spec, hardware, request, candidates = case
+    ignored = search(spec, hardware, request, effort="limited", candidates=candidates).best
+    found = search(spec, hardware, replace(request, wear=policy), effort="limited", candidates=candidates)
     assert found.fastest.plan == ignored.plan, "what is not done is what `ignore` does"
     assert found.best.plan.predicted.written_per_step <= ignored.plan.predicted.written_per_step
     if policy == "balanced":
@@ -151,7 +153,7 @@ def test_drives_are_spared_for_at_most_a_twentieth(
         assert costs[0] <= costs[1]
         return
     assert found.best.seconds <= ignored.seconds * (1 + WORTH)
-    rule = Sparing(Placing(spec, hardware, request), family(spec, request), ignored)
+    rule = Sparing(Placing(spec, hardware, request), candidates, ignored)
     if rule.spends(found.best.candidate, found.best.plan):
         simulated = (other for other in found.others if other.timeline is not None)
         frugal = [other.seconds for other in simulated if rule.allows(other.candidate, other.plan)]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fuyou_cli.advice.plan_files import KeptPlan, from_text, plan_file, to_text
 from fuyou_cli.core.units import MiB
-from fuyou_cli.planner.candidate import sweep_counts
+from fuyou_cli.planner.candidate import family, sweep_counts
 from fuyou_cli.planner.place import least_memory
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.schedule import plan_schedule
@@ -22,7 +22,7 @@ from fuyou_cli.planner.swept import MOST_SWEPT_VISITS
 from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import Numerics
 
-from .models import HARDWARE, NUMERICS, model, models, request_for
+from .models import HARDWARE, NUMERICS, model, models, parts, request_for
 
 UNIT = 1 << 20
 SPEC = replace(model(UNIT, *[UNIT] * 8, 1 << 11, UNIT), may_sweep=True)
@@ -80,8 +80,9 @@ def test_never_slower_never_more_written_and_bounded(data: st.DataObject, spec: 
     numerics = replace(request.numerics, batch_size=16 * request.numerics.micro_batch_size)
     request = replace(request, numerics=numerics)
     request = replace(request, cpu_budget=least_memory(spec, HARDWARE, request) + data.draw(st.integers(0, 300)) * MiB)
-    one = search(spec, HARDWARE, replace(request, sweeps=1), effort="limited")
-    found = search(spec, HARDWARE, request, effort="limited")
+    candidates = data.draw(parts(family(spec, request)))
+    one = search(spec, HARDWARE, replace(request, sweeps=1), effort="limited", candidates=candidates)
+    found = search(spec, HARDWARE, request, effort="limited", candidates=candidates)
     assert found.best.seconds <= one.best.seconds
     assert found.visits - one.visits <= MOST_SWEPT_VISITS
     if request.wear != "ignore":
