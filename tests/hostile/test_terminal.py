@@ -114,19 +114,21 @@ def recipe(path: Path, **changes: object) -> Path:
 
 
 @examples(20)
-@given(hostile.filter(str.strip))
-def test_validate(text: str) -> None:
-    """Checks a right value, a wrong one, an unknown key, an override and a file's own name."""
+@given(hostile.filter(str.strip), st.sampled_from(["file", "value", "override", "key"]))
+def test_validate(text: str, place: str) -> None:
+    """Checks a file's own name with a wrong value and an unknown key in it, a right value, a wrong override, an unknown one."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         out, err = io.StringIO(), io.StringIO()
         patch.setattr(sys, "stdout", out)
         patch.setattr(sys, "stderr", err)
-        named = Path(folder) / (re.sub("[/\0]", "", text)[:40].strip(". ") or "x")
-        recipe(named, output_dir=text, train={"batch_size": text}, **{f"key{text}": 1})
-        right = recipe(Path(folder) / "right.yaml", output_dir=text)
-        for arguments in ((named,), (right, "--show-config"), (right, f"train.batch_size={text}"), (right, f"{text}=1")):
-            with pytest.raises(SystemExit):
-                main(["validate", *map(str, arguments)])
+        if place == "file":
+            named = Path(folder) / (re.sub("[/\0]", "", text)[:40].strip(". ") or "x")
+            words = [str(recipe(named, output_dir=text, train={"batch_size": text}, **{f"key{text}": 1}))]
+        else:
+            others = {"value": "--show-config", "override": f"train.batch_size={text}", "key": f"{text}=1"}
+            words = [str(recipe(Path(folder) / "right.yaml", output_dir=text)), others[place]]
+        with pytest.raises(SystemExit):
+            main(["validate", *words])
         assert drives_nothing(out.getvalue()) and drives_nothing(err.getvalue())
 
 
