@@ -12,7 +12,7 @@ from fuyou_cli.core.units import brief, gb, gib
 from fuyou_cli.planner.candidate import NONE_KEPT, Candidate, family, sweep_counts
 from fuyou_cli.planner.place import made_of
 from fuyou_cli.planner.plan_request import PlanRequest
-from fuyou_cli.planner.search import Found, search, timed
+from fuyou_cli.planner.search import SearchResult, search, timed
 from fuyou_cli.spec.model import ModelSpec, StateDtype
 from fuyou_cli.spec.plan import Plan
 
@@ -37,7 +37,7 @@ class Row:
     numerics: bool = False  # losses differ
 
 
-def comparison(prepared: Planned, found: Found) -> tuple[Row, ...]:
+def comparison(prepared: Planned, found: SearchResult) -> tuple[Row, ...]:
     """Plans and simulates every other value of each knob; all else stays. Returns the closest first and those that do not fit
     last. Leaves out values that give a plan already seen."""
     request, by_knob, seen = prepared.request, [], [found.best.plan]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fuyou_cli.planner.plan_request import PlanRequest
-from fuyou_cli.planner.search import Found, timed
+from fuyou_cli.planner.search import SearchResult, timed
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import Plan
@@ -82,7 +82,9 @@ class Spared:
     faster: float  # extra time of this plan, as a share of the fastest plan's step
 
 
-def spared_of(found: Found, plan: Plan, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Spared | None:
+def spared_of(
+    found: SearchResult, plan: Plan, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest
+) -> Spared | None:
     """Compares `plan`, made from a search's result, with the fastest plan. Returns None if they are the same or it is no
     faster."""
     if found.fastest is found.best:

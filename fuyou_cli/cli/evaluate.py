@@ -16,7 +16,7 @@ from .render.theme import some
 from .signals import like_ctrl_c
 
 if TYPE_CHECKING:
-    from fuyou_cli.inference.evaluating import Evaluated
+    from fuyou_cli.inference.evaluating import ModelEvaluation
     from fuyou_cli.recipe.schema import Recipe
 
 
@@ -46,7 +46,7 @@ def run_eval(source: str, recipe: Recipe, *, choices: Path | None, json_output: 
     write_status(f"{many}, {gb(found.read_bytes)} read ({each}); {gib(peak)} of {gib(found.budget)} RAM")
 
 
-def _as_data(found: Evaluated) -> dict[str, object]:
+def _as_data(found: ModelEvaluation) -> dict[str, object]:
     from fuyou_cli.training.jsonl import finite
 
     if not isinstance(found.result, list):
@@ -54,7 +54,7 @@ def _as_data(found: Evaluated) -> dict[str, object]:
     return {"sets": [{key: finite(value) for key, value in asdict(one).items() if key != "step"} for one in found.result]}
 
 
-def _lines(found: Evaluated) -> list[str]:
+def _lines(found: ModelEvaluation) -> list[str]:
     if not isinstance(found.result, list):
         score = found.result
         return [f"acc {score.acc:.4f}  acc_norm {score.acc_norm:.4f}  {some(score.questions, 'question')}"]

@@ -22,7 +22,7 @@ from .signals import like_ctrl_c
 if TYPE_CHECKING:
     from fuyou_cli.recipe.load import LoadedRecipe
     from fuyou_cli.swap.daemon import Counters
-    from fuyou_cli.training.evaluation import Told
+    from fuyou_cli.training.evaluation import AnyReport
     from fuyou_cli.training.jsonl import JsonlLog
     from fuyou_cli.training.report import RunReport, StepReport
     from fuyou_cli.training.run import Run
@@ -180,7 +180,7 @@ def _steps(planned: Planned, run: Run, log: JsonlLog | None, libraries: Mapping[
             if display is not None:
                 display.step(report)
 
-        def on_evaluation(report: Told) -> None:
+        def on_evaluation(report: AnyReport) -> None:
             if log is not None:
                 log.evaluation(report)
             if isinstance(report, EvalReport):

@@ -52,7 +52,7 @@ def run_export(source: Path, out: Path, overrides: Sequence[str], *, dtype: Expo
         write_status(how)
 
 
-class Told(TypedDict):
+class ExportCallbacks(TypedDict):
     """Holds what an export tells while it goes on."""
 
     progress: Callable[[int, int], None]
@@ -60,7 +60,7 @@ class Told(TypedDict):
 
 
 @contextmanager
-def exporting(out: Path) -> Iterator[Told]:
+def exporting(out: Path) -> Iterator[ExportCallbacks]:
     """Shows the progress of an export to `out`."""
     from .render.transfer import Transfers
 

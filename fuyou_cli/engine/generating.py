@@ -76,7 +76,7 @@ def _forward(stream: WeightStream, own: Callable[..., Any], stages: list[int]) -
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Room:
+class GenerationMemory:
     """Tells what generating takes beside weights, at its peak. Bytes."""
 
     cache: int  # keys and values of all rows at their full length
@@ -87,7 +87,7 @@ class Room:
         return self.cache + self.work
 
 
-def room(model: PreTrainedModel, *, rows: int, prompt: int, new: int) -> Room:
+def room(model: PreTrainedModel, *, rows: int, prompt: int, new: int) -> GenerationMemory:
     """Finds what `rows` prompts of `prompt` tokens take that are continued by `new` tokens: runs the first pass and the last
     one on fake tensors. Raises UsageError for a model that keeps no cache."""
     whole = prompt + new
@@ -102,7 +102,7 @@ def room(model: PreTrainedModel, *, rows: int, prompt: int, new: int) -> Room:
         kept, rests, last.peak = _nbytes(cache), last.live, 0
         _pass(model, rows, 1, whole + 1, cache, last)
     choice = rows * model.config.get_text_config().vocab_size * _OF_A_CHOICE
-    return Room(cache=kept, work=max(first.peak - kept, last.peak - rests) + choice)
+    return GenerationMemory(cache=kept, work=max(first.peak - kept, last.peak - rests) + choice)
 
 
 def _pass(model: PreTrainedModel, rows: int, tokens: int, end: int, cache: Any, live: LiveBytes) -> Any:

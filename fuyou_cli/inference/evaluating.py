@@ -18,7 +18,7 @@ from fuyou_cli.data.tokenise import load_tokenizer
 from fuyou_cli.machine import probe
 from fuyou_cli.recipe.schema import Recipe
 from fuyou_cli.training.evaluation import Losses, evaluated
-from fuyou_cli.training.inference import Found, find
+from fuyou_cli.training.inference import FoundModel, find
 from fuyou_cli.training.length import cache_of, evaluation_rows
 from fuyou_cli.training.limits import check_positions, check_tokens, positions_of
 from fuyou_cli.training.report import EvalReport
@@ -33,7 +33,7 @@ Result = list[EvalReport] | Score
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Evaluated:
+class ModelEvaluation:
     """Holds what was found of a model, and what that took."""
 
     result: Result
@@ -45,7 +45,7 @@ class Evaluated:
     weights: int  # bytes of RAM
 
 
-def evaluate(source: str, recipe: Recipe, *, choices: Path | None, say: Say, progress: Progress, bar: Bar) -> Evaluated:
+def evaluate(source: str, recipe: Recipe, *, choices: Path | None, say: Say, progress: Progress, bar: Bar) -> ModelEvaluation:
     """Evaluates the model of `source`: a folder or hub name, a run's store, or a run's output folder. With `choices`, on the
     questions of that file and not on the recipe's sets."""
     if (device := device_name(recipe)) == "cuda" and not torch.cuda.is_available():
@@ -64,7 +64,7 @@ def evaluate(source: str, recipe: Recipe, *, choices: Path | None, say: Say, pro
         opened, losses = stack.enter_context(open_losses(found, room, device=device, say=say))
         result = asked.result(losses.losses, bar, at_once=room.rows, max_len=recipe.dataset.max_seq_len)
         opened.check()
-        return Evaluated(
+        return ModelEvaluation(
             result=result, dtype=found.dtype, budget=budget, weights=opened.weights.memory, passes=losses.passes,
             read_bytes=opened.read_bytes(),
             parameters=sum(tensor.numel for stage in found.anatomy.stages for tensor in stage.tensors),
@@ -102,7 +102,7 @@ class _Questions:
     sequences: list[Continued]
 
     @classmethod
-    def read(cls, file: Path, recipe: Recipe, found: Found, say: Say) -> _Questions:
+    def read(cls, file: Path, recipe: Recipe, found: FoundModel, say: Say) -> _Questions:
         questions = read_questions(file)
         tokenizer = load_tokenizer(_tokenizer_dir(recipe, found, say), chat_template=None, pad_token=None)
         return cls(questions, encoded(questions, lambda text: list(tokenizer.encode(text, add_special_tokens=False))))
@@ -120,7 +120,7 @@ class _Questions:
             return scored(self.questions, self.sequences, losses, at_once=at_once, max_len=max_len, progress=advance)
 
 
-def _find(source: str, recipe: Recipe, say: Say, progress: Progress) -> Found:
+def _find(source: str, recipe: Recipe, say: Say, progress: Progress) -> FoundModel:
     """Finds the model; one of the hub is fetched, as of a recipe's model."""
     model, trusted = expanded(source, key="MODEL"), recipe.model.trust_remote_code
     if model.suffix in (".yaml", ".yml"):
@@ -132,7 +132,7 @@ def _find(source: str, recipe: Recipe, say: Say, progress: Progress) -> Found:
     return find(model, dtype=dtype, attention=recipe.model.attn_implementation, trusted=trusted)
 
 
-def _rows(recipe: Recipe, found: Found, stack: ExitStack, say: Say) -> dict[str, Rows]:
+def _rows(recipe: Recipe, found: FoundModel, stack: ExitStack, say: Say) -> dict[str, Rows]:
     """Returns the sets, tokenised for this model: found where a run has made them, else made in a folder that is removed."""
     if not (recipe.dataset.eval or recipe.dataset.eval_fraction):
         raise UsageError(
@@ -153,7 +153,7 @@ def _rows(recipe: Recipe, found: Found, stack: ExitStack, say: Say) -> dict[str,
     return sets
 
 
-def _tokenizer_dir(recipe: Recipe, found: Found, say: Say) -> Path:
+def _tokenizer_dir(recipe: Recipe, found: FoundModel, say: Say) -> Path:
     """Returns the folder of the recipe's tokenizer, or of the model's own."""
     named = recipe.tokenizer.name_or_path
     return found.folder if named is None else resolve(named, tokenizer_only=True, say=say)

@@ -17,7 +17,7 @@ from fuyou_cli.data.prompts import Prompt
 from fuyou_cli.data.tokenise import Tokeniser, load_tokenizer
 from fuyou_cli.machine import probe
 from fuyou_cli.training.generation import Extent, Generator, Sampling, generator
-from fuyou_cli.training.inference import Found, find
+from fuyou_cli.training.inference import FoundModel, find
 
 from .generate_options import GenerateOptions
 
@@ -30,7 +30,7 @@ class Prompter:
 
     options: GenerateOptions
     budget: int
-    found: Found
+    found: FoundModel
     tokeniser: Tokeniser
     say: Say
 

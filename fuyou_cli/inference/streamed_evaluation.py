@@ -18,7 +18,7 @@ from fuyou_cli.engine.skeleton import TORCH_DTYPE
 from fuyou_cli.engine.streamed_losses import StreamedLosses
 from fuyou_cli.engine.weight_stream import Visited
 from fuyou_cli.training.exporting import READ_ARENA
-from fuyou_cli.training.inference import Found, Opened, open_for_inference
+from fuyou_cli.training.inference import FoundModel, Opened, open_for_inference
 from fuyou_cli.training.numerics import USUAL_TOKENS, head_chunk
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _SHARE = 4  # of what is left, rows get at most one such part while weights do n
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Room:
+class EvaluationMemory:
     """Says how an evaluation uses its memory. Bytes, but for `rows`, `micro_batch_size` and `head_chunk_tokens`."""
 
     budget: int
@@ -39,7 +39,9 @@ class Room:
     weights: int
 
 
-def room_of(found: Found, train: TrainSection, *, max_len: int, budget: int, process: int, rows: int, longest: int) -> Room:
+def room_of(
+    found: FoundModel, train: TrainSection, *, max_len: int, budget: int, process: int, rows: int, longest: int
+) -> EvaluationMemory:
     """Divides a budget of host memory among weights and rows. `process`: bytes that the process has before. `rows`: in all,
     `longest`: tokens of the longest one, of which at most `max_len` are kept. Raises PlanError if it is too little for one
     micro-batch."""
@@ -69,7 +71,7 @@ def room_of(found: Found, train: TrainSection, *, max_len: int, budget: int, pro
         )
     most = max(least, min(free, left // _SHARE), left - visited.whole)
     at_once = min(rows, most // (length * per_token) // micro * micro) or micro
-    return Room(
+    return EvaluationMemory(
         budget=budget,
         rows=at_once,
         micro_batch_size=micro,
@@ -80,7 +82,7 @@ def room_of(found: Found, train: TrainSection, *, max_len: int, budget: int, pro
 
 @contextmanager
 def open_losses(
-    found: Found, room: Room, *, device: str, say: Callable[[str], None] | None = None
+    found: FoundModel, room: EvaluationMemory, *, device: str, say: Callable[[str], None] | None = None
 ) -> Iterator[tuple[Opened, StreamedLosses]]:
     """Opens a model's weights, and what computes losses with them, in the memory of `room`. `device`: cpu or cuda."""
     where = torch.device("cuda" if device == "cuda" else "cpu")

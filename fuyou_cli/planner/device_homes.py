@@ -13,7 +13,7 @@ from ..spec.model import ModelSpec
 from ..spec.plan import Span, StagePlan, Tier
 from .defer import deferrals
 from .device import UPDATE_CHUNK, UPDATE_SCRATCH
-from .placement_context import STORE_UNIT, Room
+from .placement_context import STORE_UNIT, SpanAllocator
 from .plan_request import PlanRequest
 
 STAGING_SLOTS = 4  # one is filled, one is checksummed, one is written, one waits
@@ -64,7 +64,7 @@ def summing_spans(model: ModelSpec, resting: set[int], sweeps: int) -> int:
     return 2 + int(stays) + int(sweeps > 1)
 
 
-def staging_slots(arena: Room, model: ModelSpec, states: tuple[Tier, ...]) -> tuple[Span, ...]:
+def staging_slots(arena: SpanAllocator, model: ModelSpec, states: tuple[Tier, ...]) -> tuple[Span, ...]:
     """Returns the slots through which states are copied to the host and back, by commits and outside of steps."""
     there = [stage.params for stage, tier in zip(model.stages, states, strict=True) if tier == "gpu"]
     if not any(there):

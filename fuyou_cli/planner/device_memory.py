@@ -14,7 +14,7 @@ from .costs import looked_up_bytes
 from .device import WEIGHTS_ON_DEVICE, decode_scratch, decoded_at_once, square_lanes
 from .device_homes import device_homes, gradients_rest, gradients_would_rest, stages_there, summing_spans
 from .memory import DEVICE_UNIT, HEAD_BYTES_PER_TOKEN, HEAD_STEP_BYTES_PER_TOKEN, batch_slots, micro_boundary, micro_sums
-from .placement_context import Room
+from .placement_context import SpanAllocator
 from .plan_request import PlanRequest
 from .schedule import Schedule
 
@@ -125,7 +125,7 @@ def _boundaries(model: ModelSpec, request: PlanRequest) -> int:
 def _batch(model: ModelSpec, request: PlanRequest) -> int:
     if not request.batch_on_device:
         return 0
-    room = Room(DEVICE_UNIT)
+    room = SpanAllocator(DEVICE_UNIT)
     batch_slots(room, model, request)
     return room.used + model.choreography_bytes_per_token * request.group.tokens
 

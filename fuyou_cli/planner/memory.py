@@ -15,7 +15,7 @@ from ..spec.plan import IoPlan, SlotClass, Span, StagePlan, Tier
 from .boundary_layout import Kept
 from .defer import deferrals
 from .device_homes import staging_slots
-from .placement_context import STORE_UNIT, PlacementContext, Room
+from .placement_context import STORE_UNIT, PlacementContext, SpanAllocator
 from .plan_request import PlanRequest
 from .small_banks import has_home
 
@@ -63,9 +63,9 @@ class Layout:
 def layout(context: PlacementContext, request: PlanRequest, homes: Homes, *, lookahead: int, gradient_slots: int) -> Layout:
     """Returns every span of arena and store for this placement."""
     model = context.model
-    arena = Room(ARENA_UNIT)
+    arena = SpanAllocator(ARENA_UNIT)
     # What survives a run comes first and depends only on the model. So a resumed run may place everything else differently.
-    transient = Room(STORE_UNIT, used=context.durable_size)
+    transient = SpanAllocator(STORE_UNIT, used=context.durable_size)
     classes = context.classes
     boundaries = [context.boundary_size(index, kept) for index, kept in enumerate(homes.kept)]
     deferred = deferrals(model, request)
@@ -78,12 +78,12 @@ def layout(context: PlacementContext, request: PlanRequest, homes: Homes, *, loo
     largest = max((boundaries[i] for i, tier in enumerate(homes.boundaries) if tier == "ssd"), default=0)
     boundary_slots = tuple(arena.take(largest) for _ in range(slots))
     up = _upload_slots(arena, model, request)
-    batches = batch_slots(Room(DEVICE_UNIT) if request.batch_on_device else arena, model, request)
+    batches = batch_slots(SpanAllocator(DEVICE_UNIT) if request.batch_on_device else arena, model, request)
     staging = staging_slots(arena, model, homes.states)
     decoded = arena.take_if(request.device == "cpu", model.decoded_bytes)
     scratch = arena.take(request.scratch_size)
     # Many small homes lie closely together.
-    at_rest = Room(STORE_UNIT, used=arena.used) if context.trained_in_ram else arena
+    at_rest = SpanAllocator(STORE_UNIT, used=arena.used) if context.trained_in_ram else arena
     stages = tuple(
         _stage(at_rest, transient, context, request, homes, index, boundary=boundaries[index], deferred=deferred[index])
         for index in range(len(model.stages))
@@ -128,7 +128,7 @@ def micro_sums(model: ModelSpec, request: PlanRequest) -> int:
     return _SUM * model.hidden_size * request.numerics.micro_batch_tokens
 
 
-def _upload_slots(arena: Room, model: ModelSpec, request: PlanRequest) -> tuple[Span, ...]:
+def _upload_slots(arena: SpanAllocator, model: ModelSpec, request: PlanRequest) -> tuple[Span, ...]:
     """Returns slots for uploads from memory that is not pinned. Copies beside compute need pinned memory. The arena is pinned,
     but ids, targets and what the model's own operators compute between stages are not. These pass through the slots: one is
     filled while the other is copied."""
@@ -139,7 +139,7 @@ def _upload_slots(arena: Room, model: ModelSpec, request: PlanRequest) -> tuple[
     return tuple(arena.take(size) for _ in range(min(2, numerics.micro_batches)))
 
 
-def batch_slots(room: Room, model: ModelSpec, request: PlanRequest) -> tuple[Span, ...]:
+def batch_slots(room: SpanAllocator, model: ModelSpec, request: PlanRequest) -> tuple[Span, ...]:
     """Returns slots for whole-batch tensors between stages, on a separate device or in the arena that it copies to and from.
     Input and output of a stage use two in turn, and the model's own forward holds the embedding's. A cut head sums in one of
     them if it is in float32, else in one larger slot."""
@@ -152,7 +152,7 @@ def batch_slots(room: Room, model: ModelSpec, request: PlanRequest) -> tuple[Spa
 
 
 def _slot_class(
-    arena: Room,
+    arena: SpanAllocator,
     model: ModelSpec,
     request: PlanRequest,
     homes: Homes,
@@ -197,8 +197,8 @@ def rests(model: ModelSpec, request: PlanRequest, stage: int, deferred: bool) ->
 
 
 def _stage(
-    arena: Room,
-    transient: Room,
+    arena: SpanAllocator,
+    transient: SpanAllocator,
     context: PlacementContext,
     request: PlanRequest,
     homes: Homes,

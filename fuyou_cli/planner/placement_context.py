@@ -16,7 +16,7 @@ MOST_SPARES = 2  # spare places for updates while their old places are not free 
 
 
 @dataclass(slots=True)
-class Room:
+class SpanAllocator:
     """Gives out spans one after the other."""
 
     unit: int
@@ -52,7 +52,7 @@ class PlacementContext:
         self.model, self.numerics, is_redo = model, request.group, request.store_mode == "redo"
         self.classes = _classes(model)
         self.trained_in_ram = rest_in_ram(model, request)  # what updates touch
-        room = Room(STORE_UNIT)
+        room = SpanAllocator(STORE_UNIT)
         rings = _shared_rings(room, model, self.classes) if is_redo else _own_rings(room, model, request.keep)
         dtype = self.numerics.accumulate_dtype
         self.at_rest = tuple(
@@ -94,19 +94,19 @@ def _classes(model: ModelSpec) -> tuple[int, ...]:
 
 def _place_size(stage: StageSpec) -> int:
     """Returns bytes of what one update writes."""
-    place = Room(STORE_UNIT)
+    place = SpanAllocator(STORE_UNIT)
     for size in (stage.trained_weight_bytes, *map(stage.state_size, STATE_NAMES)):
         place.take(size)
     return place.used
 
 
-def _own_rings(room: Room, model: ModelSpec, keep: int) -> list[Ring]:
+def _own_rings(room: SpanAllocator, model: ModelSpec, keep: int) -> list[Ring]:
     """Returns one ring for each stage, with a spare place for every state that is kept."""
     sizes = [_place_size(stage) for stage in model.stages]
     return [Ring(offset=room.take((1 + keep) * size).offset, size=size, index=0, stages=1, spares=keep) for size in sizes]
 
 
-def _shared_rings(room: Room, model: ModelSpec, classes: tuple[int, ...]) -> list[Ring]:
+def _shared_rings(room: SpanAllocator, model: ModelSpec, classes: tuple[int, ...]) -> list[Ring]:
     """Returns one ring for each slot class. Its stages are updated one after the other, into places that others have just
     left."""
     found: dict[int, Ring] = {}
@@ -123,8 +123,8 @@ def _shared_rings(room: Room, model: ModelSpec, classes: tuple[int, ...]) -> lis
     return [found.get(index, nothing) for index in range(len(classes))]
 
 
-def _at_rest(room: Room, stage: StageSpec, ring: Ring, gradients: int) -> AtRest:
-    place = Room(STORE_UNIT)
+def _at_rest(room: SpanAllocator, stage: StageSpec, ring: Ring, gradients: int) -> AtRest:
+    place = SpanAllocator(STORE_UNIT)
     weights = place.take(stage.trained_weight_bytes)
     return AtRest(
         ring=ring,

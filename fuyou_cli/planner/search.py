@@ -35,7 +35,7 @@ NEAR = 0.05  # share of the step; nearly always the search finds the best itself
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
+class SearchResult:
     """Holds what a search found."""
 
     best: Alternative
@@ -54,7 +54,7 @@ def search(
     *,
     effort: Effort | None = None,
     candidates: Family | None = None,
-) -> Found:
+) -> SearchResult:
     """Finds the best candidate and those that lost. Raises PlanError if nothing fits.
 
     `effort`: "limited" places and simulates few candidates, "placed" places all, "exhaustive" simulates all that may be the
@@ -63,7 +63,7 @@ def search(
     return _search(Placing(model, hardware, request), effort, candidates or family(model, request))
 
 
-def _search(placing: Placing, effort: Effort | None, candidates: Family) -> Found:
+def _search(placing: Placing, effort: Effort | None, candidates: Family) -> SearchResult:
     model, hardware, request = placing.model, placing.hardware, placing.asked
     if hardware.measured == "assumed":  # rates that are guesses may be far off, so they cannot justify writing more to a drive
         candidates = replace(candidates, activations=(0.0,), swap=candidates.swap[:1])
@@ -86,7 +86,7 @@ def fastest(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -
     return search_timed(model, hardware, request)[1]
 
 
-def search_timed(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> tuple[Found, Plan]:
+def search_timed(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> tuple[SearchResult, Plan]:
     """Searches, and returns the best candidate's plan as well (`timed`). Raises PlanError if nothing fits."""
     placing = Placing(model, hardware, request)
     found = _search(placing, None, family(model, request))
@@ -101,7 +101,7 @@ def timed(
     return timed_plan(model, hardware, found.plan, chosen=chosen, step=found.timeline, costs=costs)
 
 
-def _found(every: SearchState, candidates: Family, *, complete: bool) -> Found:
+def _found(every: SearchState, candidates: Family, *, complete: bool) -> SearchResult:
     """Returns the fastest candidate, or the one taken instead to spare the drives."""
     fastest, policy = every.cheapest(), every.placing.request.wear
     best, placed, visits = fastest, every.placed, every.visits
@@ -112,7 +112,7 @@ def _found(every: SearchState, candidates: Family, *, complete: bool) -> Found:
         best = (spared if policy == "spare" else balanced)(every, frugal)
         every.learn_from(frugal)
         placed, visits = placed + frugal.placed, visits + frugal.visits
-    return Found(
+    return SearchResult(
         best=best,
         fastest=fastest,
         others=every.others(best),
@@ -123,7 +123,7 @@ def _found(every: SearchState, candidates: Family, *, complete: bool) -> Found:
     )
 
 
-def _with_sweeps(every: SearchState, candidates: Family, found: Found) -> Found:
+def _with_sweeps(every: SearchState, candidates: Family, found: SearchResult) -> SearchResult:
     """Returns the result with a faster plan of several sweeps, if there is one."""
     swept = Swept(every.placing, candidates, found.best, every.with_room)
     swept.look()

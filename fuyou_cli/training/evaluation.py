@@ -25,7 +25,7 @@ from .steps import Ready
 if TYPE_CHECKING:
     from .fixed_prompts import Continuations
 
-Told = EvalReport | SampleReport | BestReport
+AnyReport = EvalReport | SampleReport | BestReport
 Losses = Callable[..., torch.Tensor]  # ids, labels (rows, tokens), last -> each row's sum of losses
 
 _LARGEST = 700.0  # of losses whose exponential still is a double
@@ -56,7 +56,7 @@ class Evaluations:
         one_shape = ready.planned.recipe.train.compile
         return Continuations(prompts, self._forward, model, rows=rows, one_shape=one_shape)
 
-    def due(self, step: int) -> list[Callable[[int], Sequence[Told]]]:
+    def due(self, step: int) -> list[Callable[[int], Sequence[AnyReport]]]:
         """Returns what follows after so many steps, one part after the other. An evaluation that a saved state has is not done
         again."""
         every, last = self._asked.every_steps, self._standing.evaluated
@@ -138,7 +138,7 @@ class Evaluations:
         is_best = found.best is not None and found.best_step == step > 0
         return [self._best.write(step, found.best or 0.0)] if is_best else []
 
-    def _is_over(self, step: int) -> list[Told]:
+    def _is_over(self, step: int) -> list[AnyReport]:
         """Notes that the evaluation was done whole. Until then a stopped run does it again."""
         before = self._standing.evaluated or Evaluated(step=step, best=None, best_step=0, worse=0)
         self._standing.evaluated = self._result or replace(before, step=step)

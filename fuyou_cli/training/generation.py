@@ -17,9 +17,9 @@ from ..core.errors import PlanError, UsageError
 from ..core.units import MiB, gib
 from ..data.sandbox import LibraryErrors
 from ..data.tokenise import Tokeniser
-from ..engine.generating import Room, passing, room
+from ..engine.generating import GenerationMemory, passing, room
 from .exporting import READ_ARENA
-from .inference import Found, Opened, open_for_inference
+from .inference import FoundModel, Opened, open_for_inference
 
 USUAL_TOKENS = 256  # new ones, where nobody says how many
 _SETTINGS = "generation_config.json"
@@ -59,7 +59,7 @@ class Extent:
     new: int
 
 
-def extent(found: Found, *, prompts: Sequence[Sequence[int]], rows: int, new: int | None) -> Extent:
+def extent(found: FoundModel, *, prompts: Sequence[Sequence[int]], rows: int, new: int | None) -> Extent:
     """Finds how much there is to generate. Raises UsageError where that is more positions than the model has."""
     most, longest = positions(found), max(map(len, prompts))
     wanted = new or max(1, min(USUAL_TOKENS, USUAL_TOKENS if most is None else most - longest))
@@ -71,7 +71,7 @@ def extent(found: Found, *, prompts: Sequence[Sequence[int]], rows: int, new: in
     return Extent(rows=min(rows, len(prompts)), prompt=longest, new=wanted)
 
 
-def positions(found: Found) -> int | None:
+def positions(found: FoundModel) -> int | None:
     """Returns how many tokens the model was made for; None where its configuration does not say."""
     text = found.anatomy.model.config.get_text_config()
     return next((value for name in _POSITIONS if isinstance(value := getattr(text, name, None), int)), None)
@@ -127,7 +127,7 @@ def continued(tokens: list[int], config: GenerationConfig, tokeniser: Tokeniser)
 
 @contextmanager
 def generator(
-    found: Found, tokeniser: Tokeniser, sampling: Sampling, most: Extent, *, memory: int, taken: Callable[[], int],
+    found: FoundModel, tokeniser: Tokeniser, sampling: Sampling, most: Extent, *, memory: int, taken: Callable[[], int],
     device: torch.device | None = None, say: Callable[[str], None] | None = None,
 ) -> Iterator[Generator]:  # fmt: skip
     """Opens a model to generate at most so much at once, in at most `memory` bytes for the whole process. `taken`: bytes that
@@ -149,7 +149,7 @@ def generator(
         yield Generator(model, tokeniser, config, opened)
 
 
-def _check_device(device: torch.device, needed: Room) -> None:
+def _check_device(device: torch.device, needed: GenerationMemory) -> None:
     """Raises PlanError where a device's own memory has no room for the cache and the work; weights need some more."""
     if device.type == "cuda" and (free := torch.cuda.mem_get_info(device)[0]) < needed.total:
         raise PlanError(
@@ -158,7 +158,7 @@ def _check_device(device: torch.device, needed: Room) -> None:
         )
 
 
-def _smaller(most: Extent, needed: Room) -> str:
+def _smaller(most: Extent, needed: GenerationMemory) -> str:
     takes = f"keys and values take {gib(needed.cache)}, the work of a pass {gib(needed.work)}"
     fewer = ", or a smaller --batch-size" if most.rows > 1 else ""
     return f"give more --memory{fewer}, or a smaller --max-new-tokens: {takes}"

@@ -34,7 +34,7 @@ _READ = 1 << 21  # elements of a store at once: no more than its window holds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
+class FoundModel:
     """Holds a model without its weights: as it is before `opened` reads any. `store`: its weights are a run's."""
 
     folder: Path  # config.json and the tokenizer
@@ -64,7 +64,7 @@ def is_store(source: Path) -> bool:
 
 def find(
     source: Path, *, dtype: Literal["auto", "float32", "bfloat16"] = "auto", attention: str = "sdpa", trusted: bool = False
-) -> Found:
+) -> FoundModel:
     """Finds a model in a folder (its own, or a run's output folder with `model` in it), or in a run's store. Takes no memory
     for weights.
 
@@ -95,7 +95,7 @@ def find(
         dtype = "float32" if config.dtype in (None, torch.float32) else "bfloat16"
     model = build(config, dtype=dtype, attention=attention, trust_remote_code=trusted).eval()
     whole = dissect(model)
-    return Found(folder=folder, store=store, anatomy=cut_vocabulary(whole, resolved_rows(whole, "auto")), dtype=dtype)
+    return FoundModel(folder=folder, store=store, anatomy=cut_vocabulary(whole, resolved_rows(whole, "auto")), dtype=dtype)
 
 
 def _not_exported(output_dir: Path) -> UsageError:
@@ -113,7 +113,7 @@ def _not_exported(output_dir: Path) -> UsageError:
 
 @contextmanager
 def open_for_inference(
-    found: Found, *, memory: int, device: torch.device | None = None, say: Callable[[str], None] | None = None
+    found: FoundModel, *, memory: int, device: torch.device | None = None, say: Callable[[str], None] | None = None
 ) -> Iterator[Opened]:
     """Opens the weights of a model for passes over its stages.
 
@@ -148,7 +148,7 @@ def _of_counters(state: AtRest) -> int:
     return state.daemon.counters().read_bytes
 
 
-def _of_files(found: Found, reader: TensorReader) -> ReadInto:
+def _of_files(found: FoundModel, reader: TensorReader) -> ReadInto:
     entries = entries_for(found.anatomy.model, open_checkpoint(found.folder), untouched=found.anatomy.untouched)
 
     def read(name: str, into: torch.Tensor, first: int) -> None:
@@ -157,7 +157,7 @@ def _of_files(found: Found, reader: TensorReader) -> ReadInto:
     return read
 
 
-def _of_store(found: Found, state: AtRest, weights: StoreWeights | MergedWeights) -> ReadInto:
+def _of_store(found: FoundModel, state: AtRest, weights: StoreWeights | MergedWeights) -> ReadInto:
     stored_as = {base_name(tensor.name): tensor.stored_as for stage in state.manifest.stages for tensor in stage.tensors}
     shapes = {tensor.name: tensor.model_shape for stage in found.anatomy.stages for tensor in stage.tensors}
     known = {tensor.name: tensor for tensor in weights.tensors()}

@@ -13,7 +13,7 @@ from ..planner.commit_interval import timed_plan
 from ..planner.place import least_memory, made_of
 from ..planner.place import plan as first_that_fits
 from ..planner.plan_request import PlanRequest
-from ..planner.search import Found, search_timed
+from ..planner.search import SearchResult, search_timed
 from ..planner.store_modes import planned_with_room
 from ..planner.sustained_rates import Choose, planned_for
 from ..spec.hardware import HardwareProfile
@@ -109,7 +109,7 @@ def settle(ready: Ready, hardware: HardwareProfile, disks: StoreDisks | None = N
     return replace(ready, planned=planned or planner.planned(before.plan.numerics, rows, choose=choose))
 
 
-def _placed_anew(planner: _Planner, before: Planned, found: Found, rows: int | None) -> Planned | None:
+def _placed_anew(planner: _Planner, before: Planned, found: SearchResult, rows: int | None) -> Planned | None:
     """Returns the plan of the candidate made before, or None if it is not good enough."""
     try:
         planned = planner.planned(before.plan.numerics, rows, choose=as_chosen(found.best.candidate))
@@ -153,7 +153,7 @@ class _Planner:
     ) -> None:
         self._inspected, self._hardware, self._disks, self._or_least = inspected, hardware, disks, or_least
         self._described: dict[tuple[object, ...], ModelSpec] = {}
-        self._found: dict[PlanRequest, Found] = {}
+        self._found: dict[PlanRequest, SearchResult] = {}
         self._timed: dict[PlanRequest, Plan] = {}
 
     def know(self, before: Planned) -> None:

@@ -28,7 +28,7 @@ from ..swap.arena import Arena
 from ..swap.daemon import DaemonOptions, SwapDaemon
 from ..swap.store import Store
 from . import device_errors
-from .evaluation import Evaluations, Told
+from .evaluation import AnyReport, Evaluations
 from .limits import gpu_most
 from .rates import learning_rate
 from .report import RunReport, StepReport
@@ -225,7 +225,7 @@ class Run:
 
     # ---- stepping ------------------------------------------------------------------------------------------------
 
-    def train(self, on_step: Callable[[StepReport], None], on_evaluation: Callable[[Told], None] = lambda report: None) -> None:
+    def train(self, on_step: Callable[[StepReport], None], on_evaluation: Callable[[AnyReport], None] = lambda _: None) -> None:
         """Trains until the last step. Raises Interrupted, state saved, after a request to stop with steps left to do, or where
         the next one would pass a limit of the recipe; what `on_step` or `on_evaluation` raises ends the run in the same
         way."""
@@ -259,7 +259,7 @@ class Run:
                 why = f": {limit}" if limit else ""
                 raise Interrupted(f"stopped after step {self.step} of {self.planned.total_steps}{why}")
 
-    def _evaluate(self, on_evaluation: Callable[[Told], None]) -> None:
+    def _evaluate(self, on_evaluation: Callable[[AnyReport], None]) -> None:
         """Evaluates where that is due after the last step; a request to stop ends it at once."""
         for part in self._evaluations.due(self.step):
             self.doing.evaluating = True

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ..data import Rows, Sampler, Stream
     from ..engine.anatomy import Anatomy
     from ..planner.plan_request import PlanRequest
-    from ..planner.search import Found
+    from ..planner.search import SearchResult
     from ..recipe.schema import Recipe
     from .fixed_prompts import FixedPrompts
     from .state.first_weights import Added
@@ -87,7 +87,7 @@ class Planned:
     model: ModelSpec
     request: PlanRequest
     plan: Plan
-    found: Found | None  # the result of the search; None if there was none
+    found: SearchResult | None  # the result of the search; None if there was none
     epoch_rows: int | None  # None: not known, or not counted yet
 
     @property

@@ -33,7 +33,7 @@ from fuyou_cli.planner.costs import Costs
 from fuyou_cli.planner.place import made_of
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.schedule import plan_schedule
-from fuyou_cli.planner.search import Found, search, timed
+from fuyou_cli.planner.search import SearchResult, search, timed
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec
@@ -81,7 +81,7 @@ class Roomy:
     """Holds the planner's choice in a little less memory than there is, and what it was chosen from."""
 
     request: PlanRequest | None = None
-    found: Found | None = None
+    found: SearchResult | None = None
 
     def __call__(self, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
         self.request = replace(request, cpu_budget=request.cpu_budget - MARGIN)

@@ -22,7 +22,7 @@ from fuyou_cli.engine.vocabulary import cut_vocabulary
 from fuyou_cli.machine.measure import recipe_stages
 from fuyou_cli.machine.measure import stages as measure_stages
 from fuyou_cli.machine.measure import sustained as measure_sustained
-from fuyou_cli.machine.measure.findings import DTYPES, Found, Rate, rate_of
+from fuyou_cli.machine.measure.findings import DTYPES, Findings, Rate, rate_of
 from fuyou_cli.machine.measure.recipe_stages import measure_recipe
 from fuyou_cli.machine.measure.stages import affordable_tokens, measure_layers, shape_of
 from fuyou_cli.machine.profile_store import hardware_for
@@ -61,7 +61,7 @@ def inspected(anatomy: Anatomy) -> ModelSpec:
     )  # fmt: skip
 
 
-def measured(anatomy: Anatomy, *, free: int = GiB) -> Found:
+def measured(anatomy: Anatomy, *, free: int = GiB) -> Findings:
     return measure_recipe(anatomy, [NUMERICS], torch.device("cpu"), quick=True, free=free)
 
 

@@ -15,7 +15,7 @@ from fuyou_cli.cli import bench
 from fuyou_cli.core.errors import OutOfSpaceError, UsageError
 from fuyou_cli.core.units import GiB, MiB
 from fuyou_cli.machine.measure import sustained as measure_sustained
-from fuyou_cli.machine.measure.findings import Found
+from fuyou_cli.machine.measure.findings import Findings
 from fuyou_cli.machine.measure.store_rates import new_store
 from fuyou_cli.machine.measure.streams import Pace
 from fuyou_cli.machine.measure.sustained import burst_windows, most_written, settled
@@ -28,7 +28,7 @@ from fuyou_cli.spec.hardware import HardwareProfile
 FAST, SLOW = [6.9, 6.8, 7.0, 6.9, 6.9, 6.7], [1.4, 1.5, 1.35, 1.4]
 
 
-def fell(found: Found) -> bool:
+def fell(found: Findings) -> bool:
     return "sustained_write" in found.figures
 
 

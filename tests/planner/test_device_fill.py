@@ -77,7 +77,7 @@ def test_the_first_stages_are_updated_on_the_device_where_compute_would_wait_for
     """Every other update is hidden by the backward of the stages below it."""
     found = search(SPEC, SLOW_UPDATES, replace(_room_for(3), lookahead=3))
     assert {0, 1} == _there(found.best.plan)
-    spread = [other for other in found.others if other.timeline is not None and other.choice.there != TURN]
+    spread = [other for other in found.others if other.timeline is not None and other.candidate.there != TURN]
     assert spread and all(other.seconds > 1.1 * found.best.seconds for other in spread)
 
 

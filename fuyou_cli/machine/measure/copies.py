@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from fuyou_cli.core.units import MiB
 
-from .findings import Found, Rate, each, found, rate_of, seconds_of
+from .findings import Findings, Rate, each, found, rate_of, seconds_of
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +26,7 @@ PIECES = 8  # of a copy; pieces of both ways are submitted in turns
 LEAST = 0.1  # of the rate alone; less than that is a copy engine that does one way after the other
 
 
-def measure_memory(*, repeats: int, size: int = HOST_COPIED) -> Found:
+def measure_memory(*, repeats: int, size: int = HOST_COPIED) -> Findings:
     """Measures bytes read and written per second by all compute threads, on pages that exist and on new ones.
 
     The kernel must clear new pages first. The tensor of a whole batch has new pages, because every visit makes it again.
@@ -46,7 +46,7 @@ def measure_memory(*, repeats: int, size: int = HOST_COPIED) -> Found:
     return found(host_copy=rate("copy", lambda: there), host_fresh=new)
 
 
-def measure_gpu_copies(*, repeats: int) -> Found:
+def measure_gpu_copies(*, repeats: int) -> Findings:
     """Measures copies to this machine's GPU and back."""
     from fuyou_cli.engine.devices import open_device
 
@@ -57,7 +57,7 @@ def measure_gpu_copies(*, repeats: int) -> Found:
         device.close()
 
 
-def measure_copies(device: Device, *, repeats: int, size: int = COPIED) -> Found:
+def measure_copies(device: Device, *, repeats: int, size: int = COPIED) -> Findings:
     """Measures bytes/s to the device and back: each way alone, then each while the other runs."""
     import torch
 

@@ -33,7 +33,7 @@ class Rate:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
+class Findings:
     """Holds the results. `figures` are those of the profile, by key."""
 
     figures: dict[str, Any] = field(default_factory=dict)
@@ -42,8 +42,8 @@ class Found:
     notes: tuple[str, ...] = ()
     written_bytes: int = 0
 
-    def __add__(self, other: Found) -> Found:
-        return Found(
+    def __add__(self, other: Findings) -> Findings:
+        return Findings(
             figures=self.figures | other.figures,
             stage_rates=self.stage_rates + other.stage_rates,
             rates=self.rates + other.rates,
@@ -52,9 +52,9 @@ class Found:
         )
 
 
-def found(**rates: Rate) -> Found:
-    """Makes a Found from rates, each a figure of the profile by its key."""
-    return Found(figures={key: rate.value for key, rate in rates.items()}, rates=tuple(rates.values()))
+def found(**rates: Rate) -> Findings:
+    """Makes findings from rates, each a figure of the profile by its key."""
+    return Findings(figures={key: rate.value for key, rate in rates.items()}, rates=tuple(rates.values()))
 
 
 def rate_of(name: str, unit: Unit, rates: list[float], note: str = "") -> Rate:

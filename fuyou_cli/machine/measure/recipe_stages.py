@@ -9,7 +9,7 @@ from fuyou_cli.core.units import gib
 from fuyou_cli.spec.hardware import RatedKind
 from fuyou_cli.spec.plan import Numerics
 
-from .findings import Found, seconds_of
+from .findings import Findings, seconds_of
 from .stages import LEAST_TOKENS, RunStage, Sample, block_stage, head_stage, timed
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def measure_recipe(
     quick: bool,
     free: int,
     progress: Callable[[str], None] = lambda _: None,
-) -> Found:
+) -> Findings:
     """Measures one block and the head at the recipe's dtype, at one micro-batch or several `sizes`, the usual one first.
 
     `free`: bytes of memory there are to compute in. Where a stage takes too long or too much, fewer tokens of the usual size
@@ -43,7 +43,7 @@ def measure_recipe(
     threads = torch.get_num_threads()
     torch.set_num_threads(sizes[0].torch_threads)
     seconds, free = QUICK_PAIR if quick else FULL_PAIR, int(free * USABLE)
-    found = Found()
+    found = Findings()
     try:
         for name, stage in (("decoder block", block_stage), ("head", head_stage)):
             progress(f"the recipe's {name}")
@@ -54,7 +54,7 @@ def measure_recipe(
     return found
 
 
-def _measured(stages: Sequence[RunStage], device: torch.device, *, seconds: float, free: int) -> Found:
+def _measured(stages: Sequence[RunStage], device: torch.device, *, seconds: float, free: int) -> Findings:
     """Measures a stage at every size, as long as all of them fit in memory together: they take turns."""
     samples: list[Sample] = []
     notes: tuple[str, ...] = ()
@@ -69,9 +69,9 @@ def _measured(stages: Sequence[RunStage], device: torch.device, *, seconds: floa
             notes = (note,)
             break
     if not samples:
-        return Found(notes=notes)
+        return Findings(notes=notes)
     seconds = max(seconds, SECONDS[stages[0].kind]) * (SEVERAL if len(samples) > 1 else 1.0)
-    return timed(samples, device, seconds=seconds) + Found(notes=notes)
+    return timed(samples, device, seconds=seconds) + Findings(notes=notes)
 
 
 def _sample(stage: RunStage, device: torch.device, *, seconds: float, free: int) -> tuple[Sample | None, str]:

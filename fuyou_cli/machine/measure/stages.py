@@ -13,7 +13,7 @@ from fuyou_cli.spec.model import ITEM_SIZE, Dtype, ModelSpec
 from fuyou_cli.spec.plan import Numerics
 
 from ..allocator import trim
-from .findings import DTYPES, Found, Rate
+from .findings import DTYPES, Findings, Rate
 from .turns import Action, counted, in_turns, left_out, rates_of
 
 if TYPE_CHECKING:
@@ -34,13 +34,13 @@ QUICK_SECONDS, FULL_SECONDS = 2.5, 40.0  # of all layers of a few widths togethe
 QUICK_PAIR, FULL_PAIR = 0.3, 2.0  # of one forward and one backward that tokens are chosen for
 
 
-def measure_layers(device: torch.device, matmul: dict[Dtype, Rate], *, quick: bool) -> Found:
+def measure_layers(device: torch.device, matmul: dict[Dtype, Rate], *, quick: bool) -> Findings:
     """Measures Llama layers of a few widths and a small head, in both dtypes, as there is time; the first width always."""
     widths, most = (GPU_WIDTHS, MOST_GPU_TOKENS) if device.type == "cuda" else (WIDTHS, MOST_TOKENS)
     pair = QUICK_PAIR if quick else FULL_PAIR
     end = time.perf_counter() + (QUICK_SECONDS if quick else FULL_SECONDS)
     wanted: list[tuple[RatedKind, int]] = [("block", widths[0]), ("head", widths[0]), *(("block", w) for w in widths[1:])]
-    found, left = Found(), 0
+    found, left = Findings(), 0
     for kind, width in wanted:
         for dtype in DTYPES:
             if (kind, width) != wanted[0] and time.perf_counter() > end:
@@ -52,7 +52,7 @@ def measure_layers(device: torch.device, matmul: dict[Dtype, Rate], *, quick: bo
     if not left:
         return found
     note = f"{left} of {2 * len(wanted)} layers and heads left out: they take too long here (fuyou bench --full)"
-    return found + Found(notes=(note,))
+    return found + Findings(notes=(note,))
 
 
 def affordable_tokens(flops_per_token: float, rate: float, seconds: float, most: int = MOST_TOKENS) -> int:
@@ -198,16 +198,16 @@ class Sample:
         )  # fmt: skip
 
 
-def timed(samples: Sequence[Sample], device: torch.device, *, seconds: float) -> Found:
+def timed(samples: Sequence[Sample], device: torch.device, *, seconds: float) -> Findings:
     """Measures stages that take turns. `seconds`: of everything, about."""
     trim(apart=True)  # as in a run, logits are mapped anew each time, and not taken from a hole that a model's making left
     by_sample = [sample.actions(one_of_several=len(samples) > 1) for sample in samples]
     turns = in_turns([action for actions in by_sample for action in actions.values()], device, seconds)
-    found, place = Found(), 0
+    found, place = Findings(), 0
     for sample, actions in zip(samples, by_sample, strict=True):
         own = [replace(turn, seconds=turn.seconds[place : place + len(actions)]) for turn in counted(turns)]
         note = f"{count(sample.stage.params)} parameters, {sample.alone.tokens} tokens{left_out(turns)}"
         rates = rates_of(list(actions.values()), own, "FLOP/s", note)
-        found += Found(stage_rates=(sample.rated(dict(zip(actions, rates, strict=True))),), rates=tuple(rates))
+        found += Findings(stage_rates=(sample.rated(dict(zip(actions, rates, strict=True))),), rates=tuple(rates))
         place += len(actions)
     return found

@@ -22,7 +22,7 @@ from fuyou_cli.swap.daemon import DaemonOptions, SwapDaemon
 from fuyou_cli.swap.store import Store
 
 from ..scratch import scratch_folder
-from .findings import Found, Rate, found, rate_of
+from .findings import Findings, Rate, found, rate_of
 from .streams import IN_FLIGHT, REQUEST, Course, Direction, Stream, run_streams
 
 QUICK_SPAN, FULL_SPAN = 320 * MiB, 4 * GiB
@@ -47,7 +47,7 @@ QUICK = _Effort(alone=(1.6, 1.0), mixed=(2.8, 1.6), repeats=1)
 FULL = _Effort(alone=(1.0, 20.0), mixed=(1.0, 20.0), repeats=3)
 
 
-def measure_store(*directories: Path, quick: bool, free: int, step: Step | None = None) -> Found:
+def measure_store(*directories: Path, quick: bool, free: int, step: Step | None = None) -> Findings:
     """Measures a store striped over `directories`, which have `free` bytes left in all; quick writes at most 1.9 GB.
 
     `step` computes on the same cores, to measure what transfers take from compute. Raises UsageError or OutOfSpaceError.
@@ -68,7 +68,7 @@ def measure_store(*directories: Path, quick: bool, free: int, step: Step | None 
         if step is None:
             return rates
         lost = compute_lost(daemon, span, step, seconds=LOST_QUICK_SECONDS if quick else LOST_FULL_SECONDS)
-        return rates + Found(figures={"io_cpu": max(rates.figures["io_cpu"], lost)})
+        return rates + Findings(figures={"io_cpu": max(rates.figures["io_cpu"], lost)})
 
 
 def compute_lost(daemon: SwapDaemon, span: int, step: Step, *, seconds: float) -> float:
@@ -136,7 +136,7 @@ def new_store(directories: Sequence[Path], size: int) -> Iterator[tuple[SwapDaem
         yield daemon, store
 
 
-def _measured(daemon: SwapDaemon, store: Store, span: int, *, effort: _Effort, notes: list[str]) -> Found:
+def _measured(daemon: SwapDaemon, store: Store, span: int, *, effort: _Effort, notes: list[str]) -> Findings:
     if not store.direct:
         notes.append("this file system has no direct I/O: the figures include the page cache")
     # Files are slower until written once: this pass does not count.
@@ -160,7 +160,7 @@ def _measured(daemon: SwapDaemon, store: Store, span: int, *, effort: _Effort, n
         store_write_mixed=_rate("store write while reading", mixed, "writing", note),
     )
     written = daemon.counters().written_bytes
-    return rates + Found(figures={"io_cpu": io_cpu}, notes=tuple(notes), written_bytes=written)
+    return rates + Findings(figures={"io_cpu": io_cpu}, notes=tuple(notes), written_bytes=written)
 
 
 def _others_time() -> float:

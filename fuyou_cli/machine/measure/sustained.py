@@ -15,7 +15,7 @@ from fuyou_cli.core.errors import OutOfSpaceError
 from fuyou_cli.core.units import GiB, gb
 from fuyou_cli.swap.daemon import SwapDaemon
 
-from .findings import Found, found, rate_of
+from .findings import Findings, found, rate_of
 from .store_rates import new_store
 from .streams import IN_FLIGHT, Pace, Stream, run_streams
 
@@ -39,7 +39,9 @@ def most_written(free: int, count: int = 1) -> int:
     return windows * WINDOW
 
 
-def measure_sustained(*directories: Path, free: int, count: int = 1, progress: Callable[[str], None] = lambda _: None) -> Found:
+def measure_sustained(
+    *directories: Path, free: int, count: int = 1, progress: Callable[[str], None] = lambda _: None
+) -> Findings:
     """Measures writing over `directories`, on `count` drives, when their fast regions are full.
 
     Returns the rates after a fall; or `steady_bytes`, the bytes written without a fall, as proof that there is none; or
@@ -52,7 +54,7 @@ def measure_sustained(*directories: Path, free: int, count: int = 1, progress: C
         while (len(rates) + MIXED_WINDOWS) * WINDOW < size and not settled(rates) and time.monotonic() - begin < MOST_SECONDS:
             rates.append(_window(daemon, len(rates)).writing)
             progress(f"sustained writing: {gb(len(rates) * WINDOW)} at {gb(rates[-1])}/s")
-        fallen = _fallen(daemon, rates) if settled(rates) else Found()
+        fallen = _fallen(daemon, rates) if settled(rates) else Findings()
         store.sync()
         largest = (len(rates) + MIXED_WINDOWS + 1) * WINDOW > count * MOST_BYTES  # the proof asked of any drive
         steady = len(rates) * WINDOW if largest and held(rates) else 0
@@ -61,10 +63,10 @@ def measure_sustained(*directories: Path, free: int, count: int = 1, progress: C
             found_out = "plans assume that it never falls" if steady else "the sustained rate stays unknown"
             notes.append(f"the write rate did not fall and settle within {gb(len(rates) * WINDOW)}: {found_out}")
         written = daemon.counters().written_bytes
-        return fallen + Found(figures={"steady_bytes": steady}, notes=tuple(notes), written_bytes=written)
+        return fallen + Findings(figures={"steady_bytes": steady}, notes=tuple(notes), written_bytes=written)
 
 
-def _fallen(daemon: SwapDaemon, rates: Sequence[float]) -> Found:
+def _fallen(daemon: SwapDaemon, rates: Sequence[float]) -> Findings:
     """Rates the windows that have settled, and measures reading and writing at once."""
     mixed = [_mixed(daemon, len(rates) + number) for number in range(MIXED_WINDOWS)]
     note = f"after {gb((len(rates) - LAST) * WINDOW)}"
@@ -73,7 +75,7 @@ def _fallen(daemon: SwapDaemon, rates: Sequence[float]) -> Found:
         sustained_read_mixed=rate_of("store read while writing, sustained", "B/s", [pace.reading for pace in mixed], note),
         sustained_write_mixed=rate_of("store write while reading, sustained", "B/s", [pace.writing for pace in mixed], note),
     )
-    return slow + Found(figures={"burst_bytes": burst_windows(rates) * WINDOW})  # bytes written before the fall
+    return slow + Findings(figures={"burst_bytes": burst_windows(rates) * WINDOW})  # bytes written before the fall
 
 
 def settled(rates: Sequence[float]) -> bool:

@@ -11,7 +11,7 @@ from functools import partial
 from fuyou_cli.core.units import GiB
 from fuyou_cli.swap.arena import Arena
 
-from .findings import Found, Rate, each, rate_of, repeated, seconds_of
+from .findings import Findings, Rate, each, rate_of, repeated, seconds_of
 
 ADAMW_BYTES_PER_PARAMETER = 26  # bfloat16: 14 read, 12 written
 ADAMW_PARAMETERS = 1 << 23  # per thread: 117 MB, larger than the caches
@@ -23,7 +23,7 @@ ARENA_PER_PARAMETER = 14
 Share = Callable[[], object]
 
 
-def measure_adamw(cores: int, *, repeats: int, available: int = 0) -> Found:
+def measure_adamw(cores: int, *, repeats: int, available: int = 0) -> Findings:
     """Measures bytes/s of 1, 2, 4, ... threads together, running the update's own kernel, on as many as memory allows."""
     memory = max(ADAMW_MEMORY, min(ADAMW_MOST_MEMORY, available // 16))
     each_needs = ADAMW_PARAMETERS * ARENA_PER_PARAMETER
@@ -38,7 +38,7 @@ def measure_adamw(cores: int, *, repeats: int, available: int = 0) -> Found:
             rates[count] = rate_of(f"AdamW, {count} thread{'s' * (count > 1)}", "B/s", each(amount, taken))
         shares.clear()
     figures = {"adamw": tuple((count, rate.value) for count, rate in rates.items())}
-    return Found(figures=figures, rates=tuple(rates.values()))
+    return Findings(figures=figures, rates=tuple(rates.values()))
 
 
 def _passes(pool: ThreadPoolExecutor, shares: list[Share], repeats: int) -> list[float]:
@@ -53,7 +53,7 @@ def _passes(pool: ThreadPoolExecutor, shares: list[Share], repeats: int) -> list
     return [seconds_of(partial(work, ADAMW_PASSES)) for _ in range(repeats)]
 
 
-def measure_shared(step: Callable[[], object], flops: float, *, seconds: float, note: str) -> Found:
+def measure_shared(step: Callable[[], object], flops: float, *, seconds: float, note: str) -> Findings:
     """Measures what share of their rates an update thread and a step of `flops` keep when both run, `seconds` each."""
     amount = float(ADAMW_PARAMETERS * ADAMW_BYTES_PER_PARAMETER)
     with Arena(ADAMW_PARAMETERS * ARENA_PER_PARAMETER) as arena:
@@ -76,7 +76,7 @@ def measure_shared(step: Callable[[], object], flops: float, *, seconds: float, 
         rate_of("AdamW, a training step beside", "B/s", updates_beside),
     )
     figures = {"shared_compute": _kept(steps_beside, steps), "shared_adamw": _kept(updates_beside, updates)}
-    return Found(figures=figures, rates=rates)
+    return Findings(figures=figures, rates=rates)
 
 
 def _kept(beside: list[float], alone: list[float]) -> float:

@@ -21,7 +21,7 @@ from .. import probe
 from ..allocator import settle_for_training
 from ..drives import drives_under
 from ..profile import assumed_hardware, card, cpu_name
-from .findings import DTYPES, Found, Rate, each, rate_of, seconds_of
+from .findings import DTYPES, Findings, Rate, each, rate_of, seconds_of
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +45,7 @@ class BenchReport:
     seconds: float
     written_bytes: int
 
-    def with_found(self, found: Found) -> BenchReport:
+    def with_found(self, found: Findings) -> BenchReport:
         """Adds results: figures replace those of the profile, rates of stages are added to it."""
         stages = merged_rates(self.profile.stage_rates, found.stage_rates)
         return replace(
@@ -86,7 +86,7 @@ def measure(*directories: Path, quick: bool, device: str = "auto", progress: Pro
 
 def _measured(
     facts: HardwareProfile, target: torch.device, directories: tuple[Path, ...], *, quick: bool, progress: Progress
-) -> Found:
+) -> Findings:
     from .copies import measure_gpu_copies, measure_memory
     from .stages import measure_layers
     from .store_rates import measure_store  # the native extension, not needed by --help
@@ -102,7 +102,7 @@ def _measured(
     progress("decoder layers and heads")
     layers = measure_layers(target, matmul, quick=quick)
     step = 4 / (1 / layers.stage_rates[0].forward + 3 / layers.stage_rates[0].backward)
-    shared, beside = Found(), None
+    shared, beside = Findings(), None
     if target.type == "cpu":
         progress("a training step beside the update")
         seconds = SHARED_QUICK_SECONDS if quick else SHARED_FULL_SECONDS
@@ -110,14 +110,14 @@ def _measured(
         shared = measure_shared(beside, flops, seconds=seconds, note=note)
     progress(f"store in {', '.join(map(str, directories))}")
     store = measure_store(*directories, quick=quick, free=facts.disk_free, step=beside)
-    copies = measure_gpu_copies(repeats=repeats) if target.type == "cuda" else Found()
+    copies = measure_gpu_copies(repeats=repeats) if target.type == "cuda" else Findings()
     return _arithmetic(matmul, step) + layers + shared + store + adamw + memory + copies
 
 
-def _arithmetic(matmul: dict[Dtype, Rate], step: float) -> Found:
+def _arithmetic(matmul: dict[Dtype, Rate], step: float) -> Findings:
     """Rates matrix products. `step` is what compute really gets, by a layer's forward, recompute and backward."""
     slow = "bfloat16 is slower than float32 here: the processor has no instructions for it"
-    return Found(
+    return Findings(
         figures={"matmul_flops": min(matmul["bfloat16"].value, step)},
         rates=tuple(matmul.values()),
         notes=(slow,) if matmul["bfloat16"].value < matmul["float32"].value else (),
