@@ -40,7 +40,7 @@ def planned(draw: st.DrawFn) -> tuple[ModelSpec, HardwareProfile, list[Plan]]:
     """Enough blocks for something to come again, with room in RAM and on the device for a part of what they need; two plans of
     one run, as a search places them."""
     unit = 1 << draw(st.sampled_from([17, 20]))
-    sizes = [draw(st.integers(1, 5)) * unit, *[2 * unit] * draw(st.integers(4, 12)), 2048, draw(st.integers(1, 5)) * unit]
+    sizes = [draw(st.integers(1, 5)) * unit, *[2 * unit] * draw(st.integers(12, 18)), 2048, draw(st.integers(1, 5)) * unit]
     spec = model(*sizes, tied=draw(st.booleans()))
     if draw(st.booleans()):
         spec = cut(spec, unit, unit)
