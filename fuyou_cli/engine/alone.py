@@ -4,7 +4,7 @@ takes the same time as in a run. No other stage's weights exist."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 from ..core.errors import UsageError
 from ..spec.model import Dtype, StageSpec
 from .activations.outputs import Arrived, GivingBack, Outputs
-from .activations.recompute import Sparing
+from .activations.recompute import Sparing, SparingCalls
 from .anatomy import Anatomy
 from .calls import StageCall, one_row_masks, only_refusals, own_forward, put_back, replaced_forwards
 from .gradients import GradientSum
@@ -57,7 +57,7 @@ class BlockAlone:
 
     def backward(self) -> None:
         """Runs recompute and backward. Adds gradients to a sum, like the second and later micro-batches of a step."""
-        self._recompute(lambda flat: Sparing(self._spec, flat))
+        self._recompute(lambda flat: SparingCalls(self._spec, flat))
 
     def given(self) -> None:
         """Runs backward as if every output that can be kept was kept."""
@@ -67,7 +67,7 @@ class BlockAlone:
         values: Arrived = {index: (list(output[0]), []) for index, output in kept.items()}
         self._recompute(lambda flat: GivingBack(values, kept, self._spec, flat))
 
-    def _recompute(self, made: Callable[[torch.Tensor], Sparing]) -> None:
+    def _recompute(self, made: Callable[[torch.Tensor], AbstractContextManager[Any]]) -> None:
         """Runs forward inside the mode that `made` returns for the weights, then backward."""
         x = self._input.detach().requires_grad_(True)
         flat, total = self._visit()

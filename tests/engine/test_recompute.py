@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from drawn import every
 
+from fuyou_cli.engine.activations.recompute import SparingCalls
 from fuyou_cli.planner.schedule import plan_schedule
-from fuyou_cli.spec.model import ModelSpec
+from fuyou_cli.spec.model import ModelSpec, OperatorSpec
 
 from .families import FAMILIES, gpt2, llama
 from .rig import Rig, Shape, Subject
@@ -90,3 +92,15 @@ def test_a_product_is_told_by_its_weight(tmp_path: Path) -> None:
         original, subject.spec = subject.spec, replace(subject.spec, stages=wrong)
         _assert_same(_outcome(subject, tmp_path / str(step)), expected)
         subject.spec = original
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_weight_of_a_needed_product_is_not_looked_for(shared: bool) -> None:
+    weight, x = torch.ones(4, 4), torch.ones(2, 4)
+    spared, needed = (OperatorSpec(index=index, name="mm", flops=1.0, bytes=4, weight=0) for index in range(2))
+    stage = replace(
+        Subject(llama(num_hidden_layers=1), Shape()).spec.stages[1], unneeded=(spared,), operators=(needed,) if shared else ()
+    )
+    with SparingCalls(stage, weight.view(-1)):
+        y = torch.nn.functional.linear(x, weight)
+    assert y.tolist() == (x @ weight.T if shared else torch.zeros(2, 4)).tolist()

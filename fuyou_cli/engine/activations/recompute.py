@@ -2,8 +2,8 @@
 
 Backward never reads the value of some products. An example is the last product of a block that is added to the block's input:
 only the sum leaves the block, and no gradient depends on the product's value. Such a product is not computed again; zeros
-replace it. `operator_trace` finds these products when a block is inspected. Here they are recognised by their number and the
-weight they use.
+replace it. `operator_trace` finds these products when a block is inspected. Here they are recognised by the weight they use,
+and by their number where operators are numbered.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...spec.model import StageSpec
 from .operators import Operators, factors
@@ -35,15 +37,49 @@ class Recompute:
         return None
 
     def again(self, run: Run, x: torch.Tensor, micro_batch: int, flat: torch.Tensor | None) -> torch.Tensor:
-        with Sparing(self._stage, flat) if self._stage.unneeded else nullcontext():
+        with SparingCalls(self._stage, flat) if self._stage.unneeded else nullcontext():
             return run(x)
 
     def forget(self) -> None:
         return None
 
 
+class SparingCalls(TorchFunctionMode):
+    """Wraps the second forward of `stage`, whose weights lie in `flat` (None: it has none). A look at an operator's arguments
+    below autograd costs microseconds, so only calls that get the weight of a product to spare are looked into. A weight that
+    another product needs is not looked for."""
+
+    def __init__(self, stage: StageSpec, flat: torch.Tensor | None) -> None:
+        super().__init__()
+        needed = {operator.weight for operator in stage.operators}
+        spared = [operator.weight for operator in stage.unneeded if operator.weight not in needed]
+        self._weights = {flat.data_ptr() + place * flat.element_size() for place in spared} if flat is not None else set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for given in args:
+            if isinstance(given, torch.Tensor) and given.data_ptr() in self._weights:
+                with _Zeros(self._weights):
+                    return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+class _Zeros(TorchDispatchMode):
+    """Makes zeros of products with these weights (addresses)."""
+
+    def __init__(self, weights: set[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._weights = weights
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        pair = factors(func, args)
+        if pair is None or self._weights.isdisjoint((pair[0].data_ptr(), pair[1].data_ptr())):
+            return func(*args, **(kwargs or {}))
+        return pair[0].new_zeros(pair[0].shape[0], pair[1].shape[1])
+
+
 class Sparing(Operators):
-    """Wraps the second forward of `stage`, whose weights lie in `flat` (None: it has none)."""
+    """Does the same where operators are numbered anyway, for what subclasses do with them."""
 
     def __init__(self, stage: StageSpec, flat: torch.Tensor | None) -> None:
         super().__init__()
