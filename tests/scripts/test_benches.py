@@ -1,4 +1,4 @@
-"""scripts/bench_io.py, bench_adamw.py and bench_search.py: a bar is judged only where the machine was quiet, and the exit code
+"""The benches: a bar is judged only where the machine was quiet, and the exit code
 says it."""
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import bench_adamw
+import bench_host
 import bench_io
 import bench_search
 from proof import report
@@ -102,3 +103,14 @@ def test_the_output_of_a_bench_names_its_commit(
     monkeypatch.setattr(report, "commit", lambda: "1234567890")
     assert bench_io.main() == 3
     assert "commit 1234567890, " in capsys.readouterr().out.splitlines()[0]
+
+
+def test_the_launching_thread_is_judged_by_what_it_takes_beyond_transformers() -> None:
+    """Turn by turn: a slow turn is slow for both."""
+    turn = {(who, phase): 1.0 for who in bench_host.WAYS for phase in bench_host.BARS}
+    turn |= {("transformers", phase): 0.25 for phase in bench_host.BARS}
+    turns = [{key: value * speed for key, value in turn.items()} for speed in (1.0, 1.0, 9.0)]
+    verdicts = {row.what.partition(":")[0]: (row.measured, row.verdict) for row in bench_host.rows_of(turns)}
+    assert verdicts["device emulated, forward"] == ("0.750", "FAIL")
+    assert verdicts["device emulated, backward"] == ("0.750", "pass")
+    assert verdicts["device cpu, forward"] == ("0.750", "reported")
