@@ -243,9 +243,6 @@ def _quantised(recipe: Recipe) -> Broken:
     if recipe.adapter is None and not recipe.freeze:
         message = f"`{key}: {kind}`, but every parameter is trained, and only frozen weights can rest quantised"
         yield key, message, "add an `adapter` (`type: lora`), or name layers in `freeze`"
-    if recipe.adapter is not None and recipe.adapter.use_dora:
-        message = f"`adapter.use_dora` with `{key}: {kind}` is not built: magnitudes would begin with decoded weights"
-        yield "adapter.use_dora", message, "leave use_dora false, or quantize none"
     if recipe.offload.optimizer_states == "gpu":
         message = f"`offload.optimizer_states: gpu` but `{key}: {kind}`: a stage that is updated on the device is not quantised"
         yield "offload.optimizer_states", message, "leave it auto: an adapter's states are small, and are updated on the CPU"

@@ -56,7 +56,6 @@ def test_impossible_pairs(refused, text, key):
         ("", ["model.quantize=nf4"], "model.quantize"),
         ("", ["model.double_quant=true"], "model.double_quant"),
         ("adapter: {r: 4}\n", ["model.quantize=int8", "model.double_quant=true"], "model.double_quant"),
-        ("adapter: {use_dora: true}\n", ["model.quantize=nf4"], "adapter.use_dora"),
         ("adapter: {r: 4}\n", ["model.quantize=nf4", "offload.optimizer_states=gpu"], "offload.optimizer_states"),
     ],
 )

@@ -13,6 +13,7 @@ from ...engine.skeleton import TORCH_DTYPE
 from ...spec.model import Dtype, StageSpec
 from ...swap.kernels import split, sum_squares
 from ...swap.quantised import Workers
+from ..packed_reading import PackedReader
 from .quantised_import import quantise
 
 _PIECE = 1 << 22  # elements of a checkpoint that are converted at once
@@ -28,10 +29,12 @@ class FirstWeights:
     def __init__(self, entries: Mapping[str, TensorEntry], reader: TensorReader, added: Added, *, dtype: Dtype) -> None:
         self._entries, self._reader, self._added_to, self._dtype = entries, reader, added, dtype
         self._added: Mapping[str, torch.Tensor] = {}
+        self._packed: tuple[StageSpec, torch.Tensor] | None = None
 
     def begin(self, stage: StageSpec) -> bool:
-        """Makes `fill` ready for a stage. Tells whether its trained values fit the compute dtype without a remainder."""
-        self._added = self._added_to([tensor.name for tensor in stage.tensors], self._pieces)
+        """Makes `fill` ready for a stage. Tells whether its trained values fit the compute dtype without a remainder. What an
+        adapter begins with depends on the weights as they are computed with, so quantised ones come first."""
+        self._added = self._added_to([tensor.name for tensor in stage.tensors], self._computed)
         trained = (tensor.name for tensor in stage.trained_tensors if tensor.name not in self._added)
         return all(self._dtype == "float32" or self._entries[name].dtype == "bfloat16" for name in trained)
 
@@ -57,6 +60,21 @@ class FirstWeights:
     def fill_quantised(self, stage: StageSpec, bank: torch.Tensor, *, workers: Workers) -> None:
         """Reads and quantises the tensors of the stage that rest so, into their `bank` (bytes)."""
         quantise(stage, bank, self._pieces, dtype=self._dtype, workers=workers)
+        self._packed = stage, bank
+
+    def _computed(self, name: str) -> Iterator[torch.Tensor]:
+        """Yields the same pieces of what is computed with: of a tensor that rests quantised, the decoded values."""
+        stage, bank = self._packed or (None, None)
+        if stage is None or bank is None or stage.quantisation is None or name not in (packed := stage.packed()):
+            yield from self._pieces(name)
+            return
+        at, held = packed[name], bank.numpy().data
+        reader = PackedReader(
+            stage.quantisation, at, lambda part, begin, end: held[part[0] + begin : part[0] + end], self._dtype
+        )
+        for begin in range(0, at.numel, _PIECE):
+            values = reader.elements(begin, min(_PIECE, at.numel - begin))
+            yield torch.frombuffer(values, dtype=TORCH_DTYPE[self._dtype])
 
     def _pieces(self, name: str, most: int = _PIECE) -> Iterator[torch.Tensor]:
         """Yields a tensor of the checkpoint in the compute dtype, as 1-D pieces of `most` elements from its beginning."""

@@ -81,19 +81,19 @@ class StageFiles:
                     progress(stage.numel)
 
     def _load_stage(self, stage: StageSpec, plan: StagePlan, record: Record, source: FirstWeights, workers: Workers) -> None:
+        slot = plan.weights_ram or self.plan.slot_classes[plan.slot_class].weight_slots[0]
+        if stage.quantised:
+            packed = self.memory.tensor(slot, torch.uint8, stage.weight_bytes)[-stage.packed_bytes :]
+            source.fill_quantised(stage, packed, workers=workers)
         exact = source.begin(stage)
         record.generation, record.turn, record.zero_moments, record.zero_remainder = 0, 0, True, exact
         if plan.updated_there:
             record.sums = self._load_there(stage, source, exact=exact)
             return
-        slot = plan.weights_ram or self.plan.slot_classes[plan.slot_class].weight_slots[0]
         remainder = None if exact else self._remainder_span(plan)
         weights = self.memory.tensor(slot, self.dtype, stage.params - stage.quantised)
         rest = None if remainder is None else self.memory.tensor(remainder, torch.int16, stage.trained)
         source.fill(stage, 0, weights[: stage.trained] if stage.source else weights, rest)
-        if stage.quantised:
-            packed = self.memory.tensor(slot, torch.uint8, stage.weight_bytes)[-stage.packed_bytes :]
-            source.fill_quantised(stage, packed, workers=workers)
         if plan.weights_ram is not None:
             self._read_pieces(stage, plan)
         if plan.trained_ram is not None:
