@@ -16,7 +16,7 @@ from ..spec.model import ModelSpec
 from ..spec.plan import Numerics, Plan, StagePlan
 from .boundary_layout import kept_bytes
 from .costs import Costs
-from .device import DeviceSide, crossing, stages_at_turn
+from .device import DeviceSide, crossing
 from .schedule import Schedule, Visit, phase_traffic, written_by_update
 
 # Share of every resource's work that is added to the longest time. Of two phases that slots limit equally, the one with less
@@ -88,24 +88,9 @@ def phase_estimate(costs: Costs, schedule: Schedule, plan: Plan) -> float:
             busiest.append(compute + update * _taken_by_updates(hardware, costs.numerics))
         else:
             computing, *copying = _beside_copies(costs, visits, plan, computed)
-            computing += _turn_seconds(costs, updated)
             busiest += [update, computing + sum(map(costs.device_update_seconds, updated)), *copying]
         longest = max(*busiest, slot_seconds(costs, schedule, visits, plan, rates=_mixed(hardware)))
         seconds += longest + _BESIDE * sum(busiest)
-    return seconds
-
-
-def _turn_seconds(costs: Costs, updated: Sequence[StagePlan]) -> float:
-    """Estimates how long compute waits at the turn of a step for the stages that come last in backward and first in forward:
-    gradients come down, an update on the host, weights go up."""
-    hardware, seconds, at_turn = costs.hardware, 0.0, stages_at_turn(costs.model)
-    for stage in updated:
-        if stage.stage not in at_turn or stage.updated_there:
-            continue
-        spec = costs.model.stages[stage.stage]
-        seconds += costs.update_seconds(stage) / costs.updates_at_once
-        seconds += spec.gradient_bytes(costs.numerics.accumulate_dtype) / (hardware.d2h or float("inf"))
-        seconds += spec.weight_bytes / (hardware.h2d or float("inf"))
     return seconds
 
 

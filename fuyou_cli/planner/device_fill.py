@@ -12,8 +12,8 @@ from .device_memory import most_needed
 from .greedy_fill import spread
 from .plan_request import PlanRequest
 
-TURN = -1.0  # a value of `Choice.there`: only stages at the turn of a step, whose updates nothing else hides
-SHARES = (0.0, TURN, 0.5, 1.0)  # shares of the device's spare memory
+SHARES = (0.0, 0.5, 1.0)  # shares of the device's spare memory
+TURN = -1.0  # another value of `Candidate.there`: only stages at the turn of a step, whose updates nothing else hides
 
 
 def may_fill(model: ModelSpec, request: PlanRequest) -> bool:

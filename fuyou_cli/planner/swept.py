@@ -5,6 +5,9 @@ have room for the batch. But weights and gradients move once more per sweep, and
 the last backward. The search doubles the number of sweeps (or takes the next divisor of the micro-batches) until two numbers in
 a row do not help. For each number it places a few candidates near the best, more if one of them may be faster, and simulates
 the likeliest. All of it has a fixed limit on work.
+
+Before that it tries the best plan with the stages at a step's turn on the device (`device_fill.TURN`). In the family, such
+plans would take the place of others that a limited search looks at.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 from .candidate import NONE_KEPT, Candidate, Family, sweep_counts
+from .device_fill import TURN
 from .place import Placed, Placing
 from .search_state import GAIN, Alternative
 from .simulate import STEPS, simulate
@@ -45,7 +49,9 @@ class Swept:
     _most_written: float = field(default=0.0, init=False)
 
     def look(self) -> None:
-        """Tries numbers of sweeps in order, then other pipelines of the best."""
+        """Tries the first stages on the device, then numbers of sweeps in order, then other pipelines of the best."""
+        if len(self.candidates.there) > 1:
+            self._improved(1, [replace(self.best.candidate, there=TURN)])
         in_vain = 0
         for count in sweep_counts(self.one.model, self.one.request)[1:]:
             if in_vain == _IN_VAIN or not self._may_simulate(2 * len(self.one.model.stages) * count):

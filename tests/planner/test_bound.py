@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 
-from fuyou_cli.planner.bound import lower_bound, phase_estimate
+from fuyou_cli.planner.bound import lower_bound
 from fuyou_cli.planner.costs import Costs, update_bytes
 from fuyou_cli.planner.device import square_lanes
 from fuyou_cli.planner.place import least_memory, plan
@@ -186,15 +186,3 @@ def test_clipped_updates_end_before_the_head_begins() -> None:
     later = sum(costs.compute_seconds(visit) for visit in schedule.visits if visit.phase != "forward")
     assert lower_bound(costs, schedule, clipped) == pytest.approx(update + later)
     assert max(clipped.predicted.seconds.values()) < update + later
-
-
-@pytest.mark.parametrize("clip", [1.0, None])
-def test_an_estimate_counts_the_turn_of_a_step(clip: float | None) -> None:
-    """Compute waits for the updates of the embedding and the first block, not for those of blocks in the middle."""
-
-    def estimated(*there: int) -> float:
-        _, made = _in_ram(clip, there)
-        quick = replace(SLOW, adamw=((1, 1e12),), h2d=1e9, d2h=1e9)
-        return phase_estimate(Costs.of(SPEC, quick, made), plan_schedule(SPEC, made), made)
-
-    assert estimated(1) < 0.99 * estimated(3)
