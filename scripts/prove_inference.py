@@ -79,14 +79,15 @@ def evaluated(setting: Setting, memory: int) -> list[Row]:
     result = setting.measure(f"eval in {memory}", lambda: in_group(setting, "eval", words, memory))
     found = {} if result["failed"] else json.loads(result["told"][result["told"].index("{") :])
     what = f"{setting.shape}: fuyou eval of {ROWS} rows"
+    bytes_read = f"{setting.shape}: bytes that eval reads, of a parameter and pass"
     if not found:
-        return [held_in(what, memory, result, "", False)]
+        return [held_in(what, memory, result, "", False), missing(bytes_read, f"<= {BYTES:g}", "eval did not end")]
     [rows], passes, parameters = found["sets"], found["passes"], found["parameters"]
     peak = f"peak {gib(found['memory']['peak'])}, loss {rows['loss']:.4f}, {rows['rows']} rows, {passes} passes"
     each = found["read_bytes"] / parameters / passes
     return [
         held_in(what, memory, result, peak, rows["rows"] == ROWS),
-        at_most(f"{setting.shape}: bytes that eval reads, of a parameter and pass", each, BYTES, values={"eval": found}),
+        at_most(bytes_read, each, BYTES, values={"eval": found | {"model": setting.shape}}),
     ]
 
 

@@ -37,7 +37,10 @@ def arguments() -> argparse.Namespace:
     options.add_argument("--seeds", type=int, nargs="+", default=[SEED], help="of the order of rows")
     options.add_argument("--compute", choices=("float32", "bfloat16"), default="float32")
     options.set_defaults(shape="1m")
-    return options.parse_args()
+    asked = options.parse_args()
+    if len(set(asked.seeds)) < len(asked.seeds):
+        options.error("--seeds: one is given twice")
+    return asked
 
 
 def losses(setting: Setting, options: argparse.Namespace, states: str, seed: int) -> list[float]:
