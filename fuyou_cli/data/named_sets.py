@@ -88,8 +88,8 @@ def fetch(entry: DatasetEntry, *, streamed: bool = False) -> tuple[Path, ...]:
             hint = "check path, `name` and `split`; for a gated set, run `hf auth login` or set HF_TOKEN"
             raise UsageError(f"dataset.train: {entry.path}: {reply['error']}", hint=reply.get("hint") or hint)
         files = [_kept(Path(file), Path(rows), folder) for file in reply["files"]]
-        if streamed and (strange := [file.name for file in files if kind_of_rows(file) is None]):
-            hint = "set dataset.streaming=false: the library `datasets` may read it"
+        if streamed and (strange := [file.name for file in files if kind_of_rows(file) in (None, "text")]):
+            hint = "set dataset.streaming=false: the library `datasets` may read it"  # a text file as a row per line
             raise UsageError(f"dataset.train: {entry.path}: dataset.streaming cannot read {strange[0]}", hint=hint)
         record = _LISTED if streamed else _RECORD
         (draft := Path(rows, record)).write_text(json.dumps(list(map(str, files))), encoding="utf-8")
@@ -117,8 +117,9 @@ def present(file: Path, remote: Mapping[str, Any] | None) -> Iterator[Path]:
         request = {"path": named["set"], "commit": named["commit"], "file": named["file"], "out": str(place)}
         reply = _ask(request, offline=remote["offline"])
         if "error" in reply:
-            hint = reply.get("hint") or "is the hub reachable? the same command goes on from the last commit"
-            raise FuyouError(f"{named['set']}: {named['file']}: {reply['error']}", hint=hint)
+            gone = f"Where the set's owner has replaced its files, remove {kept_folder() / 'sets'} and start over"
+            hint = f"is the hub reachable? The same command goes on from the last commit. {gone}"
+            raise FuyouError(f"{named['set']}: {named['file']}: {reply['error']}", hint=reply.get("hint") or hint)
     yield local
     local.unlink(missing_ok=True)
 

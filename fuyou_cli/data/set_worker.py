@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,14 @@ from .sandbox import LibraryErrors
 
 _OLDEST = 4  # earlier versions run code from a data set
 _LONGEST = 600  # characters of an error
+_OF_EVERY_SET = {
+    "name",
+    "version",
+    "data_dir",
+    "data_files",
+    "description",
+    "features",
+}  # they say nothing of how a file is read
 _INSTALL = f"pip install 'datasets>={_OLDEST}'"
 
 
@@ -46,8 +55,13 @@ def load(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _listed(datasets: Any, request: dict[str, Any]) -> list[str]:
-    """Names the files of a split: paths, or hf:/datasets/OWNER/NAME@COMMIT/FILE."""
-    files = datasets.load_dataset_builder(request["path"], request["name"]).config.data_files
+    """Names the files of a split: paths, or hf:/datasets/OWNER/NAME@COMMIT/FILE. Raises ValueError where the set's README says
+    how to read them, such as a separator: nobody would hear of it."""
+    config = datasets.load_dataset_builder(request["path"], request["name"]).config
+    usual, files = type(config)(), config.data_files
+    asked = {field.name for field in fields(config)} - _OF_EVERY_SET
+    if said := sorted(name for name in asked if getattr(config, name) != getattr(usual, name)):
+        raise ValueError(f"its README sets {', '.join(said)}, which dataset.streaming does not follow: set it to false")
     if request["split"] not in files:
         raise ValueError(f'Unknown split "{request["split"]}". Should be one of {list(files)}.')
     return [str(file).replace("hf://", "hf:/", 1) for file in files[request["split"]]]

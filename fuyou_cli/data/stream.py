@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import tempfile
 import time
@@ -170,7 +171,7 @@ class _Entry:
                     return False
                 if not said and time.monotonic() - begin > _PATIENCE:
                     said = True
-                    self._say("training waits for data: it is tokenised more slowly than it is used (dataset.num_workers)")
+                    self._say("training waits for data: it is fetched or tokenised more slowly than it is used")
                 continue
             self._grow()
         return True
@@ -252,8 +253,9 @@ class _Worker:
     def end(self) -> None:
         """Ends the process, so that nothing waits for a part that nobody needs."""
         self._has_ended = True
-        if self._process is not None:
-            self._process.kill()
+        if self._process is not None and self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)  # with the process that fetches a file
+            self._process.wait()
 
     def _made(self, asked: dict[str, Any], folder: Path) -> int:
         if folder.is_dir():

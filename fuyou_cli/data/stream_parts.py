@@ -62,7 +62,11 @@ class Parts:
         if entry is None or entry.next != begin:
             entry = _Entry(self._request, self._tokeniser, asked["sources"], begin, formats=asked["formats"])
             self._entries[asked["entry"]] = entry
-        return {"rows": entry.make(Path(asked["out"]), is_first=asked["begin"] is None)}
+        try:
+            return {"rows": entry.make(Path(asked["out"]), is_first=asked["begin"] is None)}
+        except UsageError as error:  # a file of the hub is named by its set, not by where it lies for a while
+            folder = self._request.get("remote", {}).get("folder", "")
+            raise UsageError(error.message.replace(f"{folder}/", "") if folder else error.message, hint=error.hint) from error
 
 
 class _Entry:

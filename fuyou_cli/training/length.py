@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,11 +40,13 @@ def fed(
     cache: Path | None = None,
 ) -> tuple[Rows, Sampler] | tuple[Stream, Stream]:
     """Returns the rows to train on and their order. `check` refuses rows that do not fit the model."""
-    from ..data import Stream, size_of
+    from ..data import MissingDataError, Stream, size_of
 
     if not recipe.dataset.streaming:
-        if recipe.train.max_steps is not None and (size := size_of(recipe.dataset)) > LARGE:
-            say(f"note: all of the data ({gb(size)}) is tokenised before the first step; dataset.streaming=true does it beside")
+        with suppress(MissingDataError):  # of a set that is yet to be fetched
+            if recipe.train.max_steps is not None and (size := size_of(recipe.dataset)) > LARGE:
+                beside = "dataset.streaming=true does it beside"
+                say(f"note: all of the data ({gb(size)}) is tokenised before the first step; {beside}")
         rows = tokenised_rows(recipe, tokenizer_dir, cache=cache)
         check(rows.summary)
         return rows, sampler_of(recipe, len(rows), entry_rows=rows.summary.entry_rows)

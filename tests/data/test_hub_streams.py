@@ -76,7 +76,13 @@ def test_what_cannot_be_streamed_is_refused(server: Hub, tokenizer_dir: Path, tm
     ):
         with pytest.raises(UsageError, match=said):
             stream(section("o/set", entry=entry, streaming=True), tokenizer_dir, tmp_path / "cache")
-    server.repositories["o/packed"] = {"train.jsonl.zip": b"PK"}
-    with pytest.raises(UsageError, match=r"o/packed: dataset\.streaming cannot read train\.jsonl\.zip"):
-        stream(section("o/packed", streaming=True), tokenizer_dir, tmp_path / "cache")
+    readme = b'---\nconfigs:\n- config_name: default\n  data_files: a.csv\n  sep: ";"\n---\n'
+    for name, files, said in (
+        ("o/packed", {"train.jsonl.zip": b"PK"}, r"dataset\.streaming cannot read train\.jsonl\.zip"),
+        ("o/lines", {"train.txt": b"a row\nanother\n"}, r"dataset\.streaming cannot read train\.txt"),
+        ("o/parted", {"README.md": readme, "a.csv": b"text;n\na;1\n"}, "its README sets sep, which"),
+    ):
+        server.repositories[name] = files
+        with pytest.raises(UsageError, match=f"{name}: {said}"):
+            stream(section(name, streaming=True), tokenizer_dir, tmp_path / "cache")
     assert not fetched(server)

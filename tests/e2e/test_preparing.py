@@ -113,6 +113,16 @@ def test_notes_on_the_data_are_said(new_project: Callable[..., Project], tmp_pat
     assert any(text.startswith("note: in 4 of 4 samples no white space separates prompt and completion") for text in said)
 
 
+def test_a_slice_is_fetched_by_a_run_of_so_many_steps(new_project: Callable[..., Project], tmp_path: Path) -> None:
+    """Its size is not known before, which a run of epochs does not ask for."""
+    (tmp_path / "set").mkdir()
+    rows = "".join(json.dumps({"prompt": f"{number}? ", "completion": "7"}) + "\n" for number in range(8))
+    (tmp_path / "set" / "train.jsonl").write_text(rows)
+    entry = {"path": str(tmp_path / "set"), "split": "train[:50%]"}
+    ready = prepared_run(new_project(changes={"dataset.train": [entry], "train.max_steps": 4}))
+    assert ready.rows.summary.samples == 4
+
+
 def test_rows_seen_more_often_than_asked_and_special_tokens_are_noted(
     new_project: Callable[..., Project], tmp_path: Path
 ) -> None:
