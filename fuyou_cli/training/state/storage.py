@@ -81,15 +81,14 @@ class StageFiles:
                     progress(stage.numel)
 
     def _load_stage(self, stage: StageSpec, plan: StagePlan, record: Record, source: FirstWeights, workers: Workers) -> None:
+        if plan.updated_there:
+            record.sums = self._load_there(stage, source, exact=_begun(stage, record, source))
+            return
         slot = plan.weights_ram or self.plan.slot_classes[plan.slot_class].weight_slots[0]
         if stage.quantised:
             packed = self.memory.tensor(slot, torch.uint8, stage.weight_bytes)[-stage.packed_bytes :]
             source.fill_quantised(stage, packed, workers=workers)
-        exact = source.begin(stage)
-        record.generation, record.turn, record.zero_moments, record.zero_remainder = 0, 0, True, exact
-        if plan.updated_there:
-            record.sums = self._load_there(stage, source, exact=exact)
-            return
+        exact = _begun(stage, record, source)
         remainder = None if exact else self._remainder_span(plan)
         weights = self.memory.tensor(slot, self.dtype, stage.params - stage.quantised)
         rest = None if remainder is None else self.memory.tensor(remainder, torch.int16, stage.trained)
@@ -240,6 +239,13 @@ class StageFiles:
         known = self.daemon.written
         found = [known.known(Span(offset=p.offset, size=p.size)) for p in stage.source] if known is not None else []
         return tuple(total for total in found if total is not None) if None not in found else ()
+
+
+def _begun(stage: StageSpec, record: Record, source: FirstWeights) -> bool:
+    """Begins a stage's generation 0. Tells whether its weights need no remainder."""
+    exact = source.begin(stage)
+    record.generation, record.turn, record.zero_moments, record.zero_remainder = 0, 0, True, exact
+    return exact
 
 
 def _resting_in_ram(plan: StagePlan, record: Record) -> Iterator[tuple[StateTensor, Span, Span]]:
