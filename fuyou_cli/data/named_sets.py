@@ -56,8 +56,9 @@ def is_on_hub(path: str) -> bool:
 
 
 def is_remote(file: Path) -> bool:
-    """Tells whether a file is one of the hub, to be fetched when it is read."""
-    return _REMOTE.fullmatch(str(file)) is not None
+    """Tells whether a file is one of the hub, to be fetched when it is read. A name that leads out of its folder is none: what
+    is fetched is removed later."""
+    return _REMOTE.fullmatch(str(file)) is not None and ".." not in file.parts
 
 
 def fetched(entry: DatasetEntry, *, streamed: bool = False) -> tuple[Path, ...]:
@@ -107,7 +108,7 @@ def present(file: Path, remote: Mapping[str, Any] | None) -> Iterator[Path]:
     """Gives a file that can be opened. One of the hub is fetched into the folder of `remote`, and removed at the end; an
     earlier process may have left it there. Raises FuyouError if the hub cannot be reached."""
     named = _REMOTE.fullmatch(str(file))
-    if named is None:
+    if named is None or not is_remote(file):
         yield file
         return
     assert remote is not None

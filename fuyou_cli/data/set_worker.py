@@ -20,14 +20,8 @@ from .sandbox import LibraryErrors
 
 _OLDEST = 4  # earlier versions run code from a data set
 _LONGEST = 600  # characters of an error
-_OF_EVERY_SET = {
-    "name",
-    "version",
-    "data_dir",
-    "data_files",
-    "description",
-    "features",
-}  # they say nothing of how a file is read
+# Settings that say nothing of how a file is read.
+_OF_EVERY_SET = {"name", "version", "data_dir", "data_files", "description", "features"}
 _INSTALL = f"pip install 'datasets>={_OLDEST}'"
 
 

@@ -263,7 +263,8 @@ class _Worker:
         try:
             return self._answered(asked, folder)
         except FuyouError as error:
-            if isinstance(error, UsageError | OutOfSpaceError) or self._has_ended:
+            lives = self._process is not None and self._process.poll() is None  # it has told what is wrong, as with the network
+            if isinstance(error, UsageError | OutOfSpaceError) or self._has_ended or lives:
                 raise
             self._process = None  # it was ended, as by the kernel where memory is short: another one makes the same part
             return self._answered(asked, folder)

@@ -12,6 +12,7 @@ import pytest
 
 from fuyou_cli.core.errors import FuyouError, UsageError
 from fuyou_cli.data import look
+from fuyou_cli.data.named_sets import is_remote, present
 from tests.hub_server import Hub
 
 from .conftest import section
@@ -67,6 +68,16 @@ def test_a_file_is_fetched_when_it_is_read(server: Hub, tokenizer_dir: Path, tmp
         (here / name).write_bytes(server.repositories["o/set"][name])
     local = stream(section(here, streaming=True), tokenizer_dir, tmp_path / "cache")
     assert rows == [local.tokens(index).tolist() for step in range(STEPS) for index in local.batch(step)]
+
+
+def test_a_name_that_leads_out_of_its_folder_is_not_of_the_hub(tmp_path: Path) -> None:
+    """What is fetched is removed afterwards, so nothing else may be where a name leads."""
+    (kept := tmp_path / "kept.jsonl").write_text("{}")
+    (tmp_path / "o" / "set@main").mkdir(parents=True)
+    name = Path("hf:/datasets/o/set@main/../../kept.jsonl")
+    with present(name, {"folder": str(tmp_path), "offline": True}) as file:
+        assert file == name
+    assert not is_remote(name) and kept.exists()
 
 
 def test_what_cannot_be_streamed_is_refused(server: Hub, tokenizer_dir: Path, tmp_path: Path) -> None:
