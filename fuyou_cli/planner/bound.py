@@ -151,7 +151,9 @@ def slot_seconds(costs: Costs, schedule: Schedule, visits: Sequence[Visit], plan
         if stage.weights_ram is None and visit.owner is not None:
             weights[stage.slot_class] += computing + (updating if stage.trained_ram is None else 0.0)
         if stage.gradients_ram is None and visit.sum_gradients:
-            resting = stage.gradients_extent is not None and (stage.deferred or visit.rest)
+            # The embedding's backward continues this sum in the same slot.
+            goes_on = visit.phase == "head" and costs.model.tied_head and not costs.model.head_is_cut
+            resting = stage.gradients_extent is not None and (stage.deferred or visit.rest) and not goes_on
             written = stage.gradients_extent.size / rates[1] if resting and stage.gradients_extent and rates[1] else 0.0
             gradients[stage.slot_class] += computing + (written if resting else updating)
     held = [(weights[number], slots.weight_slots) for number, slots in enumerate(plan.slot_classes)]

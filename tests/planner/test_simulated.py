@@ -10,7 +10,7 @@ from drawn import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuyou_cli.planner.bound import lower_bound
+from fuyou_cli.planner.bound import lower_bound, store_seconds
 from fuyou_cli.planner.costs import Costs
 from fuyou_cli.planner.device import BOUNDARIES_ACROSS, GRADIENTS_ACROSS, WEIGHTS_UP
 from fuyou_cli.planner.place import plan
@@ -28,6 +28,7 @@ COPYING = replace(HARDWARE, device="cuda", h2d=2e9, d2h=1e9, h2d_mixed=1.2e9, d2
 SHARED = replace(HARDWARE, shared_compute=0.5, shared_adamw=0.5)
 DEAR_TRANSFERS = replace(SHARED, io_cpu=1e-10)
 CLOSE = 5e-4  # how near the simulated rates of a drive that reads and writes at once are to where they settle
+LATER = (30, 300)  # steps
 specs = st.one_of(models(), cut_models())
 
 
@@ -45,12 +46,14 @@ def test_a_step_takes_at_least_its_busiest_resource(data: st.DataObject, spec: M
     assert all(seconds <= step.step_seconds * (1 + 1e-9) for seconds in step.in_use.values())
     assert step.written == made.predicted.written_per_step
     assert step.read <= made.predicted.read_per_step  # weights may still be there from an update when they are wanted again
-    costs = Costs.of(spec, COPYING if device == "cuda" else SHARED, made)
-    most = step.step_seconds * (1 + CLOSE) + 1e-9
-    assert lower_bound(costs, plan_schedule(spec, made), made) <= most
-    reading = step.read / (made.predicted.read_per_step or 1)
-    for name, seconds in made.predicted.seconds.items():
-        assert seconds * (reading if name == "ssd read" else 1) <= most, name
+    hardware = COPYING if device == "cuda" else SHARED
+    busy = made.predicted.seconds | store_seconds(hardware, step.read, step.written)
+    least = max(lower_bound(Costs.of(spec, hardware, made), plan_schedule(spec, made), made), *busy.values())
+    most = step.step_seconds
+    for steps in LATER:  # each step may leave more updates to the next, until no slot is free
+        if least > most * (1 + CLOSE) + 1e-9:
+            most = simulate(spec, hardware, made, plan_schedule(spec, made), steps=steps).step_seconds
+    assert least <= most * (1 + CLOSE) + 1e-9, busy
 
 
 @examples(60)
