@@ -6,8 +6,8 @@
 
 Every test file runs `--runs` times. Then it runs `--loaded` times while more processes than cores compute, touch memory, and
 write and flush files. Short files of one folder share a process of about a minute. Another process runs beside it (`--side`),
-usually the next run of the same files. Each file's outcome is kept for the code, the file and what it imports of the tests
-and scripts; a change of these runs it again. Every property draws `--examples` examples, in pieces with a seed each, the
+usually the next run of the same files. Each file's outcome is kept until it, or something that it imports of this project,
+changes (of tests that start programs: any code). Every property draws `--examples` examples, in pieces with a seed each, the
 fastest property first. The native tests count as two files, one per sanitizer, if `scripts/test` has built them. Files and
 folders may be named; `--only` picks parts. The runs take a little more than 13 times the processor time of `scripts/test -m
 ''`.
@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from proof import green
 from proof.load import load
-from proof.report import ROOT, Progress, Row, conclude, digest, holds, missing, plain_parser, say
+from proof.report import ROOT, Progress, Row, code_files, conclude, digest, holds, missing, plain_parser, say
 
 from fuyou_cli.machine.profile import core_count
 
@@ -232,15 +232,15 @@ def judged_examples(session: Session, tests: Sequence[str], asked: int) -> list[
 
 
 def content(names: Iterable[str]) -> dict[str, str]:
-    """Names each file's content together with that of what it shares with others."""
-    return {name: digest(green.sources(ROOT / name) if name not in NATIVE else []) for name in names}
+    """Names each file's content together with that of what its outcome depends on."""
+    return {name: digest(green.sources(ROOT / name) if name not in NATIVE else code_files()) for name in names}
 
 
 def prove(options: argparse.Namespace, work: Path) -> int:
     names = [green.name_of(path) for path in green.files(options.tests)] + ([] if options.tests else NATIVE)
     kinds = options.only or KINDS
     tests = green.properties(options.tests, work) if "examples" in kinds else []
-    progress = Progress(work / "prove_green.jsonl")
+    progress = Progress(work / "prove_green.jsonl", named="")  # the keys hold its digest
     until = time.monotonic() + options.seconds
     session = Session(options=options, work=work, progress=progress, until=until, tested=content(names))
     rows: list[Row] = []

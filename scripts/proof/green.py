@@ -9,21 +9,24 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
-from .report import ROOT
+from .report import ROOT, code_files, extension
 
 HANGS = 1500  # seconds after which a test is given up: on a machine that does other things as well
 SANITIZERS = ("address", "thread")
 _FIRST = ("e2e", "swap", "scripts", "quickstart", "bench", "cli", "engine", "hostile", "data")  # most threads and processes
 _ENDS = (0, 1, 5)  # pytest's: all passed, some failed, none was chosen
 _TAIL = 3000  # characters that are kept of a failure
+# Modules by which a test runs or reads what it does not import.
+_REACHES_FURTHER = {"subprocess", "multiprocessing", "runpy", "pty", "ast", "tokenize"}
 _STATISTICS = re.compile(r"(\d+) passing(?: test cases| examples)?, (\d+) failing")
 
 
@@ -61,22 +64,34 @@ def name_of(path: Path) -> str:
 
 
 def sources(path: Path) -> list[Path]:
-    """Lists a test file, the `conftest.py` and `__init__.py` that pytest reads before it, and the tests' and scripts' own files
-    that any of these import, wherever in a file they do."""
+    """Lists what a test file's outcome may depend on: the file, the `conftest.py` and `__init__.py` that pytest reads before
+    it, every file of ours that any of these import, wherever in a file they do, what lies beside it for it to read, and the
+    built extension. For a test that starts programs or reads the tree (`_REACHES_FURTHER`), all code besides."""
     tests, found = ROOT / "tests", set[Path]()
     folders = [folder for folder in path.parents if folder.is_relative_to(tests)]
-    left = [path, *(folder / name for folder in folders for name in ("conftest.py", "__init__.py"))]
+    left, further = [path, *(folder / name for folder in folders for name in ("conftest.py", "__init__.py"))], False
     while left:
         file = left.pop()
         if file not in found and file.is_file():
             found.add(file)
-            left += _imported(file)
+            imported = _imported(file, file.read_bytes(), ROOT)
+            left += imported.places
+            further |= imported.further
+    found.update(beside for beside in path.parent.rglob("*") if beside.is_file() and beside.suffix not in (".py", ".pyc"))
+    found.update(code_files() if further else extension())
     return sorted(found)
 
 
-def _imported(file: Path) -> Iterator[Path]:
-    """Yields the places where the modules that a file imports may lie."""
-    for node in ast.walk(ast.parse(file.read_bytes())):
+@dataclass(frozen=True, slots=True)
+class _Imported:
+    places: tuple[Path, ...]  # where the modules that a file imports may lie
+    further: bool
+
+
+@cache
+def _imported(file: Path, content: bytes, root: Path) -> _Imported:
+    places, modules = list[Path](), set[str]()
+    for node in ast.walk(ast.parse(content)):
         if isinstance(node, ast.Import):
             level, names = 0, [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -84,10 +99,12 @@ def _imported(file: Path) -> Iterator[Path]:
             level, names = node.level, [base, *(f"{base}{alias.name}" for alias in node.names)]
         else:
             continue
-        roots = [file.parents[level - 1]] if level else [ROOT / "tests", ROOT / "scripts", file.parent]
-        for root, name in product(roots, names):
-            place = root.joinpath(*filter(None, name.split(".")))
-            yield from (place.with_suffix(".py"), place / "__init__.py")
+        modules.update(name.partition(".")[0] for name in names if not level)
+        roots = [file.parents[level - 1]] if level else [root, root / "tests", root / "scripts", file.parent]
+        for parent, name in product(roots, names):
+            place = parent.joinpath(*filter(None, name.split(".")))
+            places += [place.with_suffix(".py"), place / "__init__.py"]
+    return _Imported(tuple(places), not _REACHES_FURTHER.isdisjoint(modules))
 
 
 def run_tests(

@@ -109,10 +109,10 @@ def worst(codes: Iterable[int]) -> int:
 
 class Progress:
     """Keeps finished measurements in a file of JSON lines, one object each. What is there is not measured again while the code
-    is the same."""
+    is the same. `named`: the name of that code, if not `code()`: "" if the keys name it."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.code, self._lock = path, code(), threading.Lock()
+    def __init__(self, path: Path, *, named: str | None = None) -> None:
+        self.path, self.code, self._lock = path, code() if named is None else named, threading.Lock()
         self.kept: dict[str, dict[str, Any]] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
@@ -258,9 +258,14 @@ def described() -> str:
 def code() -> str:
     """Names the code that measures and is measured: the package, the C library, the scripts, the folder of the other side's
     loop, and the extension in use."""
+    return digest(code_files())
+
+
+def code_files() -> list[Path]:
+    """Lists the files of `code`."""
     found = [path for folder in ("fuyou_cli", "native") for path in (ROOT / folder).rglob("*") if path.suffix in _SOURCES]
     found += [*ROOT.glob("scripts/proof/*.py"), *ROOT.glob("scripts/proof/*.c"), *ROOT.glob("scripts/prove_*.py")]
-    return digest([*sorted(found), *extension()])
+    return [*sorted(found), *extension()]
 
 
 def digest(files: Iterable[Path]) -> str:

@@ -14,7 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import prove_green
-from proof import green
+from proof import green, report
 from proof.load import load
 from proof.report import Progress
 
@@ -64,9 +64,10 @@ def test_files_of_one_process_have_outcomes_of_their_own(tmp_path: Path, monkeyp
 
 
 def test_a_file_is_kept_until_what_it_imports_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counts what it imports at the top or in a function, what its conftest.py imports, and scripts."""
-    monkeypatch.setattr(green, "ROOT", tmp_path)
-    monkeypatch.setattr(prove_green, "ROOT", tmp_path)
+    """Counts what it imports at the top or in a function, what its conftest.py imports, scripts, the product and what lies
+    beside it. Whoever starts programs depends on all code."""
+    for module in (green, prove_green, report):
+        monkeypatch.setattr(module, "ROOT", tmp_path)
     texts = {
         "tests/conftest.py": "import drawn",
         "tests/drawn.py": "",
@@ -78,21 +79,46 @@ def test_a_file_is_kept_until_what_it_imports_changes(tmp_path: Path, monkeypatc
         "scripts/proof/load.py": "",
         "tests/a/test_two.py": "import json",
         "tests/a/unused.py": "",
+        "tests/a/golden/rows.json": "{}",
         "tests/b/conftest.py": "",
+        "tests/b/test_three.py": "from fuyou_cli.planner import place",
+        "tests/b/test_four.py": "def test_it():\n    import subprocess",
+        "fuyou_cli/planner/__init__.py": "",
+        "fuyou_cli/planner/place.py": "def plan():\n    from ..spec.model import ModelSpec",
+        "fuyou_cli/spec/model.py": "",
+        "fuyou_cli/cli/main.py": "",
     }
     for name, text in texts.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    names = ["tests/a/test_one.py", "tests/a/test_two.py"]
+    names = [name for name in texts if "/test_" in name]
     before = prove_green.content(names)
-    changed = dict[str, list[str]]()
+    changed = dict[str, str]()
     for name, text in texts.items():
         (tmp_path / name).write_text(f"{text}\n# changed")
         after = prove_green.content(names)
-        changed[name] = [one.removeprefix("tests/a/test_") for one in names if after[one] != before[one]]
+        changed[name] = " ".join(Path(one).stem.removeprefix("test_") for one in names if after[one] != before[one])
         (tmp_path / name).write_text(text)
-    both, one, none = ["one.py", "two.py"], ["one.py"], list[str]()
-    assert list(changed.values()) == [both, both, both, both, one, one, one, one, ["two.py"], none, none]
+    assert changed == {
+        "tests/conftest.py": "one two three four",
+        "tests/drawn.py": "one two three four",
+        "tests/a/__init__.py": "one two",
+        "tests/a/conftest.py": "one two",
+        "tests/a/rig.py": "one",
+        "tests/a/families.py": "one",
+        "tests/a/test_one.py": "one",
+        "scripts/proof/load.py": "one four",
+        "tests/a/test_two.py": "two",
+        "tests/a/unused.py": "",
+        "tests/a/golden/rows.json": "one two",
+        "tests/b/conftest.py": "three four",
+        "tests/b/test_three.py": "three",
+        "tests/b/test_four.py": "four",
+        "fuyou_cli/planner/__init__.py": "three four",
+        "fuyou_cli/planner/place.py": "three four",
+        "fuyou_cli/spec/model.py": "three four",
+        "fuyou_cli/cli/main.py": "four",
+    }
 
 
 def session(work: Path, names: list[str], **options: Any) -> prove_green.Session:
