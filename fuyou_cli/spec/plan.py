@@ -6,6 +6,7 @@ Sizes are bytes. Offsets are bytes from the start of the arena or of the store's
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Literal
 
 from .model import Dtype, Piece
@@ -47,7 +48,12 @@ class Numerics:
 
     def of_sweep(self, sweeps: int) -> Numerics:
         """Returns the numerics of one sweep, if a step passes over the model in this many sweeps."""
-        return self if sweeps == 1 else replace(self, batch_size=self.batch_size // sweeps)
+        return self if sweeps == 1 else _of_sweep(self, sweeps)
+
+
+@lru_cache  # a search asks for it a hundred thousand times
+def _of_sweep(numerics: Numerics, sweeps: int) -> Numerics:
+    return replace(numerics, batch_size=numerics.batch_size // sweeps)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
