@@ -19,7 +19,7 @@ from fuyou_cli.core.errors import UsageError
 from .data_files import kind_of_rows
 from .formats import Chat, Example, RowError, Texts, Tokens, choose_format, loss_target, mapping_hint, read_example
 from .holding_back import Part
-from .named_sets import present
+from .named_sets import is_remote, present
 from .packing import Counts, Row, Sample, has_loss, lay_out
 from .reading import pieces_of, read_document, read_rows
 from .sandbox import time_limit
@@ -96,7 +96,10 @@ class Reading:
                     break
                 if place > at.file:
                     at = replace(at, file=place, rows=0, pieces=0)
-                with present(Path(source["files"][place]), self._request.get("remote")) as file:
+                named = Path(source["files"][place])
+                with present(named, self._request.get("remote")) as file:
+                    if is_remote(named) and not file.stat().st_size:  # nobody here can mend it
+                        continue
                     examples = self._examples(file, source, number, at.rows)
                     for batch in _batches(islice(examples, at.pieces, None), left):
                         before, at = at, at.behind(batch)

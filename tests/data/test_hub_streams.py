@@ -7,15 +7,18 @@ import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fuyou_cli.core.errors import FuyouError, UsageError
 from fuyou_cli.data import look
 from fuyou_cli.data.named_sets import is_remote, present
+from fuyou_cli.data.stream_parts import NEXT, Parts
+from fuyou_cli.data.tokenise import Tokeniser
 from tests.hub_server import Hub
 
-from .conftest import section
+from .conftest import OPTION_DEFAULTS, SOURCE_DEFAULTS, section
 from .test_stream import stream
 
 FILES, ROWS, STEPS = 3, 40, 24  # of 5 rows: exactly an epoch
@@ -68,6 +71,25 @@ def test_a_file_is_fetched_when_it_is_read(server: Hub, tokenizer_dir: Path, tmp
         (here / name).write_bytes(server.repositories["o/set"][name])
     local = stream(section(here, streaming=True), tokenizer_dir, tmp_path / "cache")
     assert rows == [local.tokens(index).tolist() for step in range(STEPS) for index in local.batch(step)]
+
+
+def parts_of(files: dict[str, bytes], tokenizer: Any, tokenizer_dir: Path, folder: Path) -> Parts:
+    """Makes parts of files of the hub that are in the folder already."""
+    for name, content in files.items():
+        (place := folder / "o" / "set@main" / name).parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(content)
+    source = {"files": [f"hf:/datasets/o/set@main/{name}" for name in files], **SOURCE_DEFAULTS}
+    request = {"sources": [source], "mixed": False, "template_seconds": 20, "part_tokens": 10**6, **OPTION_DEFAULTS}
+    request["remote"] = {"folder": str(folder), "offline": True}
+    return Parts(request, Tokeniser(tokenizer, directory=tokenizer_dir))
+
+
+def test_an_empty_file_does_not_end_a_stream(tokenizer: Any, tokenizer_dir: Path, tmp_path: Path) -> None:
+    row = b'{"text": "apple"}\n'
+    parts = parts_of({"a.jsonl": row, "b.jsonl": b"", "c.jsonl": row, "d.csv": b""}, tokenizer, tokenizer_dir, tmp_path)
+    (out := tmp_path / "out").mkdir()
+    assert parts.make({"entry": 0, "sources": [0], "begin": None, "formats": {}, "out": str(out)})["rows"] == 2
+    assert json.loads((out / NEXT).read_text())["begin"] is None
 
 
 def test_a_name_that_leads_out_of_its_folder_is_not_of_the_hub(tmp_path: Path) -> None:
