@@ -10,8 +10,9 @@ built small from its configuration class and tried.
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -177,9 +178,12 @@ def table(families: list[Family]) -> Iterator[str]:
     )
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--print", action="store_true", help="to the terminal instead")
+    asked = parser.parse_args(words)
     text = "\n".join(table([tried(name) for name in names()])) + "\n"
-    if "--print" in sys.argv:
+    if asked.print:
         print(text, end="")
     else:
         TABLE.write_text(text, encoding="utf-8")

@@ -7,6 +7,8 @@ from transformers import PreTrainedConfig
 
 VOCABULARY = 97
 
+# Ids of a larger vocabulary, which these families have by default, make transformers warn.
+_ENDS = {"bos_token_id": 0, "eos_token_id": 0}
 _COMMON = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -27,7 +29,7 @@ def gpt2(dropout: float = 0.0) -> PreTrainedConfig:
     """Makes a GPT-2 with a tied head, learned positions, fused projections, and dropout in four places."""
     return transformers.GPT2Config(
         vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64,
-        embd_pdrop=dropout, resid_pdrop=dropout, attn_pdrop=dropout,
+        embd_pdrop=dropout, resid_pdrop=dropout, attn_pdrop=dropout, **_ENDS,
     )  # fmt: skip
 
 
@@ -36,14 +38,14 @@ def gpt_neo() -> PreTrainedConfig:
     return transformers.GPTNeoConfig(
         vocab_size=VOCABULARY, hidden_size=32, num_layers=2, num_heads=4, max_position_embeddings=64, window_size=8,
         attention_types=[[["global", "local"], 1]], intermediate_size=64, embed_dropout=0.0, attention_dropout=0.0,
-        resid_dropout=0.0,
+        resid_dropout=0.0, **_ENDS,
     )  # fmt: skip
 
 
 def gptj(embd_pdrop: float = 0.0) -> PreTrainedConfig:
     return transformers.GPTJConfig(
         vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64, rotary_dim=4, embd_pdrop=embd_pdrop,
-        resid_pdrop=0.0, attn_pdrop=0.0,
+        resid_pdrop=0.0, attn_pdrop=0.0, **_ENDS,
     )  # fmt: skip
 
 
@@ -70,5 +72,5 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "gptj": gptj(),
     "falcon": falcon(),
     "gpt_neox": transformers.GPTNeoXConfig(**_COMMON, intermediate_size=64, attention_dropout=0.0, hidden_dropout=0.0),
-    "phi3": transformers.Phi3Config(**_GATED, pad_token_id=0),
+    "phi3": transformers.Phi3Config(**_GATED, **_ENDS, pad_token_id=0),
 }

@@ -27,6 +27,13 @@ def test_the_table_has_every_family() -> None:
     assert set(models_table.names()) <= set(VERDICTS)
 
 
+def test_help_tries_no_family(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(models_table, "names", list)  # no family: a table that is printed is quick
+    with pytest.raises(SystemExit) as caught:
+        models_table.main(["--print", "--help"])
+    assert caught.value.code == 0 and capsys.readouterr().out.startswith("usage: ")
+
+
 @pytest.mark.parametrize("name", every(40, VERDICTS))
 def test_as_the_table_says(name: str) -> None:
     if not SAME:

@@ -14,7 +14,7 @@ from fuyou_cli.core.errors import UsageError
 from fuyou_cli.engine.anatomy import dissect
 from fuyou_cli.engine.skeleton import build, load_config
 
-from .families import llama
+from .families import FAMILIES, VOCABULARY, llama
 
 _LLAMA = {
     "model_type": "llama", "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -78,3 +78,10 @@ def test_a_configuration_that_is_a_pipe(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "config.json")
     with pytest.raises(UsageError, match=r"config\.json: cannot be read: it is a pipe, not a plain file"):
         load_config(tmp_path)
+
+
+def test_transformers_has_nothing_to_say_about_the_tests_families() -> None:
+    """Scripts import them: a warning came before a script's help."""
+    for name, config in FAMILIES.items():
+        ids = [getattr(config, key, None) for key in ("bos_token_id", "eos_token_id", "pad_token_id")]
+        assert all(one is None or one < VOCABULARY for one in ids), name
