@@ -6,10 +6,9 @@ import io
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fuyou_cli.core.errors import UsageError
@@ -22,6 +21,7 @@ from .console import status_console, write_document, write_json, write_status
 from .signals import like_ctrl_c
 
 if TYPE_CHECKING:
+    from fuyou_cli.data.prompts import Prompt
     from fuyou_cli.inference.prompting import Prompter
     from fuyou_cli.training.generation import Continued
 
@@ -31,7 +31,7 @@ _ANSWER = 256  # tokens of one answer, where nobody says how many
 
 @like_ctrl_c()
 def run_generate(source: str, options: GenerateOptions) -> None:
-    """Continues one prompt or those of a file; without either, holds a conversation."""
+    """Continues prompts, of the command line or of a file; without any, holds a conversation."""
     check_options(options)
     budget = budget_of(options.memory, key="--memory")
     from fuyou_cli.machine.allocator import settle_allocator
@@ -42,33 +42,34 @@ def run_generate(source: str, options: GenerateOptions) -> None:
     import transformers
 
     transformers.logging.set_verbosity_error()  # its advice is for programs
+    from fuyou_cli.data.prompts import read_prompts
     from fuyou_cli.inference.prompting import Prompter
 
     from .render.transfer import Transfers
 
     with Transfers(status_console()) as transfers:
         given = Prompter.found_in(source, options, budget, say=write_status, progress=transfers)
-    if options.prompt is not None:
-        _one(given, options.prompt)
+    if len(options.prompts) == 1:
+        _one(given, options.prompts[0])
+    elif options.prompts:
+        _all_of(given, [("--prompt", {"prompt": text}, _prompt(given, text)) for text in options.prompts])
     elif options.file is not None:
-        _all_of(given, options.file)
+        _all_of(given, read_prompts(options.file, chat=options.chat))
     else:
         _conversation(given)
 
 
-def _is_text(text: str) -> bool:
-    """Tells whether the shell gave text: other bytes come as halves of surrogates."""
-    return not any("\ud800" <= one <= "\udfff" for one in text)
+def _prompt(given: Prompter, text: str) -> Prompt:
+    from fuyou_cli.data.prompts import said, written
+
+    return said(text) if given.options.chat else written(text)
 
 
 def _one(given: Prompter, text: str) -> None:
     """Continues one text, and shows it as it comes."""
-    from fuyou_cli.data.prompts import said, written
     from fuyou_cli.training.generation import extent
 
-    if not _is_text(text):
-        raise UsageError("--prompt: not valid UTF-8", hint="give the text in UTF-8, or in a file by --file")
-    ids = given.ids(said(text) if given.options.chat else written(text), "--prompt")
+    ids = given.ids(_prompt(given, text), "--prompt")
     most = extent(given.found, prompts=[ids], rows=1, new=given.options.new)
     with given.opened(most) as generator:
         begin, quiet = time.monotonic(), given.options.json_output
@@ -79,14 +80,12 @@ def _one(given: Prompter, text: str) -> None:
             write_json({"prompt": text, **_as_data(found)})
 
 
-def _all_of(given: Prompter, file: Path) -> None:
-    """Continues every prompt of a file; writes its row with what was generated, one JSON object per line."""
+def _all_of(given: Prompter, rows: Sequence[tuple[str, dict[str, Any], Prompt]]) -> None:
+    """Continues the prompt of every row, which has a place; writes rows with what was generated, one JSON object per line."""
     from rich.progress import Progress
 
-    from fuyou_cli.data.prompts import read_prompts
     from fuyou_cli.training.generation import extent
 
-    rows = read_prompts(file, chat=given.options.chat)
     prompts = [given.ids(prompt, place) for place, _, prompt in rows]
     most = extent(given.found, prompts=prompts, rows=given.options.batch_size, new=given.options.new)
     begin, tokens, console = time.monotonic(), 0, status_console()

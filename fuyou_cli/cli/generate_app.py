@@ -12,9 +12,12 @@ from .arguments import Json
 
 def generate(
     source: Annotated[str, typer.Argument(metavar="MODEL|STORE|OUTPUT", help="A model, a run's store, or its output_dir.")],
-    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="The text to continue.", show_default=False)] = None,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Option("--prompt", metavar="TEXT", help="The text to continue; several: as with --file.", show_default=False),
+    ] = None,
     file: Annotated[
-        Path | None, typer.Option(help="Rows with a prompt or messages; results go to stdout.", show_default=False)
+        Path | None, typer.Option(help="Rows with a prompt or messages; JSON lines go to stdout.", show_default=False)
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="The prompt is a user's message; without one, a conversation.")] = False,
     max_new_tokens: Annotated[int | None, typer.Option(help="At most so many (default: 256).", show_default=False)] = None,
@@ -38,7 +41,7 @@ def generate(
     from .generate import run_generate
 
     asked = GenerateOptions(
-        prompt=prompt, file=file, chat=chat, new=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed,
-        batch_size=batch_size, memory=memory, dtype=dtype, device=device, json_output=json_output,
+        prompts=tuple(prompts or ()), file=file, chat=chat, new=max_new_tokens, temperature=temperature, top_p=top_p,
+        top_k=top_k, seed=seed, batch_size=batch_size, memory=memory, dtype=dtype, device=device, json_output=json_output,
     )  # fmt: skip
     run_generate(source, asked)

@@ -13,7 +13,7 @@ from fuyou_cli.core.errors import UsageError
 class GenerateOptions:
     """Holds what the command line asks for. Options that are None were not given."""
 
-    prompt: str | None = None
+    prompts: tuple[str, ...] = ()
     file: Path | None = None
     chat: bool = False
     new: int | None = None
@@ -30,12 +30,14 @@ class GenerateOptions:
 
 def check_options(options: GenerateOptions) -> None:
     """Raises UsageError for options that contradict each other, or a number out of its range."""
-    if options.prompt is not None and options.file is not None:
+    if options.prompts and options.file is not None:
         raise UsageError("--prompt and --file cannot be used together", hint="add the prompt to the file")
-    if options.prompt is None and options.file is None and not options.chat:
+    if not options.prompts and options.file is None and not options.chat:
         raise UsageError("there is nothing to continue", hint="give --prompt TEXT, --file prompts.jsonl, or --chat")
-    if options.json_output and options.prompt is None:
+    if options.json_output and not options.prompts:
         raise UsageError("--json is for --prompt", hint="--file writes one JSON object per line by itself")
+    if not all(map(_is_text, options.prompts)):
+        raise UsageError("--prompt: not valid UTF-8", hint="give the text in UTF-8, or in a file by --file")
     if options.temperature == 0 and (options.top_p is not None or options.top_k is not None):
         raise UsageError(
             "--temperature 0 takes the likeliest token, --top-p and --top-k draw one",
@@ -52,3 +54,8 @@ def check_options(options: GenerateOptions) -> None:
     for name, value, least, most in ranges:
         if value is not None and not least <= value <= most:
             raise UsageError(f"{name}: {value:g} is not between {least:g} and {most:g}")
+
+
+def _is_text(text: str) -> bool:
+    """Tells whether the shell gave text: other bytes come as halves of surrogates."""
+    return not any("\ud800" <= one <= "\udfff" for one in text)

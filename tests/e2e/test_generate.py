@@ -53,6 +53,10 @@ def test_a_file_a_store_and_one_prompt(whole: Callable[..., Whole], tmp_path: Pa
         rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
         assert [row["generated"] for row in rows] == expected, source
         assert [(row["prompt"], row["number"]) for row in rows] == list(zip(PROMPTS, range(3), strict=True))
+    both = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
+    assert fuyou("generate", run.store, *both, "--batch-size", "2", "--max-new-tokens", "10") == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(row["prompt"], row["generated"]) for row in rows] == list(zip(PROMPTS, expected, strict=True))
     assert fuyou("generate", run.store, "--prompt", PROMPTS[1], "--max-new-tokens", "10") == 0
     alone = capsys.readouterr()
     assert alone.out == in_memory(tmp_path / "out" / "model", PROMPTS[1:2], 10)[0] + "\n"
