@@ -25,9 +25,9 @@ from .commit_interval import timed_plan
 from .costs import Costs
 from .place import Placing, too_small
 from .plan_request import PlanRequest
+from .refinement import Refinement
 from .search_state import Alternative, Effort, SearchState
 from .sparing import Sparing, balanced, spared
-from .swept import Swept
 
 # Limits on the stages of all candidates and of one model up to which a whole family is placed, which takes about a second.
 SMALL, SMALL_STAGES = 66_000, 30
@@ -77,7 +77,7 @@ def _search(placing: Placing, effort: Effort | None, candidates: Family) -> Sear
         with uncollected():
             complete = _explored(looking, candidates)
             if looking.best is not None:
-                return _with_sweeps(looking, candidates, _found(looking, candidates, complete=complete))
+                return _refined(looking, candidates, _found(looking, candidates, complete=complete))
     raise too_small(model, hardware, request)
 
 
@@ -123,21 +123,21 @@ def _found(every: SearchState, candidates: Family, *, complete: bool) -> SearchR
     )
 
 
-def _with_sweeps(every: SearchState, candidates: Family, found: SearchResult) -> SearchResult:
-    """Returns the result with a faster plan of several sweeps, if there is one."""
-    swept = Swept(every.placing, candidates, found.best, every.with_room)
-    swept.look()
-    if not swept.seen:
+def _refined(every: SearchState, candidates: Family, found: SearchResult) -> SearchResult:
+    """Returns the result with a faster plan, if refining the best finds one."""
+    refined = Refinement(every.placing, candidates, found.best, every.with_room)
+    refined.refine()
+    if not refined.seen:
         return found
-    lost = [*swept.seen, found.best, *found.others]
+    lost = [*refined.seen, found.best, *found.others]
     return replace(
         found,
-        best=swept.best,
-        fastest=min(found.fastest, swept.best, key=lambda one: one.seconds),
-        others=tuple(one for one in lost if one is not swept.best),
+        best=refined.best,
+        fastest=min(found.fastest, refined.best, key=lambda one: one.seconds),
+        others=tuple(one for one in lost if one is not refined.best),
         complete=False,
-        placed=found.placed + swept.placed,
-        visits=found.visits + swept.visits,
+        placed=found.placed + refined.placed,
+        visits=found.visits + refined.visits,
     )
 
 

@@ -15,10 +15,10 @@ from fuyou_cli.core.units import MiB
 from fuyou_cli.planner.candidate import family, sweep_counts
 from fuyou_cli.planner.place import least_memory
 from fuyou_cli.planner.plan_request import PlanRequest
+from fuyou_cli.planner.refinement import MOST_REFINED_VISITS
 from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.planner.search import search, timed
 from fuyou_cli.planner.simulate import simulate
-from fuyou_cli.planner.swept import MOST_SWEPT_VISITS
 from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import Numerics
 
@@ -84,7 +84,7 @@ def test_never_slower_never_more_written_and_bounded(data: st.DataObject, spec: 
     one = search(spec, HARDWARE, replace(request, sweeps=1), effort="limited", candidates=candidates)
     found = search(spec, HARDWARE, request, effort="limited", candidates=candidates)
     assert found.best.seconds <= one.best.seconds
-    assert found.visits - one.visits <= MOST_SWEPT_VISITS
+    assert found.visits - one.visits <= MOST_REFINED_VISITS
     if request.wear != "ignore":
         assert found.best.plan.predicted.written_per_step <= one.best.plan.predicted.written_per_step
     assert found.best.plan.predicted.cpu_peak <= request.cpu_budget

@@ -1,13 +1,14 @@
-"""Looks for a faster plan whose step has several sweeps over the model, and compares it with the best plan of one sweep.
+"""Refines the best plan of the search in two ways that are too dear for every candidate: stages on the device, more sweeps.
 
-With more sweeps each has fewer rows. So less rests from forward to backward, RAM has room for other things, and the device may
-have room for the batch. But weights and gradients move once more per sweep, and updates run only beside the first forward and
-the last backward. The search doubles the number of sweeps (or takes the next divisor of the micro-batches) until two numbers in
-a row do not help. For each number it places a few candidates near the best, more if one of them may be faster, and simulates
-the likeliest. All of it has a fixed limit on work.
+First it tries that plan with the stages at a step's turn on the device (`device_fill.TURN`). In the family, such plans would
+take the place of others that a limited search looks at.
 
-Before that it tries the best plan with the stages at a step's turn on the device (`device_fill.TURN`). In the family, such
-plans would take the place of others that a limited search looks at.
+Then it looks for a faster plan whose step has several sweeps over the model. With more sweeps each has fewer rows. So less
+rests from forward to backward, RAM has room for other things, and the device may have room for the batch. But weights and
+gradients move once more per sweep, and updates run only beside the first forward and the last backward. The search doubles the
+number of sweeps (or takes the next divisor of the micro-batches) until two numbers in a row do not help. For each number it
+places a few candidates near the best, more if one of them may be faster, and simulates the likeliest. All of it has a fixed
+limit on work.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .place import Placed, Placing
 from .search_state import GAIN, Alternative
 from .simulate import STEPS, simulate
 
-MOST_SWEPT_VISITS = 5_000  # limit on visits that one search simulates in steps of several sweeps
+MOST_REFINED_VISITS = 5_000  # limit on visits that one refinement simulates
 _TRIES = 2  # simulations per number of sweeps
 _IN_VAIN = 2  # numbers of sweeps without a better plan, after which no other is tried
 _FAR = 1.05  # times the best step; candidates with a larger estimate are not simulated
@@ -30,7 +31,7 @@ _KEPT = (NONE_KEPT, 0.0, 0.5, 1.0)  # values of `Candidate.activations`
 
 
 @dataclass(slots=True)
-class Swept:
+class Refinement:
     """Holds what was seen. `best` is the plan of one sweep until another plan is faster. If writes count, the other must write
     no more."""
 
@@ -48,7 +49,7 @@ class Swept:
 
     _most_written: float = field(default=0.0, init=False)
 
-    def look(self) -> None:
+    def refine(self) -> None:
         """Tries the first stages on the device, then numbers of sweeps in order, then other pipelines of the best."""
         if len(self.candidates.there) > 1:
             self._improved(1, [replace(self.best.candidate, there=TURN)])
@@ -100,7 +101,7 @@ class Swept:
         return placed if not self.with_room or placing.request.has_room_for(placed.plan, placing.hardware) else None
 
     def _may_simulate(self, visits: int) -> bool:
-        return self.visits + STEPS * visits <= MOST_SWEPT_VISITS
+        return self.visits + STEPS * visits <= MOST_REFINED_VISITS
 
     def _simulate(self, placing: Placing, placed: Placed, candidate: Candidate) -> None:
         timeline = simulate(placing.model, placing.hardware, placed.plan, placed.schedule, costs=placing.costs, jobs=False)
