@@ -2,7 +2,7 @@
  * file.c - one file of a store, or one source: opened, taken over, sized, probed for direct I/O, looked for again.
  *
  * Everything here runs in the thread that opens, adds to, syncs or closes a store, before or beside the daemon; the daemon's
- * threads only use descriptors. Functions return 0 or -errno; store.c and sources.c say which file it was.
+ * threads only use descriptors. Functions return 0 or -errno; store.c and foreign_files.c say which file it was.
  */
 #define _GNU_SOURCE
 #include "internal.h"

@@ -108,7 +108,7 @@ struct fy__place {
 };
 struct fy__place fy__store_place(const fy_store *store, uint64_t offset);
 
-/* ---- sources.c ---- */
+/* ---- foreign_files.c ---- */
 struct fy__place fy__source_place(const fy_store *store, uint64_t offset); /* of an offset from FY_SOURCES_AT on */
 /* Whether these bytes are all of one source, its last page counted whole. */
 bool fy__store_in_source(const fy_store *store, uint64_t offset, uint64_t size);

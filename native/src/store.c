@@ -10,7 +10,7 @@
  * in the middle of a run. A file that this open created is removed when the open fails; one that was there is never
  * shortened or removed.
  *
- * Behind the store, from FY_SOURCES_AT on, lie its sources (sources.c).
+ * Behind the store, from FY_SOURCES_AT on, lie its sources (foreign_files.c).
  */
 #define _GNU_SOURCE
 #include "internal.h"

@@ -1,5 +1,5 @@
 /*
- * sources.c - files of somebody else behind a store, which are only ever read: a checkpoint's.
+ * foreign_files.c - files of somebody else behind a store, which are only ever read: a checkpoint's.
  *
  * The first begins at FY_SOURCES_AT and each takes its size up to whole pages, so an offset names one file. They are neither
  * locked nor ours: what they were when they were added is compared again with every sync, and a read that finds one longer or

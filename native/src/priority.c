@@ -1,5 +1,5 @@
 /*
- * heap.c - the one priority queue: spans to issue, updates to begin, chunks to compute.
+ * priority.c - the one priority queue: spans to issue, updates to begin, chunks to compute.
  *
  * A binary heap over an array sized at start. Callers hold the daemon's lock. A full heap is a programmer error: the
  * tables its items come from are smaller than it.
