@@ -33,7 +33,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from proof.report import Row, at_least, commit, described, exit_code, in_words, missing, now, unless_noisy
+from proof.verdicts import Row, at_least, commit, described, exit_code, in_words, missing, now, unless_noisy
 
 from fuyou_cli.machine.background_load import BackgroundLoad
 

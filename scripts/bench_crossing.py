@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import torch
 from engine.families import llama
 from engine.rig import Rig, Shape, Subject
-from proof.report import Row, at_most, described, exit_code, reported, table
+from proof.verdicts import Row, at_most, described, exit_code, reported, table
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuyou_cli.engine.devices.base import PIECE

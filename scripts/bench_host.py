@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import torch
 from engine.families import llama
 from engine.rig import Rig, Shape, Subject
-from proof.report import Row, at_most, conclude, plain_parser, reported, show_command
+from proof.verdicts import Row, at_most, conclude, plain_parser, reported, show_command
 
 from fuyou_cli.planner.schedule import Visit
 

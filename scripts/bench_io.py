@@ -32,7 +32,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from proof.report import Row, at_least, at_most, commit, described, exit_code, in_words, missing, now, unless_noisy
+from proof.verdicts import Row, at_least, at_most, commit, described, exit_code, in_words, missing, now, unless_noisy
 
 from fuyou_cli.core.units import MiB, parse_size
 from fuyou_cli.machine.background_load import BackgroundLoad

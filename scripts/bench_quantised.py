@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import torch
 from bench_adamw import Step, measure, print_sides
-from proof.report import Row, described, exit_code, holds, in_words, missing
+from proof.verdicts import Row, described, exit_code, holds, in_words, missing
 
 from fuyou_cli.swap import kernels, quantised
 from fuyou_cli.swap.quantised import Workers

@@ -23,7 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from proof.on_paper import known_config, recipe_of
-from proof.report import PASS, Row, conclude, holds, plain_parser, say, show_command, unless_noisy
+from proof.verdicts import PASS, Row, conclude, holds, plain_parser, say, show_command, unless_noisy
 
 from fuyou_cli.advice.planned import planned_elsewhere
 from fuyou_cli.cli.console import write_status

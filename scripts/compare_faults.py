@@ -27,13 +27,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from proof import rivals
-from proof.limits import LimitsUnavailable
-from proof.place import Place, placed
-from proof.recipes import fresh
-from proof.report import Row, holds, missing
+from proof.common_recipe import fresh
+from proof.control_groups import LimitsUnavailable
+from proof.materials import model_folder
 from proof.rivals import Outcome, Rival
-from proof.rows import model_folder
 from proof.setting import Lost, Setting, parser, run_script
+from proof.tiny_runs import Place, placed
+from proof.verdicts import Row, holds, missing
 
 SCENARIOS: dict[str, tuple[str, Callable[..., Outcome], Callable[[Rival, Path], Outcome]]] = {
     "resumed after half": ("the same losses", rivals.our_resume, rivals.their_resume),

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from proof.fuzz import Crashed, Tally, fuzz, name_of
 from proof.parsers import HEAVY, LIGHT, Parser
-from proof.report import ROOT, Row, conclude, holds, plain_parser, reported, say, show_command
+from proof.verdicts import ROOT, Row, conclude, holds, plain_parser, reported, say, show_command
 
 _MEMORY = Path("/dev/shm")  # a file on a disk takes ten times as long to write as to read
 PARSERS = {parser.name: parser for parser in (*LIGHT, *HEAVY)}

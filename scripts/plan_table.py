@@ -25,7 +25,7 @@ from typing import Any
 sys.path.insert(0, sys.argv[sys.argv.index("--checkout") + 1] if "--checkout" in sys.argv else str(Path(__file__).parents[1]))
 
 from proof.on_paper import known_config, recipe_of
-from proof.report import FAIL, ROOT, Row, commit, conclude, holds, missing, plain_parser, reported, say, show_command
+from proof.verdicts import FAIL, ROOT, Row, commit, conclude, holds, missing, plain_parser, reported, say, show_command
 
 from fuyou_cli.advice.planned import planned_elsewhere
 from fuyou_cli.cli.console import write_status

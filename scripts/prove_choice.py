@@ -33,9 +33,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from proof.report import ROOT, Row, at_most, holds, reported, say, unless_noisy
-from proof.runs import Case, child_environment, kept_profiles, limited, our_run, profile, write_recipe
+from proof.both_sides import Case, child_environment, kept_profiles, limited, our_run, profile, write_recipe
 from proof.setting import RunFailed, Setting, parser, run_script, spread_evenly
+from proof.verdicts import ROOT, Row, at_most, holds, reported, say, unless_noisy
 
 from fuyou_cli.core.units import MiB, gib
 

@@ -25,10 +25,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from proof.report import Row, at_most, spread, unless_noisy, worst
-from proof.rows import LENGTH
-from proof.runs import Case, on_measured_machine, our_run
+from proof.both_sides import Case, on_measured_machine, our_run
+from proof.materials import LENGTH
 from proof.setting import RunFailed, Setting, parser, run_script, size
+from proof.verdicts import Row, at_most, spread, unless_noisy, worst
 
 from fuyou_cli.core.units import GiB, gb, gib
 

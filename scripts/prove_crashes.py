@@ -33,11 +33,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from proof import crashes, loads_and_exports
+from proof.common_recipe import fresh
 from proof.crashes import VARIANTS, Tally, is_unseen, no_io_uring
-from proof.place import Place, ask_for_run, named, placed
-from proof.recipes import fresh
-from proof.report import Row, holds, missing, reported
 from proof.setting import Setting, lost_row, parser, run_script
+from proof.tiny_runs import Place, ask_for_run, named, placed
+from proof.verdicts import Row, holds, missing, reported
 
 WITHIN = 0.75  # of the kills, inside a commit or an update
 EACH = 10  # kills of one run

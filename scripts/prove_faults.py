@@ -30,11 +30,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from proof import faults
+from proof.common_recipe import fresh
 from proof.faults import FROM_THEN_ON, KINDS, ONCE, SCENARIOS, How
-from proof.place import Place, ask_for_run, named, placed
-from proof.recipes import fresh
-from proof.report import Row, holds, missing
 from proof.setting import Setting, lost_row, parser, run_script
+from proof.tiny_runs import Place, ask_for_run, named, placed
+from proof.verdicts import Row, holds, missing
 
 ASKED = "0 hangs, 0 wrong bytes, 0 leaks, errors named"
 

@@ -26,11 +26,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from proof import flips
+from proof.common_recipe import fresh
 from proof.flips import AMID_UPDATES, STORES, TWICE, Found, FoundManifests
-from proof.place import Place, ask_for_run, named, placed
-from proof.recipes import fresh
-from proof.report import Row, holds
 from proof.setting import Setting, lost_row, parser, run_script
+from proof.tiny_runs import Place, ask_for_run, named, placed
+from proof.verdicts import Row, holds
 
 AT_ONCE = 100  # flips that are kept together
 OVER = [kind for kind in STORES if kind != AMID_UPDATES]  # stores of runs that came to their end

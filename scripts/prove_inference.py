@@ -20,9 +20,9 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from proof.report import Row, at_most, holds, missing
-from proof.runs import FUYOU, end_of, limited, started
+from proof.both_sides import FUYOU, end_of, limited, started
 from proof.setting import Setting, parser, run_script, size
+from proof.verdicts import Row, at_most, holds, missing
 
 from fuyou_cli.core.units import MiB, gib
 

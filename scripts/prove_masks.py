@@ -26,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from proof.report import ROOT, Row, conclude, holds, missing, plain_parser
+from proof.verdicts import ROOT, Row, conclude, holds, missing, plain_parser
 
 from fuyou_cli.data import NO_LOSS, prepare
 from fuyou_cli.data.packing import LABEL

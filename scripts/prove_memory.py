@@ -19,9 +19,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from proof.report import REPORTED, Row, first_line, holds, missing, reported
-from proof.runs import Case, our_run
+from proof.both_sides import Case, our_run
 from proof.setting import NO_PEERS, Setting, parser, run_script, size
+from proof.verdicts import REPORTED, Row, first_line, holds, missing, reported
 
 from fuyou_cli.core.units import GiB, gib
 

@@ -39,7 +39,7 @@ import torch
 from engine.families import llama
 from engine.rig import HARDWARE, Rig, Shape, Subject, unequal
 from proof.paced import Clockwork, PacedCopies, PacedDaemon, RandomDelays, RealTime
-from proof.report import Progress, Row, at_least, at_most, conclude, holds, plain_parser, spread
+from proof.verdicts import Progress, Row, at_least, at_most, conclude, holds, plain_parser, spread
 
 from fuyou_cli.engine.devices.base import PIECE
 from fuyou_cli.engine.devices.emulated import EmulatedDevice

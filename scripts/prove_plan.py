@@ -21,10 +21,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from proof.report import Row, at_most, holds, unless_noisy
-from proof.runs import Case, our_run
+from proof.both_sides import Case, our_run
+from proof.counted_traffic import counted
 from proof.setting import SHAPES, Setting, parser, run_script, spread_evenly
-from proof.traffic import counted
+from proof.verdicts import Row, at_most, holds, unless_noisy
 
 from fuyou_cli.core.units import GiB, gib
 

@@ -7,7 +7,7 @@
 
 Every call below the folder of a run's store is recorded, with its data. The runs are: in place, redo, snapshots and striped
 over two folders from their beginning, and one that continues a stopped run. Cuts are drawn in turn from all moments of the log
-and from those of its commits. For each cut the folder is rebuilt as a disk could hold it (scripts/proof/disk.py): flushed
+and from those of its commits. For each cut the folder is rebuilt as a disk could hold it (scripts/proof/disk_model.py): flushed
 writes are there; others are there, missing or torn; names are certain once their folder was flushed. The real command then
 continues from it to the end.
 
@@ -26,10 +26,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from proof import power
-from proof.place import ANY_LENGTH, IN_RAM, REDO, SNAPSHOTS, TWO_FOLDERS, UNCLIPPED, Place, ask_for_run, named, placed
-from proof.recipes import fresh
-from proof.report import Row, holds, reported
+from proof.common_recipe import fresh
 from proof.setting import Setting, lost_row, parser, run_script
+from proof.tiny_runs import ANY_LENGTH, IN_RAM, REDO, SNAPSHOTS, TWO_FOLDERS, UNCLIPPED, Place, ask_for_run, named, placed
+from proof.verdicts import Row, holds, reported
 
 RUNS: dict[str, tuple[dict[str, Any], int]] = {  # changes of the recipe, and the step it goes on from
     "a new run, on the ssd, clipped": ({}, 0),

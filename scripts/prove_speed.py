@@ -31,13 +31,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from proof.both_sides import KEYS, RANK, Case, InMemory, in_memory_run, on_measured_machine, our_run, write_recipe
 from proof.fio import mix
+from proof.materials import LENGTH, rows_folder
 from proof.peers import RECORDED, deepspeed_run
-from proof.place import ask_for_run, named
-from proof.report import Row, at_least, at_most, missing, reported, say, spread, unless_noisy, unless_recorded, worst
-from proof.rows import LENGTH, rows_folder
-from proof.runs import KEYS, RANK, Case, InMemory, in_memory_run, on_measured_machine, our_run, write_recipe
 from proof.setting import Setting, parser, run_script, size
+from proof.tiny_runs import ask_for_run, named
+from proof.verdicts import Row, at_least, at_most, missing, reported, say, spread, unless_noisy, unless_recorded, worst
 
 from fuyou_cli.core.units import GiB, gb, gib
 from fuyou_cli.machine import probe

@@ -20,10 +20,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from proof import steady
-from proof.place import placed
-from proof.recipes import fresh
-from proof.report import holds
+from proof.common_recipe import fresh
 from proof.setting import Setting, lost_row, parser, run_script
+from proof.tiny_runs import placed
+from proof.verdicts import holds
 
 from fuyou_cli.core.units import MiB
 

@@ -24,12 +24,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from proof.place import ask_for_run, named
-from proof.report import Row, at_most, holds, missing, reported
-from proof.rows import LENGTH
-from proof.runs import KEYS, Case, our_run
+from proof.both_sides import KEYS, Case, our_run
+from proof.counted_traffic import counted
+from proof.materials import LENGTH
 from proof.setting import NO_PEERS, Setting, parser, run_script, size
-from proof.traffic import counted
+from proof.tiny_runs import ask_for_run, named
+from proof.verdicts import Row, at_most, holds, missing, reported
 
 from fuyou_cli.core.units import GiB, gb, gib
 

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from paper import given, ours, policy
 from paper.ours import Ours
 from paper.policy import Reproduced
-from proof import report
+from proof import verdicts
 from rich.console import Console
 from rich.table import Table
 
@@ -47,9 +47,9 @@ HOUR = 3600
 
 def show_origin(console: Console, words: Sequence[str]) -> None:
     """Prints what made the figures below. None of them depends on the machine that it names."""
-    versions = ", ".join(f"{name} {version}" for name, version in report.versions().items() if name != "commit")
+    versions = ", ".join(f"{name} {version}" for name, version in verdicts.versions().items() if name != "commit")
     console.print(shlex.join(["python", "scripts/reproduce_paper.py", *words]), markup=False, highlight=False)
-    console.print(f"{report.described()}; {versions}\n", markup=False, highlight=False)
+    console.print(f"{verdicts.described()}; {versions}\n", markup=False, highlight=False)
 
 
 def set_given(text: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from proof.report import Row, holds, missing, reported
+from proof.verdicts import Row, holds, missing, reported
 
 from fuyou_cli.core.units import MiB, gib
 from fuyou_cli.machine import probe

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from proof.report import Row
+from proof.verdicts import Row
 
 
 def write_json(path: Path, content: object) -> None:

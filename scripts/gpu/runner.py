@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from proof.report import (
+from proof.verdicts import (
     FAILED,
     HELD,
     NOT_SHOWN,
@@ -31,10 +31,10 @@ from proof.report import (
 
 from fuyou_cli.core.errors import UsageError
 
+from .card_runs import end_of
+from .card_stages import STAGES, Stage
 from .pack import TEST_TOOLS
 from .record import read_record, write_json
-from .runs import end_of
-from .stages import STAGES, Stage
 
 State = Literal["passed", "failed", "not shown", "timed out", "running", "interrupted", "not reached"]
 LEAST = 8.0  # seconds that a stage is begun with

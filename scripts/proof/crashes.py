@@ -34,9 +34,9 @@ from fuyou_cli.training.state.parts import STORE_FILE, part_size
 from fuyou_cli.training.state.stored import Manifest
 
 from .nursery import Child, Ended
-from .place import IN_RAM, REDO, SNAPSHOTS, STEPS, TWO_FOLDERS, UNCLIPPED, Place
 from .setting import Lost
 from .shim import Call, Trace, namings
+from .tiny_runs import IN_RAM, REDO, SNAPSHOTS, STEPS, TWO_FOLDERS, UNCLIPPED, Place
 
 _PATIENCE = 600.0  # seconds for one run
 _LOOKS = (0, 1, 1, 1, 1, 2, 2, 3, 5)  # times that a run is seen within a commit or an update before it is killed; one is drawn

@@ -21,9 +21,9 @@ from fuyou_cli.training.state import manifest as manifests
 
 from .crashes import Ending, digests, ending, store_of
 from .nursery import Ended
-from .place import ANY_LENGTH, Place
 from .setting import Lost
 from .shim import Call, Trace, namings
+from .tiny_runs import ANY_LENGTH, Place
 
 How = Literal["once", "from then on"]
 

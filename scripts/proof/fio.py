@@ -8,8 +8,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from .recipes import fresh
-from .runs import limited, started
+from .both_sides import limited, started
+from .common_recipe import fresh
 from .setting import RunFailed, Setting
 
 FILE_SIZE = 1 << 30

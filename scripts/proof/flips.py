@@ -23,8 +23,8 @@ from fuyou_cli.training.state.stored import Manifest, StoredExtent
 
 from .crashes import Ending, check_went_on, compare, damaged, ending, finished, store_of
 from .nursery import Ended
-from .place import REDO, SNAPSHOTS, TWO_FOLDERS, Place
 from .setting import Lost
+from .tiny_runs import REDO, SNAPSHOTS, TWO_FOLDERS, Place
 
 _STEPS = 3
 _TRIES = 50  # of a run that is to be killed between a step's gradients and its updates

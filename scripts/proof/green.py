@@ -18,7 +18,7 @@ from typing import Any
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
-from .report import ROOT, code_files, extension
+from .verdicts import ROOT, code_files, extension
 
 HANGS = 1500  # seconds after which a test is given up: on a machine that does other things as well
 SANITIZERS = ("address", "thread")

@@ -10,9 +10,9 @@ from pathlib import Path
 from fuyou_cli.training.state import manifest as manifests
 
 from .crashes import Tally, compare, digests, finished, first_store_byte, killed, reference, step_of, store_of
-from .place import Place
 from .setting import Lost
 from .shim import namings
+from .tiny_runs import Place
 
 
 def kill_loads(place: Place, *, kills: int, seed: int, steps: int = 4) -> Tally:

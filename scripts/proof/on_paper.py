@@ -14,7 +14,7 @@ import yaml
 
 from fuyou_cli.recipe.load import LoadedRecipe, load_recipe
 
-from .report import ROOT
+from .verdicts import ROOT
 
 _CONFIGS = ROOT / "tests" / "engine" / "configs"
 

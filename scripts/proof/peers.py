@@ -11,10 +11,10 @@ from typing import Any
 
 from fuyou_cli.machine.background_load import BackgroundLoad
 
-from .report import digest
-from .rows import LENGTH
-from .runs import NOISE_CORES, THREADS, limited, started
+from .both_sides import NOISE_CORES, THREADS, limited, started
+from .materials import LENGTH
 from .setting import Setting
+from .verdicts import digest
 
 # Measured with ds_train.py on two cores, disk held at 0.6 + 0.6 GB/s, 1.1b shape, 512 tokens per step, no clipping.
 RECORDED = {"step_s": 71.1, "opt_s": 55.2, "cg_peak_gib": 7.9, "shape": "1.1b", "tokens": LENGTH}

@@ -18,10 +18,10 @@ from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.parts import STORE_FILE
 
 from .crashes import Ending, check_went_on, compare, ending, finished, named_steps
-from .disk import Left, rebuild
-from .place import Place
+from .disk_model import Left, rebuild
 from .setting import Lost
 from .shim import Call, namings
+from .tiny_runs import Place
 
 _PATIENCE = 600.0  # seconds for the recorded run
 STEPS = 12

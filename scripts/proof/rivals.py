@@ -18,12 +18,12 @@ from typing import Any
 from fuyou_cli.training.state import manifest as manifests
 
 from . import flips
+from .control_groups import LimitsUnavailable
 from .crashes import compare, digests, finished, store_of
 from .deepspeed_loop import fill
-from .limits import LimitsUnavailable
 from .nursery import Ended
-from .place import ANY_LENGTH, IN_RAM, Place
 from .setting import Lost
+from .tiny_runs import ANY_LENGTH, IN_RAM, Place
 
 _LOOP = Path(__file__).with_name("deepspeed_loop.py")
 STEPS, HALF = 6, 3

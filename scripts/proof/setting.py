@@ -16,9 +16,9 @@ from typing import Any
 from fuyou_cli.core.errors import FuyouError
 from fuyou_cli.core.units import parse_size
 
-from .limits import LimitsUnavailable
-from .report import Progress, Row, conclude, holds, plain_parser
-from .rows import model_folder, text_file
+from .control_groups import LimitsUnavailable
+from .materials import model_folder, text_file
+from .verdicts import Progress, Row, conclude, holds, plain_parser
 
 NO_PEERS = ["compares with nobody: --peers has nothing to add here"]
 SHAPES = ("1m", "20m", "50m", "125m", "350m", "1.1b")

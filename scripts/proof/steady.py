@@ -12,8 +12,8 @@ from pathlib import Path
 from fuyou_cli.core.units import MiB
 from fuyou_cli.training.state import manifest as manifests
 
-from .place import Place
 from .setting import Lost
+from .tiny_runs import Place
 
 _LOSS = 8  # bytes a step: the store keeps every loss
 _DIGITS = 4096  # bytes by which a manifest's numbers may grow

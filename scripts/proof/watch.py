@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .limits import Group, numbers_of
+from .control_groups import Group, numbers_of
 
 LOG_SECONDS = 0.004  # how late a step's end may be noticed
 MEMORY_SECONDS = 0.02

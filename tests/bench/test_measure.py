@@ -20,9 +20,9 @@ from fuyou_cli.core.errors import OutOfSpaceError, UsageError
 from fuyou_cli.core.units import MiB, gib
 from fuyou_cli.machine import profile
 from fuyou_cli.machine.measure import store_rates as measure_store
-from fuyou_cli.machine.measure import update as measure_update
+from fuyou_cli.machine.measure import update_rates as measure_update
 from fuyou_cli.machine.measure.findings import Rate, rate_of
-from fuyou_cli.machine.measure.update import measure_adamw, measure_shared
+from fuyou_cli.machine.measure.update_rates import measure_adamw, measure_shared
 from fuyou_cli.machine.measure.whole import BenchReport
 from fuyou_cli.machine.profile_store import read_profile
 from fuyou_cli.swap.daemon import SwapDaemon

@@ -21,7 +21,7 @@ from hooks import doing
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from proof.nursery import Child, Nursery
-from proof.place import with_keys
+from proof.tiny_runs import with_keys
 
 from fuyou_cli.core.errors import Interrupted
 from fuyou_cli.core.paths import kept_folder

@@ -22,7 +22,7 @@ from fuyou_cli.training.state.at_rest import verify_store
 
 from .conftest import ROOT, Project, Whole
 from .running import STEPS, interrupt, manifest_of, prepared_run, store_of, train
-from .test_commits import Died, _dies_at, _flip, _run
+from .test_every_step_committed import Died, _dies_at, _flip, _run
 
 NewProject = Callable[..., Project]
 REDO = {"checkpoint.mode": "redo", "train.max_steps": STEPS}

@@ -14,7 +14,7 @@ from fuyou_cli.training.run import Run
 
 from .conftest import Project, Whole
 from .running import STEPS, manifest_of, train
-from .test_commits import _flip
+from .test_every_step_committed import _flip
 
 STEP = 3
 ON_SSD = {"offload.boundaries": "ssd", "offload.gradients": "ssd", "train.max_steps": STEPS}

@@ -14,7 +14,7 @@ from fuyou_cli.training.state.at_rest import verify_store
 
 from .conftest import Project
 from .running import manifest_of, store_of, train
-from .test_commits import _flip
+from .test_every_step_committed import _flip
 
 
 def test_a_whole_store(stopped: Project) -> None:

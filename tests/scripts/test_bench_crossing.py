@@ -11,7 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import bench_crossing
-from proof.report import FAIL, PASS, REPORTED
+from proof.verdicts import FAIL, PASS, REPORTED
 
 
 @pytest.mark.parametrize(("over", "copied", "verdicts"), [(1.04, 9e6, [PASS, PASS]), (1.06, 11e6, [FAIL, FAIL])])

@@ -16,8 +16,8 @@ import bench_adamw
 import bench_host
 import bench_io
 import bench_search
-from proof import report
-from proof.report import exit_code
+from proof import verdicts
+from proof.verdicts import exit_code
 
 IO_OPTIONS = argparse.Namespace(pairs=3, block="1MiB", depth=32, json=None)
 
@@ -100,7 +100,7 @@ def test_the_output_of_a_bench_names_its_commit(
     words = ["--dir", str(tmp_path), "--size", "16MiB", "--pairs", "1", "--modes", "read", "--backend", "threads"]
     monkeypatch.setattr(sys, "argv", ["bench_io.py", *words])
     monkeypatch.setattr(bench_io.shutil, "which", lambda _: None)
-    monkeypatch.setattr(report, "commit", lambda: "1234567890")
+    monkeypatch.setattr(verdicts, "commit", lambda: "1234567890")
     assert bench_io.main() == 3
     assert "commit 1234567890, " in capsys.readouterr().out.splitlines()[0]
 

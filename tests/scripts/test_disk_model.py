@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-from proof.disk import Left, rebuild
+from proof.disk_model import Left, rebuild
 from proof.shim import Call, Trace, build, namings, preloaded
 
 CUTS, STATES, PAGE = 150, 8, 4096

@@ -16,10 +16,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-from gpu import gaps, pack, runner, stages
+from gpu import card_stages, gaps, pack, runner
+from gpu.card_runs import Case, write_recipe
 from gpu.record import Record
-from gpu.runs import Case, write_recipe
-from proof.report import FAILED, HELD, NOT_SHOWN, ROOT
+from proof.verdicts import FAILED, HELD, NOT_SHOWN, ROOT
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.recipe.load import load_recipe
@@ -132,7 +132,7 @@ def test_a_python_without_the_tools_of_tests_is_named_before_the_first_stage(mon
     ],
 )
 def test_the_exit_code_says_whether_all_passed(states: list[runner.State], code: int) -> None:
-    outcomes = [runner.Outcome(stage=stages.STAGES[0], state=state) for state in states]
+    outcomes = [runner.Outcome(stage=card_stages.STAGES[0], state=state) for state in states]
     assert runner.code_of(outcomes) == code
 
 
@@ -140,7 +140,7 @@ def test_the_exit_code_says_whether_all_passed(states: list[runner.State], code:
 @pytest.mark.parametrize("device", ["cuda", "emulated"])
 def test_recipes_are_ones_that_fuyou_takes(tmp_path: Path, device: str, clip: float | None) -> None:
     record = Record(tmp_path / "records" / "x.json")
-    context = stages.Context(work=tmp_path, device=device, record=record)
+    context = card_stages.Context(work=tmp_path, device=device, record=record)
     for shape in ("1m", context.scale.small):  # nothing is drawn: the checkpoint counts as made
         (tmp_path / "models" / shape).mkdir(parents=True, exist_ok=True)
         (tmp_path / "models" / shape / "made").touch()
@@ -163,7 +163,7 @@ def test_a_test_that_hangs_is_named_with_its_stacks_and_what_passed_before_it_is
         "# mark.gpu",
     ]
     (folder / "test_it.py").write_text("\n".join(lines))
-    monkeypatch.setattr(stages, "ROOT", tmp_path)
+    monkeypatch.setattr(card_stages, "ROOT", tmp_path)
 
     class Limited(subprocess.Popen):  # type: ignore[type-arg]
         """Reaches its limit when the second test hangs, however busy the machine is."""
@@ -177,7 +177,7 @@ def test_a_test_that_hangs_is_named_with_its_stacks_and_what_passed_before_it_is
 
     monkeypatch.setattr(subprocess, "Popen", Limited)
     record = Record(tmp_path / "records" / "tests.json")
-    stages.tests(stages.Context(work=tmp_path, device="emulated", record=record, until=time.monotonic() + 600))
+    card_stages.tests(card_stages.Context(work=tmp_path, device="emulated", record=record, until=time.monotonic() + 600))
     (row,), kept = record.rows, record.values["gpu tests"]
     assert (row.verdict, row.measured) == ("FAIL", "1 passed, 1 failed, 0 skipped")
     assert row.note == "ended by the stage's limit; test_emulated_hangs[a b, c] did not end"

@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from proof import crashes, faults, flips, loads_and_exports, power, steady
 from proof.faults import FROM_THEN_ON, ONCE, Scenario
-from proof.place import SNAPSHOTS, TWO_FOLDERS, Place, placed
 from proof.setting import Lost
 from proof.steady import Sample
+from proof.tiny_runs import SNAPSHOTS, TWO_FOLDERS, Place, placed
 
 from fuyou_cli.core.units import MiB
 from fuyou_cli.training.state import manifest as manifests

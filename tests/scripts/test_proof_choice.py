@@ -15,9 +15,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import prove_choice
 from planner.models import HARDWARE, SPEC, request
 from proof.alternatives import NamedPlan, near_the_bound, placed
-from proof.report import Progress
-from proof.runs import Case
+from proof.both_sides import Case
 from proof.setting import Setting
+from proof.verdicts import Progress
 
 from fuyou_cli.planner.search import search
 from fuyou_cli.spec.hardware import HardwareProfile

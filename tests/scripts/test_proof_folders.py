@@ -10,9 +10,9 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-from proof.report import Progress
-from proof.runs import Case, fresh, write_recipe
+from proof.both_sides import Case, fresh, write_recipe
 from proof.setting import RunFailed, Setting
+from proof.verdicts import Progress
 
 CASE = Case(shape="1m", budget=1 << 30, steps=1)
 

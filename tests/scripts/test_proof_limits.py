@@ -1,4 +1,4 @@
-"""scripts/proof/limits.py: where control groups are, where a new one may go, what the kernel's files say; and, as root,
+"""scripts/proof/control_groups.py: where control groups are, where a new one may go, what the kernel's files say; and, as root,
 that a limit really holds."""
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-from proof import limits, watch
-from proof.limits import DiskRates, LimitsUnavailable
+from proof import control_groups, watch
+from proof.control_groups import DiskRates, LimitsUnavailable
 
 from fuyou_cli.machine.probe import OwnGroup
 
@@ -55,7 +55,7 @@ def unified(root: Path, own: str = "/user.slice/run.scope") -> Path:
 
 def test_both_versions_mounted_each_controller_is_found_where_it_is(tmp_path: Path) -> None:
     root = hybrid(tmp_path)
-    memory, disk = limits.tree_for("memory", root), limits.tree_for("disk", root)
+    memory, disk = control_groups.tree_for("memory", root), control_groups.tree_for("disk", root)
     assert (memory.version, memory.top) == (1, root / "sys/fs/cgroup/memory")
     assert memory.folder == root / "sys/fs/cgroup/memory/session/one"
     assert (disk.version, disk.top) == (1, root / "sys/fs/cgroup/blkio")
@@ -63,7 +63,7 @@ def test_both_versions_mounted_each_controller_is_found_where_it_is(tmp_path: Pa
 
 def test_version_two_alone_serves_both(tmp_path: Path) -> None:
     root = unified(tmp_path)
-    memory, disk = limits.tree_for("memory", root), limits.tree_for("disk", root)
+    memory, disk = control_groups.tree_for("memory", root), control_groups.tree_for("disk", root)
     assert memory == disk
     assert (memory.version, memory.folder) == (2, root / "sys/fs/cgroup/user.slice/run.scope")
 
@@ -71,16 +71,16 @@ def test_version_two_alone_serves_both(tmp_path: Path) -> None:
 def test_without_a_tree_the_missing_controller_is_named(tmp_path: Path) -> None:
     root = machine(tmp_path, "22 1 8:1 / / rw - ext4 /dev/sda1 rw\n", "", {})
     with pytest.raises(LimitsUnavailable, match="disk"):
-        limits.tree_for("disk", root)
+        control_groups.tree_for("disk", root)
 
 
 def test_groups_go_to_the_top_and_on_version_two_else_below_our_own(tmp_path: Path) -> None:
     top, own = tmp_path, tmp_path / "own"
     own.mkdir()
-    assert limits.parents(OwnGroup(version=1, top=top, folder=own)) == [top]
-    assert limits.parents(OwnGroup(version=2, top=top, folder=own)) == [top, own]
-    assert limits.parents(OwnGroup(version=2, top=top, folder=top)) == [top]
-    assert limits.parents(OwnGroup(version=2, top=top, folder=top / "unseen")) == [top]
+    assert control_groups.parents(OwnGroup(version=1, top=top, folder=own)) == [top]
+    assert control_groups.parents(OwnGroup(version=2, top=top, folder=own)) == [top, own]
+    assert control_groups.parents(OwnGroup(version=2, top=top, folder=top)) == [top]
+    assert control_groups.parents(OwnGroup(version=2, top=top, folder=top / "unseen")) == [top]
 
 
 def test_version_two_asks_for_controllers_that_children_lack(tmp_path: Path) -> None:
@@ -88,13 +88,13 @@ def test_version_two_asks_for_controllers_that_children_lack(tmp_path: Path) -> 
     control = root / "sys/fs/cgroup/cgroup.subtree_control"
     control.write_text("memory pids")
     rates = DiskRates(device="8:0", read=7, write=9)
-    with limits.group(memory=64 * MiB, name="made", root=root) as made:
+    with control_groups.group(memory=64 * MiB, name="made", root=root) as made:
         assert made.folders == [root / "sys/fs/cgroup/made"]
         assert control.read_text() == "memory pids"  # nothing was missing
         assert (made.memory / "memory.max").read_text() == str(64 * MiB)
         (made.memory / "memory.max").unlink()  # a real group's files vanish with it
     assert not (root / "sys/fs/cgroup/made").exists()
-    with limits.group(disk=rates, name="made", root=root) as made:
+    with control_groups.group(disk=rates, name="made", root=root) as made:
         assert control.read_text() == "+io"
         assert len(made.folders) == 1
         assert (made.memory / "io.max").read_text() == "8:0 rbps=7 wbps=9"
@@ -103,7 +103,7 @@ def test_version_two_asks_for_controllers_that_children_lack(tmp_path: Path) -> 
 
 def test_version_one_makes_a_folder_per_controller(tmp_path: Path) -> None:
     root = hybrid(tmp_path)
-    with limits.group(memory=5 * MiB, disk=DiskRates(device="254:0", read=6, write=4), name="g", root=root) as made:
+    with control_groups.group(memory=5 * MiB, disk=DiskRates(device="254:0", read=6, write=4), name="g", root=root) as made:
         assert made.folders == [root / "sys/fs/cgroup/memory/g", root / "sys/fs/cgroup/blkio/g"]
         assert (made.folders[0] / "memory.limit_in_bytes").read_text() == str(5 * MiB)
         assert (made.folders[1] / "blkio.throttle.read_bps_device").read_text() == "254:0 6"
@@ -114,8 +114,8 @@ def test_version_one_makes_a_folder_per_controller(tmp_path: Path) -> None:
 
 
 def test_kernel_memory_with_and_without_the_kernels_own_sum() -> None:
-    assert limits.kernel_of_stat("anon 5\nfile 7\nkernel 400\nslab 300\n") == 400
-    assert limits.kernel_of_stat("anon 5\nkernel_stack 1\npagetables 20\nslab 300\nsock 4000\n") == 4321
+    assert control_groups.kernel_of_stat("anon 5\nfile 7\nkernel 400\nslab 300\n") == 400
+    assert control_groups.kernel_of_stat("anon 5\nkernel_stack 1\npagetables 20\nslab 300\nsock 4000\n") == 4321
 
 
 def test_a_partition_belongs_to_its_disk(tmp_path: Path) -> None:
@@ -127,8 +127,8 @@ def test_a_partition_belongs_to_its_disk(tmp_path: Path) -> None:
     links.mkdir(parents=True)
     (links / "8:0").symlink_to(disk)
     (links / "8:1").symlink_to(disk / "sda1")
-    assert limits.whole_disk("8:1", tmp_path) == "8:0"
-    assert limits.whole_disk("8:0", tmp_path) == "8:0"
+    assert control_groups.whole_disk("8:1", tmp_path) == "8:0"
+    assert control_groups.whole_disk("8:0", tmp_path) == "8:0"
 
 
 def test_status_lines_become_bytes() -> None:
@@ -164,7 +164,7 @@ def test_memory_of_a_tree_counts_what_a_child_holds() -> None:
 @pytest.fixture
 def needs_groups() -> None:
     try:
-        with limits.group(name=f"fuyou-proof-test-{os.getpid()}"):
+        with control_groups.group(name=f"fuyou-proof-test-{os.getpid()}"):
             pass
     except LimitsUnavailable as error:
         pytest.skip(f"no control groups for this user: {error}")
@@ -176,7 +176,7 @@ def needs_groups() -> None:
 def test_a_process_that_takes_more_than_its_group_is_killed_and_counted() -> None:
     hungry = "held = bytearray(256 << 20); held[::4096] = b'x' * len(held[::4096])"
     modest = "held = bytearray(16 << 20); held[::4096] = b'x' * len(held[::4096])"
-    with limits.group(memory=96 * MiB, name=f"fuyou-proof-test-{os.getpid()}") as made:
+    with control_groups.group(memory=96 * MiB, name=f"fuyou-proof-test-{os.getpid()}") as made:
         fine = subprocess.run([sys.executable, "-c", modest], preexec_fn=made.enter)
         assert (fine.returncode, made.kills()) == (0, 0)
         killed = subprocess.run([sys.executable, "-c", hungry], preexec_fn=made.enter)
@@ -188,8 +188,8 @@ def test_a_process_that_takes_more_than_its_group_is_killed_and_counted() -> Non
 @pytest.mark.usefixtures("needs_groups")
 def test_a_held_disk_takes_its_time(tmp_path: Path) -> None:
     try:
-        rates = DiskRates(device=limits.device_of(tmp_path), read=16_000_000, write=16_000_000)
-        with limits.group(disk=rates, name=f"fuyou-proof-test-{os.getpid()}") as made:
+        rates = DiskRates(device=control_groups.device_of(tmp_path), read=16_000_000, write=16_000_000)
+        with control_groups.group(disk=rates, name=f"fuyou-proof-test-{os.getpid()}") as made:
             command = ["dd", "if=/dev/zero", f"of={tmp_path / 'file'}", "bs=1M", "count=16", "oflag=direct"]
             begin = time.monotonic()
             done = subprocess.run(command, preexec_fn=made.enter, capture_output=True)

@@ -11,8 +11,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from proof import pace
+from proof.both_sides import _counted
 from proof.pace import Pace
-from proof.runs import _counted
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""scripts/proof/report.py: what was measured is kept, what failed or was disturbed is not; a failing line fails."""
+"""scripts/proof/verdicts.py: what was measured is kept, what failed or was disturbed is not; a failing line fails."""
 
 from __future__ import annotations
 
@@ -10,51 +10,51 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-from proof import report
+from proof import verdicts
 
 CODE = ("fuyou_cli/a.py", "native/a.c", "scripts/proof/in_memory.py", "scripts/proof/shim_log.c", "scripts/prove_speed.py")
 
 
 def test_a_finished_measurement_is_not_taken_again(tmp_path: Path) -> None:
     path = tmp_path / "state.jsonl"
-    assert report.Progress(path).measure("a", lambda: {"seconds": 1.5}) == {"seconds": 1.5}
-    assert report.Progress(path).measure("a", lambda: {"seconds": 9.0}) == {"seconds": 1.5}
-    assert report.Progress(path).measure("b", lambda: {"seconds": 9.0}) == {"seconds": 9.0}
+    assert verdicts.Progress(path).measure("a", lambda: {"seconds": 1.5}) == {"seconds": 1.5}
+    assert verdicts.Progress(path).measure("a", lambda: {"seconds": 9.0}) == {"seconds": 1.5}
+    assert verdicts.Progress(path).measure("b", lambda: {"seconds": 9.0}) == {"seconds": 9.0}
 
 
 @pytest.mark.parametrize("value", [{"failed": "exit code 1"}, {"noisy": True, "others_cores": 1.0}])
 def test_what_failed_or_was_disturbed_is_taken_again(tmp_path: Path, value: dict[str, object]) -> None:
     path = tmp_path / "state.jsonl"
-    assert report.Progress(path).measure("a", lambda: value) == value
-    assert report.Progress(path).measure("a", lambda: {"seconds": 2.0}) == {"seconds": 2.0}
+    assert verdicts.Progress(path).measure("a", lambda: value) == value
+    assert verdicts.Progress(path).measure("a", lambda: {"seconds": 2.0}) == {"seconds": 2.0}
 
 
 def test_what_other_code_measured_is_taken_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "state.jsonl"
-    report.Progress(path).measure("a", lambda: {"seconds": 1.0})
-    monkeypatch.setattr(report, "code", lambda: "changed")
-    assert report.Progress(path).measure("a", lambda: {"seconds": 2.0}) == {"seconds": 2.0}
+    verdicts.Progress(path).measure("a", lambda: {"seconds": 1.0})
+    monkeypatch.setattr(verdicts, "code", lambda: "changed")
+    assert verdicts.Progress(path).measure("a", lambda: {"seconds": 2.0}) == {"seconds": 2.0}
 
 
 def test_a_line_cut_short_is_dropped_and_the_next_one_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "state.jsonl"
-    report.Progress(path).measure("a", lambda: {"seconds": 1.0})
+    verdicts.Progress(path).measure("a", lambda: {"seconds": 1.0})
     with path.open("a") as file:
         file.write('{"key": "b", "val')
-    again = report.Progress(path)
+    again = verdicts.Progress(path)
     again.measure("b", lambda: {"seconds": 2.0})
     assert [json.loads(line)["key"] for line in path.read_text().splitlines()] == ["a", "b"]
 
 
 def test_one_failing_line_fails_the_script_and_is_in_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [
-        report.at_least("rate", 0.94, 0.93),
-        report.at_most("peak", 1.2, 1.1, note="why"),
-        report.reported("x", "1"),
+        verdicts.at_least("rate", 0.94, 0.93),
+        verdicts.at_most("peak", 1.2, 1.1, note="why"),
+        verdicts.reported("x", "1"),
     ]
     assert [row.verdict for row in rows] == ["pass", "FAIL", "reported"]
-    assert report.conclude("one", rows, results=tmp_path, settings={}) == 1
-    assert report.conclude("two", rows[:1], results=tmp_path, settings={}) == 0
+    assert verdicts.conclude("one", rows, results=tmp_path, settings={}) == 1
+    assert verdicts.conclude("two", rows[:1], results=tmp_path, settings={}) == 0
     printed = capsys.readouterr().out
     assert "1 of 3 lines FAILED" in printed and "    why" in printed
     written = json.loads((tmp_path / "one.json").read_text())
@@ -63,17 +63,17 @@ def test_one_failing_line_fails_the_script_and_is_in_the_file(tmp_path: Path, ca
 
 
 def test_a_disturbed_line_neither_passes_nor_fails() -> None:
-    row = report.at_least("rate", 2.0, 0.93)
-    assert report.unless_noisy(row, [{"noisy": False}, {}]).verdict == "pass"
-    assert report.unless_noisy(row, [{"noisy": False}, {"noisy": True}]).verdict == "NOT QUIET"
+    row = verdicts.at_least("rate", 2.0, 0.93)
+    assert verdicts.unless_noisy(row, [{"noisy": False}, {}]).verdict == "pass"
+    assert verdicts.unless_noisy(row, [{"noisy": False}, {"noisy": True}]).verdict == "NOT QUIET"
 
 
-HELD = report.at_least("rate", 0.95, 0.93)
-FAILED = report.at_least("rate", 0.9, 0.93)
-NOISY = report.unless_noisy(FAILED, [{"noisy": True}])
-MISSING = report.missing("rate", ">= 0.93", "absent")
-RECORDED = report.unless_recorded(HELD, recorded=True)
-REPORTED = report.reported("x", "1")
+HELD = verdicts.at_least("rate", 0.95, 0.93)
+FAILED = verdicts.at_least("rate", 0.9, 0.93)
+NOISY = verdicts.unless_noisy(FAILED, [{"noisy": True}])
+MISSING = verdicts.missing("rate", ">= 0.93", "absent")
+RECORDED = verdicts.unless_recorded(HELD, recorded=True)
+REPORTED = verdicts.reported("x", "1")
 
 
 @pytest.mark.parametrize(
@@ -87,14 +87,14 @@ REPORTED = report.reported("x", "1")
     ],
 )
 def test_one_line_that_passes_does_not_stand_for_those_that_were_not_shown(
-    tmp_path: Path, rows: list[report.Row], code: int
+    tmp_path: Path, rows: list[verdicts.Row], code: int
 ) -> None:
-    assert report.conclude("one", rows, results=tmp_path, settings={}) == code
+    assert verdicts.conclude("one", rows, results=tmp_path, settings={}) == code
 
 
 @pytest.mark.parametrize(("codes", "code"), [([0, 0], 0), ([0, 3, 0], 3), ([3, 1, 0], 1), ([1, 3], 1)])
 def test_of_several_proofs_a_failure_counts_most(codes: list[int], code: int) -> None:
-    assert report.worst(codes) == code
+    assert verdicts.worst(codes) == code
 
 
 @pytest.fixture
@@ -104,19 +104,19 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("one")
     (tmp_path / "_native.so").write_text("one")
-    monkeypatch.setattr(report, "ROOT", tmp_path)
-    monkeypatch.setattr(report, "extension", lambda: [tmp_path / "_native.so"])
+    monkeypatch.setattr(verdicts, "ROOT", tmp_path)
+    monkeypatch.setattr(verdicts, "extension", lambda: [tmp_path / "_native.so"])
     return tmp_path
 
 
 @pytest.mark.parametrize("name", [*CODE, "_native.so"])
 def test_other_code_on_either_side_has_another_name(checkout: Path, name: str) -> None:
-    before = report.code()
+    before = verdicts.code()
     (checkout / "README.md").write_text("two")
-    assert before and report.code() == before
+    assert before and verdicts.code() == before
     (checkout / name).write_text("two")
-    assert report.code() != before
+    assert verdicts.code() != before
 
 
 def test_the_extension_in_use_is_found() -> None:
-    assert [path.name.partition(".")[0] for path in report.extension()] == ["_native"]
+    assert [path.name.partition(".")[0] for path in verdicts.extension()] == ["_native"]

@@ -14,9 +14,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import prove_speed
-from proof import peers, runs
-from proof.report import EXIT_CODES, Progress, exit_code
+from proof import both_sides, peers
 from proof.setting import Setting
+from proof.verdicts import EXIT_CODES, Progress, exit_code
 
 from fuyou_cli.core.units import GiB
 
@@ -98,7 +98,7 @@ def peer_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], di
     folder = tmp_path / "peers"
     folder.mkdir()
     (folder / "ds_train.py").write_text(LOOP)
-    limited = runs.limited
+    limited = both_sides.limited
     monkeypatch.setattr(peers, "unusable", lambda _: "")
     monkeypatch.setattr(peers, "limited", lambda work, **_: limited(work, memory=None, throttle=None))
 
@@ -131,16 +131,16 @@ def test_the_in_memory_side_has_huge_pages_too(tmp_path: Path, monkeypatch: pyte
         'echo "{\\"tunables\\": \\"$GLIBC_TUNABLES\\"}" >"${0%/*}/in_memory.jsonl"\n'
     )
     python.chmod(0o755)
-    monkeypatch.setattr(runs.sys, "executable", str(python))
-    case = runs.InMemory(shape="1m", rows=1, micro=1, steps=1, turn=0, clip=1.0, compute_alone=True)
-    result = runs.in_memory_run(_setting(tmp_path, "1m"), case, rows_from=lambda: tmp_path / "rows")
+    monkeypatch.setattr(both_sides.sys, "executable", str(python))
+    case = both_sides.InMemory(shape="1m", rows=1, micro=1, steps=1, turn=0, clip=1.0, compute_alone=True)
+    result = both_sides.in_memory_run(_setting(tmp_path, "1m"), case, rows_from=lambda: tmp_path / "rows")
     assert result["steps"] == [{"tunables": "glibc.malloc.hugetlb=1"}]
     asked = (tmp_path / "asked").read_text()
     assert "in_memory.py --model" in asked and "--compute-alone --clip 1.0" in asked and "--no-checkpointing" not in asked
 
 
 def test_a_failed_part_is_not_hidden_by_one_that_was_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from proof.report import at_least, missing
+    from proof.verdicts import at_least, missing
 
     options = argparse.Namespace(
         run="full", adapter=False, parts=["compute", "ssd"], turns=1, measured=2, budget=2 * GiB, peers=None

@@ -14,9 +14,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import prove_green
-from proof import green, report
-from proof.load import load
-from proof.report import Progress
+from proof import green, verdicts
+from proof.busy_machine import load
+from proof.verdicts import Progress
 
 FOUND = """
 from hypothesis import given, strategies as st
@@ -66,7 +66,7 @@ def test_files_of_one_process_have_outcomes_of_their_own(tmp_path: Path, monkeyp
 def test_a_file_is_kept_until_what_it_imports_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts what it imports at the top or in a function, what its conftest.py imports, scripts, the product and what lies
     beside it. Whoever starts programs depends on all code."""
-    for module in (green, prove_green, report):
+    for module in (green, prove_green, verdicts):
         monkeypatch.setattr(module, "ROOT", tmp_path)
     texts = {
         "tests/conftest.py": "import drawn",
@@ -75,8 +75,8 @@ def test_a_file_is_kept_until_what_it_imports_changes(tmp_path: Path, monkeypatc
         "tests/a/conftest.py": "",
         "tests/a/rig.py": "from .families import llama",
         "tests/a/families.py": "",
-        "tests/a/test_one.py": "from . import rig\ndef test_it():\n    from proof.load import load",
-        "scripts/proof/load.py": "",
+        "tests/a/test_one.py": "from . import rig\ndef test_it():\n    from proof.busy_machine import load",
+        "scripts/proof/busy_machine.py": "",
         "tests/a/test_two.py": "import json",
         "tests/a/unused.py": "",
         "tests/a/golden/rows.json": "{}",
@@ -107,7 +107,7 @@ def test_a_file_is_kept_until_what_it_imports_changes(tmp_path: Path, monkeypatc
         "tests/a/rig.py": "one",
         "tests/a/families.py": "one",
         "tests/a/test_one.py": "one",
-        "scripts/proof/load.py": "one four",
+        "scripts/proof/busy_machine.py": "one four",
         "tests/a/test_two.py": "two",
         "tests/a/unused.py": "",
         "tests/a/golden/rows.json": "one two",

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import reproduce_paper
 from paper import given, ours, policy
 from paper.policy import Reproduced
-from proof import report
+from proof import verdicts
 from rich.console import Console
 
 from fuyou_cli.cli import app
@@ -166,7 +166,7 @@ def test_what_is_said_of_its_buffers() -> None:
 
 
 def test_its_output_says_where_it_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "commit", lambda: "1234567890")
+    monkeypatch.setattr(verdicts, "commit", lambda: "1234567890")
     command, origin = _printed(reproduce_paper.show_origin, ["--part", "1"]).splitlines()[:2]
     assert command == "python scripts/reproduce_paper.py --part 1"
     assert "commit 1234567890, " in origin and f"python {platform.python_version()}" in origin and "transformers " in origin

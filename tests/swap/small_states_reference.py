@@ -11,8 +11,8 @@ import numpy as np
 from fuyou_cli.spec.model import STATE_BLOCK, STATE_TILE
 from fuyou_cli.swap.requests import Segment, Update
 
-from . import reference
-from .reference import F, State
+from . import adamw_reference as reference
+from .adamw_reference import F, State
 
 _PAGE = 4096
 

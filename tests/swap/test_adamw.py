@@ -12,7 +12,7 @@ import torch
 from fuyou_cli.swap import kernels
 from fuyou_cli.swap.requests import Segment, Update
 
-from . import reference
+from . import adamw_reference as reference
 
 COUNT = 2048 * 5
 SEGMENTS = (

@@ -18,7 +18,7 @@ from fuyou_cli.swap.arena import Arena
 from fuyou_cli.swap.daemon import DaemonOptions, Home, Segment, SwapDaemon, Update
 from fuyou_cli.swap.store import Store
 
-from . import reference
+from . import adamw_reference as reference
 from .conftest import CHUNK, MIB, Machine
 
 Build = Callable[..., Machine]

@@ -9,8 +9,8 @@ import torch
 from fuyou_cli.swap import kernels
 from fuyou_cli.swap.requests import Segment, Update
 
-from . import reference
-from .reference import F, State
+from . import adamw_reference as reference
+from .adamw_reference import F, State
 from .test_adamw import COUNT, UNTOUCHED, an_update
 
 RULES = ["lion", "sgd"]

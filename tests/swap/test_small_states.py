@@ -12,7 +12,8 @@ from fuyou_cli.spec.model import STATE_TILE, StateDtype, StateLayout
 from fuyou_cli.swap import kernels
 from fuyou_cli.swap.requests import Segment, Update
 
-from . import reference, small_states_reference
+from . import adamw_reference as reference
+from . import small_states_reference
 
 COUNT = STATE_TILE + 2048 * 3  # a whole tile, and one that ends early
 SEGMENTS = (

@@ -9,7 +9,7 @@ import pytest
 
 from fuyou_cli.swap import kernels
 
-from . import reference
+from . import adamw_reference as reference
 
 LEAF = 16384
 

@@ -90,7 +90,7 @@ def _measured(
     from .copies import measure_gpu_copies, measure_memory
     from .stages import measure_layers
     from .store_rates import measure_store  # the native extension, not needed by --help
-    from .update import measure_adamw, measure_shared
+    from .update_rates import measure_adamw, measure_shared
 
     repeats = 3 if quick else 7
     progress("AdamW")

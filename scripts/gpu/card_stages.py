@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from proof.report import ROOT, at_least, at_most, holds, missing, reported
-from proof.runs import FUYOU, child_environment
+from proof.both_sides import FUYOU, child_environment
+from proof.verdicts import ROOT, at_least, at_most, holds, missing, reported
 
 from fuyou_cli.core.units import GiB, MiB, gib, parse_size
 
+from .card_runs import STACK_LINES, Case, Place, end_of, end_with_stacks, finetune, in_memory, settled, write_recipe
 from .pinning import pin
 from .record import Record
-from .runs import STACK_LINES, Case, Place, end_of, end_with_stacks, finetune, in_memory, settled, write_recipe
 
 SAME_LOSS = 2e-3  # relative, of the first step: the same rows and weights, bf16 on both sides
 TO_END = 4.0  # seconds before its limit at which a stage ends what it runs

@@ -11,7 +11,7 @@ from pathlib import Path
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training.length import tokenised_rows
 
-from .report import ROOT, say
+from .verdicts import ROOT, say
 
 LENGTH = 512  # tokens per row
 OWN_TEXT_ROWS = 6000

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from proof.recipes import fresh, recipe_in
-from proof.rows import model_folder, own_text, rows_folder
-from proof.runs import FUYOU, STEP_FIELDS, InMemory, end_of, started
+from proof.both_sides import FUYOU, STEP_FIELDS, InMemory, end_of, started
+from proof.common_recipe import fresh, recipe_in
+from proof.materials import model_folder, own_text, rows_folder
 from proof.watch import LineCounter
 
 from fuyou_cli.training.jsonl import read_log

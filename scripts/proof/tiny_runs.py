@@ -12,9 +12,9 @@ from typing import Any
 
 import yaml
 
+from .both_sides import child_environment
+from .materials import model_folder, own_text
 from .nursery import Child, Nursery
-from .rows import model_folder, own_text
-from .runs import child_environment
 from .shim import Trace, build, preloaded
 
 STEPS = 60

@@ -20,13 +20,13 @@ from fuyou_cli.machine.background_load import BackgroundLoad
 from fuyou_cli.training.jsonl import read_log
 
 from . import watch
-from .limits import DiskRates, Group, LimitsUnavailable, device_of, group
+from .common_recipe import SEED, fresh, recipe_in
+from .control_groups import DiskRates, Group, LimitsUnavailable, device_of, group
+from .materials import LENGTH
 from .pace import Pace
-from .recipes import SEED, fresh, recipe_in
-from .report import ROOT, say
-from .rows import LENGTH
 from .setting import RunFailed, Setting
 from .shim import build, preloaded
+from .verdicts import ROOT, say
 
 THREADS = 2
 FUYOU = (sys.executable, "-m", "fuyou_cli")
