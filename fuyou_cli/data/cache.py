@@ -5,14 +5,13 @@ The rows are in the directory `<fingerprint>` below the caller's `cache_dir`. It
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +24,7 @@ from fuyou_cli.core.units import MiB
 from . import sandbox
 from .data_files import suffixes
 from .holding_back import Part
+from .locked_folders import scratch_in
 from .reading import first_bad_line
 from .rows import Rows
 from .sources import find_sources
@@ -36,6 +36,7 @@ LAYOUT_VERSION = 5  # increase it when the same data and options give other rows
 TOKENIZER_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 TEMPLATE_FOLDER = "additional_chat_templates"  # the only folder that is part of a tokenizer
 _LARGEST_TEMPLATE = 4 * MiB
+_ELSEWHERE = "set dataset.cache_dir to a writable folder (the default is inside the output directory)"
 
 
 def prepare(
@@ -54,8 +55,8 @@ def prepare(
     request, paths = request_for(dataset, tokenizer_dir, chat_template, pad_token, part, fetching=True)
     final = cache_dir / fingerprint(request, _content)
     if not final.is_dir():
-        with scratch_in(cache_dir) as scratch:
-            out = Path(scratch, "rows")
+        with scratch_of(cache_dir) as scratch:
+            out = scratch / "rows"
             out.mkdir()
             _serve({**request, "out": str(out)}, threads=dataset.num_workers or 1)
             try:
@@ -145,15 +146,9 @@ def _tokenizer_content(directory: Path) -> dict[str, str]:
     return {str(file.relative_to(directory)): _content(file) for file in kept}
 
 
-def scratch_in(cache_dir: Path) -> tempfile.TemporaryDirectory[str]:
-    try:
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        return tempfile.TemporaryDirectory(dir=cache_dir, prefix=".rows-")
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        hint = "set dataset.cache_dir to a writable folder (the default is inside the output directory)"
-        raise UsageError(f"dataset.cache_dir: {cache_dir} cannot be written: {error.strerror}", hint=hint) from error
+def scratch_of(cache_dir: Path) -> AbstractContextManager[Path]:
+    """Makes a folder for rows in progress. Raises UsageError if it cannot."""
+    return scratch_in(cache_dir, what="dataset.cache_dir", hint=_ELSEWHERE)
 
 
 def read_template(path: Path | None) -> str | None:

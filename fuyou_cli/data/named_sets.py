@@ -15,7 +15,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +24,7 @@ from fuyou_cli.core.errors import FuyouError, UsageError
 from fuyou_cli.core.paths import expanded, is_file, kept_folder
 
 from .data_files import kind_of_rows
+from .locked_folders import scratch_in
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.schema import DatasetEntry
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{,95}/[A-Za-z0-9][\w.-]{,95}")
 _REMOTE = re.compile(r"hf:/datasets/(?P<set>[^/]+/[^/@]+)@(?P<commit>[^/]+)/(?P<file>.+)")
 _RECORD, _LISTED = "files.json", "listed.json"
+_ELSEWHERE = "set the environment variable XDG_CACHE_HOME to another folder"
 
 
 def is_named(entry: DatasetEntry) -> bool:
@@ -80,20 +81,20 @@ def fetch(entry: DatasetEntry, *, streamed: bool = False) -> tuple[Path, ...]:
         hint = "name a whole split and set max_samples, or set dataset.streaming=false"
         raise UsageError(f"dataset.train: {entry.path}: dataset.streaming reads no slice of a split", hint=hint)
     folder, here = _folder(entry), expanded(entry.path, key="dataset.train")
-    with _room(folder) as rows:
-        request = {"path": str(here), "name": entry.name, "split": entry.split, "out": rows, "listing": streamed}
+    with scratch_in(folder, what="dataset.train", hint=_ELSEWHERE) as rows:
+        request = {"path": str(here), "name": entry.name, "split": entry.split, "out": str(rows), "listing": streamed}
         reply = _ask(request, offline=True)
         if "error" in reply and not here.is_dir() and may_ask():
             reply = _ask(request, offline=False)
         if "error" in reply:
             hint = "check path, `name` and `split`; for a gated set, run `hf auth login` or set HF_TOKEN"
             raise UsageError(f"dataset.train: {entry.path}: {reply['error']}", hint=reply.get("hint") or hint)
-        files = [_kept(Path(file), Path(rows), folder) for file in reply["files"]]
+        files = [_kept(Path(file), rows, folder) for file in reply["files"]]
         if streamed and (strange := [file.name for file in files if kind_of_rows(file) in (None, "text")]):
             hint = "set dataset.streaming=false: the library `datasets` may read it"  # a text file as a row per line
             raise UsageError(f"dataset.train: {entry.path}: dataset.streaming cannot read {strange[0]}", hint=hint)
         record = _LISTED if streamed else _RECORD
-        (draft := Path(rows, record)).write_text(json.dumps(list(map(str, files))), encoding="utf-8")
+        (draft := rows / record).write_text(json.dumps(list(map(str, files))), encoding="utf-8")
         draft.replace(folder / record)
     return tuple(files)
 
@@ -123,15 +124,6 @@ def present(file: Path, remote: Mapping[str, Any] | None) -> Iterator[Path]:
             raise FuyouError(f"{named['set']}: {named['file']}: {reply['error']}", hint=reply.get("hint") or hint)
     yield local
     local.unlink(missing_ok=True)
-
-
-def _room(folder: Path) -> tempfile.TemporaryDirectory[str]:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        return tempfile.TemporaryDirectory(dir=folder, prefix="rows-")
-    except OSError as error:
-        hint = "set the environment variable XDG_CACHE_HOME to another folder"
-        raise UsageError(f"dataset.train: {folder} cannot be written: {error.strerror}", hint=hint) from error
 
 
 def _kept(file: Path, rows: Path, folder: Path) -> Path:

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from fuyou_cli.core.errors import DataError, FuyouError, OutOfSpaceError, UsageError
 from fuyou_cli.core.units import MiB
 
-from .cache import as_asked, fingerprint, refuse_failed, replied, request_for, scratch_in, worker_command
+from .cache import as_asked, fingerprint, refuse_failed, replied, request_for, scratch_of, worker_command
 from .mixture import Mixture
 from .named_sets import is_remote, may_ask
 from .rows import DataSummary, Rows
@@ -75,7 +75,7 @@ class Stream:
         groups = [[number] for number in numbers] if dataset.weights else [numbers]
         folder = cache_dir / self.fingerprint
         request["remote"] = {"folder": str(folder / "files"), "offline": not may_ask()}
-        with scratch_in(cache_dir):  # says what is wrong with the folder
+        with scratch_of(cache_dir):  # says what is wrong with the folder
             folder.mkdir(exist_ok=True)
         worker = _Worker(request, threads=dataset.num_workers or 1)
         weakref.finalize(self, worker.end)
@@ -270,8 +270,8 @@ class _Worker:
             return self._answered(asked, folder)
 
     def _answered(self, asked: dict[str, Any], folder: Path) -> int:
-        with scratch_in(folder.parent) as scratch:
-            out = Path(scratch, "rows")
+        with scratch_of(folder.parent.parent) as scratch:
+            out = scratch / "rows"
             out.mkdir()
             if self._process is None:
                 self._process = self._started()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ..checkpoint.hub import Hub, Progress
 from ..core.disk import existing
-from ..core.errors import UsageError
+from ..data.locked_folders import scratch_in
 from ..data.tokenise import PREVIEW_TOKENS, decode_pieces, load_tokenizer
 from .length import cache_of, evaluation_rows, fed, mixture_of, steps_of
 
@@ -67,13 +67,9 @@ def _folder(recipe: Recipe, say: Say) -> Iterator[Path]:
     if not os.access(place, os.W_OK | os.X_OK):
         place = Path(tempfile.gettempdir())
         say(f"note: rows are written to {place}, because {existing(cache.parent)} cannot be written")
-    try:
-        scratch = tempfile.TemporaryDirectory(prefix=".fuyou-rows-", dir=place)
-    except OSError as error:
-        key = "output_dir" if recipe.dataset.cache_dir is None else "dataset.cache_dir"
-        raise UsageError(f"{key}: nothing can be written to {place}: {error.strerror}", hint="name another folder") from None
-    with scratch as folder:
-        yield Path(folder)
+    key = "output_dir" if recipe.dataset.cache_dir is None else "dataset.cache_dir"
+    with scratch_in(place, what=key, hint="name another folder") as folder:
+        yield folder
 
 
 def _seen(recipe: Recipe, cache: Path, number: int, *, whole: bool, say: Say, progress: Progress) -> Seen:

@@ -149,4 +149,4 @@ def test_mistakes_are_those_of_a_run(asked: Project, printed: Printed, capfd: py
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root is told that /proc could be written")
 def test_a_folder_in_which_nothing_can_be_made_names_its_key(asked: Project, printed: Printed, capfd: Any) -> None:
     printed("data", asked.recipe, "dataset.cache_dir=null", "output_dir=/proc/out", code=2)
-    assert "error: output_dir: nothing can be written to /proc: No such file" in " ".join(capfd.readouterr().err.split())
+    assert "error: output_dir: /proc cannot be written: No such file" in " ".join(capfd.readouterr().err.split())
