@@ -63,10 +63,11 @@ def run_finetune(
     tracing = None if trace is None else Trace(trace)  # raises now if the file cannot be written, before anything is planned
     ready = made_ready(loaded, kept, measure=measure, calibrated=calibrated)
     planned = ready.planned
-    with claimed(Path(planned.recipe.output_dir).expanduser(), say=write_status):
+    with claimed(Path(planned.recipe.output_dir).expanduser(), say=write_status), ExitStack() as stack:
         if note := note_of_an_earlier_run(planned):
             write_status(note)
-        report, source, stopped = _train(ready, logging, verbose=verbose, trace=tracing)
+        log = _open_log(planned, stack)  # has what ends the run: while it loads, trains or exports
+        report, source, stopped = _train(ready, log, logging, verbose=verbose, trace=tracing)
         _conclude(planned, report)
         if stopped:
             raise Interrupted("stopped after the last step, before the export", hint=_again(source))
@@ -74,17 +75,30 @@ def run_finetune(
             _export(planned, source)
 
 
-def _train(ready: Ready, logging: Mapping[str, Any], *, verbose: bool, trace: Trace | None) -> tuple[RunReport, Path, bool]:
+def _open_log(planned: Planned, stack: ExitStack) -> JsonlLog | None:
+    """Opens the log where the recipe asks for it, and writes what is planned."""
+    from fuyou_cli.advice.beside_plan import promises
+    from fuyou_cli.training.jsonl import JsonlLog
+
+    if "jsonl" not in planned.recipe.logging.backends:
+        return None
+    path = Path(planned.recipe.output_dir).expanduser() / "log.jsonl"
+    log = stack.enter_context(JsonlLog(path, anew=planned.manifest is None))
+    log.write("plan", promises(planned))
+    return log
+
+
+def _train(
+    ready: Ready, log: JsonlLog | None, logging: Mapping[str, Any], *, verbose: bool, trace: Trace | None
+) -> tuple[RunReport, Path, bool]:
     """Trains to the end and saves. Returns the report, the store's folder, and whether to stop before the export."""
-    from fuyou_cli.advice.beside_plan import beside_plan, promises
+    from fuyou_cli.advice.beside_plan import beside_plan
     from fuyou_cli.machine.allocator import settle_for_training, trim
     from fuyou_cli.training.adapting import configuration
-    from fuyou_cli.training.jsonl import JsonlLog
     from fuyou_cli.training.run import Run
     from fuyou_cli.training.state.kept_companions import keep_companions
 
     planned = ready.planned
-    out = Path(planned.recipe.output_dir).expanduser()
     with Run(
         ready,
         memory_now=probe.process_bytes,
@@ -103,24 +117,19 @@ def _train(ready: Ready, logging: Mapping[str, Any], *, verbose: bool, trace: Tr
             tokenizer_dir=planned.inspected.resolved.tokenizer_dir,
             adapter=configuration(planned.recipe, planned.anatomy.model, planned.model_dir),
         )
-        with ExitStack() as stack:
-            log = None
-            if "jsonl" in planned.recipe.logging.backends:
-                log = stack.enter_context(JsonlLog(out / "log.jsonl", anew=planned.manifest is None))
-                log.write("plan", promises(planned))
-            settle_for_training()
-            before, others = run.daemon.counters(), BackgroundLoad()
-            with ExitStack() as traced:
-                if trace is not None:
-                    run.trace(trace)
-                    traced.callback(lambda: write_status(trace.told))
-                    traced.enter_context(trace)  # written however the steps end
-                _steps(planned, run, log, logging, verbose=verbose)
-            gpu_peak = run.device.peak_memory() if run.plan.device == "cuda" else 0  # other devices do not count freed memory
-            report = beside_plan(planned, run.report(), others.cores(), gpu_peak=gpu_peak, say=write_status)
-            stopped = run.stopping.requested and planned.recipe.export.at_end  # the next run of this command exports
-            if log is not None and not stopped:
-                _end_log(log, run, before, report)
+        settle_for_training()
+        before, others = run.daemon.counters(), BackgroundLoad()
+        with ExitStack() as traced:
+            if trace is not None:
+                run.trace(trace)
+                traced.callback(lambda: write_status(trace.told))
+                traced.enter_context(trace)  # written however the steps end
+            _steps(planned, run, log, logging, verbose=verbose)
+        gpu_peak = run.device.peak_memory() if run.plan.device == "cuda" else 0  # other devices do not count freed memory
+        report = beside_plan(planned, run.report(), others.cores(), gpu_peak=gpu_peak, say=write_status)
+        stopped = run.stopping.requested and planned.recipe.export.at_end  # the next run of this command exports
+        if log is not None and not stopped:
+            _end_log(log, run, before, report)
         return report, run.paths[0].parent, stopped
 
 

@@ -178,6 +178,7 @@ class History:
     report: RunReport
     ended: bool
     failed: str = ""  # the error that ended its last process
+    stopped: bool = False  # by a person or a limit
     evaluations: tuple[Evaluated, ...] = ()  # in order; a repeated one counts as it was the last time
     samples: tuple[Sample, ...] = ()  # the same
     best: Best | None = None  # the last one, kept or not
@@ -197,12 +198,12 @@ class _Reading:
         self.evaluations: list[Evaluated] = []
         self.samples: list[Sample] = []
         self.best: Best | None = None
-        self.ended, self.failed = False, ""
+        self.ended, self.failed, self.stopped = False, "", False
 
     def take(self, record: dict[str, Any]) -> None:
         event = record.get("event")
         if event == "plan":
-            self.promised, self.ended, self.failed = _of(Promised, record), False, ""
+            self.promised, self.ended, self.failed, self.stopped = _of(Promised, record), False, "", False
         elif event == "step":
             step = _of(Step, record)
             self.end = End()
@@ -229,13 +230,15 @@ class _Reading:
             self.end = end if end.compared else self.end  # a finished run that is begun again measures nothing
         elif event == "failed":
             self.failed = _of(_Failed, record).message
+        elif event == "stopped":
+            self.stopped = True
 
 
 def read_history(log: Path) -> History:
     """Reads a log. Raises UsageError if it does not exist, has no step, or has a line that is no record."""
     reading = _read(log)
     if not reading.steps:
-        raise UsageError(f"{log} has no step yet", hint="a run logs its first figures after its first step")
+        raise _without_steps(log, reading)
     return History(
         log=log,
         promised=reading.promised,
@@ -243,10 +246,21 @@ def read_history(log: Path) -> History:
         report=_report(reading, log),
         ended=reading.ended,
         failed=reading.failed,
+        stopped=reading.stopped,
         evaluations=tuple(reading.evaluations),
         samples=tuple(reading.samples),
         best=reading.best,
     )
+
+
+def _without_steps(log: Path, reading: _Reading) -> UsageError:
+    """Says why there is nothing to report."""
+    if reading.failed:
+        told = f"an error ended its run before the first step: {' '.join(reading.failed.split())}"
+        return UsageError(f"{log}: {told}", hint="what to do is in its output; then run the recipe again")
+    if reading.stopped:
+        return UsageError(f"{log}: its run was stopped before the first step", hint="run the recipe again")
+    return UsageError(f"{log} has no step yet", hint="a run logs its first figures after its first step")
 
 
 def read_promised(log: Path) -> Promised:

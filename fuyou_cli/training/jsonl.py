@@ -1,7 +1,8 @@
 """Writes the log for programs: one JSON object per line and step.
 
 Opening the log again removes a torn last line. A resumed run may log some steps again: the last record of a step is the valid
-one. A run that starts over begins a new log and keeps the old one as log.jsonl.1, or under the next free number.
+one. A run that starts over begins a new log and keeps the old one as log.jsonl.1, or under the next free number. A log of runs
+that never took a step is gone on with.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from .report import BestReport, EvalReport, RunReport, SampleReport, StepReport
 from .reporting import as_records
 
 SCHEMA_VERSION = 1
+_BEFORE_STEPS = tuple(
+    f'{{"schema_version":{SCHEMA_VERSION},"event":"{event}",'.encode() for event in ("plan", "failed", "stopped")
+)
 _EVENTS: dict[type, str] = {EvalReport: "eval", SampleReport: "sample", BestReport: "best"}
 
 
@@ -48,16 +52,16 @@ class JsonlLog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Writes what ended the run, if it was an error."""
-        is_failure = isinstance(error, Exception) and not isinstance(error, Interrupted)
-        if is_failure and self._is_whole and self._file is not None:
+        """Writes what ended the run, if it was not its end."""
+        if error is not None and self._is_whole and self._file is not None:
+            is_stop = isinstance(error, Interrupted) or not isinstance(error, Exception)
             message = error.message if isinstance(error, FuyouError) else f"{type(error).__name__}: {error}"
             with suppress(FuyouError):  # the first error matters more
-                self.write("failed", {"message": message})
+                self.write("stopped" if is_stop else "failed", {"message": message})
         try:
             self.close()
         except FuyouError:
-            if error is None:  # otherwise the first error matters more
+            if error is None and self._is_whole:  # otherwise the first error matters more
                 raise
 
     def step(self, report: StepReport) -> None:
@@ -74,12 +78,12 @@ class JsonlLog:
         self.write("timeline", {"intervals": places, "stalls": report.timeline_stalls})
 
     def end(self, report: RunReport, *, moved: Mapping[str, int], saved_bytes: int) -> None:
-        """Ends the log. `moved`: the store's bytes from the end of loading to the saved state, as the log of steps misses
-        requests in flight at a step's end; saving writes what is kept in RAM (`saved_bytes`)."""
+        """Writes that the steps are over. `moved`: the store's bytes from the end of loading to the saved state, as the log of
+        steps misses requests in flight at a step's end; saving writes what is kept in RAM (`saved_bytes`)."""
         self.timeline(report)
         totals = {"written_total": report.written_total, "settled": report.settled}
         self.write("end", {**moved, **totals, "saved_bytes": saved_bytes, "compared": as_records(report.compared)})
-        self.close()
+        self._sync(self._file)
 
     def write(self, event: str, fields: Mapping[str, object]) -> None:
         """Writes one line: schema_version, event, then `fields`. Numbers that are not finite become null."""
@@ -101,13 +105,25 @@ class JsonlLog:
             return
         file, self._file = self._file, None
         try:
-            try:
-                os.fsync(file)
-            finally:
-                os.close(file)
+            self._sync(file)
+        finally:
+            os.close(file)
+
+    def _sync(self, file: int | None) -> None:
+        assert file is not None, "a log that is written to is open"
+        try:
+            os.fsync(file)
         except OSError as error:
             if error.errno != errno.EINVAL:  # a pipe or a device has no storage to sync
                 raise failed_writing(self.path, error) from error
+
+
+def holds_a_run(path: Path) -> bool:
+    """Tells whether a log holds more than runs that ended before their first step."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return any(not line.startswith(_BEFORE_STEPS) for line in file)
 
 
 def read_log(path: Path) -> list[dict[str, object]]:
@@ -118,7 +134,7 @@ def read_log(path: Path) -> list[dict[str, object]]:
 
 def _set_aside(path: Path) -> None:
     """Renames the log of an earlier run to the next free number."""
-    if not path.is_file() or not path.stat().st_size:
+    if not holds_a_run(path):
         return
     older = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
     path.rename(next(name for name in older if not name.exists()))

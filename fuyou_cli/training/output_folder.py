@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..core.errors import UsageError
+from .jsonl import holds_a_run
 from .steps import Planned
 
 _NO_LOCKS = (errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL, errno.EBADF)  # EBADF: NFS, for a folder
@@ -42,7 +43,7 @@ def note_of_an_earlier_run(planned: Planned) -> str | None:
     is not where this recipe looks for it."""
     log = Path(planned.recipe.output_dir).expanduser() / "log.jsonl"
     begins = planned.manifest is None and planned.recipe.checkpoint.resume != "never"
-    if not begins or not log.is_file() or not log.stat().st_size:
+    if not begins or not holds_a_run(log):
         return None
     return (
         f"note: {log} belongs to an earlier run that has no saved state in {planned.directories[0]}. This run starts "

@@ -16,12 +16,13 @@ from drawn import every
 from hooks import doing
 
 from fuyou_cli.cli.finetune import run_finetune
-from fuyou_cli.core.errors import Interrupted, NumericsError, OutOfSpaceError
+from fuyou_cli.core.errors import Interrupted, NumericsError, OutOfSpaceError, UsageError
 from fuyou_cli.machine import probe
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training.jsonl import JsonlLog, read_log
 from fuyou_cli.training.report import StepReport
 from fuyou_cli.training.run import Run
+from fuyou_cli.training.steps import store_of as where_its_store_is
 
 from .conftest import HANGS, Project, Whole, ended
 from .running import STEPS, exported, interrupt, manifest_of, prepared_run, store_of, train
@@ -219,8 +220,27 @@ def test_an_export_that_fails_takes_nothing_else(new_project: NewProject) -> Non
     assert done.returncode == 2
     said = done.stderr
     assert "Predicted and measured" in said and "note: cannot write the timeline" in said
-    assert f"fuyou export {store_of(project)} OUT" in said and read_log(project.out / "log.jsonl")[-1]["event"] == "end"
+    assert f"fuyou export {store_of(project)} OUT" in said
+    assert [record["event"] for record in read_log(project.out / "log.jsonl")[-2:]] == ["end", "failed"]
     assert thesis.read_text() == "precious"
+
+
+def test_what_ends_a_run_before_its_first_step_is_in_its_log(new_project: NewProject, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A log of no step is gone on with, so that trying again leaves one file."""
+    project = new_project(changes={"train.max_steps": 2, "export.at_end": False})
+    monkeypatch.setattr("fuyou_cli.machine.allocator.settle_allocator", lambda: None)  # of this process
+    monkeypatch.setattr("fuyou_cli.machine.allocator.settle_for_training", lambda: None)
+    loaded, log = load_recipe(project.recipe), project.out / "log.jsonl"
+    (store := where_its_store_is(loaded.recipe)).mkdir(parents=True)
+    (store / "store.bin").touch()
+    (store / "second.bin").hardlink_to(store / "store.bin")
+    with pytest.raises(UsageError, match="has a second name"):
+        run_finetune(loaded)
+    assert [record["event"] for record in read_log(log)] == ["plan", "failed"]
+    (store / "store.bin").unlink()
+    run_finetune(loaded)
+    assert [record["event"] for record in read_log(log)] == ["plan", "failed", "plan", "step", "step", "timeline", "end"]
+    assert not log.with_name("log.jsonl.1").exists()
 
 
 def test_starting_over_keeps_the_log_of_the_run_before(new_project: NewProject) -> None:

@@ -268,18 +268,40 @@ def test_a_run_says_what_it_trained_and_that_it_ended_early(log: Path) -> None:
 def test_a_run_says_which_error_ended_it(log: Path) -> None:
     lines = log.read_text().splitlines(keepends=True)
     log.write_text("".join(lines[:-2]))
+    assert dict(about(read_history(log)))["steps"] == "40 of 40: running, or killed"
 
     def ended_by(error: BaseException) -> str:
         with pytest.raises(type(error)), JsonlLog(log):
             raise error
         return dict(about(read_history(log)))["steps"]
 
-    assert ended_by(Interrupted("stopped")) == "40 of 40: running or stopped"
+    assert ended_by(Interrupted("stopped")) == "40 of 40: stopped"
     assert ended_by(SwapError("the drive\nis gone")) == "40 of 40: ended with an error: the drive is gone"
     with JsonlLog(log) as begun_again:
         begun_again.write("plan", PLAN)
     assert read_history(log).failed == ""
     assert ended_by(KeyError("x")).endswith("ended with an error: KeyError: 'x'")
+    log.write_text("".join(lines))
+    assert ended_by(SwapError("no space")) == "40 of 40: all steps are done, then an error: no space"
+
+
+def test_a_run_without_a_step_says_why(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    errors = {
+        KeyboardInterrupt(): "was stopped before the first step",
+        SwapError("no\nspace"): "before the first step: no space",
+    }
+    for error, told in errors.items():
+        with pytest.raises(type(error)), JsonlLog(path, anew=True) as log:
+            log.write("plan", PLAN)
+            raise error
+        with pytest.raises(UsageError, match=told):
+            read_history(path)
+    with JsonlLog(path, anew=True) as log:
+        log.write("plan", PLAN)
+    assert not path.with_name("log.jsonl.1").exists()
+    with pytest.raises(UsageError, match="has no step yet"):
+        read_history(path)
 
 
 def test_a_finished_run_that_is_begun_again_keeps_its_figures(log: Path) -> None:

@@ -87,9 +87,12 @@ def about(history: History) -> Pairs:
     """Tells which run this is, and how far it came."""
     promised, report, last = history.promised, history.report, history.steps[-1].step
     total = max(promised.total_steps, last)
-    state = "running or stopped" if not history.ended else "all steps are done" if last == total else "ended early"
+    state = "ended early" if last != total else "all steps are done"
+    if not history.ended:
+        state = "stopped" if history.stopped else "running, or killed"
     if history.failed:
-        state = f"ended with an error: {one_line(' '.join(history.failed.split()))}"
+        error = one_line(" ".join(history.failed.split()))
+        state = f"{state}, then an error: {error}" if history.ended else f"ended with an error: {error}"
     frozen = promised.frozen_parameters
     trained = f"{promised.parameters - frozen:,} of {promised.parameters:,} parameters" if frozen else "all parameters"
     rows = [
