@@ -114,6 +114,11 @@ class BestCopy:
         """Tells whether the folder holds something that this run did not keep."""
         return self.folder.is_dir() and self.step is None
 
+    @property
+    def older(self) -> str:
+        """Says which weights are there where newer ones could not be kept. Empty if there are none of this run."""
+        return "" if (step := self.step) is None else f"; those after step {step} are still in {self.folder}"
+
     def write(self, step: int, loss: float) -> BestReport:
         """Replaces the copy. A failure that the store has no part in is told: the copy before stays, and the run goes on."""
         begin, size, problem = time.monotonic(), 0, ""
@@ -123,7 +128,7 @@ class BestCopy:
             except SwapError:
                 raise
             except (FuyouError, OSError) as error:
-                problem = str(error)
+                problem = f"{error}{self.older}"
                 self._forward.stop_ahead()
         seconds = time.monotonic() - begin
         return BestReport(step=step, loss=loss, folder=str(self.folder), size=size, seconds=seconds, problem=problem)

@@ -118,7 +118,7 @@ class Evaluations:
             return others
         if last.best_step == 0:
             return f", before training: no weights are kept{others}"
-        return f": kept in {copy.folder}" if copy.step == last.best_step else f": its weights were not kept{others}"
+        return f": kept in {copy.folder}" if copy.step == last.best_step else f": its weights were not kept{copy.older}{others}"
 
     def _losses(self, step: int) -> list[EvalReport]:
         """Evaluates every set with the weights after `step`. Raises what a callback of the executor raises, after which the

@@ -120,7 +120,7 @@ def test_an_adapter_and_a_cut_vocabulary(changes: dict[str, Any], new_project: N
 
 
 def test_a_copy_that_cannot_be_written_ends_no_run(new_project: NewProject) -> None:
-    """It is said, the copy before stays, and training does not notice."""
+    """It is said, the copy before stays, which is said too, and training does not notice."""
     project, found = new_project(changes={**ASKED, "train.max_steps": 3}), list[Any]()
 
     def disturb(report: Any) -> None:
@@ -133,7 +133,9 @@ def test_a_copy_that_cannot_be_written_ends_no_run(new_project: NewProject) -> N
         told, ours = run.report().best, run.losses
     kept = [report for report in found if isinstance(report, BestReport)]
     assert [(one.step, "did not write: 'mine.txt'" in one.problem) for one in kept] == [(1, False), (2, True), (3, True)]
-    assert kept_step(project.out / "best") == 1 and told.endswith("its weights were not kept")
+    older = f"; those after step 1 are still in {project.out / 'best'}"
+    assert kept[1].problem.endswith(older) and kept[2].problem.endswith(older)
+    assert kept_step(project.out / "best") == 1 and told.endswith(f"its weights were not kept{older}")
     assert ours == train(new_project("plain", {**ASKED, "train.max_steps": 3, "eval": {}}))[0]
 
 
