@@ -11,9 +11,9 @@ from fuyou_cli.machine.profile_store import keep_corrected
 from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.planner.simulate import simulate
 from fuyou_cli.training.corrected import corrected
+from fuyou_cli.training.prepared import Planned
 from fuyou_cli.training.report import RunReport
 from fuyou_cli.training.reporting import compared
-from fuyou_cli.training.steps import Planned
 
 from .compare import placed_in_words
 from .room import export_folder

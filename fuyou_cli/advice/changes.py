@@ -20,7 +20,7 @@ from fuyou_cli.training.plan_step import as_chosen
 from .planning import Outcome, Replanner
 
 if TYPE_CHECKING:
-    from fuyou_cli.training.steps import Planned
+    from fuyou_cli.training.prepared import Planned
 
 SHOWN = 5
 _MOST_QUICK = 40  # plans made only to see whether they fit

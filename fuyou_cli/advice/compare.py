@@ -19,7 +19,7 @@ from fuyou_cli.spec.plan import Plan
 from .planning import alternative
 
 if TYPE_CHECKING:
-    from fuyou_cli.training.steps import Planned
+    from fuyou_cli.training.prepared import Planned
 
 MOST_ROWS = 9
 MOST_SWEEPS = 3  # sweep counts that are planned; many sweeps take long to simulate

@@ -24,7 +24,7 @@ from fuyou_cli.spec.plan import Plan
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.schema import SamplesSection
-    from fuyou_cli.training.steps import Planned
+    from fuyou_cli.training.prepared import Planned
 
 USUAL = 1000  # steps for which writes are shown if the run's length is not known
 _CLOSE = 0.9  # share of the busiest resource's seconds; one this busy also decides

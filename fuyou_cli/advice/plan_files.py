@@ -31,7 +31,7 @@ from fuyou_cli.spec.plan import Plan
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.schema import Recipe
-    from fuyou_cli.training.steps import Planned
+    from fuyou_cli.training.prepared import Planned
 
 MARK = "fuyou_plan"  # a plan file's first key
 FORMAT = 6

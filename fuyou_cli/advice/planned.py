@@ -14,7 +14,8 @@ from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.training.length import counted_rows
 from fuyou_cli.training.plan_request_of import StoreDisks
 from fuyou_cli.training.plan_step import plan
-from fuyou_cli.training.steps import Inspected, Planned, inspect, resolve, run_directories, unheard
+from fuyou_cli.training.prepared import Inspected, Planned
+from fuyou_cli.training.steps import inspect, resolve, run_directories, unheard
 
 from .room import described_disks, disks_of
 

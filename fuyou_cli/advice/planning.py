@@ -18,7 +18,7 @@ from .wear import Wear, wear_of, writes_of
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.load import LoadedRecipe
-    from fuyou_cli.training.steps import Planned
+    from fuyou_cli.training.prepared import Planned
 
 
 def alternative(candidate: Candidate, plan: Plan) -> Alternative:

@@ -22,7 +22,7 @@ from fuyou_cli.training.plan_request_of import DiskShare, StoreDisks
 if TYPE_CHECKING:
     from fuyou_cli.recipe.schema import Recipe
     from fuyou_cli.spec.hardware import HardwareProfile
-    from fuyou_cli.training.steps import Planned, Resolved
+    from fuyou_cli.training.prepared import Planned, Resolved
 
 
 CLEARLY = 1.05  # tolerance for free RAM, which changes; the limits of a machine or control group have none

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from fuyou_cli.swap.daemon import Counters
     from fuyou_cli.training.evaluation import AnyReport
     from fuyou_cli.training.jsonl import JsonlLog
+    from fuyou_cli.training.prepared import Planned, Ready
     from fuyou_cli.training.report import RunReport, StepReport
     from fuyou_cli.training.run import Run
-    from fuyou_cli.training.steps import Planned, Ready
     from fuyou_cli.training.trace import Trace
 
 
@@ -111,7 +111,7 @@ def _train(
         write_status(f"swap daemon: {run.daemon.description}")
         _load(planned, run)
         keep_companions(
-            run.paths[0].parent,
+            run.store.paths[0].parent,
             planned.recipe.tokenizer,
             model_dir=planned.model_dir,
             tokenizer_dir=planned.inspected.resolved.tokenizer_dir,
@@ -130,7 +130,7 @@ def _train(
         stopped = run.stopping.requested and planned.recipe.export.at_end  # the next run of this command exports
         if log is not None and not stopped:
             _end_log(log, run, before, report)
-        return report, run.paths[0].parent, stopped
+        return report, run.store.paths[0].parent, stopped
 
 
 def _end_log(log: JsonlLog, run: Run, before: Counters, report: RunReport) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fuyou_cli.advice.plan_files import KeptPlan
     from fuyou_cli.data import DataSummary
     from fuyou_cli.recipe.load import LoadedRecipe
-    from fuyou_cli.training.steps import Planned, Ready
+    from fuyou_cli.training.prepared import Planned, Ready
 
 
 def made_ready(loaded: LoadedRecipe, kept: KeptPlan | None, *, measure: bool, calibrated: bool) -> Ready:

@@ -28,7 +28,7 @@ from .report import BestReport
 from .state.kept_companions import kept_companions
 
 if TYPE_CHECKING:
-    from .steps import Ready
+    from .prepared import Ready
 
 _RUN = "fuyou_run"  # in a copy's metadata: the name of the run, as in its manifest
 Passing = Iterator[tuple[int, torch.Tensor]]  # stages that own parameters, in running order, each with its weights

@@ -17,10 +17,10 @@ from ..data import Rows, collate
 from ..engine.executor import Executor
 from ..engine.forward_only import ForwardOnly
 from .best_copy import BestCopy
+from .prepared import Ready
 from .report import BestReport, EvalReport, SampleReport
 from .state.saver import Standing
 from .state.stored import Evaluated
-from .steps import Ready
 
 if TYPE_CHECKING:
     from .fixed_prompts import Continuations

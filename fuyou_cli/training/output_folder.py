@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..core.errors import UsageError
 from .jsonl import holds_a_run
-from .steps import Planned
+from .prepared import Planned
 
 _NO_LOCKS = (errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL, errno.EBADF)  # EBADF: NFS, for a folder
 

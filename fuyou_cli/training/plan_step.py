@@ -24,8 +24,9 @@ from .length import steps_of
 from .limits import check_positions
 from .numerics import fastest_size, likely_sizes, numerics_of
 from .plan_request_of import StoreDisks, plan_request
+from .prepared import Fetched, Inspected, Planned, Ready
 from .state.resume import refused, steps_left
-from .steps import Fetched, Inspected, Planned, Ready, Say, in_place_of, unheard
+from .steps import Say, in_place_of, unheard
 
 if TYPE_CHECKING:
     from ..engine.anatomy import Anatomy

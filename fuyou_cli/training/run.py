@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 
 import torch
 
-from ..core.errors import Interrupted, UsageError
-from ..core.own_files import own_folder
+from ..core.errors import Interrupted
 from ..core.patience import Patience
 from ..data import collate
 from ..engine.compiled import CompiledBlocks
@@ -26,23 +25,21 @@ from ..spec.model import ModelSpec
 from ..spec.plan import Span
 from ..swap.arena import Arena
 from ..swap.daemon import DaemonOptions, SwapDaemon
-from ..swap.store import Store
 from . import device_errors
 from .evaluation import AnyReport, Evaluations
 from .limits import gpu_most
+from .prepared import Planned, Ready
 from .rates import learning_rate
 from .report import RunReport, StepReport
 from .reporting import Steps, run_report, settling_steps
 from .run_endings import Doing, Endings
-from .run_limits import RunLimits, check_loading
-from .state import manifest as manifests
+from .run_folders import RunFolders
+from .run_limits import RunLimits
 from .state import random_states
-from .state.parts import STORE_FILE, write_parts
-from .state.resume import check_same_store, check_unchanged
+from .state.parts import write_parts
 from .state.saver import Saver, Standing
-from .state.storage import StageFiles, check_space, check_stages
+from .state.storage import StageFiles
 from .step_meter import MemoryWatch, StepMeter
-from .steps import Planned, Ready
 from .stopping import StopRequests
 from .trace import Trace
 from .trimming import Trimming
@@ -102,14 +99,15 @@ class Run:
         plan, planned = self.plan, self.planned
         torch.set_num_threads(plan.numerics.torch_threads)
         random_states.seed(planned.recipe.seed)
-        self._claim_folders(free_space)
+        self._folders = RunFolders(planned)
+        self._folders.claim(free_space)
         arena = self._stack.enter_context(Arena(max(plan.arena_size, 1 << 21)))
         self._device_most = gpu_most(planned.recipe, planned.hardware)
         if planned.recipe.train.deterministic and plan.device != "cpu":
             self._stack.callback(compute_repeatably())
         self.device = open_device(plan.device, memory=self._device_most)
         self._stack.callback(self.device.close)  # closed before the arena is unmapped, because its copies use the arena
-        self._open_store()
+        self.store = self._folders.open_store(self._stack)
         names = {stage.index: stage.name for stage in self.model.stages}
         patience = Patience(self._announce, progress=self._moved, where=self._where)
         redo = plan.store_mode == "redo"  # redo's manifests name the written gradients
@@ -158,47 +156,12 @@ class Run:
             model=self.model, daemon=self.daemon, device=self.device, stalls=self.executor.residency.stalls, memory=self.memory
         )
         self.rates = learning_rate(planned.recipe, planned.total_steps)
-        self._evaluations = Evaluations(self.ready, self.standing, self.executor, store=self.paths[0].parent)
+        self._evaluations = Evaluations(self.ready, self.standing, self.executor, store=self.store.paths[0].parent)
 
     @contextmanager
     def _naming_device_errors(self) -> Iterator[None]:
         with device_errors.named(self.device, self.plan, self._device_most, self._where), naming_operators():
             yield
-
-    def _claim_folders(self, free_space: Callable[[Path], int]) -> None:
-        """Checks that a saved run is still the one in the plan, and that the folders have room for the store."""
-        plan, planned = self.plan, self.planned
-        self.paths = [directory / STORE_FILE for directory in planned.directories]
-        if planned.manifest is not None:
-            check_same_store(planned.manifest, self.paths, stripe=plan.io.stripe)
-            check_stages(planned.manifest, self.model, plan)
-        else:
-            check_loading(planned.recipe, plan)
-        for directory, path in zip(planned.directories, self.paths, strict=True):
-            own_folder(directory)
-            if path.is_file() and path.stat().st_nlink > 1:
-                raise UsageError(f"{path} has a second name (hard link), which would be overwritten", hint="move it away")
-        check_space(self.paths, plan.store_size, free_space)
-
-    def _open_store(self) -> None:
-        """Opens and locks the store. Only then is its manifest sure to stay as it is."""
-        plan, planned = self.plan, self.planned
-        self._unnamed = [path for path in self.paths if planned.manifest is None and _is_missing(path)]
-        self.store = self._stack.enter_context(Store.open(self.paths, stripe=plan.io.stripe, size=plan.store_size, create=True))
-        self._stack.callback(self._remove_unnamed)
-        self.store.attach(self.model.sources)
-        start_over = planned.recipe.checkpoint.resume == "never"
-        check_unchanged(planned.manifest, self.paths[0].parent, start_over=start_over)
-
-    def _remove_unnamed(self) -> None:
-        """Removes store files that this run made but never loaded into, while they are locked. No manifest says whose they are.
-
-        If there is a manifest beside them, another run has made them meanwhile.
-        """
-        with suppress(OSError):  # the reason the run ended matters more; files that cannot be removed stay
-            if self._unnamed and _is_missing(self.paths[0].parent / manifests.NAME):
-                for path in self._unnamed:
-                    path.unlink(missing_ok=True)
 
     def __enter__(self) -> Run:
         return self
@@ -211,12 +174,12 @@ class Run:
         bytes of saved state that were read and checked."""
         saved = self.planned.manifest
         with self.stopping.during("loading"), self._endings.telling_what_is_saved():
-            self._unnamed.clear()  # a manifest names them, or will do so next
+            self._folders.named()
             if saved is not None:
                 self.saver.restore(saved, progress)
                 return
             self.saver.give_up_what_was()
-            write_parts(self.standing.run, [path.parent for path in self.paths])
+            write_parts(self.standing.run, self.planned.directories)
             self.files.load(self.ready.entries, self.ready.added, self.executor.residency.records, progress)
 
     def trace(self, trace: Trace) -> None:
@@ -378,15 +341,6 @@ def _unreached(model: ModelSpec, reached: set[str]) -> str:
     more = f" and {len(names) - _NAMED:,} others" if len(names) > _NAMED else ""
     found = ", ".join(names[:_NAMED]) + more
     return f"note: {found} got no gradient in {_FIRST} steps, so they are not trained" if names else ""
-
-
-def _is_missing(path: Path) -> bool:
-    """Tells whether `path` does not exist. Raises OSError if this cannot be found out."""
-    try:
-        path.lstat()
-    except FileNotFoundError:
-        return True
-    return False
 
 
 def _optimizer(planned: Planned) -> Optimizer:

@@ -18,8 +18,8 @@ from ..core.errors import (
     UsageError,
 )
 from ..engine.executor import Executor
+from .prepared import Planned
 from .state.saver import Saver
-from .steps import Planned
 from .stopping import StopRequests
 
 

@@ -38,7 +38,7 @@ from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import Plan
-from fuyou_cli.training.steps import Planned
+from fuyou_cli.training.prepared import Planned
 
 ALL, AMONG = 10, 30
 DRAWN = 5

@@ -20,10 +20,11 @@ from fuyou_cli.recipe.schema import Recipe
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.training.exporting import export_store
 from fuyou_cli.training.plan_step import plan, settle
+from fuyou_cli.training.prepared import Planned, Ready
 from fuyou_cli.training.run import Run
 from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.stored import Manifest
-from fuyou_cli.training.steps import Planned, Ready, fetch, inspect, resolve, tokenise, unheard
+from fuyou_cli.training.steps import fetch, inspect, resolve, tokenise, unheard
 
 from .conftest import Project
 
@@ -72,7 +73,7 @@ def train(project: Project, between: Between | None = None, *, say: Callable[[st
 
             run.executor.between_micro_batches = look_and_act
         run.train(lambda report: None)
-        return run.losses, run.paths[0].parent
+        return run.losses, run.store.paths[0].parent
 
 
 def interrupt(step: int, phase: str) -> Between:

@@ -14,11 +14,11 @@ from fuyou_cli.cli.stores import run_export
 from fuyou_cli.core.errors import Interrupted, UsageError
 from fuyou_cli.data import collate
 from fuyou_cli.machine import probe
+from fuyou_cli.training.prepared import Ready
 from fuyou_cli.training.rates import learning_rate
 from fuyou_cli.training.run import Run
 from fuyou_cli.training.run_limits import loaded
 from fuyou_cli.training.state import manifest as manifests
-from fuyou_cli.training.steps import Ready
 
 from .conftest import Project, Whole
 from .running import interrupt, prepared_run, store_of, train

@@ -182,7 +182,7 @@ def test_a_flipped_bit_is_found_and_the_step_before_goes_on(
         run.load(lambda count: None)
         assert run.step == saved.step - 1
         run.train(lambda report: None)
-        losses, store = run.losses, run.paths[0].parent
+        losses, store = run.losses, run.store.paths[0].parent
     said = " ".join(heard)
     assert f"the state after step {saved.step} is damaged: {tensor} of " in said and saved.files[0] in said
     assert f"falling back to the state after step {saved.step - 1}, which is intact" in said

@@ -37,7 +37,9 @@ def _run(project: Project) -> Run:
 
 def _keep_companions(run: Run) -> None:
     found = run.planned.inspected.resolved
-    keep_companions(run.paths[0].parent, found.recipe.tokenizer, model_dir=found.model_dir, tokenizer_dir=found.tokenizer_dir)
+    keep_companions(
+        run.store.paths[0].parent, found.recipe.tokenizer, model_dir=found.model_dir, tokenizer_dir=found.tokenizer_dir
+    )
 
 
 class _Killed(BaseException):

@@ -197,7 +197,7 @@ def test_an_error_of_the_store_behind_a_step_is_the_one_that_is_told(new_project
 
     def break_and_stop(report: StepReport) -> None:
         if report.step == 3:
-            os.truncate(run.paths[0], 0)
+            os.truncate(run.store.paths[0], 0)
             os.kill(os.getpid(), signal.SIGINT)
 
     with _run(project) as run:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fuyou_cli.recipe.load import load_recipe
-from fuyou_cli.training.steps import Planned
+from fuyou_cli.training.prepared import Planned
 
 from .conftest import Project
 from .running import planned

@@ -20,7 +20,7 @@ from fuyou_cli.recipe.shipped import shipped_recipes
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import Plan
-from fuyou_cli.training.steps import Planned
+from fuyou_cli.training.prepared import Planned
 
 GB, GIB = 10**9, 1 << 30
 

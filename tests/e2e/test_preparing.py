@@ -15,7 +15,8 @@ from checkpoint.test_hub import Hub
 from fuyou_cli.core.errors import PlanError, UsageError
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training.plan_step import plan_downloaded
-from fuyou_cli.training.steps import Planned, fetch
+from fuyou_cli.training.prepared import Planned
+from fuyou_cli.training.steps import fetch
 
 from .conftest import Project
 from .running import planned, prepared_run, silent

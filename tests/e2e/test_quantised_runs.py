@@ -17,11 +17,11 @@ from drawn import every
 from fuyou_cli.cli.stores import run_export
 from fuyou_cli.core.errors import Interrupted, UsageError
 from fuyou_cli.machine import probe
+from fuyou_cli.training.prepared import Ready
 from fuyou_cli.training.report import StepReport
 from fuyou_cli.training.run import Run
 from fuyou_cli.training.run_limits import loaded
 from fuyou_cli.training.state import manifest as manifests
-from fuyou_cli.training.steps import Ready
 from tests.swap import quantised_reference as reference
 
 from . import test_adapter_runs as adapter_runs

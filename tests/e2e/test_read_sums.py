@@ -51,7 +51,7 @@ def test_a_flipped_bit_ends_the_run_and_the_next_one_is_whole(
     def flip(run: Run) -> None:
         if not flipped and (span := _at_rest(run, tensor)) is not None:
             flipped.append(span.offset + span.size // 3)
-            _flip(run.paths[0], flipped[0])
+            _flip(run.store.paths[0], flipped[0])
 
     of = "" if tensor in ("weights", "boundary") else f"{tensor} of "
     with pytest.raises(SwapError, match=f"reading {of}.*: bytes .* are not what was written there"):

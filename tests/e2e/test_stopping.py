@@ -298,7 +298,7 @@ def test_the_export_computes_what_the_store_holds(new_project: Callable[..., Pro
             flat = run.files.memory.tensor(slot, torch.float32, stage.params)
             for tensor in stage.tensors:
                 weights[tensor.name] = flat[tensor.offset :][: tensor.numel].view(tensor.shape).clone()
-        store = run.paths[0].parent
+        store = run.store.paths[0].parent
     export_store(store, tmp_path / "export", dtype="float32", max_shard_size=1 << 16)
     assert len(list((tmp_path / "export").glob("*.safetensors"))) > 1
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export").eval()

@@ -17,8 +17,9 @@ from fuyou_cli.machine.profile import assumed_hardware
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training.plan_request_of import DiskShare, StoreDisks
 from fuyou_cli.training.plan_step import plan
+from fuyou_cli.training.prepared import Planned
 from fuyou_cli.training.state.parts import STORE_FILE
-from fuyou_cli.training.steps import Planned, inspect, resolve, run_directories
+from fuyou_cli.training.steps import inspect, resolve, run_directories
 
 from .conftest import Project
 from .running import silent

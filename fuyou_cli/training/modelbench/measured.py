@@ -17,11 +17,12 @@ from ...spec.hardware import HardwareProfile
 from ..length import sampler_of
 from ..plan_request_of import StoreDisks
 from ..plan_step import plan, settle
+from ..prepared import Inspected, Planned, Ready, Resolved
 from ..report import StepReport
 from ..reporting import medians, settling_steps
 from ..run import Run
 from ..state import fingerprints
-from ..steps import Inspected, Planned, Ready, Resolved, inspect, run_directories
+from ..steps import inspect, run_directories
 from ..trace import Trace
 from .synthetic import random_entries, random_rows
 

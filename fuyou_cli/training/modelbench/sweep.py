@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from ...recipe.load import LoadedRecipe
-    from ..steps import Planned
+    from ..prepared import Planned
 
 SAMPLES = (2, 4)  # blocks
 AGREE = 0.05  # largest difference between the samples' estimates of the whole step, as a share
