@@ -20,7 +20,7 @@ from .best_copy import BestCopy
 from .prepared import Ready
 from .report import BestReport, EvalReport, SampleReport
 from .state.saver import Standing
-from .state.stored import Evaluated
+from .state.stored import MOST_SETS, Evaluated
 
 if TYPE_CHECKING:
     from .fixed_prompts import Continuations
@@ -71,16 +71,29 @@ class Evaluations:
         return [*parts, self._is_over]
 
     def begin(self, say: Callable[[str], None]) -> None:
-        """Forgets losses of other rows than those that are evaluated now. Says so, and whether the best weights are another
+        """Puts losses of other rows than those that are evaluated now aside. Says so, and whether the best weights are another
         run's."""
         last, first = self._standing.evaluated, next(iter(self._sets.values()), None)
         if last is not None and first is not None and last.set_digest not in ("", first.summary.digest):
-            self._standing.evaluated = None
+            told = self._change_set(last, first.summary.digest)
             if self._best is not None or self._stopping is not None:
-                before = f"the losses so far are of other rows ({shown(last.set_name)})"
-                say(f"note: {before}: early stopping and the best weights start over")
+                say(f"note: the losses so far are of other rows ({shown(last.set_name)}): {told}")
         if self._best is not None and self._best.is_foreign:
             say(f"note: {self._best.folder} is not of this run, until this run keeps its best weights there")
+
+    def _change_set(self, last: Evaluated, digest: str) -> str:
+        """Goes on from the losses of these rows, if they were evaluated before. The best weights do so only if they are still
+        there. Says where both begin."""
+        known = {one.set_digest: one for one in (*self._standing.evaluated_before, last)}
+        found = known.pop(digest, None)
+        self._standing.evaluated, self._standing.evaluated_before = found, tuple(known.values())[-MOST_SETS:]
+        if found is None:
+            return "early stopping and the best weights start over"
+        goes_on = f"early stopping goes on from these rows' loss after step {found.step}"
+        if self._best is None or found.best_step in (0, self._best.step):
+            return f"{goes_on}, the best weights too"
+        self._standing.evaluated = replace(found, best=None, bar=found.best if found.bar is None else found.bar)
+        return f"{goes_on}, the best weights start over"
 
     @property
     def stop(self) -> bool:
@@ -105,7 +118,7 @@ class Evaluations:
     def _lowest(self) -> str:
         last = self._standing.evaluated
         if last is None or last.best is None:
-            return "no loss was finite"
+            return "no loss was finite" if last is None or last.bar is None else "the best weights of these rows are gone"
         return f"the lowest loss, {last.best:.4f}, was after step {last.best_step}"
 
     @property

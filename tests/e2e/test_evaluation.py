@@ -133,11 +133,12 @@ def test_early_stopping_goes_on_from_where_it_was(
     assert evaluated(project) == (losses, [])
 
 
-def test_losses_of_other_rows_are_forgotten(new_project: NewProject) -> None:
-    """Counts early stopping from the first loss of another first set on, and the run says so once."""
+def test_losses_of_other_rows_wait_until_they_are_back(new_project: NewProject) -> None:
+    """Counts early stopping from the first loss of another first set on, and goes on with the set before when it is back."""
     changes = {**EXACT, "train.early_stopping": {"patience": 2, "min_delta": 100.0}}
     project, said = new_project(changes=changes), list[str]()
     _, one = with_sets(project, changes)
+    first = project.recipe.read_text()
 
     def stop(run: Run) -> None:
         if run.step == 3:
@@ -155,6 +156,12 @@ def test_losses_of_other_rows_are_forgotten(new_project: NewProject) -> None:
     train(project, say=said.append)
     note = "note: the losses so far are of other rows ('held-out'): early stopping and the best weights start over"
     assert said.count(note) == 1
+    project.recipe.write_text(first)
+    train(project, say=said.append)
+    assert said[-2].endswith("('one'): early stopping goes on from these rows' loss after step 2, the best weights too")
+    back, (aside,) = manifest_of(project).evaluated, manifest_of(project).evaluated_before
+    assert back is not None and (back.step, back.worse, back.set_name, back.bar) == (6, 2, "held-out", before.bar)
+    assert aside == found
 
 
 def test_what_early_stopping_goes_by() -> None:

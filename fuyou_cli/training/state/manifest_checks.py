@@ -49,8 +49,9 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
         yield "it has no states of random generators"
     if (manifest.due is not None) != any(stage.gradients is not None for stage in manifest.stages):
         yield "gradients without an update that is due, or one without gradients"
-    if manifest.evaluated is not None and not manifest.evaluated.best_step <= manifest.evaluated.step <= manifest.step:
-        yield f"evaluated after step {manifest.evaluated.step}, best after step {manifest.evaluated.best_step}"
+    for one in (*manifest.evaluated_before, *([manifest.evaluated] if manifest.evaluated is not None else ())):
+        if not one.best_step <= one.step <= manifest.step:
+            yield f"evaluated after step {one.step}, best after step {one.best_step}"
     if not manifest.skipped_in_row <= manifest.skipped <= manifest.step:
         yield f"it counts {manifest.skipped} skipped steps of {manifest.step}, the last {manifest.skipped_in_row} in a row"
     for index, stage in enumerate(manifest.stages):

@@ -50,6 +50,7 @@ class Standing:
     skipped_in_row: int = 0  # of these, the last ones
     random: dict[str, Any] = field(default_factory=dict)  # states of generators after the last step
     evaluated: Evaluated | None = None
+    evaluated_before: tuple[Evaluated, ...] = ()  # of other sets of rows
 
     @classmethod
     def of(cls, saved: Manifest | None) -> Standing:
@@ -63,7 +64,7 @@ class Standing:
         """Takes over everything from the manifest but the losses."""
         self.step, self.written_before, self.random = saved.step, saved.written_total, saved.random
         self.skipped, self.skipped_in_row = saved.skipped, saved.skipped_in_row
-        self.evaluated = saved.evaluated
+        self.evaluated, self.evaluated_before = saved.evaluated, saved.evaluated_before
 
     def is_over(self, *, skipped: bool) -> None:
         """Counts one more step. `skipped`: the step updated nothing."""
@@ -167,9 +168,9 @@ class Saver:
     def _add_evaluation(self) -> None:
         """Commits an evaluation that ended after the commit of its step. Where older states are kept, one more name would take
         the place of one of them: the evaluation is done again then."""
-        newest = self.commits.newest
-        if newest is not None and newest.keep == 1 and newest.evaluated != self.standing.evaluated:
-            self.commits.begin(replace(newest, evaluated=self.standing.evaluated))
+        newest, standing = self.commits.newest, self.standing
+        if newest is not None and newest.keep == 1 and newest.evaluated != standing.evaluated:
+            self.commits.begin(replace(newest, evaluated=standing.evaluated, evaluated_before=standing.evaluated_before))
             self.commits.finish()
 
     def restore(self, saved: Manifest, progress: Progress) -> None:
@@ -265,6 +266,7 @@ class Saver:
             skipped=standing.skipped,
             skipped_in_row=standing.skipped_in_row,
             evaluated=standing.evaluated,
+            evaluated_before=standing.evaluated_before,
             untouched=self._untouched,
         )
 

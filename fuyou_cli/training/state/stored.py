@@ -18,6 +18,7 @@ State = Literal["loading", "committed"]
 TENSORS = get_args(StateTensor)  # tensors of a stage, in the order of a place
 _EXTENTS = (*TENSORS, "gradients")
 ALIGN = 4096  # alignment of stripes and extents for direct I/O
+MOST_SETS = 16  # most sets whose losses are put aside
 MOST_KEPT = 16  # most states that a store keeps; recipe/schema has the same limit
 
 Aligned = Annotated[int, Field(multiple_of=ALIGN)]
@@ -148,6 +149,9 @@ class Manifest:
     skipped: int = 0  # steps that updated nothing (train.skip_nonfinite)
     skipped_in_row: int = 0  # of these, the last ones
     evaluated: Evaluated | None = None  # None: never
+    evaluated_before: Annotated[
+        tuple[Evaluated, ...], Field(max_length=MOST_SETS)
+    ] = ()  # of other sets, for when they are back
     state_dtype: StateDtype = "float32"  # of momentum and variance
     rule: Rule = "adamw"
     quantisation: Quantised | None = None  # how frozen weights of stages with such parameters rest
