@@ -70,6 +70,8 @@ FY__CLONES static uint64_t adamw_32_32(const struct fy__scalars *s, uint64_t n, 
 /* Bytes of a momentum or variance of `params` parameters: of int8 whole tiles, or up to a stage's end. */
 uint64_t fy__state_bytes(const fy_update *update, uint64_t params)
 {
+    assert(update->states_dtype <= FY_INT8);
+    assert(params <= UINT64_MAX / 8); /* no size below overflows */
     const uint64_t page = FY__CHECKSUM_BLOCK;
     switch (update->states_dtype) {
     case FY_INT8:
@@ -226,6 +228,7 @@ uint64_t fy__adamw_chunk(const fy_update *update, const fy_segment *segments, co
 
 bool fy__update_good(const fy_update *update, const fy_segment *segments)
 {
+    assert(update != NULL);
     if (update->weights_dtype > FY_BFLOAT16 || update->gradients_dtype > FY_BFLOAT16 || update->step == 0 ||
         update->states_dtype > FY_INT8 || update->rule > FY_SGD) {
         return false;
@@ -250,6 +253,7 @@ bool fy__update_good(const fy_update *update, const fy_segment *segments)
             return false; /* a block has one scale, and two segments would each make it */
         }
         previous_end = segment->first + segment->count;
+        assert(previous_end <= update->params);
     }
     return true;
 }

@@ -38,6 +38,8 @@ struct fy__place fy__source_place(const fy_store *store, uint64_t offset)
 
 bool fy__store_in_source(const fy_store *store, uint64_t offset, uint64_t size)
 {
+    assert(store->sources <= FY_MAX_SOURCES);
+    assert(size > 0);
     const struct fy__file *file = source_of(store, offset);
     return file != NULL && fy__inside(offset - file->at, size, fy__whole_pages((uint64_t)file->known.st_size));
 }
@@ -70,6 +72,8 @@ FY_API int fy_store_attach(fy_store *store, const char *path, uint64_t size, uin
         return fy__failed(why, -EPERM, FY_OP_SETUP, 0, size, 0);
     if (atomic_load(&store->users) != 0)
         return fy__failed(why, -EBUSY, FY_OP_SETUP, 0, size, 0);
+    assert(store->count > 0 && store->count <= FY_MAX_DIRECTORIES);
+    assert(store->sources < FY_MAX_SOURCES);
     const uint32_t index = store->count + store->sources;
     struct fy__file *file = &store->files[index];
     *file = (struct fy__file){.path = strdup(path), .fd = -1, .at = FY_SOURCES_AT};
@@ -83,6 +87,7 @@ FY_API int fy_store_attach(fy_store *store, const char *path, uint64_t size, uin
     if (error == 0)
         error = fy__file_make_direct(file);
     if (error == 0) {
+        assert(file->fd >= 0 && file->at % FY__PAGE == 0);
         store->sources++;
         return 0;
     }
@@ -104,6 +109,7 @@ FY_API int fy_store_check_sources(fy_store *store, fy_failure *why)
     for (uint32_t i = store->count; i < store->count + store->sources; i++) {
         const struct fy__file *file = &store->files[i];
         const struct stat *known = &file->known;
+        assert(file->fd >= 0 && file->at >= FY_SOURCES_AT);
         struct stat now;
         int error = fy__file_still_there(file);
         if (error == 0 && fy__system.fstat(file->fd, &now) != 0)

@@ -223,6 +223,8 @@ FY_API int fy_nf4_decode(const uint8_t *packed, const float *maxima, uint64_t co
     const uint64_t whole = count / BLOCK;
     const uint32_t rest = (uint32_t)(count % BLOCK);
     const size_t item = fy__value_bytes(dtype);
+    assert(whole * BLOCK + rest == count);
+    assert(item * BLOCK <= sizeof(float[BLOCK]));
     uint8_t last[BLOCK / 2] = {0};
     float block[BLOCK]; /* room for either dtype */
     if (rest > 0) {

@@ -98,6 +98,7 @@ void fy__heap_remove(struct fy__heap *heap, uint32_t index)
 void *fy__heap_pop(struct fy__heap *heap)
 {
     void *top = fy__heap_top(heap);
+    assert((top != NULL) == (heap->count > 0));
     if (top != NULL)
         fy__heap_remove(heap, 0);
     return top;

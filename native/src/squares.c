@@ -27,11 +27,13 @@ uint64_t fy__denormals_keep(void)
 {
     const unsigned int mode = _mm_getcsr();
     _mm_setcsr(mode & ~(MXCSR_FLUSH_TO_ZERO | MXCSR_DENORMALS_ARE_ZERO));
+    assert((_mm_getcsr() & (MXCSR_FLUSH_TO_ZERO | MXCSR_DENORMALS_ARE_ZERO)) == 0);
     return mode;
 }
 
 void fy__denormals_restore(uint64_t mode)
 {
+    assert(mode <= UINT32_MAX); /* what fy__denormals_keep returned */
     _mm_setcsr((unsigned int)mode);
 }
 #elif defined(__aarch64__)

@@ -150,6 +150,8 @@ FY_API int fy_store_open(const char *const *paths, uint32_t count, uint64_t stri
             return error;
         }
     }
+    assert(store->files[0].fd >= 0 && store->files[count - 1].fd >= 0);
+    assert(store->sources == 0); /* they are attached later */
     *out = store;
     return 0;
 }

@@ -63,6 +63,8 @@ static bool apart(const fy_update *update)
 
 int fy__update_check(const fy_daemon *daemon, const fy_update *update, const fy_segment *segments)
 {
+    assert(daemon->slots_count <= FY__SLOTS_MAX);
+    assert(update != NULL);
     if (daemon->slots_count == 0)
         return -EINVAL; /* started without update threads */
     if (update->params == 0 || update->params % FY__PARAMS_UNIT != 0 || update->params > FY__SPAN_MAX / 4)
