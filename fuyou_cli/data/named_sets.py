@@ -106,8 +106,8 @@ def may_ask() -> bool:
 
 @contextmanager
 def present(file: Path, remote: Mapping[str, Any] | None) -> Iterator[Path]:
-    """Gives a file that can be opened. One of the hub is fetched into the folder of `remote`, and removed at the end; an
-    earlier process may have left it there. Raises FuyouError if the hub cannot be reached."""
+    """Gives a file that can be opened. One of the hub is fetched into the folder of `remote`, and removed when it is read; a
+    stream that ends before removes the folder. Raises FuyouError if the hub cannot be reached."""
     named = _REMOTE.fullmatch(str(file))
     if named is None or not is_remote(file):
         yield file

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -18,6 +19,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from dataclasses import asdict, fields, replace
 from functools import lru_cache
 from pathlib import Path
@@ -74,11 +76,13 @@ class Stream:
         numbers = list(range(len(request["sources"])))
         groups = [[number] for number in numbers] if dataset.weights else [numbers]
         folder = cache_dir / self.fingerprint
-        request["remote"] = {"folder": str(folder / "files"), "offline": not may_ask()}
-        with scratch_of(cache_dir):  # says what is wrong with the folder
-            folder.mkdir(exist_ok=True)
-        worker = _Worker(request, threads=dataset.num_workers or 1)
-        weakref.finalize(self, worker.end)
+        held = ExitStack()
+        weakref.finalize(self, held.close)
+        scratch = held.enter_context(scratch_of(cache_dir))
+        folder.mkdir(exist_ok=True)
+        request["remote"] = {"folder": str(scratch / "files"), "offline": not may_ask()}
+        worker = _Worker(request, scratch, threads=dataset.num_workers or 1)
+        held.callback(worker.end)
         order = _PartOrder(seed=seed, shuffle=dataset.shuffle)
         self._entries = [_Entry(n, group, folder, paths, worker, order, check, say) for n, group in enumerate(groups)]
         self._mixture = Mixture(dataset.weights) if len(groups) > 1 else None
@@ -239,8 +243,9 @@ class _PartOrder:
 class _Worker:
     """Holds the process that makes parts, started when the first is asked for."""
 
-    def __init__(self, request: dict[str, Any], *, threads: int) -> None:
+    def __init__(self, request: dict[str, Any], scratch: Path, *, threads: int) -> None:
         self._request, self._threads = request, threads
+        self._out = scratch / "rows"  # of the part in progress
         self._process: subprocess.Popen[str] | None = None
         self._has_ended = False
         self._trace = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
@@ -270,20 +275,20 @@ class _Worker:
             return self._answered(asked, folder)
 
     def _answered(self, asked: dict[str, Any], folder: Path) -> int:
-        with scratch_of(folder.parent.parent) as scratch:
-            out = scratch / "rows"
-            out.mkdir()
-            if self._process is None:
-                self._process = self._started()
-                self._answer(as_asked(self._request), at=out.with_name("at"))
-            rows = int(self._answer(json.dumps({**asked, "out": str(out)}) + "\n", at=out.with_name("at"))["rows"])
-            try:
-                if rows:
-                    out.rename(folder)
-            except OSError:
-                if not folder.is_dir():  # otherwise another run has made the same part in the meantime
-                    raise
-            return rows
+        out = self._out
+        shutil.rmtree(out, ignore_errors=True)  # of one that failed
+        out.mkdir()
+        if self._process is None:
+            self._process = self._started()
+            self._answer(as_asked(self._request), at=out.with_name("at"))
+        rows = int(self._answer(json.dumps({**asked, "out": str(out)}) + "\n", at=out.with_name("at"))["rows"])
+        try:
+            if rows:
+                out.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # otherwise another run has made the same part in the meantime
+                raise
+        return rows
 
     def _started(self) -> subprocess.Popen[str]:
         command, environment = worker_command(self._threads)

@@ -3,16 +3,18 @@ hub."""
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fuyou_cli.core.errors import FuyouError, UsageError
-from fuyou_cli.data import look
+from fuyou_cli.data import Rows, look
 from fuyou_cli.data.named_sets import is_remote, present
 from fuyou_cli.data.stream_parts import NEXT, Parts
 from fuyou_cli.data.tokenise import Tokeniser
@@ -49,28 +51,35 @@ def fetched(server: Hub) -> list[str]:
     return [name for name in server.sent if name.startswith("en/")]
 
 
-def test_a_file_is_fetched_when_it_is_read(server: Hub, tokenizer_dir: Path, tmp_path: Path) -> None:
-    """The rows are those of the same files on this disk. The network that fails ends nothing but this process."""
-    dataset = section("o/set", entry={"name": "en"}, streaming=True)
-    made = stream(dataset, tokenizer_dir, tmp_path / "cache")
+def test_a_file_is_fetched_when_it_is_read(
+    server: Hub, tokenizer_dir: Path, tokenise: Callable[..., Rows], tmp_path: Path
+) -> None:
+    """The rows are those of the same files on this disk. The network that fails ends nothing but this process. A stream that
+    ends within a file leaves nothing but rows."""
+    dataset, cache = section("o/set", entry={"name": "en"}, streaming=True), tmp_path / "cache"
+    made = stream(dataset, tokenizer_dir, cache)
+    wait([made._entries[0]._ahead])
+    assert len([*cache.rglob("*.jsonl")]) == 1 and len(fetched(server)) == 2
     assert str(look(dataset)[0].choice).endswith("3 files of the hub, each fetched when it is read")
-    assert len(fetched(server)) < FILES
+    del made
+    gc.collect()
+    assert [*cache.iterdir()] == [file.parent for file in cache.glob("*/0-000000")] and not [*cache.rglob("*.jsonl")]
     server.refusals["o/set"] = (403, "GatedRepo")
+    failing = stream(dataset, tokenizer_dir, cache)
     with pytest.raises(FuyouError, match=r"^o/set: en/part-\d\.jsonl: ") as refused:
-        made.is_ready(STEPS - 1, lambda: False)
+        failing.is_ready(STEPS - 1, lambda: False)
     assert not isinstance(refused.value, UsageError)
     del server.refusals["o/set"]
-    going_on = stream(dataset, tokenizer_dir, tmp_path / "cache")
+    going_on = stream(dataset, tokenizer_dir, cache)
     rows = [going_on.tokens(index).tolist() for step in range(STEPS) for index in going_on.batch(step)]
     assert {*fetched(server)} == {f"en/part-{file}.jsonl" for file in range(FILES)} and len(fetched(server)) <= FILES + 1
-    assert going_on.is_ready(STEPS, lambda: False)  # it has looked behind the last file
-    assert not [*(tmp_path / "cache").rglob("*.jsonl")]
-    here = tmp_path / "local"
+    here = []
     for name in {*fetched(server)}:
-        (here / name).parent.mkdir(parents=True, exist_ok=True)
-        (here / name).write_bytes(server.repositories["o/set"][name])
-    local = stream(section(here, streaming=True), tokenizer_dir, tmp_path / "cache")
-    assert rows == [local.tokens(index).tolist() for step in range(STEPS) for index in local.batch(step)]
+        here.append(tmp_path / Path(name).name)
+        here[-1].write_bytes(server.repositories["o/set"][name])
+    local = tokenise(*here)
+    assert sorted(rows) == sorted(local.tokens(index).tolist() for index in range(len(local)))
+    assert going_on.is_ready(STEPS, lambda: False) and not [*cache.rglob("*.jsonl")]  # it has looked behind the last file
 
 
 def parts_of(files: dict[str, bytes], tokenizer: Any, tokenizer_dir: Path, folder: Path) -> Parts:
