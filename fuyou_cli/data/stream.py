@@ -10,19 +10,20 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from dataclasses import asdict, fields, replace
 from functools import lru_cache
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -245,19 +246,34 @@ class _Worker:
 
     def __init__(self, request: dict[str, Any], scratch: Path, *, threads: int) -> None:
         self._request, self._threads = request, threads
-        self._out = scratch / "rows"  # of the part in progress
+        self._scratch = scratch
         self._process: subprocess.Popen[str] | None = None
         self._has_ended = False
         self._trace = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
-        self._turns = ThreadPoolExecutor(1, thread_name_prefix="data")
+        self._turns: SimpleQueue[tuple[Future[int], dict[str, Any], Path] | None] = SimpleQueue()
+        # A daemon, unlike a pool's: the end of this process must not wait for a file that is being fetched.
+        threading.Thread(target=self._take_turns, name="data", daemon=True).start()
 
     def make(self, asked: dict[str, Any], folder: Path) -> Future[int]:
         """Has a part made in a folder, which appears complete or not at all. The future holds its rows, or the error."""
-        return self._turns.submit(self._made, asked, folder)
+        future: Future[int] = Future()
+        self._turns.put((future, asked, folder))
+        return future
+
+    def _take_turns(self) -> None:
+        for future, asked, folder in iter(self._turns.get, None):
+            try:
+                future.set_result(self._made(asked, folder))
+            except (FuyouError, OSError, ValueError) as error:
+                future.set_exception(error)
+            finally:
+                if not future.done():  # a bug, told by the thread's end
+                    future.set_exception(FuyouError("the thread that asks for data has ended"))
 
     def end(self) -> None:
         """Ends the process, so that nothing waits for a part that nobody needs."""
         self._has_ended = True
+        self._turns.put(None)
         if self._process is not None and self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)  # with the process that fetches a file
             self._process.wait()
@@ -275,20 +291,20 @@ class _Worker:
             return self._answered(asked, folder)
 
     def _answered(self, asked: dict[str, Any], folder: Path) -> int:
-        out = self._out
-        shutil.rmtree(out, ignore_errors=True)  # of one that failed
-        out.mkdir()
-        if self._process is None:
-            self._process = self._started()
-            self._answer(as_asked(self._request), at=out.with_name("at"))
-        rows = int(self._answer(json.dumps({**asked, "out": str(out)}) + "\n", at=out.with_name("at"))["rows"])
-        try:
-            if rows:
-                out.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # otherwise another run has made the same part in the meantime
-                raise
-        return rows
+        with tempfile.TemporaryDirectory(dir=self._scratch) as place:
+            out = Path(place, "rows")
+            out.mkdir()
+            if self._process is None:
+                self._process = self._started()
+                self._answer(as_asked(self._request), at=out.with_name("at"))
+            rows = int(self._answer(json.dumps({**asked, "out": str(out)}) + "\n", at=out.with_name("at"))["rows"])
+            try:
+                if rows:
+                    out.rename(folder)
+            except OSError:
+                if not folder.is_dir():  # otherwise another run has made the same part in the meantime
+                    raise
+            return rows
 
     def _started(self) -> subprocess.Popen[str]:
         command, environment = worker_command(self._threads)

@@ -7,6 +7,8 @@ import gzip
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -195,6 +197,25 @@ def test_a_process_that_is_ended_is_replaced_and_a_wait_can_be_given_up(
     assert not made.is_ready(79, lambda: True)
     process.kill()
     assert _batches(made, range(80)) == wanted and worker._process is not process
+
+
+STALLED = """
+import atexit, pathlib, sys, time
+from fuyou_cli.data.stream import _Worker
+here = pathlib.Path(sys.argv[1])
+sys.executable = str(here / "python")
+worker = _Worker({}, here, threads=1)
+atexit.register(worker.end)
+worker.make({}, here / "part")
+while not (here / "begun").exists():
+    time.sleep(0.01)
+"""
+
+
+def test_the_end_of_a_process_does_not_wait_for_a_part(tmp_path: Path) -> None:
+    (python := tmp_path / "python").write_text(f"#!/bin/sh\ntouch {tmp_path}/begun\nexec sleep 60\n")
+    python.chmod(0o700)
+    assert subprocess.run([sys.executable, "-c", STALLED, str(tmp_path)], timeout=30).returncode == 0
 
 
 def test_a_file_that_changes_within_has_other_parts(write: Write, tokenizer_dir: Path, tmp_path: Path) -> None:
