@@ -50,8 +50,9 @@ def traffic_items(context: PlacementContext, request: PlanRequest, homes: Homes,
     single = [
         item
         for stage in context.model.stages
-        if stage.params and homes.states[stage.index] != "gpu"
+        if stage.params
         for item in _items_of(context, request, homes, spans.stages[stage.index], stage)
+        if item.kind == "boundaries" or homes.states[stage.index] != "gpu"
     ]
     return [*single, *_together(single, homes, spans)]
 

@@ -86,6 +86,14 @@ def test_stages_at_the_turn_are_there_as_far_as_they_fit(count: int, expected: t
     assert stages_filling(SPEC, _room_for(count), TURN) == expected
 
 
+def test_boundaries_of_stages_on_the_device_rest_in_ram_like_others() -> None:
+    """There is room for all. One stage computes and is updated on the device, but its input was left on the ssd."""
+    request = replace(_room_for(1), boundaries=None, clip_grad_norm=1.0)
+    plan = made_of(SPEC, CARD, replace(request, device_states=(2,)), next(iter(_candidates(request))))
+    assert plan is not None and _there(plan) == {2}
+    assert plan.predicted.written_by["boundaries"] == 0 and plan.stages[2].boundary_ram
+
+
 @given(
     budget=st.integers(0, 200), clip=st.sampled_from([1.0, None]), defer=st.sampled_from([None, 0.0, 0.5, 1.0]),
     share=st.sampled_from([TURN, 0.25, 0.5, 1.0]),
