@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.json_files import find_text, parsed
 from fuyou_cli.core.typed import from_json
-from fuyou_cli.planner.candidate import Candidate, family, sweep_counts
+from fuyou_cli.planner.candidate import Candidate, known_candidate
 from fuyou_cli.planner.commit_interval import timed_plan, with_interval
 from fuyou_cli.planner.costs import Costs
 from fuyou_cli.planner.place import made_of
@@ -225,8 +225,7 @@ def _check_run(file: PlanFile, model: ModelSpec, request: PlanRequest) -> None:
 
 def _placed(file: PlanFile, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
     """Places the candidate in as much memory as it was made for, whatever the process takes now."""
-    every = (replace(one, sweeps=count) for count in sweep_counts(model, request) for one in family(model, request))
-    candidate = next((known for known in every if asdict(known) == file.choice), None)
+    candidate = known_candidate(model, request, file.choice)
     if candidate is None:
         raise UsageError("choice: none that the planner has for this recipe")
     asked = replace(request, cpu_budget=file.memory + hardware.process_bytes, gpu_budget=file.gpu_budget)

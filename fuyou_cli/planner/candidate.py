@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from math import gcd, prod
+from typing import Any
 
 from ..spec.model import ModelSpec
-from .device_fill import SHARES, may_fill
+from .device_fill import SHARES, TURN, may_fill
 from .device_memory import bytes_left
 from .plan_request import PlanRequest
 
@@ -155,6 +156,22 @@ def family(model: ModelSpec, request: PlanRequest) -> Family:
         kept_there=(0.0, 1.0) if can_keep and request.kept_there is None and bytes_left(model, request) else (0.0,),
         there=SHARES if may_fill(model, request) else (0.0,),
     )
+
+
+def known_candidate(model: ModelSpec, request: PlanRequest, values: dict[str, Any]) -> Candidate | None:
+    """Returns the candidate with these values, or None if no search for this request comes to it."""
+    knobs = family(model, request)
+    possible = {
+        "states": knobs.states, "defer": knobs.defer, "activations": knobs.activations, "swap": knobs.swap,
+        "kept_there": knobs.kept_there, "there": (*knobs.there, *([TURN] if len(knobs.there) > 1 else [])),
+        "sweeps": sweep_counts(model, request),
+    }  # fmt: skip
+    pipeline = (values.get("lookahead"), values.get("gradient_slots"))
+    if pipeline not in knobs.pipelines or not values.keys() <= {"lookahead", "gradient_slots", *possible}:
+        return None
+    if any(values[name] not in some for name, some in possible.items() if name in values):
+        return None
+    return Candidate(**values)
 
 
 def sweep_counts(model: ModelSpec, request: PlanRequest) -> tuple[int, ...]:
