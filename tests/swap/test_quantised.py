@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from drawn import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fuyou_cli.core.errors import UsageError
@@ -43,7 +44,7 @@ def _rounded(values: np.ndarray, dtype: str) -> np.ndarray:
     return values.view(np.uint32) if dtype == "float32" else reference.bfloat16_bits(values)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(count=SIZES, seed=SEEDS, power=POWERS, dtype=st.sampled_from(DTYPES))
 def test_nf4_is_the_reference_bit_for_bit(count: int, seed: int, power: int, dtype: str) -> None:
     memory, values = _drawn(count, seed, dtype, power)
@@ -58,7 +59,7 @@ def test_nf4_is_the_reference_bit_for_bit(count: int, seed: int, power: int, dty
         np.testing.assert_array_equal(got.view(np.uint32 if out == "float32" else np.uint16), _rounded(back, out))
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(rows=st.integers(1, 9), columns=st.integers(1, 300), seed=SEEDS, dtype=st.sampled_from(DTYPES))
 def test_int8_is_the_reference_bit_for_bit(rows: int, columns: int, seed: int, dtype: str) -> None:
     memory, values = _drawn(rows * columns, seed, dtype, -5)
@@ -73,7 +74,7 @@ def test_int8_is_the_reference_bit_for_bit(rows: int, columns: int, seed: int, d
         np.testing.assert_array_equal(got.view(np.uint32 if out == "float32" else np.uint16), _rounded(back, out))
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(count=SIZES, seed=SEEDS, offset=st.sampled_from([0.0, 0.0371]))
 def test_dynamic_codes_are_the_reference_bit_for_bit(count: int, seed: int, offset: float) -> None:
     _, values = _drawn(count, seed, "float32", -4)
