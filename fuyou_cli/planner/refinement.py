@@ -22,6 +22,7 @@ from .device_fill import TURN
 from .place import Placed, Placing
 from .search_state import GAIN, Alternative
 from .simulate import STEPS, simulate
+from .sparing import WORTH, price, seconds_and_bytes
 
 MOST_REFINED_VISITS = 5_000  # limit on visits that one refinement simulates
 _TRIES = 2  # simulations per number of sweeps
@@ -32,12 +33,13 @@ _KEPT = (NONE_KEPT, 0.0, 0.5, 1.0)  # values of `Candidate.activations`
 
 @dataclass(slots=True)
 class Refinement:
-    """Holds what was seen. `best` is the plan of one sweep until another plan is faster. If writes count, the other must write
+    """Holds what was seen. `best` is the plan of one sweep until another plan is better. If writes count, the other must write
     no more."""
 
     one: Placing
     candidates: Family
     best: Alternative
+    fastest: Alternative  # of one sweep, whatever it writes
     with_room: bool
     seen: list[Alternative] = field(default_factory=list)  # simulated plans
     placed: int = 0  # stages of all candidates placed
@@ -46,8 +48,10 @@ class Refinement:
     def __post_init__(self) -> None:
         ignored = self.one.request.wear == "ignore"
         self._most_written = float("inf") if ignored else self.best.plan.predicted.written_per_step
+        self._shortest = min(self.best.seconds, self.fastest.seconds)
 
     _most_written: float = field(default=0.0, init=False)
+    _shortest: float = field(default=float("inf"), init=False)  # seconds of the shortest step seen
 
     def refine(self) -> None:
         """Tries the first stages on the device, then numbers of sweeps in order, then other pipelines of the best."""
@@ -87,7 +91,7 @@ class Refinement:
         likely = sorted(filter(self._may_win, found), key=lambda placed: (placed.estimate, found[placed]))
         for placed in likely[:_TRIES]:
             if placed.bound < self.best.seconds and self._may_simulate(len(placed.schedule.visits)):
-                self._simulate(placing, placed, found[placed])
+                self._compare(self._simulated(placing, placed, found[placed]))
         return self.best is not before
 
     def _may_win(self, placed: Placed) -> bool:
@@ -103,7 +107,7 @@ class Refinement:
     def _may_simulate(self, visits: int) -> bool:
         return self.visits + STEPS * visits <= MOST_REFINED_VISITS
 
-    def _simulate(self, placing: Placing, placed: Placed, candidate: Candidate) -> None:
+    def _simulated(self, placing: Placing, placed: Placed, candidate: Candidate) -> Alternative:
         timeline = simulate(placing.model, placing.hardware, placed.plan, placed.schedule, costs=placing.costs, jobs=False)
         self.visits += STEPS * len(placed.schedule.visits)
         found = Alternative(
@@ -115,5 +119,18 @@ class Refinement:
             timeline=timeline,
         )
         self.seen.append(found)
-        if found.seconds < self.best.seconds * (1 - GAIN):
-            self.best = found
+        return found
+
+    def _compare(self, tried: Alternative) -> None:
+        """Takes this plan if `offload.wear` prefers it to the best. Near the shortest step, a percent of the step is worth a
+        percent of the bytes written to drives."""
+        before, request, self._shortest = self.best, self.one.request, min(self._shortest, tried.seconds)
+        if request.wear == "ignore":
+            better = tried.seconds < before.seconds * (1 - GAIN)
+        elif request.wear == "balanced":
+            better = price(tried, self.one.hardware) < price(before, self.one.hardware) * (1 - GAIN)
+        elif max(tried.seconds, before.seconds) <= self._shortest * (1 + WORTH):
+            better = seconds_and_bytes(tried) < seconds_and_bytes(before) * (1 - GAIN)
+        else:
+            better = tried.seconds < before.seconds
+        self.best = tried if better else before

@@ -125,7 +125,7 @@ def _found(every: SearchState, candidates: Family, *, complete: bool) -> SearchR
 
 def _refined(every: SearchState, candidates: Family, found: SearchResult) -> SearchResult:
     """Returns the result with a faster plan, if refining the best finds one."""
-    refined = Refinement(every.placing, candidates, found.best, every.with_room)
+    refined = Refinement(every.placing, candidates, found.best, found.fastest, every.with_room)
     refined.refine()
     if not refined.seen:
         return found

@@ -16,7 +16,7 @@ and has the smallest product of time and bytes.
 `balanced` takes the plan with the smallest sum of its seconds and its written bytes, at a price per byte in seconds
 (`HardwareProfile.seconds_per_byte`).
 
-`ignore` takes the fastest plan. The other two never write more than it.
+`ignore` takes the fastest plan. The other two never write more than it. `refinement` compares in the same ways.
 
 Drives with unknown endurance are spared like others. Steps are compared at the rates that the run is planned for
 (`sustained_rates`). If the planner chooses the commit interval, bytes and seconds are compared with the search's estimate of
@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..spec.hardware import HardwareProfile
 from ..spec.plan import Plan
 from .candidate import Candidate, Family
 from .place import Placing
@@ -81,26 +82,30 @@ def spared(every: SearchState, frugal: SearchState) -> Alternative:
         limit = min(limit, frugal.best.seconds / (1 + WORTH))
     seen = (fastest, *_no_more_written(every.simulated_within(limit), fastest))
     least = min(seen, key=asked_for)
-    return min((found for found in seen if _boundaries(found) <= _boundaries(least)), key=_time_and_bytes)
+    allowed = (found for found in seen if _boundaries(found) <= _boundaries(least))
+    return min(allowed, key=lambda found: (seconds_and_bytes(found), asked_for(found)))
 
 
 def _boundaries(found: Alternative) -> int:
     return found.plan.predicted.written_by["boundaries"]
 
 
-def _time_and_bytes(found: Alternative) -> tuple[float, tuple[int, int, float, Candidate]]:
-    return found.seconds * found.plan.predicted.written_per_step, asked_for(found)
+def seconds_and_bytes(found: Alternative) -> float:
+    """Returns the product of a step's seconds and of what it writes: how `spare` compares plans near the fastest."""
+    return found.seconds * max(1, found.plan.predicted.written_per_step)
+
+
+def price(found: Alternative, hardware: HardwareProfile) -> float:
+    """Returns the seconds of a step with those that its written bytes are worth: how `balanced` compares plans."""
+    return found.seconds + hardware.seconds_per_byte * found.plan.predicted.written_per_step
 
 
 def balanced(every: SearchState, frugal: SearchState) -> Alternative:
     """Returns the plan for `balanced`, from the same two searches."""
-    price, fastest = every.placing.hardware.seconds_per_byte, every.cheapest()
+    hardware, fastest = every.placing.hardware, every.cheapest()
     seen = [*every.simulated_within(float("inf")), *frugal.simulated_within(float("inf"))]
-
-    def cost(found: Alternative) -> tuple[float, tuple[int, int, float, Candidate]]:
-        return found.seconds + price * found.plan.predicted.written_per_step, asked_for(found)
-
-    return min((fastest, *_no_more_written(seen, fastest)), key=cost)
+    choices = (fastest, *_no_more_written(seen, fastest))
+    return min(choices, key=lambda found: (price(found, hardware), asked_for(found)))
 
 
 def _no_more_written(seen: list[Alternative], fastest: Alternative) -> list[Alternative]:

@@ -18,7 +18,9 @@ from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.refinement import MOST_REFINED_VISITS
 from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.planner.search import search, timed
+from fuyou_cli.planner.search_state import GAIN
 from fuyou_cli.planner.simulate import simulate
+from fuyou_cli.planner.sparing import WORTH, seconds_and_bytes
 from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import Numerics
 
@@ -74,7 +76,7 @@ def test_each_number_is_at_least_twice_the_one_before() -> None:
 
 @examples(12)
 @given(data=st.data(), spec=models(blocks=4))
-def test_never_slower_never_more_written_and_bounded(data: st.DataObject, spec: ModelSpec) -> None:
+def test_never_slower_without_fewer_writes_never_more_written_and_bounded(data: st.DataObject, spec: ModelSpec) -> None:
     spec = replace(spec, may_sweep=not spec.tied_head)
     request = replace(data.draw(request_for(spec, pinned=False)), wear=data.draw(st.sampled_from(["spare", "ignore"])))
     numerics = replace(request.numerics, batch_size=16 * request.numerics.micro_batch_size)
@@ -83,11 +85,24 @@ def test_never_slower_never_more_written_and_bounded(data: st.DataObject, spec: 
     candidates = data.draw(parts(family(spec, request)))
     one = search(spec, HARDWARE, replace(request, sweeps=1), effort="limited", candidates=candidates)
     found = search(spec, HARDWARE, request, effort="limited", candidates=candidates)
-    assert found.best.seconds <= one.best.seconds
+    if request.wear == "ignore":
+        assert found.best.seconds <= one.best.seconds
+    else:
+        longest = max(one.best.seconds, found.fastest.seconds * (1 + WORTH))
+        assert found.best.seconds <= longest
+        assert found.best.seconds < one.best.seconds or seconds_and_bytes(found.best) <= seconds_and_bytes(one.best)
     assert found.visits - one.visits <= MOST_REFINED_VISITS
     if request.wear != "ignore":
         assert found.best.plan.predicted.written_per_step <= one.best.plan.predicted.written_per_step
     assert found.best.plan.predicted.cpu_peak <= request.cpu_budget
+
+
+def test_sweeps_that_write_less_and_take_no_longer_spare_the_drives() -> None:
+    request = replace(_request(), cpu_budget=_request().cpu_budget + 240 * MiB)
+    spared, fastest = (search(SPEC, HARDWARE, replace(request, wear=wear)).best for wear in ("spare", "ignore"))
+    assert (spared.candidate.sweeps, fastest.candidate.sweeps) == (2, 1)
+    assert spared.plan.predicted.written_per_step == 0 < fastest.plan.predicted.written_per_step
+    assert spared.seconds <= fastest.seconds * (1 + GAIN)
 
 
 def test_a_plan_file_keeps_the_sweeps() -> None:
