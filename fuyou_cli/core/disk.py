@@ -12,7 +12,7 @@ from pathlib import Path
 from .errors import FuyouError, OutOfSpaceError
 from .units import gb
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+FULL = (errno.ENOSPC, errno.EDQUOT)
 _AGAIN = "the drive keeps asking to try again: look at what `dmesg` says about it, then run the same command again"
 REMEDIES = {  # errno -> what to do about a file that cannot be used
     errno.EIO: "the disk reported an error: look at `dmesg` and the drive's health",
@@ -115,7 +115,7 @@ def sync_names_above(directory: Path) -> None:
 
 def failed_writing(path: Path, error: OSError) -> FuyouError:
     """Returns the error for a file that cannot be written."""
-    if error.errno in _FULL:
+    if error.errno in FULL:
         return OutOfSpaceError(f"cannot write {path}: {error.strerror}", hint="free space on that disk")
     return FuyouError(f"cannot write {path}: {error.strerror}", hint=remedy(error))
 

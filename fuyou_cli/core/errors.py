@@ -50,6 +50,10 @@ class DeviceMemoryError(OutOfSpaceError):
     """Reports that a device's own memory ran out. Host memory and store are unharmed."""
 
 
+class DataSpaceError(OutOfSpaceError):
+    """Reports that memory or disk ran out where data is read and tokenised. The state of a run is unharmed."""
+
+
 class SwapError(FuyouError):
     """Reports a failure of the store or the daemon: an I/O error, a short file, a wrong checksum. `code`: the errno, or 0."""
 

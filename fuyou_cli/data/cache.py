@@ -8,18 +8,20 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fuyou_cli
-from fuyou_cli.core.errors import FuyouError, OutOfSpaceError, UsageError
+from fuyou_cli.core.disk import FULL, existing
+from fuyou_cli.core.errors import DataSpaceError, FuyouError, UsageError
 from fuyou_cli.core.plain_files import read_plain
-from fuyou_cli.core.units import MiB
+from fuyou_cli.core.units import MiB, gb
 
 from . import sandbox
 from .data_files import suffixes
@@ -55,7 +57,8 @@ def prepare(
     request, paths = request_for(dataset, tokenizer_dir, chat_template, pad_token, part, fetching=True)
     final = cache_dir / fingerprint(request, _content)
     if not final.is_dir():
-        with scratch_of(cache_dir) as scratch:
+        takes = f"about as much as the text in the files ({gb(size_of(dataset))})"
+        with naming_space(cache_dir, takes), scratch_of(cache_dir) as scratch:
             out = scratch / "rows"
             out.mkdir()
             _serve({**request, "out": str(out)}, threads=dataset.num_workers or 1)
@@ -151,6 +154,21 @@ def scratch_of(cache_dir: Path) -> AbstractContextManager[Path]:
     return scratch_in(cache_dir, what="dataset.cache_dir", hint=_ELSEWHERE)
 
 
+@contextmanager
+def naming_space(cache_dir: Path, takes: str) -> Iterator[None]:
+    """Says what rows take where no room is left for them. Raises DataSpaceError."""
+    try:
+        yield
+    except (DataSpaceError, OSError) as error:
+        if error.hint if isinstance(error, DataSpaceError) else error.errno not in FULL:  # memory has a hint already
+            raise
+        free = gb(shutil.disk_usage(existing(cache_dir)).free)
+        where = "free some space there, or set dataset.cache_dir to a folder on another disk"
+        raise DataSpaceError(
+            f"no room for tokenised data in {cache_dir}: {free} are free", hint=f"a token takes 5 bytes, {takes}: {where}"
+        ) from error
+
+
 def read_template(path: Path | None) -> str | None:
     """Returns a chat template's text. Raises UsageError for a file that is none."""
     if path is None:
@@ -199,7 +217,7 @@ def replied(line: str) -> dict[str, Any]:
     """Returns a worker's reply. Raises its error with the same text."""
     reply: dict[str, Any] = json.loads(line)
     if "error" in reply:
-        kind = {"space": OutOfSpaceError, "network": FuyouError}.get(reply["kind"], UsageError)
+        kind = {"memory": DataSpaceError, "disk": DataSpaceError, "network": FuyouError}.get(reply["kind"], UsageError)
         raise kind(reply["error"], hint=reply["hint"])
     return reply
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import re
@@ -12,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from fuyou_cli.core.disk import FULL
 from fuyou_cli.core.errors import UsageError
 
 _PREFIX = ".fuyou-rows-"
@@ -28,7 +28,7 @@ def scratch_in(folder: Path, *, what: str, hint: str) -> Iterator[Path]:
         _sweep(folder)
         made, lock = _made(folder)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in FULL:
             raise
         raise UsageError(f"{what}: {folder} cannot be written: {error.strerror}", hint=hint) from error
     try:

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fuyou_cli.core.errors import FuyouError, UsageError
+from fuyou_cli.core.errors import DataSpaceError, FuyouError, OutOfSpaceError, UsageError
 from fuyou_cli.core.paths import expanded, is_file, kept_folder
 
 from .data_files import kind_of_rows
@@ -86,6 +86,9 @@ def fetch(entry: DatasetEntry, *, streamed: bool = False) -> tuple[Path, ...]:
         reply = _ask(request, offline=True)
         if "error" in reply and not here.is_dir() and may_ask():
             reply = _ask(request, offline=False)
+        if reply.get("kind") == "disk":
+            hint = "free some space, or set HF_HOME (and XDG_CACHE_HOME for slices) to a folder on another disk"
+            raise OutOfSpaceError(f"dataset.train: {entry.path}: no room to fetch it: {reply['error']}", hint=hint)
         if "error" in reply:
             hint = "check path, `name` and `split`; for a gated set, run `hf auth login` or set HF_TOKEN"
             raise UsageError(f"dataset.train: {entry.path}: {reply['error']}", hint=reply.get("hint") or hint)
@@ -118,6 +121,8 @@ def present(file: Path, remote: Mapping[str, Any] | None) -> Iterator[Path]:
     if not local.is_file():
         request = {"path": named["set"], "commit": named["commit"], "file": named["file"], "out": str(place)}
         reply = _ask(request, offline=remote["offline"])
+        if reply.get("kind") == "disk":
+            raise DataSpaceError(f"{named['set']}: {named['file']}: {reply['error']}")
         if "error" in reply:
             gone = f"Where the set's owner has replaced its files, remove {kept_folder() / 'sets'} and start over"
             hint = f"is the hub reachable? The same command goes on from the last commit. {gone}"

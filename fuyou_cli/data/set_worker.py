@@ -14,6 +14,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from fuyou_cli.core.disk import FULL
 from fuyou_cli.core.errors import UsageError
 
 from .sandbox import LibraryErrors
@@ -45,7 +46,15 @@ def load(request: dict[str, Any]) -> dict[str, Any]:
             rows.save_to_disk(request["out"])
             return {"files": sorted(map(str, Path(request["out"]).glob("*.arrow")))}
     except UsageError as error:  # all lines of the library's text: the second says what the set has
-        return {"error": " ".join(str(error.__cause__).split())[:_LONGEST] or error.message}
+        said = " ".join(str(error.__cause__).split())[:_LONGEST] or error.message
+        return {"error": said, "kind": "disk" if _is_full(error) else "usage"}
+
+
+def _is_full(error: BaseException | None) -> bool:
+    """Tells whether a full disk is the cause of an error."""
+    while error is not None and not (isinstance(error, OSError) and error.errno in FULL):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _listed(datasets: Any, request: dict[str, Any]) -> list[str]:

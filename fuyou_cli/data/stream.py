@@ -30,9 +30,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fuyou_cli.core.errors import DataError, FuyouError, OutOfSpaceError, UsageError
-from fuyou_cli.core.units import MiB
+from fuyou_cli.core.units import MiB, gb
 
-from .cache import as_asked, fingerprint, refuse_failed, replied, request_for, scratch_of, worker_command
+from .cache import as_asked, fingerprint, naming_space, refuse_failed, replied, request_for, scratch_of, worker_command
 from .mixture import Mixture
 from .named_sets import is_remote, may_ask
 from .rows import DataSummary, Rows
@@ -79,10 +79,12 @@ class Stream:
         folder = cache_dir / self.fingerprint
         held = ExitStack()
         weakref.finalize(self, held.close)
-        scratch = held.enter_context(scratch_of(cache_dir))
-        folder.mkdir(exist_ok=True)
+        takes = f"so 1,000 steps up to {gb(1000 * batch_size * dataset.max_seq_len * 5)}"
+        with naming_space(cache_dir, takes):
+            scratch = held.enter_context(scratch_of(cache_dir))
+            folder.mkdir(exist_ok=True)
         request["remote"] = {"folder": str(scratch / "files"), "offline": not may_ask()}
-        worker = _Worker(request, scratch, threads=dataset.num_workers or 1)
+        worker = _Worker(request, scratch, takes, threads=dataset.num_workers or 1)
         held.callback(worker.end)
         order = _PartOrder(seed=seed, shuffle=dataset.shuffle)
         self._entries = [_Entry(n, group, folder, paths, worker, order, check, say) for n, group in enumerate(groups)]
@@ -204,9 +206,6 @@ class _Entry:
         """Takes the part that was made ahead, and begins the one after it."""
         try:
             made = self._ahead.result()
-        except OutOfSpaceError as error:
-            hint = "free some space, or set dataset.cache_dir to another folder before a run"
-            raise UsageError(f"{self._folder}: no room for tokenised data: {error.message}", hint=hint) from error
         except UsageError as error:
             if not self._ends:
                 raise
@@ -244,9 +243,9 @@ class _PartOrder:
 class _Worker:
     """Holds the process that makes parts, started when the first is asked for."""
 
-    def __init__(self, request: dict[str, Any], scratch: Path, *, threads: int) -> None:
+    def __init__(self, request: dict[str, Any], scratch: Path, takes: str, *, threads: int) -> None:
         self._request, self._threads = request, threads
-        self._scratch = scratch
+        self._scratch, self._takes = scratch, takes
         self._process: subprocess.Popen[str] | None = None
         self._has_ended = False
         self._trace = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
@@ -263,7 +262,9 @@ class _Worker:
     def _take_turns(self) -> None:
         for future, asked, folder in iter(self._turns.get, None):
             try:
-                future.set_result(self._made(asked, folder))
+                with naming_space(folder.parents[1], self._takes):
+                    made = self._made(asked, folder)
+                future.set_result(made)
             except (FuyouError, OSError, ValueError) as error:
                 future.set_exception(error)
             finally:

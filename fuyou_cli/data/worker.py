@@ -11,7 +11,6 @@ Data goes one way: read (`reading`) -> examples (`formats`) -> tokens (`tokenise
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import sys
@@ -21,7 +20,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-from fuyou_cli.core.errors import FuyouError, UsageError
+from fuyou_cli.core.disk import FULL
+from fuyou_cli.core.errors import DataSpaceError, FuyouError, UsageError
 
 from .row_files import write_rows
 from .samples import Reading
@@ -56,14 +56,13 @@ def _answered(work: Callable[[], Reply | None], tell: Callable[[str], object]) -
     traceback on standard error."""
     try:
         reply = {"ok": True, **(work() or {})}
-    except UsageError as error:
-        reply = {"error": error.message, "hint": error.hint, "kind": "usage"}
     except FuyouError as error:
-        reply = {"error": error.message, "hint": error.hint, "kind": "network"}
+        kind = "usage" if isinstance(error, UsageError) else "disk" if isinstance(error, DataSpaceError) else "network"
+        reply = {"error": error.message, "hint": error.hint, "kind": kind}
     except MemoryError:
-        reply = {"error": "the machine ran out of memory", "hint": "lower dataset.num_workers", "kind": "space"}
+        reply = {"error": "the machine ran out of memory", "hint": "lower dataset.num_workers", "kind": "memory"}
     except OSError as error:
-        kind = "space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "usage"
+        kind = "disk" if error.errno in FULL else "usage"
         reply = {"error": f"the data cannot be read: {reason(error)}", "hint": None, "kind": kind}
     except BaseException as error:
         tell(reason(error))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ..core.errors import (
     DataError,
+    DataSpaceError,
     DeviceMemoryError,
     FuyouError,
     Interrupted,
@@ -106,7 +107,7 @@ class Endings:
             return not error.changed  # True if the error was found before any update
         if isinstance(error, DeviceMemoryError):
             return self._may_abandon()
-        if isinstance(error, SwapError | OutOfSpaceError):
+        if isinstance(error, SwapError | OutOfSpaceError) and not isinstance(error, DataSpaceError):
             return self._doing.telling  # an error of a log is harmless; after one of the store its content is not known
         return not self._doing.step or (self._executor.may_abandon() and not isinstance(error, FuyouError))
 

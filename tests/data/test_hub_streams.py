@@ -3,8 +3,10 @@ hub."""
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
@@ -16,6 +18,7 @@ import pytest
 from fuyou_cli.core.errors import FuyouError, UsageError
 from fuyou_cli.data import Rows, look
 from fuyou_cli.data.named_sets import is_remote, present
+from fuyou_cli.data.set_worker import load
 from fuyou_cli.data.stream_parts import NEXT, Parts
 from fuyou_cli.data.tokenise import Tokeniser
 from tests.hub_server import Hub
@@ -109,6 +112,19 @@ def test_a_name_that_leads_out_of_its_folder_is_not_of_the_hub(tmp_path: Path) -
     with present(name, {"folder": str(tmp_path), "offline": True}) as file:
         assert file == name
     assert not is_remote(name) and kept.exists()
+
+
+def test_a_full_disk_is_told_from_other_failures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def failing(*_: Any, **__: Any) -> None:
+        try:
+            raise OSError(code, os.strerror(code))
+        except OSError as error:
+            raise ValueError("while downloading") from error
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", failing)
+    asked = {"path": "o/set", "commit": "main", "file": "a.jsonl", "out": str(tmp_path)}
+    for code, kind in ((errno.EDQUOT, "disk"), (errno.EIO, "usage")):  # noqa: B007
+        assert load(asked) == {"error": "while downloading", "kind": kind}
 
 
 def test_what_cannot_be_streamed_is_refused(server: Hub, tokenizer_dir: Path, tmp_path: Path) -> None:

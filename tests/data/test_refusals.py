@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
+import os
 import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from fuyou_cli.core.errors import FuyouError, UsageError
+from fuyou_cli.core.errors import DataSpaceError, FuyouError, UsageError
 from fuyou_cli.data import Rows, look, prepare, sandbox
 from fuyou_cli.data.formats import RowError, choose_format
 from fuyou_cli.data.sandbox import LibraryErrors, reason
+from fuyou_cli.data.worker import _answered
 
 from .conftest import CHATML, CHATML_UNMARKED, section
 
@@ -130,6 +134,22 @@ def test_a_cache_that_cannot_be_names_its_key(write: Write, tokenizer_dir: Path,
     for cache in (file, file / "below", Path("/proc/zz")):
         with pytest.raises(UsageError, match=f"^dataset.cache_dir: {cache} cannot be written: "):
             rows_of(file, tokenizer_dir, cache)
+
+
+@pytest.mark.usefixtures("served_here")
+def test_a_full_disk_says_what_rows_take(
+    write: Write, tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(np, "save", full)
+    with pytest.raises(DataSpaceError, match=f"no room for tokenised data in {tmp_path}/cache: ") as caught:
+        rows_of(write("t.jsonl", [{"text": "x"}]), tokenizer_dir, tmp_path / "cache")
+    assert "as much as the text in the files (14 B)" in str(caught.value.hint)
+    told: list[str] = []
+    _answered(full, told.append)
+    assert json.loads(told[0])["kind"] == "disk"
 
 
 def test_a_pattern_that_is_none_names_the_path(tokenizer_dir: Path, tmp_path: Path) -> None:

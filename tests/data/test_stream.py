@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fuyou_cli.core.errors import DataError, UsageError
+from fuyou_cli.core.errors import DataError, DataSpaceError, UsageError
 from fuyou_cli.data import Rows, Stream, samples
+from fuyou_cli.data.stream import _Worker
 from fuyou_cli.data.stream_parts import NEXT, Parts
 from fuyou_cli.data.tokenise import Tokeniser
 from fuyou_cli.recipe.schema import DatasetEntry, DatasetSection
@@ -216,6 +217,21 @@ def test_the_end_of_a_process_does_not_wait_for_a_part(tmp_path: Path) -> None:
     (python := tmp_path / "python").write_text(f"#!/bin/sh\ntouch {tmp_path}/begun\nexec sleep 60\n")
     python.chmod(0o700)
     assert subprocess.run([sys.executable, "-c", STALLED, str(tmp_path)], timeout=30).returncode == 0
+
+
+@pytest.mark.parametrize(("kind", "said"), [("disk", "no room for tokenised data in .*free"), ("memory", "^full$")])
+def test_a_full_disk_or_memory_of_the_process_that_tokenises(
+    kind: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reply = json.dumps({"error": "full", "hint": "lower" if kind == "memory" else None, "kind": kind})
+    (python := tmp_path / "python").write_text(f"#!/bin/sh\nread a; echo '{reply}'\ncat")
+    python.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(python))
+    worker = _Worker({}, tmp_path, "so 1,000 steps up to 1 GB", threads=1)
+    with pytest.raises(DataSpaceError, match=said) as full:
+        worker.make({}, tmp_path / "rows" / "0-000000").result()
+    assert ("5 bytes, so 1,000 steps up to 1 GB" in str(full.value.hint)) == (kind == "disk") and full.value.exit_code == 4
+    worker.end()
 
 
 def test_a_file_that_changes_within_has_other_parts(write: Write, tokenizer_dir: Path, tmp_path: Path) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fuyou_cli.core.errors import DataError, Interrupted
+from fuyou_cli.core.errors import DataError, DataSpaceError, Interrupted
 from fuyou_cli.data import Stream
 from fuyou_cli.recipe.load import load_recipe
 
@@ -45,10 +47,10 @@ def test_as_a_person_runs_it(new_project: Callable[..., Project]) -> None:
     assert without.returncode == 2 and "set train.max_steps" in without.stderr
 
 
-def test_a_bad_row_late_in_the_data_costs_no_step(
+def test_a_full_disk_and_a_bad_row_late_in_the_data_cost_no_step(
     new_project: Callable[..., Project], materials: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Saves what was trained before, and the hint does not send a person in a circle."""
+    """Saves what was trained before, and the hints do not send a person in a circle."""
     assert Stream.__init__.__kwdefaults__ is not None
     monkeypatch.setitem(Stream.__init__.__kwdefaults__, "part_tokens", 100)
     data = tmp_path / "late.jsonl"
@@ -60,12 +62,30 @@ def test_a_bad_row_late_in_the_data_costs_no_step(
         "train.max_steps": 30,
     }
     project = new_project("late", {**STREAMED, **changes})
-    with pytest.raises(DataError, match=r"late\.jsonl:321: the column text is of type int") as caught:
+    with pytest.raises(DataSpaceError, match="no room for tokenised data in ") as full, monkeypatch.context() as patched:
+        patched.setattr(Path, "mkdir", _once(Path.mkdir, "rows"))
         train(project)
     assert manifest_of(project).step == 8  # the rows of the first part
+    assert f"the state after step 8 is saved in {store_of(project)}: the same command" in str(full.value.hint)
+    with pytest.raises(DataError, match=r"late\.jsonl:321: the column text is of type int") as caught:
+        train(project)
+    assert manifest_of(project).step == 8
     hint = str(caught.value.hint)
     assert f"the state after step 8 is saved: fuyou export {store_of(project)} OUT" in hint
     assert "with other data a run starts over: checkpoint.resume=never" in hint and "the same command" not in hint
+
+
+def _once(mkdir: Callable[..., None], name: str) -> Callable[..., None]:
+    """Makes one folder of this name. Then the disk is full."""
+    made: list[Path] = []
+
+    def made_once(folder: Path, *arguments: Any, **options: Any) -> None:
+        if folder.name == name and made:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        made.extend([folder] * (folder.name == name))
+        mkdir(folder, *arguments, **options)
+
+    return made_once
 
 
 def test_a_plan_counts_the_process_that_tokenises(new_project: Callable[..., Project]) -> None:
