@@ -3,7 +3,7 @@
 A committed generation is named by a manifest on stable storage. The generation at which a run begins is committed at its start
 (0, or the one it resumes from), then every `every`-th. The update to a committed generation moves its stage to the next place
 of its ring (`spec.plan.Ring`), as soon as no manifest that is still needed names what lies there. Generations between commits
-are updated in place. What was committed last is never touched (design.md, section 4).
+are updated in place. What was committed last is never touched.
 
 `in_place`: every stage has its own places, usually two, and moves on once its last committed generation is durable. `redo`:
 stages share places, and the gradients make a step durable. Stages then move one after the other to places that other stages
