@@ -150,7 +150,10 @@ class Endings:
         """Says what to do: the same command would find the same data, and a saved run accepts no other."""
         step = self._saver.saved_step or 0
         saved = f"the state after step {step} is saved: fuyou export {self._saver.folder} OUT; " if step else ""
-        return f"{saved}with other data a run starts over: checkpoint.resume=never"
+        onward = (
+            ", and model.name_or_path=OUT to begin with that model" if step and self._planned.recipe.adapter is None else ""
+        )
+        return f"{saved}with other data a run starts over: checkpoint.resume=never{onward}"
 
     @property
     def _without(self) -> str:

@@ -145,7 +145,8 @@ def test_changed_model_data_or_disks_are_refused_by_name(stopped: Project) -> No
     rows = stopped.folder / "rows.jsonl"
     rows.write_text((stopped.materials / "rows.jsonl").read_text() + json.dumps({"text": "One more row."}) + "\n")
     data = {"dataset.train": [{"path": str(rows), "format": "text"}]}
-    assert "the tokens of the data (dataset, tokenizer) changed" in _refusal(stopped, data)
+    said = _refusal(stopped, data)
+    assert "the tokens of the data (dataset, tokenizer) changed" in said and "(model.name_or_path=OUT)" in said
     tokenizer = {"tokenizer.name_or_path": str(stopped.materials / "model")}
     assert "the model's configuration" in _refusal(
         stopped, {"model.name_or_path": str(stopped.materials / "other"), **tokenizer}

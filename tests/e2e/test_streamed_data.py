@@ -72,7 +72,10 @@ def test_a_full_disk_and_a_bad_row_late_in_the_data_cost_no_step(
     assert manifest_of(project).step == 8
     hint = str(caught.value.hint)
     assert f"the state after step 8 is saved: fuyou export {store_of(project)} OUT" in hint
-    assert "with other data a run starts over: checkpoint.resume=never" in hint and "the same command" not in hint
+    assert (
+        "with other data a run starts over: checkpoint.resume=never, and model.name_or_path=OUT" in hint
+        and "the same command" not in hint
+    )
 
 
 def _once(mkdir: Callable[..., None], name: str) -> Callable[..., None]:

@@ -44,6 +44,10 @@ _CHANGED = {
     "data": "the tokens of the data (dataset, tokenizer)",
     "device": "the kind of device (offload.device; for auto: whether there is a GPU)",
 }
+_OTHER_DATA = (
+    "a run goes on only with the data it began with: put that back. With other data start over: checkpoint.resume=never gives "
+    "the saved state up, so run `fuyou export STORE OUT{}` first to begin with its weights (model.name_or_path=OUT)"
+)
 REFUSED = "A run would be refused"  # in the notes of a plan; the screen looks for it to say so at the top
 _DYING = 1.0  # seconds that a killed process may need to end
 
@@ -278,7 +282,9 @@ def check_unchanged_run(saved: Manifest, fingerprints: Mapping[str, str], *, tot
         changed.remove("model")  # its stages are laid out by what is frozen
     if changed:
         what = "; ".join(_CHANGED.get(name, name) for name in changed)
-        raise _kept(f"the saved run cannot be resumed: {what} changed since it was saved", "restore what changed")
+        told = f"the saved run cannot be resumed: {what} changed since it was saved"
+        hint = _OTHER_DATA.format(" --merged" if "adapter" in saved.fingerprints else "")
+        raise UsageError(told, hint=hint) if "data" in changed else _kept(told, "restore what changed")
     if saved.step > total_steps:
         raise UsageError(
             f"the saved run has done {saved.step} steps, but the recipe asks for {total_steps}",
