@@ -1,4 +1,5 @@
-"""Finds the small files beside the weights: configuration, tokenizer, licence. They are copied; only the dtype is changed."""
+"""Finds the small files beside the weights: configuration, tokenizer, licence. They are copied; only what a
+configuration says of dtypes is changed."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fuyou_cli.core.errors import UsageError
+from fuyou_cli.spec.quantisation_config import CONFIG_KEY
 
 from .files import inside, read_json
 
@@ -62,9 +64,11 @@ def config_bytes(config: dict[str, Any], *, dtype: str) -> bytes:
 def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
     adjusted: dict[str, Any] = {}
     for key, value in config.items():
+        if key == CONFIG_KEY:
+            continue  # weights that we write are not quantised
         if key in ("dtype", "torch_dtype"):  # torch_dtype: the name before transformers 5
             adjusted["dtype"] = dtype
-        elif key.endswith("_config") and key != "quantization_config" and isinstance(value, dict):
+        elif key.endswith("_config") and isinstance(value, dict):
             adjusted[key] = _with_dtype(value, dtype)
         else:
             adjusted[key] = value

@@ -7,7 +7,7 @@ Each shard is inside the directory and complete, with a valid header, and every 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -26,7 +26,8 @@ NAMES_SHOWN = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    """Holds a checked set of safetensors files. `entries` is by key in the file, in the order of shards and data."""
+    """Holds a checked set of safetensors files. `entries` is by key in the file, in the order of shards and data. A quantised
+    tensor is one entry, whatever it consists of."""
 
     directory: Path
     shards: tuple[Path, ...]
@@ -34,7 +35,7 @@ class Checkpoint:
 
     @property
     def nbytes(self) -> int:
-        return sum(entry.nbytes for entry in self.entries.values())
+        return sum(part.nbytes for entry in self.entries.values() for part in (entry, *entry.parts))
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:
@@ -45,12 +46,23 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     """
     if not directory.is_dir():
         raise UsageError(f"{directory}: no such directory", hint="Give the directory that holds config.json.")
+    from .quantised_files import with_quantised  # numpy
+
     if os.path.lexists(directory / SINGLE_NAME):
         file = inside(directory, SINGLE_NAME)
-        return Checkpoint(directory=directory, shards=(file,), entries=parse_file(file).entries)
-    if os.path.lexists(directory / INDEX_NAME):
-        return _open_sharded(directory, shard_map(directory))
-    raise _no_weights(directory)
+        found = Checkpoint(directory=directory, shards=(file,), entries=parse_file(file).entries)
+    elif os.path.lexists(directory / INDEX_NAME):
+        found = _open_sharded(directory, shard_map(directory))
+    else:
+        raise _no_weights(directory)
+    return replace(found, entries=with_quantised(found.entries))
+
+
+def has_weights(directory: Path) -> bool:
+    """Tells whether all files with a model's weights are there."""
+    if is_file(directory / SINGLE_NAME):
+        return True
+    return is_file(directory / INDEX_NAME) and all(is_file(directory / name) for name in set(shard_map(directory).values()))
 
 
 def shard_map(directory: Path) -> dict[str, str]:

@@ -15,6 +15,7 @@ from fuyou_cli.core.disk import remedy
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.json_files import shown
 from fuyou_cli.core.plain_files import read_plain
+from fuyou_cli.spec.packed_tensors import Quantised
 
 NAME_LIMIT = 1024  # characters
 METADATA = "__metadata__"  # a key of the header that names no tensor
@@ -49,18 +50,35 @@ class TensorEntry:
 
     name: str
     file: Path
-    dtype: str  # torch's name: "float32", "bfloat16", ...
+    dtype: str  # torch's name: "float32", "bfloat16", ...; of a quantised tensor its format
     shape: tuple[int, ...]
     begin: int
     end: int
+    scales: Scales | None = None  # of a quantised tensor, whose codes these bytes are
 
     @property
     def numel(self) -> int:
-        return (self.end - self.begin) // BYTES_PER_ELEMENT[self.dtype]
+        return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
         return self.end - self.begin
+
+    @property
+    def parts(self) -> tuple[TensorEntry, ...]:
+        """Returns where the scales of a quantised tensor are."""
+        found = () if self.scales is None else (self.scales.maxima, self.scales.outer)
+        return tuple(part for part in found if part is not None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scales:
+    """Says where the scales of a quantised tensor are (see `spec/packed_tensors`). They may be in another file."""
+
+    kind: Quantised
+    maxima: TensorEntry
+    outer: TensorEntry | None = None  # of nf4_double
+    mean: float = 0.0  # of nf4_double
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -29,7 +29,7 @@ _HARMLESS = re.compile(
     r"(^|\.)(rotary_emb\.(original_)?inv_freq|rotary_emb\.(cos|sin)_cached|attn\.(masked_)?bias"
     r"|attention\.(masked_)?bias|masked_bias|position_ids|embed_scale)$"
 )
-_QUANTISED = re.compile(r"\.(qweight|qzeros|scales|g_idx|weight_scale(_inv)?|weight_packed|absmax|quant_state.*)$")
+_QUANTISED = re.compile(r"\.(qweight|qzeros|scales|g_idx|weight_scale(_inv)?|weight_packed|absmax|quant_state.*|SCB)$")
 _FLAWS = ("missing", "not part of this model", "of another shape", "stored twice", "of a dtype that cannot be trained")
 
 Flaws = dict[str, list[str]]  # kind of flaw, from _FLAWS -> names that have it
@@ -194,7 +194,7 @@ def _assign(
             flaws["stored twice"].append(f"{shown(found[target].name)} and {shown(key)} both stand for {shown(target)}")
         else:
             found[target] = entry
-            if entry.dtype not in TRAINABLE_DTYPES:
+            if entry.dtype not in TRAINABLE_DTYPES and entry.scales is None:
                 flaws["of a dtype that cannot be trained"].append(f"{shown(key)} is {entry.dtype}")
     return found, flaws
 

@@ -168,7 +168,8 @@ def weights_mark(entries: Mapping[str, TensorEntry]) -> str:
     """
     digest = hashlib.sha256()
     with TensorReader() as reader:
-        for name, entry in sorted(entries.items()):
+        parts = [(name, part) for name, entry in sorted(entries.items()) for part in (entry, *entry.parts)]
+        for name, entry in parts:
             digest.update(json.dumps([name, entry.dtype, entry.shape]).encode())
             for place in range(SAMPLES):
                 begin = (entry.nbytes - min(SAMPLE, entry.nbytes)) * place // (SAMPLES - 1)

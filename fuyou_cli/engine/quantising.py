@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import replace
 
 from torch import nn
@@ -11,13 +12,13 @@ from ..spec.packed_tensors import Quantised
 from .anatomy import Anatomy, Slotted, Stage
 
 
-def quantised(anatomy: Anatomy, quantisation: Quantised | None) -> Anatomy:
+def quantised(anatomy: Anatomy, quantisation: Quantised | None, names: Container[str] | None = None) -> Anatomy:
     """Returns the anatomy with these weights behind all others of their stages. Embeddings, the head, norms and biases stay as
-    they are. Raises UsageError where there is no such weight."""
+    they are. `names`: others do too; None: none of them does, and a UsageError says where there is no such weight."""
     if quantisation is None:
         return anatomy
-    stages = tuple(_marked(stage, quantisation) if stage.kind == "block" else stage for stage in anatomy.stages)
-    if not any(stage.quantised for stage in stages):
+    stages = tuple(_marked(stage, quantisation, names) if stage.kind == "block" else stage for stage in anatomy.stages)
+    if names is None and not any(stage.quantised for stage in stages):
         raise UsageError(
             f"model.quantize: the blocks of {type(anatomy.model).__name__} have no frozen matrix in a torch.nn.Linear",
             hint="set model.quantize=none, or freeze some layers: only their weights are quantised",
@@ -25,11 +26,14 @@ def quantised(anatomy: Anatomy, quantisation: Quantised | None) -> Anatomy:
     return replace(anatomy, stages=stages)
 
 
-def _marked(stage: Stage, quantisation: Quantised) -> Stage:
-    parameters = [replace(slotted, spec=replace(slotted.spec, quantised=_is_chosen(slotted))) for slotted in stage.parameters]
-    return Stage.packed(stage.name, stage.kind, stage.module, parameters, stage.vocabulary, quantisation)
+def _marked(stage: Stage, quantisation: Quantised, names: Container[str] | None) -> Stage:
+    def of(slotted: Slotted) -> Slotted:
+        chosen = _can_be(slotted) and (names is None or slotted.spec.name in names)
+        return replace(slotted, spec=replace(slotted.spec, quantised=chosen))
+
+    return Stage.packed(stage.name, stage.kind, stage.module, map(of, stage.parameters), stage.vocabulary, quantisation)
 
 
-def _is_chosen(slotted: Slotted) -> bool:
+def _can_be(slotted: Slotted) -> bool:
     of_linear = all(isinstance(holder, nn.Linear) and attribute == "weight" for holder, attribute in slotted.places)
     return slotted.spec.frozen and of_linear and len(slotted.spec.shape) == 2

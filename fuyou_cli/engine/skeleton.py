@@ -20,6 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from ..core.errors import UsageError
 from ..core.json_files import find_object
+from ..spec.quantisation_config import CONFIG_KEY, stored_quantisation
 
 TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int16": torch.int16}
 
@@ -95,27 +96,19 @@ def said(error: BaseException) -> str:
 
 
 def load_config(directory: Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """Returns the model's configuration, or a UsageError naming the file."""
+    """Returns the model's configuration, without what it says of quantised weights. Raises UsageError naming the file."""
     file = directory / "config.json"
     hint = "name a model in the transformers format: a folder with a config.json"
-    _refuse_endless(file, find_object(file, limit=_LARGEST_CONFIG, finite=False, hint=hint) or {})
+    content = find_object(file, limit=_LARGEST_CONFIG, finite=False, hint=hint) or {}
+    _refuse_endless(file, content)
+    stored_quantisation(file, content)
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code, local_files_only=True)
-        quantized = _quantization(config) or _quantization(config.get_text_config())
+        for part in (config, config.get_text_config()):
+            vars(part).pop(CONFIG_KEY, None)  # weights are decoded before a module sees them
     except _UNREADABLE as error:
         raise UsageError(f"{file}: not a model configuration: {said(error)}", hint=hint) from error
-    if quantized:
-        method = quantized.get("quant_method") if isinstance(quantized, dict) else getattr(quantized, "quant_method", None)
-        raise UsageError(
-            f"{file}: the checkpoint says that it is quantized with {getattr(method, 'value', method) or 'an unnamed method'}",
-            hint="fuyou reads bfloat16 or float32 weights, and quantises frozen ones itself (model.quantize): use the model "
-            "that was quantized; if the weights are not quantized, remove quantization_config from config.json",
-        )
     return config
-
-
-def _quantization(config: PreTrainedConfig) -> Any:
-    return getattr(config, "quantization_config", None)
 
 
 def _refuse_endless(file: Path, content: dict[str, Any]) -> None:

@@ -85,6 +85,14 @@ def nf4_decode(packed: Buffer, maxima: Buffer, values: Buffer, dtype: Dtype, *, 
     workers.share(blocks, work)
 
 
+@cache
+def nf4_levels() -> Any:
+    """Returns the 16 rising float32 levels of nf4 (Dettmers et al. 2023, arXiv 2305.14314)."""
+    codes, one, levels = bytes(code << 4 for code in range(16)), np.ones(1, np.float32), np.empty(32, np.float32)
+    nf4_decode(codes, one.data, levels.data, "float32")
+    return levels[::2].copy()
+
+
 def int8_encode(values: Buffer, columns: int, dtype: Dtype, codes: Buffer, maxima: Buffer, *, workers: Workers = ALONE) -> None:
     """Quantises rows of `columns` values to int8 `codes` and float32 `maxima` of rows. Raises UsageError where a value is not
     finite. (bitsandbytes rounds weights to float16 before.)"""

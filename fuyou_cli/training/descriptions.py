@@ -24,6 +24,7 @@ from ..core.own_files import write_own
 from ..core.paths import kept_folder
 from ..core.plain_files import read_plain
 from ..core.typed import from_json
+from .stored_quantised import quantised_keys, stored_in
 
 if TYPE_CHECKING:
     from ..recipe.schema import Recipe
@@ -56,7 +57,7 @@ class Descriptions:
             return cls("")
         try:
             return cls(_key(recipe, model_dir))
-        except (OSError, ValueError):  # whoever builds the model says what is wrong
+        except (OSError, ValueError, UsageError):  # whoever builds the model says what is wrong
             return cls("")
 
     def find(self, kind: type[Kind], *about: object) -> Kind | None:
@@ -134,6 +135,7 @@ def _key(recipe: Recipe, model_dir: Path) -> str:
             {file.name: _sum(file) for file in sorted(model_dir.glob("config*.json"))},
             [model.attn_implementation, model.quantisation, model.kernels, recipe.precision.compute, train.head_chunk_vocab],
             [recipe.dataset.packing == "isolated", list(recipe.freeze)],
+            quantised_keys(model_dir) if stored_in(model_dir) is not None else None,
             None if recipe.adapter is None else recipe.adapter.model_dump(mode="json"),
             [sys.version, platform.platform(), platform.node(), list(_installed()), _own_code()],
         ]

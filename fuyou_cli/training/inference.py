@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 
@@ -15,22 +15,25 @@ from ..adapters.adapter_names import base_name
 from ..checkpoint.companions import ADAPTER_CONFIG_NAME, CONFIG_NAME
 from ..checkpoint.files import open_checkpoint
 from ..checkpoint.names import entries_for
+from ..checkpoint.quantised_files import reads_parts
 from ..checkpoint.reader import TensorReader
 from ..core.errors import UsageError
 from ..engine.anatomy import Anatomy, dissect
 from ..engine.skeleton import TORCH_DTYPE, build, load_config
 from ..engine.vocabulary import cut_vocabulary, resolved_rows
 from ..engine.weight_stream import ReadInto, WeightStream
+from ..spec.packed_tensors import packed_bank
 from .adapter_exporting import MergedWeights, as_trained
 from .exporting import READ_ARENA, StoreWeights
 from .history import read_promised
+from .packed_reading import PackedReader
 from .state import manifest as manifests
 from .state.at_rest import AtRest, at_rest, find_store
 from .state.kept_companions import kept_companions
 from .untouched import left_alone
 
 _LOG = "log.jsonl"  # beside it a run exports its model
-_READ = 1 << 21  # elements of a store at once: no more than its window holds
+_READ = 1 << 21  # elements of a store, or of a quantised tensor, at once: no more than a store's window holds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,8 +154,20 @@ def _of_counters(state: AtRest) -> int:
 def _of_files(found: FoundModel, reader: TensorReader) -> ReadInto:
     entries = entries_for(found.anatomy.model, open_checkpoint(found.folder), untouched=found.anatomy.untouched)
 
+    last = ("", cast("PackedReader | None", None))  # the quantised tensor that was read last
+
     def read(name: str, into: torch.Tensor, first: int) -> None:
-        reader.read_into(entries[name], into, first_element=first)
+        nonlocal last
+        entry = entries[name]
+        if entry.scales is None:
+            reader.read_into(entry, into, first_element=first)
+            return
+        packed = last[1] if last[0] == name else None
+        if packed is None:
+            at = packed_bank(entry.scales.kind, [(name, entry.shape)])[0][name]
+            packed = PackedReader(entry.scales.kind, at, reads_parts(entry, at, reader), found.dtype)
+            last = name, packed
+        _in_pieces(packed.elements, into, first)
 
     return read
 
@@ -172,10 +187,13 @@ def _of_store(found: FoundModel, state: AtRest, weights: StoreWeights | MergedWe
             )
 
     def read(name: str, into: torch.Tensor, first: int) -> None:
-        tensor = known[stored_as[name]]
-        for begin in range(0, into.numel(), _READ):
-            part = into[begin : begin + _READ]
-            held = weights.read(tensor, first + begin, part.numel())
-            part.view(torch.uint8).numpy().data[:] = held
+        _in_pieces(partial(weights.read, known[stored_as[name]]), into, first)
 
     return read
+
+
+def _in_pieces(elements: Callable[[int, int], memoryview], into: torch.Tensor, first: int) -> None:
+    """Fills `into` with elements from `first` on."""
+    for begin in range(0, into.numel(), _READ):
+        part = into[begin : begin + _READ]
+        part.view(torch.uint8).numpy().data[:] = elements(first + begin, part.numel())

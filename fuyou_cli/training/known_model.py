@@ -8,12 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..checkpoint.files import has_weights
 from ..checkpoint.names import is_in
 from ..spec.model import ModelSpec, OperatorSpec, StageSpec
 from ..spec.model_facts import InPlace, ModelFacts
 from .adapting import adapt
 from .descriptions import Descriptions
 from .limits import positions_of
+from .stored_quantised import check_marked, quantised_names, stored_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -145,10 +147,10 @@ def outline_of(recipe: Recipe, model_dir: Path, *, strict: bool) -> Outlined:
         from ..engine.liger import check_liger
 
         check_liger(model)
-    return _with_frozen(recipe, model, strict=strict)
+    return _with_frozen(recipe, model, model_dir, strict=strict)
 
 
-def _with_frozen(recipe: Recipe, model: PreTrainedModel, *, strict: bool) -> Outlined:
+def _with_frozen(recipe: Recipe, model: PreTrainedModel, model_dir: Path, *, strict: bool) -> Outlined:
     """Finds the stages of a model, freezes what the recipe does not train, and marks what of it rests quantised."""
     from ..engine.describe import outlined
     from ..engine.freezing import as_marked, frozen
@@ -156,7 +158,14 @@ def _with_frozen(recipe: Recipe, model: PreTrainedModel, *, strict: bool) -> Out
 
     outline = outlined(model, strict=strict, isolated=recipe.dataset.packing == "isolated")
     anatomy = frozen(outline.anatomy, recipe.freeze) if recipe.adapter is None else as_marked(outline.anatomy)
-    return replace(outline, anatomy=quantised(anatomy, recipe.model.quantisation))
+    stored = stored_in(model_dir)
+    if stored is None or recipe.model.quantisation is None:
+        return replace(outline, anatomy=quantised(anatomy, recipe.model.quantisation))
+    names = quantised_names(recipe, anatomy, model_dir, stored)
+    anatomy = quantised(anatomy, recipe.model.quantisation, names)
+    if has_weights(model_dir):
+        check_marked(anatomy, names)
+    return replace(outline, anatomy=anatomy)
 
 
 def facts_of(outline: Outlined, recipe: Recipe) -> ModelFacts:

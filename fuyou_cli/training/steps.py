@@ -28,6 +28,7 @@ from .prepared import Fetched, Inspected, Planned, Ready, Resolved
 from .rates import learning_rate
 from .state import fingerprints
 from .state.resume import REFUSED, check_unchanged_run, refused, saved_state
+from .stored_quantised import as_stored, check_planned
 from .untouched import untouched_of
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ def resolve(recipe: Recipe, *, to_run: bool = True, here: bool = True, say: Say,
     directories, manifest = saved_state(recipe, run_directories(recipe), must=to_run, here=here, say=say)
     hub = Hub(recipe, say=say, progress=progress)
     model_dir = hub.model(need_weights=False)
+    recipe = as_stored(recipe, model_dir, say=say)
     tokenizer_dir = hub.tokenizer(model_dir, needed=to_run)
     _look_at_data(recipe, say, needed=to_run)
     return Resolved(
@@ -210,6 +212,7 @@ def fetch(planned: Planned, *, say: Say, progress: Progress = unheard) -> Fetche
         raise UsageError(f"{recipe.model.name_or_path}: changed while it was read", hint="run the same command again")
     try:
         entries = entries_of(recipe, planned.anatomy, open_checkpoint(model_dir))
+        check_planned(planned.model, entries, model_dir)
         mark = weights_mark(entries)
     except UsageError as error:
         if saved is None or planned.anatomy.buffers:  # whose values are nowhere else

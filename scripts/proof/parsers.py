@@ -274,12 +274,38 @@ def _index_bytes() -> list[bytes]:
     return [json.dumps({"metadata": {"total_size": 16}, "weight_map": places}).encode()]
 
 
+def _quantised(state: bytes) -> bytes:
+    """Makes a file with a tensor of 8 x 8 in nf4 that says `state` of itself."""
+    from fuyou_cli.swap.quantised import nf4_levels
+
+    parts = {
+        "a.weight": ("U8", bytes(32)), "a.weight.absmax": ("F32", struct.pack("<f", 1)),
+        "a.weight.quant_map": ("F32", nf4_levels().tobytes()), "a.weight.quant_state.bitsandbytes__nf4": ("U8", state),
+    }  # fmt: skip
+    table, end = dict[str, Any](), 0
+    for name, (dtype, data) in parts.items():
+        begin, end = end, end + len(data)
+        table[name] = {"dtype": dtype, "shape": [len(data) // (4 if dtype == "F32" else 1)], "data_offsets": [begin, end]}
+    return framed(json.dumps(table).encode(), 0) + b"".join(data for _, data in parts.values())
+
+
+_QUANT_STATE = b'{"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [8, 8]}'
+
 _CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64, "max_position_embeddings": 128,
     "rms_norm_eps": 1e-05, "tie_word_embeddings": False, "hidden_act": "silu", "dtype": "float32", "eos_token_id": [1, 2],
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }  # fmt: skip
+
+
+_QUANTISED = {
+    "quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "llm_int8_skip_modules": ["lm_head"],
+}  # fmt: skip
+
+
+def _configs() -> list[bytes]:
+    return [json.dumps(one).encode() for one in (_CONFIG, {**_CONFIG, "quantization_config": _QUANTISED})]
 
 
 def _config(folder: Path) -> object:
@@ -390,6 +416,7 @@ LIGHT = (
     ),
     Parser(name="safetensors", file=SINGLE_NAME, read=_header, seeds=lambda: [framed(table) for table in _TABLES]),
     Parser(name="header", file=SINGLE_NAME, read=_header, seeds=lambda: list(_TABLES), seal=framed),
+    Parser(name="quant-state", file=SINGLE_NAME, read=_index, seeds=lambda: [_QUANT_STATE], seal=_quantised),
     Parser(name="config", file="config.json", read=_config, seeds=lambda: [json.dumps(_CONFIG).encode()]),
     Parser(name="rows", file="rows.jsonl", read=_table("rows.jsonl"), seeds=lambda: list(_ROWS)),
     Parser(name="array", file="rows.json", read=_table("rows.json"), seeds=lambda: [b"[" + b",\n".join(_ROWS[:3]) + b"]\n"]),
@@ -398,7 +425,7 @@ LIGHT = (
     Parser(name="machine", file="machine.yaml", read=_described, seeds=lambda: [_MACHINE], share=0.02),
 )  # fmt: skip
 HEAVY = (  # torch or transformers
-    Parser(name="model", file="config.json", read=_model, seeds=lambda: [json.dumps(_CONFIG).encode()], share=0.005),
+    Parser(name="model", file="config.json", read=_model, seeds=_configs, share=0.005),
     _tokenizer("tokenizer.json", "tokenizer"),
     _tokenizer("tokenizer_config.json", "tokenizer-config"),
     _tokenizer("generation_config.json", "generation-config"),

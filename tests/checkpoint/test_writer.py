@@ -285,7 +285,6 @@ def test_copies_what_belongs_to_a_model(tmp_path: Path) -> None:
         "model_type": "llama",
         "dtype": "bfloat16",
         "text_config": {"dtype": "bfloat16", "hidden_size": 3},
-        "quantization_config": {"dtype": "int8"},
     }
     (source / "vocab.txt").symlink_to("/etc/hostname")
     with pytest.raises(UsageError, match=r"'vocab\.txt' lies outside"):

@@ -41,6 +41,9 @@ _LLAMA = {
         ({"num_key_value_heads": 3}, "LlamaForCausalLM cannot be streamed"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"config\.json: .* it is quantized with gptq"),
         ({"quantization_config": {"bits": 4}}, "it is quantized with an unnamed method"),
+        ({"quantization_config": {"load_in_4bit": True}}, "quantized by bitsandbytes with fp4, not nf4"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "neither load_in_4bit nor load_in_8bit"),
+        ({"quantization_config": {"load_in_8bit": True, "llm_int8_skip_modules": [1]}}, "skip_modules is not a list of names"),
     ],
 )
 def test_refused_in_words(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

@@ -10,6 +10,7 @@ from ...checkpoint.hub import Hub
 from ...engine.skeleton import load_config
 from ...recipe.load import LoadedRecipe, load_recipe
 from ...recipe.named import find_recipe
+from ..stored_quantised import as_stored
 from .measured import STEPS
 from .sweep import Loaded
 from .synthetic import NAMES, named_config, write_recipe
@@ -30,6 +31,9 @@ def shape_of(
     load = _loader(model, overrides, scratch)
     recipe = load([]).recipe
     model_dir = Hub(recipe, say=say, progress=lambda what, done, total: None).model(need_weights=False)
+    rests = as_stored(recipe, model_dir, say=say).model
+    rested = [f"model.quantize={rests.quantize}", f"model.double_quant={rests.double_quant}"]
+    load = _loader(model, [*overrides, *rested], scratch)
     return load, load_config(model_dir, trust_remote_code=recipe.model.trust_remote_code)
 
 

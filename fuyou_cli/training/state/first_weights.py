@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import torch
 
 from ...checkpoint.header import TensorEntry
+from ...checkpoint.quantised_files import reads_parts
 from ...checkpoint.reader import TensorReader
 from ...core.errors import UsageError
 from ...engine.skeleton import TORCH_DTYPE
 from ...spec.model import Dtype, StageSpec
+from ...spec.packed_tensors import PackedTensor
 from ...swap.kernels import split, sum_squares
 from ...swap.quantised import Workers
-from ..packed_reading import PackedReader
+from ..packed_reading import PackedReader, Read
 from .quantised_import import quantise
 
 _PIECE = 1 << 22  # elements of a checkpoint that are converted at once
@@ -58,9 +60,14 @@ class FirstWeights:
                 self._read_split(self._entries[tensor.name], weights[here], rest[here], first=skipped)
 
     def fill_quantised(self, stage: StageSpec, bank: torch.Tensor, *, workers: Workers) -> None:
-        """Reads and quantises the tensors of the stage that rest so, into their `bank` (bytes)."""
-        quantise(stage, bank, self._pieces, dtype=self._dtype, workers=workers)
+        """Reads the tensors of the stage that rest quantised into their `bank` (bytes), and quantises those that are not."""
+        quantise(stage, bank, self._pieces, self._parts, dtype=self._dtype, workers=workers)
         self._packed = stage, bank
+
+    def _parts(self, name: str, at: PackedTensor) -> Read | None:
+        """Returns what reads the parts of a tensor that the checkpoint has quantised; None for any other."""
+        entry = self._entries[name]
+        return None if entry.scales is None else reads_parts(entry, at, self._reader)
 
     def _computed(self, name: str) -> Iterator[torch.Tensor]:
         """Yields the same pieces of what is computed with: of a tensor that rests quantised, the decoded values."""

@@ -1,4 +1,5 @@
-"""Quantises a checkpoint's tensors while they are read, piece by piece, into the bytes that bitsandbytes makes of them."""
+"""Quantises a checkpoint's tensors while they are read, piece by piece, into the bytes that bitsandbytes makes of them. Those
+of a checkpoint that it has quantised are taken as they are."""
 
 from __future__ import annotations
 
@@ -13,19 +14,32 @@ from ...engine.decoding import part
 from ...spec.model import Dtype, StageSpec
 from ...spec.packed_tensors import NF4_BLOCK, PackedTensor, Quantised
 from ...swap.quantised import Workers, dynamic_encode, int8_encode, nf4_encode
+from ..packed_reading import Read
 
 PIECE = 1 << 22  # elements that are quantised at once, whole blocks of nf4; of int8 the whole rows in as many
 
 # Yields a tensor of the checkpoint in the compute dtype, as 1-D pieces of so many elements from its beginning.
 Pieces = Callable[[str, int], Iterator[torch.Tensor]]
+Packed = Callable[[str, PackedTensor], Read | None]  # what reads the parts of a tensor that the checkpoint has quantised
 
 
-def quantise(stage: StageSpec, bank: torch.Tensor, pieces: Pieces, *, dtype: Dtype, workers: Workers) -> None:
+def quantise(
+    stage: StageSpec,
+    bank: torch.Tensor,
+    pieces: Pieces,
+    packed: Packed = lambda name, at: None,
+    *,
+    dtype: Dtype,
+    workers: Workers,
+) -> None:
     """Fills a stage's `bank` (bytes) with its quantised tensors. Raises UsageError for a value that the format has not."""
     bank.zero_()
     kind = stage.quantisation
     assert kind is not None
     for name, at in stage.packed().items():
+        if (read := packed(name, at)) is not None:
+            _copy(bank, at, read)
+            continue
         try:
             if kind == "int8":
                 _rows(bank, at, pieces(name, max(1, PIECE // at.columns) * at.columns), workers)
@@ -33,6 +47,15 @@ def quantise(stage: StageSpec, bank: torch.Tensor, pieces: Pieces, *, dtype: Dty
                 _blocks(kind, bank, at, pieces(name, PIECE), dtype, workers)
         except UsageError as error:
             raise UsageError(f"model.quantize: {kind}: {name}: {error.message}", hint=error.hint) from None
+
+
+def _copy(bank: torch.Tensor, at: PackedTensor, read: Read) -> None:
+    """Copies all parts of a tensor, byte for byte."""
+    target = bank.numpy()
+    for place in (at.mean, at.outer, at.maxima, at.codes):
+        for begin in range(0, place[1], PIECE):
+            end = min(begin + PIECE, place[1])
+            target[place[0] + begin : place[0] + end] = np.frombuffer(read(place, begin, end), np.uint8)
 
 
 def _rows(bank: torch.Tensor, at: PackedTensor, pieces: Iterator[torch.Tensor], workers: Workers) -> None:

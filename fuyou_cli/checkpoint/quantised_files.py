@@ -1,0 +1,180 @@
+"""Finds the tensors of a checkpoint that bitsandbytes has quantised, and reads their parts as a store would hold them.
+
+Such a tensor is several in a file. nf4: `W` (codes), `W.absmax`, `W.quant_map` and `W.quant_state.bitsandbytes__nf4` (JSON),
+with double quantisation also `W.nested_absmax` and `W.nested_quant_map`. int8: `M.weight`, `M.SCB` and `M.weight_format`. Files
+come from strangers: what does not fit together is refused before anything is read of the weights.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.json_files import parsed, shown
+from fuyou_cli.core.typed import from_json
+from fuyou_cli.spec.packed_tensors import DYNAMIC_BLOCK, NF4_BLOCK, PackedTensor, Quantised, part_sizes
+from fuyou_cli.swap.quantised import dynamic_levels, nf4_levels
+
+from .header import Scales, TensorEntry
+from .reader import TensorReader
+
+_STATE = "quant_state."
+_NF4 = f"{_STATE}bitsandbytes__nf4"
+_OF_NF4 = re.compile(r"(.+)\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\..+)")
+_OF_INT8 = re.compile(r"(.+)\.(SCB|weight_format)")
+_LARGEST_STATE = 4096  # bytes
+_LARGEST_SHAPE = 1 << 40  # elements
+_ROWS = b"\0"  # `weight_format` of whole rows
+
+Read = Callable[[tuple[int, int], int, int], memoryview]  # as in `training/packed_reading`
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _State:
+    """Holds the JSON of `quant_state`."""
+
+    quant_type: str
+    blocksize: int
+    dtype: str
+    shape: tuple[int, ...]
+    nested_blocksize: int = 0
+    nested_dtype: str = ""
+    nested_offset: float = 0.0
+
+
+def with_quantised(entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """Returns the entries of a checkpoint with one for each quantised tensor, of the shape and the format of its weights, in
+    place of those of its parts. Raises UsageError naming the file and the tensor where parts do not fit together."""
+    parts: dict[str, dict[str, TensorEntry]] = {}
+    for key, entry in entries.items():
+        found, base = _OF_NF4.fullmatch(key), ""
+        if found is not None:
+            base = found[1]
+        elif (found := _OF_INT8.fullmatch(key)) is not None:
+            base = f"{found[1]}.weight"
+        if found is not None and base in entries:
+            parts.setdefault(base, {})[found[2]] = entry
+    if not parts:
+        return dict(entries)
+    taken = {entry.name for found in parts.values() for entry in found.values()}
+    with TensorReader() as reader:
+        return {
+            key: _quantised(entry, parts[key], reader) if key in parts else entry
+            for key, entry in entries.items()
+            if key not in taken
+        }
+
+
+def _quantised(codes: TensorEntry, parts: Mapping[str, TensorEntry], reader: TensorReader) -> TensorEntry:
+    if "SCB" in parts or "weight_format" in parts:
+        return _int8(codes, parts, reader)
+    states = [name for name in parts if name.startswith(_STATE)]
+    if states and states != [_NF4]:
+        other = ", ".join(shown(name.removeprefix(_STATE)) for name in states)
+        raise _refusal(codes, f"is quantised as {other}: of four bits, fuyou reads nf4 alone")
+    return _nf4(codes, parts, reader)
+
+
+def _int8(codes: TensorEntry, parts: Mapping[str, TensorEntry], reader: TensorReader) -> TensorEntry:
+    if codes.dtype != "int8" or len(codes.shape) != 2:
+        raise _refusal(codes, f"has scales of int8 beside it, but is {codes.dtype} of shape {list(codes.shape)}")
+    order = parts.get("weight_format")
+    if order is not None and (order.nbytes != 1 or reader.read_some(order, 0, 1) != _ROWS):
+        raise _refusal(order, "is not 0: the codes of its matrix are not in the order of rows")
+    scales = Scales(kind="int8", maxima=_part(codes, parts, "SCB", "float32", codes.shape[0]))
+    return replace(codes, scales=scales)
+
+
+def _nf4(codes: TensorEntry, parts: Mapping[str, TensorEntry], reader: TensorReader) -> TensorEntry:
+    state = _state(codes, parts, reader)
+    kind: Quantised = "nf4_double" if state.nested_blocksize else "nf4"
+    _same_levels(codes, parts, "quant_map", nf4_levels(), reader)
+    _, outer_size, maxima_size, codes_size = part_sizes(kind, state.shape)
+    if codes.nbytes != codes_size:
+        wanted = f"{list(state.shape)} in nf4 has {codes_size:,}"
+        raise _refusal(codes, f"has {codes.nbytes:,} bytes, but {wanted}")
+    of_maxima = ("uint8", maxima_size) if kind == "nf4_double" else ("float32", maxima_size // 4)
+    scales = Scales(kind=kind, maxima=_part(codes, parts, "absmax", *of_maxima))
+    if kind == "nf4_double":
+        _same_levels(codes, parts, "nested_quant_map", dynamic_levels(), reader)
+        outer = _part(codes, parts, "nested_absmax", "float32", outer_size // 4)
+        scales = replace(scales, outer=outer, mean=state.nested_offset)
+    return replace(codes, dtype=kind, shape=state.shape, scales=scales)
+
+
+def _state(codes: TensorEntry, parts: Mapping[str, TensorEntry], reader: TensorReader) -> _State:
+    """Reads the quant_state of a tensor."""
+    entry = parts.get(_NF4)
+    if entry is None:
+        raise _refusal(codes, f"has no {_NF4} beside it")
+    if entry.nbytes > _LARGEST_STATE:
+        raise _refusal(entry, f"has {entry.nbytes:,} bytes; a quant_state has at most {_LARGEST_STATE:,}")
+    try:
+        state = from_json(_State, parsed(reader.read_some(entry, 0, _LARGEST_STATE).decode()), defaults=True)
+    except UnicodeDecodeError:
+        raise _refusal(entry, "is not valid JSON: not UTF-8") from None
+    except UsageError as error:
+        raise _refusal(entry, f"cannot be read: {error.message}") from None
+    if state.quant_type != "nf4":
+        raise _refusal(entry, f"says quant_type {shown(state.quant_type)}: of four bits, fuyou reads nf4 alone")
+    if state.blocksize != NF4_BLOCK:
+        raise _refusal(entry, f"says blocksize {state.blocksize}: fuyou reads blocks of {NF4_BLOCK}")
+    if state.nested_blocksize not in (0, DYNAMIC_BLOCK) or (state.nested_blocksize and state.nested_dtype != "float32"):
+        said = f"nested_blocksize {state.nested_blocksize}, nested_dtype {shown(state.nested_dtype)}"
+        raise _refusal(entry, f"says {said}: fuyou reads blocks of {DYNAMIC_BLOCK} in float32")
+    if state.nested_offset > float(np.finfo(np.float32).max):
+        raise _refusal(entry, f"says nested_offset {state.nested_offset}, which float32 does not hold")
+    if len(state.shape) != 2 or not 0 < prod(state.shape) <= _LARGEST_SHAPE:
+        raise _refusal(entry, f"says shape {list(state.shape)[:8]}, which is of no matrix")
+    return state
+
+
+def _part(codes: TensorEntry, parts: Mapping[str, TensorEntry], name: str, dtype: str, count: int) -> TensorEntry:
+    """Returns a part that must be there, of this dtype and so many elements."""
+    entry = parts.get(name)
+    if entry is None:
+        raise _refusal(codes, f"has no {name} beside it")
+    if entry.dtype != dtype or entry.numel != count:
+        found = f"{entry.numel:,} of {entry.dtype}"
+        raise _refusal(entry, f"has {found}, but {count:,} of {dtype} are needed")
+    return entry
+
+
+def _same_levels(codes: TensorEntry, parts: Mapping[str, TensorEntry], name: str, levels: Any, reader: TensorReader) -> None:
+    """Raises UsageError unless codes of the file stand for the same values as ours."""
+    entry = _part(codes, parts, name, "float32", levels.size)
+    if reader.read_some(entry, 0, entry.nbytes) != levels.tobytes():
+        raise _refusal(entry, "has other levels than bitsandbytes' own table, so that its codes mean other values")
+
+
+def reads_parts(entry: TensorEntry, at: PackedTensor, reader: TensorReader) -> Read:
+    """Returns what reads the parts of a quantised tensor out of its files, where a store has them at `at`. It raises UsageError
+    for a scale that is not finite."""
+    scales = entry.scales
+    assert scales is not None
+    sources = {at.codes: entry, at.maxima: scales.maxima} | ({} if scales.outer is None else {at.outer: scales.outer})
+
+    def read(part: tuple[int, int], begin: int, end: int) -> memoryview:
+        if part not in sources:
+            return memoryview(np.array([scales.mean], np.float32).tobytes())[begin:end]
+        source = sources[part]
+        found = reader.read_some(source, begin, end - begin)
+        if source.dtype == "float32" and not np.isfinite(np.frombuffer(found, np.float32)).all():
+            raise _refusal(source, "has scales that are not finite")
+        return memoryview(found)
+
+    return read
+
+
+def _refusal(entry: TensorEntry, what: str) -> UsageError:
+    return UsageError(
+        f"{entry.file}: tensor {shown(entry.name)} {what}",
+        hint="download the checkpoint again, or save it with bitsandbytes as nf4 in blocks of 64 or as int8; or use the model "
+        "that was quantised: fuyou quantises it itself (model.quantize)",
+    )
