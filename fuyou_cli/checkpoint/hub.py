@@ -228,7 +228,7 @@ def _explained(at: str, error: BaseException) -> FuyouError:
     name, text = type(chain[-1]).__name__, str(chain[-1]).partition("\n")[0][:160]
     why = "HF_HUB_OFFLINE is set" if name == "OfflineModeIsEnabled" else f"{name}: {text}"
     return UsageError(
-        f"{at}: not in the local cache, and the download failed ({why})",
+        f"{at}: no such directory, not in the local cache, and the download failed ({why})",
         hint="Check the connection, or copy the model to a local directory and give its path.",
     )
 

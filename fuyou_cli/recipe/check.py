@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from pydantic import ValidationError
@@ -94,6 +95,15 @@ def _type_help(kind: str, value: Any) -> str | None:
         return "quote it"
     if isinstance(value, str) and value.lower() == "none":
         return "in YAML, write `null` for no value"
+    if isinstance(value, str) and kind in ("float_type", "int_type") and _is_number(value):
+        return "write it without quotes"
     if isinstance(value, str) and kind == "tuple_type":
         return "write a list as [a, b]"
     return None
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False

@@ -140,7 +140,9 @@ def test_says_what_to_do(server: Hub) -> None:
 
 def test_says_that_the_hub_cannot_be_reached(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(UsageError, match=r"o/m: not in the local cache, and the download failed \(") as caught:
+    with pytest.raises(
+        UsageError, match=r"o/m: no such directory, not in the local cache, and the download failed \("
+    ) as caught:
         resolve("o/m")
     assert "local directory" in str(caught.value.hint)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

@@ -283,3 +283,8 @@ def test_what_is_not_built_yet_is_said_with_its_name():
     for name, key in ALIASES.items():
         found = suggest_key(name, shown_section="")
         assert f"`{key}`" in found and ("not built yet" in found) == (key in later or key.partition(".")[0] in later), name
+
+
+def test_a_number_in_quotes(refused):
+    found = refused('optimizer: {lr: "1e-5"}\ntrain: {max_steps: "five"}\n')
+    assert found["optimizer.lr"].help == "write it without quotes" and found["train.max_steps"].help is None
