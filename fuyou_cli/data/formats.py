@@ -57,6 +57,12 @@ class Texts:
         return any(one and two and not (one[-1].isspace() or two[0].isspace()) for one, two in pairs)
 
     @property
+    def answers_nothing(self) -> bool:
+        """Tells whether an answer is asked for and has no text."""
+        answers = [text for text, learnt in self.parts if learnt]
+        return not self.bare and len(answers) < len(self.parts) and not any(map(str.strip, answers))
+
+    @property
     def size(self) -> int:
         """Returns the number of characters."""
         return sum(map(len, self.texts()))
@@ -73,6 +79,15 @@ class Chat:
     ends: ClassVar[bool] = True
     bare: ClassVar[bool] = False
     runs_together: ClassVar[bool] = False
+
+    @property
+    def answers_nothing(self) -> bool:
+        """Tells whether a message of the assistant says nothing and calls no tool."""
+        return any(
+            message["role"] == "assistant"
+            and not any(map(str.strip, _texts([value for key, value in message.items() if key != "role"])))
+            for message in self.messages
+        )
 
     def texts(self) -> Iterator[str]:
         """Yields all its texts, also nested ones and names of fields: contents in parts, tool calls."""
@@ -93,6 +108,7 @@ class Tokens:
     ends: ClassVar[bool] = True
     bare: ClassVar[bool] = True
     runs_together: ClassVar[bool] = False
+    answers_nothing: ClassVar[bool] = False
 
     def texts(self) -> Iterator[str]:
         """Yields nothing: the tokens are not decoded."""

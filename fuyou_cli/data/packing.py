@@ -42,6 +42,7 @@ class Counts:
     split: int = 0  # spread over several rows, nothing lost
     without_loss: int = 0  # rows left out: no label carries loss
     run_together: int = 0  # pairs without white space between prompt and completion
+    unanswered: int = 0  # samples with an answer of no text
     special: int = 0  # samples with a special token's name in their text
     special_example: str = ""  # where the first of them is, and its token
     lost: int = 0  # tokens of samples that were truncated or dropped

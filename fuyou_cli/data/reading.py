@@ -40,7 +40,7 @@ def read_rows(file: Path, *, skipped: int = 0) -> Iterator[Placed]:
     Raises UsageError naming the file and the line.
     """
     if file.stat().st_size == 0:
-        raise UsageError(f"{file}: the file is empty")
+        raise UsageError(f"{file}: the file is empty", hint="name another file, or remove it where a folder is read")
     readers = {"csv": _csv_rows, "text": _paragraphs, "columns": _columnar_rows}
     with _utf8_only(file):
         if (kind := kind_of_rows(file) or "") == "json":

@@ -51,6 +51,7 @@ class DataSummary:
     never_stops: bool = False  # rows mark their loss themselves, and never on a stop token
     streamed: bool = False  # this is what the first parts hold (`stream`); the others are not made yet
     lost: int = 0
+    unanswered: int = 0
     longest: int = 0
     lengths: tuple[int, ...] = ()
 
@@ -66,8 +67,12 @@ class DataSummary:
             f"{self.special_example}; they become these special tokens, not plain text (if that is not meant, change the "
             "text)"
         )
+        silent = (
+            f"in {self.unanswered:,} of {self.samples:,} samples an answer is empty: the model learns to say nothing there (if "
+            "that is not meant, remove them)"
+        )
         endless = "no stop token carries loss in these rows: the model does not learn from them to stop"
-        told = ((together, self.run_together), (special, self.special), (endless, self.never_stops))
+        told = ((together, self.run_together), (silent, self.unanswered), (special, self.special), (endless, self.never_stops))
         return tuple(note for note, found in told if found)
 
 

@@ -158,6 +158,7 @@ class Reading:
     def _count(self, place: str, example: Example) -> None:
         """Counts what a person should know: texts that run together, and special tokens in a sample's own text."""
         self.counts.run_together += example.runs_together
+        self.counts.unanswered += example.answers_nothing
         named = None if self._has_special else self.tokeniser.special_in(example)
         if named:
             self.counts.special += 1
@@ -199,6 +200,8 @@ class Reading:
         if label_tokens == 0:
             lost = f"{counts.samples:,} samples, {counts.truncated:,} truncated, {counts.dropped:,} dropped"
             hint = "check dataset.train: does `columns` name the right columns, do they hold text, does loss_on fit?"
+            if self.targets & {"assistant", "last_assistant"}:
+                hint = "only messages whose role is assistant carry loss: check the roles, `train` and loss_on"
             if counts.truncated:
                 hint = "increase dataset.max_seq_len, or check loss_on"
             raise UsageError(f"no token of the data carries loss, so nothing would be trained ({lost}; {limit})", hint=hint)

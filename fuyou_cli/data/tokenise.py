@@ -137,7 +137,7 @@ class Tokeniser:
     def _chats(self, chats: list[Chat], target: str) -> list[Row]:
         if not self.tokenizer.chat_template:
             raise UsageError(
-                "the tokenizer has no chat template, but data of format messages needs one",
+                "the tokenizer has no chat template, but conversations need one",
                 hint="set tokenizer.chat_template to a .jinja file, or use a tokenizer that has one",
             )
         with LibraryErrors(lambda why: UsageError(f"{self.template} cannot be used: {why}")):

@@ -170,6 +170,24 @@ def test_data_without_any_label_is_refused(write: Write, tokenise: Tokenise) -> 
         tokenise(file, max_seq_len=16)
 
 
+def test_answers_of_no_text_are_counted(write: Write, tokenise: Tokenise) -> None:
+    """As the empty assistant's message of a conversation; a call of a tool is an answer."""
+    pairs = [{"prompt": "a ", "completion": text} for text in ("b", "", " \n")]
+    said = "samples an answer is empty: the model learns to say nothing there"
+    assert [said in note for note in tokenise(write("qa.jsonl", pairs)).summary.notes] == [True]
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    answers = [{"content": "b"}, {"content": ""}, {"content": "", "tool_calls": [call]}]
+    chats = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", **answer}]} for answer in answers]
+    assert tokenise(write("chats.jsonl", chats)).summary.unanswered == 1
+
+
+def test_roles_that_nobody_learns_from_are_named(write: Write, tokenise: Tokenise) -> None:
+    chat = {"messages": [{"role": "human", "content": "a"}, {"role": "bot", "content": "b"}]}
+    with pytest.raises(UsageError, match="no token of the data carries loss") as caught:
+        tokenise(write("chats.jsonl", [chat]))
+    assert "only messages whose role is assistant carry loss" in str(caught.value.hint)
+
+
 def test_a_loss_that_means_nothing_is_refused(write: Write, tokenise: Tokenise) -> None:
     with pytest.raises(UsageError, match="loss_on: assistant does not fit data of format text"):
         tokenise(write("t.jsonl", [{"text": "a b c"}]), loss_on="assistant")
