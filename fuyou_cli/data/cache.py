@@ -102,10 +102,7 @@ def request_for(
     """Returns the request for the worker, and the recipe's paths."""
     sources = find_sources(dataset, fetching=fetching)
     return {
-        "sources": [
-            {"files": list(map(str, one.files)), **one.entry.model_dump(include={"format", "columns", "max_samples"})}
-            for one in sources
-        ],
+        "sources": [source.asked for source in sources],
         "tokenizer_dir": str(tokenizer_dir),
         "chat_template": read_template(chat_template),
         "pad_token": pad_token,

@@ -93,8 +93,8 @@ def fetch(entry: DatasetEntry, *, streamed: bool = False) -> tuple[Path, ...]:
             hint = "check path, `name` and `split`; for a gated set, run `hf auth login` or set HF_TOKEN"
             raise UsageError(f"dataset.train: {entry.path}: {reply['error']}", hint=reply.get("hint") or hint)
         files = [_kept(Path(file), rows, folder) for file in reply["files"]]
-        if streamed and (strange := [file.name for file in files if kind_of_rows(file) in (None, "text")]):
-            hint = "set dataset.streaming=false: the library `datasets` may read it"  # a text file as a row per line
+        if streamed and (strange := [file.name for file in files if kind_of_rows(file) is None]):
+            hint = "set dataset.streaming=false: the library `datasets` may read it"
             raise UsageError(f"dataset.train: {entry.path}: dataset.streaming cannot read {strange[0]}", hint=hint)
         record = _LISTED if streamed else _RECORD
         (draft := rows / record).write_text(json.dumps(list(map(str, files))), encoding="utf-8")

@@ -33,15 +33,15 @@ PIECE_CHARS = 1 << 16  # characters in a piece of a document; tokenising needs ~
 _ROWS_AT_ONCE = 256
 
 
-def read_rows(file: Path, *, skipped: int = 0) -> Iterator[Placed]:
-    """Yields place and row of every record of a JSON, CSV, Parquet or Arrow file; of a text file every paragraph, as `text`.
-    The first `skipped` are left out; lines of JSON are not even parsed then.
+def read_rows(file: Path, *, skipped: int = 0, by_line: bool = False) -> Iterator[Placed]:
+    """Yields place and row of every record of a JSON, CSV, Parquet or Arrow file; of a text file every paragraph, or every line
+    as `datasets` does, as `text`. The first `skipped` are left out; lines of JSON are not even parsed then.
 
     Raises UsageError naming the file and the line.
     """
     if file.stat().st_size == 0:
         raise UsageError(f"{file}: the file is empty", hint="name another file, or remove it where a folder is read")
-    readers = {"csv": _csv_rows, "text": _paragraphs, "columns": _columnar_rows}
+    readers = {"csv": _csv_rows, "text": _text_lines if by_line else _paragraphs, "columns": _columnar_rows}
     with _utf8_only(file):
         if (kind := kind_of_rows(file) or "") == "json":
             yield from _json_rows(file, skipped)
@@ -50,9 +50,9 @@ def read_rows(file: Path, *, skipped: int = 0) -> Iterator[Placed]:
 
 
 @contextmanager
-def _text(file: Path, *, newline: str | None = None) -> Iterator[io.TextIOWrapper]:
+def _text(file: Path, *, newline: str | None = None, encoding: str = "utf-8-sig") -> Iterator[io.TextIOWrapper]:
     """Opens a text file, decompressed, with or without a byte order mark."""
-    with opened(file) as stream, io.TextIOWrapper(stream, encoding="utf-8-sig", newline=newline) as text:
+    with opened(file) as stream, io.TextIOWrapper(stream, encoding=encoding, newline=newline) as text:
         yield text
 
 
@@ -93,9 +93,9 @@ def _json_rows(file: Path, skipped: int) -> Iterator[Placed]:
         yield f"{file}:{number}", _json_row(line.removesuffix("\n"), f"{file}:{number}")
 
 
-def _lines(file: Path, *, newline: str | None = None) -> Iterator[str]:
+def _lines(file: Path, **options: Any) -> Iterator[str]:
     """Yields the lines of a text file. Raises UsageError for a line that is too long for a row."""
-    with _text(file, newline=newline) as stream:
+    with _text(file, **options) as stream:
         number = 1
         while line := stream.readline(LARGEST_ROW + 1):
             _check_size(len(line), f"{file}:{number}")
@@ -261,6 +261,12 @@ def _paragraphs(file: Path) -> Iterator[Placed]:
             if text.strip():
                 yield f"{file}: paragraph {number}", {"text": text}
             text = ""
+
+
+def _text_lines(file: Path) -> Iterator[Placed]:
+    """Yields every line, empty ones too. A byte order mark is kept, as by `datasets`."""
+    for number, line in enumerate(_lines(file, encoding="utf-8"), start=1):
+        yield f"{file}:{number}", {"text": line.removesuffix("\n")}
 
 
 def read_document(file: Path) -> Iterator[tuple[str, bool, bool]]:

@@ -122,12 +122,13 @@ class Reading:
 
         With `auto` the first row decides the source's format. Long texts are cut where that loses nothing.
         """
-        if self._cut and kind_of_rows(file) == "text":
+        by_line = source.get("by_line", False)
+        if self._cut and kind_of_rows(file) == "text" and not by_line:
             self.formats[number] = "text"
             if not skipped:
                 yield from ((str(file), piece) for piece in _pieces(read_document(file)))
             return
-        for place, row in read_rows(file, skipped=skipped):
+        for place, row in read_rows(file, skipped=skipped, by_line=by_line):
             try:
                 if number not in self.formats:
                     self.formats[number] = choose_format(source["format"], frozenset(row), source["columns"])

@@ -17,12 +17,14 @@ from typing import Any
 from fuyou_cli.core.disk import FULL
 from fuyou_cli.core.errors import UsageError
 
+from .data_files import kind_of_rows
 from .sandbox import LibraryErrors
 
 _OLDEST = 4  # earlier versions run code from a data set
 _LONGEST = 600  # characters of an error
 # Settings that say nothing of how a file is read.
 _OF_EVERY_SET = {"name", "version", "data_dir", "data_files", "description", "features"}
+_KINDS = {"Json": "json", "Csv": "csv", "Text": "text", "Parquet": "columns", "Arrow": "columns"}  # by the library's readers
 _INSTALL = f"pip install 'datasets>={_OLDEST}'"
 
 
@@ -67,7 +69,11 @@ def _listed(datasets: Any, request: dict[str, Any]) -> list[str]:
         raise ValueError(f"its README sets {', '.join(said)}, which dataset.streaming does not follow: set it to false")
     if request["split"] not in files:
         raise ValueError(f'Unknown split "{request["split"]}". Should be one of {list(files)}.')
-    return [str(file).replace("hf://", "hf:/", 1) for file in files[request["split"]]]
+    found = [str(file).replace("hf://", "hf:/", 1) for file in files[request["split"]]]
+    reader = type(config).__name__.removesuffix("Config")
+    if strange := [file for file in found if kind_of_rows(Path(file)) not in (None, _KINDS.get(reader))]:
+        raise ValueError(f"it reads {Path(strange[0]).name} as {reader}, which dataset.streaming does not: set it to false")
+    return found
 
 
 def _downloaded(request: dict[str, Any]) -> str:

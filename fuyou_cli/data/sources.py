@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.paths import expanded
@@ -37,6 +37,13 @@ class Source:
     entry: DatasetEntry
     files: tuple[Path, ...]  # none: the data set is not fetched yet
     skipped: tuple[Path, ...]  # data files of the directory that belong to other splits
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """Returns it as part of a request. In a text file of a set, every line is a row, as for `datasets`."""
+        by_line = is_named(self.entry) and any(kind_of_rows(file) == "text" for file in self.files)
+        options = self.entry.model_dump(include={"format", "columns", "max_samples"})
+        return {"files": list(map(str, self.files)), **options, **({"by_line": True} if by_line else {})}
 
     @property
     def choice(self) -> str | None:

@@ -137,7 +137,6 @@ def test_what_cannot_be_streamed_is_refused(server: Hub, tokenizer_dir: Path, tm
     readme = b'---\nconfigs:\n- config_name: default\n  data_files: a.csv\n  sep: ";"\n---\n'
     for name, files, said in (
         ("o/packed", {"train.jsonl.zip": b"PK"}, r"dataset\.streaming cannot read train\.jsonl\.zip"),
-        ("o/lines", {"train.txt": b"a row\nanother\n"}, r"dataset\.streaming cannot read train\.txt"),
         ("o/parted", {"README.md": readme, "a.csv": b"text;n\na;1\n"}, "its README sets sep, which"),
     ):
         server.repositories[name] = files

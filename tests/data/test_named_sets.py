@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.data import MissingDataError, look, prepare, size_of
+from fuyou_cli.data import MissingDataError, Rows, look, prepare, size_of
+from fuyou_cli.data.cache import request_for
 from fuyou_cli.data.named_sets import is_on_hub
 from fuyou_cli.data.reading import read_rows
 from fuyou_cli.data.sources import find_sources
+from fuyou_cli.data.worker import build
 
 from .conftest import section
 
@@ -69,6 +72,24 @@ def test_it_is_fetched_once_and_only_for_a_run(
     (data_set / "en" / "train.jsonl").write_text('{"text": "changed"}\n')  # a folder is looked at again
     with pytest.raises(MissingDataError):
         size_of(dataset)
+
+
+def test_a_line_of_text_is_a_row_streamed_or_not(data_set: Path, tokenizer_dir: Path, tmp_path: Path) -> None:
+    readme, config = data_set / "README.md", "- config_name: plain\n  data_files: train.txt\n---\n"
+    readme.write_text(readme.read_text().removesuffix("---\n") + config)
+    (data_set / "train.txt").write_bytes("\ufeffone apple\r\ntwo\n\n four \rfive\u2028\nlast".encode())
+    with pytest.raises(UsageError, match=r"it reads train\.txt as Json, which dataset\.streaming does not"):
+        find_sources(section(data_set, entry={"name": "plain"}, streaming=True), fetching=True)
+    readme.write_text(f"---\nconfigs:\n{config}")
+    made: list[list[list[int]]] = []
+    for number, (packing, streaming) in enumerate(product((False, "concat"), (False, True))):
+        dataset = section(data_set, entry={"name": "plain"}, packing=packing, streaming=streaming)
+        (out := tmp_path / f"rows-{number}").mkdir()
+        request, _ = request_for(dataset, tokenizer_dir, None, None, fetching=True)
+        build({**request, "out": str(out), "template_seconds": 20})
+        rows = Rows(out)
+        made.append([rows.tokens(row).tolist() for row in range(len(rows))])
+    assert made[0] == made[1] and made[2] == made[3] and len(made[0]) == 6
 
 
 def test_a_name_of_the_hub_that_cannot_be_reached(data_set: Path) -> None:
