@@ -87,9 +87,10 @@ def find(
     elif not (source / CONFIG_NAME).is_file() and any(
         (place / ADAPTER_CONFIG_NAME).is_file() for place in (source, source / "adapter")
     ):
+        where = _where_its_store_is(source.parent if (source / ADAPTER_CONFIG_NAME).is_file() else source)
         raise UsageError(
             f"{source}: holds an adapter, not a whole model",
-            hint="give the store of its run, or merge it: fuyou export STORE OUT --merged",
+            hint=f"{where}: name that folder, or merge it: fuyou export STORE OUT --merged",
         )
     elif not (source / CONFIG_NAME).is_file() and (source / _LOG).is_file():
         raise _not_exported(source)
@@ -101,13 +102,18 @@ def find(
     return FoundModel(folder=folder, store=store, anatomy=cut_vocabulary(whole, resolved_rows(whole, "auto")), dtype=dtype)
 
 
-def _not_exported(output_dir: Path) -> UsageError:
-    """Returns the error for a run's output folder in which there is no model yet."""
+def _where_its_store_is(output_dir: Path) -> str:
+    """Says where the newest saved state of a run is, by its output folder."""
     stores = {path.parent for path in output_dir.glob(f"store/*/{manifests.NAME}")}
     with suppress(UsageError):
         if (told := Path(read_promised(output_dir / _LOG).store) / manifests.NAME).is_file():
             stores = {told.parent}
-    saved = f"its newest saved state is in {min(stores)}" if len(stores) == 1 else "its store is in the recipe's offload.dir"
+    return f"its newest saved state is in {min(stores)}" if len(stores) == 1 else "its store is in the recipe's offload.dir"
+
+
+def _not_exported(output_dir: Path) -> UsageError:
+    """Returns the error for a run's output folder in which there is no model yet."""
+    saved = _where_its_store_is(output_dir)
     return UsageError(
         f"{output_dir}: its run has not exported a model yet",
         hint=f"{saved}: name that folder; or run its recipe to the end, or `fuyou export` it",

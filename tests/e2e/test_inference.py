@@ -79,6 +79,9 @@ def test_what_is_no_model_is_said(tmp_path: Path) -> None:
         find(tmp_path)
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    (store := tmp_path / "store" / "out-1").mkdir(parents=True)
+    (store / "manifest.json").write_text("{}")
     for source in (tmp_path, tmp_path / "adapter"):
-        with pytest.raises(UsageError, match="holds an adapter"):
+        with pytest.raises(UsageError, match="holds an adapter") as told:
             find(source)
+        assert f"is in {store}: name that folder, or merge it" in str(told.value.hint)
