@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.errors import UsageError, pip_install
 
 from .arguments import Json, OptionalRecipe, Overrides, loaded_recipe
 from .console import write_status
@@ -63,7 +63,7 @@ def lm_eval(context: typer.Context) -> None:
 
         from fuyou_cli.inference.lm_eval_model import StreamedLM
     except ImportError as error:
-        raise UsageError(f"lm-evaluation-harness cannot be used: {error}", hint='pip install "fuyou[lm-eval]"') from None
+        raise UsageError(f"lm-evaluation-harness cannot be used: {error}", hint=pip_install("fuyou[lm-eval]")) from None
     StreamedLM.say = staticmethod(write_status)
     model_registry.register("fuyou", target=StreamedLM)
     runs = words[0] == "run" or words[0].startswith("-")

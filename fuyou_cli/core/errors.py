@@ -5,6 +5,17 @@ The command line maps each class to an exit code in one place. Nothing below it 
 
 from __future__ import annotations
 
+import shutil
+import sys
+from pathlib import Path
+
+
+def pip_install(what: str) -> str:
+    """Returns the command that installs something for the Python that runs fuyou, which may not be the shell's."""
+    pip = shutil.which("pip")
+    own = pip is not None and Path(pip).parent == Path(sys.executable).parent
+    return f'{"pip" if own else f"{sys.executable} -m pip"} install "{what}"'
+
 
 class FuyouError(Exception):
     """Carries a message and a remedy. `exit_code` follows the table in the README."""

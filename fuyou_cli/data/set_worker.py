@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fuyou_cli.core.disk import FULL
-from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.errors import UsageError, pip_install
 
 from .data_files import kind_of_rows
 from .sandbox import LibraryErrors
@@ -25,7 +25,7 @@ _LONGEST = 600  # characters of an error
 # Settings that say nothing of how a file is read.
 _OF_EVERY_SET = {"name", "version", "data_dir", "data_files", "description", "features"}
 _KINDS = {"Json": "json", "Csv": "csv", "Text": "text", "Parquet": "columns", "Arrow": "columns"}  # by the library's readers
-_INSTALL = f"pip install 'datasets>={_OLDEST}'"
+_INSTALL = pip_install(f"datasets>={_OLDEST}")
 
 
 def load(request: dict[str, Any]) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from importlib.util import find_spec
 
 from transformers import PreTrainedModel
 
-from ..core.errors import UsageError
+from ..core.errors import UsageError, pip_install
 
-_INSTALL = 'pip install "fuyou[liger]" (needs Triton and a GPU), or leave model.kernels at torch'
+_INSTALL = f"{pip_install('fuyou[liger]')} (needs Triton and a GPU), or leave model.kernels at torch"
 
 
 def check_liger(model: PreTrainedModel) -> None:

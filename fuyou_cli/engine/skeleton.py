@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
 
-from ..core.errors import UsageError
+from ..core.errors import UsageError, pip_install
 from ..core.json_files import find_object
 from ..spec.quantisation_config import CONFIG_KEY, stored_quantisation
 
@@ -141,9 +141,8 @@ def build(config: PreTrainedConfig, *, dtype: str, attention: str, trust_remote_
                 model = auto_class(config).from_config(config, **options)
     except LIBRARY_ERRORS as error:
         if isinstance(error, ImportError) and attention.startswith("flash"):
-            hint = (
-                'pip install "fuyou[flash]" (builds flash-attn: a GPU of sm80 or newer), or use model.attn_implementation=sdpa'
-            )
+            needs = "builds flash-attn: a GPU of sm80 or newer"
+            hint = f"{pip_install('fuyou[flash]')} ({needs}), or use model.attn_implementation=sdpa"
             raise UsageError(f"model.attn_implementation: {attention}: {error}", hint=hint) from error
         raise UsageError(
             f"cannot build a causal language model of this configuration: {said(error)}",

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..core.errors import UsageError
+from ..core.errors import UsageError, pip_install
 from ..core.paths import expanded
 
 if TYPE_CHECKING:
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 def check_peft(recipe: Recipe) -> None:
     """Raises UsageError if the recipe has an adapter and peft is not there to make it."""
     if recipe.adapter is not None and find_spec("peft") is None:
-        raise UsageError("adapter: the package peft is not installed", hint='pip install "fuyou[lora]", or leave adapter null')
+        hint = f"{pip_install('fuyou[lora]')}, or leave adapter null"
+        raise UsageError("adapter: the package peft is not installed", hint=hint)
 
 
 def adapt(model: PreTrainedModel, recipe: Recipe) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..core.errors import UsageError
+from ..core.errors import UsageError, pip_install
 from ..core.units import GiB
 from .report import EvalReport, StepReport
 
@@ -177,7 +177,8 @@ def libraries(backends: Sequence[str]) -> dict[str, Any]:
         try:
             found[name] = import_module(_MODULES[name])
         except ImportError as error:
-            hint = f"pip install 'fuyou[{name}]', or leave {name} out of logging.backends"
+            extra = f"fuyou[{name}]"
+            hint = f"{pip_install(extra)}, or leave {name} out of logging.backends"
             raise UsageError(f"logging.backends: {name} cannot be imported: {error}", hint=hint) from None
     return found
 

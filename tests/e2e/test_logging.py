@@ -36,7 +36,7 @@ sys.modules["trackio"] = library
 def test_a_logger_that_is_missing_is_refused_first(new_project: NewProject) -> None:
     project = new_project(changes={"logging.backends": ["jsonl", "wandb"]})
     done = project.fuyou("finetune", project.recipe)
-    assert done.returncode == 2 and "pip install 'fuyou[wandb]'" in done.stderr
+    assert done.returncode == 2 and 'pip install "fuyou[wandb]"' in done.stderr
     assert not project.out.exists()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.errors import UsageError, pip_install
 from fuyou_cli.core.units import GiB
 from fuyou_cli.recipe.schema import Recipe
 from fuyou_cli.training.loggers import LoggedRun, Loggers, figures, libraries
@@ -144,7 +145,14 @@ def test_a_library_that_is_missing_is_named_with_its_extra(name: str) -> None:
         pytest.skip(f"{name} is installed")
     with pytest.raises(UsageError, match=rf"logging.backends: {name} cannot be imported") as refused:
         libraries(["console", "jsonl", name])
-    assert f"pip install 'fuyou[{name}]'" in str(refused.value.hint)
+    assert f'pip install "fuyou[{name}]"' in str(refused.value.hint)
+
+
+def test_an_extra_is_installed_where_fuyou_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert pip_install("fuyou[lora]") == f'{sys.executable} -m pip install "fuyou[lora]"'
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
+    assert pip_install("fuyou[lora]").endswith('pip install "fuyou[lora]"')
 
 
 def test_what_needs_no_library_loads_none() -> None:
