@@ -1,6 +1,6 @@
 """Checkpoints that bitsandbytes has quantised: their bytes are the bytes of a run that quantises the same weights itself.
 
-Costs about 8 s of one core."""
+Costs about 12 s of one core."""
 
 from __future__ import annotations
 
