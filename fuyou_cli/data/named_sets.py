@@ -36,9 +36,12 @@ _ELSEWHERE = "set the environment variable XDG_CACHE_HOME to another folder"
 
 
 def is_named(entry: DatasetEntry) -> bool:
-    """Tells whether an entry is read through `datasets`. Raises UsageError for a subset or a slice of plain files."""
+    """Tells whether an entry is read through `datasets`. Raises UsageError for a subset or a slice of plain files, and
+    for a revision of what is on this disk."""
     if is_on_hub(entry.path):
         return True
+    if entry.revision is not None:
+        raise UsageError(f"dataset.train: {entry.path}: revision works only for data sets of the hub", hint="remove it")
     if entry.name is None and not re.search(r"[\[+]", entry.split):
         return False
     here = expanded(entry.path, key="dataset.train")
@@ -82,15 +85,17 @@ def fetch(entry: DatasetEntry, *, streamed: bool = False) -> tuple[Path, ...]:
         raise UsageError(f"dataset.train: {entry.path}: dataset.streaming reads no slice of a split", hint=hint)
     folder, here = _folder(entry), expanded(entry.path, key="dataset.train")
     with scratch_in(folder, what="dataset.train", hint=_ELSEWHERE) as rows:
-        request = {"path": str(here), "name": entry.name, "split": entry.split, "out": str(rows), "listing": streamed}
-        reply = _ask(request, offline=True)
+        request: dict[str, Any] = {"path": str(here), "name": entry.name, "split": entry.split, "revision": entry.revision}
+        request |= {"out": str(rows), "listing": streamed}
+        named = entry.revision is not None  # the library's own cache does not know which revision it holds
+        reply = {"error": "its revision is not here yet, and HF_HUB_OFFLINE is set"} if named else _ask(request, offline=True)
         if "error" in reply and not here.is_dir() and may_ask():
             reply = _ask(request, offline=False)
         if reply.get("kind") == "disk":
             hint = "free some space, or set HF_HOME (and XDG_CACHE_HOME for slices) to a folder on another disk"
             raise OutOfSpaceError(f"dataset.train: {entry.path}: no room to fetch it: {reply['error']}", hint=hint)
         if "error" in reply:
-            hint = "check path, `name` and `split`; for a gated set, run `hf auth login` or set HF_TOKEN"
+            hint = "check path, `name`, `split` and `revision`; for a gated set, run `hf auth login` or set HF_TOKEN"
             raise UsageError(f"dataset.train: {entry.path}: {reply['error']}", hint=reply.get("hint") or hint)
         files = [_kept(Path(file), rows, folder) for file in reply["files"]]
         if streamed and (strange := [file.name for file in files if kind_of_rows(file) is None]):
@@ -124,7 +129,7 @@ def present(file: Path, remote: Mapping[str, Any] | None) -> Iterator[Path]:
         if reply.get("kind") == "disk":
             raise DataSpaceError(f"{named['set']}: {named['file']}: {reply['error']}")
         if "error" in reply:
-            gone = f"Where the set's owner has replaced its files, remove {kept_folder() / 'sets'} and start over"
+            gone = "If the set's owner has replaced its files, name its newest commit as `revision` in dataset.train: a new run"
             hint = f"is the hub reachable? The same command goes on from the last commit. {gone}"
             raise FuyouError(f"{named['set']}: {named['file']}: {reply['error']}", hint=reply.get("hint") or hint)
     yield local
@@ -137,11 +142,12 @@ def _kept(file: Path, rows: Path, folder: Path) -> Path:
 
 
 def _folder(entry: DatasetEntry) -> Path:
-    """Returns the folder of the record: one for each set, subset and split; for a folder, its present content counts too."""
+    """Returns the folder of the record: one for each set, revision, subset and split. A folder's present content counts too."""
     here = expanded(entry.path, key="dataset.train")
     files = sorted(here.rglob("*")) if here.is_dir() else []
     listed = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files if file.is_file()]
-    key = hashlib.sha256(json.dumps([str(here), entry.name, entry.split, listed]).encode()).hexdigest()[:16]
+    asked = [str(here), entry.name, entry.split, listed] + ([entry.revision] if entry.revision else [])
+    key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
     return kept_folder() / "sets" / key
 
 

@@ -1,8 +1,8 @@
 """Loads one data set with `datasets` in its own process: `python -m fuyou_cli.data.set_worker`.
 
-The request is one JSON object on stdin: path, name, split, and a folder `out`. The reply is {"files"} or {"error", "hint"}.
-Rows stay in the library's own cache, memory-mapped. A part of a split has no files of its own, so it is copied to `out`. With
-`listing` the files are only named; with `file` and `commit` that file of the set is fetched into `out`.
+The request is one JSON object on stdin: path, name, split, revision, and a folder `out`. The reply is {"files"} or
+{"error", "hint"}. Rows stay in the library's own cache, memory-mapped. A part of a split has no files of its own, so
+it is copied to `out`. With `listing` the files are only named; with `file` and `commit` that file is fetched into `out`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def load(request: dict[str, Any]) -> dict[str, Any]:
                 return {"error": f"`datasets` {datasets.__version__} is too old", "hint": _INSTALL}
             if request["listing"]:
                 return {"files": _listed(datasets, request)}
-            rows = datasets.load_dataset(request["path"], request["name"], split=request["split"])
+            rows = datasets.load_dataset(request["path"], request["name"], split=request["split"], revision=request["revision"])
             if not any(character in request["split"] for character in "[+"):
                 return {"files": [file["filename"] for file in rows.cache_files]}
             rows.save_to_disk(request["out"])
@@ -62,7 +62,7 @@ def _is_full(error: BaseException | None) -> bool:
 def _listed(datasets: Any, request: dict[str, Any]) -> list[str]:
     """Names the files of a split: paths, or hf:/datasets/OWNER/NAME@COMMIT/FILE. Raises ValueError where the set's README says
     how to read them, such as a separator: nobody would hear of it."""
-    config = datasets.load_dataset_builder(request["path"], request["name"]).config
+    config = datasets.load_dataset_builder(request["path"], request["name"], revision=request["revision"]).config
     usual, files = type(config)(), config.data_files
     asked = {field.name for field in fields(config)} - _OF_EVERY_SET
     if said := sorted(name for name in asked if getattr(config, name) != getattr(usual, name)):

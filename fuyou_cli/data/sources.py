@@ -54,7 +54,8 @@ class Source:
             when = f"{many} in {self.files[0].parent}" if self.files else "fetched when a run begins"
             if any(map(is_remote, self.files)):
                 when = f"{many} of the hub, each fetched when it is read"
-            return f"{self.entry.path}{name}, split {self.entry.split}: {when}"
+            at = "" if self.entry.revision is None else f"@{self.entry.revision}"
+            return f"{self.entry.path}{at}{name}, split {self.entry.split}: {when}"
         if not self.skipped and self.files == (expanded(self.entry.path, key="dataset.train"),):
             return None
         taken = f"{self.entry.path}: {len(self.files)} file{'s' * (len(self.files) != 1)} taken ({_names(self.files)})"

@@ -5,6 +5,7 @@ from __future__ import annotations
 _ENTRY = {
     "path": "A file, folder or glob of json, jsonl, parquet, csv, arrow or txt, also compressed; or a data set of the hub.",
     "name": "The subset of a hub data set.",
+    "revision": "A branch, tag or commit of a hub data set. Without it, what was newest when it was first read.",
     "split": "The split of a hub data set, or a part of it: `train[:10%]`.",
     "format": "How a row is read. `auto`: the columns of the first row decide, and the choice is printed.",
     "columns": "Names of columns that differ from the format's, as `{prompt: question, completion: answer}`.",

@@ -71,6 +71,7 @@ class TokenizerSection(Section):
 class DatasetEntry(Section):
     path: Text  # a file, folder or glob, or a data set of the hub: owner/name
     name: Text | None = None  # its subset
+    revision: Text | None = None
     split: Text = "train"  # or a part of it: train[:10%]
     format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokenized", "input_output"] = (
         "auto"  # auto: the columns of the first row decide

@@ -21,7 +21,7 @@ from fuyou_cli.data.named_sets import is_remote, present
 from fuyou_cli.data.set_worker import load
 from fuyou_cli.data.stream_parts import NEXT, Parts
 from fuyou_cli.data.tokenise import Tokeniser
-from tests.hub_server import Hub
+from tests.hub_server import COMMIT, Hub
 
 from .conftest import OPTION_DEFAULTS, SOURCE_DEFAULTS, section
 from .test_stream import stream
@@ -59,7 +59,7 @@ def test_a_file_is_fetched_when_it_is_read(
 ) -> None:
     """The rows are those of the same files on this disk. The network that fails ends nothing but this process. A stream that
     ends within a file leaves nothing but rows."""
-    dataset, cache = section("o/set", entry={"name": "en"}, streaming=True), tmp_path / "cache"
+    dataset, cache = section("o/set", entry={"name": "en", "revision": COMMIT}, streaming=True), tmp_path / "cache"
     made = stream(dataset, tokenizer_dir, cache)
     wait([made._entries[0]._ahead])
     assert len([*cache.rglob("*.jsonl")]) == 1 and len(fetched(server)) == 2
@@ -129,6 +129,7 @@ def test_a_full_disk_is_told_from_other_failures(monkeypatch: pytest.MonkeyPatch
 
 def test_what_cannot_be_streamed_is_refused(server: Hub, tokenizer_dir: Path, tmp_path: Path) -> None:
     for entry, said in (
+        ({"name": "en", "revision": "other"}, r"o/set: (Revision .*other|.*'other'.* doesn't exist)"),
         ({"name": "en", "split": "train[:10]"}, r"o/set: dataset\.streaming reads no slice of a split"),
         ({"name": "en", "split": "test"}, r'o/set: Unknown split "test"\. Should be one of \[\'train\'\]'),
     ):

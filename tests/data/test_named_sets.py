@@ -110,7 +110,7 @@ def test_a_cache_that_cannot_be_written(data_set: Path, tmp_path: Path, monkeypa
         taken(data_set, name="de")
 
 
-@pytest.mark.parametrize("entry", [{"name": "de"}, {"split": "train[:10%]"}])
-def test_files_have_neither_subsets_nor_slices(data_set: Path, entry: dict[str, str]) -> None:
-    with pytest.raises(UsageError, match="works only for data sets of the hub and for folders"):
+@pytest.mark.parametrize("entry", [{"name": "de"}, {"split": "train[:10%]"}, {"revision": "main"}])
+def test_files_have_neither_subsets_nor_slices_nor_revisions(data_set: Path, entry: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match="works only for data sets of the hub"):
         taken(data_set / "en" / "train.jsonl", **entry)
