@@ -34,7 +34,7 @@ def companion_files(source: Path, *, dtype: str) -> dict[str, bytes | Path]:
     Raises UsageError if config.json is missing or a file lies outside the directory.
     """
     if not (source / CONFIG_NAME).is_file():
-        raise UsageError(f"{source}: has no {CONFIG_NAME}", hint="Give a directory written by save_pretrained.")
+        raise UsageError(f"{source}: has no {CONFIG_NAME}", hint="give a directory written by save_pretrained")
     config = read_json(inside(source, CONFIG_NAME))
     companions: dict[str, bytes | Path] = {CONFIG_NAME: config_bytes(config, dtype=dtype)}
     patterns = (*PATTERNS, CODE_PATTERN) if "auto_map" in config else PATTERNS

@@ -45,7 +45,7 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     or outside the directory; a tensor in two shards, in none, or in another shard than the index says.
     """
     if not directory.is_dir():
-        raise UsageError(f"{directory}: no such directory", hint="Give the directory that holds config.json.")
+        raise UsageError(f"{directory}: no such directory", hint="give the directory that holds config.json")
     from .quantised_files import with_quantised  # numpy
 
     if os.path.lexists(directory / SINGLE_NAME):
@@ -70,7 +70,7 @@ def shard_map(directory: Path) -> dict[str, str]:
     index = inside(directory, INDEX_NAME)
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise UsageError(f"{index}: has no weight_map", hint="Download the index again.")
+        raise UsageError(f"{index}: has no weight_map", hint="download the index again")
     for name, shard in weight_map.items():
         if not isinstance(shard, str):
             raise UsageError(f"{index}: tensor {shown(name)} has no shard name")
@@ -80,7 +80,7 @@ def shard_map(directory: Path) -> dict[str, str]:
 def read_json(path: Path) -> dict[str, Any]:
     """Reads the object in a small JSON file of a model. Some configurations hold infinities. Raises UsageError naming the
     file."""
-    return read_object(path, limit=JSON_LIMIT, finite=False, hint="Fetch the file again.")
+    return read_object(path, limit=JSON_LIMIT, finite=False, hint="fetch the file again")
 
 
 def _open_sharded(directory: Path, weight_map: dict[str, str]) -> Checkpoint:
@@ -91,7 +91,7 @@ def _open_sharded(directory: Path, weight_map: dict[str, str]) -> Checkpoint:
     if missing:
         raise UsageError(
             f"{directory}: {len(missing)} of {len(shard_names)} shards are missing: {name_list(missing)}",
-            hint="Download the rest of the model.",
+            hint="download the rest of the model",
         )
     real = {os.path.realpath(file): name for name, file in shards.items()}
     if twice := next((name for name, file in shards.items() if real[os.path.realpath(file)] != name), None):
@@ -111,7 +111,7 @@ def _open_sharded(directory: Path, weight_map: dict[str, str]) -> Checkpoint:
         listed = "\n  ".join([*flaws[:NAMES_SHOWN], *(["..."] if len(flaws) > NAMES_SHOWN else [])])
         raise UsageError(
             f"{index}: {len(flaws)} tensors are not where the index says:\n  {listed}",
-            hint="Index and shards are from different versions: download them again.",
+            hint="index and shards are from different versions: download them again",
         )
     return Checkpoint(directory=directory, shards=tuple(shards.values()), entries=entries)
 
@@ -124,7 +124,7 @@ def inside(directory: Path, name: str, *, missing_ok: bool = False) -> Path:
     parts = PurePosixPath(name).parts
     refusal = UsageError(
         f"{directory}: the file {shown(name)} lies outside the directory",
-        hint="Copy the model's files into one directory, without links.",
+        hint="copy the model's files into one directory, without links",
     )
     if not parts or name.startswith("/") or ".." in parts or "\0" in name or "\\" in name:
         raise refusal
@@ -133,7 +133,7 @@ def inside(directory: Path, name: str, *, missing_ok: bool = False) -> Path:
         root = directory.resolve()
         real = path.resolve(strict=not missing_ok)
     except FileNotFoundError as error:
-        raise UsageError(f"{path}: links to a file that does not exist", hint="Download it again.") from error
+        raise UsageError(f"{path}: links to a file that does not exist", hint="download it again") from error
     except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: links in a circle, before Python 3.13
         why = getattr(error, "strerror", None) or error
         raise UsageError(f"{directory}: the link {shown(name)} cannot be followed: {why}") from error
@@ -149,17 +149,17 @@ def _no_weights(directory: Path) -> UsageError:
     if pickled:
         return UsageError(
             f"{directory}: has only pickled weights ({name_list(pickled)}), and reading a pickle can run code",
-            hint="Use a revision with safetensors, or convert the weights on an isolated machine: "
-            "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR).",
+            hint="use a revision with safetensors, or convert the weights on an isolated machine: "
+            "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)",
         )
     if ADAPTER_NAME in names:
         return UsageError(
             f"{directory}: holds an adapter, not a whole model",
-            hint="Merge it into its base model first (merge_and_unload), or give the base model.",
+            hint="merge it into its base model first (merge_and_unload), or give the base model",
         )
     return UsageError(
         f"{directory}: has neither {SINGLE_NAME} nor {INDEX_NAME}",
-        hint="Give a directory written by save_pretrained, or a hub id.",
+        hint="give a directory written by save_pretrained, or a hub id",
     )
 
 

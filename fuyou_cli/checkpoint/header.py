@@ -120,5 +120,5 @@ def parse_file(path: Path) -> Header:
 def _refusal(path: Path, what: str) -> UsageError:
     return UsageError(
         f"{path}: {what}",
-        hint="The file is damaged, incomplete or of another format: download or export it again.",
+        hint="the file is damaged, incomplete or of another format: download or export it again",
     )

@@ -82,11 +82,11 @@ def resolve(
         _check(name_or_path, local, tokenizer_only, trust_remote_code)
         return local
     if local.is_file():
-        raise UsageError(f"{name_or_path}: is a file", hint="Give the directory that contains it.")
+        raise UsageError(f"{name_or_path}: is a file", hint="give the directory that contains it")
     if not _HUB_ID.match(name_or_path):
         raise UsageError(
             f"{name_or_path}: no such directory",
-            hint="Give a directory that exists, or a hub id such as organisation/model.",
+            hint="give a directory that exists, or a hub id such as organisation/model",
         )
     need_weights = need_weights and not tokenizer_only
     found = _cached(name_or_path, revision, need_weights, tokenizer_only)
@@ -109,11 +109,11 @@ def resolve(
 def _check(name_or_path: str, directory: Path, tokenizer_only: bool, trust_remote_code: bool) -> None:
     if tokenizer_only:
         if not has_tokenizer(directory):
-            hint = "Name a folder or a hub id that has one (tokenizer.json) in tokenizer.name_or_path."
+            hint = "name a folder or a hub id that has one (tokenizer.json) in tokenizer.name_or_path"
             raise UsageError(f"{name_or_path}: has no tokenizer", hint=hint)
         return
     if not (directory / CONFIG_NAME).is_file():
-        raise UsageError(f"{name_or_path}: has no {CONFIG_NAME}", hint="Give a model in the transformers format.")
+        raise UsageError(f"{name_or_path}: has no {CONFIG_NAME}", hint="give a model in the transformers format")
     if not trust_remote_code:
         refuse_remote_code(directory)
 
@@ -132,7 +132,7 @@ def refuse_remote_code(directory: Path) -> None:
     if not isinstance(kind := config.get("model_type"), str) or kind not in CONFIG_MAPPING:
         raise UsageError(
             f"{directory / CONFIG_NAME}: the model needs code from its own repository",
-            hint="Read that code, then set model.trust_remote_code: true in the recipe if you trust it.",
+            hint="read that code, then set model.trust_remote_code: true in the recipe if you trust it",
         )
 
 
@@ -184,7 +184,7 @@ def _fetch(name: str, revision: str | None, patterns: list[str], *, say: Callabl
         if total > (free := shutil.disk_usage(cache).free):
             raise OutOfSpaceError(
                 f"{name}: the download takes {gb(total)}, but only {gb(free)} are free in {cache}",
-                hint="Free some space, or set HF_HOME to a directory on another disk.",
+                hint="free some space, or set HF_HOME to a directory on another disk",
             )
 
         def report(done: int) -> None:
@@ -223,13 +223,13 @@ def _explained(at: str, error: BaseException) -> FuyouError:
         if isinstance(one, OSError) and one.errno in (errno.ENOSPC, errno.EDQUOT):
             return OutOfSpaceError(
                 f"{at}: the disk of the hub's cache is full",
-                hint="Free some space and run the same command again: finished parts are kept.",
+                hint="free some space and run the same command again: finished parts are kept",
             )
     name, text = type(chain[-1]).__name__, str(chain[-1]).partition("\n")[0][:160]
     why = "HF_HUB_OFFLINE is set" if name == "OfflineModeIsEnabled" else f"{name}: {text}"
     return UsageError(
         f"{at}: no such directory, not in the local cache, and the download failed ({why})",
-        hint="Check the connection, or copy the model to a local directory and give its path.",
+        hint="check the connection, or copy the model to a local directory and give its path",
     )
 
 

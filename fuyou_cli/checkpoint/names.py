@@ -67,7 +67,7 @@ def entries_for(
                 raise UsageError(
                     f"{checkpoint.directory}: {shown(one.name)} and {shown(other.name)} are tied in the model "
                     "but differ in the file",
-                    hint='Set "tie_word_embeddings": false in config.json if they are meant to differ.',
+                    hint='set "tie_word_embeddings": false in config.json if they are meant to differ',
                 )
         found = {name: matched[base] for name, base in named.items()}
         _load_buffers(model, {name: entry for name, entry in found.items() if not is_in(untouched, name)}, reader)

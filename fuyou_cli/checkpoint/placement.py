@@ -56,7 +56,7 @@ class PartialDirectory:
             if isinstance(error, BlockingIOError):
                 raise UsageError(
                     f"{self.target}: another process is writing a model there",
-                    hint="Wait for it to finish, or choose another output directory.",
+                    hint="wait for it to finish, or choose another output directory",
                 ) from error
             raise
         return self
@@ -90,7 +90,7 @@ def refuse_foreign(directory: Path) -> None:
     except FileNotFoundError:
         return
     except NotADirectoryError as error:
-        raise UsageError(f"{directory}: is a file", hint="Choose another output directory.") from error
+        raise UsageError(f"{directory}: is a file", hint="choose another output directory") from error
     if not names:
         return
     ours: set[str] = set()
@@ -101,7 +101,7 @@ def refuse_foreign(directory: Path) -> None:
     if foreign:
         raise UsageError(
             f"{directory}: holds files that fuyou did not write: {name_list(foreign)}",
-            hint="Choose a new or empty output directory. Nothing was changed.",
+            hint="choose a new or empty output directory; nothing was changed",
         )
 
 
@@ -128,7 +128,7 @@ def _remove_files(directory: Path) -> None:
     if foreign:
         raise UsageError(
             f"{directory}: holds files that fuyou did not write: {name_list(foreign)}",
-            hint="Move that directory away.",
+            hint="move that directory away",
         )
     for name in names:
         (directory / name).unlink()

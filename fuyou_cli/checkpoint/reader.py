@@ -95,7 +95,7 @@ class TensorReader:
             if bool(too_large.any()) and bool(values[too_large].isfinite().any()):
                 raise UsageError(
                     f"{entry.file}: tensor {shown(entry.name)} has values too large for {wanted}",
-                    hint="Train with dtype: float32 or bfloat16.",
+                    hint="train with dtype: float32 or bfloat16",
                 )
 
     def equal(self, one: TensorEntry, other: TensorEntry) -> bool:
@@ -142,7 +142,7 @@ class TensorReader:
             if got == 0:
                 raise UsageError(
                     f"{entry.file}: is too short: tensor {shown(entry.name)} ends at byte {entry.end}, the file at {position}",
-                    hint="The file changed while it was read: download it again.",
+                    hint="the file changed while it was read: download it again",
                 )
             done += got
             self.bytes_read += got

@@ -113,7 +113,7 @@ def write_checkpoint(
 def _plan_shards(tensors: Sequence[OutTensor], max_shard_size: int, metadata: dict[str, str], single: str) -> list[_Shard]:
     """Cuts the tensors into shards, in the order given. A shard is closed before the tensor that would make it too large."""
     if max_shard_size <= 0:
-        raise UsageError(f"max_shard_size is {max_shard_size}", hint="Write a positive size such as 5GB.")
+        raise UsageError(f"max_shard_size is {max_shard_size}", hint="write a positive size such as 5GB")
     if not 0 < len({tensor.name for tensor in tensors}) == len(tensors):
         raise ValueError("no tensors to write, or two with the same name")
     groups: list[list[OutTensor]] = [[]]
@@ -169,7 +169,7 @@ def _check_space(target: Path, shards: list[_Shard], texts: Mapping[str, bytes |
     if needed > available:
         raise OutOfSpaceError(
             f"{target}: the model takes {gb(needed)}, but only {gb(available)} are free there",
-            hint="Free some space or choose an output directory on another disk.",
+            hint="free some space or choose an output directory on another disk",
         )
 
 
@@ -233,6 +233,6 @@ def _verify(directory: Path, tensors: Sequence[OutTensor], single: str) -> None:
 
 def _io_error(target: Path, error: OSError) -> FuyouError:
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
-        hint = "Choose an output directory that you can write to."
+        hint = "choose an output directory that you can write to"
         return UsageError(f"{target}: writing the model failed: {error.strerror}", hint=hint)
     return failed_writing(target, error)

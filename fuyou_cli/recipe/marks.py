@@ -76,6 +76,8 @@ def syntax_error(source: Source, error: yaml.YAMLError) -> Diagnostic:
     if isinstance(error, yaml.MarkedYAMLError):
         mark = error.problem_mark or error.context_mark
         message = ", ".join(part for part in (error.problem, error.context) if part) or "not valid YAML"
+        if repr("\t") in message:
+            message = "found a tab where YAML allows only spaces"
         return Diagnostic(place=source.place(mark), code="syntax", message=message, help=_syntax_help(source, mark))
     if isinstance(error, yaml.reader.ReaderError):
         before = _LINE_ENDS.split(source.text[: error.position])

@@ -123,7 +123,11 @@ def suggest_key(dotted: str, *, shown_section: str) -> str:
     if name in ALIASES:
         return _ours(name)
     if len(elsewhere) == 1:
-        return f"`{name}` belongs at `{elsewhere[0]}`"
+        return (
+            f"`{name}` belongs at `{elsewhere[0]}`"
+            if "." in elsewhere[0]
+            else f"`{name}` belongs in no section: do not indent it"
+        )
     if close := _closest(name, siblings):
         return f"did you mean `{f'{shown_section}.{close}' if shown_section else close}`?"
     leaves = sorted({key.rpartition(".")[2] for key in known_keys()})

@@ -111,6 +111,7 @@ def test_broken_yaml_has_a_place_and_a_snippet(refused, text, line, column):
     found = refused(text)["syntax"]
     assert (found.place.line + 1, found.place.column + 1) == (line, column)
     assert found.place.source is not None
+    assert (found.message == "found a tab where YAML allows only spaces") == text.startswith("\t")
 
 
 @pytest.mark.parametrize(
@@ -260,6 +261,7 @@ def test_many_errors_are_counted_and_the_first_shown(tmp_path):
         ("lora_r: 16", "fuyou calls this `adapter.r`"),
         ("adapter: {lora_target: q_proj}", "fuyou calls this `adapter.target_modules`"),
         ("lora_alpha: 16", "`lora_alpha` belongs at `adapter.lora_alpha`"),
+        ("checkpoint: {seed: 1}", "`seed` belongs in no section: do not indent it"),
         ("adapter: {rank: 4}", "fuyou calls this `adapter.r`"),
         ("load_in_4bit: true", "fuyou calls this `model.quantize`: nf4 or int8, of the weights below an adapter"),
         ("optimizer: {name: adamw_8bit}", "write `name: adamw` and `optimizer.state_dtype: int8`"),

@@ -19,6 +19,7 @@ from fuyou_cli.core.units import GiB, MiB, gb
 from fuyou_cli.planner.evaluation_cost import EvaluationCost
 from fuyou_cli.planner.sustained_rates import FastRegion
 from fuyou_cli.spec.hardware import Drive, HardwareProfile
+from fuyou_cli.spec.model import Rule
 from fuyou_cli.spec.plan import MemoryLine, Plan
 
 from .conftest import disk
@@ -105,6 +106,12 @@ def test_a_crash_loses_no_more_than_the_run(
 ) -> None:
     rare = replace(facts, plan=replace(facts.plan, commit_every=100), steps=steps, done=done)
     assert f"commits {said}; two copies of " in words(screen(rare, 100))
+
+
+@pytest.mark.parametrize(("rule", "said"), [("adamw", "float32 AdamW;"), ("lion", "float32 Lion;"), ("sgd", "float32 SGD;")])
+def test_the_method_names_the_recipes_optimizer(screen: Screen, facts: RunFacts, rule: Rule, said: str) -> None:
+    model = facts.model.with_layout(replace(facts.model.layout, rule=rule))
+    assert said in words(screen(replace(facts, model=model), 120))
 
 
 def test_steps_within_a_time(plan: Plan) -> None:

@@ -16,7 +16,7 @@ from fuyou_cli.core.units import GiB, MiB, brief, count, gb, gib
 from fuyou_cli.machine.background_load import are_busy
 from fuyou_cli.machine.origins import origins_of
 from fuyou_cli.planner.phases import phase_peaks
-from fuyou_cli.spec.model import ModelSpec, StageSpec
+from fuyou_cli.spec.model import ModelSpec, Rule, StageSpec
 from fuyou_cli.spec.plan import Plan, StagePlan, Tier
 
 from .answer import show_answer
@@ -41,6 +41,7 @@ from .traffic import show_traffic, warn_of_wear, wear_in_full
 
 POLICY_WIDTH = 96  # columns from which the policy column is shown
 _TITLE: dict[Tier, str] = {"gpu": "GPU", "cpu": "RAM", "ssd": "SSD"}
+_OPTIMIZER: dict[Rule, str] = {"adamw": "AdamW", "lion": "Lion", "sgd": "SGD"}
 
 
 def show_plan(console: Console, facts: RunFacts, *, verbose: bool) -> None:
@@ -103,7 +104,7 @@ def _understood(facts: RunFacts, shapes: Symbols) -> list[tuple[str, str]]:
     batch = f"{numerics.batch_size} {shapes.times} {numerics.max_seq_len:,} = {facts.tokens:,} tokens per step"
     return [
         ("model", f"{plan.model}: {model.architecture}, {count(model.parameters)} parameters{active}, {blocks} blocks{tied}"),
-        ("method", f"{_trained(model)}, {dtypes}, float32 AdamW; {_clipping(plan, model)}"),
+        ("method", f"{_trained(model)}, {dtypes}, float32 {_OPTIMIZER[model.layout.rule]}; {_clipping(plan, model)}"),
         *([("frozen", _frozen(model))] if model.sources or model.imported_because else []),
         ("batch", ", ".join([batch, *pieces])),
         *([("kernels", facts.kernels)] if facts.kernels else []),
@@ -184,7 +185,7 @@ def _source(facts: RunFacts) -> str:
     source = "described" if hardware.measured == "described" else f"measured {hardware.measured}"
     source += f", profile {hardware.digest()}"
     if are_busy(hardware.others_cores):
-        source += f"; other programs used {hardware.others_cores:.1f} cores then (to measure again: `fuyou bench`)"
+        source += f"; other programs used {hardware.others_cores:.1f} cores then: `fuyou bench` measures again"
     return source
 
 
