@@ -218,7 +218,7 @@ def _explained(at: str, error: BaseException) -> FuyouError:
             if isinstance(one, kind):
                 return UsageError(f"{at}: {what}", hint=hint)
         if isinstance(one, errors.HfHubHTTPError) and (code := one.response.status_code) in (401, 403):
-            hint = f"The token may be wrong or lack the right: {_LOG_IN}."
+            hint = f"the token may be wrong or lack the right: {_LOG_IN}"
             return UsageError(f"{at}: the hub refuses access ({code})", hint=hint)
         if isinstance(one, OSError) and one.errno in (errno.ENOSPC, errno.EDQUOT):
             return OutOfSpaceError(

@@ -205,7 +205,7 @@ def _refuse(flaws: Flaws) -> None:
         return
     hint = "config.json and the weights do not belong together: check name_or_path and revision."
     if any(_QUANTISED.search(name.strip("'")) for name in flaws["not part of this model"]):
-        hint = "The weights are quantised: fine-tune the original model instead."
+        hint = "the weights are quantised: fine-tune the original model instead"
     raise UsageError("the checkpoint does not fit the model:\n  " + "\n  ".join(told), hint=hint)
 
 

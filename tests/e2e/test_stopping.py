@@ -126,7 +126,7 @@ def _digest(project: Project) -> dict[str, bytes]:
         ({"seed": 1}, "seed was 42, is 1"),
         ({"optimizer.lr": 1e-3}, "optimizer changed"),
         ({"optimizer.weight_decay": 0.0}, "optimizer changed"),
-        ({"lr_scheduler.name": "linear"}, "lr_scheduler, or its number of steps"),
+        ({"lr_scheduler.name": "linear"}, "learning-rate schedule (lr_scheduler, train.max_steps or train.epochs)"),
         ({"lr_scheduler.name": "cosine", "train.max_steps": STEPS + 1}, "train.max_steps"),
         ({"train.clip_grad_norm": 1.0}, "train.clip_grad_norm changed"),
         ({"train.clip_grad_norm": None}, "train.clip_grad_norm changed"),
@@ -178,7 +178,7 @@ def test_other_weights_of_the_same_shapes_are_refused_before_the_plan_is_shown(s
     kept = _digest(stopped)
     done = stopped.fuyou("finetune", stopped.recipe)
     assert done.returncode == 2
-    assert "cannot be resumed: the weights it began with (model.name_or_path, model.revision) changed since" in done.stderr
+    assert "because the weights it began with (model.name_or_path, model.revision) changed since" in done.stderr
     assert "resuming" not in done.stderr and "Placement" not in done.stderr
     assert _digest(stopped) == kept
 

@@ -32,7 +32,7 @@ _CHANGED = {
     "weights": "the weights it began with (model.name_or_path, model.revision)",
     "code": "the model's own code (*.py in model.name_or_path)",
     "attention": "model.attn_implementation",
-    "schedule": "lr_scheduler, or its number of steps (train.max_steps, train.epochs)",
+    "schedule": "the learning-rate schedule (lr_scheduler, train.max_steps or train.epochs)",
     "clipping": "train.clip_grad_norm",
     "shuffle": "dataset.shuffle",
     "mixture": "the weights in dataset.train",
@@ -281,10 +281,10 @@ def check_unchanged_run(saved: Manifest, fingerprints: Mapping[str, str], *, tot
     if "frozen" in changed and "model" in changed:
         changed.remove("model")  # its stages are laid out by what is frozen
     if changed:
-        what = "; ".join(_CHANGED.get(name, name) for name in changed)
-        told = f"the saved run cannot be resumed: {what} changed since it was saved"
+        what = " and ".join(_CHANGED.get(name, name) for name in changed)
+        told = f"the saved run cannot be resumed, because {what} changed since it was saved"
         hint = _OTHER_DATA.format(" --merged" if "adapter" in saved.fingerprints else "")
-        raise UsageError(told, hint=hint) if "data" in changed else _kept(told, "restore what changed")
+        raise UsageError(told, hint=hint) if "data" in changed else _kept(told, "put back what changed")
     if saved.step > total_steps:
         raise UsageError(
             f"the saved run has done {saved.step} steps, but the recipe asks for {total_steps}",
