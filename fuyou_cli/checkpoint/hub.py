@@ -206,9 +206,9 @@ def _explained(at: str, error: BaseException) -> FuyouError:
 
     absent = "no such directory on this machine, and no such model on the hub"
     known = (
-        (errors.GatedRepoError, "its owner restricts access", f"Accept the terms on the model's page, then {_LOG_IN}."),
+        (errors.GatedRepoError, "its owner restricts access", f"accept the terms on the model's page, then {_LOG_IN}"),
         (errors.RevisionNotFoundError, "no such revision on the hub", "Check model.revision in the recipe."),
-        (errors.RepositoryNotFoundError, absent, f"Check the spelling. For a private model {_LOG_IN}."),
+        (errors.RepositoryNotFoundError, absent, f"check the spelling; for a private model {_LOG_IN}"),
     )
     chain = [error]
     while (cause := chain[-1].__cause__) is not None and len(chain) < 16:

@@ -46,7 +46,7 @@ def test_it_trains_the_rest_resumes_and_exports_frozen_weights_as_they_came(
 
 def test_a_run_goes_on_with_the_same_parts_alone(stopped: Project) -> None:
     stopped.write_recipe({"freeze": FREEZE})
-    with pytest.raises(UsageError, match=r"resumed: which parameters are trained \(freeze\) changed since") as refused:
+    with pytest.raises(UsageError, match=r"because which parameters are trained \(freeze\) changed since") as refused:
         prepared_run(stopped)
     assert "checkpoint.resume=never" in str(refused.value.hint)
 
