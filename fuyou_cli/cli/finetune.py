@@ -117,6 +117,8 @@ def _train(
             tokenizer_dir=planned.inspected.resolved.tokenizer_dir,
             adapter=configuration(planned.recipe, planned.anatomy.model, planned.model_dir),
         )
+        if log is not None:
+            log.write("loaded", {})
         settle_for_training()
         before, others = run.daemon.counters(), BackgroundLoad()
         with ExitStack() as traced:

@@ -27,7 +27,7 @@ from .reporting import as_records
 
 SCHEMA_VERSION = 1
 _BEFORE_STEPS = tuple(
-    f'{{"schema_version":{SCHEMA_VERSION},"event":"{event}",'.encode() for event in ("plan", "failed", "stopped")
+    f'{{"schema_version":{SCHEMA_VERSION},"event":"{event}"'.encode() for event in ("plan", "loaded", "failed", "stopped")
 )
 _EVENTS: dict[type, str] = {EvalReport: "eval", SampleReport: "sample", BestReport: "best"}
 

@@ -88,7 +88,7 @@ def our_full_disk(place: Place) -> Outcome:
         changes = {**ANY_LENGTH, "offload.dir": str(disk), "output_dir": str(disk / "out")}
         recipe = place.recipe(f"{name}/run", changes, steps=STEPS)
         child, begun = place.begin("finetune", recipe), time.monotonic()
-        while not any(disk.rglob("log.jsonl")) and not child.is_over(0.005):
+        while not any(b'"loaded"' in log.read_bytes() for log in disk.rglob("log.jsonl")) and not child.is_over(0.005):
             if time.monotonic() - begun > _PATIENCE:
                 child.kill()
         ballast = disk / "ballast"

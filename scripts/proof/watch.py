@@ -54,9 +54,9 @@ def follow(child: subprocess.Popen[bytes], *, log: Path, group: Group | None, me
     while child.poll() is None:
         now = time.monotonic()
         for line in lines.new():
+            if b'"event":"loaded"' in line:
+                phase, seen.before = "train", io_of(child.pid)
             if b'"event":"step"' not in line:
-                if phase == "load":  # the plan: loading is over
-                    phase, seen.before = "train", io_of(child.pid)
                 continue
             if counters:
                 seen.counters.append(io_of(child.pid))

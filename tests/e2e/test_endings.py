@@ -239,7 +239,16 @@ def test_what_ends_a_run_before_its_first_step_is_in_its_log(new_project: NewPro
     assert [record["event"] for record in read_log(log)] == ["plan", "failed"]
     (store / "store.bin").unlink()
     run_finetune(loaded)
-    assert [record["event"] for record in read_log(log)] == ["plan", "failed", "plan", "step", "step", "timeline", "end"]
+    assert [record["event"] for record in read_log(log)] == [
+        "plan",
+        "failed",
+        "plan",
+        "loaded",
+        "step",
+        "step",
+        "timeline",
+        "end",
+    ]
     assert not log.with_name("log.jsonl.1").exists()
 
 

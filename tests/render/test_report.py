@@ -294,6 +294,7 @@ def test_a_run_without_a_step_says_why(tmp_path: Path) -> None:
     for error, told in errors.items():
         with pytest.raises(type(error)), JsonlLog(path, anew=True) as log:
             log.write("plan", PLAN)
+            log.write("loaded", {})
             raise error
         with pytest.raises(UsageError, match=told):
             read_history(path)
