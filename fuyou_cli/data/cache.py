@@ -27,6 +27,7 @@ from . import sandbox
 from .data_files import suffixes
 from .holding_back import Part
 from .locked_folders import scratch_in
+from .named_sets import Say, unsaid
 from .reading import first_bad_line
 from .rows import Rows
 from .sources import find_sources
@@ -49,12 +50,13 @@ def prepare(
     pad_token: str | None,
     cache_dir: Path,
     part: Part | None = None,
+    say: Say = unsaid,
 ) -> Rows:
     """Finds the rows of `dataset` that an earlier run made, or tokenises now. `part`: of its samples; None: all.
 
     Call it before the arena is mapped: it starts a process. Raises UsageError for data that cannot be used.
     """
-    request, paths = request_for(dataset, tokenizer_dir, chat_template, pad_token, part, fetching=True)
+    request, paths = request_for(dataset, tokenizer_dir, chat_template, pad_token, part, fetching=say)
     final = cache_dir / fingerprint(request, _content)
     if not final.is_dir():
         takes = f"about as much as the text in the files ({gb(size_of(dataset))})"
@@ -97,7 +99,7 @@ def request_for(
     pad_token: str | None,
     part: Part | None = None,
     *,
-    fetching: bool = False,
+    fetching: Say | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
     """Returns the request for the worker, and the recipe's paths."""
     sources = find_sources(dataset, fetching=fetching)

@@ -15,7 +15,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,11 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{,95}/[A-Za-z0-9][\w.-]{,95}")
 _REMOTE = re.compile(r"hf:/datasets/(?P<set>[^/]+/[^/@]+)@(?P<commit>[^/]+)/(?P<file>.+)")
 _RECORD, _LISTED = "files.json", "listed.json"
 _ELSEWHERE = "set the environment variable XDG_CACHE_HOME to another folder"
+Say = Callable[[str], None]
+
+
+def unsaid(text: str) -> None:
+    """Tells nobody."""
 
 
 def is_named(entry: DatasetEntry) -> bool:
@@ -75,9 +80,9 @@ def fetched(entry: DatasetEntry, *, streamed: bool = False) -> tuple[Path, ...]:
     return found if all(is_remote(file) or is_file(file) for file in found) else ()
 
 
-def fetch(entry: DatasetEntry, *, streamed: bool = False) -> tuple[Path, ...]:
-    """Returns the same files, and fetches them or their names first if needed. Raises UsageError with the library's error
-    text."""
+def fetch(entry: DatasetEntry, say: Say, *, streamed: bool = False) -> tuple[Path, ...]:
+    """Returns the same files, and fetches them or their names first if needed, which may take long. Raises UsageError with the
+    library's error text."""
     if found := fetched(entry, streamed=streamed):
         return found
     if streamed and re.search(r"[\[+]", entry.split):
@@ -90,6 +95,7 @@ def fetch(entry: DatasetEntry, *, streamed: bool = False) -> tuple[Path, ...]:
         named = entry.revision is not None  # the library's own cache does not know which revision it holds
         reply = {"error": "its revision is not here yet, and HF_HUB_OFFLINE is set"} if named else _ask(request, offline=True)
         if "error" in reply and not here.is_dir() and may_ask():
+            say(f"asking the hub for the files of {entry.path}" if streamed else f"fetching the data set {entry.path}")
             reply = _ask(request, offline=False)
         if reply.get("kind") == "disk":
             hint = "free some space, or set HF_HOME (and XDG_CACHE_HOME for slices) to a folder on another disk"

@@ -16,7 +16,7 @@ from fuyou_cli.core.plain_files import kind_of
 
 from .data_files import BESIDE, KINDS, PACKED, kind_of_rows, suffixes
 from .formats import RowError, choose_format, loss_target, mapping_hint
-from .named_sets import fetch, fetched, is_named, is_remote
+from .named_sets import Say, fetch, fetched, is_named, is_remote
 from .reading import read_rows
 
 if TYPE_CHECKING:
@@ -134,8 +134,8 @@ def _split_in_name(place: Path) -> str | None:
     return next((_SPLIT_WORDS[word] for word in words if word in _SPLIT_WORDS), None)
 
 
-def find_sources(dataset: DatasetSection, *, fetching: bool = False) -> tuple[Source, ...]:
-    """Finds the files of the entries of `dataset.train`. `fetching` also downloads missing data sets of the hub.
+def find_sources(dataset: DatasetSection, *, fetching: Say | None = None) -> tuple[Source, ...]:
+    """Finds the files of the entries of `dataset.train`. Downloads missing data sets of the hub if it can say so by `fetching`.
 
     Raises UsageError, or MissingDataError if there are no files.
     """
@@ -146,9 +146,10 @@ def find_sources(dataset: DatasetSection, *, fetching: bool = False) -> tuple[So
     return sources
 
 
-def _source(entry: DatasetEntry, fetching: bool, streamed: bool) -> Source:
+def _source(entry: DatasetEntry, fetching: Say | None, streamed: bool) -> Source:
     if is_named(entry):
-        return Source(entry, (fetch if fetching else fetched)(entry, streamed=streamed), ())
+        files = fetched(entry, streamed=streamed) if fetching is None else fetch(entry, fetching, streamed=streamed)
+        return Source(entry, files, ())
     return Source(entry, *locate(entry.path, entry.split))
 
 
@@ -159,7 +160,7 @@ def look(dataset: DatasetSection) -> tuple[Source, ...]:
     that `loss_on` does not fit. Parquet, Arrow and zst files are left to the worker, because their library is large; so are
     data sets and files that are not fetched yet.
     """
-    sources = tuple(_source(entry, False, dataset.streaming) for entry in dataset.train)
+    sources = tuple(_source(entry, None, dataset.streaming) for entry in dataset.train)
     for source in sources:
         file = source.files[0] if source.files else Path()
         if kind_of_rows(file) in ("json", "csv") and suffixes(file)[1] != ".zst" and not is_remote(file):

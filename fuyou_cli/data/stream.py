@@ -34,7 +34,7 @@ from fuyou_cli.core.units import MiB, gb
 
 from .cache import as_asked, fingerprint, naming_space, refuse_failed, replied, request_for, scratch_of, worker_command
 from .mixture import Mixture
-from .named_sets import is_remote, may_ask
+from .named_sets import Say, is_remote, may_ask
 from .rows import DataSummary, Rows
 from .sampler import Sampler, permutation
 from .samples import Position
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 WORKER_BYTES = 384 * MiB  # beside the run: Python, the tokenizer with a large vocabulary, the samples it works on
 _LOOKED_AT, _LOOKS = MiB // 64, 128  # bytes of a file, at so many places, that tell whether it is the same
 _LOOK, _PATIENCE = 0.2, 5.0  # seconds between looks at whether a wait is given up; that a step waits before it is said
-Say = Callable[[str], None]
 
 
 class Stream:
@@ -69,7 +68,7 @@ class Stream:
         part_tokens: int = PART_TOKENS,
     ) -> None:
         """Makes the first part of every entry. `check` refuses a part whose tokens do not fit the model. Raises UsageError."""
-        request, paths = request_for(dataset, tokenizer_dir, chat_template, pad_token, fetching=True)
+        request, paths = request_for(dataset, tokenizer_dir, chat_template, pad_token, fetching=say)
         request["part_tokens"] = part_tokens
         if dataset.shuffle:
             _shuffle_files(request["sources"], seed)

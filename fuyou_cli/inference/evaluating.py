@@ -144,7 +144,7 @@ def _rows(recipe: Recipe, found: FoundModel, stack: ExitStack, say: Say) -> dict
     if not cache.is_dir():
         cache = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fuyou-rows-")))
     say("reading and tokenising the data")
-    sets = evaluation_rows(recipe, _tokenizer_dir(recipe, found, say), cache=cache)
+    sets = evaluation_rows(recipe, _tokenizer_dir(recipe, found, say), cache=cache, say=say)
     vocabulary = int(found.anatomy.model.get_input_embeddings().weight.shape[0])
     for rows in sets.values():
         check_tokens(recipe, vocabulary, rows.summary)

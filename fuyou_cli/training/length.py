@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..core.errors import FuyouError, UsageError
 from ..core.paths import expanded, folder
 from ..core.units import MiB, gb
+from ..data.named_sets import unsaid
 from ..data.sampler import Sampler
 
 if TYPE_CHECKING:
@@ -23,12 +24,14 @@ LARGE = 1 << 30  # bytes of data files: tokenising them takes many minutes
 COUNTED = 64 * MiB  # bytes of data files; tokenising more for a plan would take minutes
 
 
-def tokenised_rows(recipe: Recipe, tokenizer_dir: Path, *, cache: Path | None = None) -> Rows:
+def tokenised_rows(
+    recipe: Recipe, tokenizer_dir: Path, *, cache: Path | None = None, say: Callable[[str], None] = unsaid
+) -> Rows:
     """Returns the data as rows of tokens. They are made once in `cache` (default: the run's own), and found again while what
     they depend on is the same."""
     from ..data import prepare
 
-    return prepare(**_asked(recipe, tokenizer_dir), cache_dir=cache or cache_of(recipe))
+    return prepare(**_asked(recipe, tokenizer_dir), cache_dir=cache or cache_of(recipe), say=say)
 
 
 def fed(
@@ -47,7 +50,7 @@ def fed(
             if recipe.train.max_steps is not None and (size := size_of(recipe.dataset)) > LARGE:
                 beside = "dataset.streaming=true does it beside"
                 say(f"note: all of the data ({gb(size)}) is tokenised before the first step; {beside}")
-        rows = tokenised_rows(recipe, tokenizer_dir, cache=cache)
+        rows = tokenised_rows(recipe, tokenizer_dir, cache=cache, say=say)
         check(rows.summary)
         return rows, sampler_of(recipe, len(rows), entry_rows=rows.summary.entry_rows)
     asked = {name: value for name, value in _asked(recipe, tokenizer_dir).items() if name != "part"}
@@ -62,12 +65,14 @@ def fed(
     return stream, stream
 
 
-def evaluation_rows(recipe: Recipe, tokenizer_dir: Path, *, cache: Path | None = None) -> dict[str, Rows]:
+def evaluation_rows(
+    recipe: Recipe, tokenizer_dir: Path, *, cache: Path | None = None, say: Callable[[str], None] = unsaid
+) -> dict[str, Rows]:
     """Returns the rows of each set to evaluate by its name, tokenised like those to train on, but never packed: those of
     `dataset.eval`, then the samples of `dataset.train` that `dataset.eval_fraction` holds back."""
     from ..data import prepare
 
-    asked, cache = {**_asked(recipe, tokenizer_dir), "part": None}, cache or cache_of(recipe)
+    asked, cache = {**_asked(recipe, tokenizer_dir), "part": None, "say": say}, cache or cache_of(recipe)
     with naming_evaluation():
         found = {
             name: prepare(**{**asked, "dataset": dataset}, cache_dir=cache) for name, dataset in evaluation_sets(recipe).items()

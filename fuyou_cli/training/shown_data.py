@@ -77,7 +77,7 @@ def _seen(recipe: Recipe, cache: Path, number: int, *, whole: bool, say: Say, pr
     tokenizer_dir = Hub(recipe, say=say, progress=progress).tokenizer_alone()
     say("reading and tokenising the data")
     rows, sampler = fed(recipe, tokenizer_dir, cache=cache, check=lambda summary: None, say=say)
-    sets = evaluation_rows(recipe, tokenizer_dir, cache=cache)
+    sets = evaluation_rows(recipe, tokenizer_dir, cache=cache, say=say)
     steps = steps_of(recipe, rows.summary.rows)
     order = chain.from_iterable(map(sampler.batch, count()))
     return Seen(

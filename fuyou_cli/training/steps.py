@@ -233,7 +233,7 @@ def tokenise(fetched: Fetched, *, say: Say) -> Ready:
     tokenizer_dir = planned.inspected.resolved.tokenizer_dir
     check = partial(check_tokens, recipe, planned.inspected.known.facts.embeddings)
     rows, sampler = fed(recipe, tokenizer_dir, check=check, say=say)
-    evaluated = evaluation_rows(recipe, tokenizer_dir)
+    evaluated = evaluation_rows(recipe, tokenizer_dir, say=say)
     for found in evaluated.values():
         check(found.summary)
     for note in rows.summary.notes:

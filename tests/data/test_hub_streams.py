@@ -60,7 +60,9 @@ def test_a_file_is_fetched_when_it_is_read(
     """The rows are those of the same files on this disk. The network that fails ends nothing but this process. A stream that
     ends within a file leaves nothing but rows."""
     dataset, cache = section("o/set", entry={"name": "en", "revision": COMMIT}, streaming=True), tmp_path / "cache"
-    made = stream(dataset, tokenizer_dir, cache)
+    told: list[str] = []
+    made = stream(dataset, tokenizer_dir, cache, say=told.append)
+    assert told == ["asking the hub for the files of o/set"]
     wait([made._entries[0]._ahead])
     assert len([*cache.rglob("*.jsonl")]) == 1 and len(fetched(server)) == 2
     assert str(look(dataset)[0].choice).endswith("3 files of the hub, each fetched when it is read")

@@ -13,7 +13,7 @@ import pytest
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.data import MissingDataError, Rows, look, prepare, size_of
 from fuyou_cli.data.cache import request_for
-from fuyou_cli.data.named_sets import is_on_hub
+from fuyou_cli.data.named_sets import is_on_hub, unsaid
 from fuyou_cli.data.reading import read_rows
 from fuyou_cli.data.sources import find_sources
 from fuyou_cli.data.worker import build
@@ -42,7 +42,7 @@ def data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def taken(folder: Path, **entry: str) -> list[str]:
-    [source] = find_sources(section(folder, entry=entry), fetching=True)
+    [source] = find_sources(section(folder, entry=entry), fetching=unsaid)
     return [row["text"] for file in source.files for _, row in read_rows(file)]
 
 
@@ -79,13 +79,13 @@ def test_a_line_of_text_is_a_row_streamed_or_not(data_set: Path, tokenizer_dir: 
     readme.write_text(readme.read_text().removesuffix("---\n") + config)
     (data_set / "train.txt").write_bytes("\ufeffone apple\r\ntwo\n\n four \rfive\u2028\nlast".encode())
     with pytest.raises(UsageError, match=r"it reads train\.txt as Json, which dataset\.streaming does not"):
-        find_sources(section(data_set, entry={"name": "plain"}, streaming=True), fetching=True)
+        find_sources(section(data_set, entry={"name": "plain"}, streaming=True), fetching=unsaid)
     readme.write_text(f"---\nconfigs:\n{config}")
     made: list[list[list[int]]] = []
     for number, (packing, streaming) in enumerate(product((False, "concat"), (False, True))):
         dataset = section(data_set, entry={"name": "plain"}, packing=packing, streaming=streaming)
         (out := tmp_path / f"rows-{number}").mkdir()
-        request, _ = request_for(dataset, tokenizer_dir, None, None, fetching=True)
+        request, _ = request_for(dataset, tokenizer_dir, None, None, fetching=unsaid)
         build({**request, "out": str(out), "template_seconds": 20})
         rows = Rows(out)
         made.append([rows.tokens(row).tolist() for row in range(len(rows))])
