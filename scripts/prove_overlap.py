@@ -36,8 +36,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import torch
+from engine.comparing import unequal
 from engine.families import llama
-from engine.rig import HARDWARE, Rig, Shape, Subject, unequal
+from engine.rig import HARDWARE, Rig, Shape, Subject
 from proof.paced import Clockwork, PacedCopies, PacedDaemon, RandomDelays, RealTime
 from proof.verdicts import Progress, Row, at_least, at_most, conclude, holds, plain_parser, spread
 

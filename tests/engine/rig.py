@@ -180,9 +180,8 @@ class Rig:
         through: Callable[[SwapDaemon], Any] = lambda daemon: daemon,  # what the executor takes for the daemon
         compiled: CompiledBlocks | None = None,
     ) -> None:
-        self.subject, self.anatomy, self.spec = subject, subject.anatomy, subject.spec
-        if compiled is not None:
-            self.spec = as_compiled(subject.spec)
+        self.subject, self.anatomy = subject, subject.anatomy
+        self.spec = subject.spec if compiled is None else as_compiled(subject.spec)
         self._compiled = compiled
         self.optimizer, self.steps_done = optimizer, 0
         self.losses: list[float] = []
@@ -195,12 +194,9 @@ class Rig:
             scratch_size=scratch_size(chunk, chunks), read_depth=4, write_depth=4, block_size=64 << 10, stripe=64 << 10,
         )  # fmt: skip
         self.plan: Plan = planning(self.spec, hardware, self.request)
-        self._stack = ExitStack()
-        try:
+        with ExitStack() as self._stack:
             self._open(folder, directories, opened, through)
-        except BaseException:
-            self._stack.close()
-            raise
+            self._stack = self._stack.pop_all()
 
     def _open(self, folder: Path, directories: int, opened: Device | None, through: Callable[[SwapDaemon], Any]) -> None:
         plan = self.plan
@@ -353,79 +349,3 @@ def add_named(found: dict[str, torch.Tensor], stage: StageSpec, flat: torch.Tens
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.view(torch.uint8).numpy())
-
-
-# ---- plain PyTorch ---------------------------------------------------------------------------------------------------
-
-
-def plain_run(
-    subject: Subject,
-    steps: int,
-    *,
-    clip: float | None = 0.5,
-    optimizer: Optimizer = OPTIMIZER,
-    prepare: Callable[[PreTrainedModel], None] = lambda model: None,
-) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The losses and the weights after `steps` steps of torch's own optimizer over the same micro-batches."""
-    model = subject.fresh()
-    model.load_state_dict(subject.initial)
-    prepare(model)
-    torch_rule = torch_sgd if subject.shape.rule == "sgd" else torch_adamw
-    by_torch = torch_rule([p for p in model.parameters() if p.requires_grad], optimizer)
-    losses: list[float] = []
-    for ids, labels in subject.batches(steps):
-        losses.append(sum(micro_losses(model, ids, labels, subject.shape.micro)))
-        if clip is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-        by_torch.step()
-        by_torch.zero_grad()
-    return losses, {name: value.detach().clone() for name, value in model.named_parameters()}
-
-
-def _groups(parameters: Sequence[torch.Tensor], optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Decays matrices only."""
-    return [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": optimizer.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-
-
-def torch_sgd(parameters: Sequence[torch.Tensor], optimizer: Optimizer) -> torch.optim.Optimizer:
-    return torch.optim.SGD(_groups(parameters, optimizer), lr=optimizer.lr, momentum=optimizer.beta1)
-
-
-def torch_adamw(parameters: Sequence[torch.Tensor], optimizer: Optimizer) -> torch.optim.Optimizer:
-    betas = (optimizer.beta1, optimizer.beta2)
-    return torch.optim.AdamW(_groups(parameters, optimizer), lr=optimizer.lr, betas=betas, eps=optimizer.epsilon)
-
-
-def micro_losses(model: PreTrainedModel, ids: torch.Tensor, labels: torch.Tensor, micro: int) -> Iterator[float]:
-    """Runs backward of each micro-batch's part of the step's mean loss; yields its value."""
-    tokens = int((labels[:, 1:] != -100).sum())
-    for begin in range(0, ids.shape[0], micro):
-        rows = slice(begin, begin + micro)
-        loss = model(input_ids=ids[rows], labels=labels[rows], num_items_in_batch=tokens, use_cache=False).loss
-        loss.backward()
-        yield float(loss.detach())
-
-
-# ---- comparing -------------------------------------------------------------------------------------------------------
-
-
-def relative(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """The largest relative difference."""
-    assert len(ours) == len(theirs) > 0
-    return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
-
-
-def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
-    """Returns ||ours - theirs|| / ||theirs|| over all tensors together."""
-    assert ours.keys() == theirs.keys()
-    gap = sum(float((ours[name].double() - theirs[name].double()).pow(2).sum()) for name in ours)
-    return (gap / sum(float(value.double().pow(2).sum()) for value in theirs.values())) ** 0.5
-
-
-def unequal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> list[str]:
-    """Names whose bits differ."""
-    assert ours.keys() == theirs.keys()
-    return [n for n in ours if not torch.equal(ours[n].view(torch.uint8), theirs[n].view(torch.uint8))]

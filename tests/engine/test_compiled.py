@@ -14,8 +14,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.engine.compiled import CompiledBlocks, load_compiler
 
+from .comparing import distance, relative, unequal
 from .families import FAMILIES, gpt2, llama
-from .rig import Rig, Shape, Subject, distance, relative, unequal
+from .rig import Rig, Shape, Subject
 
 STEPS = 2
 Outcome = tuple[list[float], dict[str, torch.Tensor]]

@@ -25,9 +25,10 @@ from fuyou_cli.spec.plan import Span
 from fuyou_cli.swap.native import ffi
 
 from . import rig as rigs
+from .comparing import unequal
 from .families import FAMILIES, gpt2, llama, opt
 from .late import EarlyDevice, LaggingDevice, LateDevice, ReluctantDevice, make_late
-from .rig import Rig, Shape, Subject, unequal
+from .rig import Rig, Shape, Subject
 from .test_compute_memory import LLAMA, _OutsideOf
 
 STEPS = 2

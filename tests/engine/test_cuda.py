@@ -20,8 +20,9 @@ from fuyou_cli.engine.devices import cuda
 from fuyou_cli.engine.devices.emulated import EmulatedDevice
 from fuyou_cli.engine.executor import StepAbandoned
 
+from .comparing import unequal
 from .families import gpt2, llama
-from .rig import Rig, Shape, Subject, unequal
+from .rig import Rig, Shape, Subject
 
 STEPS = 3
 Outcome = tuple[list[float], dict[str, torch.Tensor]]

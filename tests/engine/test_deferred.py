@@ -14,8 +14,9 @@ import torch
 from fuyou_cli.core.errors import NumericsError
 from fuyou_cli.engine.executor import StepAbandoned
 
+from .comparing import unequal
 from .families import gpt2, llama
-from .rig import Rig, Shape, Subject, unequal
+from .rig import Rig, Shape, Subject
 
 STEPS = 4
 SHARES = [0.3, 0.5, 1.0]

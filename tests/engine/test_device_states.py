@@ -23,8 +23,9 @@ from fuyou_cli.planner.costs import Costs
 from fuyou_cli.spec.model import Dtype
 from fuyou_cli.spec.plan import Tier
 
+from .comparing import unequal
 from .families import llama
-from .rig import HARDWARE, OPTIMIZER, Rig, Shape, Subject, unequal
+from .rig import HARDWARE, OPTIMIZER, Rig, Shape, Subject
 
 STEPS = 4
 FEWER = 2  # the second one begins with what updates left, wherever they were done

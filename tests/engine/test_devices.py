@@ -23,8 +23,9 @@ from fuyou_cli.engine.devices.emulated import ComputeClock, CopyEngine, Emulated
 from fuyou_cli.engine.devices.pinned import STAGING, PinnedMemory, Staging
 
 from . import rig as rigs
+from .comparing import unequal
 from .families import gpt2, llama
-from .rig import Rig, Shape, Subject, unequal
+from .rig import Rig, Shape, Subject
 
 MiB = 1 << 20
 

@@ -23,8 +23,10 @@ from fuyou_cli.engine.inspect import LiveBytes
 from fuyou_cli.engine.isolated import isolated
 from fuyou_cli.engine.skeleton import build
 
+from .comparing import distance, unequal
 from .families import FAMILIES, VOCABULARY, llama
-from .rig import OPTIMIZER, Rig, Shape, Subject, distance, torch_adamw, unequal
+from .plain_torch import torch_adamw
+from .rig import OPTIMIZER, Rig, Shape, Subject
 
 SHAPE = Shape(batch=3, micro=2, tokens=24, vocabulary=60)
 # Longer and shorter than the windows of 8 tokens; of two rows the last document is padding.

@@ -14,7 +14,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import models_table
 
-from .rig import Rig, Shape, Subject, plain_run, relative
+from .comparing import relative
+from .plain_torch import plain_run
+from .rig import Rig, Shape, Subject
 
 ROWS = [line.split(" | ") for line in models_table.TABLE.read_text().splitlines() if line.startswith("| `")]
 SAME = f"transformers {transformers.__version__}," in models_table.TABLE.read_text()

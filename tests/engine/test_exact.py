@@ -15,8 +15,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from fuyou_cli.engine.updates import Optimizer
 from fuyou_cli.engine.visits import random_stream
 
+from .comparing import distance, relative
 from .families import FAMILIES, gpt2, llama, opt
-from .rig import OPTIMIZER, Rig, Shape, Subject, distance, plain_run, relative
+from .plain_torch import plain_run
+from .rig import OPTIMIZER, Rig, Shape, Subject
 
 STEPS = 20
 

@@ -13,8 +13,9 @@ from fuyou_cli.engine.forward_only import ForwardOnly
 from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.spec.model import ITEM_SIZE
 
+from .comparing import relative, unequal
 from .families import FAMILIES, gpt2, llama
-from .rig import Rig, Shape, Subject, relative, unequal
+from .rig import Rig, Shape, Subject
 
 STEPS = 3
 

@@ -13,8 +13,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from fuyou_cli.core.errors import UsageError
 
+from .comparing import distance, relative, unequal
 from .families import gpt2, llama
-from .rig import Rig, Shape, Subject, distance, plain_run, relative, unequal
+from .plain_torch import plain_run
+from .rig import Rig, Shape, Subject
 from .test_exact import _SETTINGS, OPTIMIZER
 
 STEPS = 4

@@ -11,8 +11,9 @@ from transformers import PreTrainedConfig
 
 from fuyou_cli.engine.loss import pieces
 
+from .comparing import distance, relative
 from .families import FAMILIES, llama
-from .rig import Rig, Shape, Subject, distance, relative
+from .rig import Rig, Shape, Subject
 
 HEADS: dict[str, PreTrainedConfig] = {
     "untied": llama(),

@@ -19,9 +19,10 @@ from fuyou_cli.planner.boundary_layout import Kept
 from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.swap.native import ffi
 
+from .comparing import unequal
 from .families import FAMILIES, gpt2, llama
 from .late import make_late
-from .rig import Rig, Shape, Subject, unequal
+from .rig import Rig, Shape, Subject
 from .test_compute_memory import _OutsideOf
 
 STEPS = 2

@@ -16,8 +16,9 @@ import transformers.integrations.liger as integration
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.engine.liger import apply_liger, check_liger
 
+from .comparing import unequal
 from .families import gpt2, llama
-from .rig import Rig, Shape, Subject, unequal
+from .rig import Rig, Shape, Subject
 
 
 @pytest.fixture

@@ -13,8 +13,10 @@ from drawn import every
 
 from fuyou_cli.recipe.schema import AdapterSection
 
+from .comparing import distance, relative, unequal
 from .families import FAMILIES
-from .rig import Rig, Shape, Subject, distance, micro_losses, plain_run, relative, unequal
+from .plain_torch import micro_losses, plain_run
+from .rig import Rig, Shape, Subject
 
 pytest.importorskip("peft", reason="peft comes with the extra lora")
 STEPS = 20

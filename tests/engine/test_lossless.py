@@ -15,8 +15,10 @@ from fuyou_cli.spec.model import Dtype
 from fuyou_cli.swap.daemon import Update
 from fuyou_cli.swap.kernels import adamw
 
+from .comparing import relative, unequal
 from .families import FAMILIES, llama
-from .rig import OPTIMIZER, Rig, Shape, Subject, as_bytes, micro_losses, named, relative, torch_adamw, unequal
+from .plain_torch import micro_losses, torch_adamw
+from .rig import OPTIMIZER, Rig, Shape, Subject, as_bytes, named
 
 STEPS = 6
 

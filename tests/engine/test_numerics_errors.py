@@ -11,8 +11,9 @@ import torch
 
 from fuyou_cli.core.errors import NumericsError
 
+from .comparing import unequal
 from .families import llama
-from .rig import OPTIMIZER, Rig, Shape, Subject, unequal
+from .rig import OPTIMIZER, Rig, Shape, Subject
 
 
 @pytest.fixture(scope="module")

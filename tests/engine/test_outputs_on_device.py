@@ -23,9 +23,10 @@ from fuyou_cli.planner.boundary_layout import every_operator
 from fuyou_cli.planner.device_memory import device_memory
 from fuyou_cli.spec.model import Dtype
 
+from .comparing import unequal
 from .families import FAMILIES, gpt2, llama
 from .late import make_late
-from .rig import Rig, Shape, Subject, unequal
+from .rig import Rig, Shape, Subject
 from .test_kept_outputs import UNEVEN, Outcome, _assert_same, _changing, _outcome, _two_steps_one_given_up
 
 

@@ -22,9 +22,10 @@ from fuyou_cli.engine.devices.emulated import ComputeClock, CopyEngine, CopyEven
 from fuyou_cli.planner.schedule import Visit
 
 from . import rig as rigs
+from .comparing import unequal
 from .families import llama
 from .late import LateDevice
-from .rig import Rig, Shape, Subject, unequal
+from .rig import Rig, Shape, Subject
 
 PIECE = 1024  # bytes: a block of a tiny model has dozens
 COPIED = 40 << 10

@@ -14,8 +14,9 @@ from fuyou_cli.planner import lookahead
 from fuyou_cli.planner.place import least_memory
 from fuyou_cli.swap.daemon import Result
 
+from .comparing import unequal
 from .families import gpt2, llama
-from .rig import HARDWARE, Rig, Shape, Subject, unequal
+from .rig import HARDWARE, Rig, Shape, Subject
 
 STEPS = 4
 UPDATES: dict[str, dict[str, Any]] = {

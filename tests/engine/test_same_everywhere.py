@@ -14,8 +14,9 @@ from drawn import quick_and_slow
 from fuyou_cli.core.errors import SwapError
 from fuyou_cli.spec.model import ITEM_SIZE
 
+from .comparing import unequal
 from .families import gpt2, llama
-from .rig import Rig, Shape, Subject, unequal
+from .rig import Rig, Shape, Subject
 
 STEPS = 4
 WAYS: dict[str, dict[str, Any]] = {

@@ -15,8 +15,9 @@ from swap import small_states_reference
 from fuyou_cli.spec.model import STATE_TILE, StateDtype, StateLayout
 from fuyou_cli.swap.daemon import SwapDaemon, Update
 
+from .comparing import distance, relative, unequal
 from .families import llama
-from .rig import Rig, Shape, Subject, distance, relative, unequal
+from .rig import Rig, Shape, Subject
 
 STEPS = 4
 SMALL: tuple[StateDtype, ...] = ("bfloat16", "int8")

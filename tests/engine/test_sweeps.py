@@ -15,8 +15,9 @@ from transformers import PreTrainedConfig
 from fuyou_cli.engine.executor import StepAbandoned
 from fuyou_cli.planner.schedule import Visit
 
+from .comparing import unequal
 from .families import gpt2, gptj, llama
-from .rig import Rig, Shape, Subject, unequal
+from .rig import Rig, Shape, Subject
 
 STEPS = 3
 SWEEPS = (2, 3, 6)

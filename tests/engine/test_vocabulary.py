@@ -23,8 +23,10 @@ from fuyou_cli.planner.place import least_memory, plan
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.spec.model import StageKind
 
+from .comparing import distance, relative, unequal
 from .families import FAMILIES, gpt2, llama
-from .rig import HARDWARE, OPTIMIZER, Rig, Shape, Subject, add_named, distance, plain_run, relative, unequal
+from .plain_torch import plain_run
+from .rig import HARDWARE, OPTIMIZER, Rig, Shape, Subject, add_named
 
 STEPS = 20
 ROWS = 40  # of 97: pieces of 40, 40 and 17

@@ -13,8 +13,9 @@ from fuyou_cli.core.errors import PlanError
 from fuyou_cli.engine.streamed_losses import StreamedLosses
 from fuyou_cli.engine.weight_stream import WeightStream
 
+from .comparing import relative
 from .families import FAMILIES, llama
-from .rig import Shape, Subject, relative
+from .rig import Shape, Subject
 
 PLENTY = 1 << 40
 

@@ -11,8 +11,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from fuyou_cli.core.errors import UsageError
 
+from .comparing import unequal
 from .families import llama
-from .rig import Rig, Shape, Subject, unequal
+from .rig import Rig, Shape, Subject
 
 REFUSED = r"^layers.0 \(LlamaDecoderLayer\) writes into its own input \(aten.mul_\), which backward needs unchanged$"
 

@@ -1,0 +1,64 @@
+"""Runs a subject's steps in plain PyTorch: torch's own optimizer over the same micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from fuyou_cli.engine.updates import Optimizer
+
+from .rig import OPTIMIZER, Subject
+
+
+def plain_run(
+    subject: Subject,
+    steps: int,
+    *,
+    clip: float | None = 0.5,
+    optimizer: Optimizer = OPTIMIZER,
+    prepare: Callable[[PreTrainedModel], None] = lambda model: None,
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The losses and the weights after `steps` steps of torch's own optimizer over the same micro-batches."""
+    model = subject.fresh()
+    model.load_state_dict(subject.initial)
+    prepare(model)
+    torch_rule = torch_sgd if subject.shape.rule == "sgd" else torch_adamw
+    by_torch = torch_rule([p for p in model.parameters() if p.requires_grad], optimizer)
+    losses: list[float] = []
+    for ids, labels in subject.batches(steps):
+        losses.append(sum(micro_losses(model, ids, labels, subject.shape.micro)))
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        by_torch.step()
+        by_torch.zero_grad()
+    return losses, {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+def _groups(parameters: Sequence[torch.Tensor], optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Decays matrices only."""
+    return [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": optimizer.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+def torch_sgd(parameters: Sequence[torch.Tensor], optimizer: Optimizer) -> torch.optim.Optimizer:
+    return torch.optim.SGD(_groups(parameters, optimizer), lr=optimizer.lr, momentum=optimizer.beta1)
+
+
+def torch_adamw(parameters: Sequence[torch.Tensor], optimizer: Optimizer) -> torch.optim.Optimizer:
+    betas = (optimizer.beta1, optimizer.beta2)
+    return torch.optim.AdamW(_groups(parameters, optimizer), lr=optimizer.lr, betas=betas, eps=optimizer.epsilon)
+
+
+def micro_losses(model: PreTrainedModel, ids: torch.Tensor, labels: torch.Tensor, micro: int) -> Iterator[float]:
+    """Runs backward of each micro-batch's part of the step's mean loss; yields its value."""
+    tokens = int((labels[:, 1:] != -100).sum())
+    for begin in range(0, ids.shape[0], micro):
+        rows = slice(begin, begin + micro)
+        loss = model(input_ids=ids[rows], labels=labels[rows], num_items_in_batch=tokens, use_cache=False).loss
+        loss.backward()
+        yield float(loss.detach())
