@@ -11,6 +11,7 @@ from rich.console import Console
 
 from fuyou_cli.advice.facts import RunFacts
 from fuyou_cli.advice.room import Room
+from fuyou_cli.cli.render.plan_screen import show_plan
 from fuyou_cli.core.disk import FileSystem
 from fuyou_cli.core.units import GiB, MiB
 from fuyou_cli.spec.hardware import HardwareProfile
@@ -19,6 +20,7 @@ from fuyou_cli.spec.plan import IoPlan, MemoryLine, Numerics, Plan, Predicted, R
 from fuyou_cli.training.report import Busy, Compared, RunReport
 
 Printer = Callable[..., tuple[Console, Callable[[], str]]]
+Screen = Callable[..., str]
 
 
 @pytest.fixture
@@ -32,6 +34,22 @@ def printer() -> Printer:
         return console, lambda: raw.getvalue().decode("ascii" if ascii else "utf-8")
 
     return make
+
+
+@pytest.fixture
+def screen(printer: Printer) -> Screen:
+    """Gives `screen(facts, width=200, ascii=True, verbose=False)`, the text of the plan's screen."""
+
+    def make(facts: RunFacts, width: int = 200, *, ascii: bool = True, verbose: bool = False) -> str:
+        console, printed = printer(width, ascii=ascii)
+        show_plan(console, facts, verbose=verbose)
+        return printed()
+
+    return make
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
 
 
 def _stage(index: int, kind: StageKind, params: int) -> StageSpec:
@@ -99,59 +117,61 @@ def disk(*, free: int, held: int = 0) -> FileSystem:
     return FileSystem(folders=(Path("/nvme"),), what=what, wanted=wanted, held=held, free=free, device=1)
 
 
+_SPAN = Span(offset=0, size=4096)
+_MEMORY = (
+    MemoryLine(what="weights", tier="cpu", size=420 * MiB, total=2_200 * MiB, policy="3 slots, lookahead 2"),
+    MemoryLine(what="weights", tier="ssd", size=2_200 * MiB * 2, total=2_200 * MiB, policy="two extents"),
+    MemoryLine(what="states", tier="ssd", size=11_000 * MiB * 2, total=11_000 * MiB, policy="two extents"),
+    MemoryLine(what="gradients", tier="cpu", size=250 * MiB, total=2_200 * MiB, policy="2 slots"),
+    MemoryLine(what="gradients", tier="ssd", size=2_200 * MiB, total=2_200 * MiB, policy="rest until the norm is known"),
+    MemoryLine(what="boundaries", tier="cpu", size=800 * MiB, total=800 * MiB, policy="one per stage"),
+    MemoryLine(what="interpreter, torch", tier="cpu", size=420 * MiB, total=0, policy="measured"),
+)
+_PREDICTED = Predicted(
+    cpu_peaks={"load": 900 * MiB, "train": 1_884 * MiB, "export": 700 * MiB},
+    gpu_peak=0,
+    ssd_bytes=28_600 * MiB,
+    export_bytes=2_200_000_000,
+    read_per_step=17_600_000_000,
+    written_per_step=15_400_000_000,
+    read_by={"weights": 4_400_000_000, "states": 11_000_000_000, "gradients": 2_200_000_000},
+    written_by={"weights": 2_200_000_000, "states": 11_000_000_000, "gradients": 2_200_000_000},
+    step_flops=5.41e13,
+    compute_flops=7.2e13,
+    seconds={"compute": 84.0, "update": 3.1, "ssd read": 14.6, "ssd write": 17.1},
+    step_seconds=88.4,
+    bottleneck="compute",
+)
+
+
+def _homes(index: int, kind: str) -> StagePlan:
+    tier: Tier = "cpu" if kind == "norm" else "ssd"
+    return StagePlan(
+        stage=index,
+        weights=tier,
+        states=tier,
+        gradients="ssd",
+        boundary="cpu",
+        slot_class=0,
+        deferred=True,
+        ring=Ring(offset=0, size=4096, index=0, stages=1, spares=1),
+        weights_at=_SPAN,
+        remainder_at=_SPAN,
+        momentum_at=_SPAN,
+        variance_at=_SPAN,
+        gradients_extent=_SPAN,
+        boundary_extent=None,
+        weights_ram=None,
+        remainder_ram=None,
+        momentum_ram=None,
+        variance_ram=None,
+        gradients_ram=None,
+        boundary_ram=_SPAN,
+    )
+
+
 @pytest.fixture
 def plan(model: ModelSpec) -> Plan:
-    span = Span(offset=0, size=4096)
-
-    def homes(index: int, kind: str) -> StagePlan:
-        tier: Tier = "cpu" if kind == "norm" else "ssd"
-        return StagePlan(
-            stage=index,
-            weights=tier,
-            states=tier,
-            gradients="ssd",
-            boundary="cpu",
-            slot_class=0,
-            deferred=True,
-            ring=Ring(offset=0, size=4096, index=0, stages=1, spares=1),
-            weights_at=span,
-            remainder_at=span,
-            momentum_at=span,
-            variance_at=span,
-            gradients_extent=span,
-            boundary_extent=None,
-            weights_ram=None,
-            remainder_ram=None,
-            momentum_ram=None,
-            variance_ram=None,
-            gradients_ram=None,
-            boundary_ram=span,
-        )
-
-    memory = (
-        MemoryLine(what="weights", tier="cpu", size=420 * MiB, total=2_200 * MiB, policy="3 slots, lookahead 2"),
-        MemoryLine(what="weights", tier="ssd", size=2_200 * MiB * 2, total=2_200 * MiB, policy="two extents"),
-        MemoryLine(what="states", tier="ssd", size=11_000 * MiB * 2, total=11_000 * MiB, policy="two extents"),
-        MemoryLine(what="gradients", tier="cpu", size=250 * MiB, total=2_200 * MiB, policy="2 slots"),
-        MemoryLine(what="gradients", tier="ssd", size=2_200 * MiB, total=2_200 * MiB, policy="rest until the norm is known"),
-        MemoryLine(what="boundaries", tier="cpu", size=800 * MiB, total=800 * MiB, policy="one per stage"),
-        MemoryLine(what="interpreter, torch", tier="cpu", size=420 * MiB, total=0, policy="measured"),
-    )
-    predicted = Predicted(
-        cpu_peaks={"load": 900 * MiB, "train": 1_884 * MiB, "export": 700 * MiB},
-        gpu_peak=0,
-        ssd_bytes=28_600 * MiB,
-        export_bytes=2_200_000_000,
-        read_per_step=17_600_000_000,
-        written_per_step=15_400_000_000,
-        read_by={"weights": 4_400_000_000, "states": 11_000_000_000, "gradients": 2_200_000_000},
-        written_by={"weights": 2_200_000_000, "states": 11_000_000_000, "gradients": 2_200_000_000},
-        step_flops=5.41e13,
-        compute_flops=7.2e13,
-        seconds={"compute": 84.0, "update": 3.1, "ssd read": 14.6, "ssd write": 17.1},
-        step_seconds=88.4,
-        bottleneck="compute",
-    )
     return Plan(
         version=1,
         model="TinyLlama-1.1B",
@@ -167,7 +187,7 @@ def plan(model: ModelSpec) -> Plan:
             seed=42,
         ),
         clip_grad_norm=1.0,
-        stages=tuple(homes(stage.index, stage.kind) for stage in model.stages),
+        stages=tuple(_homes(stage.index, stage.kind) for stage in model.stages),
         slot_classes=(),
         boundary_slots=(),
         upload_slots=(),
@@ -180,13 +200,13 @@ def plan(model: ModelSpec) -> Plan:
             stripe=MiB,
             update_threads=1,
             chunk_params=1 << 20,
-            scratch=span,
+            scratch=_SPAN,
         ),
         arena_size=1_500 * MiB,
         store_size=28_600 * MiB,
         cpu_budget=2 * GiB,
-        memory=memory,
-        predicted=predicted,
+        memory=_MEMORY,
+        predicted=_PREDICTED,
     )
 
 
