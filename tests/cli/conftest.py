@@ -1,4 +1,4 @@
-"""Runs `fuyou` as a person does: a process of its own, in an empty folder."""
+"""Runs `fuyou` as a person does: a process of its own, in an empty folder. Lays out /proc and /sys of other machines."""
 
 from __future__ import annotations
 
@@ -18,6 +18,25 @@ RECIPE = "output_dir: out\nmodel: {name_or_path: tiny}\ndataset: {train: [{path:
 def environment(**changes: str) -> dict[str, str]:
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("FUYOU_", "NO_COLOR"))}
     return {**kept, "PYTHONPATH": str(ROOT), **changes}
+
+
+def tree(root: Path, files: dict[str, str]) -> Path:
+    """Writes these texts under `root`; returns it."""
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def with_drive(folder: Path, files: dict[str, str]) -> Path:
+    """Makes a /sys with one drive under the file system of `folder`."""
+    device = tree(folder / "sys" / "devices" / "sda", files)
+    number = folder.stat().st_dev
+    link = folder / "sys" / "dev" / "block" / f"{os.major(number)}:{os.minor(number)}"
+    link.parent.mkdir(parents=True)
+    link.symlink_to(device)
+    return folder / "sys"
 
 
 @pytest.fixture
