@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 from proof.nursery import Child, Nursery
 from proof.tiny_runs import with_keys
 
+from fuyou_cli.cli.app import main
 from fuyou_cli.core.errors import Interrupted
 from fuyou_cli.core.paths import kept_folder
 
@@ -266,3 +267,34 @@ def stopped(made_once: Callable[..., Path], materials: Path, nursery: Callable[[
             train(project, interrupt(3, "forward"))
 
     return Project(folder=made_once("stopped", make), materials=materials, nursery=nursery)
+
+
+class Command:
+    """Runs commands of `fuyou` in this process; gives the exit code, and what was written."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        self._capsys = capsys
+        monkeypatch.chdir(folder)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "kept"))
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        monkeypatch.setenv("COLUMNS", "80")
+        monkeypatch.delenv("FUYOU_OFFLOAD_DIR", raising=False)
+
+    def __call__(self, *arguments: str) -> tuple[int, str, str]:
+        self._capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        said = self._capsys.readouterr()
+        return int(ended.value.code or 0), said.out, said.err
+
+    def json(self, *arguments: str, code: int = 0) -> dict[str, Any]:
+        found, out, err = self("plan", "recipe.yaml", "--json", *arguments)
+        assert found == code, err
+        data: dict[str, Any] = json.loads(out)
+        return data
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[[Project], Command]:
+    """Gives command(project), which runs `fuyou` in its folder."""
+    return lambda project: Command(capsys, monkeypatch, project.folder)

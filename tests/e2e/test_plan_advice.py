@@ -9,15 +9,10 @@ import yaml
 
 from fuyou_cli.advice.changes import candidates
 
-from .conftest import Project
+from .conftest import Command, Project
 from .running import manifest_of, resolved_as
-from .test_plan_command import HERE, Command, NewProject
+from .test_plan_command import HERE, NewProject
 from .test_store_room import PLENTY, _planned
-
-
-@pytest.fixture
-def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[[Project], Command]:
-    return lambda project: Command(capsys, monkeypatch, project.folder)
 
 
 def test_a_store_of_another_kind_fits_the_disk(new_project: NewProject, command: Callable[[Project], Command]) -> None:
