@@ -7,7 +7,6 @@ by the first input of the parser that needs them.
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
@@ -29,6 +28,20 @@ from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.parts import PART_FILE, read_part
 from fuyou_cli.training.state.stored import Manifest, StoredExtent, StoredStage, StoredTensor
 
+from .checkpoint_inputs import (
+    CONFIG,
+    QUANT_STATE,
+    SHARDS,
+    TABLES,
+    configs,
+    framed,
+    index_bytes,
+    quantised,
+    read_config,
+    read_header,
+    read_index,
+    read_model,
+)
 from .examples import example
 
 _DIGEST = b',\n"digest": "'
@@ -243,85 +256,6 @@ def _recipe(folder: Path) -> object:
     return load_recipe(folder / "recipe.yaml")
 
 
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
-
-_TABLES = (
-    b'{"a.weight":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"__metadata__":{"format":"pt"}}',
-    b'{"b.weight":{"dtype":"BF16","shape":[1,4],"data_offsets":[0,8]}}',
-)
-_SHARDS = ("one.safetensors", "two.safetensors")
-
-
-def framed(table: bytes, size: int = 8) -> bytes:
-    """Makes a safetensors file with this header and so many bytes of data."""
-    return struct.pack("<Q", len(table)) + table + bytes(size)
-
-
-def _header(folder: Path) -> object:
-    from fuyou_cli.checkpoint.header import parse_file
-
-    return parse_file(folder / SINGLE_NAME)
-
-
-def _index(folder: Path) -> object:
-    from fuyou_cli.checkpoint.files import open_checkpoint
-
-    return open_checkpoint(folder)
-
-
-def _index_bytes() -> list[bytes]:
-    places = {"a.weight": _SHARDS[0], "b.weight": _SHARDS[1]}
-    return [json.dumps({"metadata": {"total_size": 16}, "weight_map": places}).encode()]
-
-
-def _quantised(state: bytes) -> bytes:
-    """Makes a file with a tensor of 8 x 8 in nf4 that says `state` of itself."""
-    from fuyou_cli.swap.quantised import nf4_levels
-
-    parts = {
-        "a.weight": ("U8", bytes(32)), "a.weight.absmax": ("F32", struct.pack("<f", 1)),
-        "a.weight.quant_map": ("F32", nf4_levels().tobytes()), "a.weight.quant_state.bitsandbytes__nf4": ("U8", state),
-    }  # fmt: skip
-    table, end = dict[str, Any](), 0
-    for name, (dtype, data) in parts.items():
-        begin, end = end, end + len(data)
-        table[name] = {"dtype": dtype, "shape": [len(data) // (4 if dtype == "F32" else 1)], "data_offsets": [begin, end]}
-    return framed(json.dumps(table).encode(), 0) + b"".join(data for _, data in parts.values())
-
-
-_QUANT_STATE = b'{"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [8, 8]}'
-
-_CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64, "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-05, "tie_word_embeddings": False, "hidden_act": "silu", "dtype": "float32", "eos_token_id": [1, 2],
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-}  # fmt: skip
-
-
-_QUANTISED = {
-    "quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "llm_int8_skip_modules": ["lm_head"],
-}  # fmt: skip
-
-
-def _configs() -> list[bytes]:
-    return [json.dumps(one).encode() for one in (_CONFIG, {**_CONFIG, "quantization_config": _QUANTISED})]
-
-
-def _config(folder: Path) -> object:
-    """Reads a configuration as an export does."""
-    from fuyou_cli.checkpoint.companions import companion_files
-
-    return companion_files(folder, dtype="bfloat16")
-
-
-def _model(folder: Path) -> object:
-    """Reads a model as a run does, up to a model without weights."""
-    from fuyou_cli.engine.skeleton import build, load_config
-
-    return build(load_config(folder), dtype="bfloat16", attention="eager")
-
-
 # ---- data ------------------------------------------------------------------------------------------------------------
 
 _ROWS = (
@@ -411,13 +345,13 @@ LIGHT = (
     Parser(name="known", file="known.json", read=_known, seeds=_known_bytes, seal=_with_sum, share=0.2),
     Parser(name="log", file="log.jsonl", read=_history, seeds=_log_bytes, share=0.1),
     Parser(
-        name="index", file=INDEX_NAME, read=_index, seeds=_index_bytes,
-        beside={name: framed(table) for name, table in zip(_SHARDS, _TABLES, strict=True)},
+        name="index", file=INDEX_NAME, read=read_index, seeds=index_bytes,
+        beside={name: framed(table) for name, table in zip(SHARDS, TABLES, strict=True)},
     ),
-    Parser(name="safetensors", file=SINGLE_NAME, read=_header, seeds=lambda: [framed(table) for table in _TABLES]),
-    Parser(name="header", file=SINGLE_NAME, read=_header, seeds=lambda: list(_TABLES), seal=framed),
-    Parser(name="quant-state", file=SINGLE_NAME, read=_index, seeds=lambda: [_QUANT_STATE], seal=_quantised),
-    Parser(name="config", file="config.json", read=_config, seeds=lambda: [json.dumps(_CONFIG).encode()]),
+    Parser(name="safetensors", file=SINGLE_NAME, read=read_header, seeds=lambda: [framed(table) for table in TABLES]),
+    Parser(name="header", file=SINGLE_NAME, read=read_header, seeds=lambda: list(TABLES), seal=framed),
+    Parser(name="quant-state", file=SINGLE_NAME, read=read_index, seeds=lambda: [QUANT_STATE], seal=quantised),
+    Parser(name="config", file="config.json", read=read_config, seeds=lambda: [json.dumps(CONFIG).encode()]),
     Parser(name="rows", file="rows.jsonl", read=_table("rows.jsonl"), seeds=lambda: list(_ROWS)),
     Parser(name="array", file="rows.json", read=_table("rows.json"), seeds=lambda: [b"[" + b",\n".join(_ROWS[:3]) + b"]\n"]),
     Parser(name="csv", file="rows.csv", read=_table("rows.csv"), seeds=lambda: [_CSV]),
@@ -425,7 +359,7 @@ LIGHT = (
     Parser(name="machine", file="machine.yaml", read=_described, seeds=lambda: [_MACHINE], share=0.02),
 )  # fmt: skip
 HEAVY = (  # torch or transformers
-    Parser(name="model", file="config.json", read=_model, seeds=_configs, share=0.005),
+    Parser(name="model", file="config.json", read=read_model, seeds=configs, share=0.005),
     _tokenizer("tokenizer.json", "tokenizer"),
     _tokenizer("tokenizer_config.json", "tokenizer-config"),
     _tokenizer("generation_config.json", "generation-config"),

@@ -1,0 +1,86 @@
+"""Makes a model's files as a parser of checkpoints finds them, and reads them as an import, an export or a run does."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+from fuyou_cli.checkpoint.files import SINGLE_NAME
+
+TABLES = (
+    b'{"a.weight":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"__metadata__":{"format":"pt"}}',
+    b'{"b.weight":{"dtype":"BF16","shape":[1,4],"data_offsets":[0,8]}}',
+)
+SHARDS = ("one.safetensors", "two.safetensors")
+
+
+def framed(table: bytes, size: int = 8) -> bytes:
+    """Makes a safetensors file with this header and so many bytes of data."""
+    return struct.pack("<Q", len(table)) + table + bytes(size)
+
+
+def read_header(folder: Path) -> object:
+    from fuyou_cli.checkpoint.header import parse_file
+
+    return parse_file(folder / SINGLE_NAME)
+
+
+def read_index(folder: Path) -> object:
+    from fuyou_cli.checkpoint.files import open_checkpoint
+
+    return open_checkpoint(folder)
+
+
+def index_bytes() -> list[bytes]:
+    places = {"a.weight": SHARDS[0], "b.weight": SHARDS[1]}
+    return [json.dumps({"metadata": {"total_size": 16}, "weight_map": places}).encode()]
+
+
+def quantised(state: bytes) -> bytes:
+    """Makes a file with a tensor of 8 x 8 in nf4 that says `state` of itself."""
+    from fuyou_cli.swap.quantised import nf4_levels
+
+    parts = {
+        "a.weight": ("U8", bytes(32)), "a.weight.absmax": ("F32", struct.pack("<f", 1)),
+        "a.weight.quant_map": ("F32", nf4_levels().tobytes()), "a.weight.quant_state.bitsandbytes__nf4": ("U8", state),
+    }  # fmt: skip
+    table, end = dict[str, Any](), 0
+    for name, (dtype, data) in parts.items():
+        begin, end = end, end + len(data)
+        table[name] = {"dtype": dtype, "shape": [len(data) // (4 if dtype == "F32" else 1)], "data_offsets": [begin, end]}
+    return framed(json.dumps(table).encode(), 0) + b"".join(data for _, data in parts.values())
+
+
+QUANT_STATE = b'{"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [8, 8]}'
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64, "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-05, "tie_word_embeddings": False, "hidden_act": "silu", "dtype": "float32", "eos_token_id": [1, 2],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}  # fmt: skip
+
+
+_QUANTISED = {
+    "quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "llm_int8_skip_modules": ["lm_head"],
+}  # fmt: skip
+
+
+def configs() -> list[bytes]:
+    return [json.dumps(one).encode() for one in (CONFIG, {**CONFIG, "quantization_config": _QUANTISED})]
+
+
+def read_config(folder: Path) -> object:
+    """Reads a configuration as an export does."""
+    from fuyou_cli.checkpoint.companions import companion_files
+
+    return companion_files(folder, dtype="bfloat16")
+
+
+def read_model(folder: Path) -> object:
+    """Reads a model as a run does, up to a model without weights."""
+    from fuyou_cli.engine.skeleton import build, load_config
+
+    return build(load_config(folder), dtype="bfloat16", attention="eager")
