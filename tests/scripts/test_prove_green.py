@@ -63,38 +63,40 @@ def test_files_of_one_process_have_outcomes_of_their_own(tmp_path: Path, monkeyp
     )
 
 
+TREE = {  # a small project: its files and what they say
+    "tests/conftest.py": "import drawn",
+    "tests/drawn.py": "",
+    "tests/a/__init__.py": "",
+    "tests/a/conftest.py": "",
+    "tests/a/rig.py": "from .families import llama",
+    "tests/a/families.py": "",
+    "tests/a/test_one.py": "from . import rig\ndef test_it():\n    from proof.busy_machine import load",
+    "scripts/proof/busy_machine.py": "",
+    "tests/a/test_two.py": "import json",
+    "tests/a/unused.py": "",
+    "tests/a/golden/rows.json": "{}",
+    "tests/b/conftest.py": "",
+    "tests/b/test_three.py": "from fuyou_cli.planner import place",
+    "tests/b/test_four.py": "def test_it():\n    import subprocess",
+    "fuyou_cli/planner/__init__.py": "",
+    "fuyou_cli/planner/place.py": "def plan():\n    from ..spec.model import ModelSpec",
+    "fuyou_cli/spec/model.py": "",
+    "fuyou_cli/cli/main.py": "",
+}
+
+
 def test_a_file_is_kept_until_what_it_imports_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts what it imports at the top or in a function, what its conftest.py imports, scripts, the product and what lies
     beside it. Whoever starts programs depends on all code."""
     for module in (green, prove_green, verdicts):
         monkeypatch.setattr(module, "ROOT", tmp_path)
-    texts = {
-        "tests/conftest.py": "import drawn",
-        "tests/drawn.py": "",
-        "tests/a/__init__.py": "",
-        "tests/a/conftest.py": "",
-        "tests/a/rig.py": "from .families import llama",
-        "tests/a/families.py": "",
-        "tests/a/test_one.py": "from . import rig\ndef test_it():\n    from proof.busy_machine import load",
-        "scripts/proof/busy_machine.py": "",
-        "tests/a/test_two.py": "import json",
-        "tests/a/unused.py": "",
-        "tests/a/golden/rows.json": "{}",
-        "tests/b/conftest.py": "",
-        "tests/b/test_three.py": "from fuyou_cli.planner import place",
-        "tests/b/test_four.py": "def test_it():\n    import subprocess",
-        "fuyou_cli/planner/__init__.py": "",
-        "fuyou_cli/planner/place.py": "def plan():\n    from ..spec.model import ModelSpec",
-        "fuyou_cli/spec/model.py": "",
-        "fuyou_cli/cli/main.py": "",
-    }
-    for name, text in texts.items():
+    for name, text in TREE.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    names = [name for name in texts if "/test_" in name]
+    names = [name for name in TREE if "/test_" in name]
     before = prove_green.content(names)
     changed = dict[str, str]()
-    for name, text in texts.items():
+    for name, text in TREE.items():
         (tmp_path / name).write_text(f"{text}\n# changed")
         after = prove_green.content(names)
         changed[name] = " ".join(Path(one).stem.removeprefix("test_") for one in names if after[one] != before[one])
