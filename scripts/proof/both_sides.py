@@ -157,12 +157,7 @@ def _one_run(setting: Setting, case: Case, pace: Pace | None = None) -> dict[str
     bench."""
     recipe = write_recipe(setting, case)
     log, output = setting.work / "run" / "log.jsonl", setting.work / "run.txt"
-    command = [*FUYOU, "finetune", str(recipe), *case.overrides]
-    if case.plan:
-        plan = setting.work / "run" / "plan.json"
-        plan.write_text(case.plan, encoding="utf-8")
-        command += ["--plan", str(plan)]
-    others = BackgroundLoad()
+    command, others = _command(setting, case, recipe), BackgroundLoad()
     with limited(setting.work, memory=case.limit, throttle=case.throttle, wanted=case.watch_memory) as (held, why):
         environment = profile(setting, recipe, held) if case.profiled else _own_cache(setting, case.profiles)
         environment |= _late_flushes(setting.work) if case.late_flush else {}
@@ -174,10 +169,7 @@ def _one_run(setting: Setting, case: Case, pace: Pace | None = None) -> dict[str
         kills = held.kills() if held is not None else 0
         with_files = held.peak_with_files() if held is not None else 0
     cores = others.cores()
-    records = read_log(log) if log.exists() else []
-    plans = [record for record in records if record["event"] == "plan"]
-    ends = [record for record in records if record["event"] == "end"]
-    steps = [{name: record.get(name) for name in STEP_FIELDS} for record in records if record["event"] == "step"]
+    promised, steps, end = _told(log)
     result: dict[str, Any] = {
         "exit": child.returncode,
         "warm_up": case.warm_up,
@@ -185,7 +177,7 @@ def _one_run(setting: Setting, case: Case, pace: Pace | None = None) -> dict[str
         "seconds": round(seen.seconds, 2),
         "enforced": held is not None,
         "not_enforced_because": why,
-        "plan": {name: value for name, value in plans[0].items() if name != "event"} if plans else {},
+        "plan": promised,
         "steps": steps,
         "peak": asdict(seen.peak),
         "peak_by_phase": seen.phases,
@@ -193,8 +185,8 @@ def _one_run(setting: Setting, case: Case, pace: Pace | None = None) -> dict[str
         "peak_with_files": with_files,
         "counters": seen.counters,
         "kernel_whole": [after - before for before, after in zip(seen.before, seen.after, strict=True)],
-        "daemon_whole": [ends[-1]["read_bytes"], ends[-1]["written_bytes"]] if ends else None,
-        "saved": ends[-1]["saved_bytes"] if ends else 0,
+        "daemon_whole": [end["read_bytes"], end["written_bytes"]] if end else None,
+        "saved": end["saved_bytes"] if end else 0,
         "exported_parameters": exported_parameters(setting.work / "run" / "model") if case.export else None,
         "others_cores": cores,
     }
@@ -207,6 +199,26 @@ def _one_run(setting: Setting, case: Case, pace: Pace | None = None) -> dict[str
         result["machine"] = round(result["speed"] / during_bench, 3) if during_bench else 0.0
     fresh(setting.work / "store")  # tens of GB
     return result
+
+
+def _command(setting: Setting, case: Case, recipe: Path) -> list[str]:
+    """Returns the command that runs the case, and writes the plan that it is to run."""
+    command = [*FUYOU, "finetune", str(recipe), *case.overrides]
+    if case.plan:
+        plan = setting.work / "run" / "plan.json"
+        plan.write_text(case.plan, encoding="utf-8")
+        command += ["--plan", str(plan)]
+    return command
+
+
+def _told(log: Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]:
+    """Returns what a log says of the plan, of each step, and of the end; nothing of what the run did not come to."""
+    records = read_log(log) if log.exists() else []
+    plans = [record for record in records if record["event"] == "plan"]
+    ends = [record for record in records if record["event"] == "end"]
+    steps = [{name: record.get(name) for name in STEP_FIELDS} for record in records if record["event"] == "step"]
+    promised = {name: value for name, value in plans[0].items() if name != "event"} if plans else {}
+    return promised, steps, ends[-1] if ends else {}
 
 
 def _late_flushes(work: Path) -> dict[str, str]:
