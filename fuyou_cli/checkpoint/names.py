@@ -203,7 +203,7 @@ def _refuse(flaws: Flaws) -> None:
     told = [f"{len(names)} {kind}: {_listed(names)}" for kind, names in flaws.items() if names]
     if not told:
         return
-    hint = "config.json and the weights do not belong together: check name_or_path and revision."
+    hint = "config.json and the weights do not belong together: check name_or_path and revision"
     if any(_QUANTISED.search(name.strip("'")) for name in flaws["not part of this model"]):
         hint = "the weights are quantised: fine-tune the original model instead"
     raise UsageError("the checkpoint does not fit the model:\n  " + "\n  ".join(told), hint=hint)

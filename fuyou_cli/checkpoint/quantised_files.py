@@ -82,7 +82,7 @@ def _quantised(codes: TensorEntry, parts: Mapping[str, TensorEntry], reader: Ten
 
 
 def _int8(codes: TensorEntry, parts: Mapping[str, TensorEntry], reader: TensorReader) -> TensorEntry:
-    if codes.dtype != "int8" or len(codes.shape) != 2:
+    if codes.dtype != "int8" or len(codes.shape) != 2 or 0 in codes.shape:
         raise _refusal(codes, f"has scales of int8 beside it, but is {codes.dtype} of shape {list(codes.shape)}")
     order = parts.get("weight_format")
     if order is not None and (order.nbytes != 1 or reader.read_some(order, 0, 1) != _ROWS):

@@ -29,7 +29,7 @@ _EPILOG = """
 \b
 Exit codes:
   0 ok   1 failed   2 usage or recipe error   3 does not fit
-  4 out of memory or disk   130 interrupted, nothing trained is lost
+  4 out of memory or disk   130 stopped, at most one finished step lost
 
 \b
 Environment:
@@ -43,7 +43,7 @@ Environment:
 # Rich help takes as long to import as everything else together.
 app = typer.Typer(
     name="fuyou",
-    help="Fine-tune Hugging Face models that do not fit the machine: fully, exactly, on one device.",
+    help="Fine-tune Hugging Face models that do not fit the machine: in full or with an adapter, exactly, on one device.",
     epilog=_EPILOG,
     no_args_is_help=True,
     add_completion=True,

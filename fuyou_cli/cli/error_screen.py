@@ -1,7 +1,7 @@
 """Maps errors to exit codes and text, in one place.
 
-0 ok, 1 failed, 2 usage or recipe, 3 does not fit, 4 out of memory or disk, 130 interrupted (no trained state is lost). fuyou's
-own errors carry their code. Tracebacks are shown only with FUYOU_DEBUG=1.
+0 ok, 1 failed, 2 usage or recipe, 3 does not fit, 4 out of memory or disk, 130 stopped (at most one finished step lost).
+fuyou's own errors carry their code. Tracebacks are shown only with FUYOU_DEBUG=1.
 """
 
 from __future__ import annotations

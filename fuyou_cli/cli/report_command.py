@@ -35,6 +35,7 @@ def _as_data(history: History) -> dict[str, Any]:
         "log": str(history.log),
         "ended": history.ended,
         "failed": history.failed or None,
+        "stopped": history.stopped,
         "planned": asdict(history.promised),
         "measured": {name: value for name, value in asdict(report).items() if name not in left_out},
         "compared": [{**asdict(line), "what": line.what.strip(), "difference": line.difference} for line in report.compared],

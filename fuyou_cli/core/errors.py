@@ -82,7 +82,8 @@ class NumericsError(FuyouError):
 
 
 class Interrupted(FuyouError):
-    """Reports that the run was stopped on request, and what is saved. `lost`: some training is not saved."""
+    """Reports that the run was stopped on request, and what is saved. `lost`: more than one finished step, so it
+    exits with 1."""
 
     exit_code = 130
 

@@ -158,14 +158,23 @@ def naming_space(cache_dir: Path, takes: str) -> Iterator[None]:
     """Says what rows take where no room is left for them. Raises DataSpaceError."""
     try:
         yield
-    except (DataSpaceError, OSError) as error:
-        if error.hint if isinstance(error, DataSpaceError) else error.errno not in FULL:  # memory has a hint already
+    except DataSpaceError as error:
+        if error.hint:  # of memory
             raise
-        free = gb(shutil.disk_usage(existing(cache_dir)).free)
-        where = "free some space there, or set dataset.cache_dir to a folder on another disk"
-        raise DataSpaceError(
-            f"no room for tokenised data in {cache_dir}: {free} are free", hint=f"a token takes 5 bytes, {takes}: {where}"
-        ) from error
+        raise _no_room(cache_dir, takes, error.message) from error
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise _no_room(cache_dir, takes, str(error.strerror)) from error
+
+
+def _no_room(cache_dir: Path, takes: str, reason: str) -> DataSpaceError:
+    free = gb(shutil.disk_usage(existing(cache_dir)).free)
+    where = "free some space there, or set dataset.cache_dir to a folder on another disk"
+    return DataSpaceError(
+        f"no room for data in {cache_dir}, whose disk has {free} free: {reason}",
+        hint=f"a token takes 5 bytes, {takes}: {where}",
+    )
 
 
 def read_template(path: Path | None) -> str | None:

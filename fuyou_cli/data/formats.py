@@ -56,8 +56,7 @@ class Texts:
         pairs = () if self.bare else pairwise(self.texts())
         return any(one and two and not (one[-1].isspace() or two[0].isspace()) for one, two in pairs)
 
-    @property
-    def answers_nothing(self) -> bool:
+    def answers_nothing(self, target: str) -> bool:
         """Tells whether an answer is asked for and has no text."""
         answers = [text for text, learnt in self.parts if learnt]
         return not self.bare and len(answers) < len(self.parts) and not any(map(str.strip, answers))
@@ -80,14 +79,12 @@ class Chat:
     bare: ClassVar[bool] = False
     runs_together: ClassVar[bool] = False
 
-    @property
-    def answers_nothing(self) -> bool:
-        """Tells whether a message of the assistant says nothing and calls no tool."""
-        return any(
-            message["role"] == "assistant"
-            and not any(map(str.strip, _texts([value for key, value in message.items() if key != "role"])))
-            for message in self.messages
-        )
+    def answers_nothing(self, target: str) -> bool:
+        """Tells whether a message of the assistant that carries loss says nothing and calls no tool."""
+        answers = [n for n, message in enumerate(self.messages) if message["role"] == "assistant"]
+        learnt = answers[-1:] if target == "last_assistant" else answers
+        said = ([value for key, value in self.messages[n].items() if key != "role"] for n in learnt if n not in self.unlearnt)
+        return any(not any(map(str.strip, _texts(values))) for values in said)
 
     def texts(self) -> Iterator[str]:
         """Yields all its texts, also nested ones and names of fields: contents in parts, tool calls."""
@@ -108,7 +105,10 @@ class Tokens:
     ends: ClassVar[bool] = True
     bare: ClassVar[bool] = True
     runs_together: ClassVar[bool] = False
-    answers_nothing: ClassVar[bool] = False
+
+    def answers_nothing(self, target: str) -> bool:
+        """Tells nothing: the tokens are not decoded."""
+        return False
 
     def texts(self) -> Iterator[str]:
         """Yields nothing: the tokens are not decoded."""

@@ -110,9 +110,10 @@ class Reading:
         """Tokenises a batch that begins at `first`, counts it, and yields its samples."""
         longest = self._request["max_seq_len"]
         taken = self._taken(batch, first.source, first.samples)
+        target = loss_target(self._request["loss_on"], self.formats[first.source]) if taken else ""
         for place, example in taken:
-            self._count(place, example)
-        for sample in self._encoded(taken, loss_target(self._request["loss_on"], self.formats[first.source])):
+            self._count(place, example, target)
+        for sample in self._encoded(taken, target):
             if self.shown is None and has_loss(sample.mask[:longest]):
                 self.shown = sample.tokens[:longest], sample.mask[:longest]
             yield sample
@@ -156,10 +157,10 @@ class Reading:
             self._seen += placed[1].ends
         return taken
 
-    def _count(self, place: str, example: Example) -> None:
+    def _count(self, place: str, example: Example, target: str) -> None:
         """Counts what a person should know: texts that run together, and special tokens in a sample's own text."""
         self.counts.run_together += example.runs_together
-        self.counts.unanswered += example.answers_nothing
+        self.counts.unanswered += example.answers_nothing(target)
         named = None if self._has_special else self.tokeniser.special_in(example)
         if named:
             self.counts.special += 1

@@ -264,11 +264,8 @@ class _Worker:
                 with naming_space(folder.parents[1], self._takes):
                     made = self._made(asked, folder)
                 future.set_result(made)
-            except (FuyouError, OSError, ValueError) as error:
+            except Exception as error:  # also of a bug, which the run tells
                 future.set_exception(error)
-            finally:
-                if not future.done():  # a bug, told by the thread's end
-                    future.set_exception(FuyouError("the thread that asks for data has ended"))
 
     def end(self) -> None:
         """Ends the process, so that nothing waits for a part that nobody needs."""

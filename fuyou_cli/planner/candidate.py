@@ -169,6 +169,8 @@ def known_candidate(model: ModelSpec, request: PlanRequest, values: dict[str, An
     pipeline = (values.get("lookahead"), values.get("gradient_slots"))
     if pipeline not in knobs.pipelines or not values.keys() <= {"lookahead", "gradient_slots", *possible}:
         return None
+    if any(type(count) is not int for count in (*pipeline, values.get("sweeps", 1))):  # 2.0 equals 2
+        return None
     if any(values[name] not in some for name, some in possible.items() if name in values):
         return None
     return Candidate(**values)

@@ -124,7 +124,7 @@ def _found(every: SearchState, candidates: Family, *, complete: bool) -> SearchR
 
 
 def _refined(every: SearchState, candidates: Family, found: SearchResult) -> SearchResult:
-    """Returns the result with a faster plan, if refining the best finds one."""
+    """Returns the result with what refining the best finds: a faster plan, or one that `offload.wear` prefers."""
     refined = Refinement(every.placing, candidates, found.best, found.fastest, every.with_room)
     refined.refine()
     if not refined.seen:
@@ -133,7 +133,7 @@ def _refined(every: SearchState, candidates: Family, found: SearchResult) -> Sea
     return replace(
         found,
         best=refined.best,
-        fastest=min(found.fastest, refined.best, key=lambda one: one.seconds),
+        fastest=min((found.fastest, *refined.seen), key=lambda one: one.seconds),
         others=tuple(one for one in lost if one is not refined.best),
         complete=False,
         placed=found.placed + refined.placed,

@@ -26,7 +26,7 @@ from .report import BestReport, EvalReport, RunReport, SampleReport, StepReport
 from .reporting import as_records
 
 SCHEMA_VERSION = 1
-_BEFORE_STEPS = tuple(
+_BEFORE_STEPS = tuple(  # as `write` begins such lines
     f'{{"schema_version":{SCHEMA_VERSION},"event":"{event}"'.encode() for event in ("plan", "loaded", "failed", "stopped")
 )
 _EVENTS: dict[type, str] = {EvalReport: "eval", SampleReport: "sample", BestReport: "best"}

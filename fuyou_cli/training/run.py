@@ -174,7 +174,7 @@ class Run:
         bytes of saved state that were read and checked."""
         saved = self.planned.manifest
         with self.stopping.during("loading"), self._endings.telling_what_is_saved():
-            self._folders.named()
+            self._folders.keep()
             if saved is not None:
                 self.saver.restore(saved, progress)
                 return

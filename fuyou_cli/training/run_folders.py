@@ -50,7 +50,7 @@ class RunFolders:
         check_unchanged(planned.manifest, self._first, start_over=planned.recipe.checkpoint.resume == "never")
         return store
 
-    def named(self) -> None:
+    def keep(self) -> None:
         """Keeps the store's files from now on: a manifest names them, or will do so next."""
         self._unnamed.clear()
 

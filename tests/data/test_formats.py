@@ -179,6 +179,11 @@ def test_answers_of_no_text_are_counted(write: Write, tokenise: Tokenise) -> Non
     answers = [{"content": "b"}, {"content": ""}, {"content": "", "tool_calls": [call]}]
     chats = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", **answer}]} for answer in answers]
     assert tokenise(write("chats.jsonl", chats)).summary.unanswered == 1
+    (empty,) = chats[1]["messages"][1:]
+    longer = [{"messages": [*chats[1]["messages"], *chats[0]["messages"]]}]
+    assert tokenise(write("more.jsonl", longer), loss_on="last_assistant").summary.unanswered == 0
+    empty["train"] = False
+    assert tokenise(write("more.jsonl", longer)).summary.unanswered == 0
 
 
 def test_roles_that_nobody_learns_from_are_named(write: Write, tokenise: Tokenise) -> None:

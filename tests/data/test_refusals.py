@@ -144,7 +144,7 @@ def test_a_full_disk_says_what_rows_take(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(np, "save", full)
-    with pytest.raises(DataSpaceError, match=f"no room for tokenised data in {tmp_path}/cache: ") as caught:
+    with pytest.raises(DataSpaceError, match=f"no room for data in {tmp_path}/cache, whose disk has ") as caught:
         rows_of(write("t.jsonl", [{"text": "x"}]), tokenizer_dir, tmp_path / "cache")
     assert "as much as the text in the files (14 B)" in str(caught.value.hint)
     told: list[str] = []

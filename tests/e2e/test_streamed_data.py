@@ -62,7 +62,7 @@ def test_a_full_disk_and_a_bad_row_late_in_the_data_cost_no_step(
         "train.max_steps": 30,
     }
     project = new_project("late", {**STREAMED, **changes})
-    with pytest.raises(DataSpaceError, match="no room for tokenised data in ") as full, monkeypatch.context() as patched:
+    with pytest.raises(DataSpaceError, match="no room for data in ") as full, monkeypatch.context() as patched:
         patched.setattr(Path, "mkdir", _once(Path.mkdir, "rows"))
         train(project)
     assert manifest_of(project).step == 8  # the rows of the first part

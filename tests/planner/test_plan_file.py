@@ -127,6 +127,7 @@ def changed(path: tuple[str | int, ...], value: Any) -> str:
         (("placement",), "0" * 16, "placement: with this recipe and this fuyou"),
         (("choice", "lookahead"), 1 << 40, "choice: none that the planner has"),
         (("choice", "states"), 0.3, "choice: none that the planner has"),
+        (("choice", "sweeps"), 1.0, "choice: none that the planner has"),
         (("choice", "surprise"), 1, "choice: none that the planner has"),
         (("choice",), [], "choice: expected"),
         (("asked", "numerics.micro_batch_size"), "0", "asked.numerics.micro_batch_size: a whole number of at least 1"),
