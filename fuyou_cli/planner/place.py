@@ -8,6 +8,7 @@ FLOPs saved per byte first). Then tensors move to RAM in a fixed order, those fi
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 
 from ..core.errors import PlanError
 from ..core.units import gib
@@ -17,7 +18,7 @@ from ..spec.plan import Plan, Tier
 from .assemble import assembled, host_peaks
 from .bound import lower_bound, phase_estimate
 from .boundary_layout import Kept, every_operator
-from .candidate import NONE_KEPT, Candidate, pipelines
+from .candidate import NONE_KEPT, Candidate, pipelines, sweep_counts
 from .commit_interval import guessed_interval, with_interval
 from .costs import Costs
 from .defer import deferrals
@@ -36,8 +37,8 @@ def plan(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> P
     """Returns the plan of the first candidate that fits, without kept outputs unless the request asks for them. Raises
     PlanError with the memory that would be enough."""
     request = replace(request, kept=request.kept or "none")
-    for lookahead, slots in pipelines(request, stages=len(model.stages)):
-        candidate = Candidate(lookahead=lookahead, gradient_slots=slots, defer=request.defer or 0.0)
+    for count, (lookahead, slots) in product(sweep_counts(model, request), pipelines(request, stages=len(model.stages))):
+        candidate = Candidate(lookahead=lookahead, gradient_slots=slots, defer=request.defer or 0.0, sweeps=count)
         made = made_of(model, hardware, request, candidate)
         if made is not None:
             return made
@@ -224,7 +225,10 @@ def as_chosen(model: ModelSpec, request: PlanRequest, candidate: Candidate) -> P
 
 
 def least_memory(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> int:
-    """Returns the bytes of the whole process when everything that may rest on the ssd rests there."""
+    """Returns the bytes of the whole process when everything that may rest on the ssd rests there, in as many sweeps as take
+    least."""
+    if len(counts := sweep_counts(model, request)) > 1:
+        return min(least_memory(model, hardware, replace(request, sweeps=count)) for count in counts)
     request = with_batch(model, request)
     nothing: Kept = ((),) * len(model.stages)
     context, homes = PlacementContext(model, request), _start(model, request, _kept(model, request, 0.0), nothing)

@@ -66,6 +66,7 @@ class Refinement:
             pipelines = (
                 replace(self.best.candidate, lookahead=lookahead, gradient_slots=slots)
                 for lookahead, slots in self.candidates.pipelines
+                if (lookahead, slots) != (self.best.candidate.lookahead, self.best.candidate.gradient_slots)
             )
             self._improved(count, pipelines)
 
@@ -86,10 +87,12 @@ class Refinement:
         before, found = self.best, dict[Placed, Candidate]()
         for some in candidates:
             found |= {placed: candidate for candidate in some if (placed := self._placed(placing, candidate)) is not None}
-            if not any(map(self._may_win, found)):
+            if found and not any(map(self._may_win, found)):  # none: all of them write too much
                 return False
         likely = sorted(filter(self._may_win, found), key=lambda placed: (placed.estimate, found[placed]))
-        for placed in likely[:_TRIES]:
+        # Of two alike, the second tells little: it is the one that writes least.
+        least = sorted(likely[1:], key=lambda placed: placed.plan.predicted.written_per_step)[: _TRIES - 1]
+        for placed in [*likely[:1], *least]:
             if placed.bound < self.best.seconds and self._may_simulate(len(placed.schedule.visits)):
                 self._compare(self._simulated(placing, placed, found[placed]))
         return self.best is not before

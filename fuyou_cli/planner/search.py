@@ -14,20 +14,23 @@ If the fastest candidate spends drives for little, the candidates that do not ar
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from ..core.collector import uncollected
+from ..core.errors import PlanError
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan
-from .candidate import Family, family
+from .candidate import Family, family, sweep_counts
 from .commit_interval import timed_plan
 from .costs import Costs
 from .place import Placing, too_small
-from .plan_request import PlanRequest
-from .refinement import Refinement
+from .plan_request import PlanRequest, WearPolicy
+from .refinement import MOST_REFINED_VISITS, Refinement
 from .search_state import Alternative, Effort, SearchState
-from .sparing import Sparing, balanced, spared
+from .simulate import STEPS
+from .sparing import WORTH, Sparing, balanced, cost, spared
 
 # Limits on the stages of all candidates and of one model up to which a whole family is placed, which takes about a second.
 SMALL, SMALL_STAGES = 66_000, 30
@@ -78,7 +81,39 @@ def _search(placing: Placing, effort: Effort | None, candidates: Family) -> Sear
             complete = _explored(looking, candidates)
             if looking.best is not None:
                 return _refined(looking, candidates, _found(looking, candidates, complete=complete))
-    raise too_small(model, hardware, request)
+    in_sweeps = _in_sweeps(placing, effort, candidates)
+    if in_sweeps is None:
+        raise too_small(model, hardware, request)
+    return in_sweeps
+
+
+def _in_sweeps(placing: Placing, effort: Effort | None, candidates: Family) -> SearchResult | None:
+    """Returns the best plan of several sweeps, whose fewer rows take less memory. It tries numbers of sweeps in order until one
+    is no better, or its simulations would take long. None: none fits."""
+    request, model, hardware, seen = placing.asked, placing.model, placing.hardware, list[SearchResult]()
+    for count in sweep_counts(model, request)[1:]:
+        if seen and STEPS * 2 * len(model.stages) * count > MOST_REFINED_VISITS:
+            break
+        with suppress(PlanError):
+            found = _search(Placing(model, hardware, replace(request, sweeps=count)), effort, candidates)
+            seen.append(_as_sweeps(found, count))
+        if len(seen) > 1 and _best_of(seen, request.wear, hardware) is not seen[-1]:
+            break
+    return _best_of(seen, request.wear, hardware) if seen else None
+
+
+def _best_of(seen: list[SearchResult], policy: WearPolicy, hardware: HardwareProfile) -> SearchResult:
+    limit = (1 + WORTH) * min(found.best.seconds for found in seen)
+    return min((found for found in seen if found.best.seconds <= limit), key=lambda found: cost(found.best, policy, hardware))
+
+
+def _as_sweeps(found: SearchResult, count: int) -> SearchResult:
+    """Returns the result of a search in so many sweeps, for a request that leaves their number open."""
+    best, fastest, *others = (
+        replace(one, candidate=replace(one.candidate, sweeps=count)) for one in (found.best, found.fastest, *found.others)
+    )
+    fastest = best if found.fastest is found.best else fastest
+    return replace(found, best=best, fastest=fastest, others=tuple(others), complete=False)
 
 
 def fastest(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
@@ -90,7 +125,7 @@ def search_timed(model: ModelSpec, hardware: HardwareProfile, request: PlanReque
     """Searches, and returns the best candidate's plan as well (`timed`). Raises PlanError if nothing fits."""
     placing = Placing(model, hardware, request)
     found = _search(placing, None, family(model, request))
-    return found, timed(found.best, model, hardware, request, costs=placing.costs)
+    return found, timed(found.best, model, hardware, request, costs=found.costs)
 
 
 def timed(

@@ -31,6 +31,7 @@ from ..spec.hardware import HardwareProfile
 from ..spec.plan import Plan
 from .candidate import Candidate, Family
 from .place import Placing
+from .plan_request import WearPolicy
 from .search_state import Alternative, SearchState, asked_for
 
 WORTH = 0.05  # share of the step that spending drives has to save
@@ -98,6 +99,11 @@ def seconds_and_bytes(found: Alternative) -> float:
 def price(found: Alternative, hardware: HardwareProfile) -> float:
     """Returns the seconds of a step with those that its written bytes are worth: how `balanced` compares plans."""
     return found.seconds + hardware.seconds_per_byte * found.plan.predicted.written_per_step
+
+
+def cost(found: Alternative, policy: WearPolicy, hardware: HardwareProfile) -> float:
+    """Returns what `offload.wear` compares plans by that are about as fast."""
+    return {"spare": seconds_and_bytes(found), "balanced": price(found, hardware), "ignore": found.seconds}[policy]
 
 
 def balanced(every: SearchState, frugal: SearchState) -> Alternative:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuyou_cli.advice.plan_files import KeptPlan, from_text, plan_file, to_text
+from fuyou_cli.core.errors import PlanError
 from fuyou_cli.core.units import MiB
 from fuyou_cli.planner.candidate import family, sweep_counts
 from fuyou_cli.planner.place import least_memory
@@ -36,7 +37,7 @@ def _request(numerics: Numerics = LARGE_BATCH) -> PlanRequest:
     asked = PlanRequest(
         numerics=numerics, model_name="tiny", device="cpu", clip_grad_norm=1.0, cpu_budget=0, scratch_size=MiB, kept="none"
     )
-    return replace(asked, cpu_budget=least_memory(SPEC, HARDWARE, asked) + 160 * MiB)
+    return replace(asked, cpu_budget=least_memory(SPEC, HARDWARE, replace(asked, sweeps=1)) + 160 * MiB)
 
 
 def test_boundaries_that_have_no_room_are_worth_sweeps() -> None:
@@ -81,7 +82,9 @@ def test_never_slower_without_fewer_writes_never_more_written_and_bounded(data: 
     request = replace(data.draw(request_for(spec, pinned=False)), wear=data.draw(st.sampled_from(["spare", "ignore"])))
     numerics = replace(request.numerics, batch_size=16 * request.numerics.micro_batch_size)
     request = replace(request, numerics=numerics)
-    request = replace(request, cpu_budget=least_memory(spec, HARDWARE, request) + data.draw(st.integers(0, 300)) * MiB)
+    request = replace(
+        request, cpu_budget=least_memory(spec, HARDWARE, replace(request, sweeps=1)) + data.draw(st.integers(0, 300)) * MiB
+    )
     candidates = data.draw(parts(family(spec, request)))
     one = search(spec, HARDWARE, replace(request, sweeps=1), effort="limited", candidates=candidates)
     found = search(spec, HARDWARE, request, effort="limited", candidates=candidates)
@@ -103,6 +106,20 @@ def test_sweeps_that_write_less_and_take_no_longer_spare_the_drives() -> None:
     assert (spared.candidate.sweeps, fastest.candidate.sweeps) == (2, 1)
     assert spared.plan.predicted.written_per_step == 0 < fastest.plan.predicted.written_per_step
     assert spared.seconds <= fastest.seconds * (1 + GAIN)
+
+
+def test_a_batch_that_fits_only_in_parts_is_planned_in_sweeps() -> None:
+    request = replace(_request(), boundaries="cpu")
+    least = least_memory(SPEC, HARDWARE, request)
+    assert least < least_memory(SPEC, HARDWARE, replace(request, sweeps=1)) - 100 * MiB
+    request = replace(request, cpu_budget=least)
+    best = search(SPEC, HARDWARE, request).best
+    plan = timed(best, SPEC, HARDWARE, request)
+    assert plan.sweeps == best.candidate.sweeps > 1 and plan.predicted.cpu_peak <= least
+    text = to_text(plan_file(plan, SPEC, HARDWARE.process_bytes, request, best.candidate))
+    assert KeptPlan(Path("plan.json"), from_text(text))(SPEC, HARDWARE, request) == plan
+    with pytest.raises(PlanError, match="needs at least"):
+        search(SPEC, HARDWARE, replace(request, cpu_budget=least - MiB))
 
 
 def test_a_plan_file_keeps_the_sweeps() -> None:
