@@ -45,7 +45,7 @@ class _State:
     shape: tuple[int, ...]
     nested_blocksize: int = 0
     nested_dtype: str = ""
-    nested_offset: float = 0.0
+    nested_offset: float | None = None
 
 
 def with_quantised(entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
@@ -104,7 +104,7 @@ def _nf4(codes: TensorEntry, parts: Mapping[str, TensorEntry], reader: TensorRea
     if kind == "nf4_double":
         _same_levels(codes, parts, "nested_quant_map", dynamic_levels(), reader)
         outer = _part(codes, parts, "nested_absmax", "float32", outer_size // 4)
-        scales = replace(scales, outer=outer, mean=state.nested_offset)
+        scales = replace(scales, outer=outer, mean=state.nested_offset or 0.0)
     return replace(codes, dtype=kind, shape=state.shape, scales=scales)
 
 
@@ -128,7 +128,9 @@ def _state(codes: TensorEntry, parts: Mapping[str, TensorEntry], reader: TensorR
     if state.nested_blocksize not in (0, DYNAMIC_BLOCK) or (state.nested_blocksize and state.nested_dtype != "float32"):
         said = f"nested_blocksize {state.nested_blocksize}, nested_dtype {shown(state.nested_dtype)}"
         raise _refusal(entry, f"says {said}: fuyou reads blocks of {DYNAMIC_BLOCK} in float32")
-    if state.nested_offset > float(np.finfo(np.float32).max):
+    if state.nested_blocksize and state.nested_offset is None:
+        raise _refusal(entry, "has no nested_offset, which is the mean of the scales")
+    if state.nested_offset is not None and state.nested_offset > float(np.finfo(np.float32).max):
         raise _refusal(entry, f"says nested_offset {state.nested_offset}, which float32 does not hold")
     if len(state.shape) != 2 or not 0 < prod(state.shape) <= _LARGEST_SHAPE:
         raise _refusal(entry, f"says shape {list(state.shape)[:8]}, which is of no matrix")

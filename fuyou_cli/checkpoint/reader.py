@@ -171,6 +171,8 @@ def weights_mark(entries: Mapping[str, TensorEntry]) -> str:
         parts = [(name, part) for name, entry in sorted(entries.items()) for part in (entry, *entry.parts)]
         for name, entry in parts:
             digest.update(json.dumps([name, entry.dtype, entry.shape]).encode())
+            if entry.scales is not None and entry.scales.mean:
+                digest.update(repr(entry.scales.mean).encode())
             for place in range(SAMPLES):
                 begin = (entry.nbytes - min(SAMPLE, entry.nbytes)) * place // (SAMPLES - 1)
                 digest.update(reader.read_some(entry, begin, SAMPLE))

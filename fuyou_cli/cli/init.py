@@ -19,9 +19,22 @@ def run_init(target: Path, *, model: str | None, data: str | None, memory: str |
         raise UsageError(f"{target} already exists", hint="name another file: fuyou init FILE")
     model, data, memory, directory = _answers(model, data, memory, directory)
     write_first_recipe(target, model, data, memory, directory)
-    if not Path(data).expanduser().exists():
-        write_status(f"note: {data} does not exist yet")
+    note = f"{data} does not exist yet" if not Path(data).expanduser().exists() else _flaw(target)
+    if note:
+        write_status(f"note: {note}")
     write_status(f"wrote {target}. Next: fuyou plan {target}")
+
+
+def _flaw(recipe: Path) -> str:
+    """Tells what a run would say of the data, if it would refuse it."""
+    from fuyou_cli.data import look
+    from fuyou_cli.recipe.load import load_recipe
+
+    try:
+        look(load_recipe(recipe).recipe.dataset)
+    except UsageError as error:
+        return f"{error.message}; {error.hint}" if error.hint else error.message
+    return ""
 
 
 def _answers(

@@ -58,6 +58,7 @@ _OTHER_NAMES = {
     "checkpoint.keep_last": "save_total_limit",
     "eval.every_steps": "eval_steps evals_per_epoch",
     "eval": "eval_strategy evaluation_strategy do_eval per_device_eval_batch_size",
+    "eval.keep_best": "load_best_model_at_end",
     "logging.every_steps": "logging_steps steps_per_report",
     "logging.backends": "report_to use_wandb use_tensorboard",
     "logging.wandb.project": "wandb_project",

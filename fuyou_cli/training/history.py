@@ -295,6 +295,7 @@ def _lines(log: Path) -> Iterator[bytes]:
                     raise UsageError(f"{log}: a line has more than {LONGEST_LINE:,} bytes, which no log has")
     except FileNotFoundError:
         hint = "name a run's output_dir, its recipe or its log.jsonl; logging.backends must include jsonl"
+        hint += ", and a run that was refused before it loaded has none"
         raise UsageError(f"{log} does not exist", hint=hint) from None
     except (OSError, ValueError) as error:
         raise UsageError(f"{log} cannot be read: {getattr(error, 'strerror', None) or error}") from None

@@ -56,6 +56,7 @@ class JsonlLog:
         if error is not None and self._is_whole and self._file is not None:
             is_stop = isinstance(error, Interrupted) or not isinstance(error, Exception)
             message = error.message if isinstance(error, FuyouError) else f"{type(error).__name__}: {error}"
+            message = "interrupted" if isinstance(error, KeyboardInterrupt) else message
             with suppress(FuyouError):  # the first error matters more
                 self.write("stopped" if is_stop else "failed", {"message": message})
         try:

@@ -90,6 +90,8 @@ def about(history: History) -> Pairs:
     state = "ended early" if last != total else "all steps are done"
     if not history.ended:
         state = "stopped" if history.stopped else "running, or killed"
+    elif history.stopped:
+        state = f"{state}, then stopped before the export"
     if history.failed:
         error = one_line(" ".join(history.failed.split()))
         state = f"{state}, then an error: {error}" if history.ended else f"ended with an error: {error}"
