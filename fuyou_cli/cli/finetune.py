@@ -68,11 +68,14 @@ def run_finetune(
             write_status(note)
         log = _open_log(planned, stack)  # has what ends the run: while it loads, trains or exports
         report, source, stopped = _train(ready, log, logging, verbose=verbose, trace=tracing)
-        _conclude(planned, report)
-        if stopped:
-            raise Interrupted("stopped after the last step, before the export", hint=_again(source))
-        if planned.recipe.export.at_end:
-            _export(planned, source)
+        try:
+            _conclude(planned, report)
+            if stopped:
+                raise Interrupted("stopped after the last step, before the export", hint=_again(source))
+            if planned.recipe.export.at_end:
+                _export(planned, source)
+        except KeyboardInterrupt:
+            raise Interrupted("interrupted after the last step, before the export", hint=_again(source)) from None
 
 
 def _open_log(planned: Planned, stack: ExitStack) -> JsonlLog | None:

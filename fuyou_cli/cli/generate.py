@@ -52,7 +52,9 @@ def run_generate(source: str, options: GenerateOptions) -> None:
     if len(options.prompts) == 1:
         _one(given, options.prompts[0])
     elif options.prompts:
-        _all_of(given, [("--prompt", {"prompt": text}, _prompt(given, text)) for text in options.prompts])
+        _all_of(
+            given, [(f"--prompt {n}", {"prompt": one}, _prompt(given, one)) for n, one in enumerate(options.prompts, start=1)]
+        )
     elif options.file is not None:
         _all_of(given, read_prompts(options.file, chat=options.chat))
     else:

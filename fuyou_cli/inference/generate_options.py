@@ -34,8 +34,8 @@ def check_options(options: GenerateOptions) -> None:
         raise UsageError("--prompt and --file cannot be used together", hint="add the prompt to the file")
     if not options.prompts and options.file is None and not options.chat:
         raise UsageError("there is nothing to continue", hint="give --prompt TEXT, --file prompts.jsonl, or --chat")
-    if options.json_output and not options.prompts:
-        raise UsageError("--json is for --prompt", hint="--file writes one JSON object per line by itself")
+    if options.json_output and len(options.prompts) != 1:
+        raise UsageError("--json is for one --prompt", hint="several, and --file, write one JSON object per line without it")
     if not all(map(_is_text, options.prompts)):
         raise UsageError("--prompt: not valid UTF-8", hint="give the text in UTF-8, or in a file by --file")
     if options.temperature == 0 and (options.top_p is not None or options.top_k is not None):

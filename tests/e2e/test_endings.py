@@ -303,7 +303,7 @@ def test_stopped_before_there_is_a_run(number: int, new_project: NewProject, tmp
     while not _workers(project):
         assert not child.is_over()
         time.sleep(0.005)
-    assert list(rows.glob(".rows-*"))
+    assert list(rows.glob(".fuyou-rows-*"))
     child.send(number)
     done = ended(child)
     assert done.returncode == 130, done.stderr
