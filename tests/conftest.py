@@ -40,6 +40,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip("no CUDA device here")
 
 
+@pytest.fixture(autouse=True)
+def signals_as_before() -> Iterator[None]:
+    """Restores handlers: a run that an error ends in this process leaves signals ignored, because a command then ends. Every
+    command that a later test starts would inherit that."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture
 def open_to_all() -> Iterator[None]:
     """No umask: files have the mode that they are made with."""

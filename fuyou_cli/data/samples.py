@@ -26,6 +26,7 @@ from .sandbox import time_limit
 from .tokenise import LARGEST_SAMPLE, Tokeniser
 
 BATCH_EXAMPLES = 256  # examples tokenised together: the tokenizer's threads share a batch
+MOST_ROLES = 6  # of messages, that an error lists
 BATCH_CHARS = 1 << 18  # characters of a batch: the sample that reaches this closes it
 
 Placed = tuple[str, Example]
@@ -57,6 +58,7 @@ class Reading:
         self.tokeniser = tokeniser
         self.counts = Counts()
         self.formats: dict[int, str] = {}  # by the source's number
+        self._roles: set[str] = set()  # of messages, a few of them
         self.entry_rows: list[int] = []  # rows of each source of a mixture; otherwise one number for all
         self.shown: Row | None = None  # the first sample whose labels carry loss within a row
         self._request = request
@@ -161,6 +163,8 @@ class Reading:
         """Counts what a person should know: texts that run together, and special tokens in a sample's own text."""
         self.counts.run_together += example.runs_together
         self.counts.unanswered += example.answers_nothing(target)
+        if isinstance(example, Chat) and len(self._roles) < MOST_ROLES:
+            self._roles.update(str(message["role"]) for message in example.messages)
         named = None if self._has_special else self.tokeniser.special_in(example)
         if named:
             self.counts.special += 1
@@ -203,7 +207,8 @@ class Reading:
             lost = f"{counts.samples:,} samples, {counts.truncated:,} truncated, {counts.dropped:,} dropped"
             hint = "check dataset.train: does `columns` name the right columns, do they hold text, does loss_on fit?"
             if self.targets & {"assistant", "last_assistant"}:
-                hint = "only messages whose role is assistant carry loss: check the roles, `train` and loss_on"
+                roles = ", ".join(map(repr, sorted(self._roles)[:MOST_ROLES]))
+                hint = f"only the role 'assistant' carries loss, here are {roles}: check the roles, `train` and loss_on"
             if counts.truncated:
                 hint = "increase dataset.max_seq_len, or check loss_on"
             raise UsageError(f"no token of the data carries loss, so nothing would be trained ({lost}; {limit})", hint=hint)

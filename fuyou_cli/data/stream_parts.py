@@ -116,7 +116,7 @@ class _Entry:
         except UsageError as error:
             if not self._request["mixed"]:
                 raise
-            raise UsageError(f"{self._file}: {error.message}", hint=error.hint) from error
+            raise UsageError(f"{self._file.removeprefix('hf:/datasets/')}: {error.message}", hint=error.hint) from error
 
     def _samples(self) -> Iterator[Sample]:
         tokens = samples = 0
