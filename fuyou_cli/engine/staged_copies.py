@@ -26,9 +26,9 @@ _PAUSE = 1e-3  # seconds between two polls of a waiting caller
 Extents = Mapping[StateTensor, tuple[torch.Tensor, Span]]  # bytes on the device, and their place on the store
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Piece:
-    """Describes a part of an extent on its way to the store."""
+    """Describes a part of an extent on its way to the store. A piece equals only itself: tensors have no equality."""
 
     name: StateTensor
     source: torch.Tensor

@@ -320,8 +320,8 @@ def profile(context: Context) -> None:
     script = ROOT / "scripts" / "gpu" / "profiled.py"
     words = [sys.executable, str(script), "--device", context.device, "--first", str(first), "--last", str(last)]
     shape, layers = context.block
-    case = Case(shape=shape, rows=scale.many, steps=last)
-    what = f"{layers}, {scale.many * scale.length:,} tokens, profiled"
+    case = Case(shape=shape, rows=scale.many, steps=last, gpu=scale.gpu)
+    what = f"{layers}, {scale.many * scale.length:,} tokens, max_memory.gpu {scale.gpu}, profiled"
     if context.ours(what, case, words=(*words, "--out", str(out)), saves=5.0) is None:
         return
     found = json.loads(out.read_text(encoding="utf-8"))
@@ -330,6 +330,8 @@ def profile(context: Context) -> None:
     note += f"the trace's clock is set by {found['clock']}"
     context.record.add(at_least(f"{what}: events seen", found["events"], 1))
     context.record.add(reported(f"{what}: compute busy", f"{found['busy']:.1%}", note=note))
+    for one in found["longest"]:
+        context.record.add(reported(f"{one['name'][:60]}, ms", f"{one['milliseconds']:.2f}", note=f"{one['times']} times"))
     for number, gap in enumerate(found["gaps"], start=1):
         where = " < ".join(gap["stack"][:4]) or "unknown"
         text = f"at {gap['at']:.3f} s, after {gap['after'][:60] or '-'}; host ({gap['seen']}): {where}"

@@ -108,6 +108,19 @@ def longest_gaps(found: Sequence[Interval], window: tuple[float, float], count: 
     return sorted(gaps, key=lambda gap: -gap.seconds)[:count]
 
 
+def longest_in_all(found: Iterable[Interval], window: tuple[float, float], count: int) -> list[dict[str, Any]]:
+    """What took longest inside the window, all of one name together: its milliseconds, and how often it ran."""
+    taken, times = Counter[str](), Counter[str]()
+    for one in found:
+        if (seconds := min(one.end, window[1]) - max(one.begin, window[0])) > 0:
+            taken[one.name] += seconds
+            times[one.name] += 1
+    return [
+        {"name": name, "milliseconds": round(seconds * 1e3, 3), "times": times[name]}
+        for name, seconds in taken.most_common(count)
+    ]
+
+
 def host_stack(gap: Gap, samples: Sequence[Sample]) -> tuple[tuple[str, ...], int, int]:
     """Where the host was during a gap: the stack seen most often, how often, and of how many samples. Where none fell into it,
     the stack seen next after its beginning, seen 0 times."""
@@ -128,7 +141,7 @@ def summary(
     on_gpu: bool,
     count: int = 10,
 ) -> dict[str, Any]:
-    """Busy shares and the `count` longest gaps of a window, as plain data."""
+    """Busy shares, the `count` operations that took longest in all, and the `count` longest gaps of a window, as plain data."""
     offset, clock = clock_offset(trace, marked_at)
     compute = intervals(trace, COMPUTE if on_gpu else ON_CPU, offset)
     copies = intervals(trace, COPIES, offset)
@@ -139,6 +152,7 @@ def summary(
         "events": len(compute),
         "busy": busy_share(compute, window),
         "copies": busy_share(copies, window),
+        "longest": longest_in_all(compute, window, count),
         "gaps": [_described(gap, samples, window[0]) for gap in gaps],
     }
 

@@ -33,7 +33,9 @@ def _tensors(generator: torch.Generator, narrow: bool) -> dict[str, torch.Tensor
     found = {"weights": values(-8, 3), "momentum": values(-42, 1), "variance": values(-42, 1).abs()}
     if narrow:
         found["weights"] = found["weights"].bfloat16()
-        found["remainder"] = torch.randint(-(1 << 15), 1 << 15, (COUNT,), generator=generator).to(torch.int16)
+        rest = torch.randint(-(1 << 15), 1 << 15, (COUNT,), generator=generator).to(torch.int16)
+        # Below a zero there is no master, only the bits of a NaN, which a GPU does not hand on as they are.
+        found["remainder"] = rest.where(found["weights"] != 0, rest.clamp(min=0))
     return found
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 QUICK_PAIR, FULL_PAIR = 8.0, 40.0  # seconds of one forward and one backward that tokens are chosen for
 SECONDS: dict[RatedKind, float] = {"block": 24.0, "head": 8.0}  # of all repeats, at least,
+GPU_SHARE = 0.1  # of those seconds: other programs do not slow a GPU down, and a repeat takes it milliseconds
 SEVERAL = 1.25  # times as long where micro-batches of several sizes take turns
 USABLE = 0.8  # of the memory that is free
 
@@ -71,6 +72,7 @@ def _measured(stages: Sequence[RunStage], device: torch.device, *, seconds: floa
     if not samples:
         return Findings(notes=notes)
     seconds = max(seconds, SECONDS[stages[0].kind]) * (SEVERAL if len(samples) > 1 else 1.0)
+    seconds *= GPU_SHARE if device.type == "cuda" else 1.0
     return timed(samples, device, seconds=seconds) + Findings(notes=notes)
 
 
