@@ -1,9 +1,10 @@
 """Updates weights and states that rest on a device, on that device, bit for bit like the library in host memory
 (native/src/adamw.c).
 
-Every operation is one plain tensor operation with one rounding, in the library's order. None is fused with another: there is no
-multiply-add, and no multiplication by a reciprocal in place of a division (torch does that on a GPU for a divisor on the host).
-Products, sums, quotients and roots of float32 are rounded alike everywhere, denormals included.
+On an NVIDIA GPU it is one kernel (`adamw_kernel`), elsewhere tensor operations. Every operation has one rounding, in the
+library's order. None is fused with another: there is no multiply-add, and no multiplication by a reciprocal in place of a
+division (torch does that on a GPU for a divisor on the host). Products, sums, quotients and roots of float32 are rounded alike
+everywhere, denormals included.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 
 from ..planner.device import UPDATE_SCRATCH
 from ..swap.daemon import Segment
+from .adamw_kernel import Launch, Rounded, kernel
 from .updates import Scalars
 
 _LOST = 0x7F800000 - 0x8000  # bits of a master without the sign; from this value on it is not finite when rounded to bfloat16
@@ -44,47 +46,36 @@ class DeviceState:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Rounded:
-    """Holds the scalars of one segment, computed in double and rounded to float32 once (`segment_scalars` in adamw.c)."""
-
-    scale: float
-    decay: float
-    blend: float
-    from_gradient: bool  # blend momentum starting from the gradient, like torch's lerp, so that it stays monotonic
-    beta2: float
-    one_less_beta2: float
-    correction: float
-    epsilon: float
-    negative_step: float
-
-    @classmethod
-    def of(cls, scalars: Scalars, weight_decay: float) -> _Rounded:
-        optimizer, step, lr = scalars.optimizer, scalars.step, scalars.lr
-        blend = 1.0 - optimizer.beta1
-        from_gradient = abs(blend) >= 0.5
-        return cls(
-            scale=_float(scalars.gradient_scale),
-            decay=_float(1.0 - lr * _float(weight_decay)),
-            blend=_float(_float(blend) - 1.0) if from_gradient else _float(blend),
-            from_gradient=from_gradient,
-            beta2=_float(optimizer.beta2),
-            one_less_beta2=_float(1.0 - optimizer.beta2),
-            correction=_float(math.sqrt(1.0 - optimizer.beta2**step)),
-            epsilon=_float(optimizer.epsilon),
-            negative_step=_float(-(lr / (1.0 - optimizer.beta1**step))),
-        )
+def rounded_scalars(scalars: Scalars, weight_decay: float) -> Rounded:
+    optimizer, step, lr = scalars.optimizer, scalars.step, scalars.lr
+    blend = 1.0 - optimizer.beta1
+    from_gradient = abs(blend) >= 0.5
+    return Rounded(
+        scale=_float(scalars.gradient_scale),
+        decay=_float(1.0 - lr * _float(weight_decay)),
+        blend=_float(_float(blend) - 1.0) if from_gradient else _float(blend),
+        from_gradient=from_gradient,
+        beta2=_float(optimizer.beta2),
+        one_less_beta2=_float(1.0 - optimizer.beta2),
+        correction=_float(math.sqrt(1.0 - optimizer.beta2**step)),
+        epsilon=_float(optimizer.epsilon),
+        negative_step=_float(-(lr / (1.0 - optimizer.beta1**step))),
+    )
 
 
 class DeviceAdamW:
-    """Runs AdamW chunk by chunk in `scratch` (uint8, device memory): four values of 4 bytes for each parameter of a chunk."""
+    """Runs AdamW: as one kernel where there is one for the device (`adamw_kernel`), otherwise as tensor operations, chunk by
+    chunk in `scratch` (uint8, device memory; four values of 4 bytes for each parameter of a chunk). `fused`: whether to look
+    for a kernel."""
 
-    def __init__(self, scratch: torch.Tensor) -> None:
+    def __init__(self, scratch: torch.Tensor, *, fused: bool = True) -> None:
+        self._fused = fused
         self._count = scratch.numel() // (UPDATE_SCRATCH * 4)
         floats = scratch[: self._count * UPDATE_SCRATCH * 4].view(torch.float32)
         self._floats = floats.split(self._count)
         self._divisor = torch.zeros((), device=scratch.device)
         self._worst = torch.zeros((), dtype=torch.int32, device=scratch.device)
+        self._kernels: dict[tuple[bool, bool], Launch | None] = {}
 
     def update(
         self, state: DeviceState, gradients: torch.Tensor, scalars: Scalars, segments: Sequence[Segment]
@@ -93,14 +84,25 @@ class DeviceAdamW:
         Parameters outside all segments keep every value. Returns the largest bits of a master without its sign, a 0-D int32
         tensor on the device that is valid until the next call (see `is_lost`)."""
         self._worst.zero_()
+        launch = self._kernel(state.remainder is not None, gradients.dtype == torch.bfloat16)
         for segment in segments:
-            rounded = _Rounded.of(scalars, segment.weight_decay)
-            for begin in range(segment.first, segment.first + segment.count, self._count):
-                end = min(begin + self._count, segment.first + segment.count)
-                self._chunk(state.part(begin, end), gradients[begin:end], rounded)
+            rounded, end = rounded_scalars(scalars, segment.weight_decay), segment.first + segment.count
+            at_once = segment.count if launch is not None else self._count
+            for begin in range(segment.first, end, at_once):
+                part, summed = state.part(begin, min(begin + at_once, end)), gradients[begin : min(begin + at_once, end)]
+                if launch is None:
+                    self._chunk(part, summed, rounded)
+                else:
+                    launch(part.weights, part.remainder, part.momentum, part.variance, summed, self._worst, rounded)
         return self._worst
 
-    def _chunk(self, state: DeviceState, gradients: torch.Tensor, k: _Rounded) -> None:
+    def _kernel(self, narrow_weights: bool, narrow_gradients: bool) -> Launch | None:
+        key = narrow_weights, narrow_gradients
+        if self._fused and key not in self._kernels:
+            self._kernels[key] = kernel(self._worst.device, narrow_weights=narrow_weights, narrow_gradients=narrow_gradients)
+        return self._kernels.get(key)
+
+    def _chunk(self, state: DeviceState, gradients: torch.Tensor, k: Rounded) -> None:
         p, g, t, u = (values[: gradients.numel()] for values in self._floats)
         if state.remainder is None:
             p = state.weights

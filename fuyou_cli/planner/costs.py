@@ -30,7 +30,9 @@ _Stages = tuple[StagePlan, ...]
 _Value = TypeVar("_Value")
 
 _ID = 8  # bytes of a token's id, or of its target
-_DEVICE_UPDATE_BYTES = 80  # bytes of memory per parameter: 28 for states, the rest stands for 200 bytes of the faster cache
+# Bytes of a device's memory per parameter that it updates. A GPU runs one kernel, which reads and writes everything once.
+# Tensor operations move 200 bytes through the cache as well, which the rest stands for.
+_GPU_UPDATE_BYTES, _DEVICE_UPDATE_BYTES = 28, 80
 _DEVICE_DECODE_BYTES = 24  # bytes of memory per quantised weight that a GPU decodes: indices, float32 values, products, casts
 # Seconds of an update over those with float32 states, as measured on one or two threads: fewer bytes, but more operations.
 _STATES_COST = {"float32": 1.0, "bfloat16": 2.0, "int8": 1.25}
@@ -157,8 +159,8 @@ class Costs:
         """Returns the seconds that the device takes to update a stage that rests there, 0 for any other stage."""
         if not stage.updated_there:
             return 0.0
-        rate = self._device_rate if self.device == "cuda" else self._memory_rate
-        return _DEVICE_UPDATE_BYTES * self.model.stages[stage.stage].trained / rate
+        on_gpu, trained = self.device == "cuda", self.model.stages[stage.stage].trained
+        return _GPU_UPDATE_BYTES * trained / self._device_rate if on_gpu else _DEVICE_UPDATE_BYTES * trained / self._memory_rate
 
     @property
     def updates_at_once(self) -> float:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import subprocess
+from collections.abc import Callable
+from dataclasses import astuple
 from typing import Any
 
 import pytest
 import torch
 
+from fuyou_cli.engine import adamw_kernel, device_adamw
 from fuyou_cli.engine.device_adamw import DeviceAdamW, DeviceState, is_lost
 from fuyou_cli.engine.skeleton import TORCH_DTYPE
 from fuyou_cli.engine.updates import Optimizer, Scalars
@@ -68,15 +73,21 @@ def _by_device(adamw: DeviceAdamW, tensors: dict[str, torch.Tensor], gradients: 
 @pytest.mark.parametrize("summed_in", ["float32", "bfloat16"])
 @pytest.mark.parametrize("way", [dict(), dict(beta1=0.3, beta2=0.95), dict(epsilon=1e-6, beta2=0.98)])
 @pytest.mark.parametrize(
-    ("device", "chunk"), [("cpu", 1 << 14), ("cpu", 700), pytest.param("cuda", 700, marks=pytest.mark.gpu)]
-)
-def test_it_is_the_librarys(weights: Dtype, summed_in: Dtype, way: dict[str, Any], device: str, chunk: int) -> None:
+    ("device", "chunk", "fused"),
+    [
+        ("cpu", 1 << 14, True), ("cpu", 700, True), pytest.param("cuda", 700, False, marks=pytest.mark.gpu),
+        pytest.param("cuda", 700, True, marks=pytest.mark.gpu),
+    ],
+)  # fmt: skip
+def test_it_is_the_librarys(
+    weights: Dtype, summed_in: Dtype, way: dict[str, Any], device: str, chunk: int, fused: bool
+) -> None:
     narrow = weights == "bfloat16"
     generator = torch.Generator().manual_seed(7)
     theirs = _tensors(generator, narrow)
     there = {name: value.clone().to(device) for name, value in theirs.items()}
     optimizer = Optimizer(**{"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "weight_decay": 0.1, **way})
-    adamw = DeviceAdamW(torch.empty(UPDATE_SCRATCH * 4 * chunk, dtype=torch.uint8, device=device))
+    adamw = DeviceAdamW(torch.empty(UPDATE_SCRATCH * 4 * chunk, dtype=torch.uint8, device=device), fused=fused)
     for step in range(1, 13):
         gradients = _tensors(generator, False)["momentum"].to(TORCH_DTYPE[summed_in])
         given = gradients.clone().to(device)
@@ -86,6 +97,65 @@ def test_it_is_the_librarys(weights: Dtype, summed_in: Dtype, way: dict[str, Any
         assert is_lost(worst, narrow=narrow) == (lost > 0)
         assert [name for name in theirs if not _same(there[name].cpu(), theirs[name])] == []
         assert _same(given.cpu(), gradients)
+
+
+_IN_C = """
+#include <string.h>
+#define KERNEL static
+#define __fmul_rn(a, b) ((a) * (b))
+#define __fadd_rn(a, b) ((a) + (b))
+#define __fsub_rn(a, b) ((a) - (b))
+#define __fdiv_rn(a, b) ((a) / (b))
+#define __fsqrt_rn(a) __builtin_sqrtf(a)
+#define __shfl_xor_sync(mask, value, lane) (value)
+#define max(a, b) ((a) > (b) ? (a) : (b))
+#define atomicMax(place, value) (*(place) = max(*(place), value))
+static unsigned __float_as_uint(float x) { unsigned u; memcpy(&u, &x, 4); return u; }
+static float __uint_as_float(unsigned u) { float x; memcpy(&x, &u, 4); return x; }
+static const struct { int x; } gridDim = {1}, blockDim = {1}, blockIdx = {0}, threadIdx = {0};
+%s
+void update(WEIGHT *w, short *r, float *m, float *v, const GRADIENT *g, int *worst, unsigned long long count, const float *k)
+{
+    adamw(w, r, m, v, g, worst, count, k[0], k[1], k[2], (int)k[3], k[4], k[5], k[6], k[7], k[8]);
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def kernel_in_c(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool, bool], Callable[..., None]]:
+    """Compiles the kernel's own source for the processor, as one thread: its arithmetic without a GPU."""
+    folder = tmp_path_factory.mktemp("kernel")
+    (folder / "adamw.c").write_text(_IN_C % adamw_kernel.SOURCE)
+
+    def compiled(narrow_weights: bool, narrow_gradients: bool) -> Callable[..., None]:
+        library = folder / f"{narrow_weights}-{narrow_gradients}.so"
+        words = ["cc", "-O2", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC"]
+        words += adamw_kernel.definitions(narrow_weights, narrow_gradients)
+        subprocess.run([*words, "-o", str(library), str(folder / "adamw.c")], check=True)
+        update = ctypes.CDLL(str(library)).update
+        update.argtypes = [*[ctypes.c_void_p] * 6, ctypes.c_ulonglong, ctypes.c_void_p]
+
+        def launch(*given: Any) -> None:
+            *moved, rounded = given
+            scalars = torch.tensor(astuple(rounded), dtype=torch.float32)
+            addresses = [None if tensor is None else tensor.data_ptr() for tensor in moved]
+            update(*addresses, moved[0].numel(), scalars.data_ptr())
+
+        return launch
+
+    return compiled
+
+
+@pytest.mark.parametrize("weights", ["float32", "bfloat16"])
+@pytest.mark.parametrize("summed_in", ["float32", "bfloat16"])
+@pytest.mark.parametrize("way", [dict(), dict(beta1=0.3, beta2=0.95), dict(epsilon=1e-6, beta2=0.98)])
+def test_the_kernels_source_is_the_librarys(
+    weights: Dtype, summed_in: Dtype, way: dict[str, Any], kernel_in_c: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = kernel_in_c(weights == "bfloat16", summed_in == "bfloat16")
+    monkeypatch.setattr(device_adamw, "kernel", lambda device, **_: compiled)
+    monkeypatch.setattr(DeviceAdamW, "_chunk", lambda *_: pytest.fail("not by the kernel"))
+    test_it_is_the_librarys(weights, summed_in, way, "cpu", 700, True)
 
 
 @pytest.mark.parametrize("weights", ["float32", "bfloat16"])
