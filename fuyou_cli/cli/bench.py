@@ -17,7 +17,7 @@ from fuyou_cli.core.units import gb
 from fuyou_cli.machine import drives, probe
 from fuyou_cli.machine.background_load import BackgroundLoad, are_busy
 from fuyou_cli.machine.measure.whole import BenchReport, device_named, measure
-from fuyou_cli.machine.profile import assumed_hardware
+from fuyou_cli.machine.profile import assumed_hardware, card
 from fuyou_cli.machine.profile_store import keep
 
 from .console import agreed, result_console, status_console, write_status
@@ -93,7 +93,8 @@ def _with_recipe(places: tuple[Path, ...], recipe: Recipe, *, quick: bool, devic
 
     target = device_named(device)
     progress("the recipe's model")
-    anatomy, sizes = anatomy_of(recipe, assumed_hardware(*places, device=target.type), say=write_status)
+    memory = card()[1] if target.type == "cuda" else 0
+    anatomy, sizes = anatomy_of(recipe, assumed_hardware(*places, device=target.type, device_memory=memory), say=write_status)
     report = measure(*places, quick=quick, device=device, progress=progress)
     free = free_memory() if target.type == "cuda" else probe.memory_available()
     return report.with_found(measure_recipe(anatomy, sizes, target, quick=quick, free=free, progress=progress))

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, cast
 
 from ..core.errors import UsageError
-from ..core.units import MiB
+from ..core.units import GiB, MiB
 from ..spec.hardware import HardwareProfile
 from ..spec.model import Dtype
 from ..spec.model_facts import ModelFacts
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 THREADS_BESIDE_A_GPU = 4
 HEAD_PIECE_BYTES = 256 * MiB  # limit of `auto` for one piece of logits and their gradients
+MOST_HEAD_PIECE_BYTES = GiB  # on a GPU, which adds the head's whole gradient to its sum after every piece
+_GPU_SHARE = 16  # the part of a GPU's memory that a piece may take is one in so many
 _LOGIT_BYTES = 16  # per token and vocabulary entry: logits, float32 copy, softmax, gradient
 USUAL_TOKENS = 1024  # fills two cores, and its activations stay below the mmap threshold
 MOST_TOKENS = 8192  # more makes no machine faster
@@ -29,12 +31,21 @@ _NEAR = 1.25  # times the fastest usual plan; a search does not make a slower si
 Seconds = Callable[[int], float | None]  # of a step with micro-batches of this many rows; None if it does not fit
 
 
-def head_chunk(train: TrainSection, tokens: int, columns: int) -> int:
-    """Returns the tokens that the head takes at once, with logits of `columns` columns. 0 means a micro-batch of `tokens`."""
+def head_chunk(train: TrainSection, tokens: int, columns: int, *, piece: int = HEAD_PIECE_BYTES) -> int:
+    """Returns the tokens that the head takes at once, with logits of `columns` columns. 0 means a micro-batch of `tokens`.
+    `piece`: limit of `auto`, in bytes."""
     if train.head_chunk_tokens != "auto":
         return train.head_chunk_tokens
-    most = max(64, HEAD_PIECE_BYTES // (_LOGIT_BYTES * columns))
+    most = max(64, piece // (_LOGIT_BYTES * columns))
     return 0 if tokens <= most else 1 << (most.bit_length() - 1)
+
+
+def head_piece(recipe: Recipe, hardware: HardwareProfile) -> int:
+    """Returns the limit of `auto` for one piece of logits. It depends on nothing that changes from one run to the next."""
+    if hardware.device != "cuda":
+        return HEAD_PIECE_BYTES
+    memory = recipe.offload.max_memory.gpu.resolve(total=hardware.device_memory, auto=hardware.device_memory)
+    return max(HEAD_PIECE_BYTES, min(MOST_HEAD_PIECE_BYTES, memory // _GPU_SHARE))
 
 
 def numerics_of(
@@ -49,7 +60,8 @@ def numerics_of(
         micro = manifest.numerics.micro_batch_size
     elif micro is None:
         micro = sizes_of(train.batch_size, length)[1]
-    chunk = head_chunk(train, micro * length, facts.vocabulary_rows or facts.logits)
+    columns = facts.vocabulary_rows or facts.logits
+    chunk = head_chunk(train, micro * length, columns, piece=head_piece(recipe, hardware))
     # Beside a GPU, torch only copies rows. A few threads reach the memory's bandwidth, and the update needs the cores.
     usual_threads = THREADS_BESIDE_A_GPU if hardware.device == "cuda" else MOST_THREADS
     compute = cast(Dtype, recipe.precision.compute)

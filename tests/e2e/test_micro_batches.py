@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fuyou_cli.core.units import GiB, MiB
 from fuyou_cli.machine.described import described
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.spec.plan import Numerics
-from fuyou_cli.training.numerics import MOST_TOKENS, fastest_size, sizes_of
+from fuyou_cli.training.numerics import MOST_TOKENS, fastest_size, head_chunk, head_piece, sizes_of
 
 from .conftest import Project
 from .running import planned
@@ -93,6 +94,25 @@ def test_a_gpu_leaves_torch_few_threads(
     machine = replace(described("rtx4090,gen4,64GiB"), device=device, cores=cores)
     recipe = load_recipe(new_project().recipe, [f"train.threads={asked}", f"offload.device={device}"]).recipe
     assert planned(recipe, machine, here=False).plan.numerics.torch_threads == threads
+
+
+@pytest.mark.parametrize(
+    ("device", "limit", "piece"),
+    [
+        ("cpu", "auto", 256 * MiB), ("emulated", "8GiB", 256 * MiB), ("cuda", "auto", GiB), ("cuda", "8GiB", GiB // 2),
+        ("cuda", "3GiB", 256 * MiB),
+    ],
+)  # fmt: skip
+def test_a_gpu_with_room_makes_more_logits_at_once(
+    new_project: Callable[..., Project], device: str, limit: str, piece: int
+) -> None:
+    """The card has 24 GB. Other programs that use it change nothing."""
+    machine = replace(described("rtx4090,gen4,64GiB"), device=device)
+    recipe = load_recipe(new_project().recipe, [f"offload.max_memory.gpu={limit}", f"offload.device={device}"]).recipe
+    for free in (0, GiB):
+        assert head_piece(recipe, replace(machine, device_free=free)) == piece
+    auto = head_chunk(recipe.train, 1 << 20, 32768, piece=piece)
+    assert auto == piece // (16 * 32768) and head_chunk(recipe.train, auto, 32768, piece=piece) == 0
 
 
 def _numerics(project: Project, micro_batch_size: int | None) -> Numerics:
