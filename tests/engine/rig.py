@@ -6,10 +6,15 @@
 
 `Subject` is what stays the same between rigs to be compared: weights, numerics, data. Everything `Rig` takes besides
 may change how the bytes move and nothing else.
+
+With FUYOU_TEST_DEVICE=cuda every rig computes on the GPU, whatever device its test names: most tests compare one placement with
+another, bit for bit, so they find what only a GPU shows. Tests that compare with plain PyTorch, or that are about the emulated
+device itself, fail then. FUYOU_TEST_DEVICE=emulated shows which ones need more than one device.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -42,6 +47,12 @@ from fuyou_cli.swap.arena import Arena
 from fuyou_cli.swap.daemon import Counters, DaemonOptions, SwapDaemon
 from fuyou_cli.swap.kernels import join, scratch_size
 from fuyou_cli.swap.store import Store
+
+EVERYWHERE: Any = os.environ.get("FUYOU_TEST_DEVICE")
+if EVERYWHERE == "cuda":  # kernels that give the same bits every time; one that has no such kernel only warns
+    torch.use_deterministic_algorithms(True, warn_only=True)
+# Memory that a device may take beside its plan: cuBLAS and torch's allocator take more at once than a tiny model needs.
+SPARE = 128 << 20 if EVERYWHERE == "cuda" else 0
 
 CHUNK = 16384  # parameters: the smallest update chunk, so that small stages have several
 
@@ -180,6 +191,7 @@ class Rig:
         through: Callable[[SwapDaemon], Any] = lambda daemon: daemon,  # what the executor takes for the daemon
         compiled: CompiledBlocks | None = None,
     ) -> None:
+        device = EVERYWHERE if EVERYWHERE and opened is None else device
         self.subject, self.anatomy = subject, subject.anatomy
         self.spec = subject.spec if compiled is None else as_compiled(subject.spec)
         self._compiled = compiled
@@ -328,7 +340,7 @@ class Rig:
     def _resting(self, stage: StageSpec, tensor: StateTensor, dtype: torch.dtype, count: int) -> torch.Tensor:
         ram = self.plan.stages[stage.index].ram(tensor)
         if stage.index in self.executor.visits.states.homes:
-            return self.executor.visits.states.at_rest(stage.index, 0)[tensor][0].view(dtype).clone()
+            return self.executor.visits.states.at_rest(stage.index, 0)[tensor][0].view(dtype).cpu().clone()
         if ram is None:
             extent = self.plan.stages[stage.index].extent(tensor, self.executor.residency.records[stage.index].turn)
             assert extent is not None

@@ -17,7 +17,7 @@ from fuyou_cli.planner.schedule import Visit
 
 from .comparing import unequal
 from .families import gpt2, gptj, llama
-from .rig import Rig, Shape, Subject
+from .rig import SPARE, Rig, Shape, Subject
 
 STEPS = 3
 SWEEPS = (2, 3, 6)
@@ -72,7 +72,7 @@ def in_one(tmp_path_factory: pytest.TempPathFactory) -> InOne:
 def _outcome(subject: Subject, folder: Path, **way: Any) -> Outcome:
     with Rig(subject, folder, **way) as rig:
         losses = rig.run(STEPS)
-        assert rig.device.peak_memory() <= rig.plan.predicted.gpu_peak
+        assert rig.device.peak_memory() <= rig.plan.predicted.gpu_peak + SPARE
         return losses, rig.weights()
 
 
