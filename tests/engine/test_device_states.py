@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -17,10 +18,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuyou_cli.core.errors import NumericsError
+from fuyou_cli.engine.devices.base import Event
+from fuyou_cli.engine.devices.emulated import EmulatedDevice
+from fuyou_cli.engine.staged_copies import StagedCopies
 from fuyou_cli.planner.bound import copied_bytes
 from fuyou_cli.planner.costs import Costs
 from fuyou_cli.spec.model import Dtype
-from fuyou_cli.spec.plan import Tier
+from fuyou_cli.spec.plan import Span, Tier
+from fuyou_cli.swap.kernels import checksum
 
 from .comparing import unequal
 from .families import llama
@@ -28,6 +33,7 @@ from .rig import HARDWARE, OPTIMIZER, SPARE, Rig, Shape, Subject
 
 STEPS = 4
 FEWER = 2  # the second one begins with what updates left, wherever they were done
+PIECE = 4096  # bytes: the least that the store takes
 Outcome = tuple[list[float], dict[str, torch.Tensor]]
 
 
@@ -136,3 +142,55 @@ def test_weights_that_are_not_finite_end_the_run(dtype: Dtype, tmp_path: Path) -
         pytest.raises(NumericsError, match=r"step 1: weights of .* are not finite after the update"),
     ):
         rig.run(2)
+
+
+class _HeldBack(EmulatedDevice):
+    """Holds the next copy to the host back, once `holds` is set, until `let_on`. Those behind it arrive meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.holds = 0, False
+        self.held: _Held | None = None
+
+    def download(self, device: torch.Tensor, host: torch.Tensor, *, bulk: bool = False) -> Event:
+        self.asked += 1
+        if self.held is not None or not self.holds:
+            return super().download(device, host, bulk=bulk)
+        self.held = _Held(device, host)
+        return self.held
+
+
+class _Held(Event):
+    def __init__(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        self._source, self._target, self._made = source, target, False
+
+    def done(self) -> bool:
+        return self._made
+
+    def let_on(self) -> None:
+        self._target.copy_(self._source)
+        self._made = True
+
+
+def test_pieces_that_are_over_before_an_earlier_one_make_way_and_are_summed(tmp_path: Path) -> None:
+    """Holds the first piece of a tensor back until all later ones are written, as may happen between a GPU's streams."""
+    subject, device = Subject(llama(num_hidden_layers=1), Shape(dtype="bfloat16")), _HeldBack()
+    with Rig(subject, tmp_path, device="emulated", opened=device, home="gpu", boundaries="cpu") as rig:
+        rig.run(1)
+        states, whole = rig.executor.visits.states, rig.plan.staging_slots[0]
+        slots = tuple(Span(offset=whole.offset + number * PIECE, size=PIECE) for number in range(3))
+        copies = StagedCopies(slots=slots, daemon=rig.daemon, memory=rig.memory, device=device)
+        extents = states.at_rest(1, 1)
+        pieces = sum(-(-extent.size // PIECE) for _, extent in extents.values())
+        assert pieces > 2 * len(extents)
+        copy, asked, device.holds = copies.begin(1, extents), device.asked, True
+        while device.asked - asked < pieces or len(copies.free) < 2:
+            assert copy.advance() is None
+        assert device.held is not None
+        device.held.let_on()
+        sums = copy.finish(time.sleep)
+        for name, (tensor, extent) in extents.items():
+            back = torch.empty_like(tensor)
+            assert sums[name] == checksum(tensor.numpy().data) == copies.fetch(1, back, extent), name
+            assert torch.equal(back, tensor), name
+        copies.close()
