@@ -6,9 +6,10 @@ import gc
 import traceback
 import weakref
 from collections import deque
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from drawn import crossed
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuyou_cli.engine.devices import open_device
+from fuyou_cli.engine.devices import cuda_copies, open_device
 from fuyou_cli.engine.devices.cuda import CudaDevice, free_memory
 from fuyou_cli.engine.devices.cuda_copies import BulkCopies, CudaCopies
 from fuyou_cli.engine.devices.emulated import ComputeClock, CopyEngine, EmulatedDevice
@@ -172,6 +173,41 @@ def test_copy_threads_of_a_gpu_tell_every_failure(kind: str, monkeypatch: pytest
     with pytest.raises((ValueError, KeyError)):
         event.synchronize()
     copies.close()
+
+
+class _Noted:
+    """Stands for torch's event, where there is no GPU: which events of one stream there are, in order."""
+
+    of_stream: ClassVar[list[_Noted]] = []
+
+    def __init__(self, **kind: bool) -> None:
+        self.blocks = kind["blocking"]
+
+    def record(self, stream: object) -> None:
+        self.of_stream.append(self)
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+def test_a_large_copy_of_a_gpu_is_told_as_one_from_its_first_piece_to_its_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has one event before its pieces and one after each, which the thread that hands them on sleeps for."""
+    stand_ins = {"Stream": lambda *_: None, "set_device": lambda *_: None, "Event": _Noted, "stream": nullcontext}
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    monkeypatch.setattr(cuda_copies, "PIECE", 2048)
+    monkeypatch.setattr(_Noted, "of_stream", events := list[_Noted]())
+    copies, source, target = CudaCopies(), torch.randn(600), torch.zeros(600)
+    bulk = BulkCopies(torch.device("cuda", 0), copies, up=True)
+    last = bulk.submit(source, target, SimpleNamespace(before=lambda stream: None)).handed_on()  # type: ignore[arg-type]
+    bulk.close()
+    ((up, begin, end, size),) = copies.take_ended()
+    assert (up, size, end) == (True, 2400, last) and torch.equal(source, target)
+    assert [event.blocks for event in events] == [False, True, True, True]
+    assert (begin._event, end._event) == (events[0], events[-1])
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

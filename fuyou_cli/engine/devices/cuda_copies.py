@@ -43,6 +43,14 @@ class CudaEvent(Event):
         return bool(self._event.query())
 
 
+def start_copy(source: torch.Tensor, target: torch.Tensor, stream: torch.cuda.Stream, *, up: bool, blocking: bool) -> CudaEvent:
+    """Hands a copy to the device, after what is on the stream. Returns its end."""
+    with torch.cuda.stream(stream):
+        target.copy_(source, non_blocking=True)
+    (target if up else source).record_stream(stream)
+    return CudaEvent(stream, blocking=blocking)
+
+
 class BulkEvent(Event):
     """Marks the end of a copy in pieces. Until its last piece is handed to the device, only the host can wait for it."""
 
@@ -64,7 +72,8 @@ class BulkEvent(Event):
 
 
 class CudaCopies:
-    """Holds the copies that a device was asked for, with when they ran: up, from, to, bytes. Threads add to them."""
+    """Holds the copies that a device was asked for, with when they ran: up, from, to, bytes. Threads add to them. A large copy
+    counts as one, whatever its pieces: to ask when a copy ran costs the launching thread time at the end of each step."""
 
     def __init__(self) -> None:
         self._copies: deque[tuple[bool, CudaEvent, CudaEvent, int]] = deque(maxlen=MOST_COPIES)
@@ -72,14 +81,15 @@ class CudaCopies:
     def make(
         self, source: torch.Tensor, target: torch.Tensor, stream: torch.cuda.Stream, *, up: bool, blocking: bool = False
     ) -> CudaEvent:
-        """Makes a copy after what is on the stream. Returns its end."""
+        """Makes a copy after what is on the stream, and adds it. Returns its end."""
         begin = CudaEvent(stream)
-        with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
-        (target if up else source).record_stream(stream)
-        end = CudaEvent(stream, blocking=blocking)
-        self._copies.append((up, begin, end, source.numel() * source.element_size()))
+        end = start_copy(source, target, stream, up=up, blocking=blocking)
+        self.add(begin, end, source.numel() * source.element_size(), up=up)
         return end
+
+    def add(self, begin: CudaEvent, end: CudaEvent, size: int, *, up: bool) -> None:
+        """Adds a copy that the device has been handed all of."""
+        self._copies.append((up, begin, end, size))
 
     def take_ended(self) -> list[tuple[bool, CudaEvent, CudaEvent, int]]:
         """Returns the copies that have ended, and forgets them."""
@@ -109,12 +119,16 @@ class BulkCopies:
     def _hand_on(self, source: torch.Tensor, target: torch.Tensor, after: CudaEvent) -> CudaEvent:
         """Hands all pieces to the device, each after earlier ones end. Returns the end of the last."""
         torch.cuda.set_device(self._device)
+        pieces = in_pieces(source, target, PIECE // _HALVES)
         after.before(self.stream)
-        for piece in in_pieces(source, target, PIECE // _HALVES):
+        begin = CudaEvent(self.stream)
+        for piece in pieces:
             while len(self._under_way) >= _HALVES:
                 self._under_way.popleft().synchronize()  # sync: on this thread, which does nothing else
-            self._under_way.append(self._copies.make(*piece, self.stream, up=self._up, blocking=True))
-        return self._under_way[-1]
+            self._under_way.append(start_copy(*piece, self.stream, up=self._up, blocking=True))
+        end = self._under_way[-1]
+        self._copies.add(begin, end, source.numel() * source.element_size(), up=self._up)
+        return end
 
     def hand_on(self) -> None:
         """Returns when everything asked for is with the device."""
