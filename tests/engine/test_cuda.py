@@ -19,6 +19,7 @@ from drawn import every
 from fuyou_cli.engine.devices import cuda
 from fuyou_cli.engine.devices.emulated import EmulatedDevice
 from fuyou_cli.engine.executor import StepAbandoned
+from fuyou_cli.recipe.schema import AdapterSection
 
 from .comparing import unequal
 from .families import gpt2, llama
@@ -38,15 +39,25 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
     "llama, fp32, cut": lambda: Subject(llama(**SMALL), Shape(vocabulary=40, chunk=5)),
     "llama, bf16, tied and cut": lambda: Subject(llama(**SMALL, tie_word_embeddings=True), Shape(vocabulary=40, **BF16)),
 }
-DROPPING: dict[str, Callable[[], Subject]] = {  # which draws other numbers on another device
+
+
+def _lora() -> Subject:
+    pytest.importorskip("peft", reason="peft comes with the extra lora")
+    return Subject(llama(**SMALL), Shape(**BF16), adapter=AdapterSection(r=4))
+
+
+OTHERS: dict[str, Callable[[], Subject]] = {  # not compared with the CPU: dropout draws other numbers on another device
     "gpt2, bf16, dropout, cut": lambda: Subject(gpt2(dropout=0.1), Shape(batch=6, chunk=5, vocabulary=40, **BF16)),
+    "llama, bf16, LoRA": _lora,
 }
-PLACED = ["llama, fp32, uneven", "llama, bf16", "llama, bf16, tied and cut", "gpt2, bf16, dropout, cut"]
+PLACED = ["llama, fp32, uneven", "llama, bf16", "llama, bf16, tied and cut", "gpt2, bf16, dropout, cut", "llama, bf16, LoRA"]
 WAYS: dict[str, dict[str, Any]] = {
     "RAM": dict(home="cpu"),
     "RAM, all kept": dict(home="cpu", kept="all"),
     "ssd, all kept": dict(kept="all"),
     "on the device": dict(home=None, gpu_budget=1 << 33),
+    "updated on the device": dict(home="gpu", boundaries="cpu"),
+    "some updated on the device": dict(device_states=(0, 2)),
     "nothing ahead": dict(lookahead=1),
     "far ahead, striped": dict(lookahead=4, directories=3, update_threads=2),
 }
@@ -69,7 +80,7 @@ def _outcome(subject: Subject, folder: Path, **way: Any) -> Outcome:
 @pytest.fixture(scope="module")
 def subjects() -> Callable[[str], Subject]:
     """Makes each once."""
-    return cache(lambda name: {**SUBJECTS, **DROPPING}[name]())
+    return cache(lambda name: {**SUBJECTS, **OTHERS}[name]())
 
 
 @pytest.fixture
@@ -105,7 +116,7 @@ def test_the_same_steps_as_on_the_cpu(subject: Subject, device: Any, clip: float
     assert ours == pytest.approx(theirs, rel=1e-4 if exact else 3e-2)  # other kernels, other order of sums
 
 
-# The emulated device has each way with two of the four; its other combinations are those of `test_same_everywhere`.
+# The emulated device has each way with every second one; its other combinations are those of `test_same_everywhere`.
 PLACES = every(2, [(name, "emulated", way) for m, way in enumerate(WAYS) for n, name in enumerate(PLACED) if (m + n) % 2])
 PLACES += [pytest.param(name, "cuda", way, marks=pytest.mark.gpu) for way in WAYS for name in PLACED]
 

@@ -11,7 +11,7 @@ import torch
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.engine import decoding
 from fuyou_cli.engine.decoding import DeviceDecoder, HostDecoder
-from fuyou_cli.engine.devices.emulated import EmulatedDevice
+from fuyou_cli.engine.devices import open_device
 from fuyou_cli.engine.skeleton import TORCH_DTYPE
 from fuyou_cli.spec.model import BankSpec, Dtype, StageSpec, TensorSpec
 from fuyou_cli.spec.packed_tensors import QUANTISED, Quantised, packed_bank
@@ -42,19 +42,21 @@ def packed(kind: Quantised, dtype: Dtype) -> tuple[StageSpec, torch.Tensor]:
     return stage, bank
 
 
+@pytest.mark.parametrize("on", ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", QUANTISED)
-def test_every_side_decodes_the_same_bits(kind: Quantised, dtype: Dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_side_decodes_the_same_bits(kind: Quantised, dtype: Dtype, on: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantised_import, "PIECE", 64 * 100)
     monkeypatch.setattr(decoding, "_AT_ONCE", 64 * 256)
     stage, bank = packed(kind, dtype)
-    host, device = HostDecoder(dtype, threads=2), EmulatedDevice()
-    there = DeviceDecoder(device, 64 * 256)
+    host, device = HostDecoder(dtype, threads=2), open_device(on)
+    there, bank_there = DeviceDecoder(device, 64 * 256), device.told(bank)
     for name, at in stage.packed().items():
         ours, theirs = (torch.full((at.numel,), float("nan"), dtype=TORCH_DTYPE[dtype]) for _ in range(2))
         host.decode(kind, bank, at, ours)
-        there.decode(kind, bank, at, theirs)
-        assert torch.equal(ours, theirs), name
+        decoded = device.told(theirs)
+        there.decode(kind, bank_there, at, decoded)
+        assert torch.equal(ours, decoded.cpu()), name
 
         def read(place: tuple[int, int], begin: int, end: int) -> memoryview:
             return cast(memoryview, bank.numpy().data[place[0] + begin : place[0] + end])
