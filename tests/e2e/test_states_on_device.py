@@ -27,6 +27,8 @@ NewProject = Callable[..., Project]
 
 HOST = {"offload.device": "emulated", "offload.weights": "cpu", "offload.optimizer_states": "cpu", "offload.gradients": "cpu"}
 THERE = HOST | {"offload.weights": "gpu", "offload.optimizer_states": "gpu", "offload.gradients": "gpu"}
+ON_A_GPU = {"offload.device": "cuda", "train.deterministic": True}  # whose last bits else differ from run to run
+WHERE = [{}, pytest.param(ON_A_GPU, marks=pytest.mark.gpu)]
 WAYS: tuple[dict[str, Any], ...] = (
     {}, {"train.clip_grad_norm": None}, {"precision.compute": "float32"}, {"checkpoint.commit_every_steps": None},
 )  # fmt: skip
@@ -38,26 +40,29 @@ def _sums(whole: Whole) -> list[tuple[str, int]]:
     return [(name, extent.sum) for stage in found.stages for name, extent in stage.extents()]
 
 
+@pytest.mark.parametrize("where", WHERE, ids=["emulated", "cuda"])
 @pytest.mark.parametrize("way", every(2, WAYS))
-def test_the_same_bits_rest_on_the_store(way: dict[str, Any], whole: Callable[..., Whole]) -> None:
-    ours, theirs = whole({**THERE, **way}), whole({**HOST, **way})
+def test_the_same_bits_rest_on_the_store(way: dict[str, Any], where: dict[str, Any], whole: Callable[..., Whole]) -> None:
+    ours, theirs = whole({**THERE, **way, **where}), whole({**HOST, **way, **where})
     assert ours.losses == theirs.losses
     assert _sums(ours) == _sums(theirs)
     tensors = set(TENSORS) - {"frozen"} - ({"remainder"} if "precision.compute" in way else set())
     assert {name for name, _ in _sums(ours)} == tensors
 
 
+@pytest.mark.parametrize("where", WHERE, ids=["emulated", "cuda"])
 @pytest.mark.parametrize(("first", "then"), [(THERE, HOST), (HOST, THERE)])
 def test_a_run_goes_on_with_other_homes(
-    first: dict[str, str], then: dict[str, str], new_project: NewProject, whole: Callable[..., Whole]
+    first: dict[str, str], then: dict[str, str], where: dict[str, Any], new_project: NewProject, whole: Callable[..., Whole]
 ) -> None:
-    project = new_project(changes={**first, "train.max_steps": STEPS})
+    project = new_project(changes={**first, **where, "train.max_steps": STEPS})
     with pytest.raises(Interrupted):
         train(project, interrupt(4, "backward"))
-    project.write_recipe({**then, "train.max_steps": STEPS})
+    project.write_recipe({**then, **where, "train.max_steps": STEPS})
     losses, store = train(project)
-    assert losses == whole(HOST).losses
-    assert _sums(Whole(losses=losses, store=store)) == _sums(whole(HOST))
+    expected = whole({**HOST, **where})
+    assert losses == expected.losses
+    assert _sums(Whole(losses=losses, store=store)) == _sums(expected)
 
 
 def test_nothing_of_it_is_in_ram(new_project: NewProject) -> None:
