@@ -314,15 +314,16 @@ def on_ssd(context: Context) -> None:
 
 
 def profile(context: Context) -> None:
-    scale, out = context.scale, context.work / "busy.json"
+    scale, out, trace = context.scale, context.work / "busy.json", context.work / "trace.json.gz"
     out.unlink(missing_ok=True)
+    trace.unlink(missing_ok=True)
     first, last = WARM_UP + 1, WARM_UP + 2
     script = ROOT / "scripts" / "gpu" / "profiled.py"
     words = [sys.executable, str(script), "--device", context.device, "--first", str(first), "--last", str(last)]
     shape, layers = context.block
     case = Case(shape=shape, rows=scale.many, steps=last, gpu=scale.gpu)
     what = f"{layers}, {scale.many * scale.length:,} tokens, max_memory.gpu {scale.gpu}, profiled"
-    if context.ours(what, case, words=(*words, "--out", str(out)), saves=5.0) is None:
+    if context.ours(what, case, words=(*words, "--out", str(out), "--trace", str(trace)), saves=5.0) is None:
         return
     found = json.loads(out.read_text(encoding="utf-8"))
     context.record.keep("gaps", found)
@@ -332,6 +333,10 @@ def profile(context: Context) -> None:
     context.record.add(reported(f"{what}: compute busy", f"{found['busy']:.1%}", note=note))
     for one in found["longest"]:
         context.record.add(reported(f"{one['name'][:60]}, ms", f"{one['milliseconds']:.2f}", note=f"{one['times']} times"))
+    for one in found["idle"]:
+        next_one = one["name"][:60] or "the last step's end"
+        text = f"{one['times']} gaps"
+        context.record.add(reported(f"idle before {next_one}, ms", f"{one['milliseconds']:.2f}", note=text))
     for number, gap in enumerate(found["gaps"], start=1):
         where = " < ".join(gap["stack"][:4]) or "unknown"
         text = f"at {gap['at']:.3f} s, after {gap['after'][:60] or '-'}; host ({gap['seen']}): {where}"

@@ -92,8 +92,8 @@ def busy_share(found: Iterable[Interval], window: tuple[float, float]) -> float:
     return sum(one.end - one.begin for one in merged(found, window)) / length if length > 0 else 0.0
 
 
-def longest_gaps(found: Sequence[Interval], window: tuple[float, float], count: int) -> list[Gap]:
-    """The longest stretches of the window in which nothing was under way, the longest first."""
+def longest_gaps(found: Sequence[Interval], window: tuple[float, float], count: int | None) -> list[Gap]:
+    """The longest stretches of the window in which nothing was under way, the longest first. `count`: None for all of them."""
     whole = merged(found, window)
     if not whole:
         return [Gap(begin=window[0], end=window[1], after="", before="")] if window[1] > window[0] else []
@@ -110,11 +110,21 @@ def longest_gaps(found: Sequence[Interval], window: tuple[float, float], count: 
 
 def longest_in_all(found: Iterable[Interval], window: tuple[float, float], count: int) -> list[dict[str, Any]]:
     """What took longest inside the window, all of one name together: its milliseconds, and how often it ran."""
+    inside = ((one.name, min(one.end, window[1]) - max(one.begin, window[0])) for one in found)
+    return _summed(((name, seconds) for name, seconds in inside if seconds > 0), count)
+
+
+def idle_by_next(gaps: Iterable[Gap], count: int) -> list[dict[str, Any]]:
+    """What the device was idle before for longest, all gaps before one name together: their milliseconds, and how many. The
+    name is empty for the end of the window."""
+    return _summed(((gap.before, gap.seconds) for gap in gaps), count)
+
+
+def _summed(found: Iterable[tuple[str, float]], count: int) -> list[dict[str, Any]]:
     taken, times = Counter[str](), Counter[str]()
-    for one in found:
-        if (seconds := min(one.end, window[1]) - max(one.begin, window[0])) > 0:
-            taken[one.name] += seconds
-            times[one.name] += 1
+    for name, seconds in found:
+        taken[name] += seconds
+        times[name] += 1
     return [
         {"name": name, "milliseconds": round(seconds * 1e3, 3), "times": times[name]}
         for name, seconds in taken.most_common(count)
@@ -141,11 +151,12 @@ def summary(
     on_gpu: bool,
     count: int = 10,
 ) -> dict[str, Any]:
-    """Busy shares, the `count` operations that took longest in all, and the `count` longest gaps of a window, as plain data."""
+    """Busy shares, the `count` operations that took longest in all, the `count` that the device was idle before for longest in
+    all, and the `count` longest gaps of a window, as plain data."""
     offset, clock = clock_offset(trace, marked_at)
     compute = intervals(trace, COMPUTE if on_gpu else ON_CPU, offset)
     copies = intervals(trace, COPIES, offset)
-    gaps = longest_gaps(compute, window, count)
+    gaps = longest_gaps(compute, window, None)
     return {
         "seconds": window[1] - window[0],
         "clock": clock,
@@ -153,7 +164,8 @@ def summary(
         "busy": busy_share(compute, window),
         "copies": busy_share(copies, window),
         "longest": longest_in_all(compute, window, count),
-        "gaps": [_described(gap, samples, window[0]) for gap in gaps],
+        "idle": idle_by_next(gaps, count),
+        "gaps": [_described(gap, samples, window[0]) for gap in gaps[:count]],
     }
 
 

@@ -3,6 +3,8 @@
 
     python scripts/gpu/profiled.py --device cuda --first 3 --last 4 --out busy.json RECIPE [key=value]...
 
+`--trace FILE` also keeps the events and the host's stacks (JSON, gzipped), so that gaps can be looked at again elsewhere.
+
 The profiler is told of the device only, and a thread looks at the host's stack every two milliseconds: a trace of the host
 would slow down what is looked at. Without a GPU the host's operators stand for the device's.
 """
@@ -10,11 +12,13 @@ would slow down what is looked at. Without a GPU the host's operators stand for 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,7 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from gpu.gaps import MARK, Sample, summary
+from gpu.gaps import MARK, Sample, clock_offset, summary
 
 EVERY = 0.002  # seconds between two samples
 FRAMES = 8  # of a stack that are kept
@@ -56,6 +60,20 @@ def stack_of(frame: FrameType | None) -> tuple[str, ...]:
         stack.append(f"{path.parent.name}/{path.name}:{frame.f_lineno} {frame.f_code.co_name}")
         frame = frame.f_back
     return tuple(stack)
+
+
+def keep_trace(
+    path: Path, trace: Sequence[Mapping[str, Any]], samples: Sequence[Sample], *, marked_at: float, window: tuple[float, float]
+) -> None:
+    """Writes what `summary` is made of. The trace's seconds and `offset` together are the host's."""
+    kept = {
+        "marked_at": marked_at,
+        "offset": clock_offset(trace, marked_at)[0],
+        "window": window,
+        "samples": [[sample.at, sample.stack] for sample in samples],
+        "traceEvents": trace,
+    }
+    path.write_bytes(gzip.compress(json.dumps(kept).encode(), compresslevel=4))
 
 
 class Profiler:
@@ -114,6 +132,8 @@ class Profiler:
         found = summary(trace, samples, marked_at=self.marked_at, window=window, on_gpu=on_gpu)
         found |= {"steps": self.options.last - self.options.first + 1, "samples": len(samples)}
         self.options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        if self.options.trace is not None:
+            keep_trace(self.options.trace, trace, samples, marked_at=self.marked_at, window=window)
 
 
 def main() -> None:
@@ -122,6 +142,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, required=True)
     parser.add_argument("--last", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="where to keep events and stacks, gzipped")
     parser.add_argument("words", nargs="+", help="of fuyou finetune")
     options = parser.parse_args()
     from fuyou_cli.machine.libraries import settle_libraries

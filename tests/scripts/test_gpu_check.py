@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-from gpu import card_stages, gaps, pack, runner
+from gpu import card_stages, gaps, pack, profiled, runner
 from gpu.card_runs import Case, write_recipe
 from gpu.record import Record
 from proof.verdicts import FAILED, HELD, NOT_SHOWN, ROOT
@@ -58,7 +59,8 @@ def test_the_gaps_of_a_run_are_told_with_who_submits_next(tmp_path: Path) -> Non
     busy = found["stages"][0]["values"]["gaps"]
     assert 0 < busy["busy"] <= 1 and busy["steps"] == 2 and len(busy["gaps"]) == 10
     assert any("fuyou_cli" in line or "engine/" in line for gap in busy["gaps"] for line in gap["stack"])
-    assert "== profile (busy share and gaps): passed" in text and "gap 10, ms" in text
+    assert "== profile (busy share and gaps): passed" in text and "gap 10, ms" in text and "idle before " in text
+    assert json.loads(gzip.decompress((tmp_path / "work" / "trace.json.gz").read_bytes()))["samples"]
 
 
 def test_a_stage_that_hangs_is_ended_with_all_that_it_started_and_the_next_one_runs(tmp_path: Path) -> None:
@@ -222,6 +224,20 @@ def test_busy_and_gaps_fill_the_window() -> None:
     assert gaps.busy_share(found, (0.0, 10.0)) * 10 + idle == pytest.approx(10)
 
 
+def test_idle_time_is_summed_by_what_begins_after_it() -> None:
+    names = ["mm", "adam", "mm", "mm"]
+    found = [
+        gaps.Interval(begin=begin, end=begin + 1, name=name) for begin, name in zip((1.5, 3.5, 5.5, 6.5), names, strict=True)
+    ]
+    whole = gaps.longest_gaps(found, (1.0, 9.5), None)
+    assert gaps.idle_by_next(whole, 10) == [
+        {"name": "", "milliseconds": 2000.0, "times": 1},
+        {"name": "mm", "milliseconds": 1500.0, "times": 2},
+        {"name": "adam", "milliseconds": 1000.0, "times": 1},
+    ]
+    assert [one["name"] for one in gaps.idle_by_next(whole, 2)] == ["", "mm"]
+
+
 def test_a_gap_has_the_stack_seen_most_often_in_it() -> None:
     gap = gaps.Gap(begin=2.0, end=3.0, after="a", before="b")
     samples = [gaps.Sample(at=at, stack=(name,)) for at, name in ((1.9, "x"), (2.1, "y"), (2.2, "z"), (2.3, "z"), (3.1, "w"))]
@@ -230,7 +246,7 @@ def test_a_gap_has_the_stack_seen_most_often_in_it() -> None:
     assert gaps.host_stack(gap, samples[:1]) == ((), 0, 0)
 
 
-def test_the_trace_is_put_on_the_hosts_clock_by_its_mark() -> None:
+def test_the_trace_is_put_on_the_hosts_clock_by_its_mark(tmp_path: Path) -> None:
     def event(name: str, begin: float, length: float, kind: str) -> dict[str, Any]:
         return {"ph": "X", "cat": kind, "name": name, "ts": begin, "dur": length}
 
@@ -252,6 +268,12 @@ def test_the_trace_is_put_on_the_hosts_clock_by_its_mark() -> None:
     ]
     assert (found["gaps"][1]["stack"], found["gaps"][1]["seen"]) == (["streamed.py:1 wait"], "1 of 1 samples")
     assert found["clock"] == "its mark"
+    assert [(one["name"], one["milliseconds"]) for one in found["idle"]] == [("matmul", 1000.0), ("adam", 1000.0)]
+    profiled.keep_trace(tmp_path / "kept", trace, samples, marked_at=100.0, window=(101.0, 105.0))
+    kept = json.loads(gzip.decompress((tmp_path / "kept").read_bytes()))
+    stacks = [gaps.Sample(at=at, stack=tuple(stack)) for at, stack in kept["samples"]]
+    again = gaps.summary(kept["traceEvents"], stacks, marked_at=kept["marked_at"], window=tuple(kept["window"]), on_gpu=True)
+    assert (again, kept["offset"]) == (found, 99.0)
     without = gaps.summary(trace[2:], samples, marked_at=100.0, window=(100.0, 104.0), on_gpu=True)
     assert (without["busy"], without["clock"]) == (found["busy"], "its first event, as it has no mark")
     with pytest.raises(ValueError, match="no event"):
