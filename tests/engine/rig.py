@@ -49,8 +49,8 @@ from fuyou_cli.swap.kernels import join, scratch_size
 from fuyou_cli.swap.store import Store
 
 EVERYWHERE: Any = os.environ.get("FUYOU_TEST_DEVICE")
-if EVERYWHERE == "cuda":  # kernels that give the same bits every time; one that has no such kernel only warns
-    torch.use_deterministic_algorithms(True, warn_only=True)
+if EVERYWHERE == "cuda":  # attention too: with `warn_only` its backward still gives other bits every time
+    torch.use_deterministic_algorithms(True)
 # Memory that a device may take beside its plan: cuBLAS and torch's allocator take more at once than a tiny model needs.
 SPARE = 128 << 20 if EVERYWHERE == "cuda" else 0
 
