@@ -219,14 +219,16 @@ def many_tokens(context: Context) -> None:
     _beside_memory(context, context.scale.many)
 
 
-def _beside_memory(context: Context, rows: int) -> None:
+def _beside_memory(context: Context, rows: int, *, gpu: str | None = None) -> None:
     """Predicted beside measured beside plain PyTorch with everything on the GPU, and the same losses."""
     shape, layers = context.block
-    case = Case(shape=shape, rows=rows, steps=context.scale.steps)
-    what = f"{layers}, {rows * context.scale.length:,} tokens a step"
+    case = Case(shape=shape, rows=rows, steps=context.scale.steps, gpu=gpu)
+    what = f"{layers}, {rows * context.scale.length:,} tokens a step" + (f", max_memory.gpu {gpu}" if gpu else "")
     if (ours := context.ours(what, case)) is None:
         return
     _speed(context, what, ours)
+    if gpu:
+        _gpu_peak(context, what, ours)
     theirs = in_memory(context.place, case, micro=_micro(ours, context))
     context.record.keep(f"{what}, in memory", theirs)
     asked = f"<= {SAME_LOSS:g}"
@@ -267,13 +269,7 @@ def _micro(ours: dict[str, Any], context: Context) -> int:
 
 def small_memory(context: Context) -> None:
     """As on a card of 24 GB: what the run takes of the device stays below that."""
-    scale = context.scale
-    shape, layers = context.block
-    case = Case(shape=shape, rows=scale.many, steps=scale.steps, gpu=scale.gpu)
-    what = f"{layers}, {scale.many * scale.length:,} tokens, max_memory.gpu {scale.gpu}"
-    if ours := context.ours(what, case):
-        _speed(context, what, ours)
-        _gpu_peak(context, what, ours)
+    _beside_memory(context, context.scale.many, gpu=context.scale.gpu)
 
 
 def _gpu_peak(context: Context, what: str, ours: dict[str, Any]) -> None:
