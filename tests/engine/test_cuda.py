@@ -48,9 +48,17 @@ def _lora() -> Subject:
 
 OTHERS: dict[str, Callable[[], Subject]] = {  # not compared with the CPU: dropout draws other numbers on another device
     "gpt2, bf16, dropout, cut": lambda: Subject(gpt2(dropout=0.1), Shape(batch=6, chunk=5, vocabulary=40, **BF16)),
+    "gpt2, fp32, dropout": lambda: Subject(gpt2(dropout=0.1), Shape(batch=5)),
     "llama, bf16, LoRA": _lora,
 }
-PLACED = ["llama, fp32, uneven", "llama, bf16", "llama, bf16, tied and cut", "gpt2, bf16, dropout, cut", "llama, bf16, LoRA"]
+PLACED = [
+    "gpt2, fp32, dropout",
+    "llama, fp32, uneven",
+    "llama, bf16",
+    "llama, bf16, tied and cut",
+    "gpt2, bf16, dropout, cut",
+    "llama, bf16, LoRA",
+]
 WAYS: dict[str, dict[str, Any]] = {
     "RAM": dict(home="cpu"),
     "RAM, all kept": dict(home="cpu", kept="all"),

@@ -1,9 +1,8 @@
 """Keeps outputs of operators from forward to backward. Forward puts them in their places. The recompute gets them back and
 computes only what was not kept.
 
-Each output is given back once, so the model's code may change it in place. Forward runs as the recompute will: with autograd
-on, but without saving what autograd would save. Some kernels return more when a gradient is wanted, or other kernels run. An
-output is never a parameter, and two outputs never share memory, so nothing is kept twice.
+Each output is given back once, so the model's code may change it in place. Forward runs as the recompute will
+(`without_saving`). An output is never a parameter, and two outputs never share memory, so nothing is kept twice.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -24,7 +23,7 @@ from ...spec.model import OperatorSpec, StageSpec
 from ..devices.base import Event
 from ..moves import Waiting
 from .operators import Operators, name_of, product_into
-from .recompute import Run, Sparing
+from .recompute import Run, Sparing, without_saving
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +90,8 @@ class KeptOutputs:
     def forward(self, run: Run, x: torch.Tensor, micro_batch: int) -> torch.Tensor:
         """Runs the forward. At its end the copies of the previous micro-batch have ended."""
         mode = _Keeping(self, micro_batch)
-        hooks = torch.autograd.graph.saved_tensors_hooks(_drop, _refuse)
-        with torch.enable_grad(), hooks, mode:
-            y = run(x.detach().requires_grad_(True))
+        with mode:
+            y = without_saving(run, x)
         self._resting[micro_batch] = mode.outputs
         self._leaving.append(list(mode.copies.values()))
         self._began(self._stage.index, *mode.copies.values())
@@ -102,7 +100,7 @@ class KeptOutputs:
             with self._waiting(BOUNDARIES_ACROSS) if events else nullcontext():
                 for event in events:
                     event.synchronize()  # sync: the outputs of the previous micro-batch
-        return y.detach()
+        return y
 
     def begin(self, micro_batch: int) -> None:
         self._arriving[micro_batch] = self._given(micro_batch)
@@ -221,11 +219,3 @@ class GivingBack(Sparing):
         for event in events:
             event.wait()
         return tuple(values) if self._outputs[index][1] else values[0]
-
-
-def _drop(tensor: torch.Tensor) -> None:
-    """Drops what autograd would save in a forward that will be recomputed."""
-
-
-def _refuse(nothing: None) -> NoReturn:
-    raise AssertionError("a forward that is recomputed has no backward of its own")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -22,16 +22,23 @@ from .operators import Operators, factors
 Run = Callable[[torch.Tensor], torch.Tensor]  # a stage's forward of one micro-batch
 
 
+def without_saving(run: Run, x: torch.Tensor) -> torch.Tensor:
+    """Runs a forward as the recompute will: with autograd on, but without saving what autograd would save. Some kernels return
+    more if a gradient is wanted, or other kernels run, which round differently and draw other dropout."""
+    hooks = torch.autograd.graph.saved_tensors_hooks(_drop, _refuse)
+    with torch.enable_grad(), hooks:
+        return run(x.detach().requires_grad_(True)).detach()
+
+
 class Recompute:
-    """Implements `Activations` for a stage that keeps only its input."""
+    """Implements `Activations` for a stage that keeps only its input. `as_backward`: on a GPU, where attention chooses other
+    kernels without gradients. On a processor it does not, and forward is faster without."""
 
-    as_backward = False
-
-    def __init__(self, stage: StageSpec) -> None:
-        self._stage = stage
+    def __init__(self, stage: StageSpec, *, as_backward: bool = False) -> None:
+        self._stage, self.as_backward = stage, as_backward
 
     def forward(self, run: Run, x: torch.Tensor, micro_batch: int) -> torch.Tensor:
-        return run(x)
+        return without_saving(run, x) if self.as_backward else run(x)
 
     def begin(self, micro_batch: int) -> None:
         return None
@@ -93,3 +100,11 @@ class Sparing(Operators):
         if pair is None or weight not in (pair[0].data_ptr(), pair[1].data_ptr()):
             return func(*args, **kwargs)
         return pair[0].new_zeros(pair[0].shape[0], pair[1].shape[1])
+
+
+def _drop(tensor: torch.Tensor) -> None:
+    """Drops what autograd would save in a forward that will be recomputed."""
+
+
+def _refuse(nothing: None) -> NoReturn:
+    raise AssertionError("a forward that is recomputed has no backward of its own")
