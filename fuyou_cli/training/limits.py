@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..core.errors import UsageError
+from ..core.units import MiB
 from ..engine.processor import has_fast_bfloat16
 
 if TYPE_CHECKING:
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
     from ..recipe.schema import Recipe
     from ..spec.hardware import HardwareProfile
 
-_PLANNED_OF_A_GPU = 0.95
+_UNPLANNED_OF_A_GPU = 0.05
+_LEAST_UNPLANNED = 128 * MiB  # cuBLAS alone has 32 MiB for its own use, however little a run may use
 _POSITION_OFFSET = 2  # extra rows that a table of positions may have (OPT's padding)
 
 
@@ -66,7 +68,9 @@ def gpu_limit(recipe: Recipe, hardware: HardwareProfile) -> int | None:
     """Returns the bytes that a plan may use of a device with its own memory. On a GPU this is a little less than the process
     may use, because torch's allocator loses some to fragments and workspaces."""
     most = gpu_most(recipe, hardware)
-    return most if most is None or hardware.device != "cuda" else int(most * _PLANNED_OF_A_GPU)
+    if most is None or hardware.device != "cuda":
+        return most
+    return max(0, int(most - max(_UNPLANNED_OF_A_GPU * most, _LEAST_UNPLANNED)))
 
 
 def gpu_most(recipe: Recipe, hardware: HardwareProfile) -> int | None:

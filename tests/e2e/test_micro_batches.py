@@ -14,6 +14,7 @@ from fuyou_cli.core.units import GiB, MiB
 from fuyou_cli.machine.described import described
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.spec.plan import Numerics
+from fuyou_cli.training.limits import gpu_limit
 from fuyou_cli.training.numerics import MOST_TOKENS, fastest_size, head_chunk, head_piece, sizes_of
 
 from .conftest import Project
@@ -113,6 +114,20 @@ def test_a_gpu_with_room_makes_more_logits_at_once(
         assert head_piece(recipe, replace(machine, device_free=free)) == piece
     auto = head_chunk(recipe.train, 1 << 20, 32768, piece=piece)
     assert auto == piece // (16 * 32768) and head_chunk(recipe.train, auto, 32768, piece=piece) == 0
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "planned_with"),
+    [
+        ("cuda", "20GiB", 19 * GiB), ("cuda", "1GiB", GiB - 128 * MiB), ("cuda", "100MiB", 0), ("emulated", "1GiB", GiB),
+    ],
+)  # fmt: skip
+def test_libraries_have_their_part_of_a_gpu(
+    new_project: Callable[..., Project], device: str, asked: str, planned_with: int
+) -> None:
+    machine = replace(described("rtx4090,gen4,64GiB"), device=device)
+    recipe = load_recipe(new_project().recipe, [f"offload.max_memory.gpu={asked}", f"offload.device={device}"]).recipe
+    assert gpu_limit(recipe, machine) == planned_with
 
 
 def _numerics(project: Project, micro_batch_size: int | None) -> Numerics:
