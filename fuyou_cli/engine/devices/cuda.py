@@ -4,8 +4,7 @@ arena.
 Correctness comes first: uploads wait for compute that may still read their target, downloads wait for compute that produces
 their source. A target fresh from torch's allocator may be memory that submitted compute still uses, so such an upload waits for
 all compute. Only an upload to memory that stays allocated may be submitted behind an earlier point, its last reader. Host
-memory is registered with cudaHostRegister, because torch's own pinned allocator rounds sizes up to powers of two. CHANGELOG.md
-lists what no GPU has confirmed yet.
+memory is registered with cudaHostRegister, because torch's own pinned allocator rounds sizes up to powers of two.
 """
 
 from __future__ import annotations
