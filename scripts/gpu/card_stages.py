@@ -19,6 +19,7 @@ from proof.both_sides import FUYOU, child_environment
 from proof.verdicts import ROOT, at_least, at_most, holds, missing, reported
 
 from fuyou_cli.core.units import GiB, MiB, gib, parse_size
+from fuyou_cli.machine.profile import core_count
 
 from .card_runs import STACK_LINES, Case, Place, end_of, end_with_stacks, finetune, in_memory, settled, write_recipe
 from .pinning import pin
@@ -27,6 +28,7 @@ from .record import Record
 SAME_LOSS = 2e-3  # relative, of the first step: the same rows and weights, bf16 on both sides
 TO_END = 4.0  # seconds before its limit at which a stage ends what it runs
 HANGS = 40  # seconds after which a test on a GPU has failed, and the others go on
+WORKERS = 4  # processes that share the tests, each with a context of its own
 WARM_UP = 2  # steps: the second runs the first update that was deferred
 
 
@@ -172,7 +174,8 @@ def _tests(context: Context, what: str, files: Sequence[str], **environment: str
     chosen = ["-m", "gpu"] if context.device == "cuda" else ["-m", "not gpu and not slow", "-k", "emulated"]
     output = context.work / "tests.txt"
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *chosen, *files]
-    command += [f"--timeout={HANGS}"] if context.device == "cuda" else []  # by a signal: it tells the stacks of all threads
+    if context.device == "cuda":  # the limit is a signal: it tells the stacks of all threads
+        command += [f"--timeout={HANGS}", *(["-n", str(WORKERS)] if core_count() >= 2 * WORKERS else [])]
     everything = child_environment() | environment
     with (
         output.open("wb") as file,
@@ -196,16 +199,17 @@ def _of_gpu(path: Path) -> bool:
 
 
 def counted(output: str) -> tuple[dict[str, int], list[str]]:
-    """Of what `pytest -v` wrote, which need not have come to its end: how many tests passed, failed and were skipped; the names
-    of those that failed, and of one that had begun."""
-    begun = re.findall(
-        r"^(\S+::.*?)(?: (PASSED|FAILED|ERROR|SKIPPED)\b.*| Fatal Python error.*| *)$", output, flags=re.MULTILINE
-    )
-    verdicts = Counter(verdict for _, verdict in begun)
-    bad = [(name.partition("::")[2], verdict) for name, verdict in begun if verdict not in ("PASSED", "SKIPPED")]
+    """Of what `pytest -v` wrote, in one process or several, which need not have come to its end: how many tests passed, failed
+    and were skipped; the names of those that failed, and of any that had begun."""
+    alone = r"^(\S+::.*?)(?: (PASSED|FAILED|ERROR|SKIPPED)\b.*| Fatal Python error.*| *)$"
+    found = {name: verdict for name, verdict in re.findall(alone, output, flags=re.MULTILINE)}
+    for verdict, name in re.findall(r"^\[gw\d+\] \[ *\d+%\] (\w+) (\S+::.*?)(?: Fatal.*| *)$", output, flags=re.MULTILINE):
+        found[name] = verdict
+    verdicts = Counter(found.values())
+    bad = [(name.partition("::")[2], verdict) for name, verdict in found.items() if verdict not in ("PASSED", "SKIPPED")]
     failed = [name if verdict else f"{name} did not end" for name, verdict in bad]
     counts = {"passed": verdicts["PASSED"], "failed": len(failed), "skipped": verdicts["SKIPPED"]}
-    return (counts, failed) if begun else ({}, [])
+    return (counts, failed) if found else ({}, [])
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------

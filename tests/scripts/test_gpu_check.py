@@ -186,6 +186,22 @@ def test_a_test_that_hangs_is_named_with_its_stacks_and_what_passed_before_it_is
     assert "in test_emulated_hangs" in kept["end"]
 
 
+def test_tests_of_several_processes_are_counted() -> None:
+    output = """
+scheduling tests via LoadScheduling
+
+tests/a.py::test_a[0]
+tests/a.py::test_a[1, x]
+[gw0] [ 14%] PASSED tests/a.py::test_a[0]
+tests/a.py::test_b
+[gw1] [ 28%] FAILED tests/a.py::test_a[1, x]
+tests/b.py::test_c
+[gw0] [ 42%] SKIPPED tests/b.py::test_c Fatal Python error: Aborted
+"""
+    counts = {"passed": 1, "failed": 2, "skipped": 1}
+    assert card_stages.counted(output) == (counts, ["test_a[1, x]", "test_b did not end"])
+
+
 # ---- gaps ------------------------------------------------------------------------------------------------------------
 
 
