@@ -148,7 +148,8 @@ def _cell(values: Mapping[str, Any] | None) -> str:
     return f"{values['tokens_per_second']:,.0f} tokens/s, {values['written_per_step'] * STEPS / 1e12:,.0f} TB"
 
 
-def write_readme(table: str, path: Path = ROOT / "README.md") -> None:
+def write_readme(table: str) -> None:
+    path = ROOT / "README.md"
     before, _, rest = path.read_text(encoding="utf-8").partition(README_BEGIN)
     _, _, after = rest.partition(README_END)
     path.write_text(f"{before}{README_BEGIN}\n{table}\n{README_END}{after}", encoding="utf-8")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
+MiB, GiB = 1 << 20, 1 << 30
 LARGEST_SIZE = 1 << 62  # bytes; anything above is a typo, and overflows the store's addresses
 LONGEST_TIME = 3650 * 86400  # seconds; a run of more than ten years is a typo too
 LARGEST_RATE = 1e21  # per second; no machine comes near it, and no result computed from it overflows

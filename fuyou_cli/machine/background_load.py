@@ -25,10 +25,10 @@ class BackgroundLoad:
         return round(max(0.0, used) / max(time.monotonic() - self._began, 1e-9), 3)
 
 
-def cores_now(seconds: float = LOOK) -> float:
-    """Returns the cores that others use while this process sleeps for this many seconds."""
+def cores_now() -> float:
+    """Returns the cores that others use while this process sleeps."""
     others = BackgroundLoad()
-    time.sleep(seconds)
+    time.sleep(LOOK)
     return others.cores()
 
 

@@ -132,7 +132,7 @@ def nearly_worn(found: Iterable[Drive]) -> list[str]:
     return [f"{drive.model or 'a drive'} reports that {drive.percent_used} % of its endurance is used" for drive in worn]
 
 
-def has_nvidia_card(sysfs: Path = Path("/sys")) -> bool:
+def has_nvidia_card(sysfs: Path) -> bool:
     """Tells whether the PCI bus has a display or compute device of NVIDIA, with a driver or without."""
     devices = sysfs.glob("bus/pci/devices/*")
     return any(_line(device / "vendor") == "0x10de" and _line(device / "class").startswith("0x03") for device in devices)

@@ -39,7 +39,6 @@ Count = Annotated[int, Field(ge=0, lt=2**31)]
 Share = Annotated[float, Field(ge=0, le=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 AnyTier = Literal["auto", "gpu", "cpu", "ssd"]
-NotBuilt = Any  # a future section of the schema: `unbuilt` refuses it
 
 _AUTO = MemoryLimit(text="auto")
 _FEW = Field(strict=False, json_schema_extra={"minItems": 1, "maxItems": 16})  # `not_empty` and `few`, for editors

@@ -151,14 +151,12 @@ def dynamic_encode(values: Buffer, codes: Buffer, maxima: Buffer) -> None:
     _refuse(_lost(lib.fy_dynamic_encode, _at(source, "float[]"), source.size, _at(dynamic_levels(), "float[]"), *place))
 
 
-def dynamic_decode(codes: Buffer, maxima: Buffer, values: Buffer, *, offset: float, levels: Buffer | None = None) -> None:
-    """Fills float32 `values` with what `dynamic_encode` was given, plus `offset`. `levels`: those of a file."""
+def dynamic_decode(codes: Buffer, maxima: Buffer, values: Buffer, *, offset: float) -> None:
+    """Fills float32 `values` with what `dynamic_encode` was given, plus `offset`."""
     source, most, target = _array(codes, 1), _array(maxima, 4), _array(values, 4)
     _same(source.size, target.size, most.size, -(-target.size // DYNAMIC_BLOCK))
-    table = _array(dynamic_levels() if levels is None else levels, 4)
-    _same(table.size, 256)
     place = _at(source, "uint8_t[]"), _at(most, "float[]")
-    _checked(lib.fy_dynamic_decode(*place, target.size, _at(table, "float[]"), offset, _at(target, "float[]")))
+    _checked(lib.fy_dynamic_decode(*place, target.size, _at(dynamic_levels(), "float[]"), offset, _at(target, "float[]")))
 
 
 # ---- arguments -------------------------------------------------------------------------------------------------------

@@ -23,15 +23,15 @@ def make_store(folder: Path, *, files: list[Path], version: int = VERSION, **ext
     return manifest
 
 
-def make_file(path: Path, size: int = 8192) -> Path:
+def make_file(path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(b"x" * size)
+    path.write_bytes(b"x" * 8192)
     return path
 
 
-def make_part(folder: Path, *, first: Path, run: str = "r1", index: int = 1) -> Path:
+def make_part(folder: Path, *, first: Path, run: str = "r1") -> Path:
     part = make_file(folder / "part.json")
-    part.write_text(json.dumps({"fuyou_part": 1, "run": run, "index": index, "count": 2, "first": str(first)}))
+    part.write_text(json.dumps({"fuyou_part": 1, "run": run, "index": 1, "count": 2, "first": str(first)}))
     return part
 
 

@@ -195,7 +195,7 @@ class Rig:
         self.subject, self.anatomy = subject, subject.anatomy
         self.spec = subject.spec if compiled is None else as_compiled(subject.spec)
         self._compiled = compiled
-        self.optimizer, self.steps_done = optimizer, 0
+        self.optimizer = optimizer
         self.losses: list[float] = []
         self.request = PlanRequest(
             numerics=subject.numerics, model_name="tiny", device=device, clip_grad_norm=clip, cpu_budget=budget,

@@ -110,10 +110,8 @@ BLOCK, LEAF, NORM = 1 << 20, 1 << 19, 2048
 BLOCKS = 6
 
 
-def _all_ssd(
-    *, clip: float | None, tied: bool, lookahead: int = 1, dtype: str = "bfloat16", kept: Kept | None = None
-) -> tuple[ModelSpec, Plan]:
-    spec = model(LEAF, *[BLOCK] * BLOCKS, NORM, LEAF, tied=tied, dtype=dtype)
+def _all_ssd(*, clip: float | None, tied: bool, lookahead: int = 1, kept: Kept | None = None) -> tuple[ModelSpec, Plan]:
+    spec = model(LEAF, *[BLOCK] * BLOCKS, NORM, LEAF, tied=tied, dtype="bfloat16")
     numerics = Numerics(
         compute_dtype=spec.compute_dtype, accumulate_dtype=spec.compute_dtype, batch_size=4, micro_batch_size=2,
         max_seq_len=64, head_chunk_tokens=0, torch_threads=1, seed=0,

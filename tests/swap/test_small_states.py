@@ -32,10 +32,10 @@ class Stage(NamedTuple):
     variance: np.ndarray
 
 
-def a_stage(states: StateDtype, count: int = COUNT) -> Stage:
+def a_stage(states: StateDtype) -> Stage:
     layout = StateLayout(weights="float32", dtype=states)
-    sizes = [layout.size("momentum", count), layout.size("variance", count)]
-    return Stage(reference.random_state(count, 1).master, *(np.zeros(size, np.uint8) for size in sizes))
+    sizes = [layout.size("momentum", COUNT), layout.size("variance", COUNT)]
+    return Stage(reference.random_state(COUNT, 1).master, *(np.zeros(size, np.uint8) for size in sizes))
 
 
 def an_update(states: StateDtype, step: int = 1, **changes: object) -> Update:

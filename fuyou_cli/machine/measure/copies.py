@@ -26,7 +26,7 @@ PIECES = 8  # of a copy; pieces of both ways are submitted in turns
 LEAST = 0.1  # of the rate alone; less than that is a copy engine that does one way after the other
 
 
-def measure_memory(*, repeats: int, size: int = HOST_COPIED) -> Findings:
+def measure_memory(*, repeats: int) -> Findings:
     """Measures bytes read and written per second by all compute threads, on pages that exist and on new ones.
 
     The kernel must clear new pages first. The tensor of a whole batch has new pages, because every visit makes it again.
@@ -35,14 +35,14 @@ def measure_memory(*, repeats: int, size: int = HOST_COPIED) -> Findings:
 
     from fuyou_cli.engine.host_memory import whole_batch
 
-    source, there = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
-    note = f"{size >> 20} MiB, {torch.get_num_threads()} threads"
+    source, there = torch.ones(HOST_COPIED, dtype=torch.uint8), torch.ones(HOST_COPIED, dtype=torch.uint8)
+    note = f"{HOST_COPIED >> 20} MiB, {torch.get_num_threads()} threads"
 
     def rate(name: str, target: Callable[[], torch.Tensor]) -> Rate:
         taken = [seconds_of(partial(target().copy_, source)) for _ in range(1 + repeats)][1:]
-        return rate_of(name, "B/s", each(2.0 * size, taken), note)
+        return rate_of(name, "B/s", each(2.0 * HOST_COPIED, taken), note)
 
-    new = rate("copy to new pages", lambda: whole_batch((size,), torch.uint8))
+    new = rate("copy to new pages", lambda: whole_batch((HOST_COPIED,), torch.uint8))
     return found(host_copy=rate("copy", lambda: there), host_fresh=new)
 
 

@@ -74,7 +74,7 @@ def write_config(config: PreTrainedConfig, folder: Path, *, blocks: int) -> Path
     return model_dir
 
 
-def random_entries(model: PreTrainedModel, folder: Path, *, dtype: str, seed: int = 0) -> Mapping[str, TensorEntry]:
+def random_entries(model: PreTrainedModel, folder: Path, *, dtype: str, seed: int) -> Mapping[str, TensorEntry]:
     """Makes up a checkpoint's tensors, by name. Each is the beginning of one random file."""
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     largest = max(math.prod(shape) for shape in shapes.values())
@@ -98,7 +98,7 @@ def _bytes_of(values: Any, dtype: str) -> bytes:
     return bytes((values.view(np.uint32) >> 16).astype(np.uint16) if dtype == "bfloat16" else values)
 
 
-def random_rows(folder: Path, *, rows: int, tokens: int, vocabulary: int, seed: int = 0) -> Rows:
+def random_rows(folder: Path, *, rows: int, tokens: int, vocabulary: int, seed: int) -> Rows:
     """Makes rows of equal length as tokenising would, with loss on all tokens."""
     out = folder / f"rows-{rows}-{tokens}"
     out.mkdir(exist_ok=True)
