@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+Outcome = tuple[list[float], dict[str, torch.Tensor]]  # losses and weights of a run
+
 
 def relative(ours: Sequence[float], theirs: Sequence[float]) -> float:
     """The largest relative difference."""
@@ -24,3 +26,9 @@ def unequal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> l
     """Names whose bits differ."""
     assert ours.keys() == theirs.keys()
     return [n for n in ours if not torch.equal(ours[n].view(torch.uint8), theirs[n].view(torch.uint8))]
+
+
+def assert_same(ours: Outcome, theirs: Outcome) -> None:
+    """Compares bit for bit."""
+    assert ours[0] == theirs[0]
+    assert unequal(ours[1], theirs[1]) == []

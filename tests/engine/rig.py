@@ -48,6 +48,8 @@ from fuyou_cli.swap.daemon import Counters, DaemonOptions, SwapDaemon
 from fuyou_cli.swap.kernels import join, scratch_size
 from fuyou_cli.swap.store import Store
 
+from .comparing import Outcome
+
 EVERYWHERE: Any = os.environ.get("FUYOU_TEST_DEVICE")
 if EVERYWHERE == "cuda":  # attention too: with `warn_only` its backward still gives other bits every time
     torch.use_deterministic_algorithms(True)
@@ -264,6 +266,15 @@ class Rig:
     def counters(self) -> Counters:
         return self.daemon.counters()
 
+    def moved(self, steps: int) -> tuple[int, int, int]:
+        """Returns bytes read and written, and parameters updated, in `steps` steps and the draining after them."""
+        before = self.counters()
+        self.run(steps, settle=True)
+        after = self.counters()
+        names = ("read_bytes", "written_bytes", "update_params")
+        read, written, updated = (getattr(after, name) - getattr(before, name) for name in names)
+        return read, written, updated
+
     # ---- looking at what rests -----------------------------------------------------------------------------------
 
     @property
@@ -347,6 +358,12 @@ class Rig:
             self.daemon.wait(self.daemon.read(self._window.offset, extent.offset, extent.size))
             ram = self._window
         return self.memory.tensor(ram, dtype, count).clone()
+
+
+def outcome(subject: Subject, folder: Path, steps: int, **way: Any) -> Outcome:
+    """Runs steps in a rig that is opened for them."""
+    with Rig(subject, folder, **way) as rig:
+        return rig.run(steps), rig.weights()
 
 
 def named(stage: StageSpec, flat: torch.Tensor) -> dict[str, torch.Tensor]:

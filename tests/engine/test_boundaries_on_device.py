@@ -12,9 +12,10 @@ from fuyou_cli.engine.devices.emulated import EmulatedDevice
 from fuyou_cli.planner.boundary_layout import every_operator
 from fuyou_cli.planner.device_memory import device_memory
 
+from .comparing import assert_same
 from .families import gpt2, llama
 from .rig import Rig, Shape, Subject
-from .test_kept_outputs import UNEVEN, _assert_same, _outcome, _two_steps_one_given_up
+from .test_kept_outputs import UNEVEN, _outcome, _two_steps_one_given_up
 
 THERE: dict[str, Any] = {"home": "cpu", "device": "emulated", "boundaries": "gpu"}
 
@@ -30,12 +31,12 @@ THERE: dict[str, Any] = {"home": "cpu", "device": "emulated", "boundaries": "gpu
 def test_bitwise_recompute(dropout: float, way: dict[str, Any], tmp_path: Path) -> None:
     subject = Subject(gpt2(dropout=dropout), Shape(**UNEVEN))
     expected = _outcome(subject, tmp_path / "cpu", clip=way.get("clip", 0.5))
-    _assert_same(_outcome(subject, tmp_path / "gpu", **{**THERE, **way}), expected)
+    assert_same(_outcome(subject, tmp_path / "gpu", **{**THERE, **way}), expected)
 
 
 def test_bitwise_in_sweeps(tmp_path: Path) -> None:
     subject = Subject(llama(), Shape(batch=4, micro=1, dtype="bfloat16"))
-    _assert_same(_outcome(subject, tmp_path / "gpu", **THERE, sweeps=2), _outcome(subject, tmp_path / "cpu"))
+    assert_same(_outcome(subject, tmp_path / "gpu", **THERE, sweeps=2), _outcome(subject, tmp_path / "cpu"))
 
 
 def test_none_of_them_crosses(tmp_path: Path) -> None:
@@ -79,4 +80,4 @@ def test_a_step_given_up_leaves_nothing_behind(tmp_path: Path) -> None:
     expected = _outcome(subject, tmp_path / "whole")
     with Rig(subject, tmp_path / "broken", **THERE) as rig:
         _two_steps_one_given_up(rig, subject)
-        _assert_same((rig.losses, rig.weights()), expected)
+        assert_same((rig.losses, rig.weights()), expected)

@@ -14,12 +14,11 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.engine.compiled import CompiledBlocks, load_compiler
 
-from .comparing import distance, relative, unequal
+from .comparing import Outcome, assert_same, distance, relative, unequal
 from .families import FAMILIES, gpt2, llama
-from .rig import Rig, Shape, Subject
+from .rig import Rig, Shape, Subject, outcome
 
 STEPS = 2
-Outcome = tuple[list[float], dict[str, torch.Tensor]]
 SUBJECTS: dict[str, Callable[[], Subject]] = {
     "llama, 5 blocks": lambda: Subject(llama(num_hidden_layers=5), Shape(micro=1)),
     "llama, bf16, cut": lambda: Subject(llama(num_hidden_layers=3), Shape(dtype="bfloat16", vocabulary=40)),
@@ -41,22 +40,17 @@ def _fresh() -> None:
     torch._dynamo.reset()
 
 
-def _outcome(subject: Subject, folder: Path, **way: Any) -> Outcome:
-    with Rig(subject, folder, **way) as rig:
-        return rig.run(STEPS), rig.weights()
-
-
 @pytest.mark.parametrize("name", every(2, SUBJECTS))
 def test_blocks_alike_are_compiled_once(name: str, tmp_path: Path) -> None:
     """Traces and differentiates by the compiler, with operators run one by one: the same arithmetic as without it."""
     subject = SUBJECTS[name]()
-    plain = _outcome(subject, tmp_path / "plain")
+    plain = outcome(subject, tmp_path / "plain", STEPS)
     found: list[Outcome] = []
     ways = dict([*WAYS.items()][[*SUBJECTS].index(name) % 2 :: 2])  # in turn: every way with two subjects
     for way, options in ways.items():
         torch._dynamo.reset()
         blocks = CompiledBlocks(backend="aot_eager")
-        found.append(_outcome(subject, tmp_path / way, compiled=blocks, **options))
+        found.append(outcome(subject, tmp_path / way, STEPS, compiled=blocks, **options))
         assert blocks.graphs == 1, way
     clipped = [outcome for outcome, options in zip(found, ways.values(), strict=True) if "clip" not in options]
     for losses, weights in clipped[1:]:
@@ -75,8 +69,8 @@ def test_blocks_that_differ_are_compiled_each(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(LlamaDecoderLayer, "forward", differs)
     subject, blocks = Subject(llama(num_hidden_layers=3), Shape()), CompiledBlocks(backend="aot_eager")
-    plain = _outcome(subject, tmp_path / "plain", home="cpu")
-    losses, weights = _outcome(subject, tmp_path / "compiled", home="cpu", compiled=blocks)
+    plain = outcome(subject, tmp_path / "plain", STEPS, home="cpu")
+    losses, weights = outcome(subject, tmp_path / "compiled", STEPS, home="cpu", compiled=blocks)
     assert blocks.graphs == 3
     assert relative(losses, plain[0]) < 1e-5 and distance(weights, plain[1]) < 1e-5
 
@@ -88,14 +82,14 @@ def test_by_the_real_compiler(runs: int, tmp_path: Path, monkeypatch: pytest.Mon
         "SETUPTOOLS_USE_DISTUTILS", "stdlib"
     )  # another test may have imported that one: setuptools refuses it else
     subject = Subject(llama(num_hidden_layers=4), Shape(batch=2, micro=1))
-    plain = _outcome(subject, tmp_path / "plain", home="cpu")
+    plain = outcome(subject, tmp_path / "plain", STEPS, home="cpu")
     found = []
     for run in range(runs):
         torch._dynamo.reset()
         blocks = CompiledBlocks()
-        found.append(_outcome(subject, tmp_path / str(run), home="cpu", compiled=blocks))
+        found.append(outcome(subject, tmp_path / str(run), STEPS, home="cpu", compiled=blocks))
         assert blocks.graphs == 1
-    assert found[0][0] == found[-1][0] and unequal(found[0][1], found[-1][1]) == []
+    assert_same(found[0], found[-1])
     assert relative(found[0][0], plain[0]) < 1e-5
     assert distance(found[0][1], plain[1]) < 1e-5
 

@@ -16,6 +16,7 @@ from transformers import GPT2Config, LlamaConfig
 from fuyou_cli.core import heap
 from fuyou_cli.engine.inspect import LiveBytes
 from fuyou_cli.planner.memory import compute_memory
+from fuyou_cli.swap.arena import Arena
 from fuyou_cli.swap.native import ffi
 
 from .rig import Rig, Shape, Subject
@@ -28,12 +29,13 @@ LLAMA = LlamaConfig(
 GPT2 = GPT2Config(vocab_size=192, n_embd=64, n_inner=64, n_layer=3, n_head=4, n_positions=256)
 
 
-class _OutsideOf(LiveBytes):
+class LiveOutside(LiveBytes):
     """Counts live bytes of storages made inside that are not in the arena."""
 
-    def __init__(self, low: int, high: int) -> None:
+    def __init__(self, arena: Arena) -> None:
         super().__init__()
-        self.low, self.high = low, high
+        self.low = int(ffi.cast("uintptr_t", arena._base))
+        self.high = self.low + arena.size
         self.aside = range(0)  # addresses of memory that was taken before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -69,8 +71,7 @@ def test_a_step_stays_within_what_is_charged(
     subject = Subject(config, Shape(vocabulary=vocabulary, **SHAPE), freeze=freeze)
     with Rig(subject, tmp_path, home="cpu", clip=clip) as rig:
         charged = compute_memory(subject.spec, rig.request)
-        begin = int(ffi.cast("uintptr_t", rig.memory.arena._base))
-        live = _OutsideOf(begin, begin + rig.memory.arena.size)
+        live = LiveOutside(rig.memory.arena)
         ids, labels = next(subject.batches(1))
         with live:
             rig.step(ids, labels, 1, last=True)

@@ -28,11 +28,10 @@ from . import rig as rigs
 from .comparing import unequal
 from .families import FAMILIES, gpt2, llama, opt
 from .late import EarlyDevice, LaggingDevice, LateDevice, ReluctantDevice, make_late
-from .rig import Rig, Shape, Subject
-from .test_compute_memory import LLAMA, _OutsideOf
+from .rig import Rig, Shape, Subject, outcome
+from .test_compute_memory import LLAMA, LiveOutside
 
 STEPS = 2
-Outcome = tuple[list[float], dict[str, torch.Tensor]]
 SUBJECTS: dict[str, Callable[[], Subject]] = {
     "llama, three micro-batches": lambda: Subject(llama(), Shape(batch=5, micro=2)),
     "llama, one micro-batch": lambda: Subject(llama(), Shape(batch=2, micro=2)),
@@ -57,21 +56,16 @@ IN_TURN = (["ssd", "all kept, in RAM, unclipped"], ["RAM, unclipped", "all kept"
 CASES = [(name, way, (n // 2 + w) % 2 == 0) for n, name in enumerate(SUBJECTS) for w, way in enumerate(IN_TURN[n % 2])]
 
 
-def _outcome(subject: Subject, folder: Path, **way: Any) -> Outcome:
-    with Rig(subject, folder, **way) as rig:
-        return rig.run(STEPS), rig.weights()
-
-
 @pytest.mark.parametrize(("name", "way", "stays"), every(3, CASES))
 def test_late_and_early_copies_change_no_bit(
     name: str, way: str, stays: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lets the batch stay on the device, or hands it on by way of the host: in turn."""
     subject = SUBJECTS[name]()
-    losses, weights = _outcome(subject, tmp_path / "cpu", **WAYS[way])
+    losses, weights = outcome(subject, tmp_path / "cpu", STEPS, **WAYS[way])
     for device in (LateDevice, ReluctantDevice, EarlyDevice, LaggingDevice):
         asked = WAYS[way] | make_late(monkeypatch, device) | {"batch_on_device": stays}
-        found = _outcome(subject, tmp_path / device.__name__, **asked)
+        found = outcome(subject, tmp_path / device.__name__, STEPS, **asked)
         assert found[0] == losses, (device, stays)
         assert unequal(found[1], weights) == [], (device, stays)
         stays = not stays
@@ -113,7 +107,7 @@ def test_a_wait_that_is_missing_is_seen(direction: str, stays: bool, tmp_path: P
 def test_a_span_that_is_lent_too_early_is_seen(awaited: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lends a span before what is kept of a stage's input is away: another stage's output takes its place."""
     subject = Subject(llama(num_hidden_layers=4), Shape(batch=6))
-    losses, _ = _outcome(subject, tmp_path / "cpu", home="cpu")
+    losses, _ = outcome(subject, tmp_path / "cpu", STEPS, home="cpu")
     with Rig(subject, tmp_path / "late", home="cpu", **make_late(monkeypatch, ReluctantDevice)) as rig:
         assert isinstance(rig.device, ReluctantDevice)
         rig.device._late_down.in_vain = 200
@@ -280,7 +274,7 @@ def test_next_weights_go_up_behind_the_first_micro_batch(tmp_path: Path, monkeyp
 
 def test_what_is_too_wide_for_a_slot_crosses_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     subject = Subject(llama(), Shape(batch=6))
-    losses, weights = _outcome(subject, tmp_path / "cpu")
+    losses, weights = outcome(subject, tmp_path / "cpu", STEPS)
     with Rig(subject, tmp_path / "narrow", batch_on_device=False, **make_late(monkeypatch)) as rig:
         crossings = rig.executor.visits.crossings
         for slot in crossings.slots:
@@ -295,7 +289,7 @@ def test_a_step_given_up_with_copies_under_way(
     phase: str, stays: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     subject = Subject(llama(), Shape(batch=6))
-    losses, weights = _outcome(subject, tmp_path / "cpu", kept="all")
+    losses, weights = outcome(subject, tmp_path / "cpu", STEPS, kept="all")
     with Rig(subject, tmp_path / "late", kept="all", batch_on_device=stays, **make_late(monkeypatch)) as rig:
 
         def give_up() -> None:
@@ -333,8 +327,7 @@ def test_a_step_stays_within_what_is_charged(
     with Rig(subject, tmp_path, home="cpu", kept=kept, batch_on_device=stays, **make_late(monkeypatch)) as rig:
         on_device = rig.plan.predicted.gpu_peak - rig.device.peak_memory()  # beside weights and sums
         charged = compute_memory(subject.spec, rig.request).whole_batch + on_device
-        begin = int(ffi.cast("uintptr_t", rig.memory.arena._base))
-        live = _OutsideOf(begin, begin + rig.memory.arena.size)
+        live = LiveOutside(rig.memory.arena)
         visits = rig.executor.visits
         inputs = [] if visits.crossings.inputs is None else visits.crossings.inputs._places
         for place in (*visits.sums._spans, *visits.weights.turns, *inputs):

@@ -21,12 +21,11 @@ from fuyou_cli.engine.devices.emulated import EmulatedDevice
 from fuyou_cli.engine.executor import StepAbandoned
 from fuyou_cli.recipe.schema import AdapterSection
 
-from .comparing import unequal
+from .comparing import Outcome, assert_same, unequal
 from .families import gpt2, llama
 from .rig import Rig, Shape, Subject
 
 STEPS = 3
-Outcome = tuple[list[float], dict[str, torch.Tensor]]
 Usual = Callable[[Subject, str, Path], Outcome]
 DEVICES = ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)]
 SMALL = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=3)
@@ -133,8 +132,7 @@ PLACES += [pytest.param(name, "cuda", way, marks=pytest.mark.gpu) for way in WAY
 def test_bitwise_the_same_wherever_bytes_rest(subject: Subject, device: Any, way: str, tmp_path: Path, usual: Usual) -> None:
     expected = usual(subject, device, tmp_path)
     found = _outcome(subject, tmp_path / way, device=device, **WAYS[way])
-    assert found[0] == expected[0]
-    assert unequal(found[1], expected[1]) == []
+    assert_same(found, expected)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -151,8 +149,7 @@ def test_bitwise_the_same_where_nothing_can_be_pinned(
     monkeypatch.setattr(EmulatedDevice, "_register", lambda self, address, size: False)
     with Rig(subject, tmp_path / "not", device=device, kept="all") as rig:
         assert rig.unpinned == rig.memory.arena.size
-        assert rig.run(STEPS) == expected[0]
-        assert unequal(rig.weights(), expected[1]) == []
+        assert_same((rig.run(STEPS), rig.weights()), expected)
 
 
 @pytest.mark.parametrize("phase", ["forward", "head", "backward"])

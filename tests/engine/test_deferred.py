@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from fuyou_cli.core.errors import NumericsError
 from fuyou_cli.engine.executor import StepAbandoned
 
-from .comparing import unequal
+from .comparing import Outcome, assert_same
 from .families import gpt2, llama
 from .rig import Rig, Shape, Subject
 
@@ -28,7 +27,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "emulated device, gradients on the ssd": dict(device="emulated", gradients="ssd"),
     "emulated device, gradients in RAM": dict(device="emulated", gradients="cpu", lookahead=4),
 }
-Outcome = tuple[list[float], dict[str, torch.Tensor]]
 
 
 def _subject(name: str) -> Subject:
@@ -84,8 +82,7 @@ def test_bitwise_the_same(way: str, share: float, subject: Subject, expected: Ou
         assert any(waiting) and all(waiting) == (share == 1.0)
         losses, weights = rig.run(STEPS), rig.weights()
         assert rig.generations == {STEPS}
-    assert losses == expected[0]
-    assert unequal(weights, expected[1]) == []
+    assert_same((losses, weights), expected)
 
 
 def test_deferred_means_not_before_the_next_forward(tmp_path: Path) -> None:
@@ -113,14 +110,7 @@ def test_deferred_means_not_before_the_next_forward(tmp_path: Path) -> None:
 
 def _moved(subject: Subject, folder: Path, steps: int, share: float) -> tuple[int, int, int]:
     with Rig(subject, folder, clip=None, defer=share, lookahead=1) as rig:
-        before = rig.counters()
-        rig.run(steps, settle=True)
-        after = rig.counters()
-    return (
-        after.read_bytes - before.read_bytes,
-        after.written_bytes - before.written_bytes,
-        after.update_params - before.update_params,
-    )
+        return rig.moved(steps)
 
 
 @pytest.mark.parametrize("share", [0.5, 1.0])
@@ -163,8 +153,7 @@ def test_a_step_given_up_can_be_done_again(
         for number in range(2, STEPS + 1):
             rig.step(*batches[number - 1], number, last=number == STEPS)
         rig.executor.drain()
-        assert rig.losses == expected[0]
-        assert unequal(rig.weights(), expected[1]) == []
+        assert_same((rig.losses, rig.weights()), expected)
 
 
 @pytest.mark.parametrize("share", [0.0, *SHARES])

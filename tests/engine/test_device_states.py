@@ -27,14 +27,13 @@ from fuyou_cli.spec.model import Dtype
 from fuyou_cli.spec.plan import Span, Tier
 from fuyou_cli.swap.kernels import checksum
 
-from .comparing import unequal
+from .comparing import Outcome, unequal
 from .families import llama
 from .rig import HARDWARE, OPTIMIZER, SPARE, Rig, Shape, Subject
 
 STEPS = 4
 FEWER = 2  # the second one begins with what updates left, wherever they were done
 PIECE = 4096  # bytes: the least that the store takes
-Outcome = tuple[list[float], dict[str, torch.Tensor]]
 
 
 def _run(

@@ -17,16 +17,14 @@ from fuyou_cli.core.errors import UsageError
 from fuyou_cli.engine.executor import StepAbandoned
 from fuyou_cli.planner.boundary_layout import Kept
 from fuyou_cli.planner.schedule import plan_schedule
-from fuyou_cli.swap.native import ffi
 
-from .comparing import unequal
+from .comparing import Outcome, assert_same, unequal
 from .families import FAMILIES, gpt2, llama
 from .late import make_late
-from .rig import Rig, Shape, Subject
-from .test_compute_memory import _OutsideOf
+from .rig import Rig, Shape, Subject, outcome
+from .test_compute_memory import LiveOutside
 
 STEPS = 2
-Outcome = tuple[list[float], dict[str, torch.Tensor]]
 
 # Three micro-batches, the last one of a single row.
 UNEVEN = {"batch": 5, "micro": 2}
@@ -34,13 +32,7 @@ WHOLE = {"batch": 2, "micro": 2}
 
 
 def _outcome(subject: Subject, folder: Path, **way: Any) -> Outcome:
-    with Rig(subject, folder, **{"home": "cpu", **way}) as rig:
-        return rig.run(STEPS), rig.weights()
-
-
-def _assert_same(ours: Outcome, theirs: Outcome) -> None:
-    assert ours[0] == theirs[0]
-    assert unequal(ours[1], theirs[1]) == []
+    return outcome(subject, folder, STEPS, **{"home": "cpu", **way})
 
 
 @pytest.mark.parametrize("family", every(2, reversed(FAMILIES)))
@@ -52,8 +44,8 @@ def test_bitwise_recompute(family: str, tmp_path: Path) -> None:
     subject = Subject(FAMILIES[family], shape)
     expected = _outcome(subject, tmp_path / "recompute")
     device, other = ("cpu", "emulated") if number % 3 else ("emulated", "cpu")
-    _assert_same(_outcome(subject, tmp_path / "cpu", boundaries="cpu", device=device, kept="all"), expected)
-    _assert_same(_outcome(subject, tmp_path / "ssd", boundaries="ssd", device=other, kept="all"), expected)
+    assert_same(_outcome(subject, tmp_path / "cpu", boundaries="cpu", device=device, kept="all"), expected)
+    assert_same(_outcome(subject, tmp_path / "ssd", boundaries="ssd", device=other, kept="all"), expected)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +70,7 @@ def test_any_choice_of_operators(
     )
     way = {"boundaries": data.draw(st.sampled_from(["cpu", "ssd"])), "device": data.draw(st.sampled_from(["cpu", "emulated"]))}
     with TemporaryDirectory(dir=tmp_path_factory.getbasetemp()) as folder:
-        _assert_same(_outcome(dropping, Path(folder), kept=kept, **way), recomputed)
+        assert_same(_outcome(dropping, Path(folder), kept=kept, **way), recomputed)
 
 
 class _Multiplied(TorchDispatchMode):
@@ -161,7 +153,7 @@ def test_an_output_changed_in_place_is_kept_as_it_was(late: bool, tmp_path: Path
     expected = _outcome(subject, tmp_path / "recompute")
     assert expected[0] != _outcome(Subject(llama(), Shape()), tmp_path / "plain")[0]
     way = make_late(monkeypatch) if late else {"device": "cpu"}
-    _assert_same(_outcome(subject, tmp_path / "kept", kept="all", **way), expected)
+    assert_same(_outcome(subject, tmp_path / "kept", kept="all", **way), expected)
 
 
 def _changing(mlp: Any) -> Any:
@@ -180,8 +172,7 @@ def test_memory_of_a_step_does_not_rise(family: str, tmp_path: Path) -> None:
     peaks = []
     for kept in (None, "all"):
         with Rig(subject, tmp_path / str(kept), home="cpu", kept=kept) as rig:  # type: ignore[arg-type]
-            begin = int(ffi.cast("uintptr_t", rig.memory.arena._base))
-            live = _OutsideOf(begin, begin + rig.memory.arena.size)
+            live = LiveOutside(rig.memory.arena)
             ids, labels = next(subject.batches(1))
             with live:
                 rig.step(ids, labels, 1, last=True)
@@ -196,7 +187,7 @@ def test_a_step_given_up_leaves_nothing_behind(place: Any, tmp_path: Path) -> No
     expected = _outcome(subject, tmp_path / "whole")
     with Rig(subject, tmp_path / "broken", home="cpu", boundaries=place, device="emulated", kept="all") as rig:
         _two_steps_one_given_up(rig, subject)
-        _assert_same((rig.losses, rig.weights()), expected)
+        assert_same((rig.losses, rig.weights()), expected)
         assert len(rig.executor.visits.boundaries.ledger.free) == len(rig.plan.boundary_slots)
 
 

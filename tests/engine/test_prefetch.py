@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from drawn import every
 
 from fuyou_cli.planner import lookahead
 from fuyou_cli.planner.place import least_memory
 from fuyou_cli.swap.daemon import Result
 
-from .comparing import unequal
+from .comparing import Outcome, unequal
 from .families import gpt2, llama
 from .rig import HARDWARE, Rig, Shape, Subject
 
@@ -57,9 +56,6 @@ class HeldBack:
             assert self.polls_in_vain < 500, f"{self._awaited} is not asked for while {self._held} is under way"
             return None
         return self._poll(ticket)
-
-
-Outcome = tuple[list[float], dict[str, torch.Tensor]]
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,10 @@ from fuyou_cli.engine.activations.recompute import Recompute, SparingCalls, with
 from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.spec.model import ModelSpec, OperatorSpec
 
+from .comparing import assert_same
 from .families import FAMILIES, gpt2, llama
 from .rig import Rig, Shape, Subject
-from .test_kept_outputs import UNEVEN, WHOLE, _assert_same, _Multiplied, _outcome
+from .test_kept_outputs import UNEVEN, WHOLE, _Multiplied, _outcome
 
 # Where a norm follows the last product its value is needed; where attention and feed-forward are side by side, neither is.
 UNNEEDED = {
@@ -53,7 +54,7 @@ def test_bitwise_as_if_everything_were_recomputed(family: str, tmp_path: Path) -
     ours = _outcome(subject, tmp_path / "ours", device="cpu" if number % 3 else "emulated")
     subject.spec = everything(subject.spec)
     expected = _outcome(subject, tmp_path / "everything")
-    _assert_same(ours, expected)
+    assert_same(ours, expected)
 
 
 def test_dropout_after_the_product_needs_no_value(tmp_path: Path) -> None:
@@ -61,7 +62,7 @@ def test_dropout_after_the_product_needs_no_value(tmp_path: Path) -> None:
     assert names(subject.spec) == [UNNEEDED["gpt2"]] * 2
     ours = _outcome(subject, tmp_path / "ours")
     subject.spec = everything(subject.spec)
-    _assert_same(ours, _outcome(subject, tmp_path / "everything"))
+    assert_same(ours, _outcome(subject, tmp_path / "everything"))
 
 
 @pytest.mark.parametrize("subject", [Subject(gpt2(dropout=0.1), Shape(**UNEVEN)), Subject(llama(), Shape(dtype="bfloat16"))])
@@ -77,7 +78,7 @@ def test_forward_as_backward_is_the_same_and_saves_nothing(subject: Subject, tmp
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor.shape), lambda _: None):
             x = torch.ones(3, requires_grad=True)
             assert torch.equal(without_saving(lambda x: x.exp() * x, x), x.exp() * x) and len(saved) == 3
-        _assert_same((rig.run(2), rig.weights()), expected)
+        assert_same((rig.run(2), rig.weights()), expected)
     assert blocks
 
 
@@ -107,7 +108,7 @@ def test_a_product_is_told_by_its_weight(tmp_path: Path) -> None:
             for stage in subject.spec.stages
         )
         original, subject.spec = subject.spec, replace(subject.spec, stages=wrong)
-        _assert_same(_outcome(subject, tmp_path / str(step)), expected)
+        assert_same(_outcome(subject, tmp_path / str(step)), expected)
         subject.spec = original
 
 

@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from drawn import quick_and_slow
 
 from fuyou_cli.core.errors import SwapError
 from fuyou_cli.spec.model import ITEM_SIZE
 
-from .comparing import unequal
+from .comparing import Outcome, assert_same
 from .families import gpt2, llama
-from .rig import Rig, Shape, Subject
+from .rig import Rig, Shape, Subject, outcome
 
 STEPS = 4
 WAYS: dict[str, dict[str, Any]] = {
@@ -37,7 +36,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "everything at once": dict(device="emulated", lookahead=4, directories=3, backend="threads", update_threads=2),
 }
 
-Outcome = tuple[list[float], dict[str, torch.Tensor]]
 # (model, clipping): every way, and every room on the device, has one of the pairs, in turn
 PAIRS = ([("gpt2", 0.5), ("llama", None)], [("gpt2", None), ("llama", 0.5)])
 
@@ -68,7 +66,7 @@ def subject(request: pytest.FixtureRequest, subjects: Callable[[str], Subject]) 
 @pytest.fixture(scope="module")
 def on_the_ssd(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Subject, float | None], Outcome]:
     """Gives on_the_ssd(subject, clip): all of it, one directory, the usual backend; computed once."""
-    return cache(lambda subject, clip: _outcome(subject, tmp_path_factory.mktemp("store"), clip=clip))
+    return cache(lambda subject, clip: outcome(subject, tmp_path_factory.mktemp("store"), STEPS, clip=clip))
 
 
 @pytest.fixture
@@ -76,23 +74,17 @@ def expected(subject: Subject, clip: float | None, on_the_ssd: Callable[[Subject
     return on_the_ssd(subject, clip)
 
 
-def _outcome(subject: Subject, folder: Path, **way: Any) -> Outcome:
-    with Rig(subject, folder, **way) as rig:
-        return rig.run(STEPS), rig.weights()
-
-
 @pytest.mark.parametrize(
     ("way", "subject", "clip"), quick_and_slow(_in_turn(WAYS), lambda n: n % 4 in (0, 3)), indirect=["subject"]
 )
 def test_bitwise_the_same(way: str, subject: Subject, clip: float | None, expected: Outcome, tmp_path: Path) -> None:
     try:
-        losses, weights = _outcome(subject, tmp_path, clip=clip, **WAYS[way])
+        losses, weights = outcome(subject, tmp_path, STEPS, clip=clip, **WAYS[way])
     except SwapError as error:
         if WAYS[way].get("backend") != "io_uring" or "cannot start" not in str(error):
             raise
         pytest.skip(f"this machine refuses io_uring: {error}")
-    assert losses == expected[0]
-    assert unequal(weights, expected[1]) == []
+    assert_same((losses, weights), expected)
 
 
 @pytest.mark.parametrize(("room", "subject", "clip"), _in_turn([1, 2, 1 << 20]), indirect=["subject"])
@@ -111,13 +103,12 @@ def test_weights_of_some_stages_on_the_device(
         if room == 1 and len(blocks) > 2:  # of two blocks all fit once neither takes turns
             assert len(at_home) < len(blocks)
         losses, weights = rig.run(STEPS), rig.weights()
-    assert losses == expected[0]
-    assert unequal(weights, expected[1]) == []
+    assert_same((losses, weights), expected)
 
 
 def test_dropout_was_at_work(tmp_path: Path) -> None:
-    with_dropout = _outcome(Subject(gpt2(dropout=0.1), Shape()), tmp_path / "with", home="cpu")
-    without = _outcome(Subject(gpt2(), Shape()), tmp_path / "without", home="cpu")
+    with_dropout = outcome(Subject(gpt2(dropout=0.1), Shape()), tmp_path / "with", STEPS, home="cpu")
+    without = outcome(Subject(gpt2(), Shape()), tmp_path / "without", STEPS, home="cpu")
     assert with_dropout[0][0] != without[0][0]
 
 
@@ -143,6 +134,5 @@ def test_mixed_by_budget(clip: float | None, large: Subject, tmp_path: Path) -> 
             assert {tier for weights, states, _, _ in homes for tier in (weights, states)} == {"cpu", "ssd"}
             mixes.add(str(homes))
             losses, weights = rig.run(STEPS), rig.weights()
-        assert losses == expected[0]
-        assert unequal(weights, expected[1]) == []
+        assert_same((losses, weights), expected)
     assert len(mixes) == 3

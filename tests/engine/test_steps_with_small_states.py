@@ -15,7 +15,7 @@ from swap import small_states_reference
 from fuyou_cli.spec.model import STATE_TILE, StateDtype, StateLayout
 from fuyou_cli.swap.daemon import SwapDaemon, Update
 
-from .comparing import distance, relative, unequal
+from .comparing import assert_same, distance, relative
 from .families import llama
 from .rig import Rig, Shape, Subject
 
@@ -84,8 +84,7 @@ def test_homes_chunks_threads_and_devices_change_no_bit(
         with Rig(here, tmp_path / str(number), clip=clip, **{"chunk": 2 * STATE_TILE, **way}) as rig:
             found.append((rig.run(STEPS), rig.weights()))
     for losses, weights in found[1:]:
-        assert losses == found[0][0]
-        assert unequal(weights, found[0][1]) == []
+        assert_same((losses, weights), found[0])
 
 
 def test_they_learn_as_float32_states_do(subject: Subject, tmp_path: Path) -> None:

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from drawn import every, quick_and_slow
 from transformers import PreTrainedConfig
 
 from fuyou_cli.engine.executor import StepAbandoned
 from fuyou_cli.planner.schedule import Visit
 
-from .comparing import unequal
+from .comparing import Outcome, assert_same
 from .families import gpt2, gptj, llama
 from .rig import SPARE, Rig, Shape, Subject
 
@@ -46,7 +45,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "emulated, outputs kept, across": dict(clip=None, device="emulated", kept="all", batch_on_device=False),
 }
 
-Outcome = tuple[list[float], dict[str, torch.Tensor]]
 InOne = Callable[[Subject, float | None], Outcome]
 
 
@@ -87,8 +85,7 @@ def _cases() -> list[Any]:
 def test_bitwise_as_in_one_sweep(subject: Subject, way: str, sweeps: int, in_one: InOne, tmp_path: Path) -> None:
     expected = in_one(subject, WAYS[way]["clip"])
     losses, weights = _outcome(subject, tmp_path, sweeps=sweeps, **WAYS[way])
-    assert losses == expected[0]
-    assert unequal(weights, expected[1]) == []
+    assert_same((losses, weights), expected)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +143,7 @@ def test_a_step_given_up_in_its_second_sweep_can_be_done_again(
         for number in range(2, STEPS + 1):
             rig.step(*batches[number - 1], number, last=number == STEPS)
         rig.executor.drain()
-        assert (rig.losses, unequal(rig.weights(), expected[1])) == (expected[0], [])
+        assert_same((rig.losses, rig.weights()), expected)
 
 
 FAMILIES: list[tuple[str, PreTrainedConfig, int, bool]] = [

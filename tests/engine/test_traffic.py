@@ -38,16 +38,8 @@ def subject(request: pytest.FixtureRequest, subjects: Callable[[Any], Subject]) 
 
 
 def _moved(subject: Subject, folder: Path, steps: int, clip: float | None, defer: float | None = None) -> tuple[int, int, int]:
-    """Returns bytes read and written, and parameters updated, in `steps` steps and the draining after them."""
     with Rig(subject, folder, clip=clip, defer=defer, lookahead=1, optimizer=OPTIMIZER) as rig:
-        before = rig.counters()
-        rig.run(steps, settle=True)
-        after = rig.counters()
-    return (
-        after.read_bytes - before.read_bytes,
-        after.written_bytes - before.written_bytes,
-        after.update_params - before.update_params,
-    )
+        return rig.moved(steps)
 
 
 @pytest.mark.parametrize(

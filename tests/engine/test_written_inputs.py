@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from fuyou_cli.core.errors import UsageError
 
-from .comparing import unequal
+from .comparing import assert_same
 from .families import llama
 from .rig import Rig, Shape, Subject
 
@@ -50,5 +50,4 @@ def test_on_device_cpu_the_input_is_kept_before(tmp_path: Path, monkeypatch: pyt
             subject = _subject(patch, in_place=in_place)
             with Rig(subject, tmp_path / str(in_place), home="cpu", clip=None) as rig:
                 found.append((rig.run(2), rig.weights()))
-    assert found[0][0] == found[1][0]
-    assert unequal(found[0][1], found[1][1]) == []
+    assert_same(found[0], found[1])
