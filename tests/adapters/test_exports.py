@@ -7,7 +7,6 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import peft
 import pytest
@@ -28,13 +27,13 @@ from fuyou_cli.core.errors import FuyouError, SwapError, UsageError
 from fuyou_cli.core.units import align_up
 from fuyou_cli.engine.skeleton import TORCH_DTYPE
 from fuyou_cli.recipe.schema import AdapterSection
-from fuyou_cli.swap.daemon import SwapDaemon
 from fuyou_cli.swap.kernels import checksum, split
 from fuyou_cli.training import adapter_exporting
 from fuyou_cli.training.adapter_exporting import export_adapter, export_merged
 from fuyou_cli.training.exporting import export_store
 from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.stored import StoredExtent, StoredStage, StoredTensor
+from tests.damage import counted_reads
 from tests.engine.families import FAMILIES
 
 SECTIONS = {
@@ -169,36 +168,22 @@ def test_peft_loads_the_adapter_and_its_merge_is_ours(
 def test_a_bit_flipped_on_its_way_is_not_exported(section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Merging reads adapters out of order, and with DoRA matrices twice. A block may have bytes that are not asked for."""
     run = trained(tmp_path, "llama", section, "float32")
-    read, wait, spans, seen, at = SwapDaemon.read, SwapDaemon.wait, {}, 0, 0
-
-    def reading(self: SwapDaemon, arena_offset: int, store_offset: int, size: int, **more: Any) -> int:
-        ticket = read(self, arena_offset, store_offset, size, **more)
-        spans[ticket] = (arena_offset, size)
-        return ticket
-
-    def waiting(self: SwapDaemon, ticket: int) -> object:
-        nonlocal seen
-        result, (offset, size) = wait(self, ticket), spans.pop(ticket)
-        seen += 1
-        if seen == at:
-            self._arena.view(offset, size)[size // 2] ^= 0x40
-        return result
+    reads = counted_reads(monkeypatch)
 
     def exported(name: str) -> bytes:
         (path,) = export_merged(run.store, tmp_path / name, dtype="float32", max_shard_size=1 << 30)
         return path.read_bytes()
 
-    monkeypatch.setattr(SwapDaemon, "read", reading)
-    monkeypatch.setattr(SwapDaemon, "wait", waiting)
-    whole, reads, refused = exported("whole"), seen, 0
-    for at in range(1, reads + 1, 7):
-        seen = 0
+    whole, refused = exported("whole"), 0
+    count = reads.seen
+    for at in range(1, count + 1, 7):
+        reads.seen, reads.at = 0, at
         try:
             assert exported("out") == whole, at
         except SwapError as error:
             assert "changed between two reads" in error.message or "are not what was written" in error.message
             refused += 1
-    assert refused > reads // 7 // 2
+    assert refused > count // 7 // 2
 
 
 def test_an_adapter_without_its_configuration_is_not_exported_as_a_model(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from fuyou_cli.training.run import Run
 from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.stored import Manifest
 from fuyou_cli.training.steps import fetch, inspect, resolve, tokenise, unheard
+from tests.engine.comparing import unequal
 
 from .conftest import Project
 
@@ -96,6 +97,11 @@ def interrupt(step: int, phase: str) -> Between:
 def exported(store: Path, target: Path) -> dict[str, torch.Tensor]:
     paths = export_store(store, target, dtype="float32", max_shard_size=1 << 30)
     return {name: value for path in paths for name, value in load_file(path).items()}
+
+
+def assert_same_exports(ours: Path, theirs: Path, folder: Path) -> None:
+    """Compares the weights of two stores bit for bit, by what they export to `folder`."""
+    assert unequal(exported(ours, folder / "ours"), exported(theirs, folder / "theirs")) == []
 
 
 def manifest_of(project: Project) -> Manifest:

@@ -3,7 +3,6 @@ not."""
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +11,6 @@ from threading import Event
 from typing import Any
 
 import pytest
-import torch
 from drawn import every
 
 from fuyou_cli.core.errors import Interrupted, SwapError, UsageError
@@ -24,9 +22,10 @@ from fuyou_cli.training.run import Run
 from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.commit_thread import Commits
 from fuyou_cli.training.state.stored import TENSORS, Manifest, StoredExtent
+from tests.damage import flip
 
 from .conftest import Project, Whole
-from .running import STEPS, exported, interrupt, manifest_of, prepared_run, store_of, train
+from .running import STEPS, assert_same_exports, interrupt, manifest_of, prepared_run, store_of, train
 from .test_stopping import RAM
 
 NewProject = Callable[..., Project]
@@ -109,9 +108,7 @@ def test_a_run_that_dies_anywhere_is_the_same_run(
             assert done % every == 0 and done >= died_in - 2 - (every - 1)
     losses, resumed = train(project)
     assert losses == expected.losses
-    ours, theirs = exported(resumed, tmp_path / "ours"), exported(expected.store, tmp_path / "theirs")
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    assert_same_exports(resumed, expected.store, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -160,23 +157,13 @@ def test_the_same_states_are_on_the_store(new_project: NewProject, whole: Callab
     assert ours == theirs and {name for name, _ in ours} == set(TRAINED)
 
 
-def _flip(file: Path, byte: int) -> None:
-    with file.open("r+b") as stream:
-        stream.seek(byte)
-        old = stream.read(1)[0]
-        stream.seek(byte)
-        stream.write(bytes([old ^ 0x10]))
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
 @pytest.mark.parametrize("tensor", every(2, TRAINED))
 def test_a_flipped_bit_is_found_and_the_step_before_goes_on(
     tensor: str, stopped: Project, tmp_path: Path, whole: Callable[..., Whole]
 ) -> None:
     saved = manifest_of(stopped)
     extent = next(getattr(stage, tensor) for stage in saved.stages if stage.params)
-    _flip(Path(saved.files[0]), extent.offset + extent.size // 2)
+    flip(Path(saved.files[0]), extent.offset + extent.size // 2)
     heard: list[str] = []
     with _run(stopped, announce=heard.append) as run:
         run.load(lambda count: None)
@@ -188,8 +175,7 @@ def test_a_flipped_bit_is_found_and_the_step_before_goes_on(
     assert f"falling back to the state after step {saved.step - 1}, which is intact" in said
     expected = whole()
     assert losses == expected.losses
-    ours, theirs = exported(store, tmp_path / "ours"), exported(expected.store, tmp_path / "theirs")
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert_same_exports(store, expected.store, tmp_path)
 
 
 def test_where_no_state_is_whole_nothing_is_computed(stopped: Project) -> None:
@@ -199,7 +185,7 @@ def test_where_no_state_is_whole_nothing_is_computed(stopped: Project) -> None:
     for one in (saved, older):
         extent = one.stages[1].weights
         assert extent is not None
-        _flip(Path(saved.files[0]), extent.offset)
+        flip(Path(saved.files[0]), extent.offset)
     with _run(stopped) as run, pytest.raises(SwapError, match="no older one is whole: weights of"):
         run.load(lambda count: None)
     assert manifest_of(stopped) == saved

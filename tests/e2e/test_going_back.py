@@ -19,10 +19,11 @@ from fuyou_cli.training.report import StepReport
 from fuyou_cli.training.state import extent_checks as verify
 from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.at_rest import verify_store
+from tests.damage import flip
 
 from .conftest import ROOT, Project, Whole
 from .running import STEPS, interrupt, manifest_of, prepared_run, store_of, train
-from .test_every_step_committed import Died, _dies_at, _flip, _run
+from .test_every_step_committed import Died, _dies_at, _run
 
 NewProject = Callable[..., Project]
 REDO = {"checkpoint.mode": "redo", "train.max_steps": STEPS}
@@ -74,7 +75,7 @@ def test_in_redo_the_state_before_is_gone_back_to(new_project: NewProject, whole
         for ours, theirs in zip(newest.stages, older.stages, strict=True)
         if ours.momentum != theirs.momentum and ours.momentum is not None
     )
-    _flip(Path(newest.files[0]), moved[0].offset)
+    flip(Path(newest.files[0]), moved[0].offset)
     with _run(project) as run:
         run.load(lambda count: None)
         run.train(lambda report: None)
@@ -126,7 +127,7 @@ def test_as_many_snapshots_as_asked_can_be_gone_back_to(new_project: NewProject,
     for state in (newest, *older[:2]):
         extent = state.stages[1].momentum
         assert extent is not None
-        _flip(Path(state.files[0]), extent.offset + 17)
+        flip(Path(state.files[0]), extent.offset + 17)
     with _run(project) as run:
         run.load(lambda count: None)
         assert run.step == 2

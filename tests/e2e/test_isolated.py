@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from fuyou_cli.core.errors import Interrupted, UsageError
 from fuyou_cli.recipe.load import load_recipe
 
 from .conftest import Project
-from .running import exported, interrupt, planned, prepared_run, train
+from .running import assert_same_exports, interrupt, planned, prepared_run, train
 from .test_evaluation import evaluated
 
 NewProject = Callable[..., Project]
@@ -59,8 +58,7 @@ def test_stopped_and_resumed_is_the_same_run(new_project: NewProject, llama: Pat
         train(broken, interrupt(2, "backward"))
     losses, resumed = train(broken)
     assert losses == expected
-    ours, theirs = exported(resumed, tmp_path / "ours"), exported(store, tmp_path / "theirs")
-    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+    assert_same_exports(resumed, store, tmp_path)
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.stored import StoredStage
 
 from .conftest import Project, Whole
-from .running import STEPS, exported, manifest_of, prepared_run, store_of, train
+from .running import STEPS, assert_same_exports, manifest_of, prepared_run, store_of, train
 from .test_stopping import RAM
 
 NewProject = Callable[..., Project]
@@ -87,8 +87,7 @@ def test_skipped_steps_survive_a_stop(place: str, new_project: NewProject) -> No
     saved = manifest_of(broken)
     assert (saved.step, saved.skipped, saved.skipped_in_row) == (4, 2, 1)
     assert train(broken)[0] == expected
-    ours, theirs = (exported(store_of(project), project.folder / "export") for project in (broken, whole))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert_same_exports(store_of(broken), store_of(whole), broken.folder)
 
 
 def test_a_skipped_step_keeps_every_bit(new_project: NewProject) -> None:

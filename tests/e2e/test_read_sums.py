@@ -11,10 +11,10 @@ from drawn import every
 from fuyou_cli.core.errors import SwapError
 from fuyou_cli.spec.plan import Span
 from fuyou_cli.training.run import Run
+from tests.damage import flip
 
 from .conftest import Project, Whole
 from .running import STEPS, manifest_of, train
-from .test_every_step_committed import _flip
 
 STEP = 3
 ON_SSD = {"offload.boundaries": "ssd", "offload.gradients": "ssd", "train.max_steps": STEPS}
@@ -48,14 +48,14 @@ def test_a_flipped_bit_ends_the_run_and_the_next_one_is_whole(
     expected = whole(ON_SSD).losses
     project, flipped = new_project("flipped", ON_SSD), list[int]()
 
-    def flip(run: Run) -> None:
+    def damage(run: Run) -> None:
         if not flipped and (span := _at_rest(run, tensor)) is not None:
             flipped.append(span.offset + span.size // 3)
-            _flip(run.store.paths[0], flipped[0])
+            flip(run.store.paths[0], flipped[0])
 
     of = "" if tensor in ("weights", "boundary") else f"{tensor} of "
     with pytest.raises(SwapError, match=f"reading {of}.*: bytes .* are not what was written there"):
-        train(project, flip)
+        train(project, damage)
     assert flipped and manifest_of(project).step < STEPS
-    _flip(Path(manifest_of(project).files[0]), flipped[0])  # it was on its way that it flipped
+    flip(Path(manifest_of(project).files[0]), flipped[0])  # it was on its way that it flipped
     assert train(project)[0] == expected

@@ -13,10 +13,11 @@ from fuyou_cli.core.errors import Interrupted, SwapError, UsageError
 from fuyou_cli.training.run import Run
 from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.stored import Manifest
+from tests.damage import flip
 
 from .conftest import Project, Whole
 from .running import STEPS, exported, interrupt, manifest_of, prepared_run, store_of, train
-from .test_every_step_committed import Died, NewProject, _dies_at, _flip, _run
+from .test_every_step_committed import Died, NewProject, _dies_at, _run
 
 
 def test_a_saved_run_keeps_its_kind_of_store(stopped: Project) -> None:
@@ -39,7 +40,7 @@ def test_the_last_snapshots_can_be_gone_back_to(damaged: int, new_project: NewPr
     for state in (newest, older)[:damaged]:
         extent = state.stages[1].momentum
         assert extent is not None
-        _flip(Path(state.files[0]), extent.offset + 17)
+        flip(Path(state.files[0]), extent.offset + 17)
     with _run(project) as run:
         if damaged == 2:
             with pytest.raises(SwapError, match="no older one is whole"):

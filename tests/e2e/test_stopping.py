@@ -24,7 +24,7 @@ from fuyou_cli.training.state.parts import STORE_FILE
 from fuyou_cli.training.state.resume import check_unchanged_run
 
 from .conftest import ROWS, Project, Whole
-from .running import STEPS, exported, interrupt, manifest_of, prepared_run, store_of, train
+from .running import STEPS, assert_same_exports, exported, interrupt, manifest_of, prepared_run, store_of, train
 
 RAM = {f"offload.{kind}": "cpu" for kind in ("weights", "optimizer_states", "gradients", "boundaries")}
 PLACES: dict[str, dict[str, Any]] = {
@@ -74,9 +74,7 @@ def test_stopped_anywhere_and_resumed_is_the_same_run(
         assert done == (step if phase == "backward" and "unclipped" in place else step - 1)
     losses, resumed = train(broken)
     assert losses == expected.losses
-    ours, theirs = exported(resumed, tmp_path / "ours"), exported(expected.store, tmp_path / "theirs")
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    assert_same_exports(resumed, expected.store, tmp_path)
 
 
 @pytest.mark.parametrize("place", ["clipped, vocabulary cut", "unclipped, vocabulary cut"])
@@ -92,8 +90,7 @@ def test_stopped_in_a_cut_head(
         assert manifest_of(broken).step == step - 1
     losses, resumed = train(broken)
     assert losses == expected.losses
-    ours, theirs = exported(resumed, tmp_path / "ours"), exported(expected.store, tmp_path / "theirs")
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert_same_exports(resumed, expected.store, tmp_path)
 
 
 def _refusal(project: Project, changes: dict[str, Any]) -> str:
@@ -208,8 +205,7 @@ def test_placement_may_change_between_stop_and_resume(stopped: Project, tmp_path
     stopped.write_recipe({"train.max_steps": STEPS, **RAM, "offload.lookahead": 4, "offload.io.backend": "threads"})
     losses, resumed = train(stopped)
     assert losses == whole().losses
-    ours, theirs = exported(resumed, tmp_path / "ours"), exported(whole().store, tmp_path / "theirs")
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert_same_exports(resumed, whole().store, tmp_path)
 
 
 def test_another_share_may_be_deferred_after_a_stop(
@@ -224,8 +220,7 @@ def test_another_share_may_be_deferred_after_a_stop(
     losses, resumed = train(project)
     expected = whole(unclipped)
     assert losses == expected.losses
-    ours, theirs = exported(resumed, tmp_path / "ours"), exported(expected.store, tmp_path / "theirs")
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert_same_exports(resumed, expected.store, tmp_path)
 
 
 class Killed(BaseException):

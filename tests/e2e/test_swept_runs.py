@@ -17,7 +17,7 @@ from fuyou_cli.core.errors import Interrupted, UsageError
 from fuyou_cli.recipe.load import load_recipe
 
 from .conftest import Project, Whole
-from .running import STEPS, exported, interrupt, manifest_of, planned, train
+from .running import STEPS, assert_same_exports, interrupt, manifest_of, planned, train
 
 ONE = 24  # tokens of a micro-batch
 
@@ -60,8 +60,7 @@ def test_stopped_and_resumed_with_other_sweeps_is_the_run_in_one(
         broken.write_recipe(_changes(llama, train__clip_grad_norm=clip, train__sweep_tokens=2 * ONE))
     losses, resumed = train(broken)
     assert losses == expected.losses
-    ours, theirs = exported(resumed, tmp_path / "ours"), exported(expected.store, tmp_path / "theirs")
-    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+    assert_same_exports(resumed, expected.store, tmp_path)
 
 
 @pytest.mark.parametrize(("tokens", "sweeps"), [("auto", None), (6 * ONE, 1), (5 * ONE, 2), (ONE, 6), (100 * ONE, 1)])

@@ -11,10 +11,10 @@ import pytest
 from fuyou_cli.core.errors import FuyouError
 from fuyou_cli.training.run import Run
 from fuyou_cli.training.state.at_rest import verify_store
+from tests.damage import flip
 
 from .conftest import Project
 from .running import manifest_of, store_of, train
-from .test_every_step_committed import _flip
 
 
 def test_a_whole_store(stopped: Project) -> None:
@@ -29,7 +29,7 @@ def test_damage_is_named(stopped: Project) -> None:
     saved = manifest_of(stopped)
     extent = saved.stages[2].variance
     assert extent is not None
-    _flip(Path(saved.files[0]), extent.offset + extent.size - 1)
+    flip(Path(saved.files[0]), extent.offset + extent.size - 1)
     done = stopped.fuyou("verify", store_of(stopped))
     assert done.returncode == 1
     assert f"variance of {saved.stages[2].name}: bytes {extent.offset} to {extent.offset + extent.size}" in done.stdout

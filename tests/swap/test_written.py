@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,23 +14,13 @@ from fuyou_cli.spec.plan import Span
 from fuyou_cli.swap import kernels
 from fuyou_cli.swap.daemon import Home, Result, Segment, Update
 from fuyou_cli.swap.written import Move, Written
+from tests.damage import flip
 
 from .conftest import CHUNK, MIB, Machine
 
 Build = Callable[..., Machine]
 PARAMS = 3 * CHUNK + 2048
 PLACES = {"remainder": (1, 2), "momentum": (2, 4), "variance": (3, 4), "gradients": (4, 4)}  # MiB; bytes per parameter
-
-
-def _change(file: Path, byte: int) -> None:
-    """Changes one bit of a file, as if the drive had done it."""
-    with file.open("r+b") as stream:
-        stream.seek(byte)
-        old = stream.read(1)[0]
-        stream.seek(byte)
-        stream.write(bytes([old ^ 4]))
-        stream.flush()
-        os.fsync(stream.fileno())
 
 
 def _put(m: Machine, store_offset: int, size: int, seed: int) -> None:
@@ -46,7 +34,7 @@ def test_what_is_not_as_it_was_written_is_named(files: int, machine: Build) -> N
     m.daemon.label_names[7] = "block 3"
     _put(m, 2 * MIB, MIB, seed=1)
     m.daemon.wait(m.daemon.read(4 * MIB, 2 * MIB, MIB, label=7))
-    _change(m.store.paths[0], 33 // files * (64 << 10))  # a stripe of the first file, in the span
+    flip(m.store.paths[0], 33 // files * (64 << 10))  # a stripe of the first file, in the span
     with pytest.raises(SwapError, match=f"reading block 3: bytes {2 * MIB} to {3 * MIB} of the store, in ") as caught:
         m.daemon.wait(m.daemon.read(4 * MIB, 2 * MIB, MIB, label=7))
     assert all(str(path) in caught.value.message for path in m.store.paths)
@@ -59,7 +47,7 @@ def test_nothing_is_known_of_what_nobody_wrote_or_of_a_part(machine: Build) -> N
     m = machine(data_sums=True)
     m.daemon.wait(m.daemon.read(0, 8 * MIB, MIB))
     _put(m, 2 * MIB, MIB, seed=1)
-    _change(m.store.paths[0], 2 * MIB + 5000)
+    flip(m.store.paths[0], 2 * MIB + 5000)
     m.daemon.wait(m.daemon.read(0, 2 * MIB, MIB // 2))
 
 
@@ -95,7 +83,7 @@ def test_without_sums_nothing_is_compared(machine: Build) -> None:
     m = machine()
     assert m.daemon.written is None
     _put(m, 2 * MIB, MIB, seed=1)
-    _change(m.store.paths[0], 2 * MIB)
+    flip(m.store.paths[0], 2 * MIB)
     assert m.daemon.wait(m.daemon.read(0, 2 * MIB, MIB)).data_sum == 0
 
 
@@ -130,6 +118,6 @@ def test_an_update_compares_every_tensor_that_it_reads(machine: Build) -> None:
     for name, (place, item) in PLACES.items():
         update = _update(m)
         byte = place * MIB + (PARAMS - 1) * item
-        _change(m.store.paths[0], byte)
+        flip(m.store.paths[0], byte)
         with pytest.raises(SwapError, match=f"reading {name} of block 3: bytes {place * MIB} to "):
             m.daemon.wait(m.daemon.update(update))
