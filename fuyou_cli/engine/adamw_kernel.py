@@ -102,10 +102,9 @@ def kernel(device: torch.device, *, narrow_weights: bool, narrow_gradients: bool
         return None
     major, minor = torch.cuda.get_device_capability(device)
     try:
-        binary = compiled(nvrtc, f"sm_{major}{minor}", narrow_weights, narrow_gradients)
-    except RuntimeError:  # a card that this NVRTC is too old for, or its library is missing
+        function = _loaded(driver, compiled(nvrtc, f"sm_{major}{minor}", narrow_weights, narrow_gradients))
+    except RuntimeError:  # NVRTC is missing, or too old for the card, or too new for the driver
         return None
-    function = _loaded(driver, binary)
 
     def launch(
         weights: torch.Tensor, remainder: torch.Tensor | None, momentum: torch.Tensor, variance: torch.Tensor,
