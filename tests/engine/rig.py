@@ -266,15 +266,6 @@ class Rig:
     def counters(self) -> Counters:
         return self.daemon.counters()
 
-    def moved(self, steps: int) -> tuple[int, int, int]:
-        """Returns bytes read and written, and parameters updated, in `steps` steps and the draining after them."""
-        before = self.counters()
-        self.run(steps, settle=True)
-        after = self.counters()
-        names = ("read_bytes", "written_bytes", "update_params")
-        read, written, updated = (getattr(after, name) - getattr(before, name) for name in names)
-        return read, written, updated
-
     # ---- looking at what rests -----------------------------------------------------------------------------------
 
     @property
@@ -364,6 +355,21 @@ def outcome(subject: Subject, folder: Path, steps: int, **way: Any) -> Outcome:
     """Runs steps in a rig that is opened for them."""
     with Rig(subject, folder, **way) as rig:
         return rig.run(steps), rig.weights()
+
+
+def assert_moves_as_planned(subject: Subject, folder: Path, *, after: int = 3, **way: Any) -> tuple[Plan, int]:
+    """Compares the bytes of one more step, after this many, with those of the plan. The first two differ: states are still all
+    zero, deferred updates run in the next one. Returns the plan, and how many parameters the step updated."""
+    found = []
+    for steps in (after, after + 1):
+        with Rig(subject, folder / str(steps), **way) as rig:
+            rig.run(steps, settle=True)
+            found.append(rig.counters())
+    less, more = found
+    predicted = rig.plan.predicted
+    moved = (more.read_bytes - less.read_bytes, more.written_bytes - less.written_bytes)
+    assert moved == (predicted.read_per_step, predicted.written_per_step)
+    return rig.plan, more.update_params - less.update_params
 
 
 def named(stage: StageSpec, flat: torch.Tensor) -> dict[str, torch.Tensor]:

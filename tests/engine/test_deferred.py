@@ -15,7 +15,7 @@ from fuyou_cli.engine.executor import StepAbandoned
 
 from .comparing import Outcome, assert_same
 from .families import gpt2, llama
-from .rig import Rig, Shape, Subject
+from .rig import Rig, Shape, Subject, assert_moves_as_planned
 
 STEPS = 4
 SHARES = [0.3, 0.5, 1.0]
@@ -108,19 +108,10 @@ def test_deferred_means_not_before_the_next_forward(tmp_path: Path) -> None:
         assert seen.keys() >= waiting - {rig.spec.stages[-1].index} and set(seen.values()) == {1}
 
 
-def _moved(subject: Subject, folder: Path, steps: int, share: float) -> tuple[int, int, int]:
-    with Rig(subject, folder, clip=None, defer=share, lookahead=1) as rig:
-        return rig.moved(steps)
-
-
 @pytest.mark.parametrize("share", [0.5, 1.0])
 def test_one_more_step_moves_exactly_what_was_predicted(share: float, subject: Subject, tmp_path: Path) -> None:
-    with Rig(subject, tmp_path / "plan", clip=None, defer=share, lookahead=1) as rig:
-        predicted = rig.plan.predicted
-        waiting = sum(stage.params for stage in rig.owning_stages() if rig.plan.stages[stage.index].deferred)
-    three, four = (_moved(subject, tmp_path / str(steps), steps, share) for steps in (3, 4))
-    read, written, updated = (after - before for before, after in zip(three, four, strict=True))
-    assert (read, written) == (predicted.read_per_step, predicted.written_per_step)
+    plan, updated = assert_moves_as_planned(subject, tmp_path, clip=None, defer=share, lookahead=1)
+    predicted, waiting = plan.predicted, sum(subject.spec.stages[stage.stage].params for stage in plan.stages if stage.deferred)
     assert updated == subject.spec.stored_parameters
     two_users = sum(stage.params for stage in subject.spec.stages if subject.spec.has_two_users(stage.index))
     assert predicted.read_by["gradients"] == predicted.written_by["gradients"] == 4 * (waiting + two_users)

@@ -21,7 +21,7 @@ from fuyou_cli.planner.schedule import plan_schedule
 from .comparing import Outcome, assert_same, unequal
 from .families import FAMILIES, gpt2, llama
 from .late import make_late
-from .rig import Rig, Shape, Subject, outcome
+from .rig import Rig, Shape, Subject, assert_moves_as_planned, outcome
 from .test_compute_memory import LiveOutside
 
 STEPS = 2
@@ -213,16 +213,8 @@ def _give_up(rig: Rig, phase: str) -> None:
 
 def test_one_more_step_moves_exactly_what_was_predicted(tmp_path: Path) -> None:
     subject = Subject(llama(num_hidden_layers=3), Shape(dtype="bfloat16", accumulate="bfloat16", **UNEVEN))
-    moved = []
-    for steps in (2, 3):
-        with Rig(subject, tmp_path / str(steps), home="cpu", boundaries="ssd", kept="all") as rig:
-            rig.run(steps, settle=True)
-            moved.append((rig.counters().read_bytes, rig.counters().written_bytes))
-            predicted = rig.plan.predicted
-    assert [after - before for before, after in zip(*moved, strict=True)] == [
-        predicted.read_per_step,
-        predicted.written_per_step,
-    ]
+    way = dict(home="cpu", boundaries="ssd", kept="all")
+    predicted = assert_moves_as_planned(subject, tmp_path, after=2, **way)[0].predicted
     outputs = sum(operator.bytes for stage in subject.spec.stages for operator in stage.operators)
     assert predicted.read_by["boundaries"] == predicted.read_per_step > 3 * outputs  # three micro-batches
 

@@ -17,7 +17,7 @@ from fuyou_cli.swap.daemon import SwapDaemon, Update
 
 from .comparing import assert_same, distance, relative
 from .families import llama
-from .rig import Rig, Shape, Subject
+from .rig import Rig, Shape, Subject, assert_moves_as_planned
 
 STEPS = 4
 SMALL: tuple[StateDtype, ...] = ("bfloat16", "int8")
@@ -105,14 +105,6 @@ def test_bytes_of_a_step(tmp_path: Path) -> None:
     config = llama(vocab_size=800, hidden_size=128, intermediate_size=384, num_hidden_layers=4)
     for states, most in (("bfloat16", 18.0), ("int8", 14.8)):
         here = Subject(config, Shape(dtype="bfloat16", accumulate="bfloat16", batch=2, micro=2, states=states))
-        moved = []
-        for steps in (2, 3):
-            with Rig(here, tmp_path / f"{states}{steps}", clip=None, boundaries="cpu", lookahead=1, chunk=STATE_TILE) as rig:
-                before = rig.counters()
-                rig.run(steps, settle=True)
-                after = rig.counters()
-                moved.append(after.read_bytes - before.read_bytes + after.written_bytes - before.written_bytes)
-                predicted = rig.plan.predicted
-        step = moved[1] - moved[0]
-        assert step == predicted.read_per_step + predicted.written_per_step
-        assert step <= most * here.spec.stored_parameters
+        way = dict(clip=None, boundaries="cpu", lookahead=1, chunk=STATE_TILE)
+        predicted = assert_moves_as_planned(here, tmp_path / states, after=2, **way)[0].predicted
+        assert predicted.read_per_step + predicted.written_per_step <= most * here.spec.stored_parameters

@@ -16,7 +16,7 @@ from fuyou_cli.planner.schedule import Visit
 
 from .comparing import Outcome, assert_same
 from .families import gpt2, gptj, llama
-from .rig import SPARE, Rig, Shape, Subject
+from .rig import SPARE, Rig, Shape, Subject, assert_moves_as_planned
 
 STEPS = 3
 SWEEPS = (2, 3, 6)
@@ -106,17 +106,7 @@ def test_bitwise_as_in_one_sweep(subject: Subject, way: str, sweeps: int, in_one
 def test_one_more_step_moves_exactly_what_was_predicted(
     subject: Subject, clip: float | None, sweeps: int, tmp_path: Path
 ) -> None:
-    def moved(steps: int) -> tuple[int, int]:
-        with Rig(subject, tmp_path / str(steps), clip=clip, lookahead=1, sweeps=sweeps) as rig:
-            before = rig.counters()
-            rig.run(steps, settle=True)
-            after = rig.counters()
-            predicted.append((rig.plan.predicted.read_per_step, rig.plan.predicted.written_per_step))
-        return after.read_bytes - before.read_bytes, after.written_bytes - before.written_bytes
-
-    predicted: list[tuple[int, int]] = []
-    three, four = moved(3), moved(4)
-    assert (four[0] - three[0], four[1] - three[1]) == predicted[0]
+    assert_moves_as_planned(subject, tmp_path, clip=clip, lookahead=1, sweeps=sweeps)
 
 
 @pytest.mark.parametrize("device", ["cpu", "emulated"])

@@ -14,7 +14,7 @@ from drawn import every
 from fuyou_cli.engine.updates import Optimizer
 
 from .families import llama
-from .rig import Rig, Shape, Subject
+from .rig import Rig, Shape, Subject, assert_moves_as_planned
 
 OPTIMIZER = Optimizer(lr=1e-3, beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.0)
 BLOCKS = 8
@@ -37,11 +37,6 @@ def subject(request: pytest.FixtureRequest, subjects: Callable[[Any], Subject]) 
     return subjects(request.param)
 
 
-def _moved(subject: Subject, folder: Path, steps: int, clip: float | None, defer: float | None = None) -> tuple[int, int, int]:
-    with Rig(subject, folder, clip=clip, defer=defer, lookahead=1, optimizer=OPTIMIZER) as rig:
-        return rig.moved(steps)
-
-
 @pytest.mark.parametrize(
     ("subject", "clip", "defer"),
     every(2, [("bfloat16", 0.5, None), ("float32", None, None), ("bfloat16", None, 0.4), ("lion", 0.5, None)]),
@@ -50,14 +45,7 @@ def _moved(subject: Subject, folder: Path, steps: int, clip: float | None, defer
 def test_one_more_step_moves_exactly_what_was_predicted(
     clip: float | None, defer: float | None, subject: Subject, tmp_path: Path
 ) -> None:
-    """The first two steps differ (states are still all zero, deferred updates run in the next one), so a run of four steps
-    is compared with one of three."""
-    with Rig(subject, tmp_path / "plan", clip=clip, defer=defer, lookahead=1) as rig:
-        predicted = rig.plan.predicted
-    three, four = (_moved(subject, tmp_path / str(steps), steps, clip, defer) for steps in (3, 4))
-    read, written, updated = (after - before for before, after in zip(three, four, strict=True))
-    assert read == predicted.read_per_step
-    assert written == predicted.written_per_step
+    _, updated = assert_moves_as_planned(subject, tmp_path, clip=clip, defer=defer, lookahead=1, optimizer=OPTIMIZER)
     assert updated == subject.spec.stored_parameters
 
 

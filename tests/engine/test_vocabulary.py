@@ -26,7 +26,7 @@ from fuyou_cli.spec.model import StageKind
 from .comparing import distance, relative, unequal
 from .families import FAMILIES, gpt2, llama
 from .plain_torch import plain_run
-from .rig import HARDWARE, OPTIMIZER, Rig, Shape, Subject, add_named
+from .rig import HARDWARE, OPTIMIZER, Rig, Shape, Subject, add_named, assert_moves_as_planned
 
 STEPS = 20
 ROWS = 40  # of 97: pieces of 40, 40 and 17
@@ -282,21 +282,8 @@ def test_one_more_step_moves_exactly_what_was_predicted(clip: float | None, dtyp
     """Shares slots of pieces of 700, 700 and 600 rows with the blocks; compares four steps with three."""
     config = llama(vocab_size=2000, hidden_size=128, intermediate_size=256, tie_word_embeddings=tied)
     subject = Subject(config, Shape(dtype=dtype, accumulate="float32", batch=2, micro=2, vocabulary=700))
-    moved = []
-    for steps in (3, 4):
-        with Rig(subject, tmp_path / str(steps), clip=clip, lookahead=1) as rig:
-            predicted, before = rig.plan.predicted, rig.counters()
-            rig.run(steps, settle=True)
-            after = rig.counters()
-        moved.append(
-            (
-                after.read_bytes - before.read_bytes,
-                after.written_bytes - before.written_bytes,
-                after.update_params - before.update_params,
-            )
-        )
-    read, written, updated = (more - less for less, more in zip(*moved, strict=True))
-    assert (read, written) == (predicted.read_per_step, predicted.written_per_step)
+    plan, updated = assert_moves_as_planned(subject, tmp_path, clip=clip, lookahead=1)
+    predicted = plan.predicted
     assert updated == subject.spec.stored_parameters
     two_users = sum(stage.params for stage in subject.spec.stages if stage.kind == "embedding") if tied else 0
     resting = subject.spec.stored_parameters if clip else 0
