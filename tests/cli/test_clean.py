@@ -102,18 +102,12 @@ def test_folders_of_another_store_are_left_alone(tmp_path, capsys, first, run):
     assert one.exists() and two.exists()
 
 
-def test_a_run_that_was_killed_as_it_began_has_no_part_files_yet(tmp_path, capsys):
+@pytest.mark.parametrize("started_over", [False, True])
+def test_a_run_that_was_killed_as_it_began_has_no_part_files_or_those_of_the_one_before(started_over, tmp_path):
     home = tmp_path / "a" / "run"
     one, two = make_file(home / "store.bin"), make_file(tmp_path / "b" / "run" / "store.bin")
-    make_store(home, files=[one, two], run="r1", state="loading")
-    run_clean(home, yes=True)
-    assert not one.exists() and not two.exists()
-
-
-def test_a_run_that_was_killed_as_it_started_over_has_the_part_files_of_the_one_before(tmp_path, capsys):
-    home = tmp_path / "a" / "run"
-    one, two = make_file(home / "store.bin"), make_file(tmp_path / "b" / "run" / "store.bin")
-    make_part(two.parent, first=home, run="before")
+    if started_over:
+        make_part(two.parent, first=home, run="before")
     make_store(home, files=[one, two], run="r1", state="loading")
     run_clean(home, yes=True)
     assert not one.exists() and not two.exists()

@@ -112,29 +112,6 @@ def test_what_is_read_wrong_once_is_read_again(
     assert len(calls) > 5
 
 
-def test_as_many_snapshots_as_asked_can_be_gone_back_to(new_project: NewProject, whole: Callable[..., Whole]) -> None:
-    snapshots = {
-        "checkpoint.mode": "snapshot", "checkpoint.snapshot_every_steps": 1, "checkpoint.keep_last": 4,
-        "train.max_steps": STEPS,
-    }  # fmt: skip
-    expected = whole(snapshots).losses
-    project = new_project("broken", snapshots)
-    with pytest.raises(Died):
-        train(project, _dies_at(6, 5))
-    newest = manifest_of(project)
-    older = list(manifests.before(store_of(project), newest))
-    assert (newest.step, [state.step for state in older]) == (5, [4, 3, 2])
-    for state in (newest, *older[:2]):
-        extent = state.stages[1].momentum
-        assert extent is not None
-        flip(Path(state.files[0]), extent.offset + 17)
-    with _run(project) as run:
-        run.load(lambda count: None)
-        assert run.step == 2
-        run.train(lambda report: None)
-        assert run.losses == expected
-
-
 # ---- what a saved run does not go on with ----------------------------------------------------------------------------
 
 

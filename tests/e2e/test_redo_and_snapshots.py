@@ -27,27 +27,36 @@ def test_a_saved_run_keeps_its_kind_of_store(stopped: Project) -> None:
             prepared_run(stopped)
 
 
-@pytest.mark.parametrize("damaged", [1, 2])
-def test_the_last_snapshots_can_be_gone_back_to(damaged: int, new_project: NewProject, whole: Callable[..., Whole]) -> None:
-    """Keeps snapshots in two of three places: with the newest damaged the one before goes on, with both nothing does."""
-    snapshots = {"checkpoint.mode": "snapshot", "checkpoint.snapshot_every_steps": 2, "train.max_steps": STEPS}
+EVERY_SECOND = {"checkpoint.snapshot_every_steps": 2}
+KEEPING_FOUR = {"checkpoint.snapshot_every_steps": 1, "checkpoint.keep_last": 4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "kept", "damaged"), [(EVERY_SECOND, [4, 2], 1), (EVERY_SECOND, [4, 2], 2), (KEEPING_FOUR, [5, 4, 3, 2], 3)]
+)
+def test_the_last_snapshots_can_be_gone_back_to(
+    changes: dict[str, int], kept: list[int], damaged: int, new_project: NewProject, whole: Callable[..., Whole]
+) -> None:
+    """Goes on with the newest that is whole. Two are kept where nobody says how many; with both damaged nothing goes on."""
+    snapshots = {"checkpoint.mode": "snapshot", "train.max_steps": STEPS, **changes}
     expected = whole(snapshots).losses
     project = new_project("broken", snapshots)
     with pytest.raises(Died):
         train(project, _dies_at(6, 5))
-    newest, older = manifest_of(project), manifests.read(store_of(project), manifests.BEFORE)
-    assert older is not None and (newest.step, older.step, newest.keep) == (4, 2, 2)
-    for state in (newest, older)[:damaged]:
+    newest = manifest_of(project)
+    found = [newest, *manifests.before(store_of(project), newest)]
+    assert [state.step for state in found] == kept and newest.keep == len(kept)
+    for state in found[:damaged]:
         extent = state.stages[1].momentum
         assert extent is not None
         flip(Path(state.files[0]), extent.offset + 17)
     with _run(project) as run:
-        if damaged == 2:
+        if damaged == len(kept):
             with pytest.raises(SwapError, match="no older one is whole"):
                 run.load(lambda count: None)
             return
         run.load(lambda count: None)
-        assert run.step == 2
+        assert run.step == kept[damaged]
         run.train(lambda report: None)
         assert run.losses == expected
 

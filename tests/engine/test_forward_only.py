@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,24 +45,23 @@ def plain(model: PreTrainedModel, subject: Subject, groups: int = 2) -> list[flo
     return found
 
 
-@pytest.mark.parametrize("family", every(2, FAMILIES))
-def test_as_transformers_in_memory(family: str, tmp_path: Path) -> None:
-    subject = Subject(FAMILIES[family], Shape())
-    with Rig(subject, tmp_path) as rig:
+def assert_as_in_memory(subject: Subject, folder: Path, **way: Any) -> None:
+    with Rig(subject, folder, **way) as rig:
         rows = evaluated(ForwardOnly(rig.executor), subject)
     model = subject.fresh()
     model.load_state_dict(subject.initial)
     assert relative(rows, plain(model, subject)) <= 1e-6
+
+
+@pytest.mark.parametrize("family", every(2, FAMILIES))
+def test_as_transformers_in_memory(family: str, tmp_path: Path) -> None:
+    assert_as_in_memory(Subject(FAMILIES[family], Shape()), tmp_path)
 
 
 @crossed(2, tied=[False, True], device=["cpu", "emulated"], vocabulary=[0, 40])
 def test_with_a_cut_or_tied_vocabulary(vocabulary: int, device: str, tied: bool, tmp_path: Path) -> None:
     subject = Subject(llama(tie_word_embeddings=tied), Shape(vocabulary=vocabulary, chunk=5))
-    with Rig(subject, tmp_path, device=device) as rig:  # type: ignore[arg-type]
-        rows = evaluated(ForwardOnly(rig.executor), subject)
-    model = subject.fresh()
-    model.load_state_dict(subject.initial)
-    assert relative(rows, plain(model, subject)) <= 1e-6
+    assert_as_in_memory(subject, tmp_path, device=device)
 
 
 @pytest.mark.parametrize(
