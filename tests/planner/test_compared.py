@@ -20,6 +20,7 @@ from fuyou_cli.spec.plan import Plan
 from fuyou_cli.training.report import Busy, Compared, StepReport, busy_seconds
 from fuyou_cli.training.reporting import Steps, as_records, compared, run_report
 from fuyou_cli.training.run_limits import written_by_step
+from tests.step_reports import step_report
 
 from .models import HARDWARE, SPEC, request
 
@@ -31,12 +32,7 @@ def promised() -> tuple[Plan, Timeline]:
 
 
 def step(number: int, **measured: Any) -> StepReport:
-    fields: dict[str, Any] = {
-        "loss": 1.0, "lr": 1e-3, "grad_norm": None, "tokens": 10, "batch_tokens": 16, "seconds": 2.0, "tflops": 0.1,
-        "ram_now": 1, "ram_peak": 2, "read_bytes": 100, "written_bytes": 50,
-        "update_cpu_seconds": 0.1, "io_cpu_seconds": 0.1, "stalls": {},
-    }  # fmt: skip
-    return StepReport(step=number, total_steps=4, **{**fields, **measured})
+    return step_report(number, **{"total_steps": 4, "tokens": 10, "batch_tokens": 16, **measured})
 
 
 def collected(reports: Iterable[StepReport], *, settling: int = 1) -> Steps:

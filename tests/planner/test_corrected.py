@@ -18,8 +18,9 @@ from fuyou_cli.planner.timeline import Timeline
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.plan import Plan
 from fuyou_cli.training.corrected import LEAST_STEPS, corrected
-from fuyou_cli.training.report import Busy, RunReport, StepReport, busy_seconds
+from fuyou_cli.training.report import Busy, RunReport, busy_seconds
 from fuyou_cli.training.reporting import run_report
+from tests.step_reports import step_report
 
 from .models import HARDWARE, SPEC, request
 from .test_compared import collected
@@ -47,11 +48,9 @@ def run_on(machine: HardwareProfile, *, steps: int = 2 + LEAST_STEPS, plan: Plan
     ])  # fmt: skip
     costs = Costs.of(SPEC, machine, plan)
     reports = [
-        StepReport(
-            step=number, total_steps=steps, loss=1.0, lr=1e-3, grad_norm=None, tokens=1, batch_tokens=1,
-            seconds=step.step_seconds, tflops=0.1, ram_now=1, ram_peak=1, read_bytes=step.read, written_bytes=step.written,
-            update_cpu_seconds=sum(costs.update_seconds(stage) for stage in plan.stages), io_cpu_seconds=0.0, stalls={},
-            busy=busy,
+        step_report(
+            number, total_steps=steps, seconds=step.step_seconds, read_bytes=step.read, written_bytes=step.written, busy=busy,
+            update_cpu_seconds=sum(costs.update_seconds(stage) for stage in plan.stages), io_cpu_seconds=0.0,
         )
         for number in range(1, steps + 1)
     ]  # fmt: skip

@@ -12,32 +12,15 @@ import pytest
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.training.jsonl import JsonlLog, read_log
 from fuyou_cli.training.report import Busy, StepReport
+from tests.step_reports import step_report
 
 
 def report(step: int, loss: float = 2.0) -> StepReport:
-    return StepReport(
-        step=step,
-        total_steps=9,
-        loss=loss,
-        lr=1e-5,
-        grad_norm=None,
-        tokens=100,
-        batch_tokens=128,
-        seconds=1.5,
-        tflops=math.inf,
-        ram_now=1,
-        ram_peak=2,
-        read_bytes=3,
-        written_bytes=4,
-        update_cpu_seconds=0.5,
-        io_cpu_seconds=0.2,
-        stalls={"ssd read": 0.25},
-        timeline=(
-            Busy(resource="compute", label="forward", begin=0.0, end=1.0),
-            Busy(resource="compute", label="forward", begin=0.5, end=1.25),
-        ),
-        busy={"compute": 1.25},
-    )
+    forward = [Busy(resource="compute", label="forward", begin=begin, end=end) for begin, end in ((0.0, 1.0), (0.5, 1.25))]
+    return step_report(
+        step, total_steps=9, loss=loss, seconds=1.5, tflops=math.inf, read_bytes=3, written_bytes=4, update_cpu_seconds=0.5,
+        io_cpu_seconds=0.2, stalls={"ssd read": 0.25}, timeline=tuple(forward), busy={"compute": 1.25},
+    )  # fmt: skip
 
 
 def test_records_are_json_lines(tmp_path: Path) -> None:

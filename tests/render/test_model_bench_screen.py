@@ -13,7 +13,8 @@ from fuyou_cli.cli.render.bench_chart import bench_svg
 from fuyou_cli.cli.render.model_bench_screen import show_model_bench
 from fuyou_cli.training.modelbench.measured import Measured, seconds_of
 from fuyou_cli.training.modelbench.sweep import Point, estimated
-from fuyou_cli.training.report import Busy, StepReport
+from fuyou_cli.training.report import Busy
+from tests.step_reports import step_report
 
 
 def _measured(blocks: int, step: float, each: float) -> Measured:
@@ -44,11 +45,7 @@ def test_a_block_takes_the_time_from_the_end_of_the_visit_before() -> None:
     spans = [("embedding", 0.0, 1.0), ("block 0", 1.5, 2.0), ("block 1", 2.0, 4.0), ("head", 4.5, 5.0), ("block 1", 5.0, 7.0)]
     timeline = tuple(Busy(resource="compute", label=f"forward {name}", begin=a, end=b) for name, a, b in spans)
     other = Busy(resource="ssd read", label="read block 0", begin=0.0, end=9.0)
-    report = StepReport(
-        step=1, total_steps=1, loss=0.0, lr=0.0, grad_norm=None, tokens=1, batch_tokens=1, seconds=7.0, tflops=0.0, ram_now=0,
-        ram_peak=0, read_bytes=0, written_bytes=0, update_cpu_seconds=0.0, io_cpu_seconds=0.0, stalls={},
-        timeline=(other, *timeline),
-    )  # fmt: skip
+    report = step_report(seconds=7.0, timeline=(other, *timeline))
     assert seconds_of(report, {"block 0", "block 1"}) == pytest.approx((1.0 + 2.0 + 2.0) / 2)
 
 

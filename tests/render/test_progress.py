@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from rich.console import Console
 
 from fuyou_cli.cli.render.progress import RunDisplay
 from fuyou_cli.spec.plan import Plan
 from fuyou_cli.training.report import StepReport
+from tests.step_reports import step_report
 
-Printer = Callable[..., tuple[Console, Callable[[], str]]]
+from .conftest import Printer
 
 
 class Clock:
@@ -27,24 +26,11 @@ class Clock:
 
 
 def report(step: int, seconds: float, *, loss: float = 2.5, stalls: dict[str, float] | None = None) -> StepReport:
-    return StepReport(
-        step=step,
-        total_steps=10,
-        loss=loss,
-        lr=1e-5,
-        grad_norm=0.82,
-        tokens=8000,
-        batch_tokens=8192,
-        seconds=seconds,
-        tflops=0.61,
-        ram_now=1 << 30,
-        ram_peak=3 << 29,
-        read_bytes=20 * 10**9,
-        written_bytes=10 * 10**9,
-        update_cpu_seconds=0.7,
-        io_cpu_seconds=0.3,
+    return step_report(
+        step, loss=loss, seconds=seconds, grad_norm=0.82, tokens=8000, batch_tokens=8192, tflops=0.61, ram_now=1 << 30,
+        ram_peak=3 << 29, read_bytes=20 * 10**9, written_bytes=10 * 10**9,
         stalls={"ssd read": 1.5, "update": 0.1} if stalls is None else stalls,
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("total", [10, 100_000])

@@ -6,7 +6,6 @@ import json
 import math
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from fuyou_cli.training.history import History, read_history
 from fuyou_cli.training.jsonl import JsonlLog
 from fuyou_cli.training.report import RunReport, StepReport
 from fuyou_cli.training.reporting import as_records
+from tests.step_reports import step_report
 
 from .conftest import Printer
 
@@ -40,12 +40,12 @@ PLAN = {
 
 
 def step(number: int, **changes: Any) -> StepReport:
-    report = StepReport(
-        step=number, total_steps=40, loss=4.0 - 0.05 * number, lr=1e-5, grad_norm=1.5, tokens=7000, batch_tokens=8000,
-        seconds=80.0, tflops=0.6, ram_now=MiB, ram_peak=1850 * MiB, read_bytes=17_610_000_000, written_bytes=15_400_000_000,
-        update_cpu_seconds=1.0, io_cpu_seconds=1.0, stalls={"update": 0.5}, busy={"ssd read": 10.0, "ssd write": 20.0},
+    figures = dict(
+        total_steps=40, loss=4.0 - 0.05 * number, grad_norm=1.5, tokens=7000, batch_tokens=8000, seconds=80.0, tflops=0.6,
+        ram_now=MiB, ram_peak=1850 * MiB, read_bytes=17_610_000_000, written_bytes=15_400_000_000, update_cpu_seconds=1.0,
+        io_cpu_seconds=1.0, stalls={"update": 0.5}, busy={"ssd read": 10.0, "ssd write": 20.0},
     )  # fmt: skip
-    return replace(report, **changes)
+    return step_report(number, **{**figures, **changes})
 
 
 @pytest.fixture

@@ -16,13 +16,12 @@ from fuyou_cli.core.errors import UsageError, pip_install
 from fuyou_cli.core.units import GiB
 from fuyou_cli.recipe.schema import Recipe
 from fuyou_cli.training.loggers import LoggedRun, Loggers, figures, libraries
-from fuyou_cli.training.report import StepReport
+from tests.step_reports import step_report
 
 NAMES = ("tensorboard", "wandb", "mlflow", "trackio")
-STEP = StepReport(
-    step=3, total_steps=9, loss=2.5, lr=1e-5, grad_norm=math.inf, tokens=7, batch_tokens=100, seconds=2.0, tflops=0.5,
-    ram_now=GiB, ram_peak=2 * GiB, read_bytes=4 * 10**9, written_bytes=10**9, update_cpu_seconds=0.0, io_cpu_seconds=0.0,
-    stalls={"update": 0.25},
+STEP = step_report(
+    3, loss=2.5, grad_norm=math.inf, tokens=7, batch_tokens=100, ram_now=GiB, ram_peak=2 * GiB, read_bytes=4 * 10**9,
+    written_bytes=10**9, stalls={"update": 0.25},
 )  # fmt: skip
 
 
