@@ -14,6 +14,8 @@ from fuyou_cli.data import Rows, cache
 from fuyou_cli.data.worker import build
 from fuyou_cli.recipe.schema import DatasetEntry, DatasetSection
 
+Write = Callable[[str, list[dict[str, Any]]], Path]
+Tokenise = Callable[..., Rows]
 SAMPLE_TEXT = [
     "The ferry leaves the northern harbour at nine and reaches the island before noon.",
     "A baker needs flour, water, salt and time; the oven does the rest.",
@@ -71,7 +73,7 @@ def tokenizer(tokenizer_dir: Path) -> Any:
 
 
 @pytest.fixture
-def write(tmp_path: Path) -> Callable[[str, list[dict[str, Any]]], Path]:
+def write(tmp_path: Path) -> Write:
     """Writes rows as JSON lines and gives the file."""
 
     def to_file(name: str, rows: list[dict[str, Any]]) -> Path:
@@ -83,7 +85,7 @@ def write(tmp_path: Path) -> Callable[[str, list[dict[str, Any]]], Path]:
 
 
 @pytest.fixture
-def tokenise(tokenizer_dir: Path, tmp_path: Path) -> Callable[..., Rows]:
+def tokenise(tokenizer_dir: Path, tmp_path: Path) -> Tokenise:
     """The rows of one source, made by the worker's entry in this process; `apart`: of a mixture, each file an entry."""
     made = 0
 

@@ -3,8 +3,6 @@ too. Expected token streams are spelled with the test's own tokenizer calls."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +11,7 @@ from fuyou_cli.core.errors import UsageError
 from fuyou_cli.data import Rows
 from fuyou_cli.data.formats import RowError, choose_format
 
-from .conftest import CHATML_UNMARKED
-
-Write = Callable[[str, list[dict[str, Any]]], Path]
-Tokenise = Callable[..., Rows]
+from .conftest import CHATML_UNMARKED, Tokenise, Write
 
 TURNS = [
     {"role": "system", "content": "Be brief."},

@@ -8,21 +8,17 @@ import gzip
 import json
 import lzma
 import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.data import Rows, reading, samples
+from fuyou_cli.data import reading, samples
 from fuyou_cli.data.reading import PIECE_CHARS, pieces_of, read_document, read_rows
 from fuyou_cli.data.sources import find_sources, locate
 
-from .conftest import section
-
-Tokenise = Callable[..., Rows]
-Write = Callable[[str, list[dict[str, Any]]], Path]
+from .conftest import Tokenise, Write, section
 
 PAIRS = [
     {"prompt": "How many?", "completion": "1.10"},  # a number, a date and "NA" to a reader that guesses types

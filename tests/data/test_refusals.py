@@ -8,7 +8,6 @@ import json
 import os
 import resource
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,8 @@ from fuyou_cli.data.formats import RowError, choose_format
 from fuyou_cli.data.sandbox import LibraryErrors, reason
 from fuyou_cli.data.worker import _answered
 
-from .conftest import CHATML, CHATML_UNMARKED, section
+from .conftest import CHATML, CHATML_UNMARKED, Tokenise, Write, section
 
-Write = Callable[[str, list[dict[str, Any]]], Path]
-Tokenise = Callable[..., Rows]
 TALK = {"messages": [{"role": "user", "content": "seven?"}, {"role": "assistant", "content": "apples"}]}
 
 

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,7 @@ from fuyou_cli.core.errors import UsageError
 from fuyou_cli.data import NO_LOSS, Rows, Sampler, collate, prepare
 from fuyou_cli.recipe.schema import DatasetSection
 
-from .conftest import section
-
-Write = Callable[[str, list[dict[str, Any]]], Path]
+from .conftest import Write, section
 
 
 def prepared(dataset: DatasetSection, tokenizer_dir: Path, cache_dir: Path) -> Rows:

@@ -23,9 +23,8 @@ from fuyou_cli.data.stream_parts import NEXT, Parts
 from fuyou_cli.data.tokenise import Tokeniser
 from fuyou_cli.recipe.schema import DatasetEntry, DatasetSection
 
-from .conftest import OPTION_DEFAULTS, section
+from .conftest import OPTION_DEFAULTS, Write, section
 
-Write = Callable[[str, list[dict[str, Any]]], Path]
 SMALL = 150  # tokens of a part here
 TEXTS = [f"apple {number} of the harbour " * (1 + number % 4) for number in range(400)]
 LONG = ["The oven does the rest. " * 8_000, *TEXTS[:150]]  # the first is cut into pieces where that loses nothing

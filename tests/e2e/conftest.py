@@ -177,6 +177,9 @@ class Project:
         return found
 
 
+NewProject = Callable[..., Project]
+
+
 def ended(child: Child, within: float = HANGS) -> subprocess.CompletedProcess[str]:
     """Returns the exit code and what the process wrote; kills it where it takes longer than so many seconds."""
     if not child.is_over(within):
@@ -196,7 +199,7 @@ def nursery(tmp_path_factory: pytest.TempPathFactory, materials: Path) -> Iterat
 
 
 @pytest.fixture
-def new_project(tmp_path: Path, materials: Path, nursery: Callable[[], Nursery]) -> Callable[..., Project]:
+def new_project(tmp_path: Path, materials: Path, nursery: Callable[[], Nursery]) -> NewProject:
     """Gives new_project(name, {dotted key: value}), which makes a project with its recipe written."""
 
     def make(name: str = "project", changes: Mapping[str, Any] | None = None) -> Project:

@@ -20,7 +20,7 @@ from fuyou_cli.training.run import Run
 from fuyou_cli.training.run_limits import loaded
 from fuyou_cli.training.state import manifest as manifests
 
-from .conftest import Project, Whole
+from .conftest import NewProject, Project, Whole
 from .running import interrupt, prepared_run, store_of, train
 from .test_inference import losses_of, streamed
 
@@ -30,7 +30,7 @@ STEPS = 6
 
 
 @pytest.fixture
-def lora(new_project: Callable[..., Project], llama: Path) -> Callable[..., Project]:
+def lora(new_project: NewProject, llama: Path) -> NewProject:
     """Gives lora(name, {dotted key: value}), a project that trains an adapter of the Llama in float32."""
 
     def make(name: str = "project", changes: dict[str, Any] | None = None) -> Project:
@@ -94,7 +94,7 @@ def steps_in_memory(ready: Ready, model: Any, *, first: int = 0) -> Iterator[flo
     [({"r": 4}, "cpu"), ({"r": 4, "use_dora": True, "lora_alpha": 16, "modules_to_save": ["lm_head"]}, "ssd")],
     ids=["plain", "dora"],
 )
-def test_losses_are_those_of_peft_in_memory(adapter: dict[str, Any], tier: str, lora: Callable[..., Project]) -> None:
+def test_losses_are_those_of_peft_in_memory(adapter: dict[str, Any], tier: str, lora: NewProject) -> None:
     """Puts the adapter with its gradients and states on `tier`; the model's weights are on the ssd."""
     project = lora(changes={"adapter": adapter, "offload.optimizer_states": tier, "offload.gradients": tier})
     wanted = by_peft(prepared_run(project))
@@ -104,7 +104,7 @@ def test_losses_are_those_of_peft_in_memory(adapter: dict[str, Any], tier: str, 
 
 
 @pytest.mark.parametrize(("dtype", "tier"), every(2, [("float32", "ssd"), ("bfloat16", "cpu")]))
-def test_a_stopped_run_continues_with_the_same_bits(dtype: str, tier: str, lora: Callable[..., Project]) -> None:
+def test_a_stopped_run_continues_with_the_same_bits(dtype: str, tier: str, lora: NewProject) -> None:
     """Stops with dropout and DoRA in backward, where the step has begun to sum gradients. tier: where the adapter rests with
     its gradients and states."""
     changes = {
@@ -128,7 +128,7 @@ def sums(store: Path) -> list[tuple[str, list[tuple[str, int]]]]:
     return [(stage.name, [(name, extent.sum) for name, extent in stage.extents()]) for stage in saved.stages]
 
 
-def test_a_saved_run_keeps_its_adapter(lora: Callable[..., Project]) -> None:
+def test_a_saved_run_keeps_its_adapter(lora: NewProject) -> None:
     project = lora(changes={"train.max_steps": 2})
     train(project)
     other = lora("other", {"train.max_steps": 2, "adapter": {"r": 8}, "output_dir": str(project.out)})
@@ -136,7 +136,7 @@ def test_a_saved_run_keeps_its_adapter(lora: Callable[..., Project]) -> None:
         prepared_run(other)
 
 
-def test_the_command_exports_what_peft_loads_and_goes_on_with(lora: Callable[..., Project], tmp_path: Path) -> None:
+def test_the_command_exports_what_peft_loads_and_goes_on_with(lora: NewProject, tmp_path: Path) -> None:
     """The loss of the next step is that of the run itself, had it gone on."""
     import transformers
 
@@ -168,7 +168,7 @@ def test_a_model_is_not_merged(whole: Callable[..., Whole], tmp_path: Path) -> N
     assert not (tmp_path / "out").exists()
 
 
-def test_the_plan_counts_what_loading_writes(lora: Callable[..., Project]) -> None:
+def test_the_plan_counts_what_loading_writes(lora: NewProject) -> None:
     """Counts frozen weights too, and no more than the adapter for the export."""
     ready = prepared_run(lora())
     with Run(ready, memory_now=probe.process_bytes, free_space=probe.free_space) as run:
@@ -177,14 +177,14 @@ def test_the_plan_counts_what_loading_writes(lora: Callable[..., Project]) -> No
     assert ready.planned.plan.predicted.export_bytes == 4 * ready.planned.model.trained_parameters
 
 
-def test_without_peft_one_error_names_the_extra(lora: Callable[..., Project], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_peft_one_error_names_the_extra(lora: NewProject, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fuyou_cli.training.adapting.find_spec", lambda name: None)
     with pytest.raises(UsageError, match="the package peft is not installed") as caught:
         prepared_run(lora())
     assert "fuyou[lora]" in str(caught.value.hint)
 
 
-def test_states_on_a_device(lora: Callable[..., Project]) -> None:
+def test_states_on_a_device(lora: NewProject) -> None:
     """Loads a stage that rests there in parts; losses are those of states in RAM."""
     losses = []
     for name, tier in (("there", "gpu"), ("ram", "cpu")):

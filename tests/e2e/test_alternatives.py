@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from .conftest import ROOT, Project, ended
+from .conftest import ROOT, NewProject, Project, ended
 
-NewProject = Callable[..., Project]
 AUTO = {f"offload.{key}": "auto" for key in ("weights", "optimizer_states", "gradients", "boundaries")}
 CHANGES = {
     **AUTO, "train.clip_grad_norm": None, "train.max_steps": 2, "checkpoint.resume": "never", "export.at_end": False,

@@ -20,10 +20,9 @@ from fuyou_cli.training.history import read_history
 from fuyou_cli.training.report import BestReport
 from fuyou_cli.training.run import Run
 
-from .conftest import Project
+from .conftest import NewProject, Project
 from .running import exported, prepared_run, train
 
-NewProject = Callable[..., Project]
 STEPS = 4
 KILLED = """
 import os, signal

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -15,7 +14,7 @@ from fuyou_cli.spec.plan import Numerics
 from fuyou_cli.training.limits import gpu_limit, gpu_most, note_slow_products
 from fuyou_cli.training.plan_request_of import plan_request
 
-from .conftest import Project
+from .conftest import NewProject
 
 NUMERICS = Numerics(
     compute_dtype="bfloat16", accumulate_dtype="float32", batch_size=4, micro_batch_size=2, max_seq_len=64, head_chunk_tokens=0,
@@ -34,7 +33,7 @@ NUMERICS = Numerics(
         ("cuda", 32 * GiB, "48GiB", 48 * GiB),
     ],
 )
-def test_the_budget(new_project: Callable[..., Project], device: str, pinnable: int, budget: str, expected: int) -> None:
+def test_the_budget(new_project: NewProject, device: str, pinnable: int, budget: str, expected: int) -> None:
     machine = replace(described("rtx4090,gen4,64GiB"), device=device, pinnable=pinnable)
     changes = [f"offload.max_memory.cpu={budget}", "offload.device=auto"]
     recipe = load_recipe(new_project().recipe, changes).recipe
@@ -52,7 +51,7 @@ def test_the_budget(new_project: Callable[..., Project], device: str, pinnable: 
         (0, "22GiB", int(0.95 * 22 * GiB)),
     ],
 )
-def test_the_budget_of_a_card(new_project: Callable[..., Project], free: int, budget: str, expected: int) -> None:
+def test_the_budget_of_a_card(new_project: NewProject, free: int, budget: str, expected: int) -> None:
     """Shows that what the process may have is a little more."""
     machine = replace(described("rtx4090,gen4,64GiB"), device_free=free)
     recipe = load_recipe(new_project().recipe, [f"offload.max_memory.gpu={budget}", "offload.device=auto"]).recipe
@@ -64,7 +63,7 @@ def test_the_budget_of_a_card(new_project: Callable[..., Project], free: int, bu
 @pytest.mark.parametrize(
     ("dtype", "device", "slow"), [("bfloat16", "cpu", True), ("float32", "cpu", False), ("bfloat16", "cuda", False)]
 )
-def test_slow_products_are_said(new_project: Callable[..., Project], dtype: str, device: str, slow: bool) -> None:
+def test_slow_products_are_said(new_project: NewProject, dtype: str, device: str, slow: bool) -> None:
     said = list[str]()
     recipe = load_recipe(new_project(changes={"precision.compute": dtype}).recipe).recipe
     note_slow_products(recipe, device, said.append)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from transformers import AutoTokenizer
 
 from fuyou_cli.training.state import kept_companions as companions
 
-from .conftest import Project
+from .conftest import NewProject
 
 TEMPLATE = "{% for m in messages %}<|end|>{{ m['role'] }}: {{ m['content'] }}<|end|>{% endfor %}"
 CHAT = [{"role": "user", "content": "How far?"}, {"role": "assistant", "content": "Seven miles."}]
@@ -59,9 +58,7 @@ def test_what_is_kept_already_is_not_written_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pad", every(2, ["!", "<|end|>"]), ids=["a token of ordinary text", "a special token"])
-def test_the_export_has_the_tokenizer_of_the_run(
-    pad: str, new_project: Callable[..., Project], materials: Path, tmp_path: Path
-) -> None:
+def test_the_export_has_the_tokenizer_of_the_run(pad: str, new_project: NewProject, materials: Path, tmp_path: Path) -> None:
     start = tmp_path / "start"
     project = new_project(changes=_started_from(materials, start, pad=pad))
     ran = project.fuyou("finetune", project.recipe)
@@ -83,7 +80,7 @@ def test_the_export_has_the_tokenizer_of_the_run(
     assert config["model_type"] == "gpt2"
 
 
-def test_a_store_without_kept_files_is_exported_from_the_models_folder(new_project: Callable[..., Project]) -> None:
+def test_a_store_without_kept_files_is_exported_from_the_models_folder(new_project: NewProject) -> None:
     project = new_project(changes={"train.max_steps": 3, "export.at_end": False})
     assert project.fuyou("finetune", project.recipe).returncode == 0
     kept = next((project.out / "store").glob("*/companions"))

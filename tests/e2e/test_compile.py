@@ -11,10 +11,9 @@ from fuyou_cli.core.errors import Interrupted, UsageError
 from fuyou_cli.engine.compiled import CompiledBlocks
 from fuyou_cli.training import run as runs
 
-from .conftest import Project, Whole
+from .conftest import NewProject, Whole
 from .running import STEPS, interrupt, train
 
-NewProject = Callable[..., Project]
 COMPILED = {"train.max_steps": STEPS, "train.compile": True}
 
 

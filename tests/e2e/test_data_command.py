@@ -19,10 +19,9 @@ from fuyou_cli.data.tokenise import load_tokenizer
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training.length import tokenised_rows
 
-from .conftest import PLACES, Project
+from .conftest import PLACES, NewProject, Project
 from .running import prepared_run
 
-NewProject = Callable[..., Project]
 Printed = Callable[..., str]
 
 TRUNCATED = """

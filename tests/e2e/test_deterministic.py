@@ -10,10 +10,9 @@ import torch
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.training.run import Run
 
-from .conftest import Project, Whole
+from .conftest import NewProject, Whole
 from .running import STEPS, train
 
-NewProject = Callable[..., Project]
 EMULATED = {"train.max_steps": STEPS, "offload.device": "emulated"}
 REPEATED = {**EMULATED, "train.deterministic": True}
 

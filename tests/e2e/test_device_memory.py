@@ -18,11 +18,10 @@ from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training.device_errors import named
 from fuyou_cli.training.run import Run
 
-from .conftest import Project, Whole
+from .conftest import NewProject, Whole
 from .running import STEPS, prepared_run, resolved_as, train
 
 MiB = 1 << 20
-NewProject = Callable[..., Project]
 EMULATED = {"train.max_steps": STEPS, "offload.device": "emulated"}
 
 

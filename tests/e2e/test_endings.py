@@ -24,10 +24,9 @@ from fuyou_cli.training.report import StepReport
 from fuyou_cli.training.run import Run
 from fuyou_cli.training.steps import store_of as where_its_store_is
 
-from .conftest import HANGS, Project, Whole, ended
+from .conftest import HANGS, NewProject, Project, Whole, ended
 from .running import STEPS, exported, interrupt, manifest_of, prepared_run, store_of, train
 
-NewProject = Callable[..., Project]
 LONG = {"train.max_steps": 10_000, "export.at_end": False}
 UNCLIPPED = {"train.max_steps": STEPS, "train.clip_grad_norm": None}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.inference.choices import read_questions
 
-from .conftest import PLACES, Project
+from .conftest import PLACES, NewProject
 
 LIMIT = 24  # tokens: the recipe's dataset.max_seq_len
 ROWS = [
@@ -44,7 +43,7 @@ def in_memory(folder: Path, row: dict[str, object]) -> tuple[int, int]:
     return found.index(max(found)), normalised.index(max(normalised))
 
 
-def test_as_transformers_in_memory(new_project: Callable[..., Project]) -> None:
+def test_as_transformers_in_memory(new_project: NewProject) -> None:
     project = new_project(changes={"precision.compute": "float32"})
     file = project.folder / "questions.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))

@@ -13,11 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from .conftest import Project, Whole
+from .conftest import NewProject, Whole
 from .running import exported, prepared_run
 from .test_evaluation import EXACT, in_memory, with_sets
-
-NewProject = Callable[..., Project]
 
 
 def test_a_model_a_store_and_an_output_folder(new_project: NewProject, whole: Callable[..., Whole], tmp_path: Path) -> None:

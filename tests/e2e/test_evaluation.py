@@ -22,10 +22,9 @@ from fuyou_cli.training.report import EvalReport
 from fuyou_cli.training.run import Run
 from fuyou_cli.training.state.stored import Evaluated
 
-from .conftest import Project, Whole
+from .conftest import NewProject, Project, Whole
 from .running import STEPS, manifest_of, prepared_run, train
 
-NewProject = Callable[..., Project]
 EXACT = {"train.max_steps": STEPS, "precision.compute": "float32"}
 TEXTS = [f"held out row {number}: {'the quick brown fox ' * (number % 4)}jumps" for number in range(7)]
 

@@ -24,11 +24,9 @@ from fuyou_cli.training.state.commit_thread import Commits
 from fuyou_cli.training.state.stored import TENSORS, Manifest, StoredExtent
 from tests.damage import flip
 
-from .conftest import Project, Whole
+from .conftest import NewProject, Project, Whole
 from .running import STEPS, assert_same_exports, interrupt, manifest_of, prepared_run, store_of, train
 from .test_stopping import RAM
-
-NewProject = Callable[..., Project]
 
 TRAINED = [name for name in TENSORS if name != "frozen"]  # nothing is frozen in these runs
 UNCLIPPED = {"train.clip_grad_norm": None}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,14 @@ import yaml
 
 from fuyou_cli.core.units import MiB
 
-from .conftest import Project
+from .conftest import NewProject, Project
 
 SPARE = 128 * MiB  # that a budget lacks to hold everything
 OFTEN = 0.004  # seconds between looks
 
 
 @pytest.fixture
-def project(new_project: Callable[..., Project], materials: Path, tmp_path: Path) -> Project:
+def project(new_project: NewProject, materials: Path, tmp_path: Path) -> Project:
     """Makes a small Llama of 32,000 words, tied to nothing: its head's logits are mapped, all else is in the heap. Two
     micro-batches of four rows, clipped. In bfloat16 where the processor has fast products for it: without them this takes ten
     minutes."""

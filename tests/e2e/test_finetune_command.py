@@ -5,21 +5,20 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from .conftest import Project
+from .conftest import NewProject, Project
 
 STEPS = 16
 LONG = {"train.max_steps": STEPS}
 
 
 @pytest.mark.slow
-def test_interrupted_twice_is_the_same_run(new_project: Callable[..., Project]) -> None:
+def test_interrupted_twice_is_the_same_run(new_project: NewProject) -> None:
     whole, broken = new_project("whole", LONG), new_project("broken", LONG)
     finished = whole.fuyou("finetune", whole.recipe)
     assert finished.returncode == 0, finished.stderr
@@ -61,7 +60,7 @@ def _exports_again(project: Project, expected: dict[str, Any]) -> None:
     assert AutoTokenizer.from_pretrained(target).eos_token == "<|end|>"
 
 
-def test_plan_shows_and_writes_nothing_of_a_run(new_project: Callable[..., Project]) -> None:
+def test_plan_shows_and_writes_nothing_of_a_run(new_project: NewProject) -> None:
     project = new_project()
     shown = project.fuyou("plan", project.recipe, "--json", "--dry-run")
     assert shown.returncode == 0, shown.stderr
@@ -71,7 +70,7 @@ def test_plan_shows_and_writes_nothing_of_a_run(new_project: Callable[..., Proje
     assert sorted(path.name for path in project.folder.iterdir()) == ["cache", "recipe.yaml"]  # the user's own cache
 
 
-def test_a_run_that_does_not_fit_says_what_would(new_project: Callable[..., Project]) -> None:
+def test_a_run_that_does_not_fit_says_what_would(new_project: NewProject) -> None:
     project = new_project(changes={"offload.max_memory.cpu": "64MiB"})
     refused = project.fuyou("plan", project.recipe, "--dry-run")
     assert refused.returncode == 3, refused.stderr
@@ -88,7 +87,7 @@ def test_a_run_that_does_not_fit_says_what_would(new_project: Callable[..., Proj
     assert not Path(project.out).exists()
 
 
-def test_a_plan_that_is_too_large_is_shown_and_exits_3(new_project: Callable[..., Project]) -> None:
+def test_a_plan_that_is_too_large_is_shown_and_exits_3(new_project: NewProject) -> None:
     project = new_project(changes={"offload.max_memory.ssd": "1MB"})
     refused = project.fuyou("finetune", project.recipe, "--dry-run")
     assert refused.returncode == 3, refused.stderr
@@ -106,7 +105,7 @@ def test_a_plan_that_is_too_large_is_shown_and_exits_3(new_project: Callable[...
     assert not (project.out / "store").exists()
 
 
-def test_a_store_on_a_disk_it_fills_is_resumed(new_project: Callable[..., Project]) -> None:
+def test_a_store_on_a_disk_it_fills_is_resumed(new_project: NewProject) -> None:
     """The store itself is no longer free space: only what is still to be written has to be free."""
     constant = {"lr_scheduler": {"name": "constant", "warmup_steps": 0}, "export.at_end": False}
     project = new_project(changes=constant)
@@ -122,7 +121,7 @@ def test_a_store_on_a_disk_it_fills_is_resumed(new_project: Callable[..., Projec
     assert "the store needs" in refused.stdout and not (project.folder / "a").exists()
 
 
-def test_the_loggers_a_recipe_names_are_the_ones_that_write(new_project: Callable[..., Project]) -> None:
+def test_the_loggers_a_recipe_names_are_the_ones_that_write(new_project: NewProject) -> None:
     project = new_project(changes={"train.max_steps": 2, "export.at_end": False, "checkpoint.resume": "never"})
     quiet = project.fuyou("finetune", project.recipe, "logging.backends=[jsonl]")
     assert quiet.returncode == 0 and sorted(project.losses()) == [1, 2]
@@ -133,7 +132,7 @@ def test_the_loggers_a_recipe_names_are_the_ones_that_write(new_project: Callabl
     assert (project.out / "log.jsonl").read_bytes() == before
 
 
-def test_a_finished_run_again_and_its_store_cleaned(new_project: Callable[..., Project]) -> None:
+def test_a_finished_run_again_and_its_store_cleaned(new_project: NewProject) -> None:
     project = new_project(changes={"train.max_steps": 2, "export.at_end": False})
     assert project.fuyou("finetune", project.recipe).returncode == 0
     (store,) = (project.out / "store").glob("*/store.bin")

@@ -25,10 +25,8 @@ from fuyou_cli.training.state.removal import read_store
 from fuyou_cli.training.state.stored import Manifest, StoredStage
 from fuyou_cli.training.steps import run_directories
 
-from .conftest import Project, Whole
+from .conftest import NewProject, Project, Whole
 from .running import STEPS, manifest_of, prepared_run, store_of, train
-
-NewProject = Callable[..., Project]
 
 
 def _run(project: Project) -> Run:

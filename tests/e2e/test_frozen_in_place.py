@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from fuyou_cli.training.state.at_rest import at_rest, verify_store
 from fuyou_cli.training.state.source_checks import to_check
 from fuyou_cli.training.state.stored import Manifest
 
-from .conftest import Project
+from .conftest import NewProject, Project
 from .running import interrupt, manifest_of, prepared_run, store_of, train
 
 STEPS = 3
@@ -41,7 +40,7 @@ def model(materials: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def frozen(new_project: Callable[..., Project], model: Path) -> Callable[..., Project]:
+def frozen(new_project: NewProject, model: Path) -> NewProject:
     def make(name: str = "project", changes: dict[str, Any] | None = None) -> Project:
         return new_project(name, {"model.name_or_path": str(model)} | FROZEN | (changes or {}))
 
@@ -52,7 +51,7 @@ def weights_of(model: Path) -> Path:
     return model / "model.safetensors"
 
 
-def test_a_copy_in_the_store_gives_the_same_bits(frozen: Callable[..., Project], tmp_path: Path) -> None:
+def test_a_copy_in_the_store_gives_the_same_bits(frozen: NewProject, tmp_path: Path) -> None:
     """Uses two drives, and so a copy; with one, the store has no place for them, and a step reads what the plan says."""
     two = frozen("two", {"offload.dir": [str(tmp_path / "a"), str(tmp_path / "b")]})
     copied = prepared_run(two).planned
@@ -85,7 +84,7 @@ def sums(store: Path) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("how", every(2, ["touched", "cut", "gone"]))
-def test_a_file_that_changes_between_runs_is_named(how: str, frozen: Callable[..., Project], model: Path) -> None:
+def test_a_file_that_changes_between_runs_is_named(how: str, frozen: NewProject, model: Path) -> None:
     """Shows that a copy cannot be compared in a run that does not sum what it reads."""
     project, file = frozen(changes={"offload.verify_reads": how != "touched"}), weights_of(model)
     with pytest.raises(Interrupted):
@@ -105,7 +104,7 @@ def test_a_file_that_changes_between_runs_is_named(how: str, frozen: Callable[..
 
 
 @pytest.mark.parametrize("content", ["the same", "another"])
-def test_a_copy_of_a_file_is_compared_with_what_was_read(content: str, frozen: Callable[..., Project], model: Path) -> None:
+def test_a_copy_of_a_file_is_compared_with_what_was_read(content: str, frozen: NewProject, model: Path) -> None:
     """It has another time of change."""
     wanted, store = train(frozen("whole")) if content == "the same" else ([], model)
     project, file = frozen("changed"), weights_of(model)
@@ -126,7 +125,7 @@ def test_a_copy_of_a_file_is_compared_with_what_was_read(content: str, frozen: C
     assert any(f"{file} has another time of change: comparing" in text for text in said)
 
 
-def test_a_run_that_does_not_start_leaves_no_store(frozen: Callable[..., Project], model: Path) -> None:
+def test_a_run_that_does_not_start_leaves_no_store(frozen: NewProject, model: Path) -> None:
     project = frozen()
     ready = prepared_run(project)
     os.utime(weights_of(model), ns=(0, 7))
@@ -136,7 +135,7 @@ def test_a_run_that_does_not_start_leaves_no_store(frozen: Callable[..., Project
 
 
 @pytest.mark.parametrize("how", ["touched", "cut", "gone"])
-def test_nothing_is_kept_of_a_file_that_changes_during_a_run(how: str, frozen: Callable[..., Project], model: Path) -> None:
+def test_nothing_is_kept_of_a_file_that_changes_during_a_run(how: str, frozen: NewProject, model: Path) -> None:
     """Goes on from what was committed before with the same bits once the file is as it was."""
     wanted, store = train(frozen("whole"))
     project, file = frozen("changed"), weights_of(model)
@@ -166,7 +165,7 @@ def test_nothing_is_kept_of_a_file_that_changes_during_a_run(how: str, frozen: C
     assert sums(again) == sums(store)
 
 
-def test_other_bytes_under_the_same_time_are_found(frozen: Callable[..., Project], model: Path) -> None:
+def test_other_bytes_under_the_same_time_are_found(frozen: NewProject, model: Path) -> None:
     file = weights_of(model)
 
     def change(run: Run) -> None:
@@ -189,7 +188,7 @@ def test_other_bytes_under_the_same_time_are_found(frozen: Callable[..., Project
 
 
 @pytest.mark.parametrize("summed", [True, False])
-def test_verifying_compares_the_models_files(summed: bool, frozen: Callable[..., Project], model: Path) -> None:
+def test_verifying_compares_the_models_files(summed: bool, frozen: NewProject, model: Path) -> None:
     """Counts their bytes once, and says what nobody has summed."""
     changes = {"offload.verify_reads": summed, "freeze": ["transformer.h.0.*", "transformer.h.1.*"]}
     project, file = frozen(changes=changes), weights_of(model)
@@ -210,20 +209,20 @@ def test_verifying_compares_the_models_files(summed: bool, frozen: Callable[...,
         assert said == [f"{file} has another time of change: comparing {gb(checked['same'])} with what was read before"]
 
 
-def test_another_dtype_is_copied_and_the_plan_says_so(frozen: Callable[..., Project]) -> None:
+def test_another_dtype_is_copied_and_the_plan_says_so(frozen: NewProject) -> None:
     copied = prepared_run(frozen(changes={"precision.compute": "bfloat16"})).planned.model
     assert not copied.sources
     assert "is float32 in the model's files, and computes in bfloat16" in copied.imported_because
 
 
-def test_the_plan_says_where_frozen_weights_are_read(frozen: Callable[..., Project]) -> None:
+def test_the_plan_says_where_frozen_weights_are_read(frozen: NewProject) -> None:
     project = frozen()
     shown = project.fuyou("plan", project.recipe)
     assert shown.returncode == 0, shown.stderr
     assert "read from the model's own files, not copied" in " ".join(shown.stdout.split())
 
 
-def test_an_export_has_them_from_the_files(frozen: Callable[..., Project], tmp_path: Path, model: Path) -> None:
+def test_an_export_has_them_from_the_files(frozen: NewProject, tmp_path: Path, model: Path) -> None:
     from safetensors.torch import load_file
 
     from fuyou_cli.training.exporting import export_store
@@ -252,7 +251,7 @@ def put_another_byte(file: Path, saved: Manifest) -> None:
         opened.write(b"\x01")
 
 
-def test_an_adapter_is_exported_without_the_models_files(frozen: Callable[..., Project], model: Path, tmp_path: Path) -> None:
+def test_an_adapter_is_exported_without_the_models_files(frozen: NewProject, model: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="peft comes with the extra lora")
     project = frozen(changes={"freeze": [], "adapter": {"r": 2}, "export.at_end": False})
     ran = project.fuyou("finetune", project.recipe)

@@ -3,7 +3,6 @@ on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,10 +12,8 @@ from safetensors.torch import load_file
 from fuyou_cli.core.errors import Interrupted, UsageError
 from fuyou_cli.recipe.load import load_recipe
 
-from .conftest import Project
+from .conftest import NewProject, Project
 from .running import STEPS, exported, interrupt, manifest_of, planned, prepared_run, store_of, train
-
-NewProject = Callable[..., Project]
 
 FREEZE = ["transformer.wte", "transformer.h.0.*"]  # the head is tied to the embedding
 

@@ -21,11 +21,10 @@ from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.at_rest import verify_store
 from tests.damage import flip
 
-from .conftest import ROOT, Project, Whole
+from .conftest import ROOT, NewProject, Project, Whole
 from .running import STEPS, interrupt, manifest_of, prepared_run, store_of, train
 from .test_every_step_committed import Died, _dies_at, _run
 
-NewProject = Callable[..., Project]
 REDO = {"checkpoint.mode": "redo", "train.max_steps": STEPS}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,9 @@ import pytest
 from fuyou_cli.core.errors import Interrupted, UsageError
 from fuyou_cli.recipe.load import load_recipe
 
-from .conftest import Project
+from .conftest import NewProject, Project
 from .running import assert_same_exports, interrupt, planned, prepared_run, train
 from .test_evaluation import evaluated
-
-NewProject = Callable[..., Project]
 
 
 def changes(llama: Path, packing: str | bool, *, batch: int, micro: int = 1, **more: Any) -> dict[str, Any]:

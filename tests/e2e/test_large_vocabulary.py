@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,12 +9,12 @@ import pytest
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training.prepared import Planned
 
-from .conftest import Project
+from .conftest import NewProject, Project
 from .running import planned
 
 
 @pytest.fixture
-def project(new_project: Callable[..., Project]) -> Project:
+def project(new_project: NewProject) -> Project:
     """Makes a project of Llama-3.2-1B's shape, without weights."""
     import transformers
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable
 
 import pytest
 
-from .conftest import Project, ended
-
-NewProject = Callable[..., Project]
+from .conftest import NewProject, ended
 
 TRACKIO = """
 import json, sys, types

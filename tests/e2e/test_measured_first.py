@@ -3,11 +3,9 @@ no."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
-from .conftest import HANGS, Project, ended
+from .conftest import HANGS, NewProject, Project, ended
 
 # Little of everything, so that measuring for real is quick: it happens in a process of its own, which reads this at its start.
 QUICK = """
@@ -31,7 +29,7 @@ def _finetune(project: Project, *arguments: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_run_measures_its_machine_once(new_project: Callable[..., Project]) -> None:
+def test_a_run_measures_its_machine_once(new_project: NewProject) -> None:
     project = new_project()
     project.write_recipe({"offload.measure": True, "checkpoint.resume": "never", "train.max_steps": 3})
     for said_no in ("--assume-rates", "offload.measure=false"):

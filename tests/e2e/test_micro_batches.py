@@ -3,7 +3,6 @@ run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -17,7 +16,7 @@ from fuyou_cli.spec.plan import Numerics
 from fuyou_cli.training.limits import gpu_limit
 from fuyou_cli.training.numerics import MOST_TOKENS, fastest_size, head_chunk, head_piece, sizes_of
 
-from .conftest import Project
+from .conftest import NewProject, Project
 from .running import planned
 
 
@@ -72,7 +71,7 @@ def test_what_is_far_off_is_not_searched() -> None:
     assert fastest_size(16, 512, planned=planned.__getitem__, searched={}.__getitem__) == 2
 
 
-def test_chosen_once_and_kept(new_project: Callable[..., Project]) -> None:
+def test_chosen_once_and_kept(new_project: NewProject) -> None:
     project = new_project(changes={"train.batch_size": 8, "train.micro_batch_size": "auto"})
     chosen = _numerics(project, None)
     assert chosen.batch_size == 8 and 8 % chosen.micro_batch_size == 0
@@ -89,9 +88,7 @@ def test_chosen_once_and_kept(new_project: Callable[..., Project]) -> None:
         ("emulated", 16, "auto", 16),  # computes on the processor
     ],
 )
-def test_a_gpu_leaves_torch_few_threads(
-    new_project: Callable[..., Project], device: str, cores: int, asked: str, threads: int
-) -> None:
+def test_a_gpu_leaves_torch_few_threads(new_project: NewProject, device: str, cores: int, asked: str, threads: int) -> None:
     machine = replace(described("rtx4090,gen4,64GiB"), device=device, cores=cores)
     recipe = load_recipe(new_project().recipe, [f"train.threads={asked}", f"offload.device={device}"]).recipe
     assert planned(recipe, machine, here=False).plan.numerics.torch_threads == threads
@@ -104,9 +101,7 @@ def test_a_gpu_leaves_torch_few_threads(
         ("cuda", "3GiB", 256 * MiB),
     ],
 )  # fmt: skip
-def test_a_gpu_with_room_makes_more_logits_at_once(
-    new_project: Callable[..., Project], device: str, limit: str, piece: int
-) -> None:
+def test_a_gpu_with_room_makes_more_logits_at_once(new_project: NewProject, device: str, limit: str, piece: int) -> None:
     """The card has 24 GB. Other programs that use it change nothing."""
     machine = replace(described("rtx4090,gen4,64GiB"), device=device)
     recipe = load_recipe(new_project().recipe, [f"offload.max_memory.gpu={limit}", f"offload.device={device}"]).recipe
@@ -122,9 +117,7 @@ def test_a_gpu_with_room_makes_more_logits_at_once(
         ("cuda", "20GiB", 19 * GiB), ("cuda", "1GiB", GiB - 128 * MiB), ("cuda", "100MiB", 0), ("emulated", "1GiB", GiB),
     ],
 )  # fmt: skip
-def test_libraries_have_their_part_of_a_gpu(
-    new_project: Callable[..., Project], device: str, asked: str, planned_with: int
-) -> None:
+def test_libraries_have_their_part_of_a_gpu(new_project: NewProject, device: str, asked: str, planned_with: int) -> None:
     machine = replace(described("rtx4090,gen4,64GiB"), device=device)
     recipe = load_recipe(new_project().recipe, [f"offload.max_memory.gpu={asked}", f"offload.device={device}"]).recipe
     assert gpu_limit(recipe, machine) == planned_with

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
-from .conftest import Project
+from .conftest import NewProject, Project
 
 BLOCKS = 6
 
 
 @pytest.fixture
-def shaped(new_project: Callable[..., Project], tmp_path: Path) -> Project:
+def shaped(new_project: NewProject, tmp_path: Path) -> Project:
     """Makes a project whose model folder has a configuration alone: neither weights nor a tokenizer nor data."""
     import transformers
 
@@ -42,7 +41,7 @@ def _points(project: Project, *more: str | Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("minutes", ["0", pytest.param("10", marks=pytest.mark.slow)])
-def test_text_of_a_model_that_takes_images(minutes: str, new_project: Callable[..., Project], tmp_path: Path) -> None:
+def test_text_of_a_model_that_takes_images(minutes: str, new_project: NewProject, tmp_path: Path) -> None:
     import transformers
 
     small: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2}

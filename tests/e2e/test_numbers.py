@@ -24,11 +24,10 @@ from fuyou_cli.training.run import Run
 from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.stored import StoredStage
 
-from .conftest import Project, Whole
+from .conftest import NewProject, Project, Whole
 from .running import STEPS, assert_same_exports, manifest_of, prepared_run, store_of, train
 from .test_stopping import RAM
 
-NewProject = Callable[..., Project]
 SKIP = {"train.max_steps": STEPS, "train.skip_nonfinite": 2}
 UNCLIPPED = {"train.max_steps": STEPS, "train.clip_grad_norm": None, "offload.defer_updates": 0}
 

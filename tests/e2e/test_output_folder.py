@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 
 import pytest
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.training.output_folder import claimed
 
-from .conftest import Project
+from .conftest import NewProject
 from .running import train
 
 
-def test_two_runs_do_not_share_one(new_project: Callable[..., Project]) -> None:
+def test_two_runs_do_not_share_one(new_project: NewProject) -> None:
     """Refuses it also with stores of their own: either run would set the other's log aside, and write its model over."""
     project = new_project()
     with claimed(project.out, say=print):
@@ -27,7 +26,7 @@ def test_two_runs_do_not_share_one(new_project: Callable[..., Project]) -> None:
         pass
 
 
-def test_a_run_that_does_not_find_the_earlier_one_says_so(new_project: Callable[..., Project]) -> None:
+def test_a_run_that_does_not_find_the_earlier_one_says_so(new_project: NewProject) -> None:
     project = new_project(changes={"train.max_steps": 3, "export.at_end": False})
     _, store = train(project)
     (project.out / "log.jsonl").parent.mkdir(exist_ok=True)
@@ -42,7 +41,7 @@ def test_a_run_that_does_not_find_the_earlier_one_says_so(new_project: Callable[
 
 
 @pytest.mark.parametrize("name", ["timeline.svg", "log.jsonl"])
-def test_what_would_be_waited_for_or_followed_is_refused_first(name: str, new_project: Callable[..., Project]) -> None:
+def test_what_would_be_waited_for_or_followed_is_refused_first(name: str, new_project: NewProject) -> None:
     """Refuses the drawing too, which is the last thing that a run writes before its export."""
     project = new_project()
     project.out.mkdir()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,11 @@ from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.resume import find_saved
 from fuyou_cli.training.steps import run_directories
 
-from .conftest import Project
+from .conftest import NewProject
 
 
 @pytest.mark.parametrize("key", ["offload.dir", "output_dir"])
-def test_a_store_is_not_put_below_a_file(key: str, new_project: Callable[..., Project], tmp_path: Path) -> None:
+def test_a_store_is_not_put_below_a_file(key: str, new_project: NewProject, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("x")
     recipe = load_recipe(new_project(changes={key: str(file)}).recipe).recipe
@@ -34,7 +33,7 @@ def test_a_run_is_not_resumed_from_a_file(tmp_path: Path) -> None:
         manifests.read(file)
 
 
-def test_a_refusal_is_two_lines_and_exit_code_2(new_project: Callable[..., Project], tmp_path: Path) -> None:
+def test_a_refusal_is_two_lines_and_exit_code_2(new_project: NewProject, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     done = new_project().fuyou("plan", "recipe.yaml", f"offload.dir={tmp_path / 'file'}")
     assert done.returncode == 2
@@ -52,7 +51,7 @@ def test_a_refusal_is_two_lines_and_exit_code_2(new_project: Callable[..., Proje
         (("quickstart", "output_dir=~nosuchuser/x"), "output_dir"),
     ],
 )
-def test_a_home_that_is_not_there_is_no_bug(arguments: tuple[str, ...], key: str, new_project: Callable[..., Project]) -> None:
+def test_a_home_that_is_not_there_is_no_bug(arguments: tuple[str, ...], key: str, new_project: NewProject) -> None:
     done = new_project().fuyou(*arguments)
     assert done.returncode == 2
     assert done.stderr.splitlines()[0] == f"error: {key}: ~nosuchuser/x: Could not determine home directory."

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,9 @@ from engine.test_configs import CONFIGS
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.recipe.load import load_recipe
 
-from .conftest import Project
+from .conftest import NewProject, Project
 from .running import planned, prepared_run
 
-NewProject = Callable[..., Project]
 PLENTY = 1 << 50  # bytes of disk
 
 

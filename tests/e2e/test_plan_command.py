@@ -17,9 +17,8 @@ from fuyou_cli.machine.first_measurement import _measured
 from fuyou_cli.machine.profile import assumed_hardware
 from fuyou_cli.machine.profile_store import keep
 
-from .conftest import Command, Project
+from .conftest import Command, NewProject, Project
 
-NewProject = Callable[..., Project]
 MACHINE = "rtx4090,2xgen4,128GiB"
 HERE = {"offload.device": "auto", "offload.max_memory.cpu": "90%"}
 

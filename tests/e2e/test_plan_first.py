@@ -3,11 +3,8 @@ since."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from .conftest import NewProject, Project
 
-from .conftest import Project
-
-NewProject = Callable[..., Project]
 TOKENISING, PLAN = "reading and tokenising the data", "Placement"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from fuyou_cli.training.plan_step import plan_downloaded
 from fuyou_cli.training.prepared import Planned
 from fuyou_cli.training.steps import fetch
 
-from .conftest import Project
+from .conftest import NewProject, Project
 from .running import planned, prepared_run, silent
 
 WEIGHTS = "model.safetensors"
@@ -59,7 +59,7 @@ def _planned(project: Project, said: list[str] | None = None) -> Planned:
     ids=["no data", "wrong format", "wrong loss", "too long", "no tokenizer", "does not fit"],
 )
 def test_a_run_that_cannot_be_is_refused_before_its_weights_are_fetched(
-    change: dict[str, Any], error: type[Exception], words: str, new_project: Callable[..., Project], server: Hub
+    change: dict[str, Any], error: type[Exception], words: str, new_project: NewProject, server: Hub
 ) -> None:
     project = new_project(changes={"model.name_or_path": "o/model", **change})
     project.recipe.write_text(project.recipe.read_text().replace("ROWS", str(project.materials / "rows.jsonl")))
@@ -69,7 +69,7 @@ def test_a_run_that_cannot_be_is_refused_before_its_weights_are_fetched(
     assert WEIGHTS not in server.sent
 
 
-def test_a_download_is_announced_and_followed(new_project: Callable[..., Project], server: Hub) -> None:
+def test_a_download_is_announced_and_followed(new_project: NewProject, server: Hub) -> None:
     changes = {"model.name_or_path": "o/model", "tokenizer.name_or_path": "o/tokenizer"}
     said: list[str] = []
     heard: list[tuple[str, int, int]] = []
@@ -84,7 +84,7 @@ def test_a_download_is_announced_and_followed(new_project: Callable[..., Project
     assert resolved.tokenizer_dir != resolved.model_dir
 
 
-def test_a_model_just_downloaded_is_read_where_it_lies(new_project: Callable[..., Project], server: Hub) -> None:
+def test_a_model_just_downloaded_is_read_where_it_lies(new_project: NewProject, server: Hub) -> None:
     changes = {"model.name_or_path": "o/model", "freeze": ["transformer.h.0.*"], "precision.compute": "float32"}
     recipe = load_recipe(new_project(changes=changes).recipe).recipe
     fetched = fetch(planned(recipe, to_run=True), say=silent)
@@ -94,7 +94,7 @@ def test_a_model_just_downloaded_is_read_where_it_lies(new_project: Callable[...
     assert plan_downloaded(again, say=silent) is again
 
 
-def test_a_plan_needs_neither_weights_nor_data(new_project: Callable[..., Project], server: Hub) -> None:
+def test_a_plan_needs_neither_weights_nor_data(new_project: NewProject, server: Hub) -> None:
     changes = {"model.name_or_path": "o/model", "dataset.train": [{"path": "no/such/data.jsonl"}]}
     said: list[str] = []
     assert _planned(new_project(changes=changes), said).plan.predicted.cpu_peak > 0
@@ -102,7 +102,7 @@ def test_a_plan_needs_neither_weights_nor_data(new_project: Callable[..., Projec
     assert said[-1].startswith("note: dataset.train: no data files at no/such/data.jsonl. A run would be refused")
 
 
-def test_notes_on_the_data_are_said(new_project: Callable[..., Project], tmp_path: Path) -> None:
+def test_notes_on_the_data_are_said(new_project: NewProject, tmp_path: Path) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
     rows = [{"prompt": "How far?", "completion": "Seven miles."}] * 4
@@ -114,7 +114,7 @@ def test_notes_on_the_data_are_said(new_project: Callable[..., Project], tmp_pat
     assert any(text.startswith("note: in 4 of 4 samples no white space separates prompt and completion") for text in said)
 
 
-def test_a_slice_is_fetched_by_a_run_of_so_many_steps(new_project: Callable[..., Project], tmp_path: Path) -> None:
+def test_a_slice_is_fetched_by_a_run_of_so_many_steps(new_project: NewProject, tmp_path: Path) -> None:
     """Its size is not known before, which a run of epochs does not ask for."""
     (tmp_path / "set").mkdir()
     rows = "".join(json.dumps({"prompt": f"{number}? ", "completion": "7"}) + "\n" for number in range(8))
@@ -124,9 +124,7 @@ def test_a_slice_is_fetched_by_a_run_of_so_many_steps(new_project: Callable[...,
     assert ready.rows.summary.samples == 4
 
 
-def test_rows_seen_more_often_than_asked_and_special_tokens_are_noted(
-    new_project: Callable[..., Project], tmp_path: Path
-) -> None:
+def test_rows_seen_more_often_than_asked_and_special_tokens_are_noted(new_project: NewProject, tmp_path: Path) -> None:
     file = tmp_path / "few.jsonl"
     file.write_text('{"text": "an end <|end|>"}\n{"text": "none"}\n')
     said: list[str] = []
@@ -137,7 +135,7 @@ def test_rows_seen_more_often_than_asked_and_special_tokens_are_noted(
     assert any(text.startswith("note: 1 sample contains special tokens as text, e.g. few.jsonl:1 '<|end|>'") for text in said)
 
 
-def test_a_tokenizer_of_another_model_is_refused(new_project: Callable[..., Project], materials: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_of_another_model_is_refused(new_project: NewProject, materials: Path, tmp_path: Path) -> None:
     """Refuses a token, or what fills short rows, beyond the embeddings: an index error in the first step, or worse on a GPU."""
     from transformers import AutoTokenizer
 
@@ -156,7 +154,7 @@ def test_a_tokenizer_of_another_model_is_refused(new_project: Callable[..., Proj
         assert not project.out.joinpath("store").exists()
 
 
-def test_positions_that_are_computed_only_warn(new_project: Callable[..., Project], materials: Path, tmp_path: Path) -> None:
+def test_positions_that_are_computed_only_warn(new_project: NewProject, materials: Path, tmp_path: Path) -> None:
     import transformers
 
     model = tmp_path / "rotary"
@@ -177,7 +175,7 @@ def test_positions_that_are_computed_only_warn(new_project: Callable[..., Projec
     assert said == []
 
 
-def test_a_warm_up_longer_than_the_epochs_are_is_refused(new_project: Callable[..., Project]) -> None:
+def test_a_warm_up_longer_than_the_epochs_are_is_refused(new_project: NewProject) -> None:
     """Refuses it: shortened in silence, a run made longer later would go on at another rate."""
     schedule = {"lr_scheduler.name": "constant", "lr_scheduler.warmup_steps": 17}
     with pytest.raises(UsageError, match=r"lr_scheduler\.warmup_steps: a warm-up of 17 steps .* 16"):
@@ -186,23 +184,21 @@ def test_a_warm_up_longer_than_the_epochs_are_is_refused(new_project: Callable[.
     assert longer.planned.total_steps == 32
 
 
-def test_the_order_of_the_rows_is_in_the_plan(new_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_order_of_the_rows_is_in_the_plan(new_project: NewProject, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = prepared_run(new_project("plain"))
     monkeypatch.setattr("fuyou_cli.data.Sampler.PEAK_BYTES", 24 + 1_000_000)
     larger = prepared_run(new_project("larger"))
     assert larger.planned.plan.predicted.cpu_peak - plain.planned.plan.predicted.cpu_peak == 64 * 1_000_000
 
 
-def test_a_backend_that_was_not_built_is_refused_at_once(
-    new_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_backend_that_was_not_built_is_refused_at_once(new_project: NewProject, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fuyou_cli.swap.kernels.build_info", lambda: "gcc; no io_uring; portable")
     with pytest.raises(UsageError, match=r"offload\.io\.backend is io_uring"):
         _planned(new_project("wants", {"offload.io": {"backend": "io_uring"}}))
     assert _planned(new_project("leaves")).plan.io.backend == "auto"
 
 
-def test_swapped_activations_are_planned_for_every_block(new_project: Callable[..., Project]) -> None:
+def test_swapped_activations_are_planned_for_every_block(new_project: NewProject) -> None:
     plans = {way: _planned(new_project(way, {"offload.activations": way})) for way in ("recompute", "swap")}
     assert all(stage.kept == () for stage in plans["recompute"].plan.stages)
     for stage, placed in zip(plans["swap"].model.stages, plans["swap"].plan.stages, strict=True):

@@ -5,7 +5,6 @@ Costs about 8 s of one core."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from fuyou_cli.training.state import manifest as manifests
 from tests.swap import quantised_reference as reference
 
 from . import test_adapter_runs as adapter_runs
-from .conftest import Project, write_llama
+from .conftest import NewProject, Project, write_llama
 from .running import interrupt, prepared_run, store_of, train
 
 peft = pytest.importorskip("peft", reason="peft comes with the extra lora")
@@ -40,7 +39,7 @@ def odd_llama(materials: Path) -> Path:
 
 
 @pytest.fixture
-def qlora(new_project: Callable[..., Project], odd_llama: Path) -> Callable[..., Project]:
+def qlora(new_project: NewProject, odd_llama: Path) -> NewProject:
     """Gives qlora(format, name, {dotted key: value}), a project that trains an adapter over quantised weights."""
 
     def make(kind: str, name: str = "project", changes: dict[str, Any] | None = None) -> Project:
@@ -125,9 +124,7 @@ def by_bitsandbytes(kind: str, ready: Ready) -> tuple[list[float], dict[str, lis
 @pytest.mark.parametrize(
     ("kind", "device", "dora"), every(2, [("nf4", "cpu", True), ("int8", "cpu", False), ("nf4_double", "emulated", True)])
 )
-def test_losses_are_those_of_peft_over_decoded_weights(
-    kind: str, device: str, dora: bool, qlora: Callable[..., Project]
-) -> None:
+def test_losses_are_those_of_peft_over_decoded_weights(kind: str, device: str, dora: bool, qlora: NewProject) -> None:
     project = qlora(kind, changes={"offload.device": device, "adapter": {"r": 4, "use_dora": dora}})
     wanted = by_peft(kind, prepared_run(project))
     losses, _ = train(project)
@@ -135,7 +132,7 @@ def test_losses_are_those_of_peft_over_decoded_weights(
     assert losses[-1] < losses[0]
 
 
-def test_a_stopped_run_continues_with_the_same_bits(qlora: Callable[..., Project]) -> None:
+def test_a_stopped_run_continues_with_the_same_bits(qlora: NewProject) -> None:
     """Stops in bfloat16 on a device, and with the adapter on the ssd, so that slots hold trained weights too."""
     kind = "nf4_double"
     changes = {
@@ -151,7 +148,7 @@ def test_a_stopped_run_continues_with_the_same_bits(qlora: Callable[..., Project
     assert adapter_runs.sums(again) == adapter_runs.sums(store)
 
 
-def test_a_store_is_not_opened_as_another_format(qlora: Callable[..., Project]) -> None:
+def test_a_store_is_not_opened_as_another_format(qlora: NewProject) -> None:
     project = qlora("nf4", changes={"train.max_steps": 2})
     train(project)
     for number, other in enumerate([{"model.double_quant": True}, {"model.quantize": "int8"}, {"model.quantize": "none"}]):
@@ -161,7 +158,7 @@ def test_a_store_is_not_opened_as_another_format(qlora: Callable[..., Project]) 
 
 
 @pytest.mark.parametrize(("kind", "most"), every(2, [("nf4", 1.2), ("int8", 2.3)]))
-def test_a_step_reads_what_rests_and_writes_nothing(kind: str, most: float, qlora: Callable[..., Project]) -> None:
+def test_a_step_reads_what_rests_and_writes_nothing(kind: str, most: float, qlora: NewProject) -> None:
     """Reads a weight forward and backward. most: bytes of it in a step, with the scales and padding of these tiny blocks."""
     changes = {"checkpoint.commit_every_steps": 100, "checkpoint.mode": "in_place", "train.clip_grad_norm": None}
     moved = list[tuple[int, int]]()
@@ -185,7 +182,7 @@ def test_a_step_reads_what_rests_and_writes_nothing(kind: str, most: float, qlor
     assert {read for read, _ in steps} == {plan.predicted.read_per_step}
 
 
-def test_the_command_merges_into_decoded_weights(qlora: Callable[..., Project], tmp_path: Path) -> None:
+def test_the_command_merges_into_decoded_weights(qlora: NewProject, tmp_path: Path) -> None:
     """The adapter loads in peft over what the run computed with; merged, each weight is rounded once."""
     import transformers
 
@@ -203,7 +200,7 @@ def test_the_command_merges_into_decoded_weights(qlora: Callable[..., Project], 
         torch.testing.assert_close(value.float(), merged[name], rtol=2**-8, atol=1e-7)
 
 
-def test_nothing_to_quantise_is_one_error(new_project: Callable[..., Project]) -> None:
+def test_nothing_to_quantise_is_one_error(new_project: NewProject) -> None:
     project = new_project(changes={"model.quantize": "nf4", "freeze": ["transformer.wte"]})
     with pytest.raises(UsageError, match=r"model\.quantize: the blocks of GPT2LMHeadModel have no frozen matrix"):
         prepared_run(project)
@@ -212,7 +209,7 @@ def test_nothing_to_quantise_is_one_error(new_project: Callable[..., Project]) -
 @pytest.mark.parametrize(
     ("kind", "dora"), [*((kind, False) for kind in FORMATS), ("nf4", True), ("nf4_double", True)]
 )  # peft's DoRA over the library's int8 layers fails on a CPU
-def test_bytes_and_losses_are_those_of_bitsandbytes(kind: str, dora: bool, qlora: Callable[..., Project]) -> None:
+def test_bytes_and_losses_are_those_of_bitsandbytes(kind: str, dora: bool, qlora: NewProject) -> None:
     project = qlora(kind, changes={"adapter": {"r": 4, "use_dora": dora}})
     wanted, parts = by_bitsandbytes(kind, prepared_run(project))
     losses, store = train(project)

@@ -13,7 +13,7 @@ from fuyou_cli.spec.plan import Span
 from fuyou_cli.training.run import Run
 from tests.damage import flip
 
-from .conftest import Project, Whole
+from .conftest import NewProject, Whole
 from .running import STEPS, manifest_of, train
 
 STEP = 3
@@ -43,7 +43,7 @@ def _at_rest(run: Run, tensor: str) -> Span | None:
 
 @pytest.mark.parametrize("tensor", every(3, TENSORS))
 def test_a_flipped_bit_ends_the_run_and_the_next_one_is_whole(
-    tensor: str, new_project: Callable[..., Project], whole: Callable[..., Whole]
+    tensor: str, new_project: NewProject, whole: Callable[..., Whole]
 ) -> None:
     expected = whole(ON_SSD).losses
     project, flipped = new_project("flipped", ON_SSD), list[int]()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,10 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from fuyou_cli.core.errors import UsageError
 
-from .conftest import Project
+from .conftest import NewProject, Project
 from .running import manifest_of, train
-
-NewProject = Callable[..., Project]
 
 
 def _refused(project: Project, *arguments: str) -> str:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 
-from .conftest import Project
-
-NewProject = Callable[..., Project]
+from .conftest import NewProject
 
 
 def test_a_run_can_be_looked_at_afterwards(new_project: NewProject) -> None:

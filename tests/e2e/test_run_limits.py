@@ -14,11 +14,10 @@ from fuyou_cli.machine import probe
 from fuyou_cli.training.run import Run
 from fuyou_cli.training.run_limits import loaded
 
-from .conftest import Project, Whole
+from .conftest import NewProject, Whole
 from .running import STEPS, manifest_of, prepared_run, train
 from .test_stopping import RAM
 
-NewProject = Callable[..., Project]
 UNCLIPPED = {"train.clip_grad_norm": None}
 IN_RAM = {**RAM, **UNCLIPPED, "checkpoint.commit_every_steps": 1}
 

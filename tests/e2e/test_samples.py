@@ -24,11 +24,10 @@ from fuyou_cli.training.run import Run
 from fuyou_cli.training.state.kept_companions import keep_companions
 from fuyou_cli.training.steps import inspect, resolve
 
-from .conftest import Project, Whole
+from .conftest import NewProject, Project, Whole
 from .running import STEPS, exported, prepared_run, silent, train
 from .test_generate import in_memory
 
-NewProject = Callable[..., Project]
 PROMPTS = ["The road", "The road from the mill to the tower takes", "From"]
 EXACT = {"train.max_steps": STEPS, "precision.compute": "float32"}
 SAMPLED = {**EXACT, "eval": {"every_steps": 3, "samples": {"prompts": PROMPTS, "max_new_tokens": 6}}}

@@ -19,10 +19,8 @@ from fuyou_cli.training.run import Run
 from fuyou_cli.training.state.parts import PART_FILE
 from fuyou_cli.training.steps import run_directories
 
-from .conftest import Project, Whole
+from .conftest import NewProject, Project, Whole
 from .running import STEPS, exported, interrupt, manifest_of, prepared_run, store_of, train
-
-NewProject = Callable[..., Project]
 
 
 def _striped(folder: Path, *names: str) -> dict[str, Any]:

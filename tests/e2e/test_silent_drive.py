@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from fuyou_cli.training.exporting import export_store
 from fuyou_cli.training.run import Run
 from fuyou_cli.training.state.at_rest import verify_store
 
-from .conftest import Project
+from .conftest import NewProject, Project
 from .running import prepared_run, store_of
 
 
@@ -21,7 +20,7 @@ def _said(heard: list[str], begin: str) -> str:
     return next((said for said in [*heard] if said.startswith(begin)), "")
 
 
-def test_a_flush_that_does_not_come_back_is_named(new_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flush_that_does_not_come_back_is_named(new_project: NewProject, monkeypatch: pytest.MonkeyPatch) -> None:
     """Holds a flush back in the middle of a step, and where the run ends, until it has been named."""
     in_step, at_the_end = (
         "waiting for commit of the step before (step 3, ",

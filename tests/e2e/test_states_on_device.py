@@ -20,10 +20,8 @@ from fuyou_cli.training.run import Run
 from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.stored import TENSORS
 
-from .conftest import Project, Whole
+from .conftest import NewProject, Whole
 from .running import STEPS, interrupt, prepared_run, train
-
-NewProject = Callable[..., Project]
 
 HOST = {"offload.device": "emulated", "offload.weights": "cpu", "offload.optimizer_states": "cpu", "offload.gradients": "cpu"}
 THERE = HOST | {"offload.weights": "gpu", "offload.optimizer_states": "gpu", "offload.gradients": "gpu"}

@@ -23,7 +23,7 @@ from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.parts import STORE_FILE
 from fuyou_cli.training.state.resume import check_unchanged_run
 
-from .conftest import ROWS, Project, Whole
+from .conftest import ROWS, NewProject, Project, Whole
 from .running import STEPS, assert_same_exports, exported, interrupt, manifest_of, prepared_run, store_of, train
 
 RAM = {f"offload.{kind}": "cpu" for kind in ("weights", "optimizer_states", "gradients", "boundaries")}
@@ -61,7 +61,7 @@ def _mixture(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("place", every(6, PLACES))
 def test_stopped_anywhere_and_resumed_is_the_same_run(
-    place: str, new_project: Callable[..., Project], whole: Callable[..., Whole], tmp_path: Path
+    place: str, new_project: NewProject, whole: Callable[..., Whole], tmp_path: Path
 ) -> None:
     expected = whole(_changes(tmp_path / "whole", place))
     broken = new_project("broken", _changes(tmp_path / "broken", place))
@@ -78,9 +78,7 @@ def test_stopped_anywhere_and_resumed_is_the_same_run(
 
 
 @pytest.mark.parametrize("place", ["clipped, vocabulary cut", "unclipped, vocabulary cut"])
-def test_stopped_in_a_cut_head(
-    place: str, new_project: Callable[..., Project], whole: Callable[..., Whole], tmp_path: Path
-) -> None:
+def test_stopped_in_a_cut_head(place: str, new_project: NewProject, whole: Callable[..., Whole], tmp_path: Path) -> None:
     """Nothing has been updated yet: gradients of a tied head's pieces rest until the embedding has added its own."""
     expected = whole(_changes(tmp_path, place))
     broken = new_project("broken", _changes(tmp_path / "broken", place))
@@ -209,7 +207,7 @@ def test_placement_may_change_between_stop_and_resume(stopped: Project, tmp_path
 
 
 def test_another_share_may_be_deferred_after_a_stop(
-    new_project: Callable[..., Project], tmp_path: Path, whole: Callable[..., Whole]
+    new_project: NewProject, tmp_path: Path, whole: Callable[..., Whole]
 ) -> None:
     unclipped = {"train.max_steps": STEPS, "train.clip_grad_norm": None}
     project = new_project("shares", {**unclipped, "offload.defer_updates": 0.7})
@@ -258,9 +256,7 @@ def test_a_damaged_manifest_is_refused(stopped: Project) -> None:
 
 @pytest.mark.parametrize("compute", ["bfloat16", "float32"])
 @pytest.mark.parametrize("rows", [0, 100])
-def test_a_float32_checkpoint_survives_to_the_bit(
-    rows: int, compute: str, new_project: Callable[..., Project], tmp_path: Path
-) -> None:
+def test_a_float32_checkpoint_survives_to_the_bit(rows: int, compute: str, new_project: NewProject, tmp_path: Path) -> None:
     """Stops before anything was learnt: weights and remainders are what the checkpoint held, put together from the pieces of a
     cut vocabulary."""
     numerics = {"train.head_chunk_vocab": rows, "precision.compute": compute}
@@ -273,7 +269,7 @@ def test_a_float32_checkpoint_survives_to_the_bit(
     assert all(torch.equal(weights[name], original[name]) for name in original)
 
 
-def test_the_export_computes_what_the_store_holds(new_project: Callable[..., Project], tmp_path: Path) -> None:
+def test_the_export_computes_what_the_store_holds(new_project: NewProject, tmp_path: Path) -> None:
     """Compares logits of from_pretrained's model with those of the skeleton with the store's weights put in by hand."""
     from transformers import AutoModelForCausalLM
 
@@ -304,7 +300,7 @@ def test_the_export_computes_what_the_store_holds(new_project: Callable[..., Pro
     assert torch.equal(exported(input_ids=ids).logits, plain(input_ids=ids).logits)
 
 
-def test_a_run_at_a_constant_rate_may_be_made_longer(new_project: Callable[..., Project]) -> None:
+def test_a_run_at_a_constant_rate_may_be_made_longer(new_project: NewProject) -> None:
     constant = {"lr_scheduler.name": "constant", "lr_scheduler.warmup_steps": 0}
     project = new_project("longer", {"train.max_steps": 2, **constant})
     train(project)
@@ -323,7 +319,7 @@ def test_a_run_named_by_its_folder_goes_on_there(stopped: Project, whole: Callab
     assert losses == whole().losses
 
 
-def test_exports_keep_the_names_of_the_checkpoint(new_project: Callable[..., Project], tmp_path: Path) -> None:
+def test_exports_keep_the_names_of_the_checkpoint(new_project: NewProject, tmp_path: Path) -> None:
     """Keeps hub names of GPT-2, which lack the prefix of the model class."""
     project = new_project("names", {"train.max_steps": 2})
     bare = project.folder / "bare"
@@ -338,7 +334,7 @@ def test_exports_keep_the_names_of_the_checkpoint(new_project: Callable[..., Pro
     assert exported(store, tmp_path / "out").keys() == renamed.keys()
 
 
-def test_a_run_that_ends_before_its_store_is_named_leaves_none(new_project: Callable[..., Project], tmp_path: Path) -> None:
+def test_a_run_that_ends_before_its_store_is_named_leaves_none(new_project: NewProject, tmp_path: Path) -> None:
     """Interrupts as its GPU is set up, say: files of the whole store's size, which no manifest names. Those of others stay."""
     project = new_project(changes={"offload.dir": [str(tmp_path / "one"), str(tmp_path / "two")]})
     prepared = prepared_run(project)
@@ -357,7 +353,7 @@ def test_a_run_that_ends_before_its_store_is_named_leaves_none(new_project: Call
 
 
 def test_a_run_that_comes_late_leaves_the_store_of_the_one_before_it(
-    new_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
+    new_project: NewProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It found no file, and another run begins and ends before it opens its own."""
     project = new_project(changes={"train.max_steps": 2})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,9 @@ from fuyou_cli.training.prepared import Planned
 from fuyou_cli.training.state.parts import STORE_FILE
 from fuyou_cli.training.steps import inspect, resolve, run_directories
 
-from .conftest import Project
+from .conftest import NewProject, Project
 from .running import silent
 
-NewProject = Callable[..., Project]
 PLENTY = 10**12
 
 

@@ -23,7 +23,7 @@ from fuyou_cli.training.state.stored import Manifest
 from tests.quantised_checkpoint import write_quantised
 
 from . import test_adapter_runs as adapter_runs
-from .conftest import Project, write_llama
+from .conftest import NewProject, Project, write_llama
 from .running import interrupt, planned, prepared_run, store_of, train
 from .test_inference import losses_of, streamed
 from .test_quantised_runs import with_decoded
@@ -44,7 +44,7 @@ def plain(materials: Path) -> Path:
 
 
 @pytest.fixture
-def project_of(new_project: Callable[..., Project]) -> Callable[..., Project]:
+def project_of(new_project: NewProject) -> NewProject:
     """Gives project_of(folder with a model, name, {dotted key: value}), which trains an adapter."""
 
     def make(model: Path, name: str = "project", changes: dict[str, Any] | None = None) -> Project:
@@ -69,7 +69,7 @@ def _saved(store: Path) -> Manifest:
 
 @pytest.mark.parametrize("kind", every(3, KINDS))
 def test_losses_and_bytes_are_those_of_a_run_that_quantises(
-    kind: str, plain: Path, project_of: Callable[..., Project], tmp_path: Path
+    kind: str, plain: Path, project_of: NewProject, tmp_path: Path
 ) -> None:
     """The recipe says nothing of a format, and a DoRA's magnitudes begin as norms of decoded weights."""
     model = write_quantised(plain, tmp_path / "stored", kind)
@@ -83,7 +83,7 @@ def test_losses_and_bytes_are_those_of_a_run_that_quantises(
 
 
 def test_a_stopped_run_continues_unless_a_scale_of_its_files_changed(
-    plain: Path, project_of: Callable[..., Project], tmp_path: Path
+    plain: Path, project_of: NewProject, tmp_path: Path
 ) -> None:
     model = write_quantised(plain, tmp_path / "stored", "int8")
     wanted, _ = train(project_of(model, "whole"))
@@ -100,7 +100,7 @@ def test_a_stopped_run_continues_unless_a_scale_of_its_files_changed(
     assert train(stopped)[0] == wanted
 
 
-def test_a_recipe_and_its_checkpoint_agree(plain: Path, project_of: Callable[..., Project], tmp_path: Path) -> None:
+def test_a_recipe_and_its_checkpoint_agree(plain: Path, project_of: NewProject, tmp_path: Path) -> None:
     model, told = write_quantised(plain, tmp_path / "stored", "nf4"), list[str]()
     recipe = load_recipe(project_of(model, changes=_asks("nf4")).recipe).recipe
     assert planned(recipe, to_run=True, say=told.append).model.quantisation == "nf4"
@@ -121,7 +121,7 @@ def test_a_recipe_and_its_checkpoint_agree(plain: Path, project_of: Callable[...
         assert caught.value.hint
 
 
-def test_files_say_which_weights_are_quantised(plain: Path, project_of: Callable[..., Project], tmp_path: Path) -> None:
+def test_files_say_which_weights_are_quantised(plain: Path, project_of: NewProject, tmp_path: Path) -> None:
     """Without files, the configuration does. A plan by it is not run where the files say something else."""
     model = write_quantised(plain, tmp_path / "stored", "nf4", left=["q_proj", "layers.1.mlp"], told=["k_proj"])
     project = project_of(model)
@@ -140,7 +140,7 @@ def test_files_say_which_weights_are_quantised(plain: Path, project_of: Callable
     assert len(by_config) == 12 and not any("k_proj" in name for name in by_config) and f"{_Q}.weight" in by_config
 
 
-def test_what_configuration_and_files_do_not_agree_on(plain: Path, project_of: Callable[..., Project], tmp_path: Path) -> None:
+def test_what_configuration_and_files_do_not_agree_on(plain: Path, project_of: NewProject, tmp_path: Path) -> None:
     double = write_quantised(plain, tmp_path / "double", "nf4_double")
     config = json.loads((double / "config.json").read_text())
     changes = [
@@ -167,7 +167,7 @@ def test_a_model_is_computed_without_training(kind: str, plain: Path, tmp_path: 
     assert streamed(model, "float32") == pytest.approx(losses_of(wanted), rel=1e-6)
 
 
-def test_the_command_trains_and_merges(plain: Path, project_of: Callable[..., Project], tmp_path: Path) -> None:
+def test_the_command_trains_and_merges(plain: Path, project_of: NewProject, tmp_path: Path) -> None:
     import transformers
 
     kind = "nf4_double"
@@ -189,7 +189,7 @@ def test_the_command_trains_and_merges(plain: Path, project_of: Callable[..., Pr
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_library_writes_the_same_file_and_has_the_same_losses(
-    kind: str, plain: Path, project_of: Callable[..., Project], tmp_path: Path
+    kind: str, plain: Path, project_of: NewProject, tmp_path: Path
 ) -> None:
     pytest.importorskip("bitsandbytes", reason="files and losses are compared with the library's own where it is")
     import transformers

@@ -14,20 +14,20 @@ from fuyou_cli.core.errors import DataError, DataSpaceError, Interrupted
 from fuyou_cli.data import Stream
 from fuyou_cli.recipe.load import load_recipe
 
-from .conftest import Project
+from .conftest import NewProject
 from .running import STEPS, interrupt, manifest_of, planned, store_of, train
 
 STREAMED = {"dataset.streaming": True, "train.max_steps": STEPS}
 
 
-def test_losses_are_those_of_data_tokenised_before(new_project: Callable[..., Project], whole: Callable[..., Any]) -> None:
+def test_losses_are_those_of_data_tokenised_before(new_project: NewProject, whole: Callable[..., Any]) -> None:
     before = whole({"dataset.shuffle": False})
     said: list[str] = []
     losses, _ = train(new_project("streamed", {**STREAMED, "dataset.shuffle": False}), say=said.append)
     assert losses == before.losses
 
 
-def test_a_stopped_run_goes_on_with_the_same_rows(new_project: Callable[..., Project]) -> None:
+def test_a_stopped_run_goes_on_with_the_same_rows(new_project: NewProject) -> None:
     changes = {**STREAMED, "dataset.packing": "concat"}
     losses, _ = train(new_project("whole", changes))
     stopped = new_project("stopped", changes)
@@ -36,7 +36,7 @@ def test_a_stopped_run_goes_on_with_the_same_rows(new_project: Callable[..., Pro
     assert train(stopped)[0] == losses
 
 
-def test_as_a_person_runs_it(new_project: Callable[..., Project]) -> None:
+def test_as_a_person_runs_it(new_project: NewProject) -> None:
     project = new_project("command", STREAMED)
     done = project.fuyou("finetune", project.recipe)
     assert done.returncode == 0, done.stderr
@@ -48,7 +48,7 @@ def test_as_a_person_runs_it(new_project: Callable[..., Project]) -> None:
 
 
 def test_a_full_disk_and_a_bad_row_late_in_the_data_cost_no_step(
-    new_project: Callable[..., Project], materials: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    new_project: NewProject, materials: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Saves what was trained before, and the hints do not send a person in a circle."""
     assert Stream.__init__.__kwdefaults__ is not None
@@ -91,7 +91,7 @@ def _once(mkdir: Callable[..., None], name: str) -> Callable[..., None]:
     return made_once
 
 
-def test_a_plan_counts_the_process_that_tokenises(new_project: Callable[..., Project]) -> None:
+def test_a_plan_counts_the_process_that_tokenises(new_project: NewProject) -> None:
     alone, beside = (
         planned(load_recipe(new_project(name, changes).recipe).recipe)
         for name, changes in (("alone", {}), ("beside", STREAMED))

@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from fuyou_cli.core.errors import Interrupted, UsageError
 from fuyou_cli.recipe.load import load_recipe
 
-from .conftest import Project, Whole
+from .conftest import NewProject, Whole
 from .running import STEPS, assert_same_exports, interrupt, manifest_of, planned, train
 
 ONE = 24  # tokens of a micro-batch
@@ -49,7 +49,7 @@ def _changes(model: str, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("clip", every(2, [0.5, None]), ids=["clipped", "unclipped"])
 @pytest.mark.slow
 def test_stopped_and_resumed_with_other_sweeps_is_the_run_in_one(
-    clip: float | None, llama: str, new_project: Callable[..., Project], whole: Callable[..., Whole], tmp_path: Path
+    clip: float | None, llama: str, new_project: NewProject, whole: Callable[..., Whole], tmp_path: Path
 ) -> None:
     expected = whole(_changes(llama, train__clip_grad_norm=clip))
     broken = new_project("broken", _changes(llama, train__clip_grad_norm=clip, train__sweep_tokens=3 * ONE))
@@ -64,16 +64,14 @@ def test_stopped_and_resumed_with_other_sweeps_is_the_run_in_one(
 
 
 @pytest.mark.parametrize(("tokens", "sweeps"), [("auto", None), (6 * ONE, 1), (5 * ONE, 2), (ONE, 6), (100 * ONE, 1)])
-def test_a_sweep_has_at_most_so_many_tokens(
-    tokens: int | str, sweeps: int | None, llama: str, new_project: Callable[..., Project]
-) -> None:
+def test_a_sweep_has_at_most_so_many_tokens(tokens: int | str, sweeps: int | None, llama: str, new_project: NewProject) -> None:
     recipe = load_recipe(new_project("plan", _changes(llama, train__sweep_tokens=tokens)).recipe).recipe
     found = planned(recipe)
     assert found.request.sweeps == sweeps
     assert found.plan.sweeps == sweeps or sweeps is None
 
 
-def test_what_cannot_be_swept_is_refused(materials: Path, llama: str, new_project: Callable[..., Project]) -> None:
+def test_what_cannot_be_swept_is_refused(materials: Path, llama: str, new_project: NewProject) -> None:
     for model, tokens, said in (
         (str(materials / "model"), ONE, "needs all rows of a step at once"),
         (llama, ONE - 1, "less than a micro-batch of 24 tokens"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from fuyou_cli.training.exporting import export_store
 from fuyou_cli.training.report import BestReport
 from fuyou_cli.training.run import Run
 
-from .conftest import Project
+from .conftest import NewProject
 from .running import interrupt, planned, prepared_run, train
 from .test_inference import in_memory, streamed
 
@@ -76,7 +75,7 @@ def write_gemma4(folder: Path, tokenizer: Path) -> Path:
     return folder
 
 
-def test_buffers_are_the_checkpoints(new_project: Callable[..., Project], materials: Path, tmp_path: Path) -> None:
+def test_buffers_are_the_checkpoints(new_project: NewProject, materials: Path, tmp_path: Path) -> None:
     """They are loaded to train, to resume and to compute with a store, and are in the exports."""
     own = write_gemma4(tmp_path / "own", materials / "model")
     changes = {"model.name_or_path": str(own), "precision.compute": "float32", "export.at_end": False}
@@ -106,7 +105,7 @@ def beside(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: value for name, value in found.items() if name.startswith(BESIDE)}
 
 
-def test_exports_have_the_tower_as_it_was(new_project: Callable[..., Project], whole_gemma: Path) -> None:
+def test_exports_have_the_tower_as_it_was(new_project: NewProject, whole_gemma: Path) -> None:
     asked = {"train.max_steps": 2, "export": {"at_end": False, "dtype": "bfloat16"}, "eval": {"keep_best": True}}
     changes = {"model.name_or_path": str(whole_gemma), "dataset.eval_fraction": 0.1, **asked}
     project, said = new_project(changes=changes), list[str]()
@@ -137,7 +136,7 @@ def test_exports_have_the_tower_as_it_was(new_project: Callable[..., Project], w
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_where_its_model_is_now(new_project: Callable[..., Project], whole_gemma: Path, tmp_path: Path) -> None:
+def test_a_run_goes_on_where_its_model_is_now(new_project: NewProject, whole_gemma: Path, tmp_path: Path) -> None:
     shutil.copytree(whole_gemma, own := tmp_path / "own")
     asked = {"train.max_steps": 2, "export": {"at_end": False, "dtype": "bfloat16"}, "model.name_or_path": str(own)}
     project = new_project(changes=asked)
@@ -154,9 +153,7 @@ def test_a_run_goes_on_where_its_model_is_now(new_project: Callable[..., Project
     assert "model.name_or_path=FOLDER" in refused.stderr and "writes the model elsewhere" not in refused.stderr
 
 
-def test_a_tower_that_changes_under_a_run_is_not_copied(
-    new_project: Callable[..., Project], whole_gemma: Path, tmp_path: Path
-) -> None:
+def test_a_tower_that_changes_under_a_run_is_not_copied(new_project: NewProject, whole_gemma: Path, tmp_path: Path) -> None:
     """The best copy before stays, and a note says why."""
     own, reports = tmp_path / "own", list[BestReport]()
     shutil.copytree(whole_gemma, own)
@@ -220,7 +217,7 @@ def test_what_is_frozen_anyway_may_be_named(whole_gemma: Path) -> None:
 
 
 @pytest.mark.slow
-def test_eval_and_generate(whole_gemma: Path, new_project: Callable[..., Project], capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_and_generate(whole_gemma: Path, new_project: NewProject, capsys: pytest.CaptureFixture[str]) -> None:
     project = new_project(changes={"dataset.eval_fraction": 0.1})
     for words in (["eval", project.recipe], ["generate", "--prompt", "The road", "--max-new-tokens", "6", "--json"]):
         with pytest.raises(SystemExit) as ended:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from fuyou_cli.machine import probe
 from fuyou_cli.training.report import StepReport
 from fuyou_cli.training.run import Run
 
-from .conftest import Project
+from .conftest import NewProject
 from .running import STEPS, prepared_run
 
 
 @pytest.mark.parametrize("clip", [0.5, None], ids=["clipped", "unclipped"])
-def test_every_byte_is_on_the_timeline(new_project: Callable[..., Project], clip: float | None) -> None:
+def test_every_byte_is_on_the_timeline(new_project: NewProject, clip: float | None) -> None:
     project = new_project(changes={"train.max_steps": STEPS, "train.clip_grad_norm": clip})
     reports: list[StepReport] = []
     with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space) as run:
@@ -39,7 +37,7 @@ def _with_timelines(reports: list[StepReport]) -> list[StepReport]:
     return reports[1:]
 
 
-def test_what_saving_writes_is_no_part_of_a_step(new_project: Callable[..., Project]) -> None:
+def test_what_saving_writes_is_no_part_of_a_step(new_project: NewProject) -> None:
     in_ram = dict.fromkeys(("offload.weights", "offload.optimizer_states", "offload.gradients", "offload.boundaries"), "cpu")
     project = new_project(changes={"train.max_steps": STEPS, "checkpoint.commit_every_steps": None, **in_ram})
     with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space) as run:
@@ -52,7 +50,7 @@ def test_what_saving_writes_is_no_part_of_a_step(new_project: Callable[..., Proj
     assert trained.read_bytes == loaded.read_bytes
 
 
-def test_copies_to_a_device_of_its_own_are_on_the_timeline(new_project: Callable[..., Project]) -> None:
+def test_copies_to_a_device_of_its_own_are_on_the_timeline(new_project: NewProject) -> None:
     project = new_project(changes={"train.max_steps": STEPS, "offload.device": "emulated"})
     reports: list[StepReport] = []
     with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space) as run:

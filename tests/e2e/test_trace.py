@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from fuyou_cli.training.report import Busy, StepReport
 from fuyou_cli.training.run import Run
 from fuyou_cli.training.trace import Trace
 
-from .conftest import Project
+from .conftest import NewProject, Project
 from .running import STEPS, prepared_run
 
 MICRO_BATCHES = 2  # of the recipe's step
@@ -44,7 +43,7 @@ def _traced(project: Project, path: Path) -> tuple[Run, list[StepReport], Trace]
 
 
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
-def test_every_interval_is_on_a_track_of_its_own(new_project: Callable[..., Project], tmp_path: Path, device: str) -> None:
+def test_every_interval_is_on_a_track_of_its_own(new_project: NewProject, tmp_path: Path, device: str) -> None:
     project = new_project(changes={"train.max_steps": STEPS, "offload.device": device, "train.clip_grad_norm": None})
     run, reports, _ = _traced(project, tmp_path / "trace.json")
     names, events = _read(tmp_path / "trace.json")

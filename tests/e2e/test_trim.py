@@ -10,7 +10,7 @@ import pytest
 from fuyou_cli.machine import probe
 from fuyou_cli.training.run import Run
 
-from .conftest import Project
+from .conftest import NewProject, Project
 from .running import prepared_run
 
 STEPS = 2
@@ -40,7 +40,7 @@ def calls_of(project: Project, size: Callable[[int], int]) -> tuple[list[str], i
 
 
 @pytest.fixture
-def project(new_project: Callable[..., Project]) -> Project:
+def project(new_project: NewProject) -> Project:
     return new_project(changes={"train.max_steps": STEPS})
 
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from xml.etree import ElementTree
 
 import pytest
-from rich.console import Console
 
 from fuyou_cli.cli.render.plots import HEIGHT, LEFT, PLOT, loss_lines, show_loss, show_timeline, timeline_svg, waiting
 from fuyou_cli.training.report import Busy, busy_seconds, merged, phases
 
-Printer = Callable[..., tuple[Console, Callable[[], str]]]
+from .conftest import Printer
 
 SVG = "{http://www.w3.org/2000/svg}"
 

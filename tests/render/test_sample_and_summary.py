@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 from rich.cells import cell_len
-from rich.console import Console
 
 from fuyou_cli.cli.render.sample import show_sample
 from fuyou_cli.cli.render.summary import show_summary
 from fuyou_cli.core.units import GiB
 from fuyou_cli.training.report import RunReport
 
-Printer = Callable[..., tuple[Console, Callable[[], str]]]
+from .conftest import Printer
 
 PIECES = (("Question: how much is 2 + 2?\n", False), ("It is 4.\n", True), ("</s>", True), (" padding", False))
 
