@@ -16,7 +16,7 @@ from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.spec.model import Dtype, ModelSpec, StateLayout
 from fuyou_cli.spec.plan import Numerics, Plan, Predicted, Tier
 
-from .models import HARDWARE, cut, model
+from .models import HARDWARE, NUMERICS, cut, model
 
 BLOCK, LEAF, NORM = 1 << 20, 1 << 19, 2048
 BLOCKS = 6
@@ -26,10 +26,7 @@ RATED = replace(HARDWARE, device="cuda", h2d=2e9, d2h=1e9)
 
 
 def _numerics(compute: Dtype = "bfloat16", accumulate: Dtype = "bfloat16") -> Numerics:
-    return Numerics(
-        compute_dtype=compute, accumulate_dtype=accumulate, batch_size=4, micro_batch_size=2, max_seq_len=64,
-        head_chunk_tokens=0, torch_threads=1, seed=0,
-    )  # fmt: skip
+    return replace(NUMERICS, compute_dtype=compute, accumulate_dtype=accumulate, torch_threads=1)
 
 
 def _predicted(

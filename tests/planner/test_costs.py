@@ -14,17 +14,12 @@ from fuyou_cli.planner.place import plan
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.schedule import Visit, plan_schedule
 from fuyou_cli.spec.hardware import HardwareProfile, StageRate
-from fuyou_cli.spec.plan import Numerics
 
-from .models import HARDWARE, OPERATORS, cut, model
+from .models import HARDWARE, NUMERICS, OPERATORS, cut, model
 
 WHOLE, GIVEN = 4e3, 3.9e3  # FLOP/s of backward; with outputs given back what is no product weighs more
 PARAMS, BLOCK = 1 << 12, 1
 SPEC = model(PARAMS, PARAMS, PARAMS, 2048, PARAMS)
-NUMERICS = Numerics(
-    compute_dtype="bfloat16", accumulate_dtype="float32", batch_size=4, micro_batch_size=2, max_seq_len=64,
-    head_chunk_tokens=0, torch_threads=1, seed=0,
-)  # fmt: skip
 MICRO_BATCHES = 2
 WHOLE_BATCH = 4 * 64 * 1024 * 2  # bytes of a boundary
 EVERY = tuple(operator.index for operator in OPERATORS)

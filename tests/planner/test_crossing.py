@@ -18,9 +18,9 @@ from fuyou_cli.planner.schedule import Schedule, Visit, plan_schedule
 from fuyou_cli.planner.simulate import simulate
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec
-from fuyou_cli.spec.plan import Numerics, Plan
+from fuyou_cli.spec.plan import Plan
 
-from .models import HARDWARE, model
+from .models import HARDWARE, NUMERICS, model
 
 BLOCK = 1 << 20  # parameters
 SPEC = model(2048, *[BLOCK] * 3, 2048, BLOCK)
@@ -42,10 +42,8 @@ def _planned(
     spec: ModelSpec, micro_batches: int, kept: Literal["all"] | None, *, batch_on_device: bool = False
 ) -> tuple[Plan, Schedule]:
     """All in RAM."""
-    numerics = Numerics(
-        compute_dtype="bfloat16", accumulate_dtype="bfloat16", batch_size=4 * micro_batches, micro_batch_size=4,
-        max_seq_len=512, head_chunk_tokens=0, torch_threads=2, seed=0,
-    )  # fmt: skip
+    sizes = dict(batch_size=4 * micro_batches, micro_batch_size=4, max_seq_len=512)
+    numerics = replace(NUMERICS, accumulate_dtype="bfloat16", **sizes)
     request = PlanRequest(
         numerics=numerics, model_name="test", device="cuda", clip_grad_norm=1.0, cpu_budget=1 << 40, weights="cpu",
         states="cpu", gradients="cpu", boundaries="cpu", kept=kept, batch_on_device=batch_on_device,

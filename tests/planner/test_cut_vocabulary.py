@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,9 +14,9 @@ from fuyou_cli.planner.place import plan
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.schedule import Schedule, plan_schedule
 from fuyou_cli.spec.model import ITEM_SIZE, ModelSpec
-from fuyou_cli.spec.plan import Numerics, Plan
+from fuyou_cli.spec.plan import Plan
 
-from .models import HARDWARE, cut, cut_models, model, request_for, with_budget
+from .models import HARDWARE, NUMERICS, cut, cut_models, model, request_for, with_budget
 from .test_place import ROOMY, durable, least
 
 
@@ -104,12 +106,8 @@ LEAF = 1 << 20
 
 def _request(clip: float | None) -> PlanRequest:
     """Makes two micro-batches of two rows, everything on the ssd."""
-    numerics = Numerics(
-        compute_dtype="bfloat16", accumulate_dtype="float32", batch_size=4, micro_batch_size=2, max_seq_len=64,
-        head_chunk_tokens=0, torch_threads=1, seed=0,
-    )  # fmt: skip
     return PlanRequest(
-        numerics=numerics, model_name="test", device="cpu", clip_grad_norm=clip, cpu_budget=ROOMY,
+        numerics=replace(NUMERICS, torch_threads=1), model_name="test", device="cpu", clip_grad_norm=clip, cpu_budget=ROOMY,
         weights="ssd", states="ssd", gradients="ssd", boundaries="ssd", lookahead=1,
     )  # fmt: skip
 

@@ -14,9 +14,8 @@ from fuyou_cli.planner.place import plan
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.spec.model import ITEM_SIZE, ModelSpec
-from fuyou_cli.spec.plan import Numerics
 
-from .models import HARDWARE, cut_models, model, models, request_for, with_budget
+from .models import HARDWARE, NUMERICS, cut_models, model, models, request_for, with_budget
 from .test_place import ROOMY, assert_apart, in_arena, in_store, least
 
 SHARES = st.floats(0, 1)
@@ -85,13 +84,9 @@ def test_gradients_have_a_home_exactly_where_they_rest(case: tuple[ModelSpec, Pl
 def test_deferring_costs_the_way_of_the_gradients_and_nothing_else(share: float) -> None:
     """Everything on the ssd: weights are fetched as often, states move once, deferred gradients go out and come back."""
     spec = model(1 << 19, *[1 << 20] * 6, 2048, 1 << 19)
-    numerics = Numerics(
-        compute_dtype="bfloat16", accumulate_dtype="float32", batch_size=4, micro_batch_size=2, max_seq_len=64,
-        head_chunk_tokens=0, torch_threads=1, seed=0,
-    )  # fmt: skip
     request = PlanRequest(
-        numerics=numerics, model_name="test", device="cpu", clip_grad_norm=None, cpu_budget=ROOMY, weights="ssd",
-        states="ssd", gradients="ssd", boundaries="ssd", lookahead=1,
+        numerics=replace(NUMERICS, torch_threads=1), model_name="test", device="cpu", clip_grad_norm=None, cpu_budget=ROOMY,
+        weights="ssd", states="ssd", gradients="ssd", boundaries="ssd", lookahead=1,
     )  # fmt: skip
     none = plan(spec, HARDWARE, request).predicted
     some = plan(spec, HARDWARE, replace(request, defer=share))

@@ -19,16 +19,12 @@ from fuyou_cli.planner.search import fastest
 from fuyou_cli.planner.simulate import simulate
 from fuyou_cli.planner.sustained_rates import fast_region, least_written, planned_for
 from fuyou_cli.spec.model import ModelSpec
-from fuyou_cli.spec.plan import Numerics
 
-from .models import HARDWARE, model, models, parts, request_for
+from .models import HARDWARE, NUMERICS, model, models, parts, request_for
 
 SPEC = model(1 << 22, *[4 << 22] * 8, 2048, 1 << 22)
 WISHES = PlanRequest(
-    numerics=Numerics(
-        compute_dtype="bfloat16", accumulate_dtype="bfloat16", batch_size=4, micro_batch_size=2, max_seq_len=128,
-        head_chunk_tokens=0, torch_threads=2, seed=0,
-    ),
+    numerics=replace(NUMERICS, accumulate_dtype="bfloat16", max_seq_len=128),
     model_name="test", device="cpu", clip_grad_norm=None, cpu_budget=0, scratch_size=MiB,
 )  # fmt: skip
 WISHES = replace(WISHES, cpu_budget=least_memory(SPEC, HARDWARE, WISHES) + 100 * MiB)

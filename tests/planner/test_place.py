@@ -19,9 +19,9 @@ from fuyou_cli.planner.candidate import Candidate
 from fuyou_cli.planner.place import least_memory, made_of, plan
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.spec.model import ITEM_SIZE, ModelSpec
-from fuyou_cli.spec.plan import Numerics, Plan, Span, StagePlan, StateTensor
+from fuyou_cli.spec.plan import Plan, Span, StagePlan, StateTensor
 
-from .models import HARDWARE, model, models, request_for, with_budget
+from .models import HARDWARE, NUMERICS, model, models, request_for, with_budget
 
 ROOMY = 1 << 40
 
@@ -197,10 +197,7 @@ def test_with_room_for_everything_nothing_moves(case: tuple[ModelSpec, PlanReque
 def test_memory_goes_where_it_saves_most() -> None:
     """Puts weights in RAM first: they are read twice and written once, states once each."""
     spec = model(64 << 20, *[64 << 20] * 6, 2048, 64 << 20, hidden=64)
-    numerics = Numerics(
-        compute_dtype="bfloat16", accumulate_dtype="bfloat16", batch_size=8, micro_batch_size=8, max_seq_len=64,
-        head_chunk_tokens=0, torch_threads=2, seed=0,
-    )  # fmt: skip
+    numerics = replace(NUMERICS, accumulate_dtype="bfloat16", batch_size=8, micro_batch_size=8)
     request = PlanRequest(
         numerics=numerics, model_name="test", device="cpu", clip_grad_norm=None, cpu_budget=4 * GiB,
         lookahead=1,

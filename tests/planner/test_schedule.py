@@ -15,9 +15,9 @@ from fuyou_cli.planner.place import plan
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.schedule import Schedule, plan_schedule
 from fuyou_cli.spec.model import ITEM_SIZE, ModelSpec
-from fuyou_cli.spec.plan import Numerics, Plan
+from fuyou_cli.spec.plan import Plan
 
-from .models import HARDWARE, OPERATORS, boundary_bytes, model, models, request_for, with_budget
+from .models import HARDWARE, NUMERICS, OPERATORS, boundary_bytes, model, models, request_for, with_budget
 
 
 @st.composite
@@ -112,10 +112,7 @@ BLOCKS = 6
 
 def _all_ssd(*, clip: float | None, tied: bool, lookahead: int = 1, kept: Kept | None = None) -> tuple[ModelSpec, Plan]:
     spec = model(LEAF, *[BLOCK] * BLOCKS, NORM, LEAF, tied=tied, dtype="bfloat16")
-    numerics = Numerics(
-        compute_dtype=spec.compute_dtype, accumulate_dtype=spec.compute_dtype, batch_size=4, micro_batch_size=2,
-        max_seq_len=64, head_chunk_tokens=0, torch_threads=1, seed=0,
-    )  # fmt: skip
+    numerics = replace(NUMERICS, accumulate_dtype="bfloat16", torch_threads=1)
     request = PlanRequest(
         numerics=numerics, model_name="test", device="cpu", clip_grad_norm=clip, cpu_budget=1 << 40,
         weights="ssd", states="ssd", gradients="ssd" if clip else None, boundaries="ssd", lookahead=lookahead, kept=kept,

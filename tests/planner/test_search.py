@@ -23,9 +23,9 @@ from fuyou_cli.planner.simulate import STEPS, simulate
 from fuyou_cli.planner.timeline import Timeline
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec, OperatorSpec
-from fuyou_cli.spec.plan import Numerics, Plan
+from fuyou_cli.spec.plan import Plan
 
-from .models import HARDWARE, model, models, parts, request_for
+from .models import HARDWARE, NUMERICS, model, models, parts, request_for
 
 SLOW_STORE = replace(HARDWARE, store_read=2e8, store_write=2e8, store_read_mixed=1.5e8, store_write_mixed=1.5e8)
 MACHINES = st.sampled_from([HARDWARE, SLOW_STORE, replace(SLOW_STORE, matmul_flops=2e10, shared_compute=0.5, shared_adamw=0.5)])
@@ -254,9 +254,6 @@ def test_a_choice_that_overflows_the_disk_is_left_where_another_fits() -> None:
 
 def _large(spec: ModelSpec) -> PlanRequest:
     return PlanRequest(
-        numerics=Numerics(
-            compute_dtype="bfloat16", accumulate_dtype="bfloat16", batch_size=4, micro_batch_size=2, max_seq_len=128,
-            head_chunk_tokens=0, torch_threads=2, seed=0,
-        ),
+        numerics=replace(NUMERICS, accumulate_dtype="bfloat16", max_seq_len=128),
         model_name="test", device="cpu", clip_grad_norm=1.0, cpu_budget=2 * GiB, scratch_size=MiB,
     )  # fmt: skip

@@ -30,9 +30,9 @@ from fuyou_cli.planner.sustained_rates import planned_for
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.spec.hardware import DRIVE_PRICE, HOUR_PRICE, USUAL_ENDURANCE, Drive, HardwareProfile
 from fuyou_cli.spec.model import ModelSpec, OperatorSpec
-from fuyou_cli.spec.plan import Numerics, Plan
+from fuyou_cli.spec.plan import Plan
 
-from .models import HARDWARE, model, models, parts, request_for
+from .models import HARDWARE, NUMERICS, model, models, parts, request_for
 
 CONFIG = Path(__file__).parents[1] / "engine" / "configs" / "llama-3.1-8b.json"
 RECIPE = """version: 1
@@ -42,10 +42,7 @@ dataset: {{train: [{{path: {folder}/none.jsonl}}], max_seq_len: 4096}}
 train: {{epochs: 1, batch_size: 64, micro_batch_size: 1, clip_grad_norm: null}}
 """
 WISHES = PlanRequest(
-    numerics=Numerics(
-        compute_dtype="bfloat16", accumulate_dtype="bfloat16", batch_size=4, micro_batch_size=2, max_seq_len=128,
-        head_chunk_tokens=0, torch_threads=2, seed=0,
-    ),
+    numerics=replace(NUMERICS, accumulate_dtype="bfloat16", max_seq_len=128),
     model_name="test", device="cpu", clip_grad_norm=None, cpu_budget=0, scratch_size=MiB, lookahead=1, defer=0.0,
 )  # fmt: skip
 

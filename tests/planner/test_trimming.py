@@ -11,17 +11,14 @@ from fuyou_cli.planner.place import plan
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.schedule import Visit, plan_schedule
 from fuyou_cli.spec.model import ModelSpec
-from fuyou_cli.spec.plan import Numerics, Plan
+from fuyou_cli.spec.plan import Plan
 from fuyou_cli.training.trimming import Trimming
 
-from .models import HARDWARE, model
+from .models import HARDWARE, NUMERICS, model
 
 BLOCK, HEAD = 120 * MiB, 200 * MiB
 WISHES = PlanRequest(
-    numerics=Numerics(
-        compute_dtype="bfloat16", micro_batch_size=1, batch_size=4, accumulate_dtype="bfloat16", max_seq_len=64,
-        head_chunk_tokens=0, torch_threads=2, seed=0,
-    ),
+    numerics=replace(NUMERICS, micro_batch_size=1, accumulate_dtype="bfloat16"),
     model_name="test", device="cpu", clip_grad_norm=1.0, cpu_budget=8 * GiB, scratch_size=MiB,
 )  # fmt: skip
 
