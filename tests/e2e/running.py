@@ -104,6 +104,13 @@ def assert_same_exports(ours: Path, theirs: Path, folder: Path) -> None:
     assert unequal(exported(ours, folder / "ours"), exported(theirs, folder / "theirs")) == []
 
 
+def sums(store: Path) -> list[tuple[str, str, int]]:
+    """Returns stage, tensor and checksum of everything that the newest manifest names."""
+    saved = manifests.read(store)
+    assert saved is not None
+    return [(stage.name, tensor, extent.sum) for stage in saved.stages for tensor, extent in stage.extents()]
+
+
 def manifest_of(project: Project) -> Manifest:
     stores = [path for path in project.folder.rglob(manifests.NAME)]
     assert len(stores) == 1

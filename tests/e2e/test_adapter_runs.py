@@ -18,10 +18,9 @@ from fuyou_cli.training.prepared import Ready
 from fuyou_cli.training.rates import learning_rate
 from fuyou_cli.training.run import Run
 from fuyou_cli.training.run_limits import loaded
-from fuyou_cli.training.state import manifest as manifests
 
 from .conftest import NewProject, Project, Whole
-from .running import interrupt, prepared_run, store_of, train
+from .running import interrupt, manifest_of, prepared_run, store_of, sums, train
 from .test_inference import losses_of, streamed
 
 peft = pytest.importorskip("peft", reason="peft comes with the extra lora")
@@ -117,15 +116,7 @@ def test_a_stopped_run_continues_with_the_same_bits(dtype: str, tier: str, lora:
         train(stopped, interrupt(3, "backward"))
     losses, again = train(stopped)
     assert losses == wanted
-    assert sums(again) == sums(store)
-
-
-def sums(store: Path) -> list[tuple[str, list[tuple[str, int]]]]:
-    """The checksums of everything that the last manifest names."""
-    saved, _ = manifests.newest(store)
-    assert saved is not None
-    assert saved.step == STEPS
-    return [(stage.name, [(name, extent.sum) for name, extent in stage.extents()]) for stage in saved.stages]
+    assert sums(again) == sums(store) and manifest_of(stopped).step == STEPS
 
 
 def test_a_saved_run_keeps_its_adapter(lora: NewProject) -> None:

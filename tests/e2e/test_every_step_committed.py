@@ -25,7 +25,7 @@ from fuyou_cli.training.state.stored import TENSORS, Manifest, StoredExtent
 from tests.damage import flip
 
 from .conftest import NewProject, Project, Whole
-from .running import STEPS, assert_same_exports, interrupt, manifest_of, prepared_run, store_of, train
+from .running import STEPS, assert_same_exports, interrupt, manifest_of, prepared_run, store_of, sums, train
 from .test_stopping import RAM
 
 TRAINED = [name for name in TENSORS if name != "frozen"]  # nothing is frozen in these runs
@@ -127,13 +127,7 @@ def test_other_states_go_on_as_they_were(changes: dict[str, Any], new_project: N
     expected = whole(changes)
     losses, store = train(project)
     assert losses == expected.losses and losses != whole().losses
-    assert _sums_of(store) == _sums_of(expected.store)
-
-
-def _sums_of(store: Path) -> list[int]:
-    saved = manifests.read(store)
-    assert saved is not None
-    return [extent.sum for stage in saved.stages for _, extent in stage.extents()]
+    assert sums(store) == sums(expected.store)
 
 
 def _run(project: Project, **options: Any) -> Run:
@@ -147,12 +141,7 @@ def test_the_same_states_are_on_the_store(new_project: NewProject, whole: Callab
         with pytest.raises(Died):
             train(broken, _dies_at(step, 3))
     _, store = train(broken)
-    ours, theirs = (
-        [(name, extent.sum) for stage in found.stages for name, extent in stage.extents()]
-        for folder in (store, whole().store)
-        if (found := manifests.read(folder)) is not None
-    )
-    assert ours == theirs and {name for name, _ in ours} == set(TRAINED)
+    assert sums(store) == sums(whole().store) and {tensor for _, tensor, _ in sums(store)} == set(TRAINED)
 
 
 @pytest.mark.parametrize("tensor", every(2, TRAINED))

@@ -25,7 +25,7 @@ from tests.swap import quantised_reference as reference
 
 from . import test_adapter_runs as adapter_runs
 from .conftest import NewProject, Project, write_llama
-from .running import interrupt, prepared_run, store_of, train
+from .running import interrupt, manifest_of, prepared_run, store_of, sums, train
 
 peft = pytest.importorskip("peft", reason="peft comes with the extra lora")
 
@@ -145,7 +145,7 @@ def test_a_stopped_run_continues_with_the_same_bits(qlora: NewProject) -> None:
         train(stopped, interrupt(3, "backward"))
     losses, again = train(stopped)
     assert losses == wanted
-    assert adapter_runs.sums(again) == adapter_runs.sums(store)
+    assert sums(again) == sums(store) and manifest_of(stopped).step == adapter_runs.STEPS
 
 
 def test_a_store_is_not_opened_as_another_format(qlora: NewProject) -> None:

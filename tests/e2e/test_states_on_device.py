@@ -17,11 +17,10 @@ from fuyou_cli.machine import probe
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training.plan_step import plan
 from fuyou_cli.training.run import Run
-from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.stored import TENSORS
 
 from .conftest import NewProject, Whole
-from .running import STEPS, interrupt, prepared_run, train
+from .running import STEPS, interrupt, prepared_run, sums, train
 
 HOST = {"offload.device": "emulated", "offload.weights": "cpu", "offload.optimizer_states": "cpu", "offload.gradients": "cpu"}
 THERE = HOST | {"offload.weights": "gpu", "offload.optimizer_states": "gpu", "offload.gradients": "gpu"}
@@ -32,20 +31,14 @@ WAYS: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 
 
-def _sums(whole: Whole) -> list[tuple[str, int]]:
-    found = manifests.read(whole.store)
-    assert found is not None
-    return [(name, extent.sum) for stage in found.stages for name, extent in stage.extents()]
-
-
 @pytest.mark.parametrize("where", WHERE, ids=["emulated", "cuda"])
 @pytest.mark.parametrize("way", every(2, WAYS))
 def test_the_same_bits_rest_on_the_store(way: dict[str, Any], where: dict[str, Any], whole: Callable[..., Whole]) -> None:
     ours, theirs = whole({**THERE, **way, **where}), whole({**HOST, **way, **where})
     assert ours.losses == theirs.losses
-    assert _sums(ours) == _sums(theirs)
+    assert sums(ours.store) == sums(theirs.store)
     tensors = set(TENSORS) - {"frozen"} - ({"remainder"} if "precision.compute" in way else set())
-    assert {name for name, _ in _sums(ours)} == tensors
+    assert {tensor for _, tensor, _ in sums(ours.store)} == tensors
 
 
 @pytest.mark.parametrize("where", WHERE, ids=["emulated", "cuda"])
@@ -60,7 +53,7 @@ def test_a_run_goes_on_with_other_homes(
     losses, store = train(project)
     expected = whole({**HOST, **where})
     assert losses == expected.losses
-    assert _sums(Whole(losses=losses, store=store)) == _sums(expected)
+    assert sums(store) == sums(expected.store)
 
 
 def test_nothing_of_it_is_in_ram(new_project: NewProject) -> None:

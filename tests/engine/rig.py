@@ -224,12 +224,7 @@ class Rig:
             path.parent.mkdir(parents=True)
             self._stack.callback(path.unlink, missing_ok=True)  # pytest keeps folders for days, stores are large
         store = self._stack.enter_context(Store.open(paths, stripe=plan.io.stripe, size=plan.store_size, create=True))
-        options = DaemonOptions(
-            backend=plan.io.backend, read_depth=plan.io.read_depth, write_depth=plan.io.write_depth,
-            update_threads=plan.io.update_threads, chunk_params=plan.io.chunk_params, block_size=plan.io.block_size,
-            scratch_offset=plan.io.scratch.offset, scratch_size=plan.io.scratch.size,
-            write_sums=plan.store_mode == "redo",
-        )  # fmt: skip
+        options = DaemonOptions.of(plan.io, data_sums=False, write_sums=plan.store_mode == "redo")
         self.daemon = self._stack.enter_context(SwapDaemon(arena, store, options))
         self.memory = HostMemory(arena)
         self.unpinned = self.device.pin(self.memory.tensor(Span(offset=0, size=arena.size), torch.uint8))
