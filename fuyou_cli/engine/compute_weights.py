@@ -85,6 +85,12 @@ class ComputeWeights:
             if uploaded.owner == owner:
                 uploaded.used = self.device.computed()
 
+    def forget(self, owner: int) -> None:
+        """Forgets the copy of `owner` on the device: the next visit computes with other rows of a table."""
+        for uploaded in self.turns:
+            if uploaded.owner == owner:
+                uploaded.owner = None
+
     def settle(self, owner: int) -> None:
         """Waits (sync) until the upload from the host's weights of `owner` has ended, so that they may be overwritten."""
         for uploaded in (*self.turns, *self.homes.values()):

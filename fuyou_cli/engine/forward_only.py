@@ -83,6 +83,7 @@ class ForwardOnly:
         Only inside `open`. A stage's weights are there until the next one is asked for; ask for all, or call `stop_ahead`."""
         visits = self._executor.visits
         visits.begin_round(last=True)
+        visits.look_up(None)
         for planned in self.schedule.visits:
             visit, flat = visits.enter(planned.phase, planned.stage)
             visits.inputs([])  # there are none

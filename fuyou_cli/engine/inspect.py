@@ -156,7 +156,10 @@ def inspect(
         compute_dtype=compute_dtype,
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
-        stages=tuple(stage.specified(index, dtype=compute_dtype, **costs[index]) for index, stage in enumerate(anatomy.stages)),
+        stages=tuple(
+            stage.specified(index, dtype=compute_dtype, looked_up=_is_looked_up(anatomy, stage), **costs[index])
+            for index, stage in enumerate(anatomy.stages)
+        ),
         tied_head=anatomy.tied_head,
         sources=anatomy.sources,
         imported_because=anatomy.imported_because,
@@ -170,9 +173,17 @@ def inspect(
 
 def _is_by_row(stage: Stage) -> bool:
     """Tells whether the gradients of an embedding are summed micro-batch by micro-batch, like those of all other stages."""
-    module = stage.module
-    if stage.kind != "embedding" or stage.vocabulary is not None:
-        return True
+    return stage.kind != "embedding" or stage.vocabulary is not None or _is_table(stage.module)
+
+
+def _is_looked_up(anatomy: Anatomy, stage: Stage) -> bool:
+    """Tells whether a stage is frozen and holds only rows that are looked up by token, whole or cut."""
+    if anatomy.tied_head or stage.module is not anatomy.model.get_input_embeddings() or not _is_table(stage.module):
+        return False
+    return len(stage.parameters) == 1 and stage.params == stage.frozen
+
+
+def _is_table(module: nn.Module | None) -> bool:
     return is_plain(module) or (is_lookup(module) and scales_rows(module))
 
 

@@ -69,10 +69,17 @@ class StepIds:
         for tensor in found:
             table[end : end + tensor.numel()] = tensor
             end += tensor.numel()
+        self._known, self._firsts = known, [first for first, _ in pieces] or [0]
         left = iter(place(table)[:end].split([tensor.numel() for tensor in found]))
         self.looked: OfMicroBatches = [
             [Looked(None if here is None else next(left), next(left), distinct) for here, distinct in part] for part in known
         ]
+
+    def rows(self) -> list[torch.Tensor]:
+        """Returns the distinct rows of each piece, or of the whole table, that all micro-batches look up: 1-D, in host memory,
+        counted from the piece's own first row."""
+        by_piece = zip(*([distinct for _, distinct in part] for part in self._known), strict=True)
+        return [torch.cat(found).unique() - first for found, first in zip(by_piece, self._firsts, strict=True)]
 
     def part(self, ids: torch.Tensor) -> OfMicroBatches | None:
         """Returns what is known of `ids`, in any shape, if they are whole micro-batches of the forward's ids; otherwise

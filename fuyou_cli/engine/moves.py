@@ -19,6 +19,7 @@ from ..swap.daemon import Result, SwapDaemon
 from .device_states import DeviceStates, lost
 from .devices.base import Device, Moment
 from .host_memory import HostMemory
+from .looked_up_rows import FIRST_TICKET, LookedUpRows
 from .updates import build_update, sums_of
 
 # Takes a cause; the time that compute waits inside the context is a stall of that cause.
@@ -104,6 +105,7 @@ class DaemonMoves:
         self.model, self.plan, self.daemon, self._tick, self._patience = model, plan, daemon, tick, patience
         self._mark, self._memory, self.states = device.mark, memory, states
         self.committing: Committing = Unkept()
+        self.rows = LookedUpRows(model=model, plan=plan, daemon=daemon, memory=memory)
         self._open: deque[_HostWait] = deque()
         self._waits: deque[Wait] = deque(maxlen=_MOST_WAITS)
         self.residency = Residency(model=model, plan=plan, transfers=self, runner=self)
@@ -111,12 +113,16 @@ class DaemonMoves:
     # ---- transfers (the ledger calls these) ------------------------------------------------------------------------
 
     def read(self, arena_offset: int, store_offset: int, size: int, *, priority: int = 0, label: int = 0) -> int:
+        if label in self.rows.stages:  # nothing but its table rests there
+            return self.rows.fetch(label, arena_offset)
         return self.daemon.read(arena_offset, store_offset, size, priority=priority, label=label)
 
     def write(self, arena_offset: int, store_offset: int, size: int, *, priority: int = 0, label: int = 0) -> int:
         return self.daemon.write(arena_offset, store_offset, size, priority=priority, label=label)
 
-    def poll(self, ticket: int) -> Result | None:
+    def poll(self, ticket: int) -> object | None:
+        if ticket >= FIRST_TICKET:
+            return self.rows.poll(ticket)
         return self.daemon.poll(ticket) if ticket >= 0 else self.states.poll(ticket)
 
     # ---- updates ---------------------------------------------------------------------------------------------------

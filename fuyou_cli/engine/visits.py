@@ -9,7 +9,7 @@ results, and those of weights that will change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -127,6 +127,7 @@ class Visits:
         self.sums.settle()
         self.lookahead.pause()
         self.weights.settle_all()
+        self.moves.rows.give_up()
         self.lookahead.give_up()
         self.residency.drain()
         self.states.settle()
@@ -140,7 +141,18 @@ class Visits:
         self.lookahead.forget()
         self.boundaries.forget(self.residency.wait_until)
         self.weights.settle_all()
+        self.moves.rows.give_up()
         self.residency.let_go_of_all()
+
+    def look_up(self, rows: Mapping[int, torch.Tensor] | None) -> None:
+        """Tells which rows, by stage, the next visits of a table of tokens need; None: all. For tables that are fetched by
+        rows."""
+        for stage in self.moves.rows.stages:
+            self.weights.forget(stage)
+        if rows is None:
+            self.moves.rows.tell_all()
+        else:
+            self.moves.rows.tell(rows)
 
     # ---- a visit -------------------------------------------------------------------------------------------------
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan
-from .schedule import Pass, Schedule, Traffic, Visit
+from .schedule import Pass, Schedule, Traffic, Visit, fetched_bytes
 
 
 def evaluation_schedule(model: ModelSpec, plan: Plan) -> Schedule:
     """Returns one pass over the model, for as many rows as one sweep of a step."""
     visits = tuple(_visit(model, plan, index, stage.index) for index, stage in enumerate(model.stages))
-    read = sum(model.stages[visit.owner].weight_bytes for visit in visits if visit.fetch and visit.owner is not None)
+    owners = (visit.owner for visit in visits if visit.fetch and visit.owner is not None)
+    read = sum(fetched_bytes(model, plan.stages[owner]) for owner in owners)
     return Schedule(visits=visits, traffic=Traffic(read={"weights": read}, written={}))
 
 

@@ -72,7 +72,12 @@ def _items_of(
     every = 1 if request.commit_every == "auto" else request.commit_every
     spared = 1.0 - (1.0 / every if every else 0.0)  # writes saved: commits also write what rests in RAM
     options: tuple[tuple[str, tuple[int, ...], float, bool], ...] = (
-        ("weights", (weights,), uses * weights + spared * stage.trained_weight_bytes, request.weights is None),
+        (
+            "weights",
+            (weights,),
+            uses * (plan.looked_up or weights) + spared * stage.trained_weight_bytes,
+            request.weights is None,
+        ),
         ("boundaries", (boundary,), 2.0 * sweeps * boundary, request.boundaries is None),
         ("gradients", (gradients,), 2.0 * rests * gradients, request.gradients is None),
         ("states", states, (1.0 + spared) * sum(states), request.states is None),

@@ -7,6 +7,7 @@ peaks.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 from ..core.heap import held
 from ..core.units import MiB, align_up
@@ -84,10 +85,8 @@ def layout(context: PlacementContext, request: PlanRequest, homes: Homes, *, loo
     scratch = arena.take(request.scratch_size)
     # Many small homes lie closely together.
     at_rest = SpanAllocator(STORE_UNIT, used=arena.used) if context.trained_in_ram else arena
-    stages = tuple(
-        _stage(at_rest, transient, context, request, homes, index, boundary=boundaries[index], deferred=deferred[index])
-        for index in range(len(model.stages))
-    )
+    place = partial(_stage, at_rest, transient, context, request, homes, is_far=lookahead < len(model.stages))
+    stages = tuple(place(index, boundary=boundaries[index], deferred=deferred[index]) for index in range(len(model.stages)))
     arena.used = align_up(at_rest.used, ARENA_UNIT)
     return Layout(
         stages=stages,
@@ -206,6 +205,7 @@ def _stage(
     *,
     boundary: int,
     deferred: bool,
+    is_far: bool,
 ) -> StagePlan:
     stage, at_rest = context.model.stages[index], context.at_rest[index]
     is_resting = deferred or context.has_two_users[index] or request.is_swept
@@ -230,6 +230,7 @@ def _stage(
         gradients_extent=at_rest.gradients or transient.take_if(is_resting and homes.gradients[index] == "ssd", gradient_size),
         boundary_extent=transient.take_if(homes.boundaries[index] == "ssd", boundary),
         weights_ram=arena.take_if(weights_home != "ssd" and states_home != "gpu", stage.weight_bytes),
+        looked_up=context.looked_up[index] if is_far else 0,
         trained_ram=arena.take_if(
             context.trained_in_ram and has_home(stage, weights_home, states_home), stage.trained_weight_bytes
         ),

@@ -8,6 +8,7 @@ from ..core.units import align_up
 from ..spec.model import STATE_NAMES, ModelSpec, StageSpec
 from ..spec.plan import Ring, Span
 from .boundary_layout import planned_boundary
+from .looked_up import most_read
 from .plan_request import PlanRequest
 from .small_banks import rest_in_ram
 
@@ -63,6 +64,7 @@ class PlacementContext:
         # By stage: bytes of its states, in the order of `STATE_NAMES`, and of its gradients.
         self.state_sizes = tuple(tuple(map(stage.state_size, STATE_NAMES)) for stage in model.stages)
         self.gradient_sizes = tuple(stage.gradient_bytes(dtype) for stage in model.stages)
+        self.looked_up = most_read(model, request)
         self.has_two_users = tuple(model.has_two_users(stage.index) for stage in model.stages)
         self.with_output: dict[tuple[int, bool, tuple[int, ...], int], tuple[tuple[int, ...], int, int]] = {}  # of `GreedyFill`
         # By the operators, which equal blocks share (they stay as long as the model does), and those that are kept.

@@ -158,7 +158,8 @@ class Residency:
         self.moving.add(record.stage)
         for place, extent in plan.fetched(record.turn):
             to = record.span.offset + place
-            fetch = self.transfers.read(to, extent.offset, extent.size, priority=FETCH_PRIORITY, label=record.stage)
+            size = plan.looked_up or extent.size
+            fetch = self.transfers.read(to, extent.offset, size, priority=FETCH_PRIORITY, label=record.stage)
             record.fetches.append(fetch)
         return True
 

@@ -59,7 +59,7 @@ class Scenery:
             plan.weights, plan.states, plan.boundary, plan.slot_class, plan.deferred, bool(plan.kept),
             *(None if span is None else span.size for span in (*spans, plan.boundary_ram)),
             costs.update_seconds(plan), costs.device_update_seconds(plan),
-            tuple(extent.size for _, extent in plan.fetched(0)),
+            tuple(extent.size for _, extent in plan.fetched(0)), plan.looked_up,
         )  # fmt: skip
 
     def visit_class(self, visit: Visit) -> Hashable:

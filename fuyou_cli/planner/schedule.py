@@ -190,10 +190,10 @@ def written_by_update(model: ModelSpec, plan: StagePlan, commit_every: int | Non
     )
 
 
-def _fetched(model: ModelSpec, plan: StagePlan) -> int:
+def fetched_bytes(model: ModelSpec, plan: StagePlan) -> int:
     """Returns the bytes of weights that are read into a slot."""
     stage = model.stages[plan.stage]
-    frozen = sum(piece.size for piece in stage.source) or stage.frozen_weight_bytes
+    frozen = plan.looked_up or sum(piece.size for piece in stage.source) or stage.frozen_weight_bytes
     return frozen if plan.trained_ram is not None else stage.trained_weight_bytes + frozen
 
 
@@ -202,7 +202,7 @@ def _traffic(model: ModelSpec, stages: tuple[StagePlan, ...], visits: Sequence[V
     written = dict.fromkeys(read, 0)
     for visit in visits:
         if visit.fetch and visit.owner is not None:
-            read["weights"] += _fetched(model, stages[visit.owner])
+            read["weights"] += fetched_bytes(model, stages[visit.owner])
         plan = stages[visit.stage]
         if visit.stash and plan.boundary == "ssd" and plan.boundary_extent is not None:
             written["boundaries"] += plan.boundary_extent.size
@@ -236,7 +236,7 @@ def phase_traffic(
     read = written = 0
     for visit in visits:
         if visit.fetch and visit.owner is not None:
-            read += _fetched(model, stages[visit.owner])
+            read += fetched_bytes(model, stages[visit.owner])
         plan = stages[visit.stage]
         if plan.boundary_extent is not None:
             written += plan.boundary_extent.size * visit.stash

@@ -188,6 +188,7 @@ class StageSpec:
     goes_back: bool = True  # backward visits it: it has something to learn, or a stage below has
     passes_on: bool = True  # backward needs its input's gradient: a stage below goes back
     frozen_flops: float = 0.0  # of forward, with frozen weights: their gradient's product, as large, is not computed
+    looked_up: bool = False  # nothing but its frozen table of tokens, or rows of it: a step needs the rows of its tokens
     # Of the banks; kept, because a search asks for them all the time.
     params: int = field(init=False)  # elements of all, with padding
     trained: int = field(init=False)  # elements that an update changes, with padding

@@ -114,6 +114,7 @@ class StagePlan:
     frozen_extent: Span | None = None  # of the store; frozen weights
     frozen_source: tuple[Piece, ...] = ()  # instead: where they lie in the checkpoint's files
     trained_ram: Span | None = None  # home of trained weights alone
+    looked_up: int = 0  # bytes that a visit reads at most of a frozen table, if only rows of the step's tokens; 0: all
     kept: tuple[int, ...] = ()  # operators whose outputs rest with the boundary, by index
     kept_there: tuple[int, ...] = ()  # operators whose outputs stay in the device's memory; those of neither are recomputed
 

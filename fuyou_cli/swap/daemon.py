@@ -82,11 +82,14 @@ class SwapDaemon(Handle):
         """Tells which features are in use, and why others are not."""
         return str(ffi.string(lib.fy_daemon_description(self.handle)).decode())
 
-    def read(self, arena_offset: int, store_offset: int, size: int, *, priority: int = 0, label: int = 0) -> int:
-        """Starts a read of `size` bytes from the store into the arena. Returns the ticket."""
+    def read(
+        self, arena_offset: int, store_offset: int, size: int, *, priority: int = 0, label: int = 0, compared: bool = True
+    ) -> int:
+        """Starts a read of `size` bytes from the store into the arena. Returns the ticket. `compared`: with what `written`
+        knows of the span."""
         out = ffi.new("fy_ticket *")
         code = lib.fy_submit_read(self.handle, arena_offset, store_offset, size, priority, label, out)
-        return self._ticket(out, code, Move("read", Span(offset=store_offset, size=size), label))
+        return self._ticket(out, code, Move("read", Span(offset=store_offset, size=size), label), compared=compared)
 
     def write(self, arena_offset: int, store_offset: int, size: int, *, priority: int = 0, label: int = 0) -> int:
         """Starts a write of `size` bytes from the arena to the store. Returns the ticket."""
@@ -144,12 +147,12 @@ class SwapDaemon(Handle):
     def _name(self, label: int) -> str:
         return self.label_names.get(label, f"request labelled {label}")
 
-    def _ticket(self, out: Any, code: int, request: Move | Update) -> int:
+    def _ticket(self, out: Any, code: int, request: Move | Update, *, compared: bool = True) -> int:
         if code:
             what = request.kind if isinstance(request, Move) else "update"
             raise refusal_error(f"the {what} of {self._name(request.label)} was refused", code, _SUBMIT_HINTS.get(-code))
         ticket = int(out[0])
-        if self.written is not None:
+        if self.written is not None and compared:
             self.written.begin(ticket, request)
         return ticket
 

@@ -55,12 +55,15 @@ class Written:
     def check(self, span: Span, total: int, what: str) -> None:
         """Compares the checksum of a span, just read, with the one that is known. `what`: for the error. Raises SwapError, and
         ModelFileError for a file of the checkpoint."""
-        wanted = self._totals.get(span, total)
+        self.compare(span, total, self._totals.get(span, total), what)
+        if span.offset >= SOURCES_AT:  # nobody wrote it: later passes must read what the first one did
+            self._totals[span] = total
+
+    def compare(self, span: Span, total: int, wanted: int, what: str) -> None:
+        """Raises as `check` does if the checksum of a span is not the one that the caller wants."""
         if total != wanted:
             found = f"reading {what}: {self._store.not_as_before(span, total=total, wanted=wanted)}"
             raise ModelFileError(found) if span.offset >= SOURCES_AT else SwapError(found, hint=_HINT)
-        if span.offset >= SOURCES_AT:  # nobody wrote it: later passes must read what the first one did
-            self._totals[span] = total
 
     def begin(self, ticket: int, request: Move | Update) -> None:
         self._under_way[ticket] = request
@@ -72,8 +75,10 @@ class Written:
             self._totals.pop(span, None)
 
     def end(self, ticket: int, result: Result) -> None:
-        """Raises SwapError where the request read something else than was written there."""
-        request = self._under_way.pop(ticket)
+        """Raises SwapError where the request read something else than was written there. Ignores one that never began."""
+        request = self._under_way.pop(ticket, None)
+        if request is None:
+            return
         for what, span, total in _read_by(request, result):
             self.check(span, total, f"{what}{self._name(request.label)}")
         self._totals.update((span, getattr(result, name)) for span, name in _written_by(request))

@@ -192,6 +192,7 @@ class Rig:
         planning: Callable[[ModelSpec, HardwareProfile, PlanRequest], Plan] = plan,
         through: Callable[[SwapDaemon], Any] = lambda daemon: daemon,  # what the executor takes for the daemon
         compiled: CompiledBlocks | None = None,
+        data_sums: bool = False,
     ) -> None:
         device = EVERYWHERE if EVERYWHERE and opened is None else device
         self.subject, self.anatomy = subject, subject.anatomy
@@ -209,10 +210,12 @@ class Rig:
         )  # fmt: skip
         self.plan: Plan = planning(self.spec, hardware, self.request)
         with ExitStack() as self._stack:
-            self._open(folder, directories, opened, through)
+            self._open(folder, directories, opened, through, data_sums)
             self._stack = self._stack.pop_all()
 
-    def _open(self, folder: Path, directories: int, opened: Device | None, through: Callable[[SwapDaemon], Any]) -> None:
+    def _open(
+        self, folder: Path, directories: int, opened: Device | None, through: Callable[[SwapDaemon], Any], data_sums: bool
+    ) -> None:
         plan = self.plan
         # behind the planned arena: a window to look into the store with
         self._window = Span(offset=plan.arena_size, size=max(4 * stage.params for stage in self.spec.stages))
@@ -224,7 +227,7 @@ class Rig:
             path.parent.mkdir(parents=True)
             self._stack.callback(path.unlink, missing_ok=True)  # pytest keeps folders for days, stores are large
         store = self._stack.enter_context(Store.open(paths, stripe=plan.io.stripe, size=plan.store_size, create=True))
-        options = DaemonOptions.of(plan.io, data_sums=False, write_sums=plan.store_mode == "redo")
+        options = DaemonOptions.of(plan.io, data_sums=data_sums, write_sums=plan.store_mode == "redo")
         self.daemon = self._stack.enter_context(SwapDaemon(arena, store, options))
         self.memory = HostMemory(arena)
         self.unpinned = self.device.pin(self.memory.tensor(Span(offset=0, size=arena.size), torch.uint8))

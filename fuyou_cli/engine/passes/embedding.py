@@ -43,6 +43,8 @@ class EmbeddingPasses(BlockPasses):
         Raises UsageError for an id that no row has."""
         placed = [self.visits.crossings.placed(value) for value in (ids, positions)]
         self._given = [] if self._table is None else [self._looked_up(self._table, ids)]
+        if self._table is not None and self.visits.moves.rows.stages:
+            self.visits.look_up({self._table + place: rows for place, rows in enumerate(self._given[0].rows())})
         if self._more:
             self._given.append(self._looked_up(None, positions))
         for given, value in zip(self._given, placed, strict=False):
@@ -69,6 +71,8 @@ class EmbeddingPasses(BlockPasses):
 
     def forward(self, call: Call, x: torch.Tensor) -> torch.Tensor:
         """Passes ids to the visits. x: (batch, tokens) int64, where the batch is."""
+        if call.stage in self.visits.moves.rows.stages and self._given[0].part(x) is None:
+            self.visits.moves.rows.expect_others()
         if call.stage not in self._pieces:
             return super().forward(call, x)
         return self._forward_in_pieces(self._pieces[call.stage], call, x)
