@@ -54,6 +54,12 @@ def prepared_run(project: Project, *, say: Callable[[str], None] = silent, progr
     return settle(tokenised, assumed_hardware(device=inspected.device))
 
 
+def run_of(what: Project | Ready, **options: Any) -> Run:
+    """Returns the run of a project, or of one that is prepared. Its user opens and closes it."""
+    ready = prepared_run(what) if isinstance(what, Project) else what
+    return Run(ready, memory_now=probe.process_bytes, free_space=probe.free_space, **options)
+
+
 def resolved_as(planned: Planned, **changes: Any) -> Planned:
     """The same plan, with other fields of what was resolved."""
     resolved = replace(planned.inspected.resolved, **changes)
@@ -63,7 +69,7 @@ def resolved_as(planned: Planned, **changes: Any) -> Planned:
 def train(project: Project, between: Between | None = None, *, say: Callable[[str], None] = silent) -> tuple[list[float], Path]:
     """Runs steps to the end, or until `between` (called between micro-batches) stops it; returns losses and the store's folder.
     `say`: gets the run's messages."""
-    with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space, announce=say) as run:
+    with run_of(project, announce=say) as run:
         run.load(lambda count: None)
         if between is not None:
             look = run.executor.between_micro_batches

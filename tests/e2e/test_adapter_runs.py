@@ -13,14 +13,12 @@ from drawn import every
 from fuyou_cli.cli.stores import run_export
 from fuyou_cli.core.errors import Interrupted, UsageError
 from fuyou_cli.data import collate
-from fuyou_cli.machine import probe
 from fuyou_cli.training.prepared import Ready
 from fuyou_cli.training.rates import learning_rate
-from fuyou_cli.training.run import Run
 from fuyou_cli.training.run_limits import loaded
 
 from .conftest import NewProject, Project, Whole
-from .running import interrupt, manifest_of, prepared_run, store_of, sums, train
+from .running import interrupt, manifest_of, prepared_run, run_of, store_of, sums, train
 from .test_inference import losses_of, streamed
 
 peft = pytest.importorskip("peft", reason="peft comes with the extra lora")
@@ -162,7 +160,7 @@ def test_a_model_is_not_merged(whole: Callable[..., Whole], tmp_path: Path) -> N
 def test_the_plan_counts_what_loading_writes(lora: NewProject) -> None:
     """Counts frozen weights too, and no more than the adapter for the export."""
     ready = prepared_run(lora())
-    with Run(ready, memory_now=probe.process_bytes, free_space=probe.free_space) as run:
+    with run_of(ready) as run:
         run.load(lambda count: None)
         assert run.daemon.counters().written_bytes == loaded(run.plan)
     assert ready.planned.plan.predicted.export_bytes == 4 * ready.planned.model.trained_parameters

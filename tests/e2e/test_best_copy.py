@@ -12,16 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fuyou_cli.machine import probe
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training.best_copy import kept_step
 from fuyou_cli.training.best_place import best_copies, best_folder
 from fuyou_cli.training.history import read_history
 from fuyou_cli.training.report import BestReport
-from fuyou_cli.training.run import Run
 
 from .conftest import NewProject, Project
-from .running import exported, prepared_run, train
+from .running import exported, run_of, train
 
 STEPS = 4
 KILLED = """
@@ -93,7 +91,7 @@ def test_killed_while_it_is_written(new_project: NewProject, tmp_path: Path) -> 
 def test_an_adapter_and_a_cut_vocabulary(changes: dict[str, Any], new_project: NewProject, llama: Path, tmp_path: Path) -> None:
     changes = {**ASKED, "model.name_or_path": str(llama), "eval": {"every_steps": 2, "keep_best": True}, **changes}
     project, reports = new_project(changes=changes), list[Any]()
-    with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space) as run:
+    with run_of(project) as run:
         run.load(lambda count: None)
         run.train(lambda report: None, reports.append)
         told, stored = run.report().best, dict(run.ready.stored_as)
@@ -126,7 +124,7 @@ def test_a_copy_that_cannot_be_written_ends_no_run(new_project: NewProject) -> N
         if report.step == 2:
             (project.out / "best" / "mine.txt").touch()
 
-    with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space) as run:
+    with run_of(project) as run:
         run.load(lambda count: None)
         run.train(disturb, found.append)
         told, ours = run.report().best, run.losses
@@ -140,7 +138,7 @@ def test_a_copy_that_cannot_be_written_ends_no_run(new_project: NewProject) -> N
 
 def told(project: Project, say: Callable[[str], None] = lambda text: None) -> str:
     """Returns what a run says of its best weights at its end."""
-    with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space, announce=say) as run:
+    with run_of(project, announce=say) as run:
         run.load(lambda count: None)
         run.train(lambda report: None)
         return run.report().best

@@ -13,13 +13,12 @@ from fuyou_cli.cli import error_screen
 from fuyou_cli.core.errors import DeviceMemoryError
 from fuyou_cli.core.units import gib
 from fuyou_cli.engine.devices.emulated import EmulatedDevice
-from fuyou_cli.machine import probe
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training.device_errors import named
 from fuyou_cli.training.run import Run
 
 from .conftest import NewProject, Whole
-from .running import STEPS, prepared_run, resolved_as, train
+from .running import STEPS, prepared_run, resolved_as, run_of, train
 
 MiB = 1 << 20
 EMULATED = {"train.max_steps": STEPS, "offload.device": "emulated"}
@@ -67,7 +66,7 @@ def test_a_run_does_not_open_beyond_its_limit(new_project: NewProject) -> None:
     prepared = replace(prepared, planned=resolved_as(prepared.planned, recipe=less))
     with (
         pytest.raises(DeviceMemoryError, match=r"^loading: out of device memory: .*offload\.max_memory\.gpu"),
-        Run(prepared, memory_now=probe.process_bytes, free_space=probe.free_space),
+        run_of(prepared),
     ):
         pytest.fail("it opened")
 
@@ -114,7 +113,7 @@ def test_what_cannot_be_pinned_is_said_once_and_changes_nothing(
     monkeypatch.setattr(EmulatedDevice, "_register", lambda self, address, size: False)
     said: list[str] = []
     prepared = prepared_run(new_project("not", EMULATED))
-    with Run(prepared, memory_now=probe.process_bytes, free_space=probe.free_space, announce=said.append) as run:
+    with run_of(prepared, announce=said.append) as run:
         run.load(lambda count: None)
         run.train(lambda report: None)
         assert run.losses == expected

@@ -17,7 +17,6 @@ from hooks import doing
 
 from fuyou_cli.cli.finetune import run_finetune
 from fuyou_cli.core.errors import Interrupted, NumericsError, OutOfSpaceError, UsageError
-from fuyou_cli.machine import probe
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training.jsonl import JsonlLog, read_log
 from fuyou_cli.training.report import StepReport
@@ -25,7 +24,7 @@ from fuyou_cli.training.run import Run
 from fuyou_cli.training.steps import store_of as where_its_store_is
 
 from .conftest import HANGS, NewProject, Project, Whole, ended
-from .running import STEPS, exported, interrupt, manifest_of, prepared_run, store_of, train
+from .running import STEPS, exported, interrupt, manifest_of, run_of, store_of, train
 
 LONG = {"train.max_steps": 10_000, "export.at_end": False}
 UNCLIPPED = {"train.max_steps": STEPS, "train.clip_grad_norm": None}
@@ -80,7 +79,7 @@ def test_a_log_on_a_full_disk_saves_the_step_and_is_named(
             os.close(full)
         log.step(report)
 
-    with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space) as run:
+    with run_of(project) as run:
         run.load(lambda count: None)
         with pytest.raises(OutOfSpaceError, match=r"log\.jsonl: No space left") as ended:
             run.train(on_step)
@@ -126,7 +125,7 @@ def test_a_step_whose_updates_have_begun_warns_before_it_is_given_up(
 ) -> None:
     """The first signal of `interrupt`, then others in the same micro-batch."""
     project, heard = new_project(changes=UNCLIPPED), list[str]()
-    with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space, announce=heard.append) as run:
+    with run_of(project, announce=heard.append) as run:
         run.load(lambda count: None)
         press, look = interrupt(3, "backward"), run.executor.between_micro_batches
 
@@ -151,7 +150,7 @@ def test_a_second_signal_stops_at_once(
     """Signals in the middle of a backward that could still be given up at the next micro-batch."""
     changes = {"train.max_steps": STEPS, "checkpoint.commit_every_steps": every}
     project, heard = new_project(changes=changes), list[str]()
-    with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space, announce=heard.append) as run:
+    with run_of(project, announce=heard.append) as run:
         run.load(lambda count: None)
         press, look = interrupt(4, "backward"), run.executor.between_micro_batches
 
@@ -264,7 +263,7 @@ def test_starting_over_keeps_the_log_of_the_run_before(new_project: NewProject) 
 
 def test_asked_to_stop_after_the_last_step_the_run_has_its_report(new_project: NewProject) -> None:
     project = new_project(changes={"train.max_steps": STEPS})
-    with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space) as run:
+    with run_of(project) as run:
         run.load(lambda count: None)
         run.train(lambda report: os.kill(os.getpid(), signal.SIGINT) if report.step == STEPS else None)
         assert run.stopping.requested

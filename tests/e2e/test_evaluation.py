@@ -16,14 +16,13 @@ import torch
 from drawn import every
 
 from fuyou_cli.core.errors import Interrupted, UsageError
-from fuyou_cli.machine import probe
 from fuyou_cli.training.evaluation import after
 from fuyou_cli.training.report import EvalReport
 from fuyou_cli.training.run import Run
 from fuyou_cli.training.state.stored import Evaluated
 
 from .conftest import NewProject, Project, Whole
-from .running import STEPS, manifest_of, prepared_run, train
+from .running import STEPS, manifest_of, prepared_run, run_of, train
 
 EXACT = {"train.max_steps": STEPS, "precision.compute": "float32"}
 TEXTS = [f"held out row {number}: {'the quick brown fox ' * (number % 4)}jumps" for number in range(7)]
@@ -41,7 +40,7 @@ def with_sets(project: Project, changes: dict[str, Any]) -> list[Path]:
 
 def evaluated(project: Project, on_step: Callable[[Any], None] = lambda report: None) -> tuple[list[float], list[EvalReport]]:
     found: list[EvalReport] = []
-    with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space) as run:
+    with run_of(project) as run:
         run.load(lambda count: None)
         run.train(on_step, found.append)
         return run.losses, found

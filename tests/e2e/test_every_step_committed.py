@@ -14,7 +14,6 @@ import pytest
 from drawn import every
 
 from fuyou_cli.core.errors import Interrupted, SwapError, UsageError
-from fuyou_cli.machine import probe
 from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.swap.kernels import checksum
 from fuyou_cli.training import losses as loss_files
@@ -25,7 +24,7 @@ from fuyou_cli.training.state.stored import TENSORS, Manifest, StoredExtent
 from tests.damage import flip
 
 from .conftest import NewProject, Project, Whole
-from .running import STEPS, assert_same_exports, interrupt, manifest_of, prepared_run, store_of, sums, train
+from .running import STEPS, assert_same_exports, interrupt, manifest_of, prepared_run, run_of, store_of, sums, train
 from .test_stopping import RAM
 
 TRAINED = [name for name in TENSORS if name != "frozen"]  # nothing is frozen in these runs
@@ -130,10 +129,6 @@ def test_other_states_go_on_as_they_were(changes: dict[str, Any], new_project: N
     assert sums(store) == sums(expected.store)
 
 
-def _run(project: Project, **options: Any) -> Run:
-    return Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space, **options)
-
-
 def test_the_same_states_are_on_the_store(new_project: NewProject, whole: Callable[..., Whole]) -> None:
     """Compares weights, remainders and moments by the sums of all extents, after dying twice and after never."""
     broken = new_project("broken", {"train.max_steps": STEPS})
@@ -152,7 +147,7 @@ def test_a_flipped_bit_is_found_and_the_step_before_goes_on(
     extent = next(getattr(stage, tensor) for stage in saved.stages if stage.params)
     flip(Path(saved.files[0]), extent.offset + extent.size // 2)
     heard: list[str] = []
-    with _run(stopped, announce=heard.append) as run:
+    with run_of(stopped, announce=heard.append) as run:
         run.load(lambda count: None)
         assert run.step == saved.step - 1
         run.train(lambda report: None)
@@ -173,7 +168,7 @@ def test_where_no_state_is_whole_nothing_is_computed(stopped: Project) -> None:
         extent = one.stages[1].weights
         assert extent is not None
         flip(Path(saved.files[0]), extent.offset)
-    with _run(stopped) as run, pytest.raises(SwapError, match="no older one is whole: weights of"):
+    with run_of(stopped) as run, pytest.raises(SwapError, match="no older one is whole: weights of"):
         run.load(lambda count: None)
     assert manifest_of(stopped) == saved
 
@@ -192,7 +187,7 @@ def test_losses_that_are_gone_hinder_nothing(stopped: Project, whole: Callable[.
     expected = whole().losses
     (store_of(stopped) / loss_files.NAME).unlink()
     heard: list[str] = []
-    with _run(stopped, announce=heard.append) as run:
+    with run_of(stopped, announce=heard.append) as run:
         run.load(lambda count: None)
         run.train(lambda report: None)
         assert run.losses[2:] == expected[2:] and all(loss != loss for loss in run.losses[:2])
@@ -205,7 +200,7 @@ def test_what_a_commit_could_not_write_ends_the_run_at_the_one_before(
     """The flush of one commit fails, once: it is not tried again, for a second one would seem to work."""
     project = new_project(changes={"train.max_steps": STEPS})
     expected = whole().losses
-    with _run(project) as run:
+    with run_of(project) as run:
         run.load(lambda count: None)
         flush, flushed = run.store.sync, list[int]()
 
@@ -227,7 +222,7 @@ def test_what_a_commit_could_not_write_ends_the_run_at_the_one_before(
 def test_no_update_writes_over_what_the_last_manifest_names(new_project: NewProject) -> None:
     """Holds commits back as long as nobody waits for them."""
     project = new_project(changes={"train.max_steps": STEPS, **UNCLIPPED})
-    with _run(project) as run:
+    with run_of(project) as run:
         run.load(lambda count: None)
         daemon, written = run.daemon, list[tuple[int, set[int]]]()
         update = daemon.update
@@ -257,14 +252,14 @@ def test_a_store_of_another_layout_is_refused_by_name(stopped: Project) -> None:
     stages = (saved.stages[0], replace(stage, weights=weights), *saved.stages[2:])
     manifests.write(store_of(stopped), replace(saved, stages=stages))
     with pytest.raises(UsageError, match="is not where this version of fuyou would put it"):
-        _run(stopped)
+        run_of(stopped)
 
 
 @pytest.mark.parametrize("every", [1, 3])
 def test_what_commits_write_is_as_planned(every: int, new_project: NewProject) -> None:
     """Writes what rests in RAM in steps that are committed, and in no other; of what rests on the ssd nothing more."""
     project = new_project(changes={**RAM, **UNCLIPPED, "train.max_steps": STEPS, "checkpoint.commit_every_steps": every})
-    with _run(project) as run:
+    with run_of(project) as run:
         run.load(lambda count: None)
         before = run.daemon.counters().written_bytes
         run.train(lambda report: None)

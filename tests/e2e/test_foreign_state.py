@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.machine import probe
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training import run as runs
 from fuyou_cli.training.run import Run
@@ -26,11 +25,7 @@ from fuyou_cli.training.state.stored import Manifest, StoredStage
 from fuyou_cli.training.steps import run_directories
 
 from .conftest import NewProject, Project, Whole
-from .running import STEPS, manifest_of, prepared_run, store_of, train
-
-
-def _run(project: Project) -> Run:
-    return Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space)
+from .running import STEPS, manifest_of, run_of, store_of, train
 
 
 def _keep_companions(run: Run) -> None:
@@ -98,7 +93,7 @@ def test_a_manifest_names_what_the_run_wrote_alone(stopped: Project) -> None:
     kept.mkdir()
     (kept / "notes.md").write_text("mine")
     (kept / "folder.json").mkdir()
-    with _run(stopped) as run:
+    with run_of(stopped) as run:
         run.load(lambda count: None)
         _keep_companions(run)
         run.train(lambda report: None)
@@ -156,7 +151,7 @@ def test_stages_of_the_state_before_are_looked_at_as_well(stopped: Project, tmp_
         flipped = store.read(1)[0] ^ 1
         store.seek(extent.offset)
         store.write(bytes([flipped]))
-    with _run(stopped) as run, pytest.raises(UsageError, match=r"stages do not match the"):
+    with run_of(stopped) as run, pytest.raises(UsageError, match=r"stages do not match the"):
         run.load(lambda count: None)
 
 
@@ -167,7 +162,7 @@ def test_a_run_killed_before_its_part_file_owns_what_its_manifest_names(
     expected = whole().losses
     monkeypatch.setattr(resume, "_holds_data", lambda file: True)
     project = new_project("killed", {"train.max_steps": STEPS})
-    with monkeypatch.context() as killed, _run(project) as run, pytest.raises(_Killed):
+    with monkeypatch.context() as killed, run_of(project) as run, pytest.raises(_Killed):
         killed.setattr(runs, "write_parts", _kill)
         run.load(lambda count: None)
     folder = store_of(project)

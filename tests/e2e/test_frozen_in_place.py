@@ -15,7 +15,6 @@ from drawn import every
 from fuyou_cli.cli.stores import run_export
 from fuyou_cli.core.errors import FuyouError, Interrupted, ModelFileError, UsageError
 from fuyou_cli.core.units import gb
-from fuyou_cli.machine import probe
 from fuyou_cli.training.report import StepReport
 from fuyou_cli.training.run import Run
 from fuyou_cli.training.state.at_rest import at_rest, verify_store
@@ -23,7 +22,7 @@ from fuyou_cli.training.state.source_checks import to_check
 from fuyou_cli.training.state.stored import Manifest
 
 from .conftest import NewProject, Project
-from .running import interrupt, manifest_of, prepared_run, store_of, sums, train
+from .running import interrupt, manifest_of, prepared_run, run_of, store_of, sums, train
 
 STEPS = 3
 FROZEN = {
@@ -64,7 +63,7 @@ def test_a_copy_in_the_store_gives_the_same_bits(frozen: NewProject, tmp_path: P
     assert not any(stage.frozen_extent for stage in plan.stages)
     wanted, store = train(two)
     reports = list[StepReport]()
-    with Run(ready, memory_now=probe.process_bytes, free_space=probe.free_space) as run:
+    with run_of(ready) as run:
         run.load(lambda count: None)
         assert run.daemon.counters().written_bytes == sum(stage.trained_weight_bytes for stage in model.stages)
         before = run.daemon.counters().read_bytes
@@ -126,7 +125,7 @@ def test_a_run_that_does_not_start_leaves_no_store(frozen: NewProject, model: Pa
     ready = prepared_run(project)
     os.utime(weights_of(model), ns=(0, 7))
     with pytest.raises(UsageError, match="has changed"):
-        Run(ready, memory_now=probe.process_bytes, free_space=probe.free_space)
+        run_of(ready)
     assert not list(project.out.rglob("store.bin"))
 
 

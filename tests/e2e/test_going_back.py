@@ -22,8 +22,8 @@ from fuyou_cli.training.state.at_rest import verify_store
 from tests.damage import flip
 
 from .conftest import ROOT, NewProject, Project, Whole
-from .running import STEPS, interrupt, manifest_of, prepared_run, store_of, train
-from .test_every_step_committed import Died, _dies_at, _run
+from .running import STEPS, interrupt, manifest_of, prepared_run, run_of, store_of, train
+from .test_every_step_committed import Died, _dies_at
 
 REDO = {"checkpoint.mode": "redo", "train.max_steps": STEPS}
 
@@ -75,7 +75,7 @@ def test_in_redo_the_state_before_is_gone_back_to(new_project: NewProject, whole
         if ours.momentum != theirs.momentum and ours.momentum is not None
     )
     flip(Path(newest.files[0]), moved[0].offset)
-    with _run(project) as run:
+    with run_of(project) as run:
         run.load(lambda count: None)
         run.train(lambda report: None)
         assert run.losses == expected
@@ -142,7 +142,7 @@ def test_a_folder_whose_run_is_still_loading_is_none_to_go_on_from(new_project: 
     def stop(count: int) -> None:
         raise Died
 
-    with pytest.raises(Died), _run(project) as run:
+    with pytest.raises(Died), run_of(project) as run:
         run.load(stop)
     project.write_recipe({"train.max_steps": STEPS, "checkpoint.resume": str(store_of(project))})
     with pytest.raises(UsageError, match=r"checkpoint\.resume: nothing is saved yet in"):
@@ -177,7 +177,7 @@ def test_an_error_of_the_store_behind_a_step_is_the_one_that_is_told(new_project
             os.truncate(run.store.paths[0], 0)
             os.kill(os.getpid(), signal.SIGINT)
 
-    with _run(project) as run:
+    with run_of(project) as run:
         run.load(lambda count: None)
         with pytest.raises(SwapError, match=r"store\.bin at byte .* No data available"):
             run.train(break_and_stop)

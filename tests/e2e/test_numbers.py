@@ -15,7 +15,6 @@ from fuyou_cli.cli.finetune import run_finetune
 from fuyou_cli.core.errors import Interrupted, NumericsError
 from fuyou_cli.engine import executor as executors
 from fuyou_cli.engine.gradients import GradientSum
-from fuyou_cli.machine import probe
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.spec.model import StageSpec
 from fuyou_cli.training.jsonl import read_log
@@ -25,7 +24,7 @@ from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.stored import StoredStage
 
 from .conftest import NewProject, Project, Whole
-from .running import STEPS, assert_same_exports, manifest_of, prepared_run, store_of, train
+from .running import STEPS, assert_same_exports, manifest_of, run_of, store_of, train
 from .test_stopping import RAM
 
 SKIP = {"train.max_steps": STEPS, "train.skip_nonfinite": 2}
@@ -41,7 +40,7 @@ def _poisoned(
 ) -> list[float]:
     """The losses of a run whose gradients are NaN in `steps`."""
     announce = [].append if heard is None else heard.append
-    with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space, announce=announce) as run:
+    with run_of(project, announce=announce) as run:
         run.load(lambda count: None)
         look = run.executor.between_micro_batches
 
@@ -117,7 +116,7 @@ def test_more_in_a_row_than_may_be_skipped_end_the_run(new_project: NewProject) 
 
 def test_without_clipping_the_run_is_back_at_its_last_commit(new_project: NewProject, whole: Callable[..., Whole]) -> None:
     project = new_project(changes=UNCLIPPED)
-    with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space) as run:
+    with run_of(project) as run:
         run.load(lambda count: None)
         close, block = run.executor.visits.sums.close, _first_block(run)
 
@@ -156,7 +155,7 @@ def test_a_skipped_step_is_in_the_log(new_project: NewProject, monkeypatch: pyte
 
 def test_a_parameter_that_no_gradient_reaches_is_named_once(new_project: NewProject) -> None:
     project, heard = new_project(changes=UNCLIPPED), list[str]()
-    with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space, announce=heard.append) as run:
+    with run_of(project, announce=heard.append) as run:
         run.load(lambda count: None)
         close, block = run.executor.visits.sums.close, _first_block(run)
         bias = block.tensors[1]

@@ -15,17 +15,15 @@ from drawn import every
 
 from fuyou_cli.cli.stores import run_export
 from fuyou_cli.core.errors import Interrupted, UsageError
-from fuyou_cli.machine import probe
 from fuyou_cli.training.prepared import Ready
 from fuyou_cli.training.report import StepReport
-from fuyou_cli.training.run import Run
 from fuyou_cli.training.run_limits import loaded
 from fuyou_cli.training.state import manifest as manifests
 from tests.swap import quantised_reference as reference
 
 from . import test_adapter_runs as adapter_runs
 from .conftest import NewProject, Project, write_llama
-from .running import interrupt, manifest_of, prepared_run, store_of, sums, train
+from .running import interrupt, manifest_of, prepared_run, run_of, store_of, sums, train
 
 peft = pytest.importorskip("peft", reason="peft comes with the extra lora")
 
@@ -162,7 +160,7 @@ def test_a_step_reads_what_rests_and_writes_nothing(kind: str, most: float, qlor
     """Reads a weight forward and backward. most: bytes of it in a step, with the scales and padding of these tiny blocks."""
     changes = {"checkpoint.commit_every_steps": 100, "checkpoint.mode": "in_place", "train.clip_grad_norm": None}
     moved = list[tuple[int, int]]()
-    with Run(prepared_run(qlora(kind, changes=changes)), memory_now=probe.process_bytes, free_space=probe.free_space) as run:
+    with run_of(qlora(kind, changes=changes)) as run:
         run.load(lambda count: None)
         assert run.daemon.counters().written_bytes == loaded(run.plan)
 

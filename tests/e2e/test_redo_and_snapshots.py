@@ -16,8 +16,8 @@ from fuyou_cli.training.state.stored import Manifest
 from tests.damage import flip
 
 from .conftest import Project, Whole
-from .running import STEPS, exported, interrupt, manifest_of, prepared_run, store_of, train
-from .test_every_step_committed import Died, NewProject, _dies_at, _run
+from .running import STEPS, exported, interrupt, manifest_of, prepared_run, run_of, store_of, train
+from .test_every_step_committed import Died, NewProject, _dies_at
 
 
 def test_a_saved_run_keeps_its_kind_of_store(stopped: Project) -> None:
@@ -50,7 +50,7 @@ def test_the_last_snapshots_can_be_gone_back_to(
         extent = state.stages[1].momentum
         assert extent is not None
         flip(Path(state.files[0]), extent.offset + 17)
-    with _run(project) as run:
+    with run_of(project) as run:
         if damaged == len(kept):
             with pytest.raises(SwapError, match="no older one is whole"):
                 run.load(lambda count: None)

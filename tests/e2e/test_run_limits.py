@@ -10,12 +10,10 @@ import pytest
 from drawn import every
 
 from fuyou_cli.core.errors import Interrupted, UsageError
-from fuyou_cli.machine import probe
-from fuyou_cli.training.run import Run
 from fuyou_cli.training.run_limits import loaded
 
 from .conftest import NewProject, Whole
-from .running import STEPS, manifest_of, prepared_run, train
+from .running import STEPS, manifest_of, prepared_run, run_of, train
 from .test_stopping import RAM
 
 UNCLIPPED = {"train.clip_grad_norm": None}
@@ -24,7 +22,7 @@ IN_RAM = {**RAM, **UNCLIPPED, "checkpoint.commit_every_steps": 1}
 
 def test_a_run_ends_before_the_step_that_its_time_does_not_hold(new_project: NewProject, whole: Callable[..., Whole]) -> None:
     project, heard = new_project(changes={"train.max_steps": STEPS, "train.max_time": "1h30m"}), list[str]()
-    with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space, announce=heard.append) as run:
+    with run_of(project, announce=heard.append) as run:
         run.load(lambda count: None)
 
         def nearly_over(report: Any) -> None:

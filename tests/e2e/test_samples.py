@@ -16,7 +16,6 @@ import torch
 from fuyou_cli.advice.facts import facts_of, with_evaluation
 from fuyou_cli.advice.room import room_of
 from fuyou_cli.core.errors import Interrupted, UsageError
-from fuyou_cli.machine import probe
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training.adapting import configuration
 from fuyou_cli.training.report import SampleReport
@@ -25,7 +24,7 @@ from fuyou_cli.training.state.kept_companions import keep_companions
 from fuyou_cli.training.steps import inspect, resolve
 
 from .conftest import NewProject, Project, Whole
-from .running import STEPS, exported, prepared_run, silent, train
+from .running import STEPS, exported, prepared_run, run_of, silent, train
 from .test_generate import in_memory
 
 PROMPTS = ["The road", "The road from the mill to the tower takes", "From"]
@@ -35,7 +34,7 @@ SAMPLED = {**EXACT, "eval": {"every_steps": 3, "samples": {"prompts": PROMPTS, "
 
 def sampled(project: Project) -> tuple[list[float], list[SampleReport]]:
     found: list[Any] = []
-    with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space) as run:
+    with run_of(project) as run:
         run.load(lambda count: None)
         run.train(lambda report: None, found.append)
         return run.losses, found
@@ -64,7 +63,7 @@ def test_the_plan_says_the_most_passes(new_project: NewProject, llama: Path, mon
     changes = {**SAMPLED, **frozen, "train.max_steps": 3}
     ready, passes = prepared_run(new_project(changes=changes)), 0
     cost = with_evaluation(facts_of(ready.planned, room_of(ready.planned)), ready.planned, None).sampling
-    with Run(ready, memory_now=probe.process_bytes, free_space=probe.free_space) as run:
+    with run_of(ready) as run:
         logits = run.executor.head.logits
 
         def counted(hidden: torch.Tensor) -> torch.Tensor:

@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 
 from fuyou_cli.core.errors import FuyouError, Interrupted, NumericsError, UsageError
-from fuyou_cli.machine import probe
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training.run import Run
 from fuyou_cli.training.state.parts import PART_FILE
 from fuyou_cli.training.steps import run_directories
 
 from .conftest import NewProject, Project, Whole
-from .running import STEPS, exported, interrupt, manifest_of, prepared_run, store_of, train
+from .running import STEPS, exported, interrupt, manifest_of, prepared_run, run_of, store_of, train
 
 
 def _striped(folder: Path, *names: str) -> dict[str, Any]:
@@ -126,7 +125,7 @@ def test_the_manifest_is_looked_at_again_under_the_lock(stopped: Project) -> Non
     prepared = prepared_run(stopped)
     train(stopped, None)
     with pytest.raises(UsageError, match="another process has used the store"):
-        Run(prepared, memory_now=probe.process_bytes, free_space=probe.free_space)
+        run_of(prepared)
 
 
 def test_interrupted_while_loading_starts_again(new_project: NewProject, whole: Callable[..., Whole]) -> None:
@@ -137,7 +136,7 @@ def test_interrupted_while_loading_starts_again(new_project: NewProject, whole: 
 
     with (
         pytest.raises(Interrupted) as stopped,
-        Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space) as run,
+        run_of(project) as run,
     ):
         run.load(press)
     assert stopped.value.message == "stopped while loading" and "nothing was trained yet" in str(stopped.value.hint)
@@ -145,7 +144,7 @@ def test_interrupted_while_loading_starts_again(new_project: NewProject, whole: 
 
 
 def test_interrupted_while_a_saved_state_is_read_loses_nothing(stopped: Project, whole: Callable[..., Whole]) -> None:
-    with Run(prepared_run(stopped), memory_now=probe.process_bytes, free_space=probe.free_space) as run:
+    with run_of(stopped) as run:
         restore = run.files.restore
 
         def press(*saved: Any) -> None:
@@ -164,7 +163,7 @@ def test_interrupted_while_saving(asked_before: bool, presses: int, stopped: Pro
     """The first time is announced and waits; the second gives up what is being saved, not what was saved before."""
     heard: list[str] = []
     prepared = prepared_run(stopped)
-    with Run(prepared, memory_now=probe.process_bytes, free_space=probe.free_space, announce=heard.append) as run:
+    with run_of(prepared, announce=heard.append) as run:
         run.load(lambda count: None)
         save, last = run.saver.save, 3 if asked_before else STEPS
 
@@ -203,7 +202,7 @@ def test_a_gradient_that_is_not_finite_saves_the_step_before(
     new_project: NewProject, whole: Callable[..., Whole], tmp_path: Path
 ) -> None:
     project = new_project("poisoned", {"train.max_steps": STEPS})
-    with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space) as run:
+    with run_of(project) as run:
         run.load(lambda count: None)
         sums = run.executor.visits.sums
 
@@ -316,7 +315,7 @@ def test_a_run_that_fails_before_its_first_step_is_the_same_run_afterwards(
             os.mkfifo(losses)
 
     with (
-        Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space) as run,
+        run_of(project) as run,
         pytest.raises(FuyouError, match="is not a plain file"),
     ):
         run.load(stand_in_the_way)

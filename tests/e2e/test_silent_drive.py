@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from fuyou_cli.machine import probe
 from fuyou_cli.training.exporting import export_store
-from fuyou_cli.training.run import Run
 from fuyou_cli.training.state.at_rest import verify_store
 
 from .conftest import NewProject, Project
-from .running import prepared_run, store_of
+from .running import run_of, store_of
 
 
 def _said(heard: list[str], begin: str) -> str:
@@ -29,7 +27,7 @@ def test_a_flush_that_does_not_come_back_is_named(new_project: NewProject, monke
     monkeypatch.setattr("fuyou_cli.core.patience.FIRST", 0.05)
     changes = {"train.max_steps": 4, "train.clip_grad_norm": None, "offload.defer_updates": 0}
     project, heard = new_project(changes=changes), list[str]()
-    with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space, announce=heard.append) as run:
+    with run_of(project, announce=heard.append) as run:
         run.load(lambda count: None)
         flush, flushed = run.store.sync, list[int]()
 

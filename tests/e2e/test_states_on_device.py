@@ -13,14 +13,12 @@ from drawn import every
 
 from fuyou_cli.core.errors import Interrupted, UsageError
 from fuyou_cli.engine.devices.emulated import EmulatedDevice
-from fuyou_cli.machine import probe
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training.plan_step import plan
-from fuyou_cli.training.run import Run
 from fuyou_cli.training.state.stored import TENSORS
 
 from .conftest import NewProject, Whole
-from .running import STEPS, interrupt, prepared_run, sums, train
+from .running import STEPS, interrupt, prepared_run, run_of, sums, train
 
 HOST = {"offload.device": "emulated", "offload.weights": "cpu", "offload.optimizer_states": "cpu", "offload.gradients": "cpu"}
 THERE = HOST | {"offload.weights": "gpu", "offload.optimizer_states": "gpu", "offload.gradients": "gpu"}
@@ -74,7 +72,7 @@ def test_a_device_is_filled_and_never_passed(
     ready = prepared_run(project)
     slow = replace(ready.planned.hardware, h2d=1e6, d2h=1e6, measured="described")
     ready = replace(ready, planned=plan(ready.planned.inspected, slow, say=lambda text: None))
-    with Run(ready, memory_now=probe.process_bytes, free_space=probe.free_space) as run:
+    with run_of(ready) as run:
         run.load(lambda count: None)
         run.train(lambda report: None)
         assert isinstance(run.device, EmulatedDevice)

@@ -15,16 +15,14 @@ from drawn import every
 from safetensors.torch import load_file, save_file
 
 from fuyou_cli.core.errors import FuyouError, Interrupted, UsageError
-from fuyou_cli.machine import probe
 from fuyou_cli.swap.store import Store
 from fuyou_cli.training.exporting import export_store
-from fuyou_cli.training.run import Run
 from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.parts import STORE_FILE
 from fuyou_cli.training.state.resume import check_unchanged_run
 
 from .conftest import ROWS, NewProject, Project, Whole
-from .running import STEPS, assert_same_exports, exported, interrupt, manifest_of, prepared_run, store_of, train
+from .running import STEPS, assert_same_exports, exported, interrupt, manifest_of, prepared_run, run_of, store_of, train
 
 RAM = {f"offload.{kind}": "cpu" for kind in ("weights", "optimizer_states", "gradients", "boundaries")}
 PLACES: dict[str, dict[str, Any]] = {
@@ -234,7 +232,7 @@ def test_starting_over_gives_the_old_state_up_first(stopped: Project, whole: Cal
     stopped.write_recipe({"train.max_steps": STEPS, "checkpoint.resume": "never"})
     with (
         pytest.raises(Killed),
-        Run(prepared_run(stopped), memory_now=probe.process_bytes, free_space=probe.free_space) as run,
+        run_of(stopped) as run,
     ):
         run.load(die)
     stopped.write_recipe({"train.max_steps": STEPS})
@@ -275,7 +273,7 @@ def test_the_export_computes_what_the_store_holds(new_project: NewProject, tmp_p
 
     project = new_project(changes={"train.max_steps": 3, "precision.compute": "float32"})
     prepared = prepared_run(project)
-    with Run(prepared, memory_now=probe.process_bytes, free_space=probe.free_space) as run:
+    with run_of(prepared) as run:
         run.load(lambda count: None)
         run.train(lambda report: None)
         weights: dict[str, torch.Tensor] = {}
@@ -343,11 +341,11 @@ def test_a_run_that_ends_before_its_store_is_named_leaves_none(new_project: NewP
         for path in paths[:there]:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch(0o600)
-        with pytest.raises(KeyboardInterrupt), Run(prepared, memory_now=probe.process_bytes, free_space=probe.free_space):
+        with pytest.raises(KeyboardInterrupt), run_of(prepared):
             assert all(path.exists() for path in paths)
             raise KeyboardInterrupt
         assert [path.exists() for path in paths] == [number < there for number in range(2)]
-    with Run(prepared, memory_now=probe.process_bytes, free_space=probe.free_space) as run:
+    with run_of(prepared) as run:
         run.load(lambda count: None)
     assert all(path.exists() for path in paths)
 
@@ -368,7 +366,7 @@ def test_a_run_that_comes_late_leaves_the_store_of_the_one_before_it(
     monkeypatch.setattr(Store, "open", open_late)
     with (
         pytest.raises(UsageError, match="another process has used the store"),
-        Run(late, memory_now=probe.process_bytes, free_space=probe.free_space),
+        run_of(late),
     ):
         pass
     assert len(trained) == 2 and (store_of(project) / STORE_FILE).is_file()

@@ -19,17 +19,15 @@ from fuyou_cli.data import collate
 from fuyou_cli.engine.anatomy import dissect
 from fuyou_cli.engine.freezing import as_marked, frozen
 from fuyou_cli.engine.skeleton import build, load_config
-from fuyou_cli.machine import probe
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.recipe.schema import AdapterSection
 from fuyou_cli.training.adapter_exporting import how_to_load
 from fuyou_cli.training.best_copy import kept_step
 from fuyou_cli.training.exporting import export_store
 from fuyou_cli.training.report import BestReport
-from fuyou_cli.training.run import Run
 
 from .conftest import NewProject
-from .running import interrupt, planned, prepared_run, train
+from .running import interrupt, planned, prepared_run, run_of, train
 from .test_inference import in_memory, streamed
 
 TOWER = ("model.vision_tower", "model.multi_modal_projector")
@@ -177,7 +175,7 @@ def test_a_tower_that_changes_under_a_run_is_not_copied(new_project: NewProject,
             elif len(reports) == 2:
                 own.rename(own.with_name("gone"))
 
-    with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space) as run:
+    with run_of(project) as run:
         run.load(lambda count: None)
         run.train(lambda report: None, heard)
     good, changed, gone = reports

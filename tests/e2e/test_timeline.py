@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from fuyou_cli.machine import probe
 from fuyou_cli.training.report import StepReport
-from fuyou_cli.training.run import Run
 
 from .conftest import NewProject
-from .running import STEPS, prepared_run
+from .running import STEPS, run_of
 
 
 @pytest.mark.parametrize("clip", [0.5, None], ids=["clipped", "unclipped"])
 def test_every_byte_is_on_the_timeline(new_project: NewProject, clip: float | None) -> None:
     project = new_project(changes={"train.max_steps": STEPS, "train.clip_grad_norm": clip})
     reports: list[StepReport] = []
-    with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space) as run:
+    with run_of(project) as run:
         run.load(lambda count: None)
         run.train(reports.append)
     shown = {"ssd read": 0, "ssd write": 0}
@@ -40,7 +38,7 @@ def _with_timelines(reports: list[StepReport]) -> list[StepReport]:
 def test_what_saving_writes_is_no_part_of_a_step(new_project: NewProject) -> None:
     in_ram = dict.fromkeys(("offload.weights", "offload.optimizer_states", "offload.gradients", "offload.boundaries"), "cpu")
     project = new_project(changes={"train.max_steps": STEPS, "checkpoint.commit_every_steps": None, **in_ram})
-    with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space) as run:
+    with run_of(project) as run:
         run.load(lambda count: None)
         loaded = run.daemon.counters()
         run.train(lambda report: None)
@@ -53,7 +51,7 @@ def test_what_saving_writes_is_no_part_of_a_step(new_project: NewProject) -> Non
 def test_copies_to_a_device_of_its_own_are_on_the_timeline(new_project: NewProject) -> None:
     project = new_project(changes={"train.max_steps": STEPS, "offload.device": "emulated"})
     reports: list[StepReport] = []
-    with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space) as run:
+    with run_of(project) as run:
         run.load(lambda count: None)
         run.train(reports.append)
         report = run.report()

@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.machine import probe
 from fuyou_cli.training import trace as tracing
 from fuyou_cli.training.report import Busy, StepReport
 from fuyou_cli.training.run import Run
 from fuyou_cli.training.trace import Trace
 
 from .conftest import NewProject, Project
-from .running import STEPS, prepared_run
+from .running import STEPS, run_of
 
 MICRO_BATCHES = 2  # of the recipe's step
 
@@ -33,7 +32,7 @@ def _read(path: Path) -> tuple[dict[int, str], list[dict[str, Any]]]:
 def _traced(project: Project, path: Path) -> tuple[Run, list[StepReport], Trace]:
     reports: list[StepReport] = []
     with (
-        Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space) as run,
+        run_of(project) as run,
         Trace(path) as trace,
     ):
         run.load(lambda count: None)
