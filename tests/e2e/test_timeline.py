@@ -17,13 +17,14 @@ def test_every_byte_is_on_the_timeline(new_project: NewProject, clip: float | No
     with run_of(project) as run:
         run.load(lambda count: None)
         run.train(reports.append)
-    shown = {"ssd read": 0, "ssd write": 0}
+    shown, seen = {"ssd read": 0, "ssd write": 0}, set()
     for report in _with_timelines(reports):
-        assert {item.resource for item in report.timeline} == {"compute", "update", *shown}
+        seen |= {item.resource for item in report.timeline}
         for item in report.timeline:
             assert 0 <= item.begin <= item.end
             if item.resource in shown:
                 shown[item.resource] += item.bytes
+    assert seen == {"compute", "update", *shown}  # in all steps: on a busy machine one of them may end before its updates
     counted = [sum(report.read_bytes for report in reports[1:]), sum(report.written_bytes for report in reports[1:])]
     # what a step's end finds under way is told with the next step, or after the last
     assert list(shown.values()) == pytest.approx(counted, rel=0.25)
