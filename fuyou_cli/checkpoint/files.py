@@ -30,7 +30,6 @@ class Checkpoint:
     tensor is one entry, whatever it consists of."""
 
     directory: Path
-    shards: tuple[Path, ...]
     entries: dict[str, TensorEntry]
 
     @property
@@ -50,7 +49,7 @@ def open_checkpoint(directory: Path) -> Checkpoint:
 
     if os.path.lexists(directory / SINGLE_NAME):
         file = inside(directory, SINGLE_NAME)
-        found = Checkpoint(directory=directory, shards=(file,), entries=parse_file(file).entries)
+        found = Checkpoint(directory=directory, entries=parse_file(file).entries)
     elif os.path.lexists(directory / INDEX_NAME):
         found = _open_sharded(directory, shard_map(directory))
     else:
@@ -113,7 +112,7 @@ def _open_sharded(directory: Path, weight_map: dict[str, str]) -> Checkpoint:
             f"{index}: {len(flaws)} tensors are not where the index says:\n  {listed}",
             hint="index and shards are from different versions: download them again",
         )
-    return Checkpoint(directory=directory, shards=tuple(shards.values()), entries=entries)
+    return Checkpoint(directory=directory, entries=entries)
 
 
 def inside(directory: Path, name: str, *, missing_ok: bool = False) -> Path:
