@@ -13,7 +13,7 @@ from torch import nn
 from ..core.errors import UsageError
 from ..spec.model import Dtype, StageSpec
 from .activations.outputs import Arrived, GivingBack, Outputs
-from .activations.recompute import Sparing, SparingCalls
+from .activations.recompute import Sparing, SparingCalls, without_saving
 from .anatomy import Anatomy
 from .calls import StageCall, one_row_masks, only_refusals, own_forward, put_back, replaced_forwards
 from .gradients import GradientSum
@@ -52,8 +52,12 @@ class BlockAlone:
 
     def forward(self) -> None:
         flat, _ = self._visit()
-        with torch.no_grad(), self._buffers_placed(), self._stage.installed(flat, trainable=False):
-            self._call.run(self._input)
+        on_gpu = self._input.device.type == "cuda"  # where forward runs as the recompute does
+        with torch.no_grad(), self._buffers_placed(), self._stage.installed(flat, trainable=on_gpu):
+            if on_gpu:
+                without_saving(self._call.run, self._input)
+            else:
+                self._call.run(self._input)
 
     def backward(self) -> None:
         """Runs recompute and backward. Adds gradients to a sum, like the second and later micro-batches of a step."""

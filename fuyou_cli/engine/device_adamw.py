@@ -87,7 +87,7 @@ class DeviceAdamW:
         launch = self._kernel(state.remainder is not None, gradients.dtype == torch.bfloat16)
         for segment in segments:
             rounded, end = rounded_scalars(scalars, segment.weight_decay), segment.first + segment.count
-            at_once = segment.count if launch is not None else self._count
+            at_once = max(1, segment.count) if launch is not None else self._count
             for begin in range(segment.first, end, at_once):
                 part, summed = state.part(begin, min(begin + at_once, end)), gradients[begin : min(begin + at_once, end)]
                 if launch is None:

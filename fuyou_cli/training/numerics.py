@@ -41,7 +41,8 @@ def head_chunk(train: TrainSection, tokens: int, columns: int, *, piece: int = H
 
 
 def head_piece(recipe: Recipe, hardware: HardwareProfile) -> int:
-    """Returns the limit of `auto` for one piece of logits. It depends on nothing that changes from one run to the next."""
+    """Returns the limit of `auto` for one piece of logits. It does not depend on what other programs leave of a card. A resumed
+    run keeps its own."""
     if hardware.device != "cuda":
         return HEAD_PIECE_BYTES
     memory = recipe.offload.max_memory.gpu.resolve(total=hardware.device_memory, auto=hardware.device_memory)
@@ -60,8 +61,11 @@ def numerics_of(
         micro = manifest.numerics.micro_batch_size
     elif micro is None:
         micro = sizes_of(train.batch_size, length)[1]
-    columns = facts.vocabulary_rows or facts.logits
-    chunk = head_chunk(train, micro * length, columns, piece=head_piece(recipe, hardware))
+    if manifest is not None and train.head_chunk_tokens == "auto":
+        chunk = manifest.numerics.head_chunk_tokens  # chosen for another card, or by another version
+    else:
+        columns = facts.vocabulary_rows or facts.logits
+        chunk = head_chunk(train, micro * length, columns, piece=head_piece(recipe, hardware))
     # Beside a GPU, torch only copies rows. A few threads reach the memory's bandwidth, and the update needs the cores.
     usual_threads = THREADS_BESIDE_A_GPU if hardware.device == "cuda" else MOST_THREADS
     compute = cast(Dtype, recipe.precision.compute)

@@ -13,11 +13,12 @@ from fuyou_cli.core.units import GiB, MiB
 from fuyou_cli.machine.described import described
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.spec.plan import Numerics
+from fuyou_cli.training import numerics
 from fuyou_cli.training.limits import gpu_limit
 from fuyou_cli.training.numerics import MOST_TOKENS, fastest_size, head_chunk, head_piece, sizes_of
 
 from .conftest import NewProject, Project
-from .running import planned
+from .running import planned, train
 
 
 @given(st.integers(1, 96), st.integers(1, 16384))
@@ -92,6 +93,17 @@ def test_a_gpu_leaves_torch_few_threads(new_project: NewProject, device: str, co
     machine = replace(described("rtx4090,gen4,64GiB"), device=device, cores=cores)
     recipe = load_recipe(new_project().recipe, [f"train.threads={asked}", f"offload.device={device}"]).recipe
     assert planned(recipe, machine, here=False).plan.numerics.torch_threads == threads
+
+
+def test_a_resumed_run_keeps_its_pieces_of_logits(new_project: NewProject, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another card, or another version, would choose others, and so another dtype of gradients that need no sum."""
+    changes = {"train.batch_size": 8, "train.micro_batch_size": 8, "precision.compute": "bfloat16"}
+    project = new_project(changes={**changes, "train.max_steps": 2})
+    train(project)
+    chosen = _numerics(project, None)
+    monkeypatch.setattr(numerics, "HEAD_PIECE_BYTES", 1)
+    assert numerics.head_chunk(load_recipe(project.recipe).recipe.train, chosen.tokens, 1, piece=1) != chosen.head_chunk_tokens
+    assert _numerics(project, None) == chosen
 
 
 @pytest.mark.parametrize(

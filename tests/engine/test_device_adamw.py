@@ -97,6 +97,8 @@ def test_it_is_the_librarys(
         assert is_lost(worst, narrow=narrow) == (lost > 0)
         assert [name for name in theirs if not _same(there[name].cpu(), theirs[name])] == []
         assert _same(given.cpu(), gradients)
+    if device == "cuda":
+        assert fused == any(adamw._kernels.values()), "by the kernel where there is one, and tensor operations as well"
 
 
 _IN_C = """
