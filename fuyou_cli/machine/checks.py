@@ -101,6 +101,7 @@ def _gpu() -> Iterator[Check]:
             name = pynvml.nvmlDeviceGetName(handle)
             found = f"{name}, {gib(memory.free)} of {gib(memory.total)} free, driver {driver} for CUDA {knows}"
             yield _gpu_check(index, found, knows, sys.modules.get("torch"))
+        yield from _kernel(sys.modules.get("torch"))
     except pynvml.NVMLError as error:
         yield Check("gpu", f"cannot be queried: {error}", "check whether nvidia-smi works")
     finally:
@@ -126,6 +127,18 @@ def _gpu_check(index: int, found: str, knows: str, torch: Any) -> Check:
     else:
         advice = "torch does not find it: check CUDA_VISIBLE_DEVICES, and whether nvidia-smi works"
     return Check(f"gpu {index}", found, advice)
+
+
+def _kernel(torch: Any) -> Iterator[Check]:
+    """Tells whether stages that rest on the GPU are updated by one kernel (`engine/adamw_kernel`)."""
+    if torch is None or not torch.version.cuda:
+        return
+    try:
+        version = importlib.metadata.version("cuda-bindings")
+        yield Check("updates on the GPU", f"one kernel, compiled by cuda-bindings {version}")
+    except importlib.metadata.PackageNotFoundError:
+        advice = "pip install cuda-bindings, of the version of torch's CUDA: they are several times faster then"
+        yield Check("updates on the GPU", "tensor operations", advice)
 
 
 def _cuda_version(number: int) -> str:

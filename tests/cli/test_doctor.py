@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -169,3 +170,21 @@ def test_doctor_on_a_worn_drive_and_on_a_hard_disk(tmp_path, monkeypatch):
     tree(sysfs / "devices" / "sda", {"queue/rotational": "1\n", "device/model": "Old disk\n"})
     turns = check(0)
     assert turns.status == "note" and "a hard disk" in turns.advice and "rated writes unknown" in turns.found
+
+
+def test_how_stages_on_a_gpu_are_updated_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, none = SimpleNamespace(version=SimpleNamespace(cuda="13.0")), SimpleNamespace(version=SimpleNamespace(cuda=None))
+    known = {"cuda-bindings": "13.0.3"}
+
+    def version(name: str) -> str:
+        if name not in known:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return known[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert [*checks._kernel(None), *checks._kernel(none)] == []
+    (check,) = checks._kernel(cuda)
+    assert (check.status, check.found) == ("ok", "one kernel, compiled by cuda-bindings 13.0.3")
+    known.clear()
+    (check,) = checks._kernel(cuda)
+    assert (check.status, check.found) == ("note", "tensor operations") and "pip install cuda-bindings" in check.advice
