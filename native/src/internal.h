@@ -48,7 +48,8 @@
 #define FY__WAKES_MAX 8u               /* conditions kept until the lock is free; more are woken under it */
 #define FY__RETRIES_MAX 64u            /* of one block without any progress, on EAGAIN, EINTR or a sliver */
 #define FY__EVENTS_MAX 16384u
-#define FY__EVENTS_GAP_NS UINT64_C(10000000) /* between I/O of chunks that is one entry */
+#define FY__EVENTS_GAP_NS UINT64_C(10000000) /* between I/O of chunks, or rows, that is one entry */
+#define FY__EVENTS_ROW 32768u                /* bytes of a read at most that may be a row of a table */
 #define FY__DESCRIPTION_MAX 512u
 #define FY__SLOT_SPANS 4u              /* weights or gradients, remainder, momentum, variance */
 #define FY__CHECKSUM_PIECE (UINT64_C(4) << 20) /* bytes that one thread sums at a time */

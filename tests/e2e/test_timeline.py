@@ -19,7 +19,9 @@ def test_every_byte_is_on_the_timeline(new_project: NewProject, clip: float | No
         run.train(reports.append)
     shown, seen = {"ssd read": 0, "ssd write": 0}, set()
     for report in _with_timelines(reports):
-        seen |= {item.resource for item in report.timeline}
+        resources = {item.resource for item in report.timeline}
+        assert {"compute", *shown} <= resources
+        seen |= resources
         for item in report.timeline:
             assert 0 <= item.begin <= item.end
             if item.resource in shown:

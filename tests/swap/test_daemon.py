@@ -53,6 +53,19 @@ def test_counters_and_events_tell_what_happened(machine: Build) -> None:
     assert m.daemon.events() == [] and m.daemon.events_dropped == 0
 
 
+def test_small_reads_that_follow_each_other_are_one_event(machine: Build) -> None:
+    """They are the rows of a table: thousands in a step."""
+    m = machine()
+    tickets = [m.daemon.read(at * 8192, at * 8192, 8192, label=4) for at in range(30)]
+    for ticket in tickets:
+        m.daemon.wait(ticket)
+    m.daemon.wait(m.daemon.read(0, 0, 4096, label=5))
+    events = m.daemon.events()
+    assert [e.label for e in events] == [4] * (len(events) - 1) + [5] and 2 <= len(events) < 10
+    assert sum(e.bytes for e in events) == 30 * 8192 + 4096
+    assert all(e.begin_ns < e.end_ns for e in events)
+
+
 @pytest.mark.parametrize("sums", ["data_sums", "write_sums"])
 def test_data_sums_are_checksums_of_the_span(sums: str, machine: Build) -> None:
     m = machine(**{sums: True})
