@@ -57,7 +57,7 @@ class StepIds:
     ) -> None:
         """Finds what is looked up. `parts`: ids of each micro-batch in host memory; `pieces`: rows (first, end) of each piece,
         empty if the table is not cut."""
-        self.ids: torch.Tensor | None = None
+        self._ids: tuple[torch.Tensor, int] | None = None  # and their version: the model's code may change them in place
         sizes = [0, *(part.numel() for part in parts)]
         # Position of a micro-batch's first id -> the micro-batch's number.
         self._begins = {place: number for number, place in enumerate(accumulate(sizes))}
@@ -75,6 +75,10 @@ class StepIds:
             [Looked(None if here is None else next(left), next(left), distinct) for here, distinct in part] for part in known
         ]
 
+    def are(self, ids: torch.Tensor) -> None:
+        """Takes note of the tensor of ids that the model's forward is given."""
+        self._ids = ids, ids._version
+
     def rows(self) -> list[torch.Tensor]:
         """Returns the distinct rows of each piece, or of the whole table, that all micro-batches look up: 1-D, in host memory,
         counted from the piece's own first row."""
@@ -82,10 +86,10 @@ class StepIds:
         return [torch.cat(found).unique() - first for found, first in zip(by_piece, self._firsts, strict=True)]
 
     def part(self, ids: torch.Tensor) -> OfMicroBatches | None:
-        """Returns what is known of `ids`, in any shape, if they are whole micro-batches of the forward's ids; otherwise
-        None."""
-        given = self.ids
-        if given is None or given.device != ids.device or not ids.is_contiguous():
+        """Returns what is known of `ids`, in any shape, if they are whole micro-batches of the forward's ids, unchanged since;
+        otherwise None."""
+        given, version = self._ids or (ids, -1)
+        if given._version != version or given.device != ids.device or not ids.is_contiguous():
             return None
         first = (ids.data_ptr() - given.data_ptr()) // given.element_size()
         begin, end = (self._begins.get(place) for place in (first, first + ids.numel()))

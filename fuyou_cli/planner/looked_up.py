@@ -10,10 +10,14 @@ from ..core.units import align_up
 from ..spec.model import ITEM_SIZE, PAGE, ModelSpec, StageSpec
 from .plan_request import PlanRequest
 
+# Bytes that are read one after the other in the time of asking for one row: 22 us of the launching thread, measured, at 3 GB/s.
+ROW_COST = 64 << 10
+
 
 def most_read(model: ModelSpec, request: PlanRequest) -> tuple[int, ...]:
     """Returns, by stage, the bytes that a visit reads of a frozen table at most. Returns 0 for all other stages, and for tables
-    of which that is more than half: many small reads are slower than a few large ones."""
+    that are read whole: all of a table is read beside the step before, but rows are known only when their step begins, so they
+    must take less than half the time."""
     tables = [stage for stage in model.stages if stage.looked_up]
     found, rows = [0] * len(model.stages), sum(stage.tensors[0].shape[0] for stage in tables)
     if request.is_swept:  # every sweep looks up its own rows
@@ -21,8 +25,8 @@ def most_read(model: ModelSpec, request: PlanRequest) -> tuple[int, ...]:
     tokens = min(request.numerics.tokens, rows)
     for stage in tables:
         share = -(-tokens * stage.tensors[0].shape[0] // rows)
-        size, whole = share * _row_pages(model, stage), sum(piece.size for piece in stage.source) or stage.weight_bytes
-        found[stage.index] = size if 2 * size <= whole else 0
+        pages, whole = _row_pages(model, stage), sum(piece.size for piece in stage.source) or stage.weight_bytes
+        found[stage.index] = share * pages if 2 * share * (pages + ROW_COST) <= whole else 0
     return tuple(found) if all(found[stage.index] for stage in tables) else (0,) * len(found)
 
 

@@ -16,9 +16,12 @@ from transformers import PreTrainedConfig
 
 from fuyou_cli.core.errors import SwapError, UsageError
 from fuyou_cli.engine.forward_only import ForwardOnly
+from fuyou_cli.planner import looked_up
+from fuyou_cli.planner.looked_up import ROW_COST
 from fuyou_cli.planner.place import plan
 from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.recipe.schema import AdapterSection
+from fuyou_cli.spec.model import PAGE
 from fuyou_cli.spec.plan import Plan
 
 from .comparing import unequal
@@ -28,6 +31,12 @@ from .rig import HARDWARE, Rig, Shape, Subject
 STEPS = 4
 ROWS, WIDTH = 2000, 64
 TABLE = ("model.embed_tokens",)
+
+
+@pytest.fixture(autouse=True)
+def _small_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets tables of a few hundred KiB be read by rows: to ask for one takes no time here."""
+    monkeypatch.setattr(looked_up, "ROW_COST", 0)
 
 
 def large(**changes: object) -> PreTrainedConfig:
@@ -182,6 +191,38 @@ def test_what_cannot_be_read_is_named(fault: str, tmp_path: Path) -> None:
                 opened.write(b"\x07\x07")
         with pytest.raises(SwapError, match="the table"):
             run.step(later, others, 2, last=True)
+
+
+def test_a_small_table_is_read_whole_as_asking_for_rows_takes_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(looked_up, "ROW_COST", ROW_COST)
+    with Rig(frozen(), tmp_path) as run:
+        assert tables(run) == []
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+def test_ids_that_the_models_own_code_changes_in_place(device: Any, tmp_path: Path) -> None:
+    subject, found = frozen(), []
+    in_a_page = PAGE // (4 * WIDTH)
+    read = {int(row) // in_a_page for ids, _ in subject.batches(2) for row in ids.flatten()}
+    other = in_a_page * next(page for page in range(ROWS // in_a_page) if page not in read)
+    for planning in (plan, reading_all):
+        with Rig(subject, tmp_path / str(len(found)), planning=planning, clip=None, device=device) as run:
+            base, own = run.anatomy.model.base_model, run.anatomy.model.base_model.forward
+
+            def changing(input_ids: torch.Tensor, own: Any = own, **others: Any) -> Any:
+                return own(input_ids=input_ids.masked_fill_(input_ids % 2 == 0, other), **others)
+
+            try:
+                for number, (ids, labels) in enumerate(subject.batches(2), start=1):
+                    base.forward = changing  # a step puts back what it found at first
+                    run.step(ids, labels, number, last=True)
+                    run.executor.drain()
+                    for slot in run.plan.slot_classes[run.plan.stages[0].slot_class].weight_slots:
+                        run.memory.tensor(slot, torch.uint8).fill_(0xFF)  # what was not read shows as NaN
+            finally:
+                base.forward = own
+            found.append(run.losses)
+    assert found[0] == found[1] and len(found[0]) == 2
 
 
 def test_ids_that_the_models_own_code_makes(tmp_path: Path) -> None:

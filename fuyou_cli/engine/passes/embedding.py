@@ -48,7 +48,7 @@ class EmbeddingPasses(BlockPasses):
         if self._more:
             self._given.append(self._looked_up(None, positions))
         for given, value in zip(self._given, placed, strict=False):
-            given.ids = value
+            given.are(value)
         return placed
 
     def _looked_up(self, table: int | None, ids: torch.Tensor) -> StepIds:
