@@ -8,6 +8,7 @@ never fuses. The compiler is NVRTC; torch installs its bindings beside its CUDA 
 from __future__ import annotations
 
 import ctypes
+import warnings
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from functools import cache
@@ -90,7 +91,7 @@ _TYPES = (*[_POINTER] * 6, ctypes.c_ulonglong, *[_FLOAT] * 3, ctypes.c_int, *[_F
 
 def kernel(device: torch.device, *, narrow_weights: bool, narrow_gradients: bool) -> Launch | None:
     """Returns a function that updates values of these dtypes on a CUDA device (`narrow`: bfloat16). Returns None if there is no
-    compiler for it, as in builds of torch for other GPUs; tensor operations then do the same.
+    compiler for it, as in builds of torch for other GPUs, and warns if one fails; tensor operations then do the same.
 
     The function takes weights, remainder (None with float32 weights), momentum, variance, gradients and the largest bits of a
     master so far (0-D int32), all on the device, and the `Rounded` scalars. It runs after the compute submitted so far."""
@@ -103,7 +104,8 @@ def kernel(device: torch.device, *, narrow_weights: bool, narrow_gradients: bool
     major, minor = torch.cuda.get_device_capability(device)
     try:
         function = _loaded(driver, compiled(nvrtc, f"sm_{major}{minor}", narrow_weights, narrow_gradients))
-    except RuntimeError:  # NVRTC is missing, or too old for the card, or too new for the driver
+    except RuntimeError as error:  # NVRTC is missing, or too old for the card, or too new for the driver
+        warnings.warn(f"tensor operations update what rests on the GPU, several times slower: {error}", stacklevel=2)
         return None
 
     def launch(

@@ -47,6 +47,7 @@ class DeviceState:
 
 
 def rounded_scalars(scalars: Scalars, weight_decay: float) -> Rounded:
+    """Returns the scalars of a segment with this weight decay."""
     optimizer, step, lr = scalars.optimizer, scalars.step, scalars.lr
     blend = 1.0 - optimizer.beta1
     from_gradient = abs(blend) >= 0.5

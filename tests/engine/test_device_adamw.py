@@ -5,8 +5,11 @@ from __future__ import annotations
 import ctypes
 import math
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import astuple
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -179,3 +182,18 @@ def test_it_finds_what_the_library_finds(weights: Dtype, value: float) -> None:
     adamw = DeviceAdamW(torch.empty(UPDATE_SCRATCH * 4 * 512, dtype=torch.uint8))
     worst = _by_device(adamw, tensors, gradients, scalars)
     assert is_lost(worst, narrow=narrow) == (_by_library(theirs, gradients, scalars, weights, "float32") > 0)
+
+
+def test_a_kernel_that_cannot_be_made_is_told_and_none_at_all_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("no such architecture")
+
+    made = partial(adamw_kernel.kernel, torch.device("cuda"), narrow_weights=True, narrow_gradients=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)  # not installed
+    assert made() is None
+    monkeypatch.setitem(sys.modules, "cuda", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=None, nvrtc=None))
+    monkeypatch.setattr(adamw_kernel, "compiled", refuse)
+    with pytest.warns(UserWarning, match="several times slower: no such architecture"):
+        assert made() is None
