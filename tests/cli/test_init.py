@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -87,7 +88,13 @@ def test_the_shell_completes(fuyou, tmp_path, words, position, expected):
     (tmp_path / "my.yaml").touch()
     done = fuyou(_FUYOU_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD=str(position))
     assert expected in done.stdout.split()
-    assert "complete" in fuyou("--show-completion", "bash").stdout
+
+
+def test_the_shell_is_told_how_to_complete():
+    # Typer looks for a shell among the parents of a process, and there is none above a test that a daemon runs.
+    command = f"{shlex.quote(sys.executable)} -m fuyou_cli --show-completion; exit $?"
+    done = subprocess.run(["bash", "-c", command], env=environment(), capture_output=True, text=True, check=True)
+    assert "_FUYOU_COMPLETE=complete_bash" in done.stdout
 
 
 def test_a_shipped_recipe_as_json(fuyou):
