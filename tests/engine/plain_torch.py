@@ -1,4 +1,5 @@
-"""Runs a subject's steps in plain PyTorch: torch's own optimizer over the same micro-batches."""
+"""Runs a subject's steps in plain PyTorch: torch's own optimizer over the same micro-batches. Where every rig computes on a GPU
+(`rig.EVERYWHERE`), so does this."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ from transformers import PreTrainedModel
 
 from fuyou_cli.engine.updates import Optimizer
 
-from .rig import OPTIMIZER, Subject
+from .rig import EVERYWHERE, OPTIMIZER, Subject
+
+DEVICE = "cuda" if EVERYWHERE == "cuda" else "cpu"
 
 
 def plain_run(
@@ -24,7 +27,7 @@ def plain_run(
     """The losses and the weights after `steps` steps of torch's own optimizer over the same micro-batches."""
     model = subject.fresh()
     model.load_state_dict(subject.initial)
-    prepare(model)
+    prepare(model.to(DEVICE))
     torch_rule = torch_sgd if subject.shape.rule == "sgd" else torch_adamw
     by_torch = torch_rule([p for p in model.parameters() if p.requires_grad], optimizer)
     losses: list[float] = []
@@ -34,7 +37,7 @@ def plain_run(
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         by_torch.step()
         by_torch.zero_grad()
-    return losses, {name: value.detach().clone() for name, value in model.named_parameters()}
+    return losses, {name: value.detach().cpu().clone() for name, value in model.named_parameters()}
 
 
 def _groups(parameters: Sequence[torch.Tensor], optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -57,6 +60,7 @@ def torch_adamw(parameters: Sequence[torch.Tensor], optimizer: Optimizer) -> tor
 def micro_losses(model: PreTrainedModel, ids: torch.Tensor, labels: torch.Tensor, micro: int) -> Iterator[float]:
     """Runs backward of each micro-batch's part of the step's mean loss; yields its value."""
     tokens = int((labels[:, 1:] != -100).sum())
+    ids, labels = ids.to(model.device), labels.to(model.device)
     for begin in range(0, ids.shape[0], micro):
         rows = slice(begin, begin + micro)
         loss = model(input_ids=ids[rows], labels=labels[rows], num_items_in_batch=tokens, use_cache=False).loss
