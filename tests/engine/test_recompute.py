@@ -10,7 +10,7 @@ import pytest
 import torch
 from drawn import every
 
-from fuyou_cli.engine.activations.recompute import Recompute, SparingCalls, without_saving
+from fuyou_cli.engine.activations.recompute import SparingCalls, without_saving
 from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.spec.model import ModelSpec, OperatorSpec
 
@@ -66,20 +66,21 @@ def test_dropout_after_the_product_needs_no_value(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("subject", [Subject(gpt2(dropout=0.1), Shape(**UNEVEN)), Subject(llama(), Shape(dtype="bfloat16"))])
-def test_forward_as_backward_is_the_same_and_saves_nothing(subject: Subject, tmp_path: Path) -> None:
+def test_forward_as_backward_is_the_same(subject: Subject, tmp_path: Path) -> None:
     """As on a GPU, where attention takes other kernels without gradients: what is recomputed then differs from forward, dropout
-    as well."""
+    as well. The emulated device does it too."""
     expected = _outcome(subject, tmp_path / "usual")
-    saved: list[torch.Size] = []
-    with Rig(subject, tmp_path / "ours", home="cpu") as rig:
-        blocks = [own for own in rig.executor.blocks.activations if isinstance(own, Recompute)]
-        for own in blocks:
-            own.as_backward = True
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor.shape), lambda _: None):
-            x = torch.ones(3, requires_grad=True)
-            assert torch.equal(without_saving(lambda x: x.exp() * x, x), x.exp() * x) and len(saved) == 3
+    with Rig(subject, tmp_path / "ours", home="cpu", device="emulated") as rig:
+        as_backward = [getattr(own, "as_backward", None) for own in rig.executor.activations]
+        assert as_backward == [stage.kind == "block" for stage in subject.spec.stages]
         assert_same((rig.run(2), rig.weights()), expected)
-    assert blocks
+
+
+def test_forward_as_backward_saves_nothing() -> None:
+    saved: list[torch.Size] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor.shape), lambda _: None):
+        x = torch.ones(3, requires_grad=True)
+        assert torch.equal(without_saving(lambda x: x.exp() * x, x), x.exp() * x) and len(saved) == 3
 
 
 def test_the_work_is_spared_as_planned(tmp_path: Path) -> None:

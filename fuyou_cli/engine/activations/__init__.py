@@ -48,7 +48,7 @@ def open_activations(
         with_boundary: Place = Swap(stage, boundaries=boundaries, memory=memory, device=device)
         places = dict.fromkeys(plan.stages[stage].kept, with_boundary) | kept_there[stage]
         if not places:
-            return Recompute(model.stages[stage], as_backward=device.name == "cuda")
+            return Recompute(model.stages[stage], as_backward=device.separate and model.stages[stage].kind == "block")
         return KeptOutputs(
             model.stages[stage], places,
             began=boundaries.awaits, waiting=waiting, leaving=leaving, separate=device.separate,

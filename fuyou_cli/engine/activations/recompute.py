@@ -31,8 +31,8 @@ def without_saving(run: Run, x: torch.Tensor) -> torch.Tensor:
 
 
 class Recompute:
-    """Implements `Activations` for a stage that keeps only its input. `as_backward`: on a GPU, where attention chooses other
-    kernels without gradients. On a processor it does not, and forward is faster without."""
+    """Implements `Activations` for a stage that keeps only its input. `as_backward`: of a block on a GPU, where attention takes
+    other kernels without gradients. The emulated device does the same. On a processor forward is faster without."""
 
     def __init__(self, stage: StageSpec, *, as_backward: bool = False) -> None:
         self._stage, self.as_backward = stage, as_backward
