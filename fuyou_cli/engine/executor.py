@@ -138,8 +138,9 @@ class Executor:
         assert self.anatomy.isolated or documents is None
         for rows in self.visits.sweeps(input_ids.shape[0]):
             self._sweep(input_ids[rows], positions, targets[rows], None if documents is None else documents[rows])
-        self._outcome.loss = self.head.loss
         self.visits.sums.settle()
+        self.head.settle()
+        self._outcome.loss = self.head.loss
         self._outcome.intervals = self.visits.intervals()
         self._decide_updates()
         return self._outcome
@@ -197,6 +198,7 @@ class Executor:
 
     def _hand_over(self, stage: int, gradients: torch.Tensor, squares: list[float]) -> None:
         """Sends the stage's complete gradients to rest, or starts its update. `squares`: one sum per tensor."""
+        self.head.settle()  # a loss that is not finite explains such gradients, and nothing may be updated by them
         total = 0.0  # also without clipping: otherwise NaN or Inf would be found only in the weights, without its origin
         try:
             total = squared_norm(

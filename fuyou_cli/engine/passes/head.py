@@ -17,25 +17,29 @@ from transformers import PreTrainedModel
 from ...core.errors import UsageError
 from ...planner.schedule import Visit
 from ..crossings import Leaving
+from ..devices.base import Squares
 from ..gradients import add_in_pieces
 from ..loss import Head, Part, TokenLoss, mean, pieces
 from ..visits import Visits
 
 
 class HeadPasses:
-    """Computes the loss and differentiates it. Calls `check_loss` with the step's loss and its stage before any update.
+    """Computes the loss and differentiates it. Calls `check_loss` with the step's loss and its stage, for a whole head in
+    `settle`, which comes before any update.
 
-    `loss`: the step's mean, once its last sweep has passed through the head.
+    `loss`: the step's mean, once its last sweep has passed through the head and `settle` was called.
     """
 
     def __init__(self, visits: Visits, model: PreTrainedModel, check_loss: Callable[[float, int], None]) -> None:
         self.visits, self.head, self._check_loss = visits, Head(model), check_loss
         self.loss, self._normaliser = 0.0, 1
         self._losses: list[torch.Tensor] = []  # losses of label tokens, one tensor per sweep through a cut head so far
+        self._asked: tuple[Squares, Visit] | None = None  # losses of pieces on their way from the device, and their visit
 
     def begin_step(self, label_tokens: int) -> None:
         self.loss, self._normaliser = 0.0, max(1, label_tokens)
         self._losses.clear()
+        self._asked = None
 
     def run(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Returns the gradient of the step's mean loss with respect to a sweep's last hidden state.
@@ -45,6 +49,17 @@ class HeadPasses:
         """
         compute = self._in_pieces if self.visits.model.head_is_cut else self._whole
         return compute(hidden, targets, normaliser=self._normaliser)
+
+    def settle(self) -> None:
+        """Adds the losses of the last visit of a whole head, in order, and checks the step's loss. The launching thread would
+        lose its lead over a GPU if it waited for them in the visit."""
+        if self._asked is None:
+            return
+        (losses, visit), self._asked = self._asked, None
+        for loss in losses.result():
+            self.loss += loss
+        if visit.is_final:
+            self._check_loss(self.loss, visit.stage)
 
     def placed(self, targets: torch.Tensor) -> torch.Tensor:
         """Returns a step's host targets where `run` wants them. Raises UsageError for a target that no piece has."""
@@ -94,7 +109,7 @@ class HeadPasses:
         total = visits.sums.open(visit.owner if visit.owner is not None else stage, resume=visit.resume)
         begin = time.monotonic()
         gradient = visits.crossings.batches.lend(tuple(hidden.shape), hidden.dtype)
-        loss, unread = self.loss, list[torch.Tensor]()
+        losses = list[torch.Tensor]()
         batch = visits.micro_batches(hidden.shape[0])
         arriving = visits.inputs(partial(lambda rows: [hidden[rows], targets[rows]], rows) for rows in batch)
         leaving = Leaving(visits.crossings)
@@ -106,19 +121,16 @@ class HeadPasses:
                     with torch.enable_grad():
                         piece_loss = head.loss(piece, part_targets[cut], normaliser=normaliser)
                         visits.differentiate(piece_loss, None, [piece, *parameters], total)
-                    unread.append(piece_loss.detach())
-                    if not visits.device.separate:
-                        loss += float(unread.pop())
+                    losses.append(piece_loss.detach())
                     assert piece.grad is not None
                     leaving.put(piece.grad, gradient[rows][cut])
                     del piece, piece_loss
                     visits.between()
         leaving.settle()
-        for piece_loss in unread:
-            loss += float(piece_loss)  # sync: only here, at the end of the visit; losses are added in order
-        self.loss = loss
-        if visit.is_final:
-            self._check_loss(loss, stage)
+        self.settle()  # an earlier sweep's
+        self._asked = visits.device.numbers(torch.stack(losses)), visit
+        if not visits.device.separate:
+            self.settle()
         if not visits.model.tied_head:
             visits.sums.end(visit, stage, total)
         visits.leave(visit, begin)
