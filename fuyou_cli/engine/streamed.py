@@ -132,17 +132,14 @@ class Tape:
             del gradient
 
 
-def streamed_forward(
-    stage: int, name: str, original: Callable[..., Any], tape: Tape, passes: Passes, device: torch.device
-) -> Callable[..., Any]:
+def streamed_forward(stage: int, name: str, original: Callable[..., Any], tape: Tape, passes: Passes) -> Callable[..., Any]:
     """Returns the replacement for one stage's `forward`. Every tensor beside the stage's input must be the same for all
     rows."""
     anchor = torch.zeros((), requires_grad=True)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         call, x = StageCall.split(name, original, args, kwargs)
-        if device.type != "cpu":
-            call = call.placed(passes.shared)
+        call = call.placed(passes.shared)
         structure: list[Any] = []
 
         def run(part: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
@@ -180,7 +177,7 @@ class StreamedModel:
                 continue
             compiles = compiled is not None and stage.kind == "block"
             original = compiled.of(stage.module) if compiled is not None and compiles else own_forward(stage.module)
-            stage.module.forward = streamed_forward(index, stage.name, original, self.tape, passes, device)
+            stage.module.forward = streamed_forward(index, stage.name, original, self.tape, passes)
             self._replaced.append(stage.module)
             self._hooks += [] if compiles else stage.call_inside(inside)
             place_buffers(stage.module, device)

@@ -256,7 +256,7 @@ class Visits:
     def shared(self, value: torch.Tensor) -> torch.Tensor:
         """Returns `value` on the device, copied once per step. Its source is kept too, so that its identity stays unique."""
         if id(value) not in self._shared:
-            self._shared[id(value)] = (value, value.to(self.device.torch_device))
+            self._shared[id(value)] = (value, self.device.told(value))
         return self._shared[id(value)][1]
 
     def tick(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import traceback
 from collections import Counter
 from pathlib import Path
@@ -15,56 +14,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.engine.devices.base import Event
-from fuyou_cli.engine.devices.emulated import EmulatedDevice
 
 from .families import gpt2, llama, opt
 from .rig import Rig, Shape, Subject
+from .told import Told
 
 ASKS = {"_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "unique_consecutive", "masked_select", "equal", "bincount"}
-
-
-class _Told(EmulatedDevice):
-    """Knows what is its own: memory it gave, what it was told, and (`Syncs`) what was computed with that."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._given: list[tuple[int, int]] = []  # addresses, in order
-        self._computed: dict[int, torch.Tensor] = {}  # kept, so that no address is used twice
-
-    def empty(self, size: int) -> torch.Tensor:
-        return self._mine(super().empty(size))
-
-    def empty_like(self, host: torch.Tensor) -> torch.Tensor:
-        return self._mine(super().empty_like(host))
-
-    def told(self, host: torch.Tensor) -> torch.Tensor:
-        return self._mine(super().told(host))
-
-    def upload(self, host: torch.Tensor, device: torch.Tensor, **how: Any) -> Event:
-        assert self.owns(device) and not self.owns(host)
-        return super().upload(host, device, **how)
-
-    def _mine(self, tensor: torch.Tensor) -> torch.Tensor:
-        begin = tensor.untyped_storage().data_ptr()
-        bisect.insort(self._given, (begin, begin + tensor.untyped_storage().nbytes()))
-        self._computed[begin] = tensor
-        return tensor
-
-    def computes(self, tensor: torch.Tensor) -> None:
-        if not self.owns(tensor):
-            self._computed[tensor.untyped_storage().data_ptr()] = tensor
-
-    def owns(self, tensor: torch.Tensor) -> bool:
-        address = tensor.untyped_storage().data_ptr()
-        place = bisect.bisect_right(self._given, (address, 1 << 62)) - 1
-        return address in self._computed or (place >= 0 and address < self._given[place][1])
 
 
 class Syncs(TorchDispatchMode):
     """Counts questions, by the file of whoever asks."""
 
-    def __init__(self, device: _Told) -> None:
+    def __init__(self, device: Told) -> None:
         super().__init__()
         self._device, self.asked = device, Counter[str]()
 
@@ -98,7 +59,7 @@ OF_A_CUT_HEAD = {"loss.py: _local_scalar_dense", "loss.py: index"}
 @crossed(2, sweeps=[1, 2], name=SUBJECTS)
 def test_only_the_loss_is_asked_for(name: str, sweeps: int, tmp_path: Path) -> None:
     """Asks once a sweep, and only between the passes of a cut head: the loss of a whole one comes by itself."""
-    device = _Told()
+    device = Told()
     with Rig(SUBJECTS[name](), tmp_path, device="emulated", home="cpu", opened=device, sweeps=sweeps) as rig:
         syncs, batches = Syncs(device), rig.subject.batches(2)
         rig.step(*next(batches), 1)
