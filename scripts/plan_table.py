@@ -145,7 +145,8 @@ def for_readme(rows: Sequence[Row]) -> str:
 def _cell(values: Mapping[str, Any] | None) -> str:
     if not values:
         return "does not fit"
-    return f"{values['tokens_per_second']:,.0f} tokens/s, {values['written_per_step'] * STEPS / 1e12:,.0f} TB"
+    written = values["written_per_step"] * STEPS / 1e12
+    return f"{values['tokens_per_second']:,.0f} tokens/s, {written:,.{int(written < 10)}f} TB"
 
 
 def write_readme(table: str) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ..core.units import MiB
+from ..core.units import MiB, gib
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ModelSpec
-from ..spec.plan import MemoryLine, Plan, Predicted, Tier
+from ..spec.plan import MemoryLine, Plan, Predicted, StagePlan, Tier
 from .bound import busy_seconds
 from .costs import Costs
 from .device_memory import device_memory
@@ -111,12 +111,14 @@ def _memory_lines(model: ModelSpec, hardware: HardwareProfile, request: PlanRequ
         policy += "; tied pieces rest from head to embedding"
     add("gradients", "cpu", gradient_slots + resting, total, policy)
     add("gradients", "ssd", on_ssd, total, policy)
-    in_ram = sum(stage.boundary_ram.size for stage in placed.stages if stage.boundary_ram)
+    kept_in = [(stage.boundary_ram.size, _in_turns(stage)) for stage in placed.stages if stage.boundary_ram]
+    in_ram, in_turns = sum(size for size, _ in kept_in), sum(turns for _, turns in kept_in)
     on_ssd = sum(stage.boundary_extent.size for stage in placed.stages if stage.boundary_extent)
     slots = sum(span.size for span in placed.boundary_slots)
     swapped = any(stage.kept for stage in placed.stages)
     policies = ("with kept outputs", "with kept outputs") if swapped else ("recompute the rest", "recompute")
-    add("boundaries", "cpu", in_ram + slots, in_ram + on_ssd, policies[0])
+    more = f", {gib(in_turns)} more in the place of gradients" if in_turns else ""
+    add("boundaries", "cpu", in_ram - in_turns + slots, in_ram + on_ssd, policies[0] + more)
     add("boundaries", "ssd", on_ssd, in_ram + on_ssd, policies[1])
     crossing = sum(span.size for span in (*placed.upload_slots, *(() if request.batch_on_device else placed.batch_slots)))
     staging = sum(span.size for span in placed.staging_slots)
@@ -129,6 +131,14 @@ def _memory_lines(model: ModelSpec, hardware: HardwareProfile, request: PlanRequ
     add("process", "cpu", hardware.process_bytes + BASE_SLACK + placed.arena_size // 512, 0, "Python, torch, threads")
     lines += _device_lines(model, request, placed)
     return tuple(lines)
+
+
+def _in_turns(stage: StagePlan) -> int:
+    """Returns the bytes of a boundary that lie where its stage's gradients will rest."""
+    if not stage.takes_turns:
+        return 0
+    assert stage.boundary_ram is not None and stage.gradients_ram is not None
+    return min(stage.boundary_ram.size, stage.gradients_ram.size)
 
 
 def _device_lines(model: ModelSpec, request: PlanRequest, placed: Layout) -> list[MemoryLine]:

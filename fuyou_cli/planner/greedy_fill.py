@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, TypeVar
 
@@ -11,7 +11,8 @@ from ..core.units import align_up
 from ..spec.model import ModelSpec, OperatorSpec, StageSpec
 from ..spec.plan import Numerics, StagePlan
 from .boundary_layout import RECORD_ALIGN, Kept
-from .memory import ARENA_UNIT, Homes, Layout
+from .defer import deferrals
+from .memory import ARENA_UNIT, Homes, Layout, may_take_turns
 from .placement_context import PlacementContext
 from .plan_request import PlanRequest
 
@@ -157,6 +158,7 @@ class GreedyFill:
     request: PlanRequest
     fields: dict[str, Any]  # fields of `Homes`
     spare: int
+    turns: tuple[int, ...]  # by stage: bytes of gradients that may lie where its boundary does, in turns with it
     spare_loading: int  # spare RAM while a checkpoint is read directly into the homes of weights and states
     before: list[dict[str, Any]] = field(default_factory=list)
 
@@ -174,13 +176,19 @@ class GreedyFill:
                 "kept": homes.kept,
                 "kept_there": homes.kept_there,
             },
+            turns=tuple(
+                align_up(size, ARENA_UNIT) if may_take_turns(context, request, index, deferred) else 0
+                for index, (size, deferred) in enumerate(
+                    zip(context.gradient_sizes, deferrals(context.model, request), strict=True)
+                )
+            ),
             spare=int((request.cpu_budget - peaks["train"]) / _HUGE_PAGES),
             spare_loading=request.cpu_budget - peaks["load"],
         )
 
     def copy(self) -> GreedyFill:
         """Returns a copy that makes its own moves."""
-        return GreedyFill(self.context, self.request, dict(self.fields), self.spare, self.spare_loading)
+        return replace(self, fields=dict(self.fields), before=[])
 
     @property
     def homes(self) -> Homes:
@@ -196,6 +204,7 @@ class GreedyFill:
                 continue
             homes = sum(item.sizes[place] for place in left)
             size, loaded = homes - item.freed, homes if item.kind in _LOADED else 0
+            size -= sum(self._in_turns(item.kind, item.stages[place]) for place in left)
             if self.spare - size < limit or loaded > self.spare_loading:
                 continue
             self.spare_loading -= loaded
@@ -215,13 +224,21 @@ class GreedyFill:
             if not at_home and self.request.boundaries is not None:
                 continue
             taken, size, before = self._with_output(stage, kept, index)
-            size -= before if at_home else 0
+            gradients = self.turns[stage] if self.fields["gradients"][stage] == "cpu" else 0
+            size = max(size, gradients) - max(before if at_home else 0, gradients)
             if self.spare - size < limit:
                 continue
             moved = {"kept": _with_value(self.fields["kept"], stage, taken)}
             if not at_home:
                 moved["boundaries"] = _with_value(self.fields["boundaries"], stage, "cpu")
             self._take(size, moved)
+
+    def _in_turns(self, kind: str, stage: int) -> int:
+        """Returns the bytes of RAM that tensors of this kind share with others of the stage that are in RAM already."""
+        other = {"gradients": "boundaries", "boundaries": "gradients"}.get(kind)
+        if other is None or self.fields[other][stage] != "cpu":
+            return 0
+        return min(self.turns[stage], self._size(stage, self.fields["kept"][stage]))
 
     def _with_output(self, stage: int, kept: tuple[int, ...], index: int) -> tuple[tuple[int, ...], int, int]:
         """Returns the outputs with one more, and the bytes of RAM that the stage's boundary takes with it and without."""

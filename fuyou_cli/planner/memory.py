@@ -195,6 +195,33 @@ def rests(model: ModelSpec, request: PlanRequest, stage: int, deferred: bool) ->
     return deferred or model.has_two_users(stage) or request.is_swept
 
 
+def may_take_turns(context: PlacementContext, request: PlanRequest, stage: int, deferred: bool) -> bool:
+    """Tells whether a stage's boundary and its resting gradients may lie in the same memory: the boundary from forward to
+    backward, the gradients from there to their deferred update, which ends before the next forward computes. A separate device
+    fills a boundary while the stage computes, and sums gradients elsewhere; on device cpu both would be in the way. Sums that
+    another visit or sweep resumes rest in forward too, and gradients of redo until a commit."""
+    return (
+        request.device != "cpu"
+        and deferred
+        and not request.is_swept
+        and request.store_mode != "redo"
+        and not context.has_two_users[stage]
+    )
+
+
+def _resting(
+    arena: SpanAllocator, context: PlacementContext, request: PlanRequest, homes: Homes, index: int, *, sizes: tuple[int, int],
+    deferred: bool,
+) -> tuple[Span | None, Span | None]:  # fmt: skip
+    """Returns the homes in RAM of a stage's resting gradients and of its boundary, of these sizes (bytes)."""
+    places = homes.gradients[index], homes.boundaries[index]
+    gradients, boundary = (size if place == "cpu" else 0 for size, place in zip(sizes, places, strict=True))
+    if not (gradients and boundary and may_take_turns(context, request, index, deferred)):
+        return arena.take_if(True, gradients), arena.take_if(True, boundary)
+    start = arena.take(max(gradients, boundary)).offset
+    return Span(offset=start, size=gradients), Span(offset=start, size=boundary)
+
+
 def _stage(
     arena: SpanAllocator,
     transient: SpanAllocator,
@@ -212,6 +239,8 @@ def _stage(
     gradient_size, (remainder, momentum, variance) = context.gradient_sizes[index], context.state_sizes[index]
     weights_home, states_home = homes.weights[index], homes.states[index]
     in_ram = states_home == "cpu"
+    sizes = (gradient_size if is_resting else 0, boundary)
+    gradients_ram, boundary_ram = _resting(arena, context, request, homes, index, sizes=sizes, deferred=deferred)
     return StagePlan(
         stage=index,
         weights=weights_home,
@@ -237,8 +266,8 @@ def _stage(
         remainder_ram=arena.take_if(in_ram, remainder),
         momentum_ram=arena.take_if(in_ram, momentum),
         variance_ram=arena.take_if(in_ram, variance),
-        gradients_ram=arena.take_if(is_resting and homes.gradients[index] == "cpu", gradient_size),
-        boundary_ram=arena.take_if(homes.boundaries[index] == "cpu", boundary),
+        gradients_ram=gradients_ram,
+        boundary_ram=boundary_ram,
         kept=homes.kept[index],
         kept_there=homes.kept_there[index],
     )

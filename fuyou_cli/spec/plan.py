@@ -124,6 +124,13 @@ class StagePlan:
         return tuple(sorted((*self.kept, *self.kept_there)))
 
     @property
+    def takes_turns(self) -> bool:
+        """Tells whether boundary and resting gradients share their memory: one from forward to backward, the others from there
+        until the next forward."""
+        gradients, boundary = self.gradients_ram, self.boundary_ram
+        return gradients is not None and boundary is not None and gradients.offset == boundary.offset
+
+    @property
     def updated_there(self) -> bool:
         """Tells whether weights, states and gradients rest on the device and are updated there. Then none of them is in RAM."""
         return self.states == "gpu"

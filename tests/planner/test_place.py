@@ -50,7 +50,10 @@ def in_arena(chosen: Plan) -> list[Span]:
     spans += [*chosen.boundary_slots, *chosen.upload_slots, *chosen.batch_slots, chosen.io.scratch]
     for stage in chosen.stages:
         homes = (stage.weights_ram, stage.remainder_ram, stage.momentum_ram, stage.variance_ram)
-        spans += [span for span in (*homes, stage.gradients_ram, stage.boundary_ram) if span is not None]
+        turns = [stage.gradients_ram, stage.boundary_ram]
+        if stage.takes_turns:  # one memory, whose size is that of the larger
+            turns = [max((span for span in turns if span), key=lambda span: span.size)]
+        spans += [span for span in (*homes, *turns) if span is not None]
     return spans
 
 

@@ -78,8 +78,8 @@ def test_no_outputs_are_swapped_to_the_drives_of_the_case_seen(seen: tuple[Model
 
 
 def test_a_percent_of_the_step_is_worth_a_percent_of_the_bytes(seen: tuple[ModelSpec, HardwareProfile, PlanRequest]) -> None:
-    """Of 8 x 4,096 tokens, clipped and with no states on the GPU, plans near the fastest write no boundary. One writes 4 % less
-    and takes 5 % longer."""
+    """Of 8 x 4,096 tokens, clipped and with no states on the GPU, plans near the fastest write no boundary. The fastest takes
+    1 % less time and writes 7 % more."""
     model, hardware, request = seen
     request = replace(request, clip_grad_norm=1.0, commit_every="auto", numerics=replace(request.numerics, batch_size=8))
     default = search(model, hardware, request).best
@@ -88,7 +88,8 @@ def test_a_percent_of_the_step_is_worth_a_percent_of_the_bytes(seen: tuple[Model
     assert found.best.plan.predicted.written_by["boundaries"] == 0
     limit = found.fastest.seconds * (1 + WORTH)
     near = [other for other in found.others if other.timeline is not None and other.seconds <= limit]
-    assert any(other.plan.predicted.written_per_step < 0.97 * found.best.plan.predicted.written_per_step for other in near)
+    written = found.best.plan.predicted.written_per_step
+    assert any(o.seconds < found.best.seconds and o.plan.predicted.written_per_step > 1.03 * written for o in near)
     assert min(map(seconds_and_bytes, near)) >= seconds_and_bytes(found.best)
 
 
