@@ -3,12 +3,14 @@
 
     python scripts/plan_table.py [--beside FILE] [--checkout DIR] [--results DIR]
     needs no GPU and no drives; a few minutes
-    to try the script itself: --quick, one plan; --readme also writes the clipped ones into the README's table
+    to try the script itself: --quick, one plan; --readme also writes the clipped ones into the README's table; --others instead
 
 The plans are of 8B, 14B, 32B and 70B with 64 and 128 GiB of RAM, one and two gen4 drives, with and without clipping, 8 rows of
 4,096 tokens a step, 1,000 steps, and defaults for the rest. Shapes are in tests/engine/configs; 32B is 14B with the differences
 listed here. `--checkout` plans with the sources of another checkout whose C extension is built. `--beside` prints the figures
-of an earlier result below each line.
+of an earlier result below each line. `--others` plans what other trainers have published of an RTX 4090: 512 rows of 1,024
+tokens a step. Their figures were measured, ours are predicted. fuyou is exact: weights, what float32 masters add to them, and
+float32 moments take 12 bytes per parameter, and gradients 4 more.
 """
 
 from __future__ import annotations
@@ -41,9 +43,18 @@ MODELS: dict[str, tuple[str, dict[str, int]]] = {
     "14B": ("qwen3-14b", {}),
     "32B": ("qwen3-14b", QWEN_32B),
     "70B": ("llama-3.1-70b", {}),
+    "7B": ("qwen2.5-7b", {}),
 }
+IN_TABLE = ("8B", "14B", "32B", "70B")
 RAM, DRIVES = ("64GiB", "128GiB"), ("gen4", "2xgen4")
 STEPS, ROWS, LENGTH = 1000, 8, 4096
+# Tokens/s as published; bytes of weights, masters and moments per parameter. LLM.Q has all in bfloat16, rounded at random. ZeRO
+# has masters and moments in float32 beside weights in bfloat16.
+PUBLISHED = {
+    "7B": {"LLM.Q, 6 bytes": 2777, "LLaMA-Factory, ZeRO-3 offload, 14 bytes": 2523},
+    "14B": {"LLM.Q, 6 bytes": 1348, "LLaMA-Factory, ZeRO-3 offload, 14 bytes": 1135},
+}
+THEIR_ROWS, THEIR_LENGTH = 512, 1024
 README_BEGIN, README_END = "<!-- plan table -->", "<!-- end of plan table -->"
 MOST_OF_COMPUTE = 1.15  # 8B with 128 GiB, clipped as by default
 
@@ -54,6 +65,8 @@ class Case:
     ram: str
     drives: str
     clipped: bool
+    rows: int = ROWS
+    length: int = LENGTH
 
     @property
     def words(self) -> str:
@@ -65,8 +78,13 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    for model, ram, drives, clipped in product(MODELS, RAM, DRIVES, (True, False)):
+    for model, ram, drives, clipped in product(IN_TABLE, RAM, DRIVES, (True, False)):
         yield Case(model=model, ram=ram, drives=drives, clipped=clipped)
+
+
+def others() -> Iterator[Case]:
+    for model, ram in product(PUBLISHED, ("64GiB", "128GiB", "256GiB")):
+        yield Case(model=model, ram=ram, drives="2xgen4", clipped=True, rows=THEIR_ROWS, length=THEIR_LENGTH)
 
 
 def figures_of(case: Case) -> dict[str, Any] | str:
@@ -74,8 +92,8 @@ def figures_of(case: Case) -> dict[str, Any] | str:
     name, differences = MODELS[case.model]
     overrides = [] if case.clipped else ["train.clip_grad_norm=null"]
     hardware = machine_of(f"rtx4090,{case.drives},{case.ram}")
-    train = {"max_steps": STEPS, "batch_size": ROWS}
-    with recipe_of(known_config(name) | differences, length=LENGTH, train=train, overrides=overrides) as loaded:
+    train = {"max_steps": STEPS, "batch_size": case.rows}
+    with recipe_of(known_config(name) | differences, length=case.length, train=train, overrides=overrides) as loaded:
         try:
             planned = planned_elsewhere(loaded, hardware, say=write_status)
         except FuyouError as error:
@@ -84,14 +102,14 @@ def figures_of(case: Case) -> dict[str, Any] | str:
         return too_small(planned.model, hardware, planned.request).message
     if not planned.request.has_room_for(planned.plan, hardware):
         return "the device or the drives have no room for it"
-    return figures(planned.plan)
+    return figures(planned.plan, case.rows * case.length)
 
 
-def figures(plan: Plan) -> dict[str, Any]:
+def figures(plan: Plan, tokens: int) -> dict[str, Any]:
     predicted, every = plan.predicted, plan.commit_every
     return {
         "step_seconds": predicted.step_seconds,
-        "tokens_per_second": ROWS * LENGTH / predicted.step_seconds,
+        "tokens_per_second": tokens / predicted.step_seconds,
         "written_per_step": predicted.written_per_step,
         "compute_seconds": predicted.seconds["compute"],
         "stalls": predicted.stalls,
@@ -115,6 +133,8 @@ def row_of(case: Case, values: dict[str, Any] | str, before: Mapping[str, Any] |
         return missing(case.words, "a plan", values)
     ratio = values["step_seconds"] / values["compute_seconds"]
     note = f"{ratio:.2f} of its compute"
+    if case.rows == THEIR_ROWS:
+        note += "".join(f"; {who}: {speed:,} tokens/s" for who, speed in PUBLISHED[case.model].items())
     if before:
         note += f"; before: {' '.join(in_words(before).split())}"
     if not case.has_bar:
@@ -134,9 +154,9 @@ def kept(path: Path | None) -> dict[str, Mapping[str, Any]]:
 def for_readme(rows: Sequence[Row]) -> str:
     """Returns a line per machine and a column per model, in Markdown."""
     found = {row.what: row.values for row in rows}
-    lines = ["| GPU | RAM | drives | " + " | ".join(MODELS) + " |", "| --- " * (3 + len(MODELS)) + "|"]
+    lines = ["| GPU | RAM | drives | " + " | ".join(IN_TABLE) + " |", "| --- " * (3 + len(IN_TABLE)) + "|"]
     for ram, drives in product(RAM, DRIVES):
-        cells = [_cell(found.get(Case(model=m, ram=ram, drives=drives, clipped=True).words)) for m in MODELS]
+        cells = [_cell(found.get(Case(model=m, ram=ram, drives=drives, clipped=True).words)) for m in IN_TABLE]
         amount = ram.replace("GiB", " GiB")
         lines.append(f"| RTX 4090 | {amount} | {'2' if drives.startswith('2') else '1'} x gen4 | " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -159,6 +179,7 @@ def write_readme(table: str) -> None:
 def main(words: Sequence[str] | None = None) -> int:
     options = plain_parser(__doc__)
     options.add_argument("--quick", action="store_true", help="one plan: tries the script")
+    options.add_argument("--others", action="store_true", help="what others have published, instead")
     options.add_argument("--readme", action="store_true", help="write the table of the README")
     options.add_argument("--beside", type=Path, help="an earlier result of this script")
     options.add_argument("--checkout", type=Path, default=ROOT, help="whose sources plan (default: this one)")
@@ -166,12 +187,13 @@ def main(words: Sequence[str] | None = None) -> int:
     asked = options.parse_args(words)
     show_command("scripts/plan_table.py", words)
     before, rows = kept(asked.beside), []
-    for case in list(cases())[: 1 if asked.quick else None]:
+    for case in list(others() if asked.others else cases())[: 1 if asked.quick else None]:
         rows.append(row_of(case, figures_of(case), before.get(case.words)))
         say(f"{case.words}: {rows[-1].measured}{' FAIL' if rows[-1].verdict == FAIL else ''}")
     if asked.readme:
         write_readme(for_readme(rows))
-    settings = {"tokens_per_step": ROWS * LENGTH, "steps": STEPS, "sources": commit(asked.checkout)}
+    tokens = THEIR_ROWS * THEIR_LENGTH if asked.others else ROWS * LENGTH
+    settings = {"tokens_per_step": tokens, "steps": STEPS, "sources": commit(asked.checkout)}
     return conclude(asked.name, rows, results=asked.results, settings=settings)
 
 
