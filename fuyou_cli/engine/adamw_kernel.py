@@ -2,7 +2,7 @@
 
 The same update as tensor operations (`device_adamw`) takes about 25 launches for each million parameters, and the host needs
 longer to launch them than the device to run them. Every operation here is an intrinsic with one rounding, which the compiler
-never fuses. The compiler is NVRTC; torch installs its bindings beside its CUDA builds.
+never fuses (`devices/nvrtc` compiles it).
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import ctypes
 import warnings
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
-from functools import cache
-from typing import Any
 
 import torch
+
+from .devices import nvrtc
 
 THREADS = 256  # of a block
 MOST_BLOCKS = 1 << 13  # more values than threads: a thread takes several
@@ -95,17 +95,12 @@ def kernel(device: torch.device, *, narrow_weights: bool, narrow_gradients: bool
 
     The function takes weights, remainder (None with float32 weights), momentum, variance, gradients and the largest bits of a
     master so far (0-D int32), all on the device, and the `Rounded` scalars. It runs after the compute submitted so far."""
-    if device.type != "cuda" or torch.version.hip:
-        return None
     try:
-        from cuda.bindings import driver, nvrtc  # type: ignore[import-not-found, unused-ignore]
-    except ImportError:
-        return None
-    major, minor = torch.cuda.get_device_capability(device)
-    try:
-        function = _loaded(driver, compiled(nvrtc, f"sm_{major}{minor}", narrow_weights, narrow_gradients))
-    except RuntimeError as error:  # NVRTC is missing, or too old for the card, or too new for the driver
+        made = nvrtc.made(device, "adamw", SOURCE, definitions(narrow_weights, narrow_gradients))
+    except RuntimeError as error:
         warnings.warn(f"tensor operations update what rests on the GPU, several times slower: {error}", stacklevel=2)
+        return None
+    if made is None:
         return None
 
     def launch(
@@ -115,28 +110,9 @@ def kernel(device: torch.device, *, narrow_weights: bool, narrow_gradients: bool
         tensors = (weights, remainder, momentum, variance, gradients, worst)
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         values = (*addresses, weights.numel(), *astuple(rounded))
-        blocks = min(MOST_BLOCKS, -(-weights.numel() // THREADS))
-        stream = torch.cuda.current_stream().cuda_stream
-        _checked(driver.cuLaunchKernel(function, blocks, 1, 1, THREADS, 1, 1, 0, stream, (values, _TYPES), 0))
+        made.launch(values, _TYPES, blocks=min(MOST_BLOCKS, -(-weights.numel() // THREADS)), threads=(THREADS, 1))
 
     return launch
-
-
-@cache
-def compiled(nvrtc: Any, architecture: str, narrow_weights: bool, narrow_gradients: bool) -> bytes:
-    """Compiles the kernel for an architecture such as "sm_89". Raises RuntimeError with the compiler's words."""
-    words = (f"--gpu-architecture={architecture}", "-fmad=false", *definitions(narrow_weights, narrow_gradients))
-    options = [word.encode() for word in words]
-    program = _checked(nvrtc.nvrtcCreateProgram(SOURCE.encode(), b"adamw.cu", 0, [], []))
-    (result,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-    if int(result):
-        log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
-        nvrtc.nvrtcGetProgramLog(program, log)
-        raise RuntimeError(f"the AdamW kernel does not compile for {architecture}: {log.decode(errors='replace')}")
-    binary: bytes = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
-    _checked(nvrtc.nvrtcGetCUBIN(program, binary))
-    _checked(nvrtc.nvrtcDestroyProgram(program))
-    return binary
 
 
 def definitions(narrow_weights: bool, narrow_gradients: bool) -> list[str]:
@@ -144,16 +120,3 @@ def definitions(narrow_weights: bool, narrow_gradients: bool) -> list[str]:
     kinds = [("WEIGHT", narrow_weights), ("GRADIENT", narrow_gradients)]
     types = [f"-D{name}={'short' if narrow else 'float'}" for name, narrow in kinds]
     return types + [f"-DNARROW_{name}S={int(narrow)}" for name, narrow in kinds]
-
-
-def _loaded(driver: Any, binary: bytes) -> Any:
-    """Loads a compiled kernel into torch's context, for as long as the process lives."""
-    return _checked(driver.cuModuleGetFunction(_checked(driver.cuModuleLoadData(binary)), b"adamw"))
-
-
-def _checked(returned: tuple[Any, ...]) -> Any:
-    """Returns a call's result. Raises RuntimeError if the call failed."""
-    status, *results = returned
-    if int(status):
-        raise RuntimeError(f"CUDA: {status}")
-    return results[0] if results else None

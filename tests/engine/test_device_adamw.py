@@ -17,6 +17,7 @@ import torch
 
 from fuyou_cli.engine import adamw_kernel, device_adamw
 from fuyou_cli.engine.device_adamw import DeviceAdamW, DeviceState, is_lost
+from fuyou_cli.engine.devices import nvrtc
 from fuyou_cli.engine.skeleton import TORCH_DTYPE
 from fuyou_cli.engine.updates import Optimizer, Scalars
 from fuyou_cli.planner.device import UPDATE_SCRATCH
@@ -194,6 +195,6 @@ def test_a_kernel_that_cannot_be_made_is_told_and_none_at_all_is_no_error(monkey
     assert made() is None
     monkeypatch.setitem(sys.modules, "cuda", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=None, nvrtc=None))
-    monkeypatch.setattr(adamw_kernel, "compiled", refuse)
+    monkeypatch.setattr(nvrtc, "compiled", refuse)
     with pytest.warns(UserWarning, match="several times slower: no such architecture"):
         assert made() is None
