@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import subprocess
 import threading
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fuyou_cli.engine.devices import lanes, open_device, square_kernel
 from fuyou_cli.engine.devices.base import Event, Run, Squares
+from fuyou_cli.engine.devices.cuda import CudaDevice
 from fuyou_cli.engine.devices.emulated import EmulatedDevice
 from fuyou_cli.engine.devices.lanes import squares_in_lanes
 from fuyou_cli.planner import device as device_rules
@@ -78,6 +83,84 @@ def test_the_library_and_the_lanes_agree() -> None:
     ours, _ = kernels.sum_squares(flat.numpy().data, "float32")
     (lanes,) = squares_in_lanes(flat, [(0, flat.numel())], torch.empty(1 << 17, dtype=torch.float64)).tolist()
     assert lanes == pytest.approx(ours, rel=1e-13)
+
+
+_IN_C = """
+#include <pthread.h>
+#include <string.h>
+typedef struct { unsigned x, y; } Place;
+static _Thread_local Place threadIdx;
+static Place blockIdx;
+static pthread_barrier_t barrier;
+#define KERNEL static void
+#define __shared__ static
+#define __syncthreads() pthread_barrier_wait(&barrier)
+#define __fma_rn(a, b, c) __builtin_fma(a, b, c)
+#define __dadd_rn(a, b) ((a) + (b))
+static float __uint_as_float(unsigned u) { float x; memcpy(&x, &u, 4); return x; }
+%s
+static struct { const VALUE *values; double *few; unsigned long long count; unsigned width; } given;
+static void *run(void *number)
+{
+    threadIdx.x = (unsigned)(size_t)number %% COLUMNS;
+    threadIdx.y = (unsigned)(size_t)number / COLUMNS;
+    squares(given.values, given.few, given.count, given.width);
+    return 0;
+}
+void launch(const VALUE *values, double *few, unsigned long long count, unsigned width)
+{
+    static pthread_t threads[ROWS * COLUMNS];
+    given.values = values, given.few = few, given.count = count, given.width = width;
+    for (blockIdx.x = 0; blockIdx.x < FEW / COLUMNS; blockIdx.x++) {
+        pthread_barrier_init(&barrier, 0, ROWS * COLUMNS);
+        for (size_t i = 0; i < ROWS * COLUMNS; i++)
+            pthread_create(threads + i, 0, run, (void *)i);
+        for (size_t i = 0; i < ROWS * COLUMNS; i++)
+            pthread_join(threads[i], 0);
+    }
+}
+"""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernels_source_gives_the_bits_of_the_lanes(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiles it for the processor, with fewer lanes: its arithmetic and its order without a GPU."""
+    few, most = 32, 32 * 32 * 4
+    (tmp_path / "squares.c").write_text(_IN_C % square_kernel.SOURCE)
+    words = ["cc", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-pthread", "-Wno-unknown-pragmas"]
+    words += square_kernel.definitions(narrow=dtype == torch.bfloat16, few=few, most=most)
+    subprocess.run([*words, "-o", str(tmp_path / "squares.so"), str(tmp_path / "squares.c")], check=True)
+    launch = ctypes.CDLL(str(tmp_path / "squares.so")).launch
+    launch.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_ulonglong, ctypes.c_uint]
+    monkeypatch.setattr(lanes, "FEW", few)
+    monkeypatch.setattr(device_rules, "SQUARE_LANES", most)
+    counts = [33, 64, 65, 700, 2048, 4097, 3 * most + 5]
+    flat = (torch.randn(sum(counts), generator=torch.Generator().manual_seed(1)) * 1e3).to(dtype)
+    runs = [(sum(counts[:number]), count) for number, count in enumerate(counts)]
+    room, launched = torch.full((most,), math.nan, dtype=torch.float64), list[int]()
+
+    def kernel(values: torch.Tensor, few: torch.Tensor, width: int) -> None:
+        few.fill_(math.nan)
+        launched.append(width)
+        launch(values.data_ptr(), few.data_ptr(), values.numel(), width)
+
+    found = squares_in_lanes(flat, runs, room, kernel=kernel)
+    assert torch.equal(found, squares_in_lanes(flat, runs, room)) and launched == [64, 64, 128, 1024, 2048, most, most]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gpu_gives_the_same_bits_by_the_kernel(dtype: torch.dtype) -> None:
+    counts = [4096, 1 << 11, 5_000_003, 77, 1 << 22]
+    flat = torch.randn(sum(counts), generator=torch.Generator().manual_seed(2)).to(dtype)
+    runs = [(sum(counts[:number]), count) for number, count in enumerate(counts)]
+    room = torch.empty(1 << 21, dtype=torch.float64)
+    with closing(open_device("cuda")) as device:
+        found = device.squares(device.told(flat), runs, device.empty(8 << 21)).result()
+        assert isinstance(device, CudaDevice) and device._square[dtype] is not None
+    assert found == squares_in_lanes(flat, runs, room).tolist()
 
 
 class _Launches(TorchDispatchMode):

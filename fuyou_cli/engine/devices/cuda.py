@@ -18,8 +18,9 @@ import torch
 from ...core.errors import FuyouError
 from .base import Copy, Device, Event, Moment, Run, Squares
 from .cuda_copies import BulkCopies, CudaCopies, CudaEvent
-from .lanes import squares_in_lanes
+from .lanes import Square, squares_in_lanes
 from .pinned import STAGING, PinnedMemory, Staging
+from .square_kernel import square_kernel
 
 
 def free_memory() -> int:
@@ -80,6 +81,7 @@ class CudaDevice(Device):
         self._host = PinnedMemory(_register, _unregister)
         self._bulk: list[BulkCopies] = []  # up and down
         self._staging: list[Staging] = []  # up and down, if not all host memory could be pinned
+        self._square: dict[torch.dtype, Square | None] = {}
 
     def empty(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self.torch_device)
@@ -125,7 +127,9 @@ class CudaDevice(Device):
 
     def squares(self, flat: torch.Tensor, runs: Sequence[Run], lanes: torch.Tensor) -> Squares:
         """Computes squares on the compute stream, which nothing else waits for. The results leave on their own stream."""
-        return self._brought(squares_in_lanes(flat, runs, lanes.view(torch.float64)))
+        if flat.dtype not in self._square:
+            self._square[flat.dtype] = square_kernel(self.torch_device, flat.dtype)
+        return self._brought(squares_in_lanes(flat, runs, lanes.view(torch.float64), kernel=self._square[flat.dtype]))
 
     def numbers(self, values: torch.Tensor) -> Squares:
         return self._brought(values.flatten().to(torch.float64, copy=True))  # a copy that nothing else writes to

@@ -7,7 +7,7 @@ every device gives the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -16,13 +16,21 @@ from .base import Run
 
 FEW = 1 << 11  # from this width on the lanes of all runs are folded together, because each launch takes the host microseconds
 
+# Sums squares of values (1-D) in so many lanes, and folds them into `FEW` (float64): the same, by one launch.
+Square = Callable[[torch.Tensor, torch.Tensor, int], None]
 
-def squares_in_lanes(flat: torch.Tensor, runs: Sequence[Run], lanes: torch.Tensor) -> torch.Tensor:
+
+def squares_in_lanes(
+    flat: torch.Tensor, runs: Sequence[Run], lanes: torch.Tensor, *, kernel: Square | None = None
+) -> torch.Tensor:  # fmt: skip
     """Returns (runs,) float64 on the device of `flat`. `lanes`: float64 to compute in, at least `square_lanes` of the longest
-    run."""
+    run. `kernel`: for long runs."""
     few = torch.zeros(len(runs), FEW, dtype=torch.float64, device=flat.device)
     for of_run, (first, count) in zip(few, runs, strict=True):
         width = square_lanes(count)
+        if kernel is not None and width > FEW:
+            kernel(flat[first : first + count], of_run, width)
+            continue
         sums = lanes[:width].zero_() if width > FEW else of_run[:width]
         for values in flat[first : first + count].split(width):
             (sums if values.numel() == width else sums[: values.numel()]).addcmul_(values, values)

@@ -17,7 +17,7 @@ class Kernel:
         self._driver, self._function = driver, function
 
     def launch(self, values: Sequence[Any], types: Sequence[Any], *, blocks: int, threads: tuple[int, int]) -> None:
-        """Launches it after the compute submitted so far. `types`: of the values, as ctypes. `threads`: of a block, in x and y."""
+        """Launches it after the compute submitted so far. `types`: of the values, as ctypes. `threads`: of a block, x and y."""
         stream = torch.cuda.current_stream().cuda_stream
         given = tuple(values), tuple(types)
         _checked(self._driver.cuLaunchKernel(self._function, blocks, 1, 1, *threads, 1, 0, stream, given, 0))
