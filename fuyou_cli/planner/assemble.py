@@ -117,8 +117,9 @@ def _memory_lines(model: ModelSpec, hardware: HardwareProfile, request: PlanRequ
     slots = sum(span.size for span in placed.boundary_slots)
     swapped = any(stage.kept for stage in placed.stages)
     policies = ("with kept outputs", "with kept outputs") if swapped else ("recompute the rest", "recompute")
-    more = f", {gib(in_turns)} more in the place of gradients" if in_turns else ""
-    add("boundaries", "cpu", in_ram - in_turns + slots, in_ram + on_ssd, policies[0] + more)
+    if in_turns:
+        policies = (f"{policies[0]}, {gib(in_turns)} more in the place of gradients",) * 2
+    add("boundaries", "cpu", in_ram - in_turns + slots, in_ram + on_ssd, policies[0])
     add("boundaries", "ssd", on_ssd, in_ram + on_ssd, policies[1])
     crossing = sum(span.size for span in (*placed.upload_slots, *(() if request.batch_on_device else placed.batch_slots)))
     staging = sum(span.size for span in placed.staging_slots)

@@ -177,7 +177,7 @@ class GreedyFill:
                 "kept_there": homes.kept_there,
             },
             turns=tuple(
-                align_up(size, ARENA_UNIT) if may_take_turns(context, request, index, deferred) else 0
+                size if may_take_turns(context, request, index, deferred) else 0
                 for index, (size, deferred) in enumerate(
                     zip(context.gradient_sizes, deferrals(context.model, request), strict=True)
                 )

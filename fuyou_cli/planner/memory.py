@@ -199,13 +199,14 @@ def may_take_turns(context: PlacementContext, request: PlanRequest, stage: int, 
     """Tells whether a stage's boundary and its resting gradients may lie in the same memory: the boundary from forward to
     backward, the gradients from there to their deferred update, which ends before the next forward computes. A separate device
     fills a boundary while the stage computes, and sums gradients elsewhere; on device cpu both would be in the way. Sums that
-    another visit or sweep resumes rest in forward too, and gradients of redo until a commit."""
+    another visit or sweep resumes rest in forward too, and gradients of redo until a commit. Of adapters they are too small."""
     return (
         request.device != "cpu"
         and deferred
         and not request.is_swept
         and request.store_mode != "redo"
         and not context.has_two_users[stage]
+        and not context.trained_in_ram
     )
 
 

@@ -88,7 +88,8 @@ class StagePlan:
     The `_at` spans count from the beginning of the stage's place at a turn, and are of what updates write; frozen weights have
     an extent of their own, which is written once. RAM spans are None unless the home is cpu; weights on the GPU whose states
     are elsewhere have one as well, which updates write. In RAM frozen weights follow the trained ones. Trained weights may
-    have a home in RAM while the frozen ones of the stage are on the ssd: then they are copied into its slot.
+    have a home in RAM while the frozen ones of the stage are on the ssd: then they are copied into its slot. A boundary may lie
+    where gradients will rest (`takes_turns`).
     """
 
     stage: int

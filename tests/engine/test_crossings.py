@@ -49,9 +49,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "RAM, unclipped": dict(home="cpu", clip=None),
     "all kept": dict(kept="all"),
     "all kept, in RAM, unclipped": dict(home="cpu", kept="all", clip=None),
+    # Boundaries and resting gradients in the same memory, in turns.
+    "RAM": dict(home="cpu"),
+    "all kept, in RAM": dict(home="cpu", kept="all"),
 }
-IN_TURN = (["ssd", "all kept, in RAM, unclipped"], ["RAM, unclipped", "all kept"])
-# (model, way, whether with the first device the batch stays there). A model has two ways, and every device with a batch that
+IN_TURN = (["ssd", "all kept, in RAM, unclipped", "RAM"], ["RAM, unclipped", "all kept", "all kept, in RAM"])
+# (model, way, whether with the first device the batch stays there). A model has three ways, and every device with a batch that
 # stays and with one that does not; a way has these too, each with two models.
 CASES = [(name, way, (n // 2 + w) % 2 == 0) for n, name in enumerate(SUBJECTS) for w, way in enumerate(IN_TURN[n % 2])]
 

@@ -1,8 +1,8 @@
 """Tests on the emulated device what a GPU would refuse: an operator that is given tensors of both memories.
 
 Both are the host's memory here, so only where a tensor comes from tells. The host's are the arena, a step's ids and labels, the
-model's buffers that no run has placed, and what is computed from these alone. What a function makes from nothing, and a tensor
-without dimensions, may meet either.
+model's buffers that no run has placed, and what is computed from these alone. A tensor of the host without dimensions may meet
+the device's, as on a GPU; so may here what a function makes from nothing, of which nothing tells where it was meant to be.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Mixed(TorchDispatchMode):
         here = [leaf for leaf in given if not self._device.owns(leaf) and self._of_host(leaf)]
         name = func.overloadpacket.__name__
         self.there += bool(there)
-        if any(leaf.dim() for leaf in there) and any(leaf.dim() for leaf in here) and name != "copy_":
+        if there and any(leaf.dim() for leaf in here) and name != "copy_":
             frames = [f for f in traceback.extract_stack() if "fuyou_cli" in f.filename or "transformers" in f.filename]
             self.found[f"{Path(frames[-1].filename).name}:{frames[-1].lineno} {name}"] += 1
         out = func(*args, **(kwargs or {}))
