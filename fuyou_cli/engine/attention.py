@@ -1,4 +1,4 @@
-"""Names the kernel that torch uses for a model's attention."""
+"""Names the kernel that torch uses for a model's attention, and keeps transformers from looking for documents in a row."""
 
 from __future__ import annotations
 
@@ -10,6 +10,15 @@ from torch.overrides import TorchFunctionMode
 from .documents import attention_apart, by_document
 
 _KERNELS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}  # torch's numbers
+
+
+def rows_are_whole() -> None:
+    """Tells transformers, for this process, that a row of flash attention is one document. It looks at the values of a single
+    row's positions otherwise: a copy from the device in every layer, and an error where a model is inspected without values.
+    Rows that are divided are computed document by document (`documents`)."""
+    from transformers import modeling_flash_attention_utils as flash
+
+    flash._is_packed_sequence = lambda position_ids, batch_size: False
 
 
 class AttentionSeen(TorchFunctionMode):

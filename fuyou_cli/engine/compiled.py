@@ -75,6 +75,10 @@ class CompiledBlocks:
         from torch._dynamo import lookup_backend
 
         self.graphs += 1
+        if torch.are_deterministic_algorithms_enabled():
+            import torch._inductor.config as inductor
+
+            inductor.deterministic = True  # else a kernel is chosen by timing, and another process may choose another
         return lookup_backend(self._backend)(graph, inputs)
 
     def forward(self, run: Run, x: torch.Tensor, micro_batch: int) -> torch.Tensor:

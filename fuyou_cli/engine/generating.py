@@ -22,7 +22,7 @@ from .anatomy import Anatomy
 from .calls import only_refusals, own_forward, replaced_forwards, with_fake_parameters
 from .inspect import LiveBytes
 from .lookup import holding
-from .streamed import place_buffers
+from .streamed import place_buffers, put_back
 from .weight_stream import WeightStream
 
 _OF_A_CHOICE = 32  # bytes per row and token of the vocabulary: float32 scores, sorted, their order, and what is made of them
@@ -34,7 +34,7 @@ def passing(anatomy: Anatomy, stream: WeightStream) -> Iterator[PreTrainedModel]
     device."""
     model, embedding = anatomy.model, anatomy.model.get_input_embeddings()
     assert isinstance(embedding, nn.Embedding)
-    place_buffers(model, stream.device)
+    placed = place_buffers(model, stream.device)
     begins = model.register_forward_pre_hook(lambda *_: stream.begin_pass(last=False))
     model.eval()
     model.config.use_cache = True
@@ -45,6 +45,7 @@ def passing(anatomy: Anatomy, stream: WeightStream) -> Iterator[PreTrainedModel]
             yield model
     finally:
         begins.remove()
+        put_back(placed)
 
 
 def _forwards(anatomy: Anatomy, stream: WeightStream) -> dict[nn.Module, Callable[..., Any]]:

@@ -1,4 +1,5 @@
-"""Puts Liger's kernels in place of a model's own norms, rotary embedding and gated products, through transformers.
+"""Puts Liger's kernels in place of a model's own norms and gated products, through transformers. Its rotary embedding is left
+out: it writes into the outputs of the products before it, which may be kept for backward, and torch does not see that.
 
 This happens when a run opens, after the model was inspected and planned: Triton's kernels take no tensors without memory.
 Logits and loss stay fuyou's, which computes them in pieces. What Liger changes in the model's Python module stays for the
@@ -36,7 +37,7 @@ def apply_liger(model: PreTrainedModel) -> None:
 
     check_liger(model)
     try:
-        apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
+        apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False, "rope": False})
     except ImportError as error:
         raise UsageError(f"model.kernels: liger: {error}", hint=_INSTALL) from error
 

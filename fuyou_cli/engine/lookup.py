@@ -158,26 +158,21 @@ def scales_rows(embedding: nn.Embedding) -> bool:
     if type(embedding).forward is nn.Embedding.forward:
         return True
     rows = torch.arange(1.0, 1.0 + 6 * embedding.embedding_dim).view(6, embedding.embedding_dim).sin()
-    # Where its scale is: a run that has ended in this process leaves it on its device.
-    rows = rows.to(next((buffer.device for buffer in embedding.buffers()), None), embedding.weight.dtype)
-
-    def found(ids: list[Any], weight: torch.Tensor) -> torch.Tensor:
-        return looked_up(embedding, embedding.forward, torch.tensor(ids, device=rows.device), weight)
-
+    rows = rows.to(embedding.weight.dtype)
     last = embedding.num_embeddings - 1
     try:
-        whole = found([*range(6)], rows)
-        part = found([2, 0, 1], rows[3:])
-        doubled = found([*range(6)], -2 * rows)
-        ends = found([[0], [last]], rows[:1].expand(last + 1, -1))
-        return (
-            whole.shape == rows.shape
-            and torch.equal(whole[[5, 3, 4]], part)
-            and torch.equal(doubled, -2 * whole)
-            and torch.equal(ends, whole[:1].expand(2, 1, -1))
-        )
+        whole = looked_up(embedding, embedding.forward, torch.arange(6), rows)
+        part = looked_up(embedding, embedding.forward, torch.tensor([2, 0, 1]), rows[3:])
+        doubled = looked_up(embedding, embedding.forward, torch.arange(6), -2 * rows)
+        ends = looked_up(embedding, embedding.forward, torch.tensor([[0], [last]]), rows[:1].expand(last + 1, -1))
     except LIBRARY_ERRORS:
         return False
+    return (
+        whole.shape == rows.shape
+        and torch.equal(whole[[5, 3, 4]], part)
+        and torch.equal(doubled, -2 * whole)
+        and torch.equal(ends, whole[:1].expand(2, 1, -1))
+    )
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from ..core.errors import UsageError, pip_install
 from ..core.json_files import find_object
 from ..spec.quantisation_config import CONFIG_KEY, stored_quantisation
+from .attention import rows_are_whole
 
 TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int16": torch.int16}
 
@@ -131,6 +132,8 @@ def build(config: PreTrainedConfig, *, dtype: str, attention: str, trust_remote_
     """Returns the skeleton in training mode: parameters of `dtype` on meta, buffers real."""
     if attention == "sdpa" and not _supports_sdpa(config):
         attention = "eager"
+    if attention.startswith("flash"):
+        rows_are_whole()
     try:
         options: dict[str, Any] = {"dtype": TORCH_DTYPE[dtype], "attn_implementation": attention}
         options["trust_remote_code"] = trust_remote_code

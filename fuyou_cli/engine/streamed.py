@@ -171,6 +171,7 @@ class StreamedModel:
     ) -> None:
         self._replaced: list[nn.Module] = []
         self._hooks: list[RemovableHandle] = []
+        self._placed: list[Placed] = []
         self.tape = Tape(passes)
         for index, stage in enumerate(anatomy.stages):
             if stage.module is None or stage.module in self._replaced:
@@ -180,21 +181,37 @@ class StreamedModel:
             stage.module.forward = streamed_forward(index, stage.name, original, self.tape, passes)
             self._replaced.append(stage.module)
             self._hooks += [] if compiles else stage.call_inside(inside)
-            place_buffers(stage.module, device)
+            self._placed += place_buffers(stage.module, device)
         if on_device:  # the model's own forward also computes there
-            place_buffers(anatomy.model, device)
+            self._placed += place_buffers(anatomy.model, device)
 
     def close(self) -> None:
-        """Gives the model its own forwards back."""
+        """Gives the model its own forwards and buffers back."""
         for module in self._replaced:
             module.__dict__.pop("forward", None)
         self._replaced.clear()
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
+        put_back(self._placed)
 
 
-def place_buffers(root: nn.Module, device: torch.device) -> None:
+Placed = tuple[nn.Module, str, torch.Tensor]  # a buffer that was placed elsewhere: its module, its name, and what it was
+
+
+def place_buffers(root: nn.Module, device: torch.device) -> list[Placed]:
+    """Places all buffers on a device. Returns what `put_back` takes."""
+    placed = []
     for module in root.modules():
         for name, value in module._buffers.items():
-            module._buffers[name] = None if value is None else value.to(device)
+            if value is not None:
+                placed.append((module, name, value))
+                module._buffers[name] = value.to(device)
+    return placed
+
+
+def put_back(placed: list[Placed]) -> None:
+    """Gives modules the buffers that they had before, and forgets them."""
+    while placed:
+        module, name, value = placed.pop()
+        module._buffers[name] = value

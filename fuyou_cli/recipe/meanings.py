@@ -22,7 +22,7 @@ MEANINGS = {
     "model.name_or_path": "A folder with a model of safetensors, or a name on the hub.",
     "model.revision": "A branch, tag or commit on the hub.",
     "model.attn_implementation": "What computes attention. `eager` is slower; `flash_attention_2` is an extra package.",
-    "model.kernels": "`liger`: fused norms, rotary embeddings and gated products on a GPU, from an extra package.",
+    "model.kernels": "`liger`: fused norms and gated products on a GPU, from an extra package.",
     "model.trust_remote_code": "Lets the model's own code run.",
     "model.quantize": "How frozen weights of the blocks' linear layers rest: 4 or 8 bits, as in bitsandbytes.",
     "model.double_quant": "Keeps the maxima of the blocks of `nf4` in eight bits.",

@@ -48,7 +48,7 @@ class ModelSection(Section):
     name_or_path: Text
     revision: Text | None = None
     attn_implementation: Literal["sdpa", "flash_attention_2", "eager"] = "sdpa"
-    kernels: Literal["torch", "liger"] = "torch"  # of norms, rotary embeddings and gated products
+    kernels: Literal["torch", "liger"] = "torch"  # of norms and gated products
     trust_remote_code: bool = False
     quantize: Literal["none", "nf4", "int8"] = "none"  # how frozen weights of linear layers in blocks rest
     double_quant: bool = False  # of nf4: the maxima of its blocks in eight bits

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fuyou_cli.advice.facts import allowed_kernels
-from fuyou_cli.engine.attention import AttentionSeen
+from fuyou_cli.engine.attention import AttentionSeen, rows_are_whole
 from fuyou_cli.engine.compiled import CompiledBlocks, load_compiler
 
 from .families import FAMILIES, gpt2, llama
@@ -66,3 +67,16 @@ def test_it_is_asked_once() -> None:
         assert seen.kernel == "flash"
         torch.nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
     assert seen.kernel == "flash"
+
+
+def test_flash_attention_looks_at_no_values_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row alone could be a packed one: transformers looks, which an inspection without values cannot."""
+    from transformers import modeling_flash_attention_utils as flash
+
+    monkeypatch.setattr(flash, "_is_packed_sequence", flash._is_packed_sequence)  # is put back
+    with FakeTensorMode() as fake:
+        positions = fake.from_tensor(torch.arange(8).unsqueeze(0))
+        with pytest.raises(RuntimeError, match=r"data.dependent|_local_scalar_dense"):
+            bool(flash._is_packed_sequence(positions, 1))
+        rows_are_whole()
+        assert flash._is_packed_sequence(positions, 1) is False

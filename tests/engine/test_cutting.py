@@ -16,9 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.engine.anatomy import dissect
-from fuyou_cli.engine.lookup import is_plain, scales_rows
 from fuyou_cli.engine.skeleton import build
-from fuyou_cli.engine.streamed import place_buffers
 from fuyou_cli.engine.vocabulary import automatic_rows, cut_vocabulary, obstacle, resolved_rows
 from fuyou_cli.spec.model import STAGE_ALIGN, TENSOR_ALIGN
 
@@ -226,12 +224,3 @@ def test_every_element_is_in_one_piece(rows: int, tied: bool) -> None:
 def test_not_cut_is_the_same_anatomy() -> None:
     anatomy = dissect(_model())
     assert cut_vocabulary(anatomy, 0) is anatomy
-
-
-@pytest.mark.gpu
-def test_scaled_rows_are_seen_where_the_scale_lies() -> None:
-    """A run leaves buffers on its device, where the next one in this process finds them."""
-    table = _model(FAMILIES["gemma3"]).get_input_embeddings()
-    assert not is_plain(table)
-    place_buffers(table, torch.device("cuda"))
-    assert scales_rows(table)

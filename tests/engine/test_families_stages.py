@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.engine.anatomy import dissect
 from fuyou_cli.engine.skeleton import build
-from fuyou_cli.engine.streamed import Tape, streamed_forward
+from fuyou_cli.engine.streamed import StreamedModel, Tape, streamed_forward
 from fuyou_cli.spec.model import STAGE_ALIGN, TENSOR_ALIGN
 
 from .families import FAMILIES, llama, opt
@@ -173,3 +173,13 @@ def test_what_is_returned_beside_the_boundary_may_be_dropped_but_not_used() -> N
 def test_an_input_given_by_name() -> None:
     x = torch.zeros(2, 4, 8)
     assert torch.equal(_called(lambda hidden_states, scale: hidden_states + scale, hidden_states=x, scale=2.0), x + 2)
+
+
+def test_buffers_are_put_back_when_the_stages_are() -> None:
+    """Another run in this process finds them as they were: it looks at the model on the processor."""
+    anatomy = dissect(build(FAMILIES["gemma3"], dtype="float32", attention="sdpa"))
+    before = dict(anatomy.model.named_buffers())
+    streamed = StreamedModel(anatomy, _Passes(), torch.device("meta"), lambda: None, on_device=True)
+    assert before and all(buffer.is_meta for buffer in anatomy.model.buffers())
+    streamed.close()
+    assert all(buffer is before[name] for name, buffer in anatomy.model.named_buffers())

@@ -69,4 +69,4 @@ def test_blocks_compute_with_it_and_the_loss_stays_ours(asked: list[dict[str, An
     with Rig(subject, tmp_path / "liger", home="cpu") as rig:
         assert rig.run(2) == losses
         assert unequal(rig.weights(), weights) == []
-    assert asked == [{"cross_entropy": False, "fused_linear_cross_entropy": False, "called": True}]
+    assert asked == [{"cross_entropy": False, "fused_linear_cross_entropy": False, "rope": False, "called": True}]

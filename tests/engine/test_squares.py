@@ -148,6 +148,9 @@ def test_the_kernels_source_gives_the_bits_of_the_lanes(
 
     found = squares_in_lanes(flat, runs, room, kernel=kernel)
     assert torch.equal(found, squares_in_lanes(flat, runs, room)) and launched == [64, 64, 128, 1024, 2048, most, most]
+    monkeypatch.setattr(square_kernel, "SQUARE_LANES", most)
+    assert square_kernel.agrees(kernel, dtype, room)
+    assert not square_kernel.agrees(lambda values, few, width: kernel(values[:-1], few, width), dtype, room)
 
 
 @pytest.mark.gpu

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from fuyou_cli.engine import streamed
 from fuyou_cli.engine.forward_only import ForwardOnly
+from fuyou_cli.engine.streamed import Placed
 from fuyou_cli.recipe.schema import AdapterSection
 
 from .families import FAMILIES, gpt2, llama
@@ -71,11 +72,12 @@ def watched(subject: Subject, folder: Path, monkeypatch: pytest.MonkeyPatch, **w
     """Opens a rig on the emulated device, and checks at its end that no operator inside the mode was given both memories."""
     device = Told()
 
-    def place(root: nn.Module, _: torch.device) -> None:
+    def place(root: nn.Module, _: torch.device) -> list[Placed]:
         for module in root.modules():
             for name, value in module._buffers.items():
                 if value is not None and not device.owns(value):
                     module._buffers[name] = device.mine(value.clone())
+        return []
 
     monkeypatch.setattr(streamed, "place_buffers", place)
     with Rig(subject, folder, device="emulated", opened=device, **way) as rig:

@@ -9,6 +9,7 @@ memory is registered with cudaHostRegister, because torch's own pinned allocator
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -63,6 +64,7 @@ class CudaDevice(Device):
             )
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         total = torch.cuda.get_device_properties(self.torch_device).total_memory
+        gc.collect()  # an earlier run of this process is a cycle that still holds its tensors
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.torch_device)  # memory used by measurements before this run does not count
         torch.cuda.set_per_process_memory_fraction(1.0 if memory is None else min(1.0, memory / total), self.torch_device)
@@ -127,9 +129,10 @@ class CudaDevice(Device):
 
     def squares(self, flat: torch.Tensor, runs: Sequence[Run], lanes: torch.Tensor) -> Squares:
         """Computes squares on the compute stream, which nothing else waits for. The results leave on their own stream."""
+        lanes = lanes.view(torch.float64)
         if flat.dtype not in self._square:
-            self._square[flat.dtype] = square_kernel(self.torch_device, flat.dtype)
-        return self._brought(squares_in_lanes(flat, runs, lanes.view(torch.float64), kernel=self._square[flat.dtype]))
+            self._square[flat.dtype] = square_kernel(flat.dtype, lanes)
+        return self._brought(squares_in_lanes(flat, runs, lanes, kernel=self._square[flat.dtype]))
 
     def numbers(self, values: torch.Tensor) -> Squares:
         return self._brought(values.flatten().to(torch.float64, copy=True))  # a copy that nothing else writes to

@@ -11,7 +11,7 @@ import warnings
 
 import torch
 
-from ...planner.device import SQUARE_LANES, square_lanes
+from ...planner.device import SQUARE_LANES
 from . import nvrtc
 from .lanes import FEW, Square, squares_in_lanes
 
@@ -62,12 +62,12 @@ KERNEL squares(const VALUE *values, double *few, unsigned long long count, unsig
 """
 
 
-def square_kernel(device: torch.device, dtype: torch.dtype) -> Square | None:
+def square_kernel(dtype: torch.dtype, lanes: torch.Tensor) -> Square | None:
     """Returns a function that sums squares of values of this dtype (float32 or bfloat16) on a CUDA device, after the compute
     submitted so far. Returns None if there is no compiler for it. Warns if one fails, or if what it sums is not what tensor
-    operations sum; these do it then."""
+    operations sum in `lanes` (float64); these do it then."""
     try:
-        made = nvrtc.made(device, "squares", SOURCE, definitions(narrow=dtype == torch.bfloat16))
+        made = nvrtc.made(lanes.device, "squares", SOURCE, definitions(narrow=dtype == torch.bfloat16))
     except RuntimeError as error:
         _warn(str(error))
         return None
@@ -79,7 +79,7 @@ def square_kernel(device: torch.device, dtype: torch.dtype) -> Square | None:
         given = (values.data_ptr(), few.data_ptr(), values.numel(), width)
         made.launch(given, _TYPES, blocks=FEW // _COLUMNS, threads=(_COLUMNS, _ROWS))
 
-    if agrees(launch, device, dtype):
+    if agrees(launch, dtype, lanes):
         return launch
     _warn("the kernel squares gives other bits")
     return None
@@ -89,11 +89,12 @@ def _warn(why: str) -> None:
     warnings.warn(f"tensor operations square gradients on the GPU, several times slower: {why}", stacklevel=3)
 
 
-def agrees(kernel: Square, device: torch.device, dtype: torch.dtype) -> bool:
-    """Tells whether a kernel gives the bits of tensor operations, for one drawn run of values."""
-    values = torch.randn(40 * FEW + 77, generator=torch.Generator().manual_seed(1)).to(device, dtype)
-    lanes = torch.empty(square_lanes(len(values)), dtype=torch.float64, device=device)
-    one, other = (squares_in_lanes(values, [(0, len(values))], lanes, kernel=some) for some in (None, kernel))
+def agrees(kernel: Square, dtype: torch.dtype, lanes: torch.Tensor) -> bool:
+    """Tells whether a kernel gives the bits of tensor operations, for a drawn run that fills these lanes. If they are as many
+    as a run ever has, values are left for another pass."""
+    count = len(lanes) if len(lanes) < SQUARE_LANES else 2 * SQUARE_LANES + 77
+    values = torch.randn(count, generator=torch.Generator().manual_seed(1), dtype=torch.float32).to(lanes.device, dtype)
+    one, other = (squares_in_lanes(values, [(0, count)], lanes, kernel=some) for some in (None, kernel))
     return torch.equal(one, other)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -92,6 +93,7 @@ def measure(loaded: LoadedRecipe, planned: Planned, place: Place) -> Measured:
             run.trace(place.trace)
         run.train(reports.append)
         losses = tuple(run.losses)
+    gc.collect()  # the run is a cycle that still holds its tensors, and what follows is planned for what is free
     settled = reports[settling_steps(ready.planned.plan, resumed=False) :]
     blocks = {stage.name for stage in planned.model.stages if stage.kind == "block"}
     return Measured(
