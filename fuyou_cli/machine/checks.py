@@ -97,15 +97,23 @@ def _gpu() -> Iterator[Check]:
         knows = _cuda_version(pynvml.nvmlSystemGetCudaDriverVersion())
         for index in range(pynvml.nvmlDeviceGetCount()):
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-            name = pynvml.nvmlDeviceGetName(handle)
-            found = f"{name}, {gib(memory.free)} of {gib(memory.total)} free, driver {driver} for CUDA {knows}"
+            found = f"{pynvml.nvmlDeviceGetName(handle)}, {_memory_of(handle)}, driver {driver} for CUDA {knows}"
             yield _gpu_check(index, found, knows, sys.modules.get("torch"))
         yield from _kernel(sys.modules.get("torch"))
     except pynvml.NVMLError as error:
         yield Check("gpu", f"cannot be queried: {error}", "check whether nvidia-smi works")
     finally:
         pynvml.nvmlShutdown()
+
+
+def _memory_of(handle: Any) -> str:
+    import pynvml
+
+    try:
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    except pynvml.NVMLError as error:  # of a card without memory of its own, or of a part that may not be asked
+        return f"memory not known ({error})"
+    return f"{gib(memory.free)} of {gib(memory.total)} free"
 
 
 def _without_driver(reason: str, root: Path = probe.ROOT) -> Check:

@@ -23,7 +23,7 @@ from fuyou_cli.spec.hardware import SUSTAINED_RATES, HardwareProfile, merged_rat
 
 from . import probe
 from .background_load import are_busy
-from .profile import FILE_KEYS, assumed_hardware, card, core_count, cpu_name, facts_now
+from .profile import FILE_KEYS, LATER_ON_A_GPU, assumed_hardware, card, core_count, cpu_name, facts_now
 
 SCHEMA_VERSION = 2
 PROCESS_STEP = 16 * MiB  # beside the libraries, a small model's plan holds 5 to 12 MiB: model, tokenizer and rows
@@ -92,6 +92,7 @@ def hardware_for(*directories: Path, device: str, say: Say, calibrated: bool = F
         profile = assumed_hardware(*directories, device=device, device_name=name, device_memory=memory)
         profile = replace(profile, process_bytes=0)  # no process was measured
     device_free = _device_free(device, memory or profile.device_memory)  # from here on the process holds its driver
+    unloaded += LATER_ON_A_GPU if device == "cuda" else 0
     return replace(
         profile,
         device=device,

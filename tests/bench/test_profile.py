@@ -187,6 +187,9 @@ def test_what_is_free_of_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     free["free"], free["own"] = 1, 0
     assert hardware_for(tmp_path, device="cuda").device_free == 1  # full is not unknown
     assert hardware_for(tmp_path, device="cpu").device_free == 0
+    monkeypatch.setattr(store.probe, "process_bytes", lambda: 300 * MiB)
+    sizes = [hardware_for(tmp_path, device=device).process_bytes for device in ("cpu", "cuda")]
+    assert sizes[1] - sizes[0] == profile.LATER_ON_A_GPU, "what CUDA's libraries take once they compute"
 
 
 @pytest.mark.parametrize("left", ["", '{"schema_version": 1, "dev', '{"schema_version": 1, "cores": 2}'])

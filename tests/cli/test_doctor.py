@@ -188,3 +188,25 @@ def test_how_stages_on_a_gpu_are_updated_is_told(monkeypatch: pytest.MonkeyPatch
     known.clear()
     (check,) = checks._kernel(cuda)
     assert (check.status, check.found) == ("note", "tensor operations") and "pip install cuda-bindings" in check.advice
+
+
+def test_a_card_that_does_not_tell_its_memory_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one whose memory is the system's, or a part of one that may not be asked."""
+
+    class Refused(Exception):
+        pass
+
+    def memory(handle: int) -> SimpleNamespace:
+        if handle == 0:
+            raise Refused("Not Supported")
+        return SimpleNamespace(free=GiB, total=2 * GiB)
+
+    driver = SimpleNamespace(
+        NVMLError=Refused, nvmlInit=lambda: None, nvmlShutdown=lambda: None, nvmlSystemGetDriverVersion=lambda: "580.1",
+        nvmlSystemGetCudaDriverVersion=lambda: 13000, nvmlDeviceGetCount=lambda: 2, nvmlDeviceGetHandleByIndex=int,
+        nvmlDeviceGetName=lambda handle: f"card {handle}", nvmlDeviceGetMemoryInfo=memory,
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    first, second = (check.found for check in checks._gpu() if check.name.startswith("gpu "))
+    assert first == "card 0, memory not known (Not Supported), driver 580.1 for CUDA 13.0"
+    assert second.startswith("card 1, 1.00 GiB of 2.00 GiB free")
