@@ -68,25 +68,21 @@ def square_kernel(dtype: torch.dtype, lanes: torch.Tensor) -> Square | None:
     operations sum in `lanes` (float64); these do it then."""
     try:
         made = nvrtc.made(lanes.device, "squares", SOURCE, definitions(narrow=dtype == torch.bfloat16))
-    except RuntimeError as error:
-        _warn(str(error))
-        return None
-    if made is None:
-        return None
+        if made is None:
+            return None
 
-    def launch(values: torch.Tensor, few: torch.Tensor, width: int) -> None:
-        assert values.dtype == dtype and few.dtype == torch.float64 and few.is_contiguous() and len(few) == FEW < width
-        given = (values.data_ptr(), few.data_ptr(), values.numel(), width)
-        made.launch(given, _TYPES, blocks=FEW // _COLUMNS, threads=(_COLUMNS, _ROWS))
+        def launch(values: torch.Tensor, few: torch.Tensor, width: int) -> None:
+            assert values.dtype == dtype and few.dtype == torch.float64 and few.is_contiguous() and len(few) == FEW < width
+            given = (values.data_ptr(), few.data_ptr(), values.numel(), width)
+            made.launch(given, _TYPES, blocks=FEW // _COLUMNS, threads=(_COLUMNS, _ROWS))
 
-    if agrees(launch, dtype, lanes):
-        return launch
-    _warn("the kernel squares gives other bits")
+        if agrees(launch, dtype, lanes):
+            return launch
+        why = "the kernel squares gives other bits"
+    except RuntimeError as error:  # it does not compile, or cannot be launched
+        why = str(error)
+    warnings.warn(f"tensor operations square gradients on the GPU, several times slower: {why}", stacklevel=2)
     return None
-
-
-def _warn(why: str) -> None:
-    warnings.warn(f"tensor operations square gradients on the GPU, several times slower: {why}", stacklevel=3)
 
 
 def agrees(kernel: Square, dtype: torch.dtype, lanes: torch.Tensor) -> bool:
