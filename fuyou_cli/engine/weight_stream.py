@@ -1,8 +1,8 @@
 """Passes the weights of a model larger than memory through it, stage by stage, to compute forward alone.
 
 Nothing trains, so there are no states, no generations and no plan: as many stages as the given memory has room for are read
-once and stay. The others take turns in two slots, and one thread reads the next while the last computes. Embeddings of tokens
-and positions are read by the rows that are looked up.
+once and stay, on the device where it has memory of its own, then in RAM. The others take turns in two slots, and one thread
+reads the next while the last computes. Embeddings of tokens and positions are read by the rows that are looked up.
 """
 
 from __future__ import annotations
@@ -54,13 +54,25 @@ class Visited:
         return sum(self.sizes.values())
 
     @property
+    def largest(self) -> int:
+        """Counts the largest one."""
+        return max(self.sizes.values(), default=0)
+
+    @property
     def least(self) -> int:
         """Counts the least memory that a pass needs."""
-        return min(needed for needed, _, _ in self._choices())
+        return min(needed for needed, _, _ in self._choices(_SLOTS))
 
-    def staying(self, memory: int) -> frozenset[int]:
-        """Chooses the stages that stay in this much memory. Raises PlanError if it is too little for any pass."""
-        fitting = [(kept, staying) for needed, kept, staying in self._choices() if needed <= memory]
+    def on_device(self, memory: int) -> frozenset[int]:
+        """Chooses the stages that stay in this much memory of a device, beside one of the others at a time."""
+        fitting = [(kept, chosen) for needed, kept, chosen in self._choices(slots=1) if needed <= memory]
+        return max(fitting, key=lambda choice: choice[0])[1] if fitting else frozenset()
+
+    def staying(self, memory: int, on_device: frozenset[int] = frozenset()) -> frozenset[int]:
+        """Chooses the stages that stay in this much RAM, of those that are not `on_device`, which only come through it.
+
+        Raises PlanError if it is too little for any pass."""
+        fitting = [(kept, chosen) for needed, kept, chosen in self._choices(_SLOTS, on_device) if needed <= memory]
         if not fitting:
             least, left = gib(self.least), gib(max(0, memory))
             raise PlanError(
@@ -69,14 +81,15 @@ class Visited:
             )
         return max(fitting, key=lambda choice: choice[0])[1]
 
-    def _choices(self) -> Iterator[tuple[int, int, frozenset[int]]]:
+    def _choices(self, slots: int, elsewhere: frozenset[int] = frozenset()) -> Iterator[tuple[int, int, frozenset[int]]]:
         """Yields what stays, with the memory needed and the bytes that stay: first what is no block, as it makes slots large,
         then blocks spread evenly, so that reads never pause for long."""
-        order = sorted(self.sizes, key=lambda i: (i in self.blocks, i * _SPREAD % 1 if i in self.blocks else i))
+        free = self.sizes.keys() - elsewhere
+        order = sorted(free, key=lambda i: (i in self.blocks, i * _SPREAD % 1 if i in self.blocks else i))
         for count in range(len(order) + 1):
             kept = sum(self.sizes[i] for i in order[:count])
-            largest = max((self.sizes[i] for i in order[count:]), default=0)
-            yield kept + _SLOTS * largest, kept, frozenset(order[:count])
+            largest = max((self.sizes[i] for i in (*order[count:], *elsewhere)), default=0)
+            yield kept + slots * largest, kept, frozenset(order[:count])
 
 
 def _owner(anatomy: Anatomy, stage: int, by_rows: frozenset[int]) -> int | None:
@@ -100,17 +113,22 @@ class WeightStream:
         dtype: torch.dtype,
         memory: int,
         device: torch.device | None = None,
+        device_memory: int = 0,
     ) -> None:
-        """Chooses what stays. `memory`: bytes of host memory for weights. `device`: where stages compute.
+        """Chooses what stays. `memory`: bytes of host memory for weights. `device`: where stages compute, and `device_memory`:
+        bytes of its own for weights; 0: one stage is there at a time.
 
         Raises PlanError where two slots for the largest stage do not fit. Call it before any forward is replaced."""
         self.anatomy, self.device, self._dtype = anatomy, device or torch.device("cpu"), dtype
         self._read_into, visited = read, Visited.of(anatomy, dtype)
         self.by_rows, self._order, sizes = visited.by_rows, visited.order, visited.sizes
-        self.staying = visited.staying(memory)
+        self.on_device = visited.on_device(device_memory)
+        self.staying = visited.staying(memory, self.on_device)
         largest = max((size for i, size in sizes.items() if i not in self.staying), default=0)
         self.memory = sum(sizes[i] for i in self.staying) + _SLOTS * largest
-        self.streamed_bytes = sum(sizes[i] for i in self._order if i not in self.staying)  # read in every pass
+        self.device_memory = sum(sizes[i] for i in self.on_device)
+        self._held = self.staying | self.on_device
+        self.streamed_bytes = sum(sizes[i] for i in self._order if i not in self._held)  # read in every pass
         self._free = [torch.empty(largest // dtype.itemsize, dtype=dtype) for _ in range(_SLOTS if largest else 0)]
         self._there: dict[int, torch.Tensor] = {}  # of stages that stay, once they are read
         self._coming: deque[tuple[int, torch.Tensor, Future[None]]] = deque()
@@ -140,21 +158,29 @@ class WeightStream:
             return
         assert owner == self._order[self._place % len(self._order)], (stage, self._place)
         self._place += 1
-        flat = self._there.get(owner)
-        if flat is None:
-            coming, flat, read = self._coming.popleft()
-            assert coming == owner, (coming, owner)
-            read.result()
-        if owner in self.staying:
-            self._there[owner] = flat
+        flat = self._there[owner] if owner in self._there else self._arrived(owner)
         weights = flat[: self.anatomy.stages[owner].params].to(self.device)
         try:
             with self.anatomy.stages[owner].installed(weights, trainable=False):
                 yield
         finally:
-            if owner not in self.staying:
+            if owner not in self._held:
                 self._free.append(flat)
             self._ask()
+
+    def _arrived(self, owner: int) -> torch.Tensor:
+        """Waits for the read of a stage that is not there. What stays on the device is copied there, and leaves its slot."""
+        coming, flat, read = self._coming.popleft()
+        assert coming == owner, (coming, owner)
+        read.result()
+        if owner in self.on_device:
+            slot, flat = flat, flat[: self.anatomy.stages[owner].params].to(self.device, copy=True)
+            self._free.append(slot)
+            self._there[owner] = flat
+            self._ask()
+        elif owner in self.staying:
+            self._there[owner] = flat
+        return flat
 
     def looked_up(self, stage: int, run: Callable[[torch.Tensor], Any], ids: torch.Tensor) -> Any:
         """Runs the own forward of an embedding of `by_rows` for `ids` (any shape), with the rows that they name, read now.
@@ -176,13 +202,13 @@ class WeightStream:
         """Asks for as many reads as slots allow, in the order of the visits."""
         while self._asked < self._end:
             owner = self._order[self._asked % len(self._order)]
-            coming = any(other == owner for other, _, _ in self._coming)
-            if owner not in self.staying:
+            there = owner in self._there or any(other == owner for other, _, _ in self._coming)
+            if owner in self.staying and not there:
+                self._begin(owner, torch.empty(self.anatomy.stages[owner].params, dtype=self._dtype))
+            elif owner not in self._held or not there:
                 if not self._free:
                     return
                 self._begin(owner, self._free.pop())
-            elif owner not in self._there and not coming:
-                self._begin(owner, torch.empty(self.anatomy.stages[owner].params, dtype=self._dtype))
             self._asked += 1
 
     def _begin(self, owner: int, flat: torch.Tensor) -> None:

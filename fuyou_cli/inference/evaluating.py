@@ -18,7 +18,7 @@ from fuyou_cli.data.tokenise import load_tokenizer
 from fuyou_cli.machine import probe
 from fuyou_cli.recipe.schema import Recipe
 from fuyou_cli.training.evaluation import Losses, evaluated
-from fuyou_cli.training.inference import FoundModel, find
+from fuyou_cli.training.inference import FoundModel, find, memory_of
 from fuyou_cli.training.length import cache_of, evaluation_rows
 from fuyou_cli.training.limits import check_positions, check_tokens, positions_of
 from fuyou_cli.training.report import EvalReport
@@ -59,7 +59,7 @@ def evaluate(source: str, recipe: Recipe, *, choices: Path | None, say: Say, pro
         )
         room = room_of(
             found, recipe.train, max_len=recipe.dataset.max_seq_len, budget=budget, process=probe.process_bytes(),
-            rows=asked.rows, longest=asked.longest,
+            rows=asked.rows, longest=asked.longest, device=memory_of(torch.device(device), recipe.offload.max_memory.gpu),
         )  # fmt: skip
         opened, losses = stack.enter_context(open_losses(found, room, device=device, say=say))
         result = asked.result(losses.losses, bar, at_once=room.rows, max_len=recipe.dataset.max_seq_len)

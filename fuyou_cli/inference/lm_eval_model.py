@@ -26,7 +26,7 @@ from fuyou_cli.machine import probe
 from fuyou_cli.machine.profile import budget_of
 from fuyou_cli.recipe.schema import TrainSection
 from fuyou_cli.training.generation import Extent, Sampling, generator
-from fuyou_cli.training.inference import find
+from fuyou_cli.training.inference import find, memory_of
 
 from .streamed_evaluation import open_losses, room_of
 
@@ -92,7 +92,7 @@ class StreamedLM(HFLM):  # type: ignore[misc]
         longest, answers = len(rows[order[-1]][0]) - 1, [(0.0, False)] * len(rows)
         space = room_of(
             self._found, TrainSection(), max_len=longest, budget=self._memory, process=probe.process_bytes(),
-            rows=min(len(rows), self._most_rows or _ALL), longest=longest,
+            rows=min(len(rows), self._most_rows or _ALL), longest=longest, device=memory_of(self._device),
         )  # fmt: skip
         with (
             open_losses(self._found, space, device=self._device.type, say=self.say) as (opened, losses),

@@ -71,5 +71,6 @@ class Prompter:
             weights = opened.weights
             size = weights.streamed_bytes
             read = f"{gb(size)} more are read for each token of a batch" if size else "that is all"
-            self.say(f"weights in RAM: {gib(weights.memory)}; {read}")
+            there = f"on the GPU: {gib(weights.device_memory)}, " if here else ""
+            self.say(f"weights {there}in RAM: {gib(weights.memory)}; {read}")
             yield opened

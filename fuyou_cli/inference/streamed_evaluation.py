@@ -37,14 +37,16 @@ class EvaluationMemory:
     micro_batch_size: int
     head_chunk_tokens: int
     weights: int
+    device_weights: int  # in the device's own memory; 0: one stage at a time, or a device that computes in RAM
 
 
 def room_of(
-    found: FoundModel, train: TrainSection, *, max_len: int, budget: int, process: int, rows: int, longest: int
-) -> EvaluationMemory:
-    """Divides a budget of host memory among weights and rows. `process`: bytes that the process has before. `rows`: in all,
-    `longest`: tokens of the longest one, of which at most `max_len` are kept. Raises PlanError if it is too little for one
-    micro-batch."""
+    found: FoundModel, train: TrainSection, *, max_len: int, budget: int, process: int, rows: int, longest: int,
+    device: int | None = None,
+) -> EvaluationMemory:  # fmt: skip
+    """Divides a budget of host memory among weights and rows, and `device` bytes of a device that has its own. `process`: bytes
+    that the process has before. `rows`: in all, `longest`: tokens of the longest one, of which at most `max_len` are kept.
+    Raises PlanError if either is too little for one micro-batch."""
     length = min(align_up(longest, 8), max_len)
     micro = min(rows, max(1, USUAL_TOKENS // length))
     first, end = found.anatomy.stages[0].vocabulary or (0, found.anatomy.model.config.get_text_config().vocab_size)
@@ -59,7 +61,8 @@ def room_of(
     visited = Visited.of(found.anatomy, TORCH_DTYPE[found.dtype])
     per_token = 2 * model.boundary_bytes_per_token + model.choreography_bytes_per_token + _OF_ROWS
     least = micro * length * per_token
-    computing = max(stage.forward_peak for stage in model.stages) + READ_ARENA + PIECE
+    peak = max(stage.forward_peak for stage in model.stages)
+    computing = peak + READ_ARENA + PIECE
     left = budget - process - computing
     free = left - visited.least
     if free < least:
@@ -71,13 +74,31 @@ def room_of(
         )
     most = max(least, min(free, left // _SHARE), left - visited.whole)
     at_once = min(rows, most // (length * per_token) // micro * micro) or micro
+    device_weights = 0
+    if device is not None:
+        # The output of a lookup is there of all rows at once, before it comes to RAM.
+        of_row = length * (model.boundary_bytes_per_token + _OF_ROWS)
+        spare = device - peak - visited.largest - least
+        at_once = min(at_once, _rows_on_device(spare, micro, of_row))
+        device_weights = spare - at_once * of_row + visited.largest
     return EvaluationMemory(
         budget=budget,
         rows=at_once,
         micro_batch_size=micro,
         head_chunk_tokens=chunk,
         weights=left - at_once * length * per_token,
+        device_weights=device_weights,
     )
+
+
+def _rows_on_device(spare: int, micro: int, of_row: int) -> int:
+    """Returns how many rows may be on the device at once, in whole micro-batches, which get at most one share of `spare`."""
+    if spare < micro * of_row:
+        raise PlanError(
+            f"the evaluation needs {gib(micro * of_row - spare)} of GPU memory more than is free",
+            hint="lower dataset.max_seq_len, compute in bfloat16, raise offload.max_memory.gpu, or add offload.device=cpu",
+        )
+    return max(micro, spare // _SHARE // of_row // micro * micro)
 
 
 @contextmanager
@@ -88,7 +109,7 @@ def open_losses(
     where = torch.device("cuda" if device == "cuda" else "cpu")
     sizes = {"micro_batch_size": room.micro_batch_size, "head_chunk_tokens": room.head_chunk_tokens}
     with (
-        open_for_inference(found, memory=room.weights, device=where, say=say) as opened,
+        open_for_inference(found, memory=room.weights, device=where, device_memory=room.device_weights, say=say) as opened,
         StreamedLosses(opened.weights, **sizes) as losses,
     ):
         yield opened, losses

@@ -18,8 +18,10 @@ from ..core.units import MiB, gib
 from ..data.sandbox import LibraryErrors
 from ..data.tokenise import Tokeniser
 from ..engine.generating import GenerationMemory, passing, room
+from ..engine.skeleton import TORCH_DTYPE
+from ..engine.weight_stream import Visited
 from .exporting import READ_ARENA
-from .inference import FoundModel, Opened, open_for_inference
+from .inference import FoundModel, Opened, memory_of, open_for_inference
 
 USUAL_TOKENS = 256  # new ones, where nobody says how many
 _SETTINGS = "generation_config.json"
@@ -135,13 +137,13 @@ def generator(
     device = device or torch.device("cpu")
     config = settings(found.folder, found.anatomy.model, tokeniser, sampling)
     needed = room(found.anatomy.model, rows=most.rows, prompt=most.prompt, new=most.new)
-    _check_device(device, needed)
+    there = left_for_weights(memory_of(device), needed, Visited.of(found.anatomy, TORCH_DTYPE[found.dtype]).largest)
     beside = taken() + (needed.total if device.type == "cpu" else 0) + (PIECE if found.store is None else READ_ARENA)
     torch.manual_seed(sampling.seed)
     with ExitStack() as stack:
-        weights = memory - beside - _UNMEASURED
+        sizes = {"memory": memory - beside - _UNMEASURED, "device_memory": there}
         try:
-            opened = stack.enter_context(open_for_inference(found, memory=weights, device=device, say=say))
+            opened = stack.enter_context(open_for_inference(found, device=device, say=say, **sizes))
         except PlanError as error:
             process = f"the process itself takes {gib(taken() + _UNMEASURED)}"
             raise PlanError(f"does not fit {gib(memory)}: {error.message}; {process}", hint=_smaller(most, needed)) from None
@@ -149,13 +151,19 @@ def generator(
         yield Generator(model, tokeniser, config, opened)
 
 
-def _check_device(device: torch.device, needed: GenerationMemory) -> None:
-    """Raises PlanError where a device's own memory has no room for the cache and the work; weights need some more."""
-    if device.type == "cuda" and (free := torch.cuda.mem_get_info(device)[0]) < needed.total:
+def left_for_weights(memory: int | None, needed: GenerationMemory, largest: int) -> int:
+    """Returns what is left for weights of a device's own memory, 0 without any. `largest`: bytes of the largest stage.
+
+    Raises PlanError where the cache, the work of a pass and that stage do not fit at once."""
+    if memory is None:
+        return 0
+    if memory < needed.total + largest:
         raise PlanError(
-            f"does not fit: keys, values and the work of a pass take {gib(needed.total)}, but {gib(free)} of the GPU are free",
+            f"does not fit: keys, values and the work of a pass take {gib(needed.total)} of the GPU, the largest stage's "
+            f"weights {gib(largest)}, but {gib(memory)} are free",
             hint="give a smaller --batch-size or --max-new-tokens, or --device cpu",
         )
+    return memory - needed.total
 
 
 def _smaller(most: Extent, needed: GenerationMemory) -> str:

@@ -19,13 +19,16 @@ from ..checkpoint.quantised_files import reads_parts
 from ..checkpoint.reader import TensorReader
 from ..core.errors import UsageError
 from ..engine.anatomy import Anatomy, dissect
+from ..engine.devices.cuda import free_memory
 from ..engine.skeleton import TORCH_DTYPE, build, load_config
 from ..engine.vocabulary import cut_vocabulary, resolved_rows
 from ..engine.weight_stream import ReadInto, WeightStream
+from ..recipe.fields import MemoryLimit
 from ..spec.packed_tensors import packed_bank
 from .adapter_exporting import MergedWeights, as_trained
 from .exporting import READ_ARENA, StoreWeights
 from .history import read_promised
+from .limits import for_tensors
 from .packed_reading import PackedReader
 from .state import manifest as manifests
 from .state.at_rest import AtRest, at_rest, find_store
@@ -120,16 +123,26 @@ def _not_exported(output_dir: Path) -> UsageError:
     )
 
 
+def memory_of(device: torch.device, limit: MemoryLimit | None = None) -> int | None:
+    """Returns the bytes that tensors may take of a GPU's free memory, and of `limit`; None if `device` computes in RAM."""
+    if device.type != "cuda":
+        return None
+    free = free_memory()
+    most = free if limit is None else limit.resolve(total=torch.cuda.mem_get_info()[1], auto=free)
+    return for_tensors(min(free, most))
+
+
 @contextmanager
 def open_for_inference(
-    found: FoundModel, *, memory: int, device: torch.device | None = None, say: Callable[[str], None] | None = None
-) -> Iterator[Opened]:
+    found: FoundModel, *, memory: int, device: torch.device | None = None, device_memory: int = 0,
+    say: Callable[[str], None] | None = None,
+) -> Iterator[Opened]:  # fmt: skip
     """Opens the weights of a model for passes over its stages.
 
     It holds in host memory at most `memory` bytes of weights, beside the window of a store (`READ_ARENA`) or a reader's piece:
     stages that stay as far as they fit, and two slots of the largest other one. Nothing is read before the first pass. The
     caller counts its own: boundaries, what a stage computes with, caches of keys and values. `device`: where stages compute;
-    one stage's weights are there at a time.
+    at most `device_memory` bytes of weights are in its own memory, or one stage's.
 
     Raises PlanError if `memory` is too little, UsageError for weights that do not fit the model or a store in use.
     """
@@ -145,7 +158,8 @@ def open_for_inference(
             weights = as_trained(found.store, StoreWeights(state.manifest, state.daemon, state.arena, dtype=found.dtype))
             read, check = _of_store(found, state, weights), weights.check
             bytes_read = partial(_of_counters, state)
-        stream = stack.enter_context(WeightStream(found.anatomy, read, dtype=dtype, memory=memory, device=device))
+        sizes = {"memory": memory, "device_memory": device_memory}
+        stream = stack.enter_context(WeightStream(found.anatomy, read, dtype=dtype, device=device, **sizes))
         yield Opened(anatomy=found.anatomy, weights=stream, check=check, read_bytes=bytes_read)
 
 

@@ -65,12 +65,14 @@ def check_tokens(recipe: Recipe, vocabulary: int, summary: DataSummary) -> None:
 
 
 def gpu_limit(recipe: Recipe, hardware: HardwareProfile) -> int | None:
-    """Returns the bytes that a plan may use of a device with its own memory. On a GPU this is a little less than the process
-    may use, because torch's allocator loses some to fragments and workspaces."""
+    """Returns the bytes that a plan may use of a device with its own memory."""
     most = gpu_most(recipe, hardware)
-    if most is None or hardware.device != "cuda":
-        return most
-    return max(0, int(most - max(_UNPLANNED_OF_A_GPU * most, _LEAST_UNPLANNED)))
+    return most if most is None or hardware.device != "cuda" else for_tensors(most)
+
+
+def for_tensors(memory: int) -> int:
+    """Returns what tensors may take of so many bytes of a GPU: its allocator loses some to fragments, libraries some."""
+    return max(0, int(memory - max(_UNPLANNED_OF_A_GPU * memory, _LEAST_UNPLANNED)))
 
 
 def gpu_most(recipe: Recipe, hardware: HardwareProfile) -> int | None:

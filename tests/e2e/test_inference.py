@@ -9,8 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.errors import PlanError, UsageError
+from fuyou_cli.core.units import MiB
+from fuyou_cli.engine.generating import GenerationMemory
 from fuyou_cli.engine.streamed_losses import StreamedLosses
+from fuyou_cli.inference.streamed_evaluation import room_of
+from fuyou_cli.recipe.schema import TrainSection
+from fuyou_cli.training.generation import left_for_weights
 from fuyou_cli.training.inference import find, open_for_inference
 from fuyou_cli.training.jsonl import JsonlLog
 
@@ -53,6 +58,28 @@ def test_a_model_and_the_store_of_its_run(materials: Path, whole: Callable[..., 
     masters = whole()  # computed in bfloat16
     exported(masters.store, tmp_path / "masters")
     assert streamed(masters.store, "float32") == pytest.approx(in_memory(tmp_path / "masters"), rel=1e-6)
+
+
+def test_rows_and_weights_share_a_devices_memory(materials: Path) -> None:
+    """Gives a device's own memory to rows first, but at most a part of it; says what is missing for one micro-batch."""
+    found = find(materials / "model")
+    sizes = {"max_len": 64, "budget": 1 << 34, "process": 0, "rows": 4096, "longest": 64}
+    without = room_of(found, TrainSection(), **sizes)
+    assert without.device_weights == 0
+    seen = [room_of(found, TrainSection(), **sizes, device=there << 20) for there in (48, 64, 128, 1 << 14)]
+    assert [room.rows for room in seen] == sorted({room.rows for room in seen}) and seen[-1].rows == without.rows
+    assert all(room.rows % room.micro_batch_size == 0 for room in seen)
+    assert all(0 < room.device_weights < there << 20 for room, there in zip(seen, (48, 64, 128, 1 << 14), strict=True))
+    with pytest.raises(PlanError, match="of GPU memory more than is free"):
+        room_of(found, TrainSection(), **sizes, device=1 << 20)
+
+
+def test_a_cache_and_the_largest_stage_fit_a_device_at_once() -> None:
+    needed = GenerationMemory(cache=6 * MiB, work=4 * MiB)
+    assert left_for_weights(None, needed, 5 * MiB) == 0
+    assert left_for_weights(15 * MiB, needed, 5 * MiB) == 5 * MiB
+    with pytest.raises(PlanError, match="the largest stage's weights"):
+        left_for_weights(15 * MiB - 1, needed, 5 * MiB)
 
 
 def test_a_run_that_has_not_exported_is_told_from_a_folder_without_a_model(tmp_path: Path) -> None:

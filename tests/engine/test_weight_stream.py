@@ -11,7 +11,7 @@ import torch
 
 from fuyou_cli.core.errors import PlanError
 from fuyou_cli.engine.streamed_losses import StreamedLosses
-from fuyou_cli.engine.weight_stream import WeightStream
+from fuyou_cli.engine.weight_stream import Visited, WeightStream
 
 from .comparing import relative
 from .families import FAMILIES, llama
@@ -33,11 +33,12 @@ class Counted:
 
 
 @contextmanager
-def opened(subject: Subject, memory: int) -> Iterator[tuple[StreamedLosses, WeightStream, Counted]]:
+def opened(subject: Subject, memory: int, device_memory: int = 0) -> Iterator[tuple[StreamedLosses, WeightStream, Counted]]:
     read = Counted(subject)
     subject.anatomy.model.eval()
+    sizes = {"memory": memory, "device_memory": device_memory}
     with (
-        WeightStream(subject.anatomy, read, dtype=torch.float32, memory=memory) as weights,
+        WeightStream(subject.anatomy, read, dtype=torch.float32, **sizes) as weights,
         StreamedLosses(weights, micro_batch_size=2, head_chunk_tokens=subject.shape.chunk) as losses,
     ):
         yield losses, weights, read
@@ -102,6 +103,26 @@ def test_all_that_fits_stays() -> None:
             if blocks == 8:
                 assert weights.streamed_bytes == 0
     assert losses_of[2] == losses_of[4] == losses_of[8]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_stays_on_a_device_comes_through_the_slots(tied: bool) -> None:
+    """Reads once what stays on the device, though RAM has two slots only; losses are the same."""
+    subject = Subject(llama(num_hidden_layers=6, tie_word_embeddings=tied), Shape())
+    ids, labels = next(subject.batches(1))
+    expected, rows = plain(subject, ids, labels), ids.unique().numel() * 32
+    block, visited = 4 * subject.anatomy.stages[1].params, Visited.of(subject.anatomy, torch.float32)
+    for there, seen in ((0, 0), (3 * block + least_memory(subject) // 2, 2), (PLENTY, 6)):
+        with opened(subject, least_memory(subject), there) as (losses, weights, read):
+            assert weights.device_memory <= there and weights.memory <= least_memory(subject)
+            assert len([i for i in weights.on_device if subject.anatomy.stages[i].kind == "block"]) >= seen
+            for last in (False, False, True):
+                assert relative(losses.losses(ids, labels, last=last).tolist(), expected) <= 1e-6
+            first = read.whole - (0 if tied else 32 * 97)
+            again = sum(subject.spec.stages[i].numel for i in visited.order)
+            again -= sum(subject.spec.stages[i].numel for i in weights.on_device | weights.staying)
+            assert read.elements == first + 2 * again + 3 * rows
+    assert weights.streamed_bytes == 0
 
 
 def test_too_little_memory_is_said() -> None:
