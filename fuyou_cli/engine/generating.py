@@ -22,6 +22,7 @@ from .anatomy import Anatomy
 from .calls import only_refusals, own_forward, replaced_forwards, with_fake_parameters
 from .inspect import LiveBytes
 from .lookup import holding
+from .loss import regular
 from .streamed import place_buffers, put_back
 from .weight_stream import WeightStream
 
@@ -62,9 +63,7 @@ def _forward(stream: WeightStream, own: Callable[..., Any], stages: list[int]) -
     """Returns a forward with weights. Of a head that is cut along the vocabulary, each of its `stages` gives some logits."""
 
     def with_weights(*args: Any, **kwargs: Any) -> Any:
-        # Where rows are not contiguous, as the last token of each prompt, torch copies bfloat16 weights for each of them: a
-        # gigabyte for eight prompts, and 200 times the time.
-        args = tuple(arg.contiguous() if isinstance(arg, torch.Tensor) else arg for arg in args)
+        args = tuple(regular(arg) if isinstance(arg, torch.Tensor) and arg.dim() else arg for arg in args)
         if stages[0] in stream.by_rows:
             return stream.looked_up(stages[0], own, *args, **kwargs)
         outputs = []

@@ -27,6 +27,15 @@ def shifted(labels: torch.Tensor) -> torch.Tensor:
     return nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
 
 
+def regular(x: torch.Tensor) -> torch.Tensor:
+    """Returns a view of x (..., width) with the strides of a tensor of its own, or a copy where rows do not follow each other.
+
+    torch folds rows and tokens into one product only where strides say so, even those of a single row. If not, it copies
+    weights that have no gradient, for each row: bfloat16 on a CPU then takes many times as long.
+    """
+    return x.reshape(-1, x.shape[-1]).contiguous().view(x.shape)
+
+
 class _OnlyPiece(BaseModelOutputWithPastAndCrossAttentions):  # type: ignore[misc]
     """Holds what the stubbed base model returns. Everything else that a family's head passes on (caches, router logits) is
     None."""
@@ -76,7 +85,7 @@ class Head:
 
         piece: (rows, tokens, hidden) on the device. Only inside `stubbed`.
         """
-        self._piece = piece
+        self._piece = regular(piece)
         ids = torch.zeros(piece.shape[:2], dtype=torch.long, device=piece.device)
         logits: torch.Tensor = self.model(input_ids=ids, use_cache=False).logits.float()
         return logits

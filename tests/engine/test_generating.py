@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from fuyou_cli.core.errors import UsageError
@@ -18,6 +17,7 @@ from fuyou_cli.engine.vocabulary import cut_vocabulary
 from fuyou_cli.engine.weight_stream import WeightStream
 
 from .families import FAMILIES, llama
+from .test_head import BatchedProducts
 
 PROMPT, NEW = 9, 8
 LITTLE = 135_000  # bytes: of most families some blocks stay, and others take turns
@@ -90,24 +90,12 @@ def test_drawn_tokens_as_in_memory() -> None:
     assert drawn != model.in_memory(**prompts(8), do_sample=False)
 
 
-class BatchedProducts(TorchDispatchMode):
-    """Notes the shapes that batched matrix products multiply by."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[int, ...]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.bmm.default:
-            self.seen.append(tuple(args[1].shape))
-        return func(*args, **(kwargs or {}))
-
-
-def test_the_head_multiplies_by_its_weights_once_for_all_prompts() -> None:
-    """Torch makes a batched product of rows that are not contiguous, and copies bfloat16 weights for each."""
+@pytest.mark.parametrize("rows", [1, 8])
+def test_the_head_multiplies_by_its_weights_once_for_all_prompts(rows: int) -> None:
+    """Torch makes a batched product of rows whose strides are not regular, and copies bfloat16 weights for each."""
     model = Model(llama())
     with BatchedProducts() as products:
-        model.streamed(**prompts(8))
+        model.streamed(**prompts(rows))
     assert not [shape for shape in products.seen if model.skeleton.config.vocab_size in shape]
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from drawn import every
-from transformers import PreTrainedConfig
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from fuyou_cli.engine.loss import pieces
+from fuyou_cli.engine.loss import Head, pieces
 
 from .comparing import distance, relative
 from .families import FAMILIES, llama
@@ -20,6 +23,19 @@ HEADS: dict[str, PreTrainedConfig] = {
     "tied": llama(tie_word_embeddings=True),
     "tied, logits capped": FAMILIES["gemma2"],
 }
+
+
+class BatchedProducts(TorchDispatchMode):
+    """Notes the shapes that batched matrix products multiply by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.bmm.default:
+            self.seen.append(tuple(args[1].shape))
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(("head", "chunk"), every(2, product(HEADS, [5, 16, 20])))
@@ -50,3 +66,14 @@ def test_every_token_is_in_one_piece(rows: int, chunk: int) -> None:
 def test_no_piece_is_larger_than_asked(chunk: int) -> None:
     for rows, tokens in pieces(4, 8, chunk):
         assert len(range(4)[rows]) * len(range(8)[tokens]) <= chunk
+
+
+def test_pieces_are_one_product_with_weights_that_have_no_gradient() -> None:
+    """Torch copies bfloat16 weights that need no gradient for each row of a piece whose strides are not regular."""
+    model: Any = AutoModelForCausalLM.from_config(llama()).requires_grad_(False)
+    hidden, head = torch.randn(3, 20, model.config.hidden_size), Head(model)
+    whole = model.lm_head(hidden)
+    with head.stubbed(), BatchedProducts() as products:
+        for cut in pieces(3, 20, 7):
+            assert torch.allclose(head.logits(hidden[cut]), whole[cut], atol=1e-6)
+    assert products.seen == []
