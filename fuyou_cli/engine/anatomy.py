@@ -102,12 +102,12 @@ class Stage:
             index=index, kind=self.kind, name=self.name, banks=banks, tensors=self.tensors, vocabulary=self.vocabulary, **costs,
         )  # fmt: skip
 
-    def call_inside(self, look: Callable[[], None]) -> list[RemovableHandle]:
+    def call_inside(self, look: Callable[..., None]) -> list[RemovableHandle]:
         """Calls `look` inside the stage's forward, after each innermost module, until the handles are removed."""
         if self.module is None:
             return []
         inside = [part for part in self.module.modules() if part is not self.module and not any(part.children())]
-        return [part.register_forward_hook(lambda *_: look()) for part in inside]
+        return [part.register_forward_hook(look) for part in inside]
 
     @contextmanager
     def installed(self, flat: torch.Tensor, *, trainable: bool) -> Iterator[list[nn.Parameter]]:

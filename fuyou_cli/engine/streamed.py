@@ -164,7 +164,7 @@ class StreamedModel:
         anatomy: Anatomy,
         passes: Passes,
         device: torch.device,
-        inside: Callable[[], None],
+        inside: Callable[..., None],
         *,
         on_device: bool = False,
         compiled: CompiledBlocks | None = None,

@@ -9,6 +9,7 @@ results, and those of weights that will change.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from .host_memory import HostMemory
 from .moves import DaemonMoves
 
 BETWEEN_STAGES = 1 << 30  # the stage number of random streams in the model's own forward
+INSIDE = 5e-4  # seconds between looks inside a stage's forward: its layers take microseconds, or tenths of a second
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +89,7 @@ class Visits:
         self.step = 0
         self._before = 0  # micro-batches of the step before this sweep
         self._left: list[tuple[Visit, float, Moment]] = []
+        self._looked = 0.0  # when everything was last moved that could move
         self._watcher = watcher
         # By identity of the source: masks and positions on the device.
         self._shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -261,11 +264,17 @@ class Visits:
 
     def tick(self) -> None:
         """Moves everything that can move. Called whenever something may have finished. Never waits."""
+        self._looked = time.monotonic()
         self.residency.advance()
         self.states.look()
         self.boundaries.advance()
         self.sums.advance()
         self.lookahead.advance(self._begin_upload)
+
+    def inside(self, *_: object) -> None:
+        """Does the same after a layer inside a stage's forward, unless it was just done."""
+        if time.monotonic() - self._looked >= INSIDE:
+            self.tick()
 
     def _begin_upload(self, visit: Visit, next_step: bool) -> None:
         if not self.device.separate:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from drawn import every
 
+from fuyou_cli.engine.visits import INSIDE
 from fuyou_cli.planner import lookahead
 from fuyou_cli.planner.place import least_memory
 from fuyou_cli.swap.daemon import Result
@@ -180,6 +181,7 @@ def test_a_deferred_update_begins_inside_the_visit_before(device: Any, tmp_path:
                 while rig.counters().queued or rig.counters().in_flight:
                     time.sleep(0.001)
                 daemon.holds = False
+                time.sleep(2 * INSIDE)
 
         block = subject.anatomy.model.get_submodule("model.layers.1")
         attention, last = block.get_submodule("self_attn.q_proj"), block.get_submodule("mlp.down_proj")

@@ -27,6 +27,7 @@ class PinnedMemory:
         self._asked: list[tuple[int, int]] = []  # (first address, one past the last)
         self._pieces: list[tuple[int, int]] = []
         self._held: list[torch.Tensor] = []  # registered memory must not be unmapped
+        self._incomplete = False  # some memory is not registered, or not in one piece
 
     def pin(self, host: torch.Tensor) -> int:
         """Registers `host`. Returns the bytes that could not be registered."""
@@ -44,10 +45,13 @@ class PinnedMemory:
                 size = size // 2 // _PAGE * _PAGE
                 if not size:
                     break
+        self._incomplete = self._incomplete or self._pieces[-1:] != [(end - whole, end)]
         return left
 
     def refuses(self, host: torch.Tensor) -> bool:
         """Tells whether registering `host` as a whole was requested and failed."""
+        if not self._incomplete:  # asked for every copy
+            return False
         begin, end = _extent(host)
         return any(first < end and begin < last for first, last in self._asked) and not any(
             first <= begin and end <= last for first, last in self._pieces
