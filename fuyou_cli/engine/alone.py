@@ -12,6 +12,7 @@ from torch import nn
 
 from ..core.errors import UsageError
 from ..spec.model import Dtype, StageSpec
+from .activations.called import Known, Notes, handing_over, numbers_of
 from .activations.outputs import Arrived, GivingBack, Outputs
 from .activations.recompute import Sparing, SparingCalls, without_saving
 from .anatomy import Anatomy
@@ -49,6 +50,8 @@ class BlockAlone:
         self._micro_batches, self._done = micro_batches, 0
         self._input = torch.randn(x.shape, dtype=TORCH_DTYPE[dtype], device=device)
         self._kept: Outputs = {}  # outputs of one forward
+        self._known: Known | None = None
+        self._numbers = numbers_of(spec, [operator.index for operator in spec.operators])
 
     def forward(self) -> None:
         flat, _ = self._visit()
@@ -61,22 +64,34 @@ class BlockAlone:
 
     def backward(self) -> None:
         """Runs recompute and backward. Adds gradients to a sum, like the second and later micro-batches of a step."""
-        self._recompute(lambda flat: SparingCalls(self._spec, flat))
+        self._recompute(lambda flat, _: SparingCalls(self._spec, flat))
 
     def given(self) -> None:
         """Runs backward as if every output that can be kept was kept."""
         kept = self._kept
         if not kept:
-            self._recompute(lambda flat: _Remembering(self._spec, flat, kept))
+            notes = Notes(kept, lambda: (0, 0))
+            self._recompute(lambda flat, parameters: self._noting(notes, _Remembering(self._spec, flat, kept), parameters))
+            self._known = notes.known()
         values: Arrived = {index: (list(output[0]), []) for index, output in kept.items()}
-        self._recompute(lambda flat: GivingBack(values, kept, self._spec, flat))
 
-    def _recompute(self, made: Callable[[torch.Tensor], AbstractContextManager[Any]]) -> None:
-        """Runs forward inside the mode that `made` returns for the weights, then backward."""
+        def giving(flat: torch.Tensor, parameters: list[nn.Parameter]) -> AbstractContextManager[Any]:
+            return GivingBack(values, kept, self._spec, flat).inside(self._known, self._numbers, parameters)
+
+        self._recompute(giving)
+
+    @contextmanager
+    def _noting(self, notes: Notes, mode: _Remembering, parameters: list[nn.Parameter]) -> Iterator[None]:
+        weights = {operator: parameters[number] for operator, number in (self._numbers or {}).items()}
+        with handing_over(notes.hand_over, weights, attention=True), mode:
+            yield
+
+    def _recompute(self, made: Callable[[torch.Tensor, list[nn.Parameter]], AbstractContextManager[Any]]) -> None:
+        """Runs forward inside the context that `made` returns for the weights, then backward."""
         x = self._input.detach().requires_grad_(True)
         flat, total = self._visit()
         with torch.enable_grad(), self._buffers_placed(), self._stage.installed(flat, trainable=True) as parameters:
-            with made(flat):
+            with made(flat, parameters):
                 y = self._call.run(x)
             with total.collecting(parameters):
                 torch.autograd.backward([y], [self._input], inputs=[x, *parameters])

@@ -128,6 +128,9 @@ class Boundaries:
         within = self._kinds[stage].layout.output(micro_batch, operator)
         return Span(offset=self.ledger.where(stage).offset + within.offset, size=within.size)
 
+    def output_begin(self, stage: int, micro_batch: int, operator: int) -> int:
+        return self.ledger.where(stage).offset + self._kinds[stage].layout.begin(micro_batch, operator)
+
     def drop(self, stage: int) -> None:
         """Notes that the stage's backward is submitted. The boundary is freed once its copies are over."""
         self._follow(stage, self.ledger.drop)

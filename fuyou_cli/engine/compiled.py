@@ -8,7 +8,7 @@ kept or left out, and the gradients of all of a block's parameters arrive at onc
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -81,14 +81,16 @@ class CompiledBlocks:
             inductor.deterministic = True  # else a kernel is chosen by timing, and another process may choose another
         return lookup_backend(self._backend)(graph, inputs)
 
-    def forward(self, run: Run, x: torch.Tensor, micro_batch: int) -> torch.Tensor:
+    def forward(self, run: Run, x: torch.Tensor, micro_batch: int, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         with torch.enable_grad():
             return run(x.detach().requires_grad_(True)).detach()
 
     def begin(self, micro_batch: int) -> None:
         return None
 
-    def again(self, run: Run, x: torch.Tensor, micro_batch: int, flat: torch.Tensor | None) -> torch.Tensor:
+    def again(
+        self, run: Run, x: torch.Tensor, micro_batch: int, flat: torch.Tensor | None, parameters: Sequence[nn.Parameter]
+    ) -> torch.Tensor:
         return run(x)
 
     def forget(self) -> None:

@@ -21,6 +21,7 @@ class HostMemory:
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
+        self._whole: dict[torch.dtype, torch.Tensor] = {}
 
     @cached_property
     def _begin(self) -> int:
@@ -30,6 +31,12 @@ class HostMemory:
         """Returns a flat tensor over `span`: `count` elements from its start, or all of it."""
         flat = torch.frombuffer(self.arena.view(span.offset, span.size), dtype=dtype)
         return flat if count is None else flat[:count]
+
+    def whole(self, dtype: torch.dtype) -> torch.Tensor:
+        """Returns all of the arena as a flat tensor, as far as whole elements of `dtype` go."""
+        if dtype not in self._whole:
+            self._whole[dtype] = torch.frombuffer(self.arena.view(0, self.arena.size), dtype=dtype)
+        return self._whole[dtype]
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Tells whether the tensor is in the arena, which a device may have pinned."""

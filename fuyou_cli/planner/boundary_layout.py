@@ -30,10 +30,13 @@ class BoundaryLayout:
     record: int
     outputs: dict[int, Span]
 
+    def begin(self, micro_batch: int, operator: int) -> int:
+        """Returns where one output of one micro-batch begins, relative to the start of the boundary."""
+        return micro_batch * self.record + self.outputs[operator].offset
+
     def output(self, micro_batch: int, operator: int) -> Span:
-        """Returns the span of one output of one micro-batch, relative to the start of the boundary."""
-        span = self.outputs[operator]
-        return Span(offset=micro_batch * self.record + span.offset, size=span.size)
+        """Returns the span of that output."""
+        return Span(offset=self.begin(micro_batch, operator), size=self.outputs[operator].size)
 
 
 def boundary_layout(

@@ -14,7 +14,10 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuyou_cli.core.errors import UsageError
+from fuyou_cli.engine.activations import outputs
+from fuyou_cli.engine.activations.operators import Operators
 from fuyou_cli.engine.executor import StepAbandoned
+from fuyou_cli.engine.inspect import inspect
 from fuyou_cli.planner.boundary_layout import Kept
 from fuyou_cli.planner.schedule import plan_schedule
 
@@ -163,6 +166,67 @@ def _changing(mlp: Any) -> Any:
         return mlp.down_proj(torch.nn.functional.silu(gate) * mlp.up_proj(x))
 
     return forward
+
+
+@pytest.mark.parametrize("place", ["kept", "kept_there"])
+def test_a_later_change_in_place_is_an_error(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changes an output in the second micro-batch only, when nothing looks at the operators any more."""
+    subject, count = Subject(llama(num_hidden_layers=1), Shape()), iter(range(9))
+    mlp = subject.anatomy.model.base_model.layers[0].mlp
+    usual, changing = mlp.forward, _changing(mlp)
+    monkeypatch.setattr(mlp, "forward", lambda x: changing(x) if next(count) == 1 else usual(x))
+    way: Any = {place: {"kept": "all", "kept_there": "room"}[place], **make_late(monkeypatch)}
+    with (
+        Rig(subject, tmp_path, home="cpu", **way) as rig,
+        pytest.raises(UsageError, match=r"the model's code changes the output of mm mlp\.gate_proj"),
+    ):
+        rig.run(1)
+    assert {type(parameter) for parameter in mlp.parameters()} == {torch.nn.Parameter}
+
+
+@pytest.mark.parametrize("place", ["kept", "kept_there"])
+def test_only_the_first_micro_batch_of_a_shape_is_looked_at(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counts operators that a mode numbers. The last micro-batch has one row, so it is looked at too, once."""
+    subject, seen = Subject(llama(num_hidden_layers=1), Shape(**UNEVEN)), list[str]()
+    kind = Operators._kind
+    monkeypatch.setattr(Operators, "_kind", lambda self, *call: seen.append(type(self).__name__) or kind(self, *call))
+    way: Any = {place: {"kept": "all", "kept_there": "room"}[place]}
+    counts = []
+    with Rig(subject, tmp_path, home="cpu", device="emulated", **way) as rig:
+        for number, batch in enumerate(subject.batches(2), 1):
+            rig.step(*batch, number, last=number == 2)
+            counts.append(len(seen))
+    assert counts[0] == counts[1] > 0 and set(seen) == {"_Keeping"}
+
+
+def _twice(mlp: Any) -> Any:
+    """Uses one weight in two products."""
+    return lambda x: mlp.down_proj(torch.nn.functional.silu(mlp.gate_proj(x)) * mlp.gate_proj(x + 1.0))
+
+
+def _otherwise(mlp: Any) -> Any:
+    """Uses a weight in a call of its own, before the product."""
+    return lambda x: mlp.down_proj(x @ (mlp.gate_proj.weight * 2.0).T * mlp.up_proj(x))
+
+
+@pytest.mark.parametrize("computing", [_twice, _otherwise])
+def test_a_block_that_computes_otherwise_stays_in_the_mode(
+    computing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = Subject(llama(num_hidden_layers=1), Shape())
+    mlp = subject.anatomy.model.base_model.layers[0].mlp
+    monkeypatch.setattr(mlp, "forward", computing(mlp))
+    subject.spec = inspect(
+        subject.anatomy, dtype="float32", micro_batch_size=subject.shape.micro, max_seq_len=subject.shape.tokens,
+        head_chunk_tokens=0,
+    )  # fmt: skip
+    expected = _outcome(subject, tmp_path / "recompute")
+    monkeypatch.setattr(outputs, "_KeepingCalls", None)
+    for place in ("kept", "kept_there"):
+        way: Any = {place: {"kept": "all", "kept_there": "room"}[place]}
+        assert_same(_outcome(subject, tmp_path / place, device="emulated", **way), expected)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])

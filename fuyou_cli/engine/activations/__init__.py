@@ -3,9 +3,11 @@ These are stored with the input (`swap`) or stay in the device's memory (`keep`)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from ...spec.model import ModelSpec
 from ...spec.plan import Plan
@@ -24,13 +26,15 @@ class Activations(Protocol):
 
     as_backward: bool  # forward runs as backward will run it, with gradients wanted
 
-    def forward(self, run: Run, x: torch.Tensor, micro_batch: int) -> torch.Tensor:
-        """Returns `run(x)` without a graph, and keeps what backward needs."""
+    def forward(self, run: Run, x: torch.Tensor, micro_batch: int, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+        """Returns `run(x)` without a graph, and keeps what backward needs. `parameters`: the stage's, as installed."""
 
     def begin(self, micro_batch: int) -> None:
         """Starts uploading what one micro-batch kept to a separate device. Its backward comes soon."""
 
-    def again(self, run: Run, x: torch.Tensor, micro_batch: int, flat: torch.Tensor | None) -> torch.Tensor:
+    def again(
+        self, run: Run, x: torch.Tensor, micro_batch: int, flat: torch.Tensor | None, parameters: Sequence[nn.Parameter]
+    ) -> torch.Tensor:
         """Returns `run(x)` with its graph, for backward. `flat`: the stage's weights; None: it has none."""
 
     def forget(self) -> None:

@@ -9,7 +9,7 @@ from ...planner.boundary_layout import BoundaryLayout, device_layouts
 from ...spec.model import ModelSpec
 from ...spec.plan import Plan
 from ..devices.base import Device, Event
-from .outputs import Place
+from .outputs import Place, Resting
 
 
 class Keep:
@@ -20,10 +20,16 @@ class Keep:
 
     def __init__(self, memory: torch.Tensor, layout: BoundaryLayout) -> None:
         self._memory, self._layout = memory, layout
+        self._typed: dict[torch.dtype, torch.Tensor] = {}
 
-    def memory(self, micro_batch: int, operator: int) -> torch.Tensor:
-        span = self._layout.output(micro_batch, operator)
-        return self._memory[span.offset : span.offset + span.size]
+    def room(self, operator: int) -> int:
+        return self._layout.outputs[operator].size
+
+    def there(self, micro_batch: int, operator: int, resting: Resting) -> torch.Tensor:
+        if resting.dtype not in self._typed:
+            self._typed[resting.dtype] = self._memory.view(resting.dtype)
+        begin = int(self._memory.storage_offset()) + self._layout.begin(micro_batch, operator)
+        return resting.within(self._typed[resting.dtype], begin)
 
     def put(self, value: torch.Tensor, there: torch.Tensor) -> Event | None:
         there.copy_(value)

@@ -7,7 +7,6 @@ is not kept, and the other numbers stay the same.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Literal
@@ -56,19 +55,28 @@ def factors(func: Any, args: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]
     return (left, right) if left.shape[-1] > 1 else None
 
 
-def product_into(func: Any, args: Sequence[Any], kwargs: Any, memory: torch.Tensor) -> torch.Tensor | None:
-    """Returns what the product `func` returns, computed in `memory` (uint8, 1-D). Returns None if `func` is no product, or if
-    its result needs more memory."""
+def product_of(func: Any, args: Sequence[Any]) -> tuple[torch.dtype, torch.Size, tuple[int, ...]] | None:
+    """Returns the dtype, shape and strides of what the product `func` returns. Returns None if `func` is no product."""
     places = _FACTORS.get(func)
     if places is None:
         return None
     left, right = (args[place] for place in places)
-    shape = (*left.shape[:-1], right.shape[-1])
-    size = math.prod(shape) * left.element_size()
-    if size > memory.numel():
-        return None
-    product: torch.Tensor = _INTO[func](*args, **kwargs, out=memory[:size].view(left.dtype).view(shape))
+    *others, columns = shape = torch.Size((*left.shape[:-1], right.shape[-1]))
+    stride = (columns, 1) if len(others) == 1 else (others[-1] * columns, columns, 1)
+    return left.dtype, shape, stride
+
+
+def product_into(func: Any, args: Sequence[Any], kwargs: Any, there: torch.Tensor) -> torch.Tensor:
+    """Returns what the product `func` returns, computed in `there`."""
+    product: torch.Tensor = _INTO[func](*args, **kwargs, out=there)
     return product
+
+
+def is_exact(function: Any, args: Sequence[Any], kwargs: Any) -> bool:
+    """Tells whether a call is attention whose result is exactly repeatable: it draws no random numbers."""
+    if function is not torch.nn.functional.scaled_dot_product_attention:
+        return False
+    return not kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
 
 
 def is_attention(func: Any) -> bool:
@@ -129,8 +137,7 @@ class _AttentionCalls(TorchFunctionMode):
         if func is not torch.nn.functional.scaled_dot_product_attention and func is not attention_apart:
             return func(*args, **kwargs)
         self.calls += 1
-        dropout = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
-        self.inside = "not kept" if func is attention_apart or dropout else "exact"
+        self.inside = "exact" if is_exact(func, args, kwargs) else "not kept"
         try:
             return func(*args, **kwargs)
         finally:

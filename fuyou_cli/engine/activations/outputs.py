@@ -2,17 +2,20 @@
 computes only what was not kept.
 
 Each output is given back once, so the model's code may change it in place. Forward runs as the recompute will
-(`without_saving`). An output is never a parameter, and two outputs never share memory, so nothing is kept twice.
+(`without_saving`). An output is never a parameter, and two outputs never share memory, so nothing is kept twice. Which calls of
+the model's code compute them is noted once for each shape (`called`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ...core.errors import UsageError
@@ -22,8 +25,11 @@ from ...planner.device import BOUNDARIES_ACROSS
 from ...spec.model import OperatorSpec, StageSpec
 from ..devices.base import Event
 from ..moves import Waiting
-from .operators import Operators, name_of, product_into
+from .called import ATTENTION, Handed, InAttention, Known, Notes, Only, Weights, handing_over, numbers_of
+from .operators import Operators, name_of, product_into, product_of
 from .recompute import Run, Sparing, without_saving
+
+_WITHOUT = "set offload.activations=recompute, which does not depend on the model's operators"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +41,20 @@ class Resting:
     shape: torch.Size
     stride: tuple[int, ...]
 
-    def view(self, memory: torch.Tensor) -> torch.Tensor:
-        """Returns a view with the tensor's strides. `memory`: the output's (uint8, 1-D)."""
-        size = self.shape.numel() * self.dtype.itemsize
-        return memory[self.offset : self.offset + size].view(self.dtype).as_strided(self.shape, self.stride)
+    @classmethod
+    def of(cls, value: torch.Tensor, offset: int) -> Resting:
+        """Describes a tensor like `value`, without gaps."""
+        stride = value.stride() if value.is_contiguous() else torch.empty_like(value, device="meta").stride()
+        return cls(offset, value.dtype, value.shape, stride)
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.shape.numel() * self.dtype.itemsize
+
+    def within(self, memory: torch.Tensor, begin: int) -> torch.Tensor:
+        """Returns the tensor in `memory` (1-D, of its dtype), where the output's memory begins at byte `begin`. What is written
+        elsewhere into that memory does not count as a change of it."""
+        return memory.as_strided(self.shape, self.stride, (begin + self.offset) // self.dtype.itemsize).data
 
 
 Output = tuple[list[Any], bool]  # descriptions of kept tensors, other values as they are; whether the operator returns a tuple
@@ -52,8 +68,12 @@ class Place(Protocol):
 
     direct: bool  # compute may write there directly, so that a product needs no copy
 
-    def memory(self, micro_batch: int, operator: int) -> torch.Tensor:
-        """Returns an output's memory (uint8, 1-D)."""
+    def room(self, operator: int) -> int:
+        """Returns the bytes of an output's memory."""
+        ...
+
+    def there(self, micro_batch: int, operator: int, resting: Resting) -> torch.Tensor:
+        """Returns the place of one tensor of an output."""
         ...
 
     def put(self, value: torch.Tensor, there: torch.Tensor) -> Event | None:
@@ -86,15 +106,22 @@ class KeptOutputs:
         self._resting: dict[int, Outputs] = {}  # by micro-batch
         self._leaving = leaving
         self._arriving: dict[int, Arrived] = {}
+        self._numbers = numbers_of(stage, tuple(places))  # of weights among parameters; None: calls are not looked for
+        self._known: dict[torch.Size, tuple[Known, Outputs] | None] = {}  # by shape of the input
 
-    def forward(self, run: Run, x: torch.Tensor, micro_batch: int) -> torch.Tensor:
+    def forward(self, run: Run, x: torch.Tensor, micro_batch: int, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         """Runs the forward. At its end the copies of the previous micro-batch have ended."""
         mode = _Keeping(self, micro_batch)
-        with mode:
-            y = without_saving(run, x)
+        if self._numbers is None or (x.shape in self._known and self._known[x.shape] is None):
+            with mode:
+                y = without_saving(run, x)
+        else:
+            weights = {o: parameters[number] for o, number in self._numbers.items() if o in self.places}
+            y = self._handed_over(mode, run, x, weights)
         self._resting[micro_batch] = mode.outputs
-        self._leaving.append(list(mode.copies.values()))
-        self._began(self._stage.index, *mode.copies.values())
+        copies = list(mode.copies.values())
+        self._leaving.append(copies)
+        self._began(self._stage.index, *copies)
         while len(self._leaving) > 1:
             events = self._leaving.pop(0)
             with self._waiting(BOUNDARIES_ACROSS) if events else nullcontext():
@@ -102,12 +129,31 @@ class KeptOutputs:
                     event.synchronize()  # sync: the outputs of the previous micro-batch
         return y
 
+    def _handed_over(self, mode: _Keeping, run: Run, x: torch.Tensor, weights: Weights) -> torch.Tensor:
+        """Runs the forward with a look at the calls that compute what is kept, or notes them."""
+        if (found := self._known.get(x.shape)) is not None:
+            calls = _KeepingCalls(mode, *found)
+            with handing_over(calls.hand_over, weights, attention=found[0].attention is not None):
+                y = without_saving(run, x)
+            calls.check()
+            return y
+        notes = Notes(mode.outputs, lambda: mode.last)
+        with handing_over(notes.hand_over, weights, attention=True), mode:
+            y = without_saving(run, x)
+        known = None if mode.changed else notes.known()
+        self._known[x.shape] = None if known is None else (known, mode.outputs)
+        return y
+
     def begin(self, micro_batch: int) -> None:
         self._arriving[micro_batch] = self._given(micro_batch)
 
-    def again(self, run: Run, x: torch.Tensor, micro_batch: int, flat: torch.Tensor | None) -> torch.Tensor:
+    def again(
+        self, run: Run, x: torch.Tensor, micro_batch: int, flat: torch.Tensor | None, parameters: Sequence[nn.Parameter]
+    ) -> torch.Tensor:
         given = self._arriving.pop(micro_batch) if self._separate else self._given(micro_batch)
-        with GivingBack(given, self._resting.pop(micro_batch), self._stage, flat):
+        mode = GivingBack(given, self._resting.pop(micro_batch), self._stage, flat)
+        known, _ = self._known.get(x.shape) or (None, None)
+        with mode.inside(known, self._numbers, parameters):
             return run(x)
 
     def forget(self) -> None:
@@ -118,53 +164,61 @@ class KeptOutputs:
     def _given(self, micro_batch: int) -> Arrived:
         """Returns the kept values of every operator, where backward computes with them. Copies to there may be under way."""
         arrived: Arrived = {}
+        every = list[Event]()
         for index, (values, _) in sorted(self._resting[micro_batch].items()):
             place, events = self.places[index], list[Event]()
-            memory = place.memory(micro_batch, index)
             here = list[Any](values)
             for number, value in enumerate(values):
                 if isinstance(value, Resting):
-                    here[number], copied = place.take(value.view(memory))
+                    here[number], copied = place.take(place.there(micro_batch, index, value))
                     events += [copied] if copied is not None else []
             arrived[index] = here, events
-            self._began(self._stage.index, *events)
+            every += events
+        self._began(self._stage.index, *every)
         return arrived
 
 
 class _Keeping(Operators):
     """Copies outputs as soon as they are computed. An operator that writes into a tensor waits until its copy has ended.
     Products that are kept in direct places are computed there. The model's code then computes with the kept value itself and
-    must not change it."""
+    must not change it. `changed`: it changed an output; `last`: where the newest was computed (address and elements);
+    `at_risk`: a change of the newest would change what is kept."""
 
     def __init__(self, stage: KeptOutputs, micro_batch: int) -> None:
         super().__init__()
         self.outputs: Outputs = {}
-        self._stage, self._micro_batch = stage, micro_batch
+        self.stage, self._micro_batch = stage, micro_batch
         self.copies: dict[int, Event] = {}  # by storage; the last copy of a storage ends after its others
-        self._computed_there: dict[int, OperatorSpec] = {}  # by storage: products computed in their place
+        self.computed_there: dict[int, OperatorSpec] = {}  # by storage: products computed in their place
+        self.changed, self.at_risk, self.last = False, False, (0, 0)
 
     def operator(self, index: int, kind: str, func: Any, args: Any, kwargs: Any) -> Any:
-        spec = self._stage.chosen.get(index)
+        spec = self.stage.chosen.get(index)
         if spec is None:
             return func(*args, **kwargs)
         if spec.kind != kind:
-            raise UsageError(
-                f"operator {index} of a stage is {kind}, but the plan was made for {spec.name}",
-                hint="set offload.activations=recompute, which does not depend on the model's operators",
-            )
-        place, out = self._stage.places[index], None
-        if place.direct and not spec.overwritten:
-            out = product_into(func, args, kwargs, place.memory(self._micro_batch, index))
+            raise UsageError(f"operator {index} of a stage is {kind}, but the plan was made for {spec.name}", hint=_WITHOUT)
+        place, out = self.stage.places[index], None
+        if place.direct and not spec.overwritten and (resting := product_of(func, args)) is not None:
+            out = self._computed_there(spec, Resting(0, *resting), func, args, kwargs)
         if out is None:
             out = func(*args, **kwargs)
             self.outputs[index] = self._keep(spec, out)
-        else:
-            self.outputs[index] = [Resting(0, out.dtype, out.shape, out.stride())], False
-            self._computed_there[out.untyped_storage()._cdata] = spec
+        return out
+
+    def _computed_there(self, spec: OperatorSpec, resting: Resting, func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
+        """Computes a product in its place. Returns None if it has no room there."""
+        place = self.stage.places[spec.index]
+        if resting.end > place.room(spec.index):
+            return None
+        out = product_into(func, args, kwargs, place.there(self._micro_batch, spec.index, resting))
+        self.outputs[spec.index] = [resting], False
+        self.computed_there[out.untyped_storage()._cdata] = spec
+        self.at_risk = True
         return out
 
     def beside(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func._schema.is_mutable and (self.copies or self._computed_there):
+        if func._schema.is_mutable and (self.copies or self.computed_there):
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, torch.Tensor):
                     self._before_change(leaf.untyped_storage()._cdata, func)
@@ -173,36 +227,90 @@ class _Keeping(Operators):
     def _before_change(self, storage: int, func: Any) -> None:
         """Makes sure that the kept copy of this storage stays as it is."""
         if storage in self.copies:
+            self.changed = True
             self.copies[storage].wait()
-        if storage in self._computed_there:
-            raise UsageError(
-                f"{name_of(func)} changes the output of {self._computed_there[storage].name}, or one beside it, in place, "
-                "which the plan did not expect",
-                hint="set offload.activations=recompute, which does not depend on the model's operators",
-            )
+        if storage in self.computed_there:
+            raise _changed(name_of(func), self.computed_there[storage])
 
     def _keep(self, spec: OperatorSpec, out: Any) -> Output:
-        place, end = self._stage.places[spec.index], 0
-        memory = place.memory(self._micro_batch, spec.index)
+        place, end = self.stage.places[spec.index], 0
         values: list[Any] = []
         for value in out if isinstance(out, tuple) else (out,):
             if not isinstance(value, torch.Tensor) or value.numel() * value.element_size() < OUTPUT_ALIGN:
                 # A number, or a small tensor like a kernel's random state: it stays where it is.
                 values.append(value.clone() if isinstance(value, torch.Tensor) else value)
                 continue
-            resting = Resting(end, value.dtype, value.shape, torch.empty_like(value, device="meta").stride())
-            size = value.numel() * value.element_size()
-            if end + size > memory.numel():
+            resting = Resting.of(value, end)
+            if resting.end > place.room(spec.index):
                 raise UsageError(
-                    f"the output of {spec.name} takes {end + size} bytes, but the plan has {memory.numel()}",
+                    f"the output of {spec.name} takes {resting.end} bytes, but the plan has {place.room(spec.index)}",
                     hint="set offload.activations=recompute, which keeps no outputs",
                 )
             values.append(resting)
-            copied = place.put(value, resting.view(memory))
-            if copied is not None:
-                self.copies[value.untyped_storage()._cdata] = copied
-            end = align_up(end + size, OUTPUT_ALIGN)
+            self.put(spec.index, value, resting)
+            self.last = value.data_ptr(), value.numel()
+            end = align_up(resting.end, OUTPUT_ALIGN)
         return values, isinstance(out, tuple)
+
+    def put(self, index: int, value: torch.Tensor, resting: Resting) -> None:
+        """Copies a computed tensor of an output to its place."""
+        place = self.stage.places[index]
+        copied = place.put(value, place.there(self._micro_batch, index, resting))
+        self.at_risk = copied is not None
+        if copied is not None:
+            self.copies[value.untyped_storage()._cdata] = copied
+
+
+class _KeepingCalls:
+    """Keeps outputs in calls that are known to compute them: `mode` sees these alone. A later change of an output is found at
+    the end, by torch's own count of changes."""
+
+    def __init__(self, mode: _Keeping, known: Known, outputs: Outputs) -> None:
+        self._mode, self._known, self._outputs = mode, known, outputs
+        self._only = Only(mode)
+        self._watched: list[tuple[torch.Tensor, int, int]] = []  # an output, its changes so far, its operator
+
+    def hand_over(self, handed: Handed) -> Any:
+        operator = handed.operator
+        if operator == ATTENTION:
+            assert self._known.attention is not None
+            with InAttention(self._only.of(self._known.attention, 0), self._saw_attention):
+                return handed.run()
+        if handed.func is not self._known.calls[operator]:  # for example, one that asks for the weight's dtype
+            return handed.run()
+        if operator in self._known.as_returned and not self._mode.stage.places[operator].direct:
+            out, output = handed.run(), self._outputs[operator]
+            value = out.detach().view(output[0][0].shape)
+            self._mode.put(operator, value, output[0][0])
+            self._mode.outputs[operator] = output
+        else:
+            with self._only.of(operator, handed.address):
+                out = handed.run()
+            value = out.detach()
+        self._watch(operator, value)
+        return out
+
+    def _saw_attention(self, out: torch.Tensor) -> None:
+        self._watch(ATTENTION, out.detach())
+
+    def _watch(self, operator: int, value: torch.Tensor) -> None:
+        if self._mode.at_risk:
+            self._watched.append((value, value._version, operator))
+
+    def check(self) -> None:
+        """Raises UsageError if the forward changed an output, or did not compute what it did before."""
+        for value, version, operator in self._watched:
+            if value._version != version:
+                number = self._known.attention if operator == ATTENTION else operator
+                assert number is not None
+                raise _changed("the model's code", self._mode.stage.chosen[number])
+        if self._mode.outputs.keys() != self._outputs.keys():
+            raise UsageError("a stage's operators are others than they were for the micro-batch before", hint=_WITHOUT)
+
+
+def _changed(who: str, spec: OperatorSpec) -> UsageError:
+    what = f"{who} changes the output of {spec.name}, or one beside it, in place, which the plan did not expect"
+    return UsageError(what, hint=_WITHOUT)
 
 
 class GivingBack(Sparing):
@@ -219,3 +327,23 @@ class GivingBack(Sparing):
         for event in events:
             event.wait()
         return tuple(values) if self._outputs[index][1] else values[0]
+
+    def inside(
+        self, known: Known | None, numbers: Mapping[int, int] | None, parameters: Sequence[nn.Parameter]
+    ) -> AbstractContextManager[Any]:
+        """Does so inside the context, only in the calls that compute the outputs if they are known, and in those of products to
+        spare. `numbers`: of the operators' weights among `parameters`."""
+        if known is None or numbers is None:
+            return self
+        weights = {operator: parameters[number] for operator, number in numbers.items()}
+        return handing_over(partial(self._hand_over, known, Only(self)), weights, attention=known.attention is not None)
+
+    def _hand_over(self, known: Known, only: Only, handed: Handed) -> Any:
+        if handed.operator == ATTENTION:
+            assert known.attention is not None
+            with InAttention(only.of(known.attention, 0)):
+                return handed.run()
+        if handed.func is not known.calls.get(handed.operator, handed.func):
+            return handed.run()
+        with only.of(handed.operator, handed.address):
+            return handed.run()

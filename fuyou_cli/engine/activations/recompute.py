@@ -8,11 +8,12 @@ and by their number where operators are numbered.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -37,13 +38,15 @@ class Recompute:
     def __init__(self, stage: StageSpec, *, as_backward: bool = False) -> None:
         self._stage, self.as_backward = stage, as_backward
 
-    def forward(self, run: Run, x: torch.Tensor, micro_batch: int) -> torch.Tensor:
+    def forward(self, run: Run, x: torch.Tensor, micro_batch: int, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         return without_saving(run, x) if self.as_backward else run(x)
 
     def begin(self, micro_batch: int) -> None:
         return None
 
-    def again(self, run: Run, x: torch.Tensor, micro_batch: int, flat: torch.Tensor | None) -> torch.Tensor:
+    def again(
+        self, run: Run, x: torch.Tensor, micro_batch: int, flat: torch.Tensor | None, parameters: Sequence[nn.Parameter]
+    ) -> torch.Tensor:
         with SparingCalls(self._stage, flat) if self._stage.unneeded else nullcontext():
             return run(x)
 

@@ -7,6 +7,7 @@ import torch
 from ..boundaries import Boundaries
 from ..devices.base import Device, Event
 from ..host_memory import HostMemory
+from .outputs import Resting
 
 
 class Swap:
@@ -18,8 +19,12 @@ class Swap:
     def __init__(self, stage: int, *, boundaries: Boundaries, memory: HostMemory, device: Device) -> None:
         self._stage, self._boundaries, self._memory, self._device = stage, boundaries, memory, device
 
-    def memory(self, micro_batch: int, operator: int) -> torch.Tensor:
-        return self._memory.tensor(self._boundaries.output(self._stage, micro_batch, operator), torch.uint8)
+    def room(self, operator: int) -> int:
+        return self._boundaries.output(self._stage, 0, operator).size
+
+    def there(self, micro_batch: int, operator: int, resting: Resting) -> torch.Tensor:
+        begin = self._boundaries.output_begin(self._stage, micro_batch, operator)
+        return resting.within(self._memory.whole(resting.dtype), begin)
 
     def put(self, value: torch.Tensor, there: torch.Tensor) -> Event | None:
         if self._device.separate:

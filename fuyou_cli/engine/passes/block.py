@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...core.errors import UsageError
@@ -51,14 +52,14 @@ class BlockPasses:
         visit, flat = visits.enter("forward", call.stage, x)
         begin = time.monotonic()
         state = visits.device.random_state()
-        with torch.no_grad(), visits.installed(call.stage, flat, trainable=activations.as_backward):
-            y = self.computed(call, x, stash=visit.stash and visits.device.separate)
+        with torch.no_grad(), visits.installed(call.stage, flat, trainable=activations.as_backward) as parameters:
+            y = self.computed(call, x, parameters, stash=visit.stash and visits.device.separate)
         visits.device.restore_random_state(state)
         visits.boundaries.seal(call.stage)
         visits.leave(visit, begin)
         return y
 
-    def computed(self, call: Call, x: torch.Tensor, *, stash: bool) -> torch.Tensor:
+    def computed(self, call: Call, x: torch.Tensor, parameters: Sequence[nn.Parameter], *, stash: bool) -> torch.Tensor:
         """Computes a visit. `stash`: the boundary is copied to its place from the device, by micro-batch."""
         visits, activations = self.visits, self.activations[call.stage]
         y = Gathering(visits.crossings, x.shape[0])
@@ -71,7 +72,7 @@ class BlockPasses:
                 kept = y.leaving.keep(part, visits.boundaries.rows(call.stage, number))
                 visits.boundaries.awaits(call.stage, kept)
             visits.seed(call.stage, number)
-            y.put(rows, activations.forward(call.of(rows), part, number))
+            y.put(rows, activations.forward(call.of(rows), part, number, parameters))
             if stash and part._version != version:
                 raise self._written_into(call.stage, call.of(rows), part)
             if len(parts) > 1:
@@ -122,7 +123,7 @@ class BlockPasses:
             part = part.detach().requires_grad_(True)  # as in forward, so that the same kernels run
             visits.seed(call.stage, number)
             with torch.enable_grad(), visits.installed(call.stage, flat, trainable=True) as parameters:
-                y = activations.again(call.of(rows), part, number, flat)
+                y = activations.again(call.of(rows), part, number, flat, parameters)
                 visits.differentiate(y, grad, [part, *parameters] if passes_on else parameters, total)
             del y, grad
             if passes_on:

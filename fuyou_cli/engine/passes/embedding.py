@@ -86,11 +86,11 @@ class EmbeddingPasses(BlockPasses):
 
     # ---- whole -----------------------------------------------------------------------------------------------------
 
-    def computed(self, call: Call, x: torch.Tensor, *, stash: bool) -> torch.Tensor:
+    def computed(self, call: Call, x: torch.Tensor, parameters: Sequence[torch.nn.Parameter], *, stash: bool) -> torch.Tensor:
         """Computes a visit. All rows may share the ids. If memory is the host's, one lookup does all."""
         visits = self.visits
         if visits.device.separate and call.stage in self._lookups:
-            return super().computed(call, x, stash=stash)
+            return super().computed(call, x, parameters, stash=stash)
         y = Gathering(visits.crossings, x.shape[0])
         (ids,) = visits.inputs([lambda: [x]]).take()
         visits.seed(call.stage, 0)

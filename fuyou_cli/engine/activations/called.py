@@ -1,0 +1,178 @@
+"""Hands over those calls of a block's code that compute kept outputs, so that nothing looks at the others.
+
+A mode below autograd (`operators`) sees every operator of a block, and each costs the launching thread microseconds. So only
+the first micro-batch of a shape runs in one, and notes which calls compute what is kept: by the weight that a call gets, or
+because transformers gave the model its function for attention. Later ones look only into those calls (`handing_over`). A block
+that computes an output in another way stays in the mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ...spec.model import StageSpec
+from .operators import Operators, factors, is_attention, is_exact, name_of
+
+ATTENTION = -1  # stands for the number of whatever attention computes
+
+
+@dataclass(frozen=True, slots=True)
+class Handed:
+    """Describes a call that was handed over. `operator`: the one whose weight it gets, or ATTENTION; `address`: of the weight;
+    `run`: makes the call."""
+
+    operator: int
+    address: int
+    func: Any
+    run: Callable[[], Any]
+
+
+HandOver = Callable[[Handed], Any]  # returns what the call returns
+Weights = Mapping[int, nn.Parameter]  # by operator
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Tells how a stage's forward computes kept outputs. `calls`: the function that computes an operator with its weight;
+    `attention`: the operator that is attention; `as_returned`: operators whose output is what the call returns."""
+
+    calls: dict[int, Any]
+    attention: int | None
+    as_returned: frozenset[int]
+
+
+class Watched(nn.Parameter):
+    """Is a weight whose calls are handed over: torch asks the class of an argument before it runs a function. Parameters are of
+    this class while a forward runs."""
+
+    handed: tuple[HandOver, int, int]  # and the operator, and the address
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        run: Any = partial(nn.Parameter.__torch_function__, func, types, args, kwargs or {})
+        for given in args:
+            if type(given) is Watched:
+                hand_over, operator, address = given.handed
+                return hand_over(Handed(operator, address, func, run))
+        return run()
+
+
+@contextmanager
+def handing_over(hand_over: HandOver, weights: Weights, *, attention: bool) -> Iterator[None]:
+    """Hands over the calls that get one of `weights`, inside the context, and with `attention` those of attention."""
+    choose = ALL_ATTENTION_FUNCTIONS.get_interface
+
+    def chosen(name: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        attend = choose(name, default)
+        return lambda *args, **kwargs: hand_over(Handed(ATTENTION, 0, attend, partial(attend, *args, **kwargs)))
+
+    try:
+        for operator, weight in weights.items():
+            weight.handed = (hand_over, operator, weight.data_ptr())  # type: ignore[attr-defined]
+            weight.__class__ = Watched
+        if attention:
+            ALL_ATTENTION_FUNCTIONS.get_interface = chosen
+        yield
+    finally:
+        if attention:
+            ALL_ATTENTION_FUNCTIONS.__dict__.pop("get_interface", None)  # `documents` may have taken it away
+        for weight in weights.values():
+            weight.__class__ = nn.Parameter
+            weight.__dict__.pop("handed", None)
+
+
+def numbers_of(stage: StageSpec, operators: Sequence[int]) -> dict[int, int] | None:
+    """Returns, by operator, the number of the parameter that is its weight. Returns None if a weight is a part of a parameter,
+    or of two operators."""
+    at = {tensor.offset: number for number, tensor in enumerate(stage.tensors)}
+    every = (*stage.operators, *stage.unneeded)
+    wanted = [spec for spec in every if spec.weight >= 0 and (spec.index in operators or spec in stage.unneeded)]
+    found = {spec.index: at[spec.weight] for spec in wanted if spec.weight in at}
+    used = [spec.weight for spec in every if spec.weight >= 0]
+    alone = all(used.count(spec.weight) == 1 for spec in wanted)
+    return found if alone and len(found) == len(wanted) else None
+
+
+class Notes:
+    """Notes which calls compute the outputs that a mode adds to `outputs`. `last`: returns where the newest output was computed
+    (address and elements)."""
+
+    def __init__(self, outputs: Mapping[int, object], last: Callable[[], tuple[int, int]]) -> None:
+        self._outputs, self._last = outputs, last
+        self._calls: dict[int, Any] = {}
+        self._attention: list[int] = []
+        self._as_returned = set[int]()
+        self._is_clear = True
+
+    def hand_over(self, handed: Handed) -> Any:
+        operator, before = handed.operator, len(self._outputs)
+        out = handed.run()
+        made = list(self._outputs)[before:]
+        if operator == ATTENTION:
+            self._attention += made
+            self._is_clear = self._is_clear and len(made) == 1
+        elif made == [operator]:
+            self._calls[operator] = handed.func
+            if isinstance(out, torch.Tensor) and out.is_contiguous() and (out.data_ptr(), out.numel()) == self._last():
+                self._as_returned.add(operator)
+        else:
+            self._is_clear = self._is_clear and not made and self._calls.get(operator) is not handed.func
+        return out
+
+    def known(self) -> Known | None:
+        """Returns what was noted. Returns None if the calls do not tell every output, each by one call."""
+        noted = [*self._calls, *self._attention]
+        if not self._is_clear or len(self._attention) > 1 or sorted(noted) != sorted(self._outputs):
+            return None
+        return Known(self._calls, next(iter(self._attention), None), frozenset(self._as_returned))
+
+
+class Only(TorchDispatchMode):
+    """Hands one operator to a mode that numbers operators, inside a call that is known to compute it."""
+
+    def __init__(self, operators: Operators) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._operators = operators
+        self._index, self._weight = -1, 0
+
+    def of(self, index: int, address: int) -> Only:
+        """Returns the mode for operator `index`: the product with the weight at `address`, or attention (0)."""
+        self._index, self._weight = index, address
+        return self
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self._weight:
+            if is_attention(func):
+                return self._operators.operator(self._index, "attention", func, args, kwargs)
+        elif (pair := factors(func, args)) is not None and self._weight in (pair[0].data_ptr(), pair[1].data_ptr()):
+            return self._operators.operator(self._index, name_of(func), func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+class InAttention(TorchFunctionMode):
+    """Runs what is kept of attention in a mode, inside the function that transformers gives to a model. `seen` gets its
+    result."""
+
+    def __init__(self, only: Only, seen: Callable[[torch.Tensor], None] = lambda _: None) -> None:
+        super().__init__()
+        self._only, self._seen = only, seen
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not is_exact(func, args, kwargs):
+            return func(*args, **kwargs)
+        with self._only:
+            out = func(*args, **kwargs)
+        self._seen(out)
+        return out
