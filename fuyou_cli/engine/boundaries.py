@@ -77,8 +77,9 @@ class Boundaries:
         if self._there is not None and stage in self._places:
             begin = self._places[stage] + within
             return self._there[begin : begin + size].view(kind.dtype).view(shape)
-        begin = self.ledger.where(stage).offset + within
-        return self.memory.tensor(Span(offset=begin, size=size), kind.dtype).view(shape)
+        begin = (self.ledger.where(stage).offset + within) // kind.dtype.itemsize
+        # Without `data`, a write to any other part of the arena would count as a change of these rows.
+        return self.memory.whole(kind.dtype)[begin : begin + shape.numel()].data.view(shape)
 
     def awaits(self, stage: int, *copies: Event) -> None:
         """Notes copies between the device and the place of the stage's boundary."""
