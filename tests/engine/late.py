@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from fuyou_cli.engine.devices.base import Event, Run, Squares, squares_of
+from fuyou_cli.engine.devices.base import Device, Event, Run, Squares, squares_of
 from fuyou_cli.engine.devices.emulated import EmulatedDevice, poison
 
 from . import rig as rigs
@@ -77,6 +77,8 @@ class _LateSquares:
 
 
 class LateDevice(EmulatedDevice):
+    download_all = Device.download_all
+
     def __init__(self) -> None:
         super().__init__()
         self._late_up, self._late_down, self._bulk_up, self._bulk_down = (_LateCopies() for _ in range(4))
@@ -109,6 +111,8 @@ class ReluctantDevice(LateDevice):
 
 
 class EarlyDevice(EmulatedDevice):
+    download_all = Device.download_all
+
     def upload(self, host: torch.Tensor, device: torch.Tensor, *, after: Event | None = None, bulk: bool = False) -> Event:
         device.copy_(host)
         return Event()

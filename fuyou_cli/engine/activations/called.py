@@ -26,7 +26,7 @@ from .operators import Operators, factors, is_attention, is_exact, name_of
 ATTENTION = -1  # stands for the number of whatever attention computes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Handed:
     """Describes a call that was handed over. `operator`: the one whose weight it gets, or ATTENTION; `address`: of the weight;
     `run`: makes the call."""

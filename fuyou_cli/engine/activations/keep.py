@@ -3,6 +3,8 @@ block of memory for all of them is allocated when a run begins."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ...planner.boundary_layout import BoundaryLayout, device_layouts
@@ -16,7 +18,7 @@ class Keep:
     """Implements `Place` for one stage. `memory`: for its outputs for a sweep's rows (uint8, 1-D). Compute writes and reads it
     in order, so nothing waits."""
 
-    direct = True
+    direct, waits = True, False
 
     def __init__(self, memory: torch.Tensor, layout: BoundaryLayout) -> None:
         self._memory, self._layout = memory, layout
@@ -34,6 +36,9 @@ class Keep:
     def put(self, value: torch.Tensor, there: torch.Tensor) -> Event | None:
         there.copy_(value)
         return None
+
+    def put_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Event]:
+        raise AssertionError("compute copies outputs to the device's own memory")
 
     def take(self, there: torch.Tensor) -> tuple[torch.Tensor, Event | None]:
         return there, None

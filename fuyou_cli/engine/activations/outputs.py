@@ -67,6 +67,7 @@ class Place(Protocol):
     """Defines where outputs of one stage are kept."""
 
     direct: bool  # compute may write there directly, so that a product needs no copy
+    waits: bool  # copies run beside compute, and may be asked for later, together
 
     def room(self, operator: int) -> int:
         """Returns the bytes of an output's memory."""
@@ -78,6 +79,10 @@ class Place(Protocol):
 
     def put(self, value: torch.Tensor, there: torch.Tensor) -> Event | None:
         """Copies a computed tensor. Returns the end of the copy if compute does not wait for it."""
+        ...
+
+    def put_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Event]:
+        """Copies computed tensors, if copies wait. Returns when they are over."""
         ...
 
     def take(self, there: torch.Tensor) -> tuple[torch.Tensor, Event | None]:
@@ -119,7 +124,7 @@ class KeptOutputs:
             weights = {o: parameters[number] for o, number in self._numbers.items() if o in self.places}
             y = self._handed_over(mode, run, x, weights)
         self._resting[micro_batch] = mode.outputs
-        copies = list(mode.copies.values())
+        copies = [*mode.copies.values(), *mode.put_later()]
         self._leaving.append(copies)
         self._began(self._stage.index, *copies)
         while len(self._leaving) > 1:
@@ -190,6 +195,7 @@ class _Keeping(Operators):
         self.stage, self._micro_batch = stage, micro_batch
         self.copies: dict[int, Event] = {}  # by storage; the last copy of a storage ends after its others
         self.computed_there: dict[int, OperatorSpec] = {}  # by storage: products computed in their place
+        self.later: list[tuple[Place, torch.Tensor, torch.Tensor]] | None = None  # copies to be asked for at the end
         self.changed, self.at_risk, self.last = False, False, (0, 0)
 
     def operator(self, index: int, kind: str, func: Any, args: Any, kwargs: Any) -> Any:
@@ -253,20 +259,32 @@ class _Keeping(Operators):
         return values, isinstance(out, tuple)
 
     def put(self, index: int, value: torch.Tensor, resting: Resting) -> None:
-        """Copies a computed tensor of an output to its place."""
+        """Copies a computed tensor of an output to its place, now or later."""
         place = self.stage.places[index]
-        copied = place.put(value, place.there(self._micro_batch, index, resting))
+        there = place.there(self._micro_batch, index, resting)
+        if place.waits and self.later is not None:
+            self.later.append((place, value, there))
+            self.at_risk = True
+            return
+        copied = place.put(value, there)
         self.at_risk = copied is not None
         if copied is not None:
             self.copies[value.untyped_storage()._cdata] = copied
 
+    def put_later(self) -> list[Event]:
+        """Begins the copies that were put off. Returns when they are over. All are to one place."""
+        if not self.later:
+            return []
+        return self.later[0][0].put_all([(value, there) for _, value, there in self.later])
+
 
 class _KeepingCalls:
-    """Keeps outputs in calls that are known to compute them: `mode` sees these alone. A later change of an output is found at
-    the end, by torch's own count of changes."""
+    """Keeps outputs in calls that are known to compute them: `mode` sees these alone. Copies that run beside compute begin when
+    the forward has ended, all at once. A change of an output until then is found by torch's own count of changes."""
 
     def __init__(self, mode: _Keeping, known: Known, outputs: Outputs) -> None:
         self._mode, self._known, self._outputs = mode, known, outputs
+        mode.later = []
         self._only = Only(mode)
         self._watched: list[tuple[torch.Tensor, int, int]] = []  # an output, its changes so far, its operator
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ..boundaries import Boundaries
@@ -17,6 +19,7 @@ class Swap:
     direct = False
 
     def __init__(self, stage: int, *, boundaries: Boundaries, memory: HostMemory, device: Device) -> None:
+        self.waits = device.separate
         self._stage, self._boundaries, self._memory, self._device = stage, boundaries, memory, device
 
     def room(self, operator: int) -> int:
@@ -31,6 +34,9 @@ class Swap:
             return self._device.download(value, there)
         there.copy_(value)
         return None
+
+    def put_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Event]:
+        return self._device.download_all(pairs)
 
     def take(self, there: torch.Tensor) -> tuple[torch.Tensor, Event | None]:
         if not self._device.separate:

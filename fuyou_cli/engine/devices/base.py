@@ -92,6 +92,10 @@ class Device:
         host.copy_(device)
         return Event()
 
+    def download_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Event]:
+        """Copies several tensors (device, host) like `download`, at once. Returns when all of them are over."""
+        return [self.download(device, host) for device, host in pairs]
+
     def computed(self) -> Event:
         """Returns the point after all compute submitted so far."""
         return Event()

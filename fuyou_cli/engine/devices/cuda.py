@@ -102,6 +102,12 @@ class CudaDevice(Device):
     def download(self, device: torch.Tensor, host: torch.Tensor, *, bulk: bool = False) -> Event:
         return self._copy(device, host, host, self.computed(), bulk=bulk)
 
+    def download_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Event]:
+        if not pairs or any(self._host.refuses(host) for _, host in pairs):
+            return super().download_all(pairs)
+        self.computed().before(self._down)
+        return [self._copies.make(pairs, self._down, up=False, blocking=True)]
+
     def computed(self) -> CudaEvent:
         return CudaEvent(torch.cuda.current_stream(), blocking=True)  # updates need the core that a spinning host would take
 
@@ -121,7 +127,7 @@ class CudaDevice(Device):
 
         def copy(source: torch.Tensor, target: torch.Tensor) -> CudaEvent:
             after.before(stream)
-            return self._copies.make(source, target, stream, up=up, blocking=not up)
+            return self._copies.make([(source, target)], stream, up=up, blocking=not up)
 
         if self._host.refuses(host):
             return self._staging[not up].submit(source, target, copy)

@@ -9,6 +9,7 @@ over the next half when one ends, because the launching thread may be waiting or
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -43,11 +44,16 @@ class CudaEvent(Event):
         return bool(self._event.query())
 
 
-def start_copy(source: torch.Tensor, target: torch.Tensor, stream: torch.cuda.Stream, *, up: bool, blocking: bool) -> CudaEvent:
-    """Hands a copy to the device, after what is on the stream. Returns its end."""
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # sources and targets
+
+
+def start_copies(pairs: Pairs, stream: torch.cuda.Stream, *, up: bool, blocking: bool) -> CudaEvent:
+    """Hands copies to the device, after what is on the stream. Returns the end of the last."""
     with torch.cuda.stream(stream):
-        target.copy_(source, non_blocking=True)
-    (target if up else source).record_stream(stream)
+        for source, target in pairs:
+            target.copy_(source, non_blocking=True)
+    for source, target in pairs:
+        (target if up else source).record_stream(stream)
     return CudaEvent(stream, blocking=blocking)
 
 
@@ -78,13 +84,11 @@ class CudaCopies:
     def __init__(self) -> None:
         self._copies: deque[tuple[bool, CudaEvent, CudaEvent, int]] = deque(maxlen=MOST_COPIES)
 
-    def make(
-        self, source: torch.Tensor, target: torch.Tensor, stream: torch.cuda.Stream, *, up: bool, blocking: bool = False
-    ) -> CudaEvent:
-        """Makes a copy after what is on the stream, and adds it. Returns its end."""
+    def make(self, pairs: Pairs, stream: torch.cuda.Stream, *, up: bool, blocking: bool = False) -> CudaEvent:
+        """Makes copies after what is on the stream, and adds them as one. Returns their end."""
         begin = CudaEvent(stream)
-        end = start_copy(source, target, stream, up=up, blocking=blocking)
-        self.add(begin, end, source.numel() * source.element_size(), up=up)
+        end = start_copies(pairs, stream, up=up, blocking=blocking)
+        self.add(begin, end, sum(source.numel() * source.element_size() for source, _ in pairs), up=up)
         return end
 
     def add(self, begin: CudaEvent, end: CudaEvent, size: int, *, up: bool) -> None:
@@ -125,7 +129,7 @@ class BulkCopies:
         for piece in pieces:
             while len(self._under_way) >= _HALVES:
                 self._under_way.popleft().synchronize()  # sync: on this thread, which does nothing else
-            self._under_way.append(start_copy(*piece, self.stream, up=self._up, blocking=True))
+            self._under_way.append(start_copies([piece], self.stream, up=self._up, blocking=True))
         end = self._under_way[-1]
         self._copies.add(begin, end, source.numel() * source.element_size(), up=self._up)
         return end

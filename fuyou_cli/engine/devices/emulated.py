@@ -70,7 +70,8 @@ class ComputeEvent(Event):
         self.moment = moment
 
     def synchronize(self) -> None:
-        time.sleep(max(0.0, self.moment - time.monotonic()))
+        if (left := self.moment - time.monotonic()) > 0:  # to sleep for no time would still yield the core
+            time.sleep(left)
 
     def done(self) -> bool:
         return time.monotonic() >= self.moment
@@ -80,7 +81,8 @@ class CopyEvent(Event):
     """Marks the end of a copy. A copy engine sets it."""
 
     def __init__(self, clock: ComputeClock) -> None:
-        self._clock, self._passed = clock, threading.Event()
+        self._clock, self._is_over, self._running = clock, False, threading.Lock()
+        self._running.acquire()
         self.error: RuntimeError | None = None
 
     def wait(self) -> None:
@@ -88,16 +90,22 @@ class CopyEvent(Event):
         self._clock.reaches(time.monotonic())
 
     def synchronize(self) -> None:
-        self._passed.wait()
+        with self._running:
+            pass
         if self.error is not None:
             raise self.error
 
     def done(self) -> bool:
-        return self._passed.is_set()
+        return self._is_over
+
+    def ends(self) -> None:
+        """Lets those go on who wait. Called once."""
+        self._is_over = True
+        self._running.release()
 
     def fails(self, error: RuntimeError) -> None:
         self.error = error
-        self._passed.set()
+        self.ends()
 
 
 @dataclass(eq=False, slots=True)
@@ -126,9 +134,15 @@ class CopyEngine:
         self._thread.start()
 
     def submit(self, source: torch.Tensor, target: torch.Tensor, *, begins: float, bulk: bool) -> CopyEvent:
+        return self.submit_all(in_pieces(source, target, self._piece) if bulk else [(source, target)], begins=begins, bulk=bulk)
+
+    def submit_all(
+        self, pieces: Sequence[tuple[torch.Tensor, torch.Tensor]], *, begins: float, bulk: bool = False
+    ) -> CopyEvent:
+        """Submits copies in order, with one event for all."""
         if self._pace is None:  # a device with a pace is for timing, so it does not spend the launching thread's time on this
-            poison(target)
-        pieces = in_pieces(source, target, self._piece) if bulk else [(source, target)]
+            for _, target in pieces:
+                poison(target)
         copying = _Copying(max(begins, time.monotonic()), deque(pieces), CopyEvent(self._clock))
         with self._asked:
             if self._failure is not None:
@@ -151,7 +165,7 @@ class CopyEngine:
                 self._ends_with(RuntimeError(f"the copy thread failed: {error!r}"))
                 raise
             if not copying.left:
-                copying.event._passed.set()
+                copying.event.ends()
                 with self._asked:
                     queue.popleft()
 
@@ -277,6 +291,11 @@ class EmulatedDevice(Device):
             poison(host)
             return self._staging[1].submit(device, host, copy)
         return copy(device, host)
+
+    def download_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Event]:
+        if not pairs or any(self._host.refuses(host) for _, host in pairs):
+            return super().download_all(pairs)
+        return [self._down.submit_all(pairs, begins=self._clock.over)]
 
     def computed(self) -> Event:
         return ComputeEvent(self._clock.over)
