@@ -129,6 +129,9 @@ class Boundaries:
         within = self._kinds[stage].layout.output(micro_batch, operator)
         return Span(offset=self.ledger.where(stage).offset + within.offset, size=within.size)
 
+    def output_size(self, stage: int, operator: int) -> int:
+        return self._kinds[stage].layout.outputs[operator].size
+
     def output_begin(self, stage: int, micro_batch: int, operator: int) -> int:
         return self.ledger.where(stage).offset + self._kinds[stage].layout.begin(micro_batch, operator)
 

@@ -29,11 +29,12 @@ ATTENTION = -1  # stands for the number of whatever attention computes
 @dataclass(slots=True)
 class Handed:
     """Describes a call that was handed over. `operator`: the one whose weight it gets, or ATTENTION; `address`: of the weight;
-    `run`: makes the call."""
+    `args`: if there are only positional ones; `run`: makes the call."""
 
     operator: int
     address: int
     func: Any
+    args: Any
     run: Callable[[], Any]
 
 
@@ -44,11 +45,11 @@ Weights = Mapping[int, nn.Parameter]  # by operator
 @dataclass(frozen=True, slots=True)
 class Known:
     """Tells how a stage's forward computes kept outputs. `calls`: the function that computes an operator with its weight;
-    `attention`: the operator that is attention; `as_returned`: operators whose output is what the call returns."""
+    `attention`: the operator that is attention; `as_returned`: shapes and strides of outputs that are what the call returns."""
 
     calls: dict[int, Any]
     attention: int | None
-    as_returned: frozenset[int]
+    as_returned: dict[int, tuple[torch.Size, tuple[int, ...]]]
 
 
 class Watched(nn.Parameter):
@@ -63,8 +64,22 @@ class Watched(nn.Parameter):
         for given in args:
             if type(given) is Watched:
                 hand_over, operator, address = given.handed
-                return hand_over(Handed(operator, address, func, run))
+                return hand_over(Handed(operator, address, func, () if kwargs else args, run))
         return run()
+
+
+def linear_into(args: Any, there: torch.Tensor) -> torch.Tensor:
+    """Returns what torch's linear function without a bias returns for `args`, computed in `there`: the same product, and a
+    result that wants a gradient."""
+    nn.Parameter.__torch_function__(_multiply_into, (), (args[0], args[1], there), {})
+    shape = (*args[0].shape[:-1], there.shape[-1])
+    out: torch.Tensor = torch.ops.aten._unsafe_view.default(there.requires_grad_(True), shape)
+    return out
+
+
+@torch.no_grad()
+def _multiply_into(x: torch.Tensor, weight: torch.Tensor, there: torch.Tensor) -> None:
+    torch.mm(x.reshape(-1, x.shape[-1]), weight.t(), out=there)
 
 
 @contextmanager
@@ -74,7 +89,7 @@ def handing_over(hand_over: HandOver, weights: Weights, *, attention: bool) -> I
 
     def chosen(name: str, default: Callable[..., Any]) -> Callable[..., Any]:
         attend = choose(name, default)
-        return lambda *args, **kwargs: hand_over(Handed(ATTENTION, 0, attend, partial(attend, *args, **kwargs)))
+        return lambda *args, **kwargs: hand_over(Handed(ATTENTION, 0, attend, (), partial(attend, *args, **kwargs)))
 
     try:
         for operator, weight in weights.items():
@@ -111,7 +126,7 @@ class Notes:
         self._outputs, self._last = outputs, last
         self._calls: dict[int, Any] = {}
         self._attention: list[int] = []
-        self._as_returned = set[int]()
+        self._as_returned: dict[int, tuple[torch.Size, tuple[int, ...]]] = {}
         self._is_clear = True
 
     def hand_over(self, handed: Handed) -> Any:
@@ -124,7 +139,7 @@ class Notes:
         elif made == [operator]:
             self._calls[operator] = handed.func
             if isinstance(out, torch.Tensor) and out.is_contiguous() and (out.data_ptr(), out.numel()) == self._last():
-                self._as_returned.add(operator)
+                self._as_returned[operator] = out.shape, out.stride()
         else:
             self._is_clear = self._is_clear and not made and self._calls.get(operator) is not handed.func
         return out
@@ -134,7 +149,7 @@ class Notes:
         noted = [*self._calls, *self._attention]
         if not self._is_clear or len(self._attention) > 1 or sorted(noted) != sorted(self._outputs):
             return None
-        return Known(self._calls, next(iter(self._attention), None), frozenset(self._as_returned))
+        return Known(self._calls, next(iter(self._attention), None), self._as_returned)
 
 
 class Only(TorchDispatchMode):

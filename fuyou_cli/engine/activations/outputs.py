@@ -25,7 +25,7 @@ from ...planner.device import BOUNDARIES_ACROSS
 from ...spec.model import OperatorSpec, StageSpec
 from ..devices.base import Event
 from ..moves import Waiting
-from .called import ATTENTION, Handed, InAttention, Known, Notes, Only, Weights, handing_over, numbers_of
+from .called import ATTENTION, Handed, InAttention, Known, Notes, Only, Weights, handing_over, linear_into, numbers_of
 from .operators import Operators, name_of, product_into, product_of
 from .recompute import Run, Sparing, without_saving
 
@@ -220,8 +220,14 @@ class _Keeping(Operators):
         out = product_into(func, args, kwargs, place.there(self._micro_batch, spec.index, resting))
         self.outputs[spec.index] = [resting], False
         self.computed_there[out.untyped_storage()._cdata] = spec
-        self.at_risk = True
+        self.at_risk, self.last = True, (out.data_ptr(), out.numel())
         return out
+
+    def linear_there(self, index: int, args: Any, output: Output) -> torch.Tensor:
+        """Computes a linear layer without a bias in its place, without a look at its operators."""
+        there = self.stage.places[index].there(self._micro_batch, index, output[0][0])
+        self.outputs[index], self.at_risk = output, True
+        return linear_into(args, there)
 
     def beside(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func._schema.is_mutable and (self.copies or self.computed_there):
@@ -296,17 +302,28 @@ class _KeepingCalls:
                 return handed.run()
         if handed.func is not self._known.calls[operator]:  # for example, one that asks for the weight's dtype
             return handed.run()
-        if operator in self._known.as_returned and not self._mode.stage.places[operator].direct:
-            out, output = handed.run(), self._outputs[operator]
-            value = out.detach().view(output[0][0].shape)
-            self._mode.put(operator, value, output[0][0])
+        output, as_returned = self._outputs[operator], self._known.as_returned.get(operator)
+        if as_returned is not None and not self._mode.stage.places[operator].direct:
+            out = handed.run()
+            value = out.detach()
+            self._mode.put(operator, value, Resting(0, value.dtype, *as_returned))
             self._mode.outputs[operator] = output
+        elif as_returned is not None and self._is_linear(handed):
+            out = self._mode.linear_there(operator, handed.args, output)
+            value = out.detach()
         else:
             with self._only.of(operator, handed.address):
                 out = handed.run()
             value = out.detach()
         self._watch(operator, value)
         return out
+
+    def _is_linear(self, handed: Handed) -> bool:
+        """Tells whether a product that is computed in its place is a linear layer without a bias."""
+        spec = self._mode.stage.chosen[handed.operator]
+        if handed.func is not nn.functional.linear or spec.overwritten or spec.kind != "mm":
+            return False
+        return len(handed.args) == 2 or (len(handed.args) == 3 and handed.args[2] is None)
 
     def _saw_attention(self, out: torch.Tensor) -> None:
         self._watch(ATTENTION, out.detach())

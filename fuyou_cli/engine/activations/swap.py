@@ -23,7 +23,7 @@ class Swap:
         self._stage, self._boundaries, self._memory, self._device = stage, boundaries, memory, device
 
     def room(self, operator: int) -> int:
-        return self._boundaries.output(self._stage, 0, operator).size
+        return self._boundaries.output_size(self._stage, operator)
 
     def there(self, micro_batch: int, operator: int, resting: Resting) -> torch.Tensor:
         begin = self._boundaries.output_begin(self._stage, micro_batch, operator)
