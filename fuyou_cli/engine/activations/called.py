@@ -23,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ...spec.model import StageSpec
 from .operators import Operators, factors, is_attention, is_exact, name_of
 
+_unsafe_view = torch.ops.aten._unsafe_view.default
 ATTENTION = -1  # stands for the number of whatever attention computes
 
 
@@ -72,14 +73,13 @@ def linear_into(args: Any, there: torch.Tensor) -> torch.Tensor:
     """Returns what torch's linear function without a bias returns for `args`, computed in `there`: the same product, and a
     result that wants a gradient."""
     nn.Parameter.__torch_function__(_multiply_into, (), (args[0], args[1], there), {})
-    shape = (*args[0].shape[:-1], there.shape[-1])
-    out: torch.Tensor = torch.ops.aten._unsafe_view.default(there.requires_grad_(True), shape)
+    out: torch.Tensor = _unsafe_view(there.requires_grad_(True), (*args[0].shape[:-1], there.shape[-1]))
     return out
 
 
-@torch.no_grad()
 def _multiply_into(x: torch.Tensor, weight: torch.Tensor, there: torch.Tensor) -> None:
-    torch.mm(x.reshape(-1, x.shape[-1]), weight.t(), out=there)
+    with torch.no_grad():
+        torch.mm(x.reshape(-1, x.shape[-1]), weight.t(), out=there)
 
 
 @contextmanager

@@ -129,7 +129,7 @@ class KeptOutputs:
         self._began(self._stage.index, *copies)
         while len(self._leaving) > 1:
             events = self._leaving.pop(0)
-            with self._waiting(BOUNDARIES_ACROSS) if events else nullcontext():
+            with nullcontext() if all(event.done() for event in events) else self._waiting(BOUNDARIES_ACROSS):
                 for event in events:
                     event.synchronize()  # sync: the outputs of the previous micro-batch
         return y
