@@ -101,8 +101,9 @@ class Executor:
         self._squares: dict[int, float] = {}
         self._scalars = Scalars(optimizer=optimizer, lr=0.0, step=1)
         self._outcome = StepOutcome(loss=0.0, grad_norm=None, label_tokens=0)
+        inside = None if device.separate else visits.inside
         self._streamed = StreamedModel(
-            anatomy, self, device.torch_device, visits.inside, on_device=plan.batch_on_device, compiled=compiled
+            anatomy, self, device.torch_device, inside, on_device=plan.batch_on_device, compiled=compiled
         )
 
     def close(self) -> None:

@@ -156,15 +156,15 @@ def streamed_forward(stage: int, name: str, original: Callable[..., Any], tape: 
 
 
 class StreamedModel:
-    """Hands a model's stages to `passes` until it is closed. `inside` is called during a stage's forward, to start what
-    prefetched data allows: a visit of one micro-batch is long."""
+    """Hands a model's stages to `passes` until it is closed. `inside`, if given, is called during a stage's forward, to start
+    what prefetched data allows: a visit of one micro-batch is long where the calling thread computes it."""
 
     def __init__(
         self,
         anatomy: Anatomy,
         passes: Passes,
         device: torch.device,
-        inside: Callable[..., None],
+        inside: Callable[..., None] | None,
         *,
         on_device: bool = False,
         compiled: CompiledBlocks | None = None,
@@ -180,7 +180,7 @@ class StreamedModel:
             original = compiled.of(stage.module) if compiled is not None and compiles else own_forward(stage.module)
             stage.module.forward = streamed_forward(index, stage.name, original, self.tape, passes)
             self._replaced.append(stage.module)
-            self._hooks += [] if compiles else stage.call_inside(inside)
+            self._hooks += [] if compiles or inside is None else stage.call_inside(inside)
             self._placed += place_buffers(stage.module, device)
         if on_device:  # the model's own forward also computes there
             self._placed += place_buffers(anatomy.model, device)

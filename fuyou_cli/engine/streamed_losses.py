@@ -24,7 +24,7 @@ class StreamedLosses:
         self.weights, self._micro, self._chunk = weights, micro_batch_size, head_chunk_tokens
         self.passes = 0  # so far
         self._head = Head(weights.anatomy.model)
-        self._streamed = StreamedModel(weights.anatomy, self, weights.device, lambda *_: None)
+        self._streamed = StreamedModel(weights.anatomy, self, weights.device, None)
         self._shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by identity of the source, which is kept with it
 
     def __enter__(self) -> StreamedLosses:

@@ -179,7 +179,7 @@ def test_buffers_are_put_back_when_the_stages_are() -> None:
     """Another run in this process finds them as they were: it looks at the model on the processor."""
     anatomy = dissect(build(FAMILIES["gemma3"], dtype="float32", attention="sdpa"))
     before = dict(anatomy.model.named_buffers())
-    streamed = StreamedModel(anatomy, _Passes(), torch.device("meta"), lambda *_: None, on_device=True)
+    streamed = StreamedModel(anatomy, _Passes(), torch.device("meta"), None, on_device=True)
     assert before and all(buffer.is_meta for buffer in anatomy.model.buffers())
     streamed.close()
     assert all(buffer is before[name] for name, buffer in anatomy.model.named_buffers())

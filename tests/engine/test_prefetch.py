@@ -162,11 +162,11 @@ def test_the_fewest_slots_are_enough(name: str, updates: str, device: Any, tmp_p
         assert unequal(rig.weights(), weights) == []
 
 
-@pytest.mark.parametrize("device", ["cpu", "emulated"])
-def test_a_deferred_update_begins_inside_the_visit_before(device: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Takes a batch of one micro-batch: weights that arrive in the middle of a stage's forward are updated before its end."""
+def test_a_deferred_update_begins_inside_the_visit_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes a batch of one micro-batch: weights that arrive in the middle of a forward are updated before its end, where the
+    host computes it."""
     subject = Subject(llama(num_hidden_layers=3), Shape(batch=2, micro=2))
-    with Rig(subject, tmp_path, lookahead=1, device=device) as rig:
+    with Rig(subject, tmp_path, lookahead=1, device="cpu") as rig:
         batches = list(subject.batches(2))
         rig.step(*batches[0], 1)
         daemon = HeldBack(rig, monkeypatch, ("read", 3), ("read", 3))
