@@ -8,7 +8,7 @@ rests from forward to backward, RAM has room for other things, and the device ma
 gradients move once more per sweep, and updates run only beside the first forward and the last backward. The search doubles the
 number of sweeps (or takes the next divisor of the micro-batches) until two numbers in a row do not help. For each number it
 places a few candidates near the best, more if one of them may be faster, and simulates the likeliest. All of it has a fixed
-limit on work.
+limit on work. Last, a processor that computes with frozen weights keeps no outputs for little.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ MOST_REFINED_VISITS = 5_000  # limit on visits that one refinement simulates
 _TRIES = 2  # simulations per number of sweeps
 _IN_VAIN = 2  # numbers of sweeps without a better plan, after which no other is tried
 _FAR = 1.05  # times the best step; candidates with a larger estimate are not simulated
+_LITTLE = 0.02  # of the step: what kept outputs save at least where a processor computes with frozen weights
 _KEPT = (NONE_KEPT, 0.0, 0.5, 1.0)  # values of `Candidate.activations`
 
 
@@ -69,6 +70,20 @@ class Refinement:
                 if (lookahead, slots) != (self.best.candidate.lookahead, self.best.candidate.gradient_slots)
             )
             self._improved(count, pipelines)
+        if self.one.hardware.device == "cpu" and any(stage.frozen_flops for stage in self.one.model.stages):
+            self._keep_nothing_for_little()
+
+    def _keep_nothing_for_little(self) -> None:
+        """Takes the plan without kept outputs where they save a processor little. What they cost beside copies is in no rate:
+        an adapter's thin products are many, and in full RAM the heap gives its pages back after each visit."""
+        if self.one.request.kept is not None or not any(stage.kept for stage in self.best.plan.stages):
+            return
+        candidate = replace(self.best.candidate, activations=NONE_KEPT, swap=0.0)
+        placing = Placing(self.one.model, self.one.hardware, replace(self.one.request, sweeps=candidate.sweeps))
+        placed = self._placed(placing, candidate)
+        if placed is not None and placed.plan.predicted.written_per_step <= self.best.plan.predicted.written_per_step:
+            plain = self._simulated(placing, placed, candidate)
+            self.best = plain if plain.seconds <= self.best.seconds * (1 + _LITTLE) else self.best
 
     def _near(self, candidate: Candidate) -> tuple[list[Candidate], list[Candidate]]:
         """Returns candidates that keep other outputs, and candidates that fill RAM in other orders."""

@@ -22,7 +22,7 @@ from fuyou_cli.planner.search import search, timed
 from fuyou_cli.planner.search_state import GAIN
 from fuyou_cli.planner.simulate import simulate
 from fuyou_cli.planner.sparing import WORTH, seconds_and_bytes
-from fuyou_cli.spec.model import ModelSpec
+from fuyou_cli.spec.model import ModelSpec, OperatorSpec
 from fuyou_cli.spec.plan import Numerics
 
 from .models import HARDWARE, NUMERICS, model, models, parts, request_for
@@ -128,3 +128,22 @@ def test_a_plan_file_keeps_the_sweeps() -> None:
     plan = timed(best, SPEC, HARDWARE, request)
     text = to_text(plan_file(plan, SPEC, HARDWARE.process_bytes, request, best.candidate))
     assert KeptPlan(Path("plan.json"), from_text(text))(SPEC, HARDWARE, request) == plan
+
+
+@pytest.mark.parametrize(("saved", "frozen", "keeps"), [(0.01, 0.0, True), (0.01, 0.9, False), (0.6, 0.9, True)])
+def test_a_processor_with_frozen_weights_keeps_no_outputs_for_little(saved: float, frozen: float, keeps: bool) -> None:
+    """Outputs cost no RAM to speak of, and save this share of a block's forward."""
+    blocks = (
+        replace(
+            stage,
+            operators=(OperatorSpec(index=0, name="mm", flops=saved * stage.forward_flops, bytes=4096),),
+            frozen_flops=frozen * stage.forward_flops,
+        )
+        if stage.kind == "block"
+        else stage
+        for stage in SPEC.stages
+    )
+    spec = replace(SPEC, stages=tuple(blocks))
+    slow = replace(HARDWARE, matmul_flops=1e9)
+    request = replace(_request(), kept=None, cpu_budget=1 << 33)
+    assert any(stage.kept for stage in search(spec, slow, request).best.plan.stages) == keeps
