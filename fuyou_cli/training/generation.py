@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel, TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
 from ..checkpoint.reader import PIECE
-from ..core.errors import PlanError, UsageError
+from ..core.errors import DeviceMemoryError, PlanError, UsageError
 from ..core.units import MiB, gib
 from ..data.sandbox import LibraryErrors
 from ..data.tokenise import Tokeniser
@@ -26,6 +26,7 @@ from .inference import FoundModel, Opened, memory_of, open_for_inference
 USUAL_TOKENS = 256  # new ones, where nobody says how many
 _SETTINGS = "generation_config.json"
 _UNMEASURED = 128 * MiB  # what libraries take for themselves in the first pass: 104 MiB for a Llama of 1.1 B parameters
+_SMALLER_THERE = "give a smaller --batch-size or --max-new-tokens, or --device cpu"
 _POSITIONS = ("max_position_embeddings", "n_positions")
 
 
@@ -103,10 +104,14 @@ class Generator:
         ids = torch.tensor([[pad] * (longest - len(one)) + list(one) for one in prompts])
         there = torch.tensor([[0] * (longest - len(one)) + [1] * len(one) for one in prompts])
         streamer = _Shown(self._tokeniser.tokenizer, show) if show is not None else _Counted(step)
-        grown = self._model.generate(
-            input_ids=ids.to(device), attention_mask=there.to(device), generation_config=self._config, max_new_tokens=new,
-            streamer=streamer,
-        )  # fmt: skip
+        try:
+            grown = self._model.generate(
+                input_ids=ids.to(device), attention_mask=there.to(device), generation_config=self._config,
+                max_new_tokens=new, streamer=streamer,
+            )  # fmt: skip
+        except torch.OutOfMemoryError as error:
+            why = str(error).partition(". ")[0]
+            raise DeviceMemoryError(f"out of device memory: {why}", hint=_SMALLER_THERE) from error
         self.check()
         return [continued(row, self._config, self._tokeniser) for row in grown[:, longest:].tolist()]
 
@@ -161,7 +166,7 @@ def left_for_weights(memory: int | None, needed: GenerationMemory, largest: int)
         raise PlanError(
             f"does not fit: keys, values and the work of a pass take {gib(needed.total)} of the GPU, the largest stage's "
             f"weights {gib(largest)}, but {gib(memory)} are free",
-            hint="give a smaller --batch-size or --max-new-tokens, or --device cpu",
+            hint=_SMALLER_THERE,
         )
     return memory - needed.total
 

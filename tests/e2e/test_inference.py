@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from fuyou_cli.core.errors import PlanError, UsageError
+from fuyou_cli.core.errors import DeviceMemoryError, PlanError, UsageError
 from fuyou_cli.core.units import MiB
 from fuyou_cli.engine.generating import GenerationMemory
 from fuyou_cli.engine.streamed_losses import StreamedLosses
 from fuyou_cli.inference.streamed_evaluation import room_of
 from fuyou_cli.recipe.schema import TrainSection
-from fuyou_cli.training.generation import left_for_weights
+from fuyou_cli.training.generation import Generator, left_for_weights
 from fuyou_cli.training.inference import find, open_for_inference
 from fuyou_cli.training.jsonl import JsonlLog
 
@@ -80,6 +81,18 @@ def test_a_cache_and_the_largest_stage_fit_a_device_at_once() -> None:
     assert left_for_weights(15 * MiB, needed, 5 * MiB) == 5 * MiB
     with pytest.raises(PlanError, match="the largest stage's weights"):
         left_for_weights(15 * MiB - 1, needed, 5 * MiB)
+
+
+def test_a_device_that_is_full_is_an_error_of_generate() -> None:
+    class Full:
+        def generate(self, **given: Any) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has")
+
+    opened = SimpleNamespace(weights=SimpleNamespace(device=torch.device("cpu")), check=lambda: None)
+    generator = Generator(Full(), SimpleNamespace(pad_id=0, tokenizer=None), None, opened)  # type: ignore[arg-type]
+    with pytest.raises(DeviceMemoryError, match=r"^out of device memory: CUDA out of memory$") as told:
+        generator.run([[1, 2]], new=2)
+    assert told.value.hint is not None and "--batch-size" in told.value.hint
 
 
 def test_a_run_that_has_not_exported_is_told_from_a_folder_without_a_model(tmp_path: Path) -> None:
