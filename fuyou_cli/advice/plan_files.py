@@ -99,6 +99,8 @@ def _flat(value: Any, prefix: str = "") -> dict[str, str]:
 
 def _asked(model: ModelSpec, request: PlanRequest) -> dict[str, str]:
     asked = _flat({key: value for key, value in asdict(request).items() if key not in _FREE})
+    if request.norm_first is None:
+        del asked["norm_first"]  # as in files made before there was such a key
     rule, states, quantised = model.layout.rule, model.layout.dtype, model.quantisation
     asked |= {} if rule == "adamw" else {"optimizer.name": json.dumps(rule)}
     asked |= {} if states == "float32" else {"optimizer.state_dtype": json.dumps(states)}
@@ -124,8 +126,9 @@ def _placement(plan: Plan) -> str:
     """Returns a digest of everything except what the machine decides: a step's times, and the amount of memory."""
     apart = ("model", "cpu_budget", "memory", "predicted", "sustained")
     content = {key: value for key, value in asdict(plan).items() if key not in apart}
-    if plan.decoded is None:
-        del content["decoded"]  # of plans made before there was such a span
+    for later in ("decoded", "norm_first"):  # plans made before had none
+        if not content[later]:
+            del content[later]
     return _digest(content)
 
 

@@ -139,6 +139,10 @@ class Boundaries:
         """Notes that the stage's backward is submitted. The boundary is freed once its copies are over."""
         self._follow(stage, self.ledger.drop)
 
+    def leave(self, stage: int) -> None:
+        """Does the same for a backward that another follows: the boundary stays at its home."""
+        self._follow(stage, self.ledger.leave)
+
     def _layout(self, stage: int, boundary: torch.Tensor) -> BoundaryLayout:
         """Returns the layout of this boundary, which may be smaller than planned."""
         return boundary_layout(

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..core.errors import NumericsError
 from ..core.patience import SILENT, Patience
@@ -97,7 +97,7 @@ class Executor:
         self.reached: set[str] = set()  # tensors that have had a gradient other than zero
         at_once = [visit.index for visit in visits.schedule.visits if visit.update == "after"]
         self._first_update = min(at_once, default=len(visits.schedule.visits))  # the visit at whose end the first update begins
-        self._updating = False  # an update of the step under way has begun
+        self._updating = self._measures = False  # in this step: an update has begun, backward only measures the norm so far
         self._squares: dict[int, float] = {}
         self._scalars = Scalars(optimizer=optimizer, lr=0.0, step=1)
         self._outcome = StepOutcome(loss=0.0, grad_norm=None, label_tokens=0)
@@ -124,7 +124,7 @@ class Executor:
         None: each row is one.
         """
         assert not self.may_skip or self.plan.clip_grad_norm is not None
-        self._squares, self._updating = {}, False
+        self._squares, self._updating, self._measures = {}, False, self.plan.norm_first
         self._scalars = Scalars(optimizer=self.optimizer, lr=lr, step=step - self.skipped)
         self._outcome = StepOutcome(loss=0.0, grad_norm=None, label_tokens=0)
         self.visits.begin_step(step, last=last)
@@ -139,11 +139,12 @@ class Executor:
         assert self.anatomy.isolated or documents is None
         for rows in self.visits.sweeps(input_ids.shape[0]):
             self._sweep(input_ids[rows], positions, targets[rows], None if documents is None else documents[rows])
+        if not self.plan.norm_first:
+            self._settle()
         self.visits.sums.settle()
-        self.head.settle()
-        self._outcome.loss = self.head.loss
         self._outcome.intervals = self.visits.intervals()
-        self._decide_updates()
+        self.skipped += bool(self._outcome.skipped)
+        self.residency.update_later(self._scalars)
         return self._outcome
 
     def _sweep(
@@ -159,10 +160,19 @@ class Executor:
         self._streamed.tape.documents = None
         edge, output = get_gradient_edge(hidden), [hidden.detach()]
         del hidden  # free tensors of all rows as soon as they were used: each is as large as a boundary
-        gradient = self.head.run(output.pop(), targets)
-        self._streamed.tape.hand_on(edge, gradient)
+        if self.plan.norm_first:
+            self._back(edge, output, targets, again=True)
+            self._settle()
+            self._measures = False
+        self._back(edge, output, targets)
+
+    def _back(self, edge: GradientEdge, hidden: list[torch.Tensor], targets: torch.Tensor, *, again: bool = False) -> None:
+        """Runs the head and the backward of a sweep. `hidden`: its last hidden state, in a list that gives it up when nothing
+        needs it any more. `again`: both run once more, and now they only measure the norm."""
+        gradient = self.head.run(hidden[0] if again else hidden.pop(), targets)
+        self._streamed.tape.hand_on(edge, gradient, again=again)
         del gradient
-        self._streamed.tape.backward()
+        self._streamed.tape.backward(again=again)
 
     def forward(self, call: Call, x: torch.Tensor) -> torch.Tensor:
         """Returns a stage's output for the whole batch. x: (batch, tokens, ...), ids or a boundary, in host memory, or on the
@@ -197,12 +207,25 @@ class Executor:
 
     # ---- updates -------------------------------------------------------------------------------------------------
 
-    def _hand_over(self, stage: int, gradients: torch.Tensor, squares: list[float]) -> None:
-        """Sends the stage's complete gradients to rest, or starts its update. `squares`: one sum per tensor."""
+    def _hand_over(self, stage: int, gradients: torch.Tensor, squares: list[float] | None) -> None:
+        """Sends the stage's complete gradients to rest, or starts its update. `squares`: one sum per tensor; None: they were
+        measured before."""
         self.head.settle()  # a loss that is not finite explains such gradients, and nothing may be updated by them
-        total = 0.0  # also without clipping: otherwise NaN or Inf would be found only in the weights, without its origin
+        if squares is not None:
+            self._squares[stage] = self._squared(stage, gradients, squares)
+        if self._measures:
+            return
+        if self.plan.stages[stage].deferred:
+            self.residency.rest_gradients(stage)
+        else:
+            self._updating = True
+            self.residency.update_now(stage, self._scalars)
+
+    def _squared(self, stage: int, gradients: torch.Tensor, squares: list[float]) -> float:
+        """Returns the sum of a stage's squares. It is looked at without clipping too: otherwise NaN or Inf would be found only
+        in the weights, without its origin."""
         try:
-            total = squared_norm(
+            return squared_norm(
                 self.model.stages[stage],
                 squares,
                 gradients,
@@ -212,12 +235,7 @@ class Executor:
             )
         except NumericsError as error:
             self._refuse(error)
-        if self.plan.stages[stage].deferred:
-            self._squares[stage] = total
-            self.residency.rest_gradients(stage)
-        else:
-            self._updating = True
-            self.residency.update_now(stage, self._scalars)
+            return 0.0
 
     def _check_loss(self, loss: float, stage: int) -> None:
         if not math.isfinite(loss):
@@ -230,15 +248,14 @@ class Executor:
             raise error
         self._outcome.skipped = self._outcome.skipped or error.message
 
-    def _decide_updates(self) -> None:
-        """Starts deferred updates in the next forward: all their gradients rest, and their squares give the clipping factor."""
+    def _settle(self) -> None:
+        """Waits until all gradients were squared and the loss is known. They decide what the updates to come do."""
+        self.visits.sums.settle()
+        self.head.settle()
+        self._outcome.loss, limit = self.head.loss, self.plan.clip_grad_norm
         if self._outcome.skipped:
-            self.skipped += 1
-            self.residency.update_later(replace(self._scalars, skipped=True))
-            return
-        scale, limit = 1.0, self.plan.clip_grad_norm
-        if limit is not None:
+            self._scalars = replace(self._scalars, skipped=True)
+        elif limit is not None:
             norm = sum(self._squares[stage] for stage in sorted(self._squares)) ** 0.5
             self._outcome.grad_norm = norm
-            scale = min(1.0, limit / (norm + 1e-6))
-        self.residency.update_later(replace(self._scalars, gradient_scale=scale))
+            self._scalars = replace(self._scalars, gradient_scale=min(1.0, limit / (norm + 1e-6)))

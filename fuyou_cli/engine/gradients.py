@@ -35,7 +35,8 @@ from .skeleton import TORCH_DTYPE
 PIECE = 1 << 19  # elements added at once
 LOOK = "lower optimizer.lr or look at the data of this step"  # the remedy if a step's numbers are not finite
 
-HandOver = Callable[[int, torch.Tensor, list[float]], None]  # (stage, its gradients where they rest, squares of each tensor)
+# (stage, its gradients where they rest, the squares of each tensor; None: nobody looked at them)
+HandOver = Callable[[int, torch.Tensor, list[float] | None], None]
 
 
 @dataclass(slots=True)
@@ -162,15 +163,15 @@ class _Download:
     event: Event
     squares: Squares | None  # None: they are not needed
     span: _Span | None  # None: they rest on the device
-    arrived: Callable[[list[float]], None]
+    arrived: Callable[[list[float] | None], None]
 
     def done(self) -> bool:
         return self.event.done() and (self.squares is None or self.squares.done())
 
-    def wait(self) -> list[float]:
+    def wait(self) -> list[float] | None:
         """Waits until the span is free and returns the squares. Raises the error of a copy that failed."""
         self.event.synchronize()
-        return [] if self.squares is None else self.squares.result()
+        return None if self.squares is None else self.squares.result()
 
 
 class GradientSums:
@@ -254,7 +255,12 @@ class GradientSums:
 
     def end(self, visit: Visit, owner: int, total: GradientSum | None) -> None:
         """Hands over the stage's gradients at the end of a visit, or lets them rest if more will come."""
-        (self.rest if visit.rest else self.close)(owner, total)
+        if visit.rest:
+            self.rest(owner, total)
+        elif visit.measures or visit.again:
+            self._bring(owner, total, partial(self._hand_over, owner), look=visit.measures, leaves=visit.again)
+        else:
+            self.close(owner, total)
 
     def close(self, owner: int, total: GradientSum | None) -> None:
         """Hands over the stage's complete gradients once they are in host memory."""
@@ -267,8 +273,10 @@ class GradientSums:
         self._bring(owner, total, lambda host, squares: self.residency.rest_gradients(owner), look=False)
 
     def _bring(
-        self, owner: int, total: GradientSum | None, then: Callable[[torch.Tensor, list[float]], None], *, look: bool
-    ) -> None:
+        self, owner: int, total: GradientSum | None, then: Callable[[torch.Tensor, list[float] | None], None], *, look: bool,
+        leaves: bool = True,
+    ) -> None:  # fmt: skip
+        """Brings a sum to its home or slot and calls `then`. If it does not leave, nothing but its squares is needed."""
         if total is None:
             return
         total.complete()
@@ -276,28 +284,35 @@ class GradientSums:
         span = self.residency.acquire_gradients(owner)
         runs = [(tensor.offset, tensor.numel) for tensor in total.stage.trained_tensors]
         if not self.device.separate:
-            then(total.flat, self.device.squares(total.flat, runs, self._lanes).result() if look else [])
+            then(total.flat, self.device.squares(total.flat, runs, self._lanes).result() if look else None)
+            if not leaves:
+                self.residency.drop_gradients(owner)
             return
-        resting = total.flat
-        if owner in self._states.homes:
-            self._states.summed(owner, total.flat)
-            event = self.device.computed()
-        else:
-            resting = self.memory.tensor(span, self._dtype, total.stage.trained)
-            # Submitted first, so that it does not wait for the squares.
-            event = self.device.download(total.flat, resting, bulk=True)
+        # Submitted first, so that it does not wait for the squares.
+        resting, event = self._sent(owner, total, span) if leaves else (total.flat, self.device.computed())
         squares = self.device.squares(total.flat, runs, self._lanes) if look else None
         takes_turns = self._states.gradients(owner) is None
         left = _Span(_whole(total.flat), self.device.computed()) if takes_turns else None
-        # The update uses the host's weights, so they stay held until the gradients have arrived.
         record = self.residency.records[owner]
-        self.residency.hold(record)
+        if leaves:  # the update uses the host's weights, so they stay held until the gradients have arrived
+            self.residency.hold(record)
+        else:
+            self.residency.drop_gradients(owner)
 
-        def arrived(squares: list[float]) -> None:
+        def arrived(squares: list[float] | None) -> None:
             then(resting, squares)
-            self.residency.let_go(record)
+            if leaves:
+                self.residency.let_go(record)
 
         self._downloads.append(_Download(event, squares, left, arrived))
+
+    def _sent(self, owner: int, total: GradientSum, span: Span) -> tuple[torch.Tensor, Event]:
+        """Sends a sum from the device to where it rests (`span`: in host memory). Returns that place, and the copy's end."""
+        if owner in self._states.homes:
+            self._states.summed(owner, total.flat)
+            return total.flat, self.device.computed()
+        resting = self.memory.tensor(span, self._dtype, total.stage.trained)
+        return resting, self.device.download(total.flat, resting, bulk=True)
 
     def advance(self) -> None:
         """Hands over the gradients that have arrived. Never waits."""

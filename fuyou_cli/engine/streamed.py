@@ -110,25 +110,25 @@ class Tape:
         y: torch.Tensor = StreamedStage.apply(anchor, x.detach(), streamed, self._passes)  # type: ignore[no-untyped-call]
         return y
 
-    def hand_on(self, edge: GradientEdge, gradient: torch.Tensor) -> None:
-        """Passes a computed gradient on to the stages whose outputs it belongs to."""
+    def hand_on(self, edge: GradientEdge, gradient: torch.Tensor, *, again: bool = False) -> None:
+        """Passes a computed gradient on to the stages whose outputs it belongs to. `again`: another walk follows."""
         if isinstance(edge.node, StreamedStage._backward_cls):
             node: Any = edge.node
             node.streamed.take(gradient)
         else:
-            torch.autograd.backward([edge], [gradient])
+            torch.autograd.backward([edge], [gradient], retain_graph=again)
 
     @torch.no_grad()
-    def backward(self) -> None:
+    def backward(self, *, again: bool = False) -> None:
         """Visits the stages in reverse, from the gradients handed on so far. It holds no whole-batch tensors, because each is
-        as large as a boundary."""
-        while self._calls:
-            streamed = self._calls.pop()
+        as large as a boundary. `again`: another walk follows, so the calls stay recorded."""
+        for number in reversed(range(len(self._calls))):
+            streamed = self._calls[number] if again else self._calls.pop()
             if streamed.gradient is None:  # nothing from here on learns anything
                 continue
             gradient = self._passes.backward(streamed.call, streamed.ids, streamed.taken())
             if gradient is not None and streamed.before is not None:
-                self.hand_on(streamed.before, gradient)
+                self.hand_on(streamed.before, gradient, again=again)
             del gradient
 
 

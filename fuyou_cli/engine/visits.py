@@ -39,7 +39,7 @@ INSIDE = 5e-4  # seconds between looks inside a stage's forward: its layers take
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VisitInterval:
-    """Tells when a visit computed, on the monotonic clock (seconds)."""
+    """Tells when a visit computed, on the monotonic clock (seconds). `phase`: of the visit, or "norm" if it only measures."""
 
     phase: str
     stage: int
@@ -228,7 +228,8 @@ class Visits:
         found, over = list[VisitInterval](), 0.0
         for visit, begin, ended in self._left:
             begin, over = max(begin, over), ended()
-            found.append(VisitInterval(phase=visit.phase, stage=visit.stage, begin=begin, end=max(begin, over)))
+            phase = "norm" if visit.measures else "backward" if visit.again else visit.phase
+            found.append(VisitInterval(phase=phase, stage=visit.stage, begin=begin, end=max(begin, over)))
         return found
 
     # ---- groups and micro-batches -------------------------------------------------------------------------------------------

@@ -47,6 +47,7 @@ def assembled(costs: Costs, request: PlanRequest, placed: Layout, schedule: Sche
         decoded=placed.decoded,
         batch_on_device=bool(request.batch_on_device),
         sweeps=request.sweeps or 1,
+        norm_first=bool(request.norm_first),
         lookahead=lookahead,
         io=placed.io,
         arena_size=placed.arena_size,
@@ -174,7 +175,7 @@ def _places(placed: Layout, request: PlanRequest) -> tuple[float, str]:
 def _gradients_policy(model: ModelSpec, request: PlanRequest, placed: Layout) -> str:
     if request.store_mode == "redo":
         return "durable, until a step is updated"
-    if request.clip_grad_norm is not None:
+    if request.clip_grad_norm is not None and not request.norm_first:
         return "rest until the norm is known" + ", and between sweeps" * request.is_swept
     deferred = sum(model.stages[stage.stage].trained for stage in placed.stages if stage.deferred)
     if request.is_swept:

@@ -95,10 +95,11 @@ def phase_estimate(costs: Costs, schedule: Schedule, plan: Plan) -> float:
 
 
 def _phases(schedule: Schedule) -> list[list[Visit]]:
-    """Cuts a step into the first sweep's forward, the last sweep's rest, and what is between."""
+    """Cuts a step into the first sweep's forward, the last sweep's rest without a backward that only measures, and all else."""
     first = [visit for visit in schedule.visits if visit.phase == "forward" and not visit.sweep]
-    last = [visit for visit in schedule.visits if visit.phase != "forward" and visit.is_final]
-    between = list(schedule.visits[len(first) : len(schedule.visits) - len(last)])
+    last = [visit for visit in schedule.visits if visit.phase != "forward" and visit.is_final and not visit.measures]
+    ends = {visit.index for visit in (*first, *last)}
+    between = [visit for visit in schedule.visits if visit.index not in ends]
     return [phase for phase in (first, between, last) if phase]
 
 
@@ -118,7 +119,7 @@ def _beside_copies(costs: Costs, visits: Sequence[Visit], plan: Plan, computed: 
         if visit.owner is not None and stages[visit.owner].weights != "gpu":
             up_seconds += costs.model.stages[visit.owner].weight_bytes / up_rate
         owner = visit.owner if visit.owner is not None else visit.stage
-        if visit.sum_gradients and not stages[owner].updated_there:
+        if visit.sum_gradients and not visit.measures and not stages[owner].updated_there:
             gradients = costs.model.stages[owner].gradient_bytes(costs.numerics.accumulate_dtype)
             down_seconds += gradients / down_rate
             up_seconds += gradients / up_rate * (visit.sweep > 0)
@@ -153,7 +154,9 @@ def slot_seconds(costs: Costs, schedule: Schedule, visits: Sequence[Visit], plan
         if stage.gradients_ram is None and visit.sum_gradients:
             # The embedding's backward continues this sum in the same slot.
             goes_on = visit.phase == "head" and costs.model.tied_head and not costs.model.head_is_cut
-            resting = stage.gradients_extent is not None and (stage.deferred or visit.rest) and not goes_on
+            resting = (
+                not visit.measures and stage.gradients_extent is not None and (stage.deferred or visit.rest) and not goes_on
+            )
             written = stage.gradients_extent.size / rates[1] if resting and stage.gradients_extent and rates[1] else 0.0
             gradients[stage.slot_class] += computing + (written if resting else updating)
     held = [(weights[number], slots.weight_slots) for number, slots in enumerate(plan.slot_classes)]
@@ -239,7 +242,8 @@ def copied_bytes(costs: Costs, visits: Sequence[Visit], *, stages: tuple[StagePl
     to_device = weights + resumed + boundary * sum(into for into, _ in moved)
     to_host = brought + boundary * sum(back for _, back in moved)
     kept = sum(kept_bytes(model.stages[stage.stage], stage.kept) for stage in stages) * numerics.micro_batches
-    return to_device + kept, to_host + kept
+    often = 1 + any(visit.measures for visit in visits)
+    return to_device + kept * often, to_host + kept
 
 
 def uploads(model: ModelSpec, visits: Sequence[Visit], stages: tuple[StagePlan, ...]) -> dict[int, int]:

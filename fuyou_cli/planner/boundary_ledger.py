@@ -106,6 +106,14 @@ class BoundaryLedger:
         if self.plan.stages[stage].boundary_ram is None and kept.span is not None:
             self.free.append(kept.span)
 
+    def leave(self, stage: int) -> None:
+        """Ends a backward that another follows. A boundary from the ssd gives up its slot, and is read again."""
+        kept = self.kept[stage]
+        if self.plan.stages[stage].boundary_extent is not None:
+            assert kept.span is not None
+            self.free.append(kept.span)
+            kept.span = None
+
     def forget(self, wait_until: Wait) -> None:
         """Drops every boundary, after waiting for all transfers."""
         wait_until(lambda: all(kept.write is None and kept.read is None for kept in self.kept.values()), "boundaries")

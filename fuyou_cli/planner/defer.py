@@ -1,4 +1,5 @@
-"""Chooses the stages whose updates wait for the next forward: all if the gradient norm must be known first, else a share.
+"""Chooses the stages whose updates wait for the next forward: all if the gradient norm must be known first and no backward of
+its own measures it, else a share.
 
 A stage that is not deferred is updated as soon as its gradients are complete. The gradients of a deferred stage go to their
 home, and its update runs in the next forward, before the stage is used. The results are the same. Deferring moves work to a
@@ -17,7 +18,8 @@ def deferrals(model: ModelSpec, request: PlanRequest) -> tuple[bool, ...]:
     """Tells, per stage, whether its update waits for the next forward. It is False while the planner still has to choose."""
     if request.store_mode == "redo":  # gradients make the step durable
         return deferred_stages(model, 1.0)
-    return deferred_stages(model, 1.0 if request.clip_grad_norm is not None else request.defer or 0.0)
+    waits = request.clip_grad_norm is not None and not request.norm_first
+    return deferred_stages(model, 1.0 if waits else request.defer or 0.0)
 
 
 def deferred_stages(model: ModelSpec, share: float) -> tuple[bool, ...]:

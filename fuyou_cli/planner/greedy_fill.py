@@ -67,7 +67,7 @@ def _items_of(
     rests = int(plan.deferred) + sweeps * int(context.has_two_users[index]) + sweeps - 1
     boundary = context.boundary_size(index, homes.kept[index])
     # Used in forward and in backward. Weights that two visits in a row need are kept, at a sweep's end too.
-    uses = sweeps * (2 if stage.keeps_input else 1)
+    uses = sweeps * (2 if stage.keeps_input else 1) + int(bool(request.norm_first) and stage.kind != "embedding")
     # If the planner chooses the commit interval, the order is the one for frequent commits. Candidates that put states first
     # stand for rare commits.
     every = 1 if request.commit_every == "auto" else request.commit_every
@@ -79,7 +79,7 @@ def _items_of(
             uses * (plan.looked_up or weights) + spared * stage.trained_weight_bytes,
             request.weights is None,
         ),
-        ("boundaries", (boundary,), 2.0 * sweeps * boundary, request.boundaries is None),
+        ("boundaries", (boundary,), (2.0 * sweeps + bool(request.norm_first)) * boundary, request.boundaries is None),
         ("gradients", (gradients,), 2.0 * rests * gradients, request.gradients is None),
         ("states", states, (1.0 + spared) * sum(states), request.states is None),
     )

@@ -177,7 +177,7 @@ class Imagined:
         if visit.stash and not self._seals_at_once(visit.stage):
             self.boundaries.seal(visit.stage)
         if visit.take:
-            self.boundaries.drop(visit.stage)
+            (self.boundaries.leave if visit.measures else self.boundaries.drop)(visit.stage)
         if summed and not self._stays(visit):
             self._close_sum(visit, total)
         self.residency.release(visit)
@@ -217,6 +217,9 @@ class Imagined:
             self.residency.update_now(stage, True)
 
     def _close_sum(self, visit: Visit, total: int) -> None:
+        if visit.measures:
+            self.residency.drop_gradients(total)
+            return
         if self.device is None or self.plan.stages[total].updated_there:
             self._hand_over(total, rests=visit.rest)
             return

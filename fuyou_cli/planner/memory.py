@@ -141,10 +141,10 @@ def _upload_slots(arena: SpanAllocator, model: ModelSpec, request: PlanRequest) 
 def batch_slots(room: SpanAllocator, model: ModelSpec, request: PlanRequest) -> tuple[Span, ...]:
     """Returns slots for whole-batch tensors between stages, on a separate device or in the arena that it copies to and from.
     Input and output of a stage use two in turn, and the model's own forward holds the embedding's. A cut head sums in one of
-    them if it is in float32, else in one larger slot."""
+    them if it is in float32, else in one larger slot. A step that measures the norm first needs the last hidden state twice."""
     if request.device == "cpu":
         return ()
-    spans = [room.take(batch_boundary(model, request)) for _ in range(3)]
+    spans = [room.take(batch_boundary(model, request)) for _ in range(4 if request.norm_first else 3)]
     if model.head_is_cut and model.compute_dtype != "float32":
         spans.append(room.take(_SUM * model.hidden_size * request.group.tokens))
     return tuple(spans)
@@ -290,10 +290,10 @@ class ComputeMemory:
 def compute_memory(model: ModelSpec, request: PlanRequest) -> ComputeMemory:
     """Returns the most bytes that compute allocates on the host, outside the arena.
 
-    It counts two boundaries of a sweep's rows (in and out, or their gradients) and what the model's own forward holds between
-    stages. A separate device has three such boundaries in the arena, or all of this in its own memory. On device cpu it also
-    counts the stage that needs most. A cut head has the last hidden state, its gradient in float32 and at the end in the
-    compute dtype, and maximum, sum and target of every token.
+    It counts two boundaries of a sweep's rows (in and out, or their gradients), a third if the norm is measured first, and what
+    the model's own forward holds between stages. A separate device has such boundaries in the arena, or all of this in its own
+    memory. On device cpu it also counts the stage that needs most. A cut head has the last hidden state, its gradient in
+    float32 and at the end in the compute dtype, and maximum, sum and target of every token.
     """
     numerics, step_tokens = request.group, request.numerics.tokens
     tokens = numerics.tokens
@@ -308,7 +308,7 @@ def compute_memory(model: ModelSpec, request: PlanRequest) -> ComputeMemory:
         # Losses of every token, summed at the end in the order of one sweep.
         losses = 4 * step_tokens if request.is_swept else 0
         whole = max(whole, hidden + held(12 * tokens) + losses)
-    whole += 2 * boundary + 64 * step_tokens
+    whole += (3 if request.norm_first else 2) * boundary + 64 * step_tokens
     hungriest = max(model.stages, key=lambda stage: (stage.backward_peak, stage.index))
     stage = 0 if request.device == "cuda" else hungriest.backward_peak
     return ComputeMemory(whole_batch=whole, stage=stage, name=hungriest.name)

@@ -124,6 +124,7 @@ class Placing:
             micro_batches=asked.numerics.micro_batches,
             commit_every=plain.asked_interval,
             sweeps=asked.sweeps or 1,
+            norm_first=bool(asked.norm_first),
         )
         spans = replace(spans, stages=with_homes_on_device(self.model, asked, schedule, spans.stages))
         plan = assembled(self.costs, plain, spans, schedule, lookahead=candidate.lookahead)
@@ -220,7 +221,7 @@ class Placing:
 
 def as_chosen(model: ModelSpec, request: PlanRequest, candidate: Candidate) -> PlanRequest:
     """Returns the request with the candidate's deferred updates and its stages that rest on the device."""
-    asked = replace(request, defer=candidate.defer) if request.clip_grad_norm is None else request
+    asked = replace(request, defer=candidate.defer) if request.clip_grad_norm is None or request.norm_first else request
     return replace(asked, device_states=stages_filling(model, asked, candidate.there)) if candidate.there else asked
 
 

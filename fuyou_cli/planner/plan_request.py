@@ -55,6 +55,8 @@ class PlanRequest:
     may_redo: bool = False  # use the mode `redo` if this one has no room
     keep: int = 1  # committed states that are complete at any time (store mode `in_place`)
     wear: WearPolicy = "ignore"  # when a plan may write more to the drives (`sparing`)
+    # Whether a first backward measures the norm, so that updates run beside the second (`candidate.may_measure_first`).
+    norm_first: bool | None = None
     sweeps: int | None = None  # sweeps per step; they divide its micro-batches
 
     @property

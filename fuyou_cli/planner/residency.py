@@ -246,6 +246,10 @@ class Residency:
         assert span is not None
         return span
 
+    def drop_gradients(self, stage: int) -> None:
+        """Gives up gradients that nothing needs but their squares."""
+        self._free_gradient_slot(self.records[stage])
+
     def _free_gradient_slot(self, record: Record) -> None:
         if record.gradient_slot is not None:
             self.free_gradients[self.plan.stages[record.stage].slot_class].append(record.gradient_slot)

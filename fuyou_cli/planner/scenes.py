@@ -68,6 +68,7 @@ class Scenery:
         return (
             self._classes[visit.stage], None if visit.owner is None else self._classes[visit.owner],
             visit.phase, visit.keep, visit.stash, visit.take, visit.sum_gradients, visit.rest, visit.resume, visit.sweep > 0,
+            visit.measures,
             run.compute_seconds(visit), run.crossing(visit),
         )  # fmt: skip
 

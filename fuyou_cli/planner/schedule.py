@@ -43,6 +43,8 @@ class Visit:
     resume: bool  # continues the sum that rests there
     flops: float
     sweep: int = 0
+    measures: bool = False  # in a backward that only measures the norm: its sums are squared, then dropped
+    again: bool = False  # in the backward after that one, which has the same gradients
     is_final: bool = True  # in the step's last sweep: the sum is complete, except for a second user's share
 
 
@@ -78,9 +80,13 @@ def expand(
     micro_batches: int,
     commit_every: int | None,
     sweeps: int = 1,
+    norm_first: bool = False,
 ) -> Schedule:
     """Returns the steady-state step: states are no longer all zero, and every stage has gradients."""
     order = [(sweep, *visit) for sweep in range(sweeps) for visit in _order(model, stages, is_final=sweep == sweeps - 1)]
+    measuring = range(0)
+    if norm_first:
+        order, measuring = _with_norm_first(model, order)
     uses: dict[int | None, list[int]] = {}
     for index, (_, _, _, owner) in enumerate(order):
         uses.setdefault(owner, []).append(index)
@@ -107,6 +113,8 @@ def expand(
                 flops=_flops(model, phase, stage, stages[stage].given) * (micro_batches // sweeps),
                 sweep=sweep,
                 is_final=is_final,
+                measures=index in measuring,
+                again=0 < measuring.stop <= index,
             )
         )
     return Schedule(visits=tuple(visits), traffic=_traffic(model, stages, visits, commit_every))
@@ -126,6 +134,7 @@ def plan_schedule(model: ModelSpec, plan: Plan) -> Schedule:
         micro_batches=plan.numerics.micro_batches,
         commit_every=plan.commit_every,
         sweeps=plan.sweeps,
+        norm_first=plan.norm_first,
     )
 
 
@@ -144,6 +153,19 @@ def _order(model: ModelSpec, stages: tuple[StagePlan, ...], *, is_final: bool) -
         needs_weights = stage.kind != "embedding" or (is_final and not stages[stage.index].deferred)
         order.append(("backward", stage.index, stage.index if needs_weights else None))
     return order
+
+
+def _with_norm_first(
+    model: ModelSpec, order: list[tuple[int, Pass, int, int | None]]
+) -> tuple[list[tuple[int, Pass, int, int | None]], range]:
+    """Puts a backward that only measures the norm before the sweep's own. Returns where it is as well. No update follows it, so
+    an embedding's visit needs no weights."""
+    turn = next(index for index, (_, phase, _, _) in enumerate(order) if phase == "head")
+    first = [
+        (sweep, phase, stage, None if model.stages[stage].kind == "embedding" else owner)
+        for sweep, phase, stage, owner in order[turn:]
+    ]
+    return [*order[:turn], *first, *order[turn:]], range(turn, turn + len(first))
 
 
 def _distances(uses: list[int], index: int, visits: int) -> tuple[int, int]:
@@ -204,9 +226,9 @@ def _traffic(model: ModelSpec, stages: tuple[StagePlan, ...], visits: Sequence[V
         if visit.fetch and visit.owner is not None:
             read["weights"] += fetched_bytes(model, stages[visit.owner])
         plan = stages[visit.stage]
-        if visit.stash and plan.boundary == "ssd" and plan.boundary_extent is not None:
-            written["boundaries"] += plan.boundary_extent.size
-            read["boundaries"] += plan.boundary_extent.size
+        if plan.boundary == "ssd" and plan.boundary_extent is not None:
+            written["boundaries"] += plan.boundary_extent.size * visit.stash
+            read["boundaries"] += plan.boundary_extent.size * visit.take
         gradients = stages[visit.stage if visit.owner is None else visit.owner].gradients_extent
         if gradients is not None:
             written["gradients"] += gradients.size * visit.rest
@@ -241,7 +263,7 @@ def phase_traffic(
         if plan.boundary_extent is not None:
             written += plan.boundary_extent.size * visit.stash
             read += plan.boundary_extent.size * visit.take
-        if visit.sum_gradients and plan.gradients_extent is not None:
+        if visit.sum_gradients and not visit.measures and plan.gradients_extent is not None:
             written += plan.gradients_extent.size * (plan.deferred or not visit.is_final)
             read += plan.gradients_extent.size * (visit.sweep > 0)
     for plan in updated:

@@ -26,7 +26,7 @@ def at_rest(model: ModelSpec, request: PlanRequest, mode: StoreMode) -> int:
 def redone(request: PlanRequest) -> PlanRequest:
     """Returns the same run with one extent of everything and its gradients on the ssd."""
     every = 1 if request.commit_every == "auto" else request.commit_every
-    return replace(request, store_mode="redo", gradients="ssd", device_states=(), commit_every=every)
+    return replace(request, store_mode="redo", gradients="ssd", device_states=(), commit_every=every, norm_first=None)
 
 
 def with_fitting_mode(model: ModelSpec, request: PlanRequest, disk: int) -> PlanRequest:
@@ -52,5 +52,7 @@ def planned_with_room(choose: Choose, model: ModelSpec, hardware: HardwareProfil
 
 
 def _may_be_redone(model: ModelSpec, request: PlanRequest, disk: int) -> bool:
-    is_free = request.gradients != "cpu" and request.states != "gpu"  # with states on the device, gradients never leave it
+    is_free = (
+        request.gradients != "cpu" and request.states != "gpu" and not request.norm_first
+    )  # with states on the device, gradients never leave it
     return request.may_redo and not request.is_swept and is_free and at_rest(model, request, "redo") <= disk

@@ -261,6 +261,7 @@ class Plan:
     batch_on_device: bool = False  # True: stages pass outputs on in device memory, and only what is kept for backward crosses
     decoded: Span | None = None  # of the arena, on device cpu: where quantised weights are decoded for compute
     staging_slots: tuple[Span, ...] = ()  # for loading and committing tensors that rest only on the device
+    norm_first: bool = False  # a step's first backward only measures the norm; updates run beside a second one
     sweeps: int = 1  # passes over the model in a step, forward and backward, each over an equal share of the micro-batches
 
     @property

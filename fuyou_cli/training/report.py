@@ -148,11 +148,12 @@ def busy_seconds(timeline: Sequence[Busy]) -> dict[str, float]:
 
 
 def phases(timeline: Sequence[Busy]) -> list[tuple[str, float, float]]:
-    """Returns (name, begin, end) of each forward and backward, of every sweep, from the labels of the compute intervals."""
+    """Returns (name, begin, end) of each forward and backward, of every sweep, from the labels of the compute intervals. A
+    backward that only measures is named "norm"."""
     found: list[tuple[str, float, float]] = []
     for item in sorted((item for item in timeline if item.resource == "compute"), key=lambda item: item.begin):
         name = item.label.partition(" ")[0]
-        if name not in ("forward", "backward"):
+        if name not in ("forward", "norm", "backward"):
             continue
         if found and found[-1][0] == name:
             found[-1] = name, found[-1][1], max(found[-1][2], item.end)

@@ -187,6 +187,7 @@ class Rig:
         kept_there: Kept | Literal["room"] | None = None,
         store_mode: Literal["in_place", "redo"] = "in_place",
         sweeps: int | None = None,
+        norm_first: bool | None = None,
         opened: Device | None = None,  # instead of one that is opened by its name
         hardware: HardwareProfile = HARDWARE,
         planning: Callable[[ModelSpec, HardwareProfile, PlanRequest], Plan] = plan,
@@ -204,7 +205,7 @@ class Rig:
             numerics=subject.numerics, model_name="tiny", device=device, clip_grad_norm=clip, cpu_budget=budget,
             gpu_budget=gpu_budget, batch_on_device=batch_on_device and device != "cpu",
             weights=home, states=states or home, gradients=gradients or home, boundaries=boundaries or home, kept=kept,
-            kept_there=kept_there, store_mode=store_mode, device_states=device_states, sweeps=sweeps,
+            kept_there=kept_there, store_mode=store_mode, device_states=device_states, sweeps=sweeps, norm_first=norm_first,
             lookahead=lookahead, defer=defer, io_backend=backend, update_threads=update_threads, chunk_params=chunk,
             scratch_size=scratch_size(chunk, chunks), read_depth=4, write_depth=4, block_size=64 << 10, stripe=64 << 10,
         )  # fmt: skip

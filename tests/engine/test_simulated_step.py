@@ -122,6 +122,25 @@ def test_unclipped_the_requests_are_the_same(device: Literal["cpu", "emulated"],
         _check_order(subject, plan, asked)
 
 
+@crossed(2, device=["cpu", "emulated"], defer=[None, 0.5])
+def test_with_the_norm_first_the_requests_are_the_same(
+    device: Literal["cpu", "emulated"], defer: float | None, tmp_path: Path
+) -> None:
+    """Reads boundaries twice, and writes gradients only of updates that run in the next forward."""
+    subject = Subject(llama(num_hidden_layers=5), Shape(dtype="bfloat16", batch=4, micro=1))
+    plan, really = _really(subject, tmp_path, clip=0.5, norm_first=True, device=device, lookahead=2, defer=defer)
+    paper = _on_paper(subject, plan)
+    assert paper.keys() == really.keys()
+    for what in paper.keys() - {"read weights"}:
+        assert sorted(paper[what]) == sorted(really[what]), what
+    assert len(really["read boundary"]) == 2 * len(really["write boundary"])
+    assert ("write gradients" in really) == (defer is not None)
+    for what in ("write boundary", *(["update", "read boundary"] if device == "cpu" and defer is None else [])):
+        assert paper[what] == really[what], what
+    for asked in (paper, really):
+        _check_order(subject, plan, asked)
+
+
 @crossed(2, there=[(0, 2, 3), (0, 1, 2, 3, 4, 5, 6, 7)], clip=[0.5, None])
 def test_with_stages_on_the_device_the_requests_are_the_same(
     clip: float | None, there: tuple[int, ...], subject: Subject, tmp_path: Path

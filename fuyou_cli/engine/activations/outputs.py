@@ -156,7 +156,7 @@ class KeptOutputs:
         self, run: Run, x: torch.Tensor, micro_batch: int, flat: torch.Tensor | None, parameters: Sequence[nn.Parameter]
     ) -> torch.Tensor:
         given = self._arriving.pop(micro_batch) if self._separate else self._given(micro_batch)
-        mode = GivingBack(given, self._resting.pop(micro_batch), self._stage, flat)
+        mode = GivingBack(given, self._resting[micro_batch], self._stage, flat)
         known, _ = self._known.get(x.shape) or (None, None)
         with mode.inside(known, self._numbers, parameters):
             return run(x)

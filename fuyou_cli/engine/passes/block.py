@@ -103,7 +103,7 @@ class BlockPasses:
         begin = time.monotonic()
         grad_x = self.differentiated(call, boundary if ids is None else [ids], grad_y, flat, total)
         if visit.take:
-            visits.boundaries.drop(call.stage)
+            (visits.boundaries.leave if visit.measures else visits.boundaries.drop)(call.stage)
         visits.sums.end(visit, call.stage, total)
         visits.leave(visit, begin)
         return grad_x

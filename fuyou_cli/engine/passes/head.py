@@ -34,12 +34,13 @@ class HeadPasses:
         self.visits, self.head, self._check_loss = visits, Head(model), check_loss
         self.loss, self._normaliser = 0.0, 1
         self._losses: list[torch.Tensor] = []  # losses of label tokens, one tensor per sweep through a cut head so far
+        self._tokens: TokenLoss | None = None  # of a cut head whose backward runs once more
         self._asked: tuple[Squares, Visit] | None = None  # losses of pieces on their way from the device, and their visit
 
     def begin_step(self, label_tokens: int) -> None:
         self.loss, self._normaliser = 0.0, max(1, label_tokens)
         self._losses.clear()
-        self._asked = None
+        self._asked = self._tokens = None
 
     def run(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Returns the gradient of the step's mean loss with respect to a sweep's last hidden state.
@@ -128,7 +129,8 @@ class HeadPasses:
                     visits.between()
         leaving.settle()
         self.settle()  # an earlier sweep's
-        self._asked = visits.device.numbers(torch.stack(losses)), visit
+        if not visit.again:
+            self._asked = visits.device.numbers(torch.stack(losses)), visit
         if not visits.device.separate:
             self.settle()
         if not visits.model.tied_head:
@@ -139,14 +141,14 @@ class HeadPasses:
     # ---- in pieces -------------------------------------------------------------------------------------------------
 
     def _in_pieces(self, hidden: torch.Tensor, targets: torch.Tensor, *, normaliser: int) -> torch.Tensor:
-        """Makes two passes over the pieces of the vocabulary. Each piece's weights are fetched once per pass."""
+        """Makes two passes over the pieces of the vocabulary. Each piece's weights are fetched once per pass. A second backward
+        makes only the second pass again."""
         visits = self.visits
         heads = [stage.index for stage in visits.model.stages if stage.kind == "head"]
-        tokens, is_final = self.folded(hidden, targets)
-        self._losses.append(tokens.losses())
-        if is_final:
-            self.loss = mean(self._losses, normaliser)
-            self._check_loss(self.loss, heads[-1])
+        tokens, self._tokens = self._tokens, None
+        if tokens is None:
+            tokens = self._seen(hidden, targets, heads[-1], normaliser=normaliser)
+            self._tokens = tokens if visits.plan.norm_first else None
         # Always summed in float32: rounding after each piece would make the result depend on the number of pieces.
         gradient = visits.crossings.batches.lend(tuple(hidden.shape), torch.float32)
         is_result = gradient.dtype == hidden.dtype
@@ -155,6 +157,15 @@ class HeadPasses:
             target = result if visits.stages[stage].rows[0] == 0 else gradient  # the last piece has the complete sum
             self._differentiate_piece(stage, hidden, tokens, gradient, target, normaliser=normaliser)
         return result
+
+    def _seen(self, hidden: torch.Tensor, targets: torch.Tensor, last: int, *, normaliser: int) -> TokenLoss:
+        """Returns each token's loss, and notes the step's."""
+        tokens, is_final = self.folded(hidden, targets)
+        self._losses.append(tokens.losses())
+        if is_final:
+            self.loss = mean(self._losses, normaliser)
+            self._check_loss(self.loss, last)
+        return tokens
 
     def _fold_piece(self, stage: int, hidden: torch.Tensor, tokens: TokenLoss) -> Visit:
         """Folds the piece's logits of every token into its loss. Returns the visit."""
