@@ -29,7 +29,7 @@ _HALVINGS = 8
 _WORTH = 0.95  # of a step's time; other losses for less are not worth it
 _FINER, _FEW = 64 * MiB, 4 * GiB  # steps of RAM if there is little of it
 INT8 = "optimizer.state_dtype=int8"
-_PINS = ("weights", "gradients", "optimizer_states", "boundaries", "activations", "lookahead", "defer_updates")
+_PINS = ("weights", "gradients", "optimizer_states", "boundaries", "activations", "lookahead", "defer_updates", "norm_first")
 
 Steps = tuple[tuple[str, ...], ...]  # each is one change: key=value of one or two keys
 

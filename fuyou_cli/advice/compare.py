@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, get_args
 
 from fuyou_cli.core.errors import PlanError
 from fuyou_cli.core.units import brief, gb, gib
-from fuyou_cli.planner.candidate import NONE_KEPT, Candidate, family, sweep_counts
+from fuyou_cli.planner.candidate import NONE_KEPT, Candidate, family, may_measure_first, sweep_counts
 from fuyou_cli.planner.place import made_of
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.search import SearchResult, search, timed
@@ -80,7 +80,7 @@ def _order(row: Row) -> tuple[bool, float, str]:
 
 def _alike(one: Plan, other: Plan) -> bool:
     """Tells whether two plans do the same work."""
-    keys = ("stages", "slot_classes", "boundary_slots", "lookahead", "sweeps")
+    keys = ("stages", "slot_classes", "boundary_slots", "lookahead", "sweeps", "norm_first")
     return all(getattr(one, key) == getattr(other, key) for key in keys)
 
 
@@ -119,7 +119,7 @@ def where_time_goes(plan: Plan, best: Plan) -> str:
 
 def _turned(model: ModelSpec, request: PlanRequest, best: Candidate) -> Iterator[list[tuple[str, Candidate]]]:
     """Yields, for each knob in turn, every candidate that differs from the best only in it, with its description."""
-    knobs = family(model, request)
+    knobs = family(model, replace(request, norm_first=best.norm_first or request.norm_first))
     pipelines = [pair for pair in knobs.pipelines if pair != (best.lookahead, best.gradient_slots)]
     yield [(_pipeline(*pair), replace(best, lookahead=pair[0], gradient_slots=pair[1])) for pair in pipelines]
     for knob, words in (
@@ -132,8 +132,10 @@ def _turned(model: ModelSpec, request: PlanRequest, best: Candidate) -> Iterator
     ):
         others = [share for share in getattr(knobs, knob) if share != getattr(best, knob)]
         yield [(words(share), replace(best, **{knob: share})) for share in others]
-    counts = [count for count in sweep_counts(model, request) if count != best.sweeps]
+    counts = [count for count in sweep_counts(model, request) if count != best.sweeps and not best.norm_first]
     yield [(_sweeps(count), replace(best, sweeps=count)) for count in counts[:MOST_SWEEPS]]
+    if request.norm_first is None and may_measure_first(model, request) and best.sweeps == 1:
+        yield [(_norm_first(not best.norm_first), replace(best, norm_first=not best.norm_first, defer=0.0))]
 
 
 def placed_in_words(plan: Plan, model: ModelSpec) -> str:
@@ -155,6 +157,8 @@ def placed_in_words(plan: Plan, model: ModelSpec) -> str:
     parts.append(f"{sum(len(stage.given) for stage in plan.stages)} outputs kept")
     if plan.sweeps > 1:
         parts.append(_sweeps(plan.sweeps))
+    if plan.norm_first:
+        parts.append(_norm_first(True))
     parts += [f"{kept_there} of them on the GPU"] if kept_there else []
     return ", ".join(parts)
 
@@ -165,6 +169,10 @@ def _pipeline(lookahead: int, slots: int) -> str:
 
 def _sweeps(count: int) -> str:
     return f"{count} sweeps over the model" if count > 1 else "one sweep over the model"
+
+
+def _norm_first(measured: bool) -> str:
+    return "a first backward for the norm" if measured else "updates that wait for the norm"
 
 
 def _states(share: float) -> str:

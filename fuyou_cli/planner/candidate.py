@@ -35,6 +35,7 @@ class Candidate:
     activations: float = 0.0
     swap: float = 0.0  # share of the outputs' bytes that rest with boundaries on the ssd
     sweeps: int = 1  # sweeps per step, unless the request sets them
+    norm_first: bool = False  # a first backward measures the norm, unless the request says so
     kept_there: float = 0.0  # share of the device's spare memory that goes to outputs that stay there, before weights
     there: float = 0.0  # share of the device's spare memory that goes to whole stages (weights, gradients, states), or `TURN`
 
@@ -144,7 +145,7 @@ def family(model: ModelSpec, request: PlanRequest) -> Family:
     else:
         in_flight = tuple(pair for pair in _PIPELINES if pair[0] <= max(1, stages))
     # Deferring an update writes its gradients to the ssd: 2 to 4 bytes more per parameter, only to balance the work.
-    may_defer = request.clip_grad_norm is None and request.defer is None and request.gradients != "ssd"
+    may_defer = (request.clip_grad_norm is None or request.norm_first) and request.defer is None and request.gradients != "ssd"
     can_keep = request.kept is None and any(stage.operators for stage in model.stages)
     shares = _SHARES if request.boundaries is None else (0.0,)
     return Family(
@@ -160,26 +161,45 @@ def family(model: ModelSpec, request: PlanRequest) -> Family:
 
 def known_candidate(model: ModelSpec, request: PlanRequest, values: dict[str, Any]) -> Candidate | None:
     """Returns the candidate with these values, or None if no search for this request comes to it."""
-    knobs = family(model, request)
+    knobs = family(model, replace(request, norm_first=bool(values.get("norm_first")) or request.norm_first))
     possible = {
         "states": knobs.states, "defer": knobs.defer, "activations": knobs.activations, "swap": knobs.swap,
         "kept_there": knobs.kept_there, "there": (*knobs.there, *([TURN] if len(knobs.there) > 1 else [])),
         "sweeps": sweep_counts(model, request),
+        "norm_first": (False, True) if request.norm_first is None and may_measure_first(model, request) else (False,),
     }  # fmt: skip
     pipeline = (values.get("lookahead"), values.get("gradient_slots"))
     if pipeline not in knobs.pipelines or not values.keys() <= {"lookahead", "gradient_slots", *possible}:
         return None
     if any(type(count) is not int for count in (*pipeline, values.get("sweeps", 1))):  # 2.0 equals 2
         return None
+    if values.get("norm_first") and (values["norm_first"] is not True or values.get("sweeps", 1) > 1):
+        return None
     if any(values[name] not in some for name, some in possible.items() if name in values):
         return None
     return Candidate(**values)
 
 
+def may_measure_first(model: ModelSpec, request: PlanRequest) -> bool:
+    """Tells whether a step may have a first backward that only measures the norm, so that the second one's updates need not
+    wait. It may not if gradients rest for other reasons too, if parameters are frozen, or if a model's code writes into an
+    output, which both backwards may be given."""
+    return (
+        request.clip_grad_norm is not None
+        and request.store_mode != "redo"
+        and not request.is_swept
+        and request.gradients is None
+        and request.defer is None
+        and not any(model.has_two_users(stage.index) for stage in model.stages)
+        and not any(operator.overwritten for stage in model.stages for operator in stage.operators)
+        and not model.frozen_parameters
+    )
+
+
 def sweep_counts(model: ModelSpec, request: PlanRequest) -> tuple[int, ...]:
     """Returns the numbers of sweeps that the planner may choose. Each divides a step's micro-batches and is at least twice the
     one before."""
-    if request.sweeps is not None or not model.may_sweep or request.store_mode == "redo":
+    if request.sweeps is not None or request.norm_first or not model.may_sweep or request.store_mode == "redo":
         return (1,)
     micro_batches, counts = request.numerics.micro_batches, [1]
     if request.numerics.batch_size % request.numerics.micro_batch_size:

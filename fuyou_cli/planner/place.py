@@ -47,8 +47,13 @@ def plan(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> P
 
 def made_of(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, candidate: Candidate) -> Plan | None:
     """Returns the plan of this candidate, or None if it does not fit."""
-    found = Placing(model, hardware, replace(request, sweeps=request.sweeps or candidate.sweeps)).placed(candidate)
+    found = Placing(model, hardware, asked_with(request, candidate)).placed(candidate)
     return found.plan if found is not None else None
+
+
+def asked_with(request: PlanRequest, candidate: Candidate) -> PlanRequest:
+    """Returns the request with the order of visits that the candidate has."""
+    return replace(request, sweeps=request.sweeps or candidate.sweeps, norm_first=candidate.norm_first or request.norm_first)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

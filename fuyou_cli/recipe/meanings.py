@@ -96,6 +96,7 @@ MEANINGS = {
     "offload.boundaries": "Where the stages' inputs wait for backward.",
     "offload.lookahead": "Stages fetched early.",
     "offload.defer_updates": "Share of the updates that run in the next forward, where clipping is off.",
+    "offload.norm_first": "Clips by the norm of a first backward, so that updates run beside a second. Results are the same.",
     "offload.io.backend": "What reads and writes the store.",
     "offload.io.queue_depth": "Requests in flight, each way.",
     "offload.io.block_size": "Bytes of one request.",

@@ -188,6 +188,23 @@ def _deferral(recipe: Recipe) -> Broken:
         yield "offload.defer_updates", message, "leave it auto, or turn clipping off with `train.clip_grad_norm: null`"
 
 
+def _norm_first(recipe: Recipe) -> Broken:
+    key, offload = "offload.norm_first", recipe.offload
+    if offload.norm_first != "always":
+        return
+    others = {
+        "train.clip_grad_norm: null": recipe.train.clip_grad_norm is None,
+        "checkpoint.mode: redo": recipe.checkpoint.mode == "redo",
+        "train.sweep_tokens": recipe.train.sweep_tokens != "auto",
+        "offload.gradients": offload.gradients != "auto" or offload.strategy == "none",
+        "offload.defer_updates": offload.defer_updates != "auto",
+        "adapter": recipe.adapter is not None,
+        "freeze": bool(recipe.freeze),
+    }
+    for other in (name for name, is_set in others.items() if is_set):
+        yield key, f"`{key}: always` does not go with `{other}`", "leave it auto"
+
+
 def _commits(recipe: Recipe) -> Broken:
     snapshots, commits = "checkpoint.snapshot_every_steps", "checkpoint.commit_every_steps"
     mode, apart, every = recipe.checkpoint.mode, recipe.checkpoint.snapshot_every_steps, recipe.checkpoint.commit_every_steps
@@ -261,5 +278,5 @@ def _backends(recipe: Recipe) -> Broken:
 
 _RULES: tuple[Callable[[Recipe], Broken], ...] = (
     _revision, _length, _warmup, _decay, _batch, _mixture, _streaming, _evaluation, _device, _optimizer, _together, _strategy,
-    _deferral, _commits, _skipping, _compiled, _adapter, _quantised, _kernels, _backends,
+    _deferral, _norm_first, _commits, _skipping, _compiled, _adapter, _quantised, _kernels, _backends,
 )  # fmt: skip

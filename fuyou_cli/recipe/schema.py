@@ -206,6 +206,7 @@ class OffloadSection(Section):
     boundaries: AnyTier = "auto"
     lookahead: AutoPositive = "auto"
     defer_updates: AutoShare = "auto"
+    norm_first: Literal["auto", "always", "never"] = "auto"  # a backward more for clipping, beside whose second updates run
     io: IoSection = IoSection()
     verify_reads: bool = True  # compares what training reads with what was written
     wear: Literal["spare", "balanced", "ignore"] = "spare"  # whether small gains in speed may cost writes

@@ -15,7 +15,7 @@ from .state.resume import commit_interval
 from .state.stored import Manifest
 
 if TYPE_CHECKING:
-    from ..recipe.schema import Recipe
+    from ..recipe.schema import OffloadSection, Recipe
 
 CHUNK_PARAMS = 1 << 19
 
@@ -25,6 +25,13 @@ class _Kept(TypedDict):
 
     kept: Literal["all", "none"] | None
     kept_there: Literal["room"] | None
+
+
+class _Updates(TypedDict):
+    """Holds the arguments of `PlanRequest` about when updates run."""
+
+    defer: float | None
+    norm_first: bool | None
 
 
 class _Exported(TypedDict):
@@ -105,7 +112,7 @@ def plan_request(
         boundaries=_tier(offload.boundaries, device) or everything,
         **_kept(offload.activations, device),
         lookahead=None if offload.lookahead == "auto" else offload.lookahead,
-        defer=None if offload.defer_updates == "auto" else offload.defer_updates,
+        **_updates(offload),
         io_backend=offload.io.backend,
         read_depth=depth,
         write_depth=depth,
@@ -121,6 +128,13 @@ def plan_request(
         wear=offload.wear,
         sweeps=_sweeps(recipe.train.sweep_tokens, numerics, mode),
     )
+
+
+def _updates(offload: OffloadSection) -> _Updates:
+    return {
+        "defer": None if offload.defer_updates == "auto" else offload.defer_updates,
+        "norm_first": {"auto": None, "always": True, "never": False}[offload.norm_first],
+    }
 
 
 def _exported(recipe: Recipe) -> _Exported:

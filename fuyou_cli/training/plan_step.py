@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ..checkpoint.hub import Hub, Progress
 from ..core.errors import FuyouError, PlanError, UsageError
 from ..data import Stream
-from ..planner.candidate import Candidate
+from ..planner.candidate import Candidate, may_measure_first
 from ..planner.commit_interval import timed_plan
 from ..planner.place import least_memory, made_of
 from ..planner.place import plan as first_that_fits
@@ -200,6 +200,11 @@ class _Planner:
             raise UsageError(
                 f"train.sweep_tokens: {model.architecture} needs all rows of a step at once",
                 hint="leave it auto: the model sums or draws random numbers over all rows, in its embedding or between layers",
+            )
+        if asked.norm_first and not may_measure_first(model, asked):
+            raise UsageError(
+                f"offload.norm_first: {model.architecture} cannot measure the norm first as it is trained here",
+                hint="leave it auto: the head is tied, some weights are frozen, or the model writes into outputs",
             )
         return asked
 

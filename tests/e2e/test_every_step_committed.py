@@ -108,6 +108,28 @@ def test_a_run_that_dies_anywhere_is_the_same_run(
     assert_same_exports(resumed, expected.store, tmp_path)
 
 
+@pytest.mark.parametrize(("device", "apart"), every(2, [("cpu", 9), ("cpu", 1), ("emulated", 9), ("emulated", 1)]))
+def test_a_step_that_measures_its_norm_first_may_end_at_any_visit(
+    device: str, apart: int, llama: Path, new_project: NewProject, whole: Callable[..., Whole]
+) -> None:
+    """Compares with a run whose updates wait for the norm. `apart`: visits from one end to the next."""
+    changes = {"model.name_or_path": str(llama), "train.max_steps": STEPS}
+    expected = whole(changes)
+    first = {"offload.norm_first": "always", "offload.gradients": "auto", "offload.device": device}
+    project = new_project("broken", {**changes, **first})
+    planned = prepared_run(project).planned
+    visits = len(plan_schedule(planned.model, planned.plan).visits)
+    assert planned.plan.norm_first
+    with pytest.raises(Died):
+        train(project, _dies_at(3, 1))
+    for visit in range(0, visits, apart):
+        with pytest.raises(Died):
+            train(project, _dies_at(manifest_of(project).step + 1, visit))
+    losses, store = train(project)
+    assert losses == expected.losses
+    assert sums(store) == sums(expected.store)
+
+
 @pytest.mark.parametrize(
     "changes",
     [

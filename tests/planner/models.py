@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from fuyou_cli.core.units import GiB, MiB
-from fuyou_cli.planner.candidate import Family
+from fuyou_cli.planner.candidate import Family, may_measure_first
 from fuyou_cli.planner.place import least_memory
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.spec.hardware import HardwareProfile
@@ -90,7 +90,8 @@ def divisors(count: int) -> list[int]:
 def request_for(
     draw: st.DrawFn, spec: ModelSpec, *, budget: int = 1 << 40, pinned: bool = True, swept: bool = False
 ) -> PlanRequest:
-    """Draws numerics, clipping or a share of deferred updates, lookahead, device and pins; `swept`: sweeps as well."""
+    """Draws numerics, clipping or a share of deferred updates, lookahead, device and pins; `swept`: also sweeps, or the norm
+    first."""
     tier = st.sampled_from([None, None, "cpu", "ssd"]) if pinned else st.none()
     micro = draw(st.integers(1, 4))
     clip = draw(st.sampled_from([None, 1.0]))
@@ -100,13 +101,15 @@ def request_for(
         accumulate_dtype=draw(st.sampled_from([spec.compute_dtype, "float32"])),
         max_seq_len=draw(st.sampled_from([64, 512])), head_chunk_tokens=0, torch_threads=2, seed=0,
     )  # fmt: skip
-    return PlanRequest(
+    request = PlanRequest(
         numerics=numerics, model_name="test", device=draw(st.sampled_from(["cpu", "emulated"])), clip_grad_norm=clip,
         cpu_budget=budget, weights=draw(tier), states=draw(tier), boundaries=draw(tier),
         gradients=draw(tier) if clip or defer else None, lookahead=draw(st.sampled_from([None, 1, 2, 4])), defer=defer,
         scratch_size=draw(st.integers(1, 8)) * MiB, kept=draw(st.sampled_from([None, None, "all"])),
         sweeps=draw(st.sampled_from(divisors(numerics.micro_batches))) if swept and not spec.tied_head else None,
     )  # fmt: skip
+    measures = swept and may_measure_first(spec, request) and draw(st.booleans())
+    return replace(request, norm_first=True) if measures else request
 
 
 @st.composite

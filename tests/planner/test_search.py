@@ -69,6 +69,7 @@ def free(draw: st.DrawFn) -> tuple[ModelSpec, HardwareProfile, PlanRequest, Fami
 def test_nothing_in_the_family_is_faster(case: tuple[ModelSpec, HardwareProfile, PlanRequest, Family]) -> None:
     """Tries every candidate beside the search: both find the same, but of about equal ones the search takes the cheaper."""
     spec, hardware, request, candidates = case
+    request = replace(request, norm_first=False)
     placing = Placing(spec, hardware, request)
     placed = {id(found): found for found in map(placing.placed, candidates) if found is not None}
     seconds = min(_step(spec, hardware, found.plan) for found in placed.values())
@@ -108,7 +109,7 @@ def test_outputs_that_cross_slower_than_they_are_computed_are_not_kept(size: int
 def test_where_tensors_are_large_little_is_lost(hardware: HardwareProfile, clip: float | None, spare: int, blocks: int) -> None:
     """Beside all candidates: with `spare` MiB beyond the least, where what moves to RAM makes a difference."""
     spec = model(8 << 20, *[16 << 20] * blocks, 2048, 8 << 20)
-    request = replace(_large(spec), clip_grad_norm=clip)
+    request = replace(_large(spec), clip_grad_norm=clip, norm_first=False)
     request = replace(request, cpu_budget=least_memory(spec, hardware, request) + spare * MiB)
     best, limited = search(spec, hardware, request, effort="exhaustive"), search(spec, hardware, request, effort="limited")
     assert best.complete

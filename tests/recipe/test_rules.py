@@ -27,6 +27,8 @@ from fuyou_cli.recipe.unbuilt import UNBUILT
         ("offload: {dir: [/a, /a]}\n", "offload.dir"),
         ("offload: {defer_updates: 0.5}\n", "offload.defer_updates"),
         ("train: {clip_grad_norm: 2}\noffload: {defer_updates: 0}\n", "offload.defer_updates"),
+        ("train: {clip_grad_norm: null}\noffload: {norm_first: always}\n", "offload.norm_first"),
+        ("adapter: {r: 4}\noffload: {norm_first: always}\n", "offload.norm_first"),
         ("checkpoint: {mode: snapshot}\n", "checkpoint.mode"),
         ("checkpoint: {mode: snapshot, snapshot_every_steps: 5, commit_every_steps: 1}\n", "checkpoint.commit_every_steps"),
         ("checkpoint: {snapshot_every_steps: 5}\n", "checkpoint.snapshot_every_steps"),

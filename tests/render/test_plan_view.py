@@ -98,12 +98,16 @@ def test_steps_within_a_time(plan: Plan) -> None:
 
 
 def test_when_updates_run_is_said(screen: Screen, facts: RunFacts) -> None:
-    def text(clip: float | None, *deferred: int) -> str:
+    def text(clip: float | None, *deferred: int, norm_first: bool = False) -> str:
         stages = tuple(replace(stage, deferred=stage.stage in deferred) for stage in facts.plan.stages)
-        return words(screen(replace(facts, plan=replace(facts.plan, clip_grad_norm=clip, stages=stages)), 120))
+        return words(
+            screen(replace(facts, plan=replace(facts.plan, clip_grad_norm=clip, stages=stages, norm_first=norm_first)), 120)
+        )
 
     half = facts.model.stages[1].params / facts.model.stored_parameters
     assert "exact clipping at norm 1: updates wait for the last gradient" in text(1.0, *range(len(facts.plan.stages)))
+    measured = "exact clipping at norm 1, which a first backward measures: every update overlaps the second"
+    assert measured in text(1.0, norm_first=True)
     assert "no clipping: every update overlaps backward" in text(None)
     assert f"no clipping: {half:.0%} of the updates run in the next forward" in text(None, 1)
 

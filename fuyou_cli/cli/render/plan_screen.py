@@ -136,14 +136,16 @@ def _frozen(model: ModelSpec) -> str:
 
 
 def _clipping(plan: Plan, model: ModelSpec) -> str:
-    if plan.clip_grad_norm is not None:
-        return f"exact clipping at norm {plan.clip_grad_norm:g}: updates wait for the last gradient"
+    clipping = "no clipping" if plan.clip_grad_norm is None else f"exact clipping at norm {plan.clip_grad_norm:g}"
+    if plan.clip_grad_norm is not None and not plan.norm_first:
+        return f"{clipping}: updates wait for the last gradient"
+    if plan.norm_first:
+        clipping += ", which a first backward measures"
     deferred = sum(model.stages[stage.stage].trained for stage in plan.stages if stage.deferred)
     if not deferred:
-        return "no clipping: every update overlaps backward"
-    return (
-        f"no clipping: {deferred / model.updated_parameters:.0%} of the updates run in the next forward, the rest in backward"
-    )
+        return f"{clipping}: every update overlaps {'the second' if plan.norm_first else 'backward'}"
+    share = f"{deferred / model.updated_parameters:.0%}"
+    return f"{clipping}: {share} of the updates run in the next forward, the rest in backward"
 
 
 def _machine(facts: RunFacts, shapes: Symbols) -> list[tuple[str, str]]:
