@@ -192,6 +192,7 @@ class _Keeping(Operators):
     def __init__(self, stage: KeptOutputs, micro_batch: int) -> None:
         super().__init__()
         self.outputs: Outputs = {}
+        self.before: Outputs = {}  # of an earlier micro-batch of this shape
         self.stage, self._micro_batch = stage, micro_batch
         self.copies: dict[int, Event] = {}  # by storage; the last copy of a storage ends after its others
         self.computed_there: dict[int, OperatorSpec] = {}  # by storage: products computed in their place
@@ -252,7 +253,7 @@ class _Keeping(Operators):
                 # A number, or a small tensor like a kernel's random state: it stays where it is.
                 values.append(value.clone() if isinstance(value, torch.Tensor) else value)
                 continue
-            resting = Resting.of(value, end)
+            resting = self._as_before(spec.index, len(values), value) or Resting.of(value, end)
             if resting.end > place.room(spec.index):
                 raise UsageError(
                     f"the output of {spec.name} takes {resting.end} bytes, but the plan has {place.room(spec.index)}",
@@ -263,6 +264,12 @@ class _Keeping(Operators):
             self.last = value.data_ptr(), value.numel()
             end = align_up(resting.end, OUTPUT_ALIGN)
         return values, isinstance(out, tuple)
+
+    def _as_before(self, index: int, number: int, value: torch.Tensor) -> Resting | None:
+        """Returns how such a tensor of an output was kept before. To find its strides again would take time."""
+        values = self.before[index][0] if index in self.before else []
+        known = values[number] if number < len(values) else None
+        return known if isinstance(known, Resting) and (known.shape, known.dtype) == (value.shape, value.dtype) else None
 
     def put(self, index: int, value: torch.Tensor, resting: Resting) -> None:
         """Copies a computed tensor of an output to its place, now or later."""
@@ -290,7 +297,7 @@ class _KeepingCalls:
 
     def __init__(self, mode: _Keeping, known: Known, outputs: Outputs) -> None:
         self._mode, self._known, self._outputs = mode, known, outputs
-        mode.later = []
+        mode.later, mode.before = [], outputs
         self._only = Only(mode)
         self._watched: list[tuple[torch.Tensor, int, int]] = []  # an output, its changes so far, its operator
 
