@@ -35,7 +35,8 @@ class HostMemory:
     def whole(self, dtype: torch.dtype) -> torch.Tensor:
         """Returns all of the arena as a flat tensor, as far as whole elements of `dtype` go."""
         if dtype not in self._whole:
-            self._whole[dtype] = torch.frombuffer(self.arena.view(0, self.arena.size), dtype=dtype)
+            size = self.arena.size // dtype.itemsize * dtype.itemsize
+            self._whole[dtype] = torch.frombuffer(self.arena.view(0, size), dtype=dtype)
         return self._whole[dtype]
 
     def holds(self, tensor: torch.Tensor) -> bool:

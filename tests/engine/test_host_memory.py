@@ -23,3 +23,11 @@ def test_every_page_is_taken_and_keeps_what_it_holds() -> None:
         whole = memory.tensor(Span(offset=0, size=SIZE), torch.uint8)
         assert torch.equal(whole[8 * MiB : 9 * MiB], (torch.arange(MiB) % 251).to(torch.uint8))
         assert int(whole[: 8 * MiB].sum()) == int(whole[9 * MiB :].sum(dtype=torch.int64)) == 0
+
+
+def test_all_of_an_arena_that_ends_amid_an_element() -> None:
+    with Arena(4099) as arena:
+        memory = HostMemory(arena)
+        assert [memory.whole(dtype).numel() for dtype in (torch.uint8, torch.bfloat16, torch.int64)] == [4099, 2049, 512]
+        memory.whole(torch.int64)[1] = -1
+        assert memory.tensor(Span(offset=8, size=8), torch.uint8).tolist() == [255] * 8
