@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from fuyou_cli.training.report import StepReport
+from fuyou_cli.training.report import StepReport, phases
 
 from .conftest import NewProject
 from .running import STEPS, run_of
@@ -64,3 +66,13 @@ def test_copies_to_a_device_of_its_own_are_on_the_timeline(new_project: NewProje
         assert sum(item.bytes for item in moved["h2d"]) >= weights <= sum(item.bytes for item in moved["d2h"])
         assert all(0 <= item.begin <= item.end for items in moved.values() for item in items)
     assert min(report.busy["h2d"], report.busy["d2h"]) > 0
+
+
+def test_a_backward_that_only_measures_has_its_own_name(new_project: NewProject, llama: Path) -> None:
+    changes = {"offload.norm_first": "always", "offload.gradients": "auto", "train.max_steps": 2}
+    reports: list[StepReport] = []
+    with run_of(new_project(changes={"model.name_or_path": str(llama), **changes})) as run:
+        run.load(lambda count: None)
+        run.train(reports.append)
+    for report in reports:
+        assert [name for name, _, _ in phases(report.timeline)] == ["forward", "norm", "backward"]
