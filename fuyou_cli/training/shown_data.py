@@ -6,10 +6,10 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import accumulate, chain, count, islice, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.hub import Hub, Progress
 from ..core.disk import existing
@@ -36,6 +36,11 @@ class Shown:
     trained: int
     documents: Sequence[Pieces]
 
+    def as_data(self) -> dict[str, Any]:
+        """Returns it for JSON."""
+        documents = [[{"text": text, "trained": trained} for text, trained in document] for document in self.documents]
+        return {"row": self.row, "tokens": self.tokens, "label_tokens": self.trained, "documents": documents}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:
@@ -48,6 +53,18 @@ class Seen:
     note: str | None  # on how often rows are seen
     mixture: str | None
     shown: Sequence[Shown]
+
+    def as_data(self) -> dict[str, Any]:
+        """Returns it for JSON."""
+        left_out, of_a_set = ("preview", "pad_id", "digest", "highest_token_id", "formats"), ("rows", "tokens", "label_tokens")
+        return {
+            **{name: value for name, value in asdict(self.summary).items() if name not in left_out},
+            "formats": [{"path": path, "format": name} for path, name in self.summary.formats],
+            "notes": [*self.summary.notes, *([self.note] if self.note else [])],
+            "steps": self.steps,
+            "eval": {name: {key: getattr(one, key) for key in of_a_set} for name, one in self.sets.items()},
+            "shown": [row.as_data() for row in self.shown],
+        }
 
 
 def seen(recipe: Recipe, number: int, *, whole: bool, say: Say, progress: Progress) -> Seen:

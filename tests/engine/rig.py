@@ -196,11 +196,8 @@ class Rig:
         data_sums: bool = False,
     ) -> None:
         device = EVERYWHERE if EVERYWHERE and opened is None else device
-        self.subject, self.anatomy = subject, subject.anatomy
-        self.spec = subject.spec if compiled is None else as_compiled(subject.spec)
-        self._compiled = compiled
-        self.optimizer = optimizer
-        self.losses: list[float] = []
+        self.subject, self.anatomy, self.optimizer, self._compiled = subject, subject.anatomy, optimizer, compiled
+        self.spec, self.losses = subject.spec if compiled is None else as_compiled(subject.spec), list[float]()
         self.request = PlanRequest(
             numerics=subject.numerics, model_name="tiny", device=device, clip_grad_norm=clip, cpu_budget=budget,
             gpu_budget=gpu_budget, batch_on_device=batch_on_device and device != "cpu",
