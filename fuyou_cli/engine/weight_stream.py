@@ -122,7 +122,8 @@ class WeightStream:
         self.anatomy, self.device, self._dtype = anatomy, device or torch.device("cpu"), dtype
         self._read_into, visited = read, Visited.of(anatomy, dtype)
         self.by_rows, self._order, sizes = visited.by_rows, visited.order, visited.sizes
-        self.on_device = visited.on_device(device_memory)
+        # What stays on the device comes through the slots in RAM, which its largest stage must not make too large.
+        self.on_device = frozenset(i for i in visited.on_device(device_memory) if _SLOTS * sizes[i] <= memory)
         self.staying = visited.staying(memory, self.on_device)
         largest = max((size for i, size in sizes.items() if i not in self.staying), default=0)
         self.memory = sum(sizes[i] for i in self.staying) + _SLOTS * largest

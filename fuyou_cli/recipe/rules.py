@@ -200,6 +200,8 @@ def _norm_first(recipe: Recipe) -> Broken:
         "offload.defer_updates": offload.defer_updates != "auto",
         "adapter": recipe.adapter is not None,
         "freeze": bool(recipe.freeze),
+        "model.kernels: liger": recipe.model.kernels == "liger",
+        "model.trust_remote_code": recipe.model.trust_remote_code,
     }
     for other in (name for name, is_set in others.items() if is_set):
         yield key, f"`{key}: always` does not go with `{other}`", "leave it auto"

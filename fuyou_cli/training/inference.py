@@ -127,8 +127,8 @@ def memory_of(device: torch.device, limit: MemoryLimit | None = None) -> int | N
     """Returns the bytes that tensors may take of a GPU's free memory, and of `limit`; None if `device` computes in RAM."""
     if device.type != "cuda":
         return None
-    free = free_memory()
-    most = free if limit is None else limit.resolve(total=torch.cuda.mem_get_info()[1], auto=free)
+    free = free_memory(device)
+    most = free if limit is None else limit.resolve(total=torch.cuda.mem_get_info(device)[1], auto=free)
     return for_tensors(min(free, most))
 
 

@@ -15,7 +15,7 @@ from .state.resume import commit_interval
 from .state.stored import Manifest
 
 if TYPE_CHECKING:
-    from ..recipe.schema import OffloadSection, Recipe
+    from ..recipe.schema import Recipe
 
 CHUNK_PARAMS = 1 << 19
 
@@ -112,7 +112,7 @@ def plan_request(
         boundaries=_tier(offload.boundaries, device) or everything,
         **_kept(offload.activations, device),
         lookahead=None if offload.lookahead == "auto" else offload.lookahead,
-        **_updates(offload),
+        **_updates(recipe),
         io_backend=offload.io.backend,
         read_depth=depth,
         write_depth=depth,
@@ -130,11 +130,11 @@ def plan_request(
     )
 
 
-def _updates(offload: OffloadSection) -> _Updates:
-    return {
-        "defer": None if offload.defer_updates == "auto" else offload.defer_updates,
-        "norm_first": {"auto": None, "always": True, "never": False}[offload.norm_first],
-    }
+def _updates(recipe: Recipe) -> _Updates:
+    offload, measures = recipe.offload, {"auto": None, "always": True, "never": False}[recipe.offload.norm_first]
+    if recipe.model.kernels == "liger" or recipe.model.trust_remote_code:
+        measures = False  # their backward may write into what forward saved, and a second one would be given that
+    return {"defer": None if offload.defer_updates == "auto" else offload.defer_updates, "norm_first": measures}
 
 
 def _exported(recipe: Recipe) -> _Exported:

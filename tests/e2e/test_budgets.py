@@ -69,3 +69,21 @@ def test_slow_products_are_said(new_project: NewProject, dtype: str, device: str
     note_slow_products(recipe, device, said.append)
     assert len(said) == (slow and not has_fast_bfloat16())
     assert all("precision.compute=float32" in text for text in said)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ([], None),
+        (["offload.gradients=auto", "offload.norm_first=always"], True),
+        (["model.trust_remote_code=true"], False),
+        (["model.kernels=liger", "offload.device=cuda"], False),
+    ],
+)
+def test_code_whose_backward_writes_into_outputs_has_one_backward(
+    new_project: NewProject, changes: list[str], expected: bool | None
+) -> None:
+    """Liger's gated products store gradients where forward's outputs were."""
+    recipe = load_recipe(new_project().recipe, ["train.clip_grad_norm=1", *changes]).recipe
+    machine = replace(described("rtx4090,gen4,64GiB"), device="cpu")
+    assert plan_request(recipe, NUMERICS, machine, device="cpu").norm_first is expected

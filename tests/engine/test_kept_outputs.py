@@ -184,7 +184,7 @@ def test_a_later_change_in_place_is_an_error(place: str, tmp_path: Path, monkeyp
     assert {type(parameter) for parameter in mlp.parameters()} == {torch.nn.Parameter}
 
 
-@pytest.mark.parametrize("place", ["kept", "kept_there"])
+@pytest.mark.parametrize("place", ["kept", "kept_there", "products"])
 def test_only_the_first_micro_batch_of_a_shape_is_looked_at(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,13 +192,24 @@ def test_only_the_first_micro_batch_of_a_shape_is_looked_at(
     subject, seen = Subject(llama(num_hidden_layers=1), Shape(**UNEVEN)), list[str]()
     kind = Operators._kind
     monkeypatch.setattr(Operators, "_kind", lambda self, *call: seen.append(type(self).__name__) or kind(self, *call))
-    way: Any = {place: {"kept": "all", "kept_there": "room"}[place]}
+    products = tuple(tuple(o.index for o in stage.operators if o.kind == "mm") for stage in subject.spec.stages)
+    way: Any = {"kept": {"kept": "all"}, "kept_there": {"kept_there": "room"}, "products": {"kept": products}}[place]
     counts = []
     with Rig(subject, tmp_path, home="cpu", device="emulated", **way) as rig:
         for number, batch in enumerate(subject.batches(2), 1):
             rig.step(*batch, number, last=number == 2)
             counts.append(len(seen))
     assert counts[0] == counts[1] > 0 and set(seen) == {"_Keeping"}
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+def test_one_product_of_eager_attention_may_be_kept(device: Any, tmp_path: Path) -> None:
+    """A plan with little room keeps the product with the values and not the scores."""
+    subject = Subject(llama(), Shape(batch=4, micro=2), attention="eager")
+    kept = tuple(tuple(o.index for o in stage.operators if o.kind == "bmm")[1:2] for stage in subject.spec.stages)
+    assert any(kept)
+    expected = outcome(subject, tmp_path / "recomputed", 2, home="cpu")
+    assert_same(outcome(subject, tmp_path / "kept", 2, home="cpu", device=device, kept=kept), expected)
 
 
 def _twice(mlp: Any) -> Any:

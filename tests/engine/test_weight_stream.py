@@ -125,6 +125,17 @@ def test_what_stays_on_a_device_comes_through_the_slots(tied: bool) -> None:
     assert weights.streamed_bytes == 0
 
 
+def test_a_stage_too_large_for_two_slots_does_not_go_to_the_device() -> None:
+    """RAM for the head alone and two blocks: two slots for the head, through which it would go, have no room."""
+    subject = Subject(llama(num_hidden_layers=6, vocab_size=997), Shape())
+    sizes = [4 * stage.params for stage in subject.anatomy.stages]
+    memory = sizes[-1] + 2 * max(sizes[1:-1])
+    with opened(subject, memory, memory) as (losses, weights, _):
+        assert weights.memory <= memory and len(sizes) - 1 in weights.staying and weights.on_device
+        ids, labels = next(subject.batches(1))
+        assert relative(losses.losses(ids, labels, last=True).tolist(), plain(subject, ids, labels)) <= 1e-6
+
+
 def test_too_little_memory_is_said() -> None:
     subject = Subject(llama(), Shape())
     with pytest.raises(PlanError, match="weights need at least"):

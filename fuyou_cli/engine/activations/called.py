@@ -135,7 +135,7 @@ class Notes:
         made = list(self._outputs)[before:]
         if operator == ATTENTION:
             self._attention += made
-            self._is_clear = self._is_clear and len(made) == 1
+            self._is_clear = self._is_clear and len(made) <= 1
         elif made == [operator]:
             self._calls[operator] = handed.func
             if isinstance(out, torch.Tensor) and out.is_contiguous() and (out.data_ptr(), out.numel()) == self._last():

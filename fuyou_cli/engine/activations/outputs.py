@@ -146,6 +146,8 @@ class KeptOutputs:
         with handing_over(notes.hand_over, weights, attention=True), mode:
             y = without_saving(run, x)
         known = None if mode.changed else notes.known()
+        if known is not None and known.attention is not None and self.chosen[known.attention].kind != "attention":
+            known = None  # it is one of attention's own products, which later calls do not look for
         self._known[x.shape] = None if known is None else (known, mode.outputs)
         return y
 

@@ -24,10 +24,11 @@ from .pinned import STAGING, PinnedMemory, Staging
 from .square_kernel import square_kernel
 
 
-def free_memory() -> int:
-    """Returns the bytes of the current card that this process could still fill: free memory, and what its own allocator holds
-    without using it. Creates a context if there is none."""
-    return int(torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated())
+def free_memory(card: torch.device | None = None) -> int:
+    """Returns the bytes of a card (None: the current one) that this process could still fill: free memory, and what its own
+    allocator holds without using it. Creates a context if there is none."""
+    free, _ = torch.cuda.mem_get_info(card)
+    return int(free + torch.cuda.memory_reserved(card) - torch.cuda.memory_allocated(card))
 
 
 def _register(address: int, size: int) -> bool:
@@ -197,7 +198,7 @@ class CudaDevice(Device):
         return torch.cuda.max_memory_reserved(self.torch_device)
 
     def free_memory(self) -> int | None:
-        return free_memory()
+        return free_memory(self.torch_device)
 
     def synchronize(self) -> None:
         for staging in self._staging:
