@@ -121,6 +121,8 @@ def _turned(model: ModelSpec, request: PlanRequest, best: Candidate) -> Iterator
     """Yields, for each knob in turn, every candidate that differs from the best only in it, with its description."""
     knobs = family(model, replace(request, norm_first=best.norm_first or request.norm_first))
     pipelines = [pair for pair in knobs.pipelines if pair != (best.lookahead, best.gradient_slots)]
+    if request.norm_first is None and may_measure_first(model, request) and best.sweeps == 1:
+        yield [(_norm_first(not best.norm_first), replace(best, norm_first=not best.norm_first, defer=0.0))]
     yield [(_pipeline(*pair), replace(best, lookahead=pair[0], gradient_slots=pair[1])) for pair in pipelines]
     for knob, words in (
         ("states", _states),
@@ -134,8 +136,6 @@ def _turned(model: ModelSpec, request: PlanRequest, best: Candidate) -> Iterator
         yield [(words(share), replace(best, **{knob: share})) for share in others]
     counts = [count for count in sweep_counts(model, request) if count != best.sweeps and not best.norm_first]
     yield [(_sweeps(count), replace(best, sweeps=count)) for count in counts[:MOST_SWEEPS]]
-    if request.norm_first is None and may_measure_first(model, request) and best.sweeps == 1:
-        yield [(_norm_first(not best.norm_first), replace(best, norm_first=not best.norm_first, defer=0.0))]
 
 
 def placed_in_words(plan: Plan, model: ModelSpec) -> str:

@@ -54,6 +54,11 @@ class Watcher(Protocol):
     after_visit: Callable[[Visit], None]
 
 
+def _shown_phase(visit: Visit) -> str:
+    """Returns what timeline and trace call a visit's phase."""
+    return "norm" if visit.measures else "backward" if visit.again else visit.phase
+
+
 class Visits:
     """Runs everything that moves around compute. The passes compute; they hold nothing from one visit to the next."""
 
@@ -213,7 +218,7 @@ class Visits:
         """Ends the visit after its compute was submitted."""
         self._left.append((visit, begin, self.device.mark()))
         if self.crossings.computing is not None:
-            self.crossings.computing.leave(visit.phase, visit.stage)
+            self.crossings.computing.leave(_shown_phase(visit), visit.stage)
         if visit.owner is not None:
             self.weights.computed(visit.owner)
             self.weights.settle(visit.owner)
@@ -228,8 +233,7 @@ class Visits:
         found, over = list[VisitInterval](), 0.0
         for visit, begin, ended in self._left:
             begin, over = max(begin, over), ended()
-            phase = "norm" if visit.measures else "backward" if visit.again else visit.phase
-            found.append(VisitInterval(phase=phase, stage=visit.stage, begin=begin, end=max(begin, over)))
+            found.append(VisitInterval(phase=_shown_phase(visit), stage=visit.stage, begin=begin, end=max(begin, over)))
         return found
 
     # ---- groups and micro-batches -------------------------------------------------------------------------------------------

@@ -202,9 +202,13 @@ class _Planner:
                 hint="leave it auto: the model sums or draws random numbers over all rows, in its embedding or between layers",
             )
         if asked.norm_first and not may_measure_first(model, asked):
+            redo = asked.store_mode == "redo"
+            why = "the saved run's store is of checkpoint.mode redo" if redo else (
+                "the head is tied, some weights are frozen, or the model writes into outputs"
+            )  # fmt: skip
             raise UsageError(
                 f"offload.norm_first: {model.architecture} cannot measure the norm first as it is trained here",
-                hint="leave it auto: the head is tied, some weights are frozen, or the model writes into outputs",
+                hint=f"leave it auto: {why}",
             )
         return asked
 

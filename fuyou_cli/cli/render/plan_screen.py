@@ -142,10 +142,10 @@ def _clipping(plan: Plan, model: ModelSpec) -> str:
     if plan.norm_first:
         clipping += ", which a first backward measures"
     deferred = sum(model.stages[stage.stage].trained for stage in plan.stages if stage.deferred)
-    if not deferred:
-        return f"{clipping}: every update overlaps {'the second' if plan.norm_first else 'backward'}"
-    share = f"{deferred / model.updated_parameters:.0%}"
-    return f"{clipping}: {share} of the updates run in the next forward, the rest in backward"
+    backward, share = "the second backward" if plan.norm_first else "backward", f"{deferred / model.updated_parameters:.0%}"
+    if share == "0%":
+        return f"{clipping}: every update overlaps {backward}"
+    return f"{clipping}: {share} of the updates run in the next forward, the rest beside {backward}"
 
 
 def _machine(facts: RunFacts, shapes: Symbols) -> list[tuple[str, str]]:

@@ -120,8 +120,8 @@ LEAST_WIDTH = 0.6  # of one interval, so that it stays visible
 LINE, LETTERS = 17, 118  # of the text below: height, and letters per line
 LETTER = 7  # width of one, at most on average
 COLOURS = {  # readable on light and on dark pages
-    "forward": "#4c8dd6", "backward": "#2b5c9e", "update": "#9a5bb5", "ssd read": "#2f9e72", "ssd write": "#d98324",
-    "h2d": "#3aa5b8", "d2h": "#7f8c3a", "other": "#8a8f98",
+    "forward": "#4c8dd6", "norm": "#7d8fd9", "backward": "#2b5c9e", "update": "#9a5bb5", "ssd read": "#2f9e72",
+    "ssd write": "#d98324", "h2d": "#3aa5b8", "d2h": "#7f8c3a", "other": "#8a8f98",
 }  # fmt: skip
 _STYLE = """
 text{font:13px ui-sans-serif,-apple-system,"Segoe UI",Helvetica,Arial,"DejaVu Sans",sans-serif;fill:#24292f}
@@ -158,7 +158,7 @@ def timeline_svg(busy: Sequence[Busy], *, title: str, stalls: Mapping[str, float
         items = [item for item in busy if item.resource == name]
         parts += _row(name, items, used.get(name, 0.0), end, TOP + index * (ROW + GAP))
     if "compute" in names:
-        parts += _legend(bottom + 58)
+        parts += _legend(bottom + 58, measures=any(item.label.startswith("norm ") for item in busy))
     parts += [_text(LEFT, bottom + 62 + LINE * number, line) for number, line in enumerate(waited, start=1)]
     return "\n".join([*parts, "</svg>"]) + "\n"
 
@@ -249,9 +249,10 @@ def _tooltip(item: Busy) -> str:
     return tip
 
 
-def _legend(y: int) -> list[str]:
+def _legend(y: int, *, measures: bool) -> list[str]:
     parts, x = [], LEFT
-    for name, shown in (("forward", "forward"), ("backward", "backward with recompute")):
+    norm = [("norm", "backward that measures the norm")] if measures else []
+    for name, shown in (("forward", "forward"), *norm, ("backward", "backward with recompute")):
         parts.append(f'<rect class="{_kind(name)}" x="{x}" y="{y - 10}" width="12" height="12" rx="2"/>')
         parts.append(_text(x + 18, y, shown))
         x += 18 + 7 * len(shown) + 22

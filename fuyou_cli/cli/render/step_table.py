@@ -67,7 +67,8 @@ def _parts(facts: RunFacts, shapes: Symbols) -> list[tuple[str, str]]:
         rows.append(("speed", f"{speed(facts.tokens / step)} tokens/s, {tera(predicted.step_flops / step)} TFLOPS ({six})"))
     if 0 < predicted.forward_seconds < step:
         backward = brief(step - predicted.forward_seconds)
-        rows.append(("step", f"{brief(step)}: forward {brief(predicted.forward_seconds)}, head and backward {backward}"))
+        what = "head and backward, twice:" if facts.plan.norm_first else "head and backward"
+        rows.append(("step", f"{brief(step)}: forward {brief(predicted.forward_seconds)}, {what} {backward}"))
         rows.append(("waiting", waiting_for(predicted.stalls, step)))
     return rows
 
