@@ -173,8 +173,8 @@ def test_what_is_free_of_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     free = {"free": 20 * GiB, "own": GiB}
     for name, value in (
         ("is_available", lambda: True), ("current_device", lambda: 0), ("get_device_properties", lambda device: card),
-        ("mem_get_info", lambda: (free["free"], 24 * GiB)), ("memory_reserved", lambda: free["own"] + GiB),
-        ("memory_allocated", lambda: GiB),  # by others in the process: not to be had
+        ("mem_get_info", lambda card: (free["free"], 24 * GiB)), ("memory_reserved", lambda card: free["own"] + GiB),
+        ("memory_allocated", lambda card: GiB),  # by others in the process: not to be had
     ):  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     found = hardware_for(tmp_path, device="cuda")

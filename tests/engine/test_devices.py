@@ -117,16 +117,16 @@ def test_as_much_is_pinned_as_goes(size: int, limit: int, begin: int) -> None:
     host = SimpleNamespace(
         data_ptr=lambda: begin, numel=lambda: size, shape=(size,), stride=lambda: (1,), element_size=lambda: 1
     )
-    left = pinned.pin(host)  # type: ignore[arg-type]
+    left = pinned.pin(host)
     assert left == size - sum(pieces.values())
     assert left <= max(0, size - limit) + size // 32 + 2 * 4096
     end = begin
     for address in sorted(pieces):
         assert address == end
         end += pieces[address]
-    assert pinned.refuses(host) == (len(pieces) != 1 or left > 0)  # type: ignore[arg-type]
+    assert pinned.refuses(host) == (len(pieces) != 1 or left > 0)
     pinned.close()
-    assert not pieces and not pinned.refuses(host)  # type: ignore[arg-type]
+    assert not pieces and not pinned.refuses(host)
 
 
 @pytest.mark.parametrize("pinnable", [0, 3 * MiB])
@@ -166,10 +166,10 @@ def test_copy_threads_of_a_gpu_tell_every_failure(kind: str, monkeypatch: pytest
     after = SimpleNamespace(before=lambda stream: None)
     if kind == "bulk":
         copies = BulkCopies(torch.device("cuda", 0), CudaCopies(), up=True)
-        event: Any = copies.submit(torch.zeros(4), torch.zeros(100 << 20, dtype=torch.uint8), after)  # type: ignore[arg-type]
+        event: Any = copies.submit(torch.zeros(4), torch.zeros(100 << 20, dtype=torch.uint8), after)
     else:
         copies = Staging("staging", [torch.zeros(8, dtype=torch.uint8) for _ in range(2)], up=True)  # type: ignore[assignment]
-        event = copies.submit(torch.zeros(4), torch.zeros(4), lambda source, target: {}["no such stream"])  # type: ignore[arg-type]
+        event = copies.submit(torch.zeros(4), torch.zeros(4), lambda source, target: {}["no such stream"])
     with pytest.raises((ValueError, KeyError)):
         event.synchronize()
     copies.close()
@@ -202,7 +202,7 @@ def test_a_large_copy_of_a_gpu_is_told_as_one_from_its_first_piece_to_its_last(m
     monkeypatch.setattr(_Noted, "of_stream", events := list[_Noted]())
     copies, source, target = CudaCopies(), torch.randn(600), torch.zeros(600)
     bulk = BulkCopies(torch.device("cuda", 0), copies, up=True)
-    last = bulk.submit(source, target, SimpleNamespace(before=lambda stream: None)).handed_on()  # type: ignore[arg-type]
+    last = bulk.submit(source, target, SimpleNamespace(before=lambda stream: None)).handed_on()
     bulk.close()
     ((up, begin, end, size),) = copies.take_ended()
     assert (up, size, end) == (True, 2400, last) and torch.equal(source, target)
@@ -287,7 +287,7 @@ def test_a_context_that_has_failed_hides_no_error_and_leaves_nothing_registered(
 
 
 def test_what_is_free_of_a_card_counts_cached_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counts blocks that are free to all, and kept by this process's allocator without being used."""
+    """Counts blocks of the card that are free to all, and kept by this process's allocator without being used."""
     for name, value in (("mem_get_info", (20, 24)), ("memory_reserved", 3), ("memory_allocated", 1)):
-        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    assert free_memory() == 22
+        monkeypatch.setattr(torch.cuda, name, lambda card, value=value: {None: value, 1: value}[card])
+    assert free_memory() == free_memory(1) == 22
