@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from proof import crashes, loads_and_exports
 from proof.common_recipe import fresh
-from proof.crashes import VARIANTS, Tally, is_unseen, no_io_uring
+from proof.crashes import VARIANTS, Tally, is_unseen, why_not
 from proof.setting import Setting, lost_row, parser, run_script
 from proof.tiny_runs import Place, ask_for_run, named, placed
 from proof.verdicts import Row, holds, missing, reported
@@ -97,10 +97,10 @@ def _judged_within(what: str, result: dict[str, Any]) -> Row:
 
 def prove(setting: Setting, options: argparse.Namespace) -> int:
     rows: list[Row] = []
-    asked, refusal = [what for what in KINDS if what.startswith(tuple(options.kinds))], no_io_uring()
+    asked = [what for what in KINDS if what.startswith(tuple(options.kinds))]
     with placed(fresh(setting.work / "crashes"), run=options.run) as place:
         for what in asked:
-            if refusal and is_unseen(VARIANTS.get(what, {})):
+            if refusal := why_not(VARIANTS.get(what, {}), place.run):
                 rows.append(missing(what, f"{options.kills} kills", refusal))
                 continue
             rows += judged(what, killed(setting, options, place, what), kills=options.kills)

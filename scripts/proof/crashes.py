@@ -42,7 +42,7 @@ _PATIENCE = 600.0  # seconds for one run
 _LOOKS = (0, 1, 1, 1, 1, 2, 2, 3, 5)  # times that a run is seen within a commit or an update before it is killed; one is drawn
 _LOOK, _LOOKED_AT = 0.001, 300  # seconds from one look to the next; the last calls of a trace, which are soon read
 _WINDOW = 8 * MiB  # of memory, to read extents with
-_BACKEND = "offload.io.backend"
+_BACKEND, _NORM_FIRST = "offload.io.backend", "offload.norm_first"
 _IO_URING = {_BACKEND: "io_uring"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "in_place, on the ssd, clipped": {},
@@ -63,6 +63,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "in_place, io_uring": _IO_URING,
     "redo, io_uring": {**REDO, **_IO_URING},
     "snapshot, io_uring": {**SNAPSHOTS, **_IO_URING},
+    "in_place, on the ssd, the norm measured first": {_NORM_FIRST: "always", "offload.gradients": "auto"},
 }
 # Said where the newest state is not whole.
 _FELL_BACK = ("falling back to the state after step", "; continuing from the state after step")
@@ -101,6 +102,13 @@ class Tally:
 def is_unseen(changes: Mapping[str, Any]) -> bool:
     """Tells whether the log of calls does not see its I/O."""
     return bool(changes.get(_BACKEND) == "io_uring")
+
+
+def why_not(changes: Mapping[str, Any], run: Mapping[str, Any]) -> str:
+    """Says why such a variant of a kind of run cannot be made here. Returns an empty text if it can."""
+    if changes.get(_NORM_FIRST) == "always" and "adapter.r" in run:
+        return "a step of an adapter has one backward"
+    return no_io_uring() if is_unseen(changes) else ""
 
 
 def no_io_uring() -> str:

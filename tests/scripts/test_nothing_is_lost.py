@@ -46,6 +46,7 @@ KILLED_STEPS = 7
             "redo, on the ssd, clipped",
             "snapshot, every second step",
             "in_place, io_uring",
+            "in_place, on the ssd, the norm measured first",
         ],
     ),
 )
