@@ -31,7 +31,7 @@ _CLOSE = 0.9  # share of the busiest resource's seconds; one this busy also deci
 _CHARACTERS = 4  # of a token, about
 _RATED = {  # resource -> how the names of the rates behind it begin (`machine/origins`)
     "compute": ("compute",), "cpu": ("compute", "AdamW"), "update": ("AdamW",), "ssd read": ("store",), "ssd write": ("store",),
-    "h2d": ("to GPU",), "d2h": ("to GPU",),
+    "h2d": ("to GPU",), "d2h": ("to GPU",), "dram": ("DRAM",),
 }  # fmt: skip
 
 

@@ -81,15 +81,16 @@ def phase_estimate(costs: Costs, schedule: Schedule, plan: Plan) -> float:
         is_first, is_last = visits[0] is schedule.visits[0], visits[-1] is schedule.visits[-1]
         updated = [stage for stage in owning if (is_first if stage.deferred else is_last)]
         read, written = phase_traffic(costs.model, visits, updated, stages, plan.commit_every)
-        update = sum(costs.update_seconds(stage) for stage in updated) / costs.updates_at_once
+        update, copied = sum(costs.update_seconds(stage) for stage in updated) / costs.updates_at_once, [0.0, 0.0]
         busiest = list(store_seconds(hardware, read, written).values())
         if plan.device == "cpu":
             compute = sum(computed[visit.index] for visit in visits)
             busiest.append(compute + update * _taken_by_updates(hardware, costs.numerics))
         else:
-            computing, *copying = _beside_copies(costs, visits, plan, computed)
-            busiest += [update, computing + sum(map(costs.device_update_seconds, updated)), *copying]
-        longest = max(*busiest, slot_seconds(costs, schedule, visits, plan, rates=_mixed(hardware)))
+            computing, *copied = _beside_copies(costs, visits, plan, computed)
+            busiest += [update, computing + sum(map(costs.device_update_seconds, updated)), *copied]
+        memory = _dram_seconds(costs, read, written, copied, updated).get("dram", 0.0)
+        longest = max(*busiest, memory, slot_seconds(costs, schedule, visits, plan, rates=_mixed(hardware)))
         seconds += longest + _BESIDE * sum(busiest)
     return seconds
 
@@ -181,7 +182,23 @@ def _least_seconds(
     costs: Costs, schedule: Schedule, *, stages: tuple[StagePlan, ...], device: str, spared: int = 0
 ) -> dict[str, float]:
     traffic, beside = schedule.traffic, _beside_store(costs, device, schedule.visits, stages)
-    return beside | store_seconds(costs.hardware, traffic.read_total - spared, traffic.written_total)
+    read, written = traffic.read_total - spared, traffic.written_total
+    found = beside | store_seconds(costs.hardware, read, written)
+    return found | _dram_seconds(costs, read, written, [beside.get(way, 0.0) for way in ("h2d", "d2h")], stages)
+
+
+def _dram_seconds(
+    costs: Costs, read: int, written: int, copied: Sequence[float], updated: Sequence[StagePlan]
+) -> dict[str, float]:
+    """Returns the least time in which the host's memory moves these bytes of the store, what copies up and down bring in
+    `copied` seconds, and what AdamW moves of the stages `updated`. Empty if its rate is not known."""
+    hardware = costs.hardware
+    if not hardware.dram:
+        return {}
+    stored = read * bool(hardware.store_read) + written * bool(hardware.store_write)
+    crossed = copied[0] * hardware.h2d + copied[1] * hardware.d2h
+    adamw = sum(map(costs.update_seconds, updated)) * costs.update_bytes_rate
+    return {"dram": (stored + crossed + adamw) / hardware.dram}
 
 
 def _beside_store(costs: Costs, device: str, visits: tuple[Visit, ...], stages: tuple[StagePlan, ...]) -> dict[str, float]:

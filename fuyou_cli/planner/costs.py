@@ -151,9 +151,20 @@ class Costs:
         if stage.stage not in self._known:
             rate, params = self.hardware.adamw_bytes, self.model.stages[stage.stage].trained
             layout = self.model.layout
-            moved = update_bytes(replace(layout, dtype="float32"), self.numerics.accumulate_dtype, params)
-            self._known[stage.stage] = moved * _STATES_COST[layout.dtype] / rate if rate else 0.0
+            self._known[stage.stage] = self._update_work(layout, params) / rate if rate else 0.0
         return self._known[stage.stage]
+
+    def _update_work(self, layout: StateLayout, params: int) -> float:
+        """Returns the bytes that AdamW with float32 states would move in the time of this update."""
+        moved = update_bytes(replace(layout, dtype="float32"), self.numerics.accumulate_dtype, params)
+        return moved * _STATES_COST[layout.dtype]
+
+    @property
+    def update_bytes_rate(self) -> float:
+        """Returns the bytes of memory that an update reads and writes per second of one thread."""
+        layout, some = self.model.layout, 1 << 20
+        moved = update_bytes(layout, self.numerics.accumulate_dtype, some)
+        return self.hardware.adamw_bytes * moved / self._update_work(layout, some)
 
     def device_update_seconds(self, stage: StagePlan) -> float:
         """Returns the seconds that the device takes to update a stage that rests there, 0 for any other stage."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan
@@ -18,18 +20,14 @@ STEPS = 3  # steps simulated; the last one counts. The second is up to 1.4 % off
 def sharing_of(hardware: HardwareProfile, plan: Plan, costs: Costs) -> Sharing:
     """Tells how compute and updates share the cores. On device cpu they share them unless there are more cores than compute
     takes."""
-    threads, at_once = plan.io.update_threads, costs.updates_at_once
+    threads = plan.io.update_threads
+    alone = Sharing(updates_at_once=costs.updates_at_once, update_bytes=costs.update_bytes_rate)
     if plan.device == "cuda":
-        return Sharing(updates_at_once=at_once)
+        return alone
     spare = hardware.cores - plan.numerics.torch_threads
     if spare >= threads:
-        return Sharing(updates_at_once=at_once, io_cores=0.0 if spare > threads else hardware.io_cpu)
-    return Sharing(
-        compute_left=hardware.shared_compute,
-        update_left=hardware.shared_adamw,
-        io_cores=hardware.io_cpu,
-        updates_at_once=at_once,
-    )
+        return replace(alone, io_cores=0.0 if spare > threads else hardware.io_cpu)
+    return replace(alone, compute_left=hardware.shared_compute, update_left=hardware.shared_adamw, io_cores=hardware.io_cpu)
 
 
 def simulate(

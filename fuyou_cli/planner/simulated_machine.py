@@ -8,6 +8,9 @@ Reading and writing at once slow each other down, and so do copies to a device a
 rate, plus part of what the other leaves. If the mixed rate is unknown (zero), it is the rate alone. Work of a resource without
 any rate takes no time. On device cpu compute and updates share cores: compute loses what one update thread takes, because all
 its threads wait for the slowest.
+
+Everything but compute moves its bytes through the host's memory. If together they want more than it gives, all of them move
+slower, each by the same share.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from typing import Literal
 
 from ..spec.hardware import HardwareProfile
 
-Resource = Literal["compute", "update", "ssd read", "ssd write", "h2d", "d2h"]
+Resource = Literal["compute", "update", "ssd read", "ssd write", "h2d", "d2h", "dram"]
 # What a job takes, all parts at once: bytes of transfers, seconds of one update thread, or seconds of compute (always a job of
 # its own). Times are those without any other job.
 Parts = tuple[tuple[Resource, float], ...]
@@ -68,6 +71,7 @@ class Sharing:
     update_left: float = 1.0  # share of its rate that an update keeps while compute runs
     io_cores: float = 0.0  # seconds of compute lost per byte moved
     updates_at_once: float = 1.0  # how much faster all update threads are than one; an update is cut into chunks for all
+    update_bytes: float = 0.0  # bytes of host memory per second of one update thread
 
 
 @dataclass(slots=True)
@@ -195,10 +199,10 @@ class VirtualMachine:
         for pair in together:
             used = self._settle(pair, rates, used)
         self._slow_compute(used)
-        return _Speeds(
-            jobs=tuple(job.speed for job in self.jobs),
-            shares={name: used[name] / rates[name] for name in rates if name in wanted and rates[name]},
-        )
+        shares = {name: used[name] / rates[name] for name in rates if name in wanted and rates[name]}
+        if self.hardware.dram:
+            self._share_memory(used, shares)
+        return _Speeds(jobs=tuple(job.speed for job in self.jobs), shares=shares)
 
     def _rates(self, wanted: set[Resource], together: list[tuple[Resource, Resource]]) -> dict[Resource, float]:
         rates: dict[Resource, float] = {
@@ -260,3 +264,17 @@ class VirtualMachine:
         for job in self.jobs:
             if job.parts[0][0] == "compute":
                 job.speed *= max(_LEAST_COMPUTE, 1.0 - taken)
+
+    def _share_memory(self, used: dict[Resource, float], shares: dict[Resource, float]) -> None:
+        """Slows down all that moves bytes to what the host's memory gives. Threads that wait for it keep their cores."""
+        limit = self.hardware.dram
+        wanted = sum(used[name] for name in self._alone) + used["update"] * self.sharing.update_bytes
+        shares["dram"] = min(1.0, wanted / limit)
+        if wanted <= limit:
+            return
+        for name in self._alone:
+            if name in shares:
+                shares[name] *= limit / wanted
+        for job in self.jobs:
+            if job.parts[-1][0] != "compute":
+                job.speed *= limit / wanted

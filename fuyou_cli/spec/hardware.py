@@ -121,6 +121,7 @@ class HardwareProfile:
     h2d_mixed: Bandwidth = 0.0  # while also copying back
     d2h_mixed: Bandwidth = 0.0
     device_memory_rate: Bandwidth = 0.0  # of the device's own memory; 0: estimated from its FLOPs
+    dram: Bandwidth = 0.0  # of the host's memory, read plus written, of AdamW, copies and drives together; 0: not known
     sustained_write: Bandwidth = 0.0  # once the drives' fast regions are full
     sustained_read_mixed: Bandwidth = 0.0
     sustained_write_mixed: Bandwidth = 0.0
@@ -183,8 +184,9 @@ class HardwareProfile:
     def digest(self) -> str:
         """Identifies the rates in twelve characters. Equal rates give an equal digest."""
         rates = {key: value for key, value in asdict(self).items() if key not in _NOT_RATES}
-        if not self.device_memory_rate:  # profiles of before it existed keep their digest
-            del rates["device_memory_rate"]
+        for later in ("device_memory_rate", "dram"):  # profiles of before they existed keep their digest
+            if not rates[later]:
+                del rates[later]
         return hashlib.sha256(json.dumps(rates, sort_keys=True).encode()).hexdigest()[:12]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -136,6 +137,18 @@ def test_transfers_take_their_share_of_the_cores() -> None:
     assert _until(machine, compute) == [pytest.approx(5.0)]
 
 
+def test_what_wants_more_than_the_memory_gives_is_slowed_down_alike() -> None:
+    """Reads 4, copies 8 and updates 6 a second of 9: all at half speed until the copy is over, then 10 of 9."""
+    machine = VirtualMachine(replace(RATES, dram=9.0), Sharing(update_bytes=6.0))
+    read, up, update, compute = (
+        machine.submit(work, what="x", stage=0) for work in (job(read=100), job(up=16), job(update=20), job(compute=4))
+    )
+    assert _until(machine, up, compute) == [4.0, 4.0]
+    assert machine.in_use == {"ssd read": 2.0, "h2d": 2.0, "update": 4.0, "compute": 4.0, "dram": 4.0}
+    assert _until(machine, update) == [pytest.approx(4.0 + (20 - 2) / 0.9)]
+    assert _until(machine, read) == [pytest.approx(4.0 + 20 + (100 - 8 - 72) / 4)]
+
+
 def test_waiting_for_nothing_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="nothing moves"):
         _machine().advance()
@@ -159,3 +172,17 @@ def test_nothing_is_lost_or_found(jobs: list[tuple[Parts, int]], share: float) -
     assert all(seconds <= machine.now * (1 + 1e-9) for seconds in machine.in_use.values())
     for name, rate in (("read", 4.0), ("write", 2.0), ("update", 1.0), ("compute", 1.0), ("up", 8.0), ("down", 8.0)):
         assert sum(dict(work).get(NAMES[name], 0) for work, _ in jobs) / rate <= machine.now * (1 + 1e-9) + 1e-9
+
+
+@given(st.lists(st.tuples(works, st.integers(0, 3)), min_size=1, max_size=8))
+def test_no_job_ends_earlier_with_less_memory_bandwidth(jobs: list[tuple[Parts, int]]) -> None:
+    """A memory that is never full changes nothing; every other one gives all the bytes there are."""
+    ends = []
+    for rate in (0.0, 1e6, 12.0, 5.0):
+        machine = VirtualMachine(replace(RATES, dram=rate), Sharing(update_bytes=6.0))
+        ends.append(_until(machine, *[machine.submit(work, what="x", stage=i, priority=p) for i, (work, p) in enumerate(jobs)]))
+        moved = sum(amount * {"update": 6, "compute": 0}.get(name, 1) for work, _ in jobs for name, amount in work)
+        assert machine.in_use.get("dram", 0.0) * rate == pytest.approx(moved * bool(rate))
+    assert ends[0] == ends[1]
+    for more, less in pairwise(ends):
+        assert all(one <= other * (1 + 1e-9) for one, other in zip(more, less, strict=True))

@@ -46,6 +46,7 @@ def planned(draw: st.DrawFn) -> tuple[ModelSpec, HardwareProfile, list[Plan]]:
         spec = cut(spec, unit, unit)
     copies = draw(st.sampled_from([1e8, 1e9, 2e10]))
     copying = replace(COPYING, h2d=copies, d2h=copies, h2d_mixed=0.7 * copies, d2h_mixed=0.6 * copies)
+    copying = replace(copying, dram=draw(st.sampled_from([0.0, 1.5 * copies])))
     hardware = draw(st.sampled_from([HARDWARE, SLOW, SHARED, copying, copying]))
     request = draw(request_for(spec, swept=True))
     request = replace(

@@ -29,6 +29,7 @@ SHARED = replace(HARDWARE, shared_compute=0.5, shared_adamw=0.5)
 DEAR_TRANSFERS = replace(SHARED, io_cpu=1e-10)
 CLOSE = 5e-4  # how near the simulated rates of a drive that reads and writes at once are to where they settle
 LATER = (30, 300)  # steps
+STEADY = 8  # steps, after which the updates that a step leaves to the next are always the same
 specs = st.one_of(models(), cut_models())
 
 
@@ -54,6 +55,26 @@ def test_a_step_takes_at_least_its_busiest_resource(data: st.DataObject, spec: M
         if least > most * (1 + CLOSE) + 1e-9:
             most = simulate(spec, hardware, made, plan_schedule(spec, made), steps=steps).step_seconds
     assert least <= most * (1 + CLOSE) + 1e-9, busy
+
+
+@examples(15)
+@given(data=st.data(), spec=specs, device=st.sampled_from(["cpu", "cuda"]), dram=st.floats(1e9, 1e10))
+def test_a_step_takes_at_least_what_the_hosts_memory_takes(
+    data: st.DataObject, spec: ModelSpec, device: str, dram: float
+) -> None:
+    """All bytes of drives, copies and AdamW pass through it, and the closed form counts the same ones. A memory that is never
+    full changes nothing."""
+    hardware = replace(COPYING if device == "cuda" else SHARED, dram=dram)
+    request = replace(data.draw(request_for(spec, swept=True)), device=device)
+    made, step = _simulated(spec, hardware, request, steps=STEADY)
+    counted = made.predicted.seconds["dram"] - (made.predicted.read_per_step - step.read) / dram
+    assert step.in_use["dram"] <= min(step.step_seconds, counted) * (1 + 1e-9)
+    if not spec.tied_head:  # whose sums of gradients may stay on the device
+        assert step.in_use["dram"] == pytest.approx(counted, rel=1e-6)
+    free, unknown = (
+        simulate(spec, replace(hardware, dram=rate), made, plan_schedule(spec, made), steps=STEADY) for rate in (1e15, 0.0)
+    )
+    assert free.step_seconds == unknown.step_seconds <= step.step_seconds * (1 + 1e-9)
 
 
 @examples(60)

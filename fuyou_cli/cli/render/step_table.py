@@ -52,6 +52,7 @@ def _work(name: str, seconds: float, facts: RunFacts) -> tuple[str, str]:
         "ssd write": predicted.written_per_step,
         "h2d": seconds * hardware.h2d,
         "d2h": seconds * hardware.d2h,
+        "dram": seconds * hardware.dram,
     }[name]
     return gb(moved), rate(moved / seconds)
 

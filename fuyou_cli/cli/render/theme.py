@@ -19,7 +19,7 @@ from fuyou_cli.core.printable import one_line
 from fuyou_cli.core.units import gb, gib
 from fuyou_cli.spec.hardware import HardwareProfile
 
-RESOURCES = ("compute", "update", "ssd read", "ssd write", "h2d", "d2h")  # top to bottom, in every view
+RESOURCES = ("compute", "update", "ssd read", "ssd write", "h2d", "d2h", "dram")  # top to bottom, in every view
 
 RESOURCE_STYLE = {
     "compute": "blue",
@@ -28,6 +28,7 @@ RESOURCE_STYLE = {
     "ssd write": "yellow",
     "h2d": "cyan",
     "d2h": "bright_cyan",
+    "dram": "red",
 }
 
 
