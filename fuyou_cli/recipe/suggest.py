@@ -87,6 +87,12 @@ _MEANINGS = {  # for keys that measure the same idea differently
     "qlora": "LoRA; `model.quantize: nf4` quantises the weights below it",
     **dict.fromkeys(["load_in_4bit", "load_in_8bit", "quantization_bit"], "nf4 or int8, of the weights below an adapter"),
 }
+_INT8_ADAMW = "write `name: adamw` and `optimizer.state_dtype: int8`"
+_OTHER_CHOICES = {
+    **dict.fromkeys(["adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"], _INT8_ADAMW),
+    "adafactor": f"{_INT8_ADAMW} for small states: a factored moment needs sums over a whole matrix before its first element "
+    "is updated, and an update here passes each part of it once",
+}
 ALIASES = {name: key for key, names in _OTHER_NAMES.items() for name in names.split()}
 
 _CLOSE = 0.7
@@ -147,9 +153,11 @@ def _ours(name: str) -> str:
 
 
 def suggest_choice(value: object, choices: list[str]) -> str | None:
-    if value in ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"):
-        return "write `name: adamw` and `optimizer.state_dtype: int8`"
-    close = _closest(value, choices) if isinstance(value, str) else None
+    if not isinstance(value, str):
+        return None
+    if value.lower() in _OTHER_CHOICES:
+        return _OTHER_CHOICES[value.lower()]
+    close = _closest(value, choices)
     return f"did you mean `{close}`?" if close else None
 
 
