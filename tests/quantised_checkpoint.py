@@ -21,14 +21,16 @@ from .swap import quantised_reference as reference
 _STATE = "quant_state.bitsandbytes__nf4"
 
 
-def write_quantised(source: Path, target: Path, kind: str, *, left: Sequence[str] = (), told: Any = None) -> Path:
-    """Copies a small Llama with the matrices of its blocks quantised, but for modules whose names end like one of `left`.
-    told: what config.json says of them."""
+def write_quantised(
+    source: Path, target: Path, kind: str, *, left: Sequence[str] = (), told: Any = None, head: bool = False
+) -> Path:
+    """Copies a small Llama with the matrices of its blocks quantised, but for modules whose names end like one of `left`, and
+    its head if asked. told: what config.json says of them."""
     shutil.copytree(source, target)
     tensors = dict[str, torch.Tensor]()
     for name, value in load_file(source / "model.safetensors").items():
         module = name.removesuffix(".weight")
-        if "layers." in name and value.dim() == 2 and not module.endswith(tuple(left)):
+        if ("layers." in name or (head and module == "lm_head")) and value.dim() == 2 and not module.endswith(tuple(left)):
             tensors |= quantised(name, value, kind)
         else:
             tensors[name] = value

@@ -93,7 +93,8 @@ def find(
         where = _where_its_store_is(source.parent if (source / ADAPTER_CONFIG_NAME).is_file() else source)
         raise UsageError(
             f"{source}: holds an adapter, not a whole model",
-            hint=f"{where}: name that folder, or merge it: fuyou export STORE OUT --merged",
+            hint=f"{where}: name that folder, or merge it: fuyou export STORE OUT --merged; "
+            "without the adapter, name the base model",
         )
     elif not (source / CONFIG_NAME).is_file() and (source / _LOG).is_file():
         raise _not_exported(source)

@@ -92,9 +92,13 @@ def check_marked(anatomy: Anatomy, names: frozenset[str]) -> None:
     """Raises UsageError for a weight that the checkpoint has quantised, but that no stage holds so."""
     marked = {tensor.name for stage in anatomy.stages for tensor in stage.tensors if tensor.quantised}
     if wrong := sorted(names - marked):
+        trained = any(tensor.name in wrong and not tensor.frozen for stage in anatomy.stages for tensor in stage.tensors)
+        first = "have them frozen (see freeze and adapter.modules_to_save)" if trained else (
+            "quantise the model again without them (llm_int8_skip_modules)"
+        )  # fmt: skip
         raise UsageError(
             f"the checkpoint has quantised {name_list(wrong)}: only frozen matrices of linear layers in blocks can rest so",
-            hint="have them frozen (see freeze and adapter.modules_to_save), or use the model that was quantised",
+            hint=f"{first}, or use the model that was quantised",
         )
 
 

@@ -125,3 +125,4 @@ def test_what_is_no_model_is_said(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="holds an adapter") as told:
             find(source)
         assert f"is in {store}: name that folder, or merge it" in str(told.value.hint)
+        assert str(told.value.hint).endswith("without the adapter, name the base model")

@@ -200,8 +200,9 @@ def test_the_command_merges_into_decoded_weights(qlora: NewProject, tmp_path: Pa
 
 def test_nothing_to_quantise_is_one_error(new_project: NewProject) -> None:
     project = new_project(changes={"model.quantize": "nf4", "freeze": ["transformer.wte"]})
-    with pytest.raises(UsageError, match=r"model\.quantize: the blocks of GPT2LMHeadModel have no frozen matrix"):
+    with pytest.raises(UsageError, match=r"model\.quantize: the blocks of GPT2LMHeadModel have no frozen matrix") as caught:
         prepared_run(project)
+    assert "Conv1D" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize(

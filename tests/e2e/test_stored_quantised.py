@@ -121,6 +121,13 @@ def test_a_recipe_and_its_checkpoint_agree(plain: Path, project_of: NewProject, 
         assert caught.value.hint
 
 
+def test_a_quantised_head_is_refused_by_name(plain: Path, project_of: NewProject, tmp_path: Path) -> None:
+    model = write_quantised(plain, tmp_path / "stored", "nf4", head=True)
+    with pytest.raises(UsageError, match=r"has quantised 'lm_head\.weight': only frozen matrices") as caught:
+        planned(load_recipe(project_of(model).recipe).recipe, to_run=True)
+    assert caught.value.hint is not None and "quantise the model again without them" in caught.value.hint
+
+
 def test_files_say_which_weights_are_quantised(plain: Path, project_of: NewProject, tmp_path: Path) -> None:
     """Without files, the configuration does. A plan by it is not run where the files say something else."""
     model = write_quantised(plain, tmp_path / "stored", "nf4", left=["q_proj", "layers.1.mlp"], told=["k_proj"])
