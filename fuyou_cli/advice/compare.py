@@ -155,11 +155,9 @@ def placed_in_words(plan: Plan, model: ModelSpec) -> str:
     parts.append(f"{sum(stage.boundary != 'ssd' for stage in keeping)} of {len(keeping)} boundaries {place}")
     kept_there = sum(len(stage.kept_there) for stage in plan.stages)
     parts.append(f"{sum(len(stage.given) for stage in plan.stages)} outputs kept")
-    if plan.sweeps > 1:
-        parts.append(_sweeps(plan.sweeps))
-    if plan.norm_first:
-        parts.append(_norm_first(True))
     parts += [f"{kept_there} of them on the GPU"] if kept_there else []
+    parts += [_sweeps(plan.sweeps)] if plan.sweeps > 1 else []
+    parts += [_norm_first(True)] if plan.norm_first else []
     return ", ".join(parts)
 
 

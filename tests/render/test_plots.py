@@ -112,6 +112,14 @@ def test_many_causes_of_waiting_stand_below_the_legend() -> None:
     assert [y for y, _ in waited] == sorted({y for y, _ in waited}) and waited[-1][0] < float(svg.get("height", 0)) - 8
 
 
+def test_the_legend_names_the_backward_for_the_norm_where_there_is_one() -> None:
+    names, shown = ("forward", "norm", "backward"), "backward that measures the norm"
+    items = [Busy(resource="compute", label=f"{name} a", begin=at, end=at + 1.0) for at, name in enumerate(names)]
+    for some, there in ((items, True), ([items[0], items[2]], False)):
+        svg = ElementTree.fromstring(timeline_svg(some, title="t", stalls={}))
+        assert (shown in [node.text for node in svg.iter(f"{SVG}text")]) == there
+
+
 def test_names_of_phases_never_overlap() -> None:
     """Draws forward and backward that are short beside what came before, and many of them."""
     items = [
