@@ -5,14 +5,18 @@
     the 1m shape: ten minutes of one core; to try the script itself: --steps 20
 
 All but `optimizer.state_dtype` is the same: seed, order of rows, clipping 1.0. Masters are exact in either dtype, so this
-computes in what the processor is faster in. The loss of a run is the mean over the last tenth of its steps. Runs that differ in
-rounding alone drift apart, so with several `--seeds` (each orders the rows anew) the mean difference is judged.
+computes in what the processor is faster in. The loss of a run is the mean over the last tenth of its steps. With several
+`--seeds` (each orders the rows anew) the mean difference is judged.
+
+Runs that differ in rounding alone drift apart, too. So each seed also has a run with float32 states and micro-batches half as
+large: the same step but for the order of its sums. How far it is from the first stands beside every verdict, and moves none.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
@@ -21,11 +25,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from proof.both_sides import Case, our_run
 from proof.common_recipe import SEED
 from proof.setting import Setting, parser, run_script
-from proof.verdicts import Row, holds
+from proof.verdicts import Row, holds, reported
 
 from fuyou_cli.core.units import GiB
 
 MOST = 0.005  # by which a loss may differ
+ROWS = 4  # a step, in one micro-batch
 STATES = ("float32", "int8", "bfloat16")
 
 
@@ -43,36 +48,68 @@ def arguments() -> argparse.Namespace:
     return asked
 
 
-def losses(setting: Setting, options: argparse.Namespace, states: str, seed: int) -> list[float]:
+def losses(setting: Setting, options: argparse.Namespace, states: str, seed: int, *, micro: int = ROWS) -> list[float]:
     """Returns the loss of every step."""
     keys = (f"optimizer.state_dtype={states}", "optimizer.lr=1e-3", f"dataset.max_seq_len={options.length}", "train.threads=1")
     keys += (f"seed={seed}",) if seed != SEED else ()
     case = Case(
-        shape=setting.shape, budget=2 * GiB, steps=options.steps, rows=4, micro=4, clip=1.0, overrides=keys, commit_every=None,
-        compute=options.compute,
+        shape=setting.shape, budget=2 * GiB, steps=options.steps, rows=ROWS, micro=micro, clip=1.0, overrides=keys,
+        commit_every=None, compute=options.compute,
     )  # fmt: skip
     return [step["loss"] for step in our_run(setting, case)["steps"]]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Apart:
+    """Says how far runs of some kind are from those with float32 states, seed by seed."""
+
+    shares: list[float]
+    told: list[str]
+    values: dict[str, object]
+
+    @property
+    def mean(self) -> float:
+        return fmean(self.shares)
+
+    @property
+    def text(self) -> str:
+        return self.told[0] if len(self.told) == 1 else f"{self.mean:+.3%}, mean of {len(self.told)} seeds"
+
+    @property
+    def note(self) -> str:
+        return "" if len(self.told) == 1 else ", ".join(self.told)
+
+
+def apart(setting: Setting, options: argparse.Namespace, states: str, *, micro: int = ROWS) -> Apart:
+    last, shares, told, values = last_of(options), list[float](), list[str](), dict[str, object]()
+    for seed in options.seeds:
+        plain, found = losses(setting, options, STATES[0], seed), losses(setting, options, states, seed, micro=micro)
+        ours, theirs = fmean(found[-last:]), fmean(plain[-last:])
+        shares.append(ours / theirs - 1)
+        told.append(f"{shares[-1]:+.3%} ({ours:.4f} beside {theirs:.4f}, from {found[0]:.2f})")
+        values[f"seed {seed}"] = {"every_50th": found[49::50], "float32": plain[49::50]}
+    return Apart(shares=shares, told=told, values=values)
+
+
+def last_of(options: argparse.Namespace) -> int:
+    """Returns the steps at the end of a run whose losses count."""
+    return max(1, int(options.steps) // 10)
+
+
 def prove(setting: Setting, options: argparse.Namespace) -> int:
-    last = max(1, options.steps // 10)
+    noise = apart(setting, options, STATES[0], micro=ROWS // 2)
+    largest = f"{max(map(abs, noise.shares)):.3%}"
+    steps = f"loss of steps {options.steps - last_of(options) + 1} to {options.steps}"
     rows: list[Row] = []
     for states in options.states:
-        apart, told, values = list[float](), list[str](), dict[str, object]()
-        for seed in options.seeds:
-            plain, found = (losses(setting, options, each, seed) for each in (STATES[0], states))
-            ours, theirs = fmean(found[-last:]), fmean(plain[-last:])
-            apart.append(ours / theirs - 1)
-            told.append(f"{apart[-1]:+.3%} ({ours:.4f} beside {theirs:.4f}, from {found[0]:.2f})")
-            values[f"seed {seed}"] = {"every_50th": found[49::50], "float32": plain[49::50]}
-        what = f"{states} states: loss of steps {options.steps - last + 1} to {options.steps} beside float32 states"
-        mean = fmean(apart)
-        text = told[0] if len(told) == 1 else f"{mean:+.3%}, mean of {len(told)} seeds"
-        note = "" if len(told) == 1 else ", ".join(told)
-        rows.append(holds(what, f"within {MOST:.1%}", text, abs(mean) <= MOST, note=note, values=values))
-    settings = {**setting.described(), "steps": options.steps, "length": options.length, "rows": 4, "compute": options.compute}
-    settings["seeds"] = options.seeds
-    return setting.conclude(f"prove_states-{setting.shape}", rows, settings)
+        found = apart(setting, options, states)
+        note = "; ".join(filter(None, [found.note, f"runs that differ in rounding alone: {largest} at most"]))
+        what, within = f"{states} states: {steps} beside float32 states", abs(found.mean) <= MOST
+        rows.append(holds(what, f"within {MOST:.1%}", found.text, within, note=note, values=found.values))
+    what = f"float32 states, micro-batches of {ROWS // 2} rows: {steps} beside those of {ROWS}"
+    rows.append(reported(what, noise.text, note=noise.note, values=noise.values))
+    asked = {key: getattr(options, key) for key in ("steps", "length", "compute", "seeds")}
+    return setting.conclude(f"prove_states-{setting.shape}", rows, {**setting.described(), "rows": ROWS, **asked})
 
 
 if __name__ == "__main__":
