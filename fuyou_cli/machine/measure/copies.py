@@ -46,17 +46,6 @@ def measure_memory(*, repeats: int) -> Findings:
     return found(host_copy=rate("copy", lambda: there), host_fresh=new)
 
 
-def measure_gpu_copies(*, repeats: int) -> Findings:
-    """Measures copies to this machine's GPU and back."""
-    from fuyou_cli.engine.devices import open_device
-
-    device = open_device("cuda")
-    try:
-        return measure_copies(device, repeats=repeats)
-    finally:
-        device.close()
-
-
 def measure_copies(device: Device, *, repeats: int, size: int = COPIED) -> Findings:
     """Measures bytes/s to the device and back: each way alone, then each while the other runs."""
     import torch

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 
 from fuyou_cli.core.units import GiB
@@ -30,15 +31,24 @@ def measure_adamw(cores: int, *, repeats: int, available: int = 0) -> Findings:
     powers = [1 << power for power in range(max(1, cores).bit_length())]
     counts = [count for count in powers if count == 1 or count * each_needs <= memory]
     rates: dict[int, Rate] = {}
-    with Arena(counts[-1] * each_needs) as arena, ThreadPoolExecutor(counts[-1]) as pool:
-        shares = [_share(arena.view, number) for number in range(counts[-1])]
+    with shares_of(counts[-1]) as shares, ThreadPoolExecutor(counts[-1]) as pool:
         for count in counts:
             taken = _passes(pool, shares[:count], repeats)
             amount = float(ADAMW_PASSES) * count * ADAMW_PARAMETERS * ADAMW_BYTES_PER_PARAMETER
             rates[count] = rate_of(f"AdamW, {count} thread{'s' * (count > 1)}", "B/s", each(amount, taken))
-        shares.clear()
     figures = {"adamw": tuple((count, rate.value) for count, rate in rates.items())}
     return Findings(figures=figures, rates=tuple(rates.values()))
+
+
+@contextmanager
+def shares_of(threads: int) -> Iterator[list[Share]]:
+    """Makes an update for each of so many threads, in memory that is freed at the end."""
+    with Arena(threads * ADAMW_PARAMETERS * ARENA_PER_PARAMETER) as arena:
+        shares = [_share(arena.view, number) for number in range(threads)]
+        try:
+            yield shares
+        finally:
+            shares.clear()
 
 
 def _passes(pool: ThreadPoolExecutor, shares: list[Share], repeats: int) -> list[float]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fuyou_cli.core.errors import UsageError
+from fuyou_cli.planner.plan_request import update_threads_for
 from fuyou_cli.spec.hardware import HardwareProfile, merged_rates
 from fuyou_cli.spec.model import Dtype
 
@@ -30,6 +31,7 @@ MATMUL_SECONDS = 0.12  # seconds of one repeat
 REPEAT_SECONDS = 1.5  # seconds of all repeats of one thing: a busy machine gets fewer
 SHARED_QUICK_SECONDS, SHARED_FULL_SECONDS = 0.6, 4.0  # seconds of training steps beside an update
 SHARED_WIDTH = 1024
+QUICK_TOGETHER, FULL_TOGETHER = 0.1, 0.5  # seconds that all that moves bytes moves alone or at once, in a turn
 
 Progress = Callable[[str], None]
 
@@ -87,7 +89,7 @@ def measure(*directories: Path, quick: bool, device: str = "auto", progress: Pro
 def _measured(
     facts: HardwareProfile, target: torch.device, directories: tuple[Path, ...], *, quick: bool, progress: Progress
 ) -> Findings:
-    from .copies import measure_gpu_copies, measure_memory
+    from .copies import measure_memory
     from .stages import measure_layers
     from .store_rates import measure_store  # the native extension, not needed by --help
     from .update_rates import measure_adamw, measure_shared
@@ -110,8 +112,29 @@ def _measured(
         shared = measure_shared(beside, flops, seconds=seconds, note=note)
     progress(f"store in {', '.join(map(str, directories))}")
     store = measure_store(*directories, quick=quick, free=facts.disk_free, step=beside)
-    copies = measure_gpu_copies(repeats=repeats) if target.type == "cuda" else Findings()
-    return _arithmetic(matmul, step) + layers + shared + store + adamw + memory + copies
+    progress("all that moves bytes at once")
+    crossing = _crossing(replace(facts, **adamw.figures), target, directories, quick=quick, repeats=repeats)
+    return _arithmetic(matmul, step) + layers + shared + store + adamw + memory + crossing
+
+
+def _crossing(
+    facts: HardwareProfile, target: torch.device, directories: tuple[Path, ...], *, quick: bool, repeats: int
+) -> Findings:
+    """Measures copies where there is a GPU, then all that moves bytes through the host's memory, at once."""
+    from fuyou_cli.engine.devices import open_device
+
+    from .copies import measure_copies
+    from .dram import measure_dram
+
+    threads = update_threads_for(facts, device=target.type, torch_threads=facts.cores)
+    best, seconds = max(rate for _, rate in facts.adamw), QUICK_TOGETHER if quick else FULL_TOGETHER
+    device = open_device("cuda") if target.type == "cuda" else None
+    try:
+        copies = Findings() if device is None else measure_copies(device, repeats=repeats)
+        return copies + measure_dram(*directories, threads=threads, best=best, device=device, seconds=seconds, turns=repeats)
+    finally:
+        if device is not None:
+            device.close()
 
 
 def _arithmetic(matmul: dict[Dtype, Rate], step: float) -> Findings:
