@@ -8,12 +8,13 @@ from datetime import datetime
 
 from fuyou_cli.machine.background_load import are_busy
 from fuyou_cli.machine.profile_store import keep_corrected
+from fuyou_cli.planner.costs import Costs
 from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.planner.simulate import simulate
 from fuyou_cli.training.corrected import corrected
 from fuyou_cli.training.prepared import Planned
 from fuyou_cli.training.report import RunReport
-from fuyou_cli.training.reporting import compared
+from fuyou_cli.training.reporting import compared, dram_seconds
 
 from .compare import placed_in_words
 from .room import export_folder
@@ -34,7 +35,8 @@ def beside_plan(
     elif (shown := corrected(hardware, model, plan, step, report)) is not None:
         keep_corrected(shown, *planned.directories, instead_of=hardware, say=say)
     assumed = hardware.measured == "assumed"
-    return replace(report, compared=compared(report, plan, step, gpu_peak=gpu_peak), assumed=assumed)
+    dram = dram_seconds(report, Costs.of(model, hardware, plan), plan)
+    return replace(report, compared=compared(report, plan, step, gpu_peak=gpu_peak, dram=dram), assumed=assumed)
 
 
 def promises(planned: Planned) -> dict[str, object]:

@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Literal
 
+from ..planner.costs import Costs
 from ..planner.timeline import Timeline
 from ..spec.plan import Plan
 from .report import Compared, RunReport, StepReport
@@ -108,12 +109,23 @@ def medians(steps: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: statistics.median(step.get(name, 0.0) for step in steps) for name in names}
 
 
-def compared(report: RunReport, plan: Plan, step: Timeline, *, gpu_peak: int = 0) -> tuple[Compared, ...]:
+def dram_seconds(report: RunReport, costs: Costs, plan: Plan) -> float:
+    """Returns the seconds in which the host's memory gives all bytes that a step moved, 0 if its bandwidth is not known. Those
+    of copies are the last step's; AdamW's follow from the parameters that it updates."""
+    copied = sum(item.bytes for item in report.timeline if item.resource in ("h2d", "d2h"))
+    adamw = sum(map(costs.update_seconds, plan.stages)) * costs.update_bytes_rate
+    moved = report.read_per_step + report.written_per_step + copied + adamw
+    return moved / costs.hardware.dram if costs.hardware.dram else 0.0
+
+
+def compared(report: RunReport, plan: Plan, step: Timeline, *, gpu_peak: int = 0, dram: float = 0.0) -> tuple[Compared, ...]:
     """Pairs the run's step figures and memory (bytes) with the plan's. `step`: the simulated step. `gpu_peak`: the measured
-    peak, 0 for a device without its own memory."""
+    peak, 0 for a device without its own memory. `dram`: the step's `dram_seconds`."""
     predicted, promised, waits = plan.predicted, step.under_way, report.waits
     longest = {cause: max(step.stalls.get(cause, 0.0), waits.get(cause, 0.0)) for cause in (*step.stalls, *waits)}
     causes = sorted((cause for cause in longest if longest[cause] >= _LEAST_WAIT), key=lambda cause: -longest[cause])
+    through = f"dram in use{', the bottleneck' * (predicted.bottleneck == 'dram')}"
+    memory: list[_Line] = [(through, "seconds", step.in_use.get("dram", 0.0), dram)] if dram else []
     on_device: list[_Line] = [("peak GPU memory", "bytes", predicted.gpu_peak, gpu_peak)] if gpu_peak else []
     lines: list[_Line] = [
         ("peak RAM", "bytes", predicted.cpu_peak, report.ram_peak),
@@ -124,6 +136,7 @@ def compared(report: RunReport, plan: Plan, step: Timeline, *, gpu_peak: int = 0
             for name in _RESOURCES
             if name in report.busy
         ),
+        *memory,
         ("ssd read", "bytes", predicted.read_per_step, report.read_per_step),
         ("ssd written", "bytes", predicted.written_per_step, report.written_per_step),
         ("waiting", "seconds", sum(step.stalls.values()), sum(waits.values())),
