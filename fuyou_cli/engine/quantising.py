@@ -6,6 +6,7 @@ from collections.abc import Container
 from dataclasses import replace
 
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from ..core.errors import UsageError
 from ..spec.packed_tensors import Quantised
@@ -19,13 +20,12 @@ def quantised(anatomy: Anatomy, quantisation: Quantised | None, names: Container
         return anatomy
     stages = tuple(_marked(stage, quantisation, names) if stage.kind == "block" else stage for stage in anatomy.stages)
     if names is None and not any(stage.quantised for stage in stages):
-        blocks = [stage.module for stage in stages if stage.kind == "block" and stage.module is not None]
-        linear = any(isinstance(module, nn.Linear) for block in blocks for module in block.modules())
+        other = any(isinstance(module, Conv1D) for module in anatomy.model.modules())
         raise UsageError(
             f"model.quantize: the blocks of {type(anatomy.model).__name__} have no frozen matrix in a torch.nn.Linear",
             hint="set model.quantize=none"
-            + (", or freeze some layers: only their weights are quantised" if linear else
-               ": layers of another class (GPT-2's Conv1D) are never quantised, but may have LoRA"),
+            + (": a Conv1D is never quantised, but may have LoRA" if other else
+               ", or freeze some layers: only their weights are quantised"),
         )  # fmt: skip
     return replace(anatomy, stages=stages)
 

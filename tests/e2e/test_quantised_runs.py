@@ -69,8 +69,8 @@ def decoded(kind: str, weight: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(found).view(weight.shape)
 
 
-def with_decoded(kind: str, model: Any) -> Any:
-    for block in model.model.layers:
+def with_decoded(kind: str, model: Any, *, blocks: slice = slice(None)) -> Any:
+    for block in model.model.layers[blocks]:
         for module in block.modules():
             if isinstance(module, torch.nn.Linear):
                 module.weight.data = decoded(kind, module.weight)
@@ -128,6 +128,20 @@ def test_losses_are_those_of_peft_over_decoded_weights(kind: str, device: str, d
     losses, _ = train(project)
     assert losses == pytest.approx(wanted, rel=1e-6)
     assert losses[-1] < losses[0]
+
+
+def test_frozen_blocks_rest_quantised_below_trained_ones(qlora: NewProject) -> None:
+    frozen = ("model.embed_tokens", "model.layers.0")
+    project = qlora("nf4", changes={"adapter": None, "freeze": list(frozen)})
+    ready = prepared_run(project)
+    model = with_decoded("nf4", adapter_runs.base_of(ready).train(), blocks=slice(0, 1))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(frozen))
+    wanted = list(adapter_runs.steps_in_memory(ready, model))
+    losses, store = train(project)
+    assert losses == pytest.approx(wanted, rel=1e-6) and losses[-1] < losses[0]
+    saved = manifests.read(store)
+    assert saved is not None and [stage.name for stage in saved.stages if stage.quantised] == ["layers.0"]
 
 
 def test_a_stopped_run_continues_with_the_same_bits(qlora: NewProject) -> None:
@@ -199,10 +213,10 @@ def test_the_command_merges_into_decoded_weights(qlora: NewProject, tmp_path: Pa
 
 
 def test_nothing_to_quantise_is_one_error(new_project: NewProject) -> None:
-    project = new_project(changes={"model.quantize": "nf4", "freeze": ["transformer.wte"]})
+    project = new_project(changes={"model.quantize": "nf4", "adapter": {"r": 4}})
     with pytest.raises(UsageError, match=r"model\.quantize: the blocks of GPT2LMHeadModel have no frozen matrix") as caught:
         prepared_run(project)
-    assert "Conv1D" in str(caught.value.hint)
+    assert "a Conv1D is never quantised" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize(
