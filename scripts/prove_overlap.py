@@ -92,6 +92,7 @@ def arguments() -> argparse.Namespace:
     names = [size.name for size in SIZES]
     made.add_argument("--sizes", nargs="+", choices=names, default=names, help="of the ratios (default: all)")
     made.add_argument("--slower", type=float, default=8.0, help="times longer than on the 4090 (default: 8)")
+    made.add_argument("--dram", type=float, default=0.0, help="GB/s of the 4090's host memory (default: no limit)")
     made.add_argument("--blocks", type=int, default=6)
     made.add_argument("--steps", type=int, default=3, help="measured, after two")
     made.add_argument("--placements", type=int, default=12)
@@ -104,7 +105,7 @@ def arguments() -> argparse.Namespace:
 # ---- the scaled machine ----------------------------------------------------------------------------------------------
 
 
-def scaled(size: Size, subject: Subject, slower: float) -> HardwareProfile:
+def scaled(size: Size, subject: Subject, slower: float, *, dram: float = 0.0) -> HardwareProfile:
     """Returns the machine with rates for the tiny model's bytes and FLOPs. `slower` is for the smallest model; larger blocks
     take longer by themselves."""
     machine = described(MACHINE).lasting()
@@ -115,7 +116,7 @@ def scaled(size: Size, subject: Subject, slower: float) -> HardwareProfile:
     both = {f"{way}_mixed": rates[way] * BOTH_WAYS for way in ("h2d", "d2h")}
     return replace(
         machine, **rates, **both, adamw=tuple((threads, rate * smaller) for threads, rate in machine.adamw), cores=16,
-        matmul_flops=machine.matmul_flops * smaller * size.tokens / REAL_TOKENS,
+        matmul_flops=machine.matmul_flops * smaller * size.tokens / REAL_TOKENS, dram=dram * 1e9 * smaller,
         device_memory_rate=machine.matmul_flops * smaller / FLOPS_PER_BYTE, process_bytes=0,
     )  # fmt: skip
 
@@ -215,7 +216,7 @@ def ratio_rows(options: argparse.Namespace, progress: Progress) -> list[Row]:
         for clip in (None, 1.0):
             key = f"{size.name}, clipping {'on' if clip else 'off'}"
             value = progress.measure(
-                f"ratios {key} {options.blocks} {options.slower:g}", partial(at_ratio, size, clip, options)
+                f"ratios {key} {options.blocks} {options.slower:g} {options.dram:g}", partial(at_ratio, size, clip, options)
             )
             note = f"step {spread(value['steps'])} s, bound {value['bound']:.2f} s, simulated {value['simulated']:.2f} s, "
             note += f"{value['busiest']} busy for {value['busy']:.2f} s"
@@ -243,7 +244,7 @@ def at_ratio(size: Size, clip: float | None, options: argparse.Namespace) -> dic
         return fastest(model, hardware, request)
 
     with tempfile.TemporaryDirectory() as folder:
-        run = Paced(subject, scaled(size, subject, options.slower), folder=Path(folder))
+        run = Paced(subject, scaled(size, subject, options.slower, dram=options.dram), folder=Path(folder))
         piece = int(PIECE * block.params / size.parameters)
         return found(run, run.measure(options.steps, clip=clip, home=None, planning=chosen, piece=piece, **THREADS))
 
@@ -290,7 +291,9 @@ def placement_rows(options: argparse.Namespace, progress: Progress) -> list[Row]
         size, micro_batches, placement = drawn(number, options.seed)
         words = ", ".join(f"{name} {value}" for name, value in placement.items() if value and name != "gpu_budget")
         key = f"{size.name}, {micro_batches} micro-batches, {words}"
-        value = progress.measure(f"{key} {options.slower:g}", partial(placed, size, micro_batches, placement, options))
+        value = progress.measure(
+            f"{key} {options.slower:g} {options.dram:g}", partial(placed, size, micro_batches, placement, options)
+        )
         measured = statistics.median(value["steps"])
         note = f"step {spread(value['steps'])} s, simulated {value['simulated']:.2f} s, bound {value['bound']:.2f} s"
         off = abs(value["simulated"] / measured - 1)
@@ -303,7 +306,7 @@ def placed(size: Size, micro_batches: int, placement: dict[str, Any], options: a
     subject = subject_of(size, options, micro_batches)
     block = next(stage for stage in subject.spec.stages if stage.kind == "block")
     with tempfile.TemporaryDirectory() as folder:
-        run = Paced(subject, scaled(size, subject, options.slower), folder=Path(folder))
+        run = Paced(subject, scaled(size, subject, options.slower, dram=options.dram), folder=Path(folder))
         piece = int(PIECE * block.params / size.parameters)
         return found(run, run.measure(options.steps, piece=piece, **THREADS, **placement))
 
