@@ -308,3 +308,8 @@ def test_what_to_do_next(screen: Screen, facts: RunFacts) -> None:
     waits = replace(facts.plan, predicted=waiting)
     assert after(plan=waits).startswith("next try a larger train.batch_size, more RAM or faster drives: compute waits 57%")
     assert after(plan=waits, steps=8, done=4).startswith("next try more RAM or faster drives")  # a saved run keeps its batch
+    through = replace(waits, predicted=replace(waiting, seconds={**seconds, "dram": 80.0}, bottleneck="dram"))
+    assert after(plan=through).startswith("next try a larger train.batch_size, faster memory: compute waits 57%")
+    text = screen(replace(facts, plan=through, hardware=replace(facts.hardware, dram=3e9)))
+    assert "dram 3 GB/s" in words(text)
+    assert row(text, "dram") == ["dram", "240", "GB", "3", "GB/s", "80.0", "s", *row(text, "dram")[7:]]

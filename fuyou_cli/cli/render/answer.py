@@ -113,5 +113,6 @@ def _faster(facts: RunFacts) -> str:
     waits = sum(plan.predicted.stalls.values()) / step
     if waits > _WAITING:
         batch = "" if facts.done is not None else "a larger train.batch_size, "  # a saved run cannot change its batch
-        return f"try {batch}more RAM or faster drives: compute waits {waits:.0%} of the step"
+        faster = "faster memory" if plan.predicted.bottleneck == "dram" else "more RAM or faster drives"
+        return f"try {batch}{faster}: compute waits {waits:.0%} of the step"
     return "no better choice is known (see `fuyou plan --compare`)"
