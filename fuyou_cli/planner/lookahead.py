@@ -118,14 +118,14 @@ class Lookahead:
         return True
 
     def _fetch_beyond(self) -> None:
-        """Fetches weights for visits further ahead in the step, in order. Weights that a nearer visit still has in a slot stay
-        there and are read again later, so a step reads exactly what the plan says."""
+        """Fetches weights for visits further ahead in the step, in order. Weights that a nearer visit still has in a slot are
+        read again later unless the plan keeps them, so a step reads exactly what the plan says."""
         end = min(self.cursor + self.reach + 1, len(self.visits))
         while self._beyond < end:
             index = self._beyond
             if index not in self.started and self._needs_slot[index]:
                 visit = self.visits[index]
-                if self._residency.in_slot(visit) or not self._residency.try_prefetch(visit):
+                if (visit.fetch and self._residency.in_slot(visit)) or not self._residency.try_prefetch(visit):
                     return
                 self.started.add(index)
             self._beyond += 1

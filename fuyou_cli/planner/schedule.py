@@ -90,20 +90,19 @@ def expand(
     uses: dict[int | None, list[int]] = {}
     for index, (_, _, _, owner) in enumerate(order):
         uses.setdefault(owner, []).append(index)
+    kept = _kept(model, stages, [owner for _, _, _, owner in order], lookahead)
     visits: list[Visit] = []
     for index, (sweep, phase, stage, owner) in enumerate(order):
         is_final = sweep == sweeps - 1
         has_sum = phase in ("head", "backward") and model.stages[model.owner(stage)].trained > 0
-        held_since, distance = _distances(uses[owner], index, len(order))
-        on_ssd = owner is not None and stages[owner].weights == "ssd" and model.stages[owner].params > 0
         visits.append(
             Visit(
                 index=index,
                 phase=phase,
                 stage=stage,
                 owner=owner,
-                fetch=on_ssd and held_since > lookahead,
-                keep=on_ssd and distance <= lookahead,
+                fetch=index in kept and not kept[uses[owner][uses[owner].index(index) - 1]],
+                keep=kept.get(index, False),
                 update=_update(model, stages, owner, uses[owner], index),
                 stash=phase == "forward" and model.stages[stage].keeps_input,
                 take=phase == "backward" and model.stages[stage].keeps_input,
@@ -168,13 +167,28 @@ def _with_norm_first(
     return [*order[:turn], *first, *order[turn:]], range(turn, turn + len(first))
 
 
-def _distances(uses: list[int], index: int, visits: int) -> tuple[int, int]:
-    """Counts the visits since the same weights were used last, and until they are used next. `uses`: the visits that use them,
-    in order."""
-    place = uses.index(index)
-    since = index - uses[place - 1] + (visits if place == 0 else 0)
-    until = uses[(place + 1) % len(uses)] - index + (visits if place == len(uses) - 1 else 0)
-    return since, until
+def _kept(model: ModelSpec, stages: tuple[StagePlan, ...], owners: Sequence[int | None], lookahead: int) -> dict[int, bool]:
+    """Tells by visit, of those that compute with weights from the ssd, whether these stay in their slot until they are used
+    next, perhaps in the next step. They do if no more than `lookahead` other stages take slots of that class in between: so the
+    last blocks of forward are still there when backward begins, and the last of backward when the next forward does. Such
+    stages and the one that computes never take more than `lookahead + 1` slots. Not all stages of a class stay, except for
+    visits within the lookahead: what is to rest on the ssd is read from there. Rows of a table are others in every step."""
+    by_class: dict[int, list[tuple[int, int]]] = {}
+    for index, owner in enumerate(owners):
+        if owner is not None and stages[owner].weights == "ssd" and model.stages[owner].params:
+            by_class.setdefault(stages[owner].slot_class, []).append((index, owner))
+    kept = {}
+    for uses in by_class.values():
+        most = min(lookahead, len({owner for _, owner in uses}) - 2)
+        recent: list[int] = []  # the stages that computed last, the latest first
+        before = {owner: index for index, owner in uses}
+        for index, owner in (*uses, *uses):  # the second time with what the step before has left
+            others = recent.index(owner) if owner in recent else len(owners)
+            is_near = (index - before[owner] - 1) % len(owners) < lookahead
+            kept[before[owner]] = (is_near or others <= most) and not stages[owner].looked_up
+            recent = [owner, *(stage for stage in recent if stage != owner)][: lookahead + 1]
+            before[owner] = index
+    return kept
 
 
 def _update(

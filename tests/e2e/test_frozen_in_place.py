@@ -70,7 +70,8 @@ def test_a_copy_in_the_store_gives_the_same_bits(frozen: NewProject, tmp_path: P
         run.train(reports.append)
         assert run.losses == wanted
         read, a_step = run.daemon.counters().read_bytes - before, plan.predicted.read_per_step
-        assert 0.7 * STEPS * a_step < read <= STEPS * a_step  # the first step reads no states
+        kept = sum(stage.frozen_weight_bytes for stage in model.stages if stage.kind == "block")  # by one step for the next
+        assert 0.7 * STEPS * a_step < read <= STEPS * a_step + kept  # the first step reads no states
     assert trained_sums(store_of(project)) == trained_sums(store)
 
 

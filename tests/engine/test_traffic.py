@@ -58,10 +58,11 @@ def test_weights_twice_states_once(clip: float | None, subject: Subject, tmp_pat
     weight, states = (4, 8) if fp32 else (2, 10)
     of_kind = {kind: sum(s.params for s in stages if s.kind == kind) for kind in ("embedding", "block", "norm", "head")}
     everything = sum(of_kind.values())
-    # blocks and norm in forward and in backward; the head in its one pass; the embedding's backward leaves its weights
-    # where the next forward takes them
-    twice = of_kind["block"] + of_kind["norm"]
-    assert predicted.read_by["weights"] == weight * (2 * twice + of_kind["embedding"] + of_kind["head"])
+    # Blocks and norm in forward and in backward, but the last block of either pass stays for the other; the head in its one
+    # pass; the embedding once, because its backward leaves its weights where the next forward takes them.
+    blocks = (2 * BLOCKS - 2) * of_kind["block"] // BLOCKS
+    once = of_kind["embedding"] + of_kind["head"]
+    assert predicted.read_by["weights"] == weight * (blocks + 2 * of_kind["norm"] + once)
     assert predicted.written_by["weights"] == weight * everything
     assert predicted.read_by["states"] == predicted.written_by["states"] == states * everything
     gradients = weight * everything if clip else 0

@@ -123,17 +123,16 @@ def test_the_head_is_computed_once_more() -> None:
 
 @pytest.mark.parametrize("clip", [None, 1.0], ids=["unclipped", "clipped"])
 def test_bytes_of_a_tied_step_by_hand(clip: float | None) -> None:
-    """Of each piece: weights for the head (its last piece's stay), written once; gradients out and back between the users,
-    and once more until the norm is known. Unclipped, its weights come again for the update and stay for the next forward
-    only in the piece that is updated last; clipped, they come for forward, and their update."""
+    """Of each piece: weights for the logits and for the head, which begins with the two that were last, written once; gradients
+    out and back between the users, and once more until the norm is known. Forward begins with the two pieces that were last:
+    unclipped of backward, which reads all for their update; clipped of the head."""
     whole = model(LEAF, LEAF, 2048, LEAF, tied=True)
     tied = plan(cut(whole, *[LEAF // 4] * 4), HARDWARE, _request(clip)).predicted
     gradients = 4 * LEAF + (0 if clip is None else 4 * (2 * LEAF + 2048))
     assert tied.read_by["gradients"] == tied.written_by["gradients"] == gradients
     block, norm, piece = 2 * 2 * LEAF, 2 * 2 * 2048, 2 * LEAF // 4
-    head = 4 * piece + 3 * piece  # the last piece of the first pass is the first one of the second
-    around = 4 * piece if clip else 3 * piece + 4 * piece  # updated before forward; or backward, and forward but one
-    assert tied.read_by["weights"] == block + norm + head + around
+    logits, head, forward, backward = 4, 2, 2, 4 if clip is None else 0
+    assert tied.read_by["weights"] == block + norm + (logits + head + forward + backward) * piece
     assert tied.written_by["weights"] == 2 * (2 * LEAF + 2048)
 
 

@@ -211,9 +211,9 @@ def test_a_plan_stays_inside_what_it_was_given(case: tuple[ModelSpec, HardwarePr
 
 def test_deferral_is_found_where_it_helps() -> None:
     """Bound by the store in backward, which has nearly all of its work, and by compute in forward."""
-    spec = model(1 << 22, *[4 << 22] * 8, 2048, 1 << 22)
+    spec = model(1 << 22, *[4 << 22] * 12, 2048, 1 << 22)
     hardware = replace(SLOW_STORE, matmul_flops=2e8)
-    request = replace(_large(spec), clip_grad_norm=None, states="ssd", weights="ssd", kept=((),) * 11)
+    request = replace(_large(spec), clip_grad_norm=None, states="ssd", weights="ssd", kept=((),) * 15)
     request = replace(request, cpu_budget=least_memory(spec, hardware, request) + 300 * MiB)
     found = search(spec, hardware, request)
     assert found.best.candidate.defer > 0
