@@ -13,7 +13,8 @@ to a recorded figure or a floor is reported, which shows nothing.
 --run lora (or qlora): an adapter inside a memory group of its budget, beside peft in memory; the bound is then that of reading
 frozen weights. --run int8: `ssd` also runs float32 states and compares the steps.
 
-Sides take turns (ABAB). A turn is one warm-up (beside the bound also two, see SETTLED) and `--measured` steps in a new process.
+Our runs are planned for the machine as `fuyou bench RECIPE` measures it just before, under the same limits. Sides take turns
+(ABAB). A turn is one warm-up (beside the bound also two, see SETTLED) and `--measured` steps in a new process.
 Each of our runs must stay within its budget, by its own memory samples. The bars are for clipping off; the same is reported
 with clipping (--clipping off leaves that out). A run of either side during which others were busy says so and is not kept: the
 same command measures it again.
@@ -112,7 +113,7 @@ def compute(setting: Setting, options: argparse.Namespace) -> list[Row]:
                 shape=shape, budget=options.budget, steps=warm_up + options.measured, warm_up=warm_up, micro=setting.micro,
                 clip=clip, turn=turn, timed=True, **limits(options),
             )  # fmt: skip
-            mine.append(our_run(setting, case))
+            mine.append(our_run(setting, on_measured_machine(setting, case)))
             peer = InMemory(
                 shape=shape, rows=case.rows, micro=case.micro, steps=1 + options.measured, turn=turn, clip=clip,
                 rank=RANK if options.adapter else 0,
@@ -196,9 +197,9 @@ def ssd(setting: Setting, options: argparse.Namespace) -> list[Row]:
         mixes.append(mix(setting, RATES, turn=turn))
         alone.append(compute_alone(setting, options, ssd_case(setting, options, turn=turn)))
         for clip, kept in runs.items():
-            kept.append(our_run(setting, ssd_case(setting, options, turn=turn, clip=clip, warm_up=SETTLED)))
+            kept.append(on_held_disk(setting, options, turn=turn, clip=clip))
         if options.run == "int8":  # the same with float32 states
-            whole.append(our_run(setting, ssd_case(setting, options, turn=turn, warm_up=SETTLED, overrides=())))
+            whole.append(on_held_disk(setting, options, turn=turn, overrides=()))
     rows = [mix_row(mixes)]
     if whole:
         rows.append(small_states_row(setting.shape, runs[None], whole))
@@ -210,6 +211,10 @@ def ssd(setting: Setting, options: argparse.Namespace) -> list[Row]:
         sooner = [result | {"warm_up": 1, "steps": result["steps"][:-1]} for result in results]
         rows.append(bound_row(f"{what}: the same after one warm-up", sooner, alone, bar))
     return rows
+
+
+def on_held_disk(setting: Setting, options: argparse.Namespace, **changed: Any) -> dict[str, Any]:
+    return our_run(setting, on_measured_machine(setting, ssd_case(setting, options, warm_up=SETTLED, **changed)))
 
 
 def small_states_row(shape: str, small: list[dict[str, Any]], whole: list[dict[str, Any]]) -> Row:

@@ -252,7 +252,8 @@ def on_measured_machine(setting: Setting, case: Case) -> Case:
             return {"profiles": kept_profiles(profile(setting, recipe, held))}
 
     limits = f"disk {case.throttle}" if case.throttle else "no limits"
-    found = setting.measure(f"machine as measured for {case.shape}, {case.rows}x{LENGTH} by {case.micro}, {limits}", once)
+    what = ", ".join([case.shape, f"{case.rows}x{LENGTH} by {case.micro}", *case.overrides, limits])
+    found = setting.measure(f"machine as measured for {what}", once)
     return replace(case, profiles=found["profiles"])
 
 
