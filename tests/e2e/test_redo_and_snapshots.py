@@ -27,6 +27,16 @@ def test_a_saved_run_keeps_its_kind_of_store(stopped: Project) -> None:
             prepared_run(stopped)
 
 
+def test_a_saved_redo_store_says_why_no_norm_is_measured_first(new_project: NewProject) -> None:
+    project = new_project("redo", {"checkpoint.mode": "redo"})
+    with pytest.raises(Interrupted):
+        train(project, interrupt(2, "forward"))
+    project.write_recipe({"offload.norm_first": "always", "offload.gradients": "auto"})
+    with pytest.raises(UsageError, match=r"offload\.norm_first: .* cannot measure the norm first") as caught:
+        prepared_run(project)
+    assert "the saved run's store is of checkpoint.mode redo" in str(caught.value.hint)
+
+
 EVERY_SECOND = {"checkpoint.snapshot_every_steps": 2}
 KEEPING_FOUR = {"checkpoint.snapshot_every_steps": 1, "checkpoint.keep_last": 4}
 
