@@ -41,6 +41,7 @@ def test_a_described_machine_stands_in_for_this_one(new_project: NewProject, com
     states = {row["words"]: row["figures"] for row in others if row["words"].startswith("optimizer.state_dtype=")}
     assert sorted(states) == ["optimizer.state_dtype=bfloat16", "optimizer.state_dtype=int8"] and all(states.values())
     assert 1 <= len(others) <= 9
+    assert others == sorted(others, key=lambda row: (row["slower"] is None, row["slower"] or 0.0, row["words"]))
     assert all(row["why"] for row in others if row["slower"] is None or row["slower"] > 0.01)
     first = (project.folder / "plan.json").read_bytes()
     assert fuyou.json("--hardware", MACHINE, "-o", "plan.json")["compared"] is None
