@@ -33,7 +33,7 @@ class BlockAlone:
     def __init__(self, anatomy: Anatomy, spec: StageSpec, *, dtype: Dtype, accumulate: Dtype, shape: tuple[int, int],
                  device: torch.device, micro_batches: int = 1) -> None:  # fmt: skip
         self.flops, self.tokens = spec.forward_flops, shape[0] * shape[1]
-        self.backward_flops = 3 * spec.forward_flops - spec.unneeded_flops  # recompute included
+        self.backward_flops = 3 * spec.forward_flops - spec.unneeded_flops - spec.frozen_flops  # recompute included
         every = sum(operator.flops for operator in spec.operators)
         self.given_flops = self.backward_flops - every if every else 0.0  # FLOPs if every output was kept; 0: none can be kept
         self._spec, self._stage = spec, anatomy.stages[spec.index]
@@ -94,7 +94,7 @@ class BlockAlone:
             with made(flat, parameters):
                 y = self._call.run(x)
             with total.collecting(parameters):
-                torch.autograd.backward([y], [self._input], inputs=[x, *parameters])
+                torch.autograd.backward([y], [self._input], inputs=[x, *_learning(parameters)])
 
     @contextmanager
     def _buffers_placed(self) -> Iterator[None]:
@@ -138,7 +138,7 @@ class HeadAlone:
         rows, tokens = (part.stop for part in cut)
         self.tokens = rows * tokens
         self.flops = spec.forward_flops * self.tokens / (shape[0] * shape[1])
-        self.backward_flops = 3 * self.flops
+        self.backward_flops = 3 * self.flops - spec.frozen_flops * self.tokens / (shape[0] * shape[1])
         self._stage, self._head, self._vocabulary = anatomy.stages[owner.index], Head(anatomy.model), spec.vocabulary
         self._flat = _filled(owner.params, dtype, device)
         self._total = GradientSum(stage=owner, flat=_empty(owner.trained, accumulate, device))
@@ -165,7 +165,7 @@ class HeadAlone:
                 first = self._vocabulary[0]
                 slope = [self._seen().gradient(self._part, y.detach(), first=first, normaliser=self.tokens)]
             with self._total.collecting(parameters):
-                torch.autograd.backward([y], slope, inputs=[piece, *parameters])
+                torch.autograd.backward([y], slope, inputs=[piece, *_learning(parameters)])
 
     def _seen(self) -> TokenLoss:
         """Returns losses as they are after a first pass over every column, so that the totals are not zero."""
@@ -173,6 +173,10 @@ class HeadAlone:
         tokens.maximum.zero_()
         tokens.total.fill_(1.0)
         return tokens
+
+
+def _learning(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+    return [parameter for parameter in parameters if parameter.requires_grad]
 
 
 class _Reached(Exception):

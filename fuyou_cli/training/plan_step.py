@@ -297,11 +297,13 @@ def _numerics_again(before: Planned, recipe: Recipe) -> Numerics:
 def anatomy_of(
     recipe: Recipe, hardware: HardwareProfile, *, say: Say, progress: Progress = unheard
 ) -> tuple[Anatomy, list[Numerics]]:
-    """Returns the stages that a run would compute, all of them trained, and the numerics of each likely micro-batch size, the
-    usual one first. Rates are of whole blocks: a plan counts what freezing spares."""
+    """Returns the stages that a run would compute, and the numerics of each likely micro-batch size, the usual one first.
+
+    They have the recipe's adapter, whose small products are slow for their FLOPs. Without one all stages are trained: rates are
+    of whole blocks, and a plan counts what freezing spares."""
     dataset = recipe.dataset.model_copy(update={"packing": False})
     plain = recipe.model.model_copy(update={"quantize": "none", "double_quant": False})
-    recipe = recipe.model_copy(update={"freeze": (), "adapter": None, "dataset": dataset, "model": plain})
+    recipe = recipe.model_copy(update={"freeze": (), "dataset": dataset, "model": plain})
     model_dir = Hub(recipe, say=say, progress=progress).model(need_weights=False)
     known = KnownModel(recipe, model_dir, strict=True)
     facts = known.facts

@@ -24,11 +24,13 @@ from fuyou_cli.machine.measure import stages as measure_stages
 from fuyou_cli.machine.measure import sustained as measure_sustained
 from fuyou_cli.machine.measure.findings import DTYPES, Findings, Rate, rate_of
 from fuyou_cli.machine.measure.recipe_stages import measure_recipe
-from fuyou_cli.machine.measure.stages import affordable_tokens, measure_layers, shape_of
+from fuyou_cli.machine.measure.stages import affordable_tokens, block_stage, measure_layers, shape_of
+from fuyou_cli.machine.profile import assumed_hardware
 from fuyou_cli.machine.profile_store import hardware_for
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.spec.model import Dtype, ModelSpec
 from fuyou_cli.spec.plan import Numerics
+from fuyou_cli.training.plan_step import anatomy_of
 
 NUMERICS = Numerics(
     compute_dtype="bfloat16", accumulate_dtype="float32", batch_size=4, micro_batch_size=2, max_seq_len=96,
@@ -179,3 +181,24 @@ def test_a_bench_of_a_recipe_is_kept_for_its_plans(tmp_path: Path, small: Path, 
     assert [(rate.kind, rate.dtype, rate.tokens) for rate in own] == [("block", "float32", 64), ("head", "float32", 64)]
     assert kept.sustained_write > 0 and kept.sustained_write_mixed > 0 and kept.sustained_read_mixed > 0
     assert kept.digest() == data["digest"] == replace(report.profile).digest()
+
+
+def test_an_adapters_block_is_measured_with_its_adapter(tmp_path: Path) -> None:
+    """Measures the block that a plan asks for, and counts no gradients of frozen weights."""
+    pytest.importorskip("peft", reason="peft comes with the extra lora")
+    tied_gemma().model.config.save_pretrained(tmp_path / "model")
+    (tmp_path / "recipe.yaml").write_text(
+        f"version: 1\noutput_dir: {tmp_path}/run\nmodel: {{name_or_path: {tmp_path}/model}}\n"
+        f"dataset: {{train: [{{path: none.jsonl}}], max_seq_len: 32}}\nadapter: {{r: 4}}\n"
+        "train: {batch_size: 4, micro_batch_size: 2, threads: 1}\n"
+        f"offload: {{dir: {tmp_path}/store, device: cpu}}\n"
+    )
+    recipe = load_recipe(tmp_path / "recipe.yaml").recipe
+    anatomy, sizes = anatomy_of(recipe, assumed_hardware(tmp_path, device="cpu"), say=print)
+    spec = inspect(anatomy, dtype="bfloat16", micro_batch_size=2, max_seq_len=32, head_chunk_tokens=0)
+    block, whole = block_stage(anatomy, sizes[0], torch.device("cpu")), spec.stages[1]
+    assert block.params == whole.params > whole.trained > 0
+    alone = block.make(64)
+    alone.forward()
+    alone.backward()
+    assert alone.backward_flops == 3 * whole.forward_flops - whole.unneeded_flops - whole.frozen_flops < 2.5 * alone.flops
