@@ -13,11 +13,11 @@ to a recorded figure or a floor is reported, which shows nothing.
 --run lora (or qlora): an adapter inside a memory group of its budget, beside peft in memory; the bound is then that of reading
 frozen weights. --run int8: `ssd` also runs float32 states and compares the steps.
 
-Our runs are planned for the machine as `fuyou bench RECIPE` measures it just before, under the same limits. Sides take turns
-(ABAB). A turn is one warm-up (beside the bound also two, see SETTLED) and `--measured` steps in a new process.
-Each of our runs must stay within its budget, by its own memory samples. The bars are for clipping off; the same is reported
-with clipping (--clipping off leaves that out). A run of either side during which others were busy says so and is not kept: the
-same command measures it again.
+Our runs are planned for the machine as `fuyou bench RECIPE` measures it once, under the same limits; the script ends with an
+error if others keep it from that. Sides take turns (ABAB). A turn is one warm-up (beside the bound also two, see SETTLED) and
+`--measured` steps in a new process. Each of our runs must stay within its budget, by its own memory samples. The bars are for
+clipping off; the same is reported with clipping (--clipping off leaves that out). A run of either side during which others were
+busy says so and is not kept: the same command measures it again.
 """
 
 from __future__ import annotations

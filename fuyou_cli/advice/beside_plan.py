@@ -14,7 +14,7 @@ from fuyou_cli.planner.simulate import simulate
 from fuyou_cli.training.corrected import corrected
 from fuyou_cli.training.prepared import Planned
 from fuyou_cli.training.report import RunReport
-from fuyou_cli.training.reporting import compared, dram_seconds
+from fuyou_cli.training.reporting import compared, through_memory
 
 from .compare import placed_in_words
 from .room import export_folder
@@ -35,8 +35,8 @@ def beside_plan(
     elif (shown := corrected(hardware, model, plan, step, report)) is not None:
         keep_corrected(shown, *planned.directories, instead_of=hardware, say=say)
     assumed = hardware.measured == "assumed"
-    dram = dram_seconds(report, Costs.of(model, hardware, plan), plan)
-    return replace(report, compared=compared(report, plan, step, gpu_peak=gpu_peak, dram=dram), assumed=assumed)
+    memory = hardware.dram, through_memory(report, Costs.of(model, hardware, plan), plan)
+    return replace(report, compared=compared(report, plan, step, gpu_peak=gpu_peak, memory=memory), assumed=assumed)
 
 
 def promises(planned: Planned) -> dict[str, object]:

@@ -185,11 +185,11 @@ def _may_have_smaller_states(prepared: Planned) -> bool:
 
 
 def smaller_states(elsewise: Replanner) -> Outcome | None:
-    """Plans a run that the ssd limits with int8 states and the same choice. Returns None where that is not possible, or gains
-    little."""
+    """Plans a run that the ssd or the host's memory limits with int8 states and the same choice. Returns None where that is not
+    possible, or gains little."""
     prepared = elsewise.prepared
     predicted, found = prepared.plan.predicted, prepared.found
-    if found is None or not predicted.bottleneck.startswith("ssd") or not _may_have_smaller_states(prepared):
+    if found is None or not predicted.bottleneck.startswith(("ssd", "dram")) or not _may_have_smaller_states(prepared):
         return None
     outcome = elsewise.with_keys((INT8,), choose=as_chosen(found.best.candidate))
     if outcome is None or outcome.problems or outcome.plan.predicted.step_seconds > _WORTH * predicted.step_seconds:

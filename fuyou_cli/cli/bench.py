@@ -82,7 +82,8 @@ def _beside_others(report: BenchReport, cores: float) -> BenchReport:
     if not are_busy(cores):
         return report
     note = f"other programs used {cores:.1f} cores meanwhile, so the machine may be faster: measure again when it is idle"
-    return replace(report, notes=(*report.notes, note))
+    free = replace(report.profile, dram=0.0)  # what was slower beside others may wait for their cores, not for the memory
+    return replace(report, profile=free, notes=(*report.notes, note))
 
 
 def _with_recipe(places: tuple[Path, ...], recipe: Recipe, *, quick: bool, device: str, progress: Progress) -> BenchReport:

@@ -119,7 +119,8 @@ class Lookahead:
 
     def _fetch_beyond(self) -> None:
         """Fetches weights for visits further ahead in the step, in order. Weights that a nearer visit still has in a slot are
-        read again later unless the plan keeps them, so a step reads exactly what the plan says."""
+        read again later unless the plan keeps them. So a step reads what the plan says, or less where an update still holds
+        a slot whose weights are needed again."""
         end = min(self.cursor + self.reach + 1, len(self.visits))
         while self._beyond < end:
             index = self._beyond

@@ -169,23 +169,25 @@ def _with_norm_first(
 
 def _kept(model: ModelSpec, stages: tuple[StagePlan, ...], owners: Sequence[int | None], lookahead: int) -> dict[int, bool]:
     """Tells by visit, of those that compute with weights from the ssd, whether these stay in their slot until they are used
-    next, perhaps in the next step. They do if no more than `lookahead` other stages take slots of that class in between: so the
-    last blocks of forward are still there when backward begins, and the last of backward when the next forward does. Such
-    stages and the one that computes never take more than `lookahead + 1` slots. Not all stages of a class stay, except for
-    visits within the lookahead: what is to rest on the ssd is read from there. Rows of a table are others in every step."""
+    next, perhaps in the next step.
+
+    They do if that is within the lookahead, or if few other stages take slots of their class in between: at most `lookahead`,
+    and not all. So the last blocks of forward are still there when backward begins, and the last of backward when the next
+    forward does. What stays and what computes never take more than `lookahead + 1` slots. Rows of a table are others in every
+    step. A class with a slot for every stage rests in RAM anyway, unless the recipe wants it on the ssd: then it is read."""
     by_class: dict[int, list[tuple[int, int]]] = {}
     for index, owner in enumerate(owners):
         if owner is not None and stages[owner].weights == "ssd" and model.stages[owner].params:
             by_class.setdefault(stages[owner].slot_class, []).append((index, owner))
     kept = {}
     for uses in by_class.values():
-        most = min(lookahead, len({owner for _, owner in uses}) - 2)
-        recent: list[int] = []  # the stages that computed last, the latest first
+        latest_first = list(dict.fromkeys(owner for _, owner in reversed(uses)))  # as the step before leaves them
+        few, recent = min(lookahead, len(latest_first) - 2), latest_first[: lookahead + 1]
         before = {owner: index for index, owner in uses}
-        for index, owner in (*uses, *uses):  # the second time with what the step before has left
-            others = recent.index(owner) if owner in recent else len(owners)
-            is_near = (index - before[owner] - 1) % len(owners) < lookahead
-            kept[before[owner]] = (is_near or others <= most) and not stages[owner].looked_up
+        for index, owner in uses:
+            away = (index - before[owner] - 1) % len(owners)  # visits in between, of any class
+            others = recent.index(owner) if owner in recent else len(owners)  # stages of this class in between
+            kept[before[owner]] = (away < lookahead or others <= few) and not stages[owner].looked_up
             recent = [owner, *(stage for stage in recent if stage != owner)][: lookahead + 1]
             before[owner] = index
     return kept

@@ -1,7 +1,8 @@
 """Corrects the rates of a machine by a run on it, for later plans that ask for them.
 
 Each rate is corrected by the ratio of the plan's time to the measured time of one step. Compute counts the seconds in which
-some of it was under way. Updates count the CPU time of their threads. A drive counts its seconds, but only if it was busy for
+some of it was under way. Updates count the CPU time of their threads, unless the host's memory is busy for most of the step:
+then these threads wait for it, and their time tells nothing of AdamW. A drive counts its seconds, but only if it was busy for
 most of the step. Other drives show how much they were used, not how fast they are.
 """
 
@@ -21,6 +22,7 @@ from .report import RunReport
 
 LEAST_STEPS = 2  # after the first steps of a run, which differ from the rest
 FULL = 0.8  # share of a step; a drive that is busy longer limits the step
+SHARED = 0.5  # share of a step; where the host's memory is busy longer, AdamW often waits for it
 BELIEVED = (0.2, 5.0)  # a measured rate outside these multiples of the known one is an error, not a correction
 
 
@@ -35,6 +37,7 @@ def corrected(
     # Seconds of all update threads together. Each is slower beside others than alone.
     alone = sum(costs.update_seconds(stage) for stage in plan.stages)
     update = _factor(alone * plan.io.update_threads / costs.updates_at_once, report.update_cpu)
+    update = update if step.in_use.get("dram", 0.0) < SHARED * step.step_seconds else 1.0
     read, write = (
         _factor(step.under_way.get(direction, 0.0), report.busy.get(direction, 0.0))
         if report.busy.get(direction, 0.0) >= FULL * report.step_seconds and not plan.sustained  # the run began at other rates

@@ -109,23 +109,26 @@ def medians(steps: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: statistics.median(step.get(name, 0.0) for step in steps) for name in names}
 
 
-def dram_seconds(report: RunReport, costs: Costs, plan: Plan) -> float:
-    """Returns the seconds in which the host's memory gives all bytes that a step moved, 0 if its bandwidth is not known. Those
-    of copies are the last step's; AdamW's follow from the parameters that it updates."""
+def through_memory(report: RunReport, costs: Costs, plan: Plan) -> float:
+    """Returns the bytes that a step moved through the host's memory, 0 if its bandwidth is not known. Those of copies are the
+    last step's; AdamW's follow from the parameters that it updates."""
     copied = sum(item.bytes for item in report.timeline if item.resource in ("h2d", "d2h"))
     adamw = sum(map(costs.update_seconds, plan.stages)) * costs.update_bytes_rate
     moved = report.read_per_step + report.written_per_step + copied + adamw
-    return moved / costs.hardware.dram if costs.hardware.dram else 0.0
+    return moved if costs.hardware.dram else 0.0
 
 
-def compared(report: RunReport, plan: Plan, step: Timeline, *, gpu_peak: int = 0, dram: float = 0.0) -> tuple[Compared, ...]:
+def compared(
+    report: RunReport, plan: Plan, step: Timeline, *, gpu_peak: int = 0, memory: tuple[float, float] = (0.0, 0.0)
+) -> tuple[Compared, ...]:
     """Pairs the run's step figures and memory (bytes) with the plan's. `step`: the simulated step. `gpu_peak`: the measured
-    peak, 0 for a device without its own memory. `dram`: the step's `dram_seconds`."""
+    peak, 0 for a device without its own memory. `memory`: the bytes per second that the host's memory gives, and the step's
+    `through_memory`."""
     predicted, promised, waits = plan.predicted, step.under_way, report.waits
     longest = {cause: max(step.stalls.get(cause, 0.0), waits.get(cause, 0.0)) for cause in (*step.stalls, *waits)}
     causes = sorted((cause for cause in longest if longest[cause] >= _LEAST_WAIT), key=lambda cause: -longest[cause])
-    through = f"dram in use{', the bottleneck' * (predicted.bottleneck == 'dram')}"
-    memory: list[_Line] = [(through, "seconds", step.in_use.get("dram", 0.0), dram)] if dram else []
+    bandwidth, moved = memory
+    through: list[_Line] = [("through the host's memory", "bytes", step.in_use.get("dram", 0.0) * bandwidth, moved)]
     on_device: list[_Line] = [("peak GPU memory", "bytes", predicted.gpu_peak, gpu_peak)] if gpu_peak else []
     lines: list[_Line] = [
         ("peak RAM", "bytes", predicted.cpu_peak, report.ram_peak),
@@ -136,7 +139,7 @@ def compared(report: RunReport, plan: Plan, step: Timeline, *, gpu_peak: int = 0
             for name in _RESOURCES
             if name in report.busy
         ),
-        *memory,
+        *(through if moved else ()),
         ("ssd read", "bytes", predicted.read_per_step, report.read_per_step),
         ("ssd written", "bytes", predicted.written_per_step, report.written_per_step),
         ("waiting", "seconds", sum(step.stalls.values()), sum(waits.values())),

@@ -252,7 +252,8 @@ def on_measured_machine(setting: Setting, case: Case) -> Case:
             return {"profiles": kept_profiles(profile(setting, recipe, held))}
 
     limits = f"disk {case.throttle}" if case.throttle else "no limits"
-    what = ", ".join([case.shape, f"{case.rows}x{LENGTH} by {case.micro}", *case.overrides, limits])
+    inside = [f"inside {gib(case.limit)}"] if case.limit is not None else []
+    what = ", ".join([case.shape, f"{case.rows}x{LENGTH} by {case.micro}", *case.overrides, gib(case.budget), *inside, limits])
     found = setting.measure(f"machine as measured for {what}", once)
     return replace(case, profiles=found["profiles"])
 

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from fuyou_cli.engine.devices import open_device
+from fuyou_cli.machine.measure import dram
 from fuyou_cli.machine.measure.dram import judged, measure_dram
 
-ALONE = {"AdamW": [39.0, 40.0, 44.0], "reads": [7.0, 7.0, 7.0], "copies up": [21.0, 20.0, 21.0]}  # 68 in all
+ALONE = {"AdamW": [39.0, 40.0, 44.0], "reads": [7.0, 7.0, 7.0], "copies both ways": [21.0, 20.0, 21.0]}  # 68 in all
 
 
 @pytest.mark.parametrize(
-    ("at_once", "best", "dram"),
+    ("at_once", "best", "limit"),
     [([50.0, 52.0, 51.0], 45.0, 52.0), ([50.0, 52.0, 51.0], 55.0, 55.0), ([50.0, 66.0, 51.0], 45.0, 0.0)],
     ids=["slower at once", "AdamW got more alone", "one turn as fast as alone"],
 )
-def test_the_memory_is_a_limit_only_where_every_turn_shows_it(at_once: list[float], best: float, dram: float) -> None:
+def test_the_memory_is_a_limit_only_where_every_turn_shows_it(at_once: list[float], best: float, limit: float) -> None:
     found = judged(ALONE, at_once, best=best)
-    assert found.figures == {"dram": dram} and bool(found.notes) is not bool(dram)
-    assert found.rates[0].note == "alone: AdamW 40 B/s, reads 7 B/s, copies up 21 B/s"
+    assert found.figures == {"dram": limit} and bool(found.notes) is not bool(limit)
+    assert found.rates[0].note == "alone: AdamW 40 B/s, reads 7 B/s, copies both ways 21 B/s"
 
 
 def test_adamw_reads_and_copies_are_measured_at_once(tmp_path: Path) -> None:
@@ -31,5 +35,27 @@ def test_adamw_reads_and_copies_are_measured_at_once(tmp_path: Path) -> None:
         device.close()
     (rate,) = found.rates
     assert rate.value > 1e6 and rate.repeats == 1
-    assert [name in rate.note for name in ("AdamW", "reads", "copies up", "copies down")] == [True] * 4
+    assert [name in rate.note for name in ("AdamW", "reads", "copies both ways")] == [True] * 3
     assert found.figures["dram"] in (0.0, 1e12) and not list(tmp_path.iterdir())
+
+
+def test_an_interrupted_measurement_ends_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C comes while the main thread waits for the others to move bytes."""
+    ends: list[float] = []
+
+    def move() -> int:
+        time.sleep(0.001)
+        ends.append(time.monotonic())
+        return 1
+
+    class Interrupted(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            super().wait(timeout)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(dram, "threading", SimpleNamespace(Event=Interrupted))
+    with pytest.raises(KeyboardInterrupt):
+        dram.together({"moves": [move]}, best=1.0, seconds=0.01, turns=1)
+    over = time.monotonic()
+    time.sleep(0.05)
+    assert ends and max(ends) <= over

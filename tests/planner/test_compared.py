@@ -19,7 +19,7 @@ from fuyou_cli.planner.simulate import simulate
 from fuyou_cli.planner.timeline import Timeline
 from fuyou_cli.spec.plan import Plan
 from fuyou_cli.training.report import Busy, Compared, StepReport, busy_seconds
-from fuyou_cli.training.reporting import Steps, as_records, compared, dram_seconds, run_report
+from fuyou_cli.training.reporting import Steps, as_records, compared, run_report, through_memory
 from fuyou_cli.training.run_limits import written_by_step
 from tests.step_reports import step_report
 
@@ -117,7 +117,7 @@ def test_memory_of_a_device_stands_beside_the_plan_where_it_has_its_own(promised
 
 
 def test_the_hosts_memory_stands_beside_the_plan_where_its_bandwidth_is_known() -> None:
-    """A plan that it binds says so. A run of the planned bytes takes as long; two more seconds of reads take two more."""
+    """A run that moves what was planned has the plan's bytes; more reads are more bytes."""
     hardware = replace(HARDWARE, dram=1e8)
     plan = first_that_fits(SPEC, hardware, request(device="cuda", clip_grad_norm=1.0))
     timeline = simulate(SPEC, hardware, plan, plan_schedule(SPEC, plan))
@@ -128,11 +128,11 @@ def test_the_hosts_memory_stands_beside_the_plan_where_its_bandwidth_is_known() 
             collected(steps), losses=[1.0], plan=plan, flops_per_token=60.0, seconds=9.0, ram_peak=1, written_total=1,
             output_dir="out",
         )  # fmt: skip
-        dram = dram_seconds(report, Costs.of(SPEC, hardware, plan), plan)
-        (line,) = (line for line in compared(report, plan, timeline, dram=dram) if line.what.startswith("dram"))
-        assert line.what == "dram in use, the bottleneck" and line.predicted == timeline.in_use["dram"] > 0
-        assert line.measured == pytest.approx(line.predicted + extra / hardware.dram, rel=1e-6)
-    assert dram_seconds(report, Costs.of(SPEC, HARDWARE, plan), plan) == 0.0
+        memory = hardware.dram, through_memory(report, Costs.of(SPEC, hardware, plan), plan)
+        (line,) = (line for line in compared(report, plan, timeline, memory=memory) if line.what.startswith("through"))
+        assert line.unit == "bytes" and line.predicted == timeline.in_use["dram"] * hardware.dram > 0
+        assert line.measured == pytest.approx(line.predicted + extra, rel=1e-6)
+    assert through_memory(report, Costs.of(SPEC, HARDWARE, plan), plan) == 0.0
 
 
 def test_what_was_not_predicted_has_no_share(promised: tuple[Plan, Timeline]) -> None:

@@ -78,6 +78,16 @@ def test_a_run_as_planned_corrects_nothing() -> None:
     assert step_on(found).step_seconds == pytest.approx(step_on(KNOWN).step_seconds, rel=1e-3)
 
 
+def test_threads_that_wait_for_the_memory_tell_nothing_of_adamw() -> None:
+    """Their time doubles where others use the memory as well."""
+    shared = replace(KNOWN, dram=1e8)
+    run = run_on(shared)
+    found = corrected(shared, SPEC, plan_of(), step_on(shared), replace(run, update_cpu=2 * run.update_cpu))
+    assert found is not None and found.adamw == shared.adamw
+    unlimited = corrected(KNOWN, SPEC, plan_of(), step_on(KNOWN), replace(run, update_cpu=2 * run.update_cpu))
+    assert unlimited is not None and unlimited.adamw != shared.adamw
+
+
 @examples(30)
 @given(st.floats(0.6, 2.5), st.floats(0.5, 3.0))
 def test_a_plan_made_again_says_what_the_run_did(compute: float, update: float) -> None:

@@ -29,6 +29,8 @@ def show_step(console: Console, facts: RunFacts, shapes: Symbols) -> None:
     column(content)
     width = 20 if console.width >= WIDE else 6
     for name in ordered(list(predicted.seconds)):
+        if name == "dram" and facts.plan.device == "cpu" and name != predicted.bottleneck:
+            continue  # compute there moves bytes too, which are not counted
         seconds = predicted.seconds[name]
         drawn = Text(bar(seconds / step if step > 0 else 0, width, shapes), style=RESOURCE_STYLE.get(name, "blue"))
         if name == predicted.bottleneck:

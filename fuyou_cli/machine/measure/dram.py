@@ -21,12 +21,13 @@ from fuyou_cli.swap.daemon import SwapDaemon
 
 from .findings import Findings, rate_of
 from .store_rates import LEAST_SPAN, new_store
+from .streams import REQUEST
 from .update_rates import ADAMW_BYTES_PER_PARAMETER, ADAMW_PARAMETERS, shares_of
 
 if TYPE_CHECKING:
     from fuyou_cli.engine.devices.base import Device
 
-COPIED = 64 * MiB
+COPIED, READ_AT_ONCE = 64 * MiB, 4 * REQUEST  # bytes of a copy and of a read
 LIMITS = 0.95  # share of the sum of all rates alone; what is faster at once is not limited by the memory
 
 Mover = Callable[[], int]  # moves some bytes, in milliseconds, and returns how many
@@ -85,9 +86,11 @@ def _rate(movers: Movers, seconds: float) -> float:
         return moved / (time.perf_counter() - begin)
 
     with ThreadPoolExecutor(len(every)) as pool:
-        moving = [pool.submit(move, mover) for mover in every]
-        over.wait(seconds)
-        over.set()
+        try:
+            moving = [pool.submit(move, mover) for mover in every]
+            over.wait(seconds)
+        finally:  # an interrupted measurement waits for its threads, which use memory that is freed then
+            over.set()
         return sum(each.result() for each in moving)
 
 
@@ -100,19 +103,20 @@ def _updates(share: Callable[[], object]) -> Mover:
 
 
 def _reads(daemon: SwapDaemon, half: int) -> Mover:
-    """Reads the store's two halves in turns, into one half of the arena."""
+    """Reads the store request by request, into one half of the arena."""
     size, turns = LEAST_SPAN // 2, count()
 
     def move() -> int:
-        daemon.wait(daemon.read(half * size, next(turns) % 2 * size, size))
-        return size
+        place = next(turns) * READ_AT_ONCE % LEAST_SPAN
+        daemon.wait(daemon.read(half * size + place % size, place, READ_AT_ONCE))
+        return READ_AT_ONCE
 
     return move
 
 
 @contextmanager
 def _copies(device: Device) -> Iterator[dict[str, Sequence[Mover]]]:
-    """Copies to a device and back."""
+    """Copies to a device and back, always both ways: what one slows down the other is the bus, not the memory."""
     import torch
 
     hosts = [torch.zeros(COPIED, dtype=torch.uint8) for _ in range(2)]
@@ -128,4 +132,4 @@ def _copies(device: Device) -> Iterator[dict[str, Sequence[Mover]]]:
         device.download(there[1], hosts[1]).synchronize()
         return COPIED
 
-    yield {"copies up": [up], "copies down": [down]}
+    yield {"copies both ways": [up, down]}
