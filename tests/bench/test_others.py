@@ -52,11 +52,12 @@ def test_a_process_that_spins_is_seen() -> None:
 
 def test_a_busy_machine_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(others.os, "cpu_count", lambda: 2)
-    profile = assumed_hardware(tmp_path)
+    profile = replace(assumed_hardware(tmp_path), dram=4e10)
     report = BenchReport(profile=profile, rates=(), notes=("one",), quick=True, seconds=1.0, written_bytes=0)
     quiet, busy = _beside_others(report, 0.3), _beside_others(report, 1.2)
     assert quiet.notes == ("one",) and quiet.profile == replace(profile, others_cores=0.3)
     assert busy.notes[1].startswith("other programs used 1.2 cores meanwhile")
-    assert busy.profile.digest() == profile.digest()  # no rate
+    # No rate but the memory's: what is slower then may wait for cores.
+    assert busy.profile.digest() == replace(profile, dram=0.0).digest() != profile.digest()
     monkeypatch.setattr(others.os, "cpu_count", lambda: 64)
     assert not others.are_busy(5.0) and others.are_busy(7.0)

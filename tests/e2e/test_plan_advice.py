@@ -117,6 +117,9 @@ def test_smaller_states_where_a_drive_is_worn_or_binds(new_project: NewProject, 
     assert small["smaller_states"] is None
     seconds = [found["plan"]["predicted"]["step_seconds"] for found in (small, shown)]
     assert seconds[0] <= told["figures"]["step_seconds"] < seconds[1]
+    (project.folder / "memory.yaml").write_text(yaml.safe_dump({"parts": "1xgen4,64GiB", "dram": 1e6}))
+    bound = fuyou.json("--hardware", "memory.yaml", "offload.optimizer_states=ssd")
+    assert bound["plan"]["predicted"]["bottleneck"] == "dram" and int8 in bound["smaller_states"]["overrides"]
     written = shown["plan"]["predicted"]["written_per_step"]
     drives = [{"model": "small", "capacity": "1TB", "rated_bytes": round(1000 * written / 0.35)}]
     (project.folder / "worn.yaml").write_text(yaml.safe_dump({"parts": "1xgen4,64GiB", "drives": drives}))

@@ -313,3 +313,8 @@ def test_what_to_do_next(screen: Screen, facts: RunFacts) -> None:
     text = screen(replace(facts, plan=through, hardware=replace(facts.hardware, dram=3e9)))
     assert "dram 3 GB/s" in words(text)
     assert row(text, "dram") == ["dram", "240", "GB", "3", "GB/s", "80.0", "s", *row(text, "dram")[7:]]
+    # Compute on a CPU moves bytes that are not counted, so the row is there only where the memory binds.
+    for device, shown in (("cpu", False), ("cuda", True)):
+        free = replace(waiting, seconds={**seconds, "dram": 9.0})
+        text = screen(replace(facts, plan=replace(waits, predicted=free, device=device)))  # type: ignore[arg-type]
+        assert any(line.split()[:1] == ["dram"] for line in text.splitlines()) is shown
