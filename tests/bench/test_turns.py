@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fuyou_cli.machine.measure.findings import mean_seconds
 from fuyou_cli.machine.measure.turns import DISTURBED, LEAST, Action, Turn, counted, in_turns, left_out, rates_of
 
 _CORES = st.lists(st.floats(min_value=0.0, max_value=2.0), min_size=1, max_size=20)
@@ -43,3 +47,25 @@ def test_every_action_has_its_repeats_in_every_turn() -> None:
     turns = in_turns([action("a"), action("b")], torch.device("cpu"), 0.01)
     assert turns and all(len(turn.seconds) == 2 and min(turn.seconds) > 0 for turn in turns)
     assert min(done.values()) >= 1 + len(turns)  # the first repeat is not counted
+
+
+def test_a_gpu_is_waited_for_once_after_all_repeats_of_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[int] = []
+    done: list[int] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waited.append(len(done)))
+
+    def run() -> None:
+        done.append(0)
+        time.sleep(0.001)
+
+    mean = mean_seconds(run, 0.05, torch.device("cuda"))
+    assert len(waited) == 2 and waited[0] == 1  # the first repeat tells how many the others are
+    assert 2 <= len(done) - 1 == waited[1] - 1 <= 50 and mean >= 0.001
+
+
+def test_a_gpu_works_before_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[float] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    action = Action(name="a", run=lambda: begun.append(time.perf_counter()), amount=1.0, share=1.0)
+    turns = in_turns([action], torch.device("cuda"), 0.05)
+    assert turns and begun[-1] - begun[0] >= 0.08  # about as long again as it is timed

@@ -86,3 +86,22 @@ def seconds_of(action: Callable[[], object], device: torch.device | None = None)
 
         torch.cuda.synchronize(device)  # the launch alone takes nearly no time
     return time.perf_counter() - begin
+
+
+def mean_seconds(action: Callable[[], object], seconds: float, device: torch.device) -> float:
+    """Returns the mean of the repeats of about `seconds`; at least one. A GPU is waited for only after the last of them: in a
+    run, too, the next launch does not wait for the last one to end."""
+    if device.type != "cuda":
+        return statistics.fmean(repeated(action, seconds, device))
+    repeats = repeats_in(seconds, seconds_of(action, device))
+
+    def together() -> None:
+        for _ in range(repeats):
+            action()
+
+    return seconds_of(together, device) / repeats
+
+
+def repeats_in(seconds: float, one: float) -> int:
+    """Returns how many repeats of `one` seconds each take about `seconds`; at least one."""
+    return max(1, round(seconds / max(one, 1e-6)))

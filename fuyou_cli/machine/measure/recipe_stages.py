@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 QUICK_PAIR, FULL_PAIR = 8.0, 40.0  # seconds of one forward and one backward that tokens are chosen for
 SECONDS: dict[RatedKind, float] = {"block": 24.0, "head": 8.0}  # of all repeats, at least,
-GPU_SHARE = 0.1  # of those seconds: other programs do not slow a GPU down, and a repeat takes it milliseconds
+GPU_SHARE = 0.15  # of those seconds: other programs do not slow a GPU down, and a repeat takes it milliseconds
 SEVERAL = 1.25  # times as long where micro-batches of several sizes take turns
 USABLE = 0.8  # of the memory that is free
 

@@ -3,18 +3,19 @@
 The speed of a shared machine changes within seconds, and a plan needs the ratio of two rates, so all actions take short turns.
 The time of a turn is the mean of its repeats. The rate is the median over the turns that count, because a report compares the
 prediction with the median of a run's steps.
+
+A GPU's clock is low when it is idle, rises, and falls again after seconds of work. So a GPU works before it is timed.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..background_load import BackgroundLoad
-from .findings import Rate, Unit, rate_of, repeated, seconds_of
+from .findings import Rate, Unit, mean_seconds, rate_of, seconds_of
 
 if TYPE_CHECKING:
     import torch
@@ -50,13 +51,17 @@ class Turn:
 
 
 def in_turns(actions: Sequence[Action], device: torch.device, seconds: float) -> list[Turn]:
-    """Times all actions in turns, after one repeat of each that is not counted. Ends when quiet turns have taken `seconds`, or
-    all turns PATIENCE times that. There are two turns at least, unless one takes twice the time."""
+    """Times all actions in turns, after one repeat of each that is not counted, on a GPU after `seconds` of turns that are not.
+    Ends when quiet turns have taken `seconds`, or all turns PATIENCE times that. There are two turns at least, unless one takes
+    twice the time."""
     for action in actions:
         seconds_of(action.run, device)  # a GPU is done with it before anything is counted
     turns: list[Turn] = []
     whole = sum(action.share for action in actions)
     times = [seconds * action.share / whole / TURNS for action in actions]
+    settled = time.perf_counter() + seconds
+    while device.type == "cuda" and time.perf_counter() < settled:
+        _turn(actions, times, device)
     begin, quiet, passed = time.perf_counter(), 0.0, 0.0
     while (quiet < seconds and passed < PATIENCE * seconds) or (len(turns) < 2 and passed < 2 * seconds):
         turns.append(_turn(actions, times, device))
@@ -68,7 +73,7 @@ def in_turns(actions: Sequence[Action], device: torch.device, seconds: float) ->
 
 def _turn(actions: Sequence[Action], times: Sequence[float], device: torch.device) -> Turn:
     begin, others = time.perf_counter(), BackgroundLoad()
-    means = tuple(statistics.fmean(repeated(action.run, own, device)) for action, own in zip(actions, times, strict=True))
+    means = tuple(mean_seconds(action.run, own, device) for action, own in zip(actions, times, strict=True))
     if device.type == "cuda":  # which others' use of the processor does not slow down
         return Turn(seconds=means, others=0.0)
     return Turn(seconds=means, others=max(0.0, others.cores() - CLOCK / (time.perf_counter() - begin)))

@@ -22,12 +22,13 @@ from .. import probe
 from ..allocator import settle_for_training
 from ..drives import drives_under
 from ..profile import assumed_hardware, card, cpu_name
-from .findings import DTYPES, Findings, Rate, each, rate_of, seconds_of
+from .findings import DTYPES, Findings, Rate, each, mean_seconds, rate_of, seconds_of
 
 if TYPE_CHECKING:
     import torch
 
 MATMUL_SECONDS = 0.12  # seconds of one repeat
+GPU_SETTLES = 1.0  # seconds of work that take a GPU's clock from idle to what it is under load
 REPEAT_SECONDS = 1.5  # seconds of all repeats of one thing: a busy machine gets fewer
 SHARED_QUICK_SECONDS, SHARED_FULL_SECONDS = 0.6, 4.0  # seconds of training steps beside an update
 SHARED_WIDTH = 1024
@@ -182,7 +183,11 @@ def measure_matmul(device: torch.device, dtype: Dtype, *, repeats: int) -> Rate:
         seconds_of(product, device)  # not counted
         if seconds_of(product, device) * 8 > MATMUL_SECONDS:  # the next size takes eight times as long
             break
-    taken = _times(product, device, repeats)
+    if device.type == "cuda":
+        mean_seconds(product, GPU_SETTLES, device)
+        taken = [mean_seconds(product, MATMUL_SECONDS, device) for _ in range(repeats)]
+    else:
+        taken = _times(product, device, repeats)
     threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
     return rate_of(f"matmul {dtype}", "FLOP/s", each(2.0 * size**3, taken), f"{size} x {size}{threads}")
 
