@@ -21,7 +21,7 @@ struct fy__scalars {
     float correction;    /* sqrt(1 - beta2^step) */
     float epsilon;
     float negative_step; /* -lr / (1 - beta1^step) */
-    uint32_t key;        /* of the draws that bfloat16 states are rounded with */
+    uint32_t key;        /* of the draws that small states are rounded with */
     float beta1;         /* of Lion and SGD, as they are */
     float one_less_beta1;
     float negative_lr;
@@ -56,6 +56,15 @@ struct fy__run {
     float *variance_scales;
     const void *gradients;
 };
+
+/* 32 bits that look random, to round states with: a multiplicative walk over the indices, and a finaliser with full avalanche. */
+INLINE uint32_t drawn(uint32_t key, uint32_t index)
+{
+    uint32_t x = index * 0x9E3779B9u + key;
+    x = (x ^ (x >> 16)) * 0x21F0AAADu;
+    x = (x ^ (x >> 15)) * 0x735A2D97u;
+    return x ^ (x >> 15);
+}
 
 /* One parameter's step. */
 INLINE void adamw_step(const struct fy__scalars *k, float gradient, float *master, float *momentum, float *variance)

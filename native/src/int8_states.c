@@ -8,6 +8,10 @@
  * exact and as cheap: no square roots and no search. The code of a variance is never zero in a block that is not: a zero under a
  * momentum would make the step huge.
  *
+ * A step changes a variance by a thousandth, and codes lie percents apart. So it is rounded at random (to the nearest, only rare
+ * large gradients would move it), by the distance of its root: then 1 / sqrt(v) keeps its mean, which would grow with distances
+ * of variances by 3/8 of their noise's square. A block's largest is exact. Momenta are rounded to the nearest.
+ *
  * Byte b of a block's word i of 32 bits belongs to parameter 2i + b % 2 + 32 (b / 2). So a lane of 32 bits holds the codes of
  * four parameters and, in 16 bits, two pairs of their weights, remainders and gradients: they are taken apart by shifts alone.
  *
@@ -27,6 +31,8 @@
 #define VARIANCE_MOST 255.0f
 #define LEAST_ROOT 0x1p-119f   /* of a block that is not zero: its reciprocal is finite */
 #define TO_INTEGER 12582912.0f /* 1.5 * 2^23: a sum with it has the rounded integer, ties to even, in its lowest bits */
+#define TO_FIXED 256.0f        /* a sum with it has the integer above the lowest 15 bits, and the fraction in them */
+#define FRACTION 0x7FFFu
 #define MAGNITUDE 0x7FFFFFFFu
 #define HIGH_HALF 0xFFFF0000u
 #define SIGNS 0x80808080u /* of four codes */
@@ -46,13 +52,15 @@ struct factors {
     float root_take; /* of the gradient, before it is squared */
     float epsilon;   /* times the correction: sqrt(v) is not divided by it */
     float step;
+    uint32_t key;    /* of the draws that variances are rounded with */
 };
 
-/* New moments, and the square root of the variance, by place: lane i of word b is at 16 b + i. */
+/* New moments, and the square root of the variance, by place: byte b of word i is at 16 b + i. */
 struct block {
     float momentum[BLOCK];
     float variance[BLOCK];
     float root[BLOCK];
+    uint32_t draws[LANES]; /* of the parameters of a word */
 };
 
 struct group {
@@ -75,6 +83,7 @@ static struct factors factors_of(const struct fy__scalars *s)
         .root_take = sqrtf(s->one_less_beta2) * s->scale,
         .epsilon = s->epsilon * s->correction,
         .step = s->negative_step * s->correction,
+        .key = s->key,
     };
 }
 
@@ -96,42 +105,33 @@ INLINE float doubled(float root)
 INLINE void four_read(int narrow, const void *values, uint32_t i, uint32_t *bits)
 {
     const word *words = values;
-    if (narrow) {
-        bits[0] = words[i] << 16;
-        bits[1] = words[i] & HIGH_HALF;
-        bits[2] = words[i + LANES] << 16;
-        bits[3] = words[i + LANES] & HIGH_HALF;
-    } else {
-        bits[0] = words[2 * i];
-        bits[1] = words[2 * i + 1];
-        bits[2] = words[2 * i + 2 * LANES];
-        bits[3] = words[2 * i + 2 * LANES + 1];
+    for (uint32_t pair = 0; pair < 2; pair++) {
+        const uint32_t at = i + pair * LANES;
+        bits[2 * pair] = narrow ? words[at] << 16 : words[2 * at];
+        bits[2 * pair + 1] = narrow ? words[at] & HIGH_HALF : words[2 * at + 1];
     }
 }
 
 INLINE void four_join(const void *remainder, uint32_t i, uint32_t *bits)
 {
     const word *words = remainder;
-    bits[0] += (uint32_t)((int32_t)(words[i] << 16) >> 16);
-    bits[1] += (uint32_t)((int32_t)words[i] >> 16);
-    bits[2] += (uint32_t)((int32_t)(words[i + LANES] << 16) >> 16);
-    bits[3] += (uint32_t)((int32_t)words[i + LANES] >> 16);
+    for (uint32_t pair = 0; pair < 2; pair++) {
+        bits[2 * pair] += (uint32_t)((int32_t)(words[i + pair * LANES] << 16) >> 16);
+        bits[2 * pair + 1] += (uint32_t)((int32_t)words[i + pair * LANES] >> 16);
+    }
 }
 
 INLINE void four_put(int narrow, void *weights, void *remainder, uint32_t i, const uint32_t *bits)
 {
     word *high = weights;
     word *low = remainder;
-    if (narrow) {
-        high[i] = (bits[0] + 0x8000u) >> 16 | ((bits[1] + 0x8000u) & HIGH_HALF);
-        high[i + LANES] = (bits[2] + 0x8000u) >> 16 | ((bits[3] + 0x8000u) & HIGH_HALF);
-        low[i] = (bits[0] & 0xFFFFu) | bits[1] << 16;
-        low[i + LANES] = (bits[2] & 0xFFFFu) | bits[3] << 16;
-    } else {
-        high[2 * i] = bits[0];
-        high[2 * i + 1] = bits[1];
-        high[2 * i + 2 * LANES] = bits[2];
-        high[2 * i + 2 * LANES + 1] = bits[3];
+    for (uint32_t pair = 0; pair < 2; pair++) {
+        const uint32_t at = i + pair * LANES;
+        const uint32_t *two = bits + 2 * pair;
+        word *first = high + (narrow ? at : 2 * at);
+        word *second = narrow ? low + at : first + 1;
+        *first = narrow ? (two[0] + 0x8000u) >> 16 | ((two[1] + 0x8000u) & HIGH_HALF) : two[0];
+        *second = narrow ? (two[0] & 0xFFFFu) | two[1] << 16 : two[1];
     }
 }
 
@@ -139,6 +139,12 @@ INLINE void four_put(int narrow, void *weights, void *remainder, uint32_t i, con
 INLINE uint32_t four_codes(const uint32_t *codes)
 {
     return codes[0] + (codes[1] << 8) + (codes[2] << 16) + (codes[3] << 24) - 0x8B400000u;
+}
+
+/* Codes above the lowest 15 bits, under the exponent of TO_FIXED. */
+INLINE uint32_t four_fixed(const uint32_t *fixed)
+{
+    return (fixed[0] >> 15 & 0xFFu) | (fixed[1] >> 7 & 0xFF00u) | (fixed[2] << 1 & 0xFF0000u) | (fixed[3] << 9 & 0xFF000000u);
 }
 
 /* ---- the loops over a block ---- */
@@ -149,9 +155,8 @@ INLINE void block_announced(const struct fy__run *run, uint64_t at, int narrow)
     const char *weights = (const char *)run->weights + at * (narrow ? 2 : 4);
     for (uint32_t line = 0; line < BLOCK * (narrow ? 2 : 4); line += CACHE_LINE)
         __builtin_prefetch(weights + line, 1);
-    const char *remainder = (const char *)run->remainder + at * 2;
     for (uint32_t line = 0; narrow && line < BLOCK * 2; line += CACHE_LINE)
-        __builtin_prefetch(remainder + line, 1);
+        __builtin_prefetch((const char *)run->remainder + at * 2 + line, 1);
 }
 
 /* Its new moments from the old codes and the gradients. */
@@ -159,6 +164,7 @@ INLINE void block_moments(const struct factors *factors, const struct fy__run *r
                           struct block *block, uint32_t *most_momentum, uint32_t *most_variance)
 {
     const struct factors k = *factors;
+    const uint32_t words = (uint32_t)((run->first + at) / 4); /* of codes, before this block */
     const float one_m = run->momentum_scales[at / BLOCK];
     const float one_v = run->variance_scales[at / BLOCK];
     const word *momentum = (const void *)((const char *)run->momentum + at);
@@ -169,14 +175,14 @@ INLINE void block_moments(const struct factors *factors, const struct fy__run *r
 #pragma GCC ivdep
 #pragma GCC unroll 2
     for (uint32_t i = 0; i < LANES; i++) {
-        const uint32_t m = momentum[i];
-        const uint32_t v = variance[i];
+        const uint32_t m = momentum[i], v = variance[i];
         const int32_t codes_m[4] = {(int32_t)(m << 24) >> 24, (int32_t)(m << 16) >> 24, (int32_t)(m << 8) >> 24,
                                     (int32_t)m >> 24};
         const int32_t codes_v[4] = {(int32_t)(v & 255u), (int32_t)(v >> 8 & 255u), (int32_t)(v >> 16 & 255u),
                                     (int32_t)(v >> 24)};
         uint32_t gradient[4];
         four_read(narrow_gradients, gradients, i, gradient);
+        block->draws[i] = drawn(k.key, words + i); /* for block_codes(): it costs less beside the square roots */
         for (uint32_t b = 0; b < 4; b++) {
             const float g = float_of(gradient[b]);
             const float small = k.root_take * g;
@@ -220,21 +226,26 @@ INLINE void block_weights(const struct factors *factors, const struct fy__run *r
     }
 }
 
+/* A word's draw is 15 bits for each of two parameters; two others take the complements. A fraction carries into the code with
+ * what is drawn. That of the largest, within an ulp of 255, is rounded away by the sum. */
 INLINE void block_codes(const struct fy__run *run, uint64_t at, const struct block *block, float per_m, float per_v)
 {
     word *momentum = (void *)((char *)run->momentum + at);
     word *variance = (void *)((char *)run->variance + at);
 #pragma GCC ivdep
     for (uint32_t i = 0; i < LANES; i++) {
+        const uint32_t low = block->draws[i] & FRACTION;
+        const uint32_t high = block->draws[i] >> 17;
+        const uint32_t draws[4] = {low, high, low ^ FRACTION, high ^ FRACTION};
         uint32_t codes_m[4];
-        uint32_t codes_v[4];
+        uint32_t fixed_v[4];
         for (uint32_t b = 0; b < 4; b++) {
             const float root_v = float_of(bits_of(block->variance[i + b * LANES]) >> 2);
             codes_m[b] = bits_of(halved(block->momentum[i + b * LANES]) * per_m + (TO_INTEGER + 128.0f));
-            codes_v[b] = bits_of(root_v * per_v + TO_INTEGER);
+            fixed_v[b] = bits_of(root_v * per_v + TO_FIXED) + draws[b];
         }
         momentum[i] = four_codes(codes_m) ^ SIGNS;
-        variance[i] = four_codes(codes_v);
+        variance[i] = four_fixed(fixed_v);
     }
 }
 

@@ -10,15 +10,6 @@
 
 #include "adamw.h"
 
-/* 32 bits that look random: a multiplicative walk over the indices, and a finaliser with full avalanche. */
-INLINE uint32_t drawn(uint32_t key, uint32_t index)
-{
-    uint32_t x = index * 0x9E3779B9u + key;
-    x = (x ^ (x >> 16)) * 0x21F0AAADu;
-    x = (x ^ (x >> 15)) * 0x735A2D97u;
-    return x ^ (x >> 15);
-}
-
 /* A value that is not finite stays what it is. */
 INLINE uint16_t narrowed_at_random(float value, uint32_t draw)
 {

@@ -65,6 +65,7 @@ def _draws(key: np.uint32, index: np.ndarray) -> np.ndarray:
 def _int8(
     update: Update, segment: Segment, master: np.ndarray, momentum: np.ndarray, variance: np.ndarray, gradients: np.ndarray
 ) -> None:
+    key = _key(update.seed, update.step, update.label)
     for part in _blocks(segment):
         scale_m, codes_m = _block(momentum, part, np.int8)
         scale_v, codes_v = _block(variance, part, np.uint8)
@@ -72,8 +73,8 @@ def _int8(
         m, v = _doubled(codes_m[_PLACES] * scale_m), _shifted(codes_v[_PLACES] * scale_v, 2)
         p, m, v = _int8_step(update, segment, p, g, m, v)
         master[part] = p[: part.stop - part.start]
-        codes_m[_PLACES] = _coded(scale_m, _halved(m), 127)
-        codes_v[_PLACES] = np.maximum(_coded(scale_v, _shifted(v, -2), 255), 1)
+        codes_m[_PLACES] = np.rint(_in_codes(scale_m, _halved(m), 127))
+        codes_v[_PLACES] = np.maximum(_at_random(_in_codes(scale_v, _shifted(v, -2), 255), key, part.start), 1)
 
 
 def _values(update: Update, gradients: np.ndarray) -> np.ndarray:
@@ -134,9 +135,19 @@ def _doubled(roots: np.ndarray) -> np.ndarray:
     return np.copysign(_shifted(np.abs(roots), 1), roots)
 
 
-def _coded(scale: np.ndarray, roots: np.ndarray, most: int) -> np.ndarray:
+def _in_codes(scale: np.ndarray, roots: np.ndarray, most: int) -> np.ndarray:
     largest = np.abs(roots).max()
     largest = max(largest, F(2**-119)) if largest > 0 else F(0)
     per_code = F(most) / largest if largest > 0 else F(0)
     scale[0] = largest * (F(1) / F(most))
-    return np.rint(roots * per_code).astype(np.int32)
+    return roots * per_code
+
+
+def _at_random(in_codes: np.ndarray, key: np.uint32, first: int) -> np.ndarray:
+    """Rounds a block's values up with the probability of their fractions, of which 15 bits count. Half a draw is for two values,
+    once as it is and once as what it lacks to the most."""
+    words = _draws(key, np.arange(first // 4, (first + STATE_BLOCK) // 4, dtype=np.uint32))
+    half = np.stack([words & np.uint32(0x7FFF), words >> np.uint32(17)], axis=1).reshape(-1)
+    draws = np.concatenate([half, np.uint32(0x7FFF) - half])
+    fixed = (in_codes + F(256)).view(np.uint32) - F(256).view(np.uint32)
+    return (fixed + draws) >> np.uint32(15)
