@@ -144,8 +144,8 @@ def _in_codes(scale: np.ndarray, roots: np.ndarray, most: int) -> np.ndarray:
 
 
 def _at_random(in_codes: np.ndarray, key: np.uint32, first: int) -> np.ndarray:
-    """Rounds a block's values up with the probability of their fractions, of which 15 bits count. Half a draw is for two values,
-    once as it is and once as what it lacks to the most."""
+    """Rounds a block's values up with the probability of their fractions, of which 15 bits count. Half a draw serves a value as
+    it is, and another one as what it lacks to the most."""
     words = _draws(key, np.arange(first // 4, (first + STATE_BLOCK) // 4, dtype=np.uint32))
     half = np.stack([words & np.uint32(0x7FFF), words >> np.uint32(17)], axis=1).reshape(-1)
     draws = np.concatenate([half, np.uint32(0x7FFF) - half])
