@@ -96,7 +96,7 @@ class Update:
     step: int  # 1 for the first
     priority: int = 0  # lower runs first
     label: int = 0  # the stage
-    seed: int = 0  # of the draws that round bfloat16 states
+    seed: int = 0  # of the draws that round small states
     states_dtype: StateDtype = "float32"
     rule: Rule = "adamw"  # lion and sgd keep no variance
     segments: Sequence[Segment] = ()

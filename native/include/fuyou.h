@@ -157,10 +157,10 @@ typedef struct {
  * weights_target: store offset the new weights are written to, or FY_NOWHERE.
  * gradients: arena offset when they rest in RAM; else FY_NOWHERE and gradients_source names the store.
  * What rests in the arena is apart from the scratch and from each other.
- * States of FY_BFLOAT16 are rounded at random: draws follow from seed, step, label and the parameter's index. States of FY_INT8
- * are a row of tiles: a page with the float32 scales of 1,024 blocks of FY_STATE_BLOCK, then FY_STATE_TILE codes (the last
- * tile's in whole pages; int8_states.c says what a code means). Segments then begin at multiples of a block, chunks of the daemon
- * at multiples of a tile. */
+ * States of FY_BFLOAT16, and variances of FY_INT8, are rounded at random: draws follow from seed, step, label and the parameter's
+ * index. States of FY_INT8 are a row of tiles: a page with the float32 scales of 1,024 blocks of FY_STATE_BLOCK, then
+ * FY_STATE_TILE codes (the last tile's in whole pages; int8_states.c says what a code means). Segments then begin at multiples of
+ * a block, chunks of the daemon at multiples of a tile. */
 typedef struct {
     uint64_t params; /* a multiple of 2048: extents stay aligned */
     uint32_t weights_dtype;
@@ -181,7 +181,7 @@ typedef struct {
     uint64_t priority;     /* by next use of the stage */
     uint32_t label;        /* the stage: also a key of the draws */
     uint32_t segment_count;
-    uint64_t seed;         /* of the draws that round bfloat16 states */
+    uint64_t seed;         /* of the draws that round small states */
     uint32_t states_dtype; /* of momentum and variance */
     uint32_t rule;         /* enum fy_rule */
 } fy_update;

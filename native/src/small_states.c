@@ -2,8 +2,8 @@
  * small_states.c - AdamW with momentum and variance in bfloat16, and the way to int8_states.c.
  *
  * bfloat16 is rounded at random, up with the probability of the part that is cut off: rounding to nearest would swallow what
- * a step adds to a variance, a thousandth. A draw follows from seed, step, stage and the parameter's index alone, so
- * results do not depend on threads, chunks or where a run was resumed.
+ * a step adds to a variance, a thousandth. A draw follows from seed, step, stage and the parameter's index alone, so results do
+ * not depend on threads, chunks or where a run was resumed. So it is with int8.
  */
 #include <assert.h>
 #include <stddef.h>
