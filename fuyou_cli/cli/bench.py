@@ -88,6 +88,7 @@ def _beside_others(report: BenchReport, cores: float) -> BenchReport:
 
 def _with_recipe(places: tuple[Path, ...], recipe: Recipe, *, quick: bool, device: str, progress: Progress) -> BenchReport:
     """Measures a recipe's stages too. Finds errors in the recipe before anything is measured."""
+    from fuyou_cli.engine.compiled import load_compiler
     from fuyou_cli.engine.devices.cuda import free_memory
     from fuyou_cli.machine.measure.recipe_stages import measure_recipe
     from fuyou_cli.training.plan_step import anatomy_of
@@ -98,7 +99,10 @@ def _with_recipe(places: tuple[Path, ...], recipe: Recipe, *, quick: bool, devic
     anatomy, sizes = anatomy_of(recipe, assumed_hardware(*places, device=target.type, device_memory=memory), say=write_status)
     report = measure(*places, quick=quick, device=device, progress=progress)
     free = free_memory() if target.type == "cuda" else probe.memory_available()
-    return report.with_found(measure_recipe(anatomy, sizes, target, quick=quick, free=free, progress=progress))
+    if compiled := recipe.train.compile:
+        load_compiler()
+    found = measure_recipe(anatomy, sizes, target, quick=quick, free=free, compiled=compiled, progress=progress)
+    return report.with_found(found)
 
 
 def _with_sustained(report: BenchReport, places: tuple[Path, ...], progress: Progress) -> BenchReport:

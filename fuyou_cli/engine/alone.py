@@ -4,7 +4,8 @@ takes the same time as in a run. No other stage's weights exist."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from .activations.outputs import Arrived, GivingBack, Outputs
 from .activations.recompute import Sparing, SparingCalls, without_saving
 from .anatomy import Anatomy
 from .calls import StageCall, one_row_masks, only_refusals, own_forward, put_back, replaced_forwards
+from .compiled import CompiledBlocks
 from .gradients import GradientSum
 from .loss import Head, Part, TokenLoss, pieces
 from .skeleton import TORCH_DTYPE
@@ -28,10 +30,11 @@ _FILLING = 1 << 16  # random values, repeated: drawing one for each weight would
 
 class BlockAlone:
     """Describes a decoder block at micro-batches of `shape` (rows, tokens). A small block has several copies. Each visit of
-    `micro_batches` uses the next copy, because in a run no cache holds the next block's weights."""
+    `micro_batches` uses the next copy, because in a run no cache holds the next block's weights. `compiled`: compiles it;
+    `spec` is then that of a compiled block."""
 
     def __init__(self, anatomy: Anatomy, spec: StageSpec, *, dtype: Dtype, accumulate: Dtype, shape: tuple[int, int],
-                 device: torch.device, micro_batches: int = 1) -> None:  # fmt: skip
+                 device: torch.device, micro_batches: int = 1, compiled: CompiledBlocks | None = None) -> None:  # fmt: skip
         self.flops, self.tokens = spec.forward_flops, shape[0] * shape[1]
         self.backward_flops = 3 * spec.forward_flops - spec.unneeded_flops - spec.frozen_flops  # recompute included
         every = sum(operator.flops for operator in spec.operators)
@@ -40,6 +43,11 @@ class BlockAlone:
         call, x = _call_of(anatomy, spec.index, dtype=dtype, shape=shape)
         self._call = call.placed(lambda value: value.to(device))
         assert self._stage.module is not None
+        self.compiled = compiled
+        if compiled is not None:
+            self._call = replace(self._call, original=compiled.of(self._stage.module))
+        if device.type == "cuda":
+            _begin_backward(device)
         modules = self._stage.module.modules()
         self._buffers = [(m, n, b if b is None else b.to(device)) for m in modules for n, b in m._buffers.items()]
         size = spec.params * (TORCH_DTYPE[dtype].itemsize + TORCH_DTYPE[accumulate].itemsize)
@@ -55,16 +63,18 @@ class BlockAlone:
 
     def forward(self) -> None:
         flat, _ = self._visit()
-        on_gpu = self._input.device.type == "cuda"  # where forward runs as the recompute does
+        on_gpu = self._input.device.type == "cuda" or self.compiled is not None  # where forward runs as the recompute does
         with torch.no_grad(), self._buffers_placed(), self._stage.installed(flat, trainable=on_gpu):
-            if on_gpu:
+            if self.compiled is not None:
+                self.compiled.forward(self._call.run, self._input, 0, ())
+            elif on_gpu:
                 without_saving(self._call.run, self._input)
             else:
                 self._call.run(self._input)
 
     def backward(self) -> None:
         """Runs recompute and backward. Adds gradients to a sum, like the second and later micro-batches of a step."""
-        self._recompute(lambda flat, _: SparingCalls(self._spec, flat))
+        self._recompute(lambda flat, _: nullcontext() if self.compiled is not None else SparingCalls(self._spec, flat))
 
     def given(self) -> None:
         """Runs backward as if every output that can be kept was kept."""
@@ -173,6 +183,11 @@ class HeadAlone:
         tokens.maximum.zero_()
         tokens.total.fill_(1.0)
         return tokens
+
+
+def _begin_backward(device: torch.device) -> None:
+    """Gives autograd's thread for a GPU its context. Without one, torch warns about the first product there."""
+    torch.zeros(1, device=device, requires_grad=True).sum().backward()
 
 
 def _learning(parameters: list[nn.Parameter]) -> list[nn.Parameter]:

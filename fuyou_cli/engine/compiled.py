@@ -38,7 +38,7 @@ def as_compiled(model: ModelSpec) -> ModelSpec:
         peak = stage.backward_peak + stage.params * item
         return replace(stage, operators=(), unneeded=(), forward_peak=peak, backward_peak=peak)
 
-    return replace(model, stages=tuple(map(of, model.stages)))
+    return replace(model, stages=tuple(map(of, model.stages)), compiled=True)
 
 
 class CompiledBlocks:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from ..spec.hardware import HardwareProfile, StageRate
+from ..spec.hardware import HardwareProfile, StageRate, rated_kind
 from ..spec.model import ITEM_SIZE, Dtype, ModelSpec, StageSpec, StateLayout
 from ..spec.plan import Numerics, Plan, StagePlan
 from .boundary_layout import kept_bytes
@@ -194,7 +194,7 @@ class Costs:
         stage = self.model.stages[visit.stage]
         owner = self.model.stages[visit.owner] if visit.owner is not None else stage
         rate = self.hardware.stage_rate(
-            kind="head" if stage.kind == "head" else "block",
+            kind=rated_kind(self.model, stage),
             dtype=self.model.compute_dtype,
             hidden=self.model.hidden_size,
             params=owner.params,

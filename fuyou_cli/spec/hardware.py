@@ -16,9 +16,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from ..core.units import LARGEST_RATE, LARGEST_SIZE, parse_rate, parse_size
-from .model import Dtype
+from .model import Dtype, ModelSpec, StageSpec
 
-RatedKind = Literal["block", "head"]
+RatedKind = Literal["block", "compiled block", "head"]
 
 
 def _size(value: Any) -> Any:
@@ -145,13 +145,15 @@ class HardwareProfile:
         return next((rate for threads, rate in self.adamw if threads == 1), 0.0)
 
     def stage_rate(self, kind: RatedKind, dtype: Dtype, hidden: int, params: int, tokens: int) -> StageRate:
-        """Returns the rates measured on the nearest shape of this kind and dtype, by ratios. If there are none, both are
-        `matmul_flops`."""
+        """Returns the rates measured on the nearest shape of this kind and dtype, by ratios. If there are none, a compiled
+        block has those of a block, and others have `matmul_flops`."""
 
         def distance(rate: StageRate) -> tuple[float, float, float, tuple[str, str, int, int, int]]:
             return (_ratio(rate.params, params), _ratio(rate.tokens, tokens), _ratio(rate.hidden, hidden), rate.shape)
 
         alike = [rate for rate in self.stage_rates if (rate.kind, rate.dtype) == (kind, dtype)]
+        if kind == "compiled block" and not alike:
+            return self.stage_rate("block", dtype, hidden, params, tokens)
         fallback = StageRate(
             kind=kind, dtype=dtype, hidden=hidden, params=params, tokens=tokens, forward=self.matmul_flops,
             backward=self.matmul_flops,
@@ -194,6 +196,13 @@ _ALWAYS = (
     "cores", "ram_total", "disk_free", "matmul_flops", "store_read", "store_write", "store_read_mixed", "store_write_mixed",
 )  # fmt: skip
 _BESIDE_A_GPU = ("device_memory", "h2d", "d2h")
+
+
+def rated_kind(model: ModelSpec, stage: StageSpec) -> RatedKind:
+    """Returns whose rates a stage computes at."""
+    if stage.kind == "head":
+        return "head"
+    return "compiled block" if model.compiled else "block"
 
 
 def wrong_rates(profile: HardwareProfile, *, sizes: bool = True) -> list[str]:

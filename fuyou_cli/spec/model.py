@@ -297,6 +297,7 @@ class ModelSpec:
     float32_parameters: int = 0  # that the family keeps in float32 whatever the compute dtype
     sources: tuple[SourceFile, ...] = ()  # in the order of their places in the store's address space
     imported_because: str = ""  # why frozen weights are copied into the store; empty: they are not, or there are none
+    compiled: bool = False  # its blocks
 
     def owner(self, stage: int) -> int:
         """Returns the stage whose weights `stage` uses. For a tied head that is the embedding, or its piece with the same

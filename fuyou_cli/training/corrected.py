@@ -15,7 +15,7 @@ from ..planner.costs import Costs
 from ..planner.schedule import plan_schedule
 from ..planner.simulate import simulate
 from ..planner.timeline import Timeline
-from ..spec.hardware import HardwareProfile, RatedKind, StageRate, merged_rates
+from ..spec.hardware import HardwareProfile, StageRate, merged_rates, rated_kind
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan
 from .report import RunReport
@@ -73,7 +73,7 @@ def _stage_rates(hardware: HardwareProfile, model: ModelSpec, plan: Plan, factor
     for stage in model.stages:
         if stage.kind not in ("block", "head"):
             continue
-        kind: RatedKind = "head" if stage.kind == "head" else "block"
+        kind = rated_kind(model, stage)
         params = model.stages[model.owner(stage.index)].params
         rate = hardware.stage_rate(kind, model.compute_dtype, model.hidden_size, params, tokens)
         yield StageRate(

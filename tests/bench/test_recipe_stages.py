@@ -15,7 +15,9 @@ from rich.console import Console
 
 from fuyou_cli.cli.bench import run_bench
 from fuyou_cli.core.units import GiB
+from fuyou_cli.engine import compiled
 from fuyou_cli.engine.anatomy import Anatomy, dissect
+from fuyou_cli.engine.compiled import CompiledBlocks
 from fuyou_cli.engine.inspect import inspect
 from fuyou_cli.engine.skeleton import build
 from fuyou_cli.engine.vocabulary import cut_vocabulary
@@ -86,6 +88,22 @@ def test_a_recipes_stages_are_rated_as_the_planner_asks_for_them() -> None:
         *(f"block 64 bfloat16, {way}" for way in blocks), *(f"head 64 bfloat16, {way}" for way in heads)
     ]  # fmt: skip
     assert all(rate.repeats >= 2 for rate in found.rates)
+
+
+def test_a_compiled_block_is_rated_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiles it for the whole micro-batch of the usual size alone."""
+    made: list[CompiledBlocks] = []
+
+    def blocks() -> CompiledBlocks:
+        made.append(CompiledBlocks(backend="aot_eager"))
+        return made[-1]
+
+    monkeypatch.setattr(compiled, "CompiledBlocks", blocks)
+    sizes = [replace(NUMERICS, micro_batch_size=rows) for rows in (2, 1)]
+    found = measure_recipe(tied_gemma(), sizes, torch.device("cpu"), quick=True, free=GiB, compiled=True)
+    assert [(rate.kind, rate.tokens) for rate in found.stage_rates] == [("compiled block", 192), ("head", 192), ("head", 96)]
+    assert [blocks.graphs for blocks in made] == [1] and found.stage_rates[0].given == 0.0  # its products are not seen
+    assert found.rates[0].name == "compiled block 64 bfloat16, forward"
 
 
 def size_of_block(anatomy: Anatomy, rows: int) -> int:

@@ -14,6 +14,7 @@ from fuyou_cli.planner.place import plan
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.schedule import Visit, plan_schedule
 from fuyou_cli.spec.hardware import HardwareProfile, StageRate
+from fuyou_cli.spec.model import ModelSpec
 
 from .models import HARDWARE, NUMERICS, OPERATORS, cut, model
 
@@ -35,19 +36,30 @@ def machine(*, given: float, copy: float = 1e30, fresh: float = 1e30) -> Hardwar
 
 
 def seconds(hardware: HardwareProfile, phase: str, *, kept: tuple[int, ...] = (), size: int = 0, stage: int = BLOCK,
-            clip: float | None = None) -> float:  # fmt: skip
+            clip: float | None = None, spec: ModelSpec = SPEC) -> float:  # fmt: skip
     """Returns the seconds of one visit. `size`: bytes of outputs that a micro-batch keeps."""
-    every = tuple(kept if index == BLOCK else () for index in range(len(SPEC.stages)))
+    every = tuple(kept if index == BLOCK else () for index in range(len(spec.stages)))
     request = PlanRequest(
         numerics=NUMERICS, model_name="test", device="cpu", clip_grad_norm=clip, cpu_budget=1 << 40, kept=every
     )  # fmt: skip
-    chosen = plan(SPEC, hardware, request)
+    chosen = plan(spec, hardware, request)
 
     def wanted(visit: Visit) -> bool:
         return (visit.phase, visit.stage) == (phase, stage)
 
-    visit = next(filter(wanted, plan_schedule(SPEC, chosen).visits))
-    return Costs.of(SPEC, hardware, chosen).compute_seconds(visit, size)
+    visit = next(filter(wanted, plan_schedule(spec, chosen).visits))
+    return Costs.of(spec, hardware, chosen).compute_seconds(visit, size)
+
+
+def test_compiled_blocks_take_the_time_that_was_measured_of_them() -> None:
+    base = machine(given=0.0)
+    compiled = replace(base.stage_rates[0], kind="compiled block", forward=2 * WHOLE, backward=4 * WHOLE)
+    hardware = replace(base, stage_rates=(*base.stage_rates, compiled))
+    for phase, faster in (("forward", 2.0), ("backward", 4.0)):
+        taken = [seconds(hardware, phase, spec=spec) for spec in (SPEC, replace(SPEC, compiled=True))]
+        assert taken[0] == pytest.approx(faster * taken[1]), phase
+    heads = [seconds(hardware, "head", stage=len(SPEC.stages) - 1, spec=replace(SPEC, compiled=each)) for each in (False, True)]
+    assert heads[0] == heads[1]
 
 
 def test_a_backward_lies_between_those_with_all_outputs_and_without() -> None:

@@ -47,6 +47,15 @@ def test_the_nearest_rate(asked: tuple[RatedKind, Dtype, int, int, int], found: 
         assert replace(HARDWARE, stage_rates=tuple(shuffled)).stage_rate(*asked).forward == found
 
 
+def test_a_compiled_block_has_its_own_rates_or_those_of_a_block() -> None:
+    asked: tuple[RatedKind, Dtype, int, int, int] = ("compiled block", "bfloat16", 4096, 200_000_000, 512)
+    plain = replace(HARDWARE, stage_rates=RATES)
+    assert plain.stage_rate(*asked) == plain.stage_rate("block", *asked[1:])
+    faster = rate(10_000_000, 2048, hidden=1024, kind="compiled block", forward=9e12)  # of another shape
+    both = replace(HARDWARE, stage_rates=(*RATES, faster))
+    assert both.stage_rate(*asked) == faster and both.stage_rate("block", *asked[1:]).forward == 3e12
+
+
 def test_without_rates_of_stages_the_matrix_product_stands_for_them() -> None:
     fallback = HARDWARE.stage_rate("block", "bfloat16", 1024, 5, 7)
     assert (fallback.forward, fallback.backward) == (HARDWARE.matmul_flops, HARDWARE.matmul_flops)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from fuyou_cli.core.units import gib
@@ -33,9 +34,11 @@ def measure_recipe(
     *,
     quick: bool,
     free: int,
+    compiled: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Findings:
-    """Measures one block and the head at the recipe's dtype, at one micro-batch or several `sizes`, the usual one first.
+    """Measures one block and the head at the recipe's dtype, at one micro-batch or several `sizes`, the usual one first. A
+    `compiled` block is measured at the usual size alone.
 
     `free`: bytes of memory there are to compute in. Where a stage takes too long or too much, fewer tokens of the usual size
     are measured, and a note says so."""
@@ -46,9 +49,10 @@ def measure_recipe(
     seconds, free = QUICK_PAIR if quick else FULL_PAIR, int(free * USABLE)
     found = Findings()
     try:
-        for name, stage in (("decoder block", block_stage), ("head", head_stage)):
+        block = partial(block_stage, compiled=compiled)
+        for name, stage, of in (("decoder block", block, sizes[:1] if compiled else sizes), ("head", head_stage, sizes)):
             progress(f"the recipe's {name}")
-            stages = [stage(anatomy, numerics, device) for numerics in sizes]
+            stages = [stage(anatomy, numerics, device) for numerics in of]
             found += _measured(stages, device, seconds=seconds, free=free)
     finally:
         torch.set_num_threads(threads)

@@ -111,26 +111,30 @@ class RunStage:
         return self.params * (ITEM_SIZE[self.numerics.compute_dtype] + ITEM_SIZE[self.numerics.accumulate_dtype])
 
 
-def block_stage(anatomy: Anatomy, numerics: Numerics, device: torch.device) -> RunStage:
-    """Describes the first block: the others of a model are alike, or nearly."""
+def block_stage(anatomy: Anatomy, numerics: Numerics, device: torch.device, *, compiled: bool = False) -> RunStage:
+    """Describes the first block: the others of a model are alike, or nearly. `compiled`: compiles it, once for all tokens of a
+    micro-batch, as each number of tokens takes seconds; fewer are computed without."""
     from fuyou_cli.engine.alone import BlockAlone
+    from fuyou_cli.engine.compiled import CompiledBlocks, as_compiled
 
+    whole = numerics.micro_batch_size * numerics.max_seq_len
     inspected = _inspected(anatomy, numerics, (numerics.micro_batch_size, numerics.max_seq_len))
     block = next(stage for stage in inspected.stages if stage.kind == "block")
 
     def make(tokens: int) -> Alone:
         length = min(tokens, numerics.max_seq_len)
         shape = (tokens // length, length)
-        spec = _inspected(anatomy, numerics, shape).stages[block.index]
+        blocks, model = (CompiledBlocks() if compiled and tokens == whole else None), _inspected(anatomy, numerics, shape)
+        spec = (model if blocks is None else as_compiled(model)).stages[block.index]
         return BlockAlone(
             anatomy, spec, dtype=numerics.compute_dtype, accumulate=numerics.accumulate_dtype, shape=shape, device=device,
-            micro_batches=-(-numerics.batch_size // numerics.micro_batch_size),
+            micro_batches=-(-numerics.batch_size // numerics.micro_batch_size), compiled=blocks,
         )  # fmt: skip
 
     kept = sum(operator.bytes for operator in block.operators)  # held while they are given back
     return RunStage(
         kind="block", numerics=numerics, hidden=inspected.hidden_size, params=block.params, peak=block.backward_peak + kept,
-        tokens=numerics.micro_batch_size * numerics.max_seq_len, make=make,
+        tokens=whole, make=make,
     )  # fmt: skip
 
 
@@ -174,12 +178,18 @@ class Sample:
     alone: Alone
     tokens: int
 
+    @property
+    def kind(self) -> RatedKind:
+        return "compiled block" if getattr(self.alone, "compiled", None) is not None else self.stage.kind
+
     def actions(self, *, one_of_several: bool) -> dict[str, Action]:
         """Lists what is timed, by the field of a StageRate."""
         from fuyou_cli.engine.alone import BlockAlone
 
         alone, stage = self.alone, self.stage
         what = f"{stage.kind} {stage.hidden} {stage.numerics.compute_dtype}" + (f" x {self.tokens}" if one_of_several else "")
+        compiled = isinstance(alone, BlockAlone) and alone.compiled is not None
+        what = f"compiled {what}" if compiled else what
         actions = {
             "forward": Action(name=f"{what}, forward", run=alone.forward, amount=alone.flops, share=0.25),
             "backward": Action(name=f"{what}, backward", run=alone.backward, amount=alone.backward_flops, share=0.5),
@@ -193,7 +203,7 @@ class Sample:
         """Returns what was found, by the field of a StageRate, with the shape it was found at."""
         stage, found = self.stage, {field: rate.value for field, rate in rates.items()}
         return StageRate(
-            kind=stage.kind, dtype=stage.numerics.compute_dtype, hidden=stage.hidden, params=stage.params, tokens=self.tokens,
+            kind=self.kind, dtype=stage.numerics.compute_dtype, hidden=stage.hidden, params=stage.params, tokens=self.tokens,
             **found,
         )  # fmt: skip
 
