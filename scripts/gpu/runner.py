@@ -110,6 +110,8 @@ def check_here(options: Any, work: Path) -> int:
     need_test_tools(stages)
     device_name = named(options.device)
     work.mkdir(parents=True, exist_ok=True)
+    # Where no bytecode is kept, every process would compile torch and transformers anew, for ten seconds and more.
+    os.environ |= {"PYTHONPYCACHEPREFIX": str(work / "pycache"), "PYTHONDONTWRITEBYTECODE": ""}
     slug = re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
     check = Check(
         work=work, out=options.out.resolve(), name=f"gpu_check-{slug}-{time.strftime('%Y-%m-%d')}", device=options.device,
