@@ -69,7 +69,7 @@ static int blocks_create(fy_daemon *daemon)
             channel->free = &daemon->blocks[index];
         }
         const int error = fy__heap_create(&channel->spans,
-                                          daemon->options.requests + FY__SLOT_SPANS * daemon->slots_count);
+                                          daemon->options.requests + FY__SLOT_SPANS * FY__LANES * daemon->slots_count);
         if (error != 0)
             return error;
     }
@@ -89,17 +89,20 @@ static int tables_create(fy_daemon *daemon)
         return -ENOMEM;
     if (slots > 0) {
         daemon->segments = fy__system.calloc((size_t)requests * FY_MAX_SEGMENTS, sizeof *daemon->segments);
-        daemon->slots = fy__system.calloc(slots, sizeof *daemon->slots);
+        daemon->slots = fy__system.calloc((size_t)FY__LANES * slots, sizeof *daemon->slots);
         if (daemon->segments == NULL || daemon->slots == NULL)
             return -ENOMEM;
-        if (fy__heap_create(&daemon->updates, requests) != 0 || fy__heap_create(&daemon->computing, slots) != 0 ||
-            fy__heap_create(&daemon->moved, requests) != 0)
+        if (fy__heap_create(&daemon->lanes[FY__STREAMED].updates, requests) != 0 ||
+            fy__heap_create(&daemon->lanes[FY__RESTING].updates, requests) != 0 ||
+            fy__heap_create(&daemon->computing, FY__LANES * slots) != 0 || fy__heap_create(&daemon->moved, requests) != 0)
             return -ENOMEM;
     }
-    for (uint32_t i = 0; i < slots; i++) {
-        daemon->slots[i].index = i;
-        daemon->slots[i].next = daemon->slots_free;
-        daemon->slots_free = &daemon->slots[i];
+    for (uint32_t i = 0; i < FY__LANES * slots; i++) {
+        struct fy__slot *slot = &daemon->slots[i];
+        slot->lane = i < slots ? FY__STREAMED : FY__RESTING;
+        slot->index = i % slots;
+        slot->next = daemon->lanes[slot->lane].free;
+        daemon->lanes[slot->lane].free = slot;
     }
     for (uint32_t i = requests; i > 0; i--) { /* from the end, so that the first row is the first used */
         struct fy__request *request = &daemon->requests[i - 1];
@@ -118,7 +121,8 @@ static void tables_destroy(fy_daemon *daemon)
         fy__heap_destroy(&daemon->channels[c].spans);
     fy__heap_destroy(&daemon->moved);
     fy__heap_destroy(&daemon->computing);
-    fy__heap_destroy(&daemon->updates);
+    for (uint32_t lane = 0; lane < FY__LANES; lane++)
+        fy__heap_destroy(&daemon->lanes[lane].updates);
     free(daemon->blocks);
     free(daemon->slots);
     free(daemon->segments);

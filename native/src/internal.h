@@ -194,10 +194,15 @@ struct fy__channel {
 
 enum fy__phase { FY__FREE = 0, FY__READING, FY__READY, FY__COMPUTING, FY__WRITING };
 
-/* One chunk of one update on its way through: read, computed, written. Its scratch is its own by index. */
+/* Updates whose chunks go through scratch, and those whose tensors all rest in the arena. Each lane has slots of its own. */
+enum fy__lane_name { FY__STREAMED = 0, FY__RESTING, FY__LANES };
+
+/* One chunk of one update on its way through: read, computed, written. Its scratch is its own by index; in the lane of
+ * those that rest it has none. */
 struct fy__slot {
     enum fy__phase phase;
-    uint32_t index;
+    enum fy__lane_name lane;
+    uint32_t index; /* in its lane */
     uint32_t spans_left;
     struct fy__request *request;
     struct fy__slot *next; /* free list */
@@ -226,7 +231,8 @@ struct fy__request {
     uint64_t next_byte;   /*   first byte that nobody sums yet */
     fy_update update;     /* updates: as submitted, */
     fy_segment *segments; /*   FY_MAX_SEGMENTS of room, */
-    uint64_t next_param;  /*   first parameter not yet in a slot */
+    uint64_t next_param;  /*   first parameter not yet in a slot, */
+    enum fy__lane_name lane;
     pthread_cond_t finished;
 };
 
@@ -240,13 +246,18 @@ struct fy__events {
     fy_event growing[2]; /* by channel: chunks' I/O that the next chunk may join; end_ns 0: none */
 };
 
+struct fy__lane {
+    struct fy__slot *free;
+    struct fy__heap updates; /* requests with chunks not yet in a slot */
+};
+
 struct fy_daemon {
     fy_options options;
     fy_arena *arena;
     fy_store *store;
     pid_t process;
     uint32_t backend;
-    uint32_t slots_count;
+    uint32_t slots_count; /* of each lane */
     char description[FY__DESCRIPTION_MAX];
 
     pthread_mutex_t lock; /* everything below, but for what says otherwise */
@@ -260,8 +271,7 @@ struct fy_daemon {
     struct fy__request *requests_free;
     fy_segment *segments;
     struct fy__slot *slots;
-    struct fy__slot *slots_free;
-    struct fy__heap updates;   /* requests with chunks not yet in a slot */
+    struct fy__lane lanes[FY__LANES];
     struct fy__heap computing; /* slots whose reads are done */
     struct fy__heap moved;     /* reads and writes with bytes that nobody sums yet */
     struct fy__events events;

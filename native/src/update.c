@@ -6,10 +6,14 @@
  * are several slots, so chunk c + 1 is being read while c computes and c - 1 is written; reads and writes have their
  * own channels, and the read of the next chunk has always been queued before the write of this one.
  *
- * Slots belong to nobody in particular: a free slot goes to the most urgent update that still has chunks, so the reads
+ * Slots belong to no update in particular: a free slot goes to the most urgent update that still has chunks, so the reads
  * of the next update begin while the last chunks of this one are still written, and neither direction of the disk idles
  * between updates. States that rest in the arena are updated where they are; states never written are zeros, made by
  * the update thread.
+ *
+ * An update all of whose tensors rest in the arena needs no scratch, so it takes slots of another lane, which have none.
+ * While it has the update threads, the disk reads and writes for the other lane; while that waits for the disk, the threads
+ * have chunks of this one. Between lanes, as within them, the threads take the most urgent chunk.
  *
  * The arithmetic is elementwise and the sums add up in any order, so the result does not depend on chunks or threads.
  *
@@ -23,6 +27,7 @@
 
 static uint64_t scratch_of(const fy_daemon *daemon, const struct fy__slot *slot, const struct tensor *tensor)
 {
+    assert(slot->lane == FY__STREAMED);
     assert(slot->index < daemon->slots_count);
     const uint64_t chunk_params = daemon->options.chunk_params;
     return daemon->options.scratch_offset + fy_scratch_size((uint32_t)chunk_params, 1) * slot->index +
@@ -36,6 +41,17 @@ static uint64_t place_of(const fy_daemon *daemon, const struct fy__slot *slot, c
     if (tensor->home.arena != FY_NOWHERE)
         return tensor->home.arena + tensor_bytes(&slot->request->update, tensor, slot->first);
     return scratch_of(daemon, slot, tensor);
+}
+
+static enum fy__lane_name lane_of(const fy_update *update)
+{
+    assert(update->params > 0);
+    for (uint32_t i = 0; i < TENSORS; i++) {
+        const struct tensor tensor = tensor_of(update, i);
+        if (tensor.used && tensor.home.arena == FY_NOWHERE)
+            return FY__STREAMED;
+    }
+    return FY__RESTING;
 }
 
 static struct fy__order order_of(const struct fy__slot *slot)
@@ -118,17 +134,18 @@ static void slot_read(fy_daemon *daemon, struct fy__slot *slot)
         slot_ready(daemon, slot);
 }
 
-/* Gives free slots to the updates that want them, most urgent first. */
-static void slots_fill(fy_daemon *daemon)
+/* Gives a lane's free slots to the updates that want them, most urgent first. */
+static void slots_fill(fy_daemon *daemon, struct fy__lane *lane)
 {
     assert(daemon->locked);
-    while (daemon->slots_free != NULL && daemon->updates.count > 0) { /* every round uses up a slot */
-        struct fy__request *request = fy__heap_top(&daemon->updates);
-        struct fy__slot *slot = daemon->slots_free;
+    while (lane->free != NULL && lane->updates.count > 0) { /* every round uses up a slot */
+        struct fy__request *request = fy__heap_top(&lane->updates);
+        struct fy__slot *slot = lane->free;
         const uint64_t left = request->update.params - request->next_param;
         assert(left > 0);
         assert(slot->phase == FY__FREE);
-        daemon->slots_free = slot->next;
+        assert(slot->lane == request->lane);
+        lane->free = slot->next;
         slot->next = NULL;
         slot->request = request;
         slot->first = request->next_param;
@@ -136,8 +153,8 @@ static void slots_fill(fy_daemon *daemon)
         request->next_param += slot->count;
         request->parts++;
         if (slot->count == left) {
-            (void)fy__heap_pop(&daemon->updates); /* it is `request` */
-            request->parts--;                     /* its place among the updates; the slot's part is left */
+            (void)fy__heap_pop(&lane->updates); /* it is `request` */
+            request->parts--;                   /* its place among the updates; the slot's part is left */
         }
         assert(request->parts > 0);
         slot_read(daemon, slot);
@@ -150,12 +167,13 @@ static void slot_free(fy_daemon *daemon, struct fy__slot *slot)
     assert(slot->phase != FY__FREE);
     assert(slot->spans_left == 0);
     struct fy__request *request = slot->request;
+    struct fy__lane *lane = &daemon->lanes[slot->lane];
     slot->phase = FY__FREE;
     slot->request = NULL;
-    slot->next = daemon->slots_free;
-    daemon->slots_free = slot;
+    slot->next = lane->free;
+    lane->free = slot;
     fy__request_settle(daemon, request);
-    slots_fill(daemon);
+    slots_fill(daemon, lane);
 }
 
 void fy__update_begin(fy_daemon *daemon, struct fy__request *request)
@@ -164,8 +182,10 @@ void fy__update_begin(fy_daemon *daemon, struct fy__request *request)
     assert(request->operation == FY_OP_UPDATE);
     assert(request->parts == 1);
     request->next_param = 0;
-    fy__heap_push(&daemon->updates, request->order, request);
-    slots_fill(daemon);
+    request->lane = lane_of(&request->update);
+    struct fy__lane *lane = &daemon->lanes[request->lane];
+    fy__heap_push(&lane->updates, request->order, request);
+    slots_fill(daemon, lane);
 }
 
 void fy__update_span_settled(fy_daemon *daemon, struct fy__slot *slot)
@@ -189,10 +209,11 @@ void fy__update_drop(fy_daemon *daemon, struct fy__request *request)
     assert(daemon->locked);
     assert(request->operation == FY_OP_UPDATE);
     assert(fy__request_failed(request));
-    for (uint32_t i = 0; i < daemon->updates.count; i++) {
-        if (daemon->updates.items[i].item != request)
+    struct fy__heap *updates = &daemon->lanes[request->lane].updates;
+    for (uint32_t i = 0; i < updates->count; i++) {
+        if (updates->items[i].item != request)
             continue;
-        fy__heap_remove(&daemon->updates, i);
+        fy__heap_remove(updates, i);
         fy__request_settle(daemon, request);
         break; /* it is there once */
     }

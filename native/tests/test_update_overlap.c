@@ -144,8 +144,112 @@ static void overlap(uint32_t backend, uint32_t threads)
     testing_close(daemon, arena, store);
 }
 
+/* ---- lanes ---- */
+
+#define BESIDE SCRATCH /* weights and gradients of the update that streams, behind the tensors of the one that rests */
+#define LANES_SCRATCH (BESIDE + 2 * EXTENT)
+
+static pthread_mutex_t gates[2] = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_MUTEX_INITIALIZER}; /* of reads, of writes */
+static _Atomic uint32_t arrived[2];
+
+static void pass_gate(uint32_t which)
+{
+    atomic_fetch_add(&arrived[which], 1);
+    CHECK_EQUAL(pthread_mutex_lock(&gates[which]), 0);
+    CHECK_EQUAL(pthread_mutex_unlock(&gates[which]), 0);
+}
+
+static ssize_t gated_pread(int fd, void *data, size_t size, off_t offset)
+{
+    pass_gate(0);
+    return fy__system_real.pread(fd, data, size, offset);
+}
+
+static ssize_t gated_pwrite(int fd, const void *data, size_t size, off_t offset)
+{
+    pass_gate(1);
+    return fy__system_real.pwrite(fd, data, size, offset);
+}
+
+static void wait_for_arrival(uint32_t which)
+{
+    for (uint32_t i = 0; i < 60000 && atomic_load(&arrived[which]) == 0; i++)
+        CHECK_EQUAL(usleep(1000), 0);
+    CHECK(atomic_load(&arrived[which]) > 0);
+}
+
+/* stages[0] rests in the arena and writes its weights, where a write is what stands still; stages[1] streams. */
+static void place_lanes(fy_daemon *daemon, bool written)
+{
+    unsigned char *base = fy_arena_base(daemon->arena);
+    stages[0] = (struct stage){.weights_dtype = FY_BFLOAT16, .weights_written = written};
+    stages[1] = (struct stage){.weights_dtype = FY_BFLOAT16, .remainder = HOME_STORE, .momentum = HOME_STORE,
+                               .variance = HOME_STORE};
+    for (uint32_t i = 0; i < 2; i++)
+        stage_create(&stages[i], 90 + 10 * i);
+    stage_place(&stages[0], daemon);
+    stage_place_gradients(&stages[0], daemon);
+    memcpy(base + BESIDE, stages[1].plain[W], stage_bytes(&stages[1], W));
+    memcpy(base + BESIDE + EXTENT, stages[1].plain[G], stage_bytes(&stages[1], G));
+    for (int i = R; i <= V; i++)
+        put_on_store(daemon, stages[1].plain[i], stage_bytes(&stages[1], i), extent_of(i, 0));
+}
+
+/* With reads or writes held in the kernel, an update of one lane waits there with all the slots that it can have, and is the
+ * more urgent one. The other lane's goes on all the same: `held` 0, that in the arena ends while the first reads stand; 1,
+ * the one that streams reads while the first writes stand. */
+static void lanes(uint32_t held)
+{
+    fy__system.pread = fy__system_real.pread;
+    fy__system.pwrite = fy__system_real.pwrite;
+    fy_arena *arena = testing_arena(LANES_SCRATCH + fy_scratch_size(16384, 2));
+    fy_store *store = testing_store(1, 256 << 10, 2 * TENSOR_COUNT * EXTENT);
+    fy_options options = update_options(FY_BACKEND_THREADS, 1, 16384, 2);
+    options.scratch_offset = LANES_SCRATCH;
+    fy_daemon *daemon = testing_daemon(&options, arena, store);
+    place_lanes(daemon, held == 1);
+    CHECK_EQUAL(fy_daemon_stop(daemon), 0);
+    fy__system.pread = gated_pread;
+    fy__system.pwrite = gated_pwrite;
+    daemon = testing_daemon(&options, arena, store);
+    atomic_store(&arrived[0], 0);
+    atomic_store(&arrived[1], 0);
+    fy_update updates[2] = {stage_update(&stages[0], 2, 0), stage_update(&stages[1], 2, 0)};
+    updates[1].weights = BESIDE;
+    updates[1].gradients = BESIDE + EXTENT;
+    const uint32_t first = 1 - held; /* the one that is held */
+    updates[first].priority = 1;
+    fy_ticket tickets[2];
+    fy_result results[2];
+    CHECK_EQUAL(pthread_mutex_lock(&gates[held]), 0);
+    CHECK_EQUAL(fy_submit_update(daemon, &updates[first], stage_segments, &tickets[first]), 0);
+    wait_for_arrival(held);
+    CHECK_EQUAL(fy_submit_update(daemon, &updates[1 - first], stage_segments, &tickets[1 - first]), 0);
+    if (held == 0)
+        CHECK_EQUAL(testing_wait(daemon, tickets[0], &results[0]), 0);
+    else
+        wait_for_arrival(0);
+    CHECK_EQUAL(pthread_mutex_unlock(&gates[held]), 0);
+    for (uint32_t i = held == 0; i < 2; i++)
+        CHECK_EQUAL(testing_wait(daemon, tickets[i], &results[i]), 0);
+    for (uint32_t i = 0; i < 2; i++)
+        CHECK_EQUAL(results[i].nonfinite, stage_step_plain(&stages[i], &updates[i]));
+    stage_check(&stages[0], daemon, 1, &results[0]);
+    CHECK(memcmp((unsigned char *)fy_arena_base(arena) + BESIDE, stages[1].plain[W], stage_bytes(&stages[1], W)) == 0);
+    const uint64_t sums[] = {0, results[1].remainder_sum, results[1].momentum_sum, results[1].variance_sum};
+    for (int i = R; i <= V; i++)
+        check_extent(daemon, &stages[1], i, 1, sums[i]);
+    for (uint32_t i = 0; i < 2; i++)
+        stage_destroy(&stages[i]);
+    testing_close(daemon, arena, store);
+}
+
 int main(void)
 {
+    lanes(0);
+    lanes(1);
+    fy__system.pread = fy__system_real.pread;
+    fy__system.pwrite = fy__system_real.pwrite;
     for (const uint32_t *backend = testing_backends(); *backend != FY_BACKEND_AUTO; backend++) {
         overlap(*backend, 1);
         overlap(*backend, 2);
