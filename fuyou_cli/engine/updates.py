@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..planner.records import Record
-from ..planner.residency import UPDATE_PRIORITY
+from ..planner.residency import update_priority
 from ..spec.model import StageSpec, StateLayout
 from ..spec.plan import Numerics, Span, StagePlan, StateTensor
 from ..swap.daemon import Home, Result, Segment, Update
@@ -72,7 +72,7 @@ def build_update(
         epsilon=optimizer.epsilon,
         gradient_scale=scalars.gradient_scale,
         step=scalars.step,
-        priority=UPDATE_PRIORITY + stage.index,
+        priority=update_priority(plan),
         label=stage.index,
         seed=numerics.seed,
         # Parameters outside all segments keep their values. So a skipped step moves the same bytes as any other, and homes and

@@ -19,7 +19,7 @@ from .device import BOUNDARIES_ACROSS, BULK_PRIORITY, GRADIENTS_ACROSS, WEIGHTS_
 from .free_extents import FOREVER
 from .lookahead import Lookahead
 from .records import Record
-from .residency import UPDATE_PRIORITY, Residency
+from .residency import Residency, update_priority
 from .schedule import Schedule, Visit, written_by_update
 from .simulated_machine import Parts, VirtualMachine
 from .timeline import Asked
@@ -113,7 +113,7 @@ class Imagined:
             there: Parts = (("compute", self.costs.device_update_seconds(plan)), ("d2h", written), ("ssd write", written))
             return self.machine.submit(there, what="update", stage=record.stage, priority=_FIRST)
         parts: Parts = (("update", self.costs.update_seconds(plan)), ("ssd read", read), ("ssd write", written))
-        return self.machine.submit(parts, what="update", stage=record.stage, priority=UPDATE_PRIORITY + record.stage)
+        return self.machine.submit(parts, what="update", stage=record.stage, priority=update_priority(plan))
 
     def updated(self, record: Record, result: object) -> None:
         pass

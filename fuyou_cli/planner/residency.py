@@ -20,6 +20,7 @@ from .schedule import Visit
 
 FETCH_PRIORITY = 0  # before any update: compute waits for it
 UPDATE_PRIORITY = 1 << 16  # plus the stage's place in the next forward
+IN_RAM_PRIORITY = 1 << 17  # instead, of updates in backward without traffic to the store
 
 
 class Residency:
@@ -362,6 +363,14 @@ class Residency:
             ),
             "updates at the end",
         )
+
+
+def update_priority(plan: StagePlan) -> int:
+    """Returns the priority of a stage's update. In backward, those with traffic to the store come first: they are no faster
+    than the drives, which leaves threads for the others. The other way round the drives would stand still. Deferred updates are
+    always wanted soon."""
+    hurries = plan.states == "ssd" or plan.writes_weights or plan.deferred
+    return (UPDATE_PRIORITY if hurries else IN_RAM_PRIORITY) + plan.stage
 
 
 def _gradients_home(plan: StagePlan) -> Span | None:

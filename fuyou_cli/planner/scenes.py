@@ -16,7 +16,7 @@ from .boundary_ledger import KeptBoundary
 from .device import There
 from .imagined import Imagined
 from .records import ON_DEVICE, Record
-from .residency import UPDATE_PRIORITY
+from .residency import IN_RAM_PRIORITY, UPDATE_PRIORITY
 from .schedule import Visit
 
 _DONE = -1  # instead of the place of a job that is done
@@ -216,4 +216,4 @@ class Scenery:
 
 def _kind(priority: int) -> int:
     """Returns the priority without the stage, which that of updates contains."""
-    return min(priority, UPDATE_PRIORITY)
+    return min(priority, IN_RAM_PRIORITY if priority >= IN_RAM_PRIORITY else UPDATE_PRIORITY)

@@ -4,6 +4,7 @@ that the schedule says."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from drawn import examples
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from fuyou_cli.planner.bound import lower_bound, store_seconds
 from fuyou_cli.planner.costs import Costs
 from fuyou_cli.planner.device import BOUNDARIES_ACROSS, GRADIENTS_ACROSS, WEIGHTS_UP
-from fuyou_cli.planner.place import plan
+from fuyou_cli.planner.place import least_memory, plan
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.planner.simulate import simulate
@@ -22,7 +23,7 @@ from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import Plan
 
-from .models import HARDWARE, cut_models, models, request_for
+from .models import HARDWARE, cut_models, model, models, request, request_for
 
 COPYING = replace(HARDWARE, device="cuda", h2d=2e9, d2h=1e9, h2d_mixed=1.2e9, d2h_mixed=0.7e9)
 SHARED = replace(HARDWARE, shared_compute=0.5, shared_adamw=0.5)
@@ -89,6 +90,18 @@ def test_every_second_of_a_step_is_compute_or_a_wait_with_a_name(
         assert not {WEIGHTS_UP, BOUNDARIES_ACROSS, GRADIENTS_ACROSS} & set(step.stalls)
     elif h2d < 1e8:  # slower than any disk
         assert max(step.stalls, key=lambda cause: step.stalls[cause]) in (WEIGHTS_UP, BOUNDARIES_ACROSS, GRADIENTS_ACROSS)
+
+
+def test_drives_do_not_wait_for_updates_in_ram() -> None:
+    """Every second stage has its states on the ssd. Drives and update threads are then both busy all the time but the ends."""
+    spec, hardware = model(*[1 << 20] * 12, 1 << 11, 1 << 20), replace(HARDWARE, h2d=1e11, d2h=1e11, adamw=((1, 4e9),))
+    homes: Any = dict.fromkeys(("weights", "gradients", "boundaries"), "cpu")
+    asked = request(device="cuda", gpu_budget=8 << 30, batch_on_device=True, lookahead=2, **homes)
+    made, step = _simulated(spec, hardware, replace(asked, cpu_budget=least_memory(spec, hardware, asked) + (60 << 20)))
+    assert {stage.states for stage in made.stages} == {"cpu", "ssd"}
+    longest = max(made.predicted.seconds.values())
+    assert made.predicted.seconds["ssd write"] > 0.8 * longest
+    assert step.step_seconds < 1.1 * longest
 
 
 @examples(25)
