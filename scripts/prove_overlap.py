@@ -9,6 +9,7 @@ factor, so that a busy processor keeps up (scripts/proof/paced.py).
                 resource; with clipping, where no update may begin before the norm is known, the busiest one before the head
                 and the compute after it
     placements  twelve drawn by a seed: homes, clipping, kept outputs, sweeps, micro-batches: simulated beside measured
+    mixed       few tokens, no clipping, most states in RAM and the rest on the ssd: simulated beside measured
     delays      200 runs whose transfers, copies and updates are late by random times: losses and weights bitwise equal to
                 those of a run without delays
 
@@ -67,7 +68,9 @@ SPARE_RAM, SPARE_ON_DEVICE = 110 << 30, 16 << 30  # of the real machine, beside 
 RESTING = 14  # bytes of weights, states and gradients per parameter
 THREADS = {"update_threads": 4, "chunks": 9}
 DELAYED_STEPS = 3
-PARTS = ("ratios", "placements", "delays")
+PARTS = ("ratios", "placements", "mixed", "delays")
+IN_RAM, MIXED_MICRO_BATCHES = 0.9, 8  # share of what states take
+TIERS: tuple[Tier, Tier] = ("ssd", "cpu")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -294,12 +297,14 @@ def placement_rows(options: argparse.Namespace, progress: Progress) -> list[Row]
         value = progress.measure(
             f"{key} {options.slower:g} {options.dram:g}", partial(placed, size, micro_batches, placement, options)
         )
-        measured = statistics.median(value["steps"])
-        note = f"step {spread(value['steps'])} s, simulated {value['simulated']:.2f} s, bound {value['bound']:.2f} s"
-        off = abs(value["simulated"] / measured - 1)
-        rows.append(at_most(f"{key}: simulated beside measured", off, 0.05, note=note, values=value))
-        rows.append(memory_row(key, value))
+        rows += [beside(key, value), memory_row(key, value)]
     return rows
+
+
+def beside(key: str, value: dict[str, Any]) -> Row:
+    note = f"step {spread(value['steps'])} s, simulated {value['simulated']:.2f} s, bound {value['bound']:.2f} s"
+    off = abs(value["simulated"] / statistics.median(value["steps"]) - 1)
+    return at_most(f"{key}: simulated beside measured", off, 0.05, note=note, values=value)
 
 
 def placed(size: Size, micro_batches: int, placement: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
@@ -309,6 +314,28 @@ def placed(size: Size, micro_batches: int, placement: dict[str, Any], options: a
         run = Paced(subject, scaled(size, subject, options.slower, dram=options.dram), folder=Path(folder))
         piece = int(PIECE * block.params / size.parameters)
         return found(run, run.measure(options.steps, piece=piece, **THREADS, **placement))
+
+
+# ---- mixed -----------------------------------------------------------------------------------------------------------
+
+
+def mixed_rows(options: argparse.Namespace, progress: Progress) -> list[Row]:
+    rows = list[Row]()
+    for size in (size for size in SIZES if size.name in options.sizes):
+        key = f"{size.name}, {MIXED_MICRO_BATCHES} micro-batches, room in RAM for {IN_RAM:.0%} of what states take"
+        value = progress.measure(f"{key} {options.blocks} {options.slower:g} {options.dram:g}", partial(mixed, size, options))
+        rows.append(beside(key, value))
+    return rows
+
+
+def mixed(size: Size, options: argparse.Namespace) -> dict[str, Any]:
+    def chosen(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
+        request = replace(request, weights="cpu", gradients="cpu", boundaries="cpu")
+        none, every = (plan_of(model, hardware, replace(request, states=place)).predicted for place in TIERS)
+        budget = none.cpu_peak + int(IN_RAM * (every.cpu_peak - none.cpu_peak))
+        return fastest(model, hardware, replace(request, cpu_budget=budget, gpu_budget=none.gpu_peak))
+
+    return placed(size, MIXED_MICRO_BATCHES, {"home": None, "clip": None, "planning": chosen, "gpu_budget": 1 << 30}, options)
 
 
 # ---- delays ----------------------------------------------------------------------------------------------------------
@@ -352,7 +379,7 @@ def reference(subject: Subject, clip: float | None) -> tuple[list[float], dict[s
 
 def main() -> int:
     options = arguments()
-    parts = {"ratios": ratio_rows, "placements": placement_rows, "delays": delay_rows}
+    parts = {"ratios": ratio_rows, "placements": placement_rows, "mixed": mixed_rows, "delays": delay_rows}
     with tempfile.TemporaryDirectory() as temporary:
         progress = Progress((options.work or Path(temporary)) / "prove_overlap.jsonl")
         rows = [row for name in options.parts for row in parts[name](options, progress)]
