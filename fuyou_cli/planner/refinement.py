@@ -81,6 +81,8 @@ class Refinement:
             self._limit = self.visits + MOST_REFINED_VISITS // 2
             if self._improved(*self._measuring_first()):
                 self._try_pipelines()
+                self._limit = self.visits + MOST_REFINED_VISITS // 2
+                self._improved(*self._measuring_first())  # RAM in other orders, for the pipeline found
 
     def _keep_nothing_for_little(self) -> None:
         """Takes the plan without kept outputs where they save a processor little. What they cost beside copies is in no rate:
