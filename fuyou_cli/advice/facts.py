@@ -68,6 +68,7 @@ class RunFacts:
     spared: Spared | None = None  # what `offload.wear` avoids
     notes: tuple[str, ...] = ()  # notes from planning
     kernels: str = ""  # kernels of the blocks
+    may_compile: bool = False  # blocks are not compiled, but may be, and that is known to be faster
     evaluation: EvaluationCost | None = None  # None if the recipe evaluates nothing, or nothing was simulated
     sampling: SamplingCost | None = None  # the same for fixed prompts
     best_bytes: int = 0  # of the best weights, written anew at each lower loss; 0 if they are not kept
@@ -143,6 +144,7 @@ def facts_of(prepared: Planned, room: Room, *, described: bool = False, command:
         endings=endings(prepared, region),
         spared=_spared(prepared),
         kernels=_kernels(prepared),
+        may_compile=_may_compile(prepared),
     )
 
 
@@ -184,6 +186,14 @@ def _kernels(prepared: Planned) -> str:
         attention += f" ({' or '.join(allowed)})"
     others = {"Liger": model.kernels == "liger", "blocks compiled": train.compile, "deterministic": train.deterministic}
     return ", ".join([f"attention by {attention}", *(name for name, chosen in others.items() if chosen)])
+
+
+def _may_compile(prepared: Planned) -> bool:
+    """Tells whether to try compiled blocks: where it was measured, on a GPU and with all weights trained."""
+    recipe = prepared.recipe
+    asked = recipe.train.compile or recipe.model.kernels != "torch" or recipe.offload.activations in ("keep", "swap")
+    possible = prepared.plan.device == "cuda" and recipe.dataset.packing != "isolated"
+    return possible and not asked and not prepared.model.frozen_parameters
 
 
 def allowed_kernels(device: str, dtype: str, *, deterministic: bool = False) -> tuple[str, ...]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import yaml
 
 from fuyou_cli.advice.changes import candidates
+from fuyou_cli.advice.facts import facts_of
+from fuyou_cli.advice.room import room_of
 
 from .conftest import Command, Project
 from .running import manifest_of, resolved_as
@@ -72,6 +75,19 @@ def test_states_in_ram_are_committed_less_often(new_project: NewProject, command
     assert [rarer] in [change["overrides"] for change in shown["changes"]]
     again = fuyou.json("--hardware", "machine.yaml", rarer)
     assert again["wear"] < 0.3 and again["writes"]["steps"] == pytest.approx(shown["writes"]["steps"] / 10, rel=1e-3)
+
+
+def test_compiling_is_advised_where_it_is_possible(new_project: NewProject, monkeypatch: pytest.MonkeyPatch) -> None:
+    project = new_project()
+
+    def advised(*changes: str, device: str = "cuda") -> bool:
+        prepared = _planned(project, monkeypatch, PLENTY, *changes)
+        there = replace(prepared, plan=replace(prepared.plan, device=device))
+        return facts_of(there, room_of(there)).may_compile
+
+    assert advised() and not advised(device="cpu")
+    for key in ("train.compile=true", "dataset.packing=isolated", "freeze=[transformer.h.0]"):
+        assert not advised(key), key
 
 
 def test_outputs_that_are_kept_may_be_computed_again(new_project: NewProject, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from fuyou_cli.cli.render.plan_json import plan_json
 from fuyou_cli.core.units import GiB, MiB
 from fuyou_cli.planner.evaluation_cost import EvaluationCost
 from fuyou_cli.planner.sustained_rates import FastRegion
+from fuyou_cli.spec.hardware import StageRate
 from fuyou_cli.spec.model import Rule
 from fuyou_cli.spec.plan import MemoryLine, Plan
 
@@ -310,6 +311,13 @@ def test_what_to_do_next(screen: Screen, facts: RunFacts) -> None:
     assert after(plan=waits, steps=8, done=4).startswith("next try more RAM or faster drives")  # a saved run keeps its batch
     through = replace(waits, predicted=replace(waiting, seconds={**seconds, "dram": 80.0}, bottleneck="dram"))
     assert after(plan=through).startswith("next try a larger train.batch_size, faster memory: compute waits 57%")
+    busy = "compute is nearly always busy"
+    assert busy in after() and "compile" not in after()
+    assert after(may_compile=True).startswith(f"next try train.compile=true: {busy} (measured on an H200")
+    compiled = replace(facts.model, compiled=True)
+    assert "measure the compiled block (`fuyou bench RECIPE`)" in after(model=compiled)
+    rate = StageRate(kind="compiled block", dtype="bfloat16", hidden=8, params=8, tokens=8, forward=1.0, backward=1.0)
+    assert busy in after(model=compiled, hardware=replace(facts.hardware, stage_rates=(rate,)))
     text = screen(replace(facts, plan=through, hardware=replace(facts.hardware, dram=3e9)))
     assert "dram 3 GB/s" in words(text)
     assert row(text, "dram") == ["dram", "240", "GB", "3", "GB/s", "80.0", "s", *row(text, "dram")[7:]]
