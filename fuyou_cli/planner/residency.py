@@ -19,8 +19,8 @@ from .records import ON_DEVICE, Record, Runner, Transfers
 from .schedule import Visit
 
 FETCH_PRIORITY = 0  # before any update: compute waits for it
-UPDATE_PRIORITY = 1 << 16  # plus the stage's place in the next forward
-IN_RAM_PRIORITY = 1 << 17  # instead, of updates in backward without traffic to the store
+UPDATE_PRIORITY = 1 << 16  # plus the stage's place in the next forward, as the next
+IN_RAM_PRIORITY = 1 << 17  # of updates in backward without traffic to the store but that of commits
 
 
 class Residency:
@@ -366,9 +366,9 @@ class Residency:
 
 
 def update_priority(plan: StagePlan) -> int:
-    """Returns the priority of a stage's update. In backward, those with traffic to the store come first: they are no faster
-    than the drives, which leaves threads for the others. The other way round the drives would stand still. Deferred updates are
-    always wanted soon."""
+    """Returns the priority of a stage's update. In backward, those with traffic to the store in every step come first: they are
+    no faster than the drives, which leaves threads for the others. The other way round the drives would stand still. Deferred
+    updates are always wanted soon."""
     hurries = plan.states == "ssd" or plan.writes_weights or plan.deferred
     return (UPDATE_PRIORITY if hurries else IN_RAM_PRIORITY) + plan.stage
 

@@ -178,7 +178,7 @@ typedef struct {
     double epsilon;
     double gradient_scale; /* multiplies every gradient (clipping); 1.0 leaves the bits alone */
     uint64_t step;         /* 1 for the first update: bias corrections */
-    uint64_t priority;     /* by next use of the stage */
+    uint64_t priority;     /* the lower, the more urgent */
     uint32_t label;        /* the stage: also a key of the draws */
     uint32_t segment_count;
     uint64_t seed;         /* of the draws that round small states */

@@ -92,14 +92,15 @@ static int tables_create(fy_daemon *daemon)
         daemon->slots = fy__system.calloc((size_t)FY__LANES * slots, sizeof *daemon->slots);
         if (daemon->segments == NULL || daemon->slots == NULL)
             return -ENOMEM;
-        if (fy__heap_create(&daemon->lanes[FY__STREAMED].updates, requests) != 0 ||
-            fy__heap_create(&daemon->lanes[FY__RESTING].updates, requests) != 0 ||
-            fy__heap_create(&daemon->computing, FY__LANES * slots) != 0 || fy__heap_create(&daemon->moved, requests) != 0)
+        for (uint32_t lane = 0; lane < FY__LANES; lane++)
+            if (fy__heap_create(&daemon->lanes[lane].updates, requests) != 0)
+                return -ENOMEM;
+        if (fy__heap_create(&daemon->computing, FY__LANES * slots) != 0 || fy__heap_create(&daemon->moved, requests) != 0)
             return -ENOMEM;
     }
     for (uint32_t i = 0; i < FY__LANES * slots; i++) {
         struct fy__slot *slot = &daemon->slots[i];
-        slot->lane = i < slots ? FY__STREAMED : FY__RESTING;
+        slot->lane = (enum fy__lane_name)(i / slots);
         slot->index = i % slots;
         slot->next = daemon->lanes[slot->lane].free;
         daemon->lanes[slot->lane].free = slot;

@@ -194,11 +194,12 @@ struct fy__channel {
 
 enum fy__phase { FY__FREE = 0, FY__READING, FY__READY, FY__COMPUTING, FY__WRITING };
 
-/* Updates whose chunks go through scratch, and those whose tensors all rest in the arena. Each lane has slots of its own. */
-enum fy__lane_name { FY__STREAMED = 0, FY__RESTING, FY__LANES };
+/* Updates whose chunks go through scratch, and those whose tensors all rest in the arena: of these, first those that also write
+ * some of them to the store, as a chunk keeps its slot until it is written. Each lane has slots of its own. */
+enum fy__lane_name { FY__STREAMED = 0, FY__WRITTEN, FY__RESTING, FY__LANES };
 
-/* One chunk of one update on its way through: read, computed, written. Its scratch is its own by index; in the lane of
- * those that rest it has none. */
+/* One chunk of one update on its way through: read, computed, written. Its scratch is its own by index; only those of the
+ * lane that streams have one. */
 struct fy__slot {
     enum fy__phase phase;
     enum fy__lane_name lane;

@@ -11,9 +11,10 @@
  * between updates. States that rest in the arena are updated where they are; states never written are zeros, made by
  * the update thread.
  *
- * An update all of whose tensors rest in the arena needs no scratch, so it takes slots of another lane, which have none.
- * While it has the update threads, the disk reads and writes for the other lane; while that waits for the disk, the threads
- * have chunks of this one. Between lanes, as within them, the threads take the most urgent chunk.
+ * An update all of whose tensors rest in the arena needs no scratch, so it takes slots of another lane, which have none; one
+ * that also writes some of them, of a third. While one lane has the update threads, the disk reads and writes for the others;
+ * while these wait for the disk, the threads have chunks of that one. Between lanes, as within them, the threads take the most
+ * urgent chunk.
  *
  * The arithmetic is elementwise and the sums add up in any order, so the result does not depend on chunks or threads.
  *
@@ -46,12 +47,14 @@ static uint64_t place_of(const fy_daemon *daemon, const struct fy__slot *slot, c
 static enum fy__lane_name lane_of(const fy_update *update)
 {
     assert(update->params > 0);
+    bool written = update->weights_target != FY_NOWHERE;
     for (uint32_t i = 0; i < TENSORS; i++) {
         const struct tensor tensor = tensor_of(update, i);
         if (tensor.used && tensor.home.arena == FY_NOWHERE)
             return FY__STREAMED;
+        written = written || (tensor.used && tensor.home.target != FY_NOWHERE);
     }
-    return FY__RESTING;
+    return written ? FY__WRITTEN : FY__RESTING;
 }
 
 static struct fy__order order_of(const struct fy__slot *slot)

@@ -244,10 +244,57 @@ static void lanes(uint32_t held)
     testing_close(daemon, arena, store);
 }
 
+/* Writes stand, and an update that writes its weights waits there with all the slots that it can have. A less urgent one that
+ * rests in the arena altogether ends all the same. */
+static void rests_beside_written(void)
+{
+    fy__system.pread = fy__system_real.pread;
+    fy__system.pwrite = fy__system_real.pwrite;
+    fy_arena *arena = testing_arena(2 * SCRATCH + fy_scratch_size(16384, 2));
+    fy_store *store = testing_store(1, 256 << 10, 2 * TENSOR_COUNT * EXTENT);
+    fy_options options = update_options(FY_BACKEND_THREADS, 1, 16384, 2);
+    options.scratch_offset = 2 * SCRATCH;
+    fy__system.pwrite = gated_pwrite;
+    fy_daemon *daemon = testing_daemon(&options, arena, store);
+    atomic_store(&arrived[1], 0);
+    fy_update updates[2];
+    fy_ticket tickets[2];
+    fy_result results[2];
+    for (uint32_t i = 0; i < 2; i++) {
+        stages[i] = (struct stage){.weights_dtype = FY_BFLOAT16, .weights_written = i == 0};
+        stage_create(&stages[i], 90 + 10 * i);
+        updates[i] = stage_update(&stages[i], 2, 0);
+        updates[i].priority = i;
+        updates[i].weights += i * SCRATCH;
+        updates[i].gradients += i * SCRATCH;
+        uint64_t *const offsets[] = {&updates[i].weights, &updates[i].remainder.arena, &updates[i].momentum.arena,
+                                     &updates[i].variance.arena, &updates[i].gradients};
+        for (int t = R; t <= V; t++)
+            *offsets[t] += i * SCRATCH;
+        for (int t = W; t <= G; t++)
+            memcpy((unsigned char *)fy_arena_base(arena) + *offsets[t], stages[i].plain[t], stage_bytes(&stages[i], t));
+    }
+    CHECK_EQUAL(pthread_mutex_lock(&gates[1]), 0);
+    CHECK_EQUAL(fy_submit_update(daemon, &updates[0], stage_segments, &tickets[0]), 0);
+    wait_for_arrival(1);
+    CHECK_EQUAL(fy_submit_update(daemon, &updates[1], stage_segments, &tickets[1]), 0);
+    CHECK_EQUAL(testing_wait(daemon, tickets[1], &results[1]), 0);
+    CHECK_EQUAL(pthread_mutex_unlock(&gates[1]), 0);
+    CHECK_EQUAL(testing_wait(daemon, tickets[0], &results[0]), 0);
+    for (uint32_t i = 0; i < 2; i++) {
+        CHECK_EQUAL(results[i].nonfinite, stage_step_plain(&stages[i], &updates[i]));
+        const unsigned char *weights = (unsigned char *)fy_arena_base(arena) + i * SCRATCH;
+        CHECK(memcmp(weights, stages[i].plain[W], stage_bytes(&stages[i], W)) == 0);
+        stage_destroy(&stages[i]);
+    }
+    testing_close(daemon, arena, store);
+}
+
 int main(void)
 {
     lanes(0);
     lanes(1);
+    rests_beside_written();
     fy__system.pread = fy__system_real.pread;
     fy__system.pwrite = fy__system_real.pwrite;
     for (const uint32_t *backend = testing_backends(); *backend != FY_BACKEND_AUTO; backend++) {
