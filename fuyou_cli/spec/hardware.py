@@ -145,15 +145,18 @@ class HardwareProfile:
         return next((rate for threads, rate in self.adamw if threads == 1), 0.0)
 
     def stage_rate(self, kind: RatedKind, dtype: Dtype, hidden: int, params: int, tokens: int) -> StageRate:
-        """Returns the rates measured on the nearest shape of this kind and dtype, by ratios. If there are none, a compiled
-        block has those of a block, and others have `matmul_flops`."""
+        """Returns the rates measured on the nearest shape of this kind and dtype, by ratios. A compiled block has those of a
+        block if no compiled one was measured within twice or half its parameters. If there are none, both are
+        `matmul_flops`."""
 
         def distance(rate: StageRate) -> tuple[float, float, float, tuple[str, str, int, int, int]]:
             return (_ratio(rate.params, params), _ratio(rate.tokens, tokens), _ratio(rate.hidden, hidden), rate.shape)
 
         alike = [rate for rate in self.stage_rates if (rate.kind, rate.dtype) == (kind, dtype)]
-        if kind == "compiled block" and not alike:
-            return self.stage_rate("block", dtype, hidden, params, tokens)
+        if kind == "compiled block":
+            alike = [rate for rate in alike if _ratio(rate.params, params) <= log(2)]
+            if not alike:
+                return self.stage_rate("block", dtype, hidden, params, tokens)
         fallback = StageRate(
             kind=kind, dtype=dtype, hidden=hidden, params=params, tokens=tokens, forward=self.matmul_flops,
             backward=self.matmul_flops,

@@ -61,6 +61,9 @@ def test_a_saved_run_keeps_its_numbers_and_its_store(stopped: Project, monkeypat
         assert found and not [key for key in found if key.startswith(fixed)]
     anew = list(candidates(resolved_as(prepared, manifest=None), fits=False))
     assert any(key.startswith("train.") for kind in anew for step in kind.steps for key in step)
+    there = replace(prepared, plan=replace(prepared.plan, device="cuda"))
+    advised = [facts_of(one, room_of(one)).may_compile for one in (there, resolved_as(there, manifest=None))]
+    assert advised == [False, True]
 
 
 def test_states_in_ram_are_committed_less_often(new_project: NewProject, command: Callable[[Project], Command]) -> None:

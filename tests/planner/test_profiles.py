@@ -51,9 +51,11 @@ def test_a_compiled_block_has_its_own_rates_or_those_of_a_block() -> None:
     asked: tuple[RatedKind, Dtype, int, int, int] = ("compiled block", "bfloat16", 4096, 200_000_000, 512)
     plain = replace(HARDWARE, stage_rates=RATES)
     assert plain.stage_rate(*asked) == plain.stage_rate("block", *asked[1:])
-    faster = rate(10_000_000, 2048, hidden=1024, kind="compiled block", forward=9e12)  # of another shape
-    both = replace(HARDWARE, stage_rates=(*RATES, faster))
-    assert both.stage_rate(*asked) == faster and both.stage_rate("block", *asked[1:]).forward == 3e12
+    near = rate(110_000_000, 2048, hidden=1024, kind="compiled block", forward=9e12)
+    toy = rate(90_000_000, 512, hidden=4096, kind="compiled block", forward=1e6)  # less than half of its parameters
+    both = replace(HARDWARE, stage_rates=(*RATES, near, toy))
+    assert both.stage_rate(*asked) == near and both.stage_rate("block", *asked[1:]).forward == 3e12
+    assert replace(HARDWARE, stage_rates=(*RATES, toy)).stage_rate(*asked).forward == 3e12
 
 
 def test_without_rates_of_stages_the_matrix_product_stands_for_them() -> None:

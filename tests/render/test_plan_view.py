@@ -313,11 +313,14 @@ def test_what_to_do_next(screen: Screen, facts: RunFacts) -> None:
     assert after(plan=through).startswith("next try a larger train.batch_size, faster memory: compute waits 57%")
     busy = "compute is nearly always busy"
     assert busy in after() and "compile" not in after()
-    assert after(may_compile=True).startswith(f"next try train.compile=true: {busy} (measured on an H200")
-    compiled = replace(facts.model, compiled=True)
-    assert "measure the compiled block (`fuyou bench RECIPE`)" in after(model=compiled)
-    rate = StageRate(kind="compiled block", dtype="bfloat16", hidden=8, params=8, tokens=8, forward=1.0, backward=1.0)
-    assert busy in after(model=compiled, hardware=replace(facts.hardware, stage_rates=(rate,)))
+    assert after(may_compile=True).startswith(f"next try train.compile=true (other losses): {busy}, and a step of one H200")
+    compiled, shown = replace(facts.model, compiled=True), "at rates of blocks that are not compiled"
+    assert shown in after(model=compiled)
+    block = next(stage for stage in compiled.stages if stage.kind == "block")
+    rate = StageRate(kind="compiled block", dtype=compiled.compute_dtype, hidden=compiled.hidden_size, params=block.params,
+                     tokens=8, forward=1.0, backward=1.0)  # fmt: skip
+    assert shown not in after(model=compiled, hardware=replace(facts.hardware, stage_rates=(rate,)))
+    assert shown in after(model=compiled, hardware=replace(facts.hardware, stage_rates=(replace(rate, params=9),)))
     text = screen(replace(facts, plan=through, hardware=replace(facts.hardware, dram=3e9)))
     assert "dram 3 GB/s" in words(text)
     assert row(text, "dram") == ["dram", "240", "GB", "3", "GB/s", "80.0", "s", *row(text, "dram")[7:]]

@@ -93,6 +93,14 @@ def _next(facts: RunFacts, *, fits: bool) -> str:
     return _faster(facts) + (f". Run: {facts.command}" if facts.command else "")
 
 
+def _knows_compiled(facts: RunFacts) -> bool:
+    """Tells whether compiled blocks are planned at rates that were measured of one."""
+    model, tokens = facts.model, facts.plan.numerics.micro_batch_tokens
+    blocks = (stage for stage in model.stages if stage.kind == "block")
+    asked = ((model.compute_dtype, model.hidden_size, stage.params, tokens) for stage in blocks)
+    return all(facts.hardware.stage_rate("compiled block", *shape).kind == "compiled block" for shape in asked)
+
+
 def _faster(facts: RunFacts) -> str:
     plan, hardware = facts.plan, facts.hardware
     if hardware.measured == "assumed":
@@ -110,9 +118,10 @@ def _faster(facts: RunFacts) -> str:
     step = plan.predicted.step_seconds or 1.0
     if plan.predicted.bottleneck in ("compute", "cpu") and plan.predicted.seconds[plan.predicted.bottleneck] >= _BUSY * step:
         if facts.may_compile:
-            return "try train.compile=true: compute is nearly always busy (measured on an H200: a step took 9 % less)"
-        if facts.model.compiled and not any(rate.kind == "compiled block" for rate in hardware.stage_rates):
-            return "measure the compiled block (`fuyou bench RECIPE`): these are the rates of one that is not compiled"
+            busy = "compute is nearly always busy"
+            return f"try train.compile=true (other losses): {busy}, and a step of one H200 took 9 % less with it"
+        if facts.model.compiled and not _knows_compiled(facts):
+            return "nothing to change: compute is nearly always busy, at rates of blocks that are not compiled"
         return "nothing to change: compute is nearly always busy"
     waits = sum(plan.predicted.stalls.values()) / step
     if waits > _WAITING:

@@ -88,7 +88,7 @@ def _sample(stage: RunStage, device: torch.device, *, seconds: float, free: int)
     numerics, alone = stage.numerics, _grown(stage, device, seconds=seconds, left=free - stage.weights)
     if alone.tokens == stage.tokens:  # of a micro-batch, whose chunks are alike
         return Sample(stage=stage, alone=alone, tokens=numerics.micro_batch_size * numerics.max_seq_len), ""
-    why = f"{stage.tokens} would take too long or too much memory here"
+    why = f"{stage.tokens} would take too long or too much memory here" + (", so it is not compiled" if stage.compiles else "")
     sample = Sample(stage=stage, alone=alone, tokens=alone.tokens)
     return sample, f"the recipe's {stage.kind} is measured on {alone.tokens} tokens: {why}"
 

@@ -104,6 +104,7 @@ class RunStage:
     tokens: int
     peak: int  # bytes that `tokens` take beside weights and gradients
     make: Callable[[int], Alone]
+    compiles: bool = False  # whole, not with fewer tokens
 
     @property
     def weights(self) -> int:
@@ -134,7 +135,7 @@ def block_stage(anatomy: Anatomy, numerics: Numerics, device: torch.device, *, c
     kept = sum(operator.bytes for operator in block.operators)  # held while they are given back
     return RunStage(
         kind="block", numerics=numerics, hidden=inspected.hidden_size, params=block.params, peak=block.backward_peak + kept,
-        tokens=whole, make=make,
+        tokens=whole, make=make, compiles=compiled,
     )  # fmt: skip
 
 
