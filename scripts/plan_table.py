@@ -185,6 +185,9 @@ def main(words: Sequence[str] | None = None) -> int:
     options.add_argument("--checkout", type=Path, default=ROOT, help="whose sources plan (default: this one)")
     options.add_argument("--name", default="plan_table", help="of the result")
     asked = options.parse_args(words)
+    planned_by = Path(str(sys.modules["fuyou_cli.planner.place"].__file__))
+    if not planned_by.is_relative_to(asked.checkout.resolve()):  # an editable install comes before sys.path
+        raise SystemExit(f"--checkout: this Python plans with {planned_by}; use that checkout's own interpreter")
     show_command("scripts/plan_table.py", words)
     before, rows = kept(asked.beside), []
     for case in list(others() if asked.others else cases())[: 1 if asked.quick else None]:
