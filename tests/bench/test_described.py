@@ -180,7 +180,7 @@ def test_everything_wrong_with_a_file_at_once(tmp_path: Path) -> None:
     assert str(path) in lines[0] and "6 errors" in lines[0]
     for start in ("store_read: missing", "store_reed: unknown key (did you mean store_read", "h2d: '12TFLOPS'",
                   "cores: expected a whole number, got 'many'",
-                  "drives[0].capacity: ", "stage_rates[0].kind: expected 'block' or 'head'"):  # fmt: skip
+                  "drives[0].capacity: ", "stage_rates[0].kind: expected 'block', 'compiled block' or 'head'"):  # fmt: skip
         assert any(line.strip().startswith(start) for line in lines), start
 
 
