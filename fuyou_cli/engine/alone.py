@@ -63,11 +63,11 @@ class BlockAlone:
 
     def forward(self) -> None:
         flat, _ = self._visit()
-        on_gpu = self._input.device.type == "cuda" or self.compiled is not None  # where forward runs as the recompute does
-        with torch.no_grad(), self._buffers_placed(), self._stage.installed(flat, trainable=on_gpu):
+        as_backward = self._input.device.type == "cuda" or self.compiled is not None  # forward runs as the recompute does
+        with torch.no_grad(), self._buffers_placed(), self._stage.installed(flat, trainable=as_backward):
             if self.compiled is not None:
                 self.compiled.forward(self._call.run, self._input, 0, ())
-            elif on_gpu:
+            elif as_backward:
                 without_saving(self._call.run, self._input)
             else:
                 self._call.run(self._input)

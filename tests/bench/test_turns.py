@@ -49,23 +49,34 @@ def test_every_action_has_its_repeats_in_every_turn() -> None:
     assert min(done.values()) >= 1 + len(turns)  # the first repeat is not counted
 
 
-def test_a_gpu_is_waited_for_once_after_all_repeats_of_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Holds the seconds of a clock that only actions move, whatever the machine's load."""
+    passed = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: passed[0])
+    return passed
+
+
+def test_a_gpu_is_waited_for_once_after_all_repeats_of_a_turn(monkeypatch: pytest.MonkeyPatch, clock: list[float]) -> None:
     waited: list[int] = []
     done: list[int] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waited.append(len(done)))
 
     def run() -> None:
         done.append(0)
-        time.sleep(0.001)
+        clock[0] += 0.001
 
-    mean = mean_seconds(run, 0.05, torch.device("cuda"))
-    assert len(waited) == 2 and waited[0] == 1  # the first repeat tells how many the others are
-    assert 2 <= len(done) - 1 == waited[1] - 1 <= 50 and mean >= 0.001
+    assert mean_seconds(run, 0.05, torch.device("cuda")) == pytest.approx(0.001)
+    assert waited == [1, 51]  # the first repeat tells how many the others are
 
 
-def test_a_gpu_works_before_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_works_before_it_is_timed(monkeypatch: pytest.MonkeyPatch, clock: list[float]) -> None:
     begun: list[float] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    action = Action(name="a", run=lambda: begun.append(time.perf_counter()), amount=1.0, share=1.0)
-    turns = in_turns([action], torch.device("cuda"), 0.05)
-    assert turns and begun[-1] - begun[0] >= 0.08  # about as long again as it is timed
+
+    def run() -> None:
+        begun.append(clock[0])
+        clock[0] += 0.001
+
+    turns = in_turns([Action(name="a", run=run, amount=1.0, share=1.0)], torch.device("cuda"), 0.05)
+    assert turns and begun[-1] - begun[0] >= 0.099  # as long again as it is timed

@@ -327,5 +327,5 @@ def test_what_to_do_next(screen: Screen, facts: RunFacts) -> None:
     # Compute on a CPU moves bytes that are not counted, so the row is there only where the memory binds.
     for device, shown in (("cpu", False), ("cuda", True)):
         free = replace(waiting, seconds={**seconds, "dram": 9.0})
-        text = screen(replace(facts, plan=replace(waits, predicted=free, device=device)))  # type: ignore[arg-type]
+        text = screen(replace(facts, plan=replace(waits, predicted=free, device=device)))
         assert any(line.split()[:1] == ["dram"] for line in text.splitlines()) is shown

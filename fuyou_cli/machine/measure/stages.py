@@ -188,9 +188,7 @@ class Sample:
         from fuyou_cli.engine.alone import BlockAlone
 
         alone, stage = self.alone, self.stage
-        what = f"{stage.kind} {stage.hidden} {stage.numerics.compute_dtype}" + (f" x {self.tokens}" if one_of_several else "")
-        compiled = isinstance(alone, BlockAlone) and alone.compiled is not None
-        what = f"compiled {what}" if compiled else what
+        what = f"{self.kind} {stage.hidden} {stage.numerics.compute_dtype}" + (f" x {self.tokens}" if one_of_several else "")
         actions = {
             "forward": Action(name=f"{what}, forward", run=alone.forward, amount=alone.flops, share=0.25),
             "backward": Action(name=f"{what}, backward", run=alone.backward, amount=alone.backward_flops, share=0.5),
