@@ -62,6 +62,7 @@ class Case:
     steps: int
     clip: float | None = None
     on_ssd: bool = False
+    compiled: bool = False  # train.compile
     gpu: str | None = None  # offload.max_memory.gpu
     offload: Mapping[str, object] = field(default_factory=dict)  # more of that section
 
@@ -78,7 +79,8 @@ def write_recipe(place: Place, case: Case) -> Path:
     }  # fmt: skip
     return recipe_in(
         out, model, place.work / "rows", case, place.length, commit_every=None, offload=offload, export={"at_end": False},
-        entry={"path": str(place.text()), "format": "prompt_completion"}, train={"micro_batch_size": place.micro or "auto"},
+        entry={"path": str(place.text()), "format": "prompt_completion"},
+        train={"micro_batch_size": place.micro or "auto", "compile": case.compiled},
     )  # fmt: skip
 
 

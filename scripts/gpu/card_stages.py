@@ -135,8 +135,12 @@ def pinning(context: Context) -> None:
 
 
 def bench(context: Context) -> None:
-    recipe = write_recipe(context.place, Case(shape=context.block[0], rows=context.scale.many, steps=1))
-    done = _command(context, [*FUYOU, "bench", str(recipe), "--quick", "--json"])
+    _bench(context, Case(shape=context.block[0], rows=context.scale.many, steps=1))
+
+
+def _bench(context: Context, case: Case) -> None:
+    """Measures the machine for this case's recipe. Runs after it are planned with these rates."""
+    done = _command(context, [*FUYOU, "bench", str(write_recipe(context.place, case)), "--quick", "--json"])
     if done.returncode != 0:
         context.record.add(holds("bench", "exit code 0", str(done.returncode), False, note=done.stderr[-2000:]))
         return
@@ -276,6 +280,17 @@ def small_memory(context: Context) -> None:
     _beside_memory(context, context.scale.many, gpu=context.scale.gpu)
 
 
+def compiled(context: Context) -> None:
+    """The same with compiled blocks, whose rates are measured first."""
+    scale, (shape, layers) = context.scale, context.block
+    case = Case(shape=shape, rows=scale.many, steps=scale.steps, gpu=scale.gpu, compiled=True)
+    what = f"{layers}, {scale.many * scale.length:,} tokens a step, max_memory.gpu {scale.gpu}, compiled"
+    _bench(context, case)
+    if ours := context.ours(what, case):
+        _speed(context, what, ours)
+        _gpu_peak(context, what, ours)
+
+
 def _gpu_peak(context: Context, what: str, ours: dict[str, Any]) -> None:
     limit = parse_size(context.scale.gpu)
     peak = next((line["measured"] for line in ours["compared"] if line["what"] == "peak GPU memory"), None)
@@ -351,6 +366,7 @@ STAGES = (
     Stage(name="8k", what="eight layers of Llama-8B, 8k tokens", limit=110, run=few_tokens),
     Stage(name="32k", what="eight layers of Llama-8B, 32k tokens", limit=110, run=many_tokens),
     Stage(name="24gb", what="the same in 24 GB of GPU memory", limit=80, run=small_memory),
+    Stage(name="compiled", what="the same with compiled blocks", limit=150, run=compiled),
     Stage(name="profile", what="busy share and gaps", limit=70, run=profile),
     Stage(name="ssd", what="1 B on the ssd", limit=110, run=on_ssd),
     Stage(name="blocking", what="the gpu tests, blocking launches", limit=100, run=tests_blocking),
