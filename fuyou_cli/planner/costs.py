@@ -192,23 +192,38 @@ class Costs:
         if not visit.flops:
             return 0.0
         stage = self.model.stages[visit.stage]
-        owner = self.model.stages[visit.owner] if visit.owner is not None else stage
+        rate = self.rate(stage)
+        if visit.phase in ("forward", "logits"):
+            return visit.flops / rate.forward if rate.forward else 0.0
+        return self._backward(visit, stage, rate) if rate.backward else 0.0
+
+    def rate(self, stage: StageSpec) -> StageRate:
+        """Returns the stage's rates at this run's micro-batches. For each of them (in a head for each piece) a GPU adds whole
+        gradients to their sums. A rate of other tokens includes more or less of that per FLOP, one of no tokens nothing."""
+        owner = self.model.stages[self.model.owner(stage.index)]
+        tokens = self.numerics.micro_batch_tokens
         rate = self.hardware.stage_rate(
             kind=rated_kind(self.model, stage),
             dtype=self.model.compute_dtype,
             hidden=self.model.hidden_size,
             params=owner.params,
-            tokens=self.numerics.micro_batch_tokens,
+            tokens=tokens,
         )
-        if visit.phase in ("forward", "logits"):
-            return visit.flops / rate.forward if rate.forward else 0.0
-        return self._backward(visit, stage, rate) if rate.backward else 0.0
+        if self.hardware.device != "cuda":
+            return rate
+        chunk = self.numerics.head_chunk_tokens if stage.kind == "head" else 0
+        piece, rated = (min(some, chunk or some) for some in (tokens, rate.tokens))
+        included = piece / (rated or self.numerics.tokens)  # the first sum of a step is a copy
+        once = owner.trained * (ITEM_SIZE[self.model.compute_dtype] + 2 * ITEM_SIZE[self.numerics.accumulate_dtype])
+        more = once / self._device_rate * (1 - included) * (tokens / piece)
+        whole, spared = _backward_flops(stage)
+        backward, given = _in_more_time(rate.backward, whole, more), _in_more_time(rate.given, whole - spared, more)
+        return replace(rate, tokens=tokens, backward=backward, given=given)
 
     def _backward(self, visit: Visit, stage: StageSpec, rate: StageRate) -> float:
         """Returns the seconds of backward. They lie between those without kept outputs and those with all of them, by the FLOPs
         saved."""
-        whole = (3 * stage.forward_flops - stage.frozen_flops - stage.unneeded_flops) * self.micro_batches
-        spared = sum(operator.flops for operator in stage.operators) * self.micro_batches
+        whole, spared = (flops * self.micro_batches for flops in _backward_flops(stage))
         if visit.phase != "backward" or not spared or not rate.given:
             return visit.flops / rate.backward
         without, given = whole / rate.backward, min(whole / rate.backward, (whole - spared) / rate.given)
@@ -279,3 +294,14 @@ def looked_up_bytes(model: ModelSpec, numerics: Numerics) -> int:
 
 def _begins_table(stage: StageSpec) -> bool:
     return stage.vocabulary is None or stage.vocabulary[0] == 0
+
+
+def _backward_flops(stage: StageSpec) -> tuple[float, float]:
+    """Returns the FLOPs of a micro-batch's backward with its recompute, and those that kept outputs would save."""
+    whole = 3 * stage.forward_flops - stage.frozen_flops - stage.unneeded_flops
+    return whole, sum(operator.flops for operator in stage.operators)
+
+
+def _in_more_time(rate: float, flops: float, seconds: float) -> float:
+    """Returns the rate of FLOPs that take so much longer (shorter: at most by half)."""
+    return flops / max(flops / rate / 2, flops / rate + seconds) if rate and flops > 0 else rate

@@ -147,7 +147,7 @@ class HardwareProfile:
     def stage_rate(self, kind: RatedKind, dtype: Dtype, hidden: int, params: int, tokens: int) -> StageRate:
         """Returns the rates measured on the nearest shape of this kind and dtype, by ratios. A compiled block has those of a
         block if no compiled one was measured within twice or half its parameters. If there are none, both are
-        `matmul_flops`."""
+        `matmul_flops`, of no tokens."""
 
         def distance(rate: StageRate) -> tuple[float, float, float, tuple[str, str, int, int, int]]:
             return (_ratio(rate.params, params), _ratio(rate.tokens, tokens), _ratio(rate.hidden, hidden), rate.shape)
@@ -158,7 +158,7 @@ class HardwareProfile:
             if not alike:
                 return self.stage_rate("block", dtype, hidden, params, tokens)
         fallback = StageRate(
-            kind=kind, dtype=dtype, hidden=hidden, params=params, tokens=tokens, forward=self.matmul_flops,
+            kind=kind, dtype=dtype, hidden=hidden, params=params, tokens=0, forward=self.matmul_flops,
             backward=self.matmul_flops,
         )  # fmt: skip
         return min(alike, key=distance, default=fallback)

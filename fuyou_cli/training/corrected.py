@@ -69,13 +69,13 @@ def _factor(predicted: float, measured: float) -> float:
 
 def _stage_rates(hardware: HardwareProfile, model: ModelSpec, plan: Plan, factor: float) -> Iterable[StageRate]:
     """Yields the rates of every kind of stage in the model, at the stage's own shape."""
-    tokens = plan.numerics.micro_batch_size * plan.numerics.max_seq_len
+    tokens, costs = plan.numerics.micro_batch_size * plan.numerics.max_seq_len, Costs.of(model, hardware, plan)
     for stage in model.stages:
         if stage.kind not in ("block", "head"):
             continue
         kind = rated_kind(model, stage)
         params = model.stages[model.owner(stage.index)].params
-        rate = hardware.stage_rate(kind, model.compute_dtype, model.hidden_size, params, tokens)
+        rate = costs.rate(stage)
         yield StageRate(
             kind=kind, dtype=model.compute_dtype, hidden=model.hidden_size, params=params, tokens=tokens,
             forward=rate.forward * factor, backward=rate.backward * factor, given=rate.given * factor,

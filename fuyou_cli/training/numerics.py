@@ -24,7 +24,7 @@ MOST_HEAD_PIECE_BYTES = GiB  # on a GPU, which adds the head's whole gradient to
 _GPU_SHARE = 16  # the part of a GPU's memory that a piece may take is one in so many
 _LOGIT_BYTES = 16  # per token and vocabulary entry: logits, float32 copy, softmax, gradient
 USUAL_TOKENS = 1024  # fills two cores, and its activations stay below the mmap threshold
-MOST_TOKENS = 8192  # more makes no machine faster
+MOST_TOKENS = 8192  # more makes no machine faster; usual on a GPU, which adds a stage's whole gradients once per micro-batch
 GAIN = 0.02
 _NEAR = 1.25  # times the fastest usual plan; a search does not make a slower size the fastest
 
@@ -60,7 +60,7 @@ def numerics_of(
     elif manifest is not None:
         micro = manifest.numerics.micro_batch_size
     elif micro is None:
-        micro = sizes_of(train.batch_size, length)[1]
+        micro = sizes_of(train.batch_size, length, usual=usual_tokens(hardware))[1]
     if manifest is not None and train.head_chunk_tokens == "auto":
         chunk = manifest.numerics.head_chunk_tokens  # chosen for another card, or by another version
     else:
@@ -117,39 +117,44 @@ def _refuse_changed(recipe: Recipe, saved: Manifest, asked: Numerics) -> None:
         )
 
 
-def sizes_of(batch_size: int, length: int) -> tuple[list[int], int, list[int]]:
+def usual_tokens(hardware: HardwareProfile) -> int:
+    """Returns the tokens of the usual micro-batch on this machine."""
+    return MOST_TOKENS if hardware.device == "cuda" else USUAL_TOKENS
+
+
+def sizes_of(batch_size: int, length: int, *, usual: int) -> tuple[list[int], int, list[int]]:
     """Returns the sizes that divide a batch: those below the usual one (descending), the usual one, and those above
-    (ascending)."""
+    (ascending). `usual`: tokens."""
     divisors = [size for size in range(1, batch_size + 1) if batch_size % size == 0]
-    usual = max(size for size in divisors if size <= max(1, USUAL_TOKENS // length))
-    smaller = [size for size in reversed(divisors) if size < usual]
-    return smaller, usual, [size for size in divisors if usual < size <= MOST_TOKENS // length]
+    middle = max(size for size in divisors if size <= max(1, usual // length))
+    smaller = [size for size in reversed(divisors) if size < middle]
+    return smaller, middle, [size for size in divisors if middle < size <= MOST_TOKENS // length]
 
 
-def likely_sizes(batch_size: int, length: int) -> list[int]:
+def likely_sizes(batch_size: int, length: int, *, usual: int) -> list[int]:
     """Returns the sizes that a plan is most likely to choose: the usual one and its two neighbours."""
-    smaller, usual, larger = sizes_of(batch_size, length)
-    return [usual, *smaller[:1], *larger[:1]]
+    smaller, middle, larger = sizes_of(batch_size, length, usual=usual)
+    return [middle, *smaller[:1], *larger[:1]]
 
 
-def fastest_size(batch_size: int, length: int, *, planned: Seconds, searched: Seconds) -> int:
-    """Returns the size with the fastest step. The usual size wins unless another is faster by more than GAIN.
+def fastest_size(batch_size: int, length: int, *, usual: int, planned: Seconds, searched: Seconds) -> int:
+    """Returns the size with the fastest step. The size of `usual` tokens wins unless another is faster by more than GAIN.
 
     Tries larger and smaller sizes with their usual plan (`planned`, quick), as long as each is faster than the one before, or
     until one fits. `searched` then decides between the best two, if they are close.
     """
-    smaller, usual, larger = sizes_of(batch_size, length)
+    smaller, middle, larger = sizes_of(batch_size, length, usual=usual)
     found: dict[int, float] = {}
-    if (seconds := planned(usual)) is not None:
-        found[usual] = seconds
+    if (seconds := planned(middle)) is not None:
+        found[middle] = seconds
         _follow(larger, planned, found, seconds)
     _follow(smaller, planned, found, seconds)
     best = sorted(found, key=lambda size: (found[size], size))[:2]
-    if usual in found and usual not in best and found[usual] * (1 - GAIN) <= found[best[0]]:
-        best[1] = usual
+    if middle in found and middle not in best and found[middle] * (1 - GAIN) <= found[best[0]]:
+        best[1] = middle
     if len(best) == 2 and found[best[1]] <= _NEAR * found[best[0]]:
         found = {size: seconds for size in best if (seconds := searched(size)) is not None} or found
-    return _fastest(found, usual)
+    return _fastest(found, middle)
 
 
 def _follow(sizes: Sequence[int], planned: Seconds, found: dict[int, float], least: float | None) -> None:

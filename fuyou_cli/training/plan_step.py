@@ -22,7 +22,7 @@ from ..spec.plan import Numerics, Plan
 from .known_model import KnownModel, traced
 from .length import steps_of
 from .limits import check_positions
-from .numerics import fastest_size, likely_sizes, numerics_of
+from .numerics import fastest_size, likely_sizes, numerics_of, usual_tokens
 from .plan_request_of import StoreDisks, plan_request
 from .prepared import Fetched, Inspected, Planned, Ready
 from .state.resume import refused, steps_left
@@ -266,6 +266,7 @@ class _Planner:
         return fastest_size(
             recipe.train.batch_size,
             recipe.dataset.max_seq_len,
+            usual=usual_tokens(hardware),
             planned=lambda size: seconds(size, _usual_plan),
             searched=lambda size: seconds(size, self._searched),
         )
@@ -309,6 +310,7 @@ def anatomy_of(
     facts = known.facts
     check_positions(recipe, facts.positions, facts.learns_positions, say)
     size = recipe.train.micro_batch_size
-    sizes = likely_sizes(recipe.train.batch_size, recipe.dataset.max_seq_len) if size == "auto" else [size]
+    likely = likely_sizes(recipe.train.batch_size, recipe.dataset.max_seq_len, usual=usual_tokens(hardware))
+    sizes = likely if size == "auto" else [size]
     numerics = [numerics_of(recipe, facts, hardware, None, micro=size) for size in sizes]
     return known.stages(numerics[0], None), numerics

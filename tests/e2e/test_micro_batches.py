@@ -15,16 +15,17 @@ from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.spec.plan import Numerics
 from fuyou_cli.training import numerics
 from fuyou_cli.training.limits import gpu_limit
-from fuyou_cli.training.numerics import MOST_TOKENS, fastest_size, head_chunk, head_piece, sizes_of
+from fuyou_cli.training.numerics import MOST_TOKENS, USUAL_TOKENS, fastest_size, head_chunk, head_piece, sizes_of
 
 from .conftest import NewProject, Project
 from .running import planned, train
 
 
-@given(st.integers(1, 96), st.integers(1, 16384))
-def test_sizes_divide_the_batch(batch: int, length: int) -> None:
-    smaller, usual, larger = sizes_of(batch, length)
+@given(st.integers(1, 96), st.integers(1, 16384), st.sampled_from([USUAL_TOKENS, MOST_TOKENS]))
+def test_sizes_divide_the_batch(batch: int, length: int, tokens: int) -> None:
+    smaller, usual, larger = sizes_of(batch, length, usual=tokens)
     assert all(batch % size == 0 for size in (usual, *larger, *smaller))
+    assert usual == 1 or usual * length <= tokens
     assert larger == sorted(larger) and all(usual < size and size * length <= MOST_TOKENS for size in larger)
     assert smaller == sorted(smaller, reverse=True) and all(size < usual for size in smaller)
     assert 1 in (usual, *smaller), "whatever memory holds"
@@ -42,13 +43,13 @@ def test_sizes_divide_the_batch(batch: int, length: int) -> None:
     ],
 )
 def test_the_fastest_that_fits(seconds: dict[int, float | None], best: int) -> None:
-    assert fastest_size(16, 512, planned=seconds.__getitem__, searched=seconds.__getitem__) == best
+    assert fastest_size(16, 512, usual=USUAL_TOKENS, planned=seconds.__getitem__, searched=seconds.__getitem__) == best
 
 
 def test_downwards_until_one_fits() -> None:
     """Goes downwards from the usual four rows at a length of 256, to one where the budget holds no more."""
     seconds = {4: None, 2: None, 1: 3.0}
-    assert fastest_size(16, 256, planned=seconds.__getitem__, searched=seconds.__getitem__) == 1
+    assert fastest_size(16, 256, usual=USUAL_TOKENS, planned=seconds.__getitem__, searched=seconds.__getitem__) == 1
 
 
 @pytest.mark.parametrize(
@@ -64,12 +65,12 @@ def test_downwards_until_one_fits() -> None:
 def test_of_the_best_two_the_search_decides(
     planned: dict[int, float | None], searched: dict[int, float | None], best: int
 ) -> None:
-    assert fastest_size(16, 512, planned=planned.__getitem__, searched=searched.__getitem__) == best
+    assert fastest_size(16, 512, usual=USUAL_TOKENS, planned=planned.__getitem__, searched=searched.__getitem__) == best
 
 
 def test_what_is_far_off_is_not_searched() -> None:
     planned = {2: 10.0, 4: 20.0, 1: 30.0}
-    assert fastest_size(16, 512, planned=planned.__getitem__, searched={}.__getitem__) == 2
+    assert fastest_size(16, 512, usual=USUAL_TOKENS, planned=planned.__getitem__, searched={}.__getitem__) == 2
 
 
 def test_chosen_once_and_kept(new_project: NewProject) -> None:

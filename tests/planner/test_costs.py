@@ -7,6 +7,8 @@ from itertools import chain, combinations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fuyou_cli.planner.costs import Costs, staged_bytes
 from fuyou_cli.planner.device import crossing
@@ -49,6 +51,35 @@ def seconds(hardware: HardwareProfile, phase: str, *, kept: tuple[int, ...] = ()
 
     visit = next(filter(wanted, plan_schedule(spec, chosen).visits))
     return Costs.of(spec, hardware, chosen).compute_seconds(visit, size)
+
+
+@given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([128, 256, 512, 1024]), st.integers(1, 10**12))
+def test_a_gpu_adds_whole_gradients_once_per_micro_batch(micro: int, rated: int, memory: int) -> None:
+    """A rate of other tokens includes more or less of that. What it measured itself stays as it is."""
+    numerics = replace(NUMERICS, batch_size=8, micro_batch_size=micro, max_seq_len=128)
+    rate = replace(machine(given=GIVEN).stage_rates[0], tokens=rated)
+    stage, once = SPEC.stages[BLOCK], PARAMS * (2 + 2 * 4) / memory
+    found = {}
+    for device in ("cuda", "cpu"):
+        hardware = replace(HARDWARE, device=device, stage_rates=(rate,), device_memory_rate=float(memory))
+        costs = Costs(model=SPEC, hardware=hardware, numerics=numerics, device=device)
+        found[device] = costs.rate(stage)
+    whole = 3 * stage.forward_flops
+    before, after = (whole / found[device].backward for device in ("cpu", "cuda"))
+    assert found["cpu"] == rate and found["cuda"].forward == rate.forward
+    assert after == pytest.approx(max(before / 2, before + once * (1 - micro * 128 / rated)))
+    assert (after == before) == (micro * 128 == rated)
+
+
+def test_a_described_gpu_has_no_sum_in_its_rate() -> None:
+    """The first gradient of a step is a copy. A head adds once per piece."""
+    hardware = replace(HARDWARE, device="cuda", device_memory_rate=1e9)
+    for micro, chunk, sums in ((8, 0, 0), (4, 0, 1), (1, 0, 7), (8, 64, 15)):
+        numerics = replace(NUMERICS, batch_size=8, micro_batch_size=micro, max_seq_len=128, head_chunk_tokens=chunk)
+        costs = Costs(model=SPEC, hardware=hardware, numerics=numerics, device="cuda")
+        stage = SPEC.stages[-1 if chunk else BLOCK]
+        more = 3 * stage.forward_flops * (1 / costs.rate(stage).backward - 1 / HARDWARE.matmul_flops)
+        assert costs.micro_batches * more == pytest.approx(sums * PARAMS * 10 / 1e9, abs=1e-12)
 
 
 def test_compiled_blocks_take_the_time_that_was_measured_of_them() -> None:

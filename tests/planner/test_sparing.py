@@ -69,12 +69,12 @@ def test_no_outputs_are_swapped_to_the_drives_of_the_case_seen(seen: tuple[Model
     assert swapped(model, spared.best.plan) == 0
     assert spared.best.plan.predicted.written_by["boundaries"] == 0
     assert spared.best.plan.predicted.written_per_step < 97 * 10**9
-    assert spared.best.seconds < 103, "at the rates that last"
+    assert spared.best.seconds < 110, "at the rates that last, 9 s of it for gradients that 64 micro-batches add on the GPU"
     assert spared.best.seconds <= spared.fastest.seconds * (1 + WORTH)
     at_first = search(model, hardware, replace(request, wear="ignore", sustained=False))
     assert swapped(model, at_first.best.plan) > 180 * 10**9
-    assert at_first.best.seconds < 96  # 94.1 seen, and a cut embedding's rows that cross once per piece since
-    assert 160 < lasting_step(model, hardware, at_first.best.plan) < 170
+    assert at_first.best.seconds < 105  # 94.1 seen; since then a cut embedding's rows cross once per piece, and the GPU adds
+    assert 160 < lasting_step(model, hardware, at_first.best.plan) < 180
 
 
 def test_a_percent_of_the_step_is_worth_a_percent_of_the_bytes(seen: tuple[ModelSpec, HardwareProfile, PlanRequest]) -> None:
