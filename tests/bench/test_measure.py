@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from rich.console import Console
 
 from fuyou_cli.cli.bench import run_bench
@@ -21,6 +22,7 @@ from fuyou_cli.core.units import MiB, gib
 from fuyou_cli.machine import profile
 from fuyou_cli.machine.measure import store_rates as measure_store
 from fuyou_cli.machine.measure import update_rates as measure_update
+from fuyou_cli.machine.measure.copies import measure_sums
 from fuyou_cli.machine.measure.findings import Rate, rate_of
 from fuyou_cli.machine.measure.update_rates import measure_adamw, measure_shared
 from fuyou_cli.machine.measure.whole import BenchReport
@@ -197,3 +199,14 @@ def test_the_table_fits(report: BenchReport, width: int, encoding: str) -> None:
     assert rows["matmul"].split()[2:6] == ["0.861", "0.800", "to", "0.900"]
     assert all("io_uring" in rows[name] for name in ("store read", "store write"))  # no list of names below the table
     assert "io_uring, O_DIRECT" in text and "[red]x[/red]" in text and "1.5 GB written" in text
+
+
+def test_sums_count_what_they_read_and_write() -> None:
+    """A gradient of two bytes is read, a sum of four is read and written. Here the processor's own memory does it."""
+    began = time.perf_counter()
+    found = measure_sums(torch.device("cpu"), repeats=2, count=1 << 16)
+    taken = time.perf_counter() - began
+    (rate,) = found.rates
+    check(rate)
+    assert found.figures == {"device_memory_rate": rate.value} and rate.repeats == 2
+    assert rate.value > 10 * (1 << 16) / taken

@@ -1,4 +1,5 @@
-"""Measures copies: within the host's memory, and to and from a device, each way alone and both at once.
+"""Measures copies: within the host's memory, and to and from a device, each way alone and both at once; and sums in a GPU's
+memory.
 
 A step downloads gradients and boundaries while it uploads weights; both share the bus and the host's memory.
 """
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from fuyou_cli.core.units import MiB
 
-from .findings import Findings, Rate, each, found, rate_of, seconds_of
+from .findings import Findings, Rate, each, found, mean_seconds, rate_of, seconds_of
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 COPIED = 256 * MiB
 HOST_COPIED = 64 * MiB  # bytes of one copy: larger than the caches
+SUMMED = 64 * MiB  # gradients of one sum: several times what a GPU's cache holds
+SUM_SECONDS = 0.05  # of one repeat
 PIECES = 8  # of a copy; pieces of both ways are submitted in turns
 LEAST = 0.1  # of the rate alone; less than that is a copy engine that does one way after the other
 
@@ -44,6 +47,19 @@ def measure_memory(*, repeats: int) -> Findings:
 
     new = rate("copy to new pages", lambda: whole_batch((HOST_COPIED,), torch.uint8))
     return found(host_copy=rate("copy", lambda: there), host_fresh=new)
+
+
+def measure_sums(device: torch.device, *, repeats: int, count: int = SUMMED) -> Findings:
+    """Measures bytes/s of a GPU's own memory: it adds `count` gradients in bfloat16 to a sum in float32, as for each micro-batch
+    of a run."""
+    import torch
+
+    gradients = torch.ones(count, dtype=torch.bfloat16, device=device)
+    total = torch.zeros(count, dtype=torch.float32, device=device)
+    add = partial(total.add_, gradients)
+    moved = float(gradients.nbytes + 2 * total.nbytes)
+    taken = [mean_seconds(add, SUM_SECONDS, device) for _ in range(1 + repeats)][1:]
+    return found(device_memory_rate=rate_of("GPU memory", "B/s", each(moved, taken), "sums of gradients"))
 
 
 def measure_copies(device: Device, *, repeats: int, size: int = COPIED) -> Findings:

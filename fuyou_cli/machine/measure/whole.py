@@ -90,7 +90,7 @@ def measure(*directories: Path, quick: bool, device: str = "auto", progress: Pro
 def _measured(
     facts: HardwareProfile, target: torch.device, directories: tuple[Path, ...], *, quick: bool, progress: Progress
 ) -> Findings:
-    from .copies import measure_memory
+    from .copies import measure_memory, measure_sums
     from .stages import measure_layers
     from .store_rates import measure_store  # the native extension, not needed by --help
     from .update_rates import measure_adamw, measure_shared
@@ -105,6 +105,7 @@ def _measured(
     progress("decoder layers and heads")
     layers = measure_layers(target, matmul, quick=quick)
     step = 4 / (1 / layers.stage_rates[0].forward + 3 / layers.stage_rates[0].backward)
+    sums = measure_sums(target, repeats=repeats) if target.type == "cuda" else Findings()
     shared, beside = Findings(), None
     if target.type == "cpu":
         progress("a training step beside the update")
@@ -115,7 +116,7 @@ def _measured(
     store = measure_store(*directories, quick=quick, free=facts.disk_free, step=beside)
     progress("all that moves bytes at once")
     crossing = _crossing(replace(facts, **adamw.figures), target, directories, quick=quick, repeats=repeats)
-    return _arithmetic(matmul, step) + layers + shared + store + adamw + memory + crossing
+    return _arithmetic(matmul, step) + layers + sums + shared + store + adamw + memory + crossing
 
 
 def _crossing(
