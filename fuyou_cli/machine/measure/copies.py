@@ -50,8 +50,8 @@ def measure_memory(*, repeats: int) -> Findings:
 
 
 def measure_sums(device: torch.device, *, repeats: int, count: int = SUMMED) -> Findings:
-    """Measures bytes/s of a GPU's own memory: it adds `count` gradients in bfloat16 to a sum in float32, as for each micro-batch
-    of a run."""
+    """Measures bytes/s of a GPU's own memory: it adds `count` gradients in bfloat16 to a sum in float32, as each micro-batch
+    does."""
     import torch
 
     gradients = torch.ones(count, dtype=torch.bfloat16, device=device)
