@@ -13,6 +13,7 @@ COMPUTE = ("kernel",)
 COPIES = ("gpu_memcpy", "gpu_memset")
 ON_CPU = ("cpu_op",)  # where there is no GPU: operators in its place
 MARK = "fuyou_clock_mark"
+_FRAMES = 8  # of each stack seen in a gap
 CUDA_MARK = "spin_kernel"  # torch.cuda._sleep's, which nobody else launches
 
 
@@ -178,4 +179,5 @@ def _described(gap: Gap, samples: Sequence[Sample], zero: float) -> dict[str, An
         "before": gap.before,
         "stack": list(stack),
         "seen": f"{times} of {seen} samples",
+        "while": [" < ".join(one.stack[:_FRAMES]) for one in samples if gap.begin <= one.at <= gap.end],
     }

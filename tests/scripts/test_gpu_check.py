@@ -284,6 +284,7 @@ def test_the_trace_is_put_on_the_hosts_clock_by_its_mark(tmp_path: Path) -> None
         (1000.0, "matmul", "adam"),
     ]
     assert (found["gaps"][1]["stack"], found["gaps"][1]["seen"]) == (["streamed.py:1 wait"], "1 of 1 samples")
+    assert [gap["while"] for gap in found["gaps"]] == [[], ["streamed.py:1 wait"]]
     assert found["clock"] == "its mark"
     assert [(one["name"], one["milliseconds"]) for one in found["idle"]] == [("matmul", 1000.0), ("adam", 1000.0)]
     profiled.keep_trace(tmp_path / "kept", trace, samples, marked_at=100.0, window=(101.0, 105.0))
