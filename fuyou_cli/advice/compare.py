@@ -154,8 +154,9 @@ def placed_in_words(plan: Plan, model: ModelSpec) -> str:
     place = "on the GPU" if any(stage.boundary == "gpu" for stage in keeping) else "in RAM"
     parts.append(f"{sum(stage.boundary != 'ssd' for stage in keeping)} of {len(keeping)} boundaries {place}")
     kept_there = sum(len(stage.kept_there) for stage in plan.stages)
-    parts.append(f"{sum(len(stage.given) for stage in plan.stages)} outputs kept")
-    parts += [f"{kept_there} of them on the GPU"] if kept_there else []
+    kept = sum(len(stage.given) for stage in plan.stages)
+    parts.append(f"{kept} graphs kept" if model.compiled else f"{kept} outputs kept")
+    parts += [f"{kept_there} of them on the GPU"] if kept_there and not model.compiled else []
     parts += [_sweeps(plan.sweeps)] if plan.sweeps > 1 else []
     parts += [_norm_first(True)] if plan.norm_first else []
     return ", ".join(parts)

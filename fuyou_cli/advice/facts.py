@@ -192,7 +192,7 @@ def _may_compile(prepared: Planned) -> bool:
     """Tells whether to try compiled blocks: where it was measured, on a GPU and with all weights trained. A saved run keeps to
     what it began with."""
     recipe = prepared.recipe
-    asked = recipe.train.compile or recipe.model.kernels != "torch" or recipe.offload.activations in ("keep", "swap")
+    asked = recipe.train.compile or recipe.model.kernels != "torch" or recipe.offload.activations == "swap"
     possible = prepared.plan.device == "cuda" and recipe.dataset.packing != "isolated" and prepared.manifest is None
     return possible and not asked and not prepared.model.frozen_parameters
 

@@ -37,7 +37,7 @@ class BlockAlone:
                  device: torch.device, micro_batches: int = 1, compiled: CompiledBlocks | None = None) -> None:  # fmt: skip
         self.flops, self.tokens = spec.forward_flops, shape[0] * shape[1]
         self.backward_flops = 3 * spec.forward_flops - spec.unneeded_flops - spec.frozen_flops  # recompute included
-        every = sum(operator.flops for operator in spec.operators)
+        every = sum(operator.flops for operator in spec.operators if not operator.stays)
         self.given_flops = self.backward_flops - every if every else 0.0  # FLOPs if every output was kept; 0: none can be kept
         self._spec, self._stage = spec, anatomy.stages[spec.index]
         call, x = _call_of(anatomy, spec.index, dtype=dtype, shape=shape)

@@ -2,7 +2,7 @@
 
 A block's parameters are inputs of its graph, like its boundary. So the weights that the executor installs for a visit change no
 guard. Forward runs the same graph as backward, so both compute the same values. A graph hides the model's operators: none is
-kept or left out, and the gradients of all of a block's parameters arrive at once.
+left out, all are kept or none (`activations/graphs`), and the gradients of all of a block's parameters arrive at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ import torch
 from torch import nn
 
 from ..core.errors import UsageError
-from ..spec.model import ITEM_SIZE, ModelSpec, StageSpec
+from ..spec.model import ITEM_SIZE, ModelSpec, OperatorSpec, StageSpec
+from ..spec.plan import Plan
+from .activations import Activations
+from .activations.graphs import KeptGraphs
 from .activations.recompute import Run
 
 
@@ -29,21 +32,25 @@ def load_compiler() -> None:
 
 
 def as_compiled(model: ModelSpec) -> ModelSpec:
-    """Returns the model's specification with compiled blocks."""
-    item = ITEM_SIZE[model.compute_dtype]
+    """Returns the model's specification with compiled blocks. One operator stands for all of a block's."""
+    item, seen = ITEM_SIZE[model.compute_dtype], dict[tuple[OperatorSpec, ...], tuple[OperatorSpec, ...]]()
 
     def of(stage: StageSpec) -> StageSpec:
         if stage.kind != "block":
             return stage
         peak = stage.backward_peak + stage.params * item
-        return replace(stage, operators=(), unneeded=(), forward_peak=peak, backward_peak=peak)
+        graph = OperatorSpec(index=0, name="graph", flops=stage.forward_flops, bytes=stage.graph_bytes)
+        found: tuple[OperatorSpec, ...] = (graph,) if stage.goes_back and stage.graph_bytes else ()
+        operators = seen.setdefault(found, found)  # equal blocks share them: a search relies on it
+        return replace(stage, operators=operators, unneeded=(), forward_peak=peak, backward_peak=peak)
 
     return replace(model, stages=tuple(map(of, model.stages)), compiled=True)
 
 
 class CompiledBlocks:
-    """Holds the compiled forwards of one model's blocks, by class. Implements `Activations` for them. `graphs`: compiled so
-    far, forward and backward together. torch compiles again for a block that differs in what its code looks at."""
+    """Holds the compiled forwards of one model's blocks, by class. Implements `Activations` for those that keep nothing.
+    `graphs`: compiled so far, forward and backward together. torch compiles again for a block that differs in what its code
+    looks at."""
 
     as_backward = True
 
@@ -55,6 +62,16 @@ class CompiledBlocks:
     def of(self, block: nn.Module) -> Callable[..., Any]:
         """Returns the replacement for the block's own forward."""
         return partial(self._call, block)
+
+    def activations(self, model: ModelSpec, plan: Plan, others: Sequence[Activations]) -> list[Activations]:
+        """Returns the activations of every stage. `others`: of those that are no blocks."""
+
+        def of(stage: StageSpec, other: Activations) -> Activations:
+            if stage.kind != "block":
+                return other
+            return KeptGraphs(stage.operators[0], twice=plan.norm_first) if plan.stages[stage.index].kept_there else self
+
+        return list(map(of, model.stages, others))
 
     def _call(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         from torch._dynamo.exc import TorchDynamoException

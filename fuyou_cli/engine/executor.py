@@ -82,10 +82,9 @@ class Executor:
         self.activations = open_activations(
             model=model, plan=plan, boundaries=visits.boundaries, memory=memory, device=device, waiting=visits.moves.waiting
         )
+        self.compiled = compiled
         if compiled is not None:
-            self.activations = [
-                compiled if stage.kind == "block" else kept for stage, kept in zip(model.stages, self.activations, strict=True)
-            ]
+            self.activations = compiled.activations(model, plan, self.activations)
         self.blocks = BlockPasses(visits, self.activations)
         self.embeddings = EmbeddingPasses(visits, self.activations, anatomy.model.get_input_embeddings())
         self.head = HeadPasses(visits, anatomy.model, self._check_loss)

@@ -17,7 +17,6 @@ import torch
 from ..planner.evaluation_schedule import evaluation_schedule
 from .activations.recompute import Recompute
 from .calls import one_row_masks
-from .compiled import CompiledBlocks
 from .executor import Executor
 from .loss import shifted
 from .passes.block import BlockPasses
@@ -30,9 +29,9 @@ class ForwardOnly:
     def __init__(self, executor: Executor) -> None:
         self._executor, visits = executor, executor.visits
         self.schedule = evaluation_schedule(visits.model, visits.plan)
-        kept = zip(visits.model.stages, executor.activations, strict=True)
-        as_in_steps = [own if isinstance(own, CompiledBlocks) else Recompute(stage) for stage, own in kept]
-        self._blocks = BlockPasses(visits, as_in_steps)
+        compiled = executor.compiled
+        nothing = [compiled if compiled and stage.kind == "block" else Recompute(stage) for stage in visits.model.stages]
+        self._blocks = BlockPasses(visits, nothing)
 
     @property
     def rows(self) -> int:

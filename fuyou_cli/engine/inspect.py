@@ -247,9 +247,9 @@ def _stage_cost(anatomy: Anatomy, stage: Stage, call: StageCall, x: torch.Tensor
         trace = _look(stage, flat, call, x)
     if stage.kind != "block" or short is not None:  # operators of short rows are not those of a long one
         return _costs(trace.flops, forward, backward)
-    unneeded = trace.unneeded if _is_librarys(anatomy) else ()
+    unneeded, saved = (trace.unneeded, trace.saved_bytes) if _is_librarys(anatomy) else ((), 0)
     kept = tuple(operator for operator in trace.found if operator not in unneeded)
-    return _costs(trace.flops, forward, backward, operators=kept, unneeded=unneeded)
+    return _costs(trace.flops, forward, backward, operators=kept, unneeded=unneeded, graph_bytes=saved)
 
 
 def _is_librarys(anatomy: Anatomy) -> bool:
@@ -262,7 +262,7 @@ def _look(stage: Stage, flat: torch.Tensor, call: StageCall, x: torch.Tensor) ->
     """Finds the operators of one forward as it is recomputed for backward, and which of them backward reads."""
     leaf = x.clone().requires_grad_(True)
     names = tuple(tensor.name.partition(f"{call.name}.")[2] for tensor in stage.tensors)
-    trace = OperatorTrace(flat, stage.tensors, names)
+    trace = OperatorTrace(leaf, flat, stage.tensors, names)
     hooks = torch.autograd.graph.saved_tensors_hooks(trace.saved, lambda unsaved: unsaved)
     with stage.installed(flat, trainable=True), torch.enable_grad(), hooks, trace:
         y = call.run(leaf)

@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ..core.units import align_up
-from ..planner.boundary_layout import OUTPUT_ALIGN
+from ..planner.boundary_layout import DEVICE_ALIGN, OUTPUT_ALIGN
 from ..spec.model import OperatorSpec, TensorSpec
 from .activations.operators import Operators, factors, is_attention, name_of
 
@@ -21,14 +21,16 @@ _SUMMARY_TOKENS = 32  # kernels round the tokens of attention's log-sum-exp up t
 
 
 class OperatorTrace(Operators):
-    """Traces one forward. `flat` holds the stage's weights, laid out as `tensors`; `names` are their names within the stage."""
+    """Traces one forward of `x`. `flat` holds the stage's weights, laid out as `tensors`; `names` are their names within the
+    stage."""
 
-    def __init__(self, flat: torch.Tensor, tensors: tuple[TensorSpec, ...], names: tuple[str, ...]) -> None:
+    def __init__(self, x: torch.Tensor, flat: torch.Tensor, tensors: tuple[TensorSpec, ...], names: tuple[str, ...]) -> None:
         super().__init__()
         self.flops = 0.0
         self.found: list[OperatorSpec] = []
         self._weights = flat.untyped_storage()  # held, so that no other storage gets its address
         self._influence = _Influence()
+        self._input, self._saved = x.untyped_storage(), dict[int, Any]()  # storages, by address
         # By storage (held, so that no other gets its address): indexes in `found`.
         self._outputs: dict[int, tuple[Any, int]] = {}
         self.tensors, self.names = tensors, names
@@ -42,10 +44,19 @@ class OperatorTrace(Operators):
     def needs_all(self) -> None:
         """Notes that it is not known what backward reads."""
         self._influence.needed |= {operator.index for operator in self.found}
+        self._saved.clear()
 
     def saved(self, tensor: torch.Tensor) -> None:
         """Notes that autograd saves `tensor` for backward."""
         self._influence.look_at(tensor)
+        self._saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+
+    @property
+    def saved_bytes(self) -> int:
+        """Returns the bytes of what autograd saved beside weights and input, as a device's allocator rounds them; 0 if it is
+        not known what backward reads."""
+        brought = (self._weights._cdata, self._input._cdata)
+        return sum(align_up(storage.nbytes(), DEVICE_ALIGN) for key, storage in self._saved.items() if key not in brought)
 
     def operator(self, index: int, kind: str, func: Any, args: Any, kwargs: Any) -> Any:
         flops, weight, offset = self._work(func, args)

@@ -153,7 +153,7 @@ def _device_lines(model: ModelSpec, request: PlanRequest, placed: Layout) -> lis
         ("decoded weights", device.decoded, 0, "of the block that computes"),
         ("optimizer states", device.states, states, "home, updated there"),
         ("gradients", device.sums + device.gradients, gradients, "sums on the GPU"),
-        ("kept outputs", device.outputs, 0, "from forward to backward, never copied"),
+        ("kept graphs" if model.compiled else "kept outputs", device.outputs, 0, "from forward to backward, never copied"),
         ("boundaries", device.boundaries, device.boundaries, "from forward to backward, never copied"),
         ("crossing", device.batch, 0, "the batch between stages, on the device"),
         ("update chunks", device.scratch, 0, "AdamW on the GPU"),

@@ -98,9 +98,9 @@ def device_boundaries(model: ModelSpec, numerics: Numerics, there: Iterable[int]
     return places, len(places) * size
 
 
-def every_operator(model: ModelSpec) -> Kept:
-    """Returns, by stage, every operator whose output can be kept."""
-    return tuple(tuple(operator.index for operator in stage.operators) for stage in model.stages)
+def every_operator(model: ModelSpec, *, there: bool = False) -> Kept:
+    """Returns, by stage, every operator whose output can be kept with the boundary, or `there`: on the device."""
+    return tuple(tuple(operator.index for operator in stage.operators if there or not operator.stays) for stage in model.stages)
 
 
 def spared_flops(stage: StageSpec, kept: tuple[int, ...]) -> float:

@@ -9,6 +9,7 @@ from math import gcd, prod
 from typing import Any
 
 from ..spec.model import ModelSpec
+from .boundary_layout import every_operator
 from .device_fill import SHARES, TURN, may_fill
 from .device_memory import bytes_left
 from .plan_request import PlanRequest
@@ -147,13 +148,14 @@ def family(model: ModelSpec, request: PlanRequest) -> Family:
     # Deferring an update writes its gradients to the ssd: 2 to 4 bytes more per parameter, only to balance the work.
     may_defer = (request.clip_grad_norm is None or request.norm_first) and request.defer is None and request.gradients != "ssd"
     can_keep = request.kept is None and any(stage.operators for stage in model.stages)
+    can_move = can_keep and any(every_operator(model))
     shares = _SHARES if request.boundaries is None else (0.0,)
     return Family(
         pipelines=in_flight,
         states=_SHARES if request.states is None and request.weights is None else (0.0,),
         defer=_DEFER if may_defer else (request.defer or 0.0,),
-        activations=(NONE_KEPT, *shares) if can_keep and request.boundaries not in ("ssd", "gpu") else (0.0,),
-        swap=_SHARES if can_keep and request.boundaries not in ("cpu", "gpu") else (0.0,),
+        activations=(NONE_KEPT, *shares) if can_move and request.boundaries not in ("ssd", "gpu") else (0.0,),
+        swap=_SHARES if can_move and request.boundaries not in ("cpu", "gpu") else (0.0,),
         kept_there=(0.0, 1.0) if can_keep and request.kept_there is None and bytes_left(model, request) else (0.0,),
         there=SHARES if may_fill(model, request) else (0.0,),
     )

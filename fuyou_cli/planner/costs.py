@@ -222,8 +222,10 @@ class Costs:
 
     def _backward(self, visit: Visit, stage: StageSpec, rate: StageRate) -> float:
         """Returns the seconds of backward. They lie between those without kept outputs and those with all of them, by the FLOPs
-        saved."""
+        saved. A compiled block that keeps its graph saves its whole forward."""
         whole, spared = (flops * self.micro_batches for flops in _backward_flops(stage))
+        if self.model.compiled and visit.phase == "backward" and rate.forward:
+            return max(0.0, whole / rate.backward - (whole - visit.flops) / rate.forward)
         if visit.phase != "backward" or not spared or not rate.given:
             return visit.flops / rate.backward
         without, given = whole / rate.backward, min(whole / rate.backward, (whole - spared) / rate.given)

@@ -7,6 +7,7 @@ FLOPs saved per byte first). Then tensors move to RAM in a fixed order, those fi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -77,6 +78,7 @@ class Placing:
         self.costs = Costs.of(model, hardware, request)
         self._context = PlacementContext(model, request)
         self._outputs = outputs_of(model, request)
+        self._movable = [output for output in self._outputs if not output.operator.stays]
         self._starts: dict[tuple[object, ...], _Start | None] = {}
         self._placed: dict[tuple[object, ...], Placed] = {}
         self._filled: dict[tuple[_Start, float, float], Placed] = {}
@@ -180,7 +182,7 @@ class Placing:
         if isinstance(asked.kept_there, tuple):
             return asked.kept_there
         if asked.kept_there == "room" and asked.gpu_budget is None:
-            return every_operator(self.model)
+            return every_operator(self.model, there=True)
         room = bytes_left(self.model, asked)
         room = room if asked.kept_there == "room" else int(share * room)
         return fitting(self.model, self._outputs, asked.group, room)
@@ -207,12 +209,12 @@ class Placing:
         else:
             filling = start.nothing.copy()
             if candidate.activations > 0:
-                filling.keep(self._outputs, share=candidate.activations)
+                filling.keep(self._movable, share=candidate.activations)
             if candidate.states:
                 filling.settle([item for item in start.items if item.kind == "states"], share=candidate.states)
             filling.settle(start.items)
         if asked.kept is None and candidate.activations != NONE_KEPT:
-            filling.keep(self._outputs, share=1.0)
+            filling.keep(self._movable, share=1.0)
         return filling
 
     def _within(self, filling: GreedyFill, candidate: Candidate) -> tuple[Homes, Layout]:
@@ -308,10 +310,10 @@ def _kept(model: ModelSpec, request: PlanRequest, swap: float) -> Kept:
     if request.kept is not None:
         assert all(set(some) <= set(known) for some, known in zip(request.kept, every, strict=True)), (request.kept, every)
         return request.kept
-    return tuple(_swapped(stage.operators, swap) for stage in model.stages)
+    return tuple(_swapped([o for o in stage.operators if not o.stays], swap) for stage in model.stages)
 
 
-def _swapped(operators: tuple[OperatorSpec, ...], share: float) -> tuple[int, ...]:
+def _swapped(operators: Sequence[OperatorSpec], share: float) -> tuple[int, ...]:
     """Returns outputs within `share` of all the bytes, the most FLOPs saved per byte first."""
     left = share * sum(operator.bytes for operator in operators)
     chosen: list[int] = []

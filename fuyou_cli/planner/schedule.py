@@ -94,6 +94,7 @@ def expand(
     visits: list[Visit] = []
     for index, (sweep, phase, stage, owner) in enumerate(order):
         is_final = sweep == sweeps - 1
+        given = () if model.compiled and index in measuring else stages[stage].given  # a graph serves one backward
         has_sum = phase in ("head", "backward") and model.stages[model.owner(stage)].trained > 0
         visits.append(
             Visit(
@@ -109,7 +110,7 @@ def expand(
                 sum_gradients=has_sum,
                 rest=(phase == "head" and model.has_two_users(model.owner(stage))) or (has_sum and not is_final),
                 resume=(phase == "backward" and model.has_two_users(stage)) or (has_sum and sweep > 0),
-                flops=_flops(model, phase, stage, stages[stage].given) * (micro_batches // sweeps),
+                flops=_flops(model, phase, stage, given) * (micro_batches // sweeps),
                 sweep=sweep,
                 is_final=is_final,
                 measures=index in measuring,

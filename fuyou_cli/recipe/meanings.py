@@ -92,7 +92,7 @@ MEANINGS = {
     "offload.weights": _DRIVES,
     "offload.gradients": _DRIVES,
     "offload.optimizer_states": f"{_DRIVES} The bulk of the traffic.",
-    "offload.activations": "Outputs of operators: kept on the GPU, swapped to RAM and ssd, or computed again.",
+    "offload.activations": "Outputs of operators, or compiled blocks' graphs: kept on the GPU, swapped, or computed again.",
     "offload.boundaries": "Where the stages' inputs wait for backward.",
     "offload.lookahead": "Stages fetched early.",
     "offload.defer_updates": "Share of the updates that run in the next forward, where clipping is off.",

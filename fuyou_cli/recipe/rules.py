@@ -237,9 +237,9 @@ def _skipping(recipe: Recipe) -> Broken:
 
 def _compiled(recipe: Recipe) -> Broken:
     activations = recipe.offload.activations
-    if recipe.train.compile and activations in ("keep", "swap"):
-        message = f"`offload.activations: {activations}` keeps outputs of operators, but `train.compile: true` leaves none"
-        yield "offload.activations", message, "use auto or recompute, or leave train.compile false"
+    if recipe.train.compile and activations == "swap":
+        message = "`offload.activations: swap` stores outputs of operators, but `train.compile: true` leaves none"
+        yield "offload.activations", message, "use auto, keep or recompute, or leave train.compile false"
     if recipe.train.compile and recipe.dataset.packing == "isolated":
         message = "`train.compile: true` needs rows of one shape, but in `dataset.packing: isolated` documents have many"
         yield "train.compile", message, "leave it false, or use `dataset.packing: concat`"

@@ -107,6 +107,11 @@ class OperatorSpec:
     def kind(self) -> str:
         return self.name.partition(" ")[0]
 
+    @property
+    def stays(self) -> bool:
+        """Tells whether it stands for a whole compiled block, whose graph can be kept on the device alone."""
+        return self.kind == "graph"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceFile:
@@ -188,6 +193,7 @@ class StageSpec:
     goes_back: bool = True  # backward visits it: it has something to learn, or a stage below has
     passes_on: bool = True  # backward needs its input's gradient: a stage below goes back
     frozen_flops: float = 0.0  # of forward, with frozen weights: their gradient's product, as large, is not computed
+    graph_bytes: int = 0  # of a block: most bytes that a forward saves for backward beside input and weights; 0: not known
     looked_up: bool = False  # nothing but its frozen table of tokens, or rows of it: a step needs the rows of its tokens
     # Of the banks; kept, because a search asks for them all the time.
     params: int = field(init=False)  # elements of all, with padding

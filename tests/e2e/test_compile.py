@@ -40,3 +40,15 @@ def test_a_saved_run_is_gone_on_with_alike(new_project: NewProject) -> None:
     project.write_recipe({**COMPILED, "train.compile": False})
     with pytest.raises(UsageError, match=r"train\.compile changed since it was saved"):
         train(project)
+
+
+@pytest.mark.slow
+def test_graphs_that_stay_on_the_device_change_nothing(new_project: NewProject) -> None:
+    """Neither a loss, nor what a run goes on with that is resumed without them."""
+    emulated = {**COMPILED, "offload.device": "emulated"}
+    recomputed, _ = train(new_project(changes={**emulated, "offload.activations": "recompute"}))
+    project = new_project("kept", {**emulated, "offload.activations": "keep"})
+    with pytest.raises(Interrupted):
+        train(project, interrupt(3, "forward"))
+    project.write_recipe({**emulated, "offload.activations": "recompute"})
+    assert train(project)[0] == recomputed

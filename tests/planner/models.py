@@ -54,6 +54,16 @@ def model(*params: int, tied: bool = False, dtype: Dtype = "bfloat16", hidden: i
     )  # fmt: skip
 
 
+def with_graphs(spec: ModelSpec, *, size: int) -> ModelSpec:
+    """Returns a model whose blocks are compiled, each with a graph of `size` bytes."""
+
+    def of(stage: StageSpec) -> StageSpec:
+        graph = OperatorSpec(index=0, name="graph", flops=stage.forward_flops, bytes=size)
+        return replace(stage, operators=(graph,), forward_peak=stage.backward_peak) if stage.kind == "block" else stage
+
+    return replace(spec, compiled=True, stages=tuple(map(of, spec.stages)))
+
+
 SPEC = model(1 << 20, 1 << 20, 1 << 20, 1 << 20, 1 << 11, 1 << 20)
 NUMERICS = Numerics(
     compute_dtype="bfloat16", accumulate_dtype="float32", batch_size=4, micro_batch_size=2, max_seq_len=64, head_chunk_tokens=0,

@@ -18,7 +18,7 @@ from fuyou_cli.planner.schedule import Visit, plan_schedule
 from fuyou_cli.spec.hardware import HardwareProfile, StageRate
 from fuyou_cli.spec.model import ModelSpec
 
-from .models import HARDWARE, NUMERICS, OPERATORS, cut, model
+from .models import HARDWARE, NUMERICS, OPERATORS, cut, model, with_graphs
 
 WHOLE, GIVEN = 4e3, 3.9e3  # FLOP/s of backward; with outputs given back what is no product weighs more
 PARAMS, BLOCK = 1 << 12, 1
@@ -38,11 +38,12 @@ def machine(*, given: float, copy: float = 1e30, fresh: float = 1e30) -> Hardwar
 
 
 def seconds(hardware: HardwareProfile, phase: str, *, kept: tuple[int, ...] = (), size: int = 0, stage: int = BLOCK,
-            clip: float | None = None, spec: ModelSpec = SPEC) -> float:  # fmt: skip
-    """Returns the seconds of one visit. `size`: bytes of outputs that a micro-batch keeps."""
+            clip: float | None = None, spec: ModelSpec = SPEC, there: bool = False) -> float:  # fmt: skip
+    """Returns the seconds of one visit. `size`: bytes of outputs that a micro-batch keeps; `there`: all stay on a GPU."""
     every = tuple(kept if index == BLOCK else () for index in range(len(spec.stages)))
     request = PlanRequest(
-        numerics=NUMERICS, model_name="test", device="cpu", clip_grad_norm=clip, cpu_budget=1 << 40, kept=every
+        numerics=NUMERICS, model_name="test", device="cuda" if there else "cpu", clip_grad_norm=clip, cpu_budget=1 << 40,
+        kept=every, kept_there="room" if there else None,
     )  # fmt: skip
     chosen = plan(spec, hardware, request)
 
@@ -91,6 +92,14 @@ def test_compiled_blocks_take_the_time_that_was_measured_of_them() -> None:
         assert taken[0] == pytest.approx(faster * taken[1]), phase
     heads = [seconds(hardware, "head", stage=len(SPEC.stages) - 1, spec=replace(SPEC, compiled=each)) for each in (False, True)]
     assert heads[0] == heads[1]
+
+
+def test_a_kept_graph_spares_the_seconds_of_its_forward() -> None:
+    base = machine(given=0.0)
+    hardware = replace(base, stage_rates=(replace(base.stage_rates[0], kind="compiled block", forward=2 * WHOLE),))
+    spec = with_graphs(SPEC, size=1 << 16)
+    forward, recomputed = (seconds(hardware, phase, spec=spec) for phase in ("forward", "backward"))
+    assert seconds(hardware, "backward", spec=spec, there=True) == pytest.approx(recomputed - forward)
 
 
 def test_a_backward_lies_between_those_with_all_outputs_and_without() -> None:

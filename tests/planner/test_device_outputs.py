@@ -11,7 +11,8 @@ from drawn import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuyou_cli.planner.boundary_layout import device_bytes, device_layouts, every_operator
+from fuyou_cli.core.units import align_up
+from fuyou_cli.planner.boundary_layout import RECORD_ALIGN, device_bytes, device_layouts, every_operator
 from fuyou_cli.planner.candidate import Family, family
 from fuyou_cli.planner.device_memory import bytes_left, device_memory
 from fuyou_cli.planner.place import plan
@@ -21,7 +22,7 @@ from fuyou_cli.planner.search import search
 from fuyou_cli.planner.simulate import simulate
 from fuyou_cli.spec.model import ModelSpec
 
-from .models import HARDWARE, NUMERICS, SPEC, models, parts, request_for
+from .models import HARDWARE, NUMERICS, SPEC, models, parts, request_for, with_graphs
 
 # Copies that hide nothing and drives that are not in the way: compute is what a step takes.
 QUICK = replace(HARDWARE, store_read=1e12, store_write=1e12, store_read_mixed=1e12, store_write_mixed=1e12, h2d=1e12, d2h=1e12)
@@ -98,3 +99,30 @@ def test_the_search_takes_them_where_compute_is_what_a_step_takes() -> None:
     assert not any(stage.kept_there for stage in without.plan.stages)
     on_cpu = search(SPEC, QUICK, _asked(device="cpu", gpu_budget=1 << 40)).best
     assert not any(stage.kept_there for stage in on_cpu.plan.stages), "memory of device cpu is RAM"
+
+
+def test_graphs_of_compiled_blocks_stay_on_the_device_or_nowhere() -> None:
+    """As many as it has room for, each for all micro-batches. A search takes them where that is faster."""
+    spec = with_graphs(SPEC, size=50_000)
+    blocks = [stage.index for stage in spec.stages if stage.kind == "block"]
+    nowhere, alone = _asked(gpu_budget=1 << 40, kept="all"), _asked(gpu_budget=1 << 40, kept="none", kept_there="room")
+    assert not any(stage.given for stage in plan(spec, QUICK, nowhere).stages)
+    least, each = (1 << 40) - bytes_left(spec, alone), NUMERICS.micro_batches * align_up(50_000, RECORD_ALIGN)
+    for count in range(len(blocks) + 1):
+        budget = least + each * count + each // 2
+        placed = plan(spec, QUICK, replace(alone, gpu_budget=budget))
+        assert placed.predicted.gpu_peak <= budget
+        assert sum(len(stage.kept_there) for stage in placed.stages) == count
+        assert [line.size for line in placed.memory if line.what == "kept graphs"] == [each * count] * (count > 0)
+    found = search(spec, QUICK, _asked(gpu_budget=1 << 40, boundaries=None)).best.plan
+    assert [stage.stage for stage in found.stages if stage.kept_there] == blocks
+    assert not any(stage.kept for stage in found.stages)
+
+
+def test_a_backward_that_measures_computes_a_graph_again() -> None:
+    """The second one writes into what the graph saved."""
+    spec = with_graphs(SPEC, size=1 << 16)
+    placed = plan(spec, QUICK, _asked(gpu_budget=1 << 40, kept_there="room", norm_first=True))
+    backwards = [visit for visit in plan_schedule(spec, placed).visits if (visit.phase, visit.stage) == ("backward", 1)]
+    forward = spec.stages[1].forward_flops * NUMERICS.micro_batches
+    assert [(visit.measures, visit.flops / forward) for visit in backwards] == [(True, 3.0), (False, 2.0)]

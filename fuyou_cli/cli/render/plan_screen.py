@@ -271,7 +271,8 @@ def _stages(console: Console, plan: Plan, model: ModelSpec, shapes: Symbols) -> 
         )
         position += number
     show(console, content, indent=2)
-    outputs = "; +n: with the outputs of n operators" if any(stage.given for stage in plan.stages) else ""
+    what = "+1: with the graph of a compiled block" if model.compiled else "+n: with the outputs of n operators"
+    outputs = f"; {what}" if any(stage.given for stage in plan.stages) else ""
     say(console, f"Sizes are for one stage{outputs}.", style="dim", indent=2)
 
 

@@ -46,7 +46,7 @@ class Keep:
 
 def keep_places(model: ModelSpec, plan: Plan, device: Device) -> list[dict[int, Place]]:
     """Allocates the plan's memory for outputs on the device. Returns their places by stage and operator."""
-    every = tuple(stage.kept_there for stage in plan.stages)
+    every = tuple(() if model.compiled else stage.kept_there for stage in plan.stages)  # compute allocates a graph
     layouts = device_layouts(model, plan.group, every)
     size = sum(layout.size for _, layout in layouts)
     if not size:

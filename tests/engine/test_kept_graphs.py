@@ -1,0 +1,212 @@
+"""Tests graphs of compiled blocks that stay on the device: not a bit of the result changes, no forward runs twice, and no byte
+is held that the plan does not charge."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drawn import every
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+from fuyou_cli.engine.activations.graphs import KeptGraphs
+from fuyou_cli.engine.compiled import CompiledBlocks, as_compiled, load_compiler
+from fuyou_cli.engine.executor import StepAbandoned
+from fuyou_cli.engine.forward_only import ForwardOnly
+from fuyou_cli.planner.boundary_layout import every_operator
+from fuyou_cli.planner.device_memory import device_memory
+from fuyou_cli.planner.schedule import Visit
+from fuyou_cli.recipe.schema import AdapterSection
+from fuyou_cli.spec.model import OperatorSpec
+
+from .comparing import assert_same
+from .families import FAMILIES, gpt2, llama
+from .rig import Rig, Shape, Subject, outcome
+
+STEPS = 2
+UNEVEN = Shape(batch=5, micro=2)
+SUBJECTS: dict[str, Callable[[], Subject]] = {
+    "llama": lambda: Subject(llama(num_hidden_layers=4), Shape(micro=1)),
+    "bf16, cut": lambda: Subject(llama(num_hidden_layers=3), Shape(dtype="bfloat16", vocabulary=40)),
+    "gpt2, dropout": lambda: Subject(gpt2(dropout=0.1), Shape(micro=1)),
+    "gemma2": lambda: Subject(FAMILIES["gemma2"], Shape()),
+    "lora": lambda: Subject(llama(), Shape(), adapter=AdapterSection(r=4)),
+    "frozen below": lambda: Subject(llama(num_hidden_layers=3), Shape(), freeze=["model.embed_tokens", "model.layers.0.*"]),
+    "uneven": lambda: Subject(llama(), UNEVEN),
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "RAM": dict(home="cpu"),
+    "unclipped": dict(home="cpu", clip=None, lookahead=3),
+    "ssd": dict(home="ssd"),
+    "through the host": dict(home="cpu", batch_on_device=False),
+    "boundaries there": dict(home="cpu", boundaries="gpu"),
+    "states there": dict(home=None, device_states=(1, 2)),
+    "norm first": dict(home="cpu", norm_first=True),
+    "two sweeps": dict(home="cpu", sweeps=2),
+}
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    """Nothing that an earlier test compiled is found again."""
+    load_compiler()
+    torch._dynamo.reset()
+
+
+class Runs:
+    """Compiles with operators run one by one. `forwards`: runs of forwards; `peak`: most bytes that were held at a time of all
+    that they made."""
+
+    def __init__(self) -> None:
+        self.forwards = self.live = self.peak = 0
+
+    def blocks(self) -> CompiledBlocks:
+        torch._dynamo.reset()
+        compiler = aot_autograd(
+            fw_compiler=self._counted, bw_compiler=lambda graph, _: make_boxed_func(graph.forward),
+            partition_fn=min_cut_rematerialization_partition,
+        )  # fmt: skip
+        return CompiledBlocks(backend=compiler)
+
+    def _counted(self, graph: Any, _: Any) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            self.forwards += 1
+            made = graph.forward(*args)
+            known = {arg.untyped_storage()._cdata for arg in args if isinstance(arg, torch.Tensor)}
+            for storage in (value.untyped_storage() for value in made if isinstance(value, torch.Tensor)):
+                if storage._cdata not in known:
+                    known.add(storage._cdata)
+                    self.live += storage.nbytes()
+                    weakref.finalize(storage, self._given_back, storage.nbytes())
+            self.peak = max(self.peak, self.live)
+            return made
+
+        return make_boxed_func(run)
+
+    def _given_back(self, size: int) -> None:
+        self.live -= size
+
+
+def graphs_of(subject: Subject) -> tuple[tuple[int, ...], ...]:
+    return every_operator(as_compiled(subject.spec), there=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    every(2, [
+        *(("llama", way) for way in WAYS), ("bf16, cut", "RAM"), ("bf16, cut", "through the host"), ("gpt2, dropout", "RAM"),
+        ("gpt2, dropout", "norm first"), ("gemma2", "boundaries there"), ("lora", "RAM"), ("lora", "two sweeps"),
+        ("frozen below", "RAM"), ("uneven", "ssd"), ("uneven", "norm first"),
+    ]),
+)  # fmt: skip
+def test_no_bit_differs(name: str, way: str, tmp_path: Path) -> None:
+    """Weights lie in memory that other blocks use in between, so that a graph that held them would compute with other ones."""
+    subject, found, graphs = SUBJECTS[name](), [], []
+    if way == "two sweeps" and not subject.spec.may_sweep:
+        pytest.skip("its sums are not by row")
+    kept = graphs_of(subject)
+    assert any(kept) and not any(every_operator(as_compiled(subject.spec)))
+    for kept_there in (None, kept):
+        runs = Runs()
+        blocks = runs.blocks()
+        found.append(
+            outcome(subject, tmp_path / str(bool(kept_there)), STEPS, compiled=blocks, device="emulated", kept_there=kept_there,
+                    **WAYS[way])
+        )  # fmt: skip
+        graphs.append((blocks.graphs, runs.forwards))
+    assert_same(*found)
+    assert graphs[1][0] == graphs[0][0] == (2 if name in ("uneven", "frozen below") else 1)
+    blocks_once = STEPS * sum(map(len, kept)) * subject.numerics.micro_batches
+    assert graphs[0][1] - graphs[1][1] == blocks_once
+
+
+@pytest.mark.parametrize("name", ["llama", "bf16, cut", "uneven"])
+def test_memory_is_no_more_than_the_plan_charges(name: str, tmp_path: Path) -> None:
+    """Holds what graphs saved, and neither weights nor inputs: those would be another batch beside the one that is lent."""
+    subject, runs = SUBJECTS[name](), Runs()
+    way: dict[str, Any] = {"home": "cpu", "device": "emulated", "kept_there": graphs_of(subject)}
+    with Rig(subject, tmp_path, compiled=runs.blocks(), **way) as rig:
+        charged = device_memory(rig.spec, rig.request, rig.plan.stages).outputs
+        limit = rig.plan.predicted.gpu_peak - charged  # what compute allocates is not counted by the device
+        rig.run(STEPS)
+        assert rig.device.peak_memory() <= limit
+    assert 0.5 * charged < runs.peak <= charged
+    assert runs.live == 0
+
+
+def test_neither_input_nor_weights_are_held() -> None:
+    """Gives both to others between forward and backward."""
+    torch.manual_seed(0)
+    weight, x, gradient = torch.randn(8, 8), torch.randn(4, 8), torch.randn(4, 8)
+    expected = [x.clone().requires_grad_(True), nn.Parameter(weight.clone())]
+    _ran(*expected).backward(gradient)
+    graphs = KeptGraphs(OperatorSpec(index=0, name="graph", flops=1.0, bytes=512), twice=False)  # the result of tanh
+    flat = torch.cat([torch.zeros(64), weight.flatten()])
+    parameter, before = nn.Parameter(flat[64:].view(8, 8)), x.clone()
+    y = graphs.forward(lambda part: _ran(part, parameter), before, 0, [parameter])
+    flat.fill_(torch.nan)
+    gone = weakref.ref(before.untyped_storage())
+    del before, y
+    assert gone() is None
+    brought = [x.clone().requires_grad_(True), nn.Parameter(weight.clone())]
+    graphs.again(_refused, brought[0], 0, None, brought[1:]).backward(gradient)  # type: ignore[arg-type]
+    for one, other in zip(brought, expected, strict=True):
+        assert one.grad is not None and other.grad is not None and torch.equal(one.grad, other.grad)
+
+
+def _ran(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x @ weight)
+
+
+def _refused(x: torch.Tensor) -> torch.Tensor:
+    raise AssertionError("the forward runs again")
+
+
+def test_a_graph_larger_than_planned_is_not_kept() -> None:
+    graphs = KeptGraphs(OperatorSpec(index=0, name="graph", flops=1.0, bytes=511), twice=False)
+    weight, x = nn.Parameter(torch.ones(8, 8)), torch.ones(4, 8, requires_grad=True)
+    with pytest.warns(UserWarning, match="takes 512 bytes, but the plan has 511"):
+        graphs.forward(lambda part: _ran(part, weight), x, 0, [weight])
+    with pytest.raises(AssertionError, match="runs again"):
+        graphs.again(_refused, x, 0, None, [weight])
+
+
+def test_a_step_given_up_gives_its_graphs_back(tmp_path: Path) -> None:
+    subject, runs = SUBJECTS["llama"](), Runs()
+    way: dict[str, Any] = {"home": "cpu", "device": "emulated", "kept_there": graphs_of(subject)}
+    expected = outcome(subject, tmp_path / "whole", STEPS, compiled=runs.blocks(), **way)
+    with Rig(subject, tmp_path / "given up", compiled=runs.blocks(), **way) as rig:
+        ids, labels = next(subject.batches(1))
+        rig.executor.after_visit = _given_up
+        with pytest.raises(StepAbandoned):
+            rig.step(ids, labels, 1)
+        assert runs.live > 0
+        rig.executor.abandon()
+        assert runs.live == 0
+        rig.executor.after_visit = lambda visit: None
+        assert_same((rig.run(STEPS), rig.weights()), expected)
+
+
+def _given_up(visit: Visit) -> None:
+    if visit.phase == "head":
+        raise StepAbandoned
+
+
+def test_an_evaluation_keeps_none(tmp_path: Path) -> None:
+    subject, runs = SUBJECTS["llama"](), Runs()
+    way: dict[str, Any] = {"home": "cpu", "device": "emulated", "kept_there": graphs_of(subject)}
+    with Rig(subject, tmp_path, compiled=runs.blocks(), **way) as rig:
+        ids, labels = next(subject.batches(1))
+        rig.step(ids, labels, 1, last=True)
+        before, evaluation = runs.peak, ForwardOnly(rig.executor)
+        runs.peak = 0
+        with evaluation.open():
+            evaluation.losses(ids, labels, last=True)
+        assert runs.peak < before / 2 and runs.live == 0
