@@ -12,7 +12,7 @@ from .rig import Shape, Subject
 
 
 def test_a_product_of_a_column_and_a_row_is_no_work() -> None:
-    trace = OperatorTrace(torch.empty(0), (), ())
+    trace = OperatorTrace(torch.empty(0), torch.empty(0), (), ())
     with trace:
         torch.bmm(torch.ones(2, 5, 1), torch.ones(2, 1, 7))
         torch.bmm(torch.ones(2, 5, 3), torch.ones(2, 3, 7))
