@@ -14,6 +14,7 @@ from torch import nn
 from ..core.errors import UsageError
 from ..spec.model import Dtype, StageSpec
 from .activations.called import Known, Notes, handing_over, numbers_of
+from .activations.graphs import graph_bytes
 from .activations.outputs import Arrived, GivingBack, Outputs
 from .activations.recompute import Sparing, SparingCalls, without_saving
 from .anatomy import Anatomy
@@ -75,6 +76,14 @@ class BlockAlone:
     def backward(self) -> None:
         """Runs recompute and backward. Adds gradients to a sum, like the second and later micro-batches of a step."""
         self._recompute(lambda flat, _: nullcontext() if self.compiled is not None else SparingCalls(self._spec, flat))
+
+    def graph_bytes(self) -> int:
+        """Returns the bytes that one forward's graph holds; 0 if the block is not compiled."""
+        if self.compiled is None:
+            return 0
+        flat, _ = self._visit()
+        with self._buffers_placed(), self._stage.installed(flat, trainable=True) as parameters:
+            return graph_bytes(self._call.run, self._input, parameters)
 
     def given(self) -> None:
         """Runs backward as if every output that can be kept was kept."""

@@ -218,7 +218,8 @@ class Costs:
         more = once / self._device_rate * (1 - included) * (tokens / piece)
         whole, spared = _backward_flops(stage)
         backward, given = _in_more_time(rate.backward, whole, more), _in_more_time(rate.given, whole - spared, more)
-        return replace(rate, tokens=tokens, backward=backward, given=given)
+        graph = rate.graph * tokens // rate.tokens if rate.graph else 0
+        return replace(rate, tokens=tokens, backward=backward, given=given, graph=graph)
 
     def _backward(self, visit: Visit, stage: StageSpec, rate: StageRate) -> float:
         """Returns the seconds of backward. They lie between those without kept outputs and those with all of them, by the FLOPs

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from ..core.units import LARGEST_RATE, LARGEST_SIZE, parse_rate, parse_size
-from .model import Dtype, ModelSpec, StageSpec
+from .model import Dtype, ModelSpec, OperatorSpec, StageSpec
 
 RatedKind = Literal["block", "compiled block", "head"]
 
@@ -71,6 +71,7 @@ class StageRate:
     forward: Flops  # for `forward_flops`; for a head, its "logits" pass
     backward: Flops  # for three times `forward_flops`: recompute and backward; for a head, its one visit
     given: Flops = 0.0  # backward with every output kept that can be; 0: not measured, `backward` applies
+    graph: Size = 0  # bytes that a compiled block's graph holds from forward to backward; 0: not measured
 
     @property
     def shape(self) -> tuple[str, str, int, int, int]:
@@ -192,12 +193,16 @@ class HardwareProfile:
         for later in ("device_memory_rate", "dram"):  # profiles of before they existed keep their digest
             if not rates[later]:
                 del rates[later]
+        for rate in rates["stage_rates"]:
+            if not rate["graph"]:
+                del rate["graph"]
         return hashlib.sha256(json.dumps(rates, sort_keys=True).encode()).hexdigest()[:12]
 
 
 _ALWAYS = (
     "cores", "ram_total", "disk_free", "matmul_flops", "store_read", "store_write", "store_read_mixed", "store_write_mixed",
 )  # fmt: skip
+_GRAPH_MARGIN = 1.02  # a graph that is larger than planned is not kept
 _BESIDE_A_GPU = ("device_memory", "h2d", "d2h")
 
 
@@ -206,6 +211,24 @@ def rated_kind(model: ModelSpec, stage: StageSpec) -> RatedKind:
     if stage.kind == "head":
         return "head"
     return "compiled block" if model.compiled else "block"
+
+
+def with_measured_graphs(model: ModelSpec, hardware: HardwareProfile, tokens: int) -> ModelSpec:
+    """Returns the model with the sizes of kept graphs that were measured of its own block, at micro-batches of `tokens` tokens.
+    A compiler saves less for backward than operators do one by one."""
+    seen = dict[int, tuple[OperatorSpec, ...]]()  # equal blocks share them: a search relies on it
+
+    def of(stage: StageSpec) -> StageSpec:
+        if not any(operator.stays for operator in stage.operators):
+            return stage
+        rate = hardware.stage_rate("compiled block", model.compute_dtype, model.hidden_size, stage.params, tokens)
+        if not rate.graph or (rate.params, rate.hidden) != (stage.params, model.hidden_size):
+            return stage
+        (graph,) = stage.operators
+        size = min(graph.bytes, int(_GRAPH_MARGIN * rate.graph * tokens / rate.tokens))
+        return replace(stage, operators=seen.setdefault(size, (replace(graph, bytes=size),)))
+
+    return replace(model, stages=tuple(map(of, model.stages)))
 
 
 def wrong_rates(profile: HardwareProfile, *, sizes: bool = True) -> list[str]:

@@ -16,7 +16,7 @@ from ..planner.plan_request import PlanRequest
 from ..planner.search import SearchResult, search_timed
 from ..planner.store_modes import planned_with_room
 from ..planner.sustained_rates import Choose, planned_for
-from ..spec.hardware import HardwareProfile
+from ..spec.hardware import HardwareProfile, with_measured_graphs
 from ..spec.model import ModelSpec
 from ..spec.plan import Numerics, Plan
 from .known_model import KnownModel, traced
@@ -230,6 +230,8 @@ class _Planner:
         if known is None:
             compiled = recipe.train.compile
             known = self._inspected.known.specified(numerics, self._inspected.in_place, compiled=compiled)
+            if compiled:
+                known = with_measured_graphs(known, self._hardware, numerics.micro_batch_tokens)
         layout = replace(known.layout, dtype=recipe.optimizer.state_dtype, rule=recipe.optimizer.name)
         self._described[about] = known if known.layout == layout else known.with_layout(layout)
         return self._described[about]

@@ -104,6 +104,9 @@ def test_a_compiled_block_is_rated_as_one(monkeypatch: pytest.MonkeyPatch) -> No
     assert [(rate.kind, rate.tokens) for rate in found.stage_rates] == [("compiled block", 192), ("head", 192), ("head", 96)]
     assert [blocks.graphs for blocks in made] == [1] and found.stage_rates[0].given == 0.0
     assert found.rates[0].name == "compiled block 64 bfloat16, forward"
+    spec = inspect(tied_gemma(), dtype="bfloat16", micro_batch_size=2, max_seq_len=NUMERICS.max_seq_len, head_chunk_tokens=0)
+    most = next(stage.graph_bytes for stage in spec.stages if stage.kind == "block")
+    assert most / 3 < found.stage_rates[0].graph <= most and found.stage_rates[1].graph == 0
 
 
 def size_of_block(anatomy: Anatomy, rows: int) -> int:

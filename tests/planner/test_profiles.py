@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from fuyou_cli.spec.hardware import Drive, RatedKind, StageRate, merged_rates
+from fuyou_cli.spec.hardware import Drive, RatedKind, StageRate, merged_rates, with_measured_graphs
 from fuyou_cli.spec.model import Dtype
 
-from .models import HARDWARE
+from .models import HARDWARE, SPEC, with_graphs
 
 
 def rate(
@@ -56,6 +57,33 @@ def test_a_compiled_block_has_its_own_rates_or_those_of_a_block() -> None:
     both = replace(HARDWARE, stage_rates=(*RATES, near, toy))
     assert both.stage_rate(*asked) == near and both.stage_rate("block", *asked[1:]).forward == 3e12
     assert replace(HARDWARE, stage_rates=(*RATES, toy)).stage_rate(*asked).forward == 3e12
+
+
+@pytest.mark.parametrize(
+    ("changes", "tokens", "size"),
+    [
+        ({}, 128, 510),  # 500 and a little more
+        ({}, 256, 1020),
+        ({"graph": 4096}, 128, 2048),  # never more than operators save one by one
+        ({"graph": 0}, 128, 2048),  # not measured
+        ({"params": 2 << 20}, 128, 2048),  # of another block
+        ({"hidden": 512}, 128, 2048),
+    ],
+)
+def test_a_graph_takes_what_was_measured_of_this_very_block(changes: dict[str, Any], tokens: int, size: int) -> None:
+    measured = replace(rate(1 << 20, 128, kind="compiled block"), graph=500)
+    found = with_measured_graphs(
+        with_graphs(SPEC, size=2048), replace(HARDWARE, stage_rates=(replace(measured, **changes),)), tokens
+    )
+    graphs = [stage.operators for stage in found.stages if stage.kind == "block" and stage.params == 1 << 20]
+    assert [operators[0].bytes for operators in graphs] == [size] * len(graphs) and len(graphs) > 1
+    assert len({id(operators) for operators in graphs}) == 1 or size == 2048, "a search relies on it"
+
+
+def test_a_profile_without_graphs_keeps_its_digest() -> None:
+    plain = replace(HARDWARE, stage_rates=(rate(1 << 20, 128),))
+    with_graph = replace(HARDWARE, stage_rates=(replace(plain.stage_rates[0], graph=1),))
+    assert plain.digest() == "aeaafdf149f4" != with_graph.digest()
 
 
 def test_without_rates_of_stages_the_matrix_product_stands_for_them() -> None:

@@ -110,6 +110,17 @@ class _GoingOn(torch.autograd.Function):
         return None, *(None if edge is None else next(found) for edge in graph.inputs)
 
 
+def graph_bytes(run: Run, x: torch.Tensor, parameters: Sequence[nn.Parameter]) -> int:
+    """Runs a block's forward and returns the bytes that its graph holds."""
+    saved = _Saved()
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_(True)
+        saved.enter(leaf, parameters)
+        with saved_tensors_hooks(saved.pack, saved.unpack):
+            run(leaf)
+    return saved.size
+
+
 class KeptGraphs:
     """Implements `Activations` for a compiled block that keeps its graph (`spec`). `twice`: two backwards follow a forward. The
     first runs the forward again, because a compiled backward may write into what its graph saved."""

@@ -200,10 +200,12 @@ class Sample:
 
     def rated(self, rates: dict[str, Rate]) -> StageRate:
         """Returns what was found, by the field of a StageRate, with the shape it was found at."""
-        stage, found = self.stage, {field: rate.value for field, rate in rates.items()}
+        from fuyou_cli.engine.alone import BlockAlone
+
+        alone, stage, found = self.alone, self.stage, {field: rate.value for field, rate in rates.items()}
         return StageRate(
             kind=self.kind, dtype=stage.numerics.compute_dtype, hidden=stage.hidden, params=stage.params, tokens=self.tokens,
-            **found,
+            graph=alone.graph_bytes() if isinstance(alone, BlockAlone) else 0, **found,
         )  # fmt: skip
 
 
