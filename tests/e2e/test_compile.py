@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,10 +44,11 @@ def test_a_saved_run_is_gone_on_with_alike(new_project: NewProject) -> None:
         train(project)
 
 
+@pytest.mark.parametrize("more", [{}, {"model.quantize": "nf4", "adapter": {"r": 4}}], ids=["full", "adapter on nf4"])
 @pytest.mark.slow
-def test_graphs_that_stay_on_the_device_change_nothing(new_project: NewProject) -> None:
+def test_graphs_that_stay_on_the_device_change_nothing(new_project: NewProject, llama: Path, more: dict[str, Any]) -> None:
     """Neither a loss, nor what a run goes on with that is resumed without them."""
-    emulated = {**COMPILED, "offload.device": "emulated"}
+    emulated = {**COMPILED, "offload.device": "emulated", "model.name_or_path": str(llama), **more}
     recomputed, _ = train(new_project(changes={**emulated, "offload.activations": "recompute"}))
     project = new_project("kept", {**emulated, "offload.activations": "keep"})
     with pytest.raises(Interrupted):

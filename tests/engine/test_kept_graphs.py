@@ -28,7 +28,7 @@ from fuyou_cli.spec.model import OperatorSpec
 
 from .comparing import assert_same
 from .families import FAMILIES, gpt2, llama
-from .rig import Rig, Shape, Subject, outcome
+from .rig import EVERYWHERE, SPARE, Rig, Shape, Subject, outcome
 
 STEPS = 2
 UNEVEN = Shape(batch=5, micro=2)
@@ -134,7 +134,9 @@ def test_memory_is_no_more_than_the_plan_charges(name: str, tmp_path: Path) -> N
     way: dict[str, Any] = {"home": "cpu", "device": "emulated", "kept_there": graphs_of(subject)}
     with Rig(subject, tmp_path, compiled=runs.blocks(), **way) as rig:
         charged = device_memory(rig.spec, rig.request, rig.plan.stages).outputs
-        limit = rig.plan.predicted.gpu_peak - charged  # what compute allocates is not counted by the device
+        limit = rig.plan.predicted.gpu_peak + SPARE
+        if EVERYWHERE != "cuda":  # what compute allocates is not counted by the emulated device
+            limit -= charged
         rig.run(STEPS)
         assert rig.device.peak_memory() <= limit
     assert 0.5 * charged < runs.peak <= charged
