@@ -127,6 +127,19 @@ def test_no_bit_differs(name: str, way: str, tmp_path: Path) -> None:
     assert graphs[0][1] - graphs[1][1] == blocks_once
 
 
+@pytest.mark.parametrize("way", ["RAM", "norm first"])
+@pytest.mark.slow
+def test_no_bit_differs_by_the_real_compiler(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its backward writes into what graphs saved."""
+    monkeypatch.setenv("SETUPTOOLS_USE_DISTUTILS", "stdlib")  # as for `test_by_the_real_compiler`
+    subject, found = SUBJECTS["llama"](), []
+    for kept_there in (None, graphs_of(subject)):
+        torch._dynamo.reset()
+        options = dict(device="emulated", kept_there=kept_there, compiled=CompiledBlocks(), **WAYS[way])
+        found.append(outcome(subject, tmp_path / str(bool(kept_there)), STEPS, **options))
+    assert_same(*found)
+
+
 @pytest.mark.parametrize("name", ["llama", "bf16, cut", "uneven"])
 def test_memory_is_no_more_than_the_plan_charges(name: str, tmp_path: Path) -> None:
     """Holds what graphs saved, and neither weights nor inputs: those would be another batch beside the one that is lent."""
