@@ -313,7 +313,7 @@ def test_what_to_do_next(screen: Screen, facts: RunFacts) -> None:
     assert after(plan=through).startswith("next try a larger train.batch_size, faster memory: compute waits 57%")
     busy = "compute is nearly always busy"
     assert busy in after() and "compile" not in after()
-    assert after(may_compile=True).startswith(f"next try train.compile=true (other losses): {busy}, and a step of one H200")
+    assert after(may_compile=True).startswith(f"next try train.compile=true (other losses): {busy}; on an H100")
     compiled, shown = replace(facts.model, compiled=True), "at rates of blocks that are not compiled"
     assert shown in after(model=compiled)
     block = next(stage for stage in compiled.stages if stage.kind == "block")
