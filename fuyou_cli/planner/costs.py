@@ -209,7 +209,7 @@ class Costs:
             params=owner.params,
             tokens=tokens,
         )
-        if self.hardware.device != "cuda":
+        if self.device != "cuda":
             return rate
         chunk = self.numerics.head_chunk_tokens if stage.kind == "head" else 0
         piece, rated = (min(some, chunk or some) for some in (tokens, rate.tokens))
