@@ -27,7 +27,7 @@ from .commit_interval import timed_plan
 from .costs import Costs
 from .place import Placing, too_small
 from .plan_request import PlanRequest, WearPolicy
-from .refinement import MOST_REFINED_VISITS, Refinement
+from .refinement import MOST_REFINED_VISITS, Refinement, left_for_refining
 from .search_state import Alternative, Effort, SearchState
 from .simulate import STEPS
 from .sparing import WORTH, Sparing, balanced, cost, spared
@@ -75,8 +75,11 @@ def _search(placing: Placing, effort: Effort | None, candidates: Family) -> Sear
     effort = effort or ("placed" if is_small else "limited")
     # Plans without room on disk or device come second; the caller, who knows what is there already, refuses them with a clear
     # error.
+    left = left_for_refining(model, request, candidates)
     for with_room in (True, False):
-        looking = SearchState(placing=placing, pipelines=candidates.pipelines, with_room=with_room, effort=effort)
+        looking = SearchState(
+            placing=placing, pipelines=candidates.pipelines, with_room=with_room, effort=effort, for_refining=left
+        )
         with uncollected():
             complete = _explored(looking, candidates)
             if looking.best is not None:

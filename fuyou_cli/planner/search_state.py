@@ -13,7 +13,8 @@ from .place import Placed, Placing
 from .simulate import STEPS, simulate
 from .timeline import Timeline
 
-MOST_PLACED = 6_000  # limit on stages of candidates that one search places: a second on an old core, with the simulations
+# Limit on stages of candidates that one search and refining its best place: a second on an old core, with the simulations.
+MOST_PLACED = 6_000
 MOST_VISITS = 5_800  # limit on visits that one search simulates, over all steps
 SHORTER = 0.2  # share of both limits for a search that follows another
 GAIN = 1e-3  # share of the step; a candidate that needs more memory must be faster by more than this
@@ -56,6 +57,7 @@ class SearchState:
     effort: Effort
     allows: Callable[[Candidate, Plan], bool] = _any  # the search skips all others
     share: float = 1.0  # share of the limits of a search
+    for_refining: int = 0  # stages that refining the best may place, and this search may not
     placed: int = 0
     visits: int = 0
     in_vain: int = 0  # visits simulated since the best was found
@@ -72,7 +74,8 @@ class SearchState:
     # ---- placing -------------------------------------------------------------------------------------------------------
 
     def _may_place(self) -> bool:
-        return self.effort != "limited" or self.placed + len(self.placing.model.stages) <= self.share * MOST_PLACED
+        most = self.share * MOST_PLACED - self.for_refining
+        return self.effort != "limited" or self.placed + len(self.placing.model.stages) <= most
 
     def place(self, candidates: Iterable[Candidate]) -> None:
         for candidate in candidates:
@@ -91,13 +94,9 @@ class SearchState:
         if candidate in self._tried or not self._may_place():
             return
         self._tried.add(candidate)
-        found, stages = self.placing.placed(candidate), len(self.placing.model.stages)
-        if found is None or found in self._seen:
-            self.placed += -(-stages // _AGAIN)
-            return
-        self.placed += stages
-        self._seen.add(found)
-        if self._fits(candidate, found.plan):
+        found, known = self.placing.placed(candidate), len(self._seen)
+        self.placed += counted(found, len(self.placing.model.stages), self._seen)
+        if found is not None and len(self._seen) > known and self._fits(candidate, found.plan):
             self.pool[found] = Alternative(
                 candidate=candidate, plan=found.plan, bound=found.bound, estimate=found.estimate, commits=found.commits
             )
@@ -108,7 +107,7 @@ class SearchState:
 
     def among(self, allows: Callable[[Candidate, Plan], bool]) -> SearchState:
         """Returns a shorter search that sees only what `allows` accepts. It starts with what this one has seen."""
-        other = replace(self, allows=allows, share=SHORTER, pool={}, best=None, placed=0, visits=0, in_vain=0)
+        other = replace(self, allows=allows, share=SHORTER, for_refining=0, pool={}, best=None, placed=0, visits=0, in_vain=0)
         other.learn_from(self)
         return other
 
@@ -221,3 +220,11 @@ class SearchState:
 def asked_for(found: Alternative) -> tuple[int, int, float, Candidate]:
     predicted = found.plan.predicted
     return predicted.written_per_step, predicted.cpu_peak, found.seconds, found.candidate
+
+
+def counted(found: Placed | None, stages: int, seen: set[Placed]) -> int:
+    """Returns how many stages count as placed, and adds the plan to those seen. Known plans and none take less time."""
+    if found is None or found in seen:
+        return -(-stages // _AGAIN)
+    seen.add(found)
+    return stages

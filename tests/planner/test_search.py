@@ -16,6 +16,7 @@ from fuyou_cli.core.units import GiB, MiB
 from fuyou_cli.planner.candidate import Family, family
 from fuyou_cli.planner.place import Placing, least_memory, made_of
 from fuyou_cli.planner.plan_request import PlanRequest
+from fuyou_cli.planner.refinement import MOST_REFINED_VISITS
 from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.planner.search import NEAR, fastest, search, timed
 from fuyou_cli.planner.search_state import GAIN, MOST_PLACED, MOST_VISITS, Effort
@@ -151,7 +152,7 @@ def test_a_search_does_so_much_and_no_more(blocks: int, clip: float | None) -> N
     found = search(spec, SLOW_STORE, replace(request, cpu_budget=least_memory(spec, SLOW_STORE, request) + 8 * GiB))
     stages = len(spec.stages)
     assert found.placed <= MOST_PLACED
-    assert 0 < found.visits <= max(MOST_VISITS, 4 * STEPS * 2 * stages)
+    assert 0 < found.visits <= max(MOST_VISITS, 4 * STEPS * 2 * stages) + MOST_REFINED_VISITS * (clip is not None)
 
 
 @given(models().flatmap(lambda spec: st.tuples(st.just(spec), request_for(spec))))
