@@ -12,16 +12,17 @@ from hypothesis import strategies as st
 
 from fuyou_cli.advice.plan_files import KeptPlan, from_text, plan_file, to_text
 from fuyou_cli.core.errors import PlanError, UsageError
-from fuyou_cli.core.units import MiB
-from fuyou_cli.planner.candidate import family, sweep_counts
-from fuyou_cli.planner.place import least_memory
+from fuyou_cli.core.units import GiB, MiB
+from fuyou_cli.planner.candidate import Candidate, family, sweep_counts
+from fuyou_cli.planner.place import Placing, least_memory, made_of
 from fuyou_cli.planner.plan_request import PlanRequest
-from fuyou_cli.planner.refinement import MOST_REFINED_VISITS
+from fuyou_cli.planner.refinement import MOST_REFINED_VISITS, Refinement, left_for_refining
 from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.planner.search import search, timed
-from fuyou_cli.planner.search_state import GAIN
+from fuyou_cli.planner.search_state import GAIN, MOST_PLACED
 from fuyou_cli.planner.simulate import simulate
 from fuyou_cli.planner.sparing import WORTH, seconds_and_bytes
+from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec, OperatorSpec
 from fuyou_cli.spec.plan import Numerics
 
@@ -151,12 +152,17 @@ def test_a_processor_with_frozen_weights_keeps_no_outputs_for_little(saved: floa
     assert any(stage.kept for stage in search(spec, slow, request).best.plan.stages) == keeps
 
 
-def test_where_the_store_binds_the_norm_is_measured_first() -> None:
-    """Gradients then leave RAM to states, which are written less. `never` leaves all as it was."""
+def _bound_by_drives(spare: int) -> tuple[HardwareProfile, PlanRequest]:
+    """Makes a machine whose drives bind, and a request with so many MiB of RAM beyond the least."""
     rates = {name: getattr(HARDWARE, name) / 4 for name in STORE}
     hardware = replace(HARDWARE, matmul_flops=100 * HARDWARE.matmul_flops, cores=16, **rates)
     request = replace(_request(replace(NUMERICS, accumulate_dtype="float32")), sweeps=1)
-    request = replace(request, cpu_budget=least_memory(SPEC, hardware, request) + 48 * MiB)
+    return hardware, replace(request, cpu_budget=least_memory(SPEC, hardware, request) + spare * MiB)
+
+
+def test_where_the_store_binds_the_norm_is_measured_first() -> None:
+    """Gradients then leave RAM to states, which are written less. `never` leaves all as it was."""
+    hardware, request = _bound_by_drives(48)
     waits, found = search(SPEC, hardware, replace(request, norm_first=False)), search(SPEC, hardware, request)
     assert found.best.candidate.norm_first and found.best.seconds < 0.95 * waits.best.seconds
     plan = timed(found.best, SPEC, hardware, request)
@@ -167,3 +173,52 @@ def test_where_the_store_binds_the_norm_is_measured_first() -> None:
     assert KeptPlan(Path("plan.json"), from_text(text))(SPEC, hardware, request) == plan
     with pytest.raises(UsageError, match="gradients"):
         KeptPlan(Path("plan.json"), from_text(text))(SPEC, hardware, replace(request, gradients="ssd"))
+
+
+@pytest.mark.parametrize("spare", [40, 48])
+def test_measuring_first_fills_ram_in_the_best_order(spare: int) -> None:
+    """Which is another one than that of the plan whose updates wait: no gradients take RAM."""
+    hardware, request = _bound_by_drives(spare)
+    waits = search(SPEC, hardware, replace(request, norm_first=False)).best.candidate
+    found = search(SPEC, hardware, request).best
+    steps = {
+        states: _step(hardware, request, replace(found.candidate, states=states)) for states in family(SPEC, request).states
+    }
+    assert found.candidate.norm_first
+    assert found.seconds < steps[waits.states] * (1 - GAIN)
+    assert found.seconds <= min(steps.values()) * (1 + GAIN)
+
+
+def test_measuring_first_takes_a_larger_pipeline_where_that_is_faster() -> None:
+    hardware, request = _bound_by_drives(112)
+    waits = search(SPEC, hardware, replace(request, norm_first=False)).best.candidate
+    found = search(SPEC, hardware, request).best
+    assert found.candidate.norm_first
+    assert (found.candidate.lookahead, found.candidate.gradient_slots) > (waits.lookahead, waits.gradient_slots)
+    same = replace(found.candidate, lookahead=waits.lookahead, gradient_slots=waits.gradient_slots)
+    assert found.seconds < _step(hardware, request, same) * (1 - GAIN)
+
+
+@examples(4)
+@given(blocks=st.integers(60, 400), clip=st.sampled_from([None, 1.0]), spare=st.sampled_from([1, 16]))
+def test_refining_does_so_much_and_no_more(blocks: int, clip: float | None, spare: int) -> None:
+    """However many stages a model has, and however much there is to try: sweeps, and with clipping the norm first as well."""
+    large = 16 * UNIT
+    spec = replace(model(large, *[large] * blocks, 1 << 11, large), may_sweep=True)
+    request = replace(_request(replace(LARGE_BATCH, accumulate_dtype="bfloat16")), kept=None, clip_grad_norm=clip)
+    request = replace(request, cpu_budget=least_memory(spec, HARDWARE, replace(request, sweeps=1)) + spare * GiB)
+    every = family(spec, request)
+    one = replace(every, **{knob: getattr(every, knob)[:1] for knob in ("pipelines", "states", "defer", "activations", "swap")})
+    best = search(spec, HARDWARE, replace(request, sweeps=1, norm_first=False), candidates=one).best
+    refined = Refinement(Placing(spec, HARDWARE, request), every, best, best, False)
+    refined.refine()
+    left = left_for_refining(spec, request, every)
+    assert refined.placed <= left <= MOST_PLACED / 4
+    assert bool(refined.placed) == (len(spec.stages) <= left)
+    assert refined.visits <= 1.5 * MOST_REFINED_VISITS
+
+
+def _step(hardware: HardwareProfile, request: PlanRequest, candidate: Candidate) -> float:
+    plan = made_of(SPEC, hardware, request, candidate)
+    assert plan is not None
+    return simulate(SPEC, hardware, plan, plan_schedule(SPEC, plan), jobs=False).step_seconds
