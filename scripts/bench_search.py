@@ -5,7 +5,7 @@
     needs no GPU and no drives; two minutes where the bar is kept
     to try the script itself: --quick, 13B alone, one search each
 
-The models are configurations of tests/engine/configs. The machine is described by its parts. Every variant is the default
+The models are configurations of tests/engine/configs. Machines are described by their parts. Every variant is the default
 recipe with the settings that its line names, with micro-batches of one row. A line is the median over the searches of one
 variant; the first search is not counted. A search is one thread. If it takes clearly longer than its processor time, others had
 its core, and a line that is too long for that reason is not judged.
@@ -37,7 +37,7 @@ from fuyou_cli.spec.model import ModelSpec
 
 BAR = 2.0  # seconds
 BUSY = 0.9  # of a search's seconds that the processor works for it, at least, where nobody else has its core
-MACHINE = "rtx4090,12xp5510,512GiB,2xgold5320"
+MACHINE, TWO_DRIVES = "rtx4090,12xp5510,512GiB,2xgold5320", "rtx4090,2xgen4,512GiB"
 LARGE, SMALL = "llama-3.1-405b", "olmo-2-13b"
 UNCLIPPED, RECOMPUTED = "train.clip_grad_norm=null", "offload.activations=recompute"
 
@@ -48,10 +48,12 @@ class Case:
 
     model: str
     settings: tuple[str, ...] = ()
+    machine: str = MACHINE
 
     @property
     def words(self) -> str:
-        return f"{self.model}, {', '.join(self.settings) or 'as by default'}"
+        machine = "" if self.machine == MACHINE else f", {self.machine}"
+        return f"{self.model}, {', '.join(self.settings) or 'as by default'}{machine}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,24 +82,25 @@ WHOLE = (
     Case(model=LARGE, settings=(RECOMPUTED,)),
     Case(model=LARGE, settings=("offload.optimizer_states=ssd",)),
     Case(model=LARGE, settings=("offload.weights=ssd",)),
+    Case(model=LARGE, machine=TWO_DRIVES),  # its step measures the norm first
     Case(model=SMALL),
     Case(model=SMALL, settings=(UNCLIPPED,)),
 )
 QUICK = tuple(case for case in WHOLE if case.model == SMALL)
 
 
-def asked_of(case: Case, hardware: HardwareProfile) -> tuple[ModelSpec, HardwareProfile, PlanRequest]:
+def asked_of(case: Case) -> tuple[ModelSpec, HardwareProfile, PlanRequest]:
     """Returns what `fuyou plan --hardware` hands to the search. It also searches once."""
     train = {"max_steps": 1000, "batch_size": 32, "micro_batch_size": 1}
     with recipe_of(known_config(case.model), length=1024, train=train, overrides=case.settings) as loaded:
-        planned = planned_elsewhere(loaded, hardware, say=write_status)
+        planned = planned_elsewhere(loaded, machine_of(case.machine), say=write_status)
     if not planned.fits_ram:
         raise too_small(planned.model, planned.hardware, planned.request)
     return planned.model, planned.hardware, planned.request
 
 
-def timed(case: Case, hardware: HardwareProfile, times: int) -> Row:
-    asked = asked_of(case, hardware)
+def timed(case: Case, times: int) -> Row:
+    asked = asked_of(case)
     samples = []
     for _ in range(times):
         began, worked = time.perf_counter(), time.process_time()
@@ -131,8 +134,7 @@ def main(words: Sequence[str] | None = None) -> int:
     cases, times = (QUICK, 1) if asked.quick else (WHOLE, max(1, asked.times))
     show_command("scripts/bench_search.py", words)
     try:
-        hardware = machine_of(MACHINE)
-        rows = [timed(case, hardware, times) for case in cases]
+        rows = [timed(case, times) for case in cases]
     except FuyouError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
