@@ -27,7 +27,7 @@ from .candidate import NONE_KEPT, Candidate, Family, family, may_measure_first, 
 from .device_fill import TURN
 from .place import Placed, Placing, asked_with
 from .plan_request import PlanRequest
-from .search_state import GAIN, MOST_PLACED, Alternative, counted
+from .search_state import GAIN, MOST_PLACED, SMALL_STAGES, Alternative, counted
 from .simulate import STEPS, simulate
 from .sparing import WORTH, price, seconds_and_bytes
 
@@ -119,11 +119,21 @@ class Refinement:
             self.best.candidate, norm_first=True, sweeps=1, defer=0.0, activations=knobs.activations[0], swap=knobs.swap[0],
             kept_there=knobs.kept_there[-1], there=knobs.there[-1],
         )  # fmt: skip
-        if self._improved([[first], _with(first, "states", knobs.states)]):
+        orders = _with(first, "states", knobs.states)
+        if self._improved([[first], orders]) or self._improved([self._other_pipelines(first)]):
             before = self.best
             self._try_pipelines()
             if self.best is not before:
                 self._improved([_with(self.best.candidate, "states", knobs.states)])
+
+    def _other_pipelines(self, candidate: Candidate) -> list[Candidate]:
+        """Returns this candidate with every other pipeline in a small model, where a slot is much of the memory. In a large one
+        it has two slots for gradients, if it had one: with one no update runs beside the next visit."""
+        own = (candidate.lookahead, candidate.gradient_slots)
+        others = [pipeline for pipeline in self.candidates.pipelines if pipeline != own]
+        if len(self.one.model.stages) > SMALL_STAGES:
+            others = [pipeline for pipeline in others if pipeline[1] > 1 >= candidate.gradient_slots][:1]
+        return [_with_pipeline(candidate, pipeline) for pipeline in others]
 
     def _keep_nothing_for_little(self) -> None:
         """Takes the plan without kept outputs where they save a processor little. What they cost beside copies is in no rate:

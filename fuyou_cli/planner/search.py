@@ -28,12 +28,11 @@ from .costs import Costs
 from .place import Placing, too_small
 from .plan_request import PlanRequest, WearPolicy
 from .refinement import MOST_REFINED_VISITS, Refinement, left_for_refining
-from .search_state import Alternative, Effort, SearchState
+from .search_state import SMALL_STAGES, Alternative, Effort, SearchState
 from .simulate import STEPS
 from .sparing import WORTH, Sparing, balanced, cost, spared
 
-# Limits on the stages of all candidates and of one model up to which a whole family is placed, which takes about a second.
-SMALL, SMALL_STAGES = 66_000, 30
+SMALL = 66_000  # stages of all candidates of a small model up to which a whole family is placed, which takes about a second
 NEAR = 0.05  # share of the step; nearly always the search finds the best itself
 
 

@@ -16,6 +16,7 @@ from .timeline import Timeline
 # Limit on stages of candidates that one search and refining its best place: a second on an old core, with the simulations.
 MOST_PLACED = 6_000
 MOST_VISITS = 5_800  # limit on visits that one search simulates, over all steps
+SMALL_STAGES = 30  # of a small model
 SHORTER = 0.2  # share of both limits for a search that follows another
 GAIN = 1e-3  # share of the step; a candidate that needs more memory must be faster by more than this
 _LEAST = 4  # simulations that are always allowed, however large the model

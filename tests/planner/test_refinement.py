@@ -199,6 +199,23 @@ def test_measuring_first_takes_a_larger_pipeline_where_that_is_faster() -> None:
     assert found.seconds < _step(hardware, request, same) * (1 - GAIN)
 
 
+def test_measuring_first_has_two_slots_for_gradients() -> None:
+    """With one slot, which is best for a norm that is not measured first, it would not help: no update runs beside compute."""
+    spec = model(8 * UNIT, *[11 * UNIT] * 3, UNIT, 6 * UNIT, hidden=64)
+    rates = dict(store_read=8e8, store_write=2e8, store_read_mixed=6e8, store_write_mixed=1.5e8)
+    hardware = replace(HARDWARE, matmul_flops=2e10, shared_compute=0.5, shared_adamw=0.5, **rates)
+    numerics = replace(NUMERICS, accumulate_dtype="bfloat16", batch_size=3, micro_batch_size=1)
+    asked = PlanRequest(
+        numerics=numerics, model_name="test", device="cpu", clip_grad_norm=1.0, cpu_budget=934539264, scratch_size=MiB,
+        chunk_params=1 << 19, wear="ignore",
+    )  # fmt: skip
+    one = replace(family(spec, asked), pipelines=((1, 1), (1, 2)), states=(0.0,), activations=(-1.0,), swap=(0.0,))
+    waits = search(spec, hardware, replace(asked, norm_first=False), candidates=one).best
+    found = search(spec, hardware, asked, candidates=one).best
+    assert (waits.candidate.gradient_slots, found.candidate.gradient_slots) == (1, 2)
+    assert found.candidate.norm_first and found.seconds < 0.8 * waits.seconds
+
+
 @examples(4)
 @given(blocks=st.integers(60, 400), clip=st.sampled_from([None, 1.0]), spare=st.sampled_from([1, 16]))
 def test_refining_does_so_much_and_no_more(blocks: int, clip: float | None, spare: int) -> None:
