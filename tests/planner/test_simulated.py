@@ -94,7 +94,8 @@ def test_every_second_of_a_step_is_compute_or_a_wait_with_a_name(
 
 def test_drives_do_not_wait_for_updates_in_ram() -> None:
     """Every second stage has its states on the ssd. Drives and update threads are then both busy all the time but the ends."""
-    spec, hardware = model(*[1 << 20] * 12, 1 << 11, 1 << 20), replace(HARDWARE, h2d=1e11, d2h=1e11, adamw=((1, 4e9),))
+    spec = model(*[1 << 20] * 12, 1 << 11, 1 << 20)
+    hardware = replace(HARDWARE, h2d=1e11, d2h=1e11, adamw=((1, 4e9),), device_memory_rate=1e12)
     homes: Any = dict.fromkeys(("weights", "gradients", "boundaries"), "cpu")
     asked = request(device="cuda", gpu_budget=8 << 30, batch_on_device=True, lookahead=2, **homes)
     made, step = _simulated(spec, hardware, replace(asked, cpu_budget=least_memory(spec, hardware, asked) + (60 << 20)))
