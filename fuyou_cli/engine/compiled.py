@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ..core.errors import UsageError
+from ..planner.boundary_layout import device_layouts
 from ..spec.model import ITEM_SIZE, ModelSpec, OperatorSpec, StageSpec
 from ..spec.plan import Plan
 from .activations import Activations
@@ -66,10 +67,13 @@ class CompiledBlocks:
     def activations(self, model: ModelSpec, plan: Plan, others: Sequence[Activations]) -> list[Activations]:
         """Returns the activations of every stage. `others`: of those that are no blocks."""
 
+        layouts = device_layouts(model, plan.group, tuple(stage.kept_there for stage in plan.stages))
+
         def of(stage: StageSpec, other: Activations) -> Activations:
             if stage.kind != "block":
                 return other
-            return KeptGraphs(stage.operators[0], twice=plan.norm_first) if plan.stages[stage.index].kept_there else self
+            size = layouts[stage.index][1].size
+            return KeptGraphs(size, twice=plan.norm_first) if plan.stages[stage.index].kept_there else self
 
         return list(map(of, model.stages, others))
 

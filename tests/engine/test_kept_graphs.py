@@ -24,7 +24,6 @@ from fuyou_cli.planner.boundary_layout import every_operator
 from fuyou_cli.planner.device_memory import device_memory
 from fuyou_cli.planner.schedule import Visit
 from fuyou_cli.recipe.schema import AdapterSection
-from fuyou_cli.spec.model import OperatorSpec
 
 from .comparing import assert_same
 from .families import FAMILIES, gpt2, llama
@@ -162,7 +161,7 @@ def test_neither_input_nor_weights_are_held() -> None:
     weight, x, gradient = torch.randn(8, 8), torch.randn(4, 8), torch.randn(4, 8)
     expected = [x.clone().requires_grad_(True), nn.Parameter(weight.clone())]
     _ran(*expected).backward(gradient)
-    graphs = KeptGraphs(OperatorSpec(index=0, name="graph", flops=1.0, bytes=512), twice=False)  # the result of tanh
+    graphs = KeptGraphs(512, twice=False)  # the result of tanh
     flat = torch.cat([torch.zeros(64), weight.flatten()])
     parameter, before = nn.Parameter(flat[64:].view(8, 8)), x.clone()
     y = graphs.forward(lambda part: _ran(part, parameter), before, 0, [parameter])
@@ -185,12 +184,24 @@ def _refused(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_graph_larger_than_planned_is_not_kept() -> None:
-    graphs = KeptGraphs(OperatorSpec(index=0, name="graph", flops=1.0, bytes=511), twice=False)
+    graphs = KeptGraphs(511, twice=False)
     weight, x = nn.Parameter(torch.ones(8, 8)), torch.ones(4, 8, requires_grad=True)
     with pytest.warns(UserWarning, match="takes 512 bytes, but the plan has 511"):
         graphs.forward(lambda part: _ran(part, weight), x, 0, [weight])
     with pytest.raises(AssertionError, match="runs again"):
         graphs.again(_refused, x, 0, None, [weight])
+
+
+def test_what_graphs_share_is_counted_once() -> None:
+    """Else a size measured of more rows is too small for fewer: what is the same for all rows does not shrink with them."""
+    weight, shared, graphs = nn.Parameter(torch.ones(8, 8)), torch.ones(8), KeptGraphs(3 * 512, twice=False)
+    for _ in range(2):  # sweeps
+        for number in range(2):
+            graphs.forward(lambda part: _ran(part, weight) * shared, torch.ones(4, 8), number, [weight])
+        for number in range(2):
+            graphs.again(_refused, torch.ones(4, 8, requires_grad=True), number, None, [weight])
+    with pytest.warns(UserWarning, match="takes 1024 bytes, but the plan has 0"):
+        KeptGraphs(0, twice=False).forward(lambda part: _ran(part, weight) * shared, torch.ones(4, 8), 0, [weight])
 
 
 def test_a_step_given_up_gives_its_graphs_back(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ stay where compute put them.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from ...core.units import align_up
 from ...planner.boundary_layout import DEVICE_ALIGN
-from ...spec.model import OperatorSpec
 from .recompute import Run
 
 
@@ -34,13 +33,15 @@ class _Reference:
 
 
 class _Saved:
-    """Packs what autograd saves. `size`: bytes that a graph holds, as a device's allocator rounds them."""
+    """Packs what autograd saves. `size`: bytes that a graph holds, as a device's allocator rounds them. `others`: storages that
+    other graphs hold, which are not counted again."""
 
-    def __init__(self) -> None:
+    def __init__(self, others: Set[int] = frozenset()) -> None:
         self.size = 0
+        self.held = set[int]()  # storages that the graph holds, so that no other gets their address
+        self._others = others
         self._brought: list[torch.Tensor] = []  # by a visit that is under way
         self._first: dict[int, int] = {}  # by storage: the first of them that lies in it
-        self._held = set[int]()  # storages that the graph holds, so that no other gets their address
 
     def enter(self, x: torch.Tensor, parameters: Sequence[torch.Tensor]) -> None:
         """Begins a visit that brings these."""
@@ -57,8 +58,8 @@ class _Saved:
         if number is not None and tensor.dtype == self._brought[number].dtype:
             begin = int(self._brought[number].storage_offset())
             return _Reference(number, int(tensor.storage_offset()) - begin, tensor.shape, tensor.stride())
-        if storage._cdata not in self._held:
-            self._held.add(storage._cdata)
+        if storage._cdata not in self.held | self._others:
+            self.held.add(storage._cdata)
             self.size += align_up(storage.nbytes(), DEVICE_ALIGN)
         return tensor
 
@@ -122,26 +123,28 @@ def graph_bytes(run: Run, x: torch.Tensor, parameters: Sequence[nn.Parameter]) -
 
 
 class KeptGraphs:
-    """Implements `Activations` for a compiled block that keeps its graph (`spec`). `twice`: two backwards follow a forward. The
-    first runs the forward again, because a compiled backward may write into what its graph saved."""
+    """Implements `Activations` for a compiled block that keeps its graphs, one per micro-batch, within `size` bytes. They share
+    what is the same for all rows, like masks. `twice`: two backwards follow a forward. The first runs the forward again,
+    because a compiled backward may write into what its graph saved."""
 
     as_backward = True
 
-    def __init__(self, spec: OperatorSpec, *, twice: bool) -> None:
-        self._spec, self._twice = spec, twice
+    def __init__(self, size: int, *, twice: bool) -> None:
+        self._size, self._twice = size, twice
         self._graphs: dict[int, _Graph] = {}  # by micro-batch
         self._anchor = torch.zeros((), requires_grad=True)
 
     def forward(self, run: Run, x: torch.Tensor, micro_batch: int, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-        saved = _Saved()
+        others = [graph.saved for graph in self._graphs.values()]
+        saved, taken = _Saved(set().union(*(other.held for other in others))), sum(other.size for other in others)
         with torch.enable_grad():
             entering = _Entering.apply(self._anchor, x)  # type: ignore[no-untyped-call]
             saved.enter(x, parameters)
             with saved_tensors_hooks(saved.pack, saved.unpack):
                 y = run(entering)
             saved.leave()
-        if saved.size > self._spec.bytes:
-            sizes = f"its graph takes {saved.size} bytes, but the plan has {self._spec.bytes}"
+        if taken + saved.size > self._size:
+            sizes = f"its graph takes {saved.size} bytes, but the plan has {self._size - taken}"
             warnings.warn(f"backward runs the forward of a compiled block again, other than planned: {sizes}", stacklevel=2)
             return y.detach()
         inputs = [get_gradient_edge(entering), *(get_gradient_edge(p) if p.requires_grad else None for p in parameters)]
