@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, get_args
 
@@ -129,7 +130,7 @@ def _turned(model: ModelSpec, request: PlanRequest, best: Candidate) -> Iterator
         ("defer", _defer),
         ("activations", _kept),
         ("swap", _swap),
-        ("kept_there", _kept_there),
+        ("kept_there", partial(_kept_there, "graphs" if model.compiled else "outputs")),
         ("there", _there),
     ):
         others = [share for share in getattr(knobs, knob) if share != getattr(best, knob)]
@@ -192,8 +193,8 @@ def _swap(share: float) -> str:
     return f"{share:.0%} of the outputs to the ssd" if share else "no outputs to the ssd"
 
 
-def _kept_there(share: float) -> str:
-    return f"{share:.0%} of the GPU's spare memory for outputs first" if share else "no outputs on the GPU"
+def _kept_there(what: str, share: float) -> str:
+    return f"{share:.0%} of the GPU's spare memory for {what} first" if share else f"no {what} on the GPU"
 
 
 def _there(share: float) -> str:

@@ -116,10 +116,7 @@ def _memory_lines(model: ModelSpec, hardware: HardwareProfile, request: PlanRequ
     in_ram, in_turns = sum(size for size, _ in kept_in), sum(turns for _, turns in kept_in)
     on_ssd = sum(stage.boundary_extent.size for stage in placed.stages if stage.boundary_extent)
     slots = sum(span.size for span in placed.boundary_slots)
-    swapped = any(stage.kept for stage in placed.stages)
-    policies = ("with kept outputs", "with kept outputs") if swapped else ("recompute the rest", "recompute")
-    if in_turns:
-        policies = (f"{policies[0]}, {gib(in_turns)} more in the place of gradients",) * 2
+    policies = _boundaries_policies(model, placed, in_turns)
     add("boundaries", "cpu", in_ram - in_turns + slots, in_ram + on_ssd, policies[0])
     add("boundaries", "ssd", on_ssd, in_ram + on_ssd, policies[1])
     crossing = sum(span.size for span in (*placed.upload_slots, *(() if request.batch_on_device else placed.batch_slots)))
@@ -170,6 +167,15 @@ def _places(placed: Layout, request: PlanRequest) -> tuple[float, str]:
     once = sum(ring.stages * ring.size for ring in rings)
     spare = sum(ring.spares * ring.size for ring in rings)
     return 1 + spare / once if once else 1.0, "one extent and spare ones"
+
+
+def _boundaries_policies(model: ModelSpec, placed: Layout, in_turns: int) -> tuple[str, str]:
+    """Returns what is beside boundaries in RAM and on the ssd. `in_turns`: bytes that lie where gradients will."""
+    swapped = any(stage.kept for stage in placed.stages)
+    policies = ("with kept outputs", "with kept outputs") if swapped else ("recompute the rest", "recompute")
+    if model.compiled and all(stage.kept_there for stage in placed.stages if model.stages[stage.stage].operators):
+        policies = ("beside kept graphs", "beside kept graphs")
+    return (f"{policies[0]}, {gib(in_turns)} more in the place of gradients",) * 2 if in_turns else policies
 
 
 def _gradients_policy(model: ModelSpec, request: PlanRequest, placed: Layout) -> str:

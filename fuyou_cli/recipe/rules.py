@@ -123,7 +123,7 @@ def _device(recipe: Recipe) -> Broken:
             yield f"offload.{tier}", f"`offload.{tier}: gpu` needs a GPU, but `offload.device` is cpu", "use cpu"
     if recipe.offload.activations == "keep":
         why = "which has no separate memory for them"
-        yield "offload.activations", f"`offload.activations: keep` on `offload.device: cpu`, {why}", "use swap or auto"
+        yield "offload.activations", f"`offload.activations: keep` on `offload.device: cpu`, {why}", "use auto"
     if not gpu.is_auto:
         yield "offload.max_memory.gpu", "`offload.device: cpu` has no gpu memory to limit", "leave it auto"
     if recipe.model.attn_implementation == "flash_attention_2":

@@ -169,7 +169,7 @@ def _tier(value: str, device: str) -> Tier | None:
 def _kept(activations: str, device: str) -> _Kept:
     if activations == "keep" and device == "cpu":
         raise UsageError(
-            "offload.activations is keep, but offload.device is cpu, which has no memory of its own", hint="use swap or auto"
+            "offload.activations is keep, but offload.device is cpu, which has no memory of its own", hint="use auto"
         )
     return _KEPT[activations]
 

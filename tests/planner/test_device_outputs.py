@@ -11,6 +11,7 @@ from drawn import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fuyou_cli.advice.compare import _turned
 from fuyou_cli.core.units import align_up
 from fuyou_cli.planner.boundary_layout import RECORD_ALIGN, device_bytes, device_layouts, every_operator
 from fuyou_cli.planner.candidate import Family, family
@@ -114,9 +115,14 @@ def test_graphs_of_compiled_blocks_stay_on_the_device_or_nowhere() -> None:
         assert placed.predicted.gpu_peak <= budget
         assert sum(len(stage.kept_there) for stage in placed.stages) == count
         assert [line.size for line in placed.memory if line.what == "kept graphs"] == [each * count] * (count > 0)
-    found = search(spec, QUICK, _asked(gpu_budget=1 << 40, boundaries=None)).best.plan
-    assert [stage.stage for stage in found.stages if stage.kept_there] == blocks
-    assert not any(stage.kept for stage in found.stages)
+        (policy,) = {line.policy.partition(",")[0] for line in placed.memory if line.what == "boundaries"}
+        assert policy == ("beside kept graphs" if count == len(blocks) else "recompute the rest")
+    request = _asked(gpu_budget=1 << 40, boundaries=None)
+    found = search(spec, QUICK, request).best
+    assert [stage.stage for stage in found.plan.stages if stage.kept_there] == blocks
+    assert not any(stage.kept for stage in found.plan.stages)
+    others = [words for choices in _turned(spec, request, found.candidate) for words, _ in choices]
+    assert "no graphs on the GPU" in others and not any("outputs" in words for words in others)
 
 
 def test_a_backward_that_measures_computes_a_graph_again() -> None:

@@ -112,6 +112,11 @@ def test_a_divisor_is_suggested(refused):
     assert refused("train: {batch_size: 60, micro_batch_size: 8}\n")["train.micro_batch_size"].help == "use 6, or auto"
 
 
+def test_no_help_is_refused_itself(refused):
+    kept = "offload: {device: cpu, activations: keep}\ntrain: {compile: true}\n"
+    assert refused(kept)["offload.activations"].help == "use auto"
+
+
 def test_an_empty_list_of_data_sets(write):
     from fuyou_cli.recipe.diagnostics import RecipeErrors
     from fuyou_cli.recipe.load import load_recipe
