@@ -173,7 +173,8 @@ def _boundaries_policies(model: ModelSpec, placed: Layout, in_turns: int) -> tup
     """Returns what is beside boundaries in RAM and on the ssd. `in_turns`: bytes that lie where gradients will."""
     swapped = any(stage.kept for stage in placed.stages)
     policies = ("with kept outputs", "with kept outputs") if swapped else ("recompute the rest", "recompute")
-    if model.compiled and all(stage.kept_there for stage in placed.stages if model.stages[stage.stage].operators):
+    graphs = [stage.kept_there for stage in placed.stages if model.stages[stage.stage].operators]
+    if model.compiled and graphs and all(graphs):
         policies = ("beside kept graphs", "beside kept graphs")
     return (f"{policies[0]}, {gib(in_turns)} more in the place of gradients",) * 2 if in_turns else policies
 

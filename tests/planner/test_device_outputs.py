@@ -117,6 +117,9 @@ def test_graphs_of_compiled_blocks_stay_on_the_device_or_nowhere() -> None:
         assert [line.size for line in placed.memory if line.what == "kept graphs"] == [each * count] * (count > 0)
         (policy,) = {line.policy.partition(",")[0] for line in placed.memory if line.what == "boundaries"}
         assert policy == ("beside kept graphs" if count == len(blocks) else "recompute the rest")
+    unknown = replace(spec, stages=tuple(replace(stage, operators=()) for stage in spec.stages))  # how large a graph is
+    lines = plan(unknown, QUICK, alone).memory
+    assert {line.policy.partition(",")[0] for line in lines if line.what == "boundaries"} == {"recompute the rest"}
     request = _asked(gpu_budget=1 << 40, boundaries=None)
     found = search(spec, QUICK, request).best
     assert [stage.stage for stage in found.plan.stages if stage.kept_there] == blocks
