@@ -239,7 +239,7 @@ def _compiled(recipe: Recipe) -> Broken:
     activations = recipe.offload.activations
     if recipe.train.compile and activations == "swap":
         message = "`offload.activations: swap` stores outputs of operators, but `train.compile: true` leaves none"
-        yield "offload.activations", message, "use auto, keep or recompute, or leave train.compile false"
+        yield "offload.activations", message, "use auto or recompute, or leave train.compile false"
     if recipe.train.compile and recipe.dataset.packing == "isolated":
         message = "`train.compile: true` needs rows of one shape, but in `dataset.packing: isolated` documents have many"
         yield "train.compile", message, "leave it false, or use `dataset.packing: concat`"

@@ -113,8 +113,11 @@ def test_a_divisor_is_suggested(refused):
 
 
 def test_no_help_is_refused_itself(refused):
-    kept = "offload: {device: cpu, activations: keep}\ntrain: {compile: true}\n"
-    assert refused(kept)["offload.activations"].help == "use auto"
+    helps = []
+    for asked in ("keep", "swap"):
+        text = f"offload: {{device: cpu, activations: {asked}}}\ntrain: {{compile: true}}\n"
+        helps.append(refused(text)["offload.activations"].help)
+    assert helps == ["use auto", "use auto or recompute, or leave train.compile false"]
 
 
 def test_an_empty_list_of_data_sets(write):
