@@ -26,10 +26,13 @@ from .activations.recompute import Run
 
 
 def load_compiler() -> None:
-    """Loads the compiler, so that the process is measured with it. Starts no workers, because they would share the arena."""
+    """Loads the compiler, so that the process is measured with it. Starts no workers, because they would share the arena.
+    Forgets what earlier runs of the process compiled: torch compiles the same code only eight times."""
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     import torch._dynamo
-    import torch._inductor.compile_fx  # noqa: F401
+    import torch._inductor.compile_fx
+
+    torch._dynamo.reset()
 
 
 def as_compiled(model: ModelSpec) -> ModelSpec:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from drawn import every
+from torch import nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from fuyou_cli.core.errors import UsageError
@@ -38,6 +39,20 @@ def _fresh() -> None:
     """Nothing that an earlier test compiled is found again."""
     load_compiler()
     torch._dynamo.reset()
+
+
+class Doubled(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+
+def test_a_process_trains_as_often_as_it_likes() -> None:
+    """Each run loads the compiler and compiles anew, as `fuyou bench --model` does for every batch size."""
+    for number in range(torch._dynamo.config.recompile_limit + 2):
+        load_compiler()
+        blocks = CompiledBlocks(backend="aot_eager")
+        assert blocks.of(Doubled())(torch.full((2,), float(number), requires_grad=True)).tolist() == [2 * number] * 2
+        assert blocks.graphs == 1
 
 
 @pytest.mark.parametrize("name", every(2, SUBJECTS))
