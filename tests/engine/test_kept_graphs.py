@@ -169,9 +169,9 @@ def test_neither_input_nor_weights_are_held() -> None:
     gone = weakref.ref(before.untyped_storage())
     del before, y
     assert gone() is None
-    brought = [x.clone().requires_grad_(True), nn.Parameter(weight.clone())]
-    graphs.again(_refused, brought[0], 0, None, brought[1:]).backward(gradient)  # type: ignore[arg-type]
-    for one, other in zip(brought, expected, strict=True):
+    again, again_weight = x.clone().requires_grad_(True), nn.Parameter(weight.clone())
+    graphs.again(_refused, again, 0, None, [again_weight]).backward(gradient)
+    for one, other in zip((again, again_weight), expected, strict=True):
         assert one.grad is not None and other.grad is not None and torch.equal(one.grad, other.grad)
 
 

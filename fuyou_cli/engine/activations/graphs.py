@@ -58,7 +58,7 @@ class _Saved:
         if number is not None and tensor.dtype == self._brought[number].dtype:
             begin = int(self._brought[number].storage_offset())
             return _Reference(number, int(tensor.storage_offset()) - begin, tensor.shape, tensor.stride())
-        if storage._cdata not in self.held | self._others:
+        if storage._cdata not in self.held and storage._cdata not in self._others:
             self.held.add(storage._cdata)
             self.size += align_up(storage.nbytes(), DEVICE_ALIGN)
         return tensor
