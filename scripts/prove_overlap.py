@@ -5,7 +5,8 @@ A tiny model runs through the real executor, plan, arena, store, daemon and upda
 FLOPs have the same ratios as those of Llama-3-8B's or 70B's blocks on `rtx4090,2xgen4,128GiB`. All times are longer by one
 factor, so that a busy processor keeps up (scripts/proof/paced.py).
 
-    ratios      the planner's own choice at 8B- and 70B-like ratios: a bound over the measured step. The bound is the busiest
+    ratios      the planner's own choice at 8B- and 70B-like ratios: a bound over the measured step (8B has its 32 blocks and
+                takes 20 minutes; of six, a step's ends would be a sixth; 70B is bound by its drives). The bound is the busiest
                 resource; with clipping, where no update may begin before the norm is known, the busiest one before the head
                 and the compute after it
     placements  twelve drawn by a seed: homes, clipping, kept outputs, sweeps, micro-batches: simulated beside measured
@@ -61,7 +62,7 @@ from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import Plan, Tier
 from fuyou_cli.swap.daemon import SwapDaemon
 
-HIDDEN, INTERMEDIATE, HEAD_ROWS = 128, 384, 1024
+HIDDEN, INTERMEDIATE, HEAD_ROWS, BLOCKS = 128, 384, 1024, 6
 REAL_TOKENS = 2048  # of a micro-batch
 MACHINE, BOTH_WAYS = "rtx4090,2xgen4,128GiB", 0.85  # of a copy's rate while the other direction copies: assumed
 SPARE_RAM, SPARE_ON_DEVICE = 110 << 30, 16 << 30  # of the real machine, beside what streaming an 8B or 70B model takes
@@ -81,11 +82,12 @@ class Size:
     parameters: int  # of a block
     blocks: int
     tokens: int  # of the tiny model's micro-batch, so that its boundary stands to its weights as the real one's
+    deep: int  # blocks of the tiny model whose share of the bound is measured: of few, a step's ends are a large part
 
 
 SIZES = (
-    Size(name="8B", parameters=218_112_000, blocks=32, tokens=64),
-    Size(name="70B", parameters=855_654_400, blocks=80, tokens=32),
+    Size(name="8B", parameters=218_112_000, blocks=32, tokens=64, deep=32),
+    Size(name="70B", parameters=855_654_400, blocks=80, tokens=32, deep=6),
 )
 
 
@@ -96,7 +98,7 @@ def arguments() -> argparse.Namespace:
     made.add_argument("--sizes", nargs="+", choices=names, default=names, help="of the ratios (default: all)")
     made.add_argument("--slower", type=float, default=8.0, help="times longer than on the 4090 (default: 8)")
     made.add_argument("--dram", type=float, default=0.0, help="GB/s of the 4090's host memory (default: no limit)")
-    made.add_argument("--blocks", type=int, default=6)
+    made.add_argument("--blocks", type=int, help="of the tiny model (default: 6; for the ratios of 8B 32, as it has)")
     made.add_argument("--steps", type=int, default=3, help="measured, after two")
     made.add_argument("--placements", type=int, default=12)
     made.add_argument("--delays", type=int, default=200)
@@ -124,9 +126,9 @@ def scaled(size: Size, subject: Subject, slower: float, *, dram: float = 0.0) ->
     )  # fmt: skip
 
 
-def subject_of(size: Size, options: argparse.Namespace, micro_batches: int) -> Subject:
+def subject_of(size: Size, blocks: int, micro_batches: int) -> Subject:
     config = llama(
-        hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_hidden_layers=options.blocks, num_attention_heads=4,
+        hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_hidden_layers=blocks, num_attention_heads=4,
         vocab_size=HEAD_ROWS,
     )  # fmt: skip
     return Subject(config, Shape(dtype="bfloat16", batch=micro_batches, micro=1, tokens=size.tokens))
@@ -219,7 +221,8 @@ def ratio_rows(options: argparse.Namespace, progress: Progress) -> list[Row]:
         for clip in (None, 1.0):
             key = f"{size.name}, clipping {'on' if clip else 'off'}"
             value = progress.measure(
-                f"ratios {key} {options.blocks} {options.slower:g} {options.dram:g}", partial(at_ratio, size, clip, options)
+                f"ratios {key} {options.blocks or size.deep} {options.slower:g} {options.dram:g}",
+                partial(at_ratio, size, clip, options),
             )
             note = f"step {spread(value['steps'])} s, bound {value['bound']:.2f} s, simulated {value['simulated']:.2f} s, "
             note += f"{value['busiest']} busy for {value['busy']:.2f} s"
@@ -229,13 +232,13 @@ def ratio_rows(options: argparse.Namespace, progress: Progress) -> list[Row]:
     return rows
 
 
-def at_ratio(size: Size, clip: float | None, options: argparse.Namespace) -> dict[str, Any]:
+def at_ratio(size: Size, clip: float | None, blocks: int, options: argparse.Namespace) -> dict[str, Any]:
     """Measures the planner's choice. Memory is the least for a run, and the share of everything else for which the real machine
     has room."""
-    subject = subject_of(size, options, micro_batches=16)
+    subject = subject_of(size, blocks, micro_batches=16)
     block = next(stage for stage in subject.spec.stages if stage.kind == "block")
     room = min(1.0, SPARE_RAM / (size.blocks * size.parameters * RESTING))
-    depth = options.blocks * block.params / (size.blocks * size.parameters)
+    depth = blocks * block.params / (size.blocks * size.parameters)
 
     def chosen(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
         def at(place: Tier) -> Plan:
@@ -308,7 +311,7 @@ def beside(key: str, value: dict[str, Any]) -> Row:
 
 
 def placed(size: Size, micro_batches: int, placement: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    subject = subject_of(size, options, micro_batches)
+    subject = subject_of(size, options.blocks or BLOCKS, micro_batches)
     block = next(stage for stage in subject.spec.stages if stage.kind == "block")
     with tempfile.TemporaryDirectory() as folder:
         run = Paced(subject, scaled(size, subject, options.slower, dram=options.dram), folder=Path(folder))
@@ -322,8 +325,9 @@ def placed(size: Size, micro_batches: int, placement: dict[str, Any], options: a
 def mixed_rows(options: argparse.Namespace, progress: Progress) -> list[Row]:
     rows = list[Row]()
     for size in (size for size in SIZES if size.name in options.sizes):
+        blocks = options.blocks or BLOCKS
         key = f"{size.name}, {MIXED_MICRO_BATCHES} micro-batches, room in RAM for {IN_RAM:.0%} of what states take"
-        value = progress.measure(f"{key} {options.blocks} {options.slower:g} {options.dram:g}", partial(mixed, size, options))
+        value = progress.measure(f"{key} {blocks} {options.slower:g} {options.dram:g}", partial(mixed, size, options))
         rows.append(beside(key, value))
     return rows
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from argparse import Namespace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
@@ -18,8 +17,8 @@ def test_random_delays_change_no_bit() -> None:
 
 def test_a_paced_run_is_not_faster_than_its_bound(tmp_path: Path) -> None:
     """Shows that a busy processor can only make it slower. Without the pace, these steps take a fraction of the bound."""
-    size, options = proof.SIZES[0], Namespace(blocks=2)
-    subject = proof.subject_of(size, options, micro_batches=2)
+    size = proof.SIZES[0]
+    subject = proof.subject_of(size, blocks=2, micro_batches=2)
     run = proof.Paced(subject, proof.scaled(size, subject, 0.25), folder=tmp_path)
     steps = run.measure(2, home="ssd", states="ssd", clip=None, **proof.THREADS)
     assert sum(steps) / len(steps) >= 0.95 * run.bound() > 0.2
