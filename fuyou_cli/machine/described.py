@@ -70,8 +70,10 @@ class Gpu:
     matmul_flops: Flops
     h2d: Bandwidth
     d2h: Bandwidth
+    device_memory_rate: Bandwidth
     sources: tuple[str, ...]
     sustained_share: Number = 1.0  # of matmul_flops, if that is a data sheet's peak, which no block reaches
+    memory_share: Number = 1.0  # of device_memory_rate, in the same way
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,6 +160,7 @@ def _assembled(gpu: Gpu | None, name: str, count: int, kind: DriveKind, ram: int
         adamw=host.adamw,
         h2d=gpu.h2d if gpu else 0.0,
         d2h=gpu.d2h if gpu else 0.0,
+        device_memory_rate=gpu.device_memory_rate * gpu.memory_share if gpu else 0.0,
         drives=(drive,) * count,
         sources=(*(gpu.sources if gpu else ()), *(f"{source}{note}" for source in kind.sources), *host.sources),
         disk_free=kind.capacity * count,

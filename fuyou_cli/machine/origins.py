@@ -19,6 +19,7 @@ _RATES: tuple[tuple[str, tuple[str, ...]], ...] = (  # rates shown together: a n
     ("store, sustained", SUSTAINED_RATES),
     ("AdamW, one thread", ("adamw",)),
     ("to GPU, back", ("h2d", "d2h")),
+    ("GPU memory", ("device_memory_rate",)),
     ("DRAM", ("dram",)),
 )
 

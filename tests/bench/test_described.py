@@ -72,7 +72,7 @@ def test_the_number_of_drives_counts() -> None:
 @crossed(3, gpu=["rtx3090", "rtx4080", "rtx4090", "a100", "h100", "h200"], drives=["gen4", "2xgen4", "gen5", "p5510"])
 def test_all_that_is_shipped(gpu: str, drives: str) -> None:
     found = described(f"{gpu.upper()} + {drives} + 256GiB")
-    words = ("specification, not measured", "Ratel", "assumption")
+    words = ("specification, not measured", "Ratel", "assumption", "`fuyou bench`")
     assert all(any(word in source for word in words) for source in found.sources)  # none without its origin
     assert found.digest() != described(f"{gpu},{drives},256GiB,2xgold5320").digest()
 
@@ -262,6 +262,7 @@ def test_every_rate_says_whose_figure_it_is(tmp_path: Path) -> None:
     assert _origins("rtx4090,gen4,128GiB") == {
         "compute": "measured", "store read, write": "specification", "store, both at once": "assumption",
         "store, sustained": "assumption", "AdamW, one thread": "assumption", "to GPU, back": "measured",
+        "GPU memory": "assumption",
     }  # fmt: skip
     one, four = _origins("rtx3090,1xp5510,64GiB"), _origins("rtx3090,4xp5510,64GiB")
     assert (one["store, both at once"], four["store, both at once"]) == ("measured", "assumption")  # 4: between 3 and 6
@@ -269,6 +270,7 @@ def test_every_rate_says_whose_figure_it_is(tmp_path: Path) -> None:
     path = tmp_path / "box.yaml"
     path.write_text("parts: h100,gen4,64GiB\nh2d: 50GB/s\nd2h: 50GB/s\nstore_read: 5GB/s\n")
     found = {rate.what: rate for rate in origins_of(described(path))}
+    assert found["GPU memory"].origin == "measured"
     assert (found["to GPU, back"].origin, found["to GPU, back"].source) == ("given", "given in box.yaml")
     assert found["store read, write"].origin == "specification"  # of the two the lesser known
     assert "given in box.yaml" in found["store read, write"].source
@@ -340,12 +342,26 @@ def test_adamw_of_the_host_is_what_its_source_says() -> None:
     assert f"{250e9 / channels:.0%}".replace("%", " %") in source
 
 
-@pytest.mark.parametrize("gpu", ["rtx4080", "a100", "h100", "h200"])
-def test_a_share_is_what_its_source_divides(gpu: str) -> None:
-    part = _parts()[gpu]
-    (source,) = (source for source in part["sources"] if "times" in source)
-    (reached, sheet) = re.findall(r"([\d.]+) of ([\d.]+) TFLOPS", source)[0]
-    assert part["sustained_share"] == pytest.approx(float(reached) / float(sheet), abs=0.01)
+@pytest.mark.parametrize(
+    ("key", "share", "gpus"),
+    [
+        ("matmul_flops", "sustained_share", ["rtx4080", "a100", "h100", "h200"]),
+        ("device_memory_rate", "memory_share", ["rtx3090", "rtx4080", "rtx4090", "a100", "h200"]),
+    ],
+)
+def test_a_share_is_what_its_source_divides(key: str, share: str, gpus: list[str]) -> None:
+    assert gpus == [name for name, part in _parts().items() if share in part]
+    for part in map(_parts().__getitem__, gpus):
+        (source,) = (source for source in part["sources"] if source.startswith(key))
+        (reached, sheet) = re.findall(r"([\d.]+) of ([\d.]+) T", source)[0]
+        assert part[share] == pytest.approx(float(reached) / float(sheet), abs=0.01) and f"times {part[share]}" in source
+
+
+def test_a_gpus_memory_has_what_sums_of_gradients_get_of_its_data_sheet() -> None:
+    sheets = {"rtx3090": 936e9, "rtx4080": 716.8e9, "rtx4090": 1008e9, "a100": 1935e9, "h100": 3.35e12, "h200": 4.8e12}
+    found = {name: described(f"{name},gen4,64GiB").device_memory_rate for name in sheets}
+    assert found == pytest.approx({name: 0.73 * sheet for name, sheet in sheets.items()}, rel=0.003)
+    assert described("gen4,64GiB").device_memory_rate == 0.0
 
 
 def test_drives_do_at_once_what_their_source_says() -> None:

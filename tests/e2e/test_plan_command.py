@@ -29,7 +29,7 @@ def test_a_described_machine_stands_in_for_this_one(new_project: NewProject, com
     shown = fuyou.json("--hardware", MACHINE, "-o", "plan.json", "--compare")
     assert (shown["fits"], shown["assumed"], shown["plan"]["device"]) == (True, True, "cuda")
     origins = {rate["what"]: rate["origin"] for rate in shown["rates"]}
-    assert origins["compute"] == "measured" and origins["store, both at once"] == "assumption"
+    assert origins["compute"] == "measured" and origins["store, both at once"] == origins["GPU memory"] == "assumption"
     assert shown["plan"]["cpu_budget"] == int(0.9 * (128 << 30))
     assert shown["room"]["disks"][0] | {"wanted": 0} == {
         "folders": [MACHINE], "what": ["the store", "the exported model"], "wanted": 0, "held": 0, "free": 4 * 10**12,

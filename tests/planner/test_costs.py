@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fuyou_cli.machine.described import described
 from fuyou_cli.planner.costs import Costs, staged_bytes
 from fuyou_cli.planner.device import crossing
 from fuyou_cli.planner.place import plan
@@ -81,6 +82,16 @@ def test_a_described_gpu_has_no_sum_in_its_rate() -> None:
         stage = SPEC.stages[-1 if chunk else BLOCK]
         more = 3 * stage.forward_flops * (1 / costs.rate(stage).backward - 1 / HARDWARE.matmul_flops)
         assert costs.micro_batches * more == pytest.approx(sums * PARAMS * 10 / 1e9, abs=1e-12)
+
+
+def test_sums_go_at_the_rate_of_the_described_cards_memory() -> None:
+    card = described("rtx4090,gen4,64GiB")
+    stage, numerics = SPEC.stages[BLOCK], replace(NUMERICS, batch_size=8, micro_batch_size=4)
+    taken = []
+    for hardware in (card, replace(card, device_memory_rate=0.0)):
+        rate = Costs(model=SPEC, hardware=hardware, numerics=numerics, device="cuda").rate(stage)
+        taken.append(3 * stage.forward_flops * (1 / rate.backward - 1 / card.matmul_flops))
+    assert taken[0] == pytest.approx(PARAMS * 10 / (0.73 * 1008e9) / 2) and taken[0] < 0.75 * taken[1]
 
 
 def test_compiled_blocks_take_the_time_that_was_measured_of_them() -> None:

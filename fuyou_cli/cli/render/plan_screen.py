@@ -175,6 +175,7 @@ def _known_rates(facts: RunFacts) -> list[str]:
         ),
         (hardware.adamw_bytes, f"AdamW {rate(hardware.adamw_bytes)} per thread"),
         (hardware.h2d, f"to GPU {rate(hardware.h2d)}, back {rate(hardware.d2h)}"),
+        (hardware.device_memory_rate, f"GPU memory {rate(hardware.device_memory_rate)}"),
         (hardware.dram, f"dram {rate(hardware.dram)}"),
     ]
     return [words for value, words in known if value]
