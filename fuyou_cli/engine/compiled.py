@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ..core.errors import UsageError
+from ..core.units import gib
 from ..planner.boundary_layout import device_layouts
 from ..spec.model import ITEM_SIZE, ModelSpec, OperatorSpec, StageSpec
 from ..spec.plan import Plan
@@ -54,13 +55,13 @@ def as_compiled(model: ModelSpec) -> ModelSpec:
 class CompiledBlocks:
     """Holds the compiled forwards of one model's blocks, by class. Implements `Activations` for those that keep nothing.
     `graphs`: compiled so far, forward and backward together. torch compiles again for a block that differs in what its code
-    looks at."""
+    looks at. `say` gets a note, once, if a graph is larger than planned."""
 
     as_backward = True
 
-    def __init__(self, backend: str = "inductor") -> None:
+    def __init__(self, backend: str = "inductor", *, say: Callable[[str], None] = lambda text: None) -> None:
         self.graphs = 0
-        self._backend = backend
+        self._backend, self._say, self._told = backend, say, False
         self._forwards: dict[type[nn.Module], Callable[..., Any]] = {}
 
     def of(self, block: nn.Module) -> Callable[..., Any]:
@@ -75,8 +76,9 @@ class CompiledBlocks:
         def of(stage: StageSpec, other: Activations) -> Activations:
             if stage.kind != "block":
                 return other
-            size = layouts[stage.index][1].size
-            return KeptGraphs(size, twice=plan.norm_first) if plan.stages[stage.index].kept_there else self
+            if not plan.stages[stage.index].kept_there:
+                return self
+            return KeptGraphs(layouts[stage.index][1].size, twice=plan.norm_first, too_large=self._too_large)
 
         return list(map(of, model.stages, others))
 
@@ -94,6 +96,15 @@ class CompiledBlocks:
                 f"train.compile: {kind.__name__} cannot be compiled: {said}",
                 hint="leave train.compile false; on a CPU torch needs g++ to compile, on a GPU Triton",
             ) from error
+
+    def _too_large(self, size: int, left: int) -> None:
+        if not self._told:
+            self._told = True
+            self._say(
+                f"note: the graph of a compiled block takes {gib(size)}, and the plan has {gib(left)} left for it. It is not "
+                "kept: backward runs the block's forward again, and steps take longer than planned. `fuyou bench RECIPE` "
+                "measures how large graphs are, for the next run; offload.activations=recompute plans without them"
+            )
 
     def _counted(self, graph: Any, inputs: Any) -> Any:
         from torch._dynamo import lookup_backend

@@ -133,7 +133,7 @@ class Run:
                 device=self.device,
                 optimizer=_optimizer(planned),
                 patience=patience,
-                compiled=CompiledBlocks() if planned.recipe.train.compile else None,
+                compiled=CompiledBlocks(say=self._announce) if planned.recipe.train.compile else None,
             )
         self._stack.callback(self.executor.close)
         self.executor.between_micro_batches = self._between_micro_batches

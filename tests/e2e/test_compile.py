@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,15 @@ import pytest
 
 from fuyou_cli.core.errors import Interrupted, UsageError
 from fuyou_cli.engine.compiled import CompiledBlocks
+from fuyou_cli.machine.profile import assumed_hardware
+from fuyou_cli.recipe.load import load_recipe
+from fuyou_cli.spec.hardware import StageRate
 from fuyou_cli.training import run as runs
+from fuyou_cli.training.plan_step import settle
+from fuyou_cli.training.steps import fetch, tokenise
 
 from .conftest import NewProject, Whole
-from .running import STEPS, interrupt, train
+from .running import STEPS, interrupt, planned, run_of, silent, train
 
 COMPILED = {"train.max_steps": STEPS, "train.compile": True}
 
@@ -55,3 +61,25 @@ def test_graphs_that_stay_on_the_device_change_nothing(new_project: NewProject, 
         train(project, interrupt(3, "forward"))
     project.write_recipe({**emulated, "offload.activations": "recompute"})
     assert train(project)[0] == recomputed
+
+
+def test_graphs_that_are_larger_than_planned_are_told_of_once(new_project: NewProject, llama: Path) -> None:
+    """Plans with a size that was measured much too small."""
+    keys = {"train.max_steps": 2, "offload.device": "emulated", "model.name_or_path": str(llama), "offload.activations": "keep"}
+    recipe = load_recipe(new_project(changes={**COMPILED, **keys}).recipe).recipe
+    hardware = assumed_hardware(device="emulated")
+    model = planned(recipe, hardware).model
+    block = next(stage for stage in model.stages if stage.kind == "block")
+    small = StageRate(
+        kind="compiled block", dtype=model.compute_dtype, hidden=model.hidden_size, params=block.params, tokens=1 << 20,
+        forward=1e12, backward=1e12, graph=1 << 20,
+    )  # fmt: skip
+    hardware = replace(hardware, stage_rates=(small,))
+    ready = settle(tokenise(fetch(planned(recipe, hardware, to_run=True), say=silent), say=silent), hardware)
+    assert sum(bool(stage.kept_there) for stage in ready.planned.plan.stages) > 1
+    told: list[str] = []
+    with run_of(ready, announce=told.append) as run:
+        run.load(lambda count: None)
+        run.train(lambda report: None)
+    (note,) = (text for text in told if "graph" in text)
+    assert note.startswith("note: ") and "fuyou bench RECIPE" in note and run.step == 2

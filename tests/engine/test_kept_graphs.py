@@ -161,7 +161,7 @@ def test_neither_input_nor_weights_are_held() -> None:
     weight, x, gradient = torch.randn(8, 8), torch.randn(4, 8), torch.randn(4, 8)
     expected = [x.clone().requires_grad_(True), nn.Parameter(weight.clone())]
     _ran(*expected).backward(gradient)
-    graphs = KeptGraphs(512, twice=False)  # the result of tanh
+    graphs = KeptGraphs(512, twice=False, too_large=_unheard)  # the result of tanh
     flat = torch.cat([torch.zeros(64), weight.flatten()])
     parameter, before = nn.Parameter(flat[64:].view(8, 8)), x.clone()
     y = graphs.forward(lambda part: _ran(part, parameter), before, 0, [parameter])
@@ -179,29 +179,35 @@ def _ran(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.tanh(x @ weight)
 
 
+def _unheard(size: int, left: int) -> None:
+    raise AssertionError(f"{size} bytes where {left} are left")
+
+
 def _refused(x: torch.Tensor) -> torch.Tensor:
     raise AssertionError("the forward runs again")
 
 
 def test_a_graph_larger_than_planned_is_not_kept() -> None:
-    graphs = KeptGraphs(511, twice=False)
+    told: list[tuple[int, int]] = []
+    graphs = KeptGraphs(511, twice=False, too_large=lambda *sizes: told.append(sizes))
     weight, x = nn.Parameter(torch.ones(8, 8)), torch.ones(4, 8, requires_grad=True)
-    with pytest.warns(UserWarning, match="takes 512 bytes, but the plan has 511"):
-        graphs.forward(lambda part: _ran(part, weight), x, 0, [weight])
+    graphs.forward(lambda part: _ran(part, weight), x, 0, [weight])
+    assert told == [(512, 511)]
     with pytest.raises(AssertionError, match="runs again"):
         graphs.again(_refused, x, 0, None, [weight])
 
 
 def test_what_graphs_share_is_counted_once() -> None:
     """Else a size measured of more rows is too small for fewer: what is the same for all rows does not shrink with them."""
-    weight, shared, graphs = nn.Parameter(torch.ones(8, 8)), torch.ones(8), KeptGraphs(3 * 512, twice=False)
+    weight, shared, told = nn.Parameter(torch.ones(8, 8)), torch.ones(8), list[tuple[int, int]]()
+    graphs, none = (KeptGraphs(size, twice=False, too_large=lambda *sizes: told.append(sizes)) for size in (3 * 512, 0))
     for _ in range(2):  # sweeps
         for number in range(2):
             graphs.forward(lambda part: _ran(part, weight) * shared, torch.ones(4, 8), number, [weight])
         for number in range(2):
             graphs.again(_refused, torch.ones(4, 8, requires_grad=True), number, None, [weight])
-    with pytest.warns(UserWarning, match="takes 1024 bytes, but the plan has 0"):
-        KeptGraphs(0, twice=False).forward(lambda part: _ran(part, weight) * shared, torch.ones(4, 8), 0, [weight])
+    none.forward(lambda part: _ran(part, weight) * shared, torch.ones(4, 8), 0, [weight])
+    assert told == [(1024, 0)]
 
 
 def test_a_step_given_up_gives_its_graphs_back(tmp_path: Path) -> None:

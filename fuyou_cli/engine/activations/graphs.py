@@ -7,8 +7,7 @@ stay where compute put them.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,12 +124,13 @@ def graph_bytes(run: Run, x: torch.Tensor, parameters: Sequence[nn.Parameter]) -
 class KeptGraphs:
     """Implements `Activations` for a compiled block that keeps its graphs, one per micro-batch, within `size` bytes. They share
     what is the same for all rows, like masks. `twice`: two backwards follow a forward. The first runs the forward again,
-    because a compiled backward may write into what its graph saved."""
+    because a compiled backward may write into what its graph saved. `too_large` gets the bytes of a graph that is not kept, and
+    those that are left for it."""
 
     as_backward = True
 
-    def __init__(self, size: int, *, twice: bool) -> None:
-        self._size, self._twice = size, twice
+    def __init__(self, size: int, *, twice: bool, too_large: Callable[[int, int], None]) -> None:
+        self._size, self._twice, self._too_large = size, twice, too_large
         self._graphs: dict[int, _Graph] = {}  # by micro-batch
         self._anchor = torch.zeros((), requires_grad=True)
 
@@ -144,8 +144,7 @@ class KeptGraphs:
                 y = run(entering)
             saved.leave()
         if taken + saved.size > self._size:
-            sizes = f"its graph takes {saved.size} bytes, but the plan has {self._size - taken}"
-            warnings.warn(f"backward runs the forward of a compiled block again, other than planned: {sizes}", stacklevel=2)
+            self._too_large(saved.size, self._size - taken)
             return y.detach()
         inputs = [get_gradient_edge(entering), *(get_gradient_edge(p) if p.requires_grad else None for p in parameters)]
         self._graphs[micro_batch] = _Graph(saved, y.shape, get_gradient_edge(y), inputs, self._twice)
