@@ -11,7 +11,8 @@ from ...planner.boundary_layout import BoundaryLayout, device_layouts
 from ...spec.model import ModelSpec
 from ...spec.plan import Plan
 from ..devices.base import Device, Event
-from .outputs import Place, Resting
+from .outputs import Place
+from .resting import Resting, Views
 
 
 class Keep:
@@ -21,17 +22,14 @@ class Keep:
     direct, waits = True, False
 
     def __init__(self, memory: torch.Tensor, layout: BoundaryLayout) -> None:
-        self._memory, self._layout = memory, layout
-        self._typed: dict[torch.dtype, torch.Tensor] = {}
+        self._layout, self._begin = layout, int(memory.storage_offset())
+        self._views = Views(memory.view)
 
     def room(self, operator: int) -> int:
         return self._layout.outputs[operator].size
 
     def there(self, micro_batch: int, operator: int, resting: Resting) -> torch.Tensor:
-        if resting.dtype not in self._typed:
-            self._typed[resting.dtype] = self._memory.view(resting.dtype)
-        begin = int(self._memory.storage_offset()) + self._layout.begin(micro_batch, operator)
-        return resting.within(self._typed[resting.dtype], begin)
+        return self._views.at(self._begin + self._layout.begin(micro_batch, operator), resting)
 
     def put(self, value: torch.Tensor, there: torch.Tensor) -> Event | None:
         there.copy_(value)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -29,33 +28,9 @@ from ..moves import Waiting
 from .called import ATTENTION, Handed, InAttention, Known, Notes, Only, Weights, handing_over, linear_into, numbers_of
 from .operators import Operators, name_of, product_into, product_of
 from .recompute import Run, Sparing, without_saving
+from .resting import Resting
 
 _WITHOUT = "set offload.activations=recompute, which does not depend on the model's operators"
-
-
-@dataclass(frozen=True, slots=True)
-class Resting:
-    """Describes one tensor of a kept output. It begins `offset` bytes after the output's start."""
-
-    offset: int
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-    @classmethod
-    def of(cls, value: torch.Tensor, offset: int) -> Resting:
-        """Describes a tensor like `value`, without gaps."""
-        stride = value.stride() if value.is_contiguous() else torch.empty_like(value, device="meta").stride()
-        return cls(offset, value.dtype, value.shape, stride)
-
-    @property
-    def end(self) -> int:
-        return self.offset + self.shape.numel() * self.dtype.itemsize
-
-    def within(self, memory: torch.Tensor, begin: int) -> torch.Tensor:
-        """Returns the tensor in `memory` (1-D, of its dtype), where the output's memory begins at byte `begin`. What is written
-        elsewhere into that memory does not count as a change of it."""
-        return memory.as_strided(self.shape, self.stride, (begin + self.offset) // self.dtype.itemsize).data
 
 
 Output = tuple[list[Any], bool]  # descriptions of kept tensors, other values as they are; whether the operator returns a tuple
@@ -319,8 +294,7 @@ class _KeepingCalls:
             self._mode.put(operator, value, Resting(0, value.dtype, *as_returned))
             self._mode.outputs[operator] = output
         elif as_returned is not None and self._is_linear(handed):
-            out = self._mode.linear_there(operator, handed.args, output)
-            value = out.detach()
+            value = out = self._mode.linear_there(operator, handed.args, output)
         else:
             with self._only.of(operator, handed.address):
                 out = handed.run()

@@ -9,7 +9,7 @@ import torch
 from ..boundaries import Boundaries
 from ..devices.base import Device, Event
 from ..host_memory import HostMemory
-from .outputs import Resting
+from .resting import Resting, Views
 
 
 class Swap:
@@ -20,14 +20,14 @@ class Swap:
 
     def __init__(self, stage: int, *, boundaries: Boundaries, memory: HostMemory, device: Device) -> None:
         self.waits = device.separate
-        self._stage, self._boundaries, self._memory, self._device = stage, boundaries, memory, device
+        self._stage, self._boundaries, self._device = stage, boundaries, device
+        self._views = Views(memory.whole)
 
     def room(self, operator: int) -> int:
         return self._boundaries.output_size(self._stage, operator)
 
     def there(self, micro_batch: int, operator: int, resting: Resting) -> torch.Tensor:
-        begin = self._boundaries.output_begin(self._stage, micro_batch, operator)
-        return resting.within(self._memory.whole(resting.dtype), begin)
+        return self._views.at(self._boundaries.output_begin(self._stage, micro_batch, operator), resting)
 
     def put(self, value: torch.Tensor, there: torch.Tensor) -> Event | None:
         if self._device.separate:
