@@ -199,7 +199,8 @@ class Costs:
 
     def rate(self, stage: StageSpec) -> StageRate:
         """Returns the stage's rates at this run's micro-batches. For each of them (in a head for each piece) a GPU adds whole
-        gradients to their sums. A rate of other tokens includes more or less of that per FLOP, one of no tokens nothing."""
+        gradients to their sums. A rate of other tokens includes more or less of that per FLOP, one of no tokens nothing. A GPU
+        waits for what the host submits, which takes as long for few tokens as for many."""
         owner = self.model.stages[self.model.owner(stage.index)]
         tokens = self.numerics.micro_batch_tokens
         rate = self.hardware.stage_rate(
@@ -219,7 +220,12 @@ class Costs:
         whole, spared = _backward_flops(stage)
         backward, given = _in_more_time(rate.backward, whole, more), _in_more_time(rate.given, whole - spared, more)
         graph = rate.graph * tokens // rate.tokens if rate.graph else 0
-        return replace(rate, tokens=tokens, backward=backward, given=given, graph=graph)
+        launch = rate.backward_launch * (tokens / piece)
+        return replace(
+            rate, tokens=tokens, graph=graph, backward=_in_at_least(backward, whole, launch),
+            forward=_in_at_least(rate.forward, stage.forward_flops, rate.forward_launch * (tokens / piece)),
+            given=_in_at_least(given, whole - spared, launch),
+        )  # fmt: skip
 
     def _backward(self, visit: Visit, stage: StageSpec, rate: StageRate) -> float:
         """Returns the seconds of backward. They lie between those without kept outputs and those with all of them, by the FLOPs
@@ -308,3 +314,8 @@ def _backward_flops(stage: StageSpec) -> tuple[float, float]:
 def _in_more_time(rate: float, flops: float, seconds: float) -> float:
     """Returns the rate of FLOPs that take so much longer (shorter: at most by half)."""
     return flops / max(flops / rate / 2, flops / rate + seconds) if rate and flops > 0 else rate
+
+
+def _in_at_least(rate: float, flops: float, seconds: float) -> float:
+    """Returns the rate of FLOPs that take no less time than this."""
+    return min(rate, flops / seconds) if seconds and flops > 0 else rate

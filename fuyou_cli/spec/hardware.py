@@ -72,6 +72,9 @@ class StageRate:
     backward: Flops  # for three times `forward_flops`: recompute and backward; for a head, its one visit
     given: Flops = 0.0  # backward with every output kept that can be; 0: not measured, `backward` applies
     graph: Size = 0  # bytes that a compiled block's graph holds from forward to backward; 0: not measured
+    # Seconds in which the thread that feeds a GPU submits a micro-batch (of a head a piece), however small; 0: not measured
+    forward_launch: Number = 0.0
+    backward_launch: Number = 0.0
 
     @property
     def shape(self) -> tuple[str, str, int, int, int]:
@@ -194,8 +197,9 @@ class HardwareProfile:
             if not rates[later]:
                 del rates[later]
         for rate in rates["stage_rates"]:
-            if not rate["graph"]:
-                del rate["graph"]
+            for later in ("graph", "forward_launch", "backward_launch"):
+                if not rate[later]:
+                    del rate[later]
         return hashlib.sha256(json.dumps(rates, sort_keys=True).encode()).hexdigest()[:12]
 
 

@@ -79,5 +79,6 @@ def _stage_rates(hardware: HardwareProfile, model: ModelSpec, plan: Plan, factor
         yield StageRate(
             kind=kind, dtype=model.compute_dtype, hidden=model.hidden_size, params=params, tokens=tokens,
             forward=rate.forward * factor, backward=rate.backward * factor, given=rate.given * factor,
-            graph=rate.graph * tokens // rate.tokens if rate.graph else 0,
+            graph=rate.graph * tokens // rate.tokens if rate.graph else 0, forward_launch=rate.forward_launch / factor,
+            backward_launch=rate.backward_launch / factor,
         )  # fmt: skip

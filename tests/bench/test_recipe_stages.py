@@ -83,11 +83,21 @@ def test_a_recipes_stages_are_rated_as_the_planner_asks_for_them() -> None:
     ]
     assert all(rate.forward > 0 and rate.backward > 0 for rate in found.stage_rates) and found.notes == ()
     assert found.stage_rates[0].given > 0 and found.stage_rates[1].given == 0.0  # of a head nothing is kept
+    assert all(rate.forward_launch == rate.backward_launch == 0.0 for rate in found.stage_rates)
     blocks, heads = ("forward", "backward", "backward, outputs kept"), ("forward", "backward")
     assert [rate.name for rate in found.rates] == [
         *(f"block 64 bfloat16, {way}" for way in blocks), *(f"head 64 bfloat16, {way}" for way in heads)
     ]  # fmt: skip
     assert all(rate.repeats >= 2 for rate in found.rates)
+
+
+@pytest.mark.gpu
+def test_a_small_block_takes_about_what_its_launches_take() -> None:
+    anatomy = tied_gemma()
+    flops = next(stage.forward_flops for stage in inspected(anatomy).stages if stage.kind == "block")
+    rate = measure_recipe(anatomy, [NUMERICS], torch.device("cuda"), quick=True, free=GiB).stage_rates[0]
+    assert 0.5 < rate.forward_launch / (flops / rate.forward) < 1.5
+    assert 0.5 < rate.backward_launch / (3 * flops / rate.backward) < 1.5
 
 
 def test_a_compiled_block_is_rated_as_one(monkeypatch: pytest.MonkeyPatch) -> None:

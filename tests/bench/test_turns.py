@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuyou_cli.machine.measure.findings import mean_seconds
+from fuyou_cli.machine.measure.findings import launch_seconds, mean_seconds
 from fuyou_cli.machine.measure.turns import DISTURBED, LEAST, Action, Turn, counted, in_turns, left_out, rates_of
 
 _CORES = st.lists(st.floats(min_value=0.0, max_value=2.0), min_size=1, max_size=20)
@@ -80,3 +80,19 @@ def test_a_gpu_works_before_it_is_timed(monkeypatch: pytest.MonkeyPatch, clock: 
 
     turns = in_turns([Action(name="a", run=run, amount=1.0, share=1.0)], torch.device("cuda"), 0.05)
     assert turns and begun[-1] - begun[0] >= 0.099  # as long again as it is timed
+
+
+def test_a_launch_takes_what_the_host_takes(monkeypatch: pytest.MonkeyPatch, clock: list[float]) -> None:
+    """Leaves out the device's own time, and the first launch. A processor computes while it launches."""
+    repeats: list[float] = []
+
+    def run() -> None:
+        repeats.append(0.001 * (len(repeats) + 1) if repeats else 0.0001)
+        clock[0] += repeats[-1]
+
+    def wait(device: torch.device) -> None:
+        clock[0] += 0.5
+
+    monkeypatch.setattr(torch.cuda, "synchronize", wait)
+    assert launch_seconds(run, torch.device("cuda")) == pytest.approx(0.002)
+    assert launch_seconds(run, torch.device("cpu")) == 0.0

@@ -88,6 +88,16 @@ def test_threads_that_wait_for_the_memory_tell_nothing_of_adamw() -> None:
     assert unlimited is not None and unlimited.adamw != shared.adamw
 
 
+def test_launches_are_as_much_slower_as_compute() -> None:
+    rate = KNOWN.stage_rate("block", SPEC.compute_dtype, SPEC.hidden_size, SPEC.stages[1].params, 1)
+    known = replace(KNOWN, stage_rates=(replace(rate, tokens=1, forward_launch=0.001, backward_launch=0.003),))
+    found = corrected(known, SPEC, plan_of(), step_on(known), run_on(slower(2.0)))
+    assert found is not None
+    (own,) = (each for each in found.stage_rates if each.kind == "block" and each.tokens > 1)
+    times = rate.forward / own.forward
+    assert times > 1.5 and (own.forward_launch, own.backward_launch) == pytest.approx((0.001 * times, 0.003 * times))
+
+
 @examples(30)
 @given(st.floats(0.6, 2.5), st.floats(0.5, 3.0))
 def test_a_plan_made_again_says_what_the_run_did(compute: float, update: float) -> None:

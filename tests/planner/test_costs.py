@@ -84,6 +84,29 @@ def test_a_described_gpu_has_no_sum_in_its_rate() -> None:
         assert costs.micro_batches * more == pytest.approx(sums * PARAMS * 10 / 1e9, abs=1e-12)
 
 
+@given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([0, 64]), st.floats(0.0, 1e3), st.floats(0.0, 1e3))
+def test_a_gpu_waits_for_the_host_that_launches(micro: int, chunk: int, forward: float, backward: float) -> None:
+    """Takes no less time for a micro-batch, of a head for a piece, than its launches take. A processor launches nothing."""
+    numerics = replace(NUMERICS, batch_size=8, micro_batch_size=micro, max_seq_len=128, head_chunk_tokens=chunk)
+    block = replace(machine(given=GIVEN).stage_rates[0], tokens=micro * 128)
+    for stage, rate in (
+        (SPEC.stages[BLOCK], block),
+        (SPEC.stages[-1], replace(block, kind="head", tokens=chunk or micro * 128)),
+    ):
+        pieces = micro * 128 // rate.tokens
+        seconds = {}
+        for device in ("cuda", "cpu"):
+            for launches in (True, False):
+                rated = replace(rate, forward_launch=forward, backward_launch=backward) if launches else rate
+                hardware = replace(HARDWARE, device=device, stage_rates=(rated,), device_memory_rate=1e9)
+                found = Costs(model=SPEC, hardware=hardware, numerics=numerics, device=device).rate(stage)
+                flops = stage.forward_flops
+                seconds[device, launches] = (flops / found.forward, 3 * flops / found.backward)
+        least = [pieces * each for each in (forward, backward)]
+        assert seconds["cuda", True] == pytest.approx(tuple(map(max, seconds["cuda", False], least)))
+        assert seconds["cpu", True] == seconds["cpu", False]
+
+
 def test_sums_go_at_the_rate_of_the_described_cards_memory() -> None:
     card = described("rtx4090,gen4,64GiB")
     stage, numerics = SPEC.stages[BLOCK], replace(NUMERICS, batch_size=8, micro_batch_size=4)

@@ -80,10 +80,11 @@ def test_a_graph_takes_what_was_measured_of_this_very_block(changes: dict[str, A
     assert len({id(operators) for operators in graphs}) == 1 or size == 2048, "a search relies on it"
 
 
-def test_a_profile_without_graphs_keeps_its_digest() -> None:
+def test_a_profile_without_graphs_and_launches_keeps_its_digest() -> None:
     plain = replace(HARDWARE, stage_rates=(rate(1 << 20, 128),))
     with_graph = replace(HARDWARE, stage_rates=(replace(plain.stage_rates[0], graph=1),))
-    assert plain.digest() == "aeaafdf149f4" != with_graph.digest()
+    launched = replace(HARDWARE, stage_rates=(replace(plain.stage_rates[0], forward_launch=1.0),))
+    assert plain.digest() == "aeaafdf149f4" and len({each.digest() for each in (plain, with_graph, launched)}) == 3
 
 
 def test_without_rates_of_stages_the_matrix_product_stands_for_them() -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 Unit = Literal["FLOP/s", "B/s"]
 
+LAUNCHES = 5
 DTYPES: tuple[Dtype, Dtype] = ("bfloat16", "float32")
 
 
@@ -86,6 +87,18 @@ def seconds_of(action: Callable[[], object], device: torch.device | None = None)
 
         torch.cuda.synchronize(device)  # the launch alone takes nearly no time
     return time.perf_counter() - begin
+
+
+def launch_seconds(action: Callable[[], object], device: torch.device) -> float:
+    """Returns the least seconds in which the host submits one repeat to a GPU that has nothing else to do. Returns 0 for a
+    processor, which computes it meanwhile."""
+    if device.type != "cuda":
+        return 0.0
+    taken = []
+    for _ in range(1 + LAUNCHES):
+        taken.append(seconds_of(action))
+        seconds_of(lambda: None, device)  # until the device has finished
+    return min(taken[1:])
 
 
 def mean_seconds(action: Callable[[], object], seconds: float, device: torch.device) -> float:

@@ -13,7 +13,7 @@ from fuyou_cli.spec.model import ITEM_SIZE, Dtype, ModelSpec
 from fuyou_cli.spec.plan import Numerics
 
 from ..allocator import trim
-from .findings import DTYPES, Findings, Rate
+from .findings import DTYPES, Findings, Rate, launch_seconds
 from .turns import Action, counted, in_turns, left_out, rates_of
 
 if TYPE_CHECKING:
@@ -198,14 +198,16 @@ class Sample:
             actions["given"] = Action(name=name, run=alone.given, amount=alone.given_flops, share=0.25)
         return actions
 
-    def rated(self, rates: dict[str, Rate]) -> StageRate:
-        """Returns what was found, by the field of a StageRate, with the shape it was found at."""
+    def rated(self, rates: dict[str, Rate], device: torch.device) -> StageRate:
+        """Returns what was found, by the field of a StageRate, with the shape it was found at. Times launches on the device."""
         from fuyou_cli.engine.alone import BlockAlone
 
         alone, stage, found = self.alone, self.stage, {field: rate.value for field, rate in rates.items()}
         return StageRate(
             kind=self.kind, dtype=stage.numerics.compute_dtype, hidden=stage.hidden, params=stage.params, tokens=self.tokens,
-            graph=alone.graph_bytes() if isinstance(alone, BlockAlone) else 0, **found,
+            graph=alone.graph_bytes() if isinstance(alone, BlockAlone) else 0,
+            forward_launch=launch_seconds(alone.forward, device), backward_launch=launch_seconds(alone.backward, device),
+            **found,
         )  # fmt: skip
 
 
@@ -219,6 +221,6 @@ def timed(samples: Sequence[Sample], device: torch.device, *, seconds: float) ->
         own = [replace(turn, seconds=turn.seconds[place : place + len(actions)]) for turn in counted(turns)]
         note = f"{count(sample.stage.params)} parameters, {sample.alone.tokens} tokens{left_out(turns)}"
         rates = rates_of(list(actions.values()), own, "FLOP/s", note)
-        found += Findings(stage_rates=(sample.rated(dict(zip(actions, rates, strict=True))),), rates=tuple(rates))
+        found += Findings(stage_rates=(sample.rated(dict(zip(actions, rates, strict=True)), device),), rates=tuple(rates))
         place += len(actions)
     return found
