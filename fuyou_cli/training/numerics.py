@@ -140,15 +140,16 @@ def likely_sizes(batch_size: int, length: int, *, usual: int) -> list[int]:
 def fastest_size(batch_size: int, length: int, *, usual: int, planned: Seconds, searched: Seconds) -> int:
     """Returns the size with the fastest step. The size of `usual` tokens wins unless another is faster by more than GAIN.
 
-    Tries larger and smaller sizes with their usual plan (`planned`, quick), as long as each is faster than the one before, or
-    until one fits. `searched` then decides between the best two, if they are close.
+    Tries larger and smaller sizes with their usual plan (`planned`, quick), as long as they are faster. `searched` then decides
+    between the best two, if they are close.
     """
     smaller, middle, larger = sizes_of(batch_size, length, usual=usual)
     found: dict[int, float] = {}
     if (seconds := planned(middle)) is not None:
         found[middle] = seconds
-        _follow(larger, planned, found, seconds)
-    _follow(smaller, planned, found, seconds)
+        _follow(larger, planned, found, seconds, patience=1)
+    # Where compute and updates take about as long, they may wait for each other at one size, and not at the next smaller one.
+    _follow(smaller, planned, found, seconds, patience=2)
     best = sorted(found, key=lambda size: (found[size], size))[:2]
     if middle in found and middle not in best and found[middle] * (1 - GAIN) <= found[best[0]]:
         best[1] = middle
@@ -157,15 +158,21 @@ def fastest_size(batch_size: int, length: int, *, usual: int, planned: Seconds, 
     return _fastest(found, middle)
 
 
-def _follow(sizes: Sequence[int], planned: Seconds, found: dict[int, float], least: float | None) -> None:
-    """Tries sizes as long as each is faster, or until one fits. `least`: seconds of the last size that fits."""
+def _follow(sizes: Sequence[int], planned: Seconds, found: dict[int, float], least: float | None, *, patience: int) -> None:
+    """Tries sizes until `patience` in a row are no faster than the best before or one does not fit, or, where none fits yet,
+    until one does. `least`: seconds of the best."""
+    in_vain = 0
     for size in sizes:
         seconds = planned(size)
-        if seconds is not None:
-            found[size] = seconds
-        if least is not None and (seconds is None or seconds >= least * (1 - GAIN)):
+        if seconds is None:
+            if least is not None:
+                return
+            continue
+        found[size] = seconds
+        in_vain = in_vain + 1 if least is not None and seconds >= least * (1 - GAIN) else 0
+        if in_vain == patience:
             return
-        least = seconds
+        least = least if in_vain else seconds
 
 
 def _fastest(found: dict[int, float], usual: int) -> int:

@@ -46,6 +46,12 @@ def test_the_fastest_that_fits(seconds: dict[int, float | None], best: int) -> N
     assert fastest_size(16, 512, usual=USUAL_TOKENS, planned=seconds.__getitem__, searched=seconds.__getitem__) == best
 
 
+def test_downwards_past_one_that_is_no_faster() -> None:
+    """Has the times of a 70B model, 256 rows a step, on a 4090 with two drives: of four rows, gradients wait for updates."""
+    seconds = {8: 980.8, 4: 1005.8, 2: 898.7, 1: 1011.2}
+    assert fastest_size(256, 1024, usual=MOST_TOKENS, planned=seconds.__getitem__, searched=seconds.__getitem__) == 2
+
+
 def test_downwards_until_one_fits() -> None:
     """Goes downwards from the usual four rows at a length of 256, to one where the budget holds no more."""
     seconds = {4: None, 2: None, 1: 3.0}
