@@ -98,16 +98,16 @@ def divisors(count: int) -> list[int]:
 
 @st.composite
 def request_for(
-    draw: st.DrawFn, spec: ModelSpec, *, budget: int = 1 << 40, pinned: bool = True, swept: bool = False
+    draw: st.DrawFn, spec: ModelSpec, *, budget: int = 1 << 40, pinned: bool = True, swept: bool = False, most: int = 8
 ) -> PlanRequest:
     """Draws numerics, clipping or a share of deferred updates, lookahead, device and pins; `swept`: also sweeps, or the norm
-    first."""
+    first; `most`: micro-batches, and so sweeps."""
     tier = st.sampled_from([None, None, "cpu", "ssd"]) if pinned else st.none()
     micro = draw(st.integers(1, 4))
     clip = draw(st.sampled_from([None, 1.0]))
     defer = draw(st.sampled_from([None, 0.0, 0.3, 0.5, 0.9, 1.0])) if clip is None else None
     numerics = Numerics(
-        compute_dtype=spec.compute_dtype, micro_batch_size=micro, batch_size=micro * draw(st.integers(1, 8)),
+        compute_dtype=spec.compute_dtype, micro_batch_size=micro, batch_size=micro * draw(st.integers(1, most)),
         accumulate_dtype=draw(st.sampled_from([spec.compute_dtype, "float32"])),
         max_seq_len=draw(st.sampled_from([64, 512])), head_chunk_tokens=0, torch_threads=2, seed=0,
     )  # fmt: skip
@@ -156,8 +156,8 @@ def cut(spec: ModelSpec, *pieces: int) -> ModelSpec:
 
 
 @st.composite
-def cut_models(draw: st.DrawFn) -> ModelSpec:
+def cut_models(draw: st.DrawFn, blocks: int = 12) -> ModelSpec:
     """Cuts into two to four pieces, the last one smaller or not."""
     size = draw(st.integers(1, 256)) * STAGE_ALIGN
     last = draw(st.integers(1, size // STAGE_ALIGN)) * STAGE_ALIGN
-    return cut(draw(models()), *[size] * draw(st.integers(1, 3)), last)
+    return cut(draw(models(blocks=blocks)), *[size] * draw(st.integers(1, 3)), last)

@@ -78,29 +78,29 @@ def test_each_number_is_at_least_twice_the_one_before() -> None:
 
 
 @examples(12)
-@given(data=st.data(), spec=models(blocks=4))
+@given(data=st.data(), spec=models(blocks=2))
 def test_never_slower_without_fewer_writes_never_more_written_and_bounded(data: st.DataObject, spec: ModelSpec) -> None:
     spec = replace(spec, may_sweep=not spec.tied_head)
     request = replace(data.draw(request_for(spec, pinned=False)), wear=data.draw(st.sampled_from(["spare", "ignore"])))
-    numerics = replace(request.numerics, batch_size=16 * request.numerics.micro_batch_size)
+    micro_batches = data.draw(st.sampled_from([2, 2, 4, 4, 6, 16]))  # numbers of sweeps are their divisors, and each costs
+    numerics = replace(request.numerics, batch_size=micro_batches * request.numerics.micro_batch_size)
     request = replace(request, numerics=numerics)
     request = replace(
         request, cpu_budget=least_memory(spec, HARDWARE, replace(request, sweeps=1)) + data.draw(st.integers(0, 300)) * MiB
     )
     candidates = data.draw(parts(family(spec, request)))
-    for narrower in ({"sweeps": 1, "norm_first": False}, {"norm_first": False}):
-        one = search(spec, HARDWARE, replace(request, **narrower), effort="limited", candidates=candidates)
-        found = search(spec, HARDWARE, request, effort="limited", candidates=candidates)
-        if request.wear == "ignore":
-            assert found.best.seconds <= one.best.seconds
-        else:
-            longest = max(one.best.seconds, found.fastest.seconds * (1 + WORTH))
-            assert found.best.seconds <= longest
-            assert found.best.seconds < one.best.seconds or seconds_and_bytes(found.best) <= seconds_and_bytes(one.best)
-        assert found.visits - one.visits <= 1.5 * MOST_REFINED_VISITS
-        if request.wear != "ignore":
-            assert found.best.plan.predicted.written_per_step <= one.best.plan.predicted.written_per_step
-        assert found.best.plan.predicted.cpu_peak <= request.cpu_budget
+    found = search(spec, HARDWARE, request, effort="limited", candidates=candidates)
+    narrower = data.draw(st.sampled_from([{"sweeps": 1, "norm_first": False}, {"norm_first": False}]))
+    one = search(spec, HARDWARE, replace(request, **narrower), effort="limited", candidates=candidates)
+    if request.wear == "ignore":
+        assert found.best.seconds <= one.best.seconds
+    else:
+        longest = max(one.best.seconds, found.fastest.seconds * (1 + WORTH))
+        assert found.best.seconds <= longest
+        assert found.best.seconds < one.best.seconds or seconds_and_bytes(found.best) <= seconds_and_bytes(one.best)
+        assert found.best.plan.predicted.written_per_step <= one.best.plan.predicted.written_per_step
+    assert found.visits - one.visits <= 1.5 * MOST_REFINED_VISITS
+    assert found.best.plan.predicted.cpu_peak <= request.cpu_budget
 
 
 def test_sweeps_that_write_less_and_take_no_longer_spare_the_drives() -> None:
