@@ -70,10 +70,13 @@ def test_a_step_takes_at_least_what_the_hosts_memory_takes(
     hardware = replace(COPYING if device == "cuda" else SHARED, dram=dram)
     request = replace(data.draw(request_for(spec, swept=True, most=3)), device=device)
     made, step = _simulated(spec, hardware, request, steps=STEADY)
-    counted = made.predicted.seconds["dram"] - (made.predicted.read_per_step - step.read) / dram
-    assert step.in_use["dram"] <= min(step.step_seconds, counted) * (1 + 1e-9)
+    before = simulate(spec, hardware, made, plan_schedule(spec, made), steps=STEADY - 1)
+    used, read = before.in_use["dram"] + step.in_use["dram"], before.read + step.read
+    counted = 2 * made.predicted.seconds["dram"] - (2 * made.predicted.read_per_step - read) / dram
+    assert step.in_use["dram"] <= step.step_seconds * (1 + 1e-9)
+    assert used <= counted * (1 + 1e-9)  # steps may alternate: one moves what the one before has asked for
     if not spec.tied_head:  # whose sums of gradients may stay on the device
-        assert step.in_use["dram"] == pytest.approx(counted, rel=1e-6)
+        assert used == pytest.approx(counted, rel=1e-6)
     free, unknown = (
         simulate(spec, replace(hardware, dram=rate), made, plan_schedule(spec, made), steps=STEADY) for rate in (1e15, 0.0)
     )
