@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.engine.activations import outputs
 from fuyou_cli.engine.activations.operators import Operators
+from fuyou_cli.engine.activations.resting import Resting, Views
 from fuyou_cli.engine.executor import StepAbandoned
 from fuyou_cli.engine.inspect import inspect
 from fuyou_cli.planner.boundary_layout import Kept
@@ -254,6 +257,19 @@ def test_memory_of_a_step_does_not_rise(family: str, tmp_path: Path) -> None:
             rig.executor.drain()
             peaks.append(live.peak)
     assert peaks[1] <= peaks[0]
+
+
+def test_remembered_views_hold_no_memory_until_the_collector_runs() -> None:
+    """A device's memory is free for the next run as soon as this one lets go of it."""
+    memory = torch.arange(16, dtype=torch.float32).view(torch.uint8)
+    held, views = weakref.ref(memory), Views(memory.view)
+    assert views.at(16, Resting(4, torch.float32, torch.Size([2]), (1,))).tolist() == [5.0, 6.0]
+    gc.disable()
+    try:
+        del views, memory
+        assert held() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("place", ["cpu", "ssd"])

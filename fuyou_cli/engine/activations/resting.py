@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
@@ -38,13 +38,16 @@ class Views:
     """
 
     def __init__(self, memory: Callable[[torch.dtype], torch.Tensor]) -> None:
-        self._memory = memory
-        self._view = lru_cache(maxsize=_REMEMBERED)(self._made)
+        # The function does not refer to `self`: in a cycle, views would hold a device's memory until the collector runs.
+        self._view = lru_cache(maxsize=_REMEMBERED)(partial(_made, memory))
 
     def at(self, begin: int, resting: Resting) -> torch.Tensor:
         """Returns the tensor, where the output's memory begins at byte `begin`. What is written elsewhere into that memory does
         not count as a change of it."""
         return self._view(begin + resting.offset, resting.dtype, resting.shape, resting.stride).data
 
-    def _made(self, begin: int, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> torch.Tensor:
-        return self._memory(dtype).as_strided(shape, stride, begin // dtype.itemsize)
+
+def _made(
+    memory: Callable[[torch.dtype], torch.Tensor], begin: int, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]
+) -> torch.Tensor:
+    return memory(dtype).as_strided(shape, stride, begin // dtype.itemsize)
