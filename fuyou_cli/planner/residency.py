@@ -368,9 +368,11 @@ class Residency:
 def update_priority(plan: StagePlan) -> int:
     """Returns the priority of a stage's update. In backward, those with traffic to the store in every step come first: they are
     no faster than the drives, which leaves threads for the others. The other way round the drives would stand still. Deferred
-    updates are always wanted soon."""
+    updates are always wanted soon. An update in backward that frees a slot for gradients goes in order of arrival: a newer one
+    of an earlier stage before it would keep backward waiting for the slot."""
     hurries = plan.states == "ssd" or plan.writes_weights or plan.deferred
-    return (UPDATE_PRIORITY if hurries else IN_RAM_PRIORITY) + plan.stage
+    frees_slot = not plan.deferred and _gradients_home(plan) is None
+    return (UPDATE_PRIORITY if hurries else IN_RAM_PRIORITY) + (0 if frees_slot else plan.stage)
 
 
 def _gradients_home(plan: StagePlan) -> Span | None:

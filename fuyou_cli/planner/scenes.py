@@ -16,7 +16,7 @@ from .boundary_ledger import KeptBoundary
 from .device import There
 from .imagined import Imagined
 from .records import ON_DEVICE, Record
-from .residency import IN_RAM_PRIORITY, UPDATE_PRIORITY
+from .residency import IN_RAM_PRIORITY, UPDATE_PRIORITY, update_priority
 from .schedule import Visit
 
 _DONE = -1  # instead of the place of a job that is done
@@ -142,7 +142,7 @@ class Scenery:
         """Makes the ledgers stand as the scene of these stages says when the visit of this index begins."""
         run, ledger, boundaries = self._run, self._ledger, self._boundaries
         jobs = [
-            (parts, left, _NO_STAGE if name is None else stages[name], kind if kind < UPDATE_PRIORITY else kind + stages[name])
+            (parts, left, _NO_STAGE, kind) if name is None else (parts, left, stages[name], self._priority(kind, stages[name]))
             for parts, left, name, kind in scene.jobs
         ]
         tickets = self._machine.begin_with(jobs)
@@ -164,6 +164,10 @@ class Scenery:
         run.lookahead.stand_before(index, {(index + place) % self._count for place in scene.started})
         free = (*ledger.free_weights, *ledger.free_gradients, boundaries.free)
         assert tuple(map(len, free)) == scene.free
+
+    def _priority(self, kind: int, stage: int) -> int:
+        """Returns the priority of a job of this stage."""
+        return kind if kind < UPDATE_PRIORITY else update_priority(self._run.plan.stages[stage])
 
     def lay_to_rest(self, stage: int, state: StageState) -> None:
         """Puts one stage into a state at rest."""

@@ -110,6 +110,18 @@ def test_drives_do_not_wait_for_updates_in_ram() -> None:
     assert step.step_seconds < 1.1 * longest
 
 
+def test_no_later_update_keeps_a_slot_for_gradients_from_backward() -> None:
+    """The drives take about as long for an update as the device computes. If the newest update went first, the one before would
+    free its slot a whole update later, and a step would take 1.48 of its compute."""
+    spec = model(*[1 << 20] * 12, 1 << 11, 1 << 20)
+    hardware = replace(HARDWARE, h2d=1e11, d2h=1e11, adamw=((1, 4e9),), device_memory_rate=1e12, matmul_flops=9e8)
+    asked = request(device="cuda", gpu_budget=8 << 30, batch_on_device=True, weights="ssd", states="ssd", boundaries="cpu")
+    made, step = _simulated(spec, hardware, replace(asked, lookahead=1, sweeps=1, cpu_budget=1 << 40))
+    seconds = made.predicted.seconds
+    assert seconds["ssd write"] > 0.5 * seconds["compute"]
+    assert step.step_seconds < 1.25 * seconds["compute"]
+
+
 @examples(25)
 @given(data=st.data(), spec=specs)
 def test_the_same_inputs_give_the_same_timeline(data: st.DataObject, spec: ModelSpec) -> None:
