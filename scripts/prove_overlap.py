@@ -219,10 +219,9 @@ def ratio_rows(options: argparse.Namespace, progress: Progress) -> list[Row]:
     rows = list[Row]()
     for size in (size for size in SIZES if size.name in options.sizes):
         for clip in (None, 1.0):
-            key = f"{size.name}, clipping {'on' if clip else 'off'}"
+            key, blocks = f"{size.name}, clipping {'on' if clip else 'off'}", options.blocks or size.deep
             value = progress.measure(
-                f"ratios {key} {options.blocks or size.deep} {options.slower:g} {options.dram:g}",
-                partial(at_ratio, size, clip, options),
+                f"ratios {key} {blocks} {options.slower:g} {options.dram:g}", partial(at_ratio, size, clip, blocks, options)
             )
             note = f"step {spread(value['steps'])} s, bound {value['bound']:.2f} s, simulated {value['simulated']:.2f} s, "
             note += f"{value['busiest']} busy for {value['busy']:.2f} s"
