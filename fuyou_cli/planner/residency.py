@@ -19,7 +19,7 @@ from .records import ON_DEVICE, Record, Runner, Transfers
 from .schedule import Visit
 
 FETCH_PRIORITY = 0  # before any update: compute waits for it
-UPDATE_PRIORITY = 1 << 16  # plus the stage's place in the next forward, as the next
+UPDATE_PRIORITY = 1 << 16  # plus what `update_priority` says
 IN_RAM_PRIORITY = 1 << 17  # of updates in backward without traffic to the store but that of commits
 
 

@@ -219,5 +219,5 @@ class Scenery:
 
 
 def _kind(priority: int) -> int:
-    """Returns the priority without the stage, which that of updates contains."""
+    """Returns the priority without the stage, which that of some updates contains."""
     return min(priority, IN_RAM_PRIORITY if priority >= IN_RAM_PRIORITY else UPDATE_PRIORITY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
@@ -23,3 +24,11 @@ def test_a_paced_run_is_not_faster_than_its_bound(tmp_path: Path) -> None:
     steps = run.measure(2, home="ssd", states="ssd", clip=None, **proof.THREADS)
     assert sum(steps) / len(steps) >= 0.95 * run.bound() > 0.2
     assert run.peak <= run.plan.predicted.gpu_peak
+
+
+def test_a_ratio_is_measured_and_judged(tmp_path: Path) -> None:
+    """Goes the whole way of the part at a rate that no processor keeps, so that it is quick and its verdict is no matter."""
+    asked = Namespace(sizes=["8B"], blocks=2, slower=0.01, dram=0.0, steps=1)
+    rows = proof.ratio_rows(asked, proof.Progress(tmp_path / "progress"))
+    assert [row.what.partition(":")[0] for row in rows[::2]] == ["8B, clipping off", "8B, clipping on"]
+    assert all(0 < row.values["bound"] <= row.values["steps"][0] for row in rows[::2])
