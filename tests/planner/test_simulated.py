@@ -80,7 +80,9 @@ def test_a_step_takes_at_least_what_the_hosts_memory_takes(
     free, unknown = (
         simulate(spec, replace(hardware, dram=rate), made, plan_schedule(spec, made), steps=STEADY) for rate in (1e15, 0.0)
     )
-    assert free.step_seconds == unknown.step_seconds <= step.step_seconds * (1 + 1e-9)
+    assert free.step_seconds == unknown.step_seconds
+    # A memory that is full may keep two directions apart that slow each other down: once in thousands, a hair faster.
+    assert free.step_seconds <= step.step_seconds * (1 + CLOSE)
 
 
 @examples(60)
