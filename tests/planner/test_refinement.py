@@ -216,6 +216,36 @@ def test_measuring_first_has_two_slots_for_gradients() -> None:
     assert found.candidate.norm_first and found.seconds < 0.8 * waits.seconds
 
 
+def _refined(hardware: HardwareProfile, request: PlanRequest, *, written: float | None = None, visits: int = 0) -> Refinement:
+    """Refines the best plan of one sweep, as if it wrote so many bytes and so many visits had been simulated."""
+    best = search(SPEC, hardware, replace(request, sweeps=1, norm_first=False)).best
+    if written is not None:
+        plan = replace(best.plan, predicted=replace(best.plan.predicted, written_per_step=written))
+        best = replace(best, plan=plan)
+    refined = Refinement(Placing(SPEC, hardware, request), family(SPEC, request), best, best, False, visits=visits)
+    refined.refine()
+    return refined
+
+
+def test_what_writes_more_is_not_simulated_where_writes_count() -> None:
+    hardware, request = _bound_by_drives(48)
+
+    def written(request: PlanRequest, allowed: float | None = None) -> set[float]:
+        return {found.plan.predicted.written_per_step for found in _refined(hardware, request, written=allowed).seen}
+
+    request = replace(request, sweeps=None, wear="spare")
+    least, most = min(written(request)), max(written(request))
+    assert least < most < 1.1 * least
+    assert written(request, least) == {least}
+    assert written(replace(request, wear="ignore"), least) == {least, most}
+
+
+def test_nothing_is_simulated_past_the_limit() -> None:
+    request = replace(_request(), clip_grad_norm=None)
+    assert _refined(HARDWARE, request).seen
+    assert not _refined(HARDWARE, request, visits=MOST_REFINED_VISITS).seen
+
+
 @examples(4)
 @given(blocks=st.integers(60, 400), clip=st.sampled_from([None, 1.0]), spare=st.sampled_from([1, 16]))
 def test_refining_does_so_much_and_no_more(blocks: int, clip: float | None, spare: int) -> None:
