@@ -65,7 +65,7 @@ class BlockAlone:
     def forward(self) -> None:
         flat, _ = self._visit()
         as_backward = self._input.device.type == "cuda" or self.compiled is not None  # forward runs as the recompute does
-        with torch.no_grad(), self._buffers_placed(), self._stage.installed(flat, trainable=as_backward):
+        with torch.no_grad(), self._buffers_placed(), self._stage.installed(flat):
             if self.compiled is not None:
                 self.compiled.forward(self._call.run, self._input, 0, ())
             elif as_backward:
@@ -82,7 +82,7 @@ class BlockAlone:
         if self.compiled is None:
             return 0
         flat, _ = self._visit()
-        with self._buffers_placed(), self._stage.installed(flat, trainable=True) as parameters:
+        with self._buffers_placed(), self._stage.installed(flat) as parameters:
             return graph_bytes(self._call.run, self._input, parameters)
 
     def given(self) -> None:
@@ -109,7 +109,7 @@ class BlockAlone:
         """Runs forward inside the context that `made` returns for the weights, then backward."""
         x = self._input.detach().requires_grad_(True)
         flat, total = self._visit()
-        with torch.enable_grad(), self._buffers_placed(), self._stage.installed(flat, trainable=True) as parameters:
+        with torch.enable_grad(), self._buffers_placed(), self._stage.installed(flat) as parameters:
             with made(flat, parameters):
                 y = self._call.run(x)
             with total.collecting(parameters):
@@ -168,7 +168,7 @@ class HeadAlone:
 
     def forward(self) -> None:
         """Runs the "logits" pass."""
-        with torch.no_grad(), self._head.stubbed(), self._stage.installed(self._flat, trainable=False):
+        with torch.no_grad(), self._head.stubbed(), self._stage.installed(self._flat):
             logits = self._head.logits(self._hidden)
             if self._vocabulary is not None:
                 self._seen().fold(self._part, logits, first=self._vocabulary[0])
@@ -176,7 +176,7 @@ class HeadAlone:
     def backward(self) -> None:
         """Runs the one visit of a whole head (loss, forward and backward at once), or the second pass over a piece."""
         piece = self._hidden.detach().requires_grad_(True)
-        with torch.enable_grad(), self._head.stubbed(), self._stage.installed(self._flat, trainable=True) as parameters:
+        with torch.enable_grad(), self._head.stubbed(), self._stage.installed(self._flat) as parameters:
             if self._vocabulary is None:
                 y, slope = self._head.loss(piece, self._targets, normaliser=self.tokens), None
             else:

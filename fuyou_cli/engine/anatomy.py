@@ -110,15 +110,17 @@ class Stage:
         return [part.register_forward_hook(look) for part in inside]
 
     @contextmanager
-    def installed(self, flat: torch.Tensor, *, trainable: bool) -> Iterator[list[nn.Parameter]]:
-        """Sets every place that reads one of the stage's parameters to a view of `flat` (1-D, `params` elements)."""
+    def installed(self, flat: torch.Tensor) -> Iterator[list[nn.Parameter]]:
+        """Sets every place that reads one of the stage's parameters to a view of `flat` (1-D, `params` elements). Those that
+        are trained want gradients in every pass, as in memory: torch chooses between two products by it, also without autograd,
+        and their last bits differ."""
         replaced: list[tuple[nn.Module, str, nn.Parameter | None]] = []
         parameters: list[nn.Parameter] = []
         try:
             for slotted in self.parameters:
                 tensor = slotted.spec
                 view = flat[tensor.offset : tensor.offset + tensor.numel].view(tensor.shape)
-                parameter = nn.Parameter(view, requires_grad=trainable and not tensor.frozen)
+                parameter = nn.Parameter(view, requires_grad=not tensor.frozen)
                 parameters.append(parameter)
                 for holder, attribute in slotted.places:
                     replaced.append((holder, attribute, holder._parameters[attribute]))

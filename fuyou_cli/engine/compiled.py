@@ -57,8 +57,6 @@ class CompiledBlocks:
     `graphs`: compiled so far, forward and backward together. torch compiles again for a block that differs in what its code
     looks at. `say` gets a note, once, if a graph is larger than planned."""
 
-    as_backward = True
-
     def __init__(self, backend: str = "inductor", *, say: Callable[[str], None] = lambda text: None) -> None:
         self.graphs = 0
         self._backend, self._say, self._told = backend, say, False

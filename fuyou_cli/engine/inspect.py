@@ -236,14 +236,14 @@ def _stage_cost(anatomy: Anatomy, stage: Stage, call: StageCall, x: torch.Tensor
     with x.fake_mode:
         x = x.detach()
         flat = torch.empty(stage.params, dtype=TORCH_DTYPE[dtype])
-        forward = _peak(stage, flat, lambda parameters: call.run(x), trainable=False, short=short)
+        forward = _peak(stage, flat, lambda parameters: call.run(x), gradients=False, short=short)
 
         def both(parameters: list[nn.Parameter]) -> None:
             leaf = x.clone().requires_grad_(True)
             y = call.run(leaf)
             _backward(y, torch.empty_like(y), [leaf, *parameters])
 
-        backward = _peak(stage, flat, both, trainable=True, short=short)
+        backward = _peak(stage, flat, both, gradients=True, short=short)
         trace = _look(stage, flat, call, x)
     if stage.kind != "block" or short is not None:  # operators of short rows are not those of a long one
         return _costs(trace.flops, forward, backward)
@@ -264,7 +264,7 @@ def _look(stage: Stage, flat: torch.Tensor, call: StageCall, x: torch.Tensor) ->
     names = tuple(tensor.name.partition(f"{call.name}.")[2] for tensor in stage.tensors)
     trace = OperatorTrace(leaf, flat, stage.tensors, names)
     hooks = torch.autograd.graph.saved_tensors_hooks(trace.saved, lambda unsaved: unsaved)
-    with stage.installed(flat, trainable=True), torch.enable_grad(), hooks, trace:
+    with stage.installed(flat), torch.enable_grad(), hooks, trace:
         y = call.run(leaf)
     if _has_own_backward(y):
         trace.needs_all()
@@ -312,8 +312,8 @@ def _head_cost(anatomy: Anatomy, index: int, *, dtype: str, shape: tuple[int, in
                 slope = tokens.gradient(part, y, first=first, normaliser=1)
             _backward(y, slope, [leaf, *parameters])
 
-        forward = _Peak(0, 0) if stage.vocabulary is None else _peak(owner, flat, fold, trainable=False)
-        backward = _peak(owner, flat, both, trainable=True)
+        forward = _Peak(0, 0) if stage.vocabulary is None else _peak(owner, flat, fold, gradients=False)
+        backward = _peak(owner, flat, both, gradients=True)
     larger = _Peak(max(forward.total, backward.total), max(forward.mapped, backward.mapped))
     return _costs(
         2.0 * (end - first) * width * shape[0] * shape[1], larger if stage.vocabulary is None else forward, larger
@@ -338,10 +338,10 @@ def _peak(
     flat: torch.Tensor,
     run: Callable[[list[nn.Parameter]], object],
     *,
-    trainable: bool,
+    gradients: bool,
     short: Short | None = None,
 ) -> _Peak:
     live = LiveBytes(flat, short=short)
-    with stage.installed(flat, trainable=trainable) as parameters, torch.set_grad_enabled(trainable), live:
+    with stage.installed(flat) as parameters, torch.set_grad_enabled(gradients), live:
         run(parameters)
     return _Peak(live.peak, live.mapped_peak)

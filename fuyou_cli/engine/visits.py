@@ -196,14 +196,12 @@ class Visits:
             self.lookahead.on_device()
         return arriving
 
-    def installed(
-        self, owner: int | None, flat: torch.Tensor | None, *, trainable: bool
-    ) -> AbstractContextManager[list[torch.nn.Parameter]]:
+    def installed(self, owner: int | None, flat: torch.Tensor | None) -> AbstractContextManager[list[torch.nn.Parameter]]:
         """Installs the weights of stage `owner` from `flat` in the model, inside the context. Gives the list of its
         parameters."""
         if owner is None or flat is None:
             return nullcontext([])
-        return self.stages[owner].installed(flat, trainable=trainable)
+        return self.stages[owner].installed(flat)
 
     def differentiate(
         self, y: torch.Tensor, grad_y: torch.Tensor | None, leaves: Sequence[torch.Tensor], total: GradientSum | None

@@ -162,7 +162,7 @@ class WeightStream:
         flat = self._there[owner] if owner in self._there else self._arrived(owner)
         weights = flat[: self.anatomy.stages[owner].params].to(self.device)
         try:
-            with self.anatomy.stages[owner].installed(weights, trainable=False):
+            with self.anatomy.stages[owner].installed(weights):
                 yield
         finally:
             if owner not in self._held:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from drawn import every, examples
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,7 +26,7 @@ from fuyou_cli.planner.boundary_layout import Kept
 from fuyou_cli.planner.schedule import plan_schedule
 
 from .comparing import Outcome, assert_same, unequal
-from .families import FAMILIES, gpt2, llama
+from .families import FAMILIES, VOCABULARY, gpt2, llama
 from .late import make_late
 from .rig import Rig, Shape, Subject, assert_moves_as_planned, outcome
 from .test_compute_memory import LiveOutside
@@ -52,6 +53,13 @@ def test_bitwise_recompute(family: str, tmp_path: Path) -> None:
     device, other = ("cpu", "emulated") if number % 3 else ("emulated", "cpu")
     assert_same(_outcome(subject, tmp_path / "cpu", boundaries="cpu", device=device, kept="all"), expected)
     assert_same(_outcome(subject, tmp_path / "ssd", boundaries="ssd", device=other, kept="all"), expected)
+
+
+def test_forward_multiplies_as_backward_does(tmp_path: Path) -> None:
+    """Of an input whose rows are not contiguous, torch takes another product for a weight that wants no gradient."""
+    mamba = transformers.MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=4)
+    subject = Subject(mamba, Shape(**WHOLE))
+    assert_same(_outcome(subject, tmp_path / "kept", kept="all"), _outcome(subject, tmp_path / "recompute"))
 
 
 @pytest.fixture(scope="module")

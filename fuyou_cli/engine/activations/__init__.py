@@ -24,8 +24,6 @@ from .swap import Swap
 class Activations(Protocol):
     """Defines what happens between forward and backward of one stage."""
 
-    as_backward: bool  # forward runs as backward will run it, with gradients wanted
-
     def forward(self, run: Run, x: torch.Tensor, micro_batch: int, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         """Returns `run(x)` without a graph, and keeps what backward needs. `parameters`: the stage's, as installed."""
 

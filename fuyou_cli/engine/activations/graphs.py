@@ -127,8 +127,6 @@ class KeptGraphs:
     because a compiled backward may write into what its graph saved. `too_large` gets the bytes of a graph that is not kept, and
     those that are left for it."""
 
-    as_backward = True
-
     def __init__(self, size: int, *, twice: bool, too_large: Callable[[int, int], None]) -> None:
         self._size, self._twice, self._too_large = size, twice, too_large
         self._graphs: dict[int, _Graph] = {}  # by micro-batch

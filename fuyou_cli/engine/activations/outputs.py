@@ -70,8 +70,6 @@ class KeptOutputs:
     """Implements `Activations` for a stage that keeps outputs. Remembers their layouts from forward to backward. `places`: by
     operator; `began`: called with the stage and copies between the device and where its boundary is kept."""
 
-    as_backward = True
-
     def __init__(
         self,
         stage: StageSpec,

@@ -48,11 +48,11 @@ class BlockPasses:
 
     def forward(self, call: Call, x: torch.Tensor) -> torch.Tensor:
         """Returns the stage's output for the whole batch. x: (batch, tokens, ...)."""
-        visits, activations = self.visits, self.activations[call.stage]
+        visits = self.visits
         visit, flat = visits.enter("forward", call.stage, x)
         begin = time.monotonic()
         state = visits.device.random_state()
-        with torch.no_grad(), visits.installed(call.stage, flat, trainable=activations.as_backward) as parameters:
+        with torch.no_grad(), visits.installed(call.stage, flat) as parameters:
             y = self.computed(call, x, parameters, stash=visit.stash and visits.device.separate)
         visits.device.restore_random_state(state)
         visits.boundaries.seal(call.stage)
@@ -122,7 +122,7 @@ class BlockPasses:
             part, grad = arriving.take()
             part = part.detach().requires_grad_(True)  # as in forward, so that the same kernels run
             visits.seed(call.stage, number)
-            with torch.enable_grad(), visits.installed(call.stage, flat, trainable=True) as parameters:
+            with torch.enable_grad(), visits.installed(call.stage, flat) as parameters:
                 y = activations.again(call.of(rows), part, number, flat, parameters)
                 visits.differentiate(y, grad, [part, *parameters] if passes_on else parameters, total)
             del y, grad

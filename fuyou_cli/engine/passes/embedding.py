@@ -113,7 +113,7 @@ class EmbeddingPasses(BlockPasses):
         if flat is None:  # with a deferred update no weights are here; a lookup's gradient does not depend on their values
             params = visits.model.stages[call.stage].params
             flat = torch.zeros(params, dtype=TORCH_DTYPE[visits.model.compute_dtype], device=whole_ids.device)
-        with torch.enable_grad(), visits.installed(call.stage, flat, trainable=True) as parameters:
+        with torch.enable_grad(), visits.installed(call.stage, flat) as parameters:
             visits.differentiate(call.run(whole_ids), whole_grad, [*parameters], total)
 
     # ---- in pieces -------------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ class EmbeddingPasses(BlockPasses):
             partial(lambda rows: [ids[rows]] if before is None else [ids[rows], before[rows]], rows) for rows in parts
         )
         leaving = Leaving(visits.crossings)
-        with torch.no_grad(), padding_at(module, None), visits.installed(stage, flat, trainable=False):
+        with torch.no_grad(), padding_at(module, None), visits.installed(stage, flat):
             for number, rows in enumerate(parts):
                 part_ids, *found = arriving.take()
                 here = looked[number][stage - call.stage].here

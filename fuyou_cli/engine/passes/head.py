@@ -114,7 +114,7 @@ class HeadPasses:
         batch = visits.micro_batches(hidden.shape[0])
         arriving = visits.inputs(partial(lambda rows: [hidden[rows], targets[rows]], rows) for rows in batch)
         leaving = Leaving(visits.crossings)
-        with head.stubbed(), visits.installed(visit.owner, flat, trainable=True) as parameters:
+        with head.stubbed(), visits.installed(visit.owner, flat) as parameters:
             for rows in batch:
                 part, part_targets = arriving.take()
                 for cut in pieces(part.shape[0], part.shape[1], visits.plan.numerics.head_chunk_tokens):
@@ -178,7 +178,7 @@ class HeadPasses:
         visits = self.visits
         visit, flat = visits.enter("logits", stage)
         begin = time.monotonic()
-        with torch.no_grad(), self.head.stubbed(), visits.installed(visit.owner, flat, trainable=False):
+        with torch.no_grad(), self.head.stubbed(), visits.installed(visit.owner, flat):
             parts = visits.micro_batches(hidden.shape[0])
             arriving = visits.inputs(partial(lambda rows: [hidden[rows]], rows) for rows in parts)
             for rows in parts:
@@ -206,7 +206,7 @@ class HeadPasses:
             partial(lambda rows: [hidden[rows]] if begins else [hidden[rows], gradient[rows]], rows) for rows in batch
         )
         leaving = Leaving(visits.crossings)
-        with self.head.stubbed(), visits.installed(visit.owner, flat, trainable=True) as parameters:
+        with self.head.stubbed(), visits.installed(visit.owner, flat) as parameters:
             for rows in batch:
                 states, *sums = arriving.take()
                 sums = sums or [visits.crossings.begun(gradient[rows]).zero_()]
