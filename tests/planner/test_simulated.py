@@ -81,8 +81,9 @@ def test_a_step_takes_at_least_what_the_hosts_memory_takes(
         simulate(spec, replace(hardware, dram=rate), made, plan_schedule(spec, made), steps=STEADY) for rate in (1e15, 0.0)
     )
     assert free.step_seconds == unknown.step_seconds
-    # A memory that is full may keep two directions apart that slow each other down: once in thousands, a hair faster.
-    assert free.step_seconds <= step.step_seconds * (1 + CLOSE)
+    # Of all steps so far: one alone may be shorter, as it depends on what the one before left. Two directions of a drive that a
+    # full memory keeps apart do not slow each other down.
+    assert free.end <= step.end * (1 + CLOSE)
 
 
 @examples(60)
