@@ -20,6 +20,7 @@ Auto = Literal["auto"]
 _LARGEST_BLOCK = 1 << 30  # of one I/O, as in native/src/internal.h
 _DEEPEST_QUEUE = 256  # I/Os in flight per direction, as there
 _LARGEST_WHOLE = 2**31 - 1
+_SMALLEST_PLAIN = 1 << 17  # bytes; in a smaller number the unit was forgotten
 _FEW = 16
 _MOST_THREADS = 1024  # torch crashes when the system has no more of them
 
@@ -57,6 +58,14 @@ def _size(value: Any) -> int:
         raise wrong("wrong_type", "expected a size such as 2GiB, 512MiB or 1.5TB") from None
     if not 0 < size <= LARGEST_SIZE:
         raise wrong("out_of_range", f"a size must be between 1 byte and {format_size(LARGEST_SIZE)}")
+    return size
+
+
+def _size_with_unit(value: Any) -> int:
+    """Reads a size. Refuses a small number without a unit: 64 is meant to be 64GiB, not bytes."""
+    size = _size(value)
+    if size < _SMALLEST_PLAIN and str(value).strip().isdigit():
+        raise wrong("out_of_range", f"expected a size with its unit, such as {size}{'GiB' if size < 1024 else 'MiB'}")
     return size
 
 
@@ -106,7 +115,7 @@ def _memory_limit(value: object) -> MemoryLimit:
     if isinstance(value, str) and value.rstrip().endswith("%"):
         return MemoryLimit(text=value.strip(), share=_percentage(value))
     try:
-        size = _size(value)
+        size = _size_with_unit(value)
     except PydanticCustomError as error:
         if error.type == "out_of_range":
             raise
@@ -207,7 +216,7 @@ def _auto_spelt(kind: str, least: int, most: float | None = None) -> WithJsonSch
     return _spelt(anyOf=[{"const": "auto"}, {"type": kind, **bounds}])
 
 
-Size = Annotated[int, PlainValidator(_size), PlainSerializer(format_size), _spelt(**_SIZE)]
+Size = Annotated[int, PlainValidator(_size_with_unit), PlainSerializer(format_size), _spelt(**_SIZE)]
 Time = Annotated[
     int, PlainValidator(_time), PlainSerializer(format_time), _spelt(type="string", pattern=r"^\s*(\d+[dhms]\s*)+$")
 ]

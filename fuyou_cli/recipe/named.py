@@ -31,7 +31,7 @@ def find_recipe(recipe: str | None, overrides: Sequence[str]) -> tuple[Path, lis
     shipped = shipped_recipes()
     if path.name == recipe and path.name.removesuffix(".yaml") in shipped:
         return shipped[path.name.removesuffix(".yaml")], texts
-    raise UsageError(f"no such recipe: {recipe!r}", hint=_offer(recipe))
+    raise UsageError(f"there is no file {recipe!r}, nor a shipped recipe of this name", hint=_offer(recipe))
 
 
 def refuse_unmade(loaded: LoadedRecipe) -> None:

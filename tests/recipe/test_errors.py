@@ -68,6 +68,8 @@ def test_the_whole_report_as_a_person_sees_it(tmp_path, monkeypatch):
         ("train: {max_time: 8x}\n", "train.max_time", "wrong-type", 7, 19),
         ("train:\n  max_time: 0h\n", "train.max_time", "out-of-range", 8, 13),
         ("offload: {ssd_write_limit: 0}\n", "offload.ssd_write_limit", "out-of-range", 7, 28),
+        ("offload: {max_memory: {cpu: 64}}\n", "offload.max_memory.cpu", "out-of-range", 7, 29),
+        ("offload: {ssd_write_limit: '2000'}\n", "offload.ssd_write_limit", "out-of-range", 7, 28),
         ("train: {skip_nonfinite: -1}\n", "train.skip_nonfinite", "out-of-range", 7, 25),
         ("offload: {io: {block_size: 1000}}\n", "offload.io.block_size", "out-of-range", 7, 28),
         ("offload: {io: {block_size: 1TiB}}\n", "offload.io.block_size", "out-of-range", 7, 28),

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.units import format_time, parse_size, parse_time
 from fuyou_cli.recipe.fields import format_size
 from fuyou_cli.recipe.load import load_recipe
+from fuyou_cli.recipe.named import find_recipe
 from fuyou_cli.recipe.shipped import shipped_recipes, summary
 
 
@@ -119,6 +121,11 @@ def test_every_shipped_recipe_is_valid_and_says_how_to_run_it():
         assert recipe.output_dir == f"outputs/{name}"
         assert summary(path)
         assert any(f"fuyou {verb}{name}" in text for verb in ("", "finetune ", "recipes cp "))
+
+
+def test_a_recipe_that_is_not_there_is_called_a_file(tmp_path):
+    with pytest.raises(UsageError, match=r"no file '.*recip.yaml', nor a shipped recipe of this name"):
+        find_recipe(str(tmp_path / "recip.yaml"), [])
 
 
 def test_overrides_in_shipped_headers_are_valid():
