@@ -24,6 +24,7 @@ _EXAMPLES = {
 _FIRST = {  # main keys
     "model": "name_or_path", "tokenizer": "name_or_path", "adapter": "type", "optimizer": "name", "lr_scheduler": "name",
 }  # fmt: skip
+_TRUE = {"dataset.packing": "write `concat`, or `isolated` to keep the samples of a row apart"}  # other tools' true
 _OUT_OF_RANGE = {
     "greater_than", "greater_than_equal", "less_than", "less_than_equal", "too_short", "too_long", "string_too_short",
 }  # fmt: skip
@@ -84,11 +85,13 @@ def _choice(path: Path, value: Any, expected: str) -> Diagnostic:
         path=path,
         code="not-a-choice",
         message=f"`{show_path(path)}`: expected {listed}, got {show_value(value)}",
-        help=suggest_choice(value, choices) or _type_help("literal_error", value),
+        help=suggest_choice(value, choices) or _type_help("literal_error", value, show_path(path)),
     )
 
 
-def _type_help(kind: str, value: Any) -> str | None:
+def _type_help(kind: str, value: Any, key: str = "") -> str | None:
+    if value is True and key in _TRUE:
+        return _TRUE[key]
     if isinstance(value, bool) and kind in ("string_type", "literal_error"):
         return "YAML reads yes, no, on and off as true and false; quote the word"
     if isinstance(value, (int, float)) and not isinstance(value, bool) and kind == "string_type":

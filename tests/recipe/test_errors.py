@@ -152,6 +152,7 @@ def test_every_alias_leads_to_a_key_there_is():
 
 def test_yaml_words_that_are_booleans_are_explained(refused):
     assert "quote" in refused("model: {}\n".replace("model: {}\n", "tokenizer: {pad_token: no}\n"))["tokenizer.pad_token"].help
+    assert "concat" in refused("", "dataset.packing=true")["dataset.packing"].help
     assert "null" in refused("train: {clip_grad_norm: none}\n")["train.clip_grad_norm"].help
 
 
