@@ -5,10 +5,10 @@ A tiny model runs through the real executor, plan, arena, store, daemon and upda
 FLOPs have the same ratios as those of Llama-3-8B's or 70B's blocks on `rtx4090,2xgen4,128GiB`. All times are longer by one
 factor, so that a busy processor keeps up (scripts/proof/paced.py).
 
-    ratios      the planner's own choice at 8B- and 70B-like ratios: a bound over the measured step (8B has its 32 blocks and
-                takes 20 minutes; of six, a step's ends would be a sixth; 70B is bound by its drives). The bound is the busiest
-                resource; with clipping, where no update may begin before the norm is known, the busiest one before the head
-                and the compute after it
+    ratios      the planner's own choice at 8B- and 70B-like ratios: a bound over the measured step (of 8B all its 32 blocks, of
+                70B 12 of its 80, 20 minutes each; of six, a step's ends would be a sixth). The bound is the busiest resource;
+                with clipping, where no update may begin before the norm is known, the busiest one before the head and the
+                compute after it
     placements  twelve drawn by a seed: homes, clipping, kept outputs, sweeps, micro-batches: simulated beside measured
     mixed       few tokens, no clipping, most states in RAM and the rest on the ssd: simulated beside measured
     delays      200 runs whose transfers, copies and updates are late by random times: losses and weights bitwise equal to
@@ -87,7 +87,7 @@ class Size:
 
 SIZES = (
     Size(name="8B", parameters=218_112_000, blocks=32, tokens=64, deep=32),
-    Size(name="70B", parameters=855_654_400, blocks=80, tokens=32, deep=6),
+    Size(name="70B", parameters=855_654_400, blocks=80, tokens=32, deep=12),
 )
 
 
@@ -98,7 +98,7 @@ def arguments() -> argparse.Namespace:
     made.add_argument("--sizes", nargs="+", choices=names, default=names, help="of the ratios (default: all)")
     made.add_argument("--slower", type=float, default=8.0, help="times longer than on the 4090 (default: 8)")
     made.add_argument("--dram", type=float, default=0.0, help="GB/s of the 4090's host memory (default: no limit)")
-    made.add_argument("--blocks", type=int, help="of the tiny model (default: 6; for the ratios of 8B 32, as it has)")
+    made.add_argument("--blocks", type=int, help="of the tiny model (default: 6; for the ratios 32 of 8B's, 12 of 70B's)")
     made.add_argument("--steps", type=int, default=3, help="measured, after two")
     made.add_argument("--placements", type=int, default=12)
     made.add_argument("--delays", type=int, default=200)
