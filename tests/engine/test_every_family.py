@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from drawn import every
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fuyou_cli.engine.anatomy import dissect
+from fuyou_cli.engine.calls import stage_calls
+from fuyou_cli.engine.skeleton import build
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -54,3 +61,35 @@ def test_two_steps_as_plain_pytorch(name: str, tmp_path: Path) -> None:
     with Rig(subject, tmp_path) as rig:
         losses = rig.run(2)
     assert relative(losses, plain_run(subject, 2)[0]) <= 1e-6
+
+
+class _Products(TorchDispatchMode):
+    """Lists what is multiplied, by which operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(part in str(func) for part in ("mm", "attention", "conv")):
+            self.found.append(f"{func} {[tuple(each.shape) for each in args if isinstance(each, torch.Tensor)]}")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", every(24, TRAINED))
+def test_forward_multiplies_as_its_recompute(name: str) -> None:
+    """Or bits would depend on what is kept: torch chooses products by what wants a gradient."""
+    if name not in models_table.names():
+        pytest.skip("this transformers does not have it")
+    anatomy = dissect(build(models_table.small(name), dtype="float32", attention="sdpa"))
+    stages = {stage.name: stage for stage in anatomy.stages if stage.kind == "block"}
+    calls = stage_calls(anatomy.model, anatomy.modules(), shape=(2, 16))
+    for call, x in ((call, x) for call, x in calls if call.name in stages):
+        assert isinstance(x, FakeTensor)
+        with x.fake_mode:
+            flat, found = torch.empty(stages[call.name].params), list[list[str]]()
+            for gradients in (False, True):
+                with torch.set_grad_enabled(gradients), stages[call.name].installed(flat), _Products() as products:
+                    call.run(x.detach().requires_grad_(gradients))
+                found.append(products.found)
+        assert found[0] == found[1] != [], call.name
