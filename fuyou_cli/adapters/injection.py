@@ -17,6 +17,7 @@ from peft.tuners.lora import Linear, LoraLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from ..core.errors import UsageError
 from ..engine.anatomy import beside_text, blocks_of
@@ -34,13 +35,15 @@ def inject(model: PreTrainedModel, section: AdapterSection) -> LoraConfig:
     adapted."""
     beside = list(beside_text(model).values())
     config, blocks, tied = _config(section, beside), blocks_of(model), _tied(model)
+    linear = _linear_names(blocks)
     try:
         with warnings.catch_warnings(action="ignore"):  # fan_in_fan_out peft sets right, and the rest is refused below
             inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=True)
     except LIBRARY_ERRORS as error:
         raise UsageError(
             f"adapter: {type(model).__name__} cannot be adapted so: {said(error)}",
-            hint="write all-linear as adapter.target_modules, or names of its linear layers",
+            hint="write layers that can be in adapter.target_modules, such as "
+            + ", ".join(name for name in linear if f"'{name}'" not in str(error)),
         ) from error
     inside = {id(module) for block in blocks for module in block.modules()}
     for name, layer in lora_layers(model):
@@ -77,6 +80,12 @@ def _config(section: AdapterSection, beside: list[str]) -> LoraConfig:
         rank_pattern=dict(section.rank_pattern),
         alpha_pattern=dict(section.alpha_pattern),
     )
+
+
+def _linear_names(blocks: Iterable[nn.Module]) -> list[str]:
+    """Returns the names by which a recipe calls linear layers of decoder blocks."""
+    every = (name for block in blocks for name, part in block.named_modules() if isinstance(part, (nn.Linear, Conv1D)))
+    return list(dict.fromkeys(name.rpartition(".")[2] for name in every))
 
 
 def _tied(model: PreTrainedModel) -> set[int]:

@@ -8,6 +8,7 @@ from functools import cache
 import peft
 import pytest
 import torch
+import transformers
 from drawn import crossed
 from peft import PeftModel
 from safetensors.torch import save_file
@@ -118,6 +119,13 @@ def test_what_cannot_be_adapted_is_named(keys, says):
     with pytest.raises(UsageError, match=says) as caught:
         inject(model, AdapterSection(**keys))
     assert caught.value.hint
+
+
+def test_layers_that_peft_refuses_are_not_offered():
+    mamba = build(transformers.MambaConfig(hidden_size=32, num_hidden_layers=1), dtype="float32", attention="sdpa")
+    with pytest.raises(UsageError, match="'out_proj' is incompatible") as caught:
+        inject(mamba, AdapterSection(r=2))
+    assert caught.value.hint.endswith("such as in_proj, x_proj, dt_proj")
 
 
 def test_tied_weights_are_not_trained_in_full_by_one_of_their_names():
