@@ -30,7 +30,6 @@ SHARED = replace(HARDWARE, shared_compute=0.5, shared_adamw=0.5)
 DEAR_TRANSFERS = replace(SHARED, io_cpu=1e-10)
 CLOSE = 5e-4  # how near the simulated rates of a drive that reads and writes at once are to where they settle
 LATER = (30, 300)  # steps
-ANOMALY = 0.02  # by which a slower machine may be faster: jobs in order of priority have such anomalies (Graham, 1969)
 STEADY = 8  # steps, after which the updates that a step leaves to the next are always the same
 
 FEW = st.sampled_from([3, 3, 3, 12])  # blocks at most: a step of few has all that one of many has, in a third of the time
@@ -67,7 +66,8 @@ def test_a_step_takes_at_least_what_the_hosts_memory_takes(
     data: st.DataObject, spec: ModelSpec, device: str, dram: float
 ) -> None:
     """All bytes of drives, copies and AdamW pass through it, and the closed form counts the same ones. A memory that is never
-    full changes nothing."""
+    full changes nothing. One that is full may even make a step shorter, as it changes the order of jobs: 6 % in a toy that
+    writes boundaries."""
     hardware = replace(COPYING if device == "cuda" else SHARED, dram=dram)
     request = replace(data.draw(request_for(spec, swept=True, most=3)), device=device)
     made, step = _simulated(spec, hardware, request, steps=STEADY)
@@ -81,9 +81,7 @@ def test_a_step_takes_at_least_what_the_hosts_memory_takes(
     free, unknown = (
         simulate(spec, replace(hardware, dram=rate), made, plan_schedule(spec, made), steps=STEADY) for rate in (1e15, 0.0)
     )
-    assert free.step_seconds == unknown.step_seconds
-    # Jobs that end later make others begin in another order, which may be the better one: all steps end up to 0.05 % earlier.
-    assert free.end <= step.end * (1 + ANOMALY)
+    assert (free.step_seconds, free.stalls) == (unknown.step_seconds, unknown.stalls)
 
 
 @examples(60)
