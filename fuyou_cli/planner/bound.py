@@ -42,7 +42,7 @@ def lower_bound(costs: Costs, schedule: Schedule, plan: Plan) -> float:
     spared = sum(
         costs.model.stages[visit.owner].weight_bytes
         for visit in schedule.visits[: 2 * in_flight + 1]
-        if visit.fetch and visit.owner is not None and not plan.stages[visit.owner].deferred
+        if visit.fetch and visit.owner is not None
     )
     busiest = _least_seconds(costs, schedule, stages=plan.stages, device=plan.device, spared=spared)
     return max(

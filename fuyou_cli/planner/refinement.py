@@ -125,6 +125,9 @@ class Refinement:
             self._try_pipelines()
             if self.best is not before:
                 self._improved([_with(self.best.candidate, "states", knobs.states)])
+            elif len(self.one.model.stages) <= SMALL_STAGES:  # in another pipeline another order may be the best
+                others = self._other_pipelines(self.best.candidate)
+                self._improved([[order for other in others for order in _with(other, "states", knobs.states)]])
 
     def _other_pipelines(self, candidate: Candidate) -> list[Candidate]:
         """Returns this candidate with every other pipeline in a small model, where a slot is much of the memory. In a large one

@@ -7,12 +7,15 @@ from typing import Literal
 
 import pytest
 
+from fuyou_cli.core.units import MiB
 from fuyou_cli.planner.bound import lower_bound
+from fuyou_cli.planner.candidate import Candidate
 from fuyou_cli.planner.costs import Costs, update_bytes
 from fuyou_cli.planner.device import square_lanes
-from fuyou_cli.planner.place import least_memory, plan
+from fuyou_cli.planner.place import least_memory, made_of, plan
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.schedule import plan_schedule
+from fuyou_cli.planner.simulate import simulate
 from fuyou_cli.spec.model import Dtype, ModelSpec, StateLayout
 from fuyou_cli.spec.plan import Numerics, Plan, Predicted, Tier
 
@@ -183,3 +186,22 @@ def test_clipped_updates_end_before_the_head_begins() -> None:
     later = sum(costs.compute_seconds(visit) for visit in schedule.visits if visit.phase != "forward")
     assert lower_bound(costs, schedule, clipped) == pytest.approx(update + later)
     assert max(clipped.predicted.seconds.values()) < update + later
+
+
+def test_weights_that_a_deferred_update_finds_in_their_slot_are_not_counted() -> None:
+    """Backward was the last to use them, and its slot has no other stage."""
+    spec = model(1 << 20, 4 << 20, 1 << 20, 1 << 20)
+    drives = dict(store_read=2e8, store_write=2e8, store_read_mixed=1.5e8, store_write_mixed=1.5e8)
+    hardware = replace(RATED, h2d=1e9, matmul_flops=5e11, **drives)
+    request = PlanRequest(
+        numerics=replace(_numerics(), max_seq_len=64), model_name="test", device="cuda", clip_grad_norm=None, cpu_budget=0,
+        scratch_size=MiB,
+    )  # fmt: skip
+    request = replace(request, cpu_budget=least_memory(spec, hardware, request) + 8 * MiB)
+    made = made_of(spec, hardware, request, Candidate(lookahead=2, gradient_slots=2, defer=0.5))
+    assert made is not None and made.stages[1].deferred
+    assert [stage.weights for stage in made.stages] == ["cpu", "ssd", "cpu", "cpu"]
+    schedule = plan_schedule(spec, made)
+    steady = simulate(spec, hardware, made, schedule, steps=30)
+    assert steady.read < made.predicted.read_per_step
+    assert lower_bound(Costs.of(spec, hardware, made), schedule, made) <= steady.step_seconds

@@ -216,6 +216,25 @@ def test_measuring_first_has_two_slots_for_gradients() -> None:
     assert found.candidate.norm_first and found.seconds < 0.8 * waits.seconds
 
 
+def test_measuring_first_in_a_small_model_tries_all_orders_with_all_pipelines() -> None:
+    """The best order with two slots for gradients is the worst with one, which is faster in the other orders. With 12 MiB less
+    RAM all orders are alike."""
+    spec = model(*[UNIT * size for size in (3, 13, 3, 13, 1, 13)], dtype="float32", hidden=64)
+    numerics = replace(NUMERICS, compute_dtype="float32", accumulate_dtype="float32", batch_size=1, micro_batch_size=1)
+    request = PlanRequest(
+        numerics=replace(numerics, max_seq_len=64), model_name="test", device="cpu", clip_grad_norm=1.0, cpu_budget=951562240,
+        scratch_size=MiB,
+    )  # fmt: skip
+    every = family(spec, request)
+    one = replace(every, pipelines=((1, 1), (1, 2)), states=(0.0,), activations=(-1.0,), swap=(0.0,))
+    less, more = (
+        search(spec, HARDWARE, replace(request, cpu_budget=request.cpu_budget + spare * MiB), effort="limited", candidates=one)
+        for spare in (0, 12)
+    )
+    assert less.best.candidate.norm_first and more.best.candidate.norm_first
+    assert more.best.seconds <= less.best.seconds
+
+
 def _refined(hardware: HardwareProfile, request: PlanRequest, *, written: float | None = None, visits: int = 0) -> Refinement:
     """Refines the best plan of one sweep, as if it wrote so many bytes and so many visits had been simulated."""
     best = search(SPEC, hardware, replace(request, sweeps=1, norm_first=False)).best
