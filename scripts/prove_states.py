@@ -8,7 +8,8 @@
 
 All but `optimizer.state_dtype` is the same: seed, order of rows, clipping 1.0. Masters are exact in either dtype, so this
 computes in what the processor is faster in. The loss of a run is the mean over the last tenth of its steps. With several
-`--seeds` (each orders the rows anew) the mean difference is judged.
+`--seeds` (each orders the rows anew) the mean difference is judged. The learning rate warms up and then falls along a cosine,
+as by default; at a constant rate runs end further apart.
 
 Runs that differ in rounding alone drift apart, too. So each seed also has a run with float32 states and micro-batches half as
 large: the same step but for the order of its sums. How far it is from the first stands beside every verdict, and moves none.
@@ -32,6 +33,7 @@ from proof.verdicts import Row, holds, reported
 from fuyou_cli.core.units import GiB
 
 MOST = 0.005  # by which a loss may differ
+WARMUP = 0.03  # share of the steps, as by default
 STATES = ("float32", "int8", "bfloat16")
 
 
@@ -40,6 +42,7 @@ def arguments() -> argparse.Namespace:
     options.add_argument("--steps", type=int, default=2000)
     options.add_argument("--length", type=int, default=64, help="tokens per row")
     options.add_argument("--rows", type=int, default=4, help="a step, in one micro-batch")
+    options.add_argument("--schedule", choices=("cosine", "constant"), default="cosine", help="of the learning rate")
     options.add_argument("--device", choices=("cpu", "emulated", "cuda"), default="cpu")
     options.add_argument("--states", nargs="+", choices=STATES[1:], default=STATES[1:], help="compared with float32 states")
     options.add_argument("--seeds", type=int, nargs="+", default=[SEED], help="of the order of rows")
@@ -56,7 +59,8 @@ def arguments() -> argparse.Namespace:
 def losses(setting: Setting, options: argparse.Namespace, states: str, seed: int, *, pieces: int = 1) -> list[float]:
     """Returns the loss of every step, computed in so many micro-batches."""
     keys = (f"optimizer.state_dtype={states}", "optimizer.lr=1e-3", f"dataset.max_seq_len={options.length}", "train.threads=1")
-    keys += (f"offload.device={options.device}",)
+    keys += (f"offload.device={options.device}", f"lr_scheduler.name={options.schedule}")
+    keys += (f"lr_scheduler.warmup_steps={int(WARMUP * options.steps)}",) if options.schedule == "cosine" else ()
     keys += (f"seed={seed}",) if seed != SEED else ()
     case = Case(
         shape=setting.shape, budget=2 * GiB, steps=options.steps, rows=options.rows, micro=options.rows // pieces, clip=1.0,
@@ -114,7 +118,7 @@ def prove(setting: Setting, options: argparse.Namespace) -> int:
         rows.append(holds(what, f"within {MOST:.1%}", found.text, within, note=note, values=found.values))
     what = f"float32 states, micro-batches of {options.rows // 2} rows: {steps} beside those of {options.rows}"
     rows.append(reported(what, noise.text, note=noise.note, values=noise.values))
-    asked = {key: getattr(options, key) for key in ("steps", "rows", "length", "compute", "device", "seeds")}
+    asked = {key: getattr(options, key) for key in ("steps", "rows", "length", "schedule", "compute", "device", "seeds")}
     return setting.conclude(f"prove_states-{setting.shape}", rows, {**setting.described(), **asked})
 
 
