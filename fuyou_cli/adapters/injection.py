@@ -40,10 +40,11 @@ def inject(model: PreTrainedModel, section: AdapterSection) -> LoraConfig:
         with warnings.catch_warnings(action="ignore"):  # fan_in_fan_out peft sets right, and the rest is refused below
             inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=True)
     except LIBRARY_ERRORS as error:
+        left = [name for name in linear if f"'{name}'" not in str(error)]
+        such = f"write layers that can be in adapter.target_modules, such as {', '.join(left)}"
         raise UsageError(
             f"adapter: {type(model).__name__} cannot be adapted so: {said(error)}",
-            hint="write layers that can be in adapter.target_modules, such as "
-            + ", ".join(name for name in linear if f"'{name}'" not in str(error)),
+            hint=such if left else "remove `adapter` to train in full, with `freeze` for layers that are not to change",
         ) from error
     inside = {id(module) for block in blocks for module in block.modules()}
     for name, layer in lora_layers(model):

@@ -117,6 +117,8 @@ def duration(seconds: float) -> str:
 
 def brief(seconds: float) -> str:
     """Formats a duration. For a tiny model's step it shows the first digits, not "0 ms"."""
+    if 0 < seconds < 1e-5:
+        return "< 0.01 ms"
     return f"{1000 * seconds:.2g} ms" if 0 < seconds < 0.01 else duration(seconds)
 
 

@@ -128,6 +128,15 @@ def test_layers_that_peft_refuses_are_not_offered():
     assert caught.value.hint.endswith("such as in_proj, x_proj, dt_proj")
 
 
+def test_where_no_other_layer_can_have_lora_the_hint_names_none():
+    mamba = build(transformers.MambaConfig(hidden_size=32, num_hidden_layers=1), dtype="float32", attention="sdpa")
+    for name in ("in_proj", "x_proj", "dt_proj"):
+        delattr(mamba.backbone.layers[0].mixer, name)
+    with pytest.raises(UsageError, match="'out_proj' is incompatible") as caught:
+        inject(mamba, AdapterSection(r=2, target_modules=("out_proj",)))
+    assert caught.value.hint.startswith("remove `adapter`")
+
+
 def test_tied_weights_are_not_trained_in_full_by_one_of_their_names():
     model = build(FAMILIES["gpt2"], dtype="float32", attention="sdpa")
     with pytest.raises(UsageError, match="shares its weights"):
