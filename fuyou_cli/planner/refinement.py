@@ -119,13 +119,15 @@ class Refinement:
             self.best.candidate, norm_first=True, sweeps=1, defer=0.0, activations=knobs.activations[0], swap=knobs.swap[0],
             kept_there=knobs.kept_there[-1], there=knobs.there[-1],
         )  # fmt: skip
-        orders = _with(first, "states", knobs.states)
-        if self._improved([[first], orders]) or self._improved([self._other_pipelines(first)]):
+        orders, is_small = _with(first, "states", knobs.states), len(self.one.model.stages) <= SMALL_STAGES
+        # In a small model one stage is much of the memory, so one order far off says nothing of the others.
+        tried = [[first, *orders]] if is_small else [[first], orders]
+        if self._improved(tried) or self._improved([self._other_pipelines(first)]):
             before = self.best
             self._try_pipelines()
             if self.best is not before:
                 self._improved([_with(self.best.candidate, "states", knobs.states)])
-            elif len(self.one.model.stages) <= SMALL_STAGES:  # in another pipeline another order may be the best
+            elif is_small:  # in another pipeline another order may be the best
                 others = self._other_pipelines(self.best.candidate)
                 self._improved([[order for other in others for order in _with(other, "states", knobs.states)]])
 

@@ -235,6 +235,25 @@ def test_measuring_first_in_a_small_model_tries_all_orders_with_all_pipelines() 
     assert more.best.seconds <= less.best.seconds
 
 
+def test_in_a_small_model_one_order_far_off_does_not_rule_out_the_others() -> None:
+    """With 18 MiB more RAM the best plan whose updates wait has another order. With the norm first that order writes more."""
+    spec = model(*[UNIT * size for size in (11, 9, 9, 3, 2)])
+    request = PlanRequest(
+        numerics=replace(NUMERICS, accumulate_dtype="bfloat16", micro_batch_size=1, max_seq_len=512), model_name="test",
+        device="cpu", clip_grad_norm=1.0, cpu_budget=699731968, scratch_size=MiB, wear="ignore",
+    )  # fmt: skip
+    rates = dict(store_read=2e8, store_write=2e8, store_read_mixed=1.5e8, store_write_mixed=1.5e8)
+    every = family(spec, request)
+    one = replace(every, pipelines=((1, 1),), activations=(-1.0,), swap=(0.0,))
+    hardware = replace(HARDWARE, **rates)
+    less, more = (
+        search(spec, hardware, replace(request, cpu_budget=request.cpu_budget + spare * MiB), effort="limited", candidates=one)
+        for spare in (0, 18)
+    )
+    assert less.best.candidate.norm_first and more.best.candidate.norm_first
+    assert more.best.seconds < less.best.seconds
+
+
 def _refined(hardware: HardwareProfile, request: PlanRequest, *, written: float | None = None, visits: int = 0) -> Refinement:
     """Refines the best plan of one sweep, as if it wrote so many bytes and so many visits had been simulated."""
     best = search(SPEC, hardware, replace(request, sweeps=1, norm_first=False)).best
