@@ -46,6 +46,15 @@ def test_what_a_drive_has_written_already_counts(screen: Screen, facts: RunFacts
     assert (data["wear"], data["worn_after"]) == (pytest.approx(0.1), pytest.approx(used + 0.1))
 
 
+def test_where_no_change_helps_it_is_said_what_for(screen: Screen, facts: RunFacts) -> None:
+    """Says it twice: as what to do next, and where the changes would be."""
+    tried = replace(facts, changes=(), tried=37)
+    told = words(screen(tried)).lower()
+    assert told.count("no change of one or two keys spares the drives (37 plans tried)") == 2 and "makes it fit" not in told
+    told = words(screen(replace(tried, room=replace(facts.room, ssd=1)))).lower()
+    assert told.count("no change of one or two keys makes it fit (37 plans tried)") == 2 and "spares" not in told
+
+
 def test_every_drive_wears_by_itself(hardware: HardwareProfile) -> None:
     """Writes are spread evenly, also over one whose rating nobody knows. The one that is rated for least counts, whatever
     larger ones beside it are rated for, and the one that is worn most."""

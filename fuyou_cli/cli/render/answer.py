@@ -79,7 +79,7 @@ def _next(facts: RunFacts, *, fits: bool) -> str:
         helps = "spares the drives" if fits else "fits"
         return f"add {' '.join(best.overrides)}: {helps}, a step takes {brief(best.plan.predicted.step_seconds)}"
     if facts.changes is not None:
-        return f"no change of one or two keys makes it fit ({facts.tried} plans tried)"
+        return nothing_helps(facts, fits=fits)
     if facts.advice and (worn or not fits):
         return facts.advice
     if not fits:
@@ -91,6 +91,11 @@ def _next(facts: RunFacts, *, fits: bool) -> str:
     if any(REFUSED in note for note in facts.notes):
         return f"{_faster(facts)}; a run would still be refused, see the notes below"
     return _faster(facts) + (f". Run: {facts.command}" if facts.command else "")
+
+
+def nothing_helps(facts: RunFacts, *, fits: bool) -> str:
+    """Says that none of the changes tried helps a plan that wears its drives too much, or one that does not fit."""
+    return f"no change of one or two keys {'spares the drives' if fits else 'makes it fit'} ({facts.tried} plans tried)"
 
 
 def _knows_compiled(facts: RunFacts) -> bool:

@@ -19,7 +19,7 @@ from fuyou_cli.planner.phases import phase_peaks
 from fuyou_cli.spec.model import ModelSpec, Rule, StageSpec
 from fuyou_cli.spec.plan import Plan, StagePlan, Tier
 
-from .answer import show_answer
+from .answer import nothing_helps, show_answer
 from .step_table import WIDE, evaluating, run_length, show_step
 from .theme import (
     Symbols,
@@ -62,7 +62,7 @@ def show_plan(console: Console, facts: RunFacts, *, verbose: bool) -> None:
     if facts.compared is not None:
         _comparison(console, facts.plan, facts.compared, shapes)
     if facts.changes is not None:
-        _changes(console, facts.changes, shapes, tried=facts.tried)
+        _changes(console, facts, facts.changes, shapes)
     if facts.notes:
         heading(console, "Notes")
     for note in facts.notes:
@@ -317,12 +317,12 @@ def _result(row: Row) -> str:
     return f"{found}: {row.why}" if row.why else found
 
 
-def _changes(console: Console, outcomes: Sequence[Outcome], shapes: Symbols, *, tried: int) -> None:
-    """Prints changes that make the run fit, to be added to the command."""
+def _changes(console: Console, facts: RunFacts, outcomes: Sequence[Outcome], shapes: Symbols) -> None:
+    """Prints changes that make the run fit, or spare its drives, to be added to the command."""
     if not outcomes:
-        say(console, f"No change of one or two keys makes it fit ({tried} plans tried).")
+        say(console, f"{nothing_helps(facts, fits=not facts.problems).capitalize()}.")
         return
-    heading(console, "Changes that help", f"the smallest of each kind, planned again ({tried} plans tried)")
+    heading(console, "Changes that help", f"the smallest of each kind, planned again ({facts.tried} plans tried)")
     content = _plans("add", shapes)
     for outcome in outcomes:
         content.add_row(Text(" ".join(outcome.overrides)), *_figures(outcome.plan))
