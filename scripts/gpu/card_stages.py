@@ -281,11 +281,12 @@ def small_memory(context: Context) -> None:
 
 
 def compiled(context: Context) -> None:
-    """The same with compiled blocks, whose rates are measured first."""
+    """The same with compiled blocks, whose rates are measured first, but not for a toy (see TOY)."""
     scale, (shape, layers) = context.scale, context.block
     case = Case(shape=shape, rows=scale.many, steps=scale.steps, gpu=scale.gpu, compiled=True)
     what = f"{layers}, {scale.many * scale.length:,} tokens a step, max_memory.gpu {scale.gpu}, compiled"
-    _bench(context, case)
+    if context.scale is FULL:
+        _bench(context, case)
     if ours := context.ours(what, case):
         _speed(context, what, ours)
         _gpu_peak(context, what, ours)
