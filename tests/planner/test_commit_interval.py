@@ -68,6 +68,7 @@ def test_commits_take_no_more_than_their_share(data: st.DataObject, spec: ModelS
     """All steps of some intervals, simulated, beside as many without a commit."""
     plan = _planned(data, spec, states=states)
     every, costs = plan.commit_every, commit_costs(plan)
+    assert MOST_TIME < 0.03 and MOST_WRITTEN == 0.3, "what is promised"
     assert every is not None and costs is not None and costs.time <= MOST_TIME * (1 + 1e-9)
     if not 1 < every <= 60:  # nothing to share, or too many steps to simulate; many drawn cases are such
         return
