@@ -168,7 +168,7 @@ def test_spending_needs_a_twentieth() -> None:
     spec = replace(spec, stages=tuple(blocks))
     request = replace(WISHES, cpu_budget=least_memory(spec, HARDWARE, WISHES) + 60 * MiB, weights="ssd", states="ssd")
     gains = []
-    for power in (6, 10, 12):
+    for power in (6, 10, 10.5, 12):  # at 10.5 spending saves 6 %
         hardware = replace(HARDWARE, matmul_flops=1e10 / 1.5**power)
         found = search(spec, hardware, replace(request, wear="spare"))
         gain = found.best.seconds / found.fastest.seconds - 1
