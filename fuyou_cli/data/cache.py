@@ -29,7 +29,7 @@ from .holding_back import Part
 from .locked_folders import scratch_in
 from .named_sets import Say, unsaid
 from .reading import first_bad_line
-from .rows import Rows
+from .rows import TOKEN_BYTES, TOKENS, Rows
 from .sources import find_sources
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ LAYOUT_VERSION = 6  # increase it when the same data and options give other rows
 TOKENIZER_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 TEMPLATE_FOLDER = "additional_chat_templates"  # the only folder that is part of a tokenizer
 _LARGEST_TEMPLATE = 4 * MiB
+_TOLD_AFTER, _TOLD_EVERY = 10.0, 300.0  # seconds until a run is told how far its data is: first, and later at most
 _ELSEWHERE = "set dataset.cache_dir to a writable folder (the default is inside the output directory)"
 
 
@@ -63,7 +64,7 @@ def prepare(
         with naming_space(cache_dir, takes), scratch_of(cache_dir) as scratch:
             out = scratch / "rows"
             out.mkdir()
-            _serve({**request, "out": str(out)}, threads=dataset.num_workers or 1)
+            _serve({**request, "out": str(out)}, threads=dataset.num_workers or 1, say=say)
             try:
                 out.rename(final)
             except OSError:
@@ -194,13 +195,32 @@ def read_template(path: Path | None) -> str | None:
     return text
 
 
-def _serve(request: dict[str, Any], *, threads: int) -> None:
-    """Runs the worker to its end. Raises the worker's error with the same text."""
+def _serve(request: dict[str, Any], *, threads: int, say: Say) -> None:
+    """Runs the worker to its end, and tells how far it is. Raises the worker's error with the same text."""
     command, environment = worker_command(threads)
-    asked = as_asked(request)
-    done = subprocess.run(command, input=asked, env=environment, capture_output=True, text=True)
-    refuse_failed(done.returncode, done.stdout, done.stderr, at=Path(request["out"]).with_name("at"))
-    replied(done.stdout)
+    out = Path(request["out"])
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=environment, text=True, stdin=pipe, stdout=pipe, stderr=pipe) as worker:
+        try:
+            reply, trace = _heard(worker, as_asked(request), out / TOKENS, say)
+        except BaseException:
+            worker.kill()
+            raise
+    refuse_failed(worker.returncode, reply, trace, at=out.with_name("at"))
+    replied(reply)
+
+
+def _heard(worker: subprocess.Popen[str], asked: str, tokens: Path, say: Say) -> tuple[str, str]:
+    """Returns what the worker prints on both outputs. Meanwhile tells the tokens it has written, less and less often."""
+    words: str | None = asked
+    seconds = _TOLD_AFTER
+    while True:
+        try:
+            return worker.communicate(words, timeout=seconds)
+        except subprocess.TimeoutExpired:
+            words, seconds = None, min(2 * seconds, _TOLD_EVERY)
+            written = tokens.stat().st_size // TOKEN_BYTES if tokens.exists() else 0
+            say(f"still reading and tokenising: {written:,} tokens so far")
 
 
 def worker_command(threads: int) -> tuple[list[str], dict[str, str]]:

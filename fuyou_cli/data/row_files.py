@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from .packing import LABEL, Row
+from .rows import TOKENS
 from .samples import Reading
 from .tokenise import decode_pieces
 
@@ -44,7 +45,7 @@ def _write(rows: Iterable[Row], out: Path, stop_ids: frozenset[int]) -> tuple[di
     offsets, digest, stops = array("q", [0]), hashlib.sha256(), np.asarray(sorted(stop_ids), np.int32)
     label_tokens = longest = highest_id = 0
     learns_to_stop = False
-    with (out / "tokens.bin").open("wb") as tokens_file, (out / "mask.bin").open("wb") as mask_file:
+    with (out / TOKENS).open("wb") as tokens_file, (out / "mask.bin").open("wb") as mask_file:
         for tokens, mask in rows:
             digest.update(len(tokens).to_bytes(8, "little"))
             for file, data in ((tokens_file, tokens.tobytes()), (mask_file, mask.tobytes())):

@@ -22,6 +22,7 @@ from .packing import BEGINS, LABEL
 if TYPE_CHECKING:
     import torch
 
+TOKENS, TOKEN_BYTES = "tokens.bin", 4
 NO_LOSS = -100  # the label that torch's cross entropy and every HF model ignore
 
 
@@ -87,7 +88,7 @@ class Rows:
         self.fingerprint = directory.name
         try:
             self.summary = _read_summary(directory / "summary.json", paths)
-            self._tokens: NDArray[np.int32] = np.memmap(directory / "tokens.bin", np.int32, mode="r")
+            self._tokens: NDArray[np.int32] = np.memmap(directory / TOKENS, np.int32, mode="r")
             self._mask: NDArray[np.uint8] = np.memmap(directory / "mask.bin", np.uint8, mode="r")
             self._offsets: NDArray[np.int64] = np.load(directory / "offsets.npy", mmap_mode="r")
             sizes = (len(self._offsets) - 1, int(self._offsets[-1]), len(self._tokens), len(self._mask))

@@ -119,7 +119,7 @@ OPTION_DEFAULTS: dict[str, Any] = {"max_seq_len": 64, "overlong": "truncate", "p
 def served_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets `prepare` ask the worker's entry in this process, where finding rows again is the point."""
 
-    def serve(request: dict[str, Any], *, threads: int) -> None:
+    def serve(request: dict[str, Any], **options: Any) -> None:
         build({**request, "template_seconds": 20})
 
     monkeypatch.setattr(cache, "_serve", serve)

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from drawn import every, examples
 from hypothesis import given
 from hypothesis import strategies as some
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.data import NO_LOSS, Rows, Sampler, collate, prepare
+from fuyou_cli.data import NO_LOSS, Rows, Sampler, cache, collate, prepare
 from fuyou_cli.recipe.schema import DatasetSection
 
 from .conftest import Write, section
@@ -47,6 +48,27 @@ def test_rows_are_made_once_and_found_by_content(write: Write, tokenizer_dir: Pa
     changed = prepared(section(moved), tokenizer_dir, store)
     longer = prepared(section(moved, max_seq_len=65), tokenizer_dir, store)
     assert len({rows.fingerprint, changed.fingerprint, longer.fingerprint}) == 3
+
+
+def test_long_data_are_told_meanwhile(
+    write: Write, tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "_TOLD_AFTER", 0.1)
+    told: list[str] = []
+    dataset = section(write("t.jsonl", [{"text": "seven apples"}]))
+    asked = dict(dataset=dataset, tokenizer_dir=tokenizer_dir, chat_template=None, pad_token=None)
+    rows = prepare(**asked, cache_dir=tmp_path / "slow", say=told.append)
+    said = [line for line in told if line.startswith("still reading and tokenising: ")]
+    assert said == told and 2 <= len(said) < 20  # a worker takes a second to begin, and is told less and less often
+    assert int(said[-1].split()[4].replace(",", "")) <= rows.summary.tokens
+
+    def interrupt(text: str) -> None:
+        raise KeyboardInterrupt
+
+    others = psutil.Process().children()
+    with pytest.raises(KeyboardInterrupt):
+        prepare(**asked, cache_dir=tmp_path / "interrupted", say=interrupt)
+    assert psutil.Process().children() == others and not list((tmp_path / "interrupted").iterdir())
 
 
 @pytest.mark.usefixtures("served_here")
