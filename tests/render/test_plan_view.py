@@ -279,8 +279,8 @@ def test_the_answer_comes_first(screen: Screen, facts: RunFacts, width: int, cas
     assert lines[lines.index("Plan") - 1] == "" and lines[-1] == "  - no data"
 
 
-def test_rates_are_a_table_with_v(screen: Screen, facts: RunFacts) -> None:
-    """Prints them of a described machine; those that decide and are assumptions are named first in any case."""
+def test_rates_are_a_table_with_v_and_where_an_assumption_decides(screen: Screen, facts: RunFacts) -> None:
+    """Prints them of a described machine. Those that decide and are assumptions are named first."""
     sources = ("matmul_flops: measured there", "store_read, store_write: an assumption")
     there = replace(facts.hardware, measured="described", name="there", sources=sources)
 
@@ -290,7 +290,8 @@ def test_rates_are_a_table_with_v(screen: Screen, facts: RunFacts) -> None:
         return screen(replace(facts, plan=plan, hardware=there), verbose=verbose)
 
     assert "Rates of this machine" in shown("compute", verbose=True)
-    assert "assumption" not in shown("compute", verbose=False)
+    assert "Rates of this machine" in shown("ssd read", verbose=False)
+    assert "assumption" not in shown("compute", verbose=False) and "Rates" not in shown("compute", verbose=False)
     assert "the important rates are assumptions (store read, write" in shown("ssd read", verbose=False).splitlines()[4]
 
 

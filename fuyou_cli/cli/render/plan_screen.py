@@ -51,7 +51,7 @@ def show_plan(console: Console, facts: RunFacts, *, verbose: bool) -> None:
     warn_of_wear(console, facts)
     heading(console, "Plan")
     pairs(console, _understood(facts, shapes) + _machine(facts, shapes))
-    if verbose and facts.hardware.measured == "described":
+    if facts.deciding_assumptions or (verbose and facts.hardware.measured == "described"):
         _rates(console, facts, shapes)
     _placement(console, facts, shapes)
     show_step(console, facts, shapes)
