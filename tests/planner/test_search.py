@@ -32,7 +32,7 @@ SLOW_STORE = replace(HARDWARE, store_read=2e8, store_write=2e8, store_read_mixed
 MACHINES = st.sampled_from([HARDWARE, SLOW_STORE, replace(SLOW_STORE, matmul_flops=2e10, shared_compute=0.5, shared_adamw=0.5)])
 
 
-IN_TOYS = 0.1  # share of the step: the worst of 20,000 drawn models of four to six stages was 8.3 %
+IN_TOYS = 0.1  # share of the step: the worst that was seen of four to six stages was 8.3 %
 EFFORTS: list[Effort] = ["limited", "placed"]
 COPYING = replace(SLOW_STORE, device="cuda", h2d=1e9, d2h=1e9, matmul_flops=5e11)
 
