@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuyou_cli.core.units import GiB, MiB, in_steps
+from fuyou_cli.core.units import GiB, MiB, brief, in_steps
 
 
 @given(st.integers(1, 1 << 44), st.floats(0, 1))
@@ -18,3 +18,7 @@ def test_never_more_and_little_less(whole: int, share: float) -> None:
 
 def test_about_the_same_is_the_same() -> None:
     assert len({in_steps(20 * GiB + change * MiB, 24 * GiB) for change in range(1, 127)}) == 1
+
+
+def test_a_short_time_has_digits_and_a_tiny_one_no_exponent() -> None:
+    assert [brief(seconds) for seconds in (0, 9e-8, 2e-5, 0.0047, 4.04)] == ["0 ms", "< 0.01 ms", "0.02 ms", "4.7 ms", "4.0 s"]
