@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 import signal
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,8 +18,10 @@ from typing import Any
 from proof.both_sides import FUYOU, STEP_FIELDS, InMemory, end_of, started
 from proof.common_recipe import fresh, recipe_in
 from proof.materials import model_folder, own_text, rows_folder
+from proof.verdicts import ROOT
 from proof.watch import LineCounter
 
+from fuyou_cli.machine.profile import core_count
 from fuyou_cli.training.jsonl import read_log
 
 SAVING = 20.0  # seconds after its last step that a run may take to save its states: tens of GB, nothing that is asked
@@ -144,6 +148,28 @@ def in_memory(place: Place, case: Case, *, micro: int) -> dict[str, Any]:
     if child.returncode != 0:
         result["failed"] = f"{how}, {len(steps)} of {case.steps} steps:\n{end_of(output)}"
         result["too_large"] = "OutOfMemoryError" in result["failed"]
+    return result
+
+
+def deepspeed(place: Place, case: Case) -> dict[str, Any]:
+    """The model and as many random tokens a step through DeepSpeed's NVMe offload, without clipping. `failed` says why where
+    it did not do all steps."""
+    folder = fresh(place.work / "deepspeed")
+    out, output = folder / "told.jsonl", place.work / "deepspeed.txt"
+    command = [sys.executable, str(ROOT / "scripts" / "proof" / "deepspeed_loop.py"), "--model", str(place.model(case.shape))]
+    command += ["--nvme", str(folder / "nvme"), "--out", str(out), "--last", str(case.steps), "--rows", str(case.rows)]
+    command += ["--length", str(place.length), "--device", place.device, "--threads", str(core_count())]
+    with output.open("wb") as file, started(command, None, file) as child:
+        try:
+            child.wait(max(1.0, place.until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+    told = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    result: dict[str, Any] = {"exit": child.returncode, "steps": [line for line in told if "step" in line], "told": told}
+    if len(result["steps"]) != case.steps:
+        result["failed"] = f"exit code {child.returncode}, {len(result['steps'])} of {case.steps} steps:\n{end_of(output)}"
+    shutil.rmtree(folder)  # tens of GB
     return result
 
 

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from proof.verdicts import ROOT, at_least, at_most, holds, missing, reported
 from fuyou_cli.core.units import GiB, MiB, gib, parse_size
 from fuyou_cli.machine.profile import core_count
 
-from .card_runs import STACK_LINES, Case, Place, end_of, end_with_stacks, finetune, in_memory, settled, write_recipe
+from .card_runs import STACK_LINES, Case, Place, deepspeed, end_of, end_with_stacks, finetune, in_memory, settled, write_recipe
 from .pinning import pin
 from .record import Record
 
@@ -321,12 +322,26 @@ def segments(context: Context) -> None:
 
 
 def on_ssd(context: Context) -> None:
-    """1 B with weights, gradients and states on the ssd, without and with clipping."""
+    """1 B with weights, gradients and states on the ssd, without and with clipping. Without, beside DeepSpeed's NVMe offload on
+    that disk, where it is installed."""
     for clip in (None, 1.0):
         case = Case(shape=context.scale.small, rows=context.scale.few, steps=context.scale.steps, clip=clip, on_ssd=True)
         what = f"{case.shape} on ssd, clipping {'off' if clip is None else 'on'}"
         if ours := context.ours(what, case):
             _speed(context, what, ours)
+            if clip is None and context.device == "cuda" and find_spec("deepspeed") is not None:
+                _beside_deepspeed(context, f"{what}: speed, ours / DeepSpeed", case, ours)
+
+
+def _beside_deepspeed(context: Context, what: str, case: Case, ours: dict[str, Any]) -> None:
+    theirs = deepspeed(context.place, case)
+    context.record.keep(what, theirs)
+    if theirs.get("failed"):
+        context.record.add(reported(what, "DeepSpeed failed", note=str(theirs["failed"])))
+        return
+    seconds = [settled(side, WARM_UP) for side in (ours, theirs)]
+    note = f"{seconds[0]:.3f} and {seconds[1]:.3f} s a step"
+    context.record.add(reported(what, f"{seconds[1] / seconds[0]:.2f}", note=note))
 
 
 def profile(context: Context) -> None:

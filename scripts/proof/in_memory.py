@@ -45,6 +45,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--compute-alone", action="store_true")
     parser.add_argument("--device", default="cpu", help="that computes and holds everything (default: cpu)")
     parser.add_argument("--float32-gradients", action="store_true", help="micro-batches are summed in float32, as ours are")
+    parser.add_argument("--deterministic", action="store_true", help="only kernels that repeat their result, as train.deterministic")
     parser.add_argument("--no-checkpointing", action="store_true", help="keep activations instead of recomputing them")
     parser.add_argument("--rank", type=int, default=0, help="of a LoRA adapter that alone is trained (default: everything is)")
     parser.add_argument("--out", type=Path, required=True)
@@ -112,6 +113,7 @@ def train(options: argparse.Namespace) -> None:
 
     if options.threads:
         torch.set_num_threads(options.threads)
+    torch.use_deterministic_algorithms(options.deterministic)
     rows = Rows(options.rows)
     sampler = Sampler(len(rows), batch_size=options.batch, shuffle=True, seed=options.seed)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16, attn_implementation="sdpa")
@@ -177,6 +179,8 @@ def main() -> int:
     options = arguments()
     if options.threads:
         os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    if options.deterministic:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     train(options)
     return 0
 
