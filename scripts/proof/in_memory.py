@@ -45,7 +45,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--compute-alone", action="store_true")
     parser.add_argument("--device", default="cpu", help="that computes and holds everything (default: cpu)")
     parser.add_argument("--float32-gradients", action="store_true", help="micro-batches are summed in float32, as ours are")
-    parser.add_argument("--deterministic", action="store_true", help="only kernels that repeat their result, as train.deterministic")
+    parser.add_argument(
+        "--deterministic", action="store_true", help="only kernels that repeat their result, as train.deterministic"
+    )
     parser.add_argument("--no-checkpointing", action="store_true", help="keep activations instead of recomputing them")
     parser.add_argument("--rank", type=int, default=0, help="of a LoRA adapter that alone is trained (default: everything is)")
     parser.add_argument("--out", type=Path, required=True)
