@@ -3,6 +3,9 @@
 A block's parameters are inputs of its graph, like its boundary. So the weights that the executor installs for a visit change no
 guard. Forward runs the same graph as backward, so both compute the same values. A graph hides the model's operators: none is
 left out, all are kept or none (`activations/graphs`), and the gradients of all of a block's parameters arrive at once.
+
+A graph does not save what a few elementwise operators compute again, also where a product in backward reads it: gated products,
+the results of norms. So a graph of a Llama block is a third smaller, and backward takes as long (scripts/results/TRIED.md).
 """
 
 from __future__ import annotations
@@ -106,13 +109,15 @@ class CompiledBlocks:
 
     def _counted(self, graph: Any, inputs: Any) -> Any:
         from torch._dynamo import lookup_backend
+        from torch._functorch import config as partition
 
         self.graphs += 1
         if torch.are_deterministic_algorithms_enabled():
             import torch._inductor.config as inductor
 
             inductor.deterministic = True  # else a kernel is chosen by timing, and another process may choose another
-        return lookup_backend(self._backend)(graph, inputs)
+        with partition.patch(ban_recompute_materialized_backward=False):
+            return lookup_backend(self._backend)(graph, inputs)
 
     def forward(self, run: Run, x: torch.Tensor, micro_batch: int, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         with torch.enable_grad():

@@ -16,7 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from fuyou_cli.engine.activations.graphs import KeptGraphs
+from fuyou_cli.engine.activations.graphs import KeptGraphs, graph_bytes
 from fuyou_cli.engine.compiled import CompiledBlocks, as_compiled, load_compiler
 from fuyou_cli.engine.executor import StepAbandoned
 from fuyou_cli.engine.forward_only import ForwardOnly
@@ -151,7 +151,7 @@ def test_memory_is_no_more_than_the_plan_charges(name: str, tmp_path: Path) -> N
             limit -= charged
         rig.run(STEPS)
         assert rig.device.peak_memory() <= limit
-    assert 0.5 * charged < runs.peak <= charged
+    assert 0.35 * charged < runs.peak <= charged  # what operators save one by one; a graph computes some of it again
     assert runs.live == 0
 
 
@@ -185,6 +185,25 @@ def _unheard(size: int, left: int) -> None:
 
 def _refused(x: torch.Tensor) -> torch.Tensor:
     raise AssertionError("the forward runs again")
+
+
+class _Gated(nn.Module):
+    """Is the gated product of a Llama block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate, self.down = (nn.Linear(*sizes, bias=False) for sizes in ((16, 64), (16, 64), (64, 16)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        return y
+
+
+def test_what_is_cheap_to_compute_again_is_not_saved() -> None:
+    """Two results of products are held. The gated one, which backward's product reads, is computed again."""
+    block = _Gated()
+    run = Runs().blocks().of(block)
+    assert graph_bytes(run, torch.randn(8, 16), list(block.parameters())) == 2 * 8 * 64 * 4
 
 
 def test_a_graph_larger_than_planned_is_not_kept() -> None:
