@@ -90,6 +90,18 @@ def test_samples_of_the_same_homes_give_the_whole(shaped: Project, tmp_path: Pat
     assert blocks == {0, 1, 2, 3}
 
 
+def test_larger_samples_are_taken_where_time_allows(shaped: Project, tmp_path: Path) -> None:
+    """More blocks tell more of the whole."""
+    path = tmp_path / "shape" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 4 * BLOCKS}))
+    words = ["--batch", "2", "offload.measure=false", "--minutes"]
+    (little,) = _points(shaped, *words, "0")
+    (more,) = _points(
+        shaped, *words, str(4 * little["predicted_seconds"] / 60)
+    )  # the whole would take five such steps, and loads
+    assert [[one["blocks"] for one in point["estimates"]] for point in (little, more)] == [[2, 4], [4, 8]]
+
+
 def test_mistakes_are_refused_before_anything_is_measured(shaped: Project, tmp_path: Path) -> None:
     for words in (["--batch", "four"], ["--svg", tmp_path / "none" / "chart.svg"], ["--trace", tmp_path / "none" / "t"]):
         run = shaped.fuyou("bench", "--model", shaped.recipe, *words)

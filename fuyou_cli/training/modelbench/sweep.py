@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ...recipe.load import LoadedRecipe
     from ..prepared import Planned
 
-SAMPLES = (2, 4)  # blocks
+SAMPLES = ((4, 8), (2, 4))  # blocks of two runs; more tell more, where time and disk allow
 AGREE = 0.05  # largest difference between the samples' estimates of the whole step, as a share
 Loaded = Callable[[Sequence[str]], "LoadedRecipe"]  # returns the recipe with these overrides added
 
@@ -114,7 +114,7 @@ def _point(config: PreTrainedConfig, load: Loaded, place: Place, batch_size: int
             raise PlanError(f"batch size {batch_size}: the run needs {needed} of RAM, but has {budget}")
         if whole.refusal:
             raise UsageError(whole.refusal)
-        why = _why_not_whole(whole, seconds) if blocks > SAMPLES[-1] else ""
+        why = _why_not(whole, seconds) if blocks > SAMPLES[-1][-1] else ""
         if not why:
             return _as_measured(whole, measure(loaded, whole, place), place)
         if whole.model.frozen_parameters:
@@ -122,20 +122,29 @@ def _point(config: PreTrainedConfig, load: Loaded, place: Place, batch_size: int
                 f"batch size {batch_size}: {why}, and a model with frozen parts is not extrapolated from a few blocks",
                 hint="make room, raise --minutes, or leave freeze out",
             )
-    place.say(f"extrapolated from {' and '.join(map(str, SAMPLES))} of {blocks} blocks: {why}")
     alike = [f"offload.{key}={home}" for key, home in homes_of(whole).items()]
     alike.append(f"train.micro_batch_size={whole.plan.numerics.micro_batch_size}")
-    samples = []
-    for count in SAMPLES:
-        model_dir = write_config(config, place.scratch, blocks=count)
+
+    def sample(count: int, store: str, *, to_run: bool) -> tuple[LoadedRecipe, Planned]:
+        loaded = load([*overrides, *alike, store])
+        return loaded, planned_of(loaded, write_config(config, place.scratch, blocks=count), place, to_run=to_run)
+
+    def allowed(count: int) -> bool:
         with place.store() as store:
-            loaded = load([*overrides, *alike, store])
-            samples.append(measure(loaded, planned_of(loaded, model_dir, place, to_run=True), place))
+            return count < blocks and not _why_not(sample(count, store, to_run=False)[1], seconds)
+
+    counts = next((pair for pair in SAMPLES[:-1] if allowed(pair[-1])), SAMPLES[-1])
+    place.say(f"extrapolated from {' and '.join(map(str, counts))} of {blocks} blocks: {why}")
+    samples = []
+    for count in counts:
+        with place.store() as store:
+            samples.append(measure(*sample(count, store, to_run=True), place))
     return _as_extrapolated(whole, samples, blocks)
 
 
-def _why_not_whole(whole: Planned, limit: float) -> str:
-    plan, hardware = whole.plan, whole.hardware
+def _why_not(planned: Planned, limit: float) -> str:
+    """Says why this run is not made; an empty text if time and disk allow it."""
+    plan, hardware = planned.plan, planned.hardware
     if plan.store_size > hardware.disk_free:
         return f"the store needs {gb(plan.store_size)}, but {gb(hardware.disk_free)} are free"
     takes = STEPS * plan.predicted.step_seconds + 2 * loaded_bytes(plan) / hardware.store_write
