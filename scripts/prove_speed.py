@@ -6,9 +6,9 @@
     to try the script itself: compute ssd --shape 50m --turns 1 --data FILE
 
 compute: 8,192 tokens per step in 2 GiB beside plain PyTorch with everything in memory; 350m if 1.1b does not fit. ssd: 512
-tokens per step, the disk held at 0.6 + 0.6 GB/s (fio's concurrent mix shows it), beside the larger of the disk's time and
-compute alone plus the CPU-seconds of updates and I/O. deepspeed: its NVMe offload on the same disk. If it cannot run, the ratio
-to a recorded figure or a floor is reported, which shows nothing.
+tokens per step, the disk held at 0.6 + 0.6 GB/s or as --disk says (fio's concurrent mix shows it), beside the larger of the
+disk's time and compute alone plus the CPU-seconds of updates and I/O. deepspeed: its NVMe offload on the same disk. If it
+cannot run, the ratio to a recorded figure or a floor is reported, which shows nothing.
 
 --run lora (or qlora): an adapter inside a memory group of its budget, beside peft in memory; the bound is then that of reading
 frozen weights. --run int8: `ssd` also runs float32 states and compares the steps.
@@ -64,11 +64,15 @@ def arguments() -> argparse.Namespace:
     options.add_argument("--measured", type=int, default=2, help="steps of a turn after the warm-up")
     ask_for_run(options)
     options.add_argument("--clipping", choices=("off", "both"), default="both")
+    options.add_argument("--disk", type=size, help="bytes/s that it is held at, read and written (default: 0.6GB)")
     options.add_argument("--budget", type=size, help="of our side (default: 1 GiB for adapters, else 2 GiB)")
     asked = options.parse_args()
     if asked.run != "full" and "deepspeed" in asked.parts:
         options.error("--run: DeepSpeed's side trains everything, with float32 states")
     asked.adapter = asked.run in ("lora", "qlora")
+    if asked.disk and "deepspeed" in asked.parts:
+        options.error("--disk: DeepSpeed's recorded figures are of 0.6 GB/s")
+    asked.rates = (asked.disk, asked.disk) if asked.disk else RATES
     asked.budget = asked.budget or (GiB if asked.adapter else 2 * GiB)
     return asked
 
@@ -180,7 +184,7 @@ def ssd_case(setting: Setting, options: argparse.Namespace, *, turn: int, **chan
     warm_up = changed.get("warm_up", 1 if changed.get("clip") is None else CLIPPED_WARM_UP)
     base: dict[str, Any] = {"budget": options.budget, "rows": 1, "micro": 1, "warm_up": warm_up}
     base["steps"] = warm_up + options.measured + 1
-    return Case(shape=setting.shape, throttle=RATES, turn=turn, timed=True, **(limits(options) | base | changed))
+    return Case(shape=setting.shape, throttle=options.rates, turn=turn, timed=True, **(limits(options) | base | changed))
 
 
 def compute_alone(setting: Setting, options: argparse.Namespace, case: Case, **changed: Any) -> dict[str, Any]:
@@ -194,22 +198,22 @@ def compute_alone(setting: Setting, options: argparse.Namespace, case: Case, **c
 def ssd(setting: Setting, options: argparse.Namespace) -> list[Row]:
     mixes, alone, whole, runs = [], [], [], {clip: [] for clip in clippings(options)}
     for turn in range(options.turns):
-        mixes.append(mix(setting, RATES, turn=turn))
+        mixes.append(mix(setting, options.rates, turn=turn))
         alone.append(compute_alone(setting, options, ssd_case(setting, options, turn=turn)))
         for clip, kept in runs.items():
             kept.append(on_held_disk(setting, options, turn=turn, clip=clip))
         if options.run == "int8":  # the same with float32 states
             whole.append(on_held_disk(setting, options, turn=turn, overrides=()))
-    rows = [mix_row(mixes)]
+    rows = [mix_row(mixes, options.rates)]
     if whole:
         rows.append(small_states_row(setting.shape, runs[None], whole))
     for clip, results in runs.items():
         budget = results[0]["plan"]["budget"]
         what = f"{setting.shape}, 512 tokens a step in {gib(budget)}, clipping {'off' if clip is None else 'on'}"
         bar = None if clip is not None else OF_BOUND_FROZEN if options.adapter else OF_BOUND
-        rows += [bound_row(f"{what}: step / bound", results, alone, bar), memory_row(what, results)]
+        rows += [bound_row(f"{what}: step / bound", results, alone, bar, options.rates), memory_row(what, results)]
         sooner = [result | {"warm_up": 1, "steps": result["steps"][:-1]} for result in results]
-        rows.append(bound_row(f"{what}: the same after one warm-up", sooner, alone, bar))
+        rows.append(bound_row(f"{what}: the same after one warm-up", sooner, alone, bar, options.rates))
     return rows
 
 
@@ -227,23 +231,23 @@ def small_states_row(shape: str, small: list[dict[str, Any]], whole: list[dict[s
     return unless_noisy(row, [*small, *whole])
 
 
-def mix_row(mixes: list[dict[str, Any]]) -> Row:
+def mix_row(mixes: list[dict[str, Any]], rates: tuple[int, int]) -> Row:
     what = "fio, one reader and one writer on the held disk, GB/s"
-    asked = f">= {RATE_SHOWN:g} of {RATES[0] / 1e9:g} + {RATES[1] / 1e9:g}"
+    asked = f">= {RATE_SHOWN:g} of {rates[0] / 1e9:g} + {rates[1] / 1e9:g}"
     absent = next((one["absent"] for one in mixes if "absent" in one), "")
     if absent:
         return missing(what, asked, absent)
     read, write = (statistics.median(one[side] for one in mixes) for side in ("read", "write"))
-    lowest = min(read / RATES[0], write / RATES[1])
+    lowest = min(read / rates[0], write / rates[1])
     return at_least(what, lowest, RATE_SHOWN, note=f"{read / 1e9:.3f} + {write / 1e9:.3f} GB/s", values={"mixes": mixes})
 
 
-def bound_row(what: str, results: list[dict], alone: list[dict], bar: float | None) -> Row:
+def bound_row(what: str, results: list[dict], alone: list[dict], bar: float | None, rates: tuple[int, int]) -> Row:
     """Compares a step's time with the larger of what the disk and the processor need at least. Nothing is judged without a
     bar."""
     steps = measured_steps(results, tail=True)
     seconds = median_of(steps, "seconds")
-    reading, writing = median_of(steps, "read_bytes") / RATES[0], median_of(steps, "written_bytes") / RATES[1]
+    reading, writing = median_of(steps, "read_bytes") / rates[0], median_of(steps, "written_bytes") / rates[1]
     only = median_of(measured_steps(alone, tail=False), "seconds")
     work = statistics.median(step["update_cpu_seconds"] + step["io_cpu_seconds"] for step in steps)
     bound = max(reading, writing, only + work)
@@ -280,7 +284,7 @@ def deepspeed(setting: Setting, options: argparse.Namespace) -> list[Row]:
         theirs, why = [], ""
         for turn in range(options.turns):
             micro = min(batch, setting.micro)
-            record, refused = deepspeed_run(setting, options.peers, rows=batch, micro=micro, throttle=RATES, turn=turn)
+            record, refused = deepspeed_run(setting, options.peers, rows=batch, micro=micro, throttle=options.rates, turn=turn)
             theirs += [record] if record else []
             why = why or refused
             for budget in [budget for rows_, budget in FASTER if rows_ == batch]:
@@ -338,7 +342,7 @@ def prove(setting: Setting, options: argparse.Namespace) -> int:
     codes = []
     for part in [part for part in PARTS if part in options.parts]:
         rows = proofs[part](setting, options)
-        settings = {name: getattr(options, name) for name in ("turns", "measured", "budget", "run")}
+        settings = {name: getattr(options, name) for name in ("turns", "measured", "budget", "run", "rates")}
         settings = {**setting.described(), **settings, "peers": options.peers is not None}
         notes = [] if options.peers else ["no --peers: DeepSpeed is not run"] if part == "deepspeed" else []
         codes.append(setting.conclude(named(f"prove_speed-{part}-{setting.shape}", options.run), rows, settings, notes))

@@ -68,7 +68,9 @@ def test_each_case_of_a_part_asks_for_its_budget(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(prove_speed, "our_run", lambda *_: _ours(peak=9 * GiB))
     monkeypatch.setattr(prove_speed, "in_memory_run", lambda *_, **__: _ours())
     monkeypatch.setattr(prove_speed, "on_measured_machine", lambda setting, case: case)
-    options = argparse.Namespace(run="full", adapter=False, turns=1, measured=2, clipping="both", budget=2 * GiB, peers=None)
+    options = argparse.Namespace(
+        run="full", adapter=False, turns=1, measured=2, clipping="both", budget=2 * GiB, peers=None, rates=RATES
+    )
     rows = getattr(prove_speed, part)(_setting(tmp_path), options)
     cases = 2 * (1 if part == "ssd" else len(prove_speed.FASTER))
     assert _asked(rows, "peak memory") == ["FAIL"] * cases
@@ -143,7 +145,7 @@ def test_a_failed_part_is_not_hidden_by_one_that_was_not_shown(tmp_path: Path, m
     from proof.verdicts import at_least, missing
 
     options = argparse.Namespace(
-        run="full", adapter=False, parts=["compute", "ssd"], turns=1, measured=2, budget=2 * GiB, peers=None
+        run="full", adapter=False, parts=["compute", "ssd"], turns=1, measured=2, budget=2 * GiB, peers=None, rates=RATES
     )
     monkeypatch.setattr(prove_speed, "compute", lambda *_: [at_least("rate", 0.5, 0.9)])
     monkeypatch.setattr(prove_speed, "ssd", lambda *_: [missing("fio", ">= 0.97", "absent")])
