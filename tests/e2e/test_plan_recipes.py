@@ -58,6 +58,10 @@ PROMISES = {
         model="llama-3.1-405b", machine="rtx4090,gen4,64GiB", tokens=16_384, read=455, written=28, disk=246, waits=0.06,
         beside=0.35,
     ),
+    "qwen3-14b-lora-12gb": Promise(
+        model="qwen3-14b", machine="rtx4090,1xgen4,64GiB", overrides=("offload.max_memory.gpu=11.4GiB",), gpu=11.4,
+        tokens=32_768, read=61, written=0.1, disk=32, waits=0.15, beside=0.7,
+    ),
     "llama31-8b-full-24gb": Promise(
         model="llama-3.1-8b", machine="rtx4090,2xgen4,128GiB", tokens=262_144, read=112 + 32, written=96 + 32, disk=200,
         waits=0.2, beside=0.5,

@@ -113,7 +113,7 @@ def test_every_shipped_recipe_is_valid_and_says_how_to_run_it():
     shipped = shipped_recipes()
     assert set(shipped) == {
         "quickstart", "llama31-8b-full-24gb", "llama31-70b-full-24gb", "qwen3-14b-full-24gb", "llama31-8b-lora-8gb",
-        "llama33-70b-lora-24gb", "llama31-8b-qlora-6gb", "llama31-405b-qlora-24gb",
+        "qwen3-14b-lora-12gb", "llama33-70b-lora-24gb", "llama31-8b-qlora-6gb", "llama31-405b-qlora-24gb",
     }  # fmt: skip
     for name, path in shipped.items():
         text = path.read_text()
