@@ -78,7 +78,7 @@ def test_in_bfloat16_first_values_are_rounded_as_peft_does():
     [
         {"target_modules": ["q_proj", "layers.0.mlp.down_proj"]},
         {"target_modules": REGEX},
-        {"target_modules": "all-linear", "modules_to_save": ["lm_head", "norm"]},
+        {"target_modules": "all-linear", "modules_to_save": ["lm_head", "norm"], "use_dora": True},
     ],
     ids=str,
 )
