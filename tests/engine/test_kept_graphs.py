@@ -206,6 +206,16 @@ def test_what_is_cheap_to_compute_again_is_not_saved() -> None:
     assert graph_bytes(run, torch.randn(8, 16), list(block.parameters())) == 2 * 8 * 64 * 4
 
 
+def test_what_is_computed_again_drops_the_same() -> None:
+    """No random choice is made anew: the gradient of a weight that multiplies what dropout gives tells which it was."""
+    block = nn.Sequential(nn.Linear(16, 64, bias=False), nn.GELU(), nn.Dropout(0.5), nn.Linear(64, 16, bias=False))
+    x, gradient = torch.randn(32, 16, requires_grad=True), torch.randn(32, 16)
+    y = Runs().blocks().of(block)(x)
+    y.backward(gradient)
+    weight = block[-1].weight
+    torch.testing.assert_close((gradient * y).sum(), (weight.grad * weight).sum())
+
+
 def test_a_graph_larger_than_planned_is_not_kept() -> None:
     told: list[tuple[int, int]] = []
     graphs = KeptGraphs(511, twice=False, too_large=lambda *sizes: told.append(sizes))
