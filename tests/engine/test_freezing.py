@@ -12,6 +12,9 @@ from drawn import crossed, every
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fuyou_cli.core.errors import UsageError
+from fuyou_cli.engine.anatomy import dissect
+from fuyou_cli.engine.freezing import frozen
+from fuyou_cli.engine.skeleton import build
 
 from .comparing import distance, relative, unequal
 from .families import gpt2, llama
@@ -92,6 +95,15 @@ def test_a_step_reads_4_bytes_of_a_frozen_bf16_parameter_and_writes_none(way: st
     assert written == 12 * trained == planned.written_per_step
     assert 4 * trained < read <= 4 * frozen + 14 * trained
     assert all(bool(stage.state_bytes) == bool(stage.trained) for stage in subject.spec.stages)
+
+
+def test_a_pattern_stands_for_whole_numbers_and_names() -> None:
+    """Says by hand what is frozen: all else here asks the code for it."""
+    anatomy = dissect(build(llama(num_hidden_layers=12), dtype="float32", attention="sdpa"))
+    found = frozen(anatomy, ("model.layers.[2-10].mlp", "model.layers.1.self_attn.q*", "lm_head"))
+    wanted = {f"model.layers.{block}.mlp.{name}_proj.weight" for block in range(2, 11) for name in ("gate", "up", "down")}
+    wanted |= {"model.layers.1.self_attn.q_proj.weight", "lm_head.weight"}
+    assert {tensor.name for stage in found.stages for tensor in stage.tensors if tensor.frozen} == wanted
 
 
 @pytest.mark.parametrize(
