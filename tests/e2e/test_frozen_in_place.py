@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -79,23 +80,31 @@ def trained_sums(store: Path) -> list[tuple[str, str, int]]:
     return [one for one in sums(store) if one[1] != "frozen"]
 
 
-@pytest.mark.parametrize("how", every(2, ["touched", "cut", "gone"]))
+@pytest.mark.parametrize("how", every(2, ["touched", "renamed", "cut", "gone"]))
 def test_a_file_that_changes_between_runs_is_named(how: str, frozen: NewProject, model: Path) -> None:
     """Shows that a copy cannot be compared in a run that does not sum what it reads."""
-    project, file = frozen(changes={"offload.verify_reads": how != "touched"}), weights_of(model)
+    compares = how in ("cut", "gone")
+    project, file = frozen(changes={"offload.verify_reads": compares}), weights_of(model)
     with pytest.raises(Interrupted):
         train(project, interrupt(2, "forward"))
     status = file.stat()
     if how == "touched":
         os.utime(file, ns=(0, status.st_mtime_ns + 1))
+    elif how == "renamed":  # two tensors of one shape take each other's name
+        names = b"h.0.ln_1.bias", b"h.1.ln_1.bias", b"h.-.ln_1.bias"
+        content = file.read_bytes()
+        for old, new in ((names[0], names[2]), (names[1], names[0]), (names[2], names[1])):
+            content = content.replace(old, new, 1)
+        file.write_bytes(content)
+        os.utime(file, ns=(0, status.st_mtime_ns))
     elif how == "cut":
         os.truncate(file, status.st_size - 1)
     else:
         file.rename(file.with_name("elsewhere"))
     with pytest.raises(UsageError, match="from the model's files, and one has changed") as caught:
         prepared_run(project)
-    assert str(file if how == "touched" else model) in caught.value.message
-    if how != "touched":  # a copy will do: it is compared
+    assert str(model if compares else file) in caught.value.message
+    if compares:  # a copy will do
         assert "put the file" in str(caught.value.hint) and "time" not in str(caught.value.hint)
 
 
@@ -209,6 +218,22 @@ def test_another_dtype_is_copied_and_the_plan_says_so(frozen: NewProject) -> Non
     copied = prepared_run(frozen(changes={"precision.compute": "bfloat16"})).planned.model
     assert not copied.sources
     assert "is float32 in the model's files, and computes in bfloat16" in copied.imported_because
+
+
+def test_files_on_another_file_system_are_copied(frozen: NewProject, model: Path) -> None:
+    with TemporaryDirectory(dir="/dev/shm") as folder:
+        if os.stat(folder).st_dev == model.stat().st_dev:
+            pytest.skip("the tests' folder is in memory, too")
+        there = shutil.copytree(model, Path(folder, "model"))
+        copied = prepared_run(frozen(changes={"model.name_or_path": str(there)})).planned.model
+    assert not copied.sources
+    assert copied.imported_because == "the model's files are on another file system than offload.dir"
+
+
+def test_a_time_of_change_that_a_store_cannot_name_is_no_error(frozen: NewProject, model: Path) -> None:
+    os.utime(weights_of(model), ns=(0, -1))
+    copied = prepared_run(frozen()).planned.model
+    assert not copied.sources and "before 1970" in copied.imported_because
 
 
 def test_the_plan_says_where_frozen_weights_are_read(frozen: NewProject) -> None:
