@@ -130,6 +130,17 @@ def test_a_copy_of_a_file_is_compared_with_what_was_read(content: str, frozen: N
     assert any(f"{file} has another time of change: comparing" in text for text in said)
 
 
+def test_a_file_with_the_weights_of_another_model_is_named(frozen: NewProject, model: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    project, file = frozen(), weights_of(model)
+    with pytest.raises(Interrupted):
+        train(project, interrupt(2, "forward"))
+    save_file({name: value + 1 for name, value in load_file(file).items()}, file, metadata={"format": "pt"})
+    with pytest.raises(UsageError, match=f"the weights it began with .* changed since it was saved: '{file}'"):
+        train(project)
+
+
 def test_a_run_that_does_not_start_leaves_no_store(frozen: NewProject, model: Path) -> None:
     project = frozen()
     ready = prepared_run(project)

@@ -14,11 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from ...checkpoint.files import name_list
 from ...core.errors import FuyouError, UsageError
 from ...core.paths import folder, is_file, is_same_folder
 from ...spec.plan import StoreMode
 from . import manifest as manifests
 from .parts import PART_FILE, STORE_FILE, lacking, read_part
+from .source_checks import changed_files
 from .stored import Manifest
 
 if TYPE_CHECKING:
@@ -283,6 +285,8 @@ def check_unchanged_run(saved: Manifest, fingerprints: Mapping[str, str], *, tot
     if changed:
         what = " and ".join(_CHANGED.get(name, name) for name in changed)
         told = f"the saved run cannot be resumed, because {what} changed since it was saved"
+        if "weights" in changed and (files := changed_files(saved)):
+            told += f": {name_list(files)}"
         hint = _OTHER_DATA.format(" --merged" if "adapter" in saved.fingerprints else "")
         raise UsageError(told, hint=hint) if "data" in changed else _kept(told, "put back what changed")
     if saved.step > total_steps:

@@ -37,6 +37,11 @@ def files_there(saved: Manifest) -> tuple[SourceFile, ...]:
     return tuple(now for _, _, now in _looked_at(saved) if now is not None)
 
 
+def changed_files(saved: Manifest) -> list[str]:
+    """Lists the files that are there and are not as they were."""
+    return [source.path for source, problem, _ in _looked_at(saved) if problem and Path(source.path).exists()]
+
+
 def _looked_at(saved: Manifest) -> Iterator[tuple[SourceFile, str, SourceFile | None]]:
     """Yields every file, what is wrong with it, and what it is now if it may have its content."""
     for source in saved.sources:
