@@ -233,7 +233,7 @@ def test_another_dtype_is_copied_and_the_plan_says_so(frozen: NewProject) -> Non
 
 def test_files_on_another_file_system_are_copied(frozen: NewProject, model: Path) -> None:
     with TemporaryDirectory(dir="/dev/shm") as folder:
-        if os.stat(folder).st_dev == model.stat().st_dev:
+        if Path(folder).stat().st_dev == model.stat().st_dev:
             pytest.skip("the tests' folder is in memory, too")
         there = shutil.copytree(model, Path(folder, "model"))
         copied = prepared_run(frozen(changes={"model.name_or_path": str(there)})).planned.model
