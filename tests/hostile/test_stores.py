@@ -7,8 +7,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from proof.parsers import manifest, with_digest
 
 from fuyou_cli.core import json_files
 from fuyou_cli.core.errors import FuyouError, UsageError
+from fuyou_cli.spec.model import PAGE, SOURCES_AT, Piece
 from fuyou_cli.training import losses
 from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.parts import PART_FILE, lacking, part_size, read_part
@@ -111,6 +113,44 @@ def test_a_step_that_is_durable_by_its_gradients_is_read(tmp_path: Path) -> None
     _written(tmp_path, _due(gradients=GRADIENTS))
     found = manifests.read(tmp_path)
     assert found is not None and found.due is not None and asdict(found.due) == DUE and found.stages[0].gradients is not None
+
+
+def _in_a_file(*, head: int = 2048, sums: Sequence[int] = (), **piece: int) -> Change:
+    """Has the last 2,048 parameters of a stage frozen, in the first page of a file of two. `head`: where a tensor begins."""
+
+    def change(content: dict[str, Any]) -> None:
+        content["sources"] = [{"path": "/nowhere/model/a.safetensors", "size": 2 * PAGE, "changed": 1, "header": "00"}]
+        stage = content["stages"][0]
+        stage["tensors"][1]["offset"] = head
+        pieces = [{"place": 0, "offset": SOURCES_AT, "size": PAGE} | piece]
+        stage.update(params=4096, pieces=pieces, piece_sums=list(sums))
+
+    return change
+
+
+def test_frozen_weights_in_a_file_are_read(tmp_path: Path) -> None:
+    _written(tmp_path, _in_a_file(sums=[1 << 63]))
+    found = manifests.read(tmp_path)
+    assert found is not None and found.stages[0].pieces == (Piece(place=0, offset=SOURCES_AT, size=PAGE),)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_in_a_file(place=PAGE), "its pieces of files must be whole pages, one behind the other"),
+        (_in_a_file(offset=SOURCES_AT + 64), "its pieces of files must be whole pages, one behind the other"),
+        (_in_a_file(size=PAGE + 64), "its pieces of files must be whole pages, one behind the other"),
+        (_in_a_file(size=0), "its pieces of files must be whole pages, one behind the other"),
+        (_in_a_file(offset=SOURCES_AT + 2 * PAGE), "which no file has"),
+        (_in_a_file(offset=0), "which no file has"),
+        (_in_a_file(sums=[1, 2]), "has 2 checksums of 1 pieces"),
+        (_in_a_file(head=4032), "no piece of a file holds 'head'"),
+    ],
+)
+def test_pieces_of_files_that_cannot_be_are_refused(change: Change, words: str, tmp_path: Path) -> None:
+    _written(tmp_path, change)
+    with pytest.raises(UsageError, match=re.escape(words)):
+        manifests.read(tmp_path)
 
 
 def test_as_many_drives_as_the_library_takes(tmp_path: Path) -> None:
