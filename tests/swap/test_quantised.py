@@ -74,6 +74,26 @@ def test_int8_is_the_reference_bit_for_bit(rows: int, columns: int, seed: int, d
         np.testing.assert_array_equal(got.view(np.uint32 if out == "float32" else np.uint16), _rounded(back, out))
 
 
+def test_values_at_the_borders_between_codes() -> None:
+    """There every rounding decides, and so the order of operations. A whole block of nf4, and one that ends early."""
+    levels, draw = reference.NF4, np.random.default_rng(8)
+    for most in draw.uniform(0.01, 10, 100).astype(np.float32):
+        borders = _with_neighbours((levels[:-1] + levels[1:]) / np.float32(2) * most)
+        for values in (np.append(borders, most), np.concatenate([borders, np.full(19, most)])):
+            packed, maxima = np.empty((values.size + 1) // 2, np.uint8), np.empty(1, np.float32)
+            quantised.nf4_encode(values, "float32", packed, maxima)
+            np.testing.assert_array_equal(packed, reference.nf4(values)[0])
+        row = np.append(_with_neighbours((np.arange(127, dtype=np.float32) + np.float32(0.5)) / np.float32(127) * most), most)
+        codes, maxima = np.empty((1, row.size), np.int8), np.empty(1, np.float32)
+        quantised.int8_encode(row, row.size, "float32", codes, maxima)
+        np.testing.assert_array_equal(codes, reference.int8(row[None])[0])
+
+
+def _with_neighbours(values: np.ndarray) -> np.ndarray:
+    beside = [np.nextafter(values, np.float32(towards)) for towards in (-np.inf, np.inf)]
+    return np.concatenate([values, *beside]).astype(np.float32)
+
+
 @examples(40)
 @given(count=SIZES, seed=SEEDS, offset=st.sampled_from([0.0, 0.0371]))
 def test_dynamic_codes_are_the_reference_bit_for_bit(count: int, seed: int, offset: float) -> None:
