@@ -4,6 +4,7 @@ Costs about 20 s of one core."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 import torch
 from drawn import every
 
+from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.schedule import plan_schedule
+from fuyou_cli.planner.small_banks import rest_in_ram
 from fuyou_cli.recipe.schema import AdapterSection
 
 from .comparing import distance, relative, unequal
@@ -82,3 +85,24 @@ def test_with_states_in_ram_nothing_is_written(tmp_path: Path) -> None:
     kept = sum(run.spec.stages[stage].frozen_weight_bytes for stage, fetched in begun.items() if not fetched)
     assert after.read_bytes - before.read_bytes == 4 * planned.read_per_step + kept > 4 * planned.read_per_step
     assert planned.read_per_step <= 4.0 * run.spec.stored_parameters
+
+
+def test_the_plan_knows_what_frozen_weights_spare() -> None:
+    """No gradient of a frozen matrix is computed, a product of the forward's size: 4 FLOPs a parameter and token, not 6."""
+    spec = Subject(FAMILIES["llama"], Shape(), adapter=SECTIONS["plain"]).spec
+    shape, blocks = Shape(), [stage for stage in spec.stages if stage.kind == "block"]
+    for block in blocks:
+        matrices = sum(tensor.numel for tensor in block.tensors if ".base_layer." in tensor.name)
+        assert block.frozen_flops == 2 * matrices * shape.micro * shape.tokens > 0.5 * block.forward_flops
+    assert spec.flops_per_token == 6 * spec.trained_parameters + 4 * spec.frozen_parameters
+
+
+def test_what_is_small_rests_in_ram() -> None:
+    """It takes an eighth of the budget at most."""
+    subject = Subject(FAMILIES["llama"], Shape(), adapter=SECTIONS["plain"])
+    touched = 16 * subject.spec.updated_parameters  # float32: weights, gradients and two moments
+    asked = PlanRequest(
+        numerics=subject.numerics, model_name="any", device="cpu", clip_grad_norm=1.0, cpu_budget=8 * touched, scratch_size=0
+    )
+    assert rest_in_ram(subject.spec, asked)
+    assert not rest_in_ram(subject.spec, replace(asked, cpu_budget=8 * touched - 1))
