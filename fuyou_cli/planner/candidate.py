@@ -18,6 +18,7 @@ _PIPELINES = ((1, 1), (1, 2), (2, 2), (2, 3), (3, 3), (3, 4), (3, 6), (4, 8))  #
 _USUAL = (2, 2)
 _DEFER = tuple(eighth / 8 for eighth in range(9))
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+FEWER = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5, 0.4, 0.3)  # values of `Candidate.copied` that refinement tries in turn
 _GOLDEN = 0.618  # the fractional parts of its multiples fill an interval evenly
 # A value of `Candidate.activations`: keep no outputs, because copying some takes longer than computing them again.
 NONE_KEPT = -1.0
@@ -39,6 +40,7 @@ class Candidate:
     norm_first: bool = False  # a first backward measures the norm, unless the request says so
     kept_there: float = 0.0  # share of the device's spare memory that goes to outputs that stay there, before weights
     there: float = 0.0  # share of the device's spare memory that goes to whole stages (weights, gradients, states), or `TURN`
+    copied: float = 1.0  # share of the outputs' bytes that RAM may get, the most FLOPs saved per byte first
 
     def values(self) -> tuple[tuple[str, object], ...]:
         """Returns every knob's name and value."""
@@ -167,7 +169,7 @@ def known_candidate(model: ModelSpec, request: PlanRequest, values: dict[str, An
     possible = {
         "states": knobs.states, "defer": knobs.defer, "activations": knobs.activations, "swap": knobs.swap,
         "kept_there": knobs.kept_there, "there": (*knobs.there, *([TURN] if len(knobs.there) > 1 else [])),
-        "sweeps": sweep_counts(model, request),
+        "sweeps": sweep_counts(model, request), "copied": (1.0, *(FEWER if may_copy_fewer(knobs) else ())),
         "norm_first": (False, True) if request.norm_first is None and may_measure_first(model, request) else (False,),
     }  # fmt: skip
     pipeline = (values.get("lookahead"), values.get("gradient_slots"))
@@ -180,6 +182,11 @@ def known_candidate(model: ModelSpec, request: PlanRequest, values: dict[str, An
     if any(values[name] not in some for name, some in possible.items() if name in values):
         return None
     return Candidate(**values)
+
+
+def may_copy_fewer(candidates: Family) -> bool:
+    """Tells whether these candidates differ in the outputs that are copied to RAM."""
+    return len(candidates.activations) > 1
 
 
 def may_measure_first(model: ModelSpec, request: PlanRequest) -> bool:

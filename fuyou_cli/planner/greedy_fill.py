@@ -139,6 +139,23 @@ def outputs_of(model: ModelSpec, request: PlanRequest) -> list[Output]:
     return sorted(found, key=lambda output: output.order)
 
 
+def worth_most(outputs: list[Output], share: float) -> list[Output]:
+    """Returns those of these outputs that are left within `share` of their bytes. Those that save least per byte are left out
+    first, and of equal ones the smallest: so all blocks copy alike, as each waits for its own copies."""
+
+    def worth(output: Output) -> tuple[float, int, int]:
+        operator = output.operator
+        return -operator.flops / max(1, operator.bytes), -operator.bytes, spread(output.stage)
+
+    left, chosen = share * sum(output.size for output in outputs), set[tuple[int, int]]()
+    for output in sorted(outputs, key=worth):
+        left -= output.size
+        if left < 0:
+            break
+        chosen.add((output.stage, output.operator.index))
+    return [output for output in outputs if (output.stage, output.operator.index) in chosen]
+
+
 def fitting(model: ModelSpec, outputs: list[Output], numerics: Numerics, room: int) -> Kept:
     """Returns, by stage, the outputs that fit in `room` bytes of the device, taken in order."""
     found: list[list[int]] = [[] for _ in model.stages]

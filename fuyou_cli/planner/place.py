@@ -26,7 +26,7 @@ from .defer import deferrals
 from .device_fill import stages_filling
 from .device_homes import stages_there
 from .device_memory import bytes_left, with_batch, with_homes_on_device
-from .greedy_fill import KINDS, GreedyFill, Item, fitting, outputs_of, traffic_items
+from .greedy_fill import KINDS, GreedyFill, Item, fitting, outputs_of, traffic_items, worth_most
 from .memory import Homes, Layout, layout, rests
 from .placement_context import PlacementContext
 from .plan_request import PlanRequest
@@ -81,7 +81,7 @@ class Placing:
         self._movable = [output for output in self._outputs if not output.operator.stays]
         self._starts: dict[tuple[object, ...], _Start | None] = {}
         self._placed: dict[tuple[object, ...], Placed] = {}
-        self._filled: dict[tuple[_Start, float, float], Placed] = {}
+        self._filled: dict[tuple[_Start, float, float, float], Placed] = {}
         # By the shares of `defer` and `there`.
         self._chosen: dict[tuple[float, float], tuple[PlanRequest, tuple[bool, ...]]] = {}
         # By the shares of `swap` and `kept_there`, and by the stages on the device.
@@ -96,7 +96,7 @@ class Placing:
             return None
         if start.everything is not None and candidate.activations <= 0:
             candidate = replace(candidate, states=0.0)  # if all tensors rest in RAM, the order does not matter
-        known = (start, candidate.activations, candidate.states)
+        known = (start, candidate.activations, candidate.states, candidate.copied)
         if known not in self._filled:
             self._filled[known] = self._placed_from(asked, candidate, start, pipeline)
         return self._filled[known]
@@ -203,18 +203,19 @@ class Placing:
         return GreedyFill.of(self._context, asked, everything, peaks) if max(peaks.values()) <= asked.cpu_budget else None
 
     def _fill(self, asked: PlanRequest, candidate: Candidate, start: _Start) -> GreedyFill:
+        movable = self._movable if candidate.copied == 1 else worth_most(self._movable, candidate.copied)
         if start.everything is not None and candidate.activations <= 0:
             # Everything moves at once: tensor by tensor, the slots that only the last move frees would be in its way.
             filling = start.everything.copy()
         else:
             filling = start.nothing.copy()
             if candidate.activations > 0:
-                filling.keep(self._movable, share=candidate.activations)
+                filling.keep(movable, share=candidate.activations)
             if candidate.states:
                 filling.settle([item for item in start.items if item.kind == "states"], share=candidate.states)
             filling.settle(start.items)
         if asked.kept is None and candidate.activations != NONE_KEPT:
-            filling.keep(self._movable, share=1.0)
+            filling.keep(movable, share=1.0)
         return filling
 
     def _within(self, filling: GreedyFill, candidate: Candidate) -> tuple[Homes, Layout]:

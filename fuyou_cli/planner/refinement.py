@@ -3,6 +3,9 @@
 First it tries that plan with the stages at a step's turn on the device (`device_fill.TURN`). In the family, such plans would
 take the place of others that a limited search looks at.
 
+Then, where outputs are kept in RAM, it copies fewer of them while that is faster: copies may take longer than compute, and
+the outputs that save least per byte are better computed again.
+
 Then it looks for a faster plan whose step has several sweeps over the model. With more sweeps each has fewer rows. So less
 rests from forward to backward, RAM has room for other things, and the device may have room for the batch. But weights and
 gradients move once more per sweep, and updates run only beside the first forward and the last backward. The search doubles the
@@ -23,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..spec.model import ModelSpec
-from .candidate import NONE_KEPT, Candidate, Family, family, may_measure_first, sweep_counts
+from .candidate import FEWER, NONE_KEPT, Candidate, Family, family, may_copy_fewer, may_measure_first, sweep_counts
 from .device_fill import TURN
 from .place import Placed, Placing, asked_with
 from .plan_request import PlanRequest
@@ -34,6 +37,7 @@ from .sparing import WORTH, price, seconds_and_bytes
 MOST_REFINED_VISITS = 5_000  # limit on visits that one refinement simulates
 # Shares of `MOST_PLACED`. A clipped step defers no updates, so that the search has fewer choices, and refinement finds more.
 _OF_CLIPPED, _OF_OTHERS = 0.25, 0.05
+MOST_COPIES_PLACED = 600  # stages of candidates that copy fewer outputs, beside what the search leaves
 _TRIES = 2  # simulations per number of sweeps
 _IN_VAIN = 2  # numbers of sweeps without a better plan, after which no other is tried
 _FAR = 1.05  # times the best step; candidates with a larger estimate are not simulated
@@ -90,9 +94,12 @@ class Refinement:
         measures = _may_measure(model, request)
         computes_with_frozen = self.one.hardware.device == "cpu" and any(stage.frozen_flops for stage in model.stages)
         most_placed = left_for_refining(model, request, self.candidates)
-        self._most_placed = most_placed - (measures * _ORDERS + computes_with_frozen) * len(model.stages)
+        for_later = (measures * _ORDERS + computes_with_frozen) * len(model.stages)
+        self._most_placed = most_placed - for_later
         if len(self.candidates.there) > 1:
             self._improved([[replace(self.best.candidate, there=TURN)]])
+        most_placed += self._copy_fewer()
+        self._most_placed = most_placed - for_later
         self._try_sweeps()
         self._most_placed = most_placed
         if computes_with_frozen:
@@ -100,6 +107,21 @@ class Refinement:
         if measures:
             self._most_visits = max(MOST_REFINED_VISITS, self.visits + MOST_REFINED_VISITS // 2)
             self._try_measuring_first()
+
+    def _copy_fewer(self) -> int:
+        """Copies fewer and fewer outputs, until two shares in a row are no better. Returns what it placed for that."""
+        copies = self.one.request.device != "cpu" and may_copy_fewer(self.candidates)
+        if not copies or not any(stage.kept for stage in self.best.plan.stages):
+            return 0
+        before, in_vain = (self.placed, self.visits), 0
+        self._most_placed = self.placed + MOST_COPIES_PLACED
+        for share in FEWER:
+            if in_vain == _IN_VAIN:
+                break
+            candidate = replace(self.best.candidate, swap=0.0, activations=max(0.0, self.best.candidate.activations))
+            in_vain = 0 if self._improved([[replace(candidate, copied=share)]]) else in_vain + 1
+        self._most_visits += self.visits - before[1]
+        return self.placed - before[0]
 
     def _try_sweeps(self) -> None:
         """Tries numbers of sweeps, then other pipelines of the best number."""
@@ -117,7 +139,7 @@ class Refinement:
         knobs = family(self.one.model, replace(self.one.request, norm_first=True))
         first = replace(
             self.best.candidate, norm_first=True, sweeps=1, defer=0.0, activations=knobs.activations[0], swap=knobs.swap[0],
-            kept_there=knobs.kept_there[-1], there=knobs.there[-1],
+            kept_there=knobs.kept_there[-1], there=knobs.there[-1], copied=1.0,
         )  # fmt: skip
         orders, is_small = _with(first, "states", knobs.states), len(self.one.model.stages) <= SMALL_STAGES
         # In a small model one stage is much of the memory, so one order far off says nothing of the others.

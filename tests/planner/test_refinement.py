@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from drawn import examples
@@ -16,11 +17,11 @@ from fuyou_cli.core.units import GiB, MiB
 from fuyou_cli.planner.candidate import Candidate, family, sweep_counts
 from fuyou_cli.planner.place import Placing, least_memory, made_of
 from fuyou_cli.planner.plan_request import PlanRequest
-from fuyou_cli.planner.refinement import MOST_REFINED_VISITS, Refinement, left_for_refining
+from fuyou_cli.planner.refinement import MOST_COPIES_PLACED, MOST_REFINED_VISITS, Refinement, left_for_refining
 from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.planner.search import search, timed
 from fuyou_cli.planner.search_state import GAIN, MOST_PLACED
-from fuyou_cli.planner.simulate import simulate
+from fuyou_cli.planner.simulate import STEPS, simulate
 from fuyou_cli.planner.sparing import WORTH, seconds_and_bytes
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec, OperatorSpec
@@ -150,6 +151,44 @@ def test_a_processor_with_frozen_weights_keeps_no_outputs_for_little(saved: floa
     slow = replace(HARDWARE, matmul_flops=1e9)
     request = replace(_request(), kept=None, cpu_budget=1 << 33)
     assert any(stage.kept for stage in search(spec, slow, request).best.plan.stages) == keeps
+
+
+def _of_13b() -> tuple[ModelSpec, HardwareProfile, PlanRequest]:
+    """Makes ten blocks of a 13B GPT-2 with its operators, a card of 24 GiB and 21 GB/s each way, and RAM for everything."""
+    hidden, numerics = 5120, replace(NUMERICS, batch_size=32, micro_batch_size=8, max_seq_len=1024)
+    tokens = numerics.micro_batch_tokens
+    attention, unit = 2 * numerics.max_seq_len * hidden, 2 * hidden * tokens
+    flops = {"qkv": (3, 6 * hidden**2), "attention": (1, attention), "proj": (1, 2 * hidden**2), "fc": (4, 8 * hidden**2)}
+    operators = tuple(
+        OperatorSpec(index=index, name=name, flops=each * tokens, bytes=units * unit)
+        for index, (name, (units, each)) in enumerate(flops.items())
+    )
+    whole = dict(forward_flops=(24 * hidden**2 + attention) * tokens, forward_peak=6 * unit, backward_peak=20 * unit)
+    words = 50_176 * hidden
+    spec = model(words, *[12 * hidden**2] * 10, 1 << 13, words, hidden=hidden)
+    stages = tuple(replace(one, operators=operators, **whole) if one.kind == "block" else one for one in spec.stages)
+    card = replace(HARDWARE, device="cuda", matmul_flops=162e12, h2d=21e9, d2h=21e9, adamw=((1, 2.5e11),))
+    request = PlanRequest(
+        numerics=numerics, model_name="13b", device="cuda", clip_grad_norm=1.0, cpu_budget=1 << 40, scratch_size=MiB,
+        gpu_budget=24 * GiB, kept_there=((),) * len(stages),
+    )  # fmt: skip
+    return replace(spec, stages=stages), card, request
+
+
+def test_where_copies_bind_fewer_outputs_are_copied() -> None:
+    """Copying all takes longer than forward computes. The small output that saves as much per byte as the large ones is left
+    out in most blocks, instead of all in some: each block waits for its own copies."""
+    spec, card, request = _of_13b()
+    found = search(spec, card, request)
+    best, candidate = found.best, found.best.candidate
+    kept = [stage.kept for stage in best.plan.stages if spec.stages[stage.stage].kind == "block"]
+    assert candidate.copied < 1 and set(kept) == {(0, 3), (0, 2, 3)}
+    whole = made_of(spec, card, request, replace(candidate, copied=1.0))
+    assert whole is not None
+    assert best.seconds < 0.98 * simulate(spec, card, whole, plan_schedule(spec, whole), jobs=False).step_seconds
+    plan = timed(best, spec, card, request)
+    text = to_text(plan_file(plan, spec, card.process_bytes, request, candidate))
+    assert KeptPlan(Path("plan.json"), from_text(text))(spec, card, request) == plan
 
 
 def _bound_by_drives(spare: int) -> tuple[HardwareProfile, PlanRequest]:
@@ -285,12 +324,20 @@ def test_nothing_is_simulated_past_the_limit() -> None:
 
 
 @examples(4)
-@given(blocks=st.integers(60, 400), clip=st.sampled_from([None, 1.0]), spare=st.sampled_from([1, 16]))
-def test_refining_does_so_much_and_no_more(blocks: int, clip: float | None, spare: int) -> None:
-    """However many stages a model has, and however much there is to try: sweeps, and with clipping the norm first as well."""
+@given(
+    blocks=st.integers(60, 400), clip=st.sampled_from([None, 1.0]), spare=st.sampled_from([1, 16]),
+    device=st.sampled_from(["cpu", "emulated"]),
+)  # fmt: skip
+def test_refining_does_so_much_and_no_more(
+    blocks: int, clip: float | None, spare: int, device: Literal["cpu", "emulated"]
+) -> None:
+    """However many stages a model has, and however much there is to try: fewer copies, sweeps, and with clipping the norm first
+    as well."""
     large = 16 * UNIT
     spec = replace(model(large, *[large] * blocks, 1 << 11, large), may_sweep=True)
-    request = replace(_request(replace(LARGE_BATCH, accumulate_dtype="bfloat16")), kept=None, clip_grad_norm=clip)
+    request = replace(
+        _request(replace(LARGE_BATCH, accumulate_dtype="bfloat16")), kept=None, clip_grad_norm=clip, device=device
+    )
     request = replace(request, cpu_budget=least_memory(spec, HARDWARE, replace(request, sweeps=1)) + spare * GiB)
     every = family(spec, request)
     one = replace(every, **{knob: getattr(every, knob)[:1] for knob in ("pipelines", "states", "defer", "activations", "swap")})
@@ -298,9 +345,10 @@ def test_refining_does_so_much_and_no_more(blocks: int, clip: float | None, spar
     refined = Refinement(Placing(spec, HARDWARE, request), every, best, best, False)
     refined.refine()
     left = left_for_refining(spec, request, every)
-    assert refined.placed <= left <= MOST_PLACED / 4
-    assert bool(refined.placed) == (len(spec.stages) <= left)
-    assert refined.visits <= 1.5 * MOST_REFINED_VISITS
+    copies = MOST_COPIES_PLACED if device != "cpu" else 0
+    assert refined.placed <= left + copies and left <= MOST_PLACED / 4
+    assert copies or bool(refined.placed) == (len(spec.stages) <= left)
+    assert refined.visits <= 1.5 * MOST_REFINED_VISITS + 2 * STEPS * copies
 
 
 def _step(hardware: HardwareProfile, request: PlanRequest, candidate: Candidate) -> float:
