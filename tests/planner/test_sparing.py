@@ -143,6 +143,8 @@ def test_drives_are_spared_for_at_most_a_twentieth(
 ) -> None:
     spec, hardware, request, candidates = case
     request = replace(request, norm_first=False)  # refining, which tries that, begins with the plan that a policy chose
+    if request.device != "cpu":  # it also tries fewer copies there
+        candidates = replace(candidates, activations=candidates.activations[:1])
     ignored = search(spec, hardware, request, effort="limited", candidates=candidates).best
     found = search(spec, hardware, replace(request, wear=policy), effort="limited", candidates=candidates)
     assert found.fastest.plan == ignored.plan, "what is not done is what `ignore` does"
