@@ -322,15 +322,15 @@ def segments(context: Context) -> None:
 
 
 def on_ssd(context: Context) -> None:
-    """1 B with weights, gradients and states on the ssd, without and with clipping. Without, beside DeepSpeed's NVMe offload on
+    """1 B with weights, gradients and states on the ssd, with and without clipping. Without, beside DeepSpeed's NVMe offload on
     that disk, where it is installed."""
-    for clip in (None, 1.0):
+    for clip in (1.0, None):
         case = Case(shape=context.scale.small, rows=context.scale.few, steps=context.scale.steps, clip=clip, on_ssd=True)
         what = f"{case.shape} on ssd, clipping {'off' if clip is None else 'on'}"
         if ours := context.ours(what, case):
             _speed(context, what, ours)
-            if clip is None and context.device == "cuda" and find_spec("deepspeed") is not None:
-                _beside_deepspeed(context, f"{what}: speed, ours / DeepSpeed", case, ours)
+    if ours and context.device == "cuda" and find_spec("deepspeed") is not None:
+        _beside_deepspeed(context, f"{what}: speed, ours / DeepSpeed", case, ours)
 
 
 def _beside_deepspeed(context: Context, what: str, case: Case, ours: dict[str, Any]) -> None:
@@ -384,7 +384,7 @@ STAGES = (
     Stage(name="24gb", what="the same in 24 GB of GPU memory", limit=80, run=small_memory),
     Stage(name="compiled", what="the same with compiled blocks", limit=150, run=compiled),
     Stage(name="profile", what="busy share and gaps", limit=70, run=profile),
-    Stage(name="ssd", what="1 B on the ssd", limit=110, run=on_ssd),
+    Stage(name="ssd", what="1 B on the ssd", limit=240, run=on_ssd),
     Stage(name="blocking", what="the gpu tests, blocking launches", limit=100, run=tests_blocking),
     Stage(name="segments", what="both ways of the allocator", limit=90, run=segments),
 )
