@@ -65,7 +65,7 @@ def steps_in_memory(ready: Ready, model: Any, *, first: int = 0) -> Iterator[flo
         [{"params": groups[0], "weight_decay": recipe.optimizer.weight_decay}, {"params": groups[1], "weight_decay": 0.0}],
         betas=recipe.optimizer.betas, eps=recipe.optimizer.eps,
     )  # fmt: skip
-    rates = learning_rate(recipe, STEPS)
+    rates = learning_rate(recipe, ready.planned.total_steps)
     for step in range(first, ready.planned.total_steps):
         batch = collate(ready.rows, ready.sampler.batch(step), pad_id=ready.rows.summary.pad_id, max_len=numerics.max_seq_len)
         ids, labels = batch.tensors()
