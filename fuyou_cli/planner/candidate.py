@@ -18,7 +18,7 @@ _PIPELINES = ((1, 1), (1, 2), (2, 2), (2, 3), (3, 3), (3, 4), (3, 6), (4, 8))  #
 _USUAL = (2, 2)
 _DEFER = tuple(eighth / 8 for eighth in range(9))
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
-FEWER = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5, 0.4, 0.3)  # values of `Candidate.copied` that refinement tries in turn
+_FEWER = (0.8, 0.5, 0.9, 0.65, 0.3, 0.85, 0.95, 0.75, 0.7, 0.6, 0.4)  # values of `Candidate.copied`; of a large model the first
 _GOLDEN = 0.618  # the fractional parts of its multiples fill an interval evenly
 # A value of `Candidate.activations`: keep no outputs, because copying some takes longer than computing them again.
 NONE_KEPT = -1.0
@@ -61,6 +61,7 @@ class Family:
     swap: tuple[float, ...]
     kept_there: tuple[float, ...] = (0.0,)
     there: tuple[float, ...] = (0.0,)
+    fewer: tuple[float, ...] = ()  # other values of `Candidate.copied`, which only refining tries
 
     def __len__(self) -> int:
         return prod(map(len, (self.pipelines, *self._shares)))
@@ -160,6 +161,7 @@ def family(model: ModelSpec, request: PlanRequest) -> Family:
         swap=_SHARES if can_move and request.boundaries not in ("cpu", "gpu") else (0.0,),
         kept_there=(0.0, 1.0) if can_keep and request.kept_there is None and bytes_left(model, request) else (0.0,),
         there=SHARES if may_fill(model, request) else (0.0,),
+        fewer=_FEWER if can_move and request.device != "cpu" and request.boundaries not in ("ssd", "gpu") else (),
     )
 
 
@@ -169,7 +171,7 @@ def known_candidate(model: ModelSpec, request: PlanRequest, values: dict[str, An
     possible = {
         "states": knobs.states, "defer": knobs.defer, "activations": knobs.activations, "swap": knobs.swap,
         "kept_there": knobs.kept_there, "there": (*knobs.there, *([TURN] if len(knobs.there) > 1 else [])),
-        "sweeps": sweep_counts(model, request), "copied": (1.0, *(FEWER if may_copy_fewer(knobs) else ())),
+        "sweeps": sweep_counts(model, request), "copied": (1.0, *knobs.fewer),
         "norm_first": (False, True) if request.norm_first is None and may_measure_first(model, request) else (False,),
     }  # fmt: skip
     pipeline = (values.get("lookahead"), values.get("gradient_slots"))
@@ -182,11 +184,6 @@ def known_candidate(model: ModelSpec, request: PlanRequest, values: dict[str, An
     if any(values[name] not in some for name, some in possible.items() if name in values):
         return None
     return Candidate(**values)
-
-
-def may_copy_fewer(candidates: Family) -> bool:
-    """Tells whether these candidates differ in the outputs that are copied to RAM."""
-    return len(candidates.activations) > 1
 
 
 def may_measure_first(model: ModelSpec, request: PlanRequest) -> bool:

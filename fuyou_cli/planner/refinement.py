@@ -3,8 +3,8 @@
 First it tries that plan with the stages at a step's turn on the device (`device_fill.TURN`). In the family, such plans would
 take the place of others that a limited search looks at.
 
-Then, where outputs are kept in RAM, it copies fewer of them while that is faster: copies may take longer than compute, and
-the outputs that save least per byte are better computed again.
+Then, where a device copies outputs to RAM, it copies fewer of them while that is faster: copies may take longer than compute,
+and the outputs that save least per byte are better computed again.
 
 Then it looks for a faster plan whose step has several sweeps over the model. With more sweeps each has fewer rows. So less
 rests from forward to backward, RAM has room for other things, and the device may have room for the batch. But weights and
@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..spec.model import ModelSpec
-from .candidate import FEWER, NONE_KEPT, Candidate, Family, family, may_copy_fewer, may_measure_first, sweep_counts
+from .candidate import NONE_KEPT, Candidate, Family, family, may_measure_first, sweep_counts
 from .device_fill import TURN
 from .place import Placed, Placing, asked_with
 from .plan_request import PlanRequest
@@ -109,19 +109,23 @@ class Refinement:
             self._try_measuring_first()
 
     def _copy_fewer(self) -> int:
-        """Copies fewer and fewer outputs, until two shares in a row are no better. Returns what it placed for that."""
-        copies = self.one.request.device != "cpu" and may_copy_fewer(self.candidates)
-        if not copies or not any(stage.kept for stage in self.best.plan.stages):
+        """Copies fewer outputs: the likeliest share of them, then those next to it while that is faster. Returns what it placed
+        for that."""
+        fewer = self.candidates.fewer
+        if not fewer or not any(stage.kept for stage in self.best.plan.stages):
             return 0
-        before, in_vain = (self.placed, self.visits), 0
-        self._most_placed = self.placed + MOST_COPIES_PLACED
-        for share in FEWER:
-            if in_vain == _IN_VAIN:
-                break
-            candidate = replace(self.best.candidate, swap=0.0, activations=max(0.0, self.best.candidate.activations))
-            in_vain = 0 if self._improved([[replace(candidate, copied=share)]]) else in_vain + 1
-        self._most_visits += self.visits - before[1]
-        return self.placed - before[0]
+        placed, visits = self.placed, self.visits
+        self._most_placed = placed + MOST_COPIES_PLACED
+        candidate = replace(self.best.candidate, swap=0.0, activations=max(0.0, self.best.candidate.activations))
+        self._improved([_with(candidate, "copied", fewer)])
+        shares, share = sorted(fewer), 1.0
+        while self.best.candidate.copied not in (1.0, share):
+            share = self.best.candidate.copied
+            place = shares.index(share)
+            near = [shares[at] for at in (place - 1, place + 1) if 0 <= at < len(shares)]
+            self._improved([[replace(candidate, copied=other)] for other in near])
+        self._most_visits += self.visits - visits
+        return self.placed - placed
 
     def _try_sweeps(self) -> None:
         """Tries numbers of sweeps, then other pipelines of the best number."""

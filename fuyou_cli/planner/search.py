@@ -68,7 +68,7 @@ def search(
 def _search(placing: Placing, effort: Effort | None, candidates: Family) -> SearchResult:
     model, hardware, request = placing.model, placing.hardware, placing.asked
     if hardware.measured == "assumed":  # rates that are guesses may be far off, so they cannot justify writing more to a drive
-        candidates = replace(candidates, activations=(0.0,), swap=candidates.swap[:1])
+        candidates = replace(candidates, activations=(0.0,), swap=candidates.swap[:1], fewer=())
     stages = len(model.stages)
     is_small = stages <= SMALL_STAGES and len(candidates) * stages <= SMALL
     effort = effort or ("placed" if is_small else "limited")

@@ -91,7 +91,7 @@ def test_a_percent_of_the_step_is_worth_a_percent_of_the_bytes(seen: tuple[Model
     near = [other for other in found.others if other.timeline is not None and other.seconds <= limit]
     written = found.best.plan.predicted.written_per_step
     assert any(o.seconds < found.best.seconds and o.plan.predicted.written_per_step > 1.03 * written for o in near)
-    assert min(map(seconds_and_bytes, near)) >= seconds_and_bytes(found.best)
+    assert min(map(seconds_and_bytes, near)) >= seconds_and_bytes(found.best) * (1 - GAIN)  # less is no reason to change
 
 
 def seconds_and_bytes(found: Alternative) -> float:
@@ -143,8 +143,6 @@ def test_drives_are_spared_for_at_most_a_twentieth(
 ) -> None:
     spec, hardware, request, candidates = case
     request = replace(request, norm_first=False)  # refining, which tries that, begins with the plan that a policy chose
-    if request.device != "cpu":  # it also tries fewer copies there
-        candidates = replace(candidates, activations=candidates.activations[:1])
     ignored = search(spec, hardware, request, effort="limited", candidates=candidates).best
     found = search(spec, hardware, replace(request, wear=policy), effort="limited", candidates=candidates)
     assert found.fastest.plan == ignored.plan, "what is not done is what `ignore` does"
