@@ -1,4 +1,5 @@
-"""Refines the best plan in ways that are too dear for every candidate: stages on the device, more sweeps, the norm first.
+"""Refines the best plan in ways that are too dear for every candidate: stages on the device, fewer copies, more sweeps, the
+norm first.
 
 First it tries that plan with the stages at a step's turn on the device (`device_fill.TURN`). In the family, such plans would
 take the place of others that a limited search looks at.

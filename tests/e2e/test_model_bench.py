@@ -96,9 +96,8 @@ def test_larger_samples_are_taken_where_time_allows(shaped: Project, tmp_path: P
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 4 * BLOCKS}))
     words = ["--batch", "2", "offload.measure=false", "--minutes"]
     (little,) = _points(shaped, *words, "0")
-    (more,) = _points(
-        shaped, *words, str(4 * little["predicted_seconds"] / 60)
-    )  # the whole would take five such steps, and loads
+    minutes = 4 * little["predicted_seconds"] / 60  # the whole would take five such steps, and load
+    (more,) = _points(shaped, *words, str(minutes))
     assert [[one["blocks"] for one in point["estimates"]] for point in (little, more)] == [[2, 4], [4, 8]]
 
 
