@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
 """Measures the processor time of the thread that feeds a device, per block and micro-batch, beyond transformers' own.
 
-    python scripts/bench_host.py [--times 15] [--results DIR]
-    needs no GPU; a minute. To try the script itself: --times 2
+    python scripts/bench_host.py [--device cuda] [--times 15] [--results DIR]
+    needs no GPU but for --device cuda; a minute. To try the script itself: --times 2
 
-A tiny Llama takes steps through the real executor: on an emulated device that the batch stays on, without outputs kept, with
-all of them kept in RAM or on the device, and on device cpu. A turn is a step of each, and the same model in memory: forward
-without gradients, then forward and backward. So forward is compared with forward, and backward, which computes outputs again,
-with both. In memory a block is what ten blocks take more than two, by eight. Only the launching thread's processor time counts,
-not what it waits for. Its kernels compute hardly anything; on an emulated device it also does what a driver would do. Lines are
-medians over the turns; the quartiles stand beside them.
+A tiny Llama takes steps through the real executor: on an emulated device that the batch stays on, or the GPU, without outputs
+kept, with all of them kept in RAM or on the device, and on device cpu. A turn is a step of each, and the same model in memory
+(with --device cuda on the GPU): forward without gradients, then forward and backward. So forward is compared with forward, and
+backward, which computes outputs again, with both. In memory a block is what ten blocks take more than two, by eight. Only the
+launching thread's processor time counts, not what it waits for. Its kernels compute hardly anything; on an emulated device it
+also does what a driver would do. Lines are medians over the turns; the quartiles stand beside them.
 """
 
 from __future__ import annotations
@@ -37,14 +37,19 @@ BARS = {"forward": 0.5, "backward": 1.5}  # milliseconds
 FEW, MANY = 2, 10  # blocks
 MICRO_BATCHES = 8
 UNCOUNTED = 2  # turns
-WAYS: dict[str, dict[str, Any]] = {
-    "device emulated": {"device": "emulated"},
-    "device emulated, all outputs kept": {"device": "emulated", "kept": "all"},
-    "device emulated, all outputs kept on it": {"device": "emulated", "kept_there": "room"},
-    "device cpu": {"device": "cpu"},
-}
+
+Ways = dict[str, dict[str, Any]]
 
 Turn = dict[tuple[str, str], float]  # (who, phase) -> milliseconds
+
+
+def ways_of(device: str) -> Ways:
+    return {
+        f"device {device}": {"device": device},
+        f"device {device}, all outputs kept": {"device": device, "kept": "all"},
+        f"device {device}, all outputs kept on it": {"device": device, "kept_there": "room"},
+        "device cpu": {"device": "cpu"},
+    }
 
 
 def subject_of(blocks: int) -> Subject:
@@ -78,9 +83,10 @@ class Streamed:
 class InMemory:
     """Takes the passes of the same model without fuyou."""
 
-    def __init__(self) -> None:
-        self._models = [subject_of(blocks).fresh() for blocks in (FEW, MANY)]
-        self._ids = torch.ones(1, 8, dtype=torch.long)
+    def __init__(self, device: str) -> None:
+        where = "cuda" if device == "cuda" else "cpu"
+        self._models = [subject_of(blocks).fresh().to(where) for blocks in (FEW, MANY)]
+        self._ids = torch.ones(1, 8, dtype=torch.long, device=where)
 
     def step(self) -> Turn:
         passes = {"forward": self._forward, "backward": self._backward}
@@ -104,9 +110,9 @@ class InMemory:
         model(self._ids, use_cache=False).logits.sum().backward()
 
 
-def rows_of(turns: Sequence[Turn]) -> list[Row]:
+def rows_of(turns: Sequence[Turn], ways: Ways) -> list[Row]:
     rows = list[Row]()
-    for name in WAYS:
+    for name in ways:
         for phase, bar in BARS.items():
             ours, theirs = ([turn[who, phase] for turn in turns] for who in (name, "transformers"))
             beyond = [one - other for one, other in zip(ours, theirs, strict=True)]
@@ -128,20 +134,21 @@ def quartiles(values: Sequence[float]) -> str:
 
 def main(words: Sequence[str] | None = None) -> int:
     options = plain_parser(__doc__)
+    options.add_argument("--device", choices=("emulated", "cuda"), default="emulated")
     options.add_argument("--times", type=int, default=15, help="turns (default: 15)")
     asked = options.parse_args(words)
     show_command("scripts/bench_host.py", words)
-    turns = list[Turn]()
+    turns, ways = list[Turn](), ways_of(asked.device)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        sides: list[Any] = [InMemory()]
-        for number, (name, way) in enumerate(WAYS.items()):
+        sides: list[Any] = [InMemory(asked.device)]
+        for number, (name, way) in enumerate(ways.items()):
             sides.append(Streamed(Path(folder) / f"{number}", name, way))
             stack.enter_context(sides[-1].rig)
         for number in range(UNCOUNTED + max(2, asked.times)):
             turn = {key: value for side in sides for key, value in side.step().items()}
             turns += [turn] if number >= UNCOUNTED else []
-    settings = {"blocks": MANY, "micro_batches": MICRO_BATCHES, "times": asked.times}
-    return conclude("bench_host", rows_of(turns), results=asked.results, settings=settings)
+    settings = {"blocks": MANY, "micro_batches": MICRO_BATCHES, "times": asked.times, "device": asked.device}
+    return conclude("bench_host", rows_of(turns, ways), results=asked.results, settings=settings)
 
 
 if __name__ == "__main__":
