@@ -52,6 +52,7 @@ class Imagined:
         self.lookahead = Lookahead(schedule=schedule, residency=self.residency, boundaries=self.boundaries, tick=self.tick)
         self.device = DeviceSide(model, plan.stages) if plan.device != "cpu" else None
         self.moved_in, self.moved_out = 0, 0  # bytes read from the store, and written
+        self.updates = 0  # begun
         self.asked: list[Asked] = []
         # Downloads of gradients under way: ticket, stage, and whether the sum then rests.
         self.after: list[tuple[int, int, bool]] = []
@@ -108,6 +109,7 @@ class Imagined:
             read += plan.gradients_extent.size
         self.moved_in += read
         self.moved_out += written
+        self.updates += 1
         self.asked.append(Asked(what="update", stage=record.stage))
         if plan.updated_there:  # compute submitted later runs after the update
             there: Parts = (("compute", self.costs.device_update_seconds(plan)), ("d2h", written), ("ssd write", written))

@@ -6,7 +6,8 @@ visit that begins in a scene is simulated, and what it did is noted: how far the
 the bytes moved, and the scene after it. Later ones only repeat these sums, in the same order.
 
 The ledgers stand still meanwhile. They are put in order before a visit that has to be simulated. A stage is followed from when
-it comes into sight until it is at rest: nothing of it is under way, and it holds no slot.
+it comes into sight until it is at rest: nothing of it is under way, and it holds no slot. Which generations a commit writes
+matters only to a visit in which an update begins.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from .imagined import Imagined
 from .scenes import Scene, Scenery, StageState
@@ -66,7 +68,11 @@ class Repeats:
         self._distance, self._reach = run.plan.lookahead, run.lookahead.reach
         self._used = [{visit.stage} if visit.owner is None else {visit.stage, visit.owner} for visit in visits]
         self._sight, self._near = self._in_sight()
+        # By visit, the stages that come into sight when the one after it begins.
+        self._coming = [sorted(after - near) for near, after in zip(self._near, self._near[1:] + self._near[:1], strict=True)]
         self._stages: list[int] = []  # the stages followed, in order
+        self._resting: dict[int, StageState] = {}  # of stages not followed, the states at rest that are known
+        self._left: set[int] = set()  # stages that have come to rest since the ledgers stand where they do
         self._scene: int | None = None  # number of the scene in which the next visit begins; None: nobody has looked
         self._stand = 0  # the visit at whose beginning the ledgers stand
         self._written: Hashable = None
@@ -79,6 +85,7 @@ class Repeats:
     def begin_step(self) -> None:
         """Follows all stages again: anything may have happened to them between two steps."""
         self._scene, self._stand, self._stages = None, 0, list(range(len(self._run.model.stages)))
+        self._resting.clear()
         is_written, generation = self._run.residency.commits.is_written, self._run.generation
         self._written = tuple(is_written(generation + more) for more in (-1, 0, 1))  # updates to these may run in the step
 
@@ -87,18 +94,21 @@ class Repeats:
         if self._scene is None:
             self._follow(index)
             self._scene = self._look(index)
-        key = (self._scene, self._sight[index], self._coming(index), self._written)
-        passage = self._known.passages.get(key)
+        key, passages = (self._scene, self._sight[index], self._arriving(index)), self._known.passages
+        passage = passages.get(key) or passages.get((*key, self._written))
         if passage is None:
             self.catch_up(index)
-            passage = self._known.passages[key] = self._noted(index)
+            updates, before = self._run.updates, self._stages
+            passage = self._noted(index)
+            passages[key if self._run.updates == updates else (*key, self._written)] = passage
             self._stand = index + 1
         else:
             self._repeat(passage)
             before, base = self._stages, self._base(index + 1)
             self._stages = [base + place if near else before[place] for near, place in passage.names]
-            for name, state in passage.left:
-                self._scenery.lay_to_rest(before[name], state)
+            self._left.update([before[name] for name, _ in passage.left])
+        for name, state in passage.left:
+            self._resting[before[name]] = state
         self._scene = passage.after
         return self._visits[index]
 
@@ -106,6 +116,9 @@ class Repeats:
         """Makes the ledgers stand where the visit of this index begins; after the last one, where the step ends."""
         if self._stand != index:
             assert self._scene is not None
+            for stage in self._left.difference(self._stages):
+                self._scenery.lay_to_rest(stage, self._resting[stage])
+            self._left.clear()
             self._scenery.set_up(self._known.listed[self._scene], index, self._stages)
             self._stand = index
 
@@ -147,13 +160,17 @@ class Repeats:
         busy = {stage for stage in self._stages if not self._scenery.is_at_rest(stage)}
         self._stages = sorted(busy | self._stages_near(index))
 
-    def _coming(self, index: int) -> tuple[int | StageState, ...]:
+    def _arriving(self, index: int) -> tuple[int | StageState, ...]:
         """Returns the stages that come into sight when the visit after this one begins: their names, or states at rest."""
-        coming, found = self._stages_near(index + 1) - self._stages_near(index), list[int | StageState]()
-        for stage in sorted(coming):
-            place = bisect_left(self._stages, stage)
-            is_followed = place < len(self._stages) and self._stages[place] == stage
-            found.append(place if is_followed else self._scenery.state(stage, {}))
+        found, stages, resting = list[int | StageState](), self._stages, self._resting
+        for stage in self._coming[index]:
+            place = bisect_left(stages, stage)
+            if place < len(stages) and stages[place] == stage:
+                found.append(place)
+                continue
+            if stage not in resting:
+                resting[stage] = self._scenery.state(stage, {})
+            found.append(resting[stage])
         return tuple(found)
 
     def _stages_near(self, index: int) -> set[int]:
@@ -163,12 +180,8 @@ class Repeats:
 
     def _repeat(self, passage: _Passage) -> None:
         run, machine = self._run, self._run.machine
-        now = machine.now
-        times = [now]
-        for ahead in passage.ahead:
-            now += ahead
-            times.append(now)
-        machine.now = now
+        times = list(accumulate(passage.ahead, initial=machine.now))
+        machine.now = times[-1]
         for name, used in passage.used:
             total = machine.in_use.get(name, 0.0)
             for seconds in used:

@@ -61,18 +61,21 @@ def planned(draw: st.DrawFn) -> tuple[ModelSpec, HardwareProfile, list[Plan]]:
 
 
 @examples(10)
-@given(planned(), st.booleans())
-def test_a_step_takes_the_same_to_the_last_bit(case: tuple[ModelSpec, HardwareProfile, list[Plan]], commits: bool) -> None:
+@given(planned(), st.booleans(), st.sampled_from([None, 1, 2, 4]))
+def test_a_step_takes_the_same_to_the_last_bit(
+    case: tuple[ModelSpec, HardwareProfile, list[Plan]], commits: bool, other: int | None
+) -> None:
     spec, hardware, plans = case
-    costs = Costs.of(spec, hardware, plans[0])
+    costs, steps = Costs.of(spec, hardware, plans[0]), STEPS + 2
+    plans = [replace(plan, commit_every=every) for plan in plans for every in dict.fromkeys((plan.commit_every, other))]
     schedules = [plan_schedule(spec, plan) for plan in plans]
     wholes = [
-        simulate(spec, hardware, plan, schedule, commits=commits, steps=STEPS)
+        simulate(spec, hardware, plan, schedule, commits=commits, steps=steps)
         for plan, schedule in zip(plans, schedules, strict=True)
     ]
     for number in (*range(len(plans)), 0):  # the last one has seen every scene
         plan, schedule, whole = plans[number], schedules[number], wholes[number]
-        again = simulate(spec, hardware, plan, schedule, commits=commits, steps=STEPS, costs=costs, jobs=False)
+        again = simulate(spec, hardware, plan, schedule, commits=commits, steps=steps, costs=costs, jobs=False)
         assert {name: getattr(again, name) for name in SUMS} == {name: getattr(whole, name) for name in SUMS}
         assert (again.work, again.asked) == ((), ())
 
