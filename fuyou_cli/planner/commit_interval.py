@@ -129,15 +129,15 @@ def timed_plan(
         plan, chosen = with_interval(costs, plan, schedule, 1), False
     if not resting or (not chosen and plan.commit_every in (None, 1)):
         return _told(plan, step or _simulated(costs, plan, schedule), commit=0.0)
-    known = None if plan.commit_every == 1 else step
-    plain = known or _simulated(costs, replace(plan, commit_every=None), schedule)
+    plain, each = (None, step) if plan.commit_every == 1 else (step, None)
+    plain = plain or _simulated(costs, replace(plan, commit_every=None), schedule)
     commit = _seconds_of_a_commit(costs, plan, schedule, plain)
     if not chosen:
         return _told(plan, plain, commit=commit)
     every = least_interval(step=plain.step_seconds, commit=commit, written=plain.written, resting=resting)
     if every == 1:
         plan = with_interval(costs, plan, schedule, 1)
-        each = _simulated(costs, plan, schedule)
+        each = each or _simulated(costs, plan, schedule)
         if each.step_seconds * (1 - MOST_TIME) <= plain.step_seconds:
             return _told(plan, each, commit=0.0)
         every = 2  # what one commit leaves to be written slows the next one down

@@ -254,7 +254,9 @@ class Refinement:
         return self.visits + STEPS * visits <= self._most_visits
 
     def _simulate(self, placing: Placing, placed: Placed, candidate: Candidate) -> Alternative:
-        timeline = simulate(placing.model, placing.hardware, placed.plan, placed.schedule, costs=placing.costs, jobs=False)
+        timeline = self.best.timeline if placed.plan is self.best.plan else None
+        if timeline is None:
+            timeline = simulate(placing.model, placing.hardware, placed.plan, placed.schedule, costs=placing.costs, jobs=False)
         self.visits += STEPS * len(placed.schedule.visits)
         self._simulated.add(placed)
         found = Alternative(
