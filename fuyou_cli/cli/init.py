@@ -27,7 +27,7 @@ def run_init(target: Path, *, model: str | None, data: str | None, memory: str |
 
 def _flaw(recipe: Path) -> str:
     """Tells what a run would say of the data, if it would refuse it."""
-    from fuyou_cli.data import look
+    from fuyou_cli.data.sources import look
     from fuyou_cli.recipe.load import load_recipe
 
     try:

@@ -17,7 +17,7 @@ from .console import status_console, write_status
 
 if TYPE_CHECKING:
     from fuyou_cli.advice.plan_files import KeptPlan
-    from fuyou_cli.data import DataSummary
+    from fuyou_cli.data.rows import DataSummary
     from fuyou_cli.recipe.load import LoadedRecipe
     from fuyou_cli.training.prepared import Planned, Ready
 

@@ -30,7 +30,7 @@ from .locked_folders import scratch_in
 from .named_sets import Say, unsaid
 from .reading import first_bad_line
 from .rows import TOKEN_BYTES, TOKENS, Rows
-from .sources import find_sources
+from .sources import find_sources, size_of
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.schema import DatasetSection
@@ -86,11 +86,6 @@ def find(
     request, paths = request_for(dataset, tokenizer_dir, chat_template, pad_token, part)
     final = cache_dir / fingerprint(request, _content)
     return Rows(final, paths=paths) if final.is_dir() else None
-
-
-def size_of(dataset: DatasetSection) -> int:
-    """Returns the bytes of the files that `dataset` names."""
-    return sum(file.stat().st_size for source in find_sources(dataset) for file in source.files)
 
 
 def request_for(

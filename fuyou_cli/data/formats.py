@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, ClassVar
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.json_files import parsed
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 Columns = Mapping[str, str]
 _Row = Mapping[str, object]
@@ -178,6 +179,8 @@ def _segments(row: _Row, columns: Columns) -> Texts:
 
 def _tokenized(row: _Row, columns: Columns) -> Tokens:
     """Reads tokens and where loss is: labels, masks of 0 and 1, or neither (everywhere). Padding is left out."""
+    import numpy as np  # here, because a plan looks at data and needs no numpy
+
     ids = _numbers(row, "input_ids", columns)
     assert ids is not None  # a required column: _numbers refuses a row without it
     learnt = np.ones(len(ids), np.bool_)
@@ -198,6 +201,8 @@ def _tokenized(row: _Row, columns: Columns) -> Tokens:
 
 def _numbers(row: _Row, name: str, columns: Columns, *, like: NDArray[np.int64] | None = None) -> NDArray[np.int64] | None:
     """Reads a column of whole numbers, as long as `like`. Returns None if an optional column is missing."""
+    import numpy as np
+
     column = columns.get(name, name)
     values = row.get(column)
     if values is None and like is not None:

@@ -146,6 +146,11 @@ def find_sources(dataset: DatasetSection, *, fetching: Say | None = None) -> tup
     return sources
 
 
+def size_of(dataset: DatasetSection) -> int:
+    """Returns the bytes of the files that `dataset` names."""
+    return sum(file.stat().st_size for source in find_sources(dataset) for file in source.files)
+
+
 def _source(entry: DatasetEntry, fetching: Say | None, streamed: bool) -> Source:
     if is_named(entry):
         files = fetched(entry, streamed=streamed) if fetching is None else fetch(entry, fetching, streamed=streamed)

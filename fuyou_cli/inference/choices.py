@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.data import NO_LOSS
 from fuyou_cli.data.reading import read_rows
+from fuyou_cli.data.rows import NO_LOSS
 from fuyou_cli.training.evaluation import Losses
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"

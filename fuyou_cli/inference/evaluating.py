@@ -13,7 +13,7 @@ import torch
 from fuyou_cli.checkpoint.hub import Progress, resolve
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.paths import expanded
-from fuyou_cli.data import Rows
+from fuyou_cli.data.rows import Rows
 from fuyou_cli.data.tokenise import load_tokenizer
 from fuyou_cli.machine import probe
 from fuyou_cli.recipe.schema import Recipe

@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 
 from fuyou_cli.checkpoint.hub import resolve
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.data import NO_LOSS
+from fuyou_cli.data.rows import NO_LOSS
 from fuyou_cli.data.tokenise import Tokeniser
 from fuyou_cli.engine.generating import room
 from fuyou_cli.machine import probe

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..core.json_files import shown
-from ..data import Rows, collate
+from ..data.rows import Rows, collate
 from ..engine.executor import Executor
 from ..engine.forward_only import ForwardOnly
 from .best_copy import BestCopy

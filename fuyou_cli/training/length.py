@@ -12,10 +12,12 @@ from ..core.errors import FuyouError, UsageError
 from ..core.paths import expanded, folder
 from ..core.units import MiB, gb
 from ..data.named_sets import unsaid
-from ..data.sampler import Sampler
 
 if TYPE_CHECKING:
-    from ..data import DataSummary, Part, Rows, Stream
+    from ..data.holding_back import Part
+    from ..data.rows import DataSummary, Rows
+    from ..data.sampler import Sampler
+    from ..data.stream import Stream
     from ..recipe.schema import DatasetSection, Recipe
 
 HELD_BACK = "held-back"  # the name of the set of `dataset.eval_fraction`
@@ -29,7 +31,7 @@ def tokenised_rows(
 ) -> Rows:
     """Returns the data as rows of tokens. They are made once in `cache` (default: the run's own), and found again while what
     they depend on is the same."""
-    from ..data import prepare
+    from ..data.cache import prepare
 
     return prepare(**_asked(recipe, tokenizer_dir), cache_dir=cache or cache_of(recipe), say=say)
 
@@ -43,7 +45,8 @@ def fed(
     cache: Path | None = None,
 ) -> tuple[Rows, Sampler] | tuple[Stream, Stream]:
     """Returns the rows to train on and their order. `check` refuses rows that do not fit the model."""
-    from ..data import MissingDataError, Stream, size_of
+    from ..data.sources import MissingDataError, size_of
+    from ..data.stream import Stream
 
     if not recipe.dataset.streaming:
         with suppress(MissingDataError):  # of a set that is yet to be fetched
@@ -70,7 +73,7 @@ def evaluation_rows(
 ) -> dict[str, Rows]:
     """Returns the rows of each set to evaluate by its name, tokenised like those to train on, but never packed: those of
     `dataset.eval`, then the samples of `dataset.train` that `dataset.eval_fraction` holds back."""
-    from ..data import prepare
+    from ..data.cache import prepare
 
     asked, cache = {**_asked(recipe, tokenizer_dir), "part": None, "say": say}, cache or cache_of(recipe)
     with naming_evaluation():
@@ -86,7 +89,7 @@ def evaluation_rows(
 
 
 def _part(recipe: Recipe, *, held: bool) -> Part | None:
-    from ..data import Part
+    from ..data.holding_back import Part
 
     fraction = recipe.dataset.eval_fraction
     return Part(fraction=fraction, seed=recipe.seed, held=held) if fraction else None
@@ -118,10 +121,12 @@ def naming_evaluation() -> Iterator[None]:
 def counted_rows(recipe: Recipe, tokenizer_dir: Path, say: Callable[[str], None]) -> int | None:
     """Counts the rows of an epoch for a plan: those of an earlier run, or of data that takes seconds to tokenise. Returns None
     otherwise."""
-    from ..data import MissingDataError, find, size_of
+    from ..data.sources import MissingDataError, size_of
 
     try:
         large, has_cache = size_of(recipe.dataset) > COUNTED, any(cache_of(recipe).glob("*"))
+        from ..data.cache import find  # with numpy
+
         if large and has_cache:
             say("reading the data, to find the rows of an earlier run")
         known = find(**_asked(recipe, tokenizer_dir), cache_dir=cache_of(recipe)) if has_cache else None
@@ -143,11 +148,13 @@ def counted_rows(recipe: Recipe, tokenizer_dir: Path, say: Callable[[str], None]
 
 def counted_evaluation(recipe: Recipe, tokenizer_dir: Path) -> list[int] | None:
     """Counts the rows of each set to evaluate, for a plan. Returns None where tokenising them would take minutes, or fails."""
-    from ..data import size_of
+    sets = [*evaluation_sets(recipe).values(), *([recipe.dataset] if recipe.dataset.eval_fraction else [])]
+    if not sets:
+        return None
+    from ..data.sources import size_of
 
     try:
-        sets = [*evaluation_sets(recipe).values(), *([recipe.dataset] if recipe.dataset.eval_fraction else [])]
-        if not sets or sum(map(size_of, sets)) > COUNTED:
+        if sum(map(size_of, sets)) > COUNTED:
             return None
         with tempfile.TemporaryDirectory(prefix="fuyou-rows-") as scratch:
             cache = cache_of(recipe) if cache_of(recipe).is_dir() else Path(scratch)
@@ -167,6 +174,8 @@ def steps_of(recipe: Recipe, rows: int | None) -> int:
 
 def sampler_of(recipe: Recipe, rows: int, *, entry_rows: Sequence[int] = ()) -> Sampler:
     """Makes the order of this many rows, weighted if there are `entry_rows` and the recipe has weights for them."""
+    from ..data.sampler import Sampler
+
     return Sampler(
         rows,
         batch_size=recipe.train.batch_size,

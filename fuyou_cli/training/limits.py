@@ -12,7 +12,7 @@ from ..engine.processor import has_fast_bfloat16
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ..data import DataSummary
+    from ..data.rows import DataSummary
     from ..recipe.schema import Recipe
     from ..spec.hardware import HardwareProfile
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from ..checkpoint.hub import Hub, Progress
 from ..core.errors import FuyouError, PlanError, UsageError
-from ..data import Stream
 from ..planner.candidate import Candidate, may_measure_first
 from ..planner.commit_interval import timed_plan
 from ..planner.place import least_memory, made_of
@@ -52,8 +51,10 @@ def plan(
     `rows`: rows of an epoch, if known. `micro_batch_size`: the size chosen for `auto`. `choose`: makes the plan instead of the
     search.
     """
-    beside = Stream.PEAK_BYTES if inspected.recipe.dataset.streaming else 0
-    hardware = replace(hardware, process_bytes=hardware.process_bytes + beside)
+    if inspected.recipe.dataset.streaming:
+        from ..data.stream import Stream
+
+        hardware = replace(hardware, process_bytes=hardware.process_bytes + Stream.PEAK_BYTES)
     return _plan(inspected, hardware, disks, say=say, rows=rows, micro_batch_size=micro_batch_size, choose=choose)
 
 

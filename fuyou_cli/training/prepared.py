@@ -20,7 +20,9 @@ from .state.stored import Manifest, Untouched
 
 if TYPE_CHECKING:
     from ..checkpoint.header import TensorEntry
-    from ..data import Rows, Sampler, Stream
+    from ..data.rows import Rows
+    from ..data.sampler import Sampler
+    from ..data.stream import Stream
     from ..engine.anatomy import Anatomy
     from ..planner.plan_request import PlanRequest
     from ..planner.search import SearchResult

@@ -12,7 +12,7 @@ import torch
 
 from ..core.errors import Interrupted
 from ..core.patience import Patience
-from ..data import collate
+from ..data.rows import collate
 from ..engine.compiled import CompiledBlocks
 from ..engine.devices import open_device
 from ..engine.devices.repeatable import compute_repeatably, naming_operators

@@ -18,8 +18,7 @@ from ..data.tokenise import PREVIEW_TOKENS, decode_pieces, load_tokenizer
 from .length import cache_of, evaluation_rows, fed, mixture_of, steps_of
 
 if TYPE_CHECKING:
-    from ..data import DataSummary
-    from ..data.rows import Feed
+    from ..data.rows import DataSummary, Feed
     from ..recipe.schema import Recipe
 
 Say = Callable[[str], None]

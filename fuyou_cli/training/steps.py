@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -96,7 +95,7 @@ def store_of(recipe: Recipe) -> Path:
 def _look_at_data(recipe: Recipe, say: Say, *, needed: bool) -> None:
     """Says which files are used. A plan can be made without data (of a shipped recipe, for example): then this is only a
     note."""
-    from ..data import MissingDataError, look
+    from ..data.sources import MissingDataError, look
 
     try:
         sources = look(recipe.dataset)
@@ -177,6 +176,8 @@ def device_name(recipe: Recipe) -> str:
     """Returns the recipe's device. For auto, returns cuda if there is a GPU, otherwise cpu."""
     if recipe.offload.device != "auto":
         return recipe.offload.device
+    from importlib.metadata import version
+
     if version("torch").endswith("+cpu") or not any(Path(driver).exists() for driver in _DRIVERS):
         return "cpu"  # torch need not be loaded to say so
     import torch

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from fuyou_cli.data import Rows, cache
+from fuyou_cli.data import cache
+from fuyou_cli.data.rows import Rows
 from fuyou_cli.data.worker import build
 from fuyou_cli.recipe.schema import DatasetEntry, DatasetSection
 

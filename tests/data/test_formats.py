@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.data import Rows
 from fuyou_cli.data.formats import RowError, choose_format
+from fuyou_cli.data.rows import Rows
 
 from .conftest import CHATML_UNMARKED, Tokenise, Write
 

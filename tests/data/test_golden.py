@@ -23,8 +23,8 @@ from typing import Any
 
 import pytest
 
-from fuyou_cli.data import Rows
 from fuyou_cli.data.formats import FORMATS
+from fuyou_cli.data.rows import Rows
 from fuyou_cli.data.tokenise import decode_pieces
 
 from .conftest import CHATML_MARKED, CHATML_UNMARKED

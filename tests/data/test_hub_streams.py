@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from fuyou_cli.core.errors import FuyouError, UsageError
-from fuyou_cli.data import Rows, look
 from fuyou_cli.data.named_sets import is_remote, present
+from fuyou_cli.data.rows import Rows
 from fuyou_cli.data.set_worker import load
+from fuyou_cli.data.sources import look
 from fuyou_cli.data.stream_parts import NEXT, Parts
 from fuyou_cli.data.tokenise import Tokeniser
 from tests.hub_server import COMMIT, Hub

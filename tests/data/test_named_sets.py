@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.data import MissingDataError, Rows, look, prepare, size_of
-from fuyou_cli.data.cache import request_for
+from fuyou_cli.data.cache import prepare, request_for
 from fuyou_cli.data.named_sets import is_on_hub, unsaid
 from fuyou_cli.data.reading import read_rows
-from fuyou_cli.data.sources import find_sources
+from fuyou_cli.data.rows import Rows
+from fuyou_cli.data.sources import MissingDataError, find_sources, look, size_of
 from fuyou_cli.data.worker import build
 
 from .conftest import section

@@ -15,9 +15,12 @@ import numpy as np
 import pytest
 
 from fuyou_cli.core.errors import DataSpaceError, FuyouError, UsageError
-from fuyou_cli.data import Rows, look, prepare, sandbox
+from fuyou_cli.data import sandbox
+from fuyou_cli.data.cache import prepare
 from fuyou_cli.data.formats import RowError, choose_format
+from fuyou_cli.data.rows import Rows
 from fuyou_cli.data.sandbox import LibraryErrors, reason
+from fuyou_cli.data.sources import look
 from fuyou_cli.data.worker import _answered
 
 from .conftest import CHATML, CHATML_UNMARKED, Tokenise, Write, section

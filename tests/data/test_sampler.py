@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from fuyou_cli.data import Sampler
+from fuyou_cli.data.sampler import Sampler
 
 sizes = some.integers(1, 40)
 seeds = some.integers(0, 2**63)

@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 
 from fuyou_cli.core.errors import DataError, DataSpaceError, UsageError
-from fuyou_cli.data import Rows, Stream, samples
-from fuyou_cli.data.stream import _Worker
+from fuyou_cli.data import samples
+from fuyou_cli.data.rows import Rows
+from fuyou_cli.data.stream import Stream, _Worker
 from fuyou_cli.data.stream_parts import NEXT, Parts
 from fuyou_cli.data.tokenise import Tokeniser
 from fuyou_cli.recipe.schema import DatasetEntry, DatasetSection

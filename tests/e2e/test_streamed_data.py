@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fuyou_cli.core.errors import DataError, DataSpaceError, Interrupted
-from fuyou_cli.data import Stream
+from fuyou_cli.data.stream import Stream
 from fuyou_cli.recipe.load import load_recipe
 
 from .conftest import NewProject

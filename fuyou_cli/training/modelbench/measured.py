@@ -28,7 +28,7 @@ from ..trace import Trace
 from .synthetic import random_entries, random_rows
 
 if TYPE_CHECKING:
-    from ...data import Rows
+    from ...data.rows import Rows
     from ...recipe.load import LoadedRecipe
 
 Machine = Callable[["LoadedRecipe", Inspected], tuple[HardwareProfile, StoreDisks]]

@@ -16,7 +16,7 @@ import numpy as np
 import yaml
 
 from ...checkpoint.header import TensorEntry
-from ...data import Rows
+from ...data.rows import Rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 from collections.abc import Mapping
 from functools import cache
@@ -77,7 +76,9 @@ def versions(recipe: Recipe) -> dict[str, str]:
 
 @cache  # every commit asks, and finding it takes 10 ms
 def _installed(name: str) -> str:
-    return importlib.metadata.version(name)
+    from importlib.metadata import version
+
+    return version(name)
 
 
 def change_of(before: Mapping[str, str], now: Mapping[str, str]) -> str:
