@@ -195,26 +195,31 @@ class StageSpec:
     frozen_flops: float = 0.0  # of forward, with frozen weights: their gradient's product, as large, is not computed
     graph_bytes: int = 0  # of a block: most bytes that a forward saves for backward beside input and weights; 0: not known
     looked_up: bool = False  # nothing but its frozen table of tokens, or rows of it: a step needs the rows of its tokens
-    # Of the banks; kept, because a search asks for them all the time.
+    # Derived; kept, because a search asks for them all the time.
     params: int = field(init=False)  # elements of all, with padding
     trained: int = field(init=False)  # elements that an update changes, with padding
     weight_bytes: int = field(init=False)  # of all, as they rest
     trained_weight_bytes: int = field(init=False)
     state_bytes: int = field(init=False)
     quantised: int = field(init=False)  # elements that rest quantised, with padding: the last ones
+    # Pieces of files that hold its frozen weights, with places from the first frozen byte on; none where they are in the store.
+    source: tuple[Piece, ...] = field(init=False)
+    keeps_input: bool = field(init=False)  # its input, a boundary, is kept from forward to backward
 
     def __post_init__(self) -> None:
         trained = [bank for bank in self.banks if bank.is_trained]
         assert list(self.banks[: len(trained)]) == trained, self.banks
-        sums = {
+        kept = {
             "params": sum(bank.elements for bank in self.banks),
             "trained": sum(bank.elements for bank in trained),
             "weight_bytes": sum(bank.weight_bytes for bank in self.banks),
             "trained_weight_bytes": sum(bank.weight_bytes for bank in trained),
             "state_bytes": sum(bank.state_size(name) for bank in trained for name in STATE_NAMES),
             "quantised": sum(bank.elements for bank in self.banks if bank.packed),
+            "source": next((bank.source for bank in self.banks if bank.source), ()),
+            "keeps_input": self.goes_back and self.kind in ("block", "norm"),
         }
-        for name, value in sums.items():
+        for name, value in kept.items():
             object.__setattr__(self, name, value)
 
     @property
@@ -236,12 +241,6 @@ class StageSpec:
         if (kind := self.quantisation) is None:
             return {}
         return packed_bank(kind, ((tensor.name, tensor.shape) for tensor in self.tensors if tensor.quantised))[0]
-
-    @property
-    def source(self) -> tuple[Piece, ...]:
-        """Returns the pieces of files that hold its frozen weights, with places from the first frozen byte on; none where they
-        are in the store."""
-        return next((bank.source for bank in self.banks if bank.source), ())
 
     @property
     def imported_bytes(self) -> int:
@@ -275,11 +274,6 @@ class StageSpec:
     def frozen_numel(self) -> int:
         """Counts those of them that are frozen."""
         return sum(tensor.numel for tensor in self.tensors if tensor.frozen)
-
-    @property
-    def keeps_input(self) -> bool:
-        """Tells whether its input, a boundary, is kept from forward to backward."""
-        return self.goes_back and self.kind in ("block", "norm")
 
     @property
     def unneeded_flops(self) -> float:
