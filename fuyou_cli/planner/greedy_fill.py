@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 from ..core.units import align_up
 from ..spec.model import ModelSpec, OperatorSpec, StageSpec
@@ -19,7 +19,7 @@ from .plan_request import PlanRequest
 KINDS = ("weights", "boundaries", "gradients", "states")  # fields of `Homes`
 _LOADED = ("weights", "states")
 _HUGE_PAGES = 1 + 1 / 512  # adds the page tables of the arena
-_Value = TypeVar("_Value")
+_IN_TURNS = {"gradients": "boundaries", "boundaries": "gradients"}  # kinds that may lie in the same memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,15 +169,15 @@ def fitting(model: ModelSpec, outputs: list[Output], numerics: Numerics, room: i
 
 @dataclass(slots=True)
 class GreedyFill:
-    """Moves tensors to RAM while there is room. `before` remembers what each move changed, so that moves can be undone."""
+    """Moves tensors to RAM while there is room. `moves` remembers what each move changed, so that moves can be undone."""
 
     context: PlacementContext
     request: PlanRequest
-    fields: dict[str, Any]  # fields of `Homes`
+    fields: dict[str, list[Any]]  # fields of `Homes`
     spare: int
     turns: tuple[int, ...]  # by stage: bytes of gradients that may lie where its boundary does, in turns with it
     spare_loading: int  # spare RAM while a checkpoint is read directly into the homes of weights and states
-    before: list[dict[str, Any]] = field(default_factory=list)
+    moves: list[list[tuple[str, int, Any]]] = field(default_factory=list)  # each a list of (field, stage, value before)
 
     @classmethod
     def of(cls, context: PlacementContext, request: PlanRequest, homes: Homes, peaks: dict[str, int]) -> GreedyFill:
@@ -185,14 +185,7 @@ class GreedyFill:
         return cls(
             context=context,
             request=request,
-            fields={
-                "weights": homes.weights,
-                "states": homes.states,
-                "gradients": homes.gradients,
-                "boundaries": homes.boundaries,
-                "kept": homes.kept,
-                "kept_there": homes.kept_there,
-            },
+            fields={name.name: list(getattr(homes, name.name)) for name in fields(Homes)},
             turns=tuple(
                 size if may_take_turns(context, request, index, deferred) else 0
                 for index, (size, deferred) in enumerate(
@@ -205,83 +198,83 @@ class GreedyFill:
 
     def copy(self) -> GreedyFill:
         """Returns a copy that makes its own moves."""
-        return replace(self, fields=dict(self.fields), before=[])
+        return replace(self, fields={name: list(values) for name, values in self.fields.items()}, moves=[])
 
     @property
     def homes(self) -> Homes:
-        return Homes(**self.fields)
+        return Homes(**{name: tuple(values) for name, values in self.fields.items()})
 
     def settle(self, items: Sequence[Item], *, share: float = 1.0) -> None:
         """Moves tensors to RAM in order, as long as they fit in `share` of the spare RAM."""
         limit = self.spare - int(self.spare * share)  # RAM that must stay free
         for item in items:
-            tiers = self.fields[item.kind]
-            left = [place for place, stage in enumerate(item.stages) if tiers[stage] == "ssd"]
+            kind, tiers = item.kind, self.fields[item.kind]
+            left = [(stage, size) for stage, size in zip(item.stages, item.sizes, strict=True) if tiers[stage] == "ssd"]
             if not left:
                 continue
-            homes = sum(item.sizes[place] for place in left)
-            size, loaded = homes - item.freed, homes if item.kind in _LOADED else 0
-            size -= sum(self._in_turns(item.kind, item.stages[place]) for place in left)
+            homes = sum([size for _, size in left])
+            size, loaded = homes - item.freed, homes if kind in _LOADED else 0
+            if kind in _IN_TURNS:
+                size -= sum([self._in_turns(kind, stage) for stage, _ in left])
             if self.spare - size < limit or loaded > self.spare_loading:
                 continue
             self.spare_loading -= loaded
-            for place in left:
-                tiers = _with_value(tiers, item.stages[place], "cpu")
-            self._take(size, {item.kind: tiers})
+            self._take(size, [(kind, stage, "cpu") for stage, _ in left])
 
     def keep(self, outputs: list[Output], *, share: float) -> None:
         """Keeps outputs of operators in order, within `share` of the spare RAM. Their boundary moves to RAM with them."""
         limit = self.spare - int(self.spare * share)  # RAM that must stay free
+        every_kept, kept_there = self.fields["kept"], self.fields["kept_there"]
+        boundaries, gradients = self.fields["boundaries"], self.fields["gradients"]
         for output in outputs:
             stage, index = output.stage, output.operator.index
-            kept = self.fields["kept"][stage]
-            if index in kept or index in self.fields["kept_there"][stage]:
+            kept = every_kept[stage]
+            if index in kept or index in kept_there[stage]:
                 continue
-            at_home = self.fields["boundaries"][stage] == "cpu"
+            at_home = boundaries[stage] == "cpu"
             if not at_home and self.request.boundaries is not None:
                 continue
             taken, size, before = self._with_output(stage, kept, index)
-            gradients = self.turns[stage] if self.fields["gradients"][stage] == "cpu" else 0
-            size = max(size, gradients) - max(before if at_home else 0, gradients)
+            in_turns = self.turns[stage] if gradients[stage] == "cpu" else 0
+            size = max(size, in_turns) - max(before if at_home else 0, in_turns)
             if self.spare - size < limit:
                 continue
-            moved = {"kept": _with_value(self.fields["kept"], stage, taken)}
+            moved: list[tuple[str, int, Any]] = [("kept", stage, taken)]
             if not at_home:
-                moved["boundaries"] = _with_value(self.fields["boundaries"], stage, "cpu")
+                moved.append(("boundaries", stage, "cpu"))
             self._take(size, moved)
 
     def _in_turns(self, kind: str, stage: int) -> int:
         """Returns the bytes of RAM that tensors of this kind share with others of the stage that are in RAM already."""
-        other = {"gradients": "boundaries", "boundaries": "gradients"}.get(kind)
-        if other is None or self.fields[other][stage] != "cpu":
+        if not self.turns[stage] or self.fields[_IN_TURNS[kind]][stage] != "cpu":
             return 0
         return min(self.turns[stage], self._size(stage, self.fields["kept"][stage]))
 
     def _with_output(self, stage: int, kept: tuple[int, ...], index: int) -> tuple[tuple[int, ...], int, int]:
         """Returns the outputs with one more, and the bytes of RAM that the stage's boundary takes with it and without."""
-        spec = self.context.model.stages[stage]
-        key = (id(spec.operators), spec.keeps_input, kept, index)  # equal blocks share their operators
-        if key not in self.context.with_output:
+        key, known = (self.context.alike[stage], kept, index), self.context.with_output
+        found = known.get(key)
+        if found is None:
             taken = tuple(sorted((*kept, index)))
-            self.context.with_output[key] = taken, self._size(stage, taken), self._size(stage, kept)
-        return self.context.with_output[key]
+            found = known[key] = taken, self._size(stage, taken), self._size(stage, kept)
+        return found
 
     def _size(self, stage: int, kept: tuple[int, ...]) -> int:
         """Returns the bytes of RAM that the stage's boundary takes with these outputs."""
         return align_up(self.context.boundary_size(stage, kept), ARENA_UNIT)
 
-    def _take(self, size: int, moved: dict[str, Any]) -> None:
-        self.before.append({name: self.fields[name] for name in moved})
-        self.fields.update(moved)
+    def _take(self, size: int, moved: list[tuple[str, int, Any]]) -> None:
+        self.moves.append([(name, stage, self.fields[name][stage]) for name, stage, _ in moved])
+        self._put(moved)
         self.spare -= size
 
     def take_back(self) -> bool:
         """Undoes the last move. Returns False if there is none."""
-        if self.before:
-            self.fields.update(self.before.pop())
+        if self.moves:
+            self._put(self.moves.pop())
             return True
         return False
 
-
-def _with_value(values: tuple[_Value, ...], index: int, value: _Value) -> tuple[_Value, ...]:
-    return (*values[:index], value, *values[index + 1 :])
+    def _put(self, values: list[tuple[str, int, Any]]) -> None:
+        for name, stage, value in values:
+            self.fields[name][stage] = value

@@ -66,17 +66,18 @@ class PlacementContext:
         self.gradient_sizes = tuple(stage.gradient_bytes(dtype) for stage in model.stages)
         self.looked_up = most_read(model, request)
         self.has_two_users = tuple(model.has_two_users(stage.index) for stage in model.stages)
-        self.with_output: dict[tuple[int, bool, tuple[int, ...], int], tuple[tuple[int, ...], int, int]] = {}  # of `GreedyFill`
-        # By the operators, which equal blocks share (they stay as long as the model does), and those that are kept.
+        # By stage, a number for what its boundary depends on beside the kept outputs. Equal blocks share their operators.
+        numbers: dict[tuple[int, bool], int] = {}
+        self.alike = [numbers.setdefault((id(stage.operators), stage.keeps_input), len(numbers)) for stage in model.stages]
+        self.with_output: dict[tuple[int, tuple[int, ...], int], tuple[tuple[int, ...], int, int]] = {}  # of `GreedyFill`
         self._boundaries: dict[tuple[int, tuple[int, ...]], int] = {}
 
     def boundary_size(self, stage: int, kept: tuple[int, ...]) -> int:
         """Returns the bytes of a stage's boundary for a sweep's rows, with its outputs; 0 for a stage without a boundary."""
-        if not self.model.stages[stage].keeps_input:
-            return 0
-        key = (id(self.model.stages[stage].operators), kept)
+        key = (self.alike[stage], kept)
         if key not in self._boundaries:
-            self._boundaries[key] = planned_boundary(self.model, self.numerics, stage, kept).size
+            has_one = self.model.stages[stage].keeps_input
+            self._boundaries[key] = planned_boundary(self.model, self.numerics, stage, kept).size if has_one else 0
         return self._boundaries[key]
 
 
