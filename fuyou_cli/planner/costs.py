@@ -63,7 +63,8 @@ class Costs:
     repeats: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
     # Cache: what was computed last of visits and stages, since a plan is asked for the same more than once.
     _last: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
-    # Cache: seconds of visits and updates.
+    # Caches: rates by stage, seconds of visits and updates.
+    _rates: dict[int, StageRate] = field(default_factory=dict, init=False, compare=False, repr=False)
     _known: dict[Hashable, float] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @classmethod
@@ -198,6 +199,12 @@ class Costs:
         return self._backward(visit, stage, rate) if rate.backward else 0.0
 
     def rate(self, stage: StageSpec) -> StageRate:
+        """Returns the stage's rates at this run's micro-batches."""
+        if stage.index not in self._rates:
+            self._rates[stage.index] = self._rate(stage)
+        return self._rates[stage.index]
+
+    def _rate(self, stage: StageSpec) -> StageRate:
         """Returns the stage's rates at this run's micro-batches. For each of them (in a head for each piece) a GPU adds whole
         gradients to their sums. A rate of other tokens includes more or less of that per FLOP, one of no tokens nothing. A GPU
         waits for what the host submits, which takes as long for few tokens as for many."""
