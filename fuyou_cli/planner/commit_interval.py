@@ -94,7 +94,11 @@ def guessed_interval(costs: Costs, plan: Plan, *, step: float) -> tuple[int, flo
 
 def with_interval(costs: Costs, plan: Plan, schedule: Schedule, every: int | None) -> Plan:
     """Returns the same plan with `every` steps between commits, and the traffic of an average step."""
-    schedule = recommitted(costs.model, plan.stages, schedule, every)
+    return with_commits(costs, plan, recommitted(costs.model, plan.stages, schedule, every), every)
+
+
+def with_commits(costs: Costs, plan: Plan, schedule: Schedule, every: int | None) -> Plan:
+    """Returns the same plan with `every` steps between commits, which `schedule` has."""
     seconds = busy_seconds(costs, schedule, stages=plan.stages, device=plan.device)
     bottleneck = max(sorted(seconds), key=lambda name: seconds[name])
     predicted = replace(

@@ -20,7 +20,7 @@ from .assemble import assembled, host_peaks
 from .bound import lower_bound, phase_estimate
 from .boundary_layout import Kept, every_operator
 from .candidate import NONE_KEPT, Candidate, pipelines, sweep_counts
-from .commit_interval import guessed_interval, with_interval
+from .commit_interval import guessed_interval, with_commits
 from .costs import Costs
 from .defer import deferrals
 from .device_fill import stages_filling
@@ -135,28 +135,24 @@ class Placing:
         )
         spans = replace(spans, stages=with_homes_on_device(self.model, asked, schedule, spans.stages))
         plan = assembled(self.costs, plain, spans, schedule, lookahead=candidate.lookahead)
-        found = self._bounded(plan, schedule)
-        return found if at_most_one else self._committing(asked, found, schedule)
+        return self._bounded(plan, schedule) if at_most_one else self._committing(asked, plan, schedule)
 
     def _bounded(self, plan: Plan, schedule: Schedule) -> Placed:
-        return Placed(
-            plan=plan,
-            schedule=schedule,
-            bound=lower_bound(self.costs, schedule, plan),
-            estimate=phase_estimate(self.costs, schedule, plan),
-            commits=0.0,
-        )
+        bound, estimate = lower_bound(self.costs, schedule, plan), phase_estimate(self.costs, schedule, plan)
+        return Placed(plan=plan, schedule=schedule, bound=bound, estimate=estimate, commits=0.0)
 
-    def _committing(self, asked: PlanRequest, plain: Placed, schedule: Schedule) -> Placed:
+    def _committing(self, asked: PlanRequest, plain: Plan, schedule: Schedule) -> Placed:
         """Returns the same plan with commits added."""
-        guess, commit = guessed_interval(self.costs, plain.plan, step=plain.estimate)
+        estimate = phase_estimate(self.costs, schedule, plain)
+        guess, commit = guessed_interval(self.costs, plain, step=estimate)
         every = guess if asked.commit_every == "auto" else asked.commit_every
         assert every is not None
-        plan = with_interval(self.costs, plain.plan, schedule, every)
+        committing = recommitted(self.model, plain.stages, schedule, every)
+        plan = with_commits(self.costs, plain, committing, every)
         if every == 1:
-            return self._bounded(plan, recommitted(self.model, plan.stages, schedule, 1))
-        each = commit / every
-        return replace(plain, plan=plan, bound=plain.bound + each, estimate=plain.estimate + each, commits=each)
+            return self._bounded(plan, committing)
+        bound, each = lower_bound(self.costs, schedule, plain), commit / every
+        return Placed(plan=plan, schedule=schedule, bound=bound + each, estimate=estimate + each, commits=each)
 
     def _layout(self, asked: PlanRequest, homes: Homes, candidate: Candidate) -> Layout:
         return layout(self._context, asked, homes, lookahead=candidate.lookahead, gradient_slots=candidate.gradient_slots)
@@ -198,6 +194,9 @@ class Placing:
     def _everything(self, asked: PlanRequest, candidate: Candidate, homes: Homes, items: list[Item]) -> GreedyFill | None:
         """Returns a fill with everything in RAM, or None if that does not fit."""
         weights, boundaries, gradients, states = (_settled(homes, items, kind) for kind in KINDS)
+        together = zip(self.model.stages, weights, states, strict=True)
+        if sum(stage.weight_bytes for stage, *tiers in together if tiers == ["cpu", "cpu"]) > asked.cpu_budget:
+            return None  # quicker than laying it all out
         everything = replace(homes, weights=weights, boundaries=boundaries, gradients=gradients, states=states)
         peaks = host_peaks(self.model, self.hardware, asked, self._layout(asked, everything, candidate))
         return GreedyFill.of(self._context, asked, everything, peaks) if max(peaks.values()) <= asked.cpu_budget else None
