@@ -17,6 +17,11 @@
 #error "the store's files are little-endian, and so must the machine be"
 #endif
 
+/* FY__LEVELS: functions may be compiled for an instruction set by their attributes and chosen by hand (int8_states.c). */
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(FY_NO_CLONES)
+#define FY__LEVELS 1
+#endif
+
 /*
  * FY__CLONES: compile a hot loop once per x86-64 level and let the loader choose. Left out (FY_NO_CLONES, or decided
  * here) under ThreadSanitizer, whose runtime is not ready when the loader calls the resolvers, off x86-64, without

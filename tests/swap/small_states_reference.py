@@ -1,5 +1,5 @@
 """AdamW with bfloat16 and int8 states in numpy, after the header and the texts of small_states.c and
-int8_states.c: one rounding per operation."""
+int8_states.c: one rounding per operation, or for a product and a sum where it says so (_fused)."""
 
 from __future__ import annotations
 
@@ -73,8 +73,9 @@ def _int8(
         m, v = _doubled(codes_m[_PLACES] * scale_m), _shifted(codes_v[_PLACES] * scale_v, 2)
         p, m, v = _int8_step(update, segment, p, g, m, v)
         master[part] = p[: part.stop - part.start]
-        codes_m[_PLACES] = np.rint(_in_codes(scale_m, _halved(m), 127))
-        codes_v[_PLACES] = np.maximum(_at_random(_in_codes(scale_v, _shifted(v, -2), 255), key, part.start), 1)
+        codes_m[_PLACES] = _to_nearest(_halved(m), _scaled(scale_m, _halved(m), 127))
+        scale_m.view(np.uint32)[0] &= ~np.uint32(3)  # three halves of it are exact
+        codes_v[_PLACES] = np.maximum(_at_random(_shifted(v, -2), _scaled(scale_v, _shifted(v, -2), 255), key, part.start), 1)
 
 
 def _values(update: Update, gradients: np.ndarray) -> np.ndarray:
@@ -88,13 +89,26 @@ def _int8_step(
     lr, scale, blend = update.lr * float(F(segment.lr_scale)), F(update.gradient_scale), 1.0 - update.beta1
     keep = F(1) - F(blend) if blend < 0.5 else -(F(blend) - F(1))
     correction = F(math.sqrt(1.0 - update.beta2**update.step))
-    m = m * keep + ((F(1) - keep) * scale) * g
+    m = _fused(m, keep, ((F(1) - keep) * scale) * g)
     small = (np.sqrt(F(1.0 - update.beta2)) * scale) * g
-    v = v * F(update.beta2) + small * small
+    v = _fused(small, small, v * F(update.beta2))
     step = F(-(lr / (1.0 - update.beta1**update.step))) * correction
-    p = p * F(1.0 - lr * float(F(segment.weight_decay))) + (step * m) / (np.sqrt(v) + F(update.epsilon) * correction)
+    divisor = _fused(np.sqrt(v), F(1) / step, F(update.epsilon) * correction / step) if step else F(-np.inf)
+    p = _fused(p, F(1.0 - lr * float(F(segment.weight_decay))), m / divisor)
     assert p.dtype == m.dtype == v.dtype == F
     return p, m, v
+
+
+def _fused(a: np.ndarray, b: np.ndarray | F, c: np.ndarray | F) -> np.ndarray:
+    """Returns a * b + c, rounded once: doubles hold the product, and of an inexact sum its odd neighbour, which no float and no
+    middle between two is."""
+    product, c = np.multiply(a, b, dtype=np.float64), np.float64(c)
+    total = product + c
+    added = total - product
+    lost = (product - (total - added)) + (c - added)
+    beyond = np.nextafter(total, np.copysign(np.inf, lost))
+    odd = (total.view(np.uint64) & np.uint64(1)).astype(bool)
+    return np.where((lost != 0) & ~odd, beyond, total).astype(F)
 
 
 def _blocks(segment: Segment) -> Iterator[slice]:
@@ -135,19 +149,28 @@ def _doubled(roots: np.ndarray) -> np.ndarray:
     return np.copysign(_shifted(np.abs(roots), 1), roots)
 
 
-def _in_codes(scale: np.ndarray, roots: np.ndarray, most: int) -> np.ndarray:
+def _scaled(scale: np.ndarray, roots: np.ndarray, most: int) -> F:
+    """Sets a block's scale; returns codes per root."""
     largest = np.abs(roots).max()
-    largest = max(largest, F(2**-119)) if largest > 0 else F(0)
-    per_code = F(most) / largest if largest > 0 else F(0)
-    scale[0] = largest * (F(1) / F(most))
-    return roots * per_code
+    scale[0] = max(largest, F(2**-119)) * (F(1) / F(most)) if largest > 0 else F(0)
+    return F(most) / max(largest, F(2**-119))
 
 
-def _at_random(in_codes: np.ndarray, key: np.uint32, first: int) -> np.ndarray:
+def _to_nearest(roots: np.ndarray, per_root: F) -> np.ndarray:
+    integers = F(1.5 * 2**23)
+    return _fused(roots, per_root, integers) - integers
+
+
+def _at_random(roots: np.ndarray, per_root: F, key: np.uint32, first: int) -> np.ndarray:
     """Rounds a block's values up with the probability of their fractions, of which 15 bits count. Half a draw serves a value as
     it is, and another one as what it lacks to the most."""
-    words = _draws(key, np.arange(first // 4, (first + STATE_BLOCK) // 4, dtype=np.uint32))
+    words = _walked(key, np.arange(first // 4, (first + STATE_BLOCK) // 4, dtype=np.uint32))
     half = np.stack([words & np.uint32(0x7FFF), words >> np.uint32(17)], axis=1).reshape(-1)
     draws = np.concatenate([half, np.uint32(0x7FFF) - half])
-    fixed = (in_codes + F(256)).view(np.uint32) - F(256).view(np.uint32)
-    return (fixed + draws) >> np.uint32(15)
+    return _fused(roots, per_root, F(256) + draws.astype(F) / F(2**15)) // F(1) - F(256)
+
+
+def _walked(key: np.uint32, index: np.ndarray) -> np.ndarray:
+    x = index * np.uint32(0x9E3779B9) + key
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0xAC4C1B51)
+    return x ^ (x >> np.uint32(15))
