@@ -37,10 +37,11 @@ INLINE float fused_in_double(float a, float b, float c)
     const double sum = product + c;
     const double added = sum - product;
     const double lost = (product - (sum - added)) + (c - added);
-    uint64_t bits, lost_bits;
+    const double least = fabs(lost) > 0.0 ? 0x1p-1074 : 0.0; /* its bits are 1, or 0: so a loop is vectorised */
+    uint64_t bits, lost_bits, inexact;
     memcpy(&bits, &sum, sizeof bits);
     memcpy(&lost_bits, &lost, sizeof lost_bits);
-    const uint64_t inexact = fabs(lost) > 0.0;
+    memcpy(&inexact, &least, sizeof inexact);
     bits = (bits - (inexact & (bits ^ lost_bits) >> 63)) | inexact;
     double cut;
     memcpy(&cut, &bits, sizeof cut);

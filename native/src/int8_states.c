@@ -13,9 +13,8 @@
  * of variances by 3/8 of their noise's square. A block's largest is exact. Momenta are rounded to the nearest.
  *
  * A group of blocks goes through three loops, whose hand-over stays in the nearest cache. One loop would be a chain of
- * operations too long for a processor to overlap with the next one's. Multiplications and additions are fused: here alone, as
- * this loop is bound by its number of operations. A processor without the instruction (most before 2013) takes six
- * times as long.
+ * operations too long for a processor to overlap with the next one's. Products and sums are fused, here alone: the number of
+ * operations binds. A processor without the instruction (most before 2013) takes five times as long.
  */
 #include <assert.h>
 #include <stddef.h>
@@ -52,11 +51,11 @@ struct block {
 
 struct group {
     struct block blocks[GROUP];
-    uint32_t most_momentum[GROUP]; /* bits of the largest magnitudes */
-    uint32_t most_variance[GROUP];
-    float per_momentum[GROUP];     /* codes per root */
+    uint32_t most[2 * GROUP * LANES]; /* bits of the largest magnitudes of words: of momenta, then of variances */
+    uint32_t most_of_quarters[2 * GROUP * 4];
+    float per_momentum[GROUP]; /* codes per root */
     float per_variance[GROUP];
-    float seen[2][LANES];          /* sums of eight times the masters: not finite once one is not, in any dtype of weights */
+    float seen[2][LANES]; /* sums of eight times the masters: not finite once one is not, in any dtype of weights */
 };
 
 static struct factors factors_of(const struct fy__scalars *s)
@@ -78,7 +77,8 @@ static struct factors factors_of(const struct fy__scalars *s)
 
 /* ---- the loops over a block ---- */
 
-/* Its new moments from the old codes and the gradients. */
+/* Its new moments from the old codes and the gradients. Stage by stage for the four of a lane: what stands side by side then
+ * does not wait for each other, and a processor looks ahead less far than one lane's work. */
 INLINE void block_moments(int fuses, const struct factors *factors, const struct fy__run *run, uint64_t at,
                           int narrow_gradients, struct block *block, uint32_t *most_momentum, uint32_t *most_variance)
 {
@@ -89,33 +89,40 @@ INLINE void block_moments(int fuses, const struct factors *factors, const struct
     const word *momentum = (const void *)((const char *)run->momentum + at);
     const word *variance = (const void *)((const char *)run->variance + at);
     const void *gradients = (const char *)run->gradients + at * (narrow_gradients ? 2 : 4);
-    uint32_t most_m = 0, most_v = 0;
 #pragma GCC ivdep
     for (uint32_t i = 0; i < LANES; i++) {
-        const uint32_t m = momentum[i], v = variance[i];
-        const uint32_t codes_m[4] = {m << 15, m << 7, m >> 1, m >> 9};
-        const uint32_t codes_v[4] = {v << 15, v << 7, v >> 1, v >> 9};
-        uint32_t gradient[4];
+        const uint32_t codes_m = momentum[i], codes_v = variance[i];
+        const uint32_t fixed_m[4] = {codes_m << 15, codes_m << 7, codes_m >> 1, codes_m >> 9};
+        const uint32_t fixed_v[4] = {codes_v << 15, codes_v << 7, codes_v >> 1, codes_v >> 9};
+        uint32_t gradient[4], most_m = 0, most_v = 0;
+        float m[4], v[4], small[4];
         four_read(narrow_gradients, gradients, i, gradient);
-        for (uint32_t b = 0; b < 4; b++) {
-            const float small = k.root_take * float_of(gradient[b]);
-            const float root_v = above(fuses, float_of((codes_v[b] & INTEGER) | FIXED), 256.0f, one_v);
-            const float old_v = float_of(bits_of(root_v) << 2);
-            const float new_v = fused(fuses, small, small, old_v * k.beta2);
-            block->variance[i + b * LANES] = new_v;
-            block->root[i + b * LANES] = sqrtf(new_v);
-            most_v = larger(most_v, bits_of(new_v));
-        }
+        for (uint32_t b = 0; b < 4; b++)
+            v[b] = above(fuses, float_of((fixed_v[b] & INTEGER) | FIXED), 256.0f, one_v);
+        for (uint32_t b = 0; b < 4; b++)
+            m[b] = above(fuses, float_of((fixed_m[b] & INTEGER) ^ FIXED_SIGNED), 384.0f, one_m);
+        for (uint32_t b = 0; b < 4; b++)
+            v[b] = float_of(bits_of(v[b]) << 2) * k.beta2;
+        for (uint32_t b = 0; b < 4; b++)
+            small[b] = k.root_take * float_of(gradient[b]);
+        for (uint32_t b = 0; b < 4; b++)
+            v[b] = fused(fuses, small[b], small[b], v[b]);
+        for (uint32_t b = 0; b < 4; b++)
+            m[b] = fused(fuses, doubled(m[b]), k.keep, k.take * float_of(gradient[b]));
+        for (uint32_t b = 0; b < 4; b++)
+            block->root[i + b * LANES] = sqrtf(v[b]);
         block->draws[i] = draw_of(walk + i * GOLDEN); /* for block_codes(): it costs less beside the square roots */
         for (uint32_t b = 0; b < 4; b++) {
-            const float root_m = above(fuses, float_of((codes_m[b] & INTEGER) ^ FIXED_SIGNED), 384.0f, one_m);
-            const float new_m = fused(fuses, doubled(root_m), k.keep, k.take * float_of(gradient[b]));
-            block->momentum[i + b * LANES] = new_m;
-            most_m = larger(most_m, bits_of(new_m) & MAGNITUDE);
+            block->variance[i + b * LANES] = v[b];
+            most_v = larger(most_v, bits_of(v[b]));
         }
+        most_variance[i] = most_v;
+        for (uint32_t b = 0; b < 4; b++) {
+            block->momentum[i + b * LANES] = m[b];
+            most_m = larger(most_m, bits_of(m[b]) & MAGNITUDE);
+        }
+        most_momentum[i] = most_m;
     }
-    *most_momentum = most_m;
-    *most_variance = most_v;
 }
 
 INLINE void block_weights(int fuses, const struct factors *factors, const struct fy__run *run, uint64_t at, int narrow,
@@ -168,13 +175,29 @@ INLINE void block_codes(int fuses, const struct fy__run *run, uint64_t at, const
 
 /* ---- groups and runs ---- */
 
+/* Of every row the larger ones of its halves. */
+INLINE void rows_halved(uint32_t half, const uint32_t *restrict rows, uint32_t *restrict halves)
+{
+    for (uint32_t row = 0; row < 2 * GROUP; row++)
+        for (uint32_t i = 0; i < half; i++)
+            halves[row * half + i] = larger(rows[2 * row * half + i], rows[(2 * row + 1) * half + i]);
+}
+
+INLINE uint32_t most_of_four(const uint32_t *values)
+{
+    return larger(larger(values[0], values[1]), larger(values[2], values[3]));
+}
+
 /* Scales are of one code each, in the space of roots. */
 INLINE void group_scales(struct group *group, uint32_t blocks, float *momentum_scales, float *variance_scales)
 {
+    uint32_t halves[2 * GROUP * LANES / 2];
+    rows_halved(LANES / 2, group->most, halves);
+    rows_halved(LANES / 4, halves, group->most_of_quarters);
 #pragma GCC ivdep
     for (uint32_t b = 0; b < blocks; b++) {
-        const float m = float_of(group->most_momentum[b] >> 1);
-        const float v = float_of(group->most_variance[b] >> 2);
+        const float m = float_of(most_of_four(group->most_of_quarters + 4 * b) >> 1);
+        const float v = float_of(most_of_four(group->most_of_quarters + 4 * (GROUP + b)) >> 2);
         const float most_m = m > LEAST_ROOT ? m : LEAST_ROOT;
         const float most_v = v > LEAST_ROOT ? v : LEAST_ROOT;
         group->per_momentum[b] = MOMENTUM_MOST / most_m;
@@ -190,11 +213,11 @@ INLINE void group_step(int fuses, const struct factors *k, const struct fy__run 
     assert(blocks > 0);
     assert(blocks <= GROUP);
     for (uint32_t b = 0; b < blocks; b++)
-        block_moments(fuses, k, run, at + b * BLOCK, narrow_gradients, &group->blocks[b], &group->most_momentum[b],
-                      &group->most_variance[b]);
+        block_moments(fuses, k, run, at + b * BLOCK, narrow_gradients, &group->blocks[b], group->most + b * LANES,
+                      group->most + (GROUP + b) * LANES);
+    group_scales(group, blocks, run->momentum_scales + at / BLOCK, run->variance_scales + at / BLOCK);
     for (uint32_t b = 0; b < blocks; b++)
         block_weights(fuses, k, run, at + b * BLOCK, narrow_weights, &group->blocks[b], group->seen[b % 2]);
-    group_scales(group, blocks, run->momentum_scales + at / BLOCK, run->variance_scales + at / BLOCK);
     for (uint32_t b = 0; b < blocks; b++)
         block_codes(fuses, run, at + b * BLOCK, &group->blocks[b], group->per_momentum[b], group->per_variance[b]);
 }
@@ -234,6 +257,7 @@ INLINE uint64_t blocks_step(int fuses, const struct factors *k, const struct fy_
 {
     assert(run->count % BLOCK == 0);
     struct group group;
+    memset(group.most, 0, sizeof group.most);
     memset(group.seen, 0, sizeof group.seen);
     for (uint64_t at = 0; at < run->count; at += (uint64_t)GROUP * BLOCK) {
         const uint64_t left = (run->count - at) / BLOCK;

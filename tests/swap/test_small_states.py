@@ -145,6 +145,36 @@ def test_a_small_variance_does_not_become_zero() -> None:
     assert np.abs(stage.master - before).max() < 4e-3  # three steps of lr 1e-3
 
 
+@pytest.mark.parametrize("gradient", [0x7FFFFFFF, 0x7F800000])  # not a number as a GPU writes it, infinity
+def test_counts_new_weights_that_are_not_finite(gradient: int) -> None:
+    stage, gradients = a_stage("int8"), np.zeros(COUNT, np.float32)
+    gradients.view(np.uint32)[[10, 70, COUNT - 1]] = gradient
+    update = an_update("int8", segments=(Segment(first=0, count=COUNT - 1, weight_decay=0.0),))
+    moments = {"momentum": stage.momentum, "variance": stage.variance}
+    assert kernels.adamw(update, weights=stage.master, **moments, gradients=gradients) == 2
+
+
+def test_counts_new_weights_that_round_to_infinity() -> None:
+    """Two are finite in float32, and their sum is small."""
+    stage, gradients = a_stage("int8"), np.zeros(COUNT, np.float32)
+    stage.master[[130, 258]] = np.float32(3.4e38), np.float32(-3.4e38)
+    weights, remainder = np.empty(COUNT, np.uint16), np.empty(COUNT, np.int16)
+    kernels.split(stage.master, weights, remainder)
+    moments = {"momentum": stage.momentum, "variance": stage.variance}
+    update = an_update("int8", weights_dtype="bfloat16", segments=(Segment(first=0, count=COUNT, weight_decay=0.0),))
+    assert kernels.adamw(update, weights=weights, remainder=remainder, **moments, gradients=gradients) == 2
+
+
+def test_a_step_of_no_length_leaves_the_weights() -> None:
+    stage, before = a_stage("int8"), a_stage("int8").master
+    gradients = reference.random_gradients(COUNT, 1, "float32")
+    gradients[:1000] = 0  # and nothing to divide by
+    update = an_update("int8", lr=0.0)
+    kernels.adamw(update, weights=stage.master, momentum=stage.momentum, variance=stage.variance, gradients=gradients)
+    np.testing.assert_array_equal(stage.master, before)
+    assert stage.momentum.any()
+
+
 def test_refuses_int8_segments_that_begin_inside_a_block() -> None:
     stage, segments = a_stage("int8"), (Segment(first=63, count=64, weight_decay=0.0),)
     gradients = reference.random_gradients(COUNT, 1, "float32")
