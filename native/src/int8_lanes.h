@@ -21,7 +21,6 @@
 #define FRACTION 0x7FFFu
 #define MAGNITUDE 0x7FFFFFFFu
 #define HIGH_HALF 0xFFFF0000u
-#define GOLDEN 0x9E3779B9u /* steps of a walk over all 32 bits */
 _Static_assert(BLOCK == 64, "a block is 16 words of codes, and 32 of pairs");
 
 /* Two or four neighbours in memory. */
@@ -70,10 +69,11 @@ INLINE uint32_t chosen(uint32_t mask, uint32_t ones, uint32_t zeros)
     return (ones & mask) | (zeros & ~mask);
 }
 
-/* 32 bits that look random, of a walk over the indices. Cheaper than drawn(), and as even by pairs of near and far indices. */
-INLINE uint32_t draw_of(uint32_t walk)
+/* 32 bits that look random, for a word of a block: a block's walk begins where drawn() says, so half of that is enough. */
+INLINE uint32_t draw_of(uint32_t walk, uint32_t word_of_block)
 {
-    const uint32_t x = (walk ^ (walk >> 16)) * 0xAC4C1B51u;
+    uint32_t x = walk + word_of_block * 0x9E3779B9u;
+    x = (x ^ (x >> 16)) * 0x735A2D97u;
     return x ^ (x >> 15);
 }
 

@@ -83,7 +83,7 @@ INLINE void block_moments(int fuses, const struct factors *factors, const struct
                           int narrow_gradients, struct block *block, uint32_t *most_momentum, uint32_t *most_variance)
 {
     const struct factors k = *factors;
-    const uint32_t walk = (uint32_t)((run->first + at) / 4) * GOLDEN + k.key;
+    const uint32_t walk = drawn(k.key, (uint32_t)((run->first + at) / BLOCK));
     const float one_m = float_of(bits_of(run->momentum_scales[at / BLOCK]) & ~3u); /* 384 times that is exact */
     const float one_v = run->variance_scales[at / BLOCK];
     const word *momentum = (const void *)((const char *)run->momentum + at);
@@ -111,7 +111,7 @@ INLINE void block_moments(int fuses, const struct factors *factors, const struct
             m[b] = fused(fuses, doubled(m[b]), k.keep, k.take * float_of(gradient[b]));
         for (uint32_t b = 0; b < 4; b++)
             block->root[i + b * LANES] = sqrtf(v[b]);
-        block->draws[i] = draw_of(walk + i * GOLDEN); /* for block_codes(): it costs less beside the square roots */
+        block->draws[i] = draw_of(walk, i); /* for block_codes(): it costs less beside the square roots */
         for (uint32_t b = 0; b < 4; b++) {
             block->variance[i + b * LANES] = v[b];
             most_v = larger(most_v, bits_of(v[b]));

@@ -164,13 +164,13 @@ def _to_nearest(roots: np.ndarray, per_root: F) -> np.ndarray:
 def _at_random(roots: np.ndarray, per_root: F, key: np.uint32, first: int) -> np.ndarray:
     """Rounds a block's values up with the probability of their fractions, of which 15 bits count. Half a draw serves a value as
     it is, and another one as what it lacks to the most."""
-    words = _walked(key, np.arange(first // 4, (first + STATE_BLOCK) // 4, dtype=np.uint32))
+    words = _walked(_draws(key, np.array([first // STATE_BLOCK], np.uint32)), np.arange(STATE_BLOCK // 4, dtype=np.uint32))
     half = np.stack([words & np.uint32(0x7FFF), words >> np.uint32(17)], axis=1).reshape(-1)
     draws = np.concatenate([half, np.uint32(0x7FFF) - half])
     return _fused(roots, per_root, F(256) + draws.astype(F) / F(2**15)) // F(1) - F(256)
 
 
-def _walked(key: np.uint32, index: np.ndarray) -> np.ndarray:
-    x = index * np.uint32(0x9E3779B9) + key
-    x = (x ^ (x >> np.uint32(16))) * np.uint32(0xAC4C1B51)
+def _walked(start: np.ndarray, index: np.ndarray) -> np.ndarray:
+    x = start + index * np.uint32(0x9E3779B9)
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x735A2D97)
     return x ^ (x >> np.uint32(15))
