@@ -100,7 +100,7 @@ class GradientSum:
 
 def add_in_pieces(target: torch.Tensor, gradient: torch.Tensor) -> None:
     """Adds in place. torch on the CPU first copies a gradient of another dtype; in pieces the copy stays in the cache."""
-    if gradient.dtype == target.dtype or target.device.type != "cpu" or not gradient.dim():
+    if gradient.dtype == target.dtype or target.device.type != "cpu" or gradient.numel() <= PIECE:
         target.add_(gradient)
         return
     rows = max(1, PIECE * len(gradient) // max(1, gradient.numel()))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,8 @@ import pytest
 import torch
 from drawn import every
 
-from fuyou_cli.engine.activations.recompute import SparingCalls, without_saving
+from fuyou_cli.engine.activations.called import linear_inside, numbers_of
+from fuyou_cli.engine.activations.recompute import NOTHING_KEPT, Sparing, without_saving
 from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.spec.model import ModelSpec, OperatorSpec
 
@@ -114,12 +117,30 @@ def test_a_product_is_told_by_its_weight(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_weight_of_a_needed_product_is_not_looked_for(shared: bool) -> None:
-    weight, x = torch.ones(4, 4), torch.ones(2, 4)
+def test_a_product_whose_weight_another_needs_is_told_by_its_number(shared: bool) -> None:
+    weight, x = torch.nn.Parameter(torch.ones(4, 4)), torch.ones(2, 4)
     spared, needed = (OperatorSpec(index=index, name="mm", flops=1.0, bytes=4, weight=0) for index in range(2))
     stage = replace(
         Subject(llama(num_hidden_layers=1), Shape()).spec.stages[1], unneeded=(spared,), operators=(needed,) if shared else ()
     )
-    with SparingCalls(stage, weight.view(-1)):
-        y = torch.nn.functional.linear(x, weight)
-    assert y.tolist() == (x @ weight.T if shared else torch.zeros(2, 4)).tolist()
+    numbers = numbers_of(stage, ())
+    assert (numbers is None) == shared
+    with Sparing(stage, weight.detach().view(-1)).inside(NOTHING_KEPT, numbers, [weight] * len(stage.tensors)):
+        first, second = (torch.nn.functional.linear(x, weight) for _ in range(2))
+    assert not first.any()
+    assert second.tolist() == ((x @ weight.T).tolist() if shared else first.tolist())
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (2, 3, 4), (1, 2, 3, 4)])
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_linear_layer_in_a_mode_is_torchs_own(shape: tuple[int, ...], trained: bool) -> None:
+    """The same operators: result, graph and gradients."""
+    weight = torch.nn.Parameter(torch.randn(5, 4, dtype=torch.bfloat16), requires_grad=trained)
+    results = []
+    for compute in (torch.nn.functional.linear, lambda x, weight: linear_inside(nullcontext(), (x, weight))):
+        x = torch.linspace(-1, 1, math.prod(shape), dtype=torch.bfloat16).view(shape).requires_grad_(True)
+        y = compute(x, weight)
+        gradients = torch.autograd.grad(y, [x, weight] if trained else [x], torch.ones_like(y))
+        results.append((y.detach(), type(y.grad_fn), *gradients))
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs) if isinstance(ours, torch.Tensor) else ours is theirs

@@ -10,8 +10,7 @@ compute them is noted once for each shape (`called`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -25,7 +24,19 @@ from ...planner.device import BOUNDARIES_ACROSS
 from ...spec.model import OperatorSpec, StageSpec
 from ..devices.base import Event
 from ..moves import Waiting
-from .called import ATTENTION, Handed, InAttention, Known, Notes, Only, Weights, handing_over, linear_into, numbers_of
+from .called import (
+    ATTENTION,
+    Handed,
+    InAttention,
+    Known,
+    Notes,
+    Only,
+    Weights,
+    handing_over,
+    is_linear,
+    linear_into,
+    numbers_of,
+)
 from .operators import Operators, name_of, product_into, product_of
 from .recompute import Run, Sparing, without_saving
 from .resting import Resting
@@ -291,7 +302,7 @@ class _KeepingCalls:
             value = out.detach()
             self._mode.put(operator, value, Resting(0, value.dtype, *as_returned))
             self._mode.outputs[operator] = output
-        elif as_returned is not None and self._is_linear(handed):
+        elif as_returned is not None and self._is_product(handed):
             value = out = self._mode.linear_there(operator, handed.args, output)
         else:
             with self._only.of(operator, handed.address):
@@ -300,12 +311,10 @@ class _KeepingCalls:
         self._watch(operator, value)
         return out
 
-    def _is_linear(self, handed: Handed) -> bool:
-        """Tells whether a product that is computed in its place is a linear layer without a bias."""
+    def _is_product(self, handed: Handed) -> bool:
+        """Tells whether an output that is computed in its place is that of a linear layer without a bias."""
         spec = self._mode.stage.chosen[handed.operator]
-        if handed.func is not nn.functional.linear or spec.overwritten or spec.kind != "mm":
-            return False
-        return len(handed.args) == 2 or (len(handed.args) == 3 and handed.args[2] is None)
+        return is_linear(handed) and not spec.overwritten and spec.kind == "mm"
 
     def _saw_attention(self, out: torch.Tensor) -> None:
         self._watch(ATTENTION, out.detach())
@@ -344,23 +353,3 @@ class GivingBack(Sparing):
         for event in events:
             event.wait()
         return tuple(values) if self._outputs[index][1] else values[0]
-
-    def inside(
-        self, known: Known | None, numbers: Mapping[int, int] | None, parameters: Sequence[nn.Parameter]
-    ) -> AbstractContextManager[Any]:
-        """Does so inside the context, only in the calls that compute the outputs if they are known, and in those of products to
-        spare. `numbers`: of the operators' weights among `parameters`."""
-        if known is None or numbers is None:
-            return self
-        weights = {operator: parameters[number] for operator, number in numbers.items()}
-        return handing_over(partial(self._hand_over, known, Only(self)), weights, attention=known.attention is not None)
-
-    def _hand_over(self, known: Known, only: Only, handed: Handed) -> Any:
-        if handed.operator == ATTENTION:
-            assert known.attention is not None
-            with InAttention(only.of(known.attention, 0)):
-                return handed.run()
-        if handed.func is not known.calls.get(handed.operator, handed.func):
-            return handed.run()
-        with only.of(handed.operator, handed.address):
-            return handed.run()

@@ -2,24 +2,26 @@
 
 Backward never reads the value of some products. An example is the last product of a block that is added to the block's input:
 only the sum leaves the block, and no gradient depends on the product's value. Such a product is not computed again; zeros
-replace it. `operator_trace` finds these products when a block is inspected. Here they are recognised by the weight they use,
-and by their number where operators are numbered.
+replace it. `operator_trace` finds these products when a block is inspected. Here they are recognised by the weight that a call
+gets, as a look at every operator would cost microseconds each. Where a weight is part of a parameter, or used twice, they are
+recognised by their number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...spec.model import StageSpec
+from .called import ATTENTION, Handed, InAttention, Known, Only, handing_over, is_linear, linear_inside, numbers_of
 from .operators import Operators, factors
 
+NOTHING_KEPT = Known(calls={}, attention=None, as_returned={})
 Run = Callable[[torch.Tensor], torch.Tensor]  # a stage's forward of one micro-batch
 
 
@@ -37,6 +39,7 @@ class Recompute:
 
     def __init__(self, stage: StageSpec, *, as_backward: bool = False) -> None:
         self._stage, self.as_backward = stage, as_backward
+        self._numbers = numbers_of(stage, ())
 
     def forward(self, run: Run, x: torch.Tensor, micro_batch: int, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         return without_saving(run, x) if self.as_backward else run(x)
@@ -47,49 +50,18 @@ class Recompute:
     def again(
         self, run: Run, x: torch.Tensor, micro_batch: int, flat: torch.Tensor | None, parameters: Sequence[nn.Parameter]
     ) -> torch.Tensor:
-        with SparingCalls(self._stage, flat) if self._stage.unneeded else nullcontext():
+        if not self._stage.unneeded:
+            return run(x)
+        with Sparing(self._stage, flat).inside(NOTHING_KEPT, self._numbers, parameters):
             return run(x)
 
     def forget(self) -> None:
         return None
 
 
-class SparingCalls(TorchFunctionMode):
-    """Wraps the second forward of `stage`, whose weights lie in `flat` (None: it has none). A look at an operator's arguments
-    below autograd costs microseconds, so only calls that get the weight of a product to spare are looked into. A weight that
-    another product needs is not looked for."""
-
-    def __init__(self, stage: StageSpec, flat: torch.Tensor | None) -> None:
-        super().__init__()
-        needed = {operator.weight for operator in stage.operators}
-        spared = [operator.weight for operator in stage.unneeded if operator.weight not in needed]
-        self._weights = {flat.data_ptr() + place * flat.element_size() for place in spared} if flat is not None else set()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        for given in args:
-            if isinstance(given, torch.Tensor) and given.data_ptr() in self._weights:
-                with _Zeros(self._weights):
-                    return func(*args, **kwargs)
-        return func(*args, **kwargs)
-
-
-class _Zeros(TorchDispatchMode):
-    """Makes zeros of products with these weights (addresses)."""
-
-    def __init__(self, weights: set[int]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._weights = weights
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        pair = factors(func, args)
-        if pair is None or self._weights.isdisjoint((pair[0].data_ptr(), pair[1].data_ptr())):
-            return func(*args, **(kwargs or {}))
-        return pair[0].new_zeros(pair[0].shape[0], pair[1].shape[1])
-
-
 class Sparing(Operators):
-    """Does the same where operators are numbered anyway, for what subclasses do with them."""
+    """Spares the products of `stage` whose values nobody reads, inside the context, where its weights lie in `flat` (None: it
+    has none). Subclasses do more with operators."""
 
     def __init__(self, stage: StageSpec, flat: torch.Tensor | None) -> None:
         super().__init__()
@@ -103,6 +75,29 @@ class Sparing(Operators):
         if pair is None or weight not in (pair[0].data_ptr(), pair[1].data_ptr()):
             return func(*args, **kwargs)
         return pair[0].new_zeros(pair[0].shape[0], pair[1].shape[1])
+
+    def inside(
+        self, known: Known | None, numbers: Mapping[int, int] | None, parameters: Sequence[nn.Parameter]
+    ) -> AbstractContextManager[Any]:
+        """Does so inside the context, only in the calls that compute kept outputs if they are known, and in those of products
+        to spare. `numbers`: of the operators' weights among `parameters`."""
+        if known is None or numbers is None:
+            return self
+        weights = {operator: parameters[number] for operator, number in numbers.items()}
+        return handing_over(partial(self._hand_over, known, Only(self)), weights, attention=known.attention is not None)
+
+    def _hand_over(self, known: Known, only: Only, handed: Handed) -> Any:
+        if handed.operator == ATTENTION:
+            assert known.attention is not None
+            with InAttention(only.of(known.attention, 0)):
+                return handed.run()
+        if handed.func is not known.calls.get(handed.operator, handed.func):
+            return handed.run()
+        only.of(handed.operator, handed.address)
+        if is_linear(handed):
+            return linear_inside(only, handed.args)
+        with only:
+            return handed.run()
 
 
 def _drop(tensor: torch.Tensor) -> None:
