@@ -203,14 +203,21 @@ class Visits:
             return nullcontext([])
         return self.stages[owner].installed(flat)
 
-    def differentiate(
-        self, y: torch.Tensor, grad_y: torch.Tensor | None, leaves: Sequence[torch.Tensor], total: GradientSum | None
-    ) -> None:
-        """Runs backward from `y` to those of `leaves` that require a gradient. Gradients of parameters go to the sum."""
-        parameters = [leaf for leaf in leaves if isinstance(leaf, torch.nn.Parameter)]
+    @contextmanager
+    def learning(
+        self, owner: int | None, flat: torch.Tensor | None, total: GradientSum | None
+    ) -> Iterator[list[torch.nn.Parameter]]:
+        """Does the same, and adds the gradients of the parameters to the sum."""
+        with (
+            self.installed(owner, flat) as parameters,
+            nullcontext() if total is None else total.collecting(parameters),
+        ):
+            yield parameters
+
+    def differentiate(self, y: torch.Tensor, grad_y: torch.Tensor | None, leaves: Sequence[torch.Tensor]) -> None:
+        """Runs backward from `y` to those of `leaves` that require a gradient."""
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        with nullcontext() if total is None else total.collecting(parameters):
-            torch.autograd.backward([y], None if grad_y is None else [grad_y], inputs=wanted)
+        torch.autograd.backward([y], None if grad_y is None else [grad_y], inputs=wanted)
 
     def leave(self, visit: Visit, begin: float) -> None:
         """Ends the visit after its compute was submitted."""

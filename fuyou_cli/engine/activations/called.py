@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...spec.model import StageSpec
-from .operators import Operators, factors, is_attention, is_exact, name_of
+from .operators import Mode, Operators, factors, is_attention, is_exact, name_of
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
+_detached = torch.Tensor.detach
 ATTENTION = -1  # stands for the number of whatever attention computes
 
 
@@ -94,14 +94,11 @@ def _multiply(mode: AbstractContextManager[Any], x: torch.Tensor, weight: torch.
 def linear_into(args: Any, there: torch.Tensor) -> torch.Tensor:
     """Returns what torch's linear function without a bias returns for `args`, computed in `there`: the same product, and a
     result that wants a gradient."""
-    nn.Parameter.__torch_function__(_multiply_into, (), (args[0], args[1], there), {})
-    out: torch.Tensor = _unsafe_view(there.requires_grad_(True), (*args[0].shape[:-1], there.shape[-1]))
+    x, weight = args[0], args[1]
+    turned = nn.Parameter.__torch_function__(_detached, (), (weight,), {}).t()
+    torch.mm(x.detach().reshape(-1, x.shape[-1]), turned, out=there)
+    out: torch.Tensor = _unsafe_view(there.requires_grad_(True), (*x.shape[:-1], there.shape[-1]))
     return out
-
-
-def _multiply_into(x: torch.Tensor, weight: torch.Tensor, there: torch.Tensor) -> None:
-    with torch.no_grad():
-        torch.mm(x.reshape(-1, x.shape[-1]), weight.t(), out=there)
 
 
 @contextmanager
@@ -174,7 +171,7 @@ class Notes:
         return Known(self._calls, next(iter(self._attention), None), self._as_returned)
 
 
-class Only(TorchDispatchMode):
+class Only(Mode):
     """Hands one operator to a mode that numbers operators, inside a call that is known to compute it."""
 
     def __init__(self, operators: Operators) -> None:

@@ -93,6 +93,7 @@ class KeptOutputs:
     ) -> None:
         self._stage, self.places, self._began, self._waiting, self._separate = stage, places, began, waiting, separate
         self.chosen = {operator.index: operator for operator in stage.operators if operator.index in places}
+        self.products = {index for index, spec in self.chosen.items() if spec.kind == "mm" and not spec.overwritten}
         self._resting: dict[int, Outputs] = {}  # by micro-batch
         self._leaving = leaving
         self._arriving: dict[int, Arrived] = {}
@@ -302,7 +303,7 @@ class _KeepingCalls:
             value = out.detach()
             self._mode.put(operator, value, Resting(0, value.dtype, *as_returned))
             self._mode.outputs[operator] = output
-        elif as_returned is not None and self._is_product(handed):
+        elif as_returned is not None and operator in self._mode.stage.products and is_linear(handed):
             value = out = self._mode.linear_there(operator, handed.args, output)
         else:
             with self._only.of(operator, handed.address):
@@ -310,11 +311,6 @@ class _KeepingCalls:
             value = out.detach()
         self._watch(operator, value)
         return out
-
-    def _is_product(self, handed: Handed) -> bool:
-        """Tells whether an output that is computed in its place is that of a linear layer without a bias."""
-        spec = self._mode.stage.chosen[handed.operator]
-        return is_linear(handed) and not spec.overwritten and spec.kind == "mm"
 
     def _saw_attention(self, out: torch.Tensor) -> None:
         self._watch(ATTENTION, out.detach())

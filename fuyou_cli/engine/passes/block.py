@@ -118,18 +118,18 @@ class BlockPasses:
         arriving = visits.inputs(sources, beside=activations.begin)
         grad_x = Gathering(visits.crossings, grad_y.shape[0])
         passes_on = visits.model.stages[call.stage].passes_on
-        for number, rows in enumerate(parts):
-            part, grad = arriving.take()
-            part = part.detach().requires_grad_(True)  # as in forward, so that the same kernels run
-            visits.seed(call.stage, number)
-            with torch.enable_grad(), visits.installed(call.stage, flat) as parameters:
-                y = activations.again(call.of(rows), part, number, flat, parameters)
-                visits.differentiate(y, grad, [part, *parameters] if passes_on else parameters, total)
-            del y, grad
-            if passes_on:
-                assert part.grad is not None
-                grad_x.put(rows, part.grad)
-            if len(parts) > 1:
-                visits.between()
-        visits.boundaries.awaits(call.stage, *arriving.uploads)
+        with visits.learning(call.stage, flat, total) as parameters:
+            for number, rows in enumerate(parts):
+                part, grad = arriving.take()
+                part = part.detach().requires_grad_(True)  # as in forward, so that the same kernels run
+                visits.seed(call.stage, number)
+                with torch.enable_grad():
+                    y = activations.again(call.of(rows), part, number, flat, parameters)
+                    visits.differentiate(y, grad, [part, *parameters] if passes_on else parameters)
+                del y, grad
+                if passes_on:
+                    assert part.grad is not None
+                    grad_x.put(rows, part.grad)
+                if len(parts) > 1:
+                    visits.between()
         return grad_x.settled() if passes_on else None

@@ -113,8 +113,8 @@ class EmbeddingPasses(BlockPasses):
         if flat is None:  # with a deferred update no weights are here; a lookup's gradient does not depend on their values
             params = visits.model.stages[call.stage].params
             flat = torch.zeros(params, dtype=TORCH_DTYPE[visits.model.compute_dtype], device=whole_ids.device)
-        with torch.enable_grad(), visits.installed(call.stage, flat) as parameters:
-            visits.differentiate(call.run(whole_ids), whole_grad, [*parameters], total)
+        with torch.enable_grad(), visits.learning(call.stage, flat, total) as parameters:
+            visits.differentiate(call.run(whole_ids), whole_grad, [*parameters])
 
     # ---- in pieces -------------------------------------------------------------------------------------------------
 

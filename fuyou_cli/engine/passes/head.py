@@ -114,14 +114,14 @@ class HeadPasses:
         batch = visits.micro_batches(hidden.shape[0])
         arriving = visits.inputs(partial(lambda rows: [hidden[rows], targets[rows]], rows) for rows in batch)
         leaving = Leaving(visits.crossings)
-        with head.stubbed(), visits.installed(visit.owner, flat) as parameters:
+        with head.stubbed(), visits.learning(visit.owner, flat, total) as parameters:
             for rows in batch:
                 part, part_targets = arriving.take()
                 for cut in pieces(part.shape[0], part.shape[1], visits.plan.numerics.head_chunk_tokens):
                     piece = part[cut].detach().requires_grad_(True)
                     with torch.enable_grad():
                         piece_loss = head.loss(piece, part_targets[cut], normaliser=normaliser)
-                        visits.differentiate(piece_loss, None, [piece, *parameters], total)
+                        visits.differentiate(piece_loss, None, [piece, *parameters])
                     losses.append(piece_loss.detach())
                     assert piece.grad is not None
                     leaving.put(piece.grad, gradient[rows][cut])
@@ -206,7 +206,7 @@ class HeadPasses:
             partial(lambda rows: [hidden[rows]] if begins else [hidden[rows], gradient[rows]], rows) for rows in batch
         )
         leaving = Leaving(visits.crossings)
-        with self.head.stubbed(), visits.installed(visit.owner, flat) as parameters:
+        with self.head.stubbed(), visits.learning(visit.owner, flat, total) as parameters:
             for rows in batch:
                 states, *sums = arriving.take()
                 sums = sums or [visits.crossings.begun(gradient[rows]).zero_()]
@@ -215,7 +215,7 @@ class HeadPasses:
                     with torch.enable_grad():
                         logits = self.head.logits(piece)
                     slope = tokens.gradient(part, logits, first=first, normaliser=normaliser)
-                    visits.differentiate(logits, slope, [piece, *parameters], total)
+                    visits.differentiate(logits, slope, [piece, *parameters])
                     del logits, slope
                     assert piece.grad is not None
                     _add(sums[0][part.cut], piece.grad)
