@@ -9,6 +9,7 @@ from torch.overrides import TorchFunctionMode
 
 from .documents import attention_apart, by_document
 
+SDPA = torch.nn.functional.scaled_dot_product_attention  # torch's own: `called.InAttention` puts another there for a while
 _KERNELS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}  # torch's numbers
 
 
@@ -33,7 +34,7 @@ class AttentionSeen(TorchFunctionMode):
         if func is attention_apart:
             with self:
                 return by_document(*args, **kwargs)
-        if func is torch.nn.functional.scaled_dot_product_attention and not self.kernel:
+        if func is SDPA and not self.kernel:
             chosen = int(torch._fused_sdp_choice(*args, **kwargs))
             self.kernel = _KERNELS.get(chosen, f"kernel {chosen}")
         return func(*args, **kwargs)

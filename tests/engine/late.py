@@ -77,7 +77,7 @@ class _LateSquares:
 
 
 class LateDevice(EmulatedDevice):
-    download_all = Device.download_all
+    download_all, upload_all = Device.download_all, Device.upload_all
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class ReluctantDevice(LateDevice):
 
 
 class EarlyDevice(EmulatedDevice):
-    download_all = Device.download_all
+    download_all, upload_all = Device.download_all, Device.upload_all
 
     def upload(self, host: torch.Tensor, device: torch.Tensor, *, after: Event | None = None, bulk: bool = False) -> Event:
         device.copy_(host)
@@ -131,6 +131,8 @@ def make_late(monkeypatch: pytest.MonkeyPatch, device: type[EmulatedDevice] = La
 class LaggingDevice(EmulatedDevice):
     """Its compute lags behind: that it waits for an upload says nothing to the host. What goes up has to stay as it is until
     the host has waited for that upload, or for a result of compute behind it; who changes it before is named."""
+
+    upload_all = Device.upload_all
 
     def __init__(self) -> None:
         super().__init__()

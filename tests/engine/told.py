@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fuyou_cli.engine.devices.base import Event
+from fuyou_cli.engine.devices.base import Device, Event
 from fuyou_cli.engine.devices.emulated import EmulatedDevice
 
 
@@ -25,6 +25,8 @@ class Told(EmulatedDevice):
 
     def told(self, host: torch.Tensor) -> torch.Tensor:
         return self.mine(super().told(host))
+
+    upload_all = Device.upload_all
 
     def upload(self, host: torch.Tensor, device: torch.Tensor, **how: Any) -> Event:
         assert self.owns(device) and not self.owns(host)

@@ -38,8 +38,11 @@ class Keep:
     def put_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Event]:
         raise AssertionError("compute copies outputs to the device's own memory")
 
-    def take(self, there: torch.Tensor) -> tuple[torch.Tensor, Event | None]:
-        return there, None
+    def arriving(self, there: torch.Tensor) -> torch.Tensor:
+        return there
+
+    def bring_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Event]:
+        raise AssertionError("compute reads outputs in the device's own memory")
 
 
 def keep_places(model: ModelSpec, plan: Plan, device: Device) -> list[dict[int, Place]]:

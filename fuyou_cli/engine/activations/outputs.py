@@ -47,14 +47,14 @@ _WITHOUT = "set offload.activations=recompute, which does not depend on the mode
 Output = tuple[list[Any], bool]  # descriptions of kept tensors, other values as they are; whether the operator returns a tuple
 Leaving = list[list[Event]]  # copies to the host, by micro-batch, over all stages in order
 Outputs = dict[int, Output]  # by operator
-Arrived = dict[int, tuple[list[Any], list[Event]]]  # by operator: values ready for compute, and copies to wait for
+Arrived = dict[int, tuple[list[Any], list[Event]]]  # by operator: values for compute, and copies to wait for
 
 
 class Place(Protocol):
     """Defines where outputs of one stage are kept."""
 
     direct: bool  # compute may write there directly, so that a product needs no copy
-    waits: bool  # copies run beside compute, and may be asked for later, together
+    waits: bool  # copies run beside compute, and may be asked for together
 
     def room(self, operator: int) -> int:
         """Returns the bytes of an output's memory."""
@@ -72,8 +72,12 @@ class Place(Protocol):
         """Copies computed tensors, if copies wait. Returns when they are over."""
         ...
 
-    def take(self, there: torch.Tensor) -> tuple[torch.Tensor, Event | None]:
-        """Returns the tensor in memory that backward computes with, and the end of the copy to that memory, if there is one."""
+    def arriving(self, there: torch.Tensor) -> torch.Tensor:
+        """Returns the tensor that backward computes with: this one, or memory for a copy of it."""
+        ...
+
+    def bring_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Event]:
+        """Copies outputs to what `arriving` returned for them, if copies wait. Returns when they are over."""
         ...
 
 
@@ -157,17 +161,19 @@ class KeptOutputs:
     def _given(self, micro_batch: int) -> Arrived:
         """Returns the kept values of every operator, where backward computes with them. Copies to there may be under way."""
         arrived: Arrived = {}
-        every = list[Event]()
-        for index, (values, _) in sorted(self._resting[micro_batch].items()):
-            place, events = self.places[index], list[Event]()
-            here = list[Any](values)
+        pairs, copied = list[tuple[torch.Tensor, torch.Tensor]](), list[Event]()
+        for index, (values, _) in self._resting[micro_batch].items():
+            place, here = self.places[index], list[Any](values)
             for number, value in enumerate(values):
                 if isinstance(value, Resting):
-                    here[number], copied = place.take(place.there(micro_batch, index, value))
-                    events += [copied] if copied is not None else []
-            arrived[index] = here, events
-            every += events
-        self._began(self._stage.index, *every)
+                    there = place.there(micro_batch, index, value)
+                    here[number] = place.arriving(there)
+                    if place.waits:
+                        pairs.append((there, here[number]))
+            arrived[index] = here, copied if place.waits else []
+        if pairs:  # all are from one place
+            copied += next(place for place in self.places.values() if place.waits).bring_all(pairs)
+        self._began(self._stage.index, *copied)
         return arrived
 
 
@@ -345,7 +351,7 @@ class GivingBack(Sparing):
     def operator(self, index: int, kind: str, func: Any, args: Any, kwargs: Any) -> Any:
         if index not in self._outputs:
             return super().operator(index, kind, func, args, kwargs)
-        values, events = self._given.pop(index)
-        for event in events:
-            event.wait()
+        values, copies = self._given.pop(index)
+        while copies:  # of all outputs, which share this list
+            copies.pop().wait()
         return tuple(values) if self._outputs[index][1] else values[0]

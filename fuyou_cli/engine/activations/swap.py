@@ -38,8 +38,8 @@ class Swap:
     def put_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Event]:
         return self._device.download_all(pairs)
 
-    def take(self, there: torch.Tensor) -> tuple[torch.Tensor, Event | None]:
-        if not self._device.separate:
-            return there, None
-        target = self._device.empty_like(there)
-        return target, self._device.upload(there, target)
+    def arriving(self, there: torch.Tensor) -> torch.Tensor:
+        return self._device.empty_like(there) if self._device.separate else there
+
+    def bring_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Event]:
+        return self._device.upload_all(pairs)

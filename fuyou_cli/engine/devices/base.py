@@ -96,6 +96,10 @@ class Device:
         """Copies several tensors (device, host) like `download`, at once. Returns when all of them are over."""
         return [self.download(device, host) for device, host in pairs]
 
+    def upload_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Event]:
+        """Does the same the other way (host, device), like `upload`."""
+        return [self.upload(host, device) for host, device in pairs]
+
     def computed(self) -> Event:
         """Returns the point after all compute submitted so far."""
         return Event()

@@ -109,6 +109,12 @@ class CudaDevice(Device):
         self.computed().before(self._down)
         return [self._copies.make(pairs, self._down, up=False, blocking=True)]
 
+    def upload_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Event]:
+        if not pairs or any(self._host.refuses(host) for host, _ in pairs):
+            return super().upload_all(pairs)
+        self.computed().before(self._up)
+        return [self._copies.make(pairs, self._up, up=True)]
+
     def computed(self) -> CudaEvent:
         return CudaEvent(torch.cuda.current_stream(), blocking=True)  # updates need the core that a spinning host would take
 

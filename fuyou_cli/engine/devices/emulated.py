@@ -297,6 +297,11 @@ class EmulatedDevice(Device):
             return super().download_all(pairs)
         return [self._down.submit_all(pairs, begins=self._clock.over)]
 
+    def upload_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Event]:
+        if not pairs or any(self._host.refuses(host) for host, _ in pairs):
+            return super().upload_all(pairs)
+        return [self._up.submit_all(pairs, begins=self._clock.over)]
+
     def computed(self) -> Event:
         return ComputeEvent(self._clock.over)
 
