@@ -15,6 +15,7 @@ from drawn import every, examples
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.engine.activations import outputs
@@ -211,6 +212,27 @@ def test_only_the_first_micro_batch_of_a_shape_is_looked_at(
             rig.step(*batch, number, last=number == 2)
             counts.append(len(seen))
     assert counts[0] == counts[1] > 0 and set(seen) == {"_Keeping"}
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_attention_that_calls_torchs_by_another_name_stays_in_the_mode(
+    by_name: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such calls cannot be handed over."""
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> Any:
+        function = torch.nn.functional.scaled_dot_product_attention if by_name else attend
+        key, value = (one.repeat_interleave(module.num_key_value_groups, dim=1) for one in (key, value))
+        return function(query, key, value, is_causal=True).transpose(1, 2), None
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", attention)
+    subject = Subject(llama(), Shape())
+    expected = outcome(subject, tmp_path / "recomputed", 2, home="cpu", device="emulated")
+    with Rig(subject, tmp_path / "kept", home="cpu", device="emulated", kept="all") as rig:
+        assert_same((rig.run(2), rig.weights()), expected)
+        stages = [own for own in rig.executor.activations if isinstance(own, outputs.KeptOutputs)]
+        assert stages and all((known is not None) == by_name for own in stages for known in own._known.values())
 
 
 @pytest.mark.parametrize("device", ["cpu", "emulated"])

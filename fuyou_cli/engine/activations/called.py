@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...spec.model import StageSpec
 from ..attention import SDPA
-from .operators import Mode, Operators, factors, is_attention, is_exact, name_of
+from .operators import Operators, factors, is_attention, is_exact, name_of
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
 _detached = torch.Tensor.detach
@@ -172,7 +173,7 @@ class Notes:
         return Known(self._calls, next(iter(self._attention), None), self._as_returned)
 
 
-class Only(Mode):
+class Only(TorchDispatchMode):
     """Hands one operator to a mode that numbers operators, inside a call that is known to compute it."""
 
     def __init__(self, operators: Operators) -> None:

@@ -84,16 +84,7 @@ def is_attention(func: Any) -> bool:
     return name_of(func) in _ATTENTION
 
 
-class Mode(TorchDispatchMode):
-    """Is a mode that torch's compiler may look into. To keep it out, as is the default, torch wraps each call, which takes the
-    launching thread microseconds."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-
-class Operators(Mode):
+class Operators(TorchDispatchMode):
     """Numbers the operators of a forward that runs inside the mode. Subclasses decide what is done with them."""
 
     def __init__(self) -> None:
