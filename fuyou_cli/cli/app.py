@@ -335,12 +335,13 @@ def clean(
 
 
 def _plan(loaded: LoadedRecipe, **options: Any) -> None:
-    from fuyou_cli.core.collector import uncollected
+    from fuyou_cli.core.collector import uncollected, uncollected_at_exit
 
     from .plan_command import PlanOptions, run_plan
 
     with uncollected():
         fits = run_plan(loaded, PlanOptions(**options))
+        uncollected_at_exit()
     if not fits:
         raise typer.Exit(error_screen.DOES_NOT_FIT)
 
