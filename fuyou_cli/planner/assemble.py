@@ -8,7 +8,7 @@ from ..spec.model import ModelSpec
 from ..spec.plan import MemoryLine, Plan, Predicted, StagePlan, Tier
 from .bound import busy_seconds
 from .costs import Costs
-from .device_memory import device_memory
+from .device_memory import DeviceMemory, device_memory
 from .memory import BASE_SLACK, Layout, compute_memory
 from .plan_request import PlanRequest
 from .schedule import Schedule
@@ -32,6 +32,7 @@ def host_peaks(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest
 
 def assembled(costs: Costs, request: PlanRequest, placed: Layout, schedule: Schedule, *, lookahead: int) -> Plan:
     """Builds the plan of these spans, with the closed form's figures for one step."""
+    device = device_memory(costs.model, request, placed.stages)
     return Plan(
         version=PLAN_VERSION,
         model=request.model_name,
@@ -56,19 +57,19 @@ def assembled(costs: Costs, request: PlanRequest, placed: Layout, schedule: Sche
         commit_every=request.asked_interval,
         store_mode=request.store_mode,
         keep=request.keep,
-        memory=_memory_lines(costs.model, costs.hardware, request, placed),
-        predicted=_predict(costs, request, placed, schedule),
+        memory=_memory_lines(costs.model, costs.hardware, request, placed, device),
+        predicted=_predict(costs, request, placed, schedule, device),
         sustained=request.sustained,
     )
 
 
-def _predict(costs: Costs, request: PlanRequest, placed: Layout, schedule: Schedule) -> Predicted:
+def _predict(costs: Costs, request: PlanRequest, placed: Layout, schedule: Schedule, device: DeviceMemory) -> Predicted:
     model, numerics = costs.model, request.numerics
     seconds = busy_seconds(costs, schedule, stages=placed.stages, device=request.device)
     bottleneck = max(sorted(seconds), key=lambda name: seconds[name])
     return Predicted(
         cpu_peaks=host_peaks(model, costs.hardware, request, placed),
-        gpu_peak=device_memory(model, request, placed.stages).total,
+        gpu_peak=device.total,
         ssd_bytes=placed.store_size,
         export_bytes=request.export_item * (model.trained_parameters if request.exports_trained else model.parameters),
         read_per_step=schedule.traffic.read_total,
@@ -83,7 +84,9 @@ def _predict(costs: Costs, request: PlanRequest, placed: Layout, schedule: Sched
     )
 
 
-def _memory_lines(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, placed: Layout) -> tuple[MemoryLine, ...]:
+def _memory_lines(
+    model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, placed: Layout, device: DeviceMemory
+) -> tuple[MemoryLine, ...]:
     """Lists what each kind takes in each tier. Weights with a home on a device are in RAM as well, where updates write them."""
     weights, states = model.stored_weight_bytes, model.stored_state_bytes
     frozen = sum(stage.frozen_weight_bytes for stage in model.stages)
@@ -128,7 +131,7 @@ def _memory_lines(model: ModelSpec, hardware: HardwareProfile, request: PlanRequ
     add("compute", "cpu", compute_memory(model, request).total, 0, "activations of one micro-batch")
     add("update chunks", "cpu", placed.io.scratch.size, 0, "read, update, write")
     add("process", "cpu", hardware.process_bytes + BASE_SLACK + placed.arena_size // 512, 0, "Python, torch, threads")
-    lines += _device_lines(model, request, placed)
+    lines += _device_lines(model, request, device)
     return tuple(lines)
 
 
@@ -140,9 +143,8 @@ def _in_turns(stage: StagePlan) -> int:
     return min(stage.boundary_ram.size, stage.gradients_ram.size)
 
 
-def _device_lines(model: ModelSpec, request: PlanRequest, placed: Layout) -> list[MemoryLine]:
+def _device_lines(model: ModelSpec, request: PlanRequest, device: DeviceMemory) -> list[MemoryLine]:
     """Lists what each kind takes of a device with memory of its own."""
-    device = device_memory(model, request, placed.stages)
     weights, states = model.stored_weight_bytes, model.stored_state_bytes
     gradients = sum(stage.gradient_bytes(request.numerics.accumulate_dtype) for stage in model.stages)
     found = (

@@ -14,7 +14,6 @@ from itertools import takewhile
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ModelSpec
 from ..spec.plan import Numerics, Plan, StagePlan
-from .boundary_layout import kept_bytes
 from .costs import Costs
 from .device import DeviceSide, crossing
 from .schedule import Schedule, Visit, phase_traffic, written_by_update
@@ -133,7 +132,7 @@ def micro_batch_crossing(costs: Costs, visit: Visit, stage: StagePlan) -> tuple[
     stays = stage.boundary == "gpu"
     up, down = crossing(costs.model, visit.stage, visit.phase, stash=visit.stash, on_device=costs.batch_on_device, stays=stays)
     size = costs.boundary / costs.micro_batches
-    kept = kept_bytes(costs.model.stages[visit.stage], stage.kept)
+    kept = costs.kept_bytes(stage)
     return up * size + kept * visit.take, down * size + kept * visit.stash
 
 
@@ -258,7 +257,7 @@ def copied_bytes(costs: Costs, visits: Sequence[Visit], *, stages: tuple[StagePl
     resumed, brought = shared + again * (sum(leaving) + shared), (1 + again) * (sum(leaving) + shared)
     to_device = weights + resumed + boundary * sum(into for into, _ in moved)
     to_host = brought + boundary * sum(back for _, back in moved)
-    kept = sum(kept_bytes(model.stages[stage.stage], stage.kept) for stage in stages) * numerics.micro_batches
+    kept = sum(map(costs.kept_bytes, stages)) * numerics.micro_batches
     often = 1 + any(visit.measures for visit in visits)
     return to_device + kept * often, to_host + kept
 

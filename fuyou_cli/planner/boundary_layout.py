@@ -77,17 +77,29 @@ def device_layouts(model: ModelSpec, numerics: Numerics, every: Kept) -> list[tu
     batch or of a sweep. `every`: the kept operators of each stage."""
     found, end = [], 0
     for stage, kept in zip(model.stages, every, strict=True):
-        layout = boundary_layout(
-            stage, kept, rows=numerics.batch_size, row_bytes=0, micro_batch_size=numerics.micro_batch_size, align=DEVICE_ALIGN
-        )
+        layout = _device_layout(stage, numerics, kept)
         found.append((end, layout))
         end += layout.size
     return found
 
 
+def _device_layout(stage: StageSpec, numerics: Numerics, kept: tuple[int, ...]) -> BoundaryLayout:
+    rows, micro_batch_size = numerics.batch_size, numerics.micro_batch_size
+    return boundary_layout(stage, kept, rows=rows, row_bytes=0, micro_batch_size=micro_batch_size, align=DEVICE_ALIGN)
+
+
 def device_bytes(model: ModelSpec, numerics: Numerics, every: Kept) -> int:
     """Returns the bytes that these outputs take on the device."""
-    return sum(layout.size for _, layout in device_layouts(model, numerics, every)) if any(every) else 0
+    sizes: dict[tuple[int, tuple[int, ...]], int] = {}  # equal blocks share their operators
+    found = 0
+    for stage, kept in zip(model.stages, every, strict=True):
+        if not kept:
+            continue
+        key = (id(stage.operators), kept)
+        if key not in sizes:
+            sizes[key] = _device_layout(stage, numerics, kept).size
+        found += sizes[key]
+    return found
 
 
 def device_boundaries(model: ModelSpec, numerics: Numerics, there: Iterable[int]) -> tuple[dict[int, int], int]:

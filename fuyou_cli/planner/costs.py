@@ -63,7 +63,8 @@ class Costs:
     repeats: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
     # Cache: what was computed last of visits and stages, since a plan is asked for the same more than once.
     _last: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
-    # Caches: rates by stage, seconds of visits and updates.
+    # Caches: bytes of kept outputs, rates by stage, seconds of visits and updates.
+    _kept: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict, init=False, compare=False, repr=False)
     _rates: dict[int, StageRate] = field(default_factory=dict, init=False, compare=False, repr=False)
     _known: dict[Hashable, float] = field(default_factory=dict, init=False, compare=False, repr=False)
 
@@ -102,10 +103,20 @@ class Costs:
         """Returns the seconds of compute of each visit of a step, in order."""
 
         def compute() -> tuple[float, ...]:
-            kept = [kept_bytes(stage, plan.kept) for stage, plan in zip(self.model.stages, stages, strict=True)]
+            kept = [self.kept_bytes(plan) for plan in stages]
             return tuple([self.compute_seconds(visit, kept[visit.stage]) for visit in visits])
 
         return self.once("compute", visits, stages, compute)
+
+    def kept_bytes(self, stage: StagePlan) -> int:
+        """Returns the bytes that the stage's kept outputs take for one micro-batch."""
+        if not stage.kept:
+            return 0
+        spec = self.model.stages[stage.stage]
+        key = (id(spec.operators), stage.kept)  # equal blocks share their operators
+        if key not in self._kept:
+            self._kept[key] = kept_bytes(spec, stage.kept)
+        return self._kept[key]
 
     def compute_seconds(self, visit: Visit, kept: int = 0) -> float:
         """Returns the seconds for a sweep's rows when nothing else runs. `kept`: bytes of outputs that a micro-batch keeps."""

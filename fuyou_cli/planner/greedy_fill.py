@@ -226,6 +226,7 @@ class GreedyFill:
         limit = self.spare - int(self.spare * share)  # RAM that must stay free
         every_kept, kept_there = self.fields["kept"], self.fields["kept_there"]
         boundaries, gradients = self.fields["boundaries"], self.fields["gradients"]
+        alike, known = self.context.alike, self.context.with_output
         for output in outputs:
             stage, index = output.stage, output.operator.index
             kept = every_kept[stage]
@@ -234,7 +235,7 @@ class GreedyFill:
             at_home = boundaries[stage] == "cpu"
             if not at_home and self.request.boundaries is not None:
                 continue
-            taken, size, before = self._with_output(stage, kept, index)
+            taken, size, before = known.get((alike[stage], kept, index)) or self._with_output(stage, kept, index)
             in_turns = self.turns[stage] if gradients[stage] == "cpu" else 0
             size = max(size, in_turns) - max(before if at_home else 0, in_turns)
             if self.spare - size < limit:
@@ -252,11 +253,9 @@ class GreedyFill:
 
     def _with_output(self, stage: int, kept: tuple[int, ...], index: int) -> tuple[tuple[int, ...], int, int]:
         """Returns the outputs with one more, and the bytes of RAM that the stage's boundary takes with it and without."""
-        key, known = (self.context.alike[stage], kept, index), self.context.with_output
-        found = known.get(key)
-        if found is None:
-            taken = tuple(sorted((*kept, index)))
-            found = known[key] = taken, self._size(stage, taken), self._size(stage, kept)
+        taken = tuple(sorted((*kept, index)))
+        found = taken, self._size(stage, taken), self._size(stage, kept)
+        self.context.with_output[self.context.alike[stage], kept, index] = found
         return found
 
     def _size(self, stage: int, kept: tuple[int, ...]) -> int:

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan, StagePlan
 from .bound import micro_batch_crossing
-from .boundary_layout import kept_bytes
 from .boundary_ledger import BoundaryLedger
 from .costs import Costs
 from .device import BOUNDARIES_ACROSS, BULK_PRIORITY, GRADIENTS_ACROSS, WEIGHTS_UP, DeviceSide
@@ -262,8 +261,7 @@ class Imagined:
             self.machine.collect(copy)
 
     def compute_seconds(self, visit: Visit) -> float:
-        kept = self.plan.stages[visit.stage].kept
-        return self.costs.compute_seconds(visit, kept_bytes(self.model.stages[visit.stage], kept) if kept else 0)
+        return self.costs.compute_seconds(visit, self.costs.kept_bytes(self.plan.stages[visit.stage]))
 
     def crossing(self, visit: Visit) -> tuple[float, float]:
         """Returns the bytes that one micro-batch copies to the device and back: boundaries and kept outputs."""

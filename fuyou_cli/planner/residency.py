@@ -61,7 +61,7 @@ class Residency:
         for stage in sorted(self.moving):
             record = self.records[stage]
             self._advance(record)
-            if not _has_work(record) and not (record.due is not None and self._has_home(record)):
+            if record.update is None and not _has_work(record) and not (record.due is not None and self._has_home(record)):
                 self.moving.discard(stage)
 
     def _advance(self, record: Record) -> None:
