@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from ..spec.model import ModelSpec
@@ -46,6 +47,9 @@ class Visit:
     measures: bool = False  # in a backward that only measures the norm: its sums are squared, then dropped
     again: bool = False  # in the backward after that one, which has the same gradients
     is_final: bool = True  # in the step's last sweep: the sum is complete, except for a second user's share
+
+
+_visit = lru_cache(maxsize=1 << 14)(Visit)  # the schedules of a search's plans have most of their visits in common
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +101,7 @@ def expand(
         given = () if model.compiled and index in measuring else stages[stage].given  # a graph serves one backward
         has_sum = phase in ("head", "backward") and model.stages[model.owner(stage)].trained > 0
         visits.append(
-            Visit(
+            _visit(
                 index=index,
                 phase=phase,
                 stage=stage,
