@@ -24,6 +24,7 @@ from ..spec.plan import Numerics, Plan, StagePlan
 from .boundary_layout import kept_bytes
 from .plan_request import PlanRequest
 from .schedule import Visit
+from .simulated_machine import KnownSpeeds
 
 _Visits = tuple[Visit, ...]
 _Stages = tuple[StagePlan, ...]
@@ -58,7 +59,7 @@ class Costs:
     batch_on_device: bool = False
     sweeps: int = 1
     # Cache: speeds of jobs that run at once.
-    speeds: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    speeds: KnownSpeeds = field(default_factory=KnownSpeeds, init=False, compare=False, repr=False)
     # Cache: what visits of simulations do (`repeats`).
     repeats: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
     # Cache: what was computed last of visits and stages, since a plan is asked for the same more than once.

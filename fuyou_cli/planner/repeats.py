@@ -135,25 +135,21 @@ class Repeats:
 
         Beyond the lookahead only those visits count that may fetch weights, and none of the next step."""
         visits, count, number = self._visits, len(self._visits), self._known.number
-        classes = [number(self._scenery.visit_class(visit)) for visit in visits]
+        seen_as = [(number(self._scenery.visit_class(visit)), visit.stage, visit.owner) for visit in visits]
         fetching = [visit.index for visit in visits if self._run.residency.needs_slot(visit)]
         sights, near = [], []
         for index in range(count):
             far = index + self._distance + 1  # the first beyond the lookahead
             fetches = fetching[bisect_left(fetching, far) : bisect_left(fetching, index + self._reach + 2)]
             seen: list[object] = [place - index for place in fetches]
+            base = visits[index].stage  # from which stages and owners are counted
             for place in (*range(index, far + 1), *fetches):
-                other = visits[place % count]
-                seen.append((classes[place % count], *self._from(index, other), place >= count))
+                kind, stage, owner = seen_as[place % count]
+                seen.append((kind, stage - base, None if owner is None else owner - base, place >= count))
             sights.append(number(tuple(seen)))
             in_sight = (*range(index, far), *(place for place in fetches if place <= index + self._reach))
             near.append(set().union(*[self._used[place % count] for place in in_sight]))
         return sights, near
-
-    def _from(self, index: int, other: Visit) -> tuple[int, int | None]:
-        """Counts another visit's stage, and the one whose weights it uses, from the stage of a visit."""
-        base = self._visits[index].stage
-        return other.stage - base, None if other.owner is None else other.owner - base
 
     def _follow(self, index: int) -> None:
         """Follows the stages in sight of a visit, and of those followed so far the ones that are not at rest."""

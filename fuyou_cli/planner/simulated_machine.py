@@ -50,6 +50,7 @@ class Job:
     stage: int
     order: tuple[int, int]
     parts: Parts
+    kind: int  # a number for its parts
     left: float = 1.0  # share still to do
     speed: float = 0.0  # share per second
     begin: float | None = None  # when it first moved
@@ -61,6 +62,17 @@ class _Speeds:
 
     jobs: tuple[float, ...]
     shares: dict[Resource, float]
+
+
+@dataclass(slots=True)
+class KnownSpeeds:
+    """Is a cache: equal blocks make the same jobs again and again."""
+
+    kinds: dict[Parts, int] = field(default_factory=dict)
+    speeds: dict[tuple[int, ...], _Speeds] = field(default_factory=dict)  # by the kinds of all jobs, in order
+
+    def kind(self, parts: Parts) -> int:
+        return self.kinds.setdefault(parts, len(self.kinds))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,8 +92,7 @@ class VirtualMachine:
 
     hardware: HardwareProfile
     sharing: Sharing
-    # A cache: equal blocks make the same jobs again and again.
-    known: dict[tuple[Parts, ...], _Speeds] = field(default_factory=dict)
+    known: KnownSpeeds = field(default_factory=KnownSpeeds)
     now: float = 0.0
     in_use: dict[Resource, float] = field(default_factory=dict)
     log: list[Done] | None = field(default_factory=list)  # None: nobody wants it
@@ -113,7 +124,7 @@ class VirtualMachine:
         if not parts:
             self._finished.add(self._tickets)
             return self._tickets
-        job = Job(self._tickets, what, stage, (priority, self._tickets), parts)
+        job = Job(self._tickets, what, stage, (priority, self._tickets), parts, self.known.kind(parts))
         place = len(self.jobs)
         while place and self.jobs[place - 1].order > job.order:
             place -= 1
@@ -133,7 +144,7 @@ class VirtualMachine:
         self.jobs, self._stale = [], True
         for parts, left, stage, priority in jobs:
             self._tickets += 1
-            self.jobs.append(Job(self._tickets, "", stage, (priority, self._tickets), parts, left))
+            self.jobs.append(Job(self._tickets, "", stage, (priority, self._tickets), parts, self.known.kind(parts), left))
         return [job.ticket for job in self.jobs]
 
     def ended(self) -> int:
@@ -181,10 +192,10 @@ class VirtualMachine:
     def _allot(self) -> None:
         """Sets the speeds of all jobs until one of them ends. They follow from the jobs' parts, in order."""
         self._stale = False
-        parts = tuple([job.parts for job in self.jobs])
-        known = self.known.get(parts)
+        kinds, speeds = tuple([job.kind for job in self.jobs]), self.known.speeds
+        known = speeds.get(kinds)
         if known is None:
-            known = self.known[parts] = self._speeds()
+            known = speeds[kinds] = self._speeds()
         self._shares = known.shares
         for job, speed in zip(self.jobs, known.jobs, strict=True):
             job.speed = speed
