@@ -166,7 +166,7 @@ def told(folder: Path, *words: str) -> tuple[dict[str, Any], str]:
     """The plan of a process of its own, and which large libraries it loaded."""
     program = (
         "import sys\nfrom fuyou_cli.cli.app import main\n"
-        "try:\n    main()\nfinally:\n    print({'torch', 'transformers'} & set(sys.modules), file=sys.stderr)\n"
+        "try:\n    main()\nfinally:\n    print({'torch', 'transformers', 'numpy'} & set(sys.modules), file=sys.stderr)\n"
     )
     keys = [f"model.name_or_path={folder}", "output_dir=out", ONE, "offload.dir=store", "offload.measure=false"]
     command = [sys.executable, "-c", program, "plan", str(shipped_recipes()[QLORA]), "--json", *words, *keys]
