@@ -22,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ...spec.model import StageSpec
 from ..attention import SDPA
 from .operators import Operators, factors, is_attention, is_exact, name_of
+from .resting import Resting
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
 _detached = torch.Tensor.detach
@@ -47,11 +48,11 @@ Weights = Mapping[int, nn.Parameter]  # by operator
 @dataclass(frozen=True, slots=True)
 class Known:
     """Tells how a stage's forward computes kept outputs. `calls`: the function that computes an operator with its weight;
-    `attention`: the operator that is attention; `as_returned`: shapes and strides of outputs that are what the call returns."""
+    `attention`: the operator that is attention; `as_returned`: how outputs rest that are what the call returns."""
 
     calls: dict[int, Any]
     attention: int | None
-    as_returned: dict[int, tuple[torch.Size, tuple[int, ...]]]
+    as_returned: dict[int, Resting]
 
 
 class Watched(nn.Parameter):
@@ -146,7 +147,7 @@ class Notes:
         self._outputs, self._last = outputs, last
         self._calls: dict[int, Any] = {}
         self._attention: list[int] = []
-        self._as_returned: dict[int, tuple[torch.Size, tuple[int, ...]]] = {}
+        self._as_returned: dict[int, Resting] = {}
         self._is_clear = True
 
     def hand_over(self, handed: Handed) -> Any:
@@ -160,7 +161,7 @@ class Notes:
         elif made == [operator]:
             self._calls[operator] = handed.func
             if isinstance(out, torch.Tensor) and out.is_contiguous() and (out.data_ptr(), out.numel()) == self._last():
-                self._as_returned[operator] = out.shape, out.stride()
+                self._as_returned[operator] = Resting(0, out.dtype, out.shape, out.stride())
         else:
             self._is_clear = self._is_clear and not made and self._calls.get(operator) is not handed.func
         return out

@@ -307,7 +307,7 @@ class _KeepingCalls:
         if as_returned is not None and not self._mode.stage.places[operator].direct:
             out = handed.run()
             value = out.detach()
-            self._mode.put(operator, value, Resting(0, value.dtype, *as_returned))
+            self._mode.put(operator, value, as_returned)
             self._mode.outputs[operator] = output
         elif as_returned is not None and operator in self._mode.stage.products and is_linear(handed):
             value = out = self._mode.linear_there(operator, handed.args, output)
