@@ -74,6 +74,14 @@ def test_late_and_early_copies_change_no_bit(
         stays = not stays
 
 
+def test_a_boundary_stays_until_it_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one is read into the same slot, and where the batch stays on the device nothing else waits for the upload."""
+    subject, lagging = Subject(llama(num_hidden_layers=8), Shape()), make_late(monkeypatch, LaggingDevice)
+    with Rig(subject, tmp_path, home="cpu", boundaries="ssd", clip=None, **lagging) as rig:
+        rig.run(1)
+        rig.executor.device.synchronize()
+
+
 def test_a_source_that_does_not_stay_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets a host write into what goes up, when it is only compute that has waited for the copy."""
     with Rig(Subject(llama(), Shape()), tmp_path, home="cpu", clip=None, **make_late(monkeypatch, LaggingDevice)) as rig:

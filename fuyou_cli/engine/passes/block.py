@@ -132,4 +132,5 @@ class BlockPasses:
                     grad_x.put(rows, part.grad)
                 if len(parts) > 1:
                     visits.between()
+        visits.boundaries.awaits(call.stage, *arriving.uploads)
         return grad_x.settled() if passes_on else None
