@@ -35,6 +35,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--save", help="tag of a checkpoint, after the last step")
     parser.add_argument("--save-again", action="store_true", help="the same tag twice")
     parser.add_argument("--fill", type=Path, help="a file that fills its disk, made before the first step")
+    parser.add_argument("--lora", type=int, metavar="RANK", help="train an adapter of all linear layers alone, by peft")
     parser.add_argument("--in-memory", action="store_true", help="nothing is offloaded")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -75,8 +76,13 @@ def train(options, tell) -> None:
     settings = settings_of(config, options)
     tell(deepspeed=deepspeed.__version__)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16)
+    if options.lora:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=options.lora, lora_alpha=2 * options.lora, target_modules="all-linear"))
     model.train()
-    engine, *_ = deepspeed.initialize(model=model, config=settings, model_parameters=model.parameters())
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    engine, *_ = deepspeed.initialize(model=model, config=settings, model_parameters=learning)
     if options.load:
         path, _ = engine.load_checkpoint(str(options.checkpoints), tag=options.load)
         tell(loaded=path is not None)
