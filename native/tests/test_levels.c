@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "int8_lanes.h"
 #include "kernels.h"
 
 #define COUNT 20479u /* odd: bodies and tails of every vector width */
@@ -177,8 +178,29 @@ static int run(const struct level *level, struct outcome *out)
     return bad;
 }
 
+/* Sums that lie nearer to the middle between two floats than a double is fine. */
+static int is_fused_once(void)
+{
+    for (uint32_t i = 0; i < 16; i++) {
+        const float tiny = i & 1 ? 0x1p-20f : -0x1p-20f;
+        const float c = (i & 2 ? 1.0f : 1.0f + 0x1p-23f) * (i & 4 ? 1.0f : -1.0f);
+        const float a = (i & 8 ? 0x1p-12f : -0x1p-12f) * (1.0f + 0x1p-20f);
+        const float b = 0x1p-12f * (1.0f + tiny);
+        const float ours = fused(0, a, b, c);
+        const float exact = fmaf(a, b, c);
+        if (memcmp(&ours, &exact, sizeof ours) != 0) {
+            fprintf(stderr, "%a * %a + %a is %a, not %a\n", (double)a, (double)b, (double)c, (double)exact, (double)ours);
+            return 0;
+        }
+    }
+    return 1;
+}
+
 int main(void)
 {
+    if (!is_fused_once()) {
+        return 1;
+    }
 #ifdef FY_TEST_LEVELS
     const struct level levels[] = {
         LEVEL("x86-64-v2", v2, __builtin_cpu_supports("sse4.2") != 0),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,8 +20,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.engine.activations import outputs
+from fuyou_cli.engine.activations.called import InAttention
 from fuyou_cli.engine.activations.operators import Operators
 from fuyou_cli.engine.activations.resting import Resting, Views
+from fuyou_cli.engine.attention import SDPA
 from fuyou_cli.engine.executor import StepAbandoned
 from fuyou_cli.engine.inspect import inspect
 from fuyou_cli.planner.boundary_layout import Kept
@@ -233,6 +236,13 @@ def test_attention_that_calls_torchs_by_another_name_stays_in_the_mode(
         assert_same((rig.run(2), rig.weights()), expected)
         stages = [own for own in rig.executor.activations if isinstance(own, outputs.KeptOutputs)]
         assert stages and all((known is not None) == by_name for own in stages for known in own._known.values())
+
+
+def test_torchs_attention_is_put_back_when_a_model_raises() -> None:
+    with pytest.raises(ZeroDivisionError), InAttention(nullcontext()):
+        assert torch.nn.functional.scaled_dot_product_attention is not SDPA
+        raise ZeroDivisionError
+    assert torch.nn.functional.scaled_dot_product_attention is SDPA
 
 
 @pytest.mark.parametrize("device", ["cpu", "emulated"])

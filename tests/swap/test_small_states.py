@@ -72,6 +72,31 @@ def test_matches_the_numpy_reference_bit_for_bit(states: StateDtype, weights_dty
     assert got.variance.any(), "no state was written: nothing was compared"
 
 
+@pytest.mark.parametrize("beta1", [0.0, 0.3])
+def test_a_short_memory_of_gradients_is_the_references(beta1: float) -> None:
+    """Torch's momentum begins at the gradient then."""
+    expected, got = a_stage("int8"), a_stage("int8")
+    for step in (1, 2):
+        gradients, update = reference.random_gradients(COUNT, step, "float32"), an_update("int8", step, beta1=beta1)
+        small_states_reference.adamw(update, *expected, gradients)
+        moments = {"momentum": got.momentum, "variance": got.variance}
+        kernels.adamw(update, weights=got.master, **moments, gradients=gradients)
+    assert_same(got, expected)
+
+
+def test_scales_of_earlier_builds_are_cut() -> None:
+    """They may have bits that would round a code's value twice on some processors."""
+    gradients, one, other = reference.random_gradients(COUNT, 1, "float32"), a_stage("int8"), a_stage("int8")
+    for stage, extra in ((one, 0), (other, 3)):
+        for step in (1, 2):
+            moments = {"momentum": stage.momentum, "variance": stage.variance}
+            kernels.adamw(an_update("int8", step), weights=stage.master, **moments, gradients=gradients)
+            scales = stage.momentum[: STATE_TILE // STATE_BLOCK * 4].view(np.uint32)
+            assert scales.any()
+            scales[scales > 0] |= np.uint32(extra if step == 1 else 0)
+    assert_same(one, other)
+
+
 @pytest.mark.parametrize("states", SMALL)
 def test_a_draw_depends_on_seed_step_and_stage(states: StateDtype) -> None:
     """Rounds other values up by other draws; the same ones are the same wherever they are made (the reference)."""
@@ -146,9 +171,10 @@ def test_a_small_variance_does_not_become_zero() -> None:
 
 
 @pytest.mark.parametrize("gradient", [0x7FFFFFFF, 0x7F800000])  # not a number as a GPU writes it, infinity
-def test_counts_new_weights_that_are_not_finite(gradient: int) -> None:
+@pytest.mark.parametrize("places", [(10, 12), (70, 75)])  # of an even block, and of an odd one
+def test_counts_new_weights_that_are_not_finite(gradient: int, places: tuple[int, ...]) -> None:
     stage, gradients = a_stage("int8"), np.zeros(COUNT, np.float32)
-    gradients.view(np.uint32)[[10, 70, COUNT - 1]] = gradient
+    gradients.view(np.uint32)[[*places, COUNT - 1]] = gradient
     update = an_update("int8", segments=(Segment(first=0, count=COUNT - 1, weight_decay=0.0),))
     moments = {"momentum": stage.momentum, "variance": stage.variance}
     assert kernels.adamw(update, weights=stage.master, **moments, gradients=gradients) == 2
