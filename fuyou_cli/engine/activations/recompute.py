@@ -94,7 +94,7 @@ class Sparing(Operators):
         if handed.func is not known.calls.get(handed.operator, handed.func):
             return handed.run()
         only.of(handed.operator, handed.address)
-        if is_linear(handed):
+        if is_linear(handed) and handed.args[0].is_contiguous():  # otherwise torch may not multiply it flat
             return linear_inside(only, handed.args)
         with only:
             return handed.run()
