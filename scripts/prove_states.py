@@ -8,8 +8,8 @@
 
 All but `optimizer.state_dtype` is the same: seed, order of rows, clipping 1.0. Masters are exact in either dtype, so this
 computes in what the processor is faster in. The loss of a run is the mean over the last tenth of its steps. With several
-`--seeds` (each orders the rows anew) the mean difference is judged. The learning rate warms up and then falls along a cosine,
-as by default; at a constant rate runs end further apart.
+`--seeds` (each orders the rows anew) the mean difference is judged: one seed tells no more than half a percent. The learning
+rate warms up and then falls along a cosine, as by default; at a constant rate runs end further apart.
 
 Runs that differ in rounding alone drift apart, too. So each seed also has a run with float32 states and micro-batches half as
 large: the same step but for the order of its sums. How far it is from the first stands beside every verdict, and moves none.

@@ -16,7 +16,7 @@ from ..spec.model import Dtype, StageSpec
 from .activations.called import Known, Notes, handing_over, numbers_of
 from .activations.graphs import graph_bytes
 from .activations.outputs import Arrived, GivingBack, Outputs
-from .activations.recompute import NOTHING_KEPT, Sparing, without_saving
+from .activations.recompute import Sparing, sparing, without_saving
 from .anatomy import Anatomy
 from .calls import StageCall, one_row_masks, only_refusals, own_forward, put_back, replaced_forwards
 from .compiled import CompiledBlocks
@@ -77,12 +77,10 @@ class BlockAlone:
     def backward(self) -> None:
         """Runs recompute and backward. Adds gradients to a sum, like the second and later micro-batches of a step."""
 
-        def sparing(flat: torch.Tensor, parameters: list[nn.Parameter]) -> AbstractContextManager[Any]:
-            if self.compiled is not None or not self._spec.unneeded:
-                return nullcontext()
-            return Sparing(self._spec, flat).inside(NOTHING_KEPT, self._spared, parameters)
+        def made(flat: torch.Tensor, parameters: list[nn.Parameter]) -> AbstractContextManager[Any]:
+            return nullcontext() if self.compiled is not None else sparing(self._spec, flat, self._spared, parameters)
 
-        self._recompute(sparing)
+        self._recompute(made)
 
     def graph_bytes(self) -> int:
         """Returns the bytes that one forward's graph holds; 0 if the block is not compiled."""

@@ -4,10 +4,11 @@ a GPU, of gpu_check.
 
     python scripts/proof/deepspeed_loop.py --model DIR --nvme DIR --out FILE --last 6 [--checkpoints DIR --save TAG]
 
-It is run by a Python that has DeepSpeed and torch, and imports nothing of fuyou. Rows are random tokens, the same for a step in
-every run. Step numbers continue where `--first` says, because DeepSpeed does not say which step it loaded. FILE gets JSON
-lines: one per step with its loss and seconds, and one for each other action. On a CPU the configuration is ds_train.py's:
-buffers as small as the model allows. On a GPU reads and writes of states are pipelined, which needs more buffers.
+It is run by a Python that has DeepSpeed and torch (for --lora peft, too), and imports nothing of fuyou. Rows are random tokens,
+the same for a step in every run. Step numbers continue where `--first` says, because DeepSpeed does not say which step it
+loaded. FILE gets JSON lines: one per step with its loss and seconds, and one for each other action. On a CPU the configuration
+is ds_train.py's: buffers as small as the model allows. On a GPU reads and writes of states are pipelined, which needs more
+buffers.
 """
 
 from __future__ import annotations

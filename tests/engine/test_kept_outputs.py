@@ -245,6 +245,14 @@ def test_torchs_attention_is_put_back_when_a_model_raises() -> None:
     assert torch.nn.functional.scaled_dot_product_attention is SDPA
 
 
+def test_attention_that_somebody_else_put_in_torchs_place_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", theirs := lambda *_: torch.ones(1))
+    with InAttention(nullcontext(), seen.append):
+        assert torch.nn.functional.scaled_dot_product_attention(None) == 1.0
+    assert torch.nn.functional.scaled_dot_product_attention is theirs and not seen
+
+
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
 def test_one_product_of_eager_attention_may_be_kept(device: Any, tmp_path: Path) -> None:
     """A plan with little room keeps the product with the values and not the scores."""

@@ -13,7 +13,7 @@ import torch
 from drawn import every
 
 from fuyou_cli.engine.activations.called import linear_inside, numbers_of
-from fuyou_cli.engine.activations.recompute import NOTHING_KEPT, Sparing, without_saving
+from fuyou_cli.engine.activations.recompute import sparing, without_saving
 from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.spec.model import ModelSpec, OperatorSpec
 
@@ -125,7 +125,7 @@ def test_a_product_whose_weight_another_needs_is_told_by_its_number(shared: bool
     )
     numbers = numbers_of(stage, ())
     assert (numbers is None) == shared
-    with Sparing(stage, weight.detach().view(-1)).inside(NOTHING_KEPT, numbers, [weight] * len(stage.tensors)):
+    with sparing(stage, weight.detach().view(-1), numbers, [weight] * len(stage.tensors)):
         first, second = (torch.nn.functional.linear(x, weight) for _ in range(2))
     assert not first.any()
     assert second.tolist() == ((x @ weight.T).tolist() if shared else first.tolist())

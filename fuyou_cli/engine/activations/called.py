@@ -199,10 +199,12 @@ class Only(TorchDispatchMode):
 
 class InAttention:
     """Runs torch's attention in a mode inside the context, which is a call of the function that transformers gave to a model:
-    this looks torch's up by its name. A mode that sees every function would cost microseconds for each. `seen` gets results."""
+    this looks torch's up by its name. A mode that sees every function would cost microseconds for each. `seen` gets results.
+    Where somebody else has put a function of that name, it stays."""
 
     def __init__(self, mode: AbstractContextManager[Any], seen: Callable[[torch.Tensor], None] = lambda _: None) -> None:
         self._mode, self._seen = mode, seen
+        self._found: Any = SDPA
 
     def _attend(self, *args: Any, **kwargs: Any) -> Any:
         if not is_exact(SDPA, args, kwargs):
@@ -213,7 +215,9 @@ class InAttention:
         return out
 
     def __enter__(self) -> None:
-        nn.functional.scaled_dot_product_attention = self._attend
+        self._found = nn.functional.scaled_dot_product_attention
+        if self._found is SDPA:
+            nn.functional.scaled_dot_product_attention = self._attend
 
     def __exit__(self, *_: object) -> None:
-        nn.functional.scaled_dot_product_attention = SDPA
+        nn.functional.scaled_dot_product_attention = self._found

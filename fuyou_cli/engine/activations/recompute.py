@@ -10,7 +10,7 @@ recognised by their number.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
@@ -21,7 +21,7 @@ from ...spec.model import StageSpec
 from .called import ATTENTION, Handed, InAttention, Known, Only, handing_over, is_linear, linear_inside, numbers_of
 from .operators import Operators, factors
 
-NOTHING_KEPT = Known(calls={}, attention=None, as_returned={})
+_NOTHING_KEPT = Known(calls={}, attention=None, as_returned={})
 Run = Callable[[torch.Tensor], torch.Tensor]  # a stage's forward of one micro-batch
 
 
@@ -50,9 +50,7 @@ class Recompute:
     def again(
         self, run: Run, x: torch.Tensor, micro_batch: int, flat: torch.Tensor | None, parameters: Sequence[nn.Parameter]
     ) -> torch.Tensor:
-        if not self._stage.unneeded:
-            return run(x)
-        with Sparing(self._stage, flat).inside(NOTHING_KEPT, self._numbers, parameters):
+        with sparing(self._stage, flat, self._numbers, parameters):
             return run(x)
 
     def forget(self) -> None:
@@ -98,6 +96,13 @@ class Sparing(Operators):
             return linear_inside(only, handed.args)
         with only:
             return handed.run()
+
+
+def sparing(
+    stage: StageSpec, flat: torch.Tensor | None, numbers: Mapping[int, int] | None, parameters: Sequence[nn.Parameter]
+) -> AbstractContextManager[Any]:
+    """Spares what a second forward need not compute, inside the context, where no output is kept."""
+    return Sparing(stage, flat).inside(_NOTHING_KEPT, numbers, parameters) if stage.unneeded else nullcontext()
 
 
 def _drop(tensor: torch.Tensor) -> None:
