@@ -1,15 +1,18 @@
 #!/usr/bin/env python3
 """Measures the processor time of the thread that feeds a device, per block and micro-batch, beyond transformers' own.
 
-    python scripts/bench_host.py [--device cuda] [--times 15] [--results DIR]
+    python scripts/bench_host.py [--device emulated | cuda] [--times 15] [--results DIR]
     needs no GPU but for --device cuda; a minute. To try the script itself: --times 2
 
-A tiny Llama takes steps through the real executor: on an emulated device that the batch stays on, or the GPU, without outputs
-kept, with all of them kept in RAM or on the device, and on device cpu. A turn is a step of each, and the same model in memory
-(with --device cuda on the GPU): forward without gradients, then forward and backward. So forward is compared with forward, and
+A tiny Llama takes steps through the real executor: on a device of its own memory that the batch stays on, without outputs kept,
+with all of them kept in RAM or on the device, and on device cpu. A turn is a step of each, and the same model in memory (with
+--device cuda on the GPU): forward without gradients, then forward and backward. So forward is compared with forward, and
 backward, which computes outputs again, with both. In memory a block is what ten blocks take more than two, by eight. Only the
-launching thread's processor time counts, not what it waits for. Its kernels compute hardly anything; on an emulated device it
-also does what a driver would do. Lines are medians over the turns; the quartiles stand beside them.
+launching thread's processor time counts, not what it waits for. Its kernels compute hardly anything. Lines are medians over the
+turns; the quartiles stand beside them.
+
+The device is "immediate": a copy is one call, as it is where a driver makes it. With --device emulated it is that of the tests,
+which also poisons what a copy will fill, and whose copy threads take the interpreter from the launching thread.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from engine.families import llama
 from engine.rig import Rig, Shape, Subject
 from proof.verdicts import Row, at_most, conclude, plain_parser, reported, show_command
 
+from fuyou_cli.engine.devices import Device
 from fuyou_cli.planner.schedule import Visit
 
 BARS = {"forward": 0.5, "backward": 1.5}  # milliseconds
@@ -43,13 +47,19 @@ Ways = dict[str, dict[str, Any]]
 Turn = dict[tuple[str, str], float]  # (who, phase) -> milliseconds
 
 
+class Immediate(Device):
+    """Has its own memory and copies at once, as if a driver did."""
+
+    separate = True
+
+
 def ways_of(device: str) -> Ways:
-    return {
-        f"device {device}": {"device": device},
-        f"device {device}, all outputs kept": {"device": device, "kept": "all"},
-        f"device {device}, all outputs kept on it": {"device": device, "kept_there": "room"},
-        "device cpu": {"device": "cpu"},
-    }
+    keeping: Ways = {"": {}, ", all outputs kept": {"kept": "all"}, ", all outputs kept on it": {"kept_there": "room"}}
+    ways = {f"device {device}{words}": {"device": device, **kept} for words, kept in keeping.items()}
+    if device == "immediate":  # planned as the emulated one
+        for way in ways.values():
+            way |= {"device": "emulated", "opened": Immediate()}
+    return {**ways, "device cpu": {"device": "cpu"}}
 
 
 def subject_of(blocks: int) -> Subject:
@@ -134,7 +144,7 @@ def quartiles(values: Sequence[float]) -> str:
 
 def main(words: Sequence[str] | None = None) -> int:
     options = plain_parser(__doc__)
-    options.add_argument("--device", choices=("emulated", "cuda"), default="emulated")
+    options.add_argument("--device", choices=("immediate", "emulated", "cuda"), default="immediate")
     options.add_argument("--times", type=int, default=15, help="turns (default: 15)")
     asked = options.parse_args(words)
     show_command("scripts/bench_host.py", words)

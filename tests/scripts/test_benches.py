@@ -107,11 +107,11 @@ def test_the_output_of_a_bench_names_its_commit(
 
 def test_the_launching_thread_is_judged_by_what_it_takes_beyond_transformers() -> None:
     """Turn by turn: a slow turn is slow for both."""
-    ways = bench_host.ways_of("emulated")
+    ways = bench_host.ways_of("immediate")
     turn = {(who, phase): 1.0 for who in ways for phase in bench_host.BARS}
     turn |= {("transformers", phase): 0.25 for phase in bench_host.BARS}
     turns = [{key: value * speed for key, value in turn.items()} for speed in (1.0, 1.0, 9.0)]
     verdicts = {row.what.partition(":")[0]: (row.measured, row.verdict) for row in bench_host.rows_of(turns, ways)}
-    assert verdicts["device emulated, forward"] == ("0.750", "FAIL")
-    assert verdicts["device emulated, backward"] == ("0.750", "pass")
+    assert verdicts["device immediate, forward"] == ("0.750", "FAIL")
+    assert verdicts["device immediate, backward"] == ("0.750", "pass")
     assert verdicts["device cpu, forward"] == ("0.750", "reported")
