@@ -18,6 +18,7 @@ from fuyou_cli.core.units import GiB
 from fuyou_cli.engine import compiled
 from fuyou_cli.engine.anatomy import Anatomy, dissect
 from fuyou_cli.engine.compiled import CompiledBlocks
+from fuyou_cli.engine.freezing import frozen
 from fuyou_cli.engine.inspect import inspect
 from fuyou_cli.engine.skeleton import build
 from fuyou_cli.engine.vocabulary import cut_vocabulary
@@ -26,7 +27,7 @@ from fuyou_cli.machine.measure import stages as measure_stages
 from fuyou_cli.machine.measure import sustained as measure_sustained
 from fuyou_cli.machine.measure.findings import DTYPES, Findings, Rate, rate_of
 from fuyou_cli.machine.measure.recipe_stages import measure_recipe
-from fuyou_cli.machine.measure.stages import affordable_tokens, block_stage, measure_layers, shape_of
+from fuyou_cli.machine.measure.stages import affordable_tokens, block_stage, head_stage, measure_layers, shape_of
 from fuyou_cli.machine.profile import assumed_hardware
 from fuyou_cli.machine.profile_store import hardware_for
 from fuyou_cli.recipe.load import load_recipe
@@ -152,6 +153,23 @@ def test_fewer_tokens_where_there_is_no_memory() -> None:
     block = next(stage for stage in inspected(anatomy).stages if stage.kind == "block")
     found = measured(anatomy, free=int((6 * block.params + 0.9 * block.backward_peak) / recipe_stages.USABLE))
     assert found.stage_rates[0].tokens == 96 and "measured on 96 tokens" in found.notes[0]
+
+
+def test_a_heads_gradient_takes_memory_for_any_number_of_tokens() -> None:
+    """One head that trains takes its weights, their gradient, and the sum of it; a frozen one takes its weights alone."""
+    config = transformers.LlamaConfig(
+        vocab_size=4096, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4,
+    )  # fmt: skip
+    anatomy = dissect(build(config, dtype="bfloat16", attention="sdpa"))
+    numerics = replace(NUMERICS, vocabulary_rows=0)
+    head = head_stage(anatomy, numerics, torch.device("cpu"))
+    assert (2 + 2 + 4) * 4096 * 64 <= head.weights <= 1.01 * (2 + 2 + 4) * 4096 * 64
+    logits = 64 * 4096 * 4  # bytes in float32
+    assert logits < head.peak < 6 * logits
+    found = measure_recipe(anatomy, [numerics], torch.device("cpu"), quick=True, free=int(head.weights / recipe_stages.USABLE))
+    assert [rate.kind for rate in found.stage_rates] == ["block"] and "the recipe's head is not measured" in found.notes[0]
+    still = head_stage(frozen(anatomy, ["lm_head", "model.norm"]), numerics, torch.device("cpu"))
+    assert 2 * 4096 * 64 <= still.weights <= 1.01 * 2 * 4096 * 64
 
 
 def test_what_never_fits_is_said_and_not_refused() -> None:

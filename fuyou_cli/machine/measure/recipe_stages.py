@@ -10,6 +10,7 @@ from fuyou_cli.core.units import gib
 from fuyou_cli.spec.hardware import RatedKind
 from fuyou_cli.spec.plan import Numerics
 
+from ..allocator import trim
 from .findings import Findings, seconds_of
 from .stages import LEAST_TOKENS, RunStage, Sample, block_stage, head_stage, timed
 
@@ -52,6 +53,7 @@ def measure_recipe(
         block = partial(block_stage, compiled=compiled)
         for name, stage, of in (("decoder block", block, sizes[:1] if compiled else sizes), ("head", head_stage, sizes)):
             progress(f"the recipe's {name}")
+            trim()  # what the measurements before this have freed is part of `free`
             stages = [stage(anatomy, numerics, device) for numerics in of]
             found += _measured(stages, device, seconds=seconds, free=free)
     finally:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fuyou_cli.core.units import count
 from fuyou_cli.spec.hardware import RatedKind, StageRate
-from fuyou_cli.spec.model import ITEM_SIZE, Dtype, ModelSpec
+from fuyou_cli.spec.model import ITEM_SIZE, Dtype, ModelSpec, StageSpec
 from fuyou_cli.spec.plan import Numerics
 
 from ..allocator import trim
@@ -102,14 +102,10 @@ class RunStage:
     hidden: int
     params: int
     tokens: int
-    peak: int  # bytes that `tokens` take beside weights and gradients
+    weights: int  # bytes of weights, of their gradients' sum and of one gradient, for any tokens
+    peak: int  # bytes that `tokens` take beside those
     make: Callable[[int], Alone]
     compiles: bool = False  # whole, not with fewer tokens
-
-    @property
-    def weights(self) -> int:
-        """Counts bytes of weights and of their gradients' sum."""
-        return self.params * (ITEM_SIZE[self.numerics.compute_dtype] + ITEM_SIZE[self.numerics.accumulate_dtype])
 
 
 def block_stage(anatomy: Anatomy, numerics: Numerics, device: torch.device, *, compiled: bool = False) -> RunStage:
@@ -133,9 +129,10 @@ def block_stage(anatomy: Anatomy, numerics: Numerics, device: torch.device, *, c
         )  # fmt: skip
 
     kept = sum(operator.bytes for operator in block.operators)  # held while they are given back
+    weights, gradient = _weights(block, numerics)
     return RunStage(
-        kind="block", numerics=numerics, hidden=inspected.hidden_size, params=block.params, peak=block.backward_peak + kept,
-        tokens=whole, make=make, compiles=compiled,
+        kind="block", numerics=numerics, hidden=inspected.hidden_size, params=block.params, weights=weights + gradient,
+        peak=max(0, block.backward_peak - gradient) + kept, tokens=whole, make=make, compiles=compiled,
     )  # fmt: skip
 
 
@@ -156,10 +153,18 @@ def head_stage(anatomy: Anatomy, numerics: Numerics, device: torch.device) -> Ru
             device=device,
         )  # fmt: skip
 
+    weights, gradient = _weights(owner, numerics)
     return RunStage(
-        kind="head", numerics=numerics, hidden=inspected.hidden_size, params=owner.params,
-        peak=head.backward_peak, tokens=at_once, make=make,
+        kind="head", numerics=numerics, hidden=inspected.hidden_size, params=owner.params, weights=weights + gradient,
+        peak=max(0, head.backward_peak - gradient), tokens=at_once, make=make,
     )  # fmt: skip
+
+
+def _weights(stage: StageSpec, numerics: Numerics) -> tuple[int, int]:
+    """Counts the bytes of a stage's weights and of their gradients' sum, and those of its largest gradient."""
+    item = ITEM_SIZE[numerics.compute_dtype]
+    largest = max((tensor.numel for tensor in stage.tensors if not tensor.frozen), default=0)
+    return stage.params * item + stage.trained * ITEM_SIZE[numerics.accumulate_dtype], largest * item
 
 
 def _inspected(anatomy: Anatomy, numerics: Numerics, shape: tuple[int, int]) -> ModelSpec:
