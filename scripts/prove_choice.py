@@ -83,7 +83,7 @@ def alternatives(setting: Setting, case: Case, seed: int) -> tuple[list[dict[str
         script = ROOT / "scripts" / "proof" / "alternatives.py"
         command = [sys.executable, str(script), "--recipe", str(recipe), "--seed", str(seed), "--out", str(out)]
         with limited(setting.work, memory=None, throttle=case.throttle) as (held, _):
-            measured = profile(setting, recipe, held)
+            measured = profile(setting, recipe, held, case)
             kept = kept_profiles(measured)
         environment = child_environment() | measured
         done = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -159,7 +159,7 @@ def _one_run(setting: Setting, case: Case, pace: Pace | None = None) -> dict[str
     log, output = setting.work / "run" / "log.jsonl", setting.work / "run.txt"
     command, others = _command(setting, case, recipe), BackgroundLoad()
     with limited(setting.work, memory=case.limit, throttle=case.throttle, wanted=case.watch_memory) as (held, why):
-        environment = profile(setting, recipe, held) if case.profiled else _own_cache(setting, case.profiles)
+        environment = profile(setting, recipe, held, case) if case.profiled else _own_cache(setting, case.profiles)
         environment |= _late_flushes(setting.work) if case.late_flush else {}
         benched = time.monotonic()
         with output.open("wb") as file, started(command, held, file, **environment) as child:
@@ -249,7 +249,7 @@ def on_measured_machine(setting: Setting, case: Case) -> Case:
     def once() -> dict[str, Any]:
         recipe = write_recipe(setting, case)
         with limited(setting.work, memory=case.limit, throttle=case.throttle) as (held, _):
-            return {"profiles": kept_profiles(profile(setting, recipe, held))}
+            return {"profiles": kept_profiles(profile(setting, recipe, held, case))}
 
     limits = f"disk {case.throttle}" if case.throttle else "no limits"
     inside = [f"inside {gib(case.limit)}"] if case.limit is not None else []
@@ -264,11 +264,11 @@ def kept_profiles(environment: Mapping[str, str]) -> dict[str, str]:
     return {str(path.relative_to(folder)): path.read_text(encoding="utf-8") for path in folder.rglob("*.json")}
 
 
-def profile(setting: Setting, recipe: Path, held: Group | None) -> dict[str, str]:
-    """Runs `fuyou bench RECIPE` inside the group. Returns the environment of those who are to find its profile. Nothing is
-    taken from the machine's own profiles, or left there. Raises RunFailed, also if others keep the processor busy: beside a
-    second process with as many threads a block was measured at a tenth of its rate."""
-    bench = [*FUYOU, "bench", str(recipe)]
+def profile(setting: Setting, recipe: Path, held: Group | None, case: Case) -> dict[str, str]:
+    """Runs `fuyou bench RECIPE` inside the group, with the case's keys. Returns the environment of those who are to find its
+    profile. Nothing is taken from the machine's own profiles, or left there. Raises RunFailed, also if others keep the
+    processor busy: beside a second process with as many threads a block was measured at a tenth of its rate."""
+    bench = [*FUYOU, "bench", str(recipe), *case.overrides]
     for _ in range(BENCHES):
         environment, others = _own_cache(setting, {}), BackgroundLoad()
         with (setting.work / "bench.txt").open("wb") as file, started(bench, held, file, **environment) as child:
