@@ -7,7 +7,7 @@ Of each kind the first step that helps is kept. If no single kind helps, pairs a
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import TYPE_CHECKING
 
@@ -186,12 +186,13 @@ def _may_have_smaller_states(prepared: Planned) -> bool:
 
 def smaller_states(elsewise: Replanner) -> Outcome | None:
     """Plans a run that the ssd or the host's memory limits with int8 states and the same choice. Returns None where that is not
-    possible, or gains little."""
+    possible, or gains little. A run that computes a backward twice, to measure the norm first, does so because they limit it."""
     prepared = elsewise.prepared
     predicted, found = prepared.plan.predicted, prepared.found
-    if found is None or not predicted.bottleneck.startswith(("ssd", "dram")) or not _may_have_smaller_states(prepared):
+    limited = predicted.bottleneck.startswith(("ssd", "dram")) or prepared.plan.norm_first
+    if found is None or not limited or not _may_have_smaller_states(prepared):
         return None
-    outcome = elsewise.with_keys((INT8,), choose=as_chosen(found.best.candidate))
+    outcome = elsewise.with_keys((INT8,), choose=as_chosen(replace(found.best.candidate, norm_first=False)))
     if outcome is None or outcome.problems or outcome.plan.predicted.step_seconds > _WORTH * predicted.step_seconds:
         return None
     return outcome

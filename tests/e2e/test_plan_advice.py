@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
+from transformers import LlamaConfig
 
 from fuyou_cli.advice.changes import candidates
 from fuyou_cli.advice.facts import facts_of
@@ -101,6 +103,25 @@ def test_outputs_that_are_kept_may_be_computed_again(new_project: NewProject, mo
         return [step for kind in candidates(_planned(project, monkeypatch, PLENTY, *changes), fits=True) for step in kind.steps]
 
     assert recompute in steps() and recompute not in steps(*recompute)
+
+
+@pytest.mark.slow
+def test_smaller_states_where_a_backward_runs_twice_as_gradients_find_no_room(
+    new_project: NewProject, command: Callable[[Project], Command], tmp_path: Path
+) -> None:
+    """Compute is the busiest then, and yet the drives limit the step. With int8 states it runs once."""
+    LlamaConfig(
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, architectures=["LlamaForCausalLM"],
+    ).save_pretrained(tmp_path / "8b")  # fmt: skip
+    anywhere = {f"offload.{what}": "auto" for what in ("weights", "optimizer_states", "gradients", "boundaries")}
+    batch = {"train.batch_size": 8, "train.micro_batch_size": "auto", "train.max_steps": 1000, "dataset.max_seq_len": 4096}
+    model = {"model.name_or_path": str(tmp_path / "8b"), "precision.compute": "bfloat16"}
+    fuyou = command(new_project(changes={**HERE, **anywhere, **batch, **model}))
+    shown = fuyou.json("--hardware", "rtx4090,2xgen4,64GiB")
+    assert shown["plan"]["norm_first"] and shown["plan"]["predicted"]["bottleneck"] == "compute"
+    told = shown["smaller_states"]["figures"]["step_seconds"]
+    assert told < 0.75 * shown["plan"]["predicted"]["step_seconds"]
 
 
 @pytest.mark.slow
