@@ -186,7 +186,8 @@ def _may_have_smaller_states(prepared: Planned) -> bool:
 
 def smaller_states(elsewise: Replanner) -> Outcome | None:
     """Plans a run that the ssd or the host's memory limits with int8 states and the same choice. Returns None where that is not
-    possible, or gains little. A run that computes a backward twice, to measure the norm first, does so because they limit it."""
+    possible, or gains little. A run that computes a backward twice, to measure the norm first, does so because they limit
+    it."""
     prepared = elsewise.prepared
     predicted, found = prepared.plan.predicted, prepared.found
     limited = predicted.bottleneck.startswith(("ssd", "dram")) or prepared.plan.norm_first
