@@ -9,7 +9,7 @@ from datetime import datetime
 from fuyou_cli.machine.background_load import are_busy
 from fuyou_cli.machine.profile_store import keep_corrected
 from fuyou_cli.planner.costs import Costs
-from fuyou_cli.planner.schedule import plan_schedule
+from fuyou_cli.planner.schedule import plan_schedule, weights_left
 from fuyou_cli.planner.simulate import simulate
 from fuyou_cli.training.corrected import corrected
 from fuyou_cli.training.prepared import Planned
@@ -66,6 +66,7 @@ def promises(planned: Planned) -> dict[str, object]:
         "export": str(export_folder(planned.recipe, planned.model_dir)),
         **{f"predicted_{key}": getattr(predicted, key) for key in keys},
         "deferred_weights": sum(s.weights_at.size for s in plan.stages if s.deferred and s.writes_weights),
+        "weights_left": weights_left(planned.model, plan, plan_schedule(planned.model, plan).visits),
         "commit_every": plan.commit_every,
         "choice": placed_in_words(plan, planned.model),
     }

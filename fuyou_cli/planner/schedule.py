@@ -240,6 +240,14 @@ def fetched_bytes(model: ModelSpec, plan: StagePlan) -> int:
     return frozen if plan.trained_ram is not None else stage.trained_weight_bytes + frozen
 
 
+def weights_left(model: ModelSpec, plan: Plan, visits: Sequence[Visit]) -> int:
+    """Returns the bytes of weights that a step finds in their slots as the step before left them. A run's first step reads
+    them."""
+    first = {visit.owner: visit for visit in reversed(visits) if visit.owner is not None}
+    found = [owner for owner, visit in first.items() if plan.stages[owner].weights == "ssd" and not visit.fetch]
+    return sum(fetched_bytes(model, plan.stages[owner]) for owner in found)
+
+
 def _traffic(model: ModelSpec, stages: tuple[StagePlan, ...], visits: Sequence[Visit], commit_every: int | None) -> Traffic:
     read = dict.fromkeys(("weights", "states", "gradients", "boundaries"), 0)
     written = dict.fromkeys(read, 0)

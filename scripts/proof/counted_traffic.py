@@ -11,12 +11,12 @@ WARM_UP = 2  # steps, where a run logs no sums: after them every step reads stat
 def counted(result: dict[str, Any]) -> dict[str, tuple[float, float]]:
     """Returns bytes per step (read, written) by the plan, the kernel and the daemon.
 
-    Over the whole run the kernel and the daemon lack the states that the first update did not read. They also count the weights
-    that the last of the deferred updates (with clipping all) fetched for themselves, and what saving wrote. Without these, all
-    three speak of the same step."""
+    Over the whole run the kernel and the daemon lack the states that the first update did not read. They also count weights
+    that the first step read and later ones found in their slots, those that the last of the deferred updates (with clipping
+    all) fetched for themselves, and what saving wrote. Without these, all three speak of the same step."""
     plan, steps = result["plan"], result["steps"]
     unread = plan["predicted_read_by"].get("states", 0)
-    unread -= plan["deferred_weights"]
+    unread -= plan["deferred_weights"] + plan["weights_left"]
     sums = {"kernel": result["kernel_whole"], "daemon": result["daemon_whole"]}
     by = {"plan": (plan["predicted_read_per_step"], plan["predicted_written_per_step"])}
     for who, whole in sums.items():

@@ -12,6 +12,7 @@ import pytest
 from drawn import every
 
 from fuyou_cli.engine.updates import Optimizer
+from fuyou_cli.planner.schedule import plan_schedule, weights_left
 
 from .families import llama
 from .rig import Rig, Shape, Subject, assert_moves_as_planned
@@ -47,6 +48,18 @@ def test_one_more_step_moves_exactly_what_was_predicted(
 ) -> None:
     _, updated = assert_moves_as_planned(subject, tmp_path, clip=clip, defer=defer, lookahead=1, optimizer=OPTIMIZER)
     assert updated == subject.spec.stored_parameters
+
+
+@pytest.mark.parametrize("lookahead", [1, 3])
+def test_a_first_step_reads_what_later_ones_find_in_their_slots(lookahead: int, tmp_path: Path) -> None:
+    """Of blocks that are frozen, under an embedding that is not."""
+    config = llama(vocab_size=2000, hidden_size=64, intermediate_size=192, num_hidden_layers=BLOCKS)
+    subject = Subject(config, Shape(batch=2, micro=2), freeze=["model.layers.*"])
+    with Rig(subject, tmp_path, clip=None, lookahead=lookahead) as rig:
+        rig.run(1, settle=True)
+        predicted, read = rig.plan.predicted, rig.counters().read_bytes
+        left = weights_left(subject.spec, rig.plan, plan_schedule(subject.spec, rig.plan).visits)
+    assert left > 0 and read == predicted.read_per_step - predicted.read_by["states"] + left
 
 
 @pytest.mark.parametrize("clip", [0.5, None], ids=["clipped", "unclipped"])
