@@ -115,3 +115,13 @@ def test_the_launching_thread_is_judged_by_what_it_takes_beyond_transformers() -
     assert verdicts["device immediate, forward"] == ("0.750", "FAIL")
     assert verdicts["device immediate, backward"] == ("0.750", "pass")
     assert verdicts["device cpu, forward"] == ("0.750", "reported")
+
+
+def test_an_immediate_device_has_a_memory_of_its_own(tmp_path: Path) -> None:
+    """The batch stays on it, and so do outputs."""
+    ways = bench_host.ways_of("immediate")
+    name = "device immediate, all outputs kept on it"
+    streamed = bench_host.Streamed(tmp_path, name, ways[name])
+    with streamed.rig as rig:
+        assert isinstance(rig.device, bench_host.Immediate) and rig.device.separate and rig.plan.batch_on_device
+        assert min(streamed.step().values()) > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-from proof.both_sides import Case, fresh, write_recipe
+from proof import both_sides
+from proof.both_sides import Case, fresh, profile, write_recipe
 from proof.setting import RunFailed, Setting
 from proof.verdicts import Progress
 
@@ -52,3 +54,13 @@ def test_own_folders_are_emptied_and_a_recipe_beside_them_is_kept(tmp_path: Path
     assert yaml.safe_load(recipe.read_text())["train"]["max_steps"] == 1
     assert (tmp_path / "recipe.yaml").read_text() == "mine"
     assert sorted(path.name for path in fresh(tmp_path / "store").iterdir()) == [".fuyou-proof"]
+
+
+def test_the_machine_is_measured_with_the_keys_of_the_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    takes = "import sys; sys.exit(sys.argv[1:] != ['bench', 'recipe.yaml', 'adapter.r=8'])"
+    monkeypatch.setattr(both_sides, "FUYOU", (sys.executable, "-c", takes))
+    monkeypatch.setattr(both_sides, "NOISE_CORES", 1e9)
+    with_keys = replace(CASE, overrides=("adapter.r=8",))
+    assert "XDG_CACHE_HOME" in profile(_setting(tmp_path), Path("recipe.yaml"), None, with_keys)
+    with pytest.raises(RunFailed, match="fuyou bench failed"):
+        profile(_setting(tmp_path), Path("recipe.yaml"), None, CASE)

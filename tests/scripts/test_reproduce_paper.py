@@ -302,6 +302,16 @@ def test_a_plan_without_the_tier_leaves_the_gpu_to_compute() -> None:
     assert limited.kept_there == ((),) * len(model.stages)
     same = replace(limited, batch_on_device=None, device_states=None, kept_there=None, sweeps=None, norm_first=None)
     assert same == request
+    given_there = ((0,),) * len(model.stages)
+    assert tier.without_tier(model, replace(request, kept_there=given_there)).kept_there == given_there
+
+
+@pytest.mark.slow
+def test_a_gain_is_that_of_the_clipped_plan_over_one_without_the_tier() -> None:
+    case = ours.Case(model="13B", batch=32, where="there", hardware=described("rtx4090,2xp5510,256GiB,2xgold5320"))
+    gain = tier.gain_of(case)
+    assert gain.tokens == ours.plan_of(replace(case, settings=(ours.CLIPPED,)), alone=True).tokens
+    assert gain.ratio > tier.GAIN and (gain.model, gain.batch, gain.where) == ("13B", 32, "there")
 
 
 @pytest.mark.parametrize(
