@@ -24,18 +24,19 @@ from .gradients import GradientSum
 from .loss import Head, Part, TokenLoss, pieces
 from .skeleton import TORCH_DTYPE
 
-_BEYOND_CACHES = 96 << 20  # bytes of weights and sums that no CPU cache holds; more would waste memory
+MOST_ROOM = 96 << 20  # bytes of weights and sums that no CPU cache holds; more would waste memory
 _MOST_COPIES = 16
 _FILLING = 1 << 16  # random values, repeated: drawing one for each weight would take longer than computing
 
 
 class BlockAlone:
     """Describes a decoder block at micro-batches of `shape` (rows, tokens). A small block has several copies. Each visit of
-    `micro_batches` uses the next copy, because in a run no cache holds the next block's weights. `compiled`: compiles it;
-    `spec` is then that of a compiled block."""
+    `micro_batches` uses the next copy, because in a run no cache holds the next block's weights. `room`: bytes that copies
+    beside the first may take. `compiled`: compiles it; `spec` is then that of a compiled block."""
 
     def __init__(self, anatomy: Anatomy, spec: StageSpec, *, dtype: Dtype, accumulate: Dtype, shape: tuple[int, int],
-                 device: torch.device, micro_batches: int = 1, compiled: CompiledBlocks | None = None) -> None:  # fmt: skip
+                 device: torch.device, micro_batches: int = 1, room: int = MOST_ROOM,
+                 compiled: CompiledBlocks | None = None) -> None:  # fmt: skip
         self.flops, self.tokens = spec.forward_flops, shape[0] * shape[1]
         self.backward_flops = 3 * spec.forward_flops - spec.unneeded_flops - spec.frozen_flops  # recompute included
         every = sum(operator.flops for operator in spec.operators if not operator.stays)
@@ -54,7 +55,7 @@ class BlockAlone:
         size = spec.params * (TORCH_DTYPE[dtype].itemsize + TORCH_DTYPE[accumulate].itemsize)
         self._visits = [
             (_filled(spec.params, dtype, device), GradientSum(stage=spec, flat=_empty(spec.trained, accumulate, device)))
-            for _ in range(min(_MOST_COPIES, 1 + _BEYOND_CACHES // size))
+            for _ in range(min(_MOST_COPIES, 1 + min(room, MOST_ROOM) // size))
         ]
         self._micro_batches, self._done = micro_batches, 0
         self._input = torch.randn(x.shape, dtype=TORCH_DTYPE[dtype], device=device)

@@ -16,6 +16,7 @@ from rich.console import Console
 from fuyou_cli.cli.bench import run_bench
 from fuyou_cli.core.units import GiB
 from fuyou_cli.engine import compiled
+from fuyou_cli.engine.alone import BlockAlone
 from fuyou_cli.engine.anatomy import Anatomy, dissect
 from fuyou_cli.engine.compiled import CompiledBlocks
 from fuyou_cli.engine.freezing import frozen
@@ -170,6 +171,19 @@ def test_a_heads_gradient_takes_memory_for_any_number_of_tokens() -> None:
     assert [rate.kind for rate in found.stage_rates] == ["block"] and "the recipe's head is not measured" in found.notes[0]
     still = head_stage(frozen(anatomy, ["lm_head", "model.norm"]), numerics, torch.device("cpu"))
     assert 2 * 4096 * 64 <= still.weights <= 1.01 * 2 * 4096 * 64
+
+
+def test_copies_of_a_small_block_take_no_more_than_their_room() -> None:
+    """A block's weights, sums and one gradient take memory for any number of tokens."""
+    anatomy = tied_gemma()
+    spec = next(stage for stage in inspected(anatomy).stages if stage.kind == "block")
+    gradient = 2 * max(tensor.numel for tensor in spec.tensors)
+    for room, copies in ((None, 16), (2 * 6 * spec.params, 3), (0, 1)):
+        block = block_stage(anatomy, NUMERICS, torch.device("cpu"), room=room)
+        made = block.make(16)
+        assert isinstance(made, BlockAlone) and len(made._visits) == copies
+        assert block.weights == 6 * spec.params + gradient
+        assert block.peak == spec.backward_peak - gradient + sum(operator.bytes for operator in spec.operators)
 
 
 def test_what_never_fits_is_said_and_not_refused() -> None:

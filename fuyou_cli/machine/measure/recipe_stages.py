@@ -25,7 +25,7 @@ QUICK_PAIR, FULL_PAIR = 8.0, 40.0  # seconds of one forward and one backward tha
 SECONDS: dict[RatedKind, float] = {"block": 24.0, "head": 8.0}  # of all repeats, at least,
 GPU_SHARE = 0.15  # of those seconds: other programs do not slow a GPU down, and a repeat takes it milliseconds
 SEVERAL = 1.25  # times as long where micro-batches of several sizes take turns
-USABLE = 0.8  # of the memory that is free
+USABLE = 0.8  # of the memory that is free; copies of a small block take of the rest
 
 
 def measure_recipe(
@@ -47,10 +47,10 @@ def measure_recipe(
 
     threads = torch.get_num_threads()
     torch.set_num_threads(sizes[0].torch_threads)
-    seconds, free = QUICK_PAIR if quick else FULL_PAIR, int(free * USABLE)
+    seconds, free, rest = QUICK_PAIR if quick else FULL_PAIR, int(free * USABLE), int(free * (1 - USABLE))
     found = Findings()
     try:
-        block = partial(block_stage, compiled=compiled)
+        block = partial(block_stage, compiled=compiled, room=rest // len(sizes))
         for name, stage, of in (("decoder block", block, sizes[:1] if compiled else sizes), ("head", head_stage, sizes)):
             progress(f"the recipe's {name}")
             trim()  # what the measurements before this have freed is part of `free`

@@ -108,10 +108,13 @@ class RunStage:
     compiles: bool = False  # whole, not with fewer tokens
 
 
-def block_stage(anatomy: Anatomy, numerics: Numerics, device: torch.device, *, compiled: bool = False) -> RunStage:
+def block_stage(
+    anatomy: Anatomy, numerics: Numerics, device: torch.device, *, compiled: bool = False, room: int | None = None
+) -> RunStage:
     """Describes the first block: the others of a model are alike, or nearly. `compiled`: compiles it, once for all tokens of a
-    micro-batch, as each number of tokens takes seconds; fewer are computed without."""
-    from fuyou_cli.engine.alone import BlockAlone
+    micro-batch, as each number of tokens takes seconds; fewer are computed without. `room`: bytes for copies of a
+    small one."""
+    from fuyou_cli.engine.alone import MOST_ROOM, BlockAlone
     from fuyou_cli.engine.compiled import CompiledBlocks, as_compiled
 
     whole = numerics.micro_batch_size * numerics.max_seq_len
@@ -125,7 +128,8 @@ def block_stage(anatomy: Anatomy, numerics: Numerics, device: torch.device, *, c
         spec = (model if blocks is None else as_compiled(model)).stages[block.index]
         return BlockAlone(
             anatomy, spec, dtype=numerics.compute_dtype, accumulate=numerics.accumulate_dtype, shape=shape, device=device,
-            micro_batches=-(-numerics.batch_size // numerics.micro_batch_size), compiled=blocks,
+            micro_batches=-(-numerics.batch_size // numerics.micro_batch_size), room=MOST_ROOM if room is None else room,
+            compiled=blocks,
         )  # fmt: skip
 
     kept = sum(operator.bytes for operator in block.operators)  # held while they are given back
