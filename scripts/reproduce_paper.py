@@ -10,8 +10,8 @@ Part 1 takes the hardware and policy of "Ratel: Optimizing Holistic Data Movemen
 30 bytes per parameter and step, gradients in RAM, nothing deferred, no states kept in RAM. The simulator that plans runs
 predicts each published step. `paper/given.py` lists all inputs: four constants, the hardware, the policy.
 
-Part 2 is what `fuyou plan --hardware` chooses on the same machines, and on two consumer drives. Part 3 is what the GPU's own
-memory brings there (`paper/tier.py`). All of it is predicted. The exit code is 1 if a line that is asked does not hold.
+Part 2 is what `fuyou plan --hardware` chooses on the same machines, and on two consumer drives. Part 3 is what the GPU tier
+brings there (`paper/tier.py`). All of it is predicted. The exit code is 1 if a line that is asked does not hold.
 """
 
 from __future__ import annotations
@@ -321,8 +321,8 @@ def part_two(console: Console, rates: dict[int, float]) -> tuple[bool, list[Ours
 
 
 def show_gains(console: Console, found: Sequence[Gain]) -> bool:
-    """Prints the paper's settings, clipped, with and without what may rest on the GPU."""
-    console.print("\nWhat the GPU's own memory brings, clipped: tokens per second, predicted by the same costs", style="bold")
+    """Prints the paper's settings, clipped, with and without the GPU tier."""
+    console.print("\nWhat the GPU tier brings, clipped: tokens per second, predicted by the same costs", style="bold")
     rows = [
         (gain.model, gain.where, str(gain.batch), f"{gain.without:,.1f}", f"{gain.tokens:,.1f}", f"{gain.ratio:.3f}")
         for gain in found
@@ -331,8 +331,8 @@ def show_gains(console: Console, found: Sequence[Gain]) -> bool:
     faster, slower = sum(gain.ratio >= tier.GAIN for gain in found), sum(gain.ratio < tier.SAME for gain in found)
     console.print(
         f"{faster} of {len(found)} settings gain {tier.GAIN - 1:.0%} or more (asked: {tier.SETTINGS}), {slower} are slower "
-        f"(asked: none): {verdict(tier.holds(found))}. Without it: the batch passes through the host, no weights, states, "
-        "gradients or outputs rest on the GPU, a step is one sweep, and no first backward measures the norm."
+        f"(asked: none): {verdict(tier.holds(found))}. Without it: the batch passes through the host, weights may rest "
+        "on the GPU but no states, boundaries or outputs, a step is one sweep, and no first backward measures the norm."
     )
     return tier.holds(found)
 

@@ -1,8 +1,8 @@
-"""What the GPU's own memory brings, clipped: plans of the paper's settings with and without it, priced by the same costs.
+"""What the GPU tier brings, clipped: plans of the paper's settings with and without it, priced by the same costs.
 
-Without it, plans do what they could before the GPU tier was built: tensors of the whole batch pass through the host, no
-weights, states, gradients or outputs rest on the GPU, a step is one sweep, and no first backward measures the norm. The search
-is that of today, so these plans are no slower than those of then would be."""
+Without it, plans do what they could before it was built: tensors of the whole batch pass through the host, weights may rest on
+the GPU but no states, boundaries or outputs, a step is one sweep, and no first backward measures the norm. The search is that
+of today, not of then."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Gain:
 
 
 def without_tier(model: ModelSpec, request: PlanRequest) -> PlanRequest:
-    """Returns the request for a plan that leaves the GPU's memory to compute."""
+    """Returns the request for a plan that has of the GPU's memory what compute and weights take."""
     nothing = tuple(() for _ in model.stages)
     kept_there = nothing if request.kept_there is None else request.kept_there
     return replace(request, batch_on_device=False, device_states=(), kept_there=kept_there, sweeps=1, norm_first=False)
@@ -53,6 +53,7 @@ def _search(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -
 
 
 def gain_of(case: Case) -> Gain:
+    """Plans a setting twice. Raises SystemExit if one of the plans does not fit."""
     clipped, tokens = replace(case, settings=(CLIPPED,)), dict[bool, float]()
     for limited in (True, False):
         with mock.patch("fuyou_cli.training.plan_step.search_timed", _search) if limited else nullcontext():

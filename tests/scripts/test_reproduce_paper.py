@@ -287,8 +287,8 @@ def test_weights_on_the_gpu_are_in_ram_too() -> None:
 # ---- part 3 ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_plan_without_the_tier_leaves_the_gpu_to_compute() -> None:
-    """Keeps every limit that the recipe sets, and lets nothing but compute have the device's memory."""
+def test_a_plan_without_the_tier_is_asked_for_none_of_it() -> None:
+    """Nothing else of the request changes."""
     numerics = Numerics(
         compute_dtype="bfloat16", accumulate_dtype="float32", batch_size=4, micro_batch_size=2, max_seq_len=32,
         head_chunk_tokens=0, torch_threads=1, seed=0,
