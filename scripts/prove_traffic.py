@@ -12,7 +12,8 @@ with clipping the last update follows no forward and fetches its weights; what r
 saved.
 
 The settings: all on ssd with and without clipping, and as planned for `--budget`. A parameter takes 26 bytes of a full run, and
-at most 14.8 with int8 states (--run int8); a frozen one of an adapter's run (--run lora, qlora) at most 4.1, and 1.2 in nf4.
+at most 14.8 with int8 states (--run int8); a frozen one of an adapter's run (--run lora, qlora) at most 4.1, and 1.2 in nf4,
+beside the adapter, which these runs commit in every step: the row says what that adds.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -67,19 +69,29 @@ def beside_plan(what: str, result: dict, bytes_by: dict[str, tuple[float, float]
     return rows
 
 
-def per_parameter(setting: Setting, what: str, case: Case, bytes_by: dict[str, tuple[float, float]], n: int, run: str) -> Row:
-    """Checks the bytes with all on ssd: per parameter, plus twice the boundaries, and with clipping twice the gradients."""
+def committed(plan: dict[str, Any]) -> int:
+    """Returns the bytes of weights and states that a step writes."""
+    return sum(plan["predicted_written_by"].get(kind, 0) for kind in ("weights", "states"))
+
+
+def per_parameter(
+    setting: Setting, what: str, case: Case, bytes_by: dict[str, tuple[float, float]], plan: dict[str, Any], run: str
+) -> Row:
+    """Checks the bytes with all on ssd: per parameter, plus twice the boundaries, with clipping twice the gradients, and an
+    adapter's commit."""
     config = json.loads((setting.model() / "config.json").read_text())
     tokens = case.rows * LENGTH
+    n = plan["parameters"]
     # Inputs of the blocks and of the final norm rest between forward and backward, two bytes an element.
     boundaries = (config["num_hidden_layers"] + 1) * tokens * config["hidden_size"] * 2
     gradients = n * GRADIENT_ITEM if case.clip is not None and run in ("full", "int8") else 0
-    resting = 2 * (boundaries + gradients)
+    adapter = committed(plan) if run in ("lora", "qlora") else 0
     measured = sum(bytes_by["daemon"])
-    per = (measured - resting) / n
+    per = (measured - 2 * (boundaries + gradients) - adapter) / n
     note = f"{gb(measured)} a step, {gb(2 * boundaries)} of it boundaries"
     note += f", {gb(2 * gradients)} gradients until the norm is known" if gradients else ""
-    values = {"bytes": measured, "parameters": n, "boundaries": boundaries, "gradients": gradients}
+    note += f", {gb(adapter)} the adapter's commit: {adapter / n:.3f} a parameter" if adapter else ""
+    values = {"bytes": measured, "parameters": n, "boundaries": boundaries, "gradients": gradients, "adapter": adapter}
     line = f"{what}: bytes per parameter beside what rests"
     return at_most(line, round(per, 3), BYTES_PER_PARAMETER[run], note=note, values=values)
 
@@ -103,7 +115,7 @@ def prove(setting: Setting, options: argparse.Namespace) -> int:
             bytes_by = counted(result)
             rows += beside_plan(what, result, bytes_by)
             if all_on_ssd:
-                rows.append(per_parameter(setting, what, case, bytes_by, result["plan"]["parameters"], options.run))
+                rows.append(per_parameter(setting, what, case, bytes_by, result["plan"], options.run))
             read_by, written_by = result["plan"]["predicted_read_by"], result["plan"]["predicted_written_by"]
             text = "; ".join(f"{kind} {gb(read_by.get(kind, 0))} + {gb(written_by.get(kind, 0))}" for kind in sorted(read_by))
             rows.append(reported(f"{what}: the plan's bytes, read + written", "see below", note=text))
