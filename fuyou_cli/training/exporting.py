@@ -1,6 +1,7 @@
 """Exports a committed store as a directory that `from_pretrained` loads, extent by extent.
 
-Every extent is checksummed as it is read. The new files take their place only when all checksums match.
+Every extent is checksummed as it is read, and so is what lies in the checkpoint's own files, where a run has summed it. The new
+files take their place only when all checksums match.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from ..adapters.adapter_names import is_added
 from ..checkpoint.companions import ADAPTER_CONFIG_NAME, companion_files
 from ..checkpoint.writer import OutTensor, write_checkpoint
-from ..core.errors import SwapError, UsageError
+from ..core.errors import ModelFileError, SwapError, UsageError
 from ..core.units import MiB, align_up
 from ..spec.model import ITEM_SIZE, STATE_NAMES, STATE_TILE
 from ..swap.arena import Arena
@@ -27,6 +28,7 @@ from .packed_reading import PackedReader
 from .state.at_rest import at_rest
 from .state.extent_checks import MODULUS, not_as_named
 from .state.kept_companions import kept_companions
+from .state.source_checks import file_of
 from .state.stored import Manifest, StoredExtent, StoredStage, StoredTensor, Untouched
 from .untouched import with_untouched
 
@@ -209,7 +211,11 @@ class StoreWeights:
         if stage.frozen is not None:
             return self._elements(stage.frozen, begin, count, item)
         place, size, align = begin * item, count * item, 4096
-        piece = next(piece for piece in stage.pieces if piece.place <= place < piece.place + piece.size)
+        number, piece = next(
+            (number, piece) for number, piece in enumerate(stage.pieces) if piece.place <= place < piece.place + piece.size
+        )
+        if number < len(stage.piece_sums):
+            return self._bytes(stage.summed_pieces[number], place - piece.place, place - piece.place + size, 0)
         inside = (place - piece.place) % align
         self.daemon.wait(self.daemon.read(0, piece.offset + place - piece.place - inside, align_up(inside + size, align)))
         return self.arena.view(inside, size)
@@ -242,20 +248,27 @@ class StoreWeights:
             )
 
     def check(self) -> None:
-        """Reads the rest of each extent that was read. Raises SwapError if one is not what was written."""
+        """Reads the rest of each extent that was read. Raises SwapError if one is not what was written, or ModelFileError where
+        it is of the checkpoint's files."""
         for stage in self.manifest.stages:
             for name, extent in stage.extents():
-                if extent not in self._summed:
-                    continue
-                while (end := self._summed[extent].end) < extent.size:
-                    self._fetch(extent, end, min(_PIECE, extent.size - end), 0)
-                total = self._summed[extent].total % MODULUS
-                if total != extent.sum:
+                if (total := self._total(extent)) != extent.sum:
                     raise SwapError(
                         f"{name} of {stage.name}: {not_as_named(self.manifest, extent, total)}",
                         hint="`fuyou verify` reads the whole state again. If it is damaged, running the recipe again goes "
                         "back to the state before",
                     )
+            for piece in stage.summed_pieces:
+                if self._total(piece) != piece.sum:
+                    raise ModelFileError(f"{file_of(self.manifest, piece)}: its content is not what the saved run has read")
+
+    def _total(self, extent: StoredExtent) -> int:
+        """Returns the sum of an extent, of which the rest is read now; one that was not read counts as it should be."""
+        if extent not in self._summed:
+            return extent.sum
+        while (end := self._summed[extent].end) < extent.size:
+            self._fetch(extent, end, min(_PIECE, extent.size - end), 0)
+        return self._summed[extent].total % MODULUS
 
 
 def _check_complete(name: str, parts: list[StoredTensor]) -> None:

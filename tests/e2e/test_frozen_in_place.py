@@ -16,11 +16,13 @@ from drawn import every
 from fuyou_cli.cli.stores import run_export
 from fuyou_cli.core.errors import FuyouError, Interrupted, ModelFileError, UsageError
 from fuyou_cli.core.units import gb
+from fuyou_cli.training.exporting import export_store
 from fuyou_cli.training.report import StepReport
 from fuyou_cli.training.run import Run
 from fuyou_cli.training.state.at_rest import at_rest, verify_store
 from fuyou_cli.training.state.source_checks import to_check
 from fuyou_cli.training.state.stored import Manifest
+from tests.damage import flip
 
 from .conftest import NewProject, Project
 from .running import interrupt, manifest_of, prepared_run, run_of, store_of, sums, train
@@ -201,6 +203,23 @@ def test_other_bytes_under_the_same_time_are_found(frozen: NewProject, model: Pa
     verified = project.fuyou("verify", store_of(project))
     assert verified.returncode == 1, verified.stdout
     assert f"the model's file {file}: its content is not what the run has read: put it back" in verified.stdout
+
+
+def test_other_bytes_under_the_same_time_are_not_exported(frozen: NewProject, model: Path, tmp_path: Path) -> None:
+    """Changes a byte near either end of what a stage reads of the file."""
+    project, file = frozen(changes={"export.at_end": False}), weights_of(model)
+    _, store = train(project)
+    saved, status, content = manifest_of(project), file.stat(), file.read_bytes()
+    piece = next(stage.pieces for stage in saved.stages if stage.pieces)[0]
+    for at in (piece.offset % (1 << 48) + 4096, piece.offset % (1 << 48) + piece.size - 4097):
+        flip(file, at)
+        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+        with pytest.raises(ModelFileError, match=f"{file}: its content is not what the saved run has read"):
+            export_store(store, tmp_path / "exported", dtype="float32", max_shard_size=1 << 30)
+        assert not (tmp_path / "exported").exists()
+        file.write_bytes(content)
+        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    export_store(store, tmp_path / "exported", dtype="float32", max_shard_size=1 << 30)
 
 
 @pytest.mark.parametrize("summed", [True, False])

@@ -55,6 +55,11 @@ def _looked_at(saved: Manifest) -> Iterator[tuple[SourceFile, str, SourceFile | 
         yield source, "" if now == source else "it has changed", now
 
 
+def file_of(saved: Manifest, piece: StoredExtent) -> str:
+    """Returns the path of the file that a piece is of."""
+    return next(file.path for file, begin in reversed([*_begins(saved.sources)]) if begin <= piece.offset)
+
+
 def how_to_put_back(source: SourceFile, *, timed: bool) -> str:
     """Says how a file becomes what it was. `timed`: its time of change counts too, and a copy of it has another."""
     seconds, rest = divmod(source.changed, 10**9)
