@@ -152,13 +152,18 @@ def _no_weights(directory: Path) -> UsageError:
             "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)",
         )
     if ADAPTER_NAME in names:
-        return UsageError(
-            f"{directory}: holds an adapter, not a whole model",
-            hint="merge it into its base model first (merge_and_unload), or give the base model",
-        )
+        return an_adapter(directory)
     return UsageError(
         f"{directory}: has neither {SINGLE_NAME} nor {INDEX_NAME}",
         hint="give a directory written by save_pretrained, or a hub id",
+    )
+
+
+def an_adapter(directory: object) -> UsageError:
+    """Makes the error for the folder of an adapter that is named as a model."""
+    return UsageError(
+        f"{directory}: holds an adapter, not a whole model",
+        hint="merge it into its base model first (merge_and_unload), or give the base model",
     )
 
 

@@ -22,8 +22,8 @@ from fuyou_cli.core.errors import FuyouError, OutOfSpaceError, UsageError
 from fuyou_cli.core.paths import expanded
 from fuyou_cli.core.units import gb
 
-from .companions import CODE_PATTERN, CONFIG_NAME, PATTERNS
-from .files import INDEX_NAME, SINGLE_NAME, read_json, shard_map
+from .companions import ADAPTER_CONFIG_NAME, CODE_PATTERN, CONFIG_NAME, PATTERNS
+from .files import INDEX_NAME, SINGLE_NAME, an_adapter, read_json, shard_map
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.schema import Recipe
@@ -113,6 +113,8 @@ def _check(name_or_path: str, directory: Path, tokenizer_only: bool, trust_remot
             raise UsageError(f"{name_or_path}: has no tokenizer", hint=hint)
         return
     if not (directory / CONFIG_NAME).is_file():
+        if (directory / ADAPTER_CONFIG_NAME).is_file():
+            raise an_adapter(name_or_path)
         raise UsageError(f"{name_or_path}: has no {CONFIG_NAME}", hint="give a model in the transformers format")
     if not trust_remote_code:
         refuse_remote_code(directory)

@@ -138,6 +138,14 @@ def test_says_what_to_do(server: Hub) -> None:
     assert "o/single@nowhere: no such revision" in refusal("o/single", revision="nowhere").message
 
 
+def test_the_folder_of_an_adapter_is_named_as_one(tmp_path: Path) -> None:
+    """It has no config.json of a model."""
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    error = refusal(str(tmp_path))
+    assert "holds an adapter, not a whole model" in error.message and "base model" in str(error.hint)
+
+
 def test_says_that_the_hub_cannot_be_reached(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(
