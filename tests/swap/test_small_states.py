@@ -180,6 +180,16 @@ def test_counts_new_weights_that_are_not_finite(gradient: int, places: tuple[int
     assert kernels.adamw(update, weights=stage.master, **moments, gradients=gradients) == 2
 
 
+def test_counts_those_of_a_block_that_a_segment_ends_in() -> None:
+    """And none behind the segment."""
+    stage, gradients = a_stage("int8"), np.zeros(COUNT, np.float32)
+    end = 10 * 64 + 7
+    gradients[[end - 7, end - 1, end]] = np.nan
+    update = an_update("int8", segments=(Segment(first=0, count=end, weight_decay=0.0),))
+    moments = {"momentum": stage.momentum, "variance": stage.variance}
+    assert kernels.adamw(update, weights=stage.master, **moments, gradients=gradients) == 2
+
+
 def test_counts_new_weights_that_round_to_infinity() -> None:
     """Two are finite in float32, and their sum is small."""
     stage, gradients = a_stage("int8"), np.zeros(COUNT, np.float32)
