@@ -94,6 +94,7 @@ def test_the_plan_knows_what_frozen_weights_spare() -> None:
     for block in blocks:
         matrices = sum(tensor.numel for tensor in block.tensors if ".base_layer." in tensor.name)
         assert block.frozen_flops == 2 * matrices * shape.micro * shape.tokens > 0.5 * block.forward_flops
+    assert [block.passes_on for block in blocks] == [False] + [True] * (len(blocks) - 1)  # below the first nothing learns
     assert spec.flops_per_token == 6 * spec.trained_parameters + 4 * spec.frozen_parameters
 
 
