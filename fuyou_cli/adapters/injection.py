@@ -42,6 +42,7 @@ def inject(model: PreTrainedModel, section: AdapterSection) -> LoraConfig:
     except LIBRARY_ERRORS as error:
         left = [name for name in linear if f"'{name}'" not in str(error)]
         such = f"write layers that can be in adapter.target_modules, such as {', '.join(left)}"
+        such += "; none inside adapter.modules_to_save can" if section.modules_to_save else ""
         raise UsageError(
             f"adapter: {type(model).__name__} cannot be adapted so: {said(error)}",
             hint=such if left else "remove `adapter` to train in full, with `freeze` for layers that are not to change",

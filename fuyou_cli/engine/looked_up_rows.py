@@ -28,7 +28,7 @@ _AT_ONCE = 512  # reads of rows under way, of all tables: far fewer than the dae
 
 
 @dataclass(slots=True)
-class _Table:
+class Table:
     """Holds what is known of one stage's table, or of the rows of a table that the stage holds."""
 
     stage: int
@@ -55,7 +55,7 @@ class _Table:
 class _Fetch:
     """Holds one fetch under way into the slot at `arena`."""
 
-    table: _Table
+    table: Table
     arena: int
     left: list[int] | None = None  # rows still to be submitted; None: not told yet
     under_way: dict[int, int] = field(default_factory=dict)  # row by ticket of the daemon; -1: all of the table
@@ -169,14 +169,14 @@ class LookedUpRows:
         sums = (checksum(slot[begin:end]) for begin, end in map(table.pages, range(table.rows)))
         table.sums = np.fromiter(sums, dtype=np.uint64, count=table.rows)
 
-    def _check(self, table: _Table, row: int, total: int) -> None:
+    def _check(self, table: Table, row: int, total: int) -> None:
         begin, end = table.pages(row)
         assert table.sums is not None and self._daemon.written is not None
         span = Span(offset=table.extent.offset + begin, size=end - begin)
         self._daemon.written.compare(span, total, int(table.sums[row]), self._daemon.label_names.get(table.stage, "a table"))
 
 
-def _table(model: ModelSpec, stage: StageSpec, extent: Span) -> _Table:
+def _table(model: ModelSpec, stage: StageSpec, extent: Span) -> Table:
     (tensor,), item = stage.tensors, ITEM_SIZE[model.compute_dtype]
     rows = tensor.shape[0]
-    return _Table(stage.index, first=item * tensor.offset, row=item * (tensor.numel // rows), rows=rows, extent=extent)
+    return Table(stage.index, first=item * tensor.offset, row=item * (tensor.numel // rows), rows=rows, extent=extent)

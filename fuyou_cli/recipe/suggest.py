@@ -89,7 +89,7 @@ _MEANINGS = {  # for keys that measure the same idea differently
 }
 _INT8_ADAMW = "write `name: adamw` and `optimizer.state_dtype: int8`"
 _OTHER_CHOICES = {
-    **dict.fromkeys(["adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"], _INT8_ADAMW),
+    **dict.fromkeys(["adamw8bit", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"], _INT8_ADAMW),
     "adafactor": f"{_INT8_ADAMW} for small states: a factored moment needs sums over a whole matrix before its first element "
     "is updated, and an update here passes each part of it once",
 }

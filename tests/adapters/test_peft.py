@@ -128,6 +128,13 @@ def test_layers_that_peft_refuses_are_not_offered():
     assert caught.value.hint.endswith("such as in_proj, x_proj, dt_proj")
 
 
+def test_layers_inside_modules_to_save_get_no_lora():
+    model = build(FAMILIES["llama"], dtype="float32", attention="sdpa")
+    with pytest.raises(UsageError, match="No modules were targeted") as caught:
+        inject(model, AdapterSection(modules_to_save=("layers",)))
+    assert caught.value.hint.endswith("none inside adapter.modules_to_save can")
+
+
 def test_where_no_other_layer_can_have_lora_the_hint_names_none():
     mamba = build(transformers.MambaConfig(hidden_size=32, num_hidden_layers=1), dtype="float32", attention="sdpa")
     for name in ("in_proj", "x_proj", "dt_proj"):

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 
 from fuyou_cli.core.errors import SwapError, UsageError
 from fuyou_cli.engine.forward_only import ForwardOnly
-from fuyou_cli.engine.looked_up_rows import _Table
+from fuyou_cli.engine.looked_up_rows import Table
 from fuyou_cli.planner import looked_up
 from fuyou_cli.planner.looked_up import ROW_COST
 from fuyou_cli.planner.place import plan
@@ -175,7 +175,7 @@ def test_a_step_given_up_is_forgotten(tmp_path: Path) -> None:
 
 def test_all_pages_of_rows_that_lie_in_two_are_read() -> None:
     """Rows of 384 bytes: some end in the page behind the one that they share with others."""
-    table = _Table(0, first=64, row=384, rows=64, extent=Span(offset=0, size=7 * PAGE))
+    table = Table(0, first=64, row=384, rows=64, extent=Span(offset=0, size=7 * PAGE))
     rows = torch.tensor([3, 9, 10, 11, 20, 21])
     read = {table.pages(row) for row in table.apart(rows)}
     assert read == {table.pages(int(row)) for row in rows}

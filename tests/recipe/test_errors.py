@@ -268,6 +268,7 @@ def test_many_errors_are_counted_and_the_first_shown(tmp_path):
         ("adapter: {rank: 4}", "fuyou calls this `adapter.r`"),
         ("load_in_4bit: true", "fuyou calls this `model.quantize`: nf4 or int8, of the weights below an adapter"),
         ("optimizer: {name: adamw_8bit}", "write `name: adamw` and `optimizer.state_dtype: int8`"),
+        ("optimizer: {name: adamw8bit}", "write `name: adamw` and `optimizer.state_dtype: int8`"),
         ("optimizer: {name: Adafactor}", "write `name: adamw` and `optimizer.state_dtype: int8` for small states: a factored"),
         ("optimizer: {name: lion, state_dtype: int8}", "use float32, or `optimizer.name: adamw`"),
         ("lr_scheduler: cosine", "write `lr_scheduler: {name: 'cosine'}`"),
