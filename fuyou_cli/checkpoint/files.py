@@ -159,12 +159,11 @@ def _no_weights(directory: Path) -> UsageError:
     )
 
 
-def an_adapter(directory: object) -> UsageError:
+def an_adapter(
+    directory: object, hint: str = "merge it into its base model first (merge_and_unload), or give the base model"
+) -> UsageError:
     """Makes the error for the folder of an adapter that is named as a model."""
-    return UsageError(
-        f"{directory}: holds an adapter, not a whole model",
-        hint="merge it into its base model first (merge_and_unload), or give the base model",
-    )
+    return UsageError(f"{directory}: holds an adapter, not a whole model", hint=hint)
 
 
 def name_list(names: list[str]) -> str:

@@ -18,7 +18,7 @@ import torch
 from ..adapters.adapter_names import is_added
 from ..checkpoint.companions import ADAPTER_CONFIG_NAME, companion_files
 from ..checkpoint.writer import OutTensor, write_checkpoint
-from ..core.errors import ModelFileError, SwapError, UsageError
+from ..core.errors import SwapError, UsageError
 from ..core.units import MiB, align_up
 from ..spec.model import ITEM_SIZE, STATE_NAMES, STATE_TILE
 from ..swap.arena import Arena
@@ -28,7 +28,7 @@ from .packed_reading import PackedReader
 from .state.at_rest import at_rest
 from .state.extent_checks import MODULUS, not_as_named
 from .state.kept_companions import kept_companions
-from .state.source_checks import file_of
+from .state.source_checks import file_of, other_content
 from .state.stored import Manifest, StoredExtent, StoredStage, StoredTensor, Untouched
 from .untouched import with_untouched
 
@@ -260,7 +260,7 @@ class StoreWeights:
                     )
             for piece in stage.summed_pieces:
                 if self._total(piece) != piece.sum:
-                    raise ModelFileError(f"{file_of(self.manifest, piece)}: its content is not what the saved run has read")
+                    raise other_content(file_of(self.manifest, piece))
 
     def _total(self, extent: StoredExtent) -> int:
         """Returns the sum of an extent, of which the rest is read now; one that was not read counts as it should be."""

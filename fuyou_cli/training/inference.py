@@ -13,7 +13,7 @@ import torch
 
 from ..adapters.adapter_names import base_name
 from ..checkpoint.companions import ADAPTER_CONFIG_NAME, CONFIG_NAME
-from ..checkpoint.files import open_checkpoint
+from ..checkpoint.files import an_adapter, open_checkpoint
 from ..checkpoint.names import entries_for
 from ..checkpoint.quantised_files import reads_parts
 from ..checkpoint.reader import TensorReader
@@ -91,11 +91,10 @@ def find(
         (place / ADAPTER_CONFIG_NAME).is_file() for place in (source, source / "adapter")
     ):
         where = _where_its_store_is(source.parent if (source / ADAPTER_CONFIG_NAME).is_file() else source)
-        raise UsageError(
-            f"{source}: holds an adapter, not a whole model",
-            hint=f"{where}: name that folder, or merge it: fuyou export STORE OUT --merged; "
-            "without the adapter, name the base model",
+        hint = (
+            f"{where}: name that folder, or merge it: fuyou export STORE OUT --merged; without the adapter, name the base model"
         )
+        raise an_adapter(source, hint)
     elif not (source / CONFIG_NAME).is_file() and (source / _LOG).is_file():
         raise _not_exported(source)
     config = load_config(folder, trust_remote_code=trusted)

@@ -55,9 +55,14 @@ def _looked_at(saved: Manifest) -> Iterator[tuple[SourceFile, str, SourceFile | 
         yield source, "" if now == source else "it has changed", now
 
 
-def file_of(saved: Manifest, piece: StoredExtent) -> str:
-    """Returns the path of the file that a piece is of."""
-    return next(file.path for file, begin in reversed([*_begins(saved.sources)]) if begin <= piece.offset)
+def file_of(saved: Manifest, piece: StoredExtent) -> SourceFile:
+    """Returns the file that a piece is of."""
+    return next(file for file, begin in reversed([*_begins(saved.sources)]) if begin <= piece.offset)
+
+
+def other_content(file: SourceFile) -> ModelFileError:
+    """Makes the error for a file whose content the run did not read."""
+    return ModelFileError(f"{file.path}: its content is not what the saved run has read")
 
 
 def how_to_put_back(source: SourceFile, *, timed: bool) -> str:
@@ -88,7 +93,7 @@ def compare(
     for file, extents in _touched(saved, now):
         say(f"{file.path} has another time of change: comparing {gb(_covered(file, extents))} with what was read before")
         if not _is_as_read(extents, daemon, arena, window, progress):
-            raise ModelFileError(f"{file.path}: its content is not what the saved run has read")
+            raise other_content(file)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
