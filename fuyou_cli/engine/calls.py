@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 import transformers
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from ..core.errors import UsageError
 from .documents import Documents, attending_apart, check_arguments, laid_out
+from .module_state import tracing
 from .skeleton import EXPERT_KEYS, LIBRARY_ERRORS, said, setting
 
 WORKING = "dense decoders such as Llama and Qwen train; scripts/results/MODELS.md lists every family that was tried"
@@ -223,7 +224,7 @@ def stage_calls(
     forwards = {module: stand_in(module, name) for module, name in stages.items()}
     with (
         only_refusals(model, shape=shape), torch.no_grad(), replaced_forwards(forwards), one_row_masks(model),
-        FakeTensorMode(allow_non_fake_inputs=True), between, _NothingLeftOut(),
+        tracing(model, length=shape[1]), between, _NothingLeftOut(),
     ):  # fmt: skip
         ids = torch.zeros(shape, dtype=torch.long)
         positions = torch.arange(shape[1]).unsqueeze(0)

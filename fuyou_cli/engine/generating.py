@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel
 
 from ..core.errors import UsageError
@@ -23,6 +22,7 @@ from .calls import only_refusals, own_forward, replaced_forwards, with_fake_para
 from .inspect import LiveBytes
 from .lookup import holding
 from .loss import regular
+from .module_state import LastPosition, tracing
 from .streamed import place_buffers, put_back
 from .weight_stream import WeightStream
 
@@ -95,8 +95,7 @@ def room(model: PreTrainedModel, *, rows: int, prompt: int, new: int) -> Generat
     one on fake tensors. Raises UsageError for a model that keeps no cache."""
     whole = prompt + new
     with (
-        only_refusals(model, shape=(rows, whole)), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True),
-        with_fake_parameters(model),
+        only_refusals(model, shape=(rows, whole)), torch.no_grad(), tracing(model), with_fake_parameters(model),
     ):  # fmt: skip
         first = LiveBytes(*model.parameters())
         _pass(model, rows, prompt, prompt, None, first)
@@ -114,7 +113,7 @@ def _pass(model: PreTrainedModel, rows: int, tokens: int, end: int, cache: Any, 
     given["attention_mask"] = torch.ones(rows, end, dtype=torch.long)
     given["position_ids"] = torch.arange(end - tokens, end).unsqueeze(0)
     of_last = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
-    with live:
+    with LastPosition(end), live:
         out = model(**given, **of_last, use_cache=True, return_dict=True)
     cache = getattr(out, "past_key_values", None)
     if cache is None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -24,6 +24,7 @@ from .calls import Between, StageCall, only_refusals, stage_calls
 from .freezing import with_frozen_work
 from .lookup import is_lookup, is_plain, scales_rows
 from .loss import Head, Part, TokenLoss, pieces
+from .module_state import tracing
 from .operator_trace import OperatorTrace
 from .skeleton import TORCH_DTYPE
 
@@ -232,8 +233,8 @@ def _settings(stage: Stage) -> object:
 
 
 def _stage_cost(anatomy: Anatomy, stage: Stage, call: StageCall, x: torch.Tensor, *, dtype: str, short: Short | None) -> Costs:
-    assert isinstance(x, FakeTensor)
-    with x.fake_mode:
+    assert isinstance(x, FakeTensor) and stage.module is not None
+    with tracing(stage.module, mode=x.fake_mode, length=x.shape[1]):
         x = x.detach()
         flat = torch.empty(stage.params, dtype=TORCH_DTYPE[dtype])
         forward = _peak(stage, flat, lambda parameters: call.run(x), gradients=False, short=short)
@@ -292,7 +293,7 @@ def _head_cost(anatomy: Anatomy, index: int, *, dtype: str, shape: tuple[int, in
     width = anatomy.model.get_output_embeddings().in_features
     first, end = stage.vocabulary or (0, anatomy.model.config.get_text_config().vocab_size)
     part = Part(slice(None), next(pieces(*shape, chunk)))
-    with FakeTensorMode(allow_non_fake_inputs=True), head.stubbed():
+    with tracing(anatomy.model, length=shape[1]), head.stubbed():
         flat = torch.empty(owner.params, dtype=TORCH_DTYPE[dtype])
         hidden = torch.empty(*shape, width, dtype=TORCH_DTYPE[dtype])
         tokens = TokenLoss.of(torch.zeros(shape, dtype=torch.long))

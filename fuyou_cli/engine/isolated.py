@@ -15,6 +15,7 @@ from ..core.errors import UsageError
 from .anatomy import Anatomy
 from .calls import TRIED, only_refusals, stage_calls, with_fake_parameters
 from .documents import attention_apart
+from .module_state import tracing
 
 _HINT = "use dataset.packing: concat, or false"
 
@@ -57,8 +58,8 @@ def _mixes(anatomy: Anatomy) -> Iterator[str]:
         yield f"it looks positions up in a table ({tables[-1]})"
     if any(isinstance(module, nn.Conv1d) for module in model.base_model.modules()):
         yield "it has convolutions over tokens"
-    if "longrope" in _rope_types(model):
-        yield "its positions depend on the length of the row (rope type longrope)"
+    for kind in sorted({"longrope", "dynamic"} & set(_rope_types(model))):
+        yield f"its positions depend on the length of the row (rope type {kind})"
 
 
 def _rope_types(model: PreTrainedModel) -> Iterator[str]:
@@ -79,7 +80,8 @@ def _try(anatomy: Anatomy) -> None:
             continue
         seen.add(sort)
         assert hasattr(x, "fake_mode")
-        with x.fake_mode, torch.no_grad(), with_fake_parameters(module), _Attended() as attended:
+        traced = tracing(module, mode=x.fake_mode, length=x.shape[1])
+        with traced, torch.no_grad(), with_fake_parameters(module), _Attended() as attended:
             call.output(x)
         if not attended.seen:
             raise UsageError(f"{call.name} ({type(module).__name__}) has no attention that transformers chooses")

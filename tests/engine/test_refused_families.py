@@ -35,10 +35,6 @@ def _gemma4(**changes: int) -> PreTrainedConfig:
 
 REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
     "falcon with alibi": (falcon(alibi=True), "differs between rows"),
-    "llama with dynamic rope": (
-        llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}),
-        "depends on the values of tensors (modeling_rope_utils.py, line ",
-    ),
     "xglm": (
         transformers.XGLMConfig(
             vocab_size=VOCABULARY, d_model=32, ffn_dim=64, num_layers=2, attention_heads=4, max_position_embeddings=64
