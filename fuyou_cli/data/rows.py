@@ -1,4 +1,4 @@
-"""Maps tokenised rows on disk into memory, and pads a step's rows to one rectangle.
+"""Maps tokenised rows on disk into memory.
 
 A directory holds tokens.bin (int32), mask.bin (uint8: the bits of `packing`), offsets.npy (int64 [rows + 1]) and summary.json.
 """
@@ -9,18 +9,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.core.units import align_up
 
 from .packing import BEGINS, LABEL
-
-if TYPE_CHECKING:
-    import torch
 
 TOKENS, TOKEN_BYTES = "tokens.bin", 4
 NO_LOSS = -100  # the label that torch's cross entropy and every HF model ignore
@@ -133,27 +129,8 @@ def damaged(directory: Path) -> UsageError:
     return UsageError(f"the tokenised data in {directory} is damaged", hint="remove it and run the same command again")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Batch:
-    """Holds rows padded on the right. Labels are aligned with `input_ids`; the loss shifts them, so the first is not used."""
-
-    input_ids: NDArray[np.int64]  # [B, S]
-    labels: NDArray[np.int64]  # [B, S], NO_LOSS where a label does not count
-    tokens: int  # without padding
-    label_tokens: int  # labels that count, at positions >= 1
-    documents: list[list[int]] | None  # tokens of each row's documents, its padding last; None: not kept apart
-
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (input_ids, labels) as torch tensors that share this batch's memory."""
-        import torch
-
-        return torch.from_numpy(self.input_ids), torch.from_numpy(self.labels)
-
-
-class Feed(Protocol):
-    """Gives tokens, mask and documents of a row: `Rows`, or `stream.Stream`."""
-
-    summary: DataSummary
+class RowSource(Protocol):
+    """Gives tokens, mask and documents of a row."""
 
     def tokens(self, index: int) -> NDArray[np.int32]: ...
 
@@ -162,25 +139,7 @@ class Feed(Protocol):
     def documents(self, index: int) -> list[int] | None: ...
 
 
-def collate(rows: Feed, indices: Sequence[int], *, pad_id: int, max_len: int, multiple: int = 8) -> Batch:
-    """Pads the rows `indices` to the length of the longest, rounded up to `multiple`, but not beyond `max_len`."""
-    lengths = [len(rows.tokens(index)) for index in indices]
-    longest = max(lengths)
-    if longest > max_len:
-        raise ValueError(f"a row of {longest} tokens does not fit max_len {max_len}")
-    width = min(align_up(longest, multiple), max_len)
-    input_ids = np.full((len(lengths), width), pad_id, np.int64)
-    labels = np.full((len(lengths), width), NO_LOSS, np.int64)
-    for number, index in enumerate(indices):
-        tokens = rows.tokens(index)
-        input_ids[number, : len(tokens)] = tokens
-        labels[number, : len(tokens)] = np.where(rows.mask(index) != 0, tokens, NO_LOSS)
-    counting = int(np.count_nonzero(labels[:, 1:] != NO_LOSS))
-    documents = [[*found, width - sum(found)] for index in indices if (found := rows.documents(index)) is not None]
-    return Batch(
-        input_ids=input_ids,
-        labels=labels,
-        tokens=sum(lengths),
-        label_tokens=counting,
-        documents=[[size for size in sizes if size] for sizes in documents] or None,
-    )
+class Feed(RowSource, Protocol):
+    """Gives rows to train on: `Rows`, or `stream.Stream`."""
+
+    summary: DataSummary

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..core.errors import UsageError
+from ..spec.micro_batch import whole_rows
 from ..spec.model import Dtype, StageSpec
 from .activations.called import Known, Notes, handing_over, numbers_of
 from .activations.graphs import graph_bytes
@@ -170,7 +171,7 @@ class HeadAlone:
         width = anatomy.model.get_output_embeddings().in_features
         self._hidden = torch.randn(rows, tokens, width, dtype=TORCH_DTYPE[dtype], device=device)
         self._targets = torch.zeros(rows, tokens, dtype=torch.long, device=device)
-        self._part = Part(slice(None), cut)
+        self._part = Part(whole_rows(rows, tokens), cut)
 
     def forward(self) -> None:
         """Runs the "logits" pass."""

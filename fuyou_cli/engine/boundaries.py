@@ -14,8 +14,9 @@ import torch
 
 from ..core.errors import UsageError
 from ..core.units import align_up
-from ..planner.boundary_layout import RECORD_ALIGN, BoundaryLayout, boundary_layout, device_boundaries
+from ..planner.boundary_layout import RECORD_ALIGN, BoundaryLayout, device_boundaries, uneven_layout
 from ..planner.boundary_ledger import BoundaryLedger, Wait
+from ..spec.micro_batch import MicroBatch
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan, Span
 from ..swap.daemon import SwapDaemon
@@ -28,6 +29,12 @@ class _Kind:
     shape: torch.Size
     dtype: torch.dtype
     layout: BoundaryLayout
+    parts: tuple[MicroBatch, ...]
+
+    def of(self, number: int) -> torch.Size:
+        """Returns the shape of one micro-batch's rows."""
+        part = self.parts[number]
+        return torch.Size((part.end - part.first, part.width, *self.shape[2:]))
 
 
 class Boundaries:
@@ -44,18 +51,18 @@ class Boundaries:
         self._copies: dict[int, deque[Event]] = {}  # by stage: copies into its place in forward, out of it in backward
         self._after = deque[tuple[int, Callable[[int], None]]]()  # stages, and what to do after their copies
 
-    def stash(self, stage: int, boundary: torch.Tensor, wait_until: Wait) -> None:
+    def stash(self, stage: int, boundary: torch.Tensor, parts: tuple[MicroBatch, ...], wait_until: Wait) -> None:
         """Keeps a copy of `boundary` (host memory). The copy is complete, unless outputs will be stored beside it."""
-        self.room(stage, boundary, wait_until)
-        for number, rows in enumerate(boundary.split(self.plan.numerics.micro_batch_size)):
-            self.rows(stage, number).copy_(rows)
+        self.room(stage, boundary, parts, wait_until)
+        for number, part in enumerate(parts):
+            self.rows(stage, number).copy_(part.of(boundary))
         if not self.plan.stages[stage].kept:
             self.seal(stage)
 
-    def room(self, stage: int, boundary: torch.Tensor, wait_until: Wait) -> None:
+    def room(self, stage: int, boundary: torch.Tensor, parts: tuple[MicroBatch, ...], wait_until: Wait) -> None:
         """Finds a place for `boundary` and the outputs beside it. It is filled micro-batch by micro-batch until it is
         sealed."""
-        layout = self._layout(stage, boundary)
+        layout = self._layout(stage, boundary, parts)
         # The boundary of the step before, until it was read.
         wait_until(lambda: stage not in self.ledger.kept, "a slot for a boundary")
         span = self.ledger.room(stage, wait_until)
@@ -66,14 +73,14 @@ class Boundaries:
                 hint="its dtype is wider than precision.compute: this model family is not supported yet",
             )
         self.ledger.stashed(stage, span, layout.size)
-        self._kinds[stage] = _Kind(boundary.shape, boundary.dtype, layout)
+        self._kinds[stage] = _Kind(boundary.shape, boundary.dtype, layout, parts)
         self._unsealed.add(stage)
 
     def rows(self, stage: int, number: int) -> torch.Tensor:
         """Returns the rows of one micro-batch where they are kept. Valid between `room` or `take` and `seal` or `drop`."""
-        kind, micro = self._kinds[stage], self.plan.numerics.micro_batch_size
-        shape = torch.Size((min(micro, kind.shape[0] - number * micro), *kind.shape[1:]))
-        size, within = shape.numel() * kind.dtype.itemsize, number * kind.layout.record
+        kind = self._kinds[stage]
+        shape, within = kind.of(number), kind.layout.begins(number)
+        size = shape.numel() * kind.dtype.itemsize
         if self._there is not None and stage in self._places:
             begin = self._places[stage] + within
             return self._there[begin : begin + size].view(kind.dtype).view(shape)
@@ -121,8 +128,7 @@ class Boundaries:
     def take(self, stage: int, wait_until: Wait) -> list[torch.Tensor]:
         """Returns the boundary as stashed, micro-batch by micro-batch, valid until it is dropped."""
         self.ledger.ready(stage, wait_until)
-        rows = self._kinds[stage].shape[0]
-        return [self.rows(stage, number) for number in range(-(-rows // self.plan.numerics.micro_batch_size))]
+        return [self.rows(stage, number) for number in range(len(self._kinds[stage].parts))]
 
     def output(self, stage: int, micro_batch: int, operator: int) -> Span:
         """Returns where in the arena an operator's output rests. Valid between stash and seal, and between take and drop."""
@@ -143,12 +149,8 @@ class Boundaries:
         """Does the same for a backward that another follows: the boundary stays at its home."""
         self._follow(stage, self.ledger.leave)
 
-    def _layout(self, stage: int, boundary: torch.Tensor) -> BoundaryLayout:
+    def _layout(self, stage: int, boundary: torch.Tensor, parts: tuple[MicroBatch, ...]) -> BoundaryLayout:
         """Returns the layout of this boundary, which may be smaller than planned."""
-        return boundary_layout(
-            self.model.stages[stage],
-            self.plan.stages[stage].kept,
-            rows=boundary.shape[0],
-            row_bytes=boundary[0].numel() * boundary.element_size(),
-            micro_batch_size=self.plan.numerics.micro_batch_size,
-        )
+        token = boundary[0, 0].numel() * boundary.element_size()
+        sizes = [part.tokens * token for part in parts]
+        return uneven_layout(self.model.stages[stage], self.plan.stages[stage].kept, sizes)

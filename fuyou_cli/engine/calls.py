@@ -49,6 +49,7 @@ class StageCall:
     named: dict[str, Any]
     key: str | None  # keyword of the input; None: the input is the first positional argument
     documents: Documents | None = None  # of the input's rows, which do not see each other; None: rows are whole
+    document_step: int = 0  # of `documents.attended`
 
     @classmethod
     def split(
@@ -73,7 +74,7 @@ class StageCall:
         """Returns the output of the stage's own forward for `x`."""
         if self.documents is not None:
             whole = replace(self, documents=None, named=laid_out(self.named, self.documents))
-            with attending_apart(self.documents):
+            with attending_apart(self.documents, self.document_step):
                 return whole.output(x)
         named = {key: _of_rows(key, value, x.shape[0]) for key, value in self.named.items()}
         if self.key is None:
@@ -139,6 +140,20 @@ def check_shared(value: Any, name: str) -> None:
         raise UsageError(f"{name} is called with a cache; fuyou trains with use_cache=False")
 
 
+@dataclass(frozen=True, slots=True)
+class Made:
+    """Describes what a call of a stage returns. `structure`: without its boundary; `size`: of the boundary's last axis."""
+
+    structure: Any
+    size: int
+    dtype: torch.dtype
+
+    def like(self, x: torch.Tensor, name: str) -> Any:
+        """Returns the same with a boundary of zeros, for ids or a boundary `x`."""
+        axes = x.shape[:-1] if x.is_floating_point() else x.shape
+        return with_boundary(self.structure, torch.zeros(*axes, self.size, dtype=self.dtype, device=x.device), name)
+
+
 class NotKept:
     """Stands for what a stage returned in addition to its boundary. It gets no gradient, so a model that uses it is refused."""
 
@@ -191,9 +206,11 @@ def stage_calls(
     shape: tuple[int, int],
     between: Between | None = None,
     isolated: bool = False,
+    made: list[Made] | None = None,
 ) -> list[tuple[StageCall, torch.Tensor]]:
     """Finds every call of one of `stages` (module to name) in the base model's forward, in order, with its fake input, for ids
-    of `shape`. `isolated`: each row is one document. Raises UsageError for a call that cannot be streamed."""
+    of `shape`. `isolated`: each row is one document. `made` gets what each call returns. Raises UsageError for a call that
+    cannot be streamed."""
     calls: list[tuple[StageCall, torch.Tensor]] = []
     between = between or Between()
     outputs: dict[object, Any] = {}  # blocks are alike: only one of each sort runs, and the others return what it returned
@@ -215,9 +232,15 @@ def stage_calls(
                 between.within = False
                 y = boundary_of(out, name)
                 if y.shape != x.shape or y.dtype != x.dtype:
+                    note(out, y)
                     return with_boundary(out, y, name)
                 outputs[sort] = with_boundary(out, y, name)
+            note(outputs[sort], x)
             return with_boundary(outputs[sort], x, name)
+
+        def note(out: Any, y: torch.Tensor) -> None:
+            if made is not None:
+                made.append(Made(with_boundary(out, None, name), y.shape[-1], y.dtype))
 
         return forward
 

@@ -20,6 +20,7 @@ import torch
 from ..core.units import align_up
 from ..planner.device import BOUNDARIES_ACROSS
 from ..planner.memory import COPY_ALIGN
+from ..spec.micro_batch import MicroBatch
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan
 from .computing import Computing
@@ -72,8 +73,10 @@ class Crossings:
         return Arriving(self, sources, beside)
 
     def begun(self, host: torch.Tensor) -> torch.Tensor:
-        """Makes room on the device for the first result of a visit for these rows of a whole batch, which `put` fills."""
-        return self.device.empty_like(host) if self.across else host
+        """Makes room on the device for the first result of a visit for this part of a whole batch, which `put` fills."""
+        if self.across or not host.is_contiguous():
+            return self.device.empty_like(torch.empty(host.shape, dtype=host.dtype, device="meta"))
+        return host
 
     def placed(self, value: torch.Tensor) -> torch.Tensor:
         """Returns ids or targets of the whole batch where a visit wants them: on the device if the batch is there."""
@@ -218,6 +221,12 @@ class _Return:
     event: Event
 
 
+def clear_padding(whole: torch.Tensor, micro_batch: MicroBatch) -> None:
+    """Makes what a micro-batch does not compute of its rows zero: the model's own forward may add it up with other rows."""
+    if micro_batch.width < whole.shape[1]:
+        whole[micro_batch.rows, micro_batch.width :].zero_()
+
+
 class Leaving:
     """Copies the results of one visit to the host, micro-batch by micro-batch. One is copied while the next computes."""
 
@@ -228,9 +237,12 @@ class Leaving:
         self._under_way: list[list[_Return]] = []  # copies under way, by micro-batch
 
     def put(self, part: torch.Tensor, host: torch.Tensor) -> None:
-        """Sends `part`, the micro-batch's result on the device, to `host`, which is contiguous and in its dtype. Its compute is
-        submitted, and nobody writes into it any more. If nothing is copied, it may be in its place already."""
-        if self._across:
+        """Sends `part`, the micro-batch's result on the device, to `host`, in its dtype. Its compute is submitted, and nobody
+        writes into it any more. If nothing is copied, it may be in its place already."""
+        if self._across and not host.is_contiguous():  # some tokens of each row
+            for row, there in zip(part, host, strict=True):
+                self.put(row, there)
+        elif self._across:
             self._submit(part.detach().to(host.dtype).contiguous(), host)
         elif part.data_ptr() != host.data_ptr():
             host.copy_(part)
@@ -269,21 +281,25 @@ class Leaving:
 
 
 class Gathering:
-    """Gathers a visit's results in one tensor of the whole batch, in host memory or on the device."""
+    """Gathers a visit's results in one tensor of the whole batch, in host memory or on the device. Padding that no micro-batch
+    computes is zero there."""
 
-    def __init__(self, crossings: Crossings, rows: int) -> None:
-        self.leaving, self._crossings, self._rows = Leaving(crossings), crossings, rows
+    def __init__(self, crossings: Crossings, shape: torch.Size) -> None:
+        """`shape`: rows and tokens of the whole batch come first."""
+        self.leaving, self._crossings, self._shape = Leaving(crossings), crossings, tuple(shape[:2])
         self._as_it_is = not crossings.device.separate
         self._whole: torch.Tensor | None = None
 
-    def put(self, rows: slice, part: torch.Tensor) -> None:
-        """Puts a part in its place. `part`: (rows, ...) on the device. On device cpu it is the whole, and not copied."""
-        if self._as_it_is and part.shape[0] == self._rows:
+    def put(self, micro_batch: MicroBatch, part: torch.Tensor) -> None:
+        """Puts a part in its place. `part`: (rows, tokens, ...) on the device. On device cpu it may be the whole, and is not
+        copied."""
+        if self._as_it_is and tuple(part.shape[:2]) == self._shape:
             self._whole = part
             return
         if self._whole is None:
-            self._whole = self._crossings.batches.lend((self._rows, *part.shape[1:]), part.dtype)
-        self.leaving.put(part, self._whole[rows])
+            self._whole = self._crossings.batches.lend((*self._shape, *part.shape[2:]), part.dtype)
+        clear_padding(self._whole, micro_batch)
+        self.leaving.put(part, micro_batch.of(self._whole))
 
     def settled(self) -> torch.Tensor:
         """Returns the whole batch, once every part is there."""

@@ -21,6 +21,7 @@ from .calls import Between, stage_calls
 from .freezing import with_frozen_work
 from .inspect import Short, inspect
 from .isolated import isolated as kept_apart
+from .isolated import kept_apart_if_possible
 from .skeleton import EXPERT_KEYS, setting
 
 _STEPS = 64  # tokens, a whole chunk where blocks without attention compute in chunks
@@ -37,11 +38,11 @@ class Outlined:
 
 
 def outlined(model: PreTrainedModel, *, strict: bool = False, isolated: bool = False) -> Outlined:
-    """Finds the stages of any model with blocks. `strict`: raises the UsageError if the model cannot be trained. `isolated`:
-    documents of a row do not see each other."""
+    """Finds the stages of any model with blocks, which keep documents of a row apart if the model can. `strict`: raises the
+    UsageError if the model cannot be trained. `isolated`: raises it also if the model would mix documents."""
     try:
         anatomy = dissect(model)
-        return Outlined(anatomy=kept_apart(anatomy) if isolated else anatomy, refusal=None)
+        return Outlined(anatomy=kept_apart(anatomy) if isolated else kept_apart_if_possible(anatomy), refusal=None)
     except UsageError as error:
         if strict:
             raise

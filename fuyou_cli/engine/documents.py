@@ -13,11 +13,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..core.errors import UsageError
+from ..spec.micro_batch import rounded_up
 
 Documents = Sequence[Sequence[int]]  # for each row, the tokens of its documents. They fill the row: padding is the last one.
 
@@ -25,24 +27,41 @@ _BY_POSITION = ("position_embeddings", "position_ids")  # a block's arguments wi
 _OTHERS = ("attention_mask", "cache_position")  # a mask is cut where attention is computed; the other is not read
 
 
-def longest(documents: Documents) -> int:
-    """Returns the tokens of the longest document."""
-    return max(max(lengths) for lengths in documents)
+def longest(documents: Documents, step: int = 0) -> int:
+    """Returns the tokens that attention computes the longest document in. `step`: of `rounded_up`."""
+    return rounded_up(max(max(lengths) for lengths in documents), step)
 
 
 @contextmanager
-def attending_apart(documents: Documents) -> Iterator[None]:
-    """Makes every attention function that a model asks transformers for inside the context compute document by document."""
+def attending_apart(documents: Documents, step: int = 0) -> Iterator[None]:
+    """Makes every attention function that a model asks transformers for inside the context compute document by document.
+    `step`: of `rounded_up`, the lengths that documents are computed in."""
     choose = ALL_ATTENTION_FUNCTIONS.get_interface
 
     def chosen(name: str, default: Callable[..., Any]) -> Callable[..., Any]:
-        return partial(attention_apart, choose(name, default), documents)
+        return partial(attention_apart, partial(attended, choose(name, default), step), documents)
 
     ALL_ATTENTION_FUNCTIONS.get_interface = chosen
     try:
         yield
     finally:
         del ALL_ATTENTION_FUNCTIONS.__dict__["get_interface"]
+
+
+def attended(attend: Callable[..., Any], step: int, module: Any, *document: Any, **options: Any) -> torch.Tensor:
+    """Returns the attention of one document, (1, tokens, heads, size). query, key, value: (1, heads, tokens, size), then a mask
+    at least as long, or None.
+
+    It is computed in a length of `rounded_up`, since a library keeps code for each length (oneDNN in bfloat16 some MiB). What
+    is added comes after the document, where no token of it looks.
+    """
+    *qkv, mask = document
+    size = qkv[0].shape[2]
+    length = rounded_up(size, step)
+    if length > size:
+        qkv = [nn.functional.pad(tensor, (0, 0, 0, length - size)) for tensor in qkv]
+    found: torch.Tensor = attend(module, *qkv, None if mask is None else mask[..., :length, :length], **options)[0]
+    return found[:, :size]
 
 
 def attention_apart(
@@ -66,17 +85,16 @@ def by_document(
 ) -> tuple[torch.Tensor, None]:
     """Returns what an attention function of transformers returns, (rows, tokens, heads, size) and no weights.
 
-    query, key, value: (rows, heads, tokens, size). attention_mask: of one row at least as long as the longest document.
+    attend: `attended` of a model's own function. query, key, value: (rows, heads, tokens, size). attention_mask: of one row
+    at least as long as the longest document is computed in.
     """
     options.pop("position_ids", None)  # flash attention would look for documents in them
     rows = zip(documents, *(tensor.split(1) for tensor in (query, key, value)), strict=True)
-    attended = []
+    found = []
     for lengths, *row in rows:
         for one in zip(*(tensor.split(list(lengths), dim=2) for tensor in row), strict=True):
-            size = one[0].shape[2]
-            mask = None if attention_mask is None else attention_mask[..., :size, :size]
-            attended.append(attend(module, *one, mask, **options)[0])
-    together = torch.cat(attended, dim=1)
+            found.append(attend(module, *one, attention_mask, **options))
+    together = torch.cat(found, dim=1)
     return together.view(query.shape[0], query.shape[2], *together.shape[2:]), None
 
 

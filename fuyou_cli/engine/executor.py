@@ -8,7 +8,7 @@ walked in reverse for the backward visits, and every stage's gradients go to its
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -18,16 +18,17 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ..core.errors import NumericsError
 from ..core.patience import SILENT, Patience
 from ..planner.schedule import Visit
+from ..spec.micro_batch import MicroBatch, even
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan
 from ..swap.daemon import SwapDaemon
 from .activations import open_activations
 from .anatomy import Anatomy
 from .attention import AttentionSeen
-from .calls import one_row_masks
 from .compiled import CompiledBlocks
 from .devices.base import Device
-from .documents import Documents, longest
+from .divided import Divided
+from .documents import Documents
 from .gradients import LOOK, squared_norm
 from .host_memory import HostMemory
 from .loss import IGNORED, shifted
@@ -101,12 +102,12 @@ class Executor:
         self._scalars = Scalars(optimizer=optimizer, lr=0.0, step=1)
         self._outcome = StepOutcome(loss=0.0, grad_norm=None, label_tokens=0)
         inside = None if device.separate else visits.inside
-        self._streamed = StreamedModel(
+        self.streamed = StreamedModel(
             anatomy, self, device.torch_device, inside, on_device=plan.batch_on_device, compiled=compiled
         )
 
     def close(self) -> None:
-        self._streamed.close()
+        self.streamed.close()
         self.visits.states.close()
         self.visits.weights.close()
 
@@ -114,30 +115,31 @@ class Executor:
 
     def step(
         self, input_ids: torch.Tensor, labels: torch.Tensor, *, step: int, lr: float, last: bool = False,
-        documents: Documents | None = None,
+        documents: Documents | None = None, sweeps: Sequence[tuple[MicroBatch, ...]] | None = None,
     ) -> StepOutcome:  # fmt: skip
         """Runs forward, backward, and every update, or defers updates to the next forward.
 
-        input_ids, labels: (batch, tokens) int64 in host memory; labels hold -100 for tokens without loss. Step counts from 1.
+        input_ids, labels: (rows, tokens) int64 in host memory; labels hold -100 for tokens without loss. Step counts from 1.
         `last`: no step follows, so nothing is prefetched for it. `documents`: of the rows, if the anatomy keeps them apart;
-        None: each row is one.
+        None: each row is one. `sweeps`: the micro-batches of each sweep, in the order of their rows; None: all rows are
+        computed whole, `micro_batch_size` of them at once.
         """
         assert not self.may_skip or self.plan.clip_grad_norm is not None
         self._squares, self._updating, self._measures = {}, False, self.plan.norm_first
         self._scalars = Scalars(optimizer=self.optimizer, lr=lr, step=step - self.skipped)
         self._outcome = StepOutcome(loss=0.0, grad_norm=None, label_tokens=0)
         self.visits.begin_step(step, last=last)
-        self.visits.seed(BETWEEN_STAGES, 0)
         targets = shifted(labels)
         self._outcome.label_tokens = int((targets != IGNORED).sum())
         self.head.begin_step(self._outcome.label_tokens)
         targets = self.head.placed(targets)  # before anything else is submitted, because such a copy waits for all of it
+        if sweeps is not None:
+            self.visits.divide([part for parts in sweeps for part in parts])
+        divided = self._divided(input_ids, sweeps, documents)
+        self.visits.seed(BETWEEN_STAGES, 0)
         input_ids, positions = self.embeddings.placed(input_ids, torch.arange(input_ids.shape[1]).unsqueeze(0))
-        if self.anatomy.isolated and documents is None:
-            documents = [[input_ids.shape[1]]] * input_ids.shape[0]
-        assert self.anatomy.isolated or documents is None
-        for rows in self.visits.sweeps(input_ids.shape[0]):
-            self._sweep(input_ids[rows], positions, targets[rows], None if documents is None else documents[rows])
+        for number, rows in enumerate(self.visits.sweeps(input_ids.shape[0], sweeps)):
+            self._sweep(input_ids[rows], positions, targets[rows], divided[number])
         if not self.plan.norm_first:
             self._settle()
         self.visits.sums.settle()
@@ -146,17 +148,30 @@ class Executor:
         self.residency.update_later(self._scalars)
         return self._outcome
 
-    def _sweep(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, targets: torch.Tensor, documents: Documents | None
-    ) -> None:
+    def _divided(
+        self, ids: torch.Tensor, sweeps: Sequence[tuple[MicroBatch, ...]] | None, documents: Documents | None
+    ) -> list[Divided]:
+        """Tells how each sweep's share of a step is divided."""
+        (rows, width), numerics = ids.shape, self.plan.numerics
+        if sweeps is None:
+            share = rows // self.plan.sweeps
+            sweeps = [even(share, numerics.micro_batch_size, width)] * self.plan.sweeps
+            firsts = list(range(0, rows, share))
+        else:
+            firsts = [parts[0].first for parts in sweeps]
+            sweeps = [tuple(part.after(first) for part in parts) for first, parts in zip(firsts, sweeps, strict=True)]
+        of_rows = [
+            None if documents is None else documents[first : first + parts[-1].end]
+            for first, parts in zip(firsts, sweeps, strict=True)
+        ]
+        return [self.streamed.divided(*of, width, step=numerics.document_step) for of in zip(sweeps, of_rows, strict=True)]
+
+    def _sweep(self, input_ids: torch.Tensor, positions: torch.Tensor, targets: torch.Tensor, divided: Divided) -> None:
         """Runs forward and backward for some rows of the step's batch."""
-        model = self.anatomy.model
         seeing = self.attention if self._sees_attention else nullcontext()
         self._sees_attention = False  # attention is the same in every step
-        self._streamed.tape.documents = documents
-        with one_row_masks(model, None if documents is None else longest(documents)), seeing:
-            hidden = model.base_model(input_ids=input_ids, position_ids=positions, use_cache=False).last_hidden_state
-        self._streamed.tape.documents = None
+        with seeing:
+            hidden = self.streamed.hidden(input_ids, positions, divided)
         edge, output = get_gradient_edge(hidden), [hidden.detach()]
         del hidden  # free tensors of all rows as soon as they were used: each is as large as a boundary
         if self.plan.norm_first:
@@ -169,9 +184,9 @@ class Executor:
         """Runs the head and the backward of a sweep. `hidden`: its last hidden state, in a list that gives it up when nothing
         needs it any more. `again`: both run once more, and now they only measure the norm."""
         gradient = self.head.run(hidden[0] if again else hidden.pop(), targets)
-        self._streamed.tape.hand_on(edge, gradient, again=again)
+        self.streamed.tape.hand_on(edge, gradient, again=again)
         del gradient
-        self._streamed.tape.backward(again=again)
+        self.streamed.tape.backward(again=again)
 
     def forward(self, call: Call, x: torch.Tensor) -> torch.Tensor:
         """Returns a stage's output for the whole batch. x: (batch, tokens, ...), ids or a boundary, in host memory, or on the
@@ -202,7 +217,7 @@ class Executor:
 
     def forget_calls(self) -> None:
         """Forgets the calls of stages that no backward is to follow."""
-        self._streamed.tape.forget()
+        self.streamed.tape.forget()
 
     # ---- updates -------------------------------------------------------------------------------------------------
 

@@ -9,17 +9,33 @@ Dropout is off, and generators stay as they were.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 
 from ..planner.evaluation_schedule import evaluation_schedule
+from ..spec.micro_batch import MicroBatch, even
 from .activations.recompute import Recompute
-from .calls import one_row_masks
+from .documents import Documents
 from .executor import Executor
 from .loss import shifted
 from .passes.block import BlockPasses
+
+
+class Rows(Protocol):
+    """Holds rows as arrays (`data.batches.Batch`)."""
+
+    @property
+    def documents(self) -> Documents | None: ...
+
+    @property
+    def sweeps(self) -> Sequence[tuple[MicroBatch, ...]] | None: ...
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns ids and labels, (rows, tokens) int64 in host memory; labels hold -100 where nothing counts."""
+        ...
 
 
 class ForwardOnly:
@@ -55,27 +71,24 @@ class ForwardOnly:
             executor.device.restore_random_state(random)
             executor.visits.moves.book_waits()
 
-    def losses(self, input_ids: torch.Tensor, labels: torch.Tensor, *, last: bool) -> torch.Tensor:
-        """Returns each row's sum of its labels' losses: (rows,) float64, in host memory. Only inside `open`.
-
-        input_ids, labels: (rows, tokens) int64 in host memory, at most `rows` of them; labels hold -100 where nothing counts.
-        `last` stops prefetching for rows that will not come.
-        """
-        head = self._executor.head
+    def losses(self, batch: Rows, *, last: bool) -> torch.Tensor:
+        """Returns the loss of every token, 0 where it is no label: (rows, tokens) float64, in host memory. Only inside `open`.
+        `batch`: no more micro-batches than a sweep has. `last` stops prefetching for rows that will not come."""
+        head, (input_ids, labels) = self._executor.head, batch.tensors()
         self._executor.visits.begin_round(last=last)
         targets = head.told(shifted(labels))
-        tokens, _ = head.folded(self._hidden(input_ids), targets)
-        return tokens.by_row().cpu()  # sync: at the end of a pass over the model
+        tokens, _ = head.folded(self._hidden(input_ids, batch), targets)
+        return tokens.by_token()
 
-    def next_logits(self, input_ids: torch.Tensor, at: torch.Tensor, *, last: bool) -> torch.Tensor:
-        """Returns the logits of the token that follows each row's token `at`: (rows, vocabulary) float32, in host memory. Only
-        inside `open`.
-
-        input_ids: (rows, tokens) int64 in host memory, padded on the right; at: (rows,) int64, places. `last`: as in `losses`.
-        """
-        self._executor.visits.begin_round(last=last)
-        hidden = self._hidden(input_ids)
-        return self._executor.head.logits(hidden[torch.arange(len(at)), at].unsqueeze(1)).cpu()  # sync: as in `losses`
+    def next_logits(self, batch: Rows, at: Sequence[tuple[int, int]], *, last: bool) -> torch.Tensor:
+        """Returns the logits of the tokens that follow those `at` (row, place): (len(at), vocabulary) float32, in host memory.
+        Only inside `open`. `batch`, `last`: as in `losses`."""
+        visits = self._executor.visits
+        visits.begin_round(last=last)
+        hidden = self._hidden(batch.tensors()[0], batch)
+        visits.divide(())
+        rows, places = (torch.tensor(numbers) for numbers in zip(*at, strict=True))
+        return self._executor.head.logits(hidden[rows, places].unsqueeze(1)).cpu()  # sync: as in `losses`
 
     def weights(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Visits all stages, and yields those that own parameters with their weights: 1-D, in the compute dtype, on the device.
@@ -95,13 +108,15 @@ class ForwardOnly:
         """Forgets what was prefetched for a pass that will not come. Only inside `open`."""
         self._executor.visits.abandon()
 
-    def _hidden(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def _hidden(self, input_ids: torch.Tensor, batch: Rows) -> torch.Tensor:
         """Returns the last hidden state (rows, tokens, width), where the batch is."""
-        executor = self._executor
-        assert input_ids.shape[0] <= self.rows, (input_ids.shape, self.rows)
-        ids, positions = executor.embeddings.placed(input_ids, torch.arange(input_ids.shape[1]).unsqueeze(0))
-        model = executor.anatomy.model
-        with one_row_masks(model):
-            hidden: torch.Tensor = model.base_model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+        executor, (rows, width) = self._executor, input_ids.shape
+        numerics = executor.plan.group
+        assert rows <= self.rows, (rows, self.rows)
+        parts = even(rows, numerics.micro_batch_size, width) if batch.sweeps is None else batch.sweeps[0]
+        executor.visits.divide(parts)
+        divided = executor.streamed.divided(parts, batch.documents, width, step=numerics.document_step)
+        ids, positions = executor.embeddings.placed(input_ids, torch.arange(width).unsqueeze(0))
+        hidden = executor.streamed.hidden(ids, positions, divided)
         executor.forget_calls()
         return hidden

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..core.heap import MAPPED, alive, worked_on
+from ..spec.micro_batch import whole_rows
 from ..spec.model import Dtype, ModelSpec
 from .anatomy import Anatomy, Stage
 from .calls import Between, StageCall, only_refusals, stage_calls
@@ -292,7 +293,7 @@ def _head_cost(anatomy: Anatomy, index: int, *, dtype: str, shape: tuple[int, in
     stage, owner, head = anatomy.stages[index], anatomy.owner(index), Head(anatomy.model)
     width = anatomy.model.get_output_embeddings().in_features
     first, end = stage.vocabulary or (0, anatomy.model.config.get_text_config().vocab_size)
-    part = Part(slice(None), next(pieces(*shape, chunk)))
+    part = Part(whole_rows(*shape), next(pieces(*shape, chunk)))
     with tracing(anatomy.model, length=shape[1]), head.stubbed():
         flat = torch.empty(owner.params, dtype=TORCH_DTYPE[dtype])
         hidden = torch.empty(*shape, width, dtype=TORCH_DTYPE[dtype])

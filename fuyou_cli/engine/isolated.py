@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedModel
 
 from ..core.errors import UsageError
 from .anatomy import Anatomy
 from .calls import TRIED, only_refusals, stage_calls, with_fake_parameters
+from .divided import rope_types_by_length
 from .documents import attention_apart
 from .module_state import tracing
 
@@ -46,6 +46,14 @@ def isolated(anatomy: Anatomy) -> Anatomy:
     return replace(anatomy, isolated=True)
 
 
+def kept_apart_if_possible(anatomy: Anatomy) -> Anatomy:
+    """Returns the anatomy of a model that computes documents apart, or the same one if the model would mix them."""
+    try:
+        return isolated(anatomy)
+    except UsageError:
+        return anatomy
+
+
 def _mixes(anatomy: Anatomy) -> Iterator[str]:
     """Says why documents of a row would see each other, by what is known without running the model."""
     model = anatomy.model
@@ -58,15 +66,8 @@ def _mixes(anatomy: Anatomy) -> Iterator[str]:
         yield f"it looks positions up in a table ({tables[-1]})"
     if any(isinstance(module, nn.Conv1d) for module in model.base_model.modules()):
         yield "it has convolutions over tokens"
-    for kind in sorted({"longrope", "dynamic"} & set(_rope_types(model))):
+    for kind in rope_types_by_length(model):
         yield f"its positions depend on the length of the row (rope type {kind})"
-
-
-def _rope_types(model: PreTrainedModel) -> Iterator[str]:
-    """Yields the kinds of rotary positions of a model; some have one for each type of layer."""
-    for module in model.base_model.modules():
-        found = getattr(module, "rope_type", None)
-        yield from found.values() if isinstance(found, dict) else [found] if isinstance(found, str) else []
 
 
 def _try(anatomy: Anatomy) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, TypeGuard
 
 import torch
@@ -54,13 +53,15 @@ class StepIds:
         parts: Sequence[torch.Tensor],
         pieces: Sequence[tuple[int, int]],
         place: Callable[[torch.Tensor], torch.Tensor],
+        *,
+        begins: Sequence[int],
     ) -> None:
         """Finds what is looked up. `parts`: ids of each micro-batch in host memory; `pieces`: rows (first, end) of each piece,
-        empty if the table is not cut."""
+        empty if the table is not cut; `begins`: where each micro-batch begins among the ids that the forward is given, and
+        where these end."""
         self._ids: tuple[torch.Tensor, int] | None = None  # and their version: the model's code may change them in place
-        sizes = [0, *(part.numel() for part in parts)]
-        # Position of a micro-batch's first id -> the micro-batch's number.
-        self._begins = {place: number for number, place in enumerate(accumulate(sizes))}
+        sizes = [part.numel() for part in parts]
+        self._begins = {place: number for number, place in enumerate(begins)}
         rows: Sequence[tuple[int, int] | None] = pieces or [None]
         known = [[_known(part.reshape(-1), of_piece) for of_piece in rows] for part in parts]
         # The size does not depend on the ids, because a plan charges it.

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
+from ..spec.micro_batch import MicroBatch
 from .calls import replaced_forwards
 
 IGNORED = -100
@@ -93,10 +94,13 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Describes some tokens of the step's batch: rows of a micro-batch, and some tokens of these."""
+    """Describes some tokens of the step's batch: some rows of a micro-batch, and some tokens of these."""
 
-    rows: slice
+    micro_batch: MicroBatch
     cut: tuple[slice, slice]
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        return self.micro_batch.of(whole)[self.cut]
 
 
 @dataclass(slots=True)
@@ -117,10 +121,10 @@ class TokenLoss:
 
     def fold(self, part: Part, logits: torch.Tensor, *, first: int) -> None:
         """Takes in columns [first, first + logits.shape[-1]) of the logits of some tokens. Overwrites `logits`."""
-        maximum, total = self.maximum[part.rows][part.cut], self.total[part.rows][part.cut]
-        column, inside = _columns(self.targets[part.rows][part.cut], first, logits.shape[-1])
+        maximum, total = part.of(self.maximum), part.of(self.total)
+        column, inside = _columns(part.of(self.targets), first, logits.shape[-1])
         found = logits.gather(-1, column.unsqueeze(-1)).squeeze(-1)
-        target = self.target[part.rows][part.cut]
+        target = part.of(self.target)
         target.copy_(torch.where(inside, found, target))
         higher = torch.maximum(maximum, logits.amax(-1))
         total.mul_(maximum.sub_(higher).exp_()).add_(logits.sub_(higher.unsqueeze(-1)).exp_().sum(-1))
@@ -131,20 +135,21 @@ class TokenLoss:
         losses = self.maximum + self.total.log() - self.target
         return losses[self.targets != IGNORED]
 
-    def by_row(self) -> torch.Tensor:
-        """Returns each row's sum of its label tokens' losses (float64), once every column has been seen."""
+    def by_token(self) -> torch.Tensor:
+        """Returns the loss of every token (float64, in host memory), 0 where it is no label. Every column was seen."""
         losses = self.maximum + self.total.log() - self.target
-        return losses.masked_fill(self.targets == IGNORED, 0.0).sum(-1, dtype=torch.float64)
+        return losses.masked_fill(self.targets == IGNORED, 0.0).double().cpu()  # sync: at the end of a pass over the model
 
-    def likeliest_by_row(self) -> torch.Tensor:
-        """Tells for each row whether all its label tokens are the likeliest ones, once every column has been seen."""
-        return ((self.target >= self.maximum) | (self.targets == IGNORED)).all(-1)
+    def likeliest_by_token(self) -> torch.Tensor:
+        """Tells for every token (in host memory) that its label is the likeliest one, or that it has none, once every column
+        has been seen."""
+        return ((self.target >= self.maximum) | (self.targets == IGNORED)).cpu()
 
     def gradient(self, part: Part, logits: torch.Tensor, *, first: int, normaliser: int) -> torch.Tensor:
         """Returns the gradient of the step's mean loss with respect to these columns of the logits of some tokens. Does not
         change the logits."""
-        targets = self.targets[part.rows][part.cut]
-        maximum, total = self.maximum[part.rows][part.cut], self.total[part.rows][part.cut]
+        targets = part.of(self.targets)
+        maximum, total = part.of(self.maximum), part.of(self.total)
         gradient = logits.detach().sub(maximum.unsqueeze(-1)).exp_().div_(total.unsqueeze(-1))
         column, inside = _columns(targets, first, logits.shape[-1])
         column = column.unsqueeze(-1)

@@ -6,9 +6,9 @@ Between them pass whole-batch tensors, in host memory or on the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -16,24 +16,29 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from ..spec.micro_batch import MicroBatch
 from .anatomy import Anatomy
-from .calls import StageCall, boundary_of, own_forward, with_boundary
+from .calls import StageCall, boundary_of, one_row_masks, own_forward, with_boundary
 from .compiled import CompiledBlocks
-from .documents import Documents
+from .divided import CallsByLength, Divided
+from .documents import Documents, longest
+from .module_state import ModuleState
+
+Run = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
     """Describes one call of a stage's own forward that can be repeated per micro-batch: `run(x)` with the other arguments
-    bound. `documents`: those of every row of the call, if they are kept apart."""
+    bound. `of_parts`: the same for each micro-batch, where they differ in length or keep documents apart."""
 
     stage: int
-    run: Callable[..., torch.Tensor]
-    documents: Documents | None = None
+    run: Run
+    of_parts: Sequence[Run] | None = None
 
-    def of(self, rows: slice) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Returns `run` for the boundary of these rows."""
-        return self.run if self.documents is None else partial(self.run, documents=self.documents[rows])
+    def of(self, number: int) -> Run:
+        """Returns `run` for the boundary of one micro-batch."""
+        return self.run if self.of_parts is None else self.of_parts[number]
 
 
 class Passes(Protocol):
@@ -90,17 +95,31 @@ class Tape:
     """Records the stages' calls of one step, in order, and walks back through them.
 
     The walk is not left to autograd: on a GPU autograd runs nodes on its own thread, which no signal reaches. Autograd runs
-    only what the model's own forward does between two stages. `documents`: of the rows of the next calls.
+    only what the model's own forward does between two stages. `divided`: the batch that the next calls are of.
     """
 
     def __init__(self, passes: Passes) -> None:
         self._passes = passes
-        self.documents: Documents | None = None
+        self.divided: Divided | None = None
         self._calls: list[Streamed] = []
+        self._number = 0  # calls in this forward so far
+
+    @contextmanager
+    def forward_of(self, divided: Divided | None) -> Iterator[None]:
+        """Tells how the batch is divided that the model's own forward is called with inside the context."""
+        self.divided, self._number = divided, 0
+        try:
+            yield
+        finally:
+            self.divided = None
+
+    def runs(self, call: StageCall, run_of: Callable[[StageCall], Run]) -> Sequence[Run] | None:
+        """Returns what computes each micro-batch of the next call; None: all are computed as `call`."""
+        number, self._number = self._number, self._number + 1
+        return None if self.divided is None else self.divided.runs(number, call, run_of)
 
     def forget(self) -> None:
         self._calls.clear()
-        self.documents = None
 
     def run(self, call: Call, x: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
         """Runs the stage on `x`, records the call and returns the output."""
@@ -142,14 +161,17 @@ def streamed_forward(stage: int, name: str, original: Callable[..., Any], tape: 
         call = call.placed(passes.shared)
         structure: list[Any] = []
 
-        def run(part: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
-            out = (call if documents is None else replace(call, documents=documents)).output(part)
-            boundary = boundary_of(out, name)
-            # Without tensors, which would otherwise live until the stage is done.
-            structure[:] = [with_boundary(out, None, name)]
-            return boundary
+        def run_of(call: StageCall) -> Run:
+            def run(part: torch.Tensor) -> torch.Tensor:
+                out = call.output(part)
+                boundary = boundary_of(out, name)
+                # Without tensors, which would otherwise live until the stage is done.
+                structure[:] = [with_boundary(out, None, name)]
+                return boundary
 
-        y = tape.run(Call(stage, run, tape.documents), x, anchor)
+            return run
+
+        y = tape.run(Call(stage, run_of(call), tape.runs(call, run_of)), x, anchor)
         return with_boundary(structure[0], y, name)
 
     return forward
@@ -172,6 +194,8 @@ class StreamedModel:
         self._replaced: list[nn.Module] = []
         self._hooks: list[RemovableHandle] = []
         self._placed: list[Placed] = []
+        self._anatomy, self._passes = anatomy, passes
+        self._device = device if on_device else torch.device("cpu")  # where the model's own forward computes
         self.tape = Tape(passes)
         for index, stage in enumerate(anatomy.stages):
             if stage.module is None or stage.module in self._replaced:
@@ -184,9 +208,36 @@ class StreamedModel:
             self._placed += place_buffers(stage.module, device)
         if on_device:  # the model's own forward also computes there
             self._placed += place_buffers(anatomy.model, device)
+        self._between = ModuleState(anatomy.model, without=anatomy.modules())
+        self._calls = CallsByLength(anatomy.model, anatomy.modules(), self._between)
+
+    def divided(self, parts: tuple[MicroBatch, ...], documents: Documents | None, width: int, *, step: int) -> Divided:
+        """Tells how rows of `width` tokens are computed in these micro-batches. `documents`: of every row; None: each row is
+        one. `step`: of `documents.attended`."""
+        if self._anatomy.isolated:
+            documents = (
+                [[part.width] for part in parts for _ in range(part.first, part.end)] if documents is None else documents
+            )
+            return Divided(parts=parts, documents=documents, step=step)
+        assert documents is None
+        return Divided(parts=parts, calls=self._calls.of(parts, width, self._passes.shared, self._device))
+
+    def hidden(self, input_ids: torch.Tensor, positions: torch.Tensor, divided: Divided) -> torch.Tensor:
+        """Runs the model's own forward over a batch, (rows, tokens), and returns its last hidden state. What modules keep of
+        earlier forwards is forgotten before."""
+        model, documents = self._anatomy.model, divided.documents
+        self._between.put_back()
+        with (
+            one_row_masks(model, None if documents is None else longest(documents, divided.step)),
+            self.tape.forward_of(divided),
+        ):
+            out = model.base_model(input_ids=input_ids, position_ids=positions, use_cache=False)
+        hidden: torch.Tensor = out.last_hidden_state
+        return hidden
 
     def close(self) -> None:
         """Gives the model its own forwards and buffers back."""
+        self._between.put_back()
         for module in self._replaced:
             module.__dict__.pop("forward", None)
         self._replaced.clear()

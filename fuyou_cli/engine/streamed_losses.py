@@ -10,7 +10,9 @@ from types import TracebackType
 
 import torch
 
-from .calls import one_row_masks
+from ..spec.micro_batch import MicroBatch, even
+from ..spec.plan import Numerics
+from .forward_only import Rows
 from .loss import Head, Part, TokenLoss, pieces, shifted
 from .streamed import Call, StreamedModel
 from .weight_stream import WeightStream
@@ -19,9 +21,9 @@ from .weight_stream import WeightStream
 class StreamedLosses:
     """Replaces the forwards of a model's stages until it is closed. The model is in evaluation mode."""
 
-    def __init__(self, weights: WeightStream, *, micro_batch_size: int, head_chunk_tokens: int) -> None:
-        """`head_chunk_tokens`: tokens whose logits are there at once; 0: a micro-batch's."""
-        self.weights, self._micro, self._chunk = weights, micro_batch_size, head_chunk_tokens
+    def __init__(self, weights: WeightStream, numerics: Numerics) -> None:
+        self.weights, self._numerics = weights, numerics
+        self._parts: tuple[MicroBatch, ...] = ()
         self.passes = 0  # so far
         self._head = Head(weights.anatomy.model)
         self._streamed = StreamedModel(weights.anatomy, self, weights.device, None)
@@ -33,27 +35,28 @@ class StreamedLosses:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._streamed.close()
 
-    def losses(self, input_ids: torch.Tensor, labels: torch.Tensor, *, last: bool) -> torch.Tensor:
-        """Runs one pass over the model. Returns each row's sum of its labels' losses: (rows,) float64, in host memory.
+    def losses(self, batch: Rows, *, last: bool) -> torch.Tensor:
+        """Runs one pass over the model. Returns the loss of every token, 0 where it is no label: (rows, tokens) float64, in
+        host memory. `last`: no pass follows."""
+        return self.folded(batch, shifted(batch.tensors()[1]), last=last).by_token()
 
-        input_ids, labels: (rows, tokens) int64 in host memory; labels hold -100 where nothing counts. `last`: no pass follows.
-        """
-        return self.folded(input_ids, shifted(labels), last=last).by_row().cpu()
-
-    def folded(self, input_ids: torch.Tensor, targets: torch.Tensor, *, last: bool) -> TokenLoss:
-        """Runs one pass over the model, for what each token's logits say of its target (shifted labels)."""
-        anatomy, device = self.weights.anatomy, self.weights.device
+    def folded(self, batch: Rows, targets: torch.Tensor, *, last: bool) -> TokenLoss:
+        """Runs one pass over the model, for what each token's logits say of its target. targets: (rows, tokens) int64."""
+        anatomy, device, numerics = self.weights.anatomy, self.weights.device, self._numerics
+        input_ids, _ = batch.tensors()
+        rows, width = input_ids.shape
         self.weights.begin_pass(last=last)
         self.passes += 1
         self._shared.clear()
-        positions = torch.arange(input_ids.shape[1]).unsqueeze(0)
-        with torch.no_grad(), one_row_masks(anatomy.model):
-            out = anatomy.model.base_model(input_ids=input_ids, position_ids=positions, use_cache=False)
+        self._parts = even(rows, numerics.micro_batch_size, width) if batch.sweeps is None else batch.sweeps[0]
+        divided = self._streamed.divided(self._parts, batch.documents, width, step=numerics.document_step)
+        with torch.no_grad():
+            hidden = self._streamed.hidden(input_ids, torch.arange(width).unsqueeze(0), divided)
         self._streamed.tape.forget()
         tokens = TokenLoss.of(targets.to(device))
         for index, stage in enumerate(anatomy.stages):
             if stage.kind == "head":
-                self._fold(index, out.last_hidden_state, tokens, first=stage.vocabulary[0] if stage.vocabulary else 0)
+                self._fold(index, hidden, tokens, first=stage.vocabulary[0] if stage.vocabulary else 0)
         return tokens
 
     def forward(self, call: Call, x: torch.Tensor) -> torch.Tensor:
@@ -66,11 +69,11 @@ class StreamedLosses:
             if not x.is_floating_point():  # all rows may share the ids
                 return call.run(x.to(weights.device)).cpu()
             y: torch.Tensor | None = None
-            for rows in self._micro_batches(x.shape[0]):
-                out = call.run(x[rows].to(weights.device))
+            for number, part in enumerate(self._parts):
+                out = call.of(number)(part.of(x).contiguous().to(weights.device))
                 if y is None:
-                    y = torch.empty(x.shape[0], *out.shape[1:], dtype=out.dtype)
-                y[rows] = out
+                    y = torch.zeros(*x.shape[:2], *out.shape[2:], dtype=out.dtype)
+                part.of(y).copy_(out)
         assert y is not None
         return y
 
@@ -84,10 +87,7 @@ class StreamedLosses:
 
     def _fold(self, stage: int, hidden: torch.Tensor, tokens: TokenLoss, *, first: int) -> None:
         with torch.no_grad(), self._head.stubbed(), self.weights.installed(stage):
-            for rows in self._micro_batches(hidden.shape[0]):
-                batch = hidden[rows].to(self.weights.device)
-                for cut in pieces(batch.shape[0], batch.shape[1], self._chunk):
-                    tokens.fold(Part(rows, cut), self._head.logits(batch[cut]), first=first)
-
-    def _micro_batches(self, rows: int) -> list[slice]:
-        return [slice(begin, min(begin + self._micro, rows)) for begin in range(0, rows, self._micro)]
+            for part in self._parts:
+                batch = part.of(hidden).contiguous().to(self.weights.device)
+                for cut in pieces(batch.shape[0], batch.shape[1], self._numerics.head_chunk_tokens):
+                    tokens.fold(Part(part, cut), self._head.logits(batch[cut]), first=first)

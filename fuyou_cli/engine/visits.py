@@ -20,6 +20,7 @@ import torch
 from ..core.patience import Patience
 from ..planner.lookahead import Lookahead
 from ..planner.schedule import Schedule, Visit, plan_schedule
+from ..spec.micro_batch import MicroBatch, even
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan
 from ..swap.daemon import SwapDaemon
@@ -93,6 +94,7 @@ class Visits:
         )  # fmt: skip
         self.step = 0
         self._before = 0  # micro-batches of the step before this sweep
+        self._parts: tuple[MicroBatch, ...] = ()  # the micro-batches of this sweep, if they are of unlike length
         self._left: list[tuple[Visit, float, Moment]] = []
         self._looked = 0.0  # when everything was last moved that could move
         self._watcher = watcher
@@ -111,7 +113,7 @@ class Visits:
 
     def begin_round(self, *, last: bool) -> None:
         """Begins the schedule anew; `last` stops prefetching for the round after it."""
-        self._before = 0
+        self._before, self._parts = 0, ()
         self._left.clear()
         self.lookahead.begin_step(last=last)
         self._shared.clear()
@@ -187,7 +189,7 @@ class Visits:
     def _stash(self, visit: Visit, boundary: torch.Tensor | None) -> None:
         assert boundary is not None
         keep = self.boundaries.room if self.device.separate else self.boundaries.stash
-        keep(visit.stage, boundary, self.residency.wait_until)
+        keep(visit.stage, boundary, self.micro_batches(boundary), self.residency.wait_until)
 
     def inputs(self, sources: Iterable[Source], beside: Beside = nothing_beside) -> Arriving:
         """Begins to bring the inputs of the visit's micro-batches. The first goes before the next visit's weights."""
@@ -243,19 +245,37 @@ class Visits:
 
     # ---- groups and micro-batches -------------------------------------------------------------------------------------------
 
-    def sweeps(self, rows: int) -> Iterator[slice]:
-        """Cuts the step's batch into the groups of its sweeps, in order. Each begins when the caller asks for it."""
-        size = -(-rows // self.plan.sweeps)
-        assert rows == size * self.plan.sweeps, (rows, self.plan.sweeps)
-        for begin in range(0, rows, size):
-            self._before = begin // self.plan.numerics.micro_batch_size
+    def sweeps(self, rows: int, divided: Sequence[tuple[MicroBatch, ...]] | None) -> Iterator[slice]:
+        """Cuts the step's batch into the groups of its sweeps, in order. Each begins when the caller asks for it. `divided`:
+        the micro-batches of each sweep, if they are of unlike length."""
+        if divided is None:
+            size = -(-rows // self.plan.sweeps)
+            assert rows == size * self.plan.sweeps, (rows, self.plan.sweeps)
+            divided, groups = [()] * self.plan.sweeps, [slice(begin, begin + size) for begin in range(0, rows, size)]
+        else:
+            assert len(divided) == self.plan.sweeps, (len(divided), self.plan.sweeps)
+            groups = [slice(parts[0].first, parts[-1].end) for parts in divided]
+        before = 0
+        for parts, group in zip(divided, groups, strict=True):
+            self.divide(parts)
+            self._before, before = before, before + (len(parts) or -(-(group.stop - group.start) // self._size))
             self._shared.clear()  # the model's own forward makes new masks and positions
-            yield slice(begin, begin + size)
+            yield group
 
-    def micro_batches(self, rows: int) -> list[slice]:
-        """Cuts a sweep's rows, in order."""
-        size = self.plan.numerics.micro_batch_size
-        return [slice(begin, min(begin + size, rows)) for begin in range(0, rows, size)]
+    def divide(self, parts: Sequence[MicroBatch]) -> None:
+        """Tells the micro-batches of the rows to come, if they are of unlike length. Rows count from that of the first."""
+        self._parts = tuple(part.after(parts[0].first) for part in parts)
+
+    @property
+    def _size(self) -> int:
+        return self.plan.numerics.micro_batch_size
+
+    def micro_batches(self, whole: torch.Tensor) -> tuple[MicroBatch, ...]:
+        """Cuts the rows of a sweep, (rows, tokens, ...), in order; or one row, if all share it."""
+        rows, width = whole.shape[:2]
+        if self._parts and rows == self._parts[-1].end:
+            return self._parts
+        return even(rows, self._size, width)
 
     def between(self) -> None:
         """Looks for finished work between micro-batches, and lets the watcher stop the step."""

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fuyou_cli.core.errors import UsageError
+from fuyou_cli.data.batches import Sequences, passes
 from fuyou_cli.data.reading import read_rows
-from fuyou_cli.data.rows import NO_LOSS
+from fuyou_cli.spec.plan import Numerics
 from fuyou_cli.training.evaluation import Losses
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -89,18 +88,19 @@ def encoded(questions: Sequence[Question], encode: Callable[[str], list[int]]) -
 
 
 def scored(
-    questions: Sequence[Question], sequences: Sequence[Continued], losses: Losses, *, at_once: int, max_len: int,
+    questions: Sequence[Question], sequences: Sequence[Continued], losses: Losses, numerics: Numerics, *,
     progress: Callable[[int], None] = lambda rows: None,
 ) -> Score:  # fmt: skip
-    """Scores the questions, `at_once` sequences in a pass. One longer than `max_len` loses its beginning."""
-    order = sorted(range(len(sequences)), key=lambda number: len(sequences[number].ids))
-    likelihoods = [0.0] * len(sequences)
-    for first in range(0, len(order), at_once):
-        chosen = order[first : first + at_once]
-        ids, labels = _batch([sequences[number] for number in chosen], max_len)
-        sums = losses(ids, labels, last=first + at_once >= len(order)).tolist()
-        for number, total in zip(chosen, sums, strict=True):
-            likelihoods[number] = -total
+    """Scores the questions, as many sequences in a pass as `numerics` have tokens for. One that is longer than a row loses its
+    beginning."""
+    max_len = numerics.max_seq_len
+    rows = Sequences([one.ids[-max_len:] for one in sequences], [min(one.scored, max_len) for one in sequences])
+    likelihoods, done = [0.0] * len(sequences), 0
+    for chosen, batch in passes(rows, range(len(sequences)), pad_id=0, numerics=numerics, most=numerics.micro_batches):
+        done += len(chosen)
+        of_tokens = losses(batch, last=done == len(sequences))
+        for number, place in zip(chosen, batch.places, strict=True):
+            likelihoods[number] = -float(of_tokens[place.row, place.begin : place.end].sum())
         progress(len(chosen))
     right = normalised = first = 0
     for question in questions:
@@ -110,15 +110,3 @@ def scored(
         normalised += each.index(max(each)) == question.answer
     cut = sum(len(one.ids) > max_len for one in sequences)
     return Score(questions=len(questions), acc=right / len(questions), acc_norm=normalised / len(questions), cut=cut)
-
-
-def _batch(rows: Sequence[Continued], max_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns ids and labels (rows, tokens), padded on the right."""
-    width = min(max_len, max(len(row.ids) for row in rows))
-    ids, labels = torch.zeros(len(rows), width, dtype=torch.long), torch.full((len(rows), width), NO_LOSS, dtype=torch.long)
-    for number, row in enumerate(rows):
-        kept = torch.tensor(row.ids[-width:])
-        ids[number, : len(kept)] = kept
-        begin = max(0, len(kept) - row.scored)
-        labels[number, begin : len(kept)] = kept[begin:]
-    return ids, labels

@@ -17,6 +17,7 @@ from fuyou_cli.data.rows import Rows
 from fuyou_cli.data.tokenise import load_tokenizer
 from fuyou_cli.machine import probe
 from fuyou_cli.recipe.schema import Recipe
+from fuyou_cli.spec.plan import Numerics
 from fuyou_cli.training.evaluation import Losses, evaluated
 from fuyou_cli.training.inference import FoundModel, find, memory_of
 from fuyou_cli.training.length import cache_of, evaluation_rows
@@ -62,7 +63,7 @@ def evaluate(source: str, recipe: Recipe, *, choices: Path | None, say: Say, pro
             rows=asked.rows, longest=asked.longest, device=memory_of(torch.device(device), recipe.offload.max_memory.gpu),
         )  # fmt: skip
         opened, losses = stack.enter_context(open_losses(found, room, device=device, say=say))
-        result = asked.result(losses.losses, bar, at_once=room.rows, max_len=recipe.dataset.max_seq_len)
+        result = asked.result(losses.losses, bar, room.numerics)
         opened.check()
         return ModelEvaluation(
             result=result, dtype=found.dtype, budget=budget, weights=opened.weights.memory, passes=losses.passes,
@@ -85,11 +86,11 @@ class _Sets:
     def longest(self) -> int:
         return max(rows.summary.longest_row for rows in self.sets.values())
 
-    def result(self, losses: Losses, bar: Bar, *, at_once: int, max_len: int) -> Result:
+    def result(self, losses: Losses, bar: Bar, numerics: Numerics) -> Result:
         names = list(self.sets)
         with bar(sum(map(len, self.sets.values()))) as advance:
             return [
-                evaluated(name, rows, losses, last=name == names[-1], progress=advance, at_once=at_once, max_len=max_len)
+                evaluated(name, rows, losses, numerics, last=name == names[-1], progress=advance)
                 for name, rows in self.sets.items()
             ]
 
@@ -115,9 +116,9 @@ class _Questions:
     def longest(self) -> int:
         return max(len(one.ids) for one in self.sequences)
 
-    def result(self, losses: Losses, bar: Bar, *, at_once: int, max_len: int) -> Result:
+    def result(self, losses: Losses, bar: Bar, numerics: Numerics) -> Result:
         with bar(self.rows) as advance:
-            return scored(self.questions, self.sequences, losses, at_once=at_once, max_len=max_len, progress=advance)
+            return scored(self.questions, self.sequences, losses, numerics, progress=advance)
 
 
 def _find(source: str, recipe: Recipe, say: Say, progress: Progress) -> FoundModel:

@@ -19,6 +19,7 @@ from transformers import GenerationConfig
 
 from fuyou_cli.checkpoint.hub import resolve
 from fuyou_cli.core.errors import UsageError
+from fuyou_cli.data.batches import Sequences, passes
 from fuyou_cli.data.rows import NO_LOSS
 from fuyou_cli.data.tokenise import Tokeniser
 from fuyou_cli.engine.generating import room
@@ -98,14 +99,20 @@ class StreamedLM(HFLM):  # type: ignore[misc]
             open_losses(self._found, space, device=self._device.type, say=self.say) as (opened, losses),
             tqdm(total=len(rows), disable=disable_tqdm, desc="log-likelihoods") as bar,
         ):
-            for first in range(0, len(order), space.rows):
-                chosen = order[first : first + space.rows]
-                found = losses.folded(*_batch([rows[row] for row in chosen]), last=first + space.rows >= len(order))
+            given, done = Sequences([ids[:-1] for ids, _ in rows]), 0
+            every, most = range(len(rows)), space.numerics.micro_batches
+            for chosen, batch in passes(given, every, pad_id=0, numerics=space.numerics, most=most):
+                done += len(chosen)
+                targets = torch.full(batch.input_ids.shape, NO_LOSS)
+                for row, place in zip(chosen, batch.places, strict=True):
+                    ids, scored = rows[row]
+                    targets[place.row, place.end - scored : place.end] = torch.tensor(ids[-scored:])
+                found = losses.folded(batch, targets, last=done == len(rows))
                 opened.check()
-                for row, loss, likeliest in zip(
-                    chosen, found.by_row().tolist(), found.likeliest_by_row().tolist(), strict=True
-                ):
-                    answers[row] = (-loss, likeliest)
+                each, likeliest = found.by_token(), found.likeliest_by_token()
+                for row, place in zip(chosen, batch.places, strict=True):
+                    of_row = place.row, slice(place.begin, place.end)
+                    answers[row] = (-float(each[of_row].sum()), bool(likeliest[of_row].all()))
                     if (key := requests[row][0]) is not None:
                         self.cache_hook.add_partial("loglikelihood", key, answers[row])
                 bar.update(len(chosen))
@@ -137,15 +144,3 @@ class StreamedLM(HFLM):  # type: ignore[misc]
         """Returns how many rows may be generated at once: keys and values get at most half of what is left."""
         each = room(self._found.anatomy.model, rows=1, prompt=prompt, new=new).total
         return max(1, min(self._most_rows or _MOST_ROWS, (self._memory - probe.process_bytes()) // 2 // each))
-
-
-def _batch(rows: list[tuple[list[int], int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns ids and targets (rows, tokens), padded on the right, of sequences with as many scored tokens at their end. The
-    last token is a target alone."""
-    width = max(len(ids) for ids, _ in rows) - 1
-    ids, targets = torch.zeros(len(rows), width, dtype=torch.long), torch.full((len(rows), width), NO_LOSS)
-    for row, (sequence, scored) in enumerate(rows):
-        end = len(sequence) - 1
-        ids[row, :end] = torch.tensor(sequence[:-1])
-        targets[row, end - scored : end] = torch.tensor(sequence[-scored:])
-    return ids, targets

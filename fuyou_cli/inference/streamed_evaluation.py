@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,12 +14,15 @@ from fuyou_cli.checkpoint.reader import PIECE
 from fuyou_cli.core.errors import PlanError
 from fuyou_cli.core.units import align_up, gib
 from fuyou_cli.engine.describe import Outlined, specified
+from fuyou_cli.engine.isolated import kept_apart_if_possible
 from fuyou_cli.engine.skeleton import TORCH_DTYPE
 from fuyou_cli.engine.streamed_losses import StreamedLosses
 from fuyou_cli.engine.weight_stream import Visited
+from fuyou_cli.spec.model import Dtype
+from fuyou_cli.spec.plan import Numerics
 from fuyou_cli.training.exporting import READ_ARENA
 from fuyou_cli.training.inference import FoundModel, Opened, open_for_inference
-from fuyou_cli.training.numerics import USUAL_TOKENS, head_chunk
+from fuyou_cli.training.numerics import USUAL_TOKENS, division, head_chunk
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.schema import TrainSection
@@ -30,12 +33,10 @@ _SHARE = 4  # of what is left, rows get at most one such part while weights do n
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationMemory:
-    """Says how an evaluation uses its memory. Bytes, but for `rows`, `micro_batch_size` and `head_chunk_tokens`."""
+    """Says how an evaluation uses its memory, in bytes. `numerics`: its batch is what has room in one pass."""
 
     budget: int
-    rows: int  # of one pass
-    micro_batch_size: int
-    head_chunk_tokens: int
+    numerics: Numerics
     weights: int
     device_weights: int  # in the device's own memory; 0: one stage at a time, or a device that computes in RAM
 
@@ -49,6 +50,7 @@ def room_of(
     Raises PlanError if either is too little for one micro-batch."""
     length = min(align_up(longest, 8), max_len)
     micro = min(rows, max(1, USUAL_TOKENS // length))
+    found = replace(found, anatomy=kept_apart_if_possible(found.anatomy))
     first, end = found.anatomy.stages[0].vocabulary or (0, found.anatomy.model.config.get_text_config().vocab_size)
     chunk = head_chunk(train, micro * length, end - first)
     model = specified(
@@ -81,11 +83,15 @@ def room_of(
         spare = device - peak - visited.largest - least
         at_once = min(at_once, _rows_on_device(spare, micro, of_row))
         device_weights = spare - at_once * of_row + visited.largest
+    dtype: Dtype = "bfloat16" if found.dtype == "bfloat16" else "float32"
+    numerics = Numerics(
+        compute_dtype=dtype, accumulate_dtype=dtype, batch_size=at_once, micro_batch_size=micro, max_seq_len=length,
+        head_chunk_tokens=chunk, torch_threads=1, seed=0,
+        **division(apart=found.anatomy.isolated, on_cpu=device is None, dtype=dtype, micro=micro, length=length),
+    )  # fmt: skip
     return EvaluationMemory(
         budget=budget,
-        rows=at_once,
-        micro_batch_size=micro,
-        head_chunk_tokens=chunk,
+        numerics=numerics,
         weights=left - at_once * length * per_token,
         device_weights=device_weights,
     )
@@ -107,9 +113,9 @@ def open_losses(
 ) -> Iterator[tuple[Opened, StreamedLosses]]:
     """Opens a model's weights, and what computes losses with them, in the memory of `room`. `device`: cpu or cuda."""
     where = torch.device("cuda" if device == "cuda" else "cpu")
-    sizes = {"micro_batch_size": room.micro_batch_size, "head_chunk_tokens": room.head_chunk_tokens}
+    found = replace(found, anatomy=kept_apart_if_possible(found.anatomy))
     with (
         open_for_inference(found, memory=room.weights, device=where, device_memory=room.device_weights, say=say) as opened,
-        StreamedLosses(opened.weights, **sizes) as losses,
+        StreamedLosses(opened.weights, room.numerics) as losses,
     ):
         yield opened, losses

@@ -6,8 +6,8 @@ again. Outputs that stay on the device have the same layout, without rows. The p
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from ..core.units import align_up
 from ..spec.model import ModelSpec, StageSpec
@@ -29,10 +29,17 @@ class BoundaryLayout:
     size: int  # bytes of all records, a multiple of RECORD_ALIGN
     record: int
     outputs: dict[int, Span]
+    # Of micro-batches of unlike size: where each record begins, and how many bytes fewer its rows take than the largest's.
+    uneven: tuple[tuple[int, int], ...] = ()
+
+    def begins(self, micro_batch: int) -> int:
+        """Returns where the record of one micro-batch begins, relative to the start of the boundary."""
+        return self.uneven[micro_batch][0] if self.uneven else micro_batch * self.record
 
     def begin(self, micro_batch: int, operator: int) -> int:
         """Returns where one output of one micro-batch begins, relative to the start of the boundary."""
-        return micro_batch * self.record + self.outputs[operator].offset
+        fewer = self.uneven[micro_batch][1] if self.uneven else 0
+        return self.begins(micro_batch) + self.outputs[operator].offset - fewer
 
     def output(self, micro_batch: int, operator: int) -> Span:
         """Returns the span of that output."""
@@ -59,6 +66,21 @@ def boundary_layout(
         end = align_up(end + operator.bytes, align)
     record = align_up(end, RECORD_ALIGN)
     return BoundaryLayout(size=record * -(-rows // micro_batch_size), record=record, outputs=outputs)
+
+
+def uneven_layout(stage: StageSpec, kept: tuple[int, ...], sizes: Sequence[int]) -> BoundaryLayout:
+    """Lays out a batch whose micro-batches have rows of so many bytes each. It takes no more than the planned layout if no
+    micro-batch is larger than planned."""
+    largest = max(sizes)
+    layout = boundary_layout(stage, kept, rows=len(sizes), row_bytes=largest, micro_batch_size=1)
+    align = OUTPUT_ALIGN if kept else 1
+    end = max((span.offset + span.size for span in layout.outputs.values()), default=largest)
+    records, begin = [], 0
+    for size in sizes:
+        fewer = align_up(largest, align) - align_up(size, align)
+        records.append((begin, fewer))
+        begin = align_up(begin + end - fewer, RECORD_ALIGN if kept else 1)
+    return replace(layout, size=align_up(begin, RECORD_ALIGN), uneven=tuple(records))
 
 
 def planned_boundary(model: ModelSpec, numerics: Numerics, stage: int, kept: tuple[int, ...]) -> BoundaryLayout:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from fuyou_cli.data.rows import Batch, collate
+from fuyou_cli.data.batches import Batch, collate
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.recipe.schema import Recipe
 from fuyou_cli.training.length import fed

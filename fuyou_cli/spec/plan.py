@@ -14,6 +14,8 @@ from .model import Dtype, Piece
 Tier = Literal["gpu", "cpu", "ssd"]
 StateTensor = Literal["weights", "frozen", "remainder", "momentum", "variance"]  # what survives a run; `frozen`: weights
 StoreMode = Literal["in_place", "redo"]
+# Which rows are padded to one length: all of a step, those of a micro-batch, or none, as rows are laid end to end.
+Padding = Literal["step", "micro_batch", "none"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +32,10 @@ class Numerics:
     torch_threads: int
     seed: int
     vocabulary_rows: int = 0  # rows of a piece of embedding and head; 0: not cut
+    # The defaults are those of runs saved before there was a choice.
+    padding: Padding = "step"
+    width_step: int = 8  # tokens: the width of what is padded is a multiple of it, or max_seq_len
+    document_step: int = 0  # tokens: attention computes documents of such lengths (`rounded_up`); 0: of any length
 
     @property
     def micro_batches(self) -> int:
@@ -45,6 +51,11 @@ class Numerics:
     def tokens(self) -> int:
         """Returns the tokens of a step, with padding."""
         return self.batch_size * self.max_seq_len
+
+    @property
+    def widest(self) -> int:
+        """Returns the most tokens that a row of a micro-batch can have."""
+        return self.micro_batch_tokens if self.padding == "none" else self.max_seq_len
 
     def of_sweep(self, sweeps: int) -> Numerics:
         """Returns the numerics of one sweep, if a step passes over the model in this many sweeps."""

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..core.json_files import shown
-from ..data.rows import Rows, collate
+from ..data.batches import passes
+from ..data.rows import Rows
 from ..engine.executor import Executor
 from ..engine.forward_only import ForwardOnly
+from ..spec.plan import Numerics
 from .best_copy import BestCopy
 from .prepared import Ready
 from .report import BestReport, EvalReport, SampleReport
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from .fixed_prompts import Continuations
 
 AnyReport = EvalReport | SampleReport | BestReport
-Losses = Callable[..., torch.Tensor]  # ids, labels (rows, tokens), last -> each row's sum of losses
+Losses = Callable[..., torch.Tensor]  # a batch, last -> each token's loss
 
 _LARGEST = 700.0  # of losses whose exponential still is a double
 
@@ -39,7 +41,7 @@ class Evaluations:
         recipe = ready.planned.recipe
         self._sets, self._asked, self._total = ready.evaluated, recipe.eval, ready.planned.total_steps
         self._stopping, self._standing = recipe.train.early_stopping, standing
-        self._max_len = executor.plan.numerics.max_seq_len
+        self._numerics = executor.plan.group
         self._forward = ForwardOnly(executor)
         self._continuations = self._of_prompts(ready, executor)
         self._best = BestCopy(ready, self._forward, store, standing.run) if recipe.eval.keep_best else None
@@ -54,7 +56,7 @@ class Evaluations:
         vocabulary = model.get_output_embeddings().weight.shape[0]
         rows = rows_at_once(executor.model, most=self._forward.rows, vocabulary=vocabulary)
         one_shape = ready.planned.recipe.train.compile
-        return Continuations(prompts, self._forward, model, rows=rows, one_shape=one_shape)
+        return Continuations(prompts, self._forward, model, self._numerics, rows=rows, one_shape=one_shape)
 
     def due(self, step: int) -> list[Callable[[int], Sequence[AnyReport]]]:
         """Returns what follows after so many steps, one part after the other. An evaluation that a saved state has is not done
@@ -160,22 +162,20 @@ class Evaluations:
 
     def _evaluate(self, name: str, step: int, *, last: bool) -> EvalReport:
         forward = self._forward
-        return evaluated(
-            name, self._sets[name], forward.losses, at_once=forward.rows, max_len=self._max_len, step=step, last=last
-        )
+        return evaluated(name, self._sets[name], forward.losses, self._numerics, step=step, last=last)
 
 
 def evaluated(
-    name: str, rows: Rows, losses: Losses, *, at_once: int, max_len: int, step: int = 0, last: bool = True,
+    name: str, rows: Rows, losses: Losses, numerics: Numerics, *, step: int = 0, last: bool = True,
     progress: Callable[[int], None] = lambda rows: None,
 ) -> EvalReport:  # fmt: skip
-    """Evaluates a set of rows, `at_once` of them in a pass. `last`: no pass follows. `progress` gets the rows of each pass."""
-    begin, total, tokens = time.monotonic(), 0.0, 0
-    order = sorted(range(len(rows)), key=lambda row: len(rows.tokens(row)))  # rows of a length: less padding
-    for first in range(0, len(order), at_once):
-        chosen = order[first : first + at_once]
-        batch = collate(rows, chosen, pad_id=rows.summary.pad_id, max_len=max_len)
-        total += float(losses(*batch.tensors(), last=last and first + at_once >= len(order)).sum())
+    """Evaluates a set of rows, as many in a pass as `numerics` have tokens for. `last`: no pass follows. `progress` gets the
+    rows of each pass."""
+    begin, total, tokens, done = time.monotonic(), 0.0, 0, 0
+    every = range(len(rows))
+    for chosen, batch in passes(rows, every, pad_id=rows.summary.pad_id, numerics=numerics, most=numerics.micro_batches):
+        done += len(chosen)
+        total += float(losses(batch, last=last and done == len(rows)).sum())
         tokens += batch.label_tokens
         progress(len(chosen))
     loss = total / tokens

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from ..core.errors import UsageError
 from ..core.paths import expanded
+from ..data.batches import Sequences, lay_out
 from ..data.cache import read_template
 from ..data.formats import RowError
 from ..data.prompts import said, written
@@ -27,6 +28,7 @@ from ..engine.forward_only import ForwardOnly
 from ..engine.lookup import holding
 from ..recipe.schema import Recipe
 from ..spec.model import ModelSpec
+from ..spec.plan import Numerics
 from .generation import Sampling, continued, settings
 from .report import SampleReport
 
@@ -91,11 +93,13 @@ class Continuations:
     """Continues the prompts with the weights as they are between two steps."""
 
     def __init__(
-        self, prompts: FixedPrompts, forward: ForwardOnly, model: PreTrainedModel, *, rows: int, one_shape: bool
-    ) -> None:
+        self, prompts: FixedPrompts, forward: ForwardOnly, model: PreTrainedModel, numerics: Numerics, *, rows: int,
+        one_shape: bool,
+    ) -> None:  # fmt: skip
         """`rows`: prompts at once. `one_shape`: of all passes, for blocks that are compiled anew for each."""
         self._prompts, self._forward, self._model, self._rows = prompts, forward, model, rows
-        self._width = max(map(len, prompts.ids)) + prompts.new if one_shape else None
+        widest = max(map(len, prompts.ids)) + prompts.new
+        self._numerics = replace(numerics, padding="step", width_step=widest) if one_shape else numerics
 
     def run(self, step: int) -> list[SampleReport]:
         """Continues every prompt after `step` steps. Raises what a callback of the executor raises."""
@@ -127,7 +131,7 @@ class Continuations:
         there = (torch.arange(longest) >= padding.unsqueeze(1)).long()
         # A copy that shares every module: `generate` calls its forward, and the passes the model's own.
         called, embedding = copy.copy(self._model), self._model.get_input_embeddings()
-        called.forward = self._step(padding, longest + new)
+        called.forward = self._step(padding.tolist(), longest + new)
         nowhere = torch.empty(0, embedding.embedding_dim)  # `generate` sends ids to where the first parameter rests
         with holding(embedding, nowhere, padding=None):
             grown: torch.Tensor = called.generate(input_ids=given, attention_mask=there, generation_config=prompts.config)
@@ -135,17 +139,16 @@ class Continuations:
             self._forward.stop_ahead()
         return grown
 
-    def _step(self, padding: torch.Tensor, end: int) -> Callable[..., CausalLMOutput]:
-        """Returns a forward over all tokens so far, of which `padding` (rows,) fill up each row's left. `end`: tokens of a row
-        that ends by its length."""
-        width = self._width
+    def _step(self, padding: Sequence[int], end: int) -> Callable[..., CausalLMOutput]:
+        """Returns a forward over all tokens so far, of which `padding` fill up each row's left. `end`: tokens of a row that
+        ends by its length."""
+        pad_id, numerics = self._prompts.tokeniser.pad_id, self._numerics
 
         def forward(*, input_ids: torch.Tensor, **_: Any) -> CausalLMOutput:
-            rows, tokens = input_ids.shape
-            ids = torch.full((rows, width or tokens), self._prompts.tokeniser.pad_id)
-            for row, (of_row, left) in enumerate(zip(input_ids, padding.tolist(), strict=True)):
-                ids[row, : tokens - left] = of_row[left:]  # what pads is on the right, where nothing sees it
-            logits = self._forward.next_logits(ids, tokens - 1 - padding, last=tokens == end - 1)
-            return CausalLMOutput(logits=logits.unsqueeze(1))
+            tokens = input_ids.shape[1]
+            rows = Sequences([of_row[left:] for of_row, left in zip(input_ids.tolist(), padding, strict=True)])
+            batch = lay_out(rows, range(len(padding)), pad_id=pad_id, numerics=numerics)
+            at = [(place.row, place.end - 1) for place in batch.places]
+            return CausalLMOutput(logits=self._forward.next_logits(batch, at, last=tokens == end - 1).unsqueeze(1))
 
         return forward

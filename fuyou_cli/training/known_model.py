@@ -36,7 +36,7 @@ class KnownModel:
         self.descriptions = Descriptions.of(recipe, model_dir)
         self._kept = self.descriptions.find(ModelFacts)
         self._outline: Outlined | None = None
-        self._cut: dict[tuple[int, str], tuple[InPlace | None, Anatomy]] = {}
+        self._cut: dict[tuple[int, str, bool], tuple[InPlace | None, Anatomy]] = {}
         self._facts = self._kept if process is None or self._knows_process else None
 
     @property
@@ -106,9 +106,11 @@ class KnownModel:
         from ..engine.in_place import read_in_place
         from ..engine.vocabulary import cut_vocabulary
 
-        about = (numerics.vocabulary_rows, numerics.compute_dtype)
+        apart = numerics.padding == "none" or self._recipe.dataset.packing == "isolated"
+        about = (numerics.vocabulary_rows, numerics.compute_dtype, apart)
         if about not in self._cut or self._cut[about][0] is not files:
-            anatomy = cut_vocabulary(self.build().anatomy, numerics.vocabulary_rows)
+            known = self.build().anatomy
+            anatomy = cut_vocabulary(replace(known, isolated=known.isolated and apart), numerics.vocabulary_rows)
             self._cut[about] = files, anatomy if files is None else read_in_place(anatomy, files, numerics.compute_dtype)
         return self._cut[about][1]
 
@@ -127,7 +129,7 @@ def _shared(model: ModelSpec) -> ModelSpec:
 def traced(numerics: Numerics) -> tuple[object, ...]:
     """Returns the numerics that a specification depends on."""
     numbers = (numerics.micro_batch_size, numerics.max_seq_len, numerics.head_chunk_tokens, numerics.vocabulary_rows)
-    return (numerics.compute_dtype, *numbers)
+    return (numerics.compute_dtype, numerics.padding == "none", *numbers)
 
 
 def outline_of(recipe: Recipe, model_dir: Path, *, strict: bool) -> Outlined:
@@ -188,6 +190,7 @@ def facts_of(outline: Outlined, recipe: Recipe) -> ModelFacts:
         head_rows=_rows(model.get_output_embeddings()),
         vocabulary_rows=resolved_rows(anatomy, recipe.train.head_chunk_vocab),
         has_frozen=any(stage.frozen for stage in anatomy.stages),
+        keeps_apart=anatomy.isolated,
         frozen_with=tuple(frozen_with_others(anatomy, recipe.freeze)),
         untouched=anatomy.untouched,
         untouched_parameters=sum(untouched),

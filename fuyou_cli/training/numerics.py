@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, TypedDict, cast
 
 from ..core.errors import UsageError
-from ..core.units import GiB, MiB
+from ..core.units import GiB, MiB, align_up
 from ..spec.hardware import HardwareProfile
 from ..spec.model import Dtype
 from ..spec.model_facts import ModelFacts
-from ..spec.plan import Numerics
+from ..spec.plan import Numerics, Padding
 from .state.manifest_checks import MOST_THREADS
 from .state.stored import Manifest
 
@@ -25,6 +25,8 @@ _GPU_SHARE = 16  # the part of a GPU's memory that a piece may take is one in so
 _LOGIT_BYTES = 16  # per token and vocabulary entry: logits, float32 copy, softmax, gradient
 USUAL_TOKENS = 1024  # fills two cores, and its activations stay below the mmap threshold
 MOST_TOKENS = 8192  # more makes no machine faster; usual on a GPU, which adds a stage's whole gradients once per micro-batch
+FEW_WIDTHS, MANY_WIDTHS = 8, 32
+DOCUMENT_STEP = 64  # tokens; attention's own blocks are of 64
 GAIN = 0.02
 _NEAR = 1.25  # times the fastest usual plan; a search does not make a slower size the fastest
 
@@ -47,6 +49,33 @@ def head_piece(recipe: Recipe, hardware: HardwareProfile) -> int:
         return HEAD_PIECE_BYTES
     memory = recipe.offload.max_memory.gpu.resolve(total=hardware.device_memory, auto=hardware.device_memory)
     return max(HEAD_PIECE_BYTES, min(MOST_HEAD_PIECE_BYTES, memory // _GPU_SHARE))
+
+
+class Division(TypedDict):
+    """Holds the numerics that say how rows are divided into micro-batches."""
+
+    padding: Padding
+    width_step: int
+    document_step: int
+
+
+def division(
+    *, apart: bool, on_cpu: bool, dtype: str, micro: int, length: int, packing: str | Literal[False] = False
+) -> Division:
+    """Says how rows of up to `length` tokens are divided into micro-batches of `micro` of them. `apart`: the model keeps
+    documents apart, so rows that are not packed lie end to end.
+
+    On a CPU oneDNN keeps code for each shape of a product in bfloat16, half a MiB and more: then there are few widths.
+    """
+    few = on_cpu and dtype == "bfloat16"
+    padding: Padding = "none" if apart and not packing else "micro_batch"
+    widest = micro * length if padding == "none" else length
+    has_documents = padding == "none" or packing == "isolated"
+    return {
+        "padding": padding,
+        "width_step": align_up(-(-widest // (FEW_WIDTHS if few else MANY_WIDTHS)), 8),
+        "document_step": DOCUMENT_STEP if few and has_documents else 0,
+    }
 
 
 def numerics_of(
@@ -83,7 +112,11 @@ def numerics_of(
         torch_threads=min(hardware.cores, usual_threads) if train.threads == "auto" else train.threads,
         seed=recipe.seed,
         vocabulary_rows=facts.vocabulary_rows,
-    )
+        **division(
+            apart=facts.keeps_apart and not train.compile, on_cpu=hardware.device != "cuda", dtype=compute, micro=micro,
+            length=length, packing=recipe.dataset.packing,
+        ),
+    )  # fmt: skip
     if manifest is None:
         return numerics
     _refuse_changed(recipe, manifest, numerics)

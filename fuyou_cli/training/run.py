@@ -12,7 +12,7 @@ import torch
 
 from ..core.errors import Interrupted
 from ..core.patience import Patience
-from ..data.rows import collate
+from ..data.batches import lay_out
 from ..engine.compiled import CompiledBlocks
 from ..engine.devices import open_device
 from ..engine.devices.repeatable import compute_repeatably, naming_operators
@@ -262,7 +262,8 @@ class Run:
         planned, rows, sampler = self.planned, self.ready.rows, self.ready.sampler
         if not sampler.is_ready(self.step, lambda: self.stopping.requested):
             return None
-        batch = collate(rows, sampler.batch(self.step), pad_id=rows.summary.pad_id, max_len=self.plan.numerics.max_seq_len)
+        plan, indices = self.plan, sampler.batch(self.step)
+        batch = lay_out(rows, indices, pad_id=rows.summary.pad_id, numerics=plan.numerics, sweeps=plan.sweeps)
         ids, labels = batch.tensors()
         number, lr = self.step + 1, self.rates.at(self.step + 1)
         last = number == planned.total_steps or bool(self._evaluations.due(number))
@@ -271,7 +272,9 @@ class Run:
         self.executor.may_skip = self.standing.skipped_in_row < planned.recipe.train.skip_nonfinite
         try:
             with self._naming_device_errors():
-                outcome = self.executor.step(ids, labels, step=number, lr=lr, last=last, documents=batch.documents)
+                outcome = self.executor.step(
+                    ids, labels, step=number, lr=lr, last=last, documents=batch.documents, sweeps=batch.sweeps
+                )
         except StepAbandoned:
             self.doing.step = False
             return None

@@ -111,7 +111,8 @@ def train(options: argparse.Namespace) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from fuyou_cli.data.rows import Rows, collate
+    from fuyou_cli.data.batches import collate
+    from fuyou_cli.data.rows import Rows
     from fuyou_cli.data.sampler import Sampler
 
     if options.threads:

@@ -12,7 +12,7 @@ from drawn import every
 
 from fuyou_cli.cli.stores import run_export
 from fuyou_cli.core.errors import Interrupted, UsageError
-from fuyou_cli.data.rows import collate
+from fuyou_cli.data.batches import collate
 from fuyou_cli.training.prepared import Ready
 from fuyou_cli.training.rates import learning_rate
 from fuyou_cli.training.run_limits import loaded

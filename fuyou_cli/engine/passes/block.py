@@ -62,20 +62,20 @@ class BlockPasses:
     def computed(self, call: Call, x: torch.Tensor, parameters: Sequence[nn.Parameter], *, stash: bool) -> torch.Tensor:
         """Computes a visit. `stash`: the boundary is copied to its place from the device, by micro-batch."""
         visits, activations = self.visits, self.activations[call.stage]
-        y = Gathering(visits.crossings, x.shape[0])
-        parts = visits.micro_batches(x.shape[0])
-        arriving = visits.inputs(partial(lambda rows: [x[rows]], rows) for rows in parts)
-        for number, rows in enumerate(parts):
+        y = Gathering(visits.crossings, x.shape)
+        micro_batches = visits.micro_batches(x)
+        arriving = visits.inputs(partial(lambda of: [of(x).contiguous()], each.of) for each in micro_batches)
+        for number, micro_batch in enumerate(micro_batches):
             (part,) = arriving.take()
             version = part._version
             if stash:
                 kept = y.leaving.keep(part, visits.boundaries.rows(call.stage, number))
                 visits.boundaries.awaits(call.stage, kept)
             visits.seed(call.stage, number)
-            y.put(rows, activations.forward(call.of(rows), part, number, parameters))
+            y.put(micro_batch, activations.forward(call.of(number), part, number, parameters))
             if stash and part._version != version:
-                raise self._written_into(call.stage, call.of(rows), part)
-            if len(parts) > 1:
+                raise self._written_into(call.stage, call.of(number), part)
+            if len(micro_batches) > 1:
                 visits.between()
         return y.settled()
 
@@ -113,24 +113,24 @@ class BlockPasses:
     ) -> torch.Tensor | None:
         """Differentiates a visit. x: the boundary by micro-batch."""
         visits, activations = self.visits, self.activations[call.stage]
-        parts = visits.micro_batches(grad_y.shape[0])
-        sources = (partial(lambda number, rows: [x[number], grad_y[rows]], *each) for each in enumerate(parts))
+        micro_batches = visits.micro_batches(grad_y)
+        sources = (partial(lambda n, each: [x[n], each.of(grad_y).contiguous()], *each) for each in enumerate(micro_batches))
         arriving = visits.inputs(sources, beside=activations.begin)
-        grad_x = Gathering(visits.crossings, grad_y.shape[0])
+        grad_x = Gathering(visits.crossings, grad_y.shape)
         passes_on = visits.model.stages[call.stage].passes_on
         with visits.learning(call.stage, flat, total) as parameters:
-            for number, rows in enumerate(parts):
+            for number, micro_batch in enumerate(micro_batches):
                 part, grad = arriving.take()
                 part = part.detach().requires_grad_(True)  # as in forward, so that the same kernels run
                 visits.seed(call.stage, number)
                 with torch.enable_grad():
-                    y = activations.again(call.of(rows), part, number, flat, parameters)
+                    y = activations.again(call.of(number), part, number, flat, parameters)
                     visits.differentiate(y, grad, [part, *parameters] if passes_on else parameters)
                 del y, grad
                 if passes_on:
                     assert part.grad is not None
-                    grad_x.put(rows, part.grad)
-                if len(parts) > 1:
+                    grad_x.put(micro_batch, part.grad)
+                if len(micro_batches) > 1:
                     visits.between()
         visits.boundaries.awaits(call.stage, *arriving.uploads)
         return grad_x.settled() if passes_on else None

@@ -9,8 +9,9 @@ from functools import partial
 import torch
 
 from ...core.errors import UsageError
+from ...spec.micro_batch import whole_rows
 from ..activations import Activations
-from ..crossings import Gathering, Leaving
+from ..crossings import Gathering, Leaving, clear_padding
 from ..gradients import GradientSum
 from ..lookup import OfMicroBatches, StepIds, add_rows, is_lookup, is_plain, padding_at, scales_rows
 from ..skeleton import TORCH_DTYPE
@@ -59,8 +60,10 @@ class EmbeddingPasses(BlockPasses):
             end = pieces[-1][1] if pieces else self._module(table).num_embeddings
             if int(ids.min()) < 0 or int(ids.max()) >= end:
                 raise UsageError(f"the data holds a token id outside of the model's vocabulary of {end} tokens")
-        parts = [ids[rows] for rows in self.visits.micro_batches(ids.shape[0])]
-        return StepIds(parts, pieces, self.visits.crossings.told)
+        micro_batches = self.visits.micro_batches(ids)
+        begins = [micro_batch.first * ids.shape[1] for micro_batch in micro_batches]
+        parts = [micro_batch.of(ids) for micro_batch in micro_batches]
+        return StepIds(parts, pieces, self.visits.crossings.told, begins=[*begins, ids.numel()])
 
     def _ids_of(self, call: Call, ids: torch.Tensor) -> OfMicroBatches:
         """Returns what is known of the ids of a call."""
@@ -91,10 +94,10 @@ class EmbeddingPasses(BlockPasses):
         visits = self.visits
         if visits.device.separate and call.stage in self._lookups:
             return super().computed(call, x, parameters, stash=stash)
-        y = Gathering(visits.crossings, x.shape[0])
+        y = Gathering(visits.crossings, x.shape)
         (ids,) = visits.inputs([lambda: [x]]).take()
         visits.seed(call.stage, 0)
-        y.put(slice(None), call.run(ids))
+        y.put(whole_rows(*x.shape[:2]), call.run(ids))
         return y.settled()
 
     def differentiated(
@@ -135,22 +138,24 @@ class EmbeddingPasses(BlockPasses):
         visit, flat = visits.enter("forward", stage)
         begin = time.monotonic()
         module, before, (first, _) = self._module(call.stage), y, visits.stages[stage].rows
-        parts = visits.micro_batches(ids.shape[0])
+        micro_batches = visits.micro_batches(ids)
+        sources = (ids,) if before is None else (ids, before)
         arriving = visits.inputs(
-            partial(lambda rows: [ids[rows]] if before is None else [ids[rows], before[rows]], rows) for rows in parts
+            partial(lambda of: [of(source).contiguous() for source in sources], each.of) for each in micro_batches
         )
         leaving = Leaving(visits.crossings)
         with torch.no_grad(), padding_at(module, None), visits.installed(stage, flat):
-            for number, rows in enumerate(parts):
+            for number, micro_batch in enumerate(micro_batches):
                 part_ids, *found = arriving.take()
                 here = looked[number][stage - call.stage].here
                 assert here is not None
                 looked_up = call.run(part_ids.reshape(-1)[here] - first)
                 if y is None:
                     y = visits.crossings.batches.lend((*ids.shape, looked_up.shape[-1]), looked_up.dtype)
-                found = found or [visits.crossings.begun(y[rows])]
+                clear_padding(y, micro_batch)
+                found = found or [visits.crossings.begun(micro_batch.of(y))]
                 found[0].view(-1, y.shape[-1]).index_copy_(0, here, looked_up)
-                leaving.put(found[0], y[rows])
+                leaving.put(found[0], micro_batch.of(y))
                 del found, looked_up
                 visits.between()
         leaving.settle()
@@ -177,11 +182,11 @@ class EmbeddingPasses(BlockPasses):
 
     def _by_token(self, ids: torch.Tensor, grad_y: torch.Tensor) -> Iterator[list[torch.Tensor]]:
         """Returns (tokens,) and (tokens, width) for each micro-batch, on the device."""
-        parts, width = self.visits.micro_batches(ids.shape[0]), grad_y.shape[-1]
+        micro_batches, width = self.visits.micro_batches(ids), grad_y.shape[-1]
         arriving = self.visits.inputs(
-            partial(lambda rows: [ids[rows].reshape(-1), grad_y[rows].reshape(-1, width)], rows) for rows in parts
+            partial(lambda of: [of(ids).reshape(-1), of(grad_y).reshape(-1, width)], each.of) for each in micro_batches
         )
-        for _ in parts:
+        for _ in micro_batches:
             yield arriving.take()
 
     def _module(self, stage: int) -> torch.nn.Embedding:

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 
 from ...core.errors import UsageError
 from ...planner.schedule import Visit
-from ..crossings import Leaving
+from ...spec.micro_batch import MicroBatch
+from ..crossings import Leaving, clear_padding
 from ..devices.base import Squares
 from ..gradients import add_in_pieces
 from ..loss import Head, Part, TokenLoss, mean, pieces
@@ -111,11 +112,12 @@ class HeadPasses:
         begin = time.monotonic()
         gradient = visits.crossings.batches.lend(tuple(hidden.shape), hidden.dtype)
         losses = list[torch.Tensor]()
-        batch = visits.micro_batches(hidden.shape[0])
-        arriving = visits.inputs(partial(lambda rows: [hidden[rows], targets[rows]], rows) for rows in batch)
+        batch = visits.micro_batches(hidden)
+        arriving = visits.inputs(partial(lambda of: [of(hidden).contiguous(), of(targets)], each.of) for each in batch)
         leaving = Leaving(visits.crossings)
         with head.stubbed(), visits.learning(visit.owner, flat, total) as parameters:
-            for rows in batch:
+            for micro_batch in batch:
+                clear_padding(gradient, micro_batch)
                 part, part_targets = arriving.take()
                 for cut in pieces(part.shape[0], part.shape[1], visits.plan.numerics.head_chunk_tokens):
                     piece = part[cut].detach().requires_grad_(True)
@@ -124,7 +126,7 @@ class HeadPasses:
                         visits.differentiate(piece_loss, None, [piece, *parameters])
                     losses.append(piece_loss.detach())
                     assert piece.grad is not None
-                    leaving.put(piece.grad, gradient[rows][cut])
+                    leaving.put(piece.grad, micro_batch.of(gradient)[cut])
                     del piece, piece_loss
                     visits.between()
         leaving.settle()
@@ -179,11 +181,11 @@ class HeadPasses:
         visit, flat = visits.enter("logits", stage)
         begin = time.monotonic()
         with torch.no_grad(), self.head.stubbed(), visits.installed(visit.owner, flat):
-            parts = visits.micro_batches(hidden.shape[0])
-            arriving = visits.inputs(partial(lambda rows: [hidden[rows]], rows) for rows in parts)
-            for rows in parts:
+            micro_batches = visits.micro_batches(hidden)
+            arriving = visits.inputs(partial(lambda of: [of(hidden).contiguous()], each.of) for each in micro_batches)
+            for micro_batch in micro_batches:
                 (batch,) = arriving.take()
-                for part, piece in self._chunks(rows, batch):
+                for part, piece in self._chunks(micro_batch, batch):
                     take(part, self.head.logits(piece))
                     visits.between()
         visits.leave(visit, begin)
@@ -201,16 +203,15 @@ class HeadPasses:
         total = visits.sums.open(visit.owner, resume=visit.resume)
         begin = time.monotonic()
         begins = stage == visits.model.stages[-1].index
-        batch = visits.micro_batches(hidden.shape[0])
-        arriving = visits.inputs(
-            partial(lambda rows: [hidden[rows]] if begins else [hidden[rows], gradient[rows]], rows) for rows in batch
-        )
+        batch = visits.micro_batches(hidden)
+        sources = (hidden,) if begins else (hidden, gradient)
+        arriving = visits.inputs(partial(lambda of: [of(source).contiguous() for source in sources], each.of) for each in batch)
         leaving = Leaving(visits.crossings)
         with self.head.stubbed(), visits.learning(visit.owner, flat, total) as parameters:
-            for rows in batch:
+            for micro_batch in batch:
                 states, *sums = arriving.take()
-                sums = sums or [visits.crossings.begun(gradient[rows]).zero_()]
-                for part, piece in self._chunks(rows, states):
+                sums = sums or [visits.crossings.begun(micro_batch.of(gradient)).zero_()]
+                for part, piece in self._chunks(micro_batch, states):
                     piece.requires_grad_(True)
                     with torch.enable_grad():
                         logits = self.head.logits(piece)
@@ -221,16 +222,17 @@ class HeadPasses:
                     _add(sums[0][part.cut], piece.grad)
                     piece.grad = None
                     visits.between()
-                leaving.put(sums[0], target[rows])
+                clear_padding(target, micro_batch)
+                leaving.put(sums[0], micro_batch.of(target))
                 del states, sums, piece
         leaving.settle()
         visits.sums.end(visit, visit.owner, total)
         visits.leave(visit, begin)
 
-    def _chunks(self, rows: slice, batch: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor]]:
+    def _chunks(self, micro_batch: MicroBatch, batch: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor]]:
         """Returns a micro-batch of the last hidden state on the device, chunk by chunk, each chunk a leaf."""
         for cut in pieces(batch.shape[0], batch.shape[1], self.visits.plan.numerics.head_chunk_tokens):
-            yield Part(rows, cut), batch[cut].detach()
+            yield Part(micro_batch, cut), batch[cut].detach()
 
 
 def _put_last(parts: list[torch.Tensor], part: Part, logits: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from ...core.errors import FuyouError
 from ...core.units import gib
-from ...data.rows import collate
+from ...data.batches import collate
 from ..prepared import Planned
 from .measured import Place, rows_of
 
