@@ -23,6 +23,7 @@ from .calls import StageCall, one_row_masks, only_refusals, own_forward, put_bac
 from .compiled import CompiledBlocks
 from .gradients import GradientSum
 from .loss import Head, Part, TokenLoss, pieces
+from .module_state import ModuleState
 from .skeleton import TORCH_DTYPE
 
 MOST_ROOM = 96 << 20  # bytes of weights and sums that no CPU cache holds; more would waste memory
@@ -234,12 +235,15 @@ def _call_of(anatomy: Anatomy, index: int, *, dtype: Dtype, shape: tuple[int, in
         return forward
 
     stages = {module: stand_in(module, name) for module, name in anatomy.modules().items()}
+    state = ModuleState(model)
     try:
         with only_refusals(model, shape=shape), torch.no_grad(), one_row_masks(model), replaced_forwards(stages):
             ids = torch.zeros(shape, dtype=torch.long)
             model.base_model(input_ids=ids, position_ids=torch.arange(shape[1]).unsqueeze(0), use_cache=False)
     except _Reached as reached:
         return reached.call, reached.x
+    finally:
+        state.put_back()
     raise UsageError(f"{type(model).__name__} never calls {wanted.name}")
 
 

@@ -21,8 +21,8 @@ from ..spec.micro_batch import MicroBatch
 from .calls import Made, StageCall, one_row_masks, own_forward, stage_calls
 from .documents import Documents
 from .module_state import ModuleState
+from .row_lengths import turns
 
-_BY_LENGTH = {"dynamic", "longrope"}  # rope types whose positions depend on the longest row
 Run = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -50,22 +50,13 @@ class Divided:
         return [whole if other is None else run_of(other) for other in shorter]
 
 
-def rope_types_by_length(model: PreTrainedModel) -> list[str]:
-    """Returns the kinds of rotary positions of a model that depend on the longest row of what it is called with."""
-    found = set[str]()
-    for module in model.base_model.modules():  # some have one for each type of layer
-        kind = getattr(module, "rope_type", None)
-        found |= set(kind.values()) if isinstance(kind, dict) else {kind} if isinstance(kind, str) else set()
-    return sorted(found & _BY_LENGTH)
-
-
 class CallsByLength:
     """Finds how a model's own forward calls its stages for rows of any length."""
 
     def __init__(self, model: PreTrainedModel, modules: Mapping[nn.Module, str], state: ModuleState) -> None:
         """`modules`: the stages, whose own forwards may be replaced; `state`: of what lies between them."""
         self.model, self._modules, self._state = model, modules, state
-        self._by_length = bool(rope_types_by_length(model))
+        self._by_length = bool(turns(model))
         self._made: list[Made] = []  # what each call returns
 
     def of(

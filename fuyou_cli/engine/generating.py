@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from itertools import groupby
 from typing import Any
 
@@ -22,7 +23,8 @@ from .calls import only_refusals, own_forward, replaced_forwards, with_fake_para
 from .inspect import LiveBytes
 from .lookup import holding
 from .loss import regular
-from .module_state import LastPosition, tracing
+from .module_state import LastPosition, ModuleState, tracing
+from .row_lengths import turns
 from .streamed import place_buffers, put_back
 from .weight_stream import WeightStream
 
@@ -32,7 +34,7 @@ _OF_A_CHOICE = 32  # bytes per row and token of the vocabulary: float32 scores, 
 @contextmanager
 def passing(anatomy: Anatomy, stream: WeightStream) -> Iterator[PreTrainedModel]:
     """Gives the model to call, inside: every forward of it is one pass of `stream`. Without gradients; ids on the stream's
-    device."""
+    device. Every `generate` begins with modules as they were loaded."""
     model, embedding = anatomy.model, anatomy.model.get_input_embeddings()
     assert isinstance(embedding, nn.Embedding)
     placed = place_buffers(model, stream.device)
@@ -41,12 +43,39 @@ def passing(anatomy: Anatomy, stream: WeightStream) -> Iterator[PreTrainedModel]
     model.config.use_cache = True
     # `generate` sends ids to where the first parameter rests.
     nowhere = torch.empty(0, embedding.embedding_dim, dtype=embedding.weight.dtype, device=stream.device)
+    own = model.generate
+
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        state.put_back()
+        return own(*args, **kwargs)
+
+    replaced = {"generate": generate, "prepare_inputs_for_generation": _prepared(model)}
+    vars(model).update(replaced)
+    state = ModuleState(model)
     try:
         with replaced_forwards(_forwards(anatomy, stream)), holding(embedding, nowhere, padding=None), torch.no_grad():
             yield model
     finally:
         begins.remove()
+        state.put_back()
+        for name in replaced:
+            del vars(model)[name]
         put_back(placed)
+
+
+def _prepared(model: PreTrainedModel) -> Callable[..., Any]:
+    """Returns the model's own preparation of a pass, which computes all of a row anew where its positions change: what was
+    cached has the old ones. In transformers only the classes of Phi do so."""
+    own, changes = model.prepare_inputs_for_generation, [turn.tokens for turn in turns(model) if not turn.growing]
+
+    @wraps(own)  # `generate` reads its arguments
+    def prepared(input_ids: torch.Tensor, past_key_values: Any = None, **given: Any) -> Any:
+        tokens = input_ids.shape[1]
+        if past_key_values and any(past_key_values.get_seq_length() <= change < tokens for change in changes):
+            past_key_values, given["next_sequence_length"] = None, None
+        return own(input_ids, past_key_values=past_key_values, **given)
+
+    return prepared
 
 
 def _forwards(anatomy: Anatomy, stream: WeightStream) -> dict[nn.Module, Callable[..., Any]]:
@@ -94,17 +123,19 @@ def room(model: PreTrainedModel, *, rows: int, prompt: int, new: int) -> Generat
     """Finds what `rows` prompts of `prompt` tokens take that are continued by `new` tokens: runs the first pass and the last
     one on fake tensors. Raises UsageError for a model that keeps no cache."""
     whole = prompt + new
+    anew = max((turn.tokens + 1 for turn in turns(model) if not turn.growing and prompt <= turn.tokens < whole), default=0)
     with (
         only_refusals(model, shape=(rows, whole)), torch.no_grad(), tracing(model), with_fake_parameters(model),
     ):  # fmt: skip
         first = LiveBytes(*model.parameters())
-        _pass(model, rows, prompt, prompt, None, first)
+        _pass(model, rows, max(prompt, anew), max(prompt, anew), None, first)
         last = LiveBytes(*model.parameters())
         cache = _pass(model, rows, whole, whole, None, last)
         kept, rests, last.peak = _nbytes(cache), last.live, 0
         _pass(model, rows, 1, whole + 1, cache, last)
+    beside = kept * anew // whole  # what was cached stays until a row is computed anew
     choice = rows * model.config.get_text_config().vocab_size * _OF_A_CHOICE
-    return GenerationMemory(cache=kept, work=max(first.peak - kept, last.peak - rests) + choice)
+    return GenerationMemory(cache=kept, work=max(first.peak + beside - kept, last.peak - rests) + choice)
 
 
 def _pass(model: PreTrainedModel, rows: int, tokens: int, end: int, cache: Any, live: LiveBytes) -> Any:

@@ -13,9 +13,9 @@ from torch.overrides import TorchFunctionMode
 from ..core.errors import UsageError
 from .anatomy import Anatomy
 from .calls import TRIED, only_refusals, stage_calls, with_fake_parameters
-from .divided import rope_types_by_length
 from .documents import attention_apart
 from .module_state import tracing
+from .row_lengths import rope_types
 
 _HINT = "use dataset.packing: concat, or false"
 
@@ -66,7 +66,7 @@ def _mixes(anatomy: Anatomy) -> Iterator[str]:
         yield f"it looks positions up in a table ({tables[-1]})"
     if any(isinstance(module, nn.Conv1d) for module in model.base_model.modules()):
         yield "it has convolutions over tokens"
-    for kind in rope_types_by_length(model):
+    for kind in sorted({"longrope", "dynamic"} & set(rope_types(model))):
         yield f"its positions depend on the length of the row (rope type {kind})"
 
 

@@ -23,6 +23,7 @@ from fuyou_cli.data.batches import Sequences, passes
 from fuyou_cli.data.rows import NO_LOSS
 from fuyou_cli.data.tokenise import Tokeniser
 from fuyou_cli.engine.generating import room
+from fuyou_cli.engine.row_lengths import alike
 from fuyou_cli.machine import probe
 from fuyou_cli.machine.profile import budget_of
 from fuyou_cli.recipe.schema import TrainSection
@@ -125,7 +126,8 @@ class StreamedLM(HFLM):  # type: ignore[misc]
         new = max(normalize_gen_kwargs(one.args[1], self.max_gen_toks)["max_gen_toks"] for one in requests)
         if new >= self.max_length:
             raise UsageError(f"{new:,} tokens are to be generated, but the model has {self.max_length:,} positions")
-        longest = min(self.max_length - new, max(len(self.tok_encode(one.args[0])) for one in requests))
+        lengths = [min(self.max_length - new, len(self.tok_encode(one.args[0]))) for one in requests]
+        longest, answers = max(lengths), dict[int, str]()
         most = Extent(rows=min(len(requests), self._asked_rows or self._rows(longest, new)), prompt=longest, new=new)
         tokeniser = Tokeniser(self.tokenizer, directory=self._found.folder)
         with generator(
@@ -134,11 +136,13 @@ class StreamedLM(HFLM):  # type: ignore[misc]
         ) as opened:  # fmt: skip
             self.batch_size_per_gpu = most.rows
             try:
-                found: list[str] = super().generate_until(requests, disable_tqdm=disable_tqdm)
+                for group in alike(self._found.anatomy.model, lengths, new=new):
+                    asked = [requests[place] for place in group]
+                    answers |= zip(group, super().generate_until(asked, disable_tqdm=disable_tqdm), strict=True)
             finally:
                 self.batch_size_per_gpu = _ALL
             opened.check()
-        return found
+        return [answers[place] for place in range(len(requests))]
 
     def _rows(self, prompt: int, new: int) -> int:
         """Returns how many rows may be generated at once: keys and values get at most half of what is left."""

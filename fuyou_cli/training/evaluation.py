@@ -17,6 +17,7 @@ from ..data.batches import passes
 from ..data.rows import Rows
 from ..engine.executor import Executor
 from ..engine.forward_only import ForwardOnly
+from ..engine.row_lengths import turns
 from ..spec.plan import Numerics
 from .best_copy import BestCopy
 from .prepared import Ready
@@ -25,6 +26,8 @@ from .state.saver import Standing
 from .state.stored import MOST_SETS, Evaluated
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from .fixed_prompts import Continuations
 
 AnyReport = EvalReport | SampleReport | BestReport
@@ -41,7 +44,7 @@ class Evaluations:
         recipe = ready.planned.recipe
         self._sets, self._asked, self._total = ready.evaluated, recipe.eval, ready.planned.total_steps
         self._stopping, self._standing = recipe.train.early_stopping, standing
-        self._numerics = executor.plan.group
+        self._numerics = of_own_length(executor.plan.group, executor.anatomy.model)
         self._forward = ForwardOnly(executor)
         self._continuations = self._of_prompts(ready, executor)
         self._best = BestCopy(ready, self._forward, store, standing.run) if recipe.eval.keep_best else None
@@ -163,6 +166,11 @@ class Evaluations:
     def _evaluate(self, name: str, step: int, *, last: bool) -> EvalReport:
         forward = self._forward
         return evaluated(name, self._sets[name], forward.losses, self._numerics, step=step, last=last)
+
+
+def of_own_length(numerics: Numerics, model: PreTrainedModel) -> Numerics:
+    """Returns numerics for rows that each have the positions of their own length, as a model has them that is given one row."""
+    return replace(numerics, micro_batch_size=1) if turns(model) else numerics
 
 
 def evaluated(

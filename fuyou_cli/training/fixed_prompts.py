@@ -26,6 +26,7 @@ from ..data.prompts import said, written
 from ..data.tokenise import Tokeniser, load_tokenizer
 from ..engine.forward_only import ForwardOnly
 from ..engine.lookup import holding
+from ..engine.row_lengths import alike
 from ..recipe.schema import Recipe
 from ..spec.model import ModelSpec
 from ..spec.plan import Numerics
@@ -105,9 +106,10 @@ class Continuations:
         """Continues every prompt after `step` steps. Raises what a callback of the executor raises."""
         found: list[SampleReport] = []
         with self._forward.open():
-            for first in range(0, len(self._prompts.ids), self._rows):
-                found += self._group(range(len(self._prompts.ids))[first : first + self._rows], step)
-        return found
+            for rows in alike(self._model, list(map(len, self._prompts.ids)), new=self._prompts.new):
+                for first in range(0, len(rows), self._rows):
+                    found += self._group(rows[first : first + self._rows], step)
+        return sorted(found, key=lambda sample: sample.number)
 
     def _group(self, group: Sequence[int], step: int) -> Iterator[SampleReport]:
         prompts, begin = self._prompts, time.monotonic()

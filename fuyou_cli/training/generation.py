@@ -18,6 +18,7 @@ from ..core.units import MiB, gib
 from ..data.sandbox import LibraryErrors
 from ..data.tokenise import Tokeniser
 from ..engine.generating import GenerationMemory, passing, room
+from ..engine.row_lengths import alike
 from ..engine.skeleton import TORCH_DTYPE
 from ..engine.weight_stream import Visited
 from .exporting import READ_ARENA
@@ -95,15 +96,23 @@ class Generator:
         show: Callable[[str], None] | None = None,
         step: Callable[[], None] | None = None,
     ) -> list[Continued]:
-        """Continues the tokens of every prompt by at most `new`, all at once: one pass over the weights for each position.
+        """Continues the tokens of every prompt by at most `new`, all at once: one pass over the weights for each position,
+        or several where the positions of a model depend on the length of a row.
 
         `show` gets the text of a single prompt as it comes, `step` is called at every position.
         """
+        streamer = _Shown(self._tokeniser.tokenizer, show) if show is not None else _Counted(step)
+        found: dict[int, Continued] = {}
+        for group in alike(self._model, list(map(len, prompts)), new=new):
+            found |= zip(group, self._run([prompts[place] for place in group], new, streamer), strict=True)
+        self.check()
+        return [found[place] for place in range(len(prompts))]
+
+    def _run(self, prompts: Sequence[Sequence[int]], new: int, streamer: BaseStreamer) -> list[Continued]:
         device = self.weights.device
         longest, pad = max(map(len, prompts)), self._tokeniser.pad_id
         ids = torch.tensor([[pad] * (longest - len(one)) + list(one) for one in prompts])
         there = torch.tensor([[0] * (longest - len(one)) + [1] * len(one) for one in prompts])
-        streamer = _Shown(self._tokeniser.tokenizer, show) if show is not None else _Counted(step)
         try:
             grown = self._model.generate(
                 input_ids=ids.to(device), attention_mask=there.to(device), generation_config=self._config,
@@ -112,7 +121,6 @@ class Generator:
         except torch.OutOfMemoryError as error:
             why = str(error).partition(". ")[0]
             raise DeviceMemoryError(f"out of device memory: {why}", hint=_SMALLER_THERE) from error
-        self.check()
         return [continued(row, self._config, self._tokeniser) for row in grown[:, longest:].tolist()]
 
     def check(self) -> None:

@@ -60,7 +60,15 @@ def llama(materials: Path) -> Path:
     return write_llama(materials, "llama", hidden_size=32, intermediate_size=64)
 
 
-def write_llama(materials: Path, name: str, **sizes: int) -> Path:
+@pytest.fixture(scope="session")
+def longrope(materials: Path) -> Path:
+    """A Llama whose positions are others in rows of more than 16 tokens."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [1.5, 2.0, 4.0, 8.0], "original_max_position_embeddings": 16}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
+    return write_llama(materials, "longrope", hidden_size=32, intermediate_size=64, rope_parameters=rope, initializer_range=0.5)
+
+
+def write_llama(materials: Path, name: str, **sizes: Any) -> Path:
     """Writes a tiny Llama beside the other models, with their tokenizer."""
     import torch
     import transformers

@@ -65,6 +65,34 @@ def test_a_file_a_store_and_one_prompt(whole: Callable[..., Whole], tmp_path: Pa
     assert json.loads(capsys.readouterr().out)["generated"] == alone.out.removesuffix("\n")
 
 
+def test_positions_of_each_rows_own_length(longrope: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Some rows stay short, one becomes long on the way, and others are long at once. Expects what each forward over all of a
+    row gives, by a model that has seen no other."""
+    prompts = ["The", "The road from the", "The road from the mill", "mill tower " * 5, "The road from the mill takes " * 3]
+    new, file = 6, tmp_path / "prompts.jsonl"
+    expected, lengths = alone(longrope, prompts, new)
+    assert min(lengths) + new <= 16 < max(lengths) and any(length <= 16 < length + new - 2 for length in lengths), lengths
+    file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    assert fuyou("generate", longrope, "--file", file, "--max-new-tokens", str(new)) == 0
+    assert [json.loads(line)["generated"] for line in capsys.readouterr().out.splitlines()] == expected
+
+
+def alone(folder: Path, prompts: Sequence[str], new: int) -> tuple[list[str], list[int]]:
+    """Returns what follows each prompt, and how many tokens the prompts have: every token by a fresh model, without a cache."""
+    import transformers
+
+    tokenizer, texts, lengths = transformers.AutoTokenizer.from_pretrained(folder), list[str](), list[int]()
+    for prompt in prompts:
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        lengths.append(ids.shape[1])
+        for _ in range(new):
+            model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+            with torch.no_grad():
+                ids = torch.cat([ids, model(input_ids=ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
+        texts.append(tokenizer.decode(ids[0, lengths[-1] :], skip_special_tokens=True))
+    return texts, lengths
+
+
 def test_a_conversation(
     materials: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

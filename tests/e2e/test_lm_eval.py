@@ -16,6 +16,7 @@ import pytest
 from fuyou_cli.core.errors import UsageError
 
 from .conftest import PLACES, Project
+from .test_generate import alone
 
 pytest.importorskip("lm_eval", reason='needs pip install "fuyou[lm-eval]"')
 
@@ -69,6 +70,15 @@ def test_text_is_that_of_hf(models: tuple[StreamedLM, HFLM]) -> None:
         models, "generate_until", [*asked, ("To", {"max_gen_toks": 5}), ("foot. " * 30, {"max_gen_toks": 7})]
     )
     assert ours == theirs and any(ours)
+
+
+def test_positions_of_each_texts_own_length(longrope: Path) -> None:
+    model = StreamedLM(str(longrope), memory="4GiB", dtype="float32", device="cpu")
+    prompts = ["The", "The road from the mill", "The road from the", "mill tower " * 5, "The road from the mill takes " * 3]
+    expected, _ = alone(longrope, prompts, 6)
+    asked = [(prompt, {"until": ["\n\n"], "max_gen_toks": 6}) for prompt in prompts]
+    instances = [Instance(request_type="generate_until", doc={}, arguments=one, idx=n) for n, one in enumerate(asked)]
+    assert model.generate_until(instances, disable_tqdm=True) == expected
 
 
 def test_what_cannot_be_is_said(models: tuple[StreamedLM, HFLM], materials: Path, tmp_path: Path) -> None:

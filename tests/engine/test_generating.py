@@ -109,6 +109,16 @@ def test_the_cache_is_counted(family: str) -> None:
     assert needed.work > 3 * PROMPT * 32 * 4
 
 
+def test_a_row_that_is_computed_anew_is_counted() -> None:
+    """Its first tokens are few, and a pass over most of it follows once its positions change."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    usual = room(build(llama(), dtype="float32", attention="sdpa"), rows=2, prompt=2, new=62)
+    changing = llama(rope_parameters={**rope, "original_max_position_embeddings": 60})
+    anew = room(build(changing, dtype="float32", attention="sdpa"), rows=2, prompt=2, new=62)
+    never = room(build(changing, dtype="float32", attention="sdpa"), rows=2, prompt=2, new=58)
+    assert anew.cache == usual.cache and anew.work > usual.work + anew.cache // 2 and never.work <= usual.work
+
+
 def test_what_reading_raises_arrives() -> None:
     model = Model(llama())
 
