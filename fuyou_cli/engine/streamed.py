@@ -25,6 +25,7 @@ from .documents import Documents, longest
 from .module_state import ModuleState
 
 Run = Callable[[torch.Tensor], torch.Tensor]
+_LOOKS = 4  # forwards of a stage before which something to forget is looked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +152,22 @@ class Tape:
             del gradient
 
 
-def streamed_forward(stage: int, name: str, original: Callable[..., Any], tape: Tape, passes: Passes) -> Callable[..., Any]:
+class StageState:
+    """Makes a stage forget its earlier forwards. To look for something to forget takes 50 us, so it is done before the first
+    forwards, once in each forward of the model, and always if something was found."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._state, self._looks = ModuleState(module), _LOOKS
+
+    def begin(self, *, look: bool = False) -> None:
+        """Call it before a forward. `look`: looks in any case."""
+        if self._looks or look:
+            self._looks = _LOOKS if self._state.put_back() else max(0, self._looks - 1)
+
+
+def streamed_forward(
+    stage: int, name: str, original: Callable[..., Any], tape: Tape, passes: Passes, state: StageState
+) -> Callable[..., Any]:
     """Returns the replacement for one stage's `forward`. Every tensor beside the stage's input must be the same for all
     rows."""
     anchor = torch.zeros((), requires_grad=True)
@@ -163,6 +179,7 @@ def streamed_forward(stage: int, name: str, original: Callable[..., Any], tape: 
 
         def run_of(call: StageCall) -> Run:
             def run(part: torch.Tensor) -> torch.Tensor:
+                state.begin()
                 out = call.output(part)
                 boundary = boundary_of(out, name)
                 # Without tensors, which would otherwise live until the stage is done.
@@ -192,6 +209,7 @@ class StreamedModel:
         compiled: CompiledBlocks | None = None,
     ) -> None:
         self._replaced: list[nn.Module] = []
+        self._states: list[StageState] = []  # of these
         self._hooks: list[RemovableHandle] = []
         self._placed: list[Placed] = []
         self._anatomy, self._passes = anatomy, passes
@@ -202,10 +220,11 @@ class StreamedModel:
                 continue
             compiles = compiled is not None and stage.kind == "block"
             original = compiled.of(stage.module) if compiled is not None and compiles else own_forward(stage.module)
-            stage.module.forward = streamed_forward(index, stage.name, original, self.tape, passes)
             self._replaced.append(stage.module)
             self._hooks += [] if compiles or inside is None else stage.call_inside(inside)
             self._placed += place_buffers(stage.module, device)
+            self._states.append(StageState(stage.module))
+            stage.module.forward = streamed_forward(index, stage.name, original, self.tape, passes, self._states[-1])
         if on_device:  # the model's own forward also computes there
             self._placed += place_buffers(anatomy.model, device)
         self._between = ModuleState(anatomy.model, without=anatomy.modules())
@@ -227,6 +246,8 @@ class StreamedModel:
         earlier forwards is forgotten before."""
         model, documents = self._anatomy.model, divided.documents
         self._between.put_back()
+        for state in self._states:
+            state.begin(look=True)
         with (
             one_row_masks(model, None if documents is None else longest(documents, divided.step)),
             self.tape.forward_of(divided),
@@ -238,6 +259,9 @@ class StreamedModel:
     def close(self) -> None:
         """Gives the model its own forwards and buffers back."""
         self._between.put_back()
+        for state in self._states:
+            state.begin(look=True)
+        self._states.clear()
         for module in self._replaced:
             module.__dict__.pop("forward", None)
         self._replaced.clear()

@@ -15,6 +15,7 @@ from fuyou_cli.core.errors import PlanError
 from fuyou_cli.core.units import align_up, gib
 from fuyou_cli.engine.describe import Outlined, specified
 from fuyou_cli.engine.isolated import kept_apart_if_possible
+from fuyou_cli.engine.row_lengths import turns
 from fuyou_cli.engine.skeleton import TORCH_DTYPE
 from fuyou_cli.engine.streamed_losses import StreamedLosses
 from fuyou_cli.engine.weight_stream import Visited
@@ -49,7 +50,8 @@ def room_of(
     that the process has before. `rows`: in all, `longest`: tokens of the longest one, of which at most `max_len` are kept.
     Raises PlanError if either is too little for one micro-batch."""
     length = min(align_up(longest, 8), max_len)
-    micro = min(rows, max(1, USUAL_TOKENS // length))
+    # A row whose positions depend on its length is alone, as in a model that is given one row.
+    micro = 1 if turns(found.anatomy.model) else min(rows, max(1, USUAL_TOKENS // length))
     found = replace(found, anatomy=kept_apart_if_possible(found.anatomy))
     first, end = found.anatomy.stages[0].vocabulary or (0, found.anatomy.model.config.get_text_config().vocab_size)
     chunk = head_chunk(train, micro * length, end - first)

@@ -12,10 +12,12 @@ import torch
 
 from fuyou_cli.core.errors import DeviceMemoryError, PlanError, UsageError
 from fuyou_cli.core.units import MiB
+from fuyou_cli.data.batches import Sequences, lay_out
 from fuyou_cli.engine.generating import GenerationMemory
 from fuyou_cli.engine.streamed_losses import StreamedLosses
 from fuyou_cli.inference.streamed_evaluation import room_of
 from fuyou_cli.recipe.schema import TrainSection
+from fuyou_cli.spec.plan import Numerics
 from fuyou_cli.training.generation import Generator, left_for_weights
 from fuyou_cli.training.inference import find, open_for_inference
 from fuyou_cli.training.jsonl import JsonlLog
@@ -24,15 +26,20 @@ from .conftest import Whole
 from .running import exported
 
 IDS = torch.arange(3, 43).view(2, 20)
+ROWS = Sequences(IDS.tolist(), [20, 20])
+NUMERICS = Numerics(
+    compute_dtype="float32", accumulate_dtype="float32", batch_size=2, micro_batch_size=1, max_seq_len=20, head_chunk_tokens=0,
+    torch_threads=1, seed=0,
+)  # fmt: skip
 
 
 def streamed(source: Path, dtype: str = "auto") -> list[float]:
     found = find(source, dtype=dtype)  # type: ignore[arg-type]
     with (
         open_for_inference(found, memory=1 << 20) as model,
-        StreamedLosses(model.weights, micro_batch_size=1, head_chunk_tokens=0) as losses,
+        StreamedLosses(model.weights, NUMERICS) as losses,
     ):
-        rows: list[float] = losses.losses(IDS, IDS, last=True).tolist()
+        rows: list[float] = losses.losses(lay_out(ROWS, range(2), pad_id=0, numerics=NUMERICS), last=True).sum(-1).tolist()
         model.check()
     return rows
 
@@ -68,8 +75,9 @@ def test_rows_and_weights_share_a_devices_memory(materials: Path) -> None:
     without = room_of(found, TrainSection(), **sizes)
     assert without.device_weights == 0
     seen = [room_of(found, TrainSection(), **sizes, device=there << 20) for there in (48, 64, 128, 1 << 14)]
-    assert [room.rows for room in seen] == sorted({room.rows for room in seen}) and seen[-1].rows == without.rows
-    assert all(room.rows % room.micro_batch_size == 0 for room in seen)
+    rows = [room.numerics.batch_size for room in seen]
+    assert rows == sorted(set(rows)) and rows[-1] == without.numerics.batch_size
+    assert all(room.numerics.batch_size % room.numerics.micro_batch_size == 0 for room in seen)
     assert all(0 < room.device_weights < there << 20 for room, there in zip(seen, (48, 64, 128, 1 << 14), strict=True))
     with pytest.raises(PlanError, match="of GPU memory more than is free"):
         room_of(found, TrainSection(), **sizes, device=1 << 20)

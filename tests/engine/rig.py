@@ -157,6 +157,19 @@ def inject_by_peft(model: PreTrainedModel, section: AdapterSection) -> None:
             torch.nn.init.normal_(parameter, std=0.05)
 
 
+@dataclass(frozen=True)
+class Rectangle:
+    """A batch whose rows are all computed whole, as `data.batches.Batch` is given to what only goes forward."""
+
+    ids: torch.Tensor
+    labels: torch.Tensor
+    documents: None = None
+    sweeps: None = None
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.ids, self.labels
+
+
 class Rig:
     """Holds an executor over files in `folder`. `home` pins every tensor; None leaves the choice to the planner."""
 

@@ -16,7 +16,7 @@ from fuyou_cli.spec.model import ITEM_SIZE
 
 from .comparing import relative, unequal
 from .families import FAMILIES, gpt2, llama
-from .rig import Rig, Shape, Subject
+from .rig import Rectangle, Rig, Shape, Subject
 
 STEPS = 3
 
@@ -29,7 +29,7 @@ def evaluated(forward: ForwardOnly, subject: Subject, groups: int = 2) -> list[f
     with forward.open():
         for begin in range(0, len(ids), forward.rows):
             rows = slice(begin, begin + forward.rows)
-            found += forward.losses(ids[rows], labels[rows], last=rows.stop >= len(ids)).tolist()
+            found += forward.losses(Rectangle(ids[rows], labels[rows]), last=rows.stop >= len(ids)).sum(-1).tolist()
     return found
 
 
@@ -127,7 +127,7 @@ def next_logits(rig: Rig, subject: Subject) -> torch.Tensor:
     padded = ids.masked_fill(torch.arange(ids.shape[1]) > AT.unsqueeze(1), 1)
     forward = ForwardOnly(rig.executor)
     with forward.open():
-        found = [forward.next_logits(padded, AT, last=False) for _ in range(2)]
+        found = [forward.next_logits(Rectangle(padded, padded), list(enumerate(AT.tolist())), last=False) for _ in range(2)]
         forward.stop_ahead()
     assert torch.equal(found[0], found[1])
     return found[0]

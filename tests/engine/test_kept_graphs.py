@@ -27,7 +27,7 @@ from fuyou_cli.recipe.schema import AdapterSection
 
 from .comparing import assert_same
 from .families import FAMILIES, gpt2, llama
-from .rig import EVERYWHERE, SPARE, Rig, Shape, Subject, outcome
+from .rig import EVERYWHERE, SPARE, Rectangle, Rig, Shape, Subject, outcome
 
 STEPS = 2
 UNEVEN = Shape(batch=5, micro=2)
@@ -269,5 +269,5 @@ def test_an_evaluation_keeps_none(tmp_path: Path) -> None:
         before, evaluation = runs.peak, ForwardOnly(rig.executor)
         runs.peak = 0
         with evaluation.open():
-            evaluation.losses(ids, labels, last=True)
+            evaluation.losses(Rectangle(ids, labels), last=True)
         assert runs.peak < before / 2 and runs.live == 0

@@ -27,7 +27,7 @@ from fuyou_cli.spec.plan import Plan, Span
 
 from .comparing import unequal
 from .families import llama
-from .rig import HARDWARE, Rig, Shape, Subject
+from .rig import HARDWARE, Rectangle, Rig, Shape, Subject
 
 STEPS = 4
 ROWS, WIDTH = 2000, 64
@@ -140,7 +140,9 @@ def test_evaluations_look_up_their_own_rows(tmp_path: Path) -> None:
             forward, (ids, labels) = ForwardOnly(run.executor), next(subject.batches(1))
             run.step(ids, labels, 1, last=True)
             with forward.open():
-                losses = [forward.losses(some, some, last=False) for some in (ids.flip(1) // 2, ids // 3, ids)]
+                losses = [
+                    forward.losses(Rectangle(some, some), last=False).sum(-1) for some in (ids.flip(1) // 2, ids // 3, ids)
+                ]
                 forward.stop_ahead()
                 copied = [flat.clone() for stage, flat in forward.weights() if stage == 0]
             run.step(ids, labels, 2, last=True)

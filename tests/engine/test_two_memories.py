@@ -29,7 +29,7 @@ from fuyou_cli.engine.streamed import Placed
 from fuyou_cli.recipe.schema import AdapterSection
 
 from .families import FAMILIES, gpt2, llama
-from .rig import Rig, Shape, Subject
+from .rig import Rectangle, Rig, Shape, Subject
 from .told import Told
 
 
@@ -142,4 +142,4 @@ def test_losses_without_training(name: str, way: str, tmp_path: Path, monkeypatc
         mixed.knows(labels)
         forward = ForwardOnly(rig.executor)
         with forward.open(), mixed:
-            assert len(forward.losses(ids[: forward.rows], labels[: forward.rows], last=True))
+            assert len(forward.losses(Rectangle(ids[: forward.rows], labels[: forward.rows]), last=True))

@@ -241,8 +241,8 @@ def test_lookups_and_their_gradients_are_those_of_the_whole_embedding(
         y = streamed(EDGES)
         assert torch.equal(y, expected)
         _go_to(rig.executor, "backward", pieces_of(subject, "embedding")[-1])
-        rig.executor._streamed.tape.hand_on(get_gradient_edge(y), gradient)
-        rig.executor._streamed.tape.backward()
+        rig.executor.streamed.tape.hand_on(get_gradient_edge(y), gradient)
+        rig.executor.streamed.tape.backward()
         found: dict[str, torch.Tensor] = {}
         for stage in rig.owning_stages():
             if stage.kind == "embedding":

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from fuyou_cli.engine.weight_stream import Visited, WeightStream
 
 from .comparing import relative
 from .families import FAMILIES, llama
-from .rig import Shape, Subject
+from .rig import Rectangle, Shape, Subject
 
 PLENTY = 1 << 40
 
@@ -39,7 +40,7 @@ def opened(subject: Subject, memory: int, device_memory: int = 0) -> Iterator[tu
     sizes = {"memory": memory, "device_memory": device_memory}
     with (
         WeightStream(subject.anatomy, read, dtype=torch.float32, **sizes) as weights,
-        StreamedLosses(weights, micro_batch_size=2, head_chunk_tokens=subject.shape.chunk) as losses,
+        StreamedLosses(weights, replace(subject.numerics, micro_batch_size=2)) as losses,
     ):
         yield losses, weights, read
 
@@ -64,7 +65,7 @@ def test_losses_as_transformers_in_memory(family: str) -> None:
     subject = Subject(FAMILIES[family], Shape())
     ids, labels = next(subject.batches(1))
     with opened(subject, PLENTY) as (losses, _, _):
-        found = losses.losses(ids, labels, last=True).tolist()
+        found = losses.losses(Rectangle(ids, labels), last=True).sum(-1).tolist()
     assert relative(found, plain(subject, ids, labels)) <= 1e-6
 
 
@@ -79,7 +80,7 @@ def test_each_byte_is_read_once_in_a_pass(vocabulary: int, tied: bool) -> None:
         assert weights.memory <= least_memory(subject)
         for number, (ids, labels) in enumerate(batches):
             before = read.elements
-            found = losses.losses(ids, labels, last=True).tolist()
+            found = losses.losses(Rectangle(ids, labels), last=True).sum(-1).tolist()
             seen.append(read.elements - before)
             assert relative(found, plain(subject, ids, labels)) <= 1e-6, number
     table = 32 * 97
@@ -96,8 +97,8 @@ def test_all_that_fits_stays() -> None:
     block = 4 * subject.anatomy.stages[1].params
     for blocks in (2, 4, 8):
         with opened(subject, least_memory(subject) + blocks * block) as (losses, weights, read):
-            first = losses.losses(ids, labels, last=False).tolist()
-            losses_of[blocks] = losses.losses(ids, labels, last=True).tolist()
+            first = losses.losses(Rectangle(ids, labels), last=False).sum(-1).tolist()
+            losses_of[blocks] = losses.losses(Rectangle(ids, labels), last=True).sum(-1).tolist()
             assert first == losses_of[blocks]
             assert read.elements < 2 * read.whole
             if blocks == 8:
@@ -117,7 +118,7 @@ def test_what_stays_on_a_device_comes_through_the_slots(tied: bool) -> None:
             assert weights.device_memory <= there and weights.memory <= least_memory(subject)
             assert len([i for i in weights.on_device if subject.anatomy.stages[i].kind == "block"]) >= seen
             for last in (False, False, True):
-                assert relative(losses.losses(ids, labels, last=last).tolist(), expected) <= 1e-6
+                assert relative(losses.losses(Rectangle(ids, labels), last=last).sum(-1).tolist(), expected) <= 1e-6
             first = read.whole - (0 if tied else 32 * 97)
             again = sum(subject.spec.stages[i].numel for i in visited.order)
             again -= sum(subject.spec.stages[i].numel for i in weights.on_device | weights.staying)
@@ -133,7 +134,7 @@ def test_a_stage_too_large_for_two_slots_does_not_go_to_the_device() -> None:
     with opened(subject, memory, memory) as (losses, weights, _):
         assert weights.memory <= memory and len(sizes) - 1 in weights.staying and weights.on_device
         ids, labels = next(subject.batches(1))
-        assert relative(losses.losses(ids, labels, last=True).tolist(), plain(subject, ids, labels)) <= 1e-6
+        assert relative(losses.losses(Rectangle(ids, labels), last=True).sum(-1).tolist(), plain(subject, ids, labels)) <= 1e-6
 
 
 def test_too_little_memory_is_said() -> None:

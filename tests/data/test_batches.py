@@ -1,0 +1,122 @@
+"""Tests how rows of unlike length become micro-batches: nothing is lost, nothing is mixed, and shapes are few."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from drawn import examples
+from hypothesis import given
+from hypothesis import strategies as some
+
+from fuyou_cli.data.batches import Batch, Sequences, computed_tokens, deal, lay_out, passes
+from fuyou_cli.data.rows import NO_LOSS
+from fuyou_cli.spec.micro_batch import lengths_up_to, rounded_up
+from fuyou_cli.spec.plan import Numerics, Padding
+
+NUMERICS = Numerics(
+    compute_dtype="float32", accumulate_dtype="float32", batch_size=8, micro_batch_size=2, max_seq_len=64, head_chunk_tokens=0,
+    torch_threads=1, seed=0, padding="none", width_step=16,
+)  # fmt: skip
+PADDINGS: list[Padding] = ["none", "micro_batch"]
+
+lengths_of_rows = some.lists(some.integers(1, 64), min_size=8, max_size=8)
+
+
+def rows_of(lengths: list[int]) -> Sequences:
+    """Makes every token of all rows a number of its own; of each row the second half is labels."""
+    firsts = np.cumsum([0, *lengths])
+    return Sequences(
+        [list(range(first + 1, first + 1 + size)) for first, size in zip(firsts, lengths, strict=False)],
+        [(size + 1) // 2 for size in lengths],
+    )
+
+
+def assert_holds(batch: Batch, rows: Sequences, indices: list[int]) -> None:
+    """Checks that each row stands whole where its place says, and nothing else is a label."""
+    labels = 0
+    for index, place in zip(indices, batch.places, strict=True):
+        tokens, mask = rows.tokens(index), rows.mask(index)
+        assert batch.input_ids[place.row, place.begin : place.end].tolist() == tokens.tolist()
+        # Nothing predicts a row's first token.
+        assert batch.labels[place.row, place.begin + 1 : place.end].tolist() == np.where(mask, tokens, NO_LOSS)[1:].tolist()
+        labels += int(mask[1:].sum())
+    assert batch.label_tokens == labels == int((batch.labels[:, 1:] != NO_LOSS).sum())
+    assert batch.tokens == sum(len(rows.tokens(index)) for index in indices)
+
+
+def assert_divided(batch: Batch, numerics: Numerics) -> None:
+    """Checks that micro-batches follow each other, hold all that is no padding, and are no larger than planned."""
+    assert batch.sweeps is not None
+    parts = [part for sweep in batch.sweeps for part in sweep]
+    assert [part.first for part in parts] == [0, *(part.end for part in parts[:-1])]
+    assert parts[-1].end == len(batch.input_ids)
+    for part in parts:
+        assert part.tokens <= numerics.micro_batch_tokens
+        assert part.width % numerics.width_step == 0 or part.width == numerics.widest
+        inside = [place for place in batch.places if part.first <= place.row < part.end]
+        assert max(place.end for place in inside) <= part.width
+        assert part.longest == max(place.end - place.begin for place in inside)
+        for row in range(part.first, part.end):
+            if batch.documents is not None:
+                sizes = [place.end - place.begin for place in sorted(inside, key=lambda p: p.begin) if place.row == row]
+                assert batch.documents[row] == [*sizes, *([part.width - sum(sizes)] if sum(sizes) < part.width else [])]
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("sweeps", [1, 2, 4])
+@examples(share_fixtures=True)
+@given(lengths=lengths_of_rows)
+def test_every_row_is_in_one_micro_batch(padding: Padding, sweeps: int, lengths: list[int]) -> None:
+    numerics, rows = replace(NUMERICS, padding=padding), rows_of(lengths)
+    batch = lay_out(rows, range(8), pad_id=0, numerics=numerics, sweeps=sweeps)
+    assert_holds(batch, rows, list(range(8)))
+    assert_divided(batch, numerics)
+    assert batch.sweeps is not None and len(batch.sweeps) == sweeps
+    assert all(1 <= len(sweep) <= numerics.micro_batches // sweeps for sweep in batch.sweeps)  # as planned, or fewer
+    assert (batch.documents is not None) == (padding == "none")
+    assert sum(computed_tokens(lengths, numerics, sweeps=sweeps)) == batch.computed
+
+
+@pytest.mark.parametrize("padding", [*PADDINGS, "step"])
+@examples(share_fixtures=True)
+@given(lengths=some.lists(some.integers(1, 64), min_size=1, max_size=40), most=some.integers(1, 5))
+def test_passes_hold_all_rows_once(padding: Padding, lengths: list[int], most: int) -> None:
+    numerics, rows = replace(NUMERICS, padding=padding), rows_of(lengths)
+    seen: list[int] = []
+    for chosen, batch in passes(rows, range(len(lengths)), pad_id=0, numerics=numerics, most=most):
+        assert_holds(batch, rows, chosen)
+        if batch.sweeps is not None:
+            assert_divided(batch, numerics)
+            assert len(batch.sweeps[0]) <= most
+        seen += chosen
+    assert sorted(seen) == list(range(len(lengths)))
+
+
+def test_cost_follows_tokens() -> None:
+    """Seven short rows and a long one: they were padded to eight long ones."""
+    lengths, whole = [64, *[8] * 7], 8 * 64
+    one = replace(NUMERICS, micro_batch_size=1, width_step=8)
+    assert sum(computed_tokens(lengths, one)) == 64 + 56
+    assert computed_tokens(lengths, replace(one, padding="micro_batch")) == [64, *[8] * 7]
+    full = [64] * 8
+    assert sum(computed_tokens(full, one)) == sum(computed_tokens(full, replace(one, padding="micro_batch"))) == whole
+
+
+def test_rows_of_one_length_are_dealt_as_before() -> None:
+    assert next(deal([64] * 8, NUMERICS)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert next(deal([64] * 8, replace(NUMERICS, padding="micro_batch"))) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+@examples()
+@given(tokens=some.integers(1, 1 << 17), step=some.sampled_from([0, 8, 64]))
+def test_documents_have_few_lengths(tokens: int, step: int) -> None:
+    length = rounded_up(tokens, step)
+    assert length >= tokens and length - tokens < max(step, tokens / 4, 1)
+    assert rounded_up(length, step) == length
+
+
+def test_lengths_are_counted() -> None:
+    assert lengths_up_to(512, 64) == 8 and lengths_up_to(1024, 64) == 12 and lengths_up_to(4096, 64) == 20
+    assert lengths_up_to(100, 0) == 100

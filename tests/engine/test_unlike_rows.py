@@ -1,0 +1,213 @@
+"""Rows of unlike length: as a plain PyTorch loop over the same micro-batches, each padded to its own longest row, by a freshly
+loaded model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from drawn import every
+from transformers import PreTrainedConfig
+
+from fuyou_cli.data.batches import Batch, Sequences, lay_out, passes
+from fuyou_cli.engine.forward_only import ForwardOnly
+from fuyou_cli.engine.updates import Optimizer
+from fuyou_cli.spec.plan import Numerics
+
+from .comparing import distance, relative, unequal
+from .families import _COMMON, _ENDS, _GATED, FAMILIES, VOCABULARY, gpt2, llama
+from .plain_torch import torch_adamw
+from .rig import OPTIMIZER, Rig, Shape, Subject
+
+SHAPE = Shape(batch=6, micro=2, tokens=32)
+LENGTHS = [[32, 5, 9, 17, 3, 2], [7, 12, 12, 2, 31, 26]]  # of two steps; windows are of 8 tokens
+KEY_BIASES = replace(OPTIMIZER, epsilon=1e-6)  # see test_exact
+
+# Half of the factors of longrope; rows of up to 12 tokens have the short ones.
+_LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [3.0, 5.0, 7.0, 9.0],
+    "original_max_position_embeddings": 12, "factor": 4.0,
+}  # fmt: skip
+_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+
+UNLIKE: dict[str, PreTrainedConfig] = {
+    "llama": llama(),  # rows end to end
+    "gemma3": FAMILIES["gemma3"],  # the same, with windows
+    "gpt2": gpt2(),  # padded, with learned positions
+    "bloom": transformers.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4, hidden_dropout=0.0, **_ENDS),
+    "gpt_neo": FAMILIES["gpt_neo"],
+    "falcon": FAMILIES["falcon"],
+    "mamba": transformers.MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=4, **_ENDS),
+    "longrope": transformers.Phi3Config(**_GATED, **_ENDS, pad_token_id=0, rope_parameters=_LONGROPE),
+    "dynamic": llama(max_position_embeddings=12, rope_parameters=_DYNAMIC),
+    "opt": FAMILIES["opt"],
+    "phi3": FAMILIES["phi3"],
+    "gpt_neox": transformers.GPTNeoXConfig(**_COMMON, intermediate_size=64, attention_dropout=0.0, hidden_dropout=0.0),
+}
+END_TO_END = {"llama", "gemma3", "phi3", "gpt_neox"}
+
+
+def numerics_of(subject: Subject) -> Numerics:
+    padding: Any = "none" if subject.anatomy.isolated else "micro_batch"
+    return replace(subject.numerics, padding=padding, width_step=8)
+
+
+def subject_of(family: str, shape: Shape = SHAPE) -> Subject:
+    subject = Subject(UNLIKE[family], shape, apart=family in END_TO_END)
+    subject.numerics = numerics_of(subject)
+    return subject
+
+
+def batches(numerics: Numerics, *, sweeps: int = 1) -> Iterator[Batch]:
+    generator = torch.Generator().manual_seed(3)
+    for lengths in LENGTHS:
+        tokens = [torch.randint(1, VOCABULARY, (size,), generator=generator).tolist() for size in lengths]
+        rows = Sequences(tokens, [max(1, size - 2) for size in lengths])
+        yield lay_out(rows, range(len(lengths)), pad_id=0, numerics=numerics, sweeps=sweeps)
+
+
+def run(rig: Rig, *, sweeps: int = 1) -> list[float]:
+    for number, batch in enumerate(batches(rig.plan.numerics, sweeps=sweeps), start=1):
+        ids, labels = batch.tensors()
+        outcome = rig.executor.step(
+            ids, labels, step=number, lr=rig.optimizer.lr, last=number == len(LENGTHS), documents=batch.documents,
+            sweeps=batch.sweeps,
+        )  # fmt: skip
+        rig.losses.append(outcome.loss)
+    rig.executor.drain()
+    return rig.losses
+
+
+def plain(subject: Subject, optimizer: Optimizer) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and weights of torch's AdamW. Each micro-batch is computed by a model that has computed nothing before, its rows
+    padded to the longest of them; rows that lie end to end are rows of their own."""
+    model = subject.fresh()
+    model.load_state_dict(subject.initial)
+    parameters = dict(model.named_parameters())
+    adamw = torch_adamw(list(parameters.values()), optimizer)
+    losses = []
+    for batch in batches(subject.numerics):
+        losses.append(0.0)
+        for rows in micro_batches(batch):
+            fresh = subject.fresh()
+            for name, parameter in fresh.named_parameters():
+                parameter.data = parameters[name].data
+            loss = summed_loss(fresh, rows) / batch.label_tokens
+            loss.backward()
+            losses[-1] += float(loss.detach())
+            for name, parameter in fresh.named_parameters():
+                held, found = parameters[name], parameter.grad
+                held.grad = found if held.grad is None or found is None else held.grad + found
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        adamw.step()
+        adamw.zero_grad()
+    return losses, {name: value.detach().clone() for name, value in parameters.items()}
+
+
+Row = tuple[torch.Tensor, torch.Tensor]  # ids and labels, without padding
+
+
+def micro_batches(batch: Batch) -> Iterator[list[Row]]:
+    ids, labels = batch.tensors()
+    assert batch.sweeps is not None
+    for part in (part for sweep in batch.sweeps for part in sweep):
+        places = [place for place in batch.places if part.first <= place.row < part.end]
+        yield [tuple(whole[place.row, place.begin : place.end] for whole in (ids, labels)) for place in places]  # type: ignore[misc]
+
+
+def summed_loss(model: Any, rows: Sequence[Row]) -> torch.Tensor:
+    width = max(len(ids) for ids, _ in rows)
+    ids = torch.stack([torch.nn.functional.pad(ids, (0, width - len(ids))) for ids, _ in rows])
+    labels = torch.stack([torch.nn.functional.pad(labels, (0, width - len(labels)), value=-100) for _, labels in rows])
+    logits = model(input_ids=ids, position_ids=torch.arange(width)[None], use_cache=False).logits[:, :-1].float()
+    return torch.nn.functional.cross_entropy(
+        logits.reshape(-1, VOCABULARY), labels[:, 1:].reshape(-1), ignore_index=-100, reduction="sum"
+    )
+
+
+@pytest.mark.parametrize("family", every(1, UNLIKE))
+def test_as_plain_pytorch(family: str, tmp_path: Path) -> None:
+    """Losses within 1e-6. AdamW's first steps enlarge the last bit of a small gradient, so weights are the same to 1e-5."""
+    optimizer = KEY_BIASES if family in ("gpt2", "opt", "gpt_neox", "bloom", "gpt_neo", "falcon") else OPTIMIZER
+    subject = subject_of(family)
+    with Rig(subject, tmp_path, optimizer=optimizer) as rig:
+        losses, weights = run(rig), rig.weights()
+    theirs, expected = plain(subject, optimizer)
+    assert relative(losses, theirs) <= 1e-6
+    assert distance(weights, expected) <= 1e-5
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "longrope"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"device": "emulated", "batch_on_device": False},
+        {"device": "emulated", "kept": "all"},
+        {"device": "emulated", "kept_there": "room", "home": "cpu"},
+        {"kept": "all", "home": "cpu"},
+    ],
+    ids=str,
+)
+def test_the_same_however_bytes_move(family: str, options: dict[str, Any], tmp_path: Path) -> None:
+    found = []
+    for number, chosen in enumerate(({}, options)):
+        with Rig(subject_of(family), tmp_path / str(number), **chosen) as rig:
+            found.append((run(rig), rig.weights()))
+    (losses, weights), (others, moved) = found
+    assert losses == others
+    assert unequal(weights, moved) == []
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom"])
+@pytest.mark.parametrize("vocabulary", [0, 40])
+def test_sweeps_and_a_cut_vocabulary(family: str, vocabulary: int, tmp_path: Path) -> None:
+    """Rows are dealt to other micro-batches in two sweeps, so sums differ in their last bits."""
+    found = []
+    for sweeps in (1, 3):
+        subject = subject_of(family, replace(SHAPE, vocabulary=vocabulary))
+        with Rig(subject, tmp_path / str(sweeps), sweeps=sweeps, optimizer=KEY_BIASES) as rig:
+            found.append((run(rig, sweeps=sweeps), rig.weights()))
+    theirs, expected = plain(subject_of(family), KEY_BIASES)
+    for losses, weights in found:
+        assert relative(losses, theirs) <= 1e-6
+        assert distance(weights, expected) <= 1e-5
+
+
+def test_a_document_is_computed_in_a_length_of_few(tmp_path: Path) -> None:
+    """Attention pads documents to lengths that are multiples of a step; their values stay."""
+    subject = subject_of("gemma3")
+    subject.numerics = replace(subject.numerics, document_step=8)
+    with Rig(subject, tmp_path) as rig:
+        losses, weights = run(rig), rig.weights()
+    theirs, expected = plain(subject, OPTIMIZER)
+    assert relative(losses, theirs) <= 1e-6
+    assert distance(weights, expected) <= 1e-5
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom", "mamba"])
+def test_evaluated_row_by_row(family: str, tmp_path: Path) -> None:
+    """Losses of rows in passes of several, as transformers has them of each row alone."""
+    subject = subject_of(family)
+    generator = torch.Generator().manual_seed(9)
+    tokens = [torch.randint(1, VOCABULARY, (size,), generator=generator).tolist() for size in (*range(2, 20), 32, 31)]
+    rows = Sequences(tokens, [len(one) for one in tokens])
+    found = [0.0] * len(tokens)
+    with Rig(subject, tmp_path) as rig:
+        forward = ForwardOnly(rig.executor)
+        with forward.open():
+            numerics = rig.plan.group
+            for chosen, batch in passes(rows, range(len(tokens)), pad_id=0, numerics=numerics, most=numerics.micro_batches):
+                of_tokens = forward.losses(batch, last=False)
+                for number, place in zip(chosen, batch.places, strict=True):
+                    found[number] = float(of_tokens[place.row, place.begin : place.end].sum())
+            forward.stop_ahead()
+    model = subject.fresh().eval()
+    model.load_state_dict(subject.initial)
+    with torch.no_grad():
+        expected = [float(summed_loss(model, [(torch.tensor(one), torch.tensor(one))])) for one in tokens]
+    assert relative(found, expected) <= 1e-6
