@@ -7,13 +7,14 @@ from collections.abc import Callable
 from fuyou_cli.machine.described import on_described
 from fuyou_cli.machine.first_measurement import measure_once
 from fuyou_cli.machine.probe import process_bytes
+from fuyou_cli.machine.profile import core_count
 from fuyou_cli.machine.profile_store import hardware_for
 from fuyou_cli.planner.sustained_rates import Choose
 from fuyou_cli.recipe.load import LoadedRecipe
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.training.length import counted_rows
 from fuyou_cli.training.plan_request_of import StoreDisks
-from fuyou_cli.training.plan_step import plan
+from fuyou_cli.training.plan_step import layers_of, plan
 from fuyou_cli.training.prepared import Inspected, Planned
 from fuyou_cli.training.steps import inspect, resolve, run_directories, unheard
 
@@ -61,11 +62,18 @@ def machine_here(
     """Looks at this machine as it is now. `measure` measures a new machine first. `calibrated` uses the rates that the last
     run showed."""
     if measure and loaded.recipe.offload.measure:
-        measure_once(loaded, inspected.device, say=say)
+        measure_once(loaded, inspected.device, layers=_layers(inspected), say=say)
     directories = run_directories(loaded.recipe)
     unloaded = inspected.known.unloaded_bytes
     hardware = hardware_for(*directories, device=inspected.device, say=say, calibrated=calibrated, unloaded=unloaded)
     return hardware, disks_of(inspected.resolved)
+
+
+def _layers(inspected: Inspected) -> str:
+    """Identifies the layers to time for this recipe. Empty for a model that cannot be trained: none of its are computed."""
+    if inspected.known.facts.refusal:
+        return ""
+    return layers_of(inspected.recipe, inspected.resolved.model_dir, cores=core_count())
 
 
 def command_of(loaded: LoadedRecipe, command: str = "finetune") -> str:

@@ -173,6 +173,9 @@ def bench(
     sustained: Annotated[
         bool, typer.Option("--sustained", help="Also write until the drive slows down: many GB, asks first.")
     ] = False,
+    layers: Annotated[
+        bool, typer.Option("--layers", help="Only measure the recipe's layers, as the first plan of a recipe does.")
+    ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     model: Annotated[
         str | None,
@@ -201,10 +204,12 @@ def bench(
 
     from .bench import run_bench
 
+    if layers and sustained:
+        raise UsageError("--layers measures no drive, --sustained does: use only one of them")
     loaded = loaded_recipe(recipe, overrides) if recipe is not None else None
     settle_allocator()
     settle_libraries(device=loaded.recipe.offload.device if loaded is not None else "auto")
-    run_bench(directory, quick=quick, json_output=json_output, loaded=loaded, sustained=sustained, yes=yes)
+    run_bench(directory, quick=quick, json_output=json_output, loaded=loaded, sustained=sustained, layers=layers, yes=yes)
 
 
 @app.command()

@@ -12,21 +12,26 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.paths import folder
 from fuyou_cli.core.units import gb
 from fuyou_cli.machine import drives, probe
 from fuyou_cli.machine.background_load import BackgroundLoad, are_busy
 from fuyou_cli.machine.measure.whole import BenchReport, device_named, measure
 from fuyou_cli.machine.profile import assumed_hardware, card
-from fuyou_cli.machine.profile_store import keep
+from fuyou_cli.machine.profile_store import keep, keep_layers, kept_profile
 
 from .console import agreed, result_console, status_console, write_status
 from .render.bench_screen import bench_json, show_bench
 from .signals import like_ctrl_c
 
 if TYPE_CHECKING:
+    import torch
+
+    from fuyou_cli.machine.measure.findings import Findings
     from fuyou_cli.recipe.load import LoadedRecipe
     from fuyou_cli.recipe.schema import Recipe
+    from fuyou_cli.training.plan_step import OwnLayers
 
 Progress = Callable[[str], None]
 
@@ -40,10 +45,12 @@ def run_bench(
     device: str | None = None,
     loaded: LoadedRecipe | None = None,
     sustained: bool = False,
+    layers: bool = False,
     yes: bool = False,
     out: Console | None = None,
 ) -> BenchReport | None:
-    """Measures and prints to `out`, as a table or one JSON object. A recipe adds its own block and head.
+    """Measures and prints to `out`, as a table or one JSON object. A recipe adds its own block and head; `layers`: only these
+    are measured, on a machine whose profile is kept.
 
     Measures in `directory`; by default in the recipe's store folders as one striped store, else in the default store folder,
     else here. Keeps the profile for later plans. On a terminal, stderr shows what is being measured on one line that disappears
@@ -61,14 +68,20 @@ def run_bench(
         def progress(what: str) -> None:
             status.update(f"measuring: {what}")
 
-        if recipe is None:
+        if layers:
+            report = _of_layers(places, recipe, quick=quick, device=chosen, progress=progress)
+        elif recipe is None:
             report = measure(*places, quick=quick, device=chosen, progress=progress)
         else:
             report = _with_recipe(places, recipe, quick=quick, device=chosen, progress=progress)
         if sustained:
             report = _with_sustained(report, places, progress)
-    report = _beside_others(replace(report, seconds=time.monotonic() - begin), others.cores())
-    report = replace(report, profile=keep(report.profile, *places, say=write_status))
+    report = replace(report, seconds=time.monotonic() - begin)
+    if layers:
+        report = replace(report, profile=keep_layers(report.profile, *places, say=write_status))
+    else:
+        report = _beside_others(report, others.cores())
+        report = replace(report, profile=keep(report.profile, *places, say=write_status))
     if json_output:
         out.file.write(json.dumps(bench_json(report), indent=2) + "\n")
     else:
@@ -88,21 +101,53 @@ def _beside_others(report: BenchReport, cores: float) -> BenchReport:
 
 def _with_recipe(places: tuple[Path, ...], recipe: Recipe, *, quick: bool, device: str, progress: Progress) -> BenchReport:
     """Measures a recipe's stages too. Finds errors in the recipe before anything is measured."""
-    from fuyou_cli.engine.compiled import load_compiler
-    from fuyou_cli.engine.devices.cuda import free_memory
-    from fuyou_cli.machine.measure.recipe_stages import measure_recipe
-    from fuyou_cli.training.plan_step import anatomy_of
+    target, own = _own_layers(places, recipe, device, progress)
+    report = measure(*places, quick=quick, device=device, progress=progress)
+    return report.with_found(_layers(recipe, own, target, quick=quick, progress=progress))
+
+
+def _of_layers(places: tuple[Path, ...], recipe: Recipe | None, *, quick: bool, device: str, progress: Progress) -> BenchReport:
+    """Measures a recipe's stages alone, for the profile that is kept."""
+    from fuyou_cli.machine.allocator import settle_for_training
+
+    if recipe is None:
+        raise UsageError("--layers measures a recipe's layers: name the recipe", hint="fuyou bench RECIPE --layers")
+    target, own = _own_layers(places, recipe, device, progress)
+    kept = kept_profile(*places, device=target.type)
+    if kept is None:
+        raise UsageError("--layers: this machine has no profile yet", hint="measure it all: fuyou bench RECIPE")
+    settle_for_training()  # stages get their memory as in a run
+    report = BenchReport(profile=kept, rates=(), notes=(), quick=quick, seconds=0.0, written_bytes=0)
+    return report.with_found(_layers(recipe, own, target, quick=quick, progress=progress))
+
+
+def _own_layers(places: tuple[Path, ...], recipe: Recipe, device: str, progress: Progress) -> tuple[torch.device, OwnLayers]:
+    from fuyou_cli.training.plan_step import own_layers
 
     target = device_named(device)
     progress("the recipe's model")
     memory = card()[1] if target.type == "cuda" else 0
-    anatomy, sizes = anatomy_of(recipe, assumed_hardware(*places, device=target.type, device_memory=memory), say=write_status)
-    report = measure(*places, quick=quick, device=device, progress=progress)
-    free = free_memory() if target.type == "cuda" else probe.memory_available()
+    hardware = assumed_hardware(*places, device=target.type, device_memory=memory)
+    return target, own_layers(recipe, hardware, say=write_status)
+
+
+def _layers(recipe: Recipe, own: OwnLayers, target: torch.device, *, quick: bool, progress: Progress) -> Findings:
+    """Times the stages in the memory that a run would have: on a processor within its budget."""
+    from fuyou_cli.engine.compiled import load_compiler
+    from fuyou_cli.engine.devices.cuda import free_memory
+    from fuyou_cli.machine.measure.recipe_stages import measure_recipe
+
     if compiled := recipe.train.compile:
         load_compiler()
-    found = measure_recipe(anatomy, sizes, target, quick=quick, free=free, compiled=compiled, progress=progress)
-    return report.with_found(found)
+    if target.type == "cuda":
+        free = free_memory()
+    else:
+        free = probe.memory_available()
+        budget = recipe.offload.max_memory.cpu.resolve(total=probe.memory_limit(), auto=free + probe.process_bytes())
+        free = min(free, budget - probe.process_bytes())
+    return measure_recipe(
+        own.anatomy, own.sizes, target, quick=quick, free=free, compiled=compiled, layers=own.layers, progress=progress
+    )  # fmt: skip
 
 
 def _with_sustained(report: BenchReport, places: tuple[Path, ...], progress: Progress) -> BenchReport:

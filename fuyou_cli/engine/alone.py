@@ -34,11 +34,12 @@ _FILLING = 1 << 16  # random values, repeated: drawing one for each weight would
 class BlockAlone:
     """Describes a decoder block at micro-batches of `shape` (rows, tokens). A small block has several copies. Each visit of
     `micro_batches` uses the next copy, because in a run no cache holds the next block's weights. `room`: bytes that copies
-    beside the first may take. `compiled`: compiles it; `spec` is then that of a compiled block."""
+    beside the first may take. `compiled`: compiles it; `spec` is then that of a compiled block. `like`: the same block at other
+    micro-batches, whose weights and sums it takes."""
 
     def __init__(self, anatomy: Anatomy, spec: StageSpec, *, dtype: Dtype, accumulate: Dtype, shape: tuple[int, int],
                  device: torch.device, micro_batches: int = 1, room: int = MOST_ROOM,
-                 compiled: CompiledBlocks | None = None) -> None:  # fmt: skip
+                 compiled: CompiledBlocks | None = None, like: BlockAlone | None = None) -> None:  # fmt: skip
         self.flops, self.tokens = spec.forward_flops, shape[0] * shape[1]
         self.backward_flops = 3 * spec.forward_flops - spec.unneeded_flops - spec.frozen_flops  # recompute included
         every = sum(operator.flops for operator in spec.operators if not operator.stays)
@@ -55,10 +56,10 @@ class BlockAlone:
         modules = self._stage.module.modules()
         self._buffers = [(m, n, b if b is None else b.to(device)) for m in modules for n, b in m._buffers.items()]
         size = spec.params * (TORCH_DTYPE[dtype].itemsize + TORCH_DTYPE[accumulate].itemsize)
-        self._visits = [
+        self._visits: list[tuple[torch.Tensor, GradientSum]] = like._visits if like is not None else [
             (_filled(spec.params, dtype, device), GradientSum(stage=spec, flat=_empty(spec.trained, accumulate, device)))
             for _ in range(min(_MOST_COPIES, 1 + min(room, MOST_ROOM) // size))
-        ]
+        ]  # fmt: skip
         self._micro_batches, self._done = micro_batches, 0
         self._input = torch.randn(x.shape, dtype=TORCH_DTYPE[dtype], device=device)
         self._kept: Outputs = {}  # outputs of one forward
@@ -157,18 +158,19 @@ class _Remembering(Sparing):
 
 class HeadAlone:
     """Describes the head, or one piece of its vocabulary, on the first chunk of tokens of a micro-batch of `shape`. `owner`:
-    the stage whose weights it computes with."""
+    the stage whose weights it computes with. `like`: the same head on another chunk, whose weights and sum it takes."""
 
     def __init__(self, anatomy: Anatomy, spec: StageSpec, owner: StageSpec, *, dtype: Dtype, accumulate: Dtype,
-                 shape: tuple[int, int], chunk: int, device: torch.device) -> None:  # fmt: skip
+                 shape: tuple[int, int], chunk: int, device: torch.device, like: HeadAlone | None = None) -> None:  # fmt: skip
         cut = next(pieces(*shape, chunk))
         rows, tokens = (part.stop for part in cut)
         self.tokens = rows * tokens
         self.flops = spec.forward_flops * self.tokens / (shape[0] * shape[1])
         self.backward_flops = 3 * self.flops - spec.frozen_flops * self.tokens / (shape[0] * shape[1])
         self._stage, self._head, self._vocabulary = anatomy.stages[owner.index], Head(anatomy.model), spec.vocabulary
-        self._flat = _filled(owner.params, dtype, device)
-        self._total = GradientSum(stage=owner, flat=_empty(owner.trained, accumulate, device))
+        self._flat: torch.Tensor = _filled(owner.params, dtype, device) if like is None else like._flat
+        total = GradientSum(stage=owner, flat=_empty(owner.trained, accumulate, device)) if like is None else like._total
+        self._total: GradientSum = total
         width = anatomy.model.get_output_embeddings().in_features
         self._hidden = torch.randn(rows, tokens, width, dtype=TORCH_DTYPE[dtype], device=device)
         self._targets = torch.zeros(rows, tokens, dtype=torch.long, device=device)

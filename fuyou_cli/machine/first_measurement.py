@@ -1,4 +1,5 @@
-"""Measures a new machine before it is planned with."""
+"""Measures a new machine before it is planned with, and the layers of a new recipe: narrow ones, or those with an adapter, take
+longer for their FLOPs than any that the machine was measured with."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from fuyou_cli.core.errors import FuyouError, UsageError
 from fuyou_cli.core.units import duration
 
 from .background_load import are_busy, cores_now
-from .profile_store import measured_beside, why_not_kept
+from .profile_store import kept_profile, why_not_kept
 from .scratch import remove_left
 
 if TYPE_CHECKING:
@@ -25,39 +26,47 @@ if TYPE_CHECKING:
 PATIENCE = 300.0  # seconds; the quick bench of a recipe takes a fifth of it
 
 
-def measure_once(loaded: LoadedRecipe, device: str, *, say: Callable[[str], None]) -> None:
-    """Measures quickly if there is no profile of this machine and the recipe's drives, and keeps the profile for later plans.
+def measure_once(loaded: LoadedRecipe, device: str, *, layers: str = "", say: Callable[[str], None]) -> None:
+    """Measures quickly what is not known yet, and keeps it for later plans: this machine and the recipe's drives, or only the
+    recipe's `layers` (`StageRate.layers`; empty: none that can be timed).
 
     A profile measured beside busy programs is replaced as soon as a run finds the machine idle. If measuring fails, says why
     and leaves the known or assumed rates.
     """
     directories = loaded.recipe.offload_directories(os.environ)
     device = "cpu" if device == "emulated" else device
-    before = measured_beside(*directories, device=device)
-    if before is not None and not _is_due(before, say):
+    kept = kept_profile(*directories, device=device)
+    before = None if kept is None else kept.others_cores
+    if whole := before is None or _is_due(before, say):
+        once = "once" if before is None else "again"
+        what = f"this machine, {once}: about a minute, at most 2 GB written"
+        ways = [[str(loaded.path), *loaded.overrides]]
+        if len(directories) == 1:  # a model that cannot be trained yet has no stage to measure: measure only the machine
+            ways.append(["--dir", str(directories[0])])
+    elif kept is not None and layers and not any(rate.layers == layers for rate in kept.stage_rates):
+        what = "this model's layers, once: about half a minute"
+        ways = [[str(loaded.path), *loaded.overrides, "--layers"]]
+    else:
         return
     if why := why_not_kept(*directories, device=device):
         say(f"note: rates are {_known(before)}: new ones cannot be kept ({why}); set XDG_CACHE_HOME to another folder")
         return
-    once = "once" if before is None else "again"
-    say(f"measuring this machine, {once}: about a minute, at most 2 GB written (offload.measure=false skips it)")
-    ways = [[str(loaded.path), *loaded.overrides]]
-    if len(directories) == 1:  # a model that cannot be trained yet has no stage to measure: measure only the machine
-        ways.append(["--dir", str(directories[0])])
+    say(f"measuring {what} (offload.measure=false skips it)")
     begin, reason = time.monotonic(), ""
     made = [place for folder in directories for place in (folder, *folder.parents) if not place.exists()]
     for way in ways:
         code, reason = _measured(way, directories)
         _remove_empty(made)
         if not code:
-            seconds = duration(time.monotonic() - begin)
-            say(f"measured in {seconds}; the rates are kept for later plans, and all test files are removed")
-            if are_busy(cores := measured_beside(*directories, device=device) or 0.0):
-                say(f"note: {_beside(cores)}: the next run that finds it idle measures again")
+            seconds, files = duration(time.monotonic() - begin), ", and all test files are removed" if whole else ""
+            say(f"measured in {seconds}; the rates are kept for later plans{files}")
+            now = kept_profile(*directories, device=device)
+            if whole and now is not None and are_busy(now.others_cores):
+                say(f"note: {_beside(now.others_cores)}: the next run that finds it idle measures again")
             return
         if code != UsageError.exit_code:  # it may have written, and would write again
             break
-    say(f"note: the machine could not be measured, so rates are {_known(before)}: {reason}")
+    say(f"note: {'the machine' if whole else 'the layers'} could not be measured, so rates are {_known(before)}: {reason}")
 
 
 def _is_due(before: float, say: Callable[[str], None]) -> bool:

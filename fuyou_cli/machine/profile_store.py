@@ -111,12 +111,11 @@ def steady_process(now: int, *, measured: int) -> int:
     return start + max(0, -(-(now - start) // PROCESS_STEP)) * PROCESS_STEP
 
 
-def measured_beside(*directories: Path, device: str) -> float | None:
-    """Returns the cores that others used while the machine's profile was measured; None if there is no profile."""
+def kept_profile(*directories: Path, device: str) -> HardwareProfile | None:
+    """Returns the profile that is kept of this machine as it was measured; None if there is none."""
     profile = _kept(profile_path(*directories, device=device))
     name, _ = _device_facts(device)
-    same = profile is not None and (name is None or profile.device_name == name)
-    return profile.others_cores if profile is not None and same else None
+    return profile if profile is not None and (name is None or profile.device_name == name) else None
 
 
 def why_not_kept(*directories: Path, device: str) -> str | None:
@@ -155,6 +154,17 @@ def keep(profile: HardwareProfile, *directories: Path, say: Say) -> HardwareProf
     _write(profile, path, say)
     with suppress(OSError):
         corrected_path(path).unlink()  # it corrected the previous measurement
+    return profile
+
+
+def keep_layers(profile: HardwareProfile, *directories: Path, say: Say) -> HardwareProfile:
+    """Adds the rates of recipes' own stages in `profile` to what is kept of this machine. Returns what is kept."""
+    path = profile_path(*directories, device=profile.device)
+    for each in (corrected_path(path), path):
+        if (before := _kept(each)) is not None:
+            own = tuple(rate for rate in profile.stage_rates if rate.layers)
+            profile = replace(before, stage_rates=merged_rates(before.stage_rates, own))
+            _write(profile, each, say)
     return profile
 
 

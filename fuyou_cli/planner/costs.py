@@ -1,6 +1,7 @@
 """Computes the seconds of compute per visit and per update from the rates of a machine.
 
-Matrix products and attention run at the rate measured on a stage of the same kind (`HardwareProfile.stage_rate`). That rate
+Matrix products and attention run at the rate measured on a stage of the same kind. On a processor that is the model's own stage
+at this shape of micro-batch, if it was timed (`stage_times`), else the nearest (`HardwareProfile.stage_rate`). That rate
 includes the sum of the stage's gradients. With kept outputs, backward runs at a rate between the one without kept outputs and
 the one with all of them.
 
@@ -25,6 +26,7 @@ from .boundary_layout import kept_bytes
 from .plan_request import PlanRequest
 from .schedule import Visit
 from .simulated_machine import KnownSpeeds
+from .stage_times import StageTimes, stage_times
 
 _Visits = tuple[Visit, ...]
 _Stages = tuple[StagePlan, ...]
@@ -67,6 +69,7 @@ class Costs:
     # Caches: bytes of kept outputs, rates by stage, seconds of visits and updates.
     _kept: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict, init=False, compare=False, repr=False)
     _rates: dict[int, StageRate] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _times: dict[int, StageTimes | None] = field(default_factory=dict, init=False, compare=False, repr=False)
     _known: dict[Hashable, float] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @classmethod
@@ -230,7 +233,11 @@ class Costs:
             tokens=tokens,
         )
         if self.device != "cuda":
-            return rate
+            times, shape = self._own_times(stage), self._shape(stage)
+            if times is None:
+                return rate
+            given = 0.0 if times.given is None else times.given.rate(*shape)
+            return replace(rate, forward=times.forward.rate(*shape), backward=times.backward.rate(*shape), given=given)
         chunk = self.numerics.head_chunk_tokens if stage.kind == "head" else 0
         piece, rated = (min(some, chunk or some) for some in (tokens, rate.tokens))
         included = piece / (rated or self.numerics.tokens)  # the first sum of a step is a copy
@@ -245,6 +252,39 @@ class Costs:
             forward=_in_at_least(rate.forward, stage.forward_flops, rate.forward_launch * (tokens / piece)),
             given=_in_at_least(given, whole - spared, launch),
         )  # fmt: skip
+
+    def micro_batch_seconds(self, stage: StageSpec, phase: str, rows: int, width: int) -> float:
+        """Returns the seconds of products and attention of one micro-batch of `rows` rows, padded to `width` tokens: `forward`
+        (of a head "logits"), or any other phase with nothing kept. The sum over unlike micro-batches is what a visit of them
+        takes. Blocks and heads only; others have no products."""
+        is_forward, usual = phase in ("forward", "logits"), self._shape(stage)
+        whole = stage.forward_flops if is_forward else _backward_flops(stage)[0]
+        times = self._own_times(stage)
+        if times is None:  # in proportion to tokens, at the rate of the nearest stage
+            rate = self.rate(stage).forward if is_forward else self.rate(stage).backward
+            return whole * rows * width / self.numerics.micro_batch_tokens / rate if rate else 0.0
+        timed = times.forward if is_forward else times.backward
+        trained = whole / timed.flops.of(*usual)  # less than all where some weights are frozen
+        return trained * timed.seconds.of(*self._shape(stage, rows, width))
+
+    def _own_times(self, stage: StageSpec) -> StageTimes | None:
+        """Returns what was timed of this very stage on this machine's processor; None if nothing was."""
+        if self.device == "cuda":
+            return None
+        if stage.index not in self._times:
+            kind, params = rated_kind(self.model, stage), self.model.stages[self.model.owner(stage.index)].params
+            shape = (kind, self.model.compute_dtype, self.model.hidden_size, params)
+            self._times[stage.index] = stage_times(self.hardware.own_rates(*shape, threads=self.numerics.torch_threads))
+        return self._times[stage.index]
+
+    def _shape(self, stage: StageSpec, rows: int = 0, width: int = 0) -> tuple[int, int, int]:
+        """Returns a micro-batch's tokens, its width and the pieces it is computed in, of the usual micro-batch unless told. A
+        head mixes no tokens: its rows are one token wide."""
+        rows, width = rows or self.numerics.micro_batch_size, width or self.numerics.max_seq_len
+        if stage.kind != "head":
+            return rows * width, width, 1
+        chunk = self.numerics.head_chunk_tokens or rows * width
+        return rows * width, 1, -(-rows // max(1, chunk // width)) * -(-width // chunk)
 
     def _backward(self, visit: Visit, stage: StageSpec, rate: StageRate) -> float:
         """Returns the seconds of backward. They lie between those without kept outputs and those with all of them, by the FLOPs

@@ -23,12 +23,13 @@ from fuyou_cli.engine.processor import has_fast_bfloat16
 from fuyou_cli.machine import probe
 from fuyou_cli.machine.first_measurement import measure_once
 from fuyou_cli.machine.groups import Ended, run_limited
-from fuyou_cli.machine.profile import usable_memory
+from fuyou_cli.machine.profile import core_count, usable_memory
 from fuyou_cli.recipe.load import LoadedRecipe, load_recipe
 from fuyou_cli.recipe.schema import Recipe
 from fuyou_cli.recipe.shipped import shipped_recipes
 from fuyou_cli.training import losses
 from fuyou_cli.training.jsonl import read_log
+from fuyou_cli.training.plan_step import layers_of
 from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.steps import run_directories
 
@@ -80,7 +81,8 @@ def demonstrate(overrides: Sequence[str], *, say: Say) -> Shown | int:
     say(f"making a small model and its tokenizer in {model}")
     samples = {"before:": _module("toy", "make", model, PROMPT)}
     if recipe.offload.measure:  # here, because the memory group has no room for it
-        measure_once(loaded, recipe.offload.device, say=say)
+        layers = layers_of(recipe, folder(model, key="model.name_or_path"), cores=core_count())
+        measure_once(loaded, recipe.offload.device, layers=layers, say=say)
     budget = recipe.offload.max_memory.cpu.resolve(total=probe.memory_limit(), auto=int(usable_memory() * 0.9))
     limit = min(budget, probe.memory_limit())
     run = [

@@ -61,7 +61,10 @@ USUAL_ENDURANCE = 600  # full writes of a drive over its life, if its maker's ra
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageRate:
-    """Holds the compute rates of one stage at micro-batches of `tokens` tokens, in FLOPs as `StageSpec` counts them."""
+    """Holds the compute rates of one stage at micro-batches of `tokens` tokens, in FLOPs as `StageSpec` counts them.
+
+    Of a recipe's own stage on a processor several shapes are timed, and `planner/stage_times` makes seconds of any shape from
+    them. These rates say how many FLOPs were timed."""
 
     kind: RatedKind
     dtype: Dtype
@@ -75,11 +78,17 @@ class StageRate:
     # Seconds in which the thread that feeds a GPU submits a micro-batch (of a head a piece), however small; 0: not measured
     forward_launch: Number = 0.0
     backward_launch: Number = 0.0
+    width: Count = 0  # tokens of a row; 0: not known, as of all but a recipe's own stages
+    threads: Count = 0  # of torch; 0: not known
+    forward_flops: Number = 0.0  # of the micro-batch that was timed (of a head: the piece); 0: not known
+    backward_flops: Number = 0.0
+    given_flops: Number = 0.0
+    layers: str = ""  # what the stage was timed for: digest of its model and the recipe's keys, "/", max_seq_len
 
     @property
-    def shape(self) -> tuple[str, str, int, int, int]:
+    def shape(self) -> tuple[str, str, int, int, int, int, int]:
         """Identifies what was measured, without the rates."""
-        return self.kind, self.dtype, self.hidden, self.params, self.tokens
+        return self.kind, self.dtype, self.hidden, self.params, self.tokens, self.width, self.threads
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,7 +162,7 @@ class HardwareProfile:
         block if no compiled one was measured within twice or half its parameters. If there are none, both are
         `matmul_flops`, of no tokens."""
 
-        def distance(rate: StageRate) -> tuple[float, float, float, tuple[str, str, int, int, int]]:
+        def distance(rate: StageRate) -> tuple[float, float, float, tuple[str, str, int, int, int, int, int]]:
             return (_ratio(rate.params, params), _ratio(rate.tokens, tokens), _ratio(rate.hidden, hidden), rate.shape)
 
         alike = [rate for rate in self.stage_rates if (rate.kind, rate.dtype) == (kind, dtype)]
@@ -166,6 +175,12 @@ class HardwareProfile:
             backward=self.matmul_flops,
         )  # fmt: skip
         return min(alike, key=distance, default=fallback)
+
+    def own_rates(self, kind: RatedKind, dtype: Dtype, hidden: int, params: int, threads: int) -> tuple[StageRate, ...]:
+        """Returns what was timed of this very stage, on so many threads if it was timed on them; empty if it was not."""
+        shape = (kind, dtype, hidden, params)
+        own = tuple(rate for rate in self.stage_rates if rate.shape[:4] == shape and rate.forward_flops)
+        return tuple(rate for rate in own if rate.threads == threads) or own
 
     def lasting(self) -> HardwareProfile:
         """Returns the same machine once the drives' fast regions are full. Known sustained rates replace the first ones."""
@@ -197,12 +212,17 @@ class HardwareProfile:
             if not rates[later]:
                 del rates[later]
         for rate in rates["stage_rates"]:
-            for later in ("graph", "forward_launch", "backward_launch"):
+            for later in _LATER_OF_RATES:
                 if not rate[later]:
                     del rate[later]
         return hashlib.sha256(json.dumps(rates, sort_keys=True).encode()).hexdigest()[:12]
 
 
+# Fields of a rate that profiles of before they existed do not have, so that they keep their digest.
+_LATER_OF_RATES = (
+    "graph", "forward_launch", "backward_launch", "width", "threads", "forward_flops", "backward_flops", "given_flops",
+    "layers",
+)  # fmt: skip
 _ALWAYS = (
     "cores", "ram_total", "disk_free", "matmul_flops", "store_read", "store_write", "store_read_mixed", "store_write_mixed",
 )  # fmt: skip
@@ -258,9 +278,17 @@ def wrong_rates(profile: HardwareProfile, *, sizes: bool = True) -> list[str]:
 
 
 def merged_rates(kept: tuple[StageRate, ...], found: tuple[StageRate, ...]) -> tuple[StageRate, ...]:
-    """Joins both in a fixed order. If a shape was measured twice, `found` counts."""
-    by_shape = {rate.shape: rate for rate in (*kept, *found)}
+    """Joins both in a fixed order. If a shape was measured twice, `found` counts. A recipe's own stages count instead of all
+    that was kept of stages with as many parameters, unless those were timed for the same layers at rows of another length."""
+    own = {rate.shape[:4]: _layers(rate) for rate in found if rate.layers}
+    others = [rate for rate in kept if own.get(rate.shape[:4], _layers(rate)) == _layers(rate)]
+    by_shape = {rate.shape: rate for rate in (*others, *found)}
     return tuple(by_shape[shape] for shape in sorted(by_shape))
+
+
+def _layers(rate: StageRate) -> str:
+    """Returns the digest of the layers that a rate was timed for, without the length of rows."""
+    return rate.layers.partition("/")[0]
 
 
 def _ratio(one: int, other: int) -> float:

@@ -170,6 +170,16 @@ def likely_sizes(batch_size: int, length: int, *, usual: int) -> list[int]:
     return [middle, *smaller[:1], *larger[:1]]
 
 
+def timed_shapes(rows: int, length: int, *, usual: int) -> list[tuple[int, int]]:
+    """Returns the shapes of micro-batches (rows, tokens of a row) that tell what any other takes, up to `rows` rows of
+    `length`: few tokens and many, in short rows and in long ones. Those first that count most where there is no time for
+    all."""
+    short = max(1, length // 4)
+    few, many = max(1, usual // length), max(1, min(rows, 2 * usual // length))
+    shapes = [(1, short), (few if few <= rows else rows, length), (max(1, usual // short), short), (1, length), (many, length)]
+    return list(dict.fromkeys(shapes))
+
+
 def fastest_size(batch_size: int, length: int, *, usual: int, planned: Seconds, searched: Seconds) -> int:
     """Returns the size with the fastest step. The size of `usual` tokens wins unless another is faster by more than GAIN.
 

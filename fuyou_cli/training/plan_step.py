@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..checkpoint.hub import Hub, Progress
@@ -21,7 +25,7 @@ from ..spec.plan import Numerics, Plan
 from .known_model import KnownModel, traced
 from .length import steps_of
 from .limits import check_positions
-from .numerics import fastest_size, likely_sizes, numerics_of, usual_tokens
+from .numerics import fastest_size, likely_sizes, numerics_of, timed_shapes, usual_tokens
 from .plan_request_of import StoreDisks, plan_request
 from .prepared import Fetched, Inspected, Planned, Ready
 from .state.resume import refused, steps_left
@@ -298,22 +302,57 @@ def _numerics_again(before: Planned, recipe: Recipe) -> Numerics:
     return numerics_of(recipe, before.inspected.known.facts, before.hardware, None, micro=micro)
 
 
-def anatomy_of(
-    recipe: Recipe, hardware: HardwareProfile, *, say: Say, progress: Progress = unheard
-) -> tuple[Anatomy, list[Numerics]]:
-    """Returns the stages that a run would compute, and the numerics of each likely micro-batch size, the usual one first.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnLayers:
+    """Holds a recipe's stages as a run would compute them, the numerics of each micro-batch to time them at, those first that
+    count most, and what they are timed for (`StageRate.layers`)."""
+
+    anatomy: Anatomy
+    sizes: list[Numerics]
+    layers: str
+
+
+def own_layers(recipe: Recipe, hardware: HardwareProfile, *, say: Say, progress: Progress = unheard) -> OwnLayers:
+    """Finds the stages to time for a recipe.
 
     They have the recipe's adapter, whose small products are slow for their FLOPs. Without one all stages are trained: rates are
-    of whole blocks, and a plan counts what freezing spares."""
+    of whole blocks, and a plan counts what freezing spares. On a GPU they are timed at the micro-batches that a plan is likely
+    to choose, and so is what is compiled, which takes seconds for each."""
+    model_dir = Hub(recipe, say=say, progress=progress).model(need_weights=False)
+    layers = layers_of(recipe, model_dir, cores=hardware.cores)
     dataset = recipe.dataset.model_copy(update={"packing": False})
     plain = recipe.model.model_copy(update={"quantize": "none", "double_quant": False})
     recipe = recipe.model_copy(update={"freeze": (), "dataset": dataset, "model": plain})
-    model_dir = Hub(recipe, say=say, progress=progress).model(need_weights=False)
     known = KnownModel(recipe, model_dir, strict=True)
     facts = known.facts
     check_positions(recipe, facts.positions, facts.learns_positions, say)
-    size = recipe.train.micro_batch_size
-    likely = likely_sizes(recipe.train.batch_size, recipe.dataset.max_seq_len, usual=usual_tokens(hardware))
-    sizes = likely if size == "auto" else [size]
-    numerics = [numerics_of(recipe, facts, hardware, None, micro=size) for size in sizes]
-    return known.stages(numerics[0], None), numerics
+    batch, length, usual = recipe.train.batch_size, recipe.dataset.max_seq_len, usual_tokens(hardware)
+    asked = recipe.train.micro_batch_size
+    if hardware.device == "cuda" or recipe.train.compile:
+        likely = likely_sizes(batch, length, usual=usual) if asked == "auto" else [asked]
+        shapes = [(size, length) for size in likely]
+    elif asked == "auto":
+        shapes = timed_shapes(batch, length, usual=usual)
+    else:
+        shapes = timed_shapes(asked, length, usual=max(usual, asked * length))
+
+    def numerics(rows: int, width: int) -> Numerics:
+        one = numerics_of(recipe, facts, hardware, None, micro=rows)
+        return replace(one, batch_size=max(one.batch_size, rows), micro_batch_size=rows, max_seq_len=width)
+
+    sizes = [numerics(*shape) for shape in shapes]
+    return OwnLayers(anatomy=known.stages(sizes[0], None), sizes=sizes, layers=layers)
+
+
+def layers_of(recipe: Recipe, model_dir: Path, *, cores: int) -> str:
+    """Identifies what a recipe's own stages are timed for: all that their seconds depend on beside the shape of a micro-batch,
+    and the length of its rows."""
+    model, train, precision = recipe.model, recipe.train, recipe.precision
+    about = [
+        {file.name: sha256(file.read_bytes()).hexdigest() for file in sorted(model_dir.glob("config*.json"))},
+        [model.attn_implementation, model.kernels, precision.compute, precision.grad_accum],
+        [train.threads, cores, train.compile, train.head_chunk_tokens, train.head_chunk_vocab],
+        None if recipe.adapter is None else recipe.adapter.model_dump(mode="json"),
+        version("torch"),
+    ]
+    return f"{sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:12]}/{recipe.dataset.max_seq_len}"

@@ -21,10 +21,9 @@ if TYPE_CHECKING:
 
     from .stages import Alone
 
-QUICK_PAIR, FULL_PAIR = 8.0, 40.0  # seconds of one forward and one backward that tokens are chosen for
-SECONDS: dict[RatedKind, float] = {"block": 24.0, "head": 8.0}  # of all repeats, at least,
+QUICK_PAIR, FULL_PAIR = 4.0, 40.0  # seconds of one forward and one backward of all shapes together that are timed
+SECONDS: dict[RatedKind, float] = {"block": 14.0, "head": 6.0}  # of all repeats, at least,
 GPU_SHARE = 0.15  # of those seconds: other programs do not slow a GPU down, and a repeat takes it milliseconds
-SEVERAL = 1.25  # times as long where micro-batches of several sizes take turns
 USABLE = 0.8  # of the memory that is free; copies of a small block take of the rest
 
 
@@ -36,13 +35,14 @@ def measure_recipe(
     quick: bool,
     free: int,
     compiled: bool = False,
+    layers: str = "",
     progress: Callable[[str], None] = lambda _: None,
 ) -> Findings:
-    """Measures one block and the head at the recipe's dtype, at one micro-batch or several `sizes`, the usual one first. A
-    `compiled` block is measured at the usual size alone.
+    """Measures one block and the head at the recipe's dtype, at micro-batches of these `sizes`, those first that count most. A
+    `compiled` block is measured at the first size alone. `layers`: what they are measured for (`StageRate`).
 
-    `free`: bytes of memory there are to compute in. Where a stage takes too long or too much, fewer tokens of the usual size
-    are measured, and a note says so."""
+    `free`: bytes of memory there are to compute in. Where the first size takes too long or too much, fewer tokens of it are
+    measured, and a note says so; another is then left out."""
     import torch
 
     threads = torch.get_num_threads()
@@ -50,53 +50,56 @@ def measure_recipe(
     seconds, free, rest = QUICK_PAIR if quick else FULL_PAIR, int(free * USABLE), int(free * (1 - USABLE))
     found = Findings()
     try:
-        block = partial(block_stage, compiled=compiled, room=rest // len(sizes))
+        block = partial(block_stage, compiled=compiled, room=rest)
         for name, stage, of in (("decoder block", block, sizes[:1] if compiled else sizes), ("head", head_stage, sizes)):
             progress(f"the recipe's {name}")
             trim()  # what the measurements before this have freed is part of `free`
-            stages = [stage(anatomy, numerics, device) for numerics in of]
-            found += _measured(stages, device, seconds=seconds, free=free)
+            stages = _unlike([stage(anatomy, numerics, device) for numerics in of])
+            found += _measured(stages, device, seconds=seconds, free=free, layers=layers)
     finally:
         torch.set_num_threads(threads)
     return found
 
 
-def _measured(stages: Sequence[RunStage], device: torch.device, *, seconds: float, free: int) -> Findings:
-    """Measures a stage at every size, as long as all of them fit in memory together: they take turns."""
-    samples: list[Sample] = []
-    notes: tuple[str, ...] = ()
+def _unlike(stages: Sequence[RunStage]) -> list[RunStage]:
+    """Leaves out heads that compute the same piece as one before."""
+    found = dict[tuple[int, int], RunStage]()
     for stage in stages:
-        sample, note = _sample(stage, device, seconds=seconds, free=free)
-        if note and samples:  # a size beside the usual one: whole, or not at all
+        found.setdefault((stage.tokens, stage.numerics.max_seq_len * (stage.kind == "block")), stage)
+    return list(found.values())
+
+
+def _measured(stages: Sequence[RunStage], device: torch.device, *, seconds: float, free: int, layers: str) -> Findings:
+    """Measures a stage at every size, as long as all of them fit in memory and in the `seconds` of a turn together."""
+    first = stages[0]
+    if free <= first.weights:
+        needs = f"{gib(first.weights)} of weights and gradients, {gib(free)} are free"
+        return Findings(notes=(f"the recipe's {first.kind} is not measured: it needs {needs}",))
+    free -= first.weights
+    alone, taken = _grown(first, device, seconds=seconds, left=free)
+    notes: tuple[str, ...] = ()
+    tokens = first.numerics.micro_batch_size * first.numerics.max_seq_len  # of a micro-batch, whose chunks are alike
+    if alone.tokens < first.tokens:
+        tokens = alone.tokens
+        why = f"{first.tokens} would take too long or too much memory here" + (
+            ", so it is not compiled" if first.compiles else ""
+        )
+        notes = (f"the recipe's {first.kind} is measured on {tokens} tokens: {why}",)
+    samples, pace = [Sample(stage=first, alone=alone, tokens=tokens, layers=layers)], taken / alone.tokens
+    seconds, free = seconds - taken, free - first.peak
+    for stage in stages[1:] if not notes else ():
+        if stage.tokens * pace > seconds or stage.peak > free:
             continue
-        if sample is not None:
-            samples.append(sample)
-            free -= stage.weights + stage.peak
-        if note:
-            notes = (note,)
-            break
-    if not samples:
-        return Findings(notes=notes)
-    seconds = max(seconds, SECONDS[stages[0].kind]) * (SEVERAL if len(samples) > 1 else 1.0)
-    seconds *= GPU_SHARE if device.type == "cuda" else 1.0
-    return timed(samples, device, seconds=seconds) + Findings(notes=notes)
+        whole = stage.numerics.micro_batch_size * stage.numerics.max_seq_len
+        samples.append(Sample(stage=stage, alone=stage.make(stage.tokens, alone), tokens=whole, layers=layers))
+        seconds, free = seconds - stage.tokens * pace, free - stage.peak
+    share = GPU_SHARE if device.type == "cuda" else 1.0
+    return timed(samples, device, seconds=SECONDS[first.kind] * share) + Findings(notes=notes)
 
 
-def _sample(stage: RunStage, device: torch.device, *, seconds: float, free: int) -> tuple[Sample | None, str]:
-    """Makes the stage to be timed, None where its weights do not fit, and a note unless it is all of a run's."""
-    if free <= stage.weights:
-        needs = f"{gib(stage.weights)} of weights and gradients, {gib(free)} are free"
-        return None, f"the recipe's {stage.kind} is not measured: it needs {needs}"
-    numerics, alone = stage.numerics, _grown(stage, device, seconds=seconds, left=free - stage.weights)
-    if alone.tokens == stage.tokens:  # of a micro-batch, whose chunks are alike
-        return Sample(stage=stage, alone=alone, tokens=numerics.micro_batch_size * numerics.max_seq_len), ""
-    why = f"{stage.tokens} would take too long or too much memory here" + (", so it is not compiled" if stage.compiles else "")
-    sample = Sample(stage=stage, alone=alone, tokens=alone.tokens)
-    return sample, f"the recipe's {stage.kind} is measured on {alone.tokens} tokens: {why}"
-
-
-def _grown(stage: RunStage, device: torch.device, *, seconds: float, left: int) -> Alone:
-    """Makes the stage for as many of its tokens as go forward and backward in `seconds` and in the bytes that are `left`."""
+def _grown(stage: RunStage, device: torch.device, *, seconds: float, left: int) -> tuple[Alone, float]:
+    """Makes the stage for as many of its tokens as go forward and backward in `seconds` and in the bytes that are `left`.
+    Returns it with the seconds it takes."""
     tokens = min(stage.tokens, LEAST_TOKENS)
     while True:
         alone = stage.make(tokens)
@@ -107,6 +110,6 @@ def _grown(stage: RunStage, device: torch.device, *, seconds: float, left: int) 
         while more > tokens and (taken * more / tokens > seconds or stage.peak * more / stage.tokens > left):
             more //= 2
         if more <= tokens:
-            return alone
+            return alone, taken
         tokens = more
         del alone  # its weights, before those of the next

@@ -95,7 +95,8 @@ def small_stage(kind: RatedKind, width: int, dtype: Dtype, tokens: int, device: 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunStage:
-    """Describes a model's first block or head as a run computes it; `make` makes it for at most `tokens` tokens."""
+    """Describes a model's first block or head as a run computes it. `make` makes it for at most `tokens` tokens, with the
+    weights and sums of the same stage made before, if it is given one."""
 
     kind: RatedKind
     numerics: Numerics
@@ -104,7 +105,7 @@ class RunStage:
     tokens: int
     weights: int  # bytes of weights, of their gradients' sum and of one gradient, for any tokens
     peak: int  # bytes that `tokens` take beside those
-    make: Callable[[int], Alone]
+    make: Callable[..., Alone]
     compiles: bool = False  # whole, not with fewer tokens
 
 
@@ -121,7 +122,8 @@ def block_stage(
     inspected = _inspected(anatomy, numerics, (numerics.micro_batch_size, numerics.max_seq_len))
     block = next(stage for stage in inspected.stages if stage.kind == "block")
 
-    def make(tokens: int) -> Alone:
+    def make(tokens: int, like: Alone | None = None) -> Alone:
+        assert like is None or isinstance(like, BlockAlone)
         length = min(tokens, numerics.max_seq_len)
         shape = (tokens // length, length)
         blocks, model = (CompiledBlocks() if compiled and tokens == whole else None), _inspected(anatomy, numerics, shape)
@@ -129,7 +131,7 @@ def block_stage(
         return BlockAlone(
             anatomy, spec, dtype=numerics.compute_dtype, accumulate=numerics.accumulate_dtype, shape=shape, device=device,
             micro_batches=-(-numerics.batch_size // numerics.micro_batch_size), room=MOST_ROOM if room is None else room,
-            compiled=blocks,
+            compiled=blocks, like=like,
         )  # fmt: skip
 
     kept = sum(operator.bytes for operator in block.operators)  # held while they are given back
@@ -150,11 +152,12 @@ def head_stage(anatomy: Anatomy, numerics: Numerics, device: torch.device) -> Ru
     owner, whole = inspected.stages[inspected.owner(head.index)], shape[0] * shape[1]
     at_once = min(numerics.head_chunk_tokens or whole, whole)
 
-    def make(tokens: int) -> Alone:
+    def make(tokens: int, like: Alone | None = None) -> Alone:
+        assert like is None or isinstance(like, HeadAlone)
         chunk = numerics.head_chunk_tokens if tokens == at_once else tokens
         return HeadAlone(
             anatomy, head, owner, dtype=numerics.compute_dtype, accumulate=numerics.accumulate_dtype, shape=shape, chunk=chunk,
-            device=device,
+            device=device, like=like,
         )  # fmt: skip
 
     weights, gradient = _weights(owner, numerics)
@@ -182,11 +185,13 @@ def _inspected(anatomy: Anatomy, numerics: Numerics, shape: tuple[int, int]) -> 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """Holds a stage to be timed. Its rates are kept as those of micro-batches of `tokens`."""
+    """Holds a stage to be timed. Its rates are kept as those of micro-batches of `tokens`. `layers`: what it is timed for, if
+    it is a recipe's own (`StageRate`)."""
 
     stage: RunStage
     alone: Alone
     tokens: int
+    layers: str = ""
 
     @property
     def kind(self) -> RatedKind:
@@ -212,11 +217,20 @@ class Sample:
         from fuyou_cli.engine.alone import BlockAlone
 
         alone, stage, found = self.alone, self.stage, {field: rate.value for field, rate in rates.items()}
-        return StageRate(
+        rate = StageRate(
             kind=self.kind, dtype=stage.numerics.compute_dtype, hidden=stage.hidden, params=stage.params, tokens=self.tokens,
+            forward=found["forward"], backward=found["backward"], given=found.get("given", 0.0),
             graph=alone.graph_bytes() if isinstance(alone, BlockAlone) else 0,
             forward_launch=launch_seconds(alone.forward, device), backward_launch=launch_seconds(alone.backward, device),
-            **found,
+        )  # fmt: skip
+        if not self.layers:
+            return rate
+        is_block = isinstance(alone, BlockAlone)
+        return replace(
+            rate, threads=stage.numerics.torch_threads, layers=self.layers, forward_flops=alone.flops,
+            backward_flops=alone.backward_flops, given_flops=alone.given_flops if isinstance(alone, BlockAlone) else 0.0,
+            tokens=self.tokens if device.type == "cuda" else alone.tokens,  # of a head on a processor: of the piece
+            width=min(alone.tokens, stage.numerics.max_seq_len) if is_block else 1,
         )  # fmt: skip
 
 
