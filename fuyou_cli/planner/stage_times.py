@@ -18,14 +18,17 @@ Pass = tuple[float, float]  # seconds and FLOPs of one pass over a micro-batch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shaped:
-    """Holds an amount (seconds, or FLOPs) as a function of a micro-batch's shape. No part is negative."""
+    """Holds an amount (seconds, or FLOPs) as a function of a micro-batch's shape."""
 
     fixed: float = 0.0
     per_token: float = 0.0
-    per_pair: float = 0.0  # per token and token of its row
+    # Per token and token of its row. Below 0 where tokens of short rows take longer than attention in longer ones.
+    per_pair: float = 0.0
+    widest: int = 0  # tokens of the longest row that was timed; tokens of longer ones take no less
 
     def of(self, tokens: int, width: int, pieces: int = 1) -> float:
         """Returns the amount for so many tokens in rows of `width`, computed in so many pieces (of a head: several)."""
+        width = width if self.per_pair >= 0 else min(width, self.widest)
         return pieces * self.fixed + tokens * (self.per_token + self.per_pair * width)
 
 
@@ -73,26 +76,30 @@ def _pass_time(rates: Iterable[StageRate], found: Callable[[StageRate], Pass]) -
 
 
 def fitted(found: Sequence[tuple[int, int, float]]) -> Shaped:
-    """Fits the amounts found at (tokens, width): the least sum of squared relative errors without a negative part. Of too few
-    shapes to tell the parts apart, the amount is in proportion to tokens first, then has a fixed part."""
+    """Fits the amounts found at (tokens, width): the least sum of squared relative errors, where what a micro-batch and a
+    token take is not negative. Of too few shapes to tell the parts apart, the amount is in proportion to tokens first, then has
+    a fixed part."""
     columns: tuple[Callable[[int, int], float], ...] = (
         lambda tokens, _: float(tokens),
         lambda tokens, _: 1.0,
         lambda tokens, width: float(tokens * width),
     )
-    best, least = dict[int, float](), float("inf")
+    best, least, widest = Shaped(), float("inf"), max(width for _, width, _ in found)
     most = min(len(columns), len({(tokens, width) for tokens, width, _ in found}))
     for count in range(1, most + 1):
         for chosen in combinations(range(len(columns)), count):
             # Divided by the amount, so that each shape's relative error counts alike: the wanted value of each is 1.
             rows = [[columns[column](tokens, width) / amount for column in chosen] for tokens, width, amount in found]
             parts = _least_squares(rows)
-            if parts is None or min(parts) < 0:
+            if parts is None or 0 not in chosen:
+                continue
+            per_token, fixed, per_pair = (dict(zip(chosen, parts, strict=True)).get(column, 0.0) for column in range(3))
+            if fixed < 0 or min(per_token, per_token + per_pair * widest) < 0:
                 continue
             error = sum((sum(part * value for part, value in zip(parts, row, strict=True)) - 1) ** 2 for row in rows)
             if error < least - 1e-9:  # a part more has to explain something
-                best, least = dict(zip(chosen, parts, strict=True)), error
-    return Shaped(per_token=best.get(0, 0.0), fixed=best.get(1, 0.0), per_pair=best.get(2, 0.0))
+                best, least = Shaped(fixed=fixed, per_token=per_token, per_pair=per_pair, widest=widest), error
+    return best
 
 
 def _least_squares(rows: Sequence[Sequence[float]]) -> tuple[float, ...] | None:
