@@ -62,7 +62,7 @@ MEANINGS = {
     "lr_scheduler.name": "`wsd` keeps the rate, then decays. A run at `constant` may be made longer if `warmup_steps` is set.",
     "lr_scheduler.warmup_ratio": "Share of the steps in which the rate rises: 0.03 unless `warmup_steps` is set.",
     "lr_scheduler.warmup_steps": "Steps in which the rate rises.",
-    "lr_scheduler.min_lr_ratio": "The last rate, as a share of `optimizer.lr`.",
+    "lr_scheduler.min_lr_ratio": "Share of `optimizer.lr` that the rate falls towards: the step after the last would have it.",
     "train.epochs": "How often all rows are seen: 1 unless `max_steps` is set.",
     "train.max_steps": "Steps of the run.",
     "train.max_time": "Stops before the step that would end later. The same command goes on.",

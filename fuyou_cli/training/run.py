@@ -155,7 +155,7 @@ class Run:
         self._meter = StepMeter(
             model=self.model, daemon=self.daemon, device=self.device, stalls=self.executor.residency.stalls, memory=self.memory
         )
-        self.rates = learning_rate(planned.recipe, planned.total_steps)
+        self.rates = learning_rate(planned.recipe, planned.total_steps, peak_after_warmup=self.standing.peak_after_warmup)
         self._evaluations = Evaluations(self.ready, self.standing, self.executor, store=self.store.paths[0].parent)
 
     @contextmanager

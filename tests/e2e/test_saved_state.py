@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from proof.parsers import with_digest
 
 from fuyou_cli.core.errors import FuyouError, Interrupted, NumericsError, UsageError
 from fuyou_cli.recipe.load import load_recipe
+from fuyou_cli.training.rates import LearningRate
+from fuyou_cli.training.report import StepReport
 from fuyou_cli.training.run import Run
+from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.parts import PART_FILE
 from fuyou_cli.training.steps import run_directories
 
@@ -348,3 +354,38 @@ def test_a_model_s_own_code_that_changed_is_refused(new_project: NewProject, mat
         train(project)
     (folder / "modeling_own.py").write_text(CODE)
     assert len(train(project)[0]) == 4
+
+
+def _rates(project: Project, upto: int = STEPS) -> list[float]:
+    """The rates of the steps that a run of the project does, in which Ctrl-C stops it after step `upto`."""
+    rates: list[float] = []
+    with run_of(project) as run:
+        run.load(lambda count: None)
+
+        def on_step(report: StepReport) -> None:
+            rates.append(report.lr)
+            if report.step == upto < STEPS:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        with suppress(Interrupted):
+            run.train(on_step)
+    return rates
+
+
+@pytest.mark.parametrize("is_new", [True, False], ids=["new", "of a build before"])
+def test_a_saved_run_keeps_the_rule_of_its_learning_rates(is_new: bool, stopped: Project) -> None:
+    """Up to where the warm-up ends, after step 2, both rules give the same bits. A build before did not name its rule."""
+    manifest = store_of(stopped) / manifests.NAME
+    content = json.loads(manifest.read_text())
+    assert content["step"] == 2 and content.pop("peak_after_warmup") is True
+    if not is_new:
+        del content["digest"]
+        manifest.write_bytes(with_digest(json.dumps(content).encode()))
+    rule = LearningRate(
+        name="cosine", peak=3e-3, warmup_steps=2, total_steps=STEPS, min_ratio=0.1, peak_after_warmup=is_new
+    )  # fmt: skip
+    least = 3e-3 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (3 if is_new else 4) / 4)))
+    assert rule.at(STEPS) == least and (rule.at(3) == 3e-3) is is_new
+    assert _rates(stopped, upto=4) == [rule.at(3), rule.at(4)]  # which are saved with the rule
+    assert manifest_of(stopped).peak_after_warmup is is_new
+    assert _rates(stopped) == [rule.at(5), rule.at(6)]

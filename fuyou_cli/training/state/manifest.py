@@ -193,6 +193,7 @@ def _parsed(path: Path, text: str) -> Manifest:
         raise DamagedManifest(f"{path} is damaged: its digest does not match its content", hint=_START_OVER)
     content.setdefault("untouched", None)  # nor these parts
     content.setdefault("evaluated_before", [])
+    content.setdefault("peak_after_warmup", False)
     if isinstance(evaluated := content.get("evaluated"), dict):  # some of this version do not name the set
         content["evaluated"] = {**_usual(Evaluated), **evaluated}
     try:

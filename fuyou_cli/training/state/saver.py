@@ -51,6 +51,7 @@ class Standing:
     random: dict[str, Any] = field(default_factory=dict)  # states of generators after the last step
     evaluated: Evaluated | None = None
     evaluated_before: tuple[Evaluated, ...] = ()  # of other sets of rows
+    peak_after_warmup: bool = True  # the rule of its learning rates, which a saved run keeps
 
     @classmethod
     def of(cls, saved: Manifest | None) -> Standing:
@@ -65,6 +66,7 @@ class Standing:
         self.step, self.written_before, self.random = saved.step, saved.written_total, saved.random
         self.skipped, self.skipped_in_row = saved.skipped, saved.skipped_in_row
         self.evaluated, self.evaluated_before = saved.evaluated, saved.evaluated_before
+        self.peak_after_warmup = saved.peak_after_warmup
 
     def is_over(self, *, skipped: bool) -> None:
         """Counts one more step. `skipped`: the step updated nothing."""
@@ -268,6 +270,7 @@ class Saver:
             evaluated=standing.evaluated,
             evaluated_before=standing.evaluated_before,
             untouched=self._untouched,
+            peak_after_warmup=standing.peak_after_warmup,
         )
 
     def _release_disk(self) -> None:

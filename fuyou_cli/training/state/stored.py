@@ -157,6 +157,7 @@ class Manifest:
     quantisation: Quantised | None = None  # how frozen weights of stages with such parameters rest
     sources: tuple[SourceFile, ...] = ()  # files of the checkpoint that frozen parameters are read from
     untouched: Untouched | None = None  # None: a model of text alone
+    peak_after_warmup: bool = False  # the rule of its learning rates (training/rates.py)
 
     @property
     def knows_pieces(self) -> bool:
