@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -17,19 +18,24 @@ from .files import inside, read_json
 CONFIG_NAME = "config.json"
 ADAPTER_CONFIG_NAME = "adapter_config.json"  # beside an adapter, or in a store that holds one; never beside a whole model
 
+TEMPLATE_FOLDER = "additional_chat_templates"  # of named chat templates; no other folder is copied
+
 # Belong to the model: settings for generation and of what prepares images, and licence texts that must go with the weights.
 MODEL_PATTERNS = ("generation_config.json", "*processor_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*")
 # The same, and every file that a tokenizer of transformers may have.
 PATTERNS = (
-    *MODEL_PATTERNS, "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "vocab.txt", "merges.txt", "tokenizer.model*", "spiece.model", "sentencepiece.bpe.model", "*.tiktoken", "tekken.json",
-    "chat_template.jinja", "chat_template.json",
+    *MODEL_PATTERNS, "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab*.json",
+    "vocab.txt", "merges.txt", "bpe.codes", "tokenizer.model*", "spiece.model", "spm.model", "sentencepiece*.model",
+    "*.tiktoken", "tekken.json", "emoji.json", "normalizer.json", "byte_maps.json", "entity_vocab.json", "word_shape.json",
+    "word_pronunciation.json", "prophetnet.tokenizer", "chat_template.jinja", "chat_template.json",
+    f"{TEMPLATE_FOLDER}/*.jinja",
 )  # fmt: skip
 CODE_PATTERN = "*.py"  # only where the configuration names code of its own
 
 
 def companion_files(source: Path, *, dtype: str) -> dict[str, bytes | Path]:
-    """Maps each file name to its content or path: the files that `write_checkpoint` puts beside weights of `dtype`.
+    """Maps each file name to its content or path: the files that `write_checkpoint` puts beside weights of `dtype`. Named chat
+    templates keep their folder.
 
     Raises UsageError if config.json is missing or a file lies outside the directory.
     """
@@ -38,10 +44,19 @@ def companion_files(source: Path, *, dtype: str) -> dict[str, bytes | Path]:
     config = read_json(inside(source, CONFIG_NAME))
     companions: dict[str, bytes | Path] = {CONFIG_NAME: config_bytes(config, dtype=dtype)}
     patterns = (*PATTERNS, CODE_PATTERN) if "auto_map" in config else PATTERNS
-    for name in sorted(file.name for file in source.iterdir()):
-        if any(fnmatchcase(name, pattern) for pattern in patterns) and (source / name).is_file():
-            companions[name] = inside(source, name)
-    return companions
+    return companions | {name: inside(source, name) for name in found_in(source, patterns)}
+
+
+def found_in(folder: Path, patterns: Sequence[str]) -> list[str]:
+    """Lists the files of a folder that match a pattern. Those of the folder of templates are `FOLDER/NAME`."""
+    paths = [*folder.iterdir(), *(folder / TEMPLATE_FOLDER).glob("*")]
+    names = sorted(path.relative_to(folder).as_posix() for path in paths)
+    return [name for name in names if matches(name, patterns) and (folder / name).is_file()]
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Tells whether a name matches a pattern, whose `*` stands for no `/`."""
+    return any(fnmatchcase(name, pattern) and name.count("/") == pattern.count("/") for pattern in patterns)
 
 
 def own_code(source: Path) -> list[tuple[str, str]]:
@@ -51,9 +66,8 @@ def own_code(source: Path) -> list[tuple[str, str]]:
 
 
 def is_companion(name: str) -> bool:
-    """Tells whether a file of this name may stand beside weights that we wrote."""
-    patterns = (CONFIG_NAME, ADAPTER_CONFIG_NAME, *PATTERNS, CODE_PATTERN)
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
+    """Tells whether a file of this name may stand beside weights that we wrote; `FOLDER/NAME` is in the folder of templates."""
+    return matches(name, (CONFIG_NAME, ADAPTER_CONFIG_NAME, *PATTERNS, CODE_PATTERN))
 
 
 def config_bytes(config: dict[str, Any], *, dtype: str) -> bytes:

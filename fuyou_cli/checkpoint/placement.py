@@ -15,7 +15,7 @@ from types import TracebackType
 from fuyou_cli.core.disk import sync_directory
 from fuyou_cli.core.errors import UsageError
 
-from .companions import is_companion
+from .companions import TEMPLATE_FOLDER, is_companion
 from .files import ADAPTER_NAME, INDEX_NAME, SINGLE_NAME, name_list
 from .header import parse_file
 
@@ -86,7 +86,7 @@ class PartialDirectory:
 def refuse_foreign(directory: Path) -> None:
     """Raises UsageError unless the directory is absent, empty, or holds only a model or an adapter that we wrote."""
     try:
-        names = sorted(file.name for file in directory.iterdir())
+        names = _names(directory)
     except FileNotFoundError:
         return
     except NotADirectoryError as error:
@@ -103,6 +103,21 @@ def refuse_foreign(directory: Path) -> None:
             f"{directory}: holds files that fuyou did not write: {name_list(foreign)}",
             hint="choose a new or empty output directory; nothing was changed",
         )
+
+
+def _names(directory: Path) -> list[str]:
+    """Lists what is in a directory; in place of its folder of templates, what that holds, as `FOLDER/NAME`."""
+    names = {file.name for file in directory.iterdir()}
+    if _has_templates(directory):
+        names -= {TEMPLATE_FOLDER}
+        names |= {f"{TEMPLATE_FOLDER}/{file.name}" for file in (directory / TEMPLATE_FOLDER).iterdir()}
+    return sorted(names)
+
+
+def _has_templates(directory: Path) -> bool:
+    """Tells whether there is a folder of templates, and not a link to one."""
+    folder = directory / TEMPLATE_FOLDER
+    return folder.is_dir() and not folder.is_symlink()
 
 
 def _is_weights(name: str) -> bool:
@@ -122,8 +137,9 @@ def _claimed(file: Path) -> set[str]:
 
 
 def _remove_files(directory: Path) -> None:
-    """Removes the files that we write, and no others. An unfinished shard has no valid header yet, so names decide."""
-    names = sorted(file.name for file in directory.iterdir())
+    """Removes the files that we write, with the folder of templates, and no others. An unfinished shard has no valid header
+    yet, so names decide."""
+    names = _names(directory)
     foreign = [name for name in names if not (_is_weights(name) or name == INDEX_NAME or is_companion(name))]
     if foreign:
         raise UsageError(
@@ -132,6 +148,8 @@ def _remove_files(directory: Path) -> None:
         )
     for name in names:
         (directory / name).unlink()
+    if _has_templates(directory):
+        (directory / TEMPLATE_FOLDER).rmdir()
 
 
 def _remove_directory(directory: Path) -> None:

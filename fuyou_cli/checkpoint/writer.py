@@ -94,6 +94,7 @@ def write_checkpoint(
         with PartialDirectory(target) as partial:
             _check_space(target, shards, texts)
             for name, text in texts.items():
+                (partial.path / name).parent.mkdir(exist_ok=True)  # of a chat template that has a name
                 sum(_write(partial.path / name, _text(text)))
             done, total = 0, sum(shard.nbytes for shard in shards)
             for shard in shards:
@@ -101,7 +102,8 @@ def write_checkpoint(
                     done += written
                     if progress is not None:
                         progress(done, total)
-            sync_directory(partial.path)
+            for folder in {(partial.path / name).parent for name in texts} | {partial.path}:
+                sync_directory(folder)
             _verify(partial.path, tensors, single)
             check()
             partial.publish()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from zlib import crc32
 
@@ -14,7 +13,7 @@ import torch
 from ..adapters.adapter_names import adapted_layer, file_name, is_added, lora_names
 from ..adapters.merging import LoraWeights
 from ..adapters.settings import LoraSettings, read_settings
-from ..checkpoint.companions import ADAPTER_CONFIG_NAME, CODE_PATTERN, CONFIG_NAME, companion_files
+from ..checkpoint.companions import ADAPTER_CONFIG_NAME, CODE_PATTERN, CONFIG_NAME, companion_files, matches
 from ..checkpoint.files import ADAPTER_NAME, read_json
 from ..checkpoint.writer import OutTensor, write_checkpoint
 from ..core.errors import SwapError, UsageError
@@ -55,7 +54,7 @@ def write_adapter(
     beside = {
         name: content
         for name, content in companion_files(companions, dtype=weights.dtype).items()
-        if not any(fnmatchcase(name, pattern) for pattern in _OF_THE_MODEL)
+        if not matches(name, _OF_THE_MODEL)
     }
     return write_checkpoint(
         out,

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections import namedtuple
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 from safetensors import safe_open
 
 from fuyou_cli.checkpoint import placement, writer
-from fuyou_cli.checkpoint.companions import companion_files
+from fuyou_cli.checkpoint.companions import companion_files, is_companion
 from fuyou_cli.checkpoint.files import INDEX_NAME, SINGLE_NAME, open_checkpoint
 from fuyou_cli.checkpoint.writer import OutTensor, write_checkpoint
 from fuyou_cli.core.errors import FuyouError, OutOfSpaceError, UsageError
@@ -237,16 +238,18 @@ def test_what_a_killed_run_left_is_cleared_but_not_what_another_writes(tmp_path:
     partial.mkdir()
     (partial / "model-00001-of-00002.safetensors").write_bytes(b"half")
     (partial / "config.json").write_bytes(b"{}")
+    (partial / "additional_chat_templates").mkdir()
+    (partial / "additional_chat_templates" / "rag.jinja").write_bytes(b"half")
     descriptor = os.open(partial, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_SH)  # even so weak a lock shows that it is in use
     with pytest.raises(UsageError, match="another process"):
         write(tmp_path / "out")
-    assert len(snapshot(partial)) == 2
+    assert len(snapshot(partial)) == 3
     os.close(descriptor)
     (partial / "thesis.txt").write_bytes(b"mine")
     with pytest.raises(UsageError, match=r"thesis\.txt"):
         write(tmp_path / "out")
-    assert len(snapshot(partial)) == 3
+    assert len(snapshot(partial)) == 4
     (partial / "thesis.txt").unlink()
     write(tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
@@ -291,6 +294,51 @@ def test_copies_what_belongs_to_a_model(tmp_path: Path) -> None:
         companion_files(source, dtype="bfloat16")
 
 
+TEMPLATES = {f"additional_chat_templates/{name}.jinja": name.encode() for name in ("rag", "tool_use")}
+
+
+def test_templates_with_names_keep_their_folder(tmp_path: Path) -> None:
+    source, out = tmp_path / "in", tmp_path / "out"
+    (source / "additional_chat_templates" / "inner").mkdir(parents=True)
+    (source / "config.json").write_text("{}")
+    for name in (*TEMPLATES, "additional_chat_templates/notes.txt", "additional_chat_templates/inner/deep.jinja"):
+        (source / name).write_text(Path(name).stem)
+    write(out, companions=companion_files(source, dtype="bfloat16"))
+    assert {name: text for name, text in snapshot(out).items() if "templates" in name} == TEMPLATES
+    for name in ("additional_chat_templates/mine.jinja", "additional_chat_templates/thesis.txt"):
+        (out / name).write_bytes(b"mine")
+        with pytest.raises(UsageError, match=f"did not write: '{name}'"):
+            write(out)
+        (out / name).unlink()
+    write(out)
+    assert sorted(path.name for path in out.iterdir()) == ["config.json", SINGLE_NAME]
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "tool_use.jinja").write_bytes(b"mine")
+    (out / "additional_chat_templates").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UsageError, match="did not write: 'additional_chat_templates'"):
+        write(out)
+    assert snapshot(tmp_path / "elsewhere") == {"tool_use.jinja": b"mine"}
+    for link in (source / "additional_chat_templates" / "x.jinja", tmp_path / "linked" / "additional_chat_templates"):
+        link.parent.mkdir(exist_ok=True)
+        (link.parent / "config.json").write_text("{}")
+        link.symlink_to(tmp_path / "elsewhere" / ("tool_use.jinja" if link.suffix else ""))
+        with pytest.raises(UsageError, match="lies outside"):
+            companion_files(source if link.suffix else link.parent, dtype="bfloat16")
+
+
+def test_every_file_of_a_tokenizer_of_transformers_is_copied() -> None:
+    """As its tokenizers name them, but those that need a library that is not there."""
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, tokenizer_class_from_name
+
+    missing, known = set(), 0
+    for name in filter(None, TOKENIZER_MAPPING_NAMES.values()):
+        with suppress(ImportError):
+            found = getattr(tokenizer_class_from_name(name), "vocab_files_names", {})
+            known += bool(found)
+            missing |= {file for file in found.values() if not is_companion(file)}
+    assert missing == set() and known > 40
+
+
 @pytest.mark.parametrize("size", [0, -1])
 def test_refuses_an_impossible_shard_size(tmp_path: Path, size: int) -> None:
     with pytest.raises(UsageError, match="max_shard_size"):
@@ -299,6 +347,7 @@ def test_refuses_an_impossible_shard_size(tmp_path: Path, size: int) -> None:
 
 MEMORY_PROGRAM = """
 import resource, sys
+from contextlib import suppress
 from pathlib import Path
 from fuyou_cli.checkpoint.writer import OutTensor, write_checkpoint
 

@@ -15,6 +15,8 @@ from fuyou_cli.core.errors import FuyouError, UsageError
 from fuyou_cli.training.state.manifest import BEFORE, BESIDE, NAME, VERSION
 from fuyou_cli.training.state.removal import find_manifests, read_store
 
+TEMPLATES = "additional_chat_templates"
+
 
 def make_store(folder: Path, *, files: list[Path], version: int = VERSION, **extra: object) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
@@ -148,6 +150,13 @@ def _hard_link(tmp_path: Path) -> Path:
     return tmp_path / "run" / "store.bin"
 
 
+def _link_to_templates(tmp_path: Path) -> Path:
+    make_file(tmp_path / "precious" / "rag.jinja")
+    (tmp_path / "run" / "companions").mkdir(parents=True)
+    (tmp_path / "run" / "companions" / TEMPLATES).symlink_to(tmp_path / "precious")
+    return tmp_path / "run" / "companions" / TEMPLATES / "rag.jinja"
+
+
 @pytest.mark.parametrize(
     ("named", "why"),
     [
@@ -161,6 +170,9 @@ def _hard_link(tmp_path: Path) -> Path:
         (lambda tmp: make_file(tmp / "run" / "thesis.txt"), "not a file name that a run uses"),
         (lambda tmp: make_file(tmp / "b" / "run" / "thesis.txt"), "not a file name that a run uses"),
         (lambda tmp: make_file(tmp / "run" / "companions" / "diary.txt"), "not a file name that a run uses"),
+        (lambda tmp: make_file(tmp / "run" / "companions" / TEMPLATES / "diary.txt"), "not a file name that a run uses"),
+        (lambda tmp: make_file(tmp / "run" / TEMPLATES / "store.bin"), "not in a folder named run"),
+        (_link_to_templates, "not in a folder named run"),
         (lambda tmp: make_file(tmp / "b" / "run" / "manifest.json"), "not a file name that a run uses"),
     ],
 )
@@ -231,12 +243,14 @@ def test_a_run_killed_as_it_set_its_manifest_aside(tmp_path, capsys, more):
     assert list((tmp_path / "run").iterdir()) == []
 
 
-@pytest.mark.parametrize("more", [[], ["diary.txt"]], ids=["empty", "with a file of others"])
+@pytest.mark.parametrize(
+    "more", [[], ["diary.txt"], ["additional_chat_templates", "mine.jinja"]], ids=["empty", "a file of others", "of templates"]
+)
 def test_the_folder_of_companions_goes_once_it_is_empty(tmp_path, capsys, more):
     folder = tmp_path / "run" / "companions"
-    for name in more:
-        make_file(folder / name)
-    companions = [str(make_file(folder / "config.json"))]
+    if more:
+        make_file(folder.joinpath(*more))
+    companions = [str(make_file(folder / name)) for name in ("config.json", "additional_chat_templates/tool_use.jinja")]
     make_store(tmp_path / "run", files=[make_file(tmp_path / "run" / "store.bin")], companions=companions)
     run_clean(tmp_path, yes=True)
     left = [path.name for path in (tmp_path / "run").rglob("*")]

@@ -88,3 +88,38 @@ def test_a_store_without_kept_files_is_exported_from_the_models_folder(new_proje
     shutil.rmtree(kept)
     assert project.fuyou("export", project.recipe, project.folder / "model").returncode == 0
     assert AutoTokenizer.from_pretrained(project.folder / "model").eos_token == "<|end|>"
+
+
+NAMED = {"default": TEMPLATE, "tool_use": "TOOLS {{ tools }}" + TEMPLATE}
+
+
+@pytest.mark.parametrize("kind", ["files", "one list", "adapter"])
+def test_chat_templates_with_names_are_in_every_export(
+    kind: str, new_project: NewProject, materials: Path, llama: Path, tmp_path: Path
+) -> None:
+    """one list: as transformers wrote them before, in tokenizer_config.json."""
+    start = shutil.copytree(llama if kind == "adapter" else materials / "model", tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(start)
+    tokenizer.chat_template = NAMED
+    tokenizer.save_pretrained(start, save_jinja_files=kind != "one list")
+    assert (start / "additional_chat_templates").is_dir() is (kind != "one list")
+    changes = {"model.name_or_path": str(start), "train.max_steps": 1, "lr_scheduler.warmup_steps": 0}
+    if kind == "adapter":
+        pytest.importorskip("peft", reason="peft comes with the extra lora")
+    project = new_project(changes=changes | ({"adapter": {"r": 2}} if kind == "adapter" else {}))
+    ran = project.fuyou("finetune", project.recipe)
+    assert ran.returncode == 0, ran.stderr
+    (store,) = (manifest.parent for manifest in (project.out / "store").glob("*/manifest.json"))
+    if kind == "adapter":
+        merged = project.fuyou("export", store, project.folder / "merged", "--merged")
+        assert merged.returncode == 0, merged.stderr
+    for name in ("additional_chat_templates", "chat_template.jinja", "tokenizer_config.json"):  # the store has its own
+        path = start / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    exported = project.fuyou("export", store, project.folder / "again")
+    assert exported.returncode == 0, exported.stderr
+    folders = [project.out / ("adapter" if kind == "adapter" else "model"), project.folder / "again"]
+    for folder in (*folders, *([project.folder / "merged"] if kind == "adapter" else [])):
+        assert AutoTokenizer.from_pretrained(folder).chat_template == NAMED, folder
+    cleaned = project.fuyou("clean", project.out / "store", "--yes")
+    assert cleaned.returncode == 0 and [*store.iterdir()] == [], cleaned.stderr

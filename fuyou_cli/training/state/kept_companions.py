@@ -9,12 +9,21 @@ import io
 import json
 import mmap
 import re
-from fnmatch import fnmatchcase
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from ...checkpoint.companions import ADAPTER_CONFIG_NAME, CODE_PATTERN, CONFIG_NAME, MODEL_PATTERNS, PATTERNS, is_companion
+from ...checkpoint.companions import (
+    ADAPTER_CONFIG_NAME,
+    CODE_PATTERN,
+    CONFIG_NAME,
+    MODEL_PATTERNS,
+    PATTERNS,
+    TEMPLATE_FOLDER,
+    found_in,
+    is_companion,
+)
 from ...checkpoint.files import inside, read_json
 from ...core.disk import failed_writing, sync_directory
 from ...core.own_files import is_own, own_folder, write_own
@@ -25,7 +34,7 @@ if TYPE_CHECKING:
     from ...recipe.schema import TokenizerSection
 
 _CONFIG, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
-_OTHER_TEMPLATES = ("chat_template.json",)
+_OTHER_TEMPLATES = ("chat_template.json", f"{TEMPLATE_FOLDER}/")  # beginnings of names
 _TOKEN_TABLES = ("tokenizer.json", _CONFIG)
 _UNFINISHED = ".unfinished"
 _PART = 1 << 16  # bytes in memory at once; the run's memory is planned, and a tokenizer.json may have tens of megabytes
@@ -40,7 +49,18 @@ def kept_companions(store: Path) -> Path | None:
 def written_companions(store: Path) -> list[Path]:
     """Lists the files in that folder that `keep_companions` writes. Other files there belong to somebody else."""
     folder = store / COMPANIONS
-    return sorted(path for path in folder.glob("*") if is_kept(path.name) and path.is_file() and not path.is_symlink())
+    paths = [*folder.glob("*"), *_templates(folder)]
+    return sorted(path for path in paths if is_kept(_name(path, folder)) and path.is_file() and not path.is_symlink())
+
+
+def _templates(folder: Path) -> list[Path]:
+    """Lists what is in a folder's folder of templates, unless that is a link."""
+    inner = folder / TEMPLATE_FOLDER
+    return [] if inner.is_symlink() else sorted(inner.glob("*"))
+
+
+def _name(path: Path, folder: Path) -> str:
+    return path.relative_to(folder).as_posix()
 
 
 def kept_adapter(store: Path) -> Path | None:
@@ -63,7 +83,8 @@ def keep_companions(
         # without its own class it would be looked up by the model's type, which may not fit this tokenizer
         settings.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
     if recipe.chat_template is not None:
-        files = {name: content for name, content in files.items() if name not in _OTHER_TEMPLATES}
+        # those with names too: the run was trained with this one alone, whatever a conversation's tools would choose
+        files = {name: content for name, content in files.items() if not name.startswith(_OTHER_TEMPLATES)}
         files[_TEMPLATE] = expanded(recipe.chat_template, key="tokenizer.chat_template").read_bytes()
         settings.pop("chat_template", None)
     if recipe.pad_token is not None and _is_added(tokenizer_dir, settings, recipe.pad_token):
@@ -85,10 +106,9 @@ def _copies(model_dir: Path, tokenizer_dir: Path) -> dict[str, bytes | Path]:
         patterns = (*patterns, CODE_PATTERN)
     tokenizer = tuple(pattern for pattern in PATTERNS if pattern not in MODEL_PATTERNS)
     return {
-        path.name: inside(directory, path.name)
+        name: inside(directory, name)
         for directory, wanted in ((tokenizer_dir, tokenizer), (model_dir, patterns))
-        for path in sorted(directory.iterdir())
-        if path.is_file() and any(fnmatchcase(path.name, pattern) for pattern in wanted)
+        for name in found_in(directory, wanted)
     }
 
 
@@ -111,7 +131,9 @@ def _holds(file: Path, pattern: re.Pattern[bytes]) -> bool:
 def _replace(folder: Path, files: dict[str, bytes | Path]) -> None:
     """Makes `files` the folder's companions. Each is replaced in one step, config.json last: a folder that has it is
     complete."""
-    own_folder(folder)
+    folders = [folder, *{(folder / name).parent for name in files if "/" in name}]
+    for one in folders:
+        own_folder(one)
     changed = (name for name in files if not _is_kept_already(folder / name, files[name]))
     names = sorted(changed, key=lambda name: (name == CONFIG_NAME, name))
     for name in names:
@@ -119,11 +141,17 @@ def _replace(folder: Path, files: dict[str, bytes | Path]) -> None:
             write_own(folder / _unfinished(name), iter(partial(content.read, _PART), b""))
     for name in names:
         (folder / _unfinished(name)).replace(folder / name)
-    sync_directory(folder)
-    for path in sorted(folder.iterdir()):
-        if path.name not in files and is_kept(path.name):  # no longer needed, or left by a run that was killed
+    for one in folders:
+        sync_directory(one)
+    for path in (*sorted(folder.iterdir()), *_templates(folder)):
+        name = _name(path, folder)
+        if name not in files and is_kept(name):  # no longer needed, or left by a run that was killed
             path.unlink()
-    sync_directory(folder)
+    if len(folders) == 1 and not (folder / TEMPLATE_FOLDER).is_symlink():
+        with suppress(OSError):  # it is not there, or holds what is not ours
+            (folder / TEMPLATE_FOLDER).rmdir()
+    for one in folders:
+        sync_directory(one)
 
 
 def _opened(content: bytes | Path) -> BinaryIO:
@@ -143,9 +171,12 @@ def _is_kept_already(path: Path, content: bytes | Path) -> bool:
 
 def _unfinished(name: str) -> str:
     """Returns the name of a file while it is written. It matches no pattern of companions, so it is never exported."""
-    return f".{name}{_UNFINISHED}"
+    folder, slash, alone = name.rpartition("/")
+    return f"{folder}{slash}.{alone}{_UNFINISHED}"
 
 
 def is_kept(name: str) -> bool:
     """Tells whether a companion, or one that is being written, can have this name."""
-    return is_companion(name) or (name.endswith(_UNFINISHED) and is_companion(name[1 : -len(_UNFINISHED)]))
+    folder, slash, alone = name.rpartition("/")
+    is_unfinished = alone.endswith(_UNFINISHED)
+    return is_companion(name) or (is_unfinished and is_companion(folder + slash + alone[1 : -len(_UNFINISHED)]))

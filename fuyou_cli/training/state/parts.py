@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ...checkpoint.companions import TEMPLATE_FOLDER
 from ...core.disk import failed_writing, sync_directory, sync_names_above
 from ...core.errors import UsageError
 from ...core.json_files import find_object
@@ -39,9 +40,12 @@ class Part:
 
 
 def is_written(path: Path) -> bool:
-    """Tells whether a run may write a file of this name, in its folder or in its companions' folder. Other files are not
-    removed."""
-    return is_kept(path.name) if path.parent.name == manifests.COMPANIONS else path.name in _FILES
+    """Tells whether a run may write a file of this name: in its folder, in its companions' or in that of their chat templates.
+    Other files are not removed."""
+    *_, above, folder, name = ("", "", *path.parts[-3:])
+    if (above, folder) == (manifests.COMPANIONS, TEMPLATE_FOLDER):
+        return is_kept(f"{TEMPLATE_FOLDER}/{name}")
+    return is_kept(name) if folder == manifests.COMPANIONS else name in _FILES
 
 
 def part_size(store_size: int, *, stripe: int, count: int, index: int) -> int:

@@ -3,7 +3,7 @@
 A store is `<folder>/<run>/manifest.json` with `{"fuyou_store": VERSION, "files": [...]}`. The first file lies beside the
 manifest: a copied manifest names the files of another store. The files lie in folders named `<run>`, one per drive, each with a
 part file that names the store, and carry file names that a run gives. No folder is removed but an empty `companions` beside a
-manifest.
+manifest, and its empty folder of chat templates.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...checkpoint.companions import TEMPLATE_FOLDER
 from ...core.errors import FuyouError, UsageError
 from ...core.json_files import find_text, object_in, shown
 from ...core.paths import is_same_folder
@@ -130,7 +131,9 @@ def _look(name: str, home: Path, content: dict[str, Any]) -> Remnant | str | Non
 def _foreign(folder: Path, home: Path, content: dict[str, Any]) -> str:
     """Tells why the folder cannot hold a file of the store `home`, or why a missing file may not count as removed. Empty if
     all is well."""
-    above = folder.parent if folder.name == COMPANIONS and not folder.is_symlink() else folder
+    of_templates = (folder.parent.name, folder.name) == (COMPANIONS, TEMPLATE_FOLDER) and not folder.is_symlink()
+    inner = folder.parent if of_templates else folder
+    above = inner.parent if inner.name == COMPANIONS and not inner.is_symlink() else inner
     if is_same_folder(above, home):
         return ""
     if folder.name != home.name or folder.is_symlink():
@@ -159,8 +162,10 @@ def remove_store(store: StoreFiles) -> int:
             raise _changed(store.manifest)
         for file in store.files:
             file.path.unlink()
-        with suppress(OSError):  # it is not there, or holds what no manifest names
-            (store.manifest.parent / COMPANIONS).rmdir()
+        companions = store.manifest.parent / COMPANIONS
+        for folder in (companions / TEMPLATE_FOLDER, companions) if not companions.is_symlink() else ():
+            with suppress(OSError):  # it is not there, or holds what no manifest names
+                folder.rmdir()
         store.manifest.unlink()
     return sum(file.taken for file in store.files)
 
