@@ -62,6 +62,7 @@ class StreamedLM(HFLM):  # type: ignore[misc]
             raise UsageError(f"--model_args: {unknown[0]} is not known", hint=f"known: {known}")
         if dtype not in ("auto", "bfloat16", "float32"):
             raise UsageError(f"--model_args: dtype is {dtype}", hint="auto, bfloat16 or float32")
+        where = _device_of(device, say=self.say)
         self._memory, folder = budget_of(memory, key="--model_args memory"), Path(pretrained).expanduser()
         if not folder.is_dir():
             folder = resolve(pretrained, trust_remote_code=trust_remote_code, say=self.say)
@@ -76,7 +77,7 @@ class StreamedLM(HFLM):  # type: ignore[misc]
             log.setLevel(level)
         if (found.folder / _SETTINGS).is_file():
             model.generation_config = GenerationConfig.from_pretrained(found.folder, local_files_only=True)
-        self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self._device = where
         self._asked_rows = int(batch_size) if str(batch_size).isdigit() and int(batch_size) > 1 else None
         self._most_rows, self.batch_size_per_gpu = max_batch_size, _ALL
 
@@ -148,3 +149,22 @@ class StreamedLM(HFLM):  # type: ignore[misc]
         """Returns how many rows may be generated at once: keys and values get at most half of what is left."""
         each = room(self._found.anatomy.model, rows=1, prompt=prompt, new=new).total
         return max(1, min(self._most_rows or _MOST_ROWS, (self._memory - probe.process_bytes()) // 2 // each))
+
+
+def _device_of(asked: str | None, *, say: Callable[[str], None]) -> torch.device:
+    """Returns the device to compute on: without `asked` the GPU if there is one. The harness asks for cuda:0 where nobody names
+    a device, so this becomes the CPU without a GPU, as for its own `hf`. Raises UsageError for any other that is not there."""
+    is_there = torch.cuda.is_available()
+    if asked in (None, "auto", "cuda:0") and not is_there:
+        say("no GPU can be used: computing on the CPU")
+        return torch.device("cpu")
+    if asked == "cpu":
+        return torch.device("cpu")
+    if asked not in (None, "auto", "cuda", "cuda:0"):
+        hint = "cpu or cuda; to choose among several GPUs set CUDA_VISIBLE_DEVICES"
+        raise UsageError(f"--device: fuyou cannot compute on {asked}", hint=hint)
+    if not is_there:
+        raise UsageError(
+            "--device: there is no GPU that torch can use", hint="leave it out, or --device cpu; see `fuyou doctor`"
+        )
+    return torch.device("cuda")

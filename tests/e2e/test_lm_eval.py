@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fuyou_cli.core.errors import UsageError
 
@@ -99,15 +100,29 @@ def test_what_cannot_be_is_said(models: tuple[StreamedLM, HFLM], materials: Path
         answers(models[:1], "loglikelihood", [("The", " mill" * 99)])  # type: ignore[arg-type]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_without_a_gpu_what_the_harness_asks_for_is_the_cpu(models: tuple[StreamedLM, HFLM], materials: Path) -> None:
+    """It asks for cuda:0 where nobody names a device, and its own model takes the CPU then."""
+    folder, pair = str(materials / "model"), ("The road", " to the mill")
+    asked = Instance(request_type="loglikelihood", doc={}, arguments=pair, idx=0)
+    ((wanted, _),) = models[1].loglikelihood([asked], disable_tqdm=True)
+    for device in (None, "cuda:0", "auto"):
+        ((found, _),) = StreamedLM(folder, dtype="float32", device=device).loglikelihood([asked], disable_tqdm=True)
+        assert found == pytest.approx(wanted, rel=1e-6)
+    for device, why in (("cuda", "no GPU that torch can use"), ("cuda:1", "cannot compute on cuda:1"), ("mps", "on mps")):
+        with pytest.raises(UsageError, match=why):
+            StreamedLM(folder, dtype="float32", device=device)
+
+
 @pytest.mark.slow  # the harness alone takes several seconds to start
-def test_the_command_runs_a_task_of_a_file(new_project: Any, tmp_path: Path) -> None:
+def test_the_readmes_command_runs_a_task_of_a_file(new_project: Any, tmp_path: Path) -> None:
     project: Project = new_project()
     rows = [{"question": f"From the {place}", "choices": ["to the mill", "back"], "answer": 0} for place in PLACES]
     (project.folder / "rows.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (project.folder / "places.yaml").write_text(TASK.replace("FILE", str(project.folder / "rows.json")))
     ran = project.fuyou(
-        "lm-eval", "--tasks", "places", "--include_path", project.folder, "--output_path", project.folder / "found.json",
-        "--model_args", f"pretrained={project.materials / 'model'},dtype=float32,memory=4GiB", "--device", "cpu",
+        "lm-eval", "--model_args", f"pretrained={project.materials / 'model'}", "--tasks", "places",
+        "--include_path", project.folder, "--output_path", project.folder / "found.json",
     )  # fmt: skip
     assert ran.returncode == 0 and "|places|" in ran.stdout, ran.stderr
     (written,) = project.folder.glob("found*.json")
