@@ -16,6 +16,7 @@ from fuyou_cli.spec.quantisation_config import CONFIG_KEY
 from .files import inside, read_json
 
 CONFIG_NAME = "config.json"
+TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
 ADAPTER_CONFIG_NAME = "adapter_config.json"  # beside an adapter, or in a store that holds one; never beside a whole model
 
 TEMPLATE_FOLDER = "additional_chat_templates"  # of named chat templates; no other folder is copied
@@ -24,13 +25,13 @@ TEMPLATE_FOLDER = "additional_chat_templates"  # of named chat templates; no oth
 MODEL_PATTERNS = ("generation_config.json", "*processor_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*")
 # The same, and every file that a tokenizer of transformers may have.
 PATTERNS = (
-    *MODEL_PATTERNS, "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab*.json",
+    *MODEL_PATTERNS, "tokenizer.json", TOKENIZER_CONFIG_NAME, "special_tokens_map.json", "added_tokens.json", "vocab*.json",
     "vocab.txt", "merges.txt", "bpe.codes", "tokenizer.model*", "spiece.model", "spm.model", "sentencepiece*.model",
     "*.tiktoken", "tekken.json", "emoji.json", "normalizer.json", "byte_maps.json", "entity_vocab.json", "word_shape.json",
     "word_pronunciation.json", "prophetnet.tokenizer", "chat_template.jinja", "chat_template.json",
     f"{TEMPLATE_FOLDER}/*.jinja",
 )  # fmt: skip
-CODE_PATTERN = "*.py"  # only where the configuration names code of its own
+CODE_PATTERN = "*.py"  # only where a configuration names code of its own
 
 
 def companion_files(source: Path, *, dtype: str) -> dict[str, bytes | Path]:
@@ -43,8 +44,13 @@ def companion_files(source: Path, *, dtype: str) -> dict[str, bytes | Path]:
         raise UsageError(f"{source}: has no {CONFIG_NAME}", hint="give a directory written by save_pretrained")
     config = read_json(inside(source, CONFIG_NAME))
     companions: dict[str, bytes | Path] = {CONFIG_NAME: config_bytes(config, dtype=dtype)}
-    patterns = (*PATTERNS, CODE_PATTERN) if "auto_map" in config else PATTERNS
+    patterns = (*PATTERNS, CODE_PATTERN) if "auto_map" in config or names_code(source, TOKENIZER_CONFIG_NAME) else PATTERNS
     return companions | {name: inside(source, name) for name in found_in(source, patterns)}
+
+
+def names_code(folder: Path, name: str) -> bool:
+    """Tells whether a configuration names code of its own. That of a tokenizer is copied and never run."""
+    return (folder / name).is_file() and "auto_map" in read_json(inside(folder, name))
 
 
 def found_in(folder: Path, patterns: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Limits foreign code: chat templates are programs, and tokenizers may raise anything. Used in the worker only.
+"""Limits foreign code: chat templates are programs, and tokenizers may raise anything. Used in the worker, but for `own_class`.
 
 While a template renders, the kernel bounds its memory: a larger request is a MemoryError. Its time is counted in processor
 seconds, so that a busy machine changes nothing. Too much time ends the process, because nothing else can interrupt a call into
@@ -16,15 +16,28 @@ from pathlib import Path
 from types import TracebackType
 
 from fuyou_cli.core.errors import FuyouError
+from fuyou_cli.core.json_files import read_object, shown
 
 from .formats import RowError
 
 TEMPLATE_SECONDS = 20.0  # of the processor, for one conversation; most take milliseconds
 TEMPLATE_BYTES = 512 << 20  # beyond what the process already has
+_LARGEST_SETTINGS = 64 << 20  # bytes of tokenizer_config.json
 OVERDUE = signal.SIGPROF  # ends a process that takes longer
 _LONGEST = 300
 _SPEAKS = ("Exception", "OSError", "ValueError", "TemplateError", "TemplateSyntaxError", "UndefinedError")
 _PASSED_ON = (FuyouError, RowError, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit)
+
+
+def own_class(tokenizer_dir: Path) -> str:
+    """Names the class that a tokenizer has in code of its own. Empty if there is none. That code is never run: neither a limit
+    nor another process keeps it from what the user may do."""
+    file = tokenizer_dir / "tokenizer_config.json"
+    named = read_object(file, limit=_LARGEST_SETTINGS, finite=False).get("auto_map") if file.is_file() else None
+    if isinstance(named, dict):
+        named = named.get("AutoTokenizer")
+    classes = named if isinstance(named, list) else [named]  # slow and fast
+    return ", ".join(shown(one)[1:-1] for one in classes if isinstance(one, str))
 
 
 def reason(error: BaseException) -> str:

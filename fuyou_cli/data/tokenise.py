@@ -29,13 +29,23 @@ _GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
 
 
 def load_tokenizer(directory: Path, *, chat_template: str | None, pad_token: str | None) -> Any:
-    """Loads the tokenizer of a checkpoint directory. Downloads nothing and runs no code of the checkpoint."""
+    """Loads the tokenizer of a checkpoint directory. Downloads nothing and runs no code of the checkpoint. Raises UsageError
+    for one that needs its own."""
     from transformers import AutoTokenizer
 
     def unloadable(why: str) -> UsageError:
+        if own:
+            return UsageError(
+                f"tokenizer: {directory} cannot be loaded without code of its own ({own}), and code of a tokenizer is never "
+                "run, whatever model.trust_remote_code says",
+                hint="if its tokenizer.json is all it needs, copy the tokenizer's files, write `tokenizer_class: "
+                "PreTrainedTokenizerFast` in place of `auto_map` and the class in tokenizer_config.json, and name the copy in "
+                "tokenizer.name_or_path",
+            )
         hint = "check that its files are complete, or set tokenizer.name_or_path to another"
         return UsageError(f"tokenizer: {directory} cannot be loaded: {why}", hint=hint)
 
+    own = sandbox.own_class(directory)
     with LibraryErrors(unloadable):
         tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     if chat_template is not None:

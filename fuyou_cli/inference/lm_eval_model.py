@@ -21,7 +21,8 @@ from fuyou_cli.checkpoint.hub import resolve
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.data.batches import Sequences, passes
 from fuyou_cli.data.rows import NO_LOSS
-from fuyou_cli.data.tokenise import Tokeniser
+from fuyou_cli.data.sandbox import own_class
+from fuyou_cli.data.tokenise import Tokeniser, load_tokenizer
 from fuyou_cli.engine.generating import room
 from fuyou_cli.engine.row_lengths import alike
 from fuyou_cli.machine import probe
@@ -70,7 +71,9 @@ class StreamedLM(HFLM):  # type: ignore[misc]
         model, log = found.anatomy.model, logging.getLogger(HFLM.__module__)
         level = log.level
         log.setLevel(logging.ERROR)  # it warns of a model that was made elsewhere
-        given = {"tokenizer": str(found.folder), "trust_remote_code": trust_remote_code}
+        if own_class(found.folder):  # which is never run, whatever the harness is told
+            load_tokenizer(found.folder, chat_template=None, pad_token=None)
+        given = {"tokenizer": str(found.folder), "trust_remote_code": False}  # the model is built
         try:
             super().__init__(model, backend="causal", **given, **options)
         finally:

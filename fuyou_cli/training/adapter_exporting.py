@@ -13,7 +13,15 @@ import torch
 from ..adapters.adapter_names import adapted_layer, file_name, is_added, lora_names
 from ..adapters.merging import LoraWeights
 from ..adapters.settings import LoraSettings, read_settings
-from ..checkpoint.companions import ADAPTER_CONFIG_NAME, CODE_PATTERN, CONFIG_NAME, companion_files, matches
+from ..checkpoint.companions import (
+    ADAPTER_CONFIG_NAME,
+    CODE_PATTERN,
+    CONFIG_NAME,
+    TOKENIZER_CONFIG_NAME,
+    companion_files,
+    matches,
+    names_code,
+)
 from ..checkpoint.files import ADAPTER_NAME, read_json
 from ..checkpoint.writer import OutTensor, write_checkpoint
 from ..core.errors import SwapError, UsageError
@@ -22,7 +30,7 @@ from .exporting import StoreWeights, Weights, bytes_of, export_store, stored_wei
 from .state.kept_companions import kept_adapter, kept_companions
 
 _AT_ONCE = 1 << 20  # elements merged at once: what is computed with takes some megabytes
-_OF_THE_MODEL = (CONFIG_NAME, "generation_config.json", CODE_PATTERN)  # companions that an adapter's folder does not have
+_OF_THE_MODEL = (CONFIG_NAME, "generation_config.json")  # companions that an adapter's folder does not have; nor model's code
 
 
 def export_adapter(
@@ -51,10 +59,11 @@ def write_adapter(
     """Writes what was trained to `out`, with peft's configuration, and the tokenizer of the folder `companions`. Returns the
     path of its weights."""
     adapter = AdapterWeights(weights)
+    left_out = _OF_THE_MODEL if names_code(companions, TOKENIZER_CONFIG_NAME) else (*_OF_THE_MODEL, CODE_PATTERN)
     beside = {
         name: content
         for name, content in companion_files(companions, dtype=weights.dtype).items()
-        if not matches(name, _OF_THE_MODEL)
+        if not matches(name, left_out)
     }
     return write_checkpoint(
         out,

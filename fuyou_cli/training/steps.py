@@ -52,6 +52,7 @@ def resolve(recipe: Recipe, *, to_run: bool = True, here: bool = True, say: Say,
     model_dir = hub.model(need_weights=False)
     recipe = as_stored(recipe, model_dir, say=say)
     tokenizer_dir = hub.tokenizer(model_dir, needed=to_run)
+    _look_at_tokenizer(tokenizer_dir, say, needed=to_run)
     _look_at_data(recipe, say, needed=to_run)
     return Resolved(
         recipe=recipe,
@@ -90,6 +91,22 @@ def store_of(recipe: Recipe) -> Path:
     if recipe.checkpoint.resume in ("auto", "never"):
         return run_directories(recipe)[0]
     return folder(recipe.checkpoint.resume, key="checkpoint.resume")
+
+
+def _look_at_tokenizer(directory: Path, say: Say, *, needed: bool) -> None:
+    """Says that a tokenizer's own code is not run. Raises UsageError if it cannot be loaded without, before a plan is made."""
+    from ..data.sandbox import own_class
+
+    try:
+        if own := own_class(directory):
+            from ..data.tokenise import load_tokenizer
+
+            kind = type(load_tokenizer(directory, chat_template=None, pad_token=None)).__name__
+            say(f"note: the tokenizer's own code ({own}) is not run: transformers has {kind} for it")
+    except UsageError as error:
+        if needed:
+            raise
+        say(f"note: {error.message}. {REFUSED}{f' ({error.hint})' if error.hint else ''}")
 
 
 def _look_at_data(recipe: Recipe, say: Say, *, needed: bool) -> None:

@@ -100,6 +100,16 @@ def test_what_cannot_be_is_said(models: tuple[StreamedLM, HFLM], materials: Path
         answers(models[:1], "loglikelihood", [("The", " mill" * 99)])  # type: ignore[arg-type]
 
 
+def test_code_of_a_tokenizer_is_refused_whatever_the_harness_is_told(llama: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(llama, tmp_path / "own")
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    config |= {"auto_map": {"AutoTokenizer": [None, "own.Own"]}, "tokenizer_class": "Own"}
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    (model / "own.py").write_text("raise SystemExit('own code was run')\nclass Own: pass\n")
+    with pytest.raises(UsageError, match=r"own\.Own\), and code of a tokenizer is never run"):
+        StreamedLM(str(model), trust_remote_code=True, device="cpu")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_without_a_gpu_what_the_harness_asks_for_is_the_cpu(models: tuple[StreamedLM, HFLM], materials: Path) -> None:
     """It asks for cuda:0 where nobody names a device, and its own model takes the CPU then."""

@@ -81,3 +81,46 @@ def test_one_folder_by_two_names(new_project: NewProject) -> None:
     project = new_project(changes={"offload.dir": ["disk", "disk/../disk"]})
     said = _refused(project, "plan", "recipe.yaml", "--dry-run")
     assert "offload.dir: disk and disk/../disk are the same folder" in said
+
+
+def _with_code(model: Path, kind: str) -> Path:
+    """Gives a model's tokenizer a class in code of its own, which would say that it was run. kind: how it is named."""
+    own = "raise SystemExit('own code was run')\nclass OwnTokenizer: pass\n"
+    (model / "tokenization_own.py").write_text(own)
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    classes = [None, "tokenization_own.OwnTokenizer"]
+    named = classes if kind == "list" else {"AutoTokenizer": classes}
+    (model / "tokenizer_config.json").write_text(json.dumps({**config, "auto_map": named, "tokenizer_class": "OwnTokenizer"}))
+    return model
+
+
+@pytest.mark.parametrize("kind", ["map", "list"])
+def test_code_of_a_tokenizer(kind: str, new_project: NewProject, llama: Path, tmp_path: Path) -> None:
+    """Names it before a plan is shown, also where the model's own code is trusted; then takes the remedy that it names."""
+    model = _with_code(Path(shutil.copytree(llama, tmp_path / "own")), kind)
+    project = new_project(changes={"model.name_or_path": str(model), "model.trust_remote_code": True, "train.max_steps": 2})
+    said = _refused(project, "finetune", "recipe.yaml")
+    assert "(tokenization_own.OwnTokenizer), and code of a tokenizer is never run, whatever model.trust_remote_code" in said
+    assert "tokenizer.name_or_path" in said and "plan" not in said.partition("error:")[0]
+    planned = project.fuyou("plan", "recipe.yaml")
+    assert planned.returncode == 0 and "code of a tokenizer is never run" in " ".join(planned.stdout.split())
+    for arguments in (("generate", str(model), "--prompt", "The"), ("data", "recipe.yaml")):
+        assert "code of a tokenizer is never run" in _refused(project, *arguments)
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    shutil.copy(model / "tokenizer.json", copy)
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    del config["auto_map"]
+    (copy / "tokenizer_config.json").write_text(json.dumps({**config, "tokenizer_class": "PreTrainedTokenizerFast"}))
+    ran = project.fuyou("finetune", "recipe.yaml", f"tokenizer.name_or_path={copy}")
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_code_of_a_tokenizer_that_transformers_does_not_need(new_project: NewProject, materials: Path, tmp_path: Path) -> None:
+    """It has a class for GPT-2, whatever the tokenizer names. The code goes into the export, for who asks for it there."""
+    model = _with_code(_model(materials, tmp_path / "own"), "map")
+    project = new_project(changes={"model.name_or_path": str(model), "model.trust_remote_code": True, "train.max_steps": 2})
+    ran = project.fuyou("finetune", "recipe.yaml")
+    assert ran.returncode == 0 and "own code (tokenization_own.OwnTokenizer) is not run" in ran.stderr, ran.stderr
+    assert (project.out / "model" / "tokenization_own.py").read_bytes() == (model / "tokenization_own.py").read_bytes()
+    assert transformers.AutoTokenizer.from_pretrained(project.out / "model").eos_token == "<|end|>"

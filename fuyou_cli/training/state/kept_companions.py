@@ -21,8 +21,10 @@ from ...checkpoint.companions import (
     MODEL_PATTERNS,
     PATTERNS,
     TEMPLATE_FOLDER,
+    TOKENIZER_CONFIG_NAME,
     found_in,
     is_companion,
+    names_code,
 )
 from ...checkpoint.files import inside, read_json
 from ...core.disk import failed_writing, sync_directory
@@ -33,7 +35,7 @@ from .manifest import COMPANIONS
 if TYPE_CHECKING:
     from ...recipe.schema import TokenizerSection
 
-_CONFIG, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+_CONFIG, _TEMPLATE = TOKENIZER_CONFIG_NAME, "chat_template.jinja"
 _OTHER_TEMPLATES = ("chat_template.json", f"{TEMPLATE_FOLDER}/")  # beginnings of names
 _TOKEN_TABLES = ("tokenizer.json", _CONFIG)
 _UNFINISHED = ".unfinished"
@@ -105,6 +107,8 @@ def _copies(model_dir: Path, tokenizer_dir: Path) -> dict[str, bytes | Path]:
     if "auto_map" in read_json(inside(model_dir, CONFIG_NAME)):
         patterns = (*patterns, CODE_PATTERN)
     tokenizer = tuple(pattern for pattern in PATTERNS if pattern not in MODEL_PATTERNS)
+    if names_code(tokenizer_dir, _CONFIG):
+        tokenizer = (*tokenizer, CODE_PATTERN)
     return {
         name: inside(directory, name)
         for directory, wanted in ((tokenizer_dir, tokenizer), (model_dir, patterns))
