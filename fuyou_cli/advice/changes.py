@@ -203,6 +203,7 @@ def _memory(prepared: Planned) -> Steps:
     """Returns more RAM for the process, up to the machine's: the smallest size that is enough, then larger steps."""
     plan, hardware = prepared.plan, prepared.hardware
     asked = plan_request(prepared.recipe, plan.numerics, hardware, device=plan.device)
+    asked = replace(asked, code_bytes=prepared.request.code_bytes)
     enough = max(least_memory(prepared.model, hardware, asked), plan.cpu_budget + 1)
     size, most, sizes = -(-enough // GiB), hardware.ram_available // GiB, []
     finer = align_up(enough, _FINER)

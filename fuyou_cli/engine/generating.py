@@ -18,6 +18,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..core.errors import UsageError
+from ..planner.memory import MOST_PRODUCTS, PRODUCT_CODE
+from ..spec.micro_batch import lengths_up_to
 from .anatomy import Anatomy
 from .calls import only_refusals, own_forward, replaced_forwards, with_fake_parameters
 from .inspect import LiveBytes
@@ -28,6 +30,8 @@ from .row_lengths import turns
 from .streamed import place_buffers, put_back
 from .weight_stream import WeightStream
 
+PROMPT_STEP = 32  # tokens
+_ATTENDED_CODE = 12 << 10  # bytes of code for attention to each number of tokens, forward
 _OF_A_CHOICE = 32  # bytes per row and token of the vocabulary: float32 scores, sorted, their order, and what is made of them
 
 
@@ -104,6 +108,17 @@ def _forward(stream: WeightStream, own: Callable[..., Any], stages: list[int]) -
     return with_weights
 
 
+def prompt_step(model: PreTrainedModel, device: torch.device) -> int:
+    """Returns the step of `rounded_up` to which prompts are padded on the left; 0: to no more than the longest of a batch.
+
+    On a CPU libraries keep code for each length in bfloat16. Convolutions would see the padding, and positions that depend on
+    the length of a row would change.
+    """
+    dtype = model.get_input_embeddings().weight.dtype
+    mixes = any(isinstance(module, nn.Conv1d) for module in model.base_model.modules())
+    return 0 if device.type != "cpu" or dtype != torch.bfloat16 or mixes or turns(model) else PROMPT_STEP
+
+
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
@@ -136,6 +151,14 @@ def room(model: PreTrainedModel, *, rows: int, prompt: int, new: int) -> Generat
     beside = kept * anew // whole  # what was cached stays until a row is computed anew
     choice = rows * model.config.get_text_config().vocab_size * _OF_A_CHOICE
     return GenerationMemory(cache=kept, work=max(first.peak + beside - kept, last.peak - rests) + choice)
+
+
+def generation_code(model: PreTrainedModel, *, prompt: int, new: int) -> int:
+    """Returns the bytes of code that libraries keep on a CPU in bfloat16, for prompts of up to `prompt` tokens, padded to
+    `prompt_step`, and `new` tokens after each: of products for each length of a prompt, of attention for each length."""
+    matrices = {tuple(parameter.shape) for parameter in model.parameters() if parameter.dim() == 2}
+    products = len(matrices) * lengths_up_to(prompt, PROMPT_STEP)
+    return min(products, MOST_PRODUCTS) * PRODUCT_CODE + (prompt + new) * _ATTENDED_CODE
 
 
 def _pass(model: PreTrainedModel, rows: int, tokens: int, end: int, cache: Any, live: LiveBytes) -> Any:

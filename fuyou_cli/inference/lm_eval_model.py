@@ -23,11 +23,12 @@ from fuyou_cli.data.batches import Sequences, passes
 from fuyou_cli.data.rows import NO_LOSS
 from fuyou_cli.data.sandbox import own_class
 from fuyou_cli.data.tokenise import Tokeniser, load_tokenizer
-from fuyou_cli.engine.generating import room
+from fuyou_cli.engine.generating import prompt_step, room
 from fuyou_cli.engine.row_lengths import alike
 from fuyou_cli.machine import probe
 from fuyou_cli.machine.profile import budget_of
 from fuyou_cli.recipe.schema import TrainSection
+from fuyou_cli.spec.micro_batch import rounded_up
 from fuyou_cli.training.generation import Extent, Sampling, generator
 from fuyou_cli.training.inference import find, memory_of
 
@@ -147,6 +148,18 @@ class StreamedLM(HFLM):  # type: ignore[misc]
                 self.batch_size_per_gpu = _ALL
             opened.check()
         return [answers[place] for place in range(len(requests))]
+
+    def tok_batch_encode(
+        self, strings: list[str], padding_side: str = "left", left_truncate_len: int | None = None, truncation: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokenises prompts as `hf` does, and pads them to a length of few (`prompt_step`)."""
+        ids, there = super().tok_batch_encode(strings, padding_side, left_truncate_len, truncation)
+        size, step = ids.shape[1], prompt_step(self._found.anatomy.model, self._device)
+        more = min(rounded_up(size, step), left_truncate_len or size) - size
+        if padding_side == "left" and more > 0:
+            ids = torch.nn.functional.pad(ids, (more, 0), value=self.tokenizer.pad_token_id)
+            there = torch.nn.functional.pad(there, (more, 0))
+        return ids, there
 
     def _rows(self, prompt: int, new: int) -> int:
         """Returns how many rows may be generated at once: keys and values get at most half of what is left."""

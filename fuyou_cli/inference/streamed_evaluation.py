@@ -19,6 +19,7 @@ from fuyou_cli.engine.row_lengths import turns
 from fuyou_cli.engine.skeleton import TORCH_DTYPE
 from fuyou_cli.engine.streamed_losses import StreamedLosses
 from fuyou_cli.engine.weight_stream import Visited
+from fuyou_cli.planner.memory import code_bytes
 from fuyou_cli.spec.model import Dtype
 from fuyou_cli.spec.plan import Numerics
 from fuyou_cli.training.exporting import READ_ARENA
@@ -62,11 +63,18 @@ def room_of(
         max_seq_len=length,
         head_chunk_tokens=chunk,
     )
+    dtype: Dtype = "bfloat16" if found.dtype == "bfloat16" else "float32"
+    numerics = Numerics(
+        compute_dtype=dtype, accumulate_dtype=dtype, batch_size=micro, micro_batch_size=micro, max_seq_len=length,
+        head_chunk_tokens=chunk, torch_threads=1, seed=0,
+        **division(apart=found.anatomy.isolated, on_cpu=device is None, dtype=dtype, micro=micro, length=length),
+    )  # fmt: skip
+    widths = -(-numerics.widest // numerics.width_step) if device is None else 1
     visited = Visited.of(found.anatomy, TORCH_DTYPE[found.dtype])
     per_token = 2 * model.boundary_bytes_per_token + model.choreography_bytes_per_token + _OF_ROWS
     least = micro * length * per_token
     peak = max(stage.forward_peak for stage in model.stages)
-    computing = peak + READ_ARENA + PIECE
+    computing = peak + READ_ARENA + PIECE + (code_bytes(model, numerics, widths=widths, trains=False) if widths > 1 else 0)
     left = budget - process - computing
     free = left - visited.least
     if free < least:
@@ -85,15 +93,9 @@ def room_of(
         spare = device - peak - visited.largest - least
         at_once = min(at_once, _rows_on_device(spare, micro, of_row))
         device_weights = spare - at_once * of_row + visited.largest
-    dtype: Dtype = "bfloat16" if found.dtype == "bfloat16" else "float32"
-    numerics = Numerics(
-        compute_dtype=dtype, accumulate_dtype=dtype, batch_size=at_once, micro_batch_size=micro, max_seq_len=length,
-        head_chunk_tokens=chunk, torch_threads=1, seed=0,
-        **division(apart=found.anatomy.isolated, on_cpu=device is None, dtype=dtype, micro=micro, length=length),
-    )  # fmt: skip
     return EvaluationMemory(
         budget=budget,
-        numerics=numerics,
+        numerics=replace(numerics, batch_size=at_once),
         weights=left - at_once * length * per_token,
         device_weights=device_weights,
     )

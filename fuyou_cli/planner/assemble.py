@@ -26,7 +26,8 @@ def host_peaks(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest
         if span is not None
     )
     largest_slot = max((slots.weight_size for slots in placed.slot_classes), default=0)
-    train = base + placed.arena_size + placed.arena_size // 512 + compute_memory(model, request).total
+    compute = compute_memory(model, request).total + request.code_bytes
+    train = base + placed.arena_size + placed.arena_size // 512 + compute
     return {"load": base + homes_in_ram + 2 * largest_slot + 64 * MiB, "train": train, "export": train}
 
 
@@ -129,6 +130,7 @@ def _memory_lines(
     add("staging", "cpu", staging, 0, "commits of what rests on the GPU")
     add("crossing", "cpu", crossing, 0, "the batch between stages, to and from the device")
     add("compute", "cpu", compute_memory(model, request).total, 0, "activations of one micro-batch")
+    add("compiled products", "cpu", request.code_bytes, 0, "of libraries, for micro-batches of other widths")
     add("update chunks", "cpu", placed.io.scratch.size, 0, "read, update, write")
     add("process", "cpu", hardware.process_bytes + BASE_SLACK + placed.arena_size // 512, 0, "Python, torch, threads")
     lines += _device_lines(model, request, device)

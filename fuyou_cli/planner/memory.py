@@ -11,8 +11,9 @@ from functools import partial
 
 from ..core.heap import held
 from ..core.units import MiB, align_up
+from ..spec.micro_batch import lengths_up_to
 from ..spec.model import ITEM_SIZE, ModelSpec
-from ..spec.plan import IoPlan, SlotClass, Span, StagePlan, Tier
+from ..spec.plan import IoPlan, Numerics, SlotClass, Span, StagePlan, Tier
 from .boundary_layout import Kept
 from .defer import deferrals
 from .device_homes import staging_slots
@@ -30,6 +31,13 @@ HEAD_STEP_BYTES_PER_TOKEN = 8 + 4  # for all sweeps: targets, and losses, which 
 # Memory on top of the warm libraries: kernels for other shapes and their workspaces, the log, the display, batches, and what
 # the operating system holds for the process. Measured: scripts/results/TRIED.md.
 BASE_SLACK = 24 * MiB
+
+
+# What oneDNN keeps of a product in bfloat16 on a CPU, for each shape it has had, and torch of attention, for each length.
+# Measured: scripts/results/TRIED.md.
+PRODUCT_CODE = 720 << 10
+ATTENTION_CODE = 3400 << 10
+MOST_PRODUCTS = 1024  # oneDNN forgets older ones
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,6 +117,24 @@ def layout(context: PlacementContext, request: PlanRequest, homes: Homes, *, loo
         arena_size=arena.used,
         store_size=align_up(transient.used, request.stripe),
     )
+
+
+def code_bytes(model: ModelSpec, numerics: Numerics, *, widths: int, trains: bool = True) -> int:
+    """Returns the bytes of code that libraries keep on a CPU, beyond that for one width of micro-batches, if these have up to
+    so many `widths`. `trains`: backward has products of its own."""
+    if numerics.compute_dtype != "bfloat16":
+        return 0
+    shapes = {
+        (tensor.shape, trains and not tensor.frozen)
+        for stage in model.stages
+        for tensor in stage.tensors
+        if len(tensor.shape) == 2 and stage.kind != "embedding"
+    }
+    if model.tied_head:
+        shapes.add(((model.vocab_size, model.hidden_size), trains))
+    products = sum(1 + trains + trained for _, trained in shapes) * (widths - 1)
+    lengths = lengths_up_to(numerics.max_seq_len, numerics.document_step) if numerics.document_step else widths
+    return min(products, MOST_PRODUCTS) * PRODUCT_CODE + (lengths - 1) * ATTENTION_CODE
 
 
 def micro_boundary(model: ModelSpec, request: PlanRequest) -> int:

@@ -58,6 +58,7 @@ class PlanRequest:
     # Whether a first backward measures the norm, so that updates run beside the second (`candidate.may_measure_first`).
     norm_first: bool | None = None
     sweeps: int | None = None  # sweeps per step; they divide its micro-batches
+    code_bytes: int = 0  # of RAM, that libraries take for products of other shapes than the largest micro-batch's
 
     @property
     def group(self) -> Numerics:

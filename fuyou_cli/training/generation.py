@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,10 +17,11 @@ from ..core.errors import DeviceMemoryError, PlanError, UsageError
 from ..core.units import MiB, gib
 from ..data.sandbox import LibraryErrors
 from ..data.tokenise import Tokeniser
-from ..engine.generating import GenerationMemory, passing, room
+from ..engine.generating import GenerationMemory, generation_code, passing, prompt_step, room
 from ..engine.row_lengths import alike
 from ..engine.skeleton import TORCH_DTYPE
 from ..engine.weight_stream import Visited
+from ..spec.micro_batch import rounded_up
 from .exporting import READ_ARENA
 from .inference import FoundModel, Opened, memory_of, open_for_inference
 
@@ -104,13 +105,18 @@ class Generator:
         streamer = _Shown(self._tokeniser.tokenizer, show) if show is not None else _Counted(step)
         found: dict[int, Continued] = {}
         for group in alike(self._model, list(map(len, prompts)), new=new):
-            found |= zip(group, self._run([prompts[place] for place in group], new, streamer), strict=True)
+            found |= zip(
+                group, self._run([prompts[place] for place in group], new, streamer, alone=show is not None), strict=True
+            )
         self.check()
         return [found[place] for place in range(len(prompts))]
 
-    def _run(self, prompts: Sequence[Sequence[int]], new: int, streamer: BaseStreamer) -> list[Continued]:
-        device = self.weights.device
-        longest, pad = max(map(len, prompts)), self._tokeniser.pad_id
+    def _run(self, prompts: Sequence[Sequence[int]], new: int, streamer: BaseStreamer, *, alone: bool) -> list[Continued]:
+        """`alone`: no other prompts are continued before or after."""
+        device, pad = self.weights.device, self._tokeniser.pad_id
+        longest = max(map(len, prompts))
+        if not alone:
+            longest = rounded_up(longest, prompt_step(self._model, device))
         ids = torch.tensor([[pad] * (longest - len(one)) + list(one) for one in prompts])
         there = torch.tensor([[0] * (longest - len(one)) + [1] * len(one) for one in prompts])
         try:
@@ -149,7 +155,10 @@ def generator(
     the process has now. Raises PlanError where they do not do."""
     device = device or torch.device("cpu")
     config = settings(found.folder, found.anatomy.model, tokeniser, sampling)
-    needed = room(found.anatomy.model, rows=most.rows, prompt=most.prompt, new=most.new)
+    model, step = found.anatomy.model, prompt_step(found.anatomy.model, device)
+    needed = room(model, rows=most.rows, prompt=rounded_up(most.prompt, step), new=most.new)
+    if step:
+        needed = replace(needed, work=needed.work + generation_code(model, prompt=most.prompt, new=most.new))
     there = left_for_weights(memory_of(device), needed, Visited.of(found.anatomy, TORCH_DTYPE[found.dtype]).largest)
     beside = taken() + (needed.total if device.type == "cpu" else 0) + (PIECE if found.store is None else READ_ARENA)
     torch.manual_seed(sampling.seed)

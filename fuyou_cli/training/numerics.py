@@ -78,6 +78,13 @@ def division(
     }
 
 
+def widths_of(recipe: Recipe, numerics: Numerics) -> int:
+    """Returns how many widths the micro-batches of a run can have."""
+    evaluates = bool(recipe.dataset.eval or recipe.dataset.eval_fraction or recipe.eval.samples)
+    packed = recipe.dataset.packing == "concat" and not evaluates
+    return 1 if packed or numerics.padding == "step" else -(-numerics.widest // numerics.width_step)
+
+
 def numerics_of(
     recipe: Recipe, facts: ModelFacts, hardware: HardwareProfile, manifest: Manifest | None, *, micro: int | None = None
 ) -> Numerics:

@@ -13,6 +13,7 @@ from ..checkpoint.hub import Hub, Progress
 from ..core.errors import FuyouError, PlanError, UsageError
 from ..planner.candidate import Candidate, may_measure_first
 from ..planner.commit_interval import timed_plan
+from ..planner.memory import code_bytes
 from ..planner.place import least_memory, made_of
 from ..planner.place import plan as first_that_fits
 from ..planner.plan_request import PlanRequest
@@ -25,7 +26,7 @@ from ..spec.plan import Numerics, Plan
 from .known_model import KnownModel, traced
 from .length import steps_of
 from .limits import check_positions
-from .numerics import fastest_size, likely_sizes, numerics_of, timed_shapes, usual_tokens
+from .numerics import fastest_size, likely_sizes, numerics_of, timed_shapes, usual_tokens, widths_of
 from .plan_request_of import StoreDisks, plan_request
 from .prepared import Fetched, Inspected, Planned, Ready
 from .state.resume import refused, steps_left
@@ -215,7 +216,8 @@ class _Planner:
                 f"offload.norm_first: {model.architecture} cannot measure the norm first as it is trained here",
                 hint=f"leave it auto: {why}",
             )
-        return asked
+        widths = widths_of(resolved.recipe, numerics) if device == "cpu" else 1
+        return replace(asked, code_bytes=code_bytes(model, numerics, widths=widths) if widths > 1 else 0)
 
     def _searched(self, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
         if request not in self._found:
