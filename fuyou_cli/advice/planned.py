@@ -12,7 +12,7 @@ from fuyou_cli.machine.profile_store import hardware_for
 from fuyou_cli.planner.sustained_rates import Choose
 from fuyou_cli.recipe.load import LoadedRecipe
 from fuyou_cli.spec.hardware import HardwareProfile
-from fuyou_cli.training.length import counted_rows
+from fuyou_cli.training.length import Epoch, epoch_of
 from fuyou_cli.training.plan_request_of import StoreDisks
 from fuyou_cli.training.plan_step import layers_of, plan
 from fuyou_cli.training.prepared import Inspected, Planned
@@ -38,7 +38,7 @@ def planned_here(
     of an epoch in the data."""
     inspected = _inspected(loaded, here=True, say=say, progress=progress)
     hardware, disks = machine_here(loaded, inspected, say=say, measure=measure, calibrated=calibrated)
-    return plan(inspected, hardware, disks, rows=_rows(inspected, say) if count else None, choose=choose, say=say)
+    return plan(inspected, hardware, disks, epoch=epoch_to_plan(inspected, say) if count else None, choose=choose, say=say)
 
 
 def planned_elsewhere(
@@ -52,8 +52,8 @@ def planned_elsewhere(
 ) -> Planned:
     """Plans for a described machine. Only its device, memory and drives count."""
     inspected = _inspected(on_described(loaded, hardware), here=False, say=say, progress=progress)
-    rows = _rows(inspected, say) if count else None
-    return plan(inspected, hardware, described_disks(hardware), rows=rows, choose=choose, say=say)
+    epoch = epoch_to_plan(inspected, say) if count else None
+    return plan(inspected, hardware, described_disks(hardware), epoch=epoch, choose=choose, say=say)
 
 
 def machine_here(
@@ -89,8 +89,8 @@ def _inspected(loaded: LoadedRecipe, *, here: bool, say: Say, progress: Progress
     return inspect(resolved, say=say, process=process_bytes if here else None)
 
 
-def _rows(inspected: Inspected, say: Say) -> int | None:
-    """Counts the rows of an epoch, if the number of steps depends on them."""
-    if inspected.recipe.train.max_steps is not None:
-        return None
-    return counted_rows(inspected.recipe, inspected.resolved.tokenizer_dir, say)
+def epoch_to_plan(inspected: Inspected, say: Say) -> Epoch | None:
+    """Looks at the rows, which say how many steps an epoch has and how long a step is."""
+    if inspected.recipe.dataset.packing == "concat" and inspected.recipe.train.max_steps is not None:
+        return None  # whole rows, and as many as are asked for
+    return epoch_of(inspected.recipe, inspected.resolved.tokenizer_dir, say)

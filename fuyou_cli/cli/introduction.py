@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fuyou_cli.advice.facts import RunFacts, facts_of, with_evaluation
-from fuyou_cli.advice.planned import command_of, machine_here
+from fuyou_cli.advice.planned import command_of, epoch_to_plan, machine_here
 from fuyou_cli.advice.room import check_export, plan_problems, room_of
 from fuyou_cli.core.errors import PlanError
 
@@ -36,7 +36,8 @@ def made_ready(loaded: LoadedRecipe, kept: KeptPlan | None, *, measure: bool, ca
         with Transfers(status_console()) as progress:
             inspected = inspect(resolve(loaded.recipe, say=say, progress=progress), say=say, process=process_bytes)
             machine = machine_here(loaded, inspected, say=say, measure=measure and kept is None, calibrated=calibrated)
-            planned = plan(inspected, *machine, micro_batch_size=micro_batch_size, choose=kept, say=say)
+            epoch = epoch_to_plan(inspected, say) if kept is None else None
+            planned = plan(inspected, *machine, epoch=epoch, micro_batch_size=micro_batch_size, choose=kept, say=say)
             _refuse_unfit(loaded, planned)
             if planned.manifest is None:
                 _show(loaded, planned)

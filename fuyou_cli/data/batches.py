@@ -16,12 +16,14 @@ from numpy.typing import NDArray
 
 from fuyou_cli.core.units import align_up
 from fuyou_cli.spec.micro_batch import MicroBatch
-from fuyou_cli.spec.plan import Numerics
+from fuyou_cli.spec.plan import Numerics, TypicalStep
 
 from .rows import NO_LOSS, RowSource
 
 if TYPE_CHECKING:
     import torch
+
+_DRAWN = 33  # steps that a typical one is chosen from
 
 Dealt = list[list[int]]  # rows of each micro-batch, as places in a list of rows
 
@@ -117,16 +119,24 @@ def _width(lengths: Sequence[int], numerics: Numerics) -> int:
     return min(align_up(tokens, numerics.width_step), numerics.widest)
 
 
-def computed_tokens(lengths: Sequence[int], numerics: Numerics, *, sweeps: int = 1) -> list[int]:
-    """Returns the tokens of each micro-batch of a step with rows of these lengths, padding included."""
-    found = []
-    for part in _shares(lengths, numerics, sweeps):
-        for dealt in deal([lengths[number] for number in part], numerics):
-            for micro in dealt:
-                of_rows = [lengths[part[number]] for number in micro]
-                rows = 1 if numerics.padding == "none" else len(micro)
-                found.append(rows * _width(of_rows, numerics))
-    return found
+def typical_step(lengths: Sequence[int], numerics: Numerics) -> TypicalStep | None:
+    """Returns the step of median size among some that are drawn from rows of these lengths. None if all rows are whole."""
+    if numerics.padding == "step" or min(lengths) == numerics.max_seq_len:
+        return None
+    order = np.random.Generator(np.random.Philox(_DRAWN)).integers(0, len(lengths), (_DRAWN, numerics.batch_size))
+    steps = []
+    for chosen in order.tolist():
+        of_step = [lengths[number] for number in chosen]
+        parts = []
+        for micro in next(deal(of_step, numerics)):
+            of_rows = [of_step[number] for number in micro]
+            width = _width(of_rows, numerics)
+            if numerics.padding == "none":  # a token attends to its own document
+                parts.append((width, sum(length * length for length in of_rows) // sum(of_rows)))
+            else:
+                parts.append((len(micro) * width, width))
+        steps.append(TypicalStep(parts=tuple(parts), tokens=sum(of_step)))
+    return sorted(steps, key=lambda step: (step.computed, step.parts))[_DRAWN // 2]
 
 
 def _shares(lengths: Sequence[int], numerics: Numerics, sweeps: int) -> list[list[int]]:

@@ -96,6 +96,11 @@ class Rows:
     def __len__(self) -> int:
         return self.summary.rows
 
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Returns the tokens of every row."""
+        return np.diff(self._offsets)
+
     def tokens(self, index: int) -> NDArray[np.int32]:
         """Returns the tokens, int32 [n], read-only."""
         return self._tokens[self._span(index)]

@@ -61,6 +61,7 @@ def assembled(costs: Costs, request: PlanRequest, placed: Layout, schedule: Sche
         memory=_memory_lines(costs.model, costs.hardware, request, placed, device),
         predicted=_predict(costs, request, placed, schedule, device),
         sustained=request.sustained,
+        typical=request.typical,
     )
 
 
@@ -77,8 +78,8 @@ def _predict(costs: Costs, request: PlanRequest, placed: Layout, schedule: Sched
         written_per_step=schedule.traffic.written_total,
         read_by=schedule.traffic.read,
         written_by=schedule.traffic.written,
-        step_flops=model.flops_per_token * numerics.tokens,
-        compute_flops=sum(visit.flops for visit in schedule.visits),
+        step_flops=model.flops_per_token * (numerics.tokens if request.typical is None else request.typical.tokens),
+        compute_flops=costs.fill * sum(visit.flops for visit in schedule.visits),
         seconds=seconds,
         step_seconds=seconds[bottleneck],
         bottleneck=bottleneck,

@@ -62,7 +62,7 @@ def _turning_at_head(costs: Costs, schedule: Schedule, plan: Plan) -> float:
     computed = costs.seconds_of(schedule.visits, plan.stages)
     busiest = [sum(computed[: len(forward)]) + sum(map(costs.device_update_seconds, updated))]
     busiest.append(sum(map(costs.update_seconds, updated)) / costs.updates_at_once)
-    read, written = phase_traffic(costs.model, (), updated, plan.stages, None)
+    read, written = phase_traffic(costs.model, (), updated, plan.stages, None, costs.fill)
     busiest += store_seconds(costs.hardware, read, written).values()
     return max(busiest) + sum(computed[len(forward) :])
 
@@ -79,7 +79,7 @@ def phase_estimate(costs: Costs, schedule: Schedule, plan: Plan) -> float:
         # Deferred updates run beside the first sweep's forward, the others beside the last one's backward.
         is_first, is_last = visits[0] is schedule.visits[0], visits[-1] is schedule.visits[-1]
         updated = [stage for stage in owning if (is_first if stage.deferred else is_last)]
-        read, written = phase_traffic(costs.model, visits, updated, stages, plan.commit_every)
+        read, written = phase_traffic(costs.model, visits, updated, stages, plan.commit_every, costs.fill)
         update, copied = sum(costs.update_seconds(stage) for stage in updated) / costs.updates_at_once, [0.0, 0.0]
         busiest = list(store_seconds(hardware, read, written).values())
         if plan.device == "cpu":

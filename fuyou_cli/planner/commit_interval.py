@@ -94,7 +94,7 @@ def guessed_interval(costs: Costs, plan: Plan, *, step: float) -> tuple[int, flo
 
 def with_interval(costs: Costs, plan: Plan, schedule: Schedule, every: int | None) -> Plan:
     """Returns the same plan with `every` steps between commits, and the traffic of an average step."""
-    return with_commits(costs, plan, recommitted(costs.model, plan.stages, schedule, every), every)
+    return with_commits(costs, plan, recommitted(costs.model, plan, schedule, every), every)
 
 
 def with_commits(costs: Costs, plan: Plan, schedule: Schedule, every: int | None) -> Plan:

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from ..spec.hardware import HardwareProfile, StageRate, rated_kind
 from ..spec.model import ITEM_SIZE, Dtype, ModelSpec, StageSpec, StateLayout
-from ..spec.plan import Numerics, Plan, StagePlan
+from ..spec.plan import Numerics, Plan, StagePlan, TypicalStep
 from .boundary_layout import kept_bytes
 from .plan_request import PlanRequest
 from .schedule import Visit
@@ -60,6 +60,7 @@ class Costs:
     update_threads: int = 1
     batch_on_device: bool = False
     sweeps: int = 1
+    typical: TypicalStep | None = None
     # Cache: speeds of jobs that run at once.
     speeds: KnownSpeeds = field(default_factory=KnownSpeeds, init=False, compare=False, repr=False)
     # Cache: what visits of simulations do (`repeats`).
@@ -82,6 +83,7 @@ class Costs:
             device=run.device,
             batch_on_device=bool(run.batch_on_device),
             sweeps=run.sweeps or 1,
+            typical=run.typical,
             update_threads=run.io.update_threads if isinstance(run, Plan) else run.update_threads,
         )
 
@@ -93,7 +95,12 @@ class Costs:
     @property
     def boundary(self) -> int:
         """Returns the bytes of one boundary for a sweep's rows."""
-        return self.model.boundary_bytes_per_token * self.numerics.of_sweep(self.sweeps).tokens
+        return int(self.fill * self.model.boundary_bytes_per_token * self.numerics.of_sweep(self.sweeps).tokens)
+
+    @property
+    def fill(self) -> float:
+        """Returns the share of the planned tokens that a step computes."""
+        return 1.0 if self.typical is None else self.typical.computed / self.numerics.tokens
 
     def once(self, what: str, visits: _Visits, stages: _Stages, compute: Callable[[], _Value]) -> _Value:
         """Returns what `compute` makes of these visits and stages. It is kept until the same is wanted of others."""
@@ -210,8 +217,20 @@ class Costs:
         stage = self.model.stages[visit.stage]
         rate = self.rate(stage)
         if visit.phase in ("forward", "logits"):
-            return visit.flops / rate.forward if rate.forward else 0.0
-        return self._backward(visit, stage, rate) if rate.backward else 0.0
+            return self._share(stage, visit.phase) * visit.flops / rate.forward if rate.forward else 0.0
+        return self._share(stage, visit.phase) * self._backward(visit, stage, rate) if rate.backward else 0.0
+
+    def _share(self, stage: StageSpec, phase: str) -> float:
+        """Returns the time of a typical step's micro-batches over that of whole ones."""
+        if self.typical is None:
+            return 1.0
+        is_forward = phase in ("forward", "logits")
+        key = "share", stage.kind, stage.params, is_forward
+        if key not in self._known:
+            seconds = [self._seconds_of(stage, is_forward, tokens, width) for tokens, width in self.typical.parts]
+            usual = self._seconds_of(stage, is_forward, self.numerics.micro_batch_tokens, self.numerics.max_seq_len)
+            self._known[key] = sum(seconds) / (self.numerics.micro_batches * usual) if usual else self.fill
+        return self._known[key]
 
     def rate(self, stage: StageSpec) -> StageRate:
         """Returns the stage's rates at this run's micro-batches."""
@@ -253,19 +272,18 @@ class Costs:
             given=_in_at_least(given, whole - spared, launch),
         )  # fmt: skip
 
-    def micro_batch_seconds(self, stage: StageSpec, phase: str, rows: int, width: int) -> float:
-        """Returns the seconds of products and attention of one micro-batch of `rows` rows, padded to `width` tokens: `forward`
-        (of a head "logits"), or any other phase with nothing kept. The sum over unlike micro-batches is what a visit of them
-        takes. Blocks and heads only; others have no products."""
-        is_forward, usual = phase in ("forward", "logits"), self._shape(stage)
+    def _seconds_of(self, stage: StageSpec, is_forward: bool, tokens: int, width: int) -> float:
+        """Returns the seconds of products and attention of one micro-batch of so many tokens, in rows of `width`: forward, or
+        backward with nothing kept. A list of unlike micro-batches takes the sum. Blocks and heads only; others have no
+        products."""
         whole = stage.forward_flops if is_forward else _backward_flops(stage)[0]
         times = self._own_times(stage)
         if times is None:  # in proportion to tokens, at the rate of the nearest stage
             rate = self.rate(stage).forward if is_forward else self.rate(stage).backward
-            return whole * rows * width / self.numerics.micro_batch_tokens / rate if rate else 0.0
+            return whole * tokens / self.numerics.micro_batch_tokens / rate if rate else 0.0
         timed = times.forward if is_forward else times.backward
-        trained = whole / timed.flops.of(*usual)  # less than all where some weights are frozen
-        return trained * timed.seconds.of(*self._shape(stage, rows, width))
+        trained = whole / timed.flops.of(*self._shape(stage))  # less than all where some weights are frozen
+        return trained * timed.seconds.of(*self._shape(stage, tokens, width))
 
     def _own_times(self, stage: StageSpec) -> StageTimes | None:
         """Returns what was timed of this very stage on this machine's processor; None if nothing was."""
@@ -277,14 +295,14 @@ class Costs:
             self._times[stage.index] = stage_times(self.hardware.own_rates(*shape, threads=self.numerics.torch_threads))
         return self._times[stage.index]
 
-    def _shape(self, stage: StageSpec, rows: int = 0, width: int = 0) -> tuple[int, int, int]:
-        """Returns a micro-batch's tokens, its width and the pieces it is computed in, of the usual micro-batch unless told. A
-        head mixes no tokens: its rows are one token wide."""
-        rows, width = rows or self.numerics.micro_batch_size, width or self.numerics.max_seq_len
+    def _shape(self, stage: StageSpec, tokens: int = 0, width: int = 0) -> tuple[int, int, int]:
+        """Returns a micro-batch's tokens, the width of its rows and the pieces it is computed in, of the usual micro-batch
+        unless told. A head mixes no tokens: its rows are one token wide."""
+        tokens, width = tokens or self.numerics.micro_batch_tokens, width or self.numerics.max_seq_len
         if stage.kind != "head":
-            return rows * width, width, 1
-        chunk = self.numerics.head_chunk_tokens or rows * width
-        return rows * width, 1, -(-rows // max(1, chunk // width)) * -(-width // chunk)
+            return tokens, width, 1
+        chunk, rows = self.numerics.head_chunk_tokens or tokens, -(-tokens // width)
+        return tokens, 1, -(-rows // max(1, chunk // width)) * -(-width // chunk)
 
     def _backward(self, visit: Visit, stage: StageSpec, rate: StageRate) -> float:
         """Returns the seconds of backward. They lie between those without kept outputs and those with all of them, by the FLOPs

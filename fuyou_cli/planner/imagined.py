@@ -19,7 +19,7 @@ from .free_extents import FOREVER
 from .lookahead import Lookahead
 from .records import Record
 from .residency import Residency, update_priority
-from .schedule import Schedule, Visit, written_by_update
+from .schedule import Schedule, Visit, filled, written_by_update
 from .simulated_machine import Parts, VirtualMachine
 from .timeline import Asked
 
@@ -338,7 +338,7 @@ class Imagined:
     def kept_bytes(self, stage: int) -> int:
         plan = self.plan.stages[stage]
         span = plan.boundary_ram or plan.boundary_extent
-        return 0 if span is None else span.size  # on the device
+        return 0 if span is None else filled(span.size, self.plan.fill)  # on the device
 
     generation = 0  # the generation after this step's updates
 

@@ -132,6 +132,7 @@ class Placing:
             commit_every=plain.asked_interval,
             sweeps=asked.sweeps or 1,
             norm_first=bool(asked.norm_first),
+            fill=self.costs.fill,
         )
         spans = replace(spans, stages=with_homes_on_device(self.model, asked, schedule, spans.stages))
         plan = assembled(self.costs, plain, spans, schedule, lookahead=candidate.lookahead)
@@ -147,7 +148,7 @@ class Placing:
         guess, commit = guessed_interval(self.costs, plain, step=estimate)
         every = guess if asked.commit_every == "auto" else asked.commit_every
         assert every is not None
-        committing = recommitted(self.model, plain.stages, schedule, every)
+        committing = recommitted(self.model, plain, schedule, every)
         plan = with_commits(self.costs, plain, committing, every)
         if every == 1:
             return self._bounded(plan, committing)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..spec.hardware import HardwareProfile
-from ..spec.plan import Numerics, Plan, StoreMode, Tier
+from ..spec.plan import Numerics, Plan, StoreMode, Tier, TypicalStep
 from .boundary_layout import Kept
 
 WearPolicy = Literal["spare", "balanced", "ignore"]
@@ -58,6 +58,7 @@ class PlanRequest:
     # Whether a first backward measures the norm, so that updates run beside the second (`candidate.may_measure_first`).
     norm_first: bool | None = None
     sweeps: int | None = None  # sweeps per step; they divide its micro-batches
+    typical: TypicalStep | None = None  # what steps hold; None: rows of `max_seq_len` tokens
     code_bytes: int = 0  # of RAM, that libraries take for products of other shapes than the largest micro-batch's
 
     @property

@@ -85,8 +85,10 @@ def expand(
     commit_every: int | None,
     sweeps: int = 1,
     norm_first: bool = False,
+    fill: float = 1.0,
 ) -> Schedule:
-    """Returns the steady-state step: states are no longer all zero, and every stage has gradients."""
+    """Returns the steady-state step: states are no longer all zero, and every stage has gradients. `fill`: share of the planned
+    tokens that a step computes."""
     order = [(sweep, *visit) for sweep in range(sweeps) for visit in _order(model, stages, is_final=sweep == sweeps - 1)]
     measuring = range(0)
     if norm_first:
@@ -121,12 +123,12 @@ def expand(
                 again=0 < measuring.stop <= index,
             )
         )
-    return Schedule(visits=tuple(visits), traffic=_traffic(model, stages, visits, commit_every))
+    return Schedule(visits=tuple(visits), traffic=_traffic(model, stages, visits, commit_every, fill))
 
 
-def recommitted(model: ModelSpec, stages: tuple[StagePlan, ...], schedule: Schedule, commit_every: int | None) -> Schedule:
+def recommitted(model: ModelSpec, plan: Plan, schedule: Schedule, commit_every: int | None) -> Schedule:
     """Returns the same step with another number of steps between commits, which changes its traffic."""
-    return replace(schedule, traffic=_traffic(model, stages, schedule.visits, commit_every))
+    return replace(schedule, traffic=_traffic(model, plan.stages, schedule.visits, commit_every, plan.fill))
 
 
 def plan_schedule(model: ModelSpec, plan: Plan) -> Schedule:
@@ -138,6 +140,7 @@ def plan_schedule(model: ModelSpec, plan: Plan) -> Schedule:
         micro_batches=plan.numerics.micro_batches,
         commit_every=plan.commit_every,
         sweeps=plan.sweeps,
+        fill=plan.fill,
         norm_first=plan.norm_first,
     )
 
@@ -248,7 +251,14 @@ def weights_left(model: ModelSpec, plan: Plan, visits: Sequence[Visit]) -> int:
     return sum(fetched_bytes(model, plan.stages[owner]) for owner in found)
 
 
-def _traffic(model: ModelSpec, stages: tuple[StagePlan, ...], visits: Sequence[Visit], commit_every: int | None) -> Traffic:
+def filled(size: int, fill: float) -> int:
+    """Returns the bytes of a boundary of `size` planned bytes in a step that computes this share of the planned tokens."""
+    return int(size * fill)
+
+
+def _traffic(
+    model: ModelSpec, stages: tuple[StagePlan, ...], visits: Sequence[Visit], commit_every: int | None, fill: float
+) -> Traffic:
     read = dict.fromkeys(("weights", "states", "gradients", "boundaries"), 0)
     written = dict.fromkeys(read, 0)
     for visit in visits:
@@ -256,8 +266,8 @@ def _traffic(model: ModelSpec, stages: tuple[StagePlan, ...], visits: Sequence[V
             read["weights"] += fetched_bytes(model, stages[visit.owner])
         plan = stages[visit.stage]
         if plan.boundary == "ssd" and plan.boundary_extent is not None:
-            written["boundaries"] += plan.boundary_extent.size * visit.stash
-            read["boundaries"] += plan.boundary_extent.size * visit.take
+            written["boundaries"] += filled(plan.boundary_extent.size, fill) * visit.stash
+            read["boundaries"] += filled(plan.boundary_extent.size, fill) * visit.take
         gradients = stages[visit.stage if visit.owner is None else visit.owner].gradients_extent
         if gradients is not None:
             written["gradients"] += gradients.size * visit.rest
@@ -282,16 +292,17 @@ def phase_traffic(
     updated: Sequence[StagePlan],
     stages: tuple[StagePlan, ...],
     commit_every: int | None,
+    fill: float,
 ) -> tuple[int, int]:
-    """Returns the store bytes that these visits, and the updates of these stages, read and write."""
+    """Returns the store bytes that these visits, and the updates of these stages, read and write. `fill`: as of `expand`."""
     read = written = 0
     for visit in visits:
         if visit.fetch and visit.owner is not None:
             read += fetched_bytes(model, stages[visit.owner])
         plan = stages[visit.stage]
         if plan.boundary_extent is not None:
-            written += plan.boundary_extent.size * visit.stash
-            read += plan.boundary_extent.size * visit.take
+            written += filled(plan.boundary_extent.size, fill) * visit.stash
+            read += filled(plan.boundary_extent.size, fill) * visit.take
         if visit.sum_gradients and not visit.measures and plan.gradients_extent is not None:
             written += plan.gradients_extent.size * (plan.deferred or not visit.is_final)
             read += plan.gradients_extent.size * (visit.sweep > 0)

@@ -62,6 +62,20 @@ class Numerics:
         return self if sweeps == 1 else _of_sweep(self, sweeps)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TypicalStep:
+    """Describes a step of a run's own rows, where they are of unlike length: memory is planned for rows of `max_seq_len`, time
+    for these."""
+
+    parts: tuple[tuple[int, int], ...]  # of each micro-batch: tokens that are computed, and of how long a row, in the mean
+    tokens: int  # without padding
+
+    @property
+    def computed(self) -> int:
+        """Returns the tokens that a step computes, padding included."""
+        return sum(tokens for tokens, _ in self.parts)
+
+
 @lru_cache  # a search asks for it a hundred thousand times
 def _of_sweep(numerics: Numerics, sweeps: int) -> Numerics:
     return replace(numerics, batch_size=numerics.batch_size // sweeps)
@@ -274,6 +288,17 @@ class Plan:
     staging_slots: tuple[Span, ...] = ()  # for loading and committing tensors that rest only on the device
     norm_first: bool = False  # a step's first backward only measures the norm; updates run beside a second one
     sweeps: int = 1  # passes over the model in a step, forward and backward, each over an equal share of the micro-batches
+    typical: TypicalStep | None = None  # None: all rows are taken to have `max_seq_len` tokens
+
+    @property
+    def step_tokens(self) -> int:
+        """Returns the tokens of a step, without padding."""
+        return self.numerics.tokens if self.typical is None else self.typical.tokens
+
+    @property
+    def fill(self) -> float:
+        """Returns the share of the planned tokens that a step computes."""
+        return 1.0 if self.typical is None else self.typical.computed / self.numerics.tokens
 
     @property
     def group(self) -> Numerics:

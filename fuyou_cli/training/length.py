@@ -5,8 +5,9 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ..core.errors import FuyouError, UsageError
 from ..core.paths import expanded, folder
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 HELD_BACK = "held-back"  # the name of the set of `dataset.eval_fraction`
 _ALONE: dict[str, object] = {"eval": (), "packing": False, "streaming": False}  # of a set to evaluate
 LARGE = 1 << 30  # bytes of data files: tokenising them takes many minutes
+LOOKED_AT = 16 * MiB  # bytes of data files, whose rows a plan tokenises to see how long they are
+_LENGTHS = 4096  # rows, at most, whose lengths a plan looks at
 COUNTED = 64 * MiB  # bytes of data files; tokenising more for a plan would take minutes
 
 
@@ -118,31 +121,51 @@ def naming_evaluation() -> Iterator[None]:
         raise type(error)(error.message.replace("dataset.train", "dataset.eval", 1), hint=error.hint) from error
 
 
-def counted_rows(recipe: Recipe, tokenizer_dir: Path, say: Callable[[str], None]) -> int | None:
-    """Counts the rows of an epoch for a plan: those of an earlier run, or of data that takes seconds to tokenise. Returns None
-    otherwise."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Epoch:
+    """Holds what a plan needs to know of the rows of an epoch. `rows`: None if the data is a stream; `lengths`: tokens of some
+    of them, as they are spread in all."""
+
+    rows: int | None
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, rows: Rows | Stream) -> Epoch:
+        summary = rows.summary
+        if summary.streamed:  # what of it is there tells the mean
+            return cls(rows=None, lengths=(max(1, summary.tokens // max(1, summary.rows)),))
+        lengths = cast("Rows", rows).lengths
+        return cls(rows=len(lengths), lengths=tuple(lengths[:: -(-len(lengths) // _LENGTHS)].tolist()))
+
+
+def epoch_of(recipe: Recipe, tokenizer_dir: Path, say: Callable[[str], None]) -> Epoch | None:
+    """Looks at the rows of an epoch for a plan: those of an earlier run, or of data that takes seconds to tokenise. Returns
+    None otherwise."""
     from ..data.sources import MissingDataError, size_of
 
     try:
-        large, has_cache = size_of(recipe.dataset) > COUNTED, any(cache_of(recipe).glob("*"))
+        counts = recipe.train.max_steps is None  # else only their lengths are wanted
+        most = COUNTED if counts else LOOKED_AT
+        large, has_cache = size_of(recipe.dataset) > most, any(cache_of(recipe).glob("*"))
         from ..data.cache import find  # with numpy
 
         if large and has_cache:
             say("reading the data, to find the rows of an earlier run")
         known = find(**_asked(recipe, tokenizer_dir), cache_dir=cache_of(recipe)) if has_cache else None
         if known is not None:
-            return len(known)
+            return Epoch.of(known)
+        unknown = "the number of steps is" if counts else "the lengths of rows are"
         if large:
-            say("note: the number of steps is not known until a run has tokenised the data")
+            say(f"note: {unknown} not known until a run has tokenised the data")
             return None
-        say("reading and tokenising the data, to count the steps")
+        say(f"reading and tokenising the data, to {'count the steps' if counts else 'see how long its rows are'}")
         with tempfile.TemporaryDirectory(prefix="fuyou-rows-") as scratch:
-            return len(tokenised_rows(recipe, tokenizer_dir, cache=Path(scratch)))
+            return Epoch.of(tokenised_rows(recipe, tokenizer_dir, cache=Path(scratch)))
     except MissingDataError:  # the user was told before
         return None
     except (FuyouError, OSError) as error:
         reason = error.message if isinstance(error, FuyouError) else str(error)
-        say(f"note: the number of steps is not known: {reason}")
+        say(f"note: the rows are not known: {reason}")
         return None
 
 

@@ -24,7 +24,7 @@ from ..spec.hardware import HardwareProfile, with_measured_graphs
 from ..spec.model import ModelSpec
 from ..spec.plan import Numerics, Plan
 from .known_model import KnownModel, traced
-from .length import steps_of
+from .length import Epoch, steps_of
 from .limits import check_positions
 from .numerics import fastest_size, likely_sizes, numerics_of, timed_shapes, usual_tokens, widths_of
 from .plan_request_of import StoreDisks, plan_request
@@ -46,21 +46,21 @@ def plan(
     disks: StoreDisks | None = None,
     *,
     say: Say,
-    rows: int | None = None,
+    epoch: Epoch | None = None,
     micro_batch_size: int | None = None,
     choose: Choose | None = None,
 ) -> Planned:
     """Makes a plan for a machine. Raises PlanError if a run does not fit. If nothing is to run, returns the plan that needs
     least.
 
-    `rows`: rows of an epoch, if known. `micro_batch_size`: the size chosen for `auto`. `choose`: makes the plan instead of the
+    `epoch`: what is known of the rows. `micro_batch_size`: the size chosen for `auto`. `choose`: makes the plan instead of the
     search.
     """
     if inspected.recipe.dataset.streaming:
         from ..data.stream import Stream
 
         hardware = replace(hardware, process_bytes=hardware.process_bytes + Stream.PEAK_BYTES)
-    return _plan(inspected, hardware, disks, say=say, rows=rows, micro_batch_size=micro_batch_size, choose=choose)
+    return _plan(inspected, hardware, disks, say=say, epoch=epoch, micro_batch_size=micro_batch_size, choose=choose)
 
 
 def _plan(
@@ -69,27 +69,27 @@ def _plan(
     disks: StoreDisks | None,
     *,
     say: Say,
-    rows: int | None = None,
+    epoch: Epoch | None = None,
     micro_batch_size: int | None = None,
     choose: Choose | None = None,
 ) -> Planned:
     inspected = _resumable(inspected, hardware, say)
     resolved, recipe = inspected.resolved, inspected.recipe
-    planner = _Planner(inspected, hardware, disks, or_least=not resolved.to_run)
+    planner = _Planner(inspected, hardware, disks, epoch, or_least=not resolved.to_run)
     if micro_batch_size is None and recipe.train.micro_batch_size == "auto" and resolved.manifest is None:
         micro_batch_size = planner.fastest_micro_batch()
     numerics = numerics_of(recipe, inspected.known.facts, hardware, resolved.manifest, micro=micro_batch_size)
-    return planner.planned(numerics, rows, choose=choose)
+    return planner.planned(numerics, choose=choose)
 
 
 def replan(before: Planned, recipe: Recipe, *, choose: Choose | None = None) -> Planned:
     """Plans with changed keys for the same model and machine. Raises PlanError if nothing fits, UsageError if the model refuses
     them."""
     resolved = replace(before.inspected.resolved, recipe=recipe)
-    planner = _Planner(replace(before.inspected, resolved=resolved), before.hardware, before.disks)
+    epoch = before.epoch if recipe.dataset == before.recipe.dataset else None
+    planner = _Planner(replace(before.inspected, resolved=resolved), before.hardware, before.disks, epoch)
     planner.know(before)
-    rows = before.epoch_rows if recipe.dataset == before.recipe.dataset else None
-    return planner.planned(_numerics_again(before, recipe), rows, choose=choose)
+    return planner.planned(_numerics_again(before, recipe), choose=choose)
 
 
 def plan_downloaded(fetched: Fetched, *, say: Say) -> Fetched:
@@ -100,7 +100,9 @@ def plan_downloaded(fetched: Fetched, *, say: Say) -> Fetched:
     found = in_place_of(inspected.resolved, inspected.known, inspected.device, say)
     if found == inspected.in_place:
         return fetched
-    return replace(fetched, planned=_plan(replace(inspected, in_place=found), before.hardware, before.disks, say=say))
+    return replace(
+        fetched, planned=_plan(replace(inspected, in_place=found), before.hardware, before.disks, say=say, epoch=before.epoch)
+    )
 
 
 def settle(ready: Ready, hardware: HardwareProfile, disks: StoreDisks | None = None, *, choose: Choose | None = None) -> Ready:
@@ -108,18 +110,18 @@ def settle(ready: Ready, hardware: HardwareProfile, disks: StoreDisks | None = N
     the drives' rates change with the run's length. Raises PlanError."""
     before = ready.planned
     hardware = replace(hardware, process_bytes=hardware.process_bytes + ready.sampler.peak_bytes)
-    planner = _Planner(before.inspected, hardware, disks)
+    planner = _Planner(before.inspected, hardware, disks, ready.epoch)
     planner.know(before)
-    planned, rows = None, ready.epoch_rows
+    planned = None
     if choose is None and before.found is not None:
-        planned = _placed_anew(planner, before, before.found, rows)
-    return replace(ready, planned=planned or planner.planned(before.plan.numerics, rows, choose=choose))
+        planned = _placed_anew(planner, before, before.found)
+    return replace(ready, planned=planned or planner.planned(before.plan.numerics, choose=choose))
 
 
-def _placed_anew(planner: _Planner, before: Planned, found: SearchResult, rows: int | None) -> Planned | None:
+def _placed_anew(planner: _Planner, before: Planned, found: SearchResult) -> Planned | None:
     """Returns the plan of the candidate made before, or None if it is not good enough."""
     try:
-        planned = planner.planned(before.plan.numerics, rows, choose=as_chosen(found.best.candidate))
+        planned = planner.planned(before.plan.numerics, choose=as_chosen(found.best.candidate))
     except PlanError:
         return None
     plan, old = planned.plan, before.plan
@@ -156,9 +158,11 @@ class _Planner:
     """Plans one model on one machine. Keeps specifications and searches, so that nothing is done twice."""
 
     def __init__(
-        self, inspected: Inspected, hardware: HardwareProfile, disks: StoreDisks | None, *, or_least: bool = False
-    ) -> None:
+        self, inspected: Inspected, hardware: HardwareProfile, disks: StoreDisks | None, epoch: Epoch | None, *,
+        or_least: bool = False,
+    ) -> None:  # fmt: skip
         self._inspected, self._hardware, self._disks, self._or_least = inspected, hardware, disks, or_least
+        self._epoch = epoch
         self._described: dict[tuple[object, ...], ModelSpec] = {}
         self._found: dict[PlanRequest, SearchResult] = {}
         self._timed: dict[PlanRequest, Plan] = {}
@@ -167,7 +171,7 @@ class _Planner:
         """Takes over the specification of an earlier plan for the same model."""
         self._described[traced(before.plan.numerics)] = before.model
 
-    def planned(self, numerics: Numerics, rows: int | None, *, choose: Choose | None = None) -> Planned:
+    def planned(self, numerics: Numerics, *, choose: Choose | None = None) -> Planned:
         """Plans with the store mode that the disks have room for."""
         inspected, hardware = self._inspected, self._hardware
         model = self._specified(numerics)
@@ -177,6 +181,7 @@ class _Planner:
             last[:] = [request]
             return (choose or self._searched)(model, hardware, request)
 
+        rows = None if self._epoch is None else self._epoch.rows
         steps = steps_left(steps_of(inspected.recipe, rows), inspected.resolved.manifest)
         asked = self._asked(numerics, model)
         plan = planned_with_room(chosen, model, hardware, asked, steps=steps)
@@ -188,7 +193,7 @@ class _Planner:
             request=last[0],
             plan=plan,
             found=self._found.get(last[0]) if choose is None else None,
-            epoch_rows=rows,
+            epoch=self._epoch,
         )
 
     def _asked(self, numerics: Numerics, model: ModelSpec) -> PlanRequest:
@@ -216,6 +221,10 @@ class _Planner:
                 f"offload.norm_first: {model.architecture} cannot measure the norm first as it is trained here",
                 hint=f"leave it auto: {why}",
             )
+        if self._epoch is not None:
+            from ..data.batches import typical_step  # with numpy
+
+            asked = replace(asked, typical=typical_step(self._epoch.lengths, numerics))
         widths = widths_of(resolved.recipe, numerics) if device == "cpu" else 1
         return replace(asked, code_bytes=code_bytes(model, numerics, widths=widths) if widths > 1 else 0)
 
@@ -249,7 +258,7 @@ class _Planner:
         inspected = self._inspected
         if not inspected.known.is_elsewhere:
             return self._compared_sizes()
-        about = (inspected.recipe.model_dump_json(), self._hardware, self._disks, inspected.in_place)
+        about = (inspected.recipe.model_dump_json(), self._hardware, self._disks, inspected.in_place, repr(self._epoch))
         kept = inspected.known.descriptions.find(FastestSize, *about)
         if kept is None:
             kept = FastestSize(rows=self._compared_sizes())

@@ -13,7 +13,7 @@ from ..spec.model_facts import InPlace
 from ..spec.plan import Plan
 from .adapting import added_values
 from .known_model import KnownModel
-from .length import steps_of
+from .length import Epoch, steps_of
 from .plan_request_of import StoreDisks
 from .state.resume import steps_left
 from .state.stored import Manifest, Untouched
@@ -70,7 +70,7 @@ class Planned:
     request: PlanRequest
     plan: Plan
     found: SearchResult | None  # the result of the search; None if there was none
-    epoch_rows: int | None  # None: not known, or not counted yet
+    epoch: Epoch | None  # None: not looked at yet
 
     @property
     def recipe(self) -> Recipe:
@@ -101,7 +101,7 @@ class Planned:
     @property
     def total_steps(self) -> int:
         """Returns the steps of the whole run. 0 means that the data decides."""
-        return steps_of(self.recipe, self.epoch_rows)
+        return steps_of(self.recipe, self.epoch.rows if self.epoch is not None else None)
 
     @property
     def steps_left(self) -> int:
@@ -139,9 +139,9 @@ class Ready:
     untouched: Untouched | None  # what the run leaves alone of the model's checkpoint, as it was when the run began
 
     @property
-    def epoch_rows(self) -> int | None:
-        """Returns the rows of an epoch. None: the data is a stream."""
-        return None if self.rows.summary.streamed else self.rows.summary.rows
+    def epoch(self) -> Epoch:
+        """Returns what a plan needs to know of the rows."""
+        return Epoch.of(self.rows)
 
     @property
     def added(self) -> Added:
