@@ -118,9 +118,8 @@ class _Trials:
 
 
 def _trained(prepared: Planned) -> int:
-    """Returns the tokens of the whole run, padding included. 0 means that the data decides."""
-    numerics = prepared.plan.numerics
-    return prepared.total_steps * numerics.batch_size * numerics.max_seq_len
+    """Returns the tokens of the whole run. 0 means that the data decides."""
+    return prepared.total_steps * prepared.plan.step_tokens
 
 
 # ---- what may be changed ---------------------------------------------------------------------------------------------

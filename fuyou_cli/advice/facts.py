@@ -84,8 +84,8 @@ class RunFacts:
 
     @property
     def tokens(self) -> int:
-        """Returns the tokens of a step, padding included."""
-        return self.plan.numerics.batch_size * self.plan.numerics.max_seq_len
+        """Returns the tokens of a step, as its rows have them, or as whole rows if their lengths are not known."""
+        return self.plan.step_tokens
 
     @property
     def run_seconds(self) -> float | None:

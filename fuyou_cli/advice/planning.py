@@ -50,7 +50,7 @@ class Outcome:
 
     @property
     def tokens(self) -> int:
-        return self.plan.numerics.batch_size * self.plan.numerics.max_seq_len
+        return self.plan.step_tokens
 
     def wear(self, times: float = 1.0) -> Wear | None:
         """Returns the wear of the run, or of one `times` as long. Returns None if the data decides its length."""

@@ -12,6 +12,7 @@ import torch
 
 from ..core.errors import Interrupted
 from ..core.patience import Patience
+from ..core.units import gib
 from ..data.batches import lay_out
 from ..engine.compiled import CompiledBlocks
 from ..engine.devices import open_device
@@ -77,6 +78,7 @@ class Run:
         self._limits = RunLimits(planned.recipe, planned.plan)
         self._steps = Steps(settling=settling_steps(planned.plan, resumed=planned.manifest is not None))
         self._began = time.monotonic()
+        self._told_peak = 0  # bytes of RAM over the budget that were told
         with ExitStack() as opening:
             opening.enter_context(self.stopping)  # closed last
             opening.enter_context(self.memory)
@@ -215,6 +217,7 @@ class Run:
                 on_step(report)
                 self.doing.telling = False
                 self._evaluate(on_evaluation)
+                self._tell_over_budget()
             self.save()
             if self._evaluations.stop:
                 self._announce(self._evaluations.told)
@@ -237,6 +240,16 @@ class Run:
             for report in reports:
                 on_evaluation(report)
             self.doing.telling = False
+
+    def _tell_over_budget(self) -> None:
+        """Says that the process takes more than it may, when that happens, and again when it has grown by a tenth."""
+        peak, budget = self.memory.peak, self.plan.cpu_budget
+        if peak > max(budget, self._told_peak * 1.1):
+            self._told_peak = peak
+            self._announce(
+                f"note: after step {self.step} the process has taken {gib(peak)} of RAM, {gib(peak - budget)} more than "
+                f"offload.max_memory.cpu ({gib(budget)}) allows; the plan has {gib(self.plan.predicted.cpu_peak)}"
+            )
 
     @property
     def _written(self) -> int:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import itertools
 import mmap
 
+from fuyou_cli.core.units import GiB
 from fuyou_cli.machine import probe
-from fuyou_cli.training.run import MemoryWatch
+from fuyou_cli.training.run import MemoryWatch, Run
+
+from .conftest import NewProject
+from .running import prepared_run
 
 
 def test_a_look_feeds_the_peak() -> None:
@@ -14,6 +18,24 @@ def test_a_look_feeds_the_peak() -> None:
     watch = MemoryWatch(lambda: next(sizes))  # its thread is not started
     assert (watch.look(), watch.peak) == (9, 9)
     assert (watch.look(), watch.peak) == (7, 9)
+
+
+def test_a_run_says_when_it_passes_its_budget(new_project: NewProject) -> None:
+    """With the number, in the step in which that happens; not again while it does not grow."""
+    ready = prepared_run(new_project())
+    said, seen = list[str](), list[int]()
+    taken = [ready.planned.plan.cpu_budget - GiB]
+    with Run(ready, memory_now=lambda: taken[0], free_space=probe.free_space, announce=said.append) as run:
+        run.load(lambda count: None)
+
+        def on_step(report: object) -> None:
+            seen.append(len([text for text in said if "more than offload.max_memory.cpu" in text]))
+            taken[0] = ready.planned.plan.cpu_budget + (GiB >> 1)
+
+        run.train(on_step)
+    assert seen[:4] == [0, 0, 1, 1]
+    (told,) = [text for text in said if "more than offload.max_memory.cpu" in text]
+    assert told.startswith("note: after step 2 the process has taken") and "512 MiB more" in told
 
 
 def test_what_was_reached_is_since_it_was_asked_last() -> None:

@@ -99,10 +99,11 @@ def _commits(plan: Plan) -> dict[str, object]:
 
 
 def _speed(plan: Plan) -> dict[str, object]:
-    predicted, tokens = plan.predicted, plan.numerics.batch_size * plan.numerics.max_seq_len
+    predicted, tokens = plan.predicted, plan.step_tokens
     known = predicted.step_seconds > 0
     return {
         "tokens_per_step": tokens,
+        "computed_per_step": plan.numerics.tokens if plan.typical is None else plan.typical.computed,
         "tokens_per_second": tokens / predicted.step_seconds if known else None,
         "tflops_6n": predicted.step_flops / predicted.step_seconds / 1e12 if known else None,
     }

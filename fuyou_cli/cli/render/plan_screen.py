@@ -94,14 +94,13 @@ def _understood(facts: RunFacts, shapes: Symbols) -> list[tuple[str, str]]:
     blocks = sum(stage.kind == "block" for stage in model.stages)
     active = f" ({count(model.active_parameters)} active per token)" if model.inactive_parameters else ""
     tied = ", head tied to the embedding" if model.tied_head else ""
-    pieces = [f"micro-batch {numerics.micro_batch_size}"]
+    batch, pieces = _batch(plan, shapes)
     if numerics.head_chunk_tokens:
         pieces.append(f"head in chunks of {numerics.head_chunk_tokens:,} tokens")
     if numerics.vocabulary_rows:
         pieces.append(f"vocabulary in pieces of {numerics.vocabulary_rows:,} tokens")
     if plan.sweeps > 1:
         pieces.append(f"{plan.sweeps} sweeps of {plan.group.tokens:,} tokens")
-    batch = f"{numerics.batch_size} {shapes.times} {numerics.max_seq_len:,} = {facts.tokens:,} tokens per step"
     return [
         ("model", f"{plan.model}: {model.architecture}, {count(model.parameters)} parameters{active}, {blocks} blocks{tied}"),
         ("method", f"{_trained(model)}, {dtypes}, float32 {_OPTIMIZER[model.layout.rule]}; {_clipping(plan, model)}"),
@@ -109,6 +108,21 @@ def _understood(facts: RunFacts, shapes: Symbols) -> list[tuple[str, str]]:
         ("batch", ", ".join([batch, *pieces])),
         *([("kernels", facts.kernels)] if facts.kernels else []),
     ]
+
+
+def _batch(plan: Plan, shapes: Symbols) -> tuple[str, list[str]]:
+    """Says what a step holds, and how it is divided: rows as they are, if their lengths are known."""
+    numerics, typical = plan.numerics, plan.typical
+    rows = numerics.batch_size
+    if typical is None:
+        whole = f"{rows} {shapes.times} {numerics.max_seq_len:,} = {numerics.tokens:,} tokens per step"
+        return whole, [f"micro-batch {numerics.micro_batch_size}"]
+    padding = 1 - typical.tokens / typical.computed
+    held = f"{len(typical.parts)} micro-batch{'es' * (len(typical.parts) != 1)}"
+    return (
+        f"{some(rows, 'row')} of at most {numerics.max_seq_len:,}, typically {typical.tokens:,} tokens per step",
+        [f"{padding:.0%} padding", f"in {held} of at most {numerics.micro_batch_tokens:,}"],
+    )
 
 
 def _trained(model: ModelSpec) -> str:
@@ -335,7 +349,6 @@ def _figures(plan: Plan | None) -> tuple[str, str, str, str]:
     if plan is None:
         return "", "", "", ""
     predicted = plan.predicted
-    tokens = plan.numerics.batch_size * plan.numerics.max_seq_len
-    per_second = tokens / predicted.step_seconds if predicted.step_seconds > 0 else 0.0
+    per_second = plan.step_tokens / predicted.step_seconds if predicted.step_seconds > 0 else 0.0
     moved = gb(predicted.read_per_step + predicted.written_per_step)
     return brief(predicted.step_seconds), speed(per_second), gib(predicted.cpu_peak), moved
