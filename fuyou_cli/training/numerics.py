@@ -78,6 +78,19 @@ def division(
     }
 
 
+def usual_numerics(recipe: Recipe, *, apart: bool) -> Numerics:
+    """Returns the numerics that a run has where nothing speaks for others. `apart`: the model keeps documents apart."""
+    train, length, on_cpu = recipe.train, recipe.dataset.max_seq_len, recipe.offload.device != "cuda"
+    usual = USUAL_TOKENS if on_cpu else MOST_TOKENS
+    micro = sizes_of(train.batch_size, length, usual=usual)[1] if train.micro_batch_size == "auto" else train.micro_batch_size
+    compute = cast(Dtype, recipe.precision.compute)
+    return Numerics(
+        compute_dtype=compute, accumulate_dtype=compute, batch_size=train.batch_size, micro_batch_size=micro,
+        max_seq_len=length, head_chunk_tokens=0, torch_threads=1, seed=recipe.seed,
+        **division(apart=apart, on_cpu=on_cpu, dtype=compute, micro=micro, length=length, packing=recipe.dataset.packing),
+    )  # fmt: skip
+
+
 def widths_of(recipe: Recipe, numerics: Numerics) -> int:
     """Returns how many widths the micro-batches of a run can have."""
     evaluates = bool(recipe.dataset.eval or recipe.dataset.eval_fraction or recipe.eval.samples)

@@ -15,11 +15,13 @@ from ..checkpoint.hub import Hub, Progress
 from ..core.disk import existing
 from ..data.locked_folders import scratch_in
 from ..data.tokenise import PREVIEW_TOKENS, decode_pieces, load_tokenizer
-from .length import cache_of, evaluation_rows, fed, mixture_of, steps_of
+from .length import Epoch, cache_of, evaluation_rows, fed, mixture_of, steps_of
+from .numerics import usual_numerics
 
 if TYPE_CHECKING:
     from ..data.rows import DataSummary, Feed
     from ..recipe.schema import Recipe
+    from ..spec.plan import TypicalStep
 
 Say = Callable[[str], None]
 
@@ -42,6 +44,15 @@ class Shown:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Padding:
+    """Says how much of what a typical step computes is padding. Shares of all tokens, but for `step_tokens`."""
+
+    step_tokens: int  # without padding
+    end_to_end: float  # if rows lie end to end, as for most models
+    padded: float  # of a model that cannot keep rows apart: each micro-batch is as wide as its longest row
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:
     """Holds what is told about a recipe's data."""
 
@@ -51,6 +62,7 @@ class Seen:
     steps: int  # of the run
     note: str | None  # on how often rows are seen
     mixture: str | None
+    padding: Padding | None  # None: all rows are whole
     shown: Sequence[Shown]
 
     def as_data(self) -> dict[str, Any]:
@@ -61,6 +73,7 @@ class Seen:
             "formats": [{"path": path, "format": name} for path, name in self.summary.formats],
             "notes": [*self.summary.notes, *([self.note] if self.note else [])],
             "steps": self.steps,
+            "padding": None if self.padding is None else asdict(self.padding),
             "eval": {name: {key: getattr(one, key) for key in of_a_set} for name, one in self.sets.items()},
             "shown": [row.as_data() for row in self.shown],
         }
@@ -103,8 +116,23 @@ def _seen(recipe: Recipe, cache: Path, number: int, *, whole: bool, say: Say, pr
         steps=steps,
         note=sampler.note(steps, recipe.train.epochs),
         mixture=mixture_of(recipe, sampler, steps),
+        padding=_padding(recipe, Epoch.of(rows)),
         shown=_decoded(recipe, tokenizer_dir, rows, list(islice(order, min(number, rows.summary.rows))), whole=whole),
     )
+
+
+def _padding(recipe: Recipe, epoch: Epoch) -> Padding | None:
+    """Finds what a typical step holds, with micro-batches as they usually are: a plan may choose others."""
+    from ..data.batches import typical_step
+
+    shares: list[TypicalStep] = []
+    for apart in (True, False):
+        numerics = usual_numerics(recipe, apart=apart)
+        if (typical := typical_step(epoch.lengths, numerics)) is None:
+            return None
+        shares.append(typical)
+    end_to_end, padded = (1 - typical.tokens / typical.computed for typical in shares)
+    return Padding(step_tokens=shares[0].tokens, end_to_end=end_to_end, padded=padded)
 
 
 def _decoded(recipe: Recipe, tokenizer_dir: Path, rows: Feed, chosen: Sequence[int], *, whole: bool) -> list[Shown]:

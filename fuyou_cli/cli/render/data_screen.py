@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _BAR = 30  # columns
 _DOCUMENTS = 3  # of a row that are shown
+_MUCH = 0.2  # share of padding
 
 
 def show_data(console: Console, seen: Seen) -> None:
@@ -65,7 +66,15 @@ def _used(seen: Seen) -> Iterator[tuple[str, str]]:
     batch = seen.recipe.train.batch_size
     epochs = f"{seen.steps * batch / seen.summary.rows:,.2f}".rstrip("0").rstrip(".")
     seen_times = "of a stream" if seen.summary.streamed else f"{epochs} epoch{'s' * (epochs != '1')}"
-    yield "steps", f"{seen.steps:,} of {some(batch, 'row')}: {seen_times}"
+    typically = "" if seen.padding is None else f", typically {seen.padding.step_tokens:,} tokens"
+    yield "steps", f"{seen.steps:,} of {some(batch, 'row')}{typically}: {seen_times}"
+    if seen.padding is not None:
+        packed = " (packing: isolated has less)" if not seen.recipe.dataset.packing and seen.padding.end_to_end > _MUCH else ""
+        yield (
+            "padding",
+            f"{seen.padding.end_to_end:.0%} of what a step computes, rows end to end{packed}; {seen.padding.padded:.0%} with a "
+            "model that cannot keep rows apart",
+        )
     if seen.mixture:
         yield "mixture", seen.mixture
     for name, found in seen.sets.items():
