@@ -389,3 +389,18 @@ def test_a_saved_run_keeps_the_rule_of_its_learning_rates(is_new: bool, stopped:
     assert _rates(stopped, upto=4) == [rule.at(3), rule.at(4)]  # which are saved with the rule
     assert manifest_of(stopped).peak_after_warmup is is_new
     assert _rates(stopped) == [rule.at(5), rule.at(6)]
+
+
+def test_a_run_of_a_build_before_keeps_the_padding_that_it_began_with(stopped: Project) -> None:
+    """Such a build padded all rows of a step to the longest, and did not say so."""
+    manifest = store_of(stopped) / manifests.NAME
+    content = json.loads(manifest.read_text())
+    named = {name: content["numerics"].pop(name) for name in ("padding", "width_step", "document_step")}
+    assert named["padding"] != "step"
+    del content["digest"]
+    manifest.write_bytes(with_digest(json.dumps(content).encode()))
+    ready = prepared_run(stopped)
+    assert ready.planned.plan.numerics.padding == "step" and ready.planned.plan.typical is None
+    assert not ready.planned.anatomy.isolated  # attention is computed for a whole batch, as it was
+    losses, _ = train(stopped)
+    assert len(losses) == STEPS and manifest_of(stopped).numerics.padding == "step"

@@ -24,6 +24,7 @@ from ...core.errors import FuyouError, UsageError
 from ...core.json_files import find_text, has_too_many_values, object_in
 from ...core.own_files import write_own
 from ...core.typed import from_json
+from ...spec.plan import Numerics
 from .manifest_checks import why_not
 from .stored import MOST_KEPT, Evaluated, Manifest, StoredStage
 
@@ -32,6 +33,7 @@ BEFORE = "manifest.before.json"  # of the commit before
 DAMAGED = "manifest.damaged.json"  # was the newest, until the run fell back to an older one
 COMPANIONS = "companions"  # the folder beside it with what an export needs besides weights
 VERSION = 7
+_DIVISION = ("padding", "width_step", "document_step")  # numerics that some of this version do not name
 _UPGRADED = (5, 6)  # versions before; in the first, every parameter of a stage was trained
 _NEW = ".manifest.new"  # fixed names: what a killed run leaves is written over by the next
 _NEW_BEFORE = ".manifest.before.new"
@@ -194,6 +196,8 @@ def _parsed(path: Path, text: str) -> Manifest:
     content.setdefault("untouched", None)  # nor these parts
     content.setdefault("evaluated_before", [])
     content.setdefault("peak_after_warmup", False)
+    if isinstance(numerics := content.get("numerics"), dict):  # those of before there was a choice
+        content["numerics"] = {**{key: _usual(Numerics)[key] for key in _DIVISION}, **numerics}
     if isinstance(evaluated := content.get("evaluated"), dict):  # some of this version do not name the set
         content["evaluated"] = {**_usual(Evaluated), **evaluated}
     try:
