@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypedDict
 
 from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.paths import expanded
 from fuyou_cli.core.units import gb
 
 from .console import status_console, write_json, write_result, write_status
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from fuyou_cli.recipe.schema import Recipe
     from fuyou_cli.training.state.at_rest import Verified
     from fuyou_cli.training.state.source_checks import FileCheck
+    from fuyou_cli.training.state.stored import Manifest
 
 _SHARD = 5_000_000_000
 
@@ -43,7 +45,7 @@ def run_export(source: Path, out: Path, overrides: Sequence[str], *, dtype: Expo
     written = dtype or (export and export.dtype) or manifest.compute_dtype
     shard = _SHARD if export is None else export.max_shard_size
     copied = manifest.untouched is not None and (merged or kept_adapter(store) is None)  # from the model's checkpoint
-    model_dir = None if recipe is None or not copied else _model_of(recipe)
+    model_dir = None if recipe is None else _model_of(recipe) if copied else _moved(manifest, recipe)
     with exporting(out) as told:
         paths = export_trained(store, out, dtype=written, max_shard_size=shard, merged=merged, model_dir=model_dir, **told)
     total = sum(path.stat().st_size for path in paths)
@@ -87,6 +89,12 @@ def _recipe_of(source: Path, overrides: Sequence[str]) -> Recipe | None:
     if overrides:
         raise UsageError(f"{source} is not a recipe, so {overrides[0]} changes nothing", hint="use --dtype")
     return None
+
+
+def _moved(manifest: Manifest, recipe: Recipe) -> Path | None:
+    """Returns the folder that a recipe names, if the run's model is no longer where it was. Downloads nothing."""
+    named = expanded(recipe.model.name_or_path, key="model.name_or_path")
+    return named if named.is_dir() and not Path(manifest.model_dir).is_dir() else None
 
 
 def _model_of(recipe: Recipe) -> Path:

@@ -43,7 +43,7 @@ def export_adapter(
 ) -> list[Path]:
     """Writes the adapter in the store of `source` to `out`, as peft's `from_pretrained` takes it, with the tokenizer. Returns
     the path of its weights."""
-    with stored_weights(source, dtype=dtype, say=say, model_files="none") as weights:
+    with stored_weights(source, dtype=dtype, say=say, trained_only=True) as weights:
         beside = kept_companions(source) or Path(weights.manifest.model_dir)
         return write_adapter(weights, out, companions=beside, configuration=_configuration(source), progress=progress)
 
@@ -89,7 +89,7 @@ def export_merged(
     say: Callable[[str], None] | None = None,
 ) -> list[Path]:
     """Writes the model with the adapter in the store of `source` merged in to `out`, as `export_store` does."""
-    with stored_weights(source, dtype=dtype, say=say) as weights:
+    with stored_weights(source, dtype=dtype, say=say, model_dir=model_dir) as weights:
         merged = MergedWeights(weights, read_settings(_configuration(source)))
         return write_whole(merged, source, weights.manifest, out, model_dir, max_shard_size, progress)
 

@@ -7,7 +7,7 @@ files take their place only when all checksums match.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -30,7 +30,7 @@ from .state.extent_checks import MODULUS, not_as_named
 from .state.kept_companions import kept_companions
 from .state.source_checks import file_of, other_content
 from .state.stored import Manifest, StoredExtent, StoredStage, StoredTensor, Untouched
-from .untouched import with_untouched
+from .untouched import OwnValues, own_values, with_untouched
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -78,10 +78,13 @@ class _Summed:
 
 
 class StoreWeights:
-    """Reads the weights that a manifest names, as bytes of `dtype`, under the names in the checkpoint they came from."""
+    """Reads the weights that a manifest names, as bytes of `dtype`, under the names in the checkpoint they came from. `own`: of
+    frozen ones, what they were before they were rounded; None: as they were computed with."""
 
-    def __init__(self, manifest: Manifest, daemon: SwapDaemon, arena: Arena, *, dtype: str) -> None:
-        self.manifest, self.daemon, self.arena, self.dtype = manifest, daemon, arena, dtype
+    def __init__(
+        self, manifest: Manifest, daemon: SwapDaemon, arena: Arena, *, dtype: str, own: OwnValues | None = None
+    ) -> None:
+        self.manifest, self.daemon, self.arena, self.dtype, self._own = manifest, daemon, arena, dtype, own
         self._summed: dict[StoredExtent, _Summed] = {}
         self._packed: tuple[str, PackedReader | None] = ("", None)  # the quantised tensor that was read last
         self._places: dict[str, list[tuple[StoredStage, StoredTensor]]] = {}
@@ -140,6 +143,10 @@ class StoreWeights:
             return memoryview(weights)
         if compute == "float32":
             return bytes_of(torch.frombuffer(weights, dtype=torch.float32).to(torch.bfloat16))
+        if not is_trained and begin < stage.params - stage.quantised and self._own is not None:
+            rounded = torch.frombuffer(weights, dtype=torch.bfloat16)
+            if (values := self._own.read(stored.stored_as, first, rounded)) is not None:
+                return bytes_of(values)
         if is_trained and stage.gradients is None and stage.remainder is not None:
             remainder = self._elements(stage.remainder, begin, count, 2, window=_WINDOW)
         if remainder is None:
@@ -288,12 +295,17 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 @contextmanager
 def stored_weights(
-    source: Path, *, dtype: str, say: Callable[[str], None] | None, model_files: Literal["compared", "none"] = "compared"
+    source: Path, *, dtype: str, say: Callable[[str], None] | None, model_dir: Path | None = None, trained_only: bool = False
 ) -> Iterator[StoreWeights]:
-    """Opens the committed weights of the store in `source`, to be read as `dtype`. `model_files`: none: what is frozen in the
-    model's own files is not there."""
-    with at_rest(source, arena_size=READ_ARENA, say=say, model_files=model_files) as store:
-        yield StoreWeights(store.manifest, store.daemon, store.arena, dtype=dtype)
+    """Opens the committed weights of the store in `source`, to be read as `dtype`. `model_dir`: where the model's checkpoint is
+    now, if not where it was. `trained_only`: nothing of what is frozen is read."""
+    with ExitStack() as stack:
+        files: Literal["compared", "none"] = "none" if trained_only else "compared"
+        store, own = stack.enter_context(at_rest(source, arena_size=READ_ARENA, say=say, model_files=files)), None
+        if not trained_only:
+            folder = model_dir or Path(store.manifest.model_dir)
+            own = stack.enter_context(own_values(store.manifest, folder, dtype=dtype, say=say))
+        yield StoreWeights(store.manifest, store.daemon, store.arena, dtype=dtype, own=own)
 
 
 def export_store(
@@ -308,7 +320,7 @@ def export_store(
 ) -> list[Path]:
     """Writes the committed weights of the store in `source` to `out`. `model_dir`: where the model's checkpoint is now, if not
     where it was. Returns the paths of the shards."""
-    with stored_weights(source, dtype=dtype, say=say) as weights:
+    with stored_weights(source, dtype=dtype, say=say, model_dir=model_dir) as weights:
         if any(is_added(weights.model_name(tensor)) for tensor in weights.tensors()):
             raise UsageError(
                 f"{source} holds an adapter, but its {ADAPTER_CONFIG_NAME} is gone",

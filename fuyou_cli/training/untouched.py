@@ -1,4 +1,5 @@
-"""Keeps what training leaves alone of a model: the parts that do not run on text, as a vision tower, and the values of buffers.
+"""Keeps what training leaves alone of a model: the parts that do not run on text, as a vision tower, the values of buffers,
+and what frozen weights were before they were rounded to the dtype of compute.
 
 Nothing of them is in the store. An export copies their tensors from the checkpoint that the run began with, bit
 for bit.
@@ -6,7 +7,7 @@ for bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,12 +15,14 @@ from typing import TYPE_CHECKING
 from ..checkpoint.files import open_checkpoint
 from ..checkpoint.header import BYTES_PER_ELEMENT, TensorEntry
 from ..checkpoint.names import is_in
-from ..checkpoint.reader import TensorReader, weights_mark
+from ..checkpoint.reader import FLOATS, TensorReader, weights_mark
 from ..checkpoint.writer import OutTensor, Read
 from ..core.errors import UsageError
-from .state.stored import Untouched
+from .state.stored import Manifest, Untouched
 
 if TYPE_CHECKING:
+    import torch
+
     from ..engine.anatomy import Anatomy
 
 
@@ -74,3 +77,55 @@ def left_alone(untouched: Untouched, model_dir: Path) -> dict[str, TensorEntry]:
     if len(found) < len(untouched.names) or weights_mark(found) != untouched.mark:
         raise UntouchedError(f"{model_dir}: does not hold the parts of the model that were not trained as they were")
     return found
+
+
+class OwnValues:
+    """Reads frozen tensors as the model's files have them. Each element must round to what the store has, whose checksums an
+    export compares: so the files are those that the run began with."""
+
+    def __init__(self, entries: Mapping[str, TensorEntry], reader: TensorReader) -> None:
+        self._entries, self._reader = entries, reader
+
+    def read(self, name: str, first: int, rounded: torch.Tensor) -> torch.Tensor | None:
+        """Returns elements of a tensor from `first` on, in float32, that round to `rounded` (1-D, bfloat16). None: the file has
+        these. Raises UsageError if they do not."""
+        import torch
+
+        if (entry := self._entries.get(name)) is None:
+            return None
+        values = torch.empty(len(rounded), dtype=torch.float32)
+        self._reader.read_into(entry, values, first_element=first)
+        if not torch.equal(values.bfloat16().view(torch.int16), rounded.view(torch.int16)):
+            raise UsageError(
+                f"{entry.file}: {name} is not what the run began with, so what was not trained cannot be exported in float32",
+                hint="put the file back as it was, or export in bfloat16 (--dtype bfloat16, or export.dtype)",
+            )
+        return values
+
+
+@contextmanager
+def own_values(
+    saved: Manifest, model_dir: Path, *, dtype: str, say: Callable[[str], None] | None
+) -> Iterator[OwnValues | None]:
+    """Opens the model's files for an export in a wider `dtype` than the run computed in. None: the store has all there is, or
+    the files are not there, which `say` gets."""
+    frozen = {
+        tensor.stored_as: tensor.shape
+        for stage in saved.stages
+        for tensor in stage.tensors
+        if stage.frozen is not None and stage.trained <= tensor.offset < stage.params - stage.quantised
+    }
+    if not frozen or (saved.compute_dtype, dtype) != ("bfloat16", "float32"):
+        yield None
+        return
+    found, problem = {}, f"{model_dir} does not hold the model that the run began with"
+    try:
+        found = open_checkpoint(model_dir).entries
+    except UsageError as error:
+        problem = error.message
+    is_it = all(name in found and found[name].shape == shape and found[name].dtype in FLOATS for name, shape in frozen.items())
+    if not is_it and say is not None:
+        say(f"note: {problem}. So what was not trained is written as it was computed with, rounded to {saved.compute_dtype}")
+    wider = {name: found[name] for name in frozen if found[name].dtype != saved.compute_dtype} if is_it else {}
+    with TensorReader() as reader:
+        yield OwnValues(wider, reader) if wider else None

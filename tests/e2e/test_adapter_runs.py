@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -183,3 +184,34 @@ def test_states_on_a_device(lora: NewProject) -> None:
         }  # fmt: skip
         losses.append(train(lora(name, changes))[0])
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("held", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("use_dora", every(2, [False, True]))
+def test_a_merged_export_in_float32_has_the_values_of_the_models_files(
+    held: torch.dtype, use_dora: bool, lora: NewProject, llama: Path, tmp_path: Path
+) -> None:
+    """As peft merges into the model in float32, though the run computed in bfloat16."""
+    import transformers
+
+    model, of = tmp_path / "held", transformers.AutoModelForCausalLM.from_pretrained
+    of(llama, dtype=held).save_pretrained(model)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(llama / file, model)
+    changes = {"adapter": {"r": 4, "use_dora": use_dora}, "precision": {"compute": "bfloat16"}, "train.max_steps": 2}
+    project = lora("project", {**changes, "model.name_or_path": str(model), "optimizer.lr": 0.05})
+    assert (ran := project.fuyou("finetune", project.recipe)).returncode == 0, ran.stderr
+    run_export(store_of(project), tmp_path / "adapter", [], dtype="float32")
+    for dtype in ("float32", "bfloat16"):
+        run_export(store_of(project), tmp_path / dtype, [], dtype=dtype, merged=True)  # type: ignore[arg-type]
+    base = of(model, dtype=torch.float32)
+    began = {key: value.clone() for key, value in base.state_dict().items()}
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload().state_dict()
+    ours, narrow = (of(tmp_path / dtype, dtype="auto").state_dict() for dtype in ("float32", "bfloat16"))
+    same = {key for key in began if torch.equal(theirs[key], began[key])}
+    assert same and same != began.keys()
+    for key, value in ours.items():
+        assert value.dtype is torch.float32
+        if key in same:  # the narrower one is as it was computed with
+            assert torch.equal(value, began[key]) and torch.equal(narrow[key], began[key].bfloat16())
+        torch.testing.assert_close(value, theirs[key], rtol=1e-6, atol=1e-7)
