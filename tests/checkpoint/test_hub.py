@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 
 from fuyou_cli.checkpoint import hub
+from fuyou_cli.checkpoint.companions import found_in
 from fuyou_cli.checkpoint.files import INDEX_NAME, SINGLE_NAME, open_checkpoint
 from fuyou_cli.checkpoint.hub import resolve
 from fuyou_cli.core.errors import OutOfSpaceError, UsageError
 from tests.hub_server import COMMIT, GATED, Hub
 
 from .tiny_models import write_file
+
+TOOLS = "additional_chat_templates/tool_use.jinja"
 
 
 @pytest.fixture
@@ -54,7 +57,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         "o/known": {**common, "config.json": b'{"model_type": "phi3", "auto_map": {"AutoModel": "run.Model"}}'},
         "o/files-gated": {**common, "config.json": GATED},
         "o/empty": {"README.md": b"#"},
-        "o/tokenizer": {"tokenizer.json": b"{}", "chat_template.jinja": b"{}", SINGLE_NAME: one},
+        "o/tokenizer": {"tokenizer.json": b"{}", "chat_template.jinja": b"{}", TOOLS: b"{}", SINGLE_NAME: one},
     }
     yield hub_server
     hub_server.shutdown()
@@ -106,7 +109,7 @@ def test_weights_only_when_needed(server: Hub) -> None:
 
 def test_a_tokenizer_needs_no_model_beside_it(server: Hub, tmp_path: Path) -> None:
     directory = resolve("o/tokenizer", tokenizer_only=True)
-    assert sorted(file.name for file in directory.iterdir()) == ["chat_template.jinja", "tokenizer.json"]
+    assert found_in(directory, ["*", "*/*"]) == [TOOLS, "chat_template.jinja", "tokenizer.json"]
     server.requests = 0
     assert resolve("o/tokenizer", tokenizer_only=True) == directory
     assert server.requests == 0
