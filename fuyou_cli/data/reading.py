@@ -31,6 +31,7 @@ _TORN = 16  # characters: longest word or escape that the end of the buffer may 
 _ENDS = json.JSONDecoder(parse_int=str, parse_float=str)  # finds where an element ends; too long numbers are refused later
 PIECE_CHARS = 1 << 16  # characters in a piece of a document; tokenising needs ~100 bytes for each
 _ROWS_AT_ONCE = 256
+_NO_TYPE = (ValueError, LookupError, TypeError, OverflowError, ImportError)  # of Arrow's, where Python has none for a value
 
 
 def read_rows(file: Path, *, skipped: int = 0, by_line: bool = False) -> Iterator[Placed]:
@@ -227,11 +228,33 @@ def _columnar_rows(file: Path) -> Iterator[Placed]:
         for batch in _record_batches(file):
             batch.validate(full=True)
             for begin in range(0, batch.num_rows, _ROWS_AT_ONCE):
-                for row in batch.slice(begin, _ROWS_AT_ONCE).to_pylist():
+                for row in _as_python(batch.slice(begin, _ROWS_AT_ONCE)):
                     number += 1
                     yield f"{file}: row {number}", row
     except (ArrowException, ValueError, LookupError, TypeError, OSError) as error:  # damaged, or with a type that Python lacks
         raise UsageError(f"{file}: not valid {file.suffix[1:].lower()}: {reason(error)}") from error
+
+
+def _as_python(batch: Any) -> list[dict[str, Any]]:
+    """Returns the rows of a batch. A cell that Python has no type for, such as a time in nanoseconds, stays Arrow's: a column
+    that nobody uses is no reason to refuse a file, and whoever uses it refuses its type."""
+    try:
+        rows: list[dict[str, Any]] = batch.to_pylist(maps_as_pydicts="strict")
+        return rows
+    except _NO_TYPE:
+        return [dict(zip(batch.schema.names, map(_cell, row), strict=True)) for row in zip(*batch.columns, strict=True)]
+
+
+def _cell(value: Any) -> Any:
+    import pyarrow as pa  # type: ignore[import-untyped,unused-ignore]
+
+    try:
+        return value.as_py(maps_as_pydicts="strict")
+    except _NO_TYPE:
+        if pa.types.is_struct(value.type):
+            return {name: _cell(value[name]) for name in value}
+        is_list = any(test(value.type) for test in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list))
+        return list(map(_cell, value)) if is_list else value
 
 
 def _record_batches(file: Path) -> Iterator[Any]:
