@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.json_files import find_object
 from fuyou_cli.core.paths import expanded
 from fuyou_cli.core.plain_files import kind_of
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from fuyou_cli.recipe.schema import DatasetEntry, DatasetSection
 
 NAMES_SHOWN = 4
+_LARGEST_STATE = 1 << 24  # bytes of state.json
 _KNOWN_KINDS = f"known suffixes: {', '.join(KINDS)}; after those of text, JSON and CSV also {', '.join(PACKED)}"
 _SPLIT_WORDS = {
     "train": "train", "training": "train", "validation": "validation", "valid": "validation", "val": "validation",
@@ -36,7 +38,7 @@ class Source:
 
     entry: DatasetEntry
     files: tuple[Path, ...]  # none: the data set is not fetched yet
-    skipped: tuple[Path, ...]  # data files of the directory that belong to other splits
+    skipped: tuple[Path, ...]  # data files of the directory that belong to other splits or are none of the set's
 
     @property
     def asked(self) -> dict[str, Any]:
@@ -59,9 +61,11 @@ class Source:
         if not self.skipped and self.files == (expanded(self.entry.path, key="dataset.train"),):
             return None
         taken = f"{self.entry.path}: {len(self.files)} file{'s' * (len(self.files) != 1)} taken ({_names(self.files)})"
-        if not self.skipped:
-            return taken
-        return f"{taken}, {len(self.skipped)} skipped, not of split {self.entry.split} ({_names(self.skipped)})"
+        cached = tuple(file for file in self.skipped if not _is_saved(file))
+        others = tuple(file for file in self.skipped if file not in cached)
+        for files, why in ((others, f"not of split {self.entry.split}"), (cached, "left by `datasets` beside the set")):
+            taken += f", {len(files)} skipped, {why} ({_names(files)})" if files else ""
+        return taken
 
 
 class MissingDataError(UsageError):
@@ -81,7 +85,8 @@ def locate(path: str, split: str) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
     here = expanded(path, key="dataset.train")
     try:
         present = _present(path, here)
-        found = _of_split({file: file.relative_to(here) for file in present}, split, path) if here.is_dir() else present
+        saved = present if here.is_file() else [file for file in present if _is_saved(file)]
+        found = _of_split({file: file.relative_to(here) for file in saved}, split, path) if here.is_dir() else saved
         what = "" if found or not here.exists() else kind_of(here.stat().st_mode)
     except OSError as error:  # a folder that may not be read, a name too long
         raise UsageError(f"dataset.train: {path}: {error.strerror}", hint="give a path that can be read") from error
@@ -105,6 +110,21 @@ def _present(path: str, here: Path) -> list[Path]:
     else:
         files = Path(here.anchor).glob(str(here.relative_to(here.anchor)))
     return [file for file in files if file.is_file() and kind_of_rows(file) is not None and file.name not in BESIDE]
+
+
+def _is_saved(file: Path) -> bool:
+    """Tells whether a file in a folder of the library `datasets` holds rows of the set: results of its later calls, such as
+    `map` and `shuffle`, lie beside them. Raises UsageError for a set saved as a selection of rows."""
+    if file.suffix.lower() != ".arrow":
+        return True
+    state = find_object(file.parent / "state.json", limit=_LARGEST_STATE) or {}
+    if state.get("_indices_data_files"):
+        hint = "load and save it with a newer `datasets`"
+        raise UsageError(f"{file.parent}: the set is saved as a selection of rows, which is not supported", hint=hint)
+    if isinstance(named := state.get("_data_files"), list):
+        return file.name in [one.get("filename") for one in named if isinstance(one, dict)]
+    described = any((file.parent / name).is_file() for name in BESIDE)
+    return not (described and file.name.startswith("cache-"))
 
 
 def _of_split(files: dict[Path, Path], split: str, path: str) -> list[Path]:

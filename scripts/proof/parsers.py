@@ -265,6 +265,9 @@ _ROWS = (
     b'{"text": "a document"}\n{"text": "another"}\n',
     b'{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "train": true}], "system": "s"}\n',
     b'{"segments": [{"label": true, "text": "a"}, {"label": false, "text": "b"}]}\n',
+    b'{"prompt": [{"role": "user", "content": [{"type": "text", "text": "a"}]}], "completion": [{"role": "assistant", '
+    b'"content": "b", "tool_calls": [{"function": {"name": "t", "arguments": {"x": null}}}]}],'
+    b' "tools": ["{\\"name\\": \\"t\\"}"]}\n',
     b'{"input_ids": [1, 2, 3], "labels": [-100, 2, 3], "attention_mask": [1, 1, 0], "loss_mask": [0, 1, 1]}\n',
 )
 
@@ -276,6 +279,12 @@ def _understood(place: str, row: dict[str, Any]) -> object:
         return read_example(row, choose_format("auto", frozenset(row), {}), {})
     except RowError as error:  # as the worker tells it
         raise UsageError(f"{place}: {error}") from None
+
+
+def _saved_set(folder: Path) -> object:
+    from fuyou_cli.data.sources import locate
+
+    return locate(str(folder), "train")
 
 
 def _table(name: str) -> Callable[[Path], object]:
@@ -354,6 +363,10 @@ LIGHT = (
     Parser(name="config", file="config.json", read=read_config, seeds=lambda: [json.dumps(CONFIG).encode()]),
     Parser(name="rows", file="rows.jsonl", read=_table("rows.jsonl"), seeds=lambda: list(_ROWS)),
     Parser(name="array", file="rows.json", read=_table("rows.json"), seeds=lambda: [b"[" + b",\n".join(_ROWS[:3]) + b"]\n"]),
+    Parser(
+        name="saved-set", file="state.json", read=_saved_set, beside={"data.arrow": b"rows"},
+        seeds=lambda: [b'{"_data_files": [{"filename": "data.arrow"}], "_split": null, "_indices_data_files": null}'],
+    ),
     Parser(name="csv", file="rows.csv", read=_table("rows.csv"), seeds=lambda: [_CSV]),
     Parser(name="recipe", file="recipe.yaml", read=_recipe, seeds=lambda: [_RECIPE], share=0.02),
     Parser(name="machine", file="machine.yaml", read=_described, seeds=lambda: [_MACHINE], share=0.02),

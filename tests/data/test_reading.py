@@ -15,6 +15,7 @@ import pytest
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.data import reading, samples
+from fuyou_cli.data.formats import RowError, read_example
 from fuyou_cli.data.reading import PIECE_CHARS, pieces_of, read_document, read_rows
 from fuyou_cli.data.sources import find_sources, locate
 
@@ -116,6 +117,69 @@ def test_a_folder_that_datasets_saved(tmp_path: Path) -> None:
     assert [file.parent.name for file in found] == ["train"] and [file.parent.name for file in skipped] == ["test"]
     with pytest.raises(UsageError, match="no files of split validation"):
         locate(str(tmp_path / "saved"), "validation")
+
+
+def test_what_datasets_left_beside_a_set_is_no_part_of_it(tmp_path: Path, tokenise: Tokenise, tokenizer: Any) -> None:
+    """Files of later calls are in the library's own folder: with the rows of a `map`, and with the indices of a `shuffle`."""
+    import datasets
+
+    folder = tmp_path / "saved"
+    datasets.Dataset.from_list([{"text": f"row {number}"} for number in range(6)]).save_to_disk(folder)
+    saved = datasets.load_from_disk(folder)
+    saved.map(lambda row: {"text": row["text"] + "!"})
+    saved.shuffle(seed=1)
+    beside = sorted(folder.glob("cache-*.arrow"))
+    assert len(beside) == 2
+    source = find_sources(section(folder))[0]
+    assert [file.name for file in source.files] == ["data-00000-of-00001.arrow"] and list(source.skipped) == beside
+    assert "1 file taken (data-00000-of-00001.arrow), 2 skipped, left by `datasets` beside the set (cache-" in str(
+        source.choice
+    )
+    assert locate(f"{folder}/*.arrow", "train") == (source.files, source.skipped)
+    assert locate(str(beside[0]), "train") == ((beside[0],), ())  # asked for by its name
+    rows = tokenise(*source.files)
+    texts = [tokenizer.decode(rows.tokens(index).tolist()) for index in range(6)]
+    assert len(rows) == 6 and texts == [f"<|bos|>row {number}<|im_end|>" for number in range(6)]
+
+    (folder / "state.json").unlink()  # as in the library's cache of a set of the hub
+    assert find_sources(section(folder))[0].files == source.files
+    (folder / "state.json").write_text('{"_data_files": [], "_indices_data_files": [{"filename": "indices.arrow"}]}')
+    with pytest.raises(UsageError, match=f"{folder}: the set is saved as a selection of rows"):
+        find_sources(section(folder))
+
+
+def test_a_column_that_python_has_no_type_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is no reason to refuse a file, at any depth, until somebody uses it. (pandas would have types for some.)"""
+    import sys
+
+    import pyarrow as pa
+    from pyarrow.parquet import write_table
+
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    times = {
+        "nanoseconds": pa.array([1, 1 << 60], pa.timestamp("ns")),
+        "duration": pa.array([1, None], pa.duration("ns")),
+        "far": pa.array([1 << 60, 0], pa.timestamp("us")),
+        "day": pa.array([1 << 30, 0], pa.date32()),
+        "zone": pa.array([1, 2], pa.timestamp("us", tz="America/Nowhere")),
+        "time": pa.array([1, 2], pa.time64("ns")),
+        "pairs": pa.array([[("a", 1), ("a", 2)], None], pa.map_(pa.string(), pa.int64())),
+    }
+    field = pa.struct([("role", pa.string()), ("content", pa.string()), ("at", pa.timestamp("ns"))])
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "at": 1}]
+    messages = pa.array([talk, None], pa.list_(field))
+    for name, column in times.items():
+        file = tmp_path / f"{name}.parquet"
+        write_table(pa.table({"text": ["one", "two"], name: column, "messages": messages}), file)
+        first, second = [row for _, row in read_rows(file)]
+        assert (first["text"], second["text"], second["messages"]) == ("one", "two", None), name
+        assert [(turn["role"], turn["content"]) for turn in first["messages"]] == [("user", "a"), ("assistant", "b")]
+        with pytest.raises(UsageError, match=rf"row 1: the column {name} is of type \w+; text must be text"):
+            for place, row in read_rows(file):
+                try:
+                    read_example(row, "text", {"text": name})
+                except RowError as error:
+                    raise UsageError(f"{place}: {error}") from error
 
 
 def test_places_are_lines(tmp_path: Path) -> None:
