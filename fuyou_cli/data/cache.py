@@ -35,7 +35,7 @@ from .sources import find_sources, size_of
 if TYPE_CHECKING:
     from fuyou_cli.recipe.schema import DatasetSection
 
-LAYOUT_VERSION = 6  # increase it when the same data and options give other rows, or a summary that says less
+LAYOUT_VERSION = 7  # increase it when the same data and options give other rows, or a summary that says less
 TOKENIZER_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 TEMPLATE_FOLDER = "additional_chat_templates"  # the only folder that is part of a tokenizer
 _LARGEST_TEMPLATE = 4 * MiB

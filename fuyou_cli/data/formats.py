@@ -2,12 +2,15 @@
 
 `FORMATS` holds all of them. A new format needs a row there, a function that reads its rows, and its name in the recipe's
 schema. A row is a dict. `columns` maps the format's own names to the data's names, e.g. {prompt: question, completion: answer}.
+
+A column file gives every object the keys of all others, with null. So a key of null says nothing, at any depth of a message or
+a tool: the same rows are the same examples whatever file holds them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar
 
@@ -26,6 +29,7 @@ _ROLES = {  # sharegpt's `from` -> the role in chat templates
     "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
     "system": "system", "tool": "tool", "observation": "tool",
 }  # fmt: skip
+_VARIABLES = "chat_template_kwargs"  # a column
 _MARKS = ("loss_mask", "completion_mask", "assistant_masks")  # columns of 0 and 1 that say which tokens carry loss
 
 
@@ -71,21 +75,31 @@ class Texts:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chat:
     """Holds a conversation for the tokenizer's chat template. `unlearnt` are the assistant's messages (by position) that
-    carry no loss, whatever `loss_on` says."""
+    carry no loss, whatever `loss_on` says. `prompt`: so many messages come before the completion. `options` are variables for
+    the template. `noted` are kinds of `rows.NOTES`."""
 
     messages: tuple[dict[str, object], ...]
     tools: tuple[object, ...] = ()
     unlearnt: frozenset[int] = frozenset()
+    prompt: int = 0
+    options: Mapping[str, object] = field(default_factory=dict)
+    noted: frozenset[str] = frozenset()
     ends: ClassVar[bool] = True
     bare: ClassVar[bool] = False
     runs_together: ClassVar[bool] = False
 
     def answers_nothing(self, target: str) -> bool:
         """Tells whether a message of the assistant that carries loss says nothing and calls no tool."""
-        answers = [n for n, message in enumerate(self.messages) if message["role"] == "assistant"]
-        learnt = answers[-1:] if target == "last_assistant" else answers
-        said = ([value for key, value in self.messages[n].items() if key != "role"] for n in learnt if n not in self.unlearnt)
+        learnt = [turn for turn in self.answers(target) if turn not in self.unlearnt]
+        said = ([value for key, value in self.messages[turn].items() if key != "role"] for turn in learnt)
         return any(not any(map(str.strip, _texts(values))) for values in said)
+
+    def answers(self, target: str) -> list[int]:
+        """Returns the positions of the assistant's messages that `target` means, those of `unlearnt` too."""
+        answers = [turn for turn, message in enumerate(self.messages) if message["role"] == "assistant"]
+        if target == "completion":
+            return [turn for turn in answers if turn >= self.prompt]
+        return answers[-1:] if target == "last_assistant" else answers
 
     def texts(self) -> Iterator[str]:
         """Yields all its texts, also nested ones and names of fields: contents in parts, tool calls."""
@@ -149,8 +163,19 @@ def _document(row: _Row, columns: Columns) -> Texts:
     return Texts(parts=((_cell(row, "text", columns), True),))
 
 
-def _pair(row: _Row, columns: Columns) -> Texts:
-    return Texts(parts=((_cell(row, "prompt", columns), False), (_cell(row, "completion", columns), True)))
+def _pair(row: _Row, columns: Columns) -> Texts | Chat:
+    """Reads two texts, or as in TRL two lists of messages: then the assistant's messages of the completion are learnt."""
+    names = [columns.get(name, name) for name in ("prompt", "completion")]
+    if not any(isinstance(row.get(name), list) for name in names):
+        return Texts(parts=((_cell(row, "prompt", columns), False), (_cell(row, "completion", columns), True)))
+    noted = set[str]()
+    (asked, unlearnt), (answer, also) = (_messages(row, name, noted) for name in names)
+    many = len(asked)
+    unlearnt |= {turn + many for turn in also}
+    chat = replace(_talk(row, columns, [*asked, *answer], unlearnt, noted), prompt=many)
+    if not chat.answers("completion"):
+        raise RowError(f"the column {names[1]} has no message of the assistant, so nothing would be learnt")
+    return chat
 
 
 def _alpaca(row: _Row, columns: Columns) -> Texts:
@@ -231,33 +256,98 @@ def _sharegpt(row: _Row, columns: Columns) -> Chat:
 
 def _conversation(row: _Row, column: str, columns: Columns) -> Chat:
     """Reads messages of role and content, or of sharegpt's from and value. A system text from its own column comes first."""
-    messages, unlearnt = [], set()
-    for number, turn in enumerate(_list(row, column, of="messages"), start=1):
-        message = _message(turn, f"message {number} of {column}")
-        if not _is_learnt(message, f"message {number} of {column}"):
-            unlearnt.add(number - 1)
-        messages.append(message)
+    noted = set[str]()
+    messages, unlearnt = _messages(row, column, noted)
     if row.get(columns.get("system", "system")) and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": _cell(row, "system", columns)})
         unlearnt = {number + 1 for number in unlearnt}
-    return Chat(messages=tuple(messages), tools=_tools(row, columns), unlearnt=frozenset(unlearnt))
+    return _talk(row, columns, messages, unlearnt, noted)
 
 
-def _message(turn: object, place: str) -> dict[str, object]:
+def _talk(row: _Row, columns: Columns, messages: list[dict[str, object]], unlearnt: set[int], noted: set[str]) -> Chat:
+    """Makes the conversation of these messages, with the row's tools and, as in TRL, its variables for the chat template."""
+    tools = _tools(row, columns.get("tools", "tools"), noted)
+    options = _of_json(row.get(_VARIABLES) or {}, f"the column {_VARIABLES}")
+    if not isinstance(options, dict):
+        raise RowError(f"the column {_VARIABLES} must be an object")
+    given = {name: value for name, value in options.items() if value is not None}
+    return Chat(
+        messages=tuple(messages), tools=tools, unlearnt=frozenset(unlearnt), options=given, noted=frozenset(noted)
+    )  # fmt: skip
+
+
+def _messages(row: _Row, column: str, noted: set[str]) -> tuple[list[dict[str, object]], set[int]]:
+    """Reads a list of messages, and which of them are not learnt."""
+    messages, unlearnt = [], set()
+    for number, turn in enumerate(_list(row, column, of="messages"), start=1):
+        message = _message(turn, f"message {number} of {column}", noted)
+        if not _is_learnt(message, f"message {number} of {column}"):
+            unlearnt.add(number - 1)
+        messages.append(message)
+    return messages, unlearnt
+
+
+def _message(turn: object, place: str, noted: set[str]) -> dict[str, object]:
     if not isinstance(turn, dict):
         raise RowError(f"{place} must be an object with role and content")
-    # Column files fill a key that only other rows have with null: such a key is ignored.
-    message = {key: value for key, value in turn.items() if value is not None}
+    message = {key: value if key == "tool_calls" else _filled(value) for key, value in turn.items() if value is not None}
     if "role" not in message and "from" in message:
         sender = message.pop("from")
         if not isinstance(sender, str) or sender not in _ROLES:
             raise RowError(f"{place} is from {sender!r}; known are {', '.join(_ROLES)}")
-        message = {"role": _ROLES[sender], "content": message.pop("value", None), **message}
+        said = {"content": message.pop("value")} if "value" in message else {}
+        message = {"role": _ROLES[sender], **said, **message}
     if not isinstance(message.get("role"), str):
         raise RowError(f"{place} has no role")
-    if not isinstance(message.get("content"), str | list) and "tool_calls" not in message:
+    if "tool_calls" in message:
+        message["tool_calls"] = _calls(message["tool_calls"], place, noted)
+    if not isinstance(message.get("content", "" if message.get("tool_calls") else None), str | list):
         raise RowError(f"{place} has no content")
     return message
+
+
+def _calls(calls: object, place: str, noted: set[str]) -> list[dict[str, object]]:
+    """Reads the tool calls of a message: a list of objects, or that as JSON text. Arguments stay as they are (`masks` gives
+    them to the template as it takes them)."""
+    found = _of_json(calls, f"{place}: tool_calls")
+    if not isinstance(found, list) or not all(isinstance(call, dict) for call in found):
+        raise RowError(f"{place}: tool_calls must be a list of objects")
+    return found if isinstance(calls, str) else [_object(call, f"{place}: tool_calls", noted) for call in found]
+
+
+def _of_json(value: object, place: str) -> object:
+    """Returns what a JSON text holds, and anything else as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return parsed(value, finite=False)
+    except UsageError as error:
+        raise RowError(f"{place}: {error.message}") from error
+
+
+def _object(value: dict[str, object], place: str, noted: set[str]) -> dict[str, object]:
+    """Returns a call or a tool without keys of null. Refuses what JSON has no notation for: a template would write the name of
+    its type."""
+    for inner in _within(value):
+        if inner is not None and not isinstance(inner, str | int | float | dict | list):
+            raise RowError(f"{place}: a value is of type {type(inner).__name__}, which JSON does not have: write it as text")
+        if isinstance(inner, dict) and None in inner.values():
+            noted.add("nulls")
+    return {key: _filled(inner) for key, inner in value.items() if inner is not None}
+
+
+def _within(value: object) -> Iterator[object]:
+    yield value
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _within(inner)
+
+
+def _filled(value: object) -> object:
+    """Returns a value without keys of null, at any depth. In a list, null is an element like any other."""
+    if isinstance(value, dict):
+        return {key: _filled(inner) for key, inner in value.items() if inner is not None}
+    return [_filled(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _is_learnt(message: dict[str, object], place: str) -> bool:
@@ -275,17 +365,27 @@ def _is_learnt(message: dict[str, object], place: str) -> bool:
     return True
 
 
-def _tools(row: _Row, columns: Columns) -> tuple[object, ...]:
-    """Reads the tools of a conversation: a list, or a list as JSON text."""
-    tools = row.get(columns.get("tools", "tools")) or ()
-    if isinstance(tools, str):
-        try:
-            tools = parsed(tools, finite=False) or ()
-        except UsageError as error:
-            raise RowError(f"the column tools: {error.message}") from error
+def _tools(row: _Row, column: str, noted: set[str]) -> tuple[object, ...]:
+    """Reads the tools of a conversation: a list, or a list as JSON text. One tool, or its parameters, may be JSON text too, as
+    in column files, where tools of many shapes fit no type. In JSON text, null is meant."""
+    place = f"the column {column}"
+    given = row.get(column) or ()
+    tools = _of_json(given, place) or ()
     if not isinstance(tools, list | tuple):
-        raise RowError("the column tools must be a list")
-    return tuple(tools)
+        raise RowError(f"{place} must be a list")
+    return tuple(_tool(tool, f"{place}: tool {n}", noted, isinstance(given, str)) for n, tool in enumerate(tools, start=1))
+
+
+def _tool(tool: object, place: str, noted: set[str], of_text: bool) -> dict[str, object]:
+    found = _of_json(tool, place)
+    if not isinstance(found, dict):
+        raise RowError(f"{place} must be an object")
+    if not (of_text or isinstance(tool, str)):
+        found = _object(found, place, noted)
+    function = found.get("function", found)
+    if isinstance(function, dict) and isinstance(function.get("parameters"), str):
+        function["parameters"] = _of_json(function["parameters"], f"{place}: parameters")
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -306,7 +406,7 @@ FORMATS = {  # in the order of detection, the most specific first
     "input_output": Format(read=_segments, required=("segments",), losses=("marked", "all")),
     "messages": Format(read=_chat, required=("messages",), optional=("tools", "system"), losses=_SPEAKERS),
     "sharegpt": Format(read=_sharegpt, required=("conversations",), optional=("tools", "system"), losses=_SPEAKERS),
-    "prompt_completion": Format(read=_pair, required=("prompt", "completion")),
+    "prompt_completion": Format(read=_pair, required=("prompt", "completion"), optional=("tools",)),
     "alpaca": Format(read=_alpaca, required=("instruction", "output"), optional=("input", "system", "history")),
     "text": Format(read=_document, required=("text",), losses=("all",)),
 }

@@ -47,7 +47,14 @@ class Counts:
     special_example: str = ""  # where the first of them is, and its token
     lost: int = 0  # tokens of samples that were truncated or dropped
     longest: int = 0  # tokens of the longest sample, whole
+    noted: dict[str, int] = field(default_factory=dict)  # samples by kind: those of `rows.NOTES`, and how masks were found
+    noted_at: dict[str, str] = field(default_factory=dict)  # the first of them
     lengths: list[int] = field(default_factory=list)  # samples of at most 1, 2, 4, 8, ... tokens, beyond those before
+
+    def note(self, kind: str, place: str) -> None:
+        """Counts a sample of this kind."""
+        self.noted[kind] = self.noted.get(kind, 0) + 1
+        self.noted_at.setdefault(kind, place)
 
     def sample(self, size: int) -> None:
         """Counts a whole sample of `size` tokens."""

@@ -45,6 +45,8 @@ def prompt_of(row: dict[str, Any], *, chat: bool) -> Prompt:
     column = next((name for name in _FORMATS if name in row), None)
     if column is None:
         raise RowError(f"the row has none of the columns {', '.join(_FORMATS)}")
+    if column == "prompt" and isinstance(row[column], list):  # of messages
+        row, column = {"messages": row[column], "tools": row.get("tools")}, "messages"
     answer = _ANSWERS[column]
     example = read_example({**row, answer: ""} if answer else row, _FORMATS[column], {})
     if isinstance(example, Chat):

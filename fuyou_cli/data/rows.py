@@ -6,8 +6,8 @@ A directory holds tokens.bin (int32), mask.bin (uint8: the bits of `packing`), o
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -18,6 +18,28 @@ from fuyou_cli.core.errors import UsageError
 
 from .packing import BEGINS, LABEL
 
+NOTES = {  # kind of what was noted of a sample -> what it means
+    "nulls": "tool calls or tools have keys of null, which column files fill in: they are left out (to keep one, write "
+    "arguments or tools as JSON text)",
+    "parts_joined": "content in parts is joined to one text, because the chat template takes no parts",
+    "arguments_read": "arguments of tool calls are JSON text: the chat template gets them as objects, because it writes JSON",
+    "arguments_written": "arguments of tool calls are objects: the chat template gets JSON text, because it takes no objects",
+    "calls_left_out": "the chat template leaves out tool calls: they are not learnt (set tokenizer.chat_template to one that "
+    "writes them)",
+    "content_left_out": "the chat template leaves out or changes text of the assistant: it is not learnt as it stands",
+    "tools_left_out": "the chat template leaves out the tools (set tokenizer.chat_template to one that writes them)",
+    "reasoning_left_out": "the chat template leaves out the reasoning of the last answer: it is not learnt",
+    "marks_misplaced": "the chat template's {% generation %} marks are not where the answers are, as inside a macro: these "
+    "were found by prefixes instead",
+    "marks_of_others": "the chat template's {% generation %} marks hold more than the assistant's messages: that is learnt too",
+    "marks_missing": "the chat template's {% generation %} marks leave out messages of the assistant: they carry no loss",
+    "unasked": "the chat template ignores add_generation_prompt: what it writes before an answer, such as a name, carries no "
+    "loss",
+    "border": "one token joins the end of the chat template's prompt and the beginning of an answer: it carries no loss",
+    "own_start": "the text brings its start token itself: no second one is added",
+    "own_end": "the text brings its end token itself: no second one is added",
+    "doubled": "a start or end token is doubled, because a message begins or ends with one as text: remove it there",
+}
 TOKENS, TOKEN_BYTES = "tokens.bin", 4
 NO_LOSS = -100  # the label that torch's cross entropy and every HF model ignore
 
@@ -51,6 +73,8 @@ class DataSummary:
     unanswered: int = 0
     longest: int = 0
     lengths: tuple[int, ...] = ()
+    noted: Mapping[str, int] = field(default_factory=dict)
+    noted_at: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -70,7 +94,12 @@ class DataSummary:
         )
         endless = "no stop token carries loss in these rows: the model does not learn from them to stop"
         told = ((together, self.run_together), (silent, self.unanswered), (special, self.special), (endless, self.never_stops))
-        return tuple(note for note, found in told if found)
+        kinds = (
+            f"in {self.noted[kind]:,} of {self.samples:,} samples {what}; the first is {self.noted_at[kind]}"
+            for kind, what in NOTES.items()
+            if kind in self.noted
+        )
+        return (*(note for note, found in told if found), *kinds)
 
 
 class Rows:

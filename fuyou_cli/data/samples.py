@@ -187,7 +187,9 @@ class Reading:
                 return
             hint = "correct or remove the row; if every row fails, the template or the tokenizer is wrong"
             raise UsageError(f"{first}: {error}", hint=hint) from error
-        for (place, example), (tokens, mask) in zip(batch, rows, strict=True):
+        for (place, example), (tokens, mask, noted) in zip(batch, rows, strict=True):
+            for kind in sorted(noted):
+                self.counts.note(kind, Path(place).name)
             yield Sample(tokens=tokens, mask=mask, place=place, ends=example.ends)
 
     def check(self, label_tokens: int, learns_to_stop: bool) -> None:
@@ -235,6 +237,9 @@ def _batches(examples: Iterator[Placed], limit: int | None) -> Iterator[list[Pla
     batch: list[Placed] = []
     samples = characters = 0
     for place, example in examples:
+        if batch and isinstance(example, Chat):
+            yield batch
+            batch, characters = [], 0
         batch.append((place, example))
         characters += example.size
         samples += example.ends

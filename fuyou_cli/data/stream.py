@@ -17,6 +17,7 @@ import threading
 import time
 import weakref
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
@@ -361,12 +362,16 @@ def _together(summaries: Sequence[DataSummary]) -> DataSummary:
     most = ("longest_row", "highest_token_id", "longest")
     counts = [field.name for field in fields(first) if type(getattr(first, field.name)) is int and field.name != "pad_id"]
     found = {name: (max if name in most else sum)(getattr(one, name) for one in summaries) for name in counts}
+    noted: Counter[str] = sum((Counter(one.noted) for one in summaries), Counter())
+    noted_at = {kind: place for one in reversed(summaries) for kind, place in one.noted_at.items()}
     lengths = [one.lengths for one in summaries]
     return replace(
         first,
         **found,
         formats=tuple(pair for one in summaries for pair in one.formats),
         entry_rows=tuple(one.rows for one in summaries),
+        noted=noted,
+        noted_at=noted_at,
         never_stops=any(one.never_stops for one in summaries),
         lengths=tuple(sum(sizes[k] for sizes in lengths if k < len(sizes)) for k in range(max(map(len, lengths)))),
     )

@@ -1,31 +1,41 @@
 """Turns examples into tokens with a loss mask, using the checkpoint's own tokenizer.
 
 Runs in the worker only. Prompt and completion are tokenised separately, as in generation. A conversation is rendered and
-tokenised as a whole, and its mask is found by characters.
+tokenised as a whole, and its mask is found by characters (`masks`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.json_files import read_object
 
-from . import sandbox
 from .formats import Chat, Example, RowError, Texts, Tokens
+from .masks import LARGEST_SAMPLE as LARGEST_SAMPLE
+from .masks import Conversations, Spans
 from .packing import Row
 from .sandbox import LibraryErrors
 
-LARGEST_SAMPLE = 1 << 22  # most characters of a sample that cannot be cut
 PREVIEW_TOKENS = 400
 _LARGEST_SETTINGS = 16 << 20  # bytes of generation_config.json
-_GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
+
+
+class Encoded(NamedTuple):
+    """Holds the tokens of an example, where loss is, and what was noted about it: kinds of `rows.NOTES`, and the way in which
+    the mask of a conversation was found."""
+
+    tokens: NDArray[np.int32]
+    mask: NDArray[np.uint8]
+    noted: frozenset[str] = frozenset()
 
 
 def load_tokenizer(directory: Path, *, chat_template: str | None, pad_token: str | None) -> Any:
@@ -69,6 +79,7 @@ class Tokeniser:
         self.eos_id: int | None = tokenizer.eos_token_id
         self.stop_ids = frozenset(_stop_ids(tokenizer, directory))
         self._special = _special_tokens(tokenizer)
+        self._conversations = Conversations(tokenizer, template=self.template)
         with LibraryErrors(lambda why: UsageError(f"tokenizer: {directory} fails: {why}")):
             self._starts = self._start_tokens()
 
@@ -78,11 +89,11 @@ class Tokeniser:
         known = (self.tokenizer.pad_token_id, self.eos_id, 0)
         return next(value for value in known if value is not None)
 
-    def encode(self, examples: Sequence[Example], *, target: str) -> list[Row]:
+    def encode(self, examples: Sequence[Example], *, target: str) -> list[Encoded]:
         """Makes tokens int32 [n] and mask uint8 [n] of each example (all of one kind). Raises RowError on a sample that
         cannot be rendered or tokenised."""
         if isinstance(examples[0], Chat):
-            return self._chats([example for example in examples if isinstance(example, Chat)], target)
+            return [self._chat(example, target) for example in examples if isinstance(example, Chat)]
         if isinstance(examples[0], Tokens):
             return [self._given(example, target) for example in examples if isinstance(example, Tokens)]
         return self._texts([example for example in examples if isinstance(example, Texts)], target)
@@ -95,18 +106,25 @@ class Tokeniser:
         if not self.tokenizer.chat_template:
             hint = "put a chat_template.jinja beside it, or give texts to continue"
             raise UsageError(f"{self._directory}: the tokenizer has no chat template, but a conversation needs one", hint=hint)
-        return self._ids([self._render(example, example.messages, add_generation_prompt=True)])[0]
+        return self._ids([self._conversations.taken(example, add_generation_prompt=True)[1]])[0]
 
-    def _given(self, example: Tokens, target: str) -> Row:
+    @cached_property
+    def _vocabulary(self) -> int:
+        """Returns the bound of the token ids. There may be holes below it."""
+        return max(len(self.tokenizer), *(int(token) + 1 for token in self.tokenizer.get_vocab().values()))
+
+    def _given(self, example: Tokens, target: str) -> Encoded:
         """Returns given tokens unchanged, after a check that each is in the vocabulary."""
         size = len(self.tokenizer)
+        if len(example.ids) and example.ids.max() >= size:
+            size = self._vocabulary
         if (strange := np.flatnonzero((example.ids < 0) | (example.ids >= size))).size:
             at = strange[0]
             raise RowError(
                 f"token {at + 1:,} is {example.ids[at]}, outside the vocabulary of {self._directory} (0 to {size - 1:,}): "
                 "was another tokenizer used?"
             )
-        return _row(example.ids, np.ones(len(example.ids)) if target == "all" else example.learnt)
+        return _encoded(example.ids, np.ones(len(example.ids)) if target == "all" else example.learnt)
 
     def special_in(self, example: Example) -> str | None:
         """Finds a special token in the example's own text, before a chat template adds more. A tokenizer reads "<|end|>" in
@@ -130,121 +148,102 @@ class Tokeniser:
                 return list(framed[:begin])
         return []
 
-    def _texts(self, examples: list[Texts], target: str) -> list[Row]:
+    def _texts(self, examples: list[Texts], target: str) -> list[Encoded]:
         ids = iter(self._ids([text for example in examples for text in example.texts()]))
-        end = [] if self.eos_id is None else [self.eos_id]
-        rows = []
+        made = []
         for example in examples:
             if self.eos_id is None and not example.bare and not all(learnt for _, learnt in example.parts):
                 raise UsageError("the tokenizer has no end token (eos_token): the model would never learn to stop")
-            pieces = [(self._starts if example.begins else [], example.parts[0][1])]
-            pieces += [(next(ids), learnt) for _, learnt in example.parts]
-            pieces += [(end if example.ends and not example.bare else [], example.parts[-1][1])]
+            pieces = [(next(ids), learnt) for _, learnt in example.parts]
+            start, end, noted = self._frame(example, next((piece for piece, _ in pieces if piece), []), pieces[-1][0])
+            pieces = [(start, example.parts[0][1]), *pieces, (end, example.parts[-1][1])]
             mask = np.repeat([learnt or target == "all" for _, learnt in pieces], [len(piece) for piece, _ in pieces])
-            rows.append(_row([one for piece, _ in pieces for one in piece], mask))
-        return rows
+            made.append(_encoded([one for piece, _ in pieces for one in piece], mask, noted))
+        return made
 
-    def _chats(self, chats: list[Chat], target: str) -> list[Row]:
+    def _frame(self, example: Texts, first: list[int], last: list[int]) -> tuple[list[int], list[int], set[str]]:
+        """Returns the start and end tokens to put around an example, whose first and last text are these tokens, and says which
+        of them it has itself."""
+        start = self._starts if example.begins else []
+        end = [] if self.eos_id is None or example.bare or not example.ends else [self.eos_id]
+        noted = set[str]()
+        if start and first[: len(start)] == start:
+            start, noted = [], noted | {"own_start"}
+        if end and self.eos_id in last:
+            after = last[len(last) - last[::-1].index(self.eos_id) :]
+            if not after or not self.tokenizer.decode(after).strip():  # a line break may follow
+                end, noted = [], noted | {"own_end"}
+        return start, end, noted
+
+    def _chat(self, chat: Chat, target: str) -> Encoded:
         if not self.tokenizer.chat_template:
             raise UsageError(
                 "the tokenizer has no chat template, but conversations need one",
                 hint="set tokenizer.chat_template to a .jinja file, or use a tokenizer that has one",
             )
-        with LibraryErrors(lambda why: UsageError(f"{self.template} cannot be used: {why}")):
-            marked = _GENERATION.search(self.tokenizer.get_chat_template()) is not None
-        if not self.tokenizer.is_fast and not marked:
+        if not self.tokenizer.is_fast:
             raise UsageError("the loss mask of conversations needs a fast tokenizer (with a tokenizer.json)")
-        return [self._marked(chat, target) if marked else self._by_prefixes(chat, target) for chat in chats]
+        spans = self._conversations.spans(chat)
+        ids, places = self._placed(spans.text)
+        mask, noted = (self._by_marks if spans.marks else self._by_prefixes)(spans, places, target, ids)
+        ends = [*self.stop_ids, *self._starts]
+        if (np.isin(ids[1:], ends) & (ids[1:] == ids[:-1])).any() and self.special_in(chat):
+            noted |= {"doubled"}
+        return _encoded(ids, mask, spans.noted | noted)
 
-    def _render(self, chat: Chat, messages: Sequence[dict[str, object]], **options: Any) -> str:
-        """Renders within limits: a template is a program and may never stop writing."""
-        try:
-            with sandbox.memory_limit():
-                text: str = self._apply(chat, messages, tokenize=False, **options)
-        except MemoryError:
-            most = f"{sandbox.TEMPLATE_BYTES >> 20} MiB"
-            raise RowError(f"{self.template} takes more than {most} for this conversation") from None
-        if len(text) > LARGEST_SAMPLE:
-            raise RowError(f"{self.template} makes {len(text):,} characters of this conversation, more than {LARGEST_SAMPLE:,}")
-        return text
-
-    def _apply(self, chat: Chat, messages: Sequence[dict[str, object]], **options: Any) -> Any:
-        with LibraryErrors(lambda why: RowError(f"{self.template} refuses this conversation: {why}")):
-            return self.tokenizer.apply_chat_template(list(messages), tools=list(chat.tools) or None, **options)
-
-    def _marked(self, chat: Chat, target: str) -> Row:
-        """Takes the mask from the template, which marks what the assistant generates."""
-        self._render(chat, chat.messages)  # checks the size first: tokenising takes much more memory than the text
-        options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-        encoded = self._apply(chat, chat.messages, **options)
-        mask = np.asarray(encoded["assistant_masks"], np.int8)
-        begins, ends = (np.flatnonzero(np.diff(mask, prepend=0, append=0) == edge) for edge in (1, -1))
-        turns = _assistant_turns(chat)
-        if chat.unlearnt and len(begins) != len(turns):
-            raise RowError(
-                f"{self.template} marks {len(begins)} texts, but the assistant has {len(turns)} messages: it is unclear which "
-                "message `train: false` excludes"
-            )
-        if target == "all":
-            mask[:] = 1
-        elif target == "last_assistant" and mask.any():
-            mask[: begins[-1]] = 0
-        for turn in chat.unlearnt:
-            mask[begins[turns.index(turn)] : ends[turns.index(turn)]] = 0
-        return _row(encoded["input_ids"], mask)
-
-    def _by_prefixes(self, chat: Chat, target: str) -> Row:
-        whole = self._render(chat, chat.messages)
+    def _placed(self, text: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Returns tokens [n] and the characters [n, 2] that each is. A post-processor may trim blanks off them, so it is left
+        out: beside that it only adds start and end tokens, which templates write."""
+        inner = self.tokenizer.backend_tokenizer
         with LibraryErrors(self._untokenised):
-            encoded = self.tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        begins = np.asarray([begin for begin, _ in encoded["offset_mapping"]], np.int64)
-        ids = np.asarray(encoded["input_ids"], np.int64)
-        everything = target == "all"
-        mask = np.full(len(begins), int(everything), np.uint8)
-        turns = _assistant_turns(chat)[-1:] if target == "last_assistant" else _assistant_turns(chat)
-        asked = [turn for turn in turns if (turn in chat.unlearnt) == everything]
-        for begin, end in self._spans(chat, whole, asked):
-            within = np.flatnonzero((begins >= begin) & (begins < end))
-            stops = np.flatnonzero(np.isin(ids[within], list(self.stop_ids)))
+            kept, inner.post_processor = inner.post_processor, None
+            try:
+                encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            finally:
+                inner.post_processor = kept
+        places = np.asarray(encoded["offset_mapping"], np.int64).reshape(-1, 2)
+        return np.asarray(encoded["input_ids"], np.int64), places
+
+    def _by_marks(
+        self, spans: Spans, places: NDArray[np.int64], target: str, ids: NDArray[np.int64]
+    ) -> tuple[NDArray[np.uint8], set[str]]:
+        """Takes the mask from the template, which marks what the assistant generates."""
+        chat, turns, marks = spans.chat, spans.turns, spans.marks
+        answers, meant = chat.answers("all"), chat.answers(target)
+        excluded = {turn for turn in answers if turn in chat.unlearnt or (turn not in meant and target != "all")}
+        if turns is None and target == "last_assistant" and not chat.unlearnt:
+            marks = marks[-1:]
+        elif turns is None and excluded:
+            raise RowError(
+                f"{self.template} marks {len(marks)} texts, but the assistant has {len(answers)} messages: it is unclear which "
+                f"message {'`train: false` excludes' if chat.unlearnt else 'belongs to the prompt'}"
+            )
+        unlearnt = {mark for turn in excluded for mark in (turns or {}).get(turn, ())}
+        mask = np.full(len(ids), int(target == "all"), np.uint8)
+        for begin, end in unlearnt if target == "all" else [mark for mark in marks if mark not in unlearnt]:
+            within = np.flatnonzero((places[:, 1] > begin) & (places[:, 0] < end))
+            if within.size:
+                mask[within[0] : within[-1] + 1] = target != "all"
+        return mask, {"marks"}
+
+    def _by_prefixes(
+        self, spans: Spans, places: NDArray[np.int64], target: str, ids: NDArray[np.int64]
+    ) -> tuple[NDArray[np.uint8], set[str]]:
+        """Takes the mask from renderings of the conversation's beginnings."""
+        chat, noted, everything = spans.chat, {"prefixes"}, target == "all"
+        mask = np.full(len(ids), int(everything), np.uint8)
+        asked = [turn for turn in chat.answers(target) if (turn in chat.unlearnt) == everything]
+        found, unasked = self._conversations.by_prefixes(chat, spans.text, asked)
+        for turn, (begin, end) in found.items():
+            within = (places[:, 0] >= begin) & (places[:, 0] < end)
+            if (across := (places[:, 0] < begin) & (places[:, 1] > begin)).any():
+                within |= across & (turn in unasked)  # what is before is no prompt of its own
+                noted |= set() if turn in unasked else {"border"}
+            learnt = np.flatnonzero(within)
+            stops = np.flatnonzero(np.isin(ids[learnt], list(self.stop_ids)))
             # A template may add something after the stop token, such as a line break: no model generates it.
-            mask[within[: stops[-1] + 1] if stops.size else within] = not everything
-        return _row(ids, mask)
-
-    def _spans(self, chat: Chat, whole: str, turns: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Yields characters [begin, end) of `whole` that are the assistant's messages `turns`, end-of-turn token included.
-        Raises RowError if one cannot be located exactly."""
-        for turn in turns:
-            if turn == 0:
-                raise RowError("the conversation begins with the assistant, which this chat template cannot mask")
-            before = self._render(chat, chat.messages[:turn], add_generation_prompt=True)
-            end = self._end_of_turn(chat, turn, whole) if whole.startswith(before) else None
-            if end is None or end <= len(before):
-                hint = "set dataset.loss_on to last_assistant, or mark the turns with {% generation %} in a template"
-                raise RowError(f"the chat template renders message {turn + 1} differently as the chat grows; {hint}")
-            yield len(before), end
-
-    def _end_of_turn(self, chat: Chat, turn: int, whole: str) -> int | None:
-        """Finds where message `turn` ends in `whole`; None if that cannot be known.
-
-        Usually the rendering up to it is the beginning of the whole. But a template may render a turn differently once others
-        follow (it drops the thinking). Then the chat is rendered without the turn: both renderings end with the text after the
-        turn.
-        """
-        after = self._render(chat, chat.messages[: turn + 1])
-        if whole.startswith(after):
-            return len(after)
-        base = self._render(chat, chat.messages[:turn])
-        try:
-            without = self._render(chat, [*chat.messages[:turn], *chat.messages[turn + 1 :]])
-        except RowError:  # a template may insist on turns that alternate
-            return None
-        rest = without.removeprefix(base)
-        located = without.startswith(base) and whole.startswith(base) and rest and whole.endswith(rest)
-        return len(whole) - len(rest) if located else None
-
-
-def _assistant_turns(chat: Chat) -> list[int]:
-    return [number for number, message in enumerate(chat.messages) if message["role"] == "assistant"]
+            mask[learnt[: stops[-1] + 1] if stops.size else learnt] = not everything
+        return mask, noted | ({"unasked"} if unasked else set())
 
 
 def decode_pieces(tokenizer: Any, row: Row, *, at_most: int = PREVIEW_TOKENS) -> list[tuple[str, bool]]:
@@ -258,8 +257,8 @@ def decode_pieces(tokenizer: Any, row: Row, *, at_most: int = PREVIEW_TOKENS) ->
     return [*pieces, (f" ... ({more:,} more tokens)", False)] if more > 0 else pieces
 
 
-def _row(ids: Any, mask: Any) -> Row:
-    return np.asarray(ids, np.int32), np.asarray(mask, np.uint8)
+def _encoded(ids: Any, mask: Any, noted: Collection[str] = ()) -> Encoded:
+    return Encoded(np.asarray(ids, np.int32), np.asarray(mask, np.uint8), frozenset(noted))
 
 
 def _special_tokens(tokenizer: Any) -> re.Pattern[str] | None:

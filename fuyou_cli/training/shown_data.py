@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 from ..checkpoint.hub import Hub, Progress
 from ..core.disk import existing
 from ..data.locked_folders import scratch_in
+from ..data.sources import find_sources
 from ..data.tokenise import PREVIEW_TOKENS, decode_pieces, load_tokenizer
-from .length import Epoch, cache_of, evaluation_rows, fed, mixture_of, steps_of
+from .length import Epoch, cache_of, evaluation_rows, evaluation_sets, fed, mixture_of, steps_of
 from .numerics import usual_numerics
 
 if TYPE_CHECKING:
     from ..data.rows import DataSummary, Feed
+    from ..data.sources import Source
     from ..recipe.schema import Recipe
     from ..spec.plan import TypicalStep
 
@@ -60,6 +62,7 @@ class Seen:
     summary: DataSummary
     sets: dict[str, DataSummary]  # to evaluate
     steps: int  # of the run
+    sources: Sequence[Source]  # of training, then of the sets to evaluate
     note: str | None  # on how often rows are seen
     mixture: str | None
     padding: Padding | None  # None: all rows are whole
@@ -71,6 +74,10 @@ class Seen:
         return {
             **{name: value for name, value in asdict(self.summary).items() if name not in left_out},
             "formats": [{"path": path, "format": name} for path, name in self.summary.formats],
+            "files": [
+                {"path": one.entry.path, "files": list(map(str, one.files)), "skipped": list(map(str, one.skipped))}
+                for one in self.sources
+            ],
             "notes": [*self.summary.notes, *([self.note] if self.note else [])],
             "steps": self.steps,
             "padding": None if self.padding is None else asdict(self.padding),
@@ -114,6 +121,7 @@ def _seen(recipe: Recipe, cache: Path, number: int, *, whole: bool, say: Say, pr
         summary=rows.summary,
         sets={name: found.summary for name, found in sets.items()},
         steps=steps,
+        sources=[source for one in (recipe.dataset, *evaluation_sets(recipe).values()) for source in find_sources(one)],
         note=sampler.note(steps, recipe.train.epochs),
         mixture=mixture_of(recipe, sampler, steps),
         padding=_padding(recipe, Epoch.of(rows)),

@@ -118,6 +118,28 @@ def test_documents_that_share_a_row_in_ascii(asked: Project, printed: Printed) -
     assert max(map(len, text.splitlines())) <= 80
 
 
+def test_which_files_were_read_and_how_masks_were_found(asked: Project, printed: Printed) -> None:
+    """Beside the notes, which say of how many samples each is true."""
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": [{"type": "text", "text": "b"}]}]
+    for folder, file in (("set", "data.jsonl"), ("set", "test.jsonl"), ("eval", "more.jsonl")):
+        Path(folder).mkdir(exist_ok=True)
+        Path(folder, file).write_text((json.dumps({"messages": talk}) + "\n") * 2)
+    each = "{% for m in messages %}{{ m.role }}:{{ m.content }}<|end|>{% endfor %}"
+    Path("chat.jinja").write_text(each + "{% if add_generation_prompt %}assistant:{% endif %}")
+    changes = ["dataset.train=[{path: set, split: test}]", "dataset.eval=[{path: eval}]", "tokenizer.chat_template=chat.jinja"]
+    text = " ".join(printed("data", asked.recipe, *changes).split())
+    assert "files set: 1 file taken (test.jsonl), 1 skipped, not of split test (data.jsonl)" in text
+    assert "files eval: 1 file taken (more.jsonl)" in text
+    assert "masks of 2 samples by comparing what the chat template makes of prefixes" in text
+    assert "note: in 2 of 2 samples content in parts is joined to one text" in text and "the first is test.jsonl:1" in text
+    found = json.loads(printed("data", asked.recipe, *changes, "--json"))
+    assert found["files"] == [
+        {"path": "set", "files": ["set/test.jsonl"], "skipped": ["set/data.jsonl"]},
+        {"path": "eval", "files": ["eval/more.jsonl"], "skipped": []},
+    ]
+    assert found["noted"] == {"parts_joined": 2, "prefixes": 2}
+
+
 def test_the_rows_of_a_run(new_project: NewProject, printed: Printed) -> None:
     """Finds the rows where the run has put them, in its order, with its labels; also those it holds back."""
     changes = {"dataset.packing": "concat", "dataset.eval_fraction": 0.1, "train.batch_size": 3, "train.micro_batch_size": 1}

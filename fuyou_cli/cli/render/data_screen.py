@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from fuyou_cli.training.shown_data import Seen, Shown
 
 _BAR = 30  # columns
+_WAYS = {
+    "marks": "the chat template's {% generation %} marks",
+    "prefixes": "comparing what the chat template makes of prefixes",
+}
 _DOCUMENTS = 3  # of a row that are shown
 _MUCH = 0.2  # share of padding
 
@@ -36,6 +40,11 @@ def _made(seen: Seen) -> Iterator[tuple[str, str]]:
     summary, packing = seen.summary, seen.recipe.dataset.packing
     formats = ", ".join(f"{path} ({name})" for path, name in summary.formats)
     yield "read", f"{some(summary.samples, 'sample')} of {formats}"
+    for source in seen.sources:
+        if source.choice is not None:
+            yield "files", source.choice
+    if ways := [f"{some(summary.noted[way], 'sample')} by {what}" for way, what in _WAYS.items() if way in summary.noted]:
+        yield "masks", f"of {' and of '.join(ways)}"
     packed = f"packing: {packing}" if packing else "a sample each"
     yield "rows", f"{summary.rows:,} ({packed}), on average {summary.tokens / summary.rows:,.0f} tokens"
     yield "tokens", f"{summary.tokens:,}, trained {summary.label_tokens:,} ({percent(summary.label_tokens, summary.tokens)})"
