@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Writes scripts/results/MODELS.md: every causal decoder family of the installed transformers, and some that take images,
-built small from its configuration class and tried.
+built small from its configuration class, in several ways, written by transformers and tried.
 
     python scripts/models_table.py [--print]
-    needs no weights and no network; a minute
+    needs no network; ten minutes
 
-`tests/engine/test_every_family.py` trains a step of those that train, beside plain PyTorch, and compares this table.
+`tests/engine/test_every_family.py` trains two steps of those that train, beside plain PyTorch, and compares this table.
 """
 
 from __future__ import annotations
@@ -14,19 +14,24 @@ import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import torch
 import transformers
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
+from fuyou_cli.checkpoint.files import open_checkpoint
+from fuyou_cli.checkpoint.names import entries_for
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.engine.describe import outlined, specified
-from fuyou_cli.engine.skeleton import build
+from fuyou_cli.engine.skeleton import EXPERT_KEYS, auto_class, build, load_config
 
 TABLE = Path(__file__).with_name("results") / "MODELS.md"
 VOCABULARY, TOKENS = 97, 16
@@ -37,9 +42,10 @@ _SMALL: dict[str, int] = {
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "multi_query_group_num"), 2),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "inner_dim", "d_ff"), 64),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length"), 64),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length"), 32),
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0),
-    **dict.fromkeys(("sliding_window", "window_size", "head_dim", "hidden_size_per_layer_input"), 8),
+    **dict.fromkeys(("sliding_window", "window_size", "attention_window_size", "keep_window_size"), 8),
+    **dict.fromkeys(("head_dim", "hidden_size_per_layer_input", "chunk_size", "mamba_chunk_size", "attention_chunk_size"), 8),
     "vocab_size": VOCABULARY, "rotary_dim": 4, "depth": 1, "embed_dim": 32,
 }  # fmt: skip
 _PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id")
@@ -59,10 +65,34 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "gemma4": {"hidden_size_per_layer_input": 0},
     "gemma4_text": {"hidden_size_per_layer_input": 0},
 }
-_OTHERS = {  # settings of other checkpoints, as of E2B and E4B
-    **{name: {"hidden_size_per_layer_input": 8} for name in ("gemma4", "gemma4_text")},
-    **{name: {"residual_in_fp32": True} for name in ("falcon_mamba", "mamba", "mamba2")},
+_OTHERS = {  # settings of other checkpoints
+    **{name: {"as E2B and E4B": {"hidden_size_per_layer_input": 8}} for name in ("gemma4", "gemma4_text")},
+    **{name: {"residual_in_fp32": {"residual_in_fp32": True}} for name in ("falcon_mamba", "mamba", "mamba2")},
+    "doge": {"experts": {"is_moe": True, "num_experts": 16, "num_experts_per_tok": 4}},
+    "mpt": {"no alibi": {"attn_config": {"alibi": False}}},
 }
+_KINDS_KEYS = ("layer_types", "layers_block_type", "block_types")
+_MORE_KINDS = {"lfm2": ["conv", "full_attention"], "lfm2_moe": ["conv", "full_attention"]}
+_WITH_EXPERTS = ("moe", "sparse", "hash_moe")  # kinds of a layer, or of its second half
+_EXPERTS_OFF = {  # of all layers, where a configuration has the key
+    "first_k_dense_replace": 9, "num_dense_layers": 9, "moe_layers": [], "mlp_only_layers": list(range(9)),
+    "moe_layer_start_index": 9, "is_moe": False,
+}  # fmt: skip
+_EXPERTS_ON = {  # in all layers, where a configuration has the key
+    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"), 0), "mlp_only_layers": [],
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "num_expert_group"), 1),
+}  # fmt: skip
+ORIGINAL = 16  # tokens: rope types change at this length
+_ROPE: dict[str, dict[str, Any]] = {
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": ORIGINAL},
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 4.0},
+    "longrope": {"factor": 4.0, "original_max_position_embeddings": ORIGINAL},
+    "llama3": {
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": ORIGINAL,
+    },
+}  # fmt: skip
 _ASIDE = {  # no language models by themselves, or encoders that can be asked to be causal
     "encoders that may be causal": (
         "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta "
@@ -86,7 +116,7 @@ class Family:
 
     name: str  # transformers' model_type
     model: str  # its class
-    trains: str  # yes, no, not tried
+    trains: str  # yes, some (not as it usually is), no, not tried
     isolated: str  # `dataset.packing: isolated`; empty if it does not train
     why: str  # it does not train
 
@@ -116,32 +146,189 @@ def _small(part: PreTrainedConfig, special: dict[str, Any]) -> dict[str, Any]:
     fields = part.to_dict()
     chosen: dict[str, Any] = {key: size for key, size in _SMALL.items() if key in fields}
     chosen |= {key: 0.0 for key in fields if key.endswith(("dropout", "pdrop", "dropout_rate", "dropout_prob", "layerdrop"))}
+    chosen |= {key: 4 for key in EXPERT_KEYS if isinstance(fields.get(key), int) and fields[key] > 1}
+    chosen |= {key: usual for key, usual in _EXPERTS_ON.items() if key in fields}
+    if "sparse" in (kinds := fields.get("mlp_layer_types") or ()):
+        chosen["mlp_layer_types"] = [kinds[-1]] * 2
     if "kv_lora_rank" in fields:  # latent attention: as many keys as queries, and head sizes of its own
         chosen = {key: size for key, size in chosen.items() if key != "head_dim"} | {"num_key_value_heads": 4}
     return chosen | special
 
 
+@cache
+def variants(name: str) -> dict[str, dict[str, Any]]:
+    """Returns changes of a family's small configuration, by what they are about. The first has none."""
+    fields, found = small(name).get_text_config().to_dict(), dict[str, dict[str, Any]]()
+    off = _without_experts(fields)
+    fields |= off
+    for key in _KINDS_KEYS:
+        usual = getattr(CONFIG_MAPPING[name]().get_text_config(), key, None) or ()
+        kinds = [kind for kind in dict.fromkeys([*usual, *_MORE_KINDS.get(name, [])]) if kind not in _WITH_EXPERTS]
+        if len(kinds) > 1:
+            found["every kind of layer"] = _layers(fields, key, kinds)
+    if "sliding_window" in fields:
+        window: dict[str, Any] = {
+            "sliding_window": 8,
+            **({"use_sliding_window": True} if "use_sliding_window" in fields else {}),
+        }
+        if set(fields.get("layer_types") or ()) == {"full_attention"}:
+            window |= _layers(fields, "layer_types", ["sliding_attention", "full_attention"])
+        found["a window"] = window
+        if "sliding_attention" not in (fields.get("layer_types") or ()):
+            found["no window"] = {"sliding_window": None}
+    if "alibi" in fields:
+        found["alibi"] = {"alibi": not fields["alibi"]}
+    if fields.get("rope_parameters"):
+        found |= {f"rope {kind}": _rope(fields, kind) for kind in _ROPE}
+    without = {"no experts": off} if off else {}
+    return {"usual": {}, **without, **{label: {**off, **changes} for label, changes in found.items()}, **_OTHERS.get(name, {})}
+
+
+def _layers(fields: Mapping[str, Any], key: str, kinds: Sequence[str]) -> dict[str, Any]:
+    """Returns changes that give a model a layer of each kind. Further lists by layer are as long."""
+    changes: dict[str, Any] = {key: list(kinds), "num_hidden_layers": len(kinds)}
+    if fields.get("mlp_layer_types"):
+        changes["mlp_layer_types"] = [fields["mlp_layer_types"][0]] * len(kinds)
+    return changes
+
+
+def _without_experts(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns changes that leave a family's experts out, in every way that its configuration may have; empty for others."""
+    if not any(isinstance(fields.get(key), int) and fields[key] > 1 for key in (*EXPERT_KEYS, "num_local_experts")):
+        return {}
+    off = {key: value for key, value in _EXPERTS_OFF.items() if key in fields}
+    if fields.get("mlp_layer_types"):
+        off["mlp_layer_types"] = ["dense"] * len(fields["mlp_layer_types"])
+    if "moe" in (fields.get("layers_block_type") or ()):
+        off["layers_block_type"] = ["linear_attention", "full_attention", "mlp"]
+    return off or {key: 0 if key == "num_local_experts" else 1 for key in EXPERT_KEYS if key in fields}
+
+
+def _rope(fields: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Returns changes to another rotary type, also where each type of layer has its own."""
+
+    def of(usual: Any) -> Any:
+        if not isinstance(usual, dict):
+            return usual
+        if any(isinstance(part, dict) for part in usual.values()):
+            return {key: of(part) for key, part in usual.items()}
+        kept = {key: usual[key] for key in ("rope_theta", "partial_rotary_factor", "mrope_section") if key in usual}
+        return {**kept, "rope_type": kind, **_ROPE[kind]}
+
+    changes: dict[str, Any] = {"rope_parameters": of(fields["rope_parameters"])}
+    if kind == "dynamic" and "max_position_embeddings" in fields:
+        changes["max_position_embeddings"] = ORIGINAL
+    return changes
+
+
+def made(name: str, changes: Mapping[str, Any]) -> PreTrainedConfig:
+    """Returns the small configuration of a variant. longrope has as many factors as its rotary embedding has frequencies."""
+    rope = changes.get("rope_parameters")
+    if rope is None or "longrope" not in str(rope):
+        return small(name, changes)
+    usual = build(small(name), dtype="float32", attention="sdpa")
+    sizes = {key.removesuffix("inv_freq"): buffer.numel() for key, buffer in _frequencies(usual)}
+
+    def filled(part: Any, size: int) -> Any:
+        short, long = [1.0 + n / 8 for n in range(size)], [2.0 + n for n in range(size)]
+        return part | {"short_factor": short, "long_factor": long} if isinstance(part, dict) else part
+
+    if "rope_type" in rope:
+        rope = filled(rope, next(iter(sizes.values())))
+    else:
+        rope = {key: filled(part, sizes.get(f"{key}_", next(iter(sizes.values())))) for key, part in rope.items()}
+    return small(name, {**changes, "rope_parameters": rope})
+
+
+def exists(name: str, label: str) -> bool:
+    """Tells whether transformers makes such a model: not every family takes every rotary type."""
+    try:
+        build(made(name, variants(name)[label]), dtype="float32", attention="sdpa")
+    except Exception:  # whatever a family's code says of it
+        return False
+    return True
+
+
+def _frequencies(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    decoder = model.get_decoder() or model.base_model
+    for key, buffer in decoder.named_buffers():
+        own = key.rpartition(".")[2]
+        if own.endswith("inv_freq") and "original" not in own:
+            yield own, buffer
+
+
 def tried(name: str) -> Family:
-    """Builds a family's model small and asks whether it trains, and whether it keeps documents of a row apart."""
+    """Builds a family's model small, in every way, and asks whether it trains and keeps documents of a row apart."""
     model = str(_CLASSES[name])
     try:
-        config = small(name)
-        why = _refusal(config)
-        other = "" if name not in _OTHERS else _refusal(small(name, _OTHERS[name]))
+        reasons, apart = _tried(name, "usual")
     except Exception as error:  # whatever a family's code says of sizes that it does not take
         return Family(name=name, model=model, trains="not tried", isolated="", why=f"not made small: {_short(str(error))}")
-    why, other = (reason.removeprefix(f"{model} cannot be streamed: ") for reason in (why, other))
-    if why:
-        return Family(name=name, model=model, trains="no", isolated="", why=_short(why))
-    told = f"not all of its checkpoints: {_short(other)}" if other else ""
-    return Family(name=name, model=model, trains="yes", isolated="yes" if _isolated(config) else "no", why=told)
+    refused, kept = {"usual": reasons} if reasons else {}, {"usual": apart} if not reasons else {}
+    for label in list(variants(name))[1:]:
+        if not exists(name, label):
+            continue
+        reason, apart = _tried(name, label)
+        if reason:
+            refused[label] = reason
+        else:
+            kept[label] = apart
+    return _judged(name, model, refused, kept)
+
+
+def _judged(name: str, model: str, refused: Mapping[str, str], kept: Mapping[str, bool]) -> Family:
+    if not kept:
+        return Family(name=name, model=model, trains="no", isolated="", why=_short(next(iter(refused.values()))))
+    usual = {label: apart for label, apart in kept.items() if not label.startswith("rope ")}
+    mixing = [label for label, apart in usual.items() if not apart]
+    isolated = "yes" if not mixing else "no" if len(mixing) == len(usual) or "every kind of layer" in mixing else "some"
+    by_reason: dict[str, list[str]] = {}
+    for label, reason in refused.items():
+        by_reason.setdefault(_short(reason), []).append(label)
+    told = "; ".join(f"not with {', '.join(labels)}: {reason}" for reason, labels in by_reason.items())
+    if "usual" in refused:
+        told = told.replace("not with usual", "not usually", 1)
+    return Family(name=name, model=model, trains="some" if "usual" in refused else "yes", isolated=isolated, why=told)
+
+
+def _tried(name: str, label: str) -> tuple[str, bool]:
+    """Says why a variant does not train, empty for one that does, and whether it keeps documents apart. Goes by files that
+    transformers writes."""
+    config, model = made(name, variants(name)[label]), str(_CLASSES[name])
+    with TemporaryDirectory() as folder:
+        write(config, Path(folder))
+        read = load_config(Path(folder))
+        why = _refusal(read) or _unreadable(read, Path(folder))
+        return why.removeprefix(f"{model} cannot be streamed: "), not why and _isolated(read)
+
+
+def write(config: PreTrainedConfig, folder: Path) -> None:
+    """Writes a small model with random weights as transformers does."""
+    torch.manual_seed(11)
+    config.vocab_size = VOCABULARY  # which a configuration of several parts does not have
+    model = auto_class(config).from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("weight") and parameter.dim() > 1:
+                parameter.mul_(4)  # so that losses depend on what attends to what
+    model.save_pretrained(folder)
+
+
+def _unreadable(config: PreTrainedConfig, folder: Path) -> str:
+    """Says why a model's file cannot be read."""
+    try:
+        model = build(config, dtype="float32", attention="sdpa")
+        entries_for(model, open_checkpoint(folder))
+    except UsageError as error:
+        return error.message
+    return ""
 
 
 def _refusal(config: PreTrainedConfig) -> str:
     """Says why a model does not train; empty for one that does."""
-    made = build(config, dtype="bfloat16", attention="sdpa")
+    built = build(config, dtype="bfloat16", attention="sdpa")
     try:
-        known = outlined(made)
+        known = outlined(built)
         if known.refusal is None:
             specified(known, dtype="bfloat16", micro_batch_size=2, max_seq_len=TOKENS, head_chunk_tokens=0)
     except UsageError as error:

@@ -306,8 +306,8 @@ def refuse_by_configuration(model: PreTrainedModel) -> None:
         values = [setting(text, name) for name in names]
         return max((value for value in values if isinstance(value, (int, float))), default=0)
 
-    if number(*EXPERT_KEYS) > 1:
-        raise _refusal(model, "its blocks choose among experts (mixture of experts), which is not built yet")
+    if (experts := _experts(model)) is not None:
+        raise _refusal(model, f"its blocks choose among experts (mixture of experts: {experts}), which is not built yet")
     if number("layerdrop", "decoder_layerdrop") > 0:
         raise _refusal(model, "layerdrop is above 0 in its config.json: it would leave out blocks by chance; set it to 0")
     if number("hidden_size_per_layer_input") > 0:
@@ -318,6 +318,19 @@ def refuse_by_configuration(model: PreTrainedModel) -> None:
         raise _refusal(model, f"its last {shared:.0f} blocks take keys and values of earlier blocks, which is not built yet")
     if hasattr(model.base_model, "layers_are_rescaled"):  # RWKV
         raise _refusal(model, "it divides its own weights before it is evaluated, and multiplies them before it is trained")
+
+
+def _experts(model: PreTrainedModel) -> str | None:
+    """Names a module that holds experts, or chooses among them. Configurations of dense models may count some too: defaults of
+    their classes."""
+    found = None
+    for name, module in model.base_model.named_modules():
+        if "Expert" in type(module).__name__:
+            return name
+        counts = [vars(module).get(key) for key in EXPERT_KEYS if module is not model.base_model]
+        if found is None and any(isinstance(count, int) and count > 1 for count in counts):
+            found = name
+    return found
 
 
 @contextmanager

@@ -27,7 +27,7 @@ TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int16": to
 
 LARGE = 1 << 30  # bytes
 MOST_LAYERS = 2_000
-MOST_EXPERTS = 8_192
+MOST_EXPERTS = 32_768
 LARGEST_SIZE = 1 << 26
 EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")

@@ -48,7 +48,7 @@ def test_a_mixture(new_project: NewProject, tmp_path: Path) -> None:
     assert text.startswith("fits: RAM") and "fuyou finetune" not in text
     assert (
         "choose another model; this one cannot be trained yet: Qwen3MoeForCausalLM cannot be streamed: "
-        "its blocks choose among experts (mixture of experts), "
+        "its blocks choose among experts (mixture of experts: layers.0.mlp.experts), "
         "which is not built yet" in text
     )
 

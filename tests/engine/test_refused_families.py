@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import sys
+from pathlib import Path
 
 import pytest
 import transformers
@@ -12,6 +14,10 @@ from fuyou_cli.core.errors import UsageError
 from fuyou_cli.engine.anatomy import dissect
 from fuyou_cli.engine.inspect import inspect
 from fuyou_cli.engine.skeleton import build
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+import models_table
 
 from .families import VOCABULARY, falcon, llama, opt
 
@@ -35,6 +41,7 @@ def _gemma4(**changes: int) -> PreTrainedConfig:
 
 REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
     "falcon with alibi": (falcon(alibi=True), "differs between rows"),
+    "blt": (models_table.small("blt"), "depends on the values of tensors (modeling_blt.py, line "),
     "xglm": (
         transformers.XGLMConfig(
             vocab_size=VOCABULARY, d_model=32, ffn_dim=64, num_layers=2, attention_heads=4, max_position_embeddings=64
@@ -52,7 +59,11 @@ REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
     "gemma 4 that shares keys": (_gemma4(num_kv_shared_layers=2), "its last 2 blocks take keys and values of earlier blocks"),
     "mixtral": (
         transformers.MixtralConfig(**_SMALL, num_key_value_heads=4, intermediate_size=64, num_local_experts=4),
-        "mixture of experts",
+        "mixture of experts: layers.0.mlp.experts",
+    ),
+    "doge with experts": (
+        transformers.DogeConfig(**_SMALL, intermediate_size=64, is_moe=True, num_experts=16, num_experts_per_tok=4),
+        "mixture of experts: layers.0.mlp)",
     ),
     "opt with layerdrop": (_with_layerdrop(), "layerdrop is above 0"),
 }
@@ -69,6 +80,12 @@ def test_refused_by_name(family: str, caplog: pytest.LogCaptureFixture) -> None:
     hint = caught.value.hint or ""
     assert hint.endswith("scripts/results/MODELS.md lists every family that was tried") and len(hint) < 120
     assert [record for record in caplog.records if record.name.startswith("torch")] == []
+
+
+@pytest.mark.parametrize("name", ["doge", "nemotron_h", "granitemoehybrid", "jamba"])
+def test_dense_models_whose_classes_count_experts_are_not_refused(name: str) -> None:
+    config = models_table.made(name, models_table.variants(name)["no experts"])
+    assert {stage.kind for stage in dissect(build(config, dtype="bfloat16", attention="sdpa")).stages} >= {"block", "head"}
 
 
 def test_a_boundary_wider_than_the_compute_is_refused() -> None:
