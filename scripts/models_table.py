@@ -218,6 +218,8 @@ def _rope(fields: Mapping[str, Any], kind: str) -> dict[str, Any]:
     changes: dict[str, Any] = {"rope_parameters": of(fields["rope_parameters"])}
     if kind == "dynamic" and "max_position_embeddings" in fields:
         changes["max_position_embeddings"] = ORIGINAL
+    if "original_max_position_embeddings" in fields:
+        changes["original_max_position_embeddings"] = ORIGINAL
     return changes
 
 

@@ -158,7 +158,7 @@ def architecture_renames(model: PreTrainedModel, keys: Iterable[str]) -> dict[st
     if converted:
         raise UsageError(
             f"{type(model).__name__} stores these tensors in a different form than the file: {_listed(converted)}",
-            hint="fuyou cannot join or cut stored tensors yet (mixtures of experts): use a dense model.",
+            hint="fuyou cannot join or cut stored tensors yet: take a model whose files hold its tensors as they are",
         )
     return renames
 
