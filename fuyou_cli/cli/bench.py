@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.errors import FuyouError, UsageError
 from fuyou_cli.core.paths import folder
 from fuyou_cli.core.units import gb
 from fuyou_cli.machine import drives, probe
@@ -118,7 +118,10 @@ def _of_layers(places: tuple[Path, ...], recipe: Recipe | None, *, quick: bool, 
         raise UsageError("--layers: this machine has no profile yet", hint="measure it all: fuyou bench RECIPE")
     settle_for_training()  # stages get their memory as in a run
     report = BenchReport(profile=kept, rates=(), notes=(), quick=quick, seconds=0.0, written_bytes=0)
-    return report.with_found(_layers(recipe, own, target, quick=quick, progress=progress))
+    found = _layers(recipe, own, target, quick=quick, progress=progress)
+    if not found.stage_rates:
+        raise FuyouError("; ".join(found.notes))
+    return report.with_found(found)
 
 
 def _own_layers(places: tuple[Path, ...], recipe: Recipe, device: str, progress: Progress) -> tuple[torch.device, OwnLayers]:
@@ -144,7 +147,7 @@ def _layers(recipe: Recipe, own: OwnLayers, target: torch.device, *, quick: bool
     else:
         free = probe.memory_available()
         budget = recipe.offload.max_memory.cpu.resolve(total=probe.memory_limit(), auto=free + probe.process_bytes())
-        free = min(free, budget - probe.process_bytes())
+        free = max(0, min(free, budget - probe.process_bytes()))
     return measure_recipe(
         own.anatomy, own.sizes, target, quick=quick, free=free, compiled=compiled, layers=own.layers, progress=progress
     )  # fmt: skip

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from math import ceil
 
 from ..core.errors import PlanError
-from ..core.units import gib
+from ..core.units import GiB, MiB, align_up, gib
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ModelSpec, OperatorSpec
 from ..spec.plan import Plan, Tier
@@ -31,7 +32,7 @@ from .memory import Homes, Layout, layout, rests
 from .placement_context import PlacementContext
 from .plan_request import PlanRequest
 from .schedule import Schedule, expand, recommitted
-from .small_banks import rest_in_ram
+from .small_banks import least_budget_to_rest, rest_in_ram
 
 
 def plan(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
@@ -234,10 +235,13 @@ def as_chosen(model: ModelSpec, request: PlanRequest, candidate: Candidate) -> P
 
 
 def least_memory(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> int:
-    """Returns the bytes of the whole process when everything that may rest on the ssd rests there, in as many sweeps as take
-    least."""
+    """Returns the least budget that fits: bytes of the whole process when everything that may rest on the ssd rests there, in
+    as many sweeps as take least."""
     if len(counts := sweep_counts(model, request)) > 1:
         return min(least_memory(model, hardware, replace(request, sweeps=count)) for count in counts)
+    if request.trained_in_ram is None and (first := least_budget_to_rest(model, request)) is not None:
+        there, elsewhere = (least_memory(model, hardware, replace(request, trained_in_ram=rests)) for rests in (True, False))
+        return min(elsewhere, max(there, first))
     request = with_batch(model, request)
     nothing: Kept = ((),) * len(model.stages)
     context, homes = PlacementContext(model, request), _start(model, request, _kept(model, request, 0.0), nothing)
@@ -250,7 +254,9 @@ def least_memory(model: ModelSpec, hardware: HardwareProfile, request: PlanReque
 
 def too_small(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> PlanError:
     """Returns the error for a budget that is too small. Callers that can plan changed recipes add suggestions."""
-    smallest = least_memory(model, hardware, request)
+    smallest = least_memory(model, hardware, replace(request, trained_in_ram=None))
+    # Rounded up as it is shown: what it names fits.
+    smallest = align_up(smallest, MiB) if smallest < GiB - MiB else ceil(100 * smallest / GiB) * GiB // 100
     return PlanError(
         f"does not fit: the run needs at least {gib(smallest)} of RAM, but offload.max_memory.cpu is {gib(request.cpu_budget)}"
     )

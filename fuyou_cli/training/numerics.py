@@ -195,13 +195,16 @@ def timed_shapes(rows: int, length: int, *, usual: int) -> list[tuple[int, int]]
     `length`: few tokens and many, in short rows and in long ones. Those first that count most where there is no time for
     all."""
     short = max(1, length // 4)
-    few, many = max(1, usual // length), max(1, min(rows, 2 * usual // length))
-    shapes = [(1, short), (few if few <= rows else rows, length), (max(1, usual // short), short), (1, length), (many, length)]
+    few, many = (max(1, min(rows, tokens // length)) for tokens in (usual, 2 * usual))
+    shapes = [(1, short), (few, length), (few * length // short, short), (1, length), (many, length)]
     return list(dict.fromkeys(shapes))
 
 
-def fastest_size(batch_size: int, length: int, *, usual: int, planned: Seconds, searched: Seconds) -> int:
-    """Returns the size with the fastest step. The size of `usual` tokens wins unless another is faster by more than GAIN.
+def fastest_size(
+    batch_size: int, length: int, *, usual: int, planned: Seconds, searched: Seconds, needed: Callable[[int], int]
+) -> int:
+    """Returns the size with the fastest step. The size of `usual` tokens wins unless another is faster by more than GAIN. If
+    none fits, returns the one that needs least (`needed`: bytes), whose plan then says how much.
 
     Tries larger and smaller sizes with their usual plan (`planned`, quick), as long as they are faster. `searched` then decides
     between the best two, if they are close.
@@ -213,6 +216,8 @@ def fastest_size(batch_size: int, length: int, *, usual: int, planned: Seconds, 
         _follow(larger, planned, found, seconds, patience=1)
     # Where compute and updates take about as long, they may wait for each other at one size, and not at the next smaller one.
     _follow(smaller, planned, found, seconds, patience=2)
+    if not found:
+        return min((middle, *smaller, *larger), key=needed)
     best = sorted(found, key=lambda size: (found[size], size))[:2]
     if middle in found and middle not in best and found[middle] * (1 - GAIN) <= found[best[0]]:
         best[1] = middle
@@ -239,7 +244,7 @@ def _follow(sizes: Sequence[int], planned: Seconds, found: dict[int, float], lea
 
 
 def _fastest(found: dict[int, float], usual: int) -> int:
-    """Returns the fastest size. Returns the usual one if nothing fits; planning it then says why."""
+    """Returns the fastest size."""
     best = usual
     for size, seconds in sorted(found.items(), key=lambda item: (item[1], item[0])):
         if best not in found or seconds < found[best] * (1 - GAIN):

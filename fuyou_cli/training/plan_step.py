@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from importlib.metadata import version
@@ -18,6 +19,7 @@ from ..planner.place import least_memory, made_of
 from ..planner.place import plan as first_that_fits
 from ..planner.plan_request import PlanRequest
 from ..planner.search import SearchResult, search_timed
+from ..planner.small_banks import WORTH, ways_to_rest
 from ..planner.store_modes import planned_with_room
 from ..planner.sustained_rates import Choose, planned_for
 from ..spec.hardware import HardwareProfile, with_measured_graphs
@@ -147,6 +149,24 @@ def _usual_plan(model: ModelSpec, hardware: HardwareProfile, request: PlanReques
     return timed_plan(model, hardware, plan, chosen=request.commit_every == "auto")
 
 
+def _rested(choose: Choose, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> tuple[PlanRequest, Plan]:
+    """Plans with trained banks in RAM where they may rest there, and with them on the ssd if that saves time, or if nothing
+    else fits. Returns the request that is planned, too. Raises PlanError if neither fits."""
+    found = list[tuple[tuple[bool, float], PlanRequest, Plan]]()
+    for way in (ways := ways_to_rest(model, request)):
+        try:
+            plan = choose(model, hardware, way)
+        except PlanError:
+            if way is ways[-1] and not found:
+                raise
+            continue
+        fits = plan.predicted.cpu_peak <= plan.cpu_budget  # a plan that only says what it needs does not
+        seconds = plan.predicted.step_seconds * (1 - WORTH if way is ways[0] else 1)
+        found.append(((not fits, seconds if fits else float(plan.predicted.cpu_peak)), way, plan))
+    _, way, plan = min(found, key=lambda one: one[0])
+    return way, plan
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FastestSize:
     """Holds the rows of the fastest micro-batch."""
@@ -178,8 +198,9 @@ class _Planner:
         last: list[PlanRequest] = []
 
         def chosen(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
+            request, plan = _rested(choose or self._searched, model, hardware, request)
             last[:] = [request]
-            return (choose or self._searched)(model, hardware, request)
+            return plan
 
         rows = None if self._epoch is None else self._epoch.rows
         steps = steps_left(steps_of(inspected.recipe, rows), inspected.resolved.manifest)
@@ -195,6 +216,12 @@ class _Planner:
             found=self._found.get(last[0]) if choose is None else None,
             epoch=self._epoch,
         )
+
+    def least_memory(self, size: int) -> int:
+        """Returns the least budget that fits with micro-batches of `size` rows."""
+        numerics = numerics_of(self._inspected.recipe, self._inspected.known.facts, self._hardware, None, micro=size)
+        model = self._specified(numerics)
+        return least_memory(model, self._hardware, self._asked(numerics, model))
 
     def _asked(self, numerics: Numerics, model: ModelSpec) -> PlanRequest:
         resolved, device = self._inspected.resolved, self._inspected.device
@@ -236,9 +263,17 @@ class _Planner:
                 if not self._or_least:
                     raise
                 least = replace(request, cpu_budget=least_memory(model, hardware, request))
-                found, plan = search_timed(model, hardware, least)
+                found, plan = self._least(model, hardware, least)
             self._found[request], self._timed[request] = found, replace(plan, cpu_budget=request.cpu_budget)
         return self._timed[request]
+
+    def _least(self, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> tuple[SearchResult, Plan]:
+        """Searches with the least budget, which fits in one of the ways to rest."""
+        *first, last = ways_to_rest(model, request)
+        for way in first:
+            with suppress(PlanError):
+                return search_timed(model, hardware, way)
+        return search_timed(model, hardware, last)
 
     def _specified(self, numerics: Numerics) -> ModelSpec:
         about, recipe = traced(numerics), self._inspected.recipe
@@ -273,8 +308,12 @@ class _Planner:
             numerics = numerics_of(recipe, self._inspected.known.facts, hardware, None, micro=size)
             model = self._specified(numerics)
             asked = self._asked(numerics, model)
+
+            def chosen(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
+                return _rested(choose, model, hardware, request)[1]
+
             try:
-                plan = planned_for(choose, model, hardware, asked, steps=steps_of(recipe, None))
+                plan = planned_for(chosen, model, hardware, asked, steps=steps_of(recipe, None))
             except PlanError:
                 return None
             on_device = asked.gpu_budget is None or plan.predicted.gpu_peak <= asked.gpu_budget
@@ -287,6 +326,7 @@ class _Planner:
             usual=usual_tokens(hardware),
             planned=lambda size: seconds(size, _usual_plan),
             searched=lambda size: seconds(size, self._searched),
+            needed=self.least_memory,
         )
 
 

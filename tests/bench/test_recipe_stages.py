@@ -34,7 +34,7 @@ from fuyou_cli.machine.profile_store import hardware_for
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.spec.model import Dtype, ModelSpec
 from fuyou_cli.spec.plan import Numerics
-from fuyou_cli.training.plan_step import anatomy_of
+from fuyou_cli.training.plan_step import own_layers
 
 NUMERICS = Numerics(
     compute_dtype="bfloat16", accumulate_dtype="float32", batch_size=4, micro_batch_size=2, max_seq_len=96,
@@ -68,7 +68,7 @@ def inspected(anatomy: Anatomy) -> ModelSpec:
 
 
 def measured(anatomy: Anatomy, *, free: int = GiB) -> Findings:
-    return measure_recipe(anatomy, [NUMERICS], torch.device("cpu"), quick=True, free=free)
+    return measure_recipe(anatomy, [NUMERICS], torch.device("cpu"), quick=True, free=free, layers="own/96")
 
 
 def test_a_recipes_stages_are_rated_as_the_planner_asks_for_them() -> None:
@@ -80,9 +80,20 @@ def test_a_recipes_stages_are_rated_as_the_planner_asks_for_them() -> None:
     head = next(stage for stage in spec.stages if stage.kind == "head")
     tokens = NUMERICS.micro_batch_size * NUMERICS.max_seq_len
     assert [rate.shape for rate in found.stage_rates] == [
-        ("block", "bfloat16", 64, block.params, tokens),
-        ("head", "bfloat16", 64, spec.stages[spec.owner(head.index)].params, tokens),  # in chunks of 64, as a run
+        ("block", "bfloat16", 64, block.params, tokens, NUMERICS.max_seq_len, NUMERICS.torch_threads),
+        (
+            "head",
+            "bfloat16",
+            64,
+            spec.stages[spec.owner(head.index)].params,
+            64,
+            1,
+            NUMERICS.torch_threads,
+        ),  # a piece, as a run
     ]
+    assert [(rate.forward_flops, rate.layers) for rate in found.stage_rates] == [
+        (block.forward_flops, "own/96"), (head.forward_flops * 64 / tokens, "own/96")
+    ]  # fmt: skip
     assert all(rate.forward > 0 and rate.backward > 0 for rate in found.stage_rates) and found.notes == ()
     assert found.stage_rates[0].given > 0 and found.stage_rates[1].given == 0.0  # of a head nothing is kept
     assert all(rate.forward_launch == rate.backward_launch == 0.0 for rate in found.stage_rates)
@@ -113,7 +124,7 @@ def test_a_compiled_block_is_rated_as_one(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(compiled, "CompiledBlocks", blocks)
     sizes = [replace(NUMERICS, micro_batch_size=rows) for rows in (2, 1)]
     found = measure_recipe(tied_gemma(), sizes, torch.device("cpu"), quick=True, free=GiB, compiled=True)
-    assert [(rate.kind, rate.tokens) for rate in found.stage_rates] == [("compiled block", 192), ("head", 192), ("head", 96)]
+    assert [(rate.kind, rate.tokens) for rate in found.stage_rates] == [("compiled block", 192), ("head", 192)]  # one piece
     assert [blocks.graphs for blocks in made] == [1] and found.stage_rates[0].given == 0.0
     assert found.rates[0].name == "compiled block 64 bfloat16, forward"
     spec = inspect(tied_gemma(), dtype="bfloat16", micro_batch_size=2, max_seq_len=NUMERICS.max_seq_len, head_chunk_tokens=0)
@@ -121,23 +132,34 @@ def test_a_compiled_block_is_rated_as_one(monkeypatch: pytest.MonkeyPatch) -> No
     assert most / 3 < found.stage_rates[0].graph <= most and found.stage_rates[1].graph == 0
 
 
-def size_of_block(anatomy: Anatomy, rows: int) -> int:
-    """Returns bytes of weights, gradients and what computing takes, at micro-batches of so many rows."""
-    spec = inspect(anatomy, dtype="bfloat16", micro_batch_size=rows, max_seq_len=NUMERICS.max_seq_len, head_chunk_tokens=0)
-    block = next(stage for stage in spec.stages if stage.kind == "block")
-    return 6 * block.params + block.backward_peak + sum(operator.bytes for operator in block.operators)
+def size_beside_weights(anatomy: Anatomy, rows: int) -> int:
+    """Returns bytes that computing takes at micro-batches of so many rows."""
+    return block_stage(anatomy, replace(NUMERICS, micro_batch_size=rows), torch.device("cpu")).peak
 
 
 @pytest.mark.parametrize("fitting", every(2, [[2, 1, 4], [2, 1]]), ids=["all fit", "the largest does not"])
 @pytest.mark.slow
-def test_micro_batches_of_several_sizes_take_turns(fitting: list[int]) -> None:
+def test_micro_batches_of_several_sizes_take_turns(fitting: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All have the same weights."""
+    monkeypatch.setattr(recipe_stages, "QUICK_PAIR", 60.0)
     anatomy = tied_gemma()
     sizes = [replace(NUMERICS, micro_batch_size=rows, head_chunk_tokens=0) for rows in (2, 1, 4)]
-    free = round(1.01 * sum(size_of_block(anatomy, rows) for rows in fitting) / recipe_stages.USABLE)
-    found = measure_recipe(anatomy, sizes, torch.device("cpu"), quick=True, free=free)
+    weights = block_stage(anatomy, NUMERICS, torch.device("cpu")).weights
+    free = round(1.01 * (weights + sum(size_beside_weights(anatomy, rows) for rows in fitting)) / recipe_stages.USABLE)
+    found = measure_recipe(anatomy, sizes, torch.device("cpu"), quick=True, free=free, layers="own/96")
     assert [rate.tokens for rate in found.stage_rates if rate.kind == "block"] == [96 * rows for rows in fitting]
     assert [rate.tokens for rate in found.stage_rates if rate.kind == "head"][:2] == [192, 96] and found.notes == ()
-    assert {f"block 64 bfloat16 x {96 * rows}, forward" for rows in fitting} <= {rate.name for rate in found.rates}
+    assert {f"block 64 bfloat16 x {rows} x 96, forward" for rows in fitting} <= {rate.name for rate in found.rates}
+
+
+@pytest.mark.slow
+def test_shapes_that_would_take_too_long_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first is measured in any case."""
+    monkeypatch.setattr(recipe_stages, "QUICK_PAIR", 0.05)
+    sizes = [replace(NUMERICS, micro_batch_size=rows, max_seq_len=width) for rows, width in ((1, 24), (512, 96), (2, 24))]
+    found = measure_recipe(tied_gemma(), sizes, torch.device("cpu"), quick=True, free=GiB, layers="own/96")
+    shapes = [(rate.tokens, rate.width) for rate in found.stage_rates if rate.kind == "block"]
+    assert shapes[0] == (24, 24) and (512 * 96, 96) not in shapes and found.notes == ()
 
 
 def test_fewer_tokens_where_there_is_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +263,14 @@ def test_a_bench_of_a_recipe_is_kept_for_its_plans(tmp_path: Path, small: Path, 
     assert data["written_bytes"] > 8 * 16 * 2**20
     kept = hardware_for(tmp_path / "store", device="cpu", say=print)
     own = [rate for rate in kept.stage_rates if rate.hidden == 64]
-    assert [(rate.kind, rate.dtype, rate.tokens) for rate in own] == [("block", "float32", 64), ("head", "float32", 64)]
+    shapes = {(rate.kind, rate.dtype, rate.tokens, rate.width) for rate in own}
+    blocks = {
+        ("block", "float32", 8, 8),
+        ("block", "float32", 64, 32),
+        ("block", "float32", 64, 8),
+        ("block", "float32", 32, 32),
+    }
+    assert shapes == blocks | {("head", "float32", tokens, 1) for tokens in (8, 32, 64)}
     assert kept.sustained_write > 0 and kept.sustained_write_mixed > 0 and kept.sustained_read_mixed > 0
     assert kept.digest() == data["digest"] == replace(report.profile).digest()
 
@@ -257,9 +286,11 @@ def test_an_adapters_block_is_measured_with_its_adapter(tmp_path: Path) -> None:
         f"offload: {{dir: {tmp_path}/store, device: cpu}}\n"
     )
     recipe = load_recipe(tmp_path / "recipe.yaml").recipe
-    anatomy, sizes = anatomy_of(recipe, assumed_hardware(tmp_path, device="cpu"), say=print)
-    spec = inspect(anatomy, dtype="bfloat16", micro_batch_size=2, max_seq_len=32, head_chunk_tokens=0)
-    block, whole = block_stage(anatomy, sizes[0], torch.device("cpu")), spec.stages[1]
+    own = own_layers(recipe, assumed_hardware(tmp_path, device="cpu"), say=print)
+    spec = inspect(own.anatomy, dtype="bfloat16", micro_batch_size=2, max_seq_len=32, head_chunk_tokens=0)
+    sizes = [(one.micro_batch_size, one.max_seq_len) for one in own.sizes]
+    assert sizes == [(1, 8), (2, 32), (8, 8), (1, 32)]
+    block, whole = block_stage(own.anatomy, own.sizes[1], torch.device("cpu")), spec.stages[1]
     assert block.params == whole.params > whole.trained > 0
     alone = block.make(64)
     alone.forward()

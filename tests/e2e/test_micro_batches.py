@@ -20,6 +20,8 @@ from fuyou_cli.training.numerics import MOST_TOKENS, USUAL_TOKENS, fastest_size,
 from .conftest import NewProject, Project
 from .running import planned, train
 
+NEEDED = {1: 7, 2: 7, 4: 8, 8: 9, 16: 10}.__getitem__  # bytes, by rows
+
 
 @given(st.integers(1, 96), st.integers(1, 16384), st.sampled_from([USUAL_TOKENS, MOST_TOKENS]))
 def test_sizes_divide_the_batch(batch: int, length: int, tokens: int) -> None:
@@ -39,23 +41,31 @@ def test_sizes_divide_the_batch(batch: int, length: int, tokens: int) -> None:
         ({2: 10.0, 4: 9.0, 8: 8.0, 16: 7.0, 1: 11.0}, 16),  # upwards while it helps
         ({2: 10.0, 4: 9.0, 8: None, 1: 11.0}, 4),
         ({2: None, 1: 12.0}, 1),  # too large but one; what is larger still is not looked at
-        ({2: None, 1: None}, 2),  # nothing fits: who plans it says so
+        (dict.fromkeys((1, 2, 4, 8, 16)), 2),  # nothing fits: the one that needs least, and who plans it says how much
     ],
 )
 def test_the_fastest_that_fits(seconds: dict[int, float | None], best: int) -> None:
-    assert fastest_size(16, 512, usual=USUAL_TOKENS, planned=seconds.__getitem__, searched=seconds.__getitem__) == best
+    assert (
+        fastest_size(16, 512, usual=USUAL_TOKENS, planned=seconds.__getitem__, searched=seconds.__getitem__, needed=NEEDED)
+        == best
+    )
 
 
 def test_downwards_past_one_that_is_no_faster() -> None:
     """Has the times of a 70B model, 256 rows a step, on a 4090 with two drives: of four rows, gradients wait for updates."""
     seconds = {8: 980.8, 4: 1005.8, 2: 898.7, 1: 1011.2}
-    assert fastest_size(256, 1024, usual=MOST_TOKENS, planned=seconds.__getitem__, searched=seconds.__getitem__) == 2
+    assert (
+        fastest_size(256, 1024, usual=MOST_TOKENS, planned=seconds.__getitem__, searched=seconds.__getitem__, needed=NEEDED)
+        == 2
+    )
 
 
 def test_downwards_until_one_fits() -> None:
     """Goes downwards from the usual four rows at a length of 256, to one where the budget holds no more."""
     seconds = {4: None, 2: None, 1: 3.0}
-    assert fastest_size(16, 256, usual=USUAL_TOKENS, planned=seconds.__getitem__, searched=seconds.__getitem__) == 1
+    assert (
+        fastest_size(16, 256, usual=USUAL_TOKENS, planned=seconds.__getitem__, searched=seconds.__getitem__, needed=NEEDED) == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -71,12 +81,15 @@ def test_downwards_until_one_fits() -> None:
 def test_of_the_best_two_the_search_decides(
     planned: dict[int, float | None], searched: dict[int, float | None], best: int
 ) -> None:
-    assert fastest_size(16, 512, usual=USUAL_TOKENS, planned=planned.__getitem__, searched=searched.__getitem__) == best
+    assert (
+        fastest_size(16, 512, usual=USUAL_TOKENS, planned=planned.__getitem__, searched=searched.__getitem__, needed=NEEDED)
+        == best
+    )
 
 
 def test_what_is_far_off_is_not_searched() -> None:
     planned = {2: 10.0, 4: 20.0, 1: 30.0}
-    assert fastest_size(16, 512, usual=USUAL_TOKENS, planned=planned.__getitem__, searched={}.__getitem__) == 2
+    assert fastest_size(16, 512, usual=USUAL_TOKENS, planned=planned.__getitem__, searched={}.__getitem__, needed=NEEDED) == 2
 
 
 def test_chosen_once_and_kept(new_project: NewProject) -> None:

@@ -87,6 +87,21 @@ def test_a_profile_without_graphs_and_launches_keeps_its_digest() -> None:
     assert plain.digest() == "aeaafdf149f4" and len({each.digest() for each in (plain, with_graph, launched)}) == 3
 
 
+def test_a_recipes_own_stages_replace_all_that_was_known_of_them() -> None:
+    """What was timed for the same layers at another length stays, and so does all of other stages."""
+    own = replace(rate(10_000_000, 512), width=512, threads=2, layers="mine/512", forward_flops=1.0)
+    shorter, longer = replace(own, width=128), replace(own, width=2048, tokens=4096, layers="mine/2048")
+    others = replace(own, tokens=256, layers="another/512")
+    kept = merged_rates((*RATES, others, longer), (own, shorter))
+    assert set(kept) == {own, shorter, longer, *RATES[2:]}
+    assert merged_rates(kept, (replace(own, forward=9.0),)) == merged_rates(
+        (replace(own, forward=9.0),), tuple(set(kept) - {own})
+    )
+    assert replace(HARDWARE, stage_rates=kept).own_rates("block", "bfloat16", 1024, 10_000_000, 2) == tuple(
+        each for each in kept if each.params == 10_000_000
+    )
+
+
 def test_without_rates_of_stages_the_matrix_product_stands_for_them() -> None:
     fallback = HARDWARE.stage_rate("block", "bfloat16", 1024, 5, 7)
     assert (fallback.forward, fallback.backward) == (HARDWARE.matmul_flops, HARDWARE.matmul_flops)

@@ -197,12 +197,18 @@ class Sample:
     def kind(self) -> RatedKind:
         return "compiled block" if getattr(self.alone, "compiled", None) is not None else self.stage.kind
 
+    @property
+    def _shape(self) -> str:
+        """Names the tokens that are computed at once, of a block in rows."""
+        width = min(self.alone.tokens, self.stage.numerics.max_seq_len)
+        return f"{self.alone.tokens // width} x {width}" if self.stage.kind == "block" else str(self.alone.tokens)
+
     def actions(self, *, one_of_several: bool) -> dict[str, Action]:
         """Lists what is timed, by the field of a StageRate."""
         from fuyou_cli.engine.alone import BlockAlone
 
         alone, stage = self.alone, self.stage
-        what = f"{self.kind} {stage.hidden} {stage.numerics.compute_dtype}" + (f" x {self.tokens}" if one_of_several else "")
+        what = f"{self.kind} {stage.hidden} {stage.numerics.compute_dtype}" + (f" x {self._shape}" if one_of_several else "")
         actions = {
             "forward": Action(name=f"{what}, forward", run=alone.forward, amount=alone.flops, share=0.25),
             "backward": Action(name=f"{what}, backward", run=alone.backward, amount=alone.backward_flops, share=0.5),

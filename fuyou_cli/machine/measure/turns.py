@@ -1,8 +1,9 @@
 """Times actions in turns and leaves out the turns that other programs disturbed.
 
 The speed of a shared machine changes within seconds, and a plan needs the ratio of two rates, so all actions take short turns.
-The time of a turn is the mean of its repeats. The rate is the median over the turns that count, because a report compares the
-prediction with the median of a run's steps.
+The time of a turn is the mean of its repeats. The rate is the median over the quiet turns, because a report compares the
+prediction with the median of a run's steps. Where hardly any is quiet, it is that of each action's fastest turn: a thread that
+waits for a core that others use makes all threads wait, and the median is several times too slow.
 
 A GPU's clock is low when it is idle, rises, and falls again after seconds of work. So a GPU works before it is timed.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..background_load import BackgroundLoad
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 TURNS = 12  # about, where a repeat is short
-LEAST = 3  # turns that count even if all were disturbed
+LEAST = 3  # quiet turns that are enough for a median
 DISTURBED = 0.1  # cores that others use in a turn; above it all compute threads wait for the one that shares its core
 CLOCK = 0.04  # CPU-seconds by which the system's counters may be wrong
 PATIENCE = 1.5  # times the seconds asked for, at most, while turns are disturbed
@@ -80,17 +81,18 @@ def _turn(actions: Sequence[Action], times: Sequence[float], device: torch.devic
 
 
 def counted(turns: Sequence[Turn]) -> list[Turn]:
-    """Returns the quiet turns, or the LEAST least disturbed ones where fewer are quiet."""
-    quiet = sum(turn.is_quiet for turn in turns)
-    return sorted(turns, key=lambda turn: turn.others)[: max(LEAST, quiet)]
+    """Returns the quiet turns, or all where fewer than LEAST are quiet."""
+    quiet = [turn for turn in turns if turn.is_quiet]
+    return quiet if len(quiet) >= min(LEAST, len(turns)) else list(turns)
 
 
 def rates_of(actions: Sequence[Action], turns: Sequence[Turn], unit: Unit, note: str) -> list[Rate]:
-    """Computes the rate of each action: the median of these turns, and their range."""
-    return [
+    """Computes the rate of each action: the median of these turns (of the fastest, if some are disturbed), and their range."""
+    found = [
         rate_of(action.name, unit, [action.amount / turn.seconds[place] for turn in turns], note)
         for place, action in enumerate(actions)
     ]
+    return found if all(turn.is_quiet for turn in turns) else [replace(rate, value=rate.high) for rate in found]
 
 
 def left_out(turns: Sequence[Turn]) -> str:

@@ -1,0 +1,79 @@
+"""Tests where the few banks of an adapter rest: in RAM if they are little, on the ssd where that is faster or fits alone."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fuyou_cli.core.errors import PlanError
+from fuyou_cli.core.units import MiB, parse_size
+from fuyou_cli.planner.place import least_memory, plan
+from fuyou_cli.planner.plan_request import PlanRequest
+from fuyou_cli.planner.small_banks import rest_in_ram, ways_to_rest
+from fuyou_cli.spec.model import ModelSpec, banks_of
+from fuyou_cli.spec.plan import Plan
+
+from .models import HARDWARE, NUMERICS, model
+
+
+def adapted(blocks: int, frozen: int, trained: int) -> ModelSpec:
+    """Makes a model whose blocks have so many million frozen parameters each, and an adapter."""
+    spec = model(1 << 20, *[frozen << 20] * blocks, 2048, 1 << 20)
+
+    def of(index: int) -> object:
+        stage = spec.stages[index]
+        (whole,) = stage.tensors if stage.tensors else (None,)
+        if whole is None:
+            return stage
+        learned = trained << 20 if stage.kind == "block" else 0
+        tensors = [replace(whole, name=f"{index}.a", shape=(learned,), numel=learned)] if learned else []
+        tensors.append(replace(whole, offset=learned, frozen=True))
+        banks = banks_of("bfloat16", trained=learned, frozen=whole.numel)
+        return replace(stage, tensors=tuple(tensors), banks=banks)
+
+    return replace(spec, stages=tuple(map(of, range(len(spec.stages)))))
+
+
+def asked(budget: int) -> PlanRequest:
+    return PlanRequest(
+        numerics=NUMERICS, model_name="test", device="cpu", clip_grad_norm=1.0, cpu_budget=budget, scratch_size=MiB
+    )  # fmt: skip
+
+
+def made(spec: ModelSpec, request: PlanRequest) -> Plan | None:
+    """Plans in the first way that fits."""
+    for way in ways_to_rest(spec, request):
+        try:
+            return plan(spec, HARDWARE, way)
+        except PlanError:
+            continue
+    return None
+
+
+@given(st.integers(1, 6), st.integers(1, 8), st.integers(1, 8), st.integers(1, 900))
+def test_the_need_that_is_named_fits_and_nothing_less(blocks: int, frozen: int, trained: int, budget: int) -> None:
+    """Whatever budget it is named for: whether adapters rest in RAM depends on the budget too."""
+    spec = adapted(blocks, frozen, trained)
+    least = least_memory(spec, HARDWARE, asked(budget * MiB))
+    assert made(spec, asked(least)) is not None and made(spec, asked(least - 1)) is None
+    if budget * MiB >= least:
+        return
+    with pytest.raises(PlanError) as refused:
+        plan(spec, HARDWARE, asked(budget * MiB))
+    named = re.search(r"at least (\S+ \w+) of RAM, but offload.max_memory.cpu is (\S+ \w+)", refused.value.message)
+    assert named is not None and parse_size(named[2]) == budget * MiB
+    assert least <= parse_size(named[1]) <= 1.01 * least + MiB and made(spec, asked(parse_size(named[1]))) is not None
+
+
+def test_little_rests_in_ram_and_is_compared_with_the_ssd_unless_it_is_very_little() -> None:
+    spec = adapted(4, 8, 1)
+    touched = 4 * (2 + 2 + 4 + 4 + 4) * MiB  # weights with their remainder, gradients, two moments
+    for budget, ways in ((8 * touched - 1, [None]), (8 * touched, [True, False]), (64 * touched, [True])):
+        request = asked(budget)
+        assert [way.trained_in_ram for way in ways_to_rest(spec, request)] == ways
+        assert rest_in_ram(spec, request) == (ways != [None])
+    assert not rest_in_ram(spec, replace(asked(1 << 40), states="ssd", trained_in_ram=True))  # as the recipe says
