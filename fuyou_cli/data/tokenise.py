@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.json_files import read_object
 
+from . import sandbox
 from .formats import Chat, Example, RowError, Texts, Tokens
 from .masks import LARGEST_SAMPLE as LARGEST_SAMPLE
 from .masks import Conversations, Spans

@@ -224,11 +224,10 @@ class Costs:
         """Returns the time of a typical step's micro-batches over that of whole ones."""
         if self.typical is None:
             return 1.0
-        is_forward = phase in ("forward", "logits")
-        key = "share", stage.kind, stage.params, is_forward
+        key = "share", stage.kind, stage.params, phase
         if key not in self._known:
-            seconds = [self._seconds_of(stage, is_forward, tokens, width) for tokens, width in self.typical.parts]
-            usual = self._seconds_of(stage, is_forward, self.numerics.micro_batch_tokens, self.numerics.max_seq_len)
+            seconds = [self.micro_batch_seconds(stage, phase, tokens, width) for tokens, width in self.typical.parts]
+            usual = self.micro_batch_seconds(stage, phase, self.numerics.micro_batch_tokens, self.numerics.max_seq_len)
             self._known[key] = sum(seconds) / (self.numerics.micro_batches * usual) if usual else self.fill
         return self._known[key]
 
@@ -272,10 +271,11 @@ class Costs:
             given=_in_at_least(given, whole - spared, launch),
         )  # fmt: skip
 
-    def _seconds_of(self, stage: StageSpec, is_forward: bool, tokens: int, width: int) -> float:
-        """Returns the seconds of products and attention of one micro-batch of so many tokens, in rows of `width`: forward, or
-        backward with nothing kept. A list of unlike micro-batches takes the sum. Blocks and heads only; others have no
-        products."""
+    def micro_batch_seconds(self, stage: StageSpec, phase: str, tokens: int, width: int) -> float:
+        """Returns the seconds of products and attention of one micro-batch of so many tokens, in rows of `width`: `forward` (of
+        a head "logits"), or any other phase with nothing kept. A list of unlike micro-batches takes the sum. Blocks and heads
+        only; others have no products."""
+        is_forward = phase in ("forward", "logits")
         whole = stage.forward_flops if is_forward else _backward_flops(stage)[0]
         times = self._own_times(stage)
         if times is None:  # in proportion to tokens, at the rate of the nearest stage

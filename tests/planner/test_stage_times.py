@@ -12,6 +12,7 @@ from fuyou_cli.planner.costs import Costs
 from fuyou_cli.planner.stage_times import Shaped, fitted
 from fuyou_cli.spec.hardware import HardwareProfile, StageRate
 from fuyou_cli.spec.model import StageSpec
+from fuyou_cli.spec.plan import TypicalStep
 
 from .models import HARDWARE, NUMERICS, SPEC
 
@@ -96,8 +97,8 @@ def test_a_visit_takes_the_sum_of_its_micro_batches(phase: str) -> None:
             stage = replace(made.model.stages[1], frozen_flops=spared * made.model.stages[1].forward_flops)
             rate, whole = made.rate(stage), 3 * stage.forward_flops - stage.frozen_flops
             uniform = stage.forward_flops / rate.forward if phase == "forward" else whole / rate.backward
-            assert made.micro_batch_seconds(stage, phase, 4, 100) == pytest.approx(uniform)
-            shorter, longer = (made.micro_batch_seconds(stage, phase, 4, width) for width in (50, 200))
+            assert made.micro_batch_seconds(stage, phase, 400, 100) == pytest.approx(uniform)
+            shorter, longer = (made.micro_batch_seconds(stage, phase, 4 * width, width) for width in (50, 200))
             assert shorter < uniform < longer
 
 
@@ -105,7 +106,7 @@ def test_a_head_takes_its_fixed_part_once_a_piece() -> None:
     own = timed(HEAD, Shaped(fixed=0.02, per_token=1e-4), ((64, 1), (256, 1)))
     for chunk, rows, width, pieces in ((0, 4, 100, 1), (256, 4, 100, 2), (64, 4, 100, 8), (256, 1, 512, 2)):
         made = costs(*own, rows=rows, width=width, chunk=chunk)
-        seconds = made.micro_batch_seconds(made.model.stages[-1], "logits", rows, width)
+        seconds = made.micro_batch_seconds(made.model.stages[-1], "logits", rows * width, width)
         assert seconds == pytest.approx(pieces * 0.02 + rows * width * 1e-4)
 
 
@@ -116,3 +117,15 @@ def test_a_gpu_has_the_rate_of_the_nearest_micro_batch() -> None:
     numerics = replace(NUMERICS, micro_batch_size=2, max_seq_len=512)
     found = Costs(model=SPEC, hardware=hardware, numerics=numerics, device="cuda").rate(BLOCK)
     assert found.forward == next(rate.forward for rate in own if (rate.tokens, rate.width) == (1024, 128))
+
+
+def test_a_typical_step_takes_the_time_of_its_micro_batches() -> None:
+    """A step of two short micro-batches where four whole ones are planned for."""
+    own = timed(BLOCK, Shaped(fixed=0.02, per_token=1e-4, per_pair=1e-8), TIMED)
+    whole = costs(*own, rows=4, width=100)
+    typical = replace(whole, typical=TypicalStep(parts=((400, 50), (96, 30)), tokens=450))
+    expected = sum(whole.micro_batch_seconds(BLOCK, "forward", *part) for part in ((400, 50), (96, 30)))
+    planned = whole.numerics.micro_batches * whole.micro_batch_seconds(BLOCK, "forward", 400, 100)
+    assert typical._share(BLOCK, "forward") == pytest.approx(expected / planned)
+    assert whole._share(BLOCK, "forward") == 1.0
+    assert typical.boundary == int(whole.boundary * 496 / whole.numerics.tokens)
