@@ -12,7 +12,7 @@ from fuyou_cli.machine.profile_store import hardware_for
 from fuyou_cli.planner.sustained_rates import Choose
 from fuyou_cli.recipe.load import LoadedRecipe
 from fuyou_cli.spec.hardware import HardwareProfile
-from fuyou_cli.training.length import Epoch, epoch_of
+from fuyou_cli.training.length import Epoch, epoch_of, sampled_epoch
 from fuyou_cli.training.plan_request_of import StoreDisks
 from fuyou_cli.training.plan_step import layers_of, plan
 from fuyou_cli.training.prepared import Inspected, Planned
@@ -91,6 +91,5 @@ def _inspected(loaded: LoadedRecipe, *, here: bool, say: Say, progress: Progress
 
 def epoch_to_plan(inspected: Inspected, say: Say) -> Epoch | None:
     """Looks at the rows, which say how many steps an epoch has and how long a step is."""
-    if inspected.recipe.dataset.packing == "concat" and inspected.recipe.train.max_steps is not None:
-        return None  # whole rows, and as many as are asked for
-    return epoch_of(inspected.recipe, inspected.resolved.tokenizer_dir, say)
+    look = epoch_of if inspected.recipe.train.max_steps is None else sampled_epoch
+    return look(inspected.recipe, inspected.resolved.tokenizer_dir, say)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fuyou_cli.advice.facts import RunFacts, facts_of, with_evaluation
-from fuyou_cli.advice.planned import command_of, epoch_to_plan, machine_here
+from fuyou_cli.advice.planned import command_of, machine_here
 from fuyou_cli.advice.room import check_export, plan_problems, room_of
 from fuyou_cli.core.errors import PlanError
 
@@ -26,6 +26,7 @@ def made_ready(loaded: LoadedRecipe, kept: KeptPlan | None, *, measure: bool, ca
     """Takes every step from the recipe to a run. `kept` is the plan of a file. A saved run's plan is shown only when nothing
     can refuse the run any more. Raises UsageError or PlanError."""
     from fuyou_cli.machine.probe import process_bytes
+    from fuyou_cli.training.length import sampled_epoch
     from fuyou_cli.training.plan_step import plan, plan_downloaded, settle
     from fuyou_cli.training.steps import fetch, inspect, resolve, tokenise
 
@@ -36,7 +37,8 @@ def made_ready(loaded: LoadedRecipe, kept: KeptPlan | None, *, measure: bool, ca
         with Transfers(status_console()) as progress:
             inspected = inspect(resolve(loaded.recipe, say=say, progress=progress), say=say, process=process_bytes)
             machine = machine_here(loaded, inspected, say=say, measure=measure and kept is None, calibrated=calibrated)
-            epoch = epoch_to_plan(inspected, say) if kept is None else None
+            is_new = kept is None and inspected.resolved.manifest is None
+            epoch = sampled_epoch(inspected.recipe, inspected.resolved.tokenizer_dir, say) if is_new else None
             planned = plan(inspected, *machine, epoch=epoch, micro_batch_size=micro_batch_size, choose=kept, say=say)
             _refuse_unfit(loaded, planned)
             if planned.manifest is None:

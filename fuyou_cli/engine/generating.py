@@ -114,9 +114,9 @@ def prompt_step(model: PreTrainedModel, device: torch.device) -> int:
     On a CPU libraries keep code for each length in bfloat16. Convolutions would see the padding, and positions that depend on
     the length of a row would change.
     """
-    dtype = model.get_input_embeddings().weight.dtype
-    mixes = any(isinstance(module, nn.Conv1d) for module in model.base_model.modules())
-    return 0 if device.type != "cpu" or dtype != torch.bfloat16 or mixes or turns(model) else PROMPT_STEP
+    if device.type != "cpu" or model.dtype != torch.bfloat16 or turns(model):
+        return 0
+    return 0 if any(isinstance(module, nn.Conv1d) for module in model.base_model.modules()) else PROMPT_STEP
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

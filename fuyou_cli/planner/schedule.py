@@ -18,9 +18,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
+from ..core.units import align_up
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan, StagePlan
-from .boundary_layout import spared_flops
+from .boundary_layout import RECORD_ALIGN, spared_flops
 
 Pass = Literal["forward", "logits", "head", "backward"]
 
@@ -253,7 +254,7 @@ def weights_left(model: ModelSpec, plan: Plan, visits: Sequence[Visit]) -> int:
 
 def filled(size: int, fill: float) -> int:
     """Returns the bytes of a boundary of `size` planned bytes in a step that computes this share of the planned tokens."""
-    return int(size * fill)
+    return size if fill == 1.0 else align_up(int(size * fill), RECORD_ALIGN)
 
 
 def _traffic(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 HELD_BACK = "held-back"  # the name of the set of `dataset.eval_fraction`
 _ALONE: dict[str, object] = {"eval": (), "packing": False, "streaming": False}  # of a set to evaluate
 LARGE = 1 << 30  # bytes of data files: tokenising them takes many minutes
-LOOKED_AT = 16 * MiB  # bytes of data files, whose rows a plan tokenises to see how long they are
+_SAMPLES = 2000  # of each entry of the data, that a plan tokenises to see how long rows are
 _LENGTHS = 4096  # rows, at most, whose lengths a plan looks at
 COUNTED = 64 * MiB  # bytes of data files; tokenising more for a plan would take minutes
 
@@ -144,9 +144,7 @@ def epoch_of(recipe: Recipe, tokenizer_dir: Path, say: Callable[[str], None]) ->
     from ..data.sources import MissingDataError, size_of
 
     try:
-        counts = recipe.train.max_steps is None  # else only their lengths are wanted
-        most = COUNTED if counts else LOOKED_AT
-        large, has_cache = size_of(recipe.dataset) > most, any(cache_of(recipe).glob("*"))
+        large, has_cache = size_of(recipe.dataset) > COUNTED, any(cache_of(recipe).glob("*"))
         from ..data.cache import find  # with numpy
 
         if large and has_cache:
@@ -154,19 +152,34 @@ def epoch_of(recipe: Recipe, tokenizer_dir: Path, say: Callable[[str], None]) ->
         known = find(**_asked(recipe, tokenizer_dir), cache_dir=cache_of(recipe)) if has_cache else None
         if known is not None:
             return Epoch.of(known)
-        unknown = "the number of steps is" if counts else "the lengths of rows are"
         if large:
-            say(f"note: {unknown} not known until a run has tokenised the data")
-            return None
-        say(f"reading and tokenising the data, to {'count the steps' if counts else 'see how long its rows are'}")
+            say("note: the number of steps is not known until a run has tokenised the data")
+            return sampled_epoch(recipe, tokenizer_dir, say)
+        say("reading and tokenising the data, to count the steps")
         with tempfile.TemporaryDirectory(prefix="fuyou-rows-") as scratch:
             return Epoch.of(tokenised_rows(recipe, tokenizer_dir, cache=Path(scratch)))
     except MissingDataError:  # the user was told before
         return None
     except (FuyouError, OSError) as error:
         reason = error.message if isinstance(error, FuyouError) else str(error)
-        say(f"note: the rows are not known: {reason}")
+        say(f"note: the number of steps is not known: {reason}")
         return None
+
+
+def sampled_epoch(recipe: Recipe, tokenizer_dir: Path, say: Callable[[str], None]) -> Epoch | None:
+    """Looks at how long rows are: at the first samples of each entry of the data, which takes seconds. Returns None where all
+    rows are whole, or where the data cannot be read; a run says why."""
+    if recipe.dataset.packing == "concat":
+        return None
+    entries = tuple(
+        entry.model_copy(update={"max_samples": min(entry.max_samples or _SAMPLES, _SAMPLES)}) for entry in recipe.dataset.train
+    )
+    dataset = recipe.dataset.model_copy(update={"train": entries, "streaming": False})
+    first = recipe.model_copy(update={"dataset": dataset})
+    say("reading some of the data, to see how long its rows are")
+    with suppress(FuyouError, OSError), tempfile.TemporaryDirectory(prefix="fuyou-rows-") as scratch:
+        return replace(Epoch.of(tokenised_rows(first, tokenizer_dir, cache=Path(scratch))), rows=None)
+    return None
 
 
 def counted_evaluation(recipe: Recipe, tokenizer_dir: Path) -> list[int] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from statistics import fmean
 from typing import TYPE_CHECKING, Literal, TypedDict, cast
 
 from ..core.errors import UsageError
@@ -17,6 +18,7 @@ from .state.stored import Manifest
 
 if TYPE_CHECKING:
     from ..recipe.schema import Recipe, TrainSection
+    from .length import Epoch
 
 THREADS_BESIDE_A_GPU = 4
 HEAD_PIECE_BYTES = 256 * MiB  # limit of `auto` for one piece of logits and their gradients
@@ -27,6 +29,7 @@ USUAL_TOKENS = 1024  # fills two cores, and its activations stay below the mmap 
 MOST_TOKENS = 8192  # more makes no machine faster; usual on a GPU, which adds a stage's whole gradients once per micro-batch
 FEW_WIDTHS, MANY_WIDTHS = 8, 32
 DOCUMENT_STEP = 64  # tokens; attention's own blocks are of 64
+MOSTLY = 0.9  # of `max_seq_len`: rows that are as long in the mean are whole enough
 GAIN = 0.02
 _NEAR = 1.25  # times the fastest usual plan; a search does not make a slower size the fastest
 
@@ -99,10 +102,11 @@ def widths_of(recipe: Recipe, numerics: Numerics) -> int:
 
 
 def numerics_of(
-    recipe: Recipe, facts: ModelFacts, hardware: HardwareProfile, manifest: Manifest | None, *, micro: int | None = None
-) -> Numerics:
+    recipe: Recipe, facts: ModelFacts, hardware: HardwareProfile, manifest: Manifest | None, *, micro: int | None = None,
+    epoch: Epoch | None = None,
+) -> Numerics:  # fmt: skip
     """Resolves `auto` by fixed rules. A resumed run keeps its numerics. `micro`: the micro-batch size that replaces `auto`, in
-    rows."""
+    rows; `epoch`: what is known of the rows."""
     train, length = recipe.train, recipe.dataset.max_seq_len
     if train.micro_batch_size != "auto":
         micro = train.micro_batch_size
@@ -133,14 +137,20 @@ def numerics_of(
         seed=recipe.seed,
         vocabulary_rows=facts.vocabulary_rows,
         **division(
-            apart=facts.keeps_apart and not train.compile, on_cpu=hardware.device != "cuda", dtype=compute, micro=micro,
-            length=length, packing=recipe.dataset.packing,
+            apart=facts.keeps_apart and not train.compile and _is_unlike(epoch, length),
+            on_cpu=hardware.device != "cuda", dtype=compute, micro=micro, length=length, packing=recipe.dataset.packing,
         ),
     )  # fmt: skip
     if manifest is None:
         return numerics
     _refuse_changed(recipe, manifest, numerics)
     return manifest.numerics
+
+
+def _is_unlike(epoch: Epoch | None, length: int) -> bool:
+    """Tells whether rows are so unlike that it is worth while to lay them end to end. Attention is then computed document by
+    document, and its output cannot be kept for backward."""
+    return epoch is not None and fmean(epoch.lengths) < MOSTLY * length
 
 
 def _refuse_changed(recipe: Recipe, saved: Manifest, asked: Numerics) -> None:

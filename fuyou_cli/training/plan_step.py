@@ -80,7 +80,8 @@ def _plan(
     planner = _Planner(inspected, hardware, disks, epoch, or_least=not resolved.to_run)
     if micro_batch_size is None and recipe.train.micro_batch_size == "auto" and resolved.manifest is None:
         micro_batch_size = planner.fastest_micro_batch()
-    numerics = numerics_of(recipe, inspected.known.facts, hardware, resolved.manifest, micro=micro_batch_size)
+    facts, saved = inspected.known.facts, resolved.manifest
+    numerics = numerics_of(recipe, facts, hardware, saved, micro=micro_batch_size, epoch=epoch)
     return planner.planned(numerics, choose=choose)
 
 
@@ -219,7 +220,9 @@ class _Planner:
 
     def least_memory(self, size: int) -> int:
         """Returns the least budget that fits with micro-batches of `size` rows."""
-        numerics = numerics_of(self._inspected.recipe, self._inspected.known.facts, self._hardware, None, micro=size)
+        numerics = numerics_of(
+            self._inspected.recipe, self._inspected.known.facts, self._hardware, None, micro=size, epoch=self._epoch
+        )
         model = self._specified(numerics)
         return least_memory(model, self._hardware, self._asked(numerics, model))
 
@@ -305,7 +308,7 @@ class _Planner:
         recipe, hardware = self._inspected.recipe, self._hardware
 
         def seconds(size: int, choose: Choose) -> float | None:
-            numerics = numerics_of(recipe, self._inspected.known.facts, hardware, None, micro=size)
+            numerics = numerics_of(recipe, self._inspected.known.facts, hardware, None, micro=size, epoch=self._epoch)
             model = self._specified(numerics)
             asked = self._asked(numerics, model)
 
@@ -350,7 +353,7 @@ def _numerics_again(before: Planned, recipe: Recipe) -> Numerics:
     if all(getattr(recipe, section) == getattr(before.recipe, section) for section in _NUMBERS):
         return now
     micro = now.micro_batch_size if recipe.train.batch_size % now.micro_batch_size == 0 else None
-    return numerics_of(recipe, before.inspected.known.facts, before.hardware, None, micro=micro)
+    return numerics_of(recipe, before.inspected.known.facts, before.hardware, None, micro=micro, epoch=before.epoch)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ from drawn import examples
 from hypothesis import given
 from hypothesis import strategies as some
 
-from fuyou_cli.data.batches import Batch, Sequences, computed_tokens, deal, lay_out, passes
+from fuyou_cli.data.batches import Batch, Sequences, deal, lay_out, passes, typical_step
 from fuyou_cli.data.rows import NO_LOSS
 from fuyou_cli.spec.micro_batch import lengths_up_to, rounded_up
 from fuyou_cli.spec.plan import Numerics, Padding
@@ -76,7 +76,6 @@ def test_every_row_is_in_one_micro_batch(padding: Padding, sweeps: int, lengths:
     assert batch.sweeps is not None and len(batch.sweeps) == sweeps
     assert all(1 <= len(sweep) <= numerics.micro_batches // sweeps for sweep in batch.sweeps)  # as planned, or fewer
     assert (batch.documents is not None) == (padding == "none")
-    assert sum(computed_tokens(lengths, numerics, sweeps=sweeps)) == batch.computed
 
 
 @pytest.mark.parametrize("padding", [*PADDINGS, "step"])
@@ -98,10 +97,10 @@ def test_cost_follows_tokens() -> None:
     """Seven short rows and a long one: they were padded to eight long ones."""
     lengths, whole = [64, *[8] * 7], 8 * 64
     one = replace(NUMERICS, micro_batch_size=1, width_step=8)
-    assert sum(computed_tokens(lengths, one)) == 64 + 56
-    assert computed_tokens(lengths, replace(one, padding="micro_batch")) == [64, *[8] * 7]
-    full = [64] * 8
-    assert sum(computed_tokens(full, one)) == sum(computed_tokens(full, replace(one, padding="micro_batch"))) == whole
+    for padding in PADDINGS:
+        numerics = replace(one, padding=padding)
+        assert lay_out(rows_of(lengths), range(8), pad_id=0, numerics=numerics).computed == 64 + 56
+        assert lay_out(rows_of([64] * 8), range(8), pad_id=0, numerics=numerics).computed == whole
 
 
 def test_rows_of_one_length_are_dealt_as_before() -> None:
@@ -115,6 +114,16 @@ def test_documents_have_few_lengths(tokens: int, step: int) -> None:
     length = rounded_up(tokens, step)
     assert length >= tokens and length - tokens < max(step, tokens / 4, 1)
     assert rounded_up(length, step) == length
+
+
+def test_a_typical_step_is_one_of_the_rows() -> None:
+    """Of rows of one length every step is typical; of unlike ones the median is near the mean. Whole rows have none."""
+    every = typical_step([16] * 100, NUMERICS)
+    assert every is not None and every.tokens == 8 * 16 and every.computed == 128 and every.parts == ((128, 16),)
+    padded = typical_step([16, 64], replace(NUMERICS, padding="micro_batch"))
+    assert padded is not None and 8 * 16 < padded.tokens <= padded.computed < 8 * 64
+    assert typical_step([64] * 3, NUMERICS) is None
+    assert typical_step([16] * 3, replace(NUMERICS, padding="step")) is None
 
 
 def test_lengths_are_counted() -> None:

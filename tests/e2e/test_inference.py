@@ -93,6 +93,8 @@ def test_a_cache_and_the_largest_stage_fit_a_device_at_once() -> None:
 
 def test_a_device_that_is_full_is_an_error_of_generate() -> None:
     class Full:
+        base_model, dtype = torch.nn.Identity(), torch.float32
+
         def generate(self, **given: Any) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has")
 
