@@ -49,6 +49,7 @@ class Case:
     prepared: Prepared
     takes: Callable[[Raw], bool] = lambda row: True
     learnt_only: bool = False  # the prompts are other ones
+    told: Callable[[Raw], Raw] = lambda row: row  # how a golden row is written here
 
 
 def by_trl(**options: Any) -> Prepared:
@@ -101,6 +102,14 @@ def _has_messages(*known: str) -> Callable[[Raw], bool]:
     return lambda row: row.keys() == {"messages"} and all(message.keys() <= set(known) for message in row["messages"])
 
 
+def _ends_with_answer(row: Raw) -> bool:
+    return _has_messages("role", "content")(row) and len(row["messages"]) > 1 and row["messages"][-1]["role"] == "assistant"
+
+
+def _as_pair(row: Raw) -> Raw:
+    return {"prompt": row["messages"][:-1], "completion": row["messages"][-1:]}
+
+
 def _has_turns(row: Raw) -> bool:
     roles = {"system", "user", "assistant", "tool"}  # TRL renames the keys, not the roles
     turns = row["conversations"] if row.keys() == {"conversations"} else [{}]
@@ -113,6 +122,10 @@ CASES = [
     Case(format="messages", library=TRL, prepared=ASSISTANT, takes=_has_messages("role", "content")),
     Case(format="sharegpt", library=TRL, prepared=ASSISTANT, takes=_has_turns),
     Case(format="prompt_completion", library=TRL, prepared=COMPLETION),
+    Case(
+        format="messages", library=TRL, prepared=by_trl(completion_only_loss=True, assistant_only_loss=True),
+        takes=_ends_with_answer, told=_as_pair,
+    ),
     Case(format="text", library=TRL, prepared=by_trl()),
     Case(format="tokenized", library=TRL, prepared=by_trl(), takes=lambda row: "labels" in row),
     Case(format="tokenized", library=TRL, prepared=COMPLETION, takes=lambda row: "completion_mask" in row),
@@ -152,7 +165,7 @@ def alike(ours: Labelled, theirs: Labelled, *, learnt_only: bool) -> bool:
 
 def joins(row: Raw, tokenizer: Any) -> bool:
     """Tells whether tokens of a prompt and its completion join across the border."""
-    if "prompt" not in row:
+    if not isinstance(row.get("prompt"), str):
         return False
     alone, together = (tokenizer(text)["input_ids"] for text in (row["prompt"], row["prompt"] + row["completion"]))
     after = tokenizer(row["completion"], add_special_tokens=False)["input_ids"]
@@ -160,12 +173,12 @@ def joins(row: Raw, tokenizer: Any) -> bool:
 
 
 def compared(case: Case, tokenizer_dir: Path, tokenizer: Any, work: Path) -> list[Row]:
-    what = f"{case.format}: {case.library}"
+    what = f"{case.format}{' as prompt and completion' * (case.told is _as_pair)}: {case.library}"
     if find_spec(case.library) is None:
         return [missing(what, "all rows it has", "not installed")]
     golden = (ROOT / "tests" / "data" / "golden" / f"{case.format}.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in golden]
-    taken = [row for row in rows if case.takes(row)]
+    taken = [case.told(row) for row in rows if case.takes(row)]
     ours, theirs = by_fuyou(taken, tokenizer_dir, work), case.prepared(taken, tokenizer, work)
     joined = [joins(row, tokenizer) for row in taken]
     pairs = [pair for pair, is_joined in zip(zip(ours, theirs, taken, strict=True), joined, strict=True) if not is_joined]

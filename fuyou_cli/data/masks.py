@@ -2,8 +2,8 @@
 
 They are found in one of two ways. A template may mark what the assistant generates; or two renderings are compared: the
 conversation up to the question, with the prompt to answer it, is the beginning of the whole. Marks are taken as characters:
-`assistant_masks` of transformers loses or prolongs them where a token's offsets leave out blanks. Marks that lie outside of
-what the renderings show are not taken.
+`assistant_masks` of transformers loses or prolongs them where a token's offsets leave out blanks. Marks that transformers
+misplaces are not taken.
 
 Templates differ in what they take: content as a text or in parts, arguments as an object or as JSON text. What one takes
 wrongly is seen in its text: Python's notation of a list or an object, or JSON text inside JSON. Then it gets the other form.
@@ -28,6 +28,7 @@ from .sandbox import LibraryErrors
 
 LARGEST_SAMPLE = 1 << 22  # most characters of a sample that cannot be cut
 _GENERATION = re.compile(r"{%[-+]?\s*generation\s*[-+]?%}")
+_TAG = re.compile(r"{%[-+]?\s*(\w+)(.*?)%}", re.DOTALL)
 _MOST_COMPARED = 200  # answers of a conversation whose marks are compared: each costs three renderings
 _TEXT_PARTS = ("text", "input_text", "output_text", None)  # types of a part that is a text
 _REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -93,12 +94,26 @@ class Conversations:
             try:
                 text = self.render(form, form.messages, **options)
                 if (fault := self._fault(form, text)) is None:
-                    return form, text, noted
+                    return self._written(form, text, noted, options)
                 raise fault
             except RowError as error:
                 refusal = refusal or error
         assert refusal is not None
         raise refusal
+
+    def _written(self, chat: Chat, text: str, noted: set[str], options: dict[str, Any]) -> tuple[Chat, str, set[str]]:
+        """Returns a conversation, in parts if the template writes nothing of a text and writes more so."""
+        contents = [message.get("content") for message in chat.messages]
+        said = [content.strip() for content in contents if isinstance(content, str) and "</think>" not in content]
+        if (written := sum(content in text for content in said)) == len(said):
+            return chat, text, noted
+        parted = replace(chat, messages=tuple(_spelt(message, _same, _parted) for message in chat.messages))
+        try:
+            found = self.render(parted, parted.messages, **options)
+        except RowError:
+            return chat, text, noted
+        is_more = sum(content in found for content in said) > written
+        return (parted, found, noted | {"parts_made"}) if is_more else (chat, text, noted)
 
     def _fault(self, chat: Chat, text: str) -> RowError | None:
         """Tells what the template has written as no model should learn it; None if nothing."""
@@ -177,29 +192,39 @@ class Conversations:
     def _compared(self, by_marks: Spans, by_prefixes: Spans, answers: Sequence[int]) -> Spans:
         """Compares marks with the answers that renderings show, and returns which way to take.
 
-        A mark in one of the assistant's turns but beyond its answer is wrong: where a template marks inside a macro,
-        transformers misplaces it. A mark elsewhere is the template's own choice.
+        What a template marks is its own choice, such as a header or the reasoning that its prompt begins. But inside a macro
+        transformers misplaces marks.
         """
-        chat, text, noted = by_marks.chat, by_marks.text, set(by_marks.noted)
+        chat, text = by_marks.chat, by_marks.text
+        if self._marks_in_macro(chat):
+            return replace(by_prefixes, noted=by_prefixes.noted | {"marks_misplaced"})
         if len(answers) > _MOST_COMPARED:
             return by_marks
         try:
-            found, _ = self.by_prefixes(chat, text, answers)
+            ends = {turn: end for turn, (_, end) in self.by_prefixes(chat, text, answers)[0].items()}
             headers = {turn: len(self.render(chat, chat.messages[:turn])) for turn in answers}
         except RowError:  # it cannot be compared
             return by_marks
-        turns: dict[int, list[Span]] = {turn: [] for turn in answers}
-        for mark in by_marks.marks:
-            for turn, (begin, end) in found.items():
-                if begin <= mark[0] and mark[1] <= end:
-                    turns[turn].append(mark)
-                elif mark[0] < end and headers[turn] < mark[1]:
-                    return replace(by_prefixes, noted=by_prefixes.noted | {"marks_misplaced"})
+        turns = {turn: [mark for mark in by_marks.marks if headers[turn] <= mark[0] < ends[turn]] for turn in answers}
+        noted = set(by_marks.noted)
         if sum(map(len, turns.values())) < len(by_marks.marks):
             noted.add("marks_of_others")
         if not all(turns.values()):
             noted.add("marks_missing")
         return replace(by_marks, turns=turns, noted=frozenset(noted))
+
+    def _marks_in_macro(self, chat: Chat) -> bool:
+        """Tells whether the template marks inside of a block whose output is not written where it stands."""
+        depth = 0
+        for tag in _TAG.finditer(self._tokenizer.get_chat_template(tools=list(chat.tools) or None)):
+            name, rest = tag.groups()
+            if name == "generation" and depth:
+                return True
+            if name in ("macro", "call", "filter") or (name == "set" and "=" not in rest):
+                depth += 1
+            elif name in ("endmacro", "endcall", "endfilter", "endset"):
+                depth -= 1
+        return False
 
     def by_prefixes(self, chat: Chat, whole: str, turns: Sequence[int]) -> tuple[dict[int, Span], set[int]]:
         """Returns the characters of `whole` that each of the assistant's messages `turns` is, end-of-turn token included, and
@@ -226,7 +251,9 @@ class Conversations:
     def _behind_header(self, chat: Chat, turn: int, whole: str, before: str) -> int:
         """Returns where an answer begins if the template asks for none: behind what it writes before two others, too. Blanks
         alone are no header: the model writes them."""
-        others = (self.render(chat, [*chat.messages[:turn], {"role": "assistant", "content": letter}]) for letter in "xy")
+        parted = isinstance(chat.messages[turn].get("content"), list)
+        contents = ([{"type": "text", "text": letter}] if parted else letter for letter in "xy")
+        others = (self.render(chat, [*chat.messages[:turn], {"role": "assistant", "content": said}]) for said in contents)
         common = takewhile(lambda letters: len(set(letters)) == 1, zip(whole, *others, strict=False))
         begin = sum(1 for _ in common)
         return begin if whole[len(before) : begin].strip() else len(before)
@@ -255,19 +282,22 @@ def _forms(chat: Chat) -> Iterator[tuple[Chat, set[str]]]:
     """Yields a conversation as it is, then with arguments and content in other forms that say the same, and what those are."""
     yield chat, set()
     arguments = {"": _same, "arguments_read": _as_object, "arguments_written": _as_text}
-    for (spelling, spelt), joins in list(product(arguments.items(), (False, True)))[1:]:
-        messages = tuple(_spelt(message, spelt, joins) for message in chat.messages)
-        kinds = [kind for key, kind in (("content", "parts_joined"), ("tool_calls", spelling), ("function_call", spelling))
+    contents = {"": _same, "parts_joined": _joined, "parts_made": _parted}
+    for (spelling, spelt), (parting, said) in list(product(arguments.items(), contents.items()))[1:]:
+        messages = tuple(_spelt(message, spelt, said) for message in chat.messages)
+        kinds = [kind for key, kind in (("content", parting), ("tool_calls", spelling), ("function_call", spelling))
                  if any(new.get(key) != old.get(key) for new, old in zip(messages, chat.messages, strict=True))]  # fmt: skip
         if kinds:
             yield replace(chat, messages=messages), set(kinds)
 
 
-def _spelt(message: dict[str, object], spelt: Callable[[object], object], joins: bool) -> dict[str, object]:
-    """Returns a message with the arguments of its calls in another form, and if it `joins` with its texts as one."""
+def _spelt(
+    message: dict[str, object], spelt: Callable[[object], object], said: Callable[[object], object]
+) -> dict[str, object]:
+    """Returns a message with content and the arguments of its calls in another form."""
     changed = dict(message)
-    if joins and isinstance(message.get("content"), list):
-        changed["content"] = _joined(message["content"])
+    if "content" in message:
+        changed["content"] = said(message["content"])
     if isinstance(calls := message.get("tool_calls"), list):
         changed["tool_calls"] = [_recalled(call, spelt) for call in calls]
     if isinstance(call := message.get("function_call"), dict):
@@ -281,11 +311,18 @@ def _recalled(call: dict[str, Any], spelt: Callable[[object], object]) -> dict[s
     return {**call, "arguments": spelt(call["arguments"])} if "arguments" in call else call
 
 
-def _joined(parts: Any) -> object:
-    """Returns texts in parts as one text; the parts, if one of them is no text."""
-    found = [part.get("text") if isinstance(part, dict) and part.get("type") in _TEXT_PARTS else part for part in parts]
+def _joined(content: object) -> object:
+    """Returns texts in parts as one text; anything else as it is."""
+    if not isinstance(content, list):
+        return content
+    found = [part.get("text") if isinstance(part, dict) and part.get("type") in _TEXT_PARTS else part for part in content]
     texts = [text for text in found if isinstance(text, str)]
-    return "".join(texts) if len(texts) == len(parts) else parts
+    return "".join(texts) if len(texts) == len(content) else content
+
+
+def _parted(content: object) -> object:
+    """Returns a text as one part; anything else as it is."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _same(value: object) -> object:

@@ -22,6 +22,7 @@ NOTES = {  # kind of what was noted of a sample -> what it means
     "nulls": "tool calls or tools have keys of null, which column files fill in: they are left out (to keep one, write "
     "arguments or tools as JSON text)",
     "parts_joined": "content in parts is joined to one text, because the chat template takes no parts",
+    "parts_made": "content is a text: the chat template gets it as one part, because it takes parts only",
     "arguments_read": "arguments of tool calls are JSON text: the chat template gets them as objects, because it writes JSON",
     "arguments_written": "arguments of tool calls are objects: the chat template gets JSON text, because it takes no objects",
     "calls_left_out": "the chat template leaves out tool calls: they are not learnt (set tokenizer.chat_template to one that "

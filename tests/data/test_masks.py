@@ -421,6 +421,31 @@ def test_a_template_that_marks_inside_a_macro(write: Write, tokenise: Tokenise, 
     assert rows.summary.noted == {"prefixes": 1, "marks_misplaced": 1}
 
 
+def test_marks_of_more_than_generation_writes(write: Write, tokenise: Tokenise, tokenizer: Any) -> None:
+    """A template may mark what its own prompt begins, as those do that TRL trains reasoning with."""
+    template = CHATML_MARKED.replace("{% generation %}", "{% generation %}<think>").replace(
+        "assistant\n{% endif", "assistant\n<think>{% endif"
+    )
+    rows = tokenise(write("chat.jsonl", [_chat({"content": "a"}, {"content": "b", "train": False})]), chat_template=template)
+    assert learnt(rows, tokenizer) == "<think>a<|im_end|>" and rows.summary.noted == {"marks": 1}
+    header = CHATML_MARKED.replace("<|im_start|>{{ message['role'] }}\n", "", 1).replace(
+        "{% generation %}", "{% generation %}<|im_start|>assistant\n"
+    )
+    rows = tokenise(write("chat.jsonl", [_chat({"content": "a"}, {"content": "b"})]), chat_template=header)
+    assert learnt(rows, tokenizer) == "<|im_start|>assistant\na<|im_end|><|im_start|>assistant\nb<|im_end|>"
+
+
+def test_a_template_that_takes_parts_only_and_asks_for_nothing(write: Write, tokenise: Tokenise, tokenizer: Any) -> None:
+    template = "{% for m in messages %}{% for part in m.content %}{{ '[' + part.text + ']' }}{% endfor %}<|im_end|>{% endfor %}"
+    silent = template.replace("part in m.content", "part in m.content if part.type == 'text'")  # of a text it writes nothing
+    for said, noted in ((lambda text: [{"type": "text", "text": text}], set()), (str, {"parts_made"})):
+        row = {"messages": [{"role": role, "content": said(role)} for role in ("user", "assistant")]}
+        for each in (template, silent):
+            rows = tokenise(write("chat.jsonl", [row]), chat_template=each)
+            assert learnt(rows, tokenizer) == "assistant]<|im_end|>"
+            assert set(rows.summary.noted) == {"prefixes", "unasked", *noted}
+
+
 def test_marks_of_some_messages(write: Write, tokenise: Tokenise, tokenizer: Any) -> None:
     """What a template marks is its own choice; that it leaves out an answer, or holds others, is said."""
     some = CHATML_MARKED.replace("{% generation %}{{ message['content'] }}", "{% generation %}{{ message['content'] }}", 1)
