@@ -371,15 +371,9 @@ def test_what_a_template_leaves_out_is_noted(write: Write, tokenise: Tokenise) -
 
 def test_marks_end_with_the_last_character(write: Write, tokenise: Tokenise, tokenizer: Any) -> None:
     """One of several tokens: `assistant_masks` ends with the first of them."""
-    template = CHATML_MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")
-    rows = tokenise(write("chat.jsonl", [_chat({"content": "a 🙂"}), _chat({"content": "b"})]), chat_template=CHATML_MARKED)
-    assert learnt(rows, tokenizer) == "a 🙂<|im_end|>"
-    with pytest.raises(UsageError, match="never carries loss"):
-        tokenise(write("chat.jsonl", [_chat({"content": "a 🙂"})]), chat_template=template)
-    rows = tokenise(
-        write("chat.jsonl", [{"messages": [*_chat({"content": "a 🙂"})["messages"]]}]), chat_template=template, loss_on="all"
-    )
-    assert rows.mask(0).all()
+    template = CHATML_MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}\n")
+    rows = tokenise(write("chat.jsonl", [_chat({"content": "a<|im_end|> 🙂"})]), chat_template=template)
+    assert learnt(rows, tokenizer) == "a<|im_end|> 🙂"
 
 
 def test_marks_where_a_token_drops_blanks(write: Write, tokenise: Tokenise, tmp_path: Path) -> None:
