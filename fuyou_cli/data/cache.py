@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from fuyou_cli.recipe.schema import DatasetSection
 
 LAYOUT_VERSION = 7  # increase it when the same data and options give other rows, or a summary that says less
-TOKENIZER_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
+TOKENIZER_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".codes", ".tokenizer")
 TEMPLATE_FOLDER = "additional_chat_templates"  # the only folder that is part of a tokenizer
 _LARGEST_TEMPLATE = 4 * MiB
 _TOLD_AFTER, _TOLD_EVERY = 10.0, 300.0  # seconds until a run is told how far its data is: first, and later at most

@@ -301,7 +301,8 @@ def stored_weights(
     now, if not where it was. `trained_only`: nothing of what is frozen is read."""
     with ExitStack() as stack:
         files: Literal["compared", "none"] = "none" if trained_only else "compared"
-        store, own = stack.enter_context(at_rest(source, arena_size=READ_ARENA, say=say, model_files=files)), None
+        store = stack.enter_context(at_rest(source, arena_size=READ_ARENA, say=say, model_files=files))
+        own: OwnValues | None = None
         if not trained_only:
             folder = model_dir or Path(store.manifest.model_dir)
             own = stack.enter_context(own_values(store.manifest, folder, dtype=dtype, say=say))

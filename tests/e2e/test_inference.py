@@ -60,7 +60,7 @@ def test_a_model_and_the_store_of_its_run(materials: Path, whole: Callable[..., 
     run = whole({"precision.compute": "float32"})
     exported(run.store, tmp_path / "out" / "model")
     trained = in_memory(tmp_path / "out" / "model")
-    assert trained != pytest.approx(in_memory(materials / "model"), rel=1e-3)
+    assert trained != pytest.approx(in_memory(materials / "model"), rel=1e-5)  # of a text that is not its own
     for source in (run.store, run.store.parent, tmp_path / "out", tmp_path / "out" / "model"):
         assert streamed(source) == pytest.approx(trained, rel=1e-6), source
     masters = whole()  # computed in bfloat16
