@@ -3,6 +3,8 @@
 
 `in_place` costs no traffic, but twice the disk space. `redo` stores everything once. The gradients of a step go to the ssd, as
 they do with clipping anyway, and after a crash the missing updates are repeated.
+
+Also chooses where trained banks beside frozen ones rest.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from ..spec.model import ModelSpec
 from ..spec.plan import Plan, StoreMode
 from .placement_context import PlacementContext
 from .plan_request import PlanRequest
+from .small_banks import WORTH, ways_to_rest
 from .sustained_rates import Choose, planned_for
 
 
@@ -56,3 +59,21 @@ def _may_be_redone(model: ModelSpec, request: PlanRequest, disk: int) -> bool:
         request.gradients != "cpu" and request.states != "gpu" and not request.norm_first
     )  # with states on the device, gradients never leave it
     return request.may_redo and not request.is_swept and is_free and at_rest(model, request, "redo") <= disk
+
+
+def rested(choose: Choose, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> tuple[PlanRequest, Plan]:
+    """Plans with trained banks in RAM where they may rest there, and with them on the ssd if that saves time, or if nothing
+    else fits. Returns the request that is planned, too. Raises PlanError if neither fits."""
+    found = list[tuple[tuple[bool, float], PlanRequest, Plan]]()
+    for way in (ways := ways_to_rest(model, request)):
+        try:
+            plan = choose(model, hardware, way)
+        except PlanError:
+            if way is ways[-1] and not found:
+                raise
+            continue
+        fits = plan.predicted.cpu_peak <= plan.cpu_budget  # a plan that only says what it needs does not
+        seconds = plan.predicted.step_seconds * (1 - WORTH if way is ways[0] else 1)
+        found.append(((not fits, seconds if fits else float(plan.predicted.cpu_peak)), way, plan))
+    _, way, plan = min(found, key=lambda one: one[0])
+    return way, plan

@@ -104,7 +104,7 @@ MEANINGS = {
     "offload.wear": "Whether small gains in speed may cost writes to the drives.",
     "offload.ssd_write_limit": "Stops before the step that would write more than this, all of the run counted.",
     "offload.expandable_segments": "Lets segments of torch's allocator grow on a GPU, unless PYTORCH_ALLOC_CONF is set.",
-    "offload.measure": "Measures a new machine before planning. `false`: assumes rates.",
+    "offload.measure": "Measures a new machine, and a new recipe's layers, before planning. `false`: known or assumed rates.",
     "checkpoint.mode": "How a state is kept whole: two extents, one and the gradients, or copies.",
     "checkpoint.commit_every_steps": "Steps between saved states. `auto`: as often as it costs little.",
     "checkpoint.snapshot_every_steps": "The same for the mode `snapshot`.",

@@ -212,7 +212,7 @@ class OffloadSection(Section):
     wear: Literal["spare", "balanced", "ignore"] = "spare"  # whether small gains in speed may cost writes
     ssd_write_limit: Size | None = None
     expandable_segments: bool = True  # for torch's allocator on a GPU, unless PYTORCH_ALLOC_CONF is set
-    measure: bool = True  # measures a new machine before planning; false: assumes rates
+    measure: bool = True  # measures a new machine and new layers before planning
 
 
 class CheckpointSection(Section):

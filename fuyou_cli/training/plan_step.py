@@ -19,8 +19,8 @@ from ..planner.place import least_memory, made_of
 from ..planner.place import plan as first_that_fits
 from ..planner.plan_request import PlanRequest
 from ..planner.search import SearchResult, search_timed
-from ..planner.small_banks import WORTH, ways_to_rest
-from ..planner.store_modes import planned_with_room
+from ..planner.small_banks import ways_to_rest
+from ..planner.store_modes import planned_with_room, rested
 from ..planner.sustained_rates import Choose, planned_for
 from ..spec.hardware import HardwareProfile, with_measured_graphs
 from ..spec.model import ModelSpec
@@ -150,24 +150,6 @@ def _usual_plan(model: ModelSpec, hardware: HardwareProfile, request: PlanReques
     return timed_plan(model, hardware, plan, chosen=request.commit_every == "auto")
 
 
-def _rested(choose: Choose, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> tuple[PlanRequest, Plan]:
-    """Plans with trained banks in RAM where they may rest there, and with them on the ssd if that saves time, or if nothing
-    else fits. Returns the request that is planned, too. Raises PlanError if neither fits."""
-    found = list[tuple[tuple[bool, float], PlanRequest, Plan]]()
-    for way in (ways := ways_to_rest(model, request)):
-        try:
-            plan = choose(model, hardware, way)
-        except PlanError:
-            if way is ways[-1] and not found:
-                raise
-            continue
-        fits = plan.predicted.cpu_peak <= plan.cpu_budget  # a plan that only says what it needs does not
-        seconds = plan.predicted.step_seconds * (1 - WORTH if way is ways[0] else 1)
-        found.append(((not fits, seconds if fits else float(plan.predicted.cpu_peak)), way, plan))
-    _, way, plan = min(found, key=lambda one: one[0])
-    return way, plan
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FastestSize:
     """Holds the rows of the fastest micro-batch."""
@@ -199,7 +181,7 @@ class _Planner:
         last: list[PlanRequest] = []
 
         def chosen(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
-            request, plan = _rested(choose or self._searched, model, hardware, request)
+            request, plan = rested(choose or self._searched, model, hardware, request)
             last[:] = [request]
             return plan
 
@@ -313,7 +295,7 @@ class _Planner:
             asked = self._asked(numerics, model)
 
             def chosen(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
-                return _rested(choose, model, hardware, request)[1]
+                return rested(choose, model, hardware, request)[1]
 
             try:
                 plan = planned_for(chosen, model, hardware, asked, steps=steps_of(recipe, None))

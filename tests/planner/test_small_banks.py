@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from drawn import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +14,9 @@ from fuyou_cli.core.errors import PlanError
 from fuyou_cli.core.units import MiB, parse_size
 from fuyou_cli.planner.place import least_memory, plan
 from fuyou_cli.planner.plan_request import PlanRequest
-from fuyou_cli.planner.small_banks import rest_in_ram, ways_to_rest
+from fuyou_cli.planner.search import NEAR, fastest
+from fuyou_cli.planner.small_banks import WORTH, least_budget_to_rest, rest_in_ram, ways_to_rest
+from fuyou_cli.planner.store_modes import rested
 from fuyou_cli.spec.model import ModelSpec, banks_of
 from fuyou_cli.spec.plan import Plan
 
@@ -45,13 +48,10 @@ def asked(budget: int) -> PlanRequest:
 
 
 def made(spec: ModelSpec, request: PlanRequest) -> Plan | None:
-    """Plans in the first way that fits."""
-    for way in ways_to_rest(spec, request):
-        try:
-            return plan(spec, HARDWARE, way)
-        except PlanError:
-            continue
-    return None
+    try:
+        return rested(plan, spec, HARDWARE, request)[1]
+    except PlanError:
+        return None
 
 
 @given(st.integers(1, 6), st.integers(1, 8), st.integers(1, 8), st.integers(1, 900))
@@ -67,6 +67,23 @@ def test_the_need_that_is_named_fits_and_nothing_less(blocks: int, frozen: int, 
     named = re.search(r"at least (\S+ \w+) of RAM, but offload.max_memory.cpu is (\S+ \w+)", refused.value.message)
     assert named is not None and parse_size(named[2]) == budget * MiB
     assert least <= parse_size(named[1]) <= 1.01 * least + MiB and made(spec, asked(parse_size(named[1]))) is not None
+
+
+@examples(8)
+@given(st.integers(2, 6), st.integers(1, 4), st.integers(1, 6), st.lists(st.integers(0, 400), min_size=1, max_size=3))
+def test_more_memory_never_makes_a_step_slower(blocks: int, frozen: int, trained: int, spare: list[int]) -> None:
+    """Looks on both sides of the budget from which on adapters may rest in RAM, with a drive that is slow to bring what they
+    displace there."""
+    spec = adapted(blocks, frozen, trained)
+    slow = replace(HARDWARE, store_read=2e7, store_write=1e7, store_read_mixed=1e7, store_write_mixed=1e7)
+    request = replace(asked(0), numerics=replace(NUMERICS, batch_size=64))
+    least = least_memory(spec, slow, request)
+    edge = least_budget_to_rest(spec, request)
+    assert edge is not None
+    budgets = sorted({least, max(least, edge - 1), max(least, edge), *(least + more * MiB // 4 for more in spare)})
+    steps = [rested(fastest, spec, slow, replace(request, cpu_budget=budget))[1].predicted.step_seconds for budget in budgets]
+    for number, step in enumerate(steps[1:], 1):
+        assert step <= min(steps[:number]) * (1 + WORTH) * (1 + NEAR), list(zip(budgets, steps, strict=True))
 
 
 def test_little_rests_in_ram_and_is_compared_with_the_ssd_unless_it_is_very_little() -> None:
