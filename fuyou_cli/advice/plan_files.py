@@ -102,8 +102,9 @@ def _flat(value: Any, prefix: str = "") -> dict[str, str]:
 
 def _asked(model: ModelSpec, request: PlanRequest) -> dict[str, str]:
     asked = _flat({key: value for key, value in asdict(request).items() if key not in _FREE})
-    if request.norm_first is None:
-        del asked["norm_first"]  # as in files made before there was such a key
+    for key in ("norm_first", "trained_in_ram"):
+        if asked[key] == "null":
+            del asked[key]  # as in files made before there was such a key
     rule, states, quantised = model.layout.rule, model.layout.dtype, model.quantisation
     asked |= {} if rule == "adamw" else {"optimizer.name": json.dumps(rule)}
     asked |= {} if states == "float32" else {"optimizer.state_dtype": json.dumps(states)}
@@ -205,6 +206,8 @@ class KeptPlan:
         differs. The caller checks whether it fits the machine now."""
         if self.file.asked.get("store_mode") == '"redo"' and request.may_redo:
             request = redone(request)  # the file's plan uses redo, even if another would fit in place
+        rests = {"true": True, "false": False}.get(self.file.asked.get("trained_in_ram", ""))
+        request = replace(request, trained_in_ram=rests)  # whatever would be chosen now
         try:
             _check_run(self.file, model, request)
             plan = _placed(self.file, model, hardware, request)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from fuyou_cli.advice.plan_files import KeptPlan, PlanFile, from_text, plan_file, to_text
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.units import MiB
+from fuyou_cli.planner.place import least_memory
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.search import search, timed
 from fuyou_cli.planner.store_modes import redone
@@ -25,6 +26,7 @@ from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.plan import Plan
 
 from .models import HARDWARE, NUMERICS, SPEC, model, request
+from .test_small_banks import adapted
 
 
 def made(asked: PlanRequest, hardware: HardwareProfile = HARDWARE) -> tuple[Plan, PlanFile]:
@@ -264,3 +266,15 @@ def test_a_plan_for_another_optimizer_is_refused_by_name() -> None:
     lion = SPEC.with_layout(replace(SPEC.layout, rule="lion"))
     with pytest.raises(UsageError, match=r"optimizer\.name"):
         chosen(first_text(), spec=lion)
+
+
+@pytest.mark.parametrize("rests", [None, True, False])
+def test_an_adapter_rests_where_the_file_says(rests: bool | None) -> None:
+    """Whatever this run would choose, and in whichever way it asks first."""
+    spec = adapted(4, 8, 1)
+    asked = replace(ASKED, clip_grad_norm=1.0, cpu_budget=least_memory(spec, HARDWARE, ASKED) + 400 * MiB, trained_in_ram=rests)
+    best = search(spec, HARDWARE, asked).best
+    plan = timed(best, spec, HARDWARE, asked)
+    text = to_text(plan_file(plan, spec, HARDWARE.process_bytes, asked, best.candidate))
+    for now in (None, True, False):
+        assert chosen(text, replace(asked, trained_in_ram=now), spec=spec) == plan
