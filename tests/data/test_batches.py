@@ -14,6 +14,7 @@ from fuyou_cli.data.batches import Batch, Sequences, deal, lay_out, passes, typi
 from fuyou_cli.data.rows import NO_LOSS
 from fuyou_cli.spec.micro_batch import lengths_up_to, rounded_up
 from fuyou_cli.spec.plan import Numerics, Padding
+from fuyou_cli.training.numerics import division
 
 NUMERICS = Numerics(
     compute_dtype="float32", accumulate_dtype="float32", batch_size=8, micro_batch_size=2, max_seq_len=64, head_chunk_tokens=0,
@@ -129,3 +130,32 @@ def test_a_typical_step_is_one_of_the_rows() -> None:
 def test_lengths_are_counted() -> None:
     assert lengths_up_to(512, 64) == 8 and lengths_up_to(1024, 64) == 12 and lengths_up_to(4096, 64) == 20
     assert lengths_up_to(100, 0) == 100
+
+
+@pytest.mark.parametrize("apart", [True, False])
+@examples(20)
+@given(lengths=some.lists(some.integers(1, 512), min_size=8, max_size=8))
+def test_shapes_are_few_where_libraries_keep_code_for_each(apart: bool, lengths: list[int]) -> None:
+    """On a CPU in bfloat16: eight widths of micro-batches, eight lengths of documents up to 512 tokens."""
+    divided = division(apart=apart, on_cpu=True, dtype="bfloat16", micro=2, length=512)
+    numerics = replace(NUMERICS, max_seq_len=512, **divided)
+    batch = lay_out(rows_of(lengths), range(8), pad_id=0, numerics=numerics)
+    assert batch.sweeps is not None
+    widths = {part.width for part in batch.sweeps[0]}
+    assert widths <= {numerics.widest * eighth // 8 for eighth in range(1, 9)}
+    if apart:
+        assert batch.documents is not None
+        assert {rounded_up(size, numerics.document_step) for row in batch.documents for size in row} <= set(range(64, 513, 64))
+    else:
+        assert len({(part.end - part.first) for part in batch.sweeps[0]}) == 1
+
+
+def test_other_devices_and_dtypes_pad_less() -> None:
+    few, many, there = (
+        division(apart=True, on_cpu=on_cpu, dtype=dtype, micro=2, length=512)
+        for on_cpu, dtype in ((True, "bfloat16"), (True, "float32"), (False, "bfloat16"))
+    )
+    assert few["width_step"] == 128 and many["width_step"] == there["width_step"] == 32
+    assert few["document_step"] == 64 and many["document_step"] == there["document_step"] == 0
+    packed = division(apart=True, on_cpu=True, dtype="bfloat16", micro=2, length=512, packing="isolated")
+    assert packed == {"padding": "micro_batch", "width_step": 64, "document_step": 64}
