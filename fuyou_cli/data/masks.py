@@ -132,15 +132,16 @@ class Conversations:
                 if any(map(wrote, map(repr, [content] if whole else content))):
                     why = "writes content in parts in Python's notation, and not all of its parts are texts"
                     return RowError(f"message {number}: {self._template} {why}: write the content as a text")
-            for name, arguments in _called(message):
-                if isinstance(arguments, dict) and arguments and wrote(repr(arguments)):
+            for function in _called(message):
+                name, arguments = function.get("name"), function.get("arguments")
+                if wrote(repr(function)) or (isinstance(arguments, dict) and arguments and wrote(repr(arguments))):
                     why = "in Python's notation"
                 elif _is_json(arguments) and any(map(wrote, {json.dumps(arguments), _in_json(arguments)})):
                     why = "as JSON text inside JSON"
                 else:
                     continue
                 what = f"message {number}: {self._template} writes the arguments of {name} {why}"
-                return RowError(f"{what}: write them as an object of valid JSON")
+                return RowError(f"{what}: write them as an object of valid JSON, or take a template that writes JSON")
         return None
 
     def spans(self, chat: Chat) -> Spans:
@@ -354,19 +355,17 @@ def _is_json(arguments: object) -> bool:
     return isinstance(arguments, str) and arguments.lstrip().startswith("{")
 
 
-def _called(message: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
-    """Yields name and arguments of every call of a message."""
-    for call in [*(message.get("tool_calls") or ()), *filter(None, [message.get("function_call")])]:
-        function = call.get("function", call) if isinstance(call, dict) else None
-        if isinstance(function, dict):
-            yield str(function.get("name")), function.get("arguments")
+def _called(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns name and arguments of every call of a message."""
+    calls = [*(message.get("tool_calls") or ()), *filter(None, [message.get("function_call")])]
+    return [found for call in calls if isinstance(found := _function(call), dict)]
 
 
 def _left_out(chat: Chat, text: str) -> set[str]:
     """Returns what the template writes nothing of, as kinds of `rows.NOTES`."""
     found = set()
     answers = [chat.messages[turn] for turn in chat.answers("all")]
-    if any(name not in text for message in answers for name, _ in _called(message)):
+    if any(str(call.get("name")) not in text for message in answers for call in _called(message)):
         found.add("calls_left_out")
     if any(
         isinstance(content := message.get("content"), str) and "</think>" not in content and content.strip() not in text

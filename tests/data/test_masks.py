@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 
 from fuyou_cli.core.errors import UsageError
+from fuyou_cli.data.formats import Chat
+from fuyou_cli.data.prompts import prompt_of
 from fuyou_cli.data.rows import Rows
+from fuyou_cli.data.tokenise import Tokeniser
 
 from .conftest import CHATML_MARKED, CHATML_UNMARKED, Tokenise, Write, save_tokenizer
 from .test_formats import learnt, whole
@@ -296,6 +299,9 @@ def test_calls_that_cannot_be_written_are_refused(write: Write, tokenise: Tokeni
     file = write("calls.jsonl", [_chat({"content": "b"}), _chat(_call('{"port": "Torv'))])
     with pytest.raises(UsageError, match=r"calls.jsonl:2: message 2: .* writes the arguments of tide as JSON text inside JSON"):
         tokenise(file, chat_template=OWN, max_seq_len=512)
+    file = write("calls.jsonl", [_chat(_call({"port": "Torvane"}))])
+    with pytest.raises(UsageError, match=r"calls.jsonl:1: message 2: .* writes the arguments of tide in Python's notation"):
+        tokenise(file, chat_template=WHOLE.replace("c.function | tojson", "c"), max_seq_len=512)
     for calls, words in (
         ("[{", "tool_calls: not valid JSON"),
         ({"name": "tide"}, "tool_calls must be a list of objects"),
@@ -570,6 +576,16 @@ def test_prompt_and_completion_as_conversations(write: Write, tokenise: Tokenise
     ):
         with pytest.raises(UsageError, match=f"pairs.jsonl:1: {words}"):
             tokenise(write("pairs.jsonl", [row]), chat_template=CHATML_UNMARKED)
+
+
+def test_a_prompt_to_answer_takes_the_same_forms(tokenizer: Any, tokenizer_dir: Path) -> None:
+    """Of a row with or without its completion."""
+    asked = [{"role": "user", "content": [{"type": "text", "text": "2?"}]}]
+    given = Tokeniser(tokenizer, directory=tokenizer_dir)
+    for row in ({"prompt": asked}, {"prompt": asked, "completion": [{"role": "assistant", "content": "4"}]}):
+        prompt = prompt_of(row, chat=True)
+        assert isinstance(prompt, Chat) and prompt.messages == tuple(asked)
+        assert tokenizer.decode(given.prompt(prompt)) == "<|im_start|>user\n2?<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_a_row_sets_variables_of_the_template(write: Write, tokenise: Tokenise, tokenizer: Any) -> None:
