@@ -31,7 +31,7 @@ _TORN = 16  # characters: longest word or escape that the end of the buffer may 
 _ENDS = json.JSONDecoder(parse_int=str, parse_float=str)  # finds where an element ends; too long numbers are refused later
 PIECE_CHARS = 1 << 16  # characters in a piece of a document; tokenising needs ~100 bytes for each
 _ROWS_AT_ONCE = 256
-_NO_TYPE = (ValueError, LookupError, TypeError, OverflowError, ImportError)  # of Arrow's, where Python has none for a value
+_NO_TYPE = (ValueError, LookupError, TypeError, OverflowError, ImportError, NotImplementedError)  # where Python has no type
 
 
 def read_rows(file: Path, *, skipped: int = 0, by_line: bool = False) -> Iterator[Placed]:

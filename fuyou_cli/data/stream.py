@@ -370,7 +370,7 @@ def _together(summaries: Sequence[DataSummary]) -> DataSummary:
         **found,
         formats=tuple(pair for one in summaries for pair in one.formats),
         entry_rows=tuple(one.rows for one in summaries),
-        noted=noted,
+        noted=dict(noted),
         noted_at=noted_at,
         never_stops=any(one.never_stops for one in summaries),
         lengths=tuple(sum(sizes[k] for sizes in lengths if k < len(sizes)) for k in range(max(map(len, lengths)))),

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,15 @@ def test_a_weighted_packed_stream_goes_on_with_the_same_batches(write: Write, to
     assert _batches(stream(dataset, tokenizer_dir, tmp_path / "other"), range(31, 33)) == whole[31:33]
     given = np.cumsum([stream_of(row, tokenizer_dir) == "a" for batch in whole for row in batch])
     assert all(abs(count - (n + 1) * 3 / 4) <= 1 for n, count in enumerate(given))
+
+
+def test_what_was_noted_of_all_entries_is_added(write: Write, tokenizer_dir: Path, tmp_path: Path) -> None:
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": [{"type": "text", "text": "b"}]}]
+    files = [write(f"{name}.jsonl", [{"messages": talk}] * many) for name, many in (("one", 2), ("two", 3))]
+    train = tuple(DatasetEntry(path=str(file), weight=1.0) for file in files)
+    dataset = DatasetSection(train=train, max_seq_len=64, num_workers=1, streaming=True)
+    told = asdict(stream(dataset, tokenizer_dir, tmp_path / "cache").summary)
+    assert told["noted"] == {"marks": 5, "parts_joined": 5} and told["noted_at"]["marks"] == "one.jsonl:1"
 
 
 def stream_of(row: list[int], tokenizer_dir: Path) -> str:
