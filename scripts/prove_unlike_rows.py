@@ -89,7 +89,7 @@ class Place:
             "model": {"name_or_path": str(self.model)},
             "dataset": {"train": [entry], "max_seq_len": self.options.length},
             "train": {"max_steps": steps, "batch_size": batch},
-            "offload": {"device": "cpu", "dir": str(folder / "store")},
+            "offload": {"device": "cpu", "dir": str(folder / "store"), "measure": False},
             "export": {"at_end": False},
             "checkpoint": {"resume": "never"},
         }
