@@ -290,9 +290,10 @@ class Costs:
         if self.device == "cuda":
             return None
         if stage.index not in self._times:
-            kind, params = rated_kind(self.model, stage), self.model.stages[self.model.owner(stage.index)].params
-            shape = (kind, self.model.compute_dtype, self.model.hidden_size, params)
-            self._times[stage.index] = stage_times(self.hardware.own_rates(*shape, threads=self.numerics.torch_threads))
+            owner, threads = self.model.stages[self.model.owner(stage.index)], self.numerics.torch_threads
+            shape = (rated_kind(self.model, stage), self.model.compute_dtype, self.model.hidden_size, owner.params)
+            own = self.hardware.own_rates(*shape, trained=owner.trained, threads=threads)
+            self._times[stage.index] = stage_times(own)
         return self._times[stage.index]
 
     def _shape(self, stage: StageSpec, tokens: int = 0, width: int = 0) -> tuple[int, int, int]:

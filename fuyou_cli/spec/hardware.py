@@ -80,15 +80,16 @@ class StageRate:
     backward_launch: Number = 0.0
     width: Count = 0  # tokens of a row; 0: not known, as of all but a recipe's own stages
     threads: Count = 0  # of torch; 0: not known
+    trained: Count = 0  # of the params, as they were timed: a frozen head has no gradients
     forward_flops: Number = 0.0  # of the micro-batch that was timed (of a head: the piece); 0: not known
     backward_flops: Number = 0.0
     given_flops: Number = 0.0
     layers: str = ""  # what the stage was timed for: digest of its model and the recipe's keys, "/", max_seq_len
 
     @property
-    def shape(self) -> tuple[str, str, int, int, int, int, int]:
+    def shape(self) -> tuple[str, str, int, int, int, int, int, int]:
         """Identifies what was measured, without the rates."""
-        return self.kind, self.dtype, self.hidden, self.params, self.tokens, self.width, self.threads
+        return self.kind, self.dtype, self.hidden, self.params, self.tokens, self.width, self.threads, self.trained
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,7 +163,7 @@ class HardwareProfile:
         block if no compiled one was measured within twice or half its parameters. If there are none, both are
         `matmul_flops`, of no tokens."""
 
-        def distance(rate: StageRate) -> tuple[float, float, float, tuple[str, str, int, int, int, int, int]]:
+        def distance(rate: StageRate) -> tuple[float, float, float, tuple[str, str, int, int, int, int, int, int]]:
             return (_ratio(rate.params, params), _ratio(rate.tokens, tokens), _ratio(rate.hidden, hidden), rate.shape)
 
         alike = [rate for rate in self.stage_rates if (rate.kind, rate.dtype) == (kind, dtype)]
@@ -176,10 +177,14 @@ class HardwareProfile:
         )  # fmt: skip
         return min(alike, key=distance, default=fallback)
 
-    def own_rates(self, kind: RatedKind, dtype: Dtype, hidden: int, params: int, threads: int) -> tuple[StageRate, ...]:
-        """Returns what was timed of this very stage, on so many threads if it was timed on them; empty if it was not."""
+    def own_rates(
+        self, kind: RatedKind, dtype: Dtype, hidden: int, params: int, *, trained: int, threads: int
+    ) -> tuple[StageRate, ...]:
+        """Returns what was timed of this very stage, with as much of it `trained` and on as many threads if it was timed so;
+        empty if it was not timed."""
         shape = (kind, dtype, hidden, params)
         own = tuple(rate for rate in self.stage_rates if rate.shape[:4] == shape and rate.forward_flops)
+        own = tuple(rate for rate in own if rate.trained == trained) or own
         return tuple(rate for rate in own if rate.threads == threads) or own
 
     def lasting(self) -> HardwareProfile:
@@ -221,7 +226,7 @@ class HardwareProfile:
 # Fields of a rate that profiles of before they existed do not have, so that they keep their digest.
 _LATER_OF_RATES = (
     "graph", "forward_launch", "backward_launch", "width", "threads", "forward_flops", "backward_flops", "given_flops",
-    "layers",
+    "trained", "layers",
 )  # fmt: skip
 _ALWAYS = (
     "cores", "ram_total", "disk_free", "matmul_flops", "store_read", "store_write", "store_read_mixed", "store_write_mixed",
@@ -279,9 +284,17 @@ def wrong_rates(profile: HardwareProfile, *, sizes: bool = True) -> list[str]:
 
 def merged_rates(kept: tuple[StageRate, ...], found: tuple[StageRate, ...]) -> tuple[StageRate, ...]:
     """Joins both in a fixed order. If a shape was measured twice, `found` counts. A recipe's own stages count instead of all
-    that was kept of stages with as many parameters, unless those were timed for the same layers at rows of another length."""
-    own = {rate.shape[:4]: _layers(rate) for rate in found if rate.layers}
-    others = [rate for rate in kept if own.get(rate.shape[:4], _layers(rate)) == _layers(rate)]
+    that was kept of stages with as many parameters and as many trained, unless those were timed for the same layers at rows of
+    another length."""
+    own = {(rate.shape[:4], rate.trained): _layers(rate) for rate in found if rate.layers}
+    stages = {shape for shape, _ in own}
+
+    def stays(rate: StageRate) -> bool:
+        if not rate.layers:
+            return rate.shape[:4] not in stages
+        return own.get((rate.shape[:4], rate.trained), _layers(rate)) == _layers(rate)
+
+    others = [rate for rate in kept if stays(rate)]
     by_shape = {rate.shape: rate for rate in (*others, *found)}
     return tuple(by_shape[shape] for shape in sorted(by_shape))
 

@@ -79,17 +79,10 @@ def test_a_recipes_stages_are_rated_as_the_planner_asks_for_them() -> None:
     block = next(stage for stage in spec.stages if stage.kind == "block")
     head = next(stage for stage in spec.stages if stage.kind == "head")
     tokens = NUMERICS.micro_batch_size * NUMERICS.max_seq_len
+    owner, threads = spec.stages[spec.owner(head.index)], NUMERICS.torch_threads
     assert [rate.shape for rate in found.stage_rates] == [
-        ("block", "bfloat16", 64, block.params, tokens, NUMERICS.max_seq_len, NUMERICS.torch_threads),
-        (
-            "head",
-            "bfloat16",
-            64,
-            spec.stages[spec.owner(head.index)].params,
-            64,
-            1,
-            NUMERICS.torch_threads,
-        ),  # a piece, as a run
+        ("block", "bfloat16", 64, block.params, tokens, NUMERICS.max_seq_len, threads, block.trained),
+        ("head", "bfloat16", 64, owner.params, 64, 1, threads, owner.trained),  # a piece, as a run
     ]
     assert [(rate.forward_flops, rate.layers) for rate in found.stage_rates] == [
         (block.forward_flops, "own/96"), (head.forward_flops * 64 / tokens, "own/96")

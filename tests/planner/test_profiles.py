@@ -87,6 +87,16 @@ def test_a_profile_without_graphs_and_launches_keeps_its_digest() -> None:
     assert plain.digest() == "aeaafdf149f4" and len({each.digest() for each in (plain, with_graph, launched)}) == 3
 
 
+def test_a_frozen_stage_and_a_trained_one_are_told_apart() -> None:
+    frozen = replace(rate(10_000_000, 512), width=512, threads=2, layers="lora/512", forward_flops=1.0)
+    trained = replace(frozen, trained=10_000_000, layers="full/512")
+    kept = replace(HARDWARE, stage_rates=merged_rates((frozen,), (trained,)))
+    asked = ("block", "bfloat16", 1024, 10_000_000)
+    for some, found in ((0, frozen), (10_000_000, trained)):
+        assert kept.own_rates(*asked, trained=some, threads=2) == (found,)
+    assert kept.own_rates(*asked, trained=7, threads=1) == kept.stage_rates
+
+
 def test_a_recipes_own_stages_replace_all_that_was_known_of_them() -> None:
     """What was timed for the same layers at another length stays, and so does all of other stages."""
     own = replace(rate(10_000_000, 512), width=512, threads=2, layers="mine/512", forward_flops=1.0)
@@ -97,7 +107,7 @@ def test_a_recipes_own_stages_replace_all_that_was_known_of_them() -> None:
     assert merged_rates(kept, (replace(own, forward=9.0),)) == merged_rates(
         (replace(own, forward=9.0),), tuple(set(kept) - {own})
     )
-    assert replace(HARDWARE, stage_rates=kept).own_rates("block", "bfloat16", 1024, 10_000_000, 2) == tuple(
+    assert replace(HARDWARE, stage_rates=kept).own_rates("block", "bfloat16", 1024, 10_000_000, trained=0, threads=2) == tuple(
         each for each in kept if each.params == 10_000_000
     )
 

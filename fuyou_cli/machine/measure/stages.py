@@ -102,6 +102,7 @@ class RunStage:
     numerics: Numerics
     hidden: int
     params: int
+    trained: int
     tokens: int
     weights: int  # bytes of weights, of their gradients' sum and of one gradient, for any tokens
     peak: int  # bytes that `tokens` take beside those
@@ -137,8 +138,9 @@ def block_stage(
     kept = sum(operator.bytes for operator in block.operators)  # held while they are given back
     weights, gradient = _weights(block, numerics)
     return RunStage(
-        kind="block", numerics=numerics, hidden=inspected.hidden_size, params=block.params, weights=weights + gradient,
-        peak=max(0, block.backward_peak - gradient) + kept, tokens=whole, make=make, compiles=compiled,
+        kind="block", numerics=numerics, hidden=inspected.hidden_size, params=block.params, trained=block.trained,
+        weights=weights + gradient, peak=max(0, block.backward_peak - gradient) + kept, tokens=whole, make=make,
+        compiles=compiled,
     )  # fmt: skip
 
 
@@ -162,8 +164,8 @@ def head_stage(anatomy: Anatomy, numerics: Numerics, device: torch.device) -> Ru
 
     weights, gradient = _weights(owner, numerics)
     return RunStage(
-        kind="head", numerics=numerics, hidden=inspected.hidden_size, params=owner.params, weights=weights + gradient,
-        peak=max(0, head.backward_peak - gradient), tokens=at_once, make=make,
+        kind="head", numerics=numerics, hidden=inspected.hidden_size, params=owner.params, trained=owner.trained,
+        weights=weights + gradient, peak=max(0, head.backward_peak - gradient), tokens=at_once, make=make,
     )  # fmt: skip
 
 
@@ -233,7 +235,7 @@ class Sample:
             return rate
         is_block = isinstance(alone, BlockAlone)
         return replace(
-            rate, threads=stage.numerics.torch_threads, layers=self.layers, forward_flops=alone.flops,
+            rate, threads=stage.numerics.torch_threads, trained=stage.trained, layers=self.layers, forward_flops=alone.flops,
             backward_flops=alone.backward_flops, given_flops=alone.given_flops if isinstance(alone, BlockAlone) else 0.0,
             tokens=self.tokens if device.type == "cuda" else alone.tokens,  # of a head on a processor: of the piece
             width=min(alone.tokens, stage.numerics.max_seq_len) if is_block else 1,
