@@ -181,11 +181,14 @@ class HardwareProfile:
         self, kind: RatedKind, dtype: Dtype, hidden: int, params: int, *, trained: int, threads: int
     ) -> tuple[StageRate, ...]:
         """Returns what was timed of this very stage, with as much of it `trained` and on as many threads if it was timed so;
-        empty if it was not timed."""
-        shape = (kind, dtype, hidden, params)
-        own = tuple(rate for rate in self.stage_rates if rate.shape[:4] == shape and rate.forward_flops)
-        own = tuple(rate for rate in own if rate.trained == trained) or own
-        return tuple(rate for rate in own if rate.threads == threads) or own
+        empty if it was not timed. Weights that are read where the model's files have them have other gaps between them, so its
+        `params` may differ a little."""
+        alike = [rate for rate in self.stage_rates if rate.shape[:3] == (kind, dtype, hidden) and rate.forward_flops]
+        own = [rate for rate in alike if _ratio(rate.params, params) <= log(_SAME_STAGE)]
+        own = [rate for rate in own if rate.trained == trained] or own
+        nearest = min((rate.params for rate in own), key=lambda some: _ratio(some, params), default=0)
+        own = [rate for rate in own if rate.params == nearest]
+        return tuple([rate for rate in own if rate.threads == threads] or own)
 
     def lasting(self) -> HardwareProfile:
         """Returns the same machine once the drives' fast regions are full. Known sustained rates replace the first ones."""
@@ -231,6 +234,7 @@ _LATER_OF_RATES = (
 _ALWAYS = (
     "cores", "ram_total", "disk_free", "matmul_flops", "store_read", "store_write", "store_read_mixed", "store_write_mixed",
 )  # fmt: skip
+_SAME_STAGE = 1.02  # times the parameters of a stage, with other padding
 _GRAPH_MARGIN = 1.02  # a graph that is larger than planned is not kept
 _BESIDE_A_GPU = ("device_memory", "h2d", "d2h")
 

@@ -95,6 +95,8 @@ def test_a_frozen_stage_and_a_trained_one_are_told_apart() -> None:
     for some, found in ((0, frozen), (10_000_000, trained)):
         assert kept.own_rates(*asked, trained=some, threads=2) == (found,)
     assert kept.own_rates(*asked, trained=7, threads=1) == kept.stage_rates
+    for padded, found in ((10_100_000, (trained,)), (9_900_000, (trained,)), (10_300_000, ())):  # as frozen ones lie in files
+        assert kept.own_rates(*asked[:3], padded, trained=10_000_000, threads=2) == found
 
 
 def test_a_recipes_own_stages_replace_all_that_was_known_of_them() -> None:
