@@ -47,11 +47,12 @@ _SMALL: dict[str, int] = {
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0),
     **dict.fromkeys(("sliding_window", "window_size", "attention_window_size", "keep_window_size"), 8),
     **dict.fromkeys(("head_dim", "hidden_size_per_layer_input", "chunk_size", "mamba_chunk_size", "attention_chunk_size"), 8),
-    "vocab_size": VOCABULARY, "rotary_dim": 4, "depth": 1, "embed_dim": 32,
+    "vocab_size": VOCABULARY, "rotary_dim": 4, "depth": 1, "embed_dim": 32, "base_channels": 32, "codebook_size": 64,
 }  # fmt: skip
 _PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id")
 _MROPE = {"rope_type": "default", "mrope_section": [2, 1, 1]}
 _SPECIAL: dict[str, dict[str, Any]] = {
+    "zaya": {"num_experts": 16, "num_experts_per_tok": 1},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     **{name: {"layers_block_type": ["linear_attention", "hybrid"]} for name in ("zamba", "zamba2")},
@@ -110,6 +111,7 @@ _IMAGES = "glm4v internvl llava llava_next llava_onevision mistral3 paligemma qw
 _CLASSES = {  # of families without a causal class of their own, some that take images: their text is trained
     **{name: kind for name, kind in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.items() if f" {name} " in f" {_IMAGES} "},
     **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "emu3": "Emu3ForConditionalGeneration",  # whose files name the whole model
 }
 LEFT_OUT = {name: why for why, names in _ASIDE.items() for name in names.split()}
 
@@ -142,6 +144,8 @@ def small(name: str, changes: Mapping[str, Any] = MappingProxyType({})) -> PreTr
         return type(usual)(**_small(usual, special))
     parts = {key: part for key, part in vars(usual).items() if isinstance(part, PreTrainedConfig)}
     inner = {key: type(part)(**_small(part, special if part is text else {})) for key, part in parts.items()}
+    if name == "emu3":
+        inner |= {"architectures": [_CLASSES[name]], "vocabulary_map": {"<image>": VOCABULARY - 2}}
     return type(usual)(**inner, **{key: VOCABULARY - 1 for key in vars(usual) if key.endswith(_PLACEHOLDERS)})
 
 
@@ -275,14 +279,15 @@ def tried(name: str) -> Family:
             continue
         reason, apart = _tried(name, label)
         if reason:
-            refused[label] = reason
+            if _computes(made(name, variants(name)[label])):
+                refused[label] = reason
         else:
             kept[label] = apart
     return _judged(name, model, refused, kept)
 
 
 def _judged(name: str, model: str, refused: Mapping[str, str], kept: Mapping[str, bool]) -> Family:
-    if not kept:
+    if all(label.startswith("rope ") for label in kept):  # which were not tried from files
         return Family(name=name, model=model, trains="no", isolated="", why=_short(next(iter(refused.values()))))
     usual = {label: apart for label, apart in kept.items() if not label.startswith("rope ")}
     mixing = [label for label, apart in usual.items() if not apart]
@@ -308,6 +313,15 @@ def _tried(name: str, label: str) -> tuple[str, bool]:
         read = load_config(Path(folder))
         why = _unreadable(read, Path(folder))
         return why, not why and _isolated(read)
+
+
+def _computes(config: PreTrainedConfig) -> bool:
+    """Tells whether transformers computes anything with such a model. It makes some that it cannot run."""
+    try:
+        auto_class(config).from_config(config)(input_ids=torch.zeros(1, TOKENS, dtype=torch.long), use_cache=False)
+    except Exception:  # whatever a family's code says of it
+        return False
+    return True
 
 
 def write(config: PreTrainedConfig, folder: Path) -> None:
