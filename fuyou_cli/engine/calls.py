@@ -324,9 +324,10 @@ def _experts(model: PreTrainedModel) -> str | None:
     """Names a module that holds experts, or chooses among them. Configurations of dense models may count some too: defaults of
     their classes."""
     found: str | None = None
-    for name, module in model.base_model.named_modules():
+    modules: Iterator[tuple[str, nn.Module]] = model.base_model.named_modules()
+    for name, module in modules:
         if "Expert" in type(module).__name__:
-            return str(name)
+            return name
         counts = [vars(module).get(key) for key in EXPERT_KEYS if module is not model.base_model]
         if found is None and any(isinstance(count, int) and count > 1 for count in counts):
             found = name
