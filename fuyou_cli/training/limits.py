@@ -22,23 +22,26 @@ _POSITION_OFFSET = 2  # extra rows that a table of positions may have (OPT's pad
 
 
 def check_positions(recipe: Recipe, limit: int | None, learned: bool, say: Callable[[str], None]) -> None:
-    """Refuses rows longer than a learned table of `limit` positions. Warns if positions are computed (rotary, ALiBi)."""
+    """Refuses rows longer than a table of `limit` positions. Warns if positions are computed (rotary, ALiBi)."""
     length = recipe.dataset.max_seq_len
     if limit is None or length <= limit:
         return
     beyond = f"dataset.max_seq_len: {length:,} is more than the {limit:,} positions of {recipe.model.name_or_path}"
     if learned:
-        raise UsageError(f"{beyond}, which has one learned embedding for each", hint=f"use at most {limit}")
+        raise UsageError(f"{beyond}, which has a table of them", hint=f"use at most {limit}")
     say(f"warning: {beyond} (max_position_embeddings): the model was not trained on rows this long")
 
 
 def positions_of(model: PreTrainedModel) -> tuple[int | None, bool]:
-    """Returns the positions that a model's configuration allows, None without a limit, and whether they are learned."""
+    """Returns the positions that a model's configuration allows, None without a limit, and whether there is a table of them:
+    learned, or made once (GPT-J, CodeGen)."""
     from torch import nn
 
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(limit, int):
         return None, False
+    if any(name.endswith(".embed_positions") and len(table) == limit for name, table in model.named_buffers()):
+        return limit, True
     tokens = model.get_input_embeddings()
     return limit, any(
         isinstance(module, nn.Embedding) and module is not tokens and 0 <= module.num_embeddings - limit <= _POSITION_OFFSET

@@ -38,7 +38,7 @@ TRAINED = [name for name, row in TABLE.items() if row[2] in ("yes", "some")]
 QUICK = [
     ("llama", "rope longrope"), ("llama", "rope dynamic"), ("phi3", "rope longrope"), ("gemma3_text", "rope longrope"),
     ("qwen2", "a window"), ("doge", "usual"), ("nemotron_h", "no experts"), ("lfm2", "every kind of layer"),
-    ("granitemoehybrid", "no experts"), ("jamba", "no experts"),
+    ("granitemoehybrid", "no experts"), ("jamba", "no experts"), ("gptj", "usual"),
 ]  # fmt: skip
 Row = list[int]
 
