@@ -332,7 +332,7 @@ def write(config: PreTrainedConfig, folder: Path) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("weight") and parameter.dim() > 1:
-                parameter.mul_(4)  # so that losses depend on what attends to what
+                parameter.mul_(2)  # so that losses depend on what attends to what
     model.save_pretrained(folder)
 
 

@@ -122,9 +122,10 @@ def compare(name: str, label: str, new_project: NewProject, folder: Path) -> Non
     try:
         losses, reports = evaluated(project)
     except UsageError as error:
-        if "positions of" not in error.message:
+        table = getattr(config, "max_seq_len", None)  # of MPT
+        if "positions of" not in error.message and table is None:
             raise
-        longest = config.max_position_embeddings  # looked up in a table
+        longest = table or config.max_position_embeddings  # looked up in a table
         rows = write_rows(folder, longest)
         project = new_project(f"{name} {label} short".replace(" ", "-"), keys(folder, len(rows), longest))
         losses, reports = evaluated(project)
