@@ -166,7 +166,7 @@ class StageState:
 
 
 def streamed_forward(
-    stage: int, name: str, original: Callable[..., Any], tape: Tape, passes: Passes, state: StageState
+    stage: int, name: str, original: Callable[..., Any], tape: Tape, passes: Passes, state: StageState | None = None
 ) -> Callable[..., Any]:
     """Returns the replacement for one stage's `forward`. Every tensor beside the stage's input must be the same for all
     rows."""
@@ -179,7 +179,8 @@ def streamed_forward(
 
         def run_of(call: StageCall) -> Run:
             def run(part: torch.Tensor) -> torch.Tensor:
-                state.begin()
+                if state is not None:
+                    state.begin()
                 out = call.output(part)
                 boundary = boundary_of(out, name)
                 # Without tensors, which would otherwise live until the stage is done.
@@ -223,8 +224,9 @@ class StreamedModel:
             self._replaced.append(stage.module)
             self._hooks += [] if compiles or inside is None else stage.call_inside(inside)
             self._placed += place_buffers(stage.module, device)
-            self._states.append(StageState(stage.module))
-            stage.module.forward = streamed_forward(index, stage.name, original, self.tape, passes, self._states[-1])
+            state = StageState(stage.module) if stage.kind == "block" else None  # others keep nothing
+            self._states += [] if state is None else [state]
+            stage.module.forward = streamed_forward(index, stage.name, original, self.tape, passes, state)
         if on_device:  # the model's own forward also computes there
             self._placed += place_buffers(anatomy.model, device)
         self._between = ModuleState(anatomy.model, without=anatomy.modules())

@@ -42,7 +42,7 @@ def test_as_a_person_runs_it(new_project: NewProject) -> None:
     assert done.returncode == 0, done.stderr
     assert "the first part of the data: 64 samples (rows.jsonl: text) in 64 rows" in " ".join(done.stderr.split())
     shown = project.fuyou("data", project.recipe)
-    assert shown.returncode == 0 and "6 of 4 rows: of a stream" in shown.stdout, shown.stderr
+    assert shown.returncode == 0 and "6 of 4 rows, typically" in shown.stdout and ": of a stream" in shown.stdout, shown.stderr
     without = project.fuyou("finetune", project.recipe, "train.max_steps=null", "train.epochs=1")
     assert without.returncode == 2 and "set train.max_steps" in without.stderr
 

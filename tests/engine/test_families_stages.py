@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.engine.anatomy import dissect
 from fuyou_cli.engine.skeleton import build
-from fuyou_cli.engine.streamed import StageState, StreamedModel, Tape, streamed_forward
+from fuyou_cli.engine.streamed import StreamedModel, Tape, streamed_forward
 from fuyou_cli.spec.model import STAGE_ALIGN, TENSOR_ALIGN
 
 from .families import FAMILIES, llama, opt
@@ -102,7 +102,7 @@ class _Passes:
 
 def _called(original: Any, *args: Any, **kwargs: Any) -> Any:
     passes = _Passes()
-    return streamed_forward(3, "layers.3", original, Tape(passes), passes, StageState(nn.Identity()))(*args, **kwargs)
+    return streamed_forward(3, "layers.3", original, Tape(passes), passes)(*args, **kwargs)
 
 
 class _Weighed(_Passes):
@@ -124,7 +124,7 @@ def test_gradients_go_back_through_what_the_model_does_between_stages() -> None:
 
     def stage(index: int, x: torch.Tensor) -> torch.Tensor:
         original: Any = lambda part: part.float() + 1  # noqa: E731
-        return streamed_forward(index, str(index), original, tape, passes, StageState(nn.Identity()))(x)
+        return streamed_forward(index, str(index), original, tape, passes)(x)
 
     ids = torch.zeros(1, dtype=torch.long)
     first = stage(2, (stage(0, ids) + stage(1, ids)) * 3)

@@ -20,7 +20,6 @@ _WAYS = {
     "prefixes": "comparing what the chat template makes of prefixes",
 }
 _DOCUMENTS = 3  # of a row that are shown
-_MUCH = 0.2  # share of padding
 
 
 def show_data(console: Console, seen: Seen) -> None:
@@ -78,12 +77,11 @@ def _used(seen: Seen) -> Iterator[tuple[str, str]]:
     typically = "" if seen.padding is None else f", typically {seen.padding.step_tokens:,} tokens"
     yield "steps", f"{seen.steps:,} of {some(batch, 'row')}{typically}: {seen_times}"
     if seen.padding is not None:
-        packed = " (packing: isolated has less)" if not seen.recipe.dataset.packing and seen.padding.end_to_end > _MUCH else ""
-        yield (
-            "padding",
-            f"{seen.padding.end_to_end:.0%} of what a step computes, rows end to end{packed}; {seen.padding.padded:.0%} with a "
-            "model that cannot keep rows apart",
-        )
+        least, most, of = seen.padding.end_to_end, seen.padding.padded, "of what a step computes"
+        if seen.recipe.dataset.packing:
+            yield "padding", f"{most:.0%} {of}"
+        else:
+            yield "padding", f"{least:.0%} {of}, rows end to end; {most:.0%} with a model that cannot keep rows apart"
     if seen.mixture:
         yield "mixture", seen.mixture
     for name, found in seen.sets.items():
