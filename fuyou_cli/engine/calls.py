@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 import transformers
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -285,7 +285,7 @@ def only_refusals(model: PreTrainedModel, *, shape: tuple[int, int]) -> Iterator
         yield
     except UsageError as error:
         raise _refusal(model, error.message) from None
-    except DataDependentOutputException as error:
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise _refusal(model, f"its forward depends on the values of tensors{_line_of_a_model(error)}") from error
     except LIBRARY_ERRORS as error:
         raise _refusal(model, said(error), large) from error
