@@ -135,8 +135,8 @@ class Boundaries:
         within = self._kinds[stage].layout.output(micro_batch, operator)
         return Span(offset=self.ledger.where(stage).offset + within.offset, size=within.size)
 
-    def output_size(self, stage: int, operator: int) -> int:
-        return self._kinds[stage].layout.outputs[operator].size
+    def output_size(self, stage: int, micro_batch: int, operator: int) -> int:
+        return self._kinds[stage].layout.output(micro_batch, operator).size
 
     def output_begin(self, stage: int, micro_batch: int, operator: int) -> int:
         return self.ledger.where(stage).offset + self._kinds[stage].layout.begin(micro_batch, operator)
@@ -153,4 +153,6 @@ class Boundaries:
         """Returns the layout of this boundary, which may be smaller than planned."""
         token = boundary[0, 0].numel() * boundary.element_size()
         sizes = [part.tokens * token for part in parts]
-        return uneven_layout(self.model.stages[stage], self.plan.stages[stage].kept, sizes)
+        numerics = self.plan.numerics
+        planned = 0 if numerics.padding == "step" else numerics.micro_batch_tokens * token
+        return uneven_layout(self.model.stages[stage], self.plan.stages[stage].kept, sizes, planned=planned)

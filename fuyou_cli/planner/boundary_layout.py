@@ -16,6 +16,7 @@ from ..spec.plan import Numerics, Span
 OUTPUT_ALIGN = 64  # bytes: a cache line, which also aligns any dtype
 # Bytes, for outputs that stay on a device: the allocator's own alignment, because libraries choose kernels by alignment.
 DEVICE_ALIGN = 512
+_SEVERAL = 8  # tensors of an operator's output, at most
 RECORD_ALIGN = 4096  # bytes: O_DIRECT can then move one micro-batch's record alone
 
 Kept = tuple[tuple[int, ...], ...]  # per stage, the indexes of the operators whose outputs are kept
@@ -29,8 +30,8 @@ class BoundaryLayout:
     size: int  # bytes of all records, a multiple of RECORD_ALIGN
     record: int
     outputs: dict[int, Span]
-    # Of micro-batches of unlike size: where each record begins, and how many bytes fewer its rows take than the largest's.
-    uneven: tuple[tuple[int, int], ...] = ()
+    # Of micro-batches of unlike size: where the record of each begins, and its own outputs, as `outputs`.
+    uneven: tuple[tuple[int, dict[int, Span]], ...] = ()
 
     def begins(self, micro_batch: int) -> int:
         """Returns where the record of one micro-batch begins, relative to the start of the boundary."""
@@ -38,12 +39,12 @@ class BoundaryLayout:
 
     def begin(self, micro_batch: int, operator: int) -> int:
         """Returns where one output of one micro-batch begins, relative to the start of the boundary."""
-        fewer = self.uneven[micro_batch][1] if self.uneven else 0
-        return self.begins(micro_batch) + self.outputs[operator].offset - fewer
+        return self.output(micro_batch, operator).offset
 
     def output(self, micro_batch: int, operator: int) -> Span:
         """Returns the span of that output."""
-        return Span(offset=self.begin(micro_batch, operator), size=self.outputs[operator].size)
+        span = (self.uneven[micro_batch][1] if self.uneven else self.outputs)[operator]
+        return Span(offset=self.begins(micro_batch) + span.offset, size=span.size)
 
 
 def boundary_layout(
@@ -68,19 +69,23 @@ def boundary_layout(
     return BoundaryLayout(size=record * -(-rows // micro_batch_size), record=record, outputs=outputs)
 
 
-def uneven_layout(stage: StageSpec, kept: tuple[int, ...], sizes: Sequence[int]) -> BoundaryLayout:
-    """Lays out a batch whose micro-batches have rows of so many bytes each. It takes no more than the planned layout if no
-    micro-batch is larger than planned."""
-    largest = max(sizes)
-    layout = boundary_layout(stage, kept, rows=len(sizes), row_bytes=largest, micro_batch_size=1)
-    align = OUTPUT_ALIGN if kept else 1
-    end = max((span.offset + span.size for span in layout.outputs.values()), default=largest)
+def uneven_layout(stage: StageSpec, kept: tuple[int, ...], sizes: Sequence[int], *, planned: int) -> BoundaryLayout:
+    """Lays out a batch whose micro-batches have rows of so many bytes each. `planned`: of a whole micro-batch's rows; one with
+    half of them has outputs of half the size. 0: all have whole outputs. It takes no more than the planned layout if none has
+    more."""
+    whole = boundary_layout(stage, kept, rows=len(sizes), row_bytes=planned, micro_batch_size=1)
     records, begin = [], 0
     for size in sizes:
-        fewer = align_up(largest, align) - align_up(size, align)
-        records.append((begin, fewer))
-        begin = align_up(begin + end - fewer, RECORD_ALIGN if kept else 1)
-    return replace(layout, size=align_up(begin, RECORD_ALIGN), uneven=tuple(records))
+        outputs: dict[int, Span] = {}
+        end = align_up(size, OUTPUT_ALIGN if kept else 1)
+        for operator, span in whole.outputs.items():
+            # Tensors of an output are aligned one by one.
+            own = span.size if size >= planned else min(span.size, span.size * size // planned + _SEVERAL * OUTPUT_ALIGN)
+            outputs[operator] = Span(offset=end, size=own)
+            end = align_up(end + own, OUTPUT_ALIGN)
+        records.append((begin, outputs))
+        begin = align_up(begin + end, RECORD_ALIGN if kept else 1)
+    return replace(whole, size=align_up(begin, RECORD_ALIGN), uneven=tuple(records))
 
 
 def planned_boundary(model: ModelSpec, numerics: Numerics, stage: int, kept: tuple[int, ...]) -> BoundaryLayout:

@@ -25,7 +25,7 @@ class Keep:
         self._layout, self._begin = layout, int(memory.storage_offset())
         self._views = Views(memory.view)
 
-    def room(self, operator: int) -> int:
+    def room(self, micro_batch: int, operator: int) -> int:
         return self._layout.outputs[operator].size
 
     def there(self, micro_batch: int, operator: int, resting: Resting) -> torch.Tensor:

@@ -56,7 +56,7 @@ class Place(Protocol):
     direct: bool  # compute may write there directly, so that a product needs no copy
     waits: bool  # copies run beside compute, and may be asked for together
 
-    def room(self, operator: int) -> int:
+    def room(self, micro_batch: int, operator: int) -> int:
         """Returns the bytes of an output's memory."""
         ...
 
@@ -210,7 +210,7 @@ class _Keeping(Operators):
     def _computed_there(self, spec: OperatorSpec, resting: Resting, func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
         """Computes a product in its place. Returns None if it has no room there."""
         place = self.stage.places[spec.index]
-        if resting.end > place.room(spec.index):
+        if resting.end > place.room(self._micro_batch, spec.index):
             return None
         out = product_into(func, args, kwargs, place.there(self._micro_batch, spec.index, resting))
         self.outputs[spec.index] = [resting], False
@@ -248,9 +248,9 @@ class _Keeping(Operators):
                 values.append(value.clone() if isinstance(value, torch.Tensor) else value)
                 continue
             resting = self._as_before(spec.index, len(values), value) or Resting.of(value, end)
-            if resting.end > place.room(spec.index):
+            if resting.end > (room := place.room(self._micro_batch, spec.index)):
                 raise UsageError(
-                    f"the output of {spec.name} takes {resting.end} bytes, but the plan has {place.room(spec.index)}",
+                    f"the output of {spec.name} takes {resting.end} bytes, but the plan has {room}",
                     hint="set offload.activations=recompute, which keeps no outputs",
                 )
             values.append(resting)

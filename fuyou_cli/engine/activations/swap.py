@@ -23,8 +23,8 @@ class Swap:
         self._stage, self._boundaries, self._device = stage, boundaries, device
         self._views = Views(memory.whole)
 
-    def room(self, operator: int) -> int:
-        return self._boundaries.output_size(self._stage, operator)
+    def room(self, micro_batch: int, operator: int) -> int:
+        return self._boundaries.output_size(self._stage, micro_batch, operator)
 
     def there(self, micro_batch: int, operator: int, resting: Resting) -> torch.Tensor:
         return self._views.at(self._boundaries.output_begin(self._stage, micro_batch, operator), resting)
