@@ -55,7 +55,7 @@ Data
   tokens   171, trained 48 (28%)
   dropped  1 sample longer than max_seq_len 64: 114 tokens lost
   steps    2 of 2 rows, typically 97 tokens: 1 epoch
-  padding  34% of what a step computes
+  padding  13% of what a step computes
 
 Tokens of a sample  the longest has 114, before anything is cut
    17 - 32  ##############################  7  88%
