@@ -168,7 +168,9 @@ def epoch_of(recipe: Recipe, tokenizer_dir: Path, say: Callable[[str], None]) ->
 
 def sampled_epoch(recipe: Recipe, tokenizer_dir: Path, say: Callable[[str], None]) -> Epoch | None:
     """Looks at how long rows are: at the first samples of each entry of the data, which takes seconds. Returns None where all
-    rows are whole, or where the data cannot be read; a run says why."""
+    rows are whole, or where the data cannot be read, and says why."""
+    from ..data.sources import MissingDataError
+
     if recipe.dataset.packing == "concat":
         return None
     entries = tuple(
@@ -177,9 +179,15 @@ def sampled_epoch(recipe: Recipe, tokenizer_dir: Path, say: Callable[[str], None
     dataset = recipe.dataset.model_copy(update={"train": entries, "streaming": False})
     first = recipe.model_copy(update={"dataset": dataset})
     say("reading some of the data, to see how long its rows are")
-    with suppress(FuyouError, OSError), tempfile.TemporaryDirectory(prefix="fuyou-rows-") as scratch:
-        return replace(Epoch.of(tokenised_rows(first, tokenizer_dir, cache=Path(scratch))), rows=None)
-    return None
+    try:
+        with tempfile.TemporaryDirectory(prefix="fuyou-rows-") as scratch:
+            return replace(Epoch.of(tokenised_rows(first, tokenizer_dir, cache=Path(scratch))), rows=None)
+    except MissingDataError:  # the user was told before
+        return None
+    except (FuyouError, OSError) as error:
+        reason = error.message if isinstance(error, FuyouError) else str(error)
+        say(f"note: how long the rows are is not known: {reason}")
+        return None
 
 
 def counted_evaluation(recipe: Recipe, tokenizer_dir: Path) -> list[int] | None:
