@@ -18,7 +18,7 @@ from ..core.units import MiB, gib
 from ..data.sandbox import LibraryErrors
 from ..data.tokenise import Tokeniser
 from ..engine.generating import GenerationMemory, generation_code, passing, prompt_step, room
-from ..engine.row_lengths import alike
+from ..engine.row_lengths import alike, turns
 from ..engine.skeleton import TORCH_DTYPE
 from ..engine.weight_stream import Visited
 from ..spec.micro_batch import rounded_up
@@ -77,7 +77,9 @@ def extent(found: FoundModel, *, prompts: Sequence[Sequence[int]], rows: int, ne
 
 
 def positions(found: FoundModel) -> int | None:
-    """Returns how many tokens the model was made for; None where its configuration does not say."""
+    """Returns how many tokens the model was made for; None where its configuration does not say, or positions stretch."""
+    if any(turn.growing for turn in turns(found.anatomy.model)):
+        return None
     text = found.anatomy.model.config.get_text_config()
     return next((value for name in _POSITIONS if isinstance(value := getattr(text, name, None), int)), None)
 

@@ -14,7 +14,7 @@ import torch
 
 from fuyou_cli.cli.app import main
 
-from .conftest import Whole
+from .conftest import Whole, write_llama
 from .running import exported
 
 PROMPTS = ["The road", "The road from the mill to the tower takes", "From"]
@@ -74,6 +74,20 @@ def test_positions_of_each_rows_own_length(longrope: Path, tmp_path: Path, capsy
     assert min(lengths) + new <= 16 < max(lengths) and any(length <= 16 < length + new - 2 for length in lengths), lengths
     file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     assert fuyou("generate", longrope, "--file", file, "--max-new-tokens", str(new)) == 0
+    assert [json.loads(line)["generated"] for line in capsys.readouterr().out.splitlines()] == expected
+
+
+def test_positions_that_stretch_have_no_limit(materials: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model of rope type dynamic goes beyond the length that it was made for."""
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    folder = write_llama(
+        materials, "dynamic", hidden_size=32, intermediate_size=64, rope_parameters=rope, initializer_range=0.5
+    )  # fmt: skip
+    prompts, new = ["The road", "mill tower " * 29, "mill tower " * 40], 4
+    expected, lengths = alone(folder, prompts, new)
+    assert lengths[0] < 64 - new < lengths[1] < 64 < lengths[2], lengths
+    told = [word for prompt in prompts for word in ("--prompt", prompt)]
+    assert fuyou("generate", folder, *told, "--max-new-tokens", str(new)) == 0
     assert [json.loads(line)["generated"] for line in capsys.readouterr().out.splitlines()] == expected
 
 
