@@ -117,8 +117,7 @@ class Continuations:
         longest = max(map(len, ids))
         grown = self._grown(ids, longest)
         seconds = time.monotonic() - begin
-        for number, row in zip(group, grown[:, longest:].tolist(), strict=True):
-            one = continued(row, prompts.config, prompts.tokeniser)
+        for number, one in zip(group, continued(grown, longest, prompts.config, prompts.tokeniser), strict=True):
             yield SampleReport(
                 step=step, number=number + 1, prompt=prompts.texts[number], text=one.text, tokens=one.tokens, ended=one.ended,
                 seconds=seconds / len(group),
@@ -136,7 +135,10 @@ class Continuations:
         called.forward = self._step(padding.tolist(), longest + new)
         nowhere = torch.empty(0, embedding.embedding_dim)  # `generate` sends ids to where the first parameter rests
         with holding(embedding, nowhere, padding=None):
-            grown: torch.Tensor = called.generate(input_ids=given, attention_mask=there, generation_config=prompts.config)
+            grown: torch.Tensor = called.generate(
+                input_ids=given, attention_mask=there, generation_config=prompts.config,
+                tokenizer=prompts.tokeniser.tokenizer,
+            )  # fmt: skip
         if grown.shape[1] < longest + new:
             self._forward.stop_ahead()
         return grown

@@ -38,8 +38,9 @@ def in_memory(folder: Path, prompts: Sequence[str], new: int) -> list[str]:
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     given = tokenizer(list(prompts), return_tensors="pt", padding=True)
     found = model.generate(
-        input_ids=given["input_ids"], attention_mask=given["attention_mask"], max_new_tokens=new, do_sample=False
-    )
+        input_ids=given["input_ids"], attention_mask=given["attention_mask"], max_new_tokens=new, do_sample=False,
+        tokenizer=tokenizer,
+    )  # fmt: skip
     return [tokenizer.decode(row, skip_special_tokens=True) for row in found[:, given["input_ids"].shape[1] :]]
 
 
@@ -63,6 +64,51 @@ def test_a_file_a_store_and_one_prompt(whole: Callable[..., Whole], tmp_path: Pa
     assert "that is all" in alone.err and "tokens/s" in alone.err
     assert fuyou("generate", run.store, "--prompt", PROMPTS[1], "--max-new-tokens", "10", "--json") == 0
     assert json.loads(capsys.readouterr().out)["generated"] == alone.out.removesuffix("\n")
+
+
+def with_settings(materials: Path, folder: Path, settings: dict[str, Any]) -> Path:
+    """Makes a copy of the model whose generation_config.json has these keys."""
+    shutil.copytree(materials / "model", folder)
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_stop_strings(materials: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One row ends by a stop string, another goes on, as transformers writes them; a single prompt too."""
+    whole = in_memory(materials / "model", PROMPTS, 10)
+    stop = whole[0][13:16]  # in two tokens; what crosses the end of a prompt would stop its row at once
+    settings = {"stop_strings": ["never there", stop], "eos_token_id": 0, "pad_token_id": 0}  # without them a row goes on
+    folder, file = with_settings(materials, tmp_path / "model", settings), tmp_path / "p.jsonl"
+    expected = in_memory(folder, PROMPTS, 10)
+    ends = [stop in text for text in expected]
+    assert len(stop) == 3 and ends[0] and False in ends and expected[0] != whole[0], expected
+    file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    assert fuyou("generate", folder, "--file", file, "--max-new-tokens", "10") == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["generated"] for row in rows] == expected
+    assert [row["ended"] == "end" for row in rows] == ends and [row["tokens"] < 10 for row in rows] == ends
+    alone = PROMPTS[ends.index(True)]
+    assert fuyou("generate", folder, "--prompt", alone, "--max-new-tokens", "10") == 0
+    assert capsys.readouterr().out == in_memory(folder, [alone], 10)[0] + "\n"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"eos_token_id": "<|end|>"}, {"eos_token_id": 10**30}, {"repetition_penalty": -1.0}, {"repetition_penalty": "high"},
+        {"bad_words_ids": [[-1]]}, {"bad_words_ids": 7}, {"stop_strings": 7},
+        {"stop_strings": []}, {"min_new_tokens": "many"}, {"prompt_lookup_num_tokens": 4}, {"max_time": "8h"},
+        {"token_healing": True, "bos_token_id": "x"}, {"watermarking_config": {"context_width": "a"}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_settings_that_transformers_refuses(
+    settings: dict[str, Any], materials: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = with_settings(materials, tmp_path / "model", settings)
+    assert fuyou("generate", folder, "--prompt", "The road", "--max-new-tokens", "4") == 2
+    said = capsys.readouterr()
+    assert said.out == "" and str(folder / "generation_config.json") in said.err and "internal" not in said.err
 
 
 def test_positions_of_each_rows_own_length(longrope: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,7 @@ from fuyou_cli.training.steps import inspect, resolve
 
 from .conftest import NewProject, Project, Whole
 from .running import STEPS, exported, prepared_run, run_of, silent, train
-from .test_generate import in_memory
+from .test_generate import in_memory, with_settings
 
 PROMPTS = ["The road", "The road from the mill to the tower takes", "From"]
 EXACT = {"train.max_steps": STEPS, "precision.compute": "float32"}
@@ -137,6 +137,18 @@ def test_prompts_that_cannot_be_continued(samples: dict[str, Any], says: str, ne
     project = new_project(changes={**EXACT, "eval": {"samples": {"max_new_tokens": 6, **samples}}})
     with pytest.raises(UsageError, match=says):
         inspect(resolve(load_recipe(project.recipe).recipe, say=silent), say=silent)
+
+
+def test_settings_of_the_model(new_project: NewProject, materials: Path, tmp_path: Path) -> None:
+    """Follows stop strings from the first sample on, and names the file of settings that transformers refuses."""
+    begun = in_memory(materials / "model", PROMPTS[:1], 6)[0]
+    folder = with_settings(materials, tmp_path / "model", {"stop_strings": begun[3:6]})
+    asked = {**SAMPLED, "model.name_or_path": str(folder)}
+    _, found = sampled(new_project(changes=asked))
+    assert found[0].text == in_memory(folder, PROMPTS[:1], 6)[0] != begun and found[0].ended == "end"
+    (folder / "generation_config.json").write_text(json.dumps({"bad_words_ids": [[-1]]}))
+    with pytest.raises(UsageError, match=r"generation_config\.json: transformers refuses it"):
+        inspect(resolve(load_recipe(new_project("other", asked).recipe).recipe, say=silent), say=silent)
 
 
 def test_a_plan_says_that_a_run_would_refuse_its_prompts(new_project: NewProject) -> None:
