@@ -93,6 +93,7 @@ class StreamedLM(HFLM):  # type: ignore[misc]
             return []
         if any(scored >= len(ids) for ids, scored in rows):
             raise UsageError(f"a text to score has more than the model's {self.max_length:,} positions")
+        self._found.check_ids((token for ids, _ in rows for token in ids), "a text to score")
         order = sorted(range(len(rows)), key=lambda row: len(rows[row][0]))
         longest, answers = len(rows[order[-1]][0]) - 1, [(0.0, False)] * len(rows)
         space = room_of(
@@ -147,15 +148,16 @@ class StreamedLM(HFLM):  # type: ignore[misc]
             opened.check()
         return [answers[place] for place in range(len(requests))]
 
-    def tok_batch_encode(
     def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **given: Any) -> Any:
         """Generates as `hf` does, with the tokenizer that `stop_strings` of the model's own settings need."""
         return super()._model_generate(context, max_length, stop, tokenizer=self.tokenizer, **given)
 
+    def tok_batch_encode(
         self, strings: list[str], padding_side: str = "left", left_truncate_len: int | None = None, truncation: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokenises prompts as `hf` does, and pads them to a length of few (`prompt_step`)."""
         ids, there = super().tok_batch_encode(strings, padding_side, left_truncate_len, truncation)
+        self._found.check_ids(map(int, ids.unique()), "a text to continue")
         size, step = ids.shape[1], prompt_step(self._found.anatomy.model, self._device)
         more = min(rounded_up(size, step), left_truncate_len or size) - size
         if padding_side == "left" and more > 0:

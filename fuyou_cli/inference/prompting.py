@@ -54,6 +54,7 @@ class Prompter:
             raise UsageError(f"{place}: {error}") from None
         if not ids:
             raise UsageError(f"{place}: the prompt is empty", hint="give some text")
+        self.found.check_ids(ids, place)
         return ids
 
     @contextmanager

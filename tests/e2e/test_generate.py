@@ -180,6 +180,27 @@ def test_what_cannot_be_done_is_said(
     assert says in capsys.readouterr().err
 
 
+def test_tokens_without_an_embedding(materials: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The tokenizer is of a larger model. What only pads a row is no matter."""
+    import transformers
+
+    folder = tmp_path / "model"
+    shutil.copytree(materials / "model", folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["beyond"])
+    tokenizer.add_special_tokens({"pad_token": "<|filler|>"})
+    tokenizer.save_pretrained(folder)
+    both = ("--prompt", PROMPTS[0], "--prompt", PROMPTS[1])
+    assert fuyou("generate", folder, *both, "--max-new-tokens", "4") == 0
+    found = [json.loads(line)["generated"] for line in capsys.readouterr().out.splitlines()]
+    assert found == in_memory(materials / "model", PROMPTS[:2], 4)
+    (file := tmp_path / "p.jsonl").write_text('{"prompt": "The road"}\n{"prompt": "The beyond"}\n')
+    for words, place in ((("--prompt", "The beyond"), "--prompt"), (("--file", file), f"{file}:2")):
+        assert fuyou("generate", folder, *words, "--max-new-tokens", "2") == 2
+        said = capsys.readouterr()
+        assert f"error: {place}: the tokenizer gives the token id" in said.err and said.out == ""
+
+
 def test_a_conversation_of_bytes_or_of_nothing(materials: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "model"
     shutil.copytree(materials / "model", folder)
