@@ -203,7 +203,7 @@ def _module_names(value: object) -> str | tuple[str, ...]:
     return not_empty(tuple(value))
 
 
-_SIZE: dict[str, Any] = {"type": ["integer", "string"], "pattern": r"^\s*\d+(\.\d+)?\s*([KMGTP]i?B|B)?\s*$", "minimum": 1}
+_SIZE: dict[str, Any] = {"type": ["integer", "string"], "pattern": r"^\s*\d+(\.\d+)?\s*([kKMGTP]i?B|B)?\s*$", "minimum": 1}
 
 
 def _spelt(**schema: Any) -> WithJsonSchema:
