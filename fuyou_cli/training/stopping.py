@@ -1,5 +1,5 @@
-"""Handles Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 (Slurm's, before a job's time is over) by what the run is doing. Nothing that could
-be saved is lost without a warning."""
+"""Handles Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 (Slurm's, before a job's time is over) by what the run is doing. Nothing that
+could be saved is lost without a warning."""
 
 from __future__ import annotations
 
