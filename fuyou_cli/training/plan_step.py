@@ -354,7 +354,7 @@ def own_layers(recipe: Recipe, hardware: HardwareProfile, *, say: Say, progress:
     They have the recipe's adapter, whose small products are slow for their FLOPs. Without one all stages are trained: rates are
     of whole blocks, and a plan counts what freezing spares. On a GPU they are timed at the micro-batches that a plan is likely
     to choose, and so is what is compiled, which takes seconds for each."""
-    model_dir = Hub(recipe, say=say, progress=progress).model(need_weights=False)
+    model_dir = Hub(recipe, say=say, progress=progress).model_or_shapes()
     layers = layers_of(recipe, model_dir, cores=hardware.cores)
     dataset = recipe.dataset.model_copy(update={"packing": False})
     plain = recipe.model.model_copy(update={"quantize": "none", "double_quant": False})
