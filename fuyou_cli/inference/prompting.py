@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ import torch
 from fuyou_cli.checkpoint.hub import Progress, resolve
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.units import gb, gib
-from fuyou_cli.data.formats import RowError
+from fuyou_cli.data.cache import prompt_ids
 from fuyou_cli.data.prompts import Prompt
 from fuyou_cli.data.tokenise import Tokeniser, load_tokenizer
 from fuyou_cli.machine import probe
@@ -48,14 +48,16 @@ class Prompter:
 
     def ids(self, prompt: Prompt, place: str) -> list[int]:
         """Returns a prompt's tokens. Raises UsageError at `place`."""
-        try:
-            ids = self.tokeniser.prompt(prompt)
-        except RowError as error:
-            raise UsageError(f"{place}: {error}") from None
-        if not ids:
-            raise UsageError(f"{place}: the prompt is empty", hint="give some text")
-        self.found.check_ids(ids, place)
-        return ids
+        return self.all_ids([(place, prompt)])[0]
+
+    def all_ids(self, prompts: Sequence[tuple[str, Prompt]]) -> list[list[int]]:
+        """Returns the tokens of each prompt. Another process makes them: a chat template may never end."""
+        found = prompt_ids(prompts, self.found.folder)
+        for (place, _), ids in zip(prompts, found, strict=True):
+            if not ids:
+                raise UsageError(f"{place}: the prompt is empty", hint="give some text")
+            self.found.check_ids(ids, place)
+        return found
 
     @contextmanager
     def opened(self, most: Extent) -> Iterator[Generator]:

@@ -20,8 +20,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from ..core.errors import UsageError
 from ..core.paths import expanded
 from ..data.batches import Sequences, lay_out
-from ..data.cache import read_template
-from ..data.formats import RowError
+from ..data.cache import prompt_ids, read_template
 from ..data.prompts import said, written
 from ..data.tokenise import Tokeniser, load_tokenizer
 from ..engine.forward_only import ForwardOnly
@@ -64,12 +63,12 @@ def fixed_prompts(recipe: Recipe, model: PreTrainedModel, *, model_dir: Path, to
     tokeniser = Tokeniser(tokenizer, directory=tokenizer_dir, template_key=key)
     most = recipe.dataset.max_seq_len - asked.max_new_tokens
     rows = int(model.get_input_embeddings().weight.shape[0])
+    given = [said(prompt) if asked.chat else written(prompt) for prompt in asked.prompts]
+    places = [(f"{KEY}: prompt {number}", prompt) for number, prompt in enumerate(given, start=1)]
     ids = []
-    for number, prompt in enumerate(asked.prompts, start=1):
-        try:
-            found = tokeniser.prompt(said(prompt) if asked.chat else written(prompt))
-        except RowError as error:
-            raise UsageError(f"{KEY}: prompt {number}: {error}") from None
+    for number, found in enumerate(
+        prompt_ids(places, tokenizer_dir, chat_template=text, pad_token=recipe.tokenizer.pad_token), start=1
+    ):
         if not 0 < len(found) <= most:
             size = f"{len(found):,} tokens, and {asked.max_new_tokens:,} follow (eval.samples.max_new_tokens)"
             raise UsageError(

@@ -146,7 +146,8 @@ def continued(grown: torch.Tensor, begin: int, config: GenerationConfig, tokenis
     ends = config.eos_token_id
     known, found = ends if isinstance(ends, list) else [] if ends is None else [ends], list[Continued]()
     for row, stop in zip(grown[:, begin:].tolist(), _stops(grown, begin, config, tokeniser), strict=True):
-        at = min([stop] * (stop is not None) + [place for place, token in enumerate(row) if token in known], default=None)
+        places = [place for place, token in enumerate(row) if token in known]
+        at = min(places if stop is None else [*places, stop], default=None)
         kept = row if at is None else row[: at + 1]
         text = tokeniser.tokenizer.decode(kept, skip_special_tokens=True)
         found.append(Continued(text=text, tokens=len(kept), ended="length" if at is None else "end"))

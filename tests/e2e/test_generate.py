@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from fuyou_cli.cli.app import main
+from fuyou_cli.data import sandbox
 
 from .conftest import Whole
 from .running import exported
@@ -155,6 +156,23 @@ def test_a_conversation(
     assert said.out == f"{first}\n{second}\n{third}\n"
     assert "begins anew" in said.err
     assert "write a shorter one" in said.err
+
+
+LOOPS = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
+
+
+@pytest.mark.parametrize("words", [("--prompt", "a"), ()], ids=["one prompt", "a conversation"])
+def test_a_template_that_never_ends(
+    words: tuple[str, ...], materials: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox, "SECONDS", 2.0)
+    monkeypatch.setattr("sys.stdin", io.StringIO("the mill\n"))
+    folder = tmp_path / "model"
+    shutil.copytree(materials / "model", folder)
+    (folder / "chat_template.jinja").write_text(LOOPS)
+    assert fuyou("generate", folder, "--chat", *words) == 2
+    told = f"{'--prompt' if words else '--chat'}: the chat template of {folder} takes more than 2 s of the processor"
+    assert f"error: {told}\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
