@@ -175,6 +175,21 @@ def test_a_template_that_never_ends(
     assert f"error: {told}\n" in capsys.readouterr().err
 
 
+def test_a_tokenizer_that_takes_all_memory(
+    materials: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It makes a petabyte of one letter: loaded in this process, it would end it."""
+    monkeypatch.setattr(sandbox, "BYTES", 1 << 30)
+    folder = tmp_path / "model"
+    shutil.copytree(materials / "model", folder)
+    inner = json.loads((folder / "tokenizer.json").read_text())
+    grows = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10_000}
+    inner["normalizer"] = {"type": "Sequence", "normalizers": [grows] * 4}
+    (folder / "tokenizer.json").write_text(json.dumps(inner))
+    assert fuyou("generate", folder, "--prompt", "The road") == 2
+    assert f"error: tokenizer: loading {folder} takes more than 1.00 GiB of memory\n" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
