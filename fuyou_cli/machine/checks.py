@@ -27,8 +27,6 @@ _ROOM = 10 * 10**9  # bytes of disk: with less, even a small run hardly fits
 
 _LEAST_MEMORY = 768 * MiB  # interpreter, torch and the slots of a small model
 
-_IN_MEMORY = ("tmpfs", "ramfs")
-
 _REMOTE = ("nfs", "nfs4", "cifs", "9p", "drvfs", "virtiofs", "vboxsf")
 
 
@@ -200,7 +198,7 @@ def _drive(folder: Path) -> Iterator[Check]:
     mount = probe.mount_of(place)
     kind = mount.kind if mount is not None else "unknown"
     advice = ""
-    if kind in _IN_MEMORY:
+    if kind in probe.IN_MEMORY:
         advice = "this is memory, not a drive: a store here saves nothing"
     elif kind in _REMOTE or kind.startswith("fuse"):
         advice = "not a local drive: slow, and O_DIRECT may not be direct"

@@ -12,6 +12,7 @@ from pathlib import Path
 from fuyou_cli.core.disk import existing as existing
 
 ROOT = Path("/")
+IN_MEMORY = ("tmpfs", "ramfs")  # kinds of file systems
 _UNLIMITED = 1 << 60  # cgroup v1 says "no limit" with a number near 2**63
 
 

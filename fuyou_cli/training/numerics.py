@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from statistics import fmean
@@ -188,7 +189,8 @@ def usual_tokens(hardware: HardwareProfile) -> int:
 def sizes_of(batch_size: int, length: int, *, usual: int) -> tuple[list[int], int, list[int]]:
     """Returns the sizes that divide a batch: those below the usual one (descending), the usual one, and those above
     (ascending). `usual`: tokens."""
-    divisors = [size for size in range(1, batch_size + 1) if batch_size % size == 0]
+    small = [size for size in range(1, math.isqrt(batch_size) + 1) if batch_size % size == 0]
+    divisors = sorted({*small, *(batch_size // size for size in small)})
     middle = max(size for size in divisors if size <= max(1, usual // length))
     smaller = [size for size in reversed(divisors) if size < middle]
     return smaller, middle, [size for size in divisors if middle < size <= MOST_TOKENS // length]

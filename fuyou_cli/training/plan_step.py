@@ -355,7 +355,7 @@ def own_layers(recipe: Recipe, hardware: HardwareProfile, *, say: Say, progress:
     of whole blocks, and a plan counts what freezing spares. On a GPU they are timed at the micro-batches that a plan is likely
     to choose, and so is what is compiled, which takes seconds for each. Rows that are not packed are taken to be so unlike that
     they will lie end to end."""
-    model_dir = Hub(recipe, say=say, progress=progress).model(need_weights=False)
+    model_dir = Hub(recipe, say=say, progress=progress).model_or_shapes()
     layers = layers_of(recipe, model_dir, cores=hardware.cores)
     epoch = Epoch(rows=None, lengths=(1,)) if recipe.dataset.packing != "concat" else None
     dataset = recipe.dataset.model_copy(update={"packing": False})

@@ -49,7 +49,7 @@ def resolve(recipe: Recipe, *, to_run: bool = True, here: bool = True, say: Say,
     check_peft(recipe)
     directories, manifest = saved_state(recipe, run_directories(recipe), must=to_run, here=here, say=say)
     hub = Hub(recipe, say=say, progress=progress)
-    model_dir = hub.model(need_weights=False)
+    model_dir = hub.model(need_weights=False) if to_run else hub.model_or_shapes()
     recipe = as_stored(recipe, model_dir, say=say)
     tokenizer_dir = hub.tokenizer(model_dir, needed=to_run)
     _look_at_tokenizer(tokenizer_dir, say, needed=to_run)
@@ -78,7 +78,7 @@ def run_directories(recipe: Recipe) -> tuple[Path, ...]:
     """Returns the folders of this run's store, one per striped directory. Their name is readable and unique to the
     output_dir."""
     out = folder(recipe.output_dir, key="output_dir").resolve()
-    name = f"{out.name}-{hashlib.sha256(str(out).encode()).hexdigest()[:8]}"
+    name = f"{out.name}-{hashlib.sha256(os.fsencode(out)).hexdigest()[:8]}"
     found: dict[Path, Path] = {}
     for directory in recipe.offload_directories(os.environ):
         if (other := found.setdefault(directory.resolve(), directory)) is not directory:
