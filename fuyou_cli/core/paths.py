@@ -52,3 +52,12 @@ def folder(path: str | Path, *, key: str) -> Path:
 def kept_folder() -> Path:
     """Returns the folder where fuyou keeps what it can find out again: outside of any run, for one user."""
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "fuyou"
+
+
+def machine_id() -> str:
+    """Returns what stays the same for this installation, whatever its host name, and differs in machines that share a home
+    folder. Empty in most containers."""
+    try:
+        return Path("/etc/machine-id").read_text(errors="replace").strip()
+    except OSError:
+        return ""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fuyou_cli.core.errors import FuyouError
+from fuyou_cli.core.mounts import IN_MEMORY
 from fuyou_cli.core.units import MiB, gb, gib
 from fuyou_cli.engine.processor import has_fast_bfloat16
 
@@ -26,8 +27,6 @@ _REMEDY = {"torch": "pip install 'torch>=2.10'", "transformers": "pip install 't
 _ROOM = 10 * 10**9  # bytes of disk: with less, even a small run hardly fits
 
 _LEAST_MEMORY = 768 * MiB  # interpreter, torch and the slots of a small model
-
-_IN_MEMORY = ("tmpfs", "ramfs")
 
 _REMOTE = ("nfs", "nfs4", "cifs", "9p", "drvfs", "virtiofs", "vboxsf")
 
@@ -171,6 +170,8 @@ def _extension() -> Check:
 
 
 def _memory() -> Iterator[Check]:
+    if hidden := probe.hidden_by_proc():
+        yield Check("proc", hidden, "mount it: mount -t proc proc /proc; until then set offload.max_memory.cpu by hand")
     yield Check("ram", f"{gib(probe.physical_memory())}, {gib(probe.memory_available())} available")
     groups = probe.cgroup_limits()
     yield from map(_group, groups) if groups else [Check("cgroup limit", "none")]
@@ -200,7 +201,7 @@ def _drive(folder: Path) -> Iterator[Check]:
     mount = probe.mount_of(place)
     kind = mount.kind if mount is not None else "unknown"
     advice = ""
-    if kind in _IN_MEMORY:
+    if kind in IN_MEMORY:
         advice = "this is memory, not a drive: a store here saves nothing"
     elif kind in _REMOTE or kind.startswith("fuse"):
         advice = "not a local drive: slow, and O_DIRECT may not be direct"
