@@ -16,7 +16,7 @@ from fuyou_cli.core.errors import FuyouError, UsageError
 
 from . import error_screen
 from .arguments import Calibrated, Json, OptionalRecipe, Overrides, RecipeArgument, Trace, loaded_recipe
-from .console import prepare_streams, write_result, write_status
+from .console import lost_result, prepare_streams, tell_errors, write_result, write_status
 from .data_app import data
 from .eval_app import evaluate, lm_eval
 from .generate_app import generate
@@ -387,13 +387,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if code == error_screen.INTERRUPTED:
             write_status("interrupted")
     except _BadUsage as error:
+        tell_errors()
         code = error_screen.report_usage(error, words)
     except OSError as error:
-        if error.errno == errno.EPIPE and not hasattr(error, "__notes__"):  # the reader (head, less) has closed the pipe
+        tell_errors()
+        if (lost := lost_result(error)) is not None:
+            code = error_screen.report(lost)
+        elif error.errno == errno.EPIPE and not hasattr(error, "__notes__"):  # the reader (head, less) has closed the pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = error_screen.FAILED
         else:
             code = error_screen.report(error)
     except (FuyouError, KeyboardInterrupt, MemoryError, RuntimeError) as error:
+        tell_errors()
         code = error_screen.report(error)
     sys.exit(code)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -165,3 +166,15 @@ def _exported_as_asked(project: Project, store: Path) -> None:
         assert json.loads((target / "config.json").read_text())["dtype"] == dtype
     refused = project.fuyou("export", store, project.folder / "none", "seed=3")
     assert refused.returncode == 2 and "is not a recipe" in refused.stderr
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_run_with_closed_streams_goes_to_its_end(closed: str, new_project: NewProject) -> None:
+    """Whatever is printed goes to no file of the run."""
+    project = new_project(changes={"train.max_steps": 3})
+    words = " ".join(project.command("finetune", project.recipe))
+    done = subprocess.run(
+        ["sh", "-c", f"exec {words} {closed}"], env=project.environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done
+    assert len(project.losses()) == 3 and project.exported()
