@@ -24,7 +24,7 @@ _DOING = {
 _ON_FILES = {lib.FY_OP_OPEN, lib.FY_OP_READ, lib.FY_OP_WRITE, lib.FY_OP_SYNC, lib.FY_OP_ALLOCATE}
 _HINTS = REMEDIES | {
     errno.ENOSPC: "free space on that disk, or point offload.dir at a larger one",
-    errno.EDQUOT: "your disk quota is used up: free space or point offload.dir elsewhere",
+    errno.EDQUOT: f"{REMEDIES[errno.EDQUOT]}, or point offload.dir elsewhere",
     errno.ENODATA: "the file is too short: it was cut off, or its copy is incomplete",
     errno.EBUSY: "another process uses these files: stop it, or give this run its own offload.dir",
     errno.EPERM: "only the process that opened arena, store and daemon may use them, not its forked children",
@@ -40,6 +40,13 @@ _OPENING_HINTS = {
     errno.EPERM: "the file belongs to another user: give this run an offload.dir of your own",
     errno.EINVAL: "that path is not a regular file: move it away, or give this run its own offload.dir",
 }
+
+
+_ALLOCATING_HINTS = {
+    errno.EPERM: "the file may not be made longer: `lsattr` shows whether it is immutable or append-only (`chattr -i -a` ends "
+    "that); or name another folder in offload.dir",
+}
+_BY_OPERATION = {lib.FY_OP_OPEN: _OPENING_HINTS, lib.FY_OP_ALLOCATE: _ALLOCATING_HINTS}
 
 
 def errno_text(code: int) -> str:
@@ -71,7 +78,7 @@ def failure_error(
     if sources_from is not None and why.operation in _ON_FILES and sources_from <= why.file < len(paths):
         return _of_source(text, error)
     text += f": {errno_text(error)}"
-    hints = {**_HINTS, **_OPENING_HINTS} if why.operation == lib.FY_OP_OPEN else _HINTS
+    hints = {**_HINTS, **_BY_OPERATION.get(why.operation, {})}
     if error in (errno.ENOSPC, errno.EDQUOT):
         return OutOfSpaceError(text, hint=hints.get(error))
     return SwapError(text, hint=hints.get(error), code=error)

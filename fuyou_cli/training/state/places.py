@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +20,7 @@ from ...core.own_files import write_own
 from ...core.paths import kept_folder
 
 _LARGEST = 1 << 16  # bytes
+_MOST = 1000  # runs, the newest ones
 
 
 def remember(directories: Sequence[Path], *, say: Callable[[str], None]) -> None:
@@ -26,11 +28,14 @@ def remember(directories: Sequence[Path], *, say: Callable[[str], None]) -> None
     place = _file_of(directories[0])
     names = [file_system_of(directory) for directory in directories]
     known = {str(folder): [name.identity, name.told] for folder, name in zip(directories, names, strict=True)}
-    new = place.with_suffix(".new")
+    new = place.with_suffix(f".{os.getpid()}")  # renamed when complete: nobody reads half of it
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         write_own(new, [json.dumps(known).encode()])
         new.replace(place)
+        used = sorted((file.lstat().st_mtime_ns, file) for file in place.parent.iterdir())
+        for _, file in used[:-_MOST]:
+            file.unlink(missing_ok=True)
     except OSError as error:
         say(f"note: cannot keep in {place} where the store is ({error.strerror}): keep its drive mounted")
 
