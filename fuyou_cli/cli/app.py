@@ -374,8 +374,17 @@ def _bench_model(
 _BadUsage: type[Exception] = typer.BadParameter.__bases__[0]
 
 
+def _speak_utf8() -> None:
+    """Begins anew in Python's UTF-8 mode where the locale's encoding is another: names in recipes are UTF-8."""
+    if sys.getfilesystemencoding() != "utf-8" and not sys.flags.utf8_mode and sys.executable:
+        os.environ["PYTHONUTF8"] = "1"  # for processes that this one starts
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs a command and exits with its code. Shows a traceback only if FUYOU_DEBUG asks for it."""
+    if arguments is None:
+        _speak_utf8()
     prepare_streams()
     sys.excepthook = error_screen.excepthook
     words = list(sys.argv[1:] if arguments is None else arguments)

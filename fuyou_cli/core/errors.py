@@ -9,6 +9,8 @@ import shutil
 import sys
 from pathlib import Path
 
+NO_THREADS = "this user may have no more threads and processes: raise `ulimit -u`, or pids.max of the control group"
+
 
 def pip_install(what: str) -> str:
     """Returns the command that installs something for the Python that runs fuyou, which may not be the shell's."""

@@ -7,6 +7,7 @@ C that never returns. The parent process then reads from a file what the worker 
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import signal
@@ -15,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-from fuyou_cli.core.errors import FuyouError
+from fuyou_cli.core.errors import NO_THREADS, FuyouError
 from fuyou_cli.core.json_files import read_object, shown
 
 from .formats import RowError
@@ -63,7 +64,10 @@ class LibraryErrors:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if error is not None and not isinstance(error, _PASSED_ON):
-            raise self._as_error(reason(error)) from error
+            why = reason(error)
+            if os.strerror(errno.EAGAIN) in why:  # a tokenizer starts threads
+                raise FuyouError(f"cannot start another thread or process: {why}", hint=NO_THREADS) from error
+            raise self._as_error(why) from error
 
 
 @contextmanager

@@ -229,7 +229,7 @@ def _store_io(place: Path) -> Iterator[Check]:
         ):
             direct, backend, description = opened.direct, running.backend, running.description
     except FuyouError as error:
-        yield Check("O_DIRECT", error.message, remedy, is_problem=True)
+        yield Check("O_DIRECT", error.message, error.hint or remedy, is_problem=True)
         return
     refused = "the file system refuses it: the page cache is used"
     yield Check("O_DIRECT", "works") if direct else Check("O_DIRECT", refused, remedy)

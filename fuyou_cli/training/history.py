@@ -273,7 +273,7 @@ def _read(log: Path) -> _Reading:
     reading = _Reading()
     for number, line in enumerate(_lines(log), start=1):
         try:
-            record = parsed(line.decode())
+            record = parsed(line.decode(), names=True)
             if not isinstance(record, dict):
                 raise UsageError("this line is not a JSON object")
             reading.take(record)

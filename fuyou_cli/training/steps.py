@@ -78,7 +78,7 @@ def run_directories(recipe: Recipe) -> tuple[Path, ...]:
     """Returns the folders of this run's store, one per striped directory. Their name is readable and unique to the
     output_dir."""
     out = folder(recipe.output_dir, key="output_dir").resolve()
-    name = f"{out.name}-{hashlib.sha256(str(out).encode()).hexdigest()[:8]}"
+    name = f"{out.name}-{hashlib.sha256(os.fsencode(out)).hexdigest()[:8]}"
     found: dict[Path, Path] = {}
     for directory in recipe.offload_directories(os.environ):
         if (other := found.setdefault(directory.resolve(), directory)) is not directory:
