@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
+from .disk import remedy, unreadable
 from .errors import UsageError
 
 
@@ -44,8 +46,10 @@ def folder(path: str | Path, *, key: str) -> Path:
             if os.path.lexists(place):
                 what = "a file" if place.exists() else "a link to nothing"
                 raise UsageError(f"{key}: {path}: {place} is {what}, not a folder", hint="name a folder, or a new one")
-    except OSError as error:  # no permission, or a name that is too long
-        raise UsageError(f"{key}: {path}: {error.strerror}", hint="name a folder that can be used") from None
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.ENAMETOOLONG):  # its drive, which may hold a saved run
+            raise unreadable(f"{key}: {path}", error) from None
+        raise UsageError(f"{key}: {path}: {error.strerror}", hint=remedy(error) or "name a folder that can be used") from None
     return whole
 
 

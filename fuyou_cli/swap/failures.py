@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.disk import REMEDIES
-from ..core.errors import FuyouError, ModelFileError, OutOfSpaceError, SwapError
+from ..core.errors import NO_THREADS, FuyouError, ModelFileError, OutOfSpaceError, SwapError
 from .native import lib
 
 _DOING = {
@@ -46,7 +46,8 @@ _ALLOCATING_HINTS = {
     errno.EPERM: "the file may not be made longer: `lsattr` shows whether it is immutable or append-only (`chattr -i -a` ends "
     "that); or name another folder in offload.dir",
 }
-_BY_OPERATION = {lib.FY_OP_OPEN: _OPENING_HINTS, lib.FY_OP_ALLOCATE: _ALLOCATING_HINTS}
+_SETUP_HINTS = {errno.EAGAIN: NO_THREADS}
+_BY_OPERATION = {lib.FY_OP_OPEN: _OPENING_HINTS, lib.FY_OP_ALLOCATE: _ALLOCATING_HINTS, lib.FY_OP_SETUP: _SETUP_HINTS}
 
 
 def errno_text(code: int) -> str:
@@ -94,4 +95,4 @@ def _of_source(text: str, error: int) -> FuyouError:
 
 def refusal_error(what: str, code: int, hint: str | None = None) -> SwapError:
     """Makes the error for a call that was refused before it did anything."""
-    return SwapError(f"{what}: {errno_text(code)}", hint=hint or _HINTS.get(abs(code)))
+    return SwapError(f"{what}: {errno_text(code)}", hint=hint or (_HINTS | _SETUP_HINTS).get(abs(code)))

@@ -4,12 +4,14 @@ could not be read."""
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import random
 import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,14 +19,17 @@ from damage import flip
 from faulty_drive import WITHOUT, FaultyDrive, faulty_drive
 
 from fuyou_cli.core.errors import FuyouError, Interrupted, UsageError
+from fuyou_cli.machine.measure.store_rates import new_store
+from fuyou_cli.machine.scratch import scratch_folder
 from fuyou_cli.recipe.load import load_recipe
+from fuyou_cli.swap.store import Store
 from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.parts import begin_parts, read_part
 from fuyou_cli.training.state.resume import find_saved
 from fuyou_cli.training.steps import run_directories
 
 from .conftest import Command, NewProject, Project, Whole
-from .running import STEPS, interrupt, train
+from .running import STEPS, interrupt, run_of, train
 
 COMMITS = {"train.max_steps": STEPS, "checkpoint.commit_every_steps": 1, "export.at_end": False}
 
@@ -193,6 +198,104 @@ def test_a_drive_that_is_not_mounted_is_not_taken_for_a_new_one(
         assert again.returncode == 0, again
     finally:
         subprocess.run(["umount", "-l", place], capture_output=True, check=False)
+
+
+def test_what_is_hidden_while_it_is_open_is_waited_for(
+    drive: FaultyDrive, new_project: NewProject, command: Callable[[Project], Command]
+) -> None:
+    """Removes the folders of `doctor` and of a measurement where the end of a file is told late; says what stays for good."""
+    drive.fault(*WITHOUT, "RELEASE * -200")
+    code, out, err = command(new_project("project"))("doctor", "--dir", str(drive.path))
+    assert code == 0, out + err
+    assert "not empty" not in out + err and not any(drive.behind.iterdir())
+    with new_store([drive.path], 1 << 22) as (_, store):
+        (held,) = (path for path in drive.path.rglob("store.bin"))
+        held.unlink()  # the store has it open
+        assert store.size == 1 << 22 and any(drive.path.rglob(".fuse_hidden*"))
+    assert not any(drive.behind.iterdir())
+    drive.fault(*WITHOUT, "RMDIR fuyou-bench-* EBUSY")
+    with pytest.raises(FuyouError, match=r"cannot remove .*busy") as refused, scratch_folder(drive.path):
+        pass
+    assert refused.value.hint
+
+
+def test_a_drive_without_its_server_and_one_over_quota_say_what_to_do(
+    on_drive: Project, drive: FaultyDrive, command: Callable[[Project], Command]
+) -> None:
+    run = command(on_drive)
+    drive.fault(*WITHOUT, "WRITE .manifest.new EDQUOT", "CREATE .manifest.new EDQUOT")
+    code, _, err = run("finetune", "recipe.yaml")
+    assert code == 4 and "quota" in err and "the same command" in " ".join(err.split()), err
+    drive.lose()
+    for words in (("finetune", "recipe.yaml"), ("verify", str(drive.path / "store")), ("clean", str(drive.path / "store"))):
+        code, out, err = run(*words)
+        said = " ".join(err.split())
+        assert code == 1 and "Transport endpoint is not connected" in said and "mount it again" in said, (words, out, err)
+        assert "never" not in said and "is missing" not in said
+
+
+def test_a_bad_first_block_does_not_end_a_run_that_does_not_need_it(
+    on_drive: Project, drive: FaultyDrive, whole: Callable[..., Whole]
+) -> None:
+    """Finds out whether direct I/O works all the same. What the block holds is the state before, or comes from there."""
+    drive.fault(*WITHOUT, "READ store.bin EIO 0 4096")
+    with run_of(on_drive) as run:
+        assert run.store.direct
+        run.load(lambda count: None)
+        assert run.step in (1, 2)
+    drive.fault(*WITHOUT)
+    assert train(on_drive)[0] == whole().losses
+
+
+@contextmanager
+def mounted(folder: Path, *options: str) -> Iterator[Path]:
+    """Mounts a new ext4 with these options. Skips where that cannot be."""
+    image = folder.with_suffix(".image")
+    subprocess.run(["truncate", "-s", "64M", image], check=True)
+    folder.mkdir()
+    made = shutil.which("mkfs.ext4") and subprocess.run(["mkfs.ext4", "-q", "-F", image], check=False).returncode == 0
+    mount = ["mount", "-o", ",".join(("loop", *options)), image, folder]
+    if not made or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("no file system can be mounted here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_direct_io_that_is_none_is_not_said_to_work(
+    tmp_path: Path, new_project: NewProject, command: Callable[[Project], Command]
+) -> None:
+    """ext4 takes O_DIRECT with data=journal as well, and goes through the page cache."""
+    with mounted(tmp_path / "journalled", "data=journal") as place:
+        _, out, _ = command(new_project("project"))("doctor", "--dir", str(place))
+        assert "the page cache is used" in " ".join(out.split()), out
+    with (
+        mounted(tmp_path / "ordered") as place,
+        Store.open([place / "store.bin"], stripe=1 << 20, size=1 << 20, create=True) as store,
+    ):
+        assert store.direct
+
+
+def test_without_proc_a_process_is_not_taken_for_an_empty_one(new_project: NewProject) -> None:
+    project = new_project("project")
+    hidden = "mount -t tmpfs none /proc && exec"
+    words = " ".join(project.command("plan", project.recipe, "--json"))
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", f"{hidden} {words}"],
+        env=project.environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if "unshare" in done.stderr or "mount:" in done.stderr:
+        pytest.skip("nothing can be mounted here")
+    assert done.returncode == 0 and "/proc" in done.stderr, done
+    plan = json.loads(done.stdout)
+    seen = project.fuyou("plan", project.recipe, "--json")
+    known = json.loads(seen.stdout)
+    assert "/proc" not in seen.stderr
+    assert plan["hardware"]["process_bytes"] >= known["hardware"]["process_bytes"]
 
 
 @pytest.mark.parametrize("kills", [12, pytest.param(200, marks=pytest.mark.slow)])
