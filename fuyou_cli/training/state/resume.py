@@ -95,11 +95,12 @@ def find_saved(resume: str, directories: Sequence[Path], *, say: Say) -> Manifes
         return None
     source = directories[0] if resume == "auto" else folder(resume, key="checkpoint.resume")
     found, problem = manifests.newest(source)
+    if found is None:
+        check_mounted(directories if resume == "auto" else [source])
     if resume != "auto" and (found is None or found.state == "loading"):
         what = "there is no saved run" if found is None else "nothing is saved yet"
         raise UsageError(f"checkpoint.resume: {what} in {source}", hint="use auto to begin a new run")
     if found is None:
-        check_mounted(directories)
         _check_free(directories, being_filled=())
         _check_moved(source.parent)
         return None
