@@ -162,23 +162,47 @@ def test_verify_and_export_without_permission_do_not_say_that_nothing_is_there(
     assert run("verify", str(store.parent))[0] == 0
 
 
+def mount(folder: Path, *options: str) -> None:
+    """Mounts the ext4 of a folder with these options, a new one the first time. Skips where that cannot be."""
+    image = folder.with_suffix(".image")
+    if not image.exists():
+        folder.mkdir()
+        subprocess.run(["truncate", "-s", "64M", image], check=True)
+        if shutil.which("mkfs.ext4") is None or subprocess.run(["mkfs.ext4", "-q", "-F", image], check=False).returncode != 0:
+            pytest.skip("no mkfs.ext4")
+    words = ["mount", "-o", ",".join(("loop", *options)), image, folder]
+    if subprocess.run(words, capture_output=True, check=False).returncode != 0:
+        pytest.skip("no file system can be mounted here")
+
+
+def unmount(folder: Path) -> None:
+    """Waits until the kernel has let go of what ended processes had open."""
+    until = time.monotonic() + 20
+    while subprocess.run(["umount", folder], capture_output=True, check=False).returncode != 0:
+        assert time.monotonic() < until, folder
+        time.sleep(0.1)
+
+
+@contextmanager
+def mounted(folder: Path, *options: str) -> Iterator[Path]:
+    mount(folder, *options)
+    try:
+        yield folder
+    finally:
+        unmount(folder)
+
+
 def test_a_drive_that_is_not_mounted_is_not_taken_for_a_new_one(
     new_project: NewProject, tmp_path: Path, whole: Callable[..., Whole]
 ) -> None:
     """Tells by what it noted for this user, and where that is lost by the log of the run."""
     place = tmp_path / "drive"
-    place.mkdir()
-    image = tmp_path / "image"
-    subprocess.run(["truncate", "-s", "64M", image], check=True)
-    made = shutil.which("mkfs.ext4") and subprocess.run(["mkfs.ext4", "-q", "-F", image], check=False).returncode == 0
-    mount = ["mount", "-o", "loop", str(image), str(place)]
-    if not made or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
-        pytest.skip("no file system can be mounted here")
+    mount(place)
     try:
         project = new_project("project", {**COMMITS, "offload.dir": str(place / "store")})
         assert project.fuyou_doing("os.kill(os.getpid(), 2)", 3, "finetune", project.recipe).returncode == 130
         saved = content(place)
-        subprocess.run(["umount", place], check=True)
+        unmount(place)
         for is_noted in (True, False):
             if not is_noted:
                 shutil.rmtree(project.folder / "cache/fuyou/stores")
@@ -187,11 +211,11 @@ def test_a_drive_that_is_not_mounted_is_not_taken_for_a_new_one(
             assert refused.returncode == 2 and "was on another drive" in said and "checkpoint.resume=never" in said, refused
             assert not any(place.iterdir())
         assert project.fuyou("plan", project.recipe).returncode == 0
-        subprocess.run(mount, check=True)
+        mount(place)
         assert content(place) == saved
         whole_run = project.fuyou("finetune", project.recipe)
         assert whole_run.returncode == 0 and "resuming after step" in whole_run.stderr, whole_run
-        subprocess.run(["umount", place], check=True)
+        unmount(place)
         assert project.fuyou("finetune", project.recipe, "checkpoint.resume=never").returncode == 0
         assert list(project.losses().values()) == whole().losses
         again = project.fuyou("finetune", project.recipe)  # the state on this drive is the run's now
@@ -245,22 +269,6 @@ def test_a_bad_first_block_does_not_end_a_run_that_does_not_need_it(
         assert run.step in (1, 2)
     drive.fault(*WITHOUT)
     assert train(on_drive)[0] == whole().losses
-
-
-@contextmanager
-def mounted(folder: Path, *options: str) -> Iterator[Path]:
-    """Mounts a new ext4 with these options. Skips where that cannot be."""
-    image = folder.with_suffix(".image")
-    subprocess.run(["truncate", "-s", "64M", image], check=True)
-    folder.mkdir()
-    made = shutil.which("mkfs.ext4") and subprocess.run(["mkfs.ext4", "-q", "-F", image], check=False).returncode == 0
-    mount = ["mount", "-o", ",".join(("loop", *options)), image, folder]
-    if not made or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
-        pytest.skip("no file system can be mounted here")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", folder], check=True)
 
 
 def test_direct_io_that_is_none_is_not_said_to_work(
