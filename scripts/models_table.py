@@ -45,7 +45,7 @@ _SMALL: dict[str, int] = {
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "inner_dim", "d_ff"), 64),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length"), 32),
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0),
-    **dict.fromkeys(("sliding_window", "window_size", "attention_window_size", "keep_window_size"), 8),
+    **dict.fromkeys(("sliding_window", "window_size", "attention_window_size"), 8),
     **dict.fromkeys(("head_dim", "hidden_size_per_layer_input", "chunk_size", "mamba_chunk_size", "attention_chunk_size"), 8),
     "vocab_size": VOCABULARY, "rotary_dim": 4, "depth": 1, "embed_dim": 32, "base_channels": 32, "codebook_size": 64,
 }  # fmt: skip
@@ -333,6 +333,8 @@ def write(config: PreTrainedConfig, folder: Path) -> None:
         for name, parameter in model.named_parameters():
             if name.endswith("weight") and parameter.dim() > 1:
                 parameter.mul_(2)  # so that losses depend on what attends to what
+            if name.endswith(".A"):
+                parameter.normal_()  # of Doge, whose mask would be ones
     model.save_pretrained(folder)
 
 

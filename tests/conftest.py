@@ -44,7 +44,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def signals_as_before() -> Iterator[None]:
     """Restores handlers: a run that an error ends in this process leaves signals ignored, because a command then ends. Every
     command that a later test starts would inherit that."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

@@ -55,4 +55,4 @@ def config_text(config: LoraConfig, *, base_model: str, revision: str | None = N
         **config.to_dict(), "base_model_name_or_path": base_model, "revision": revision, "inference_mode": True,
     }  # fmt: skip
     plain = {key: sorted(value) if isinstance(value, set) else value for key, value in sorted(written.items())}
-    return (json.dumps(plain, indent=2, ensure_ascii=False) + "\n").encode()
+    return (json.dumps(plain, indent=2, ensure_ascii=False) + "\n").encode(errors="backslashreplace")  # of a path

@@ -34,7 +34,7 @@ class LoraSettings:
 
 def read_settings(path: Path) -> LoraSettings:
     """Reads the file. Raises UsageError naming it if a key is missing or has a wrong value."""
-    content = read_object(path, limit=_LARGEST, hint=_HINT)
+    content = read_object(path, limit=_LARGEST, names=True, hint=_HINT)
     try:
         found = from_json(LoraSettings, {key.name: content[key.name] for key in fields(LoraSettings) if key.name in content})
         for pattern in found.alpha_pattern:

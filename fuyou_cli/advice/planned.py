@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from fuyou_cli.machine.described import on_described
 from fuyou_cli.machine.first_measurement import measure_once
-from fuyou_cli.machine.probe import process_bytes
+from fuyou_cli.machine.probe import IN_MEMORY, mount_of, process_bytes
 from fuyou_cli.machine.profile import core_count
 from fuyou_cli.machine.profile_store import hardware_for
 from fuyou_cli.planner.sustained_rates import Choose
@@ -37,6 +37,7 @@ def planned_here(
     """Plans for this machine, without a run. `measure` and `calibrated` are those of `machine_here`; `count` counts the rows
     of an epoch in the data."""
     inspected = _inspected(loaded, here=True, say=say, progress=progress)
+    warn_of_memory(loaded, say)
     hardware, disks = machine_here(loaded, inspected, say=say, measure=measure, calibrated=calibrated)
     return plan(inspected, hardware, disks, epoch=epoch_to_plan(inspected, say) if count else None, choose=choose, say=say)
 
@@ -54,6 +55,16 @@ def planned_elsewhere(
     inspected = _inspected(on_described(loaded, hardware), here=False, say=say, progress=progress)
     epoch = epoch_to_plan(inspected, say) if count else None
     return plan(inspected, hardware, described_disks(hardware), epoch=epoch, choose=choose, say=say)
+
+
+def warn_of_memory(loaded: LoadedRecipe, say: Say) -> None:
+    """Says which folder of the store is no drive but memory."""
+    for folder in run_directories(loaded.recipe):
+        if (mount := mount_of(folder)) is not None and mount.kind in IN_MEMORY:
+            say(
+                f"warning: {folder} is memory ({mount.kind}), not a drive: the store takes memory that a plan counts as free, "
+                "and is lost at the next reboot; offload.dir names another folder"
+            )
 
 
 def machine_here(

@@ -76,10 +76,10 @@ def shard_map(directory: Path) -> dict[str, str]:
     return weight_map
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Reads the object in a small JSON file of a model. Some configurations hold infinities. Raises UsageError naming the
-    file."""
-    return read_object(path, limit=JSON_LIMIT, finite=False, hint="fetch the file again")
+def read_json(path: Path, *, names: bool = False) -> dict[str, Any]:
+    """Reads the object in a small JSON file of a model. Some configurations hold infinities, with `names` names of files too.
+    Raises UsageError naming the file."""
+    return read_object(path, limit=JSON_LIMIT, finite=False, names=names, hint="fetch the file again")
 
 
 def _open_sharded(directory: Path, weight_map: dict[str, str]) -> Checkpoint:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import errno
 import glob
+import json
 import logging
+import os
 import re
 import shutil
 import threading
@@ -19,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from fuyou_cli.core.disk import existing, remedy
 from fuyou_cli.core.errors import FuyouError, OutOfSpaceError, UsageError
-from fuyou_cli.core.paths import expanded
+from fuyou_cli.core.paths import expanded, kept_folder
 from fuyou_cli.core.units import gb
 
 from .companions import ADAPTER_CONFIG_NAME, CODE_PATTERN, CONFIG_NAME, PATTERNS
@@ -43,6 +45,23 @@ class Hub:
     def model(self, *, need_weights: bool) -> Path:
         """Returns the model's folder; with its weights only when asked for."""
         return self._resolve(self._model.name_or_path, revision=self._model.revision, need_weights=need_weights)
+
+    def model_or_shapes(self) -> Path:
+        """Returns the model's folder without its weights, for a plan. Where it is neither here nor to be fetched, returns one
+        with the config.json of the shapes that are shipped, and says so."""
+        name = self._model.name_or_path
+        try:
+            return self.model(need_weights=False)
+        except UsageError as error:
+            from fuyou_cli.recipe.shipped import shipped_shapes
+
+            shapes = shipped_shapes(name) if self._model.revision is None else None
+            if shapes is None:
+                raise
+            self._say(
+                f"note: planned with the shapes that fuyou knows of {name}, not with its own config.json: {error.message}"
+            )
+            return _written(name, shapes)
 
     def tokenizer(self, model_dir: Path, *, needed: bool) -> Path:
         """Returns the tokenizer's folder: the model's, unless the recipe names another."""
@@ -104,6 +123,16 @@ def resolve(
                 hint="fuyou reads safetensors only: choose a revision or another repository that has them.",
             )
     return directory
+
+
+def _written(name: str, shapes: dict[str, Any]) -> Path:
+    """Returns a folder of ours with these shapes as config.json."""
+    folder = kept_folder() / "shapes" / name.replace("/", "--")
+    folder.mkdir(parents=True, exist_ok=True)
+    draft = folder / f".{os.getpid()}"
+    draft.write_text(json.dumps(shapes, indent=2), encoding="utf-8")
+    draft.replace(folder / CONFIG_NAME)
+    return folder
 
 
 def _check(name_or_path: str, directory: Path, tokenizer_only: bool, trust_remote_code: bool) -> None:

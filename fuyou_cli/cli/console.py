@@ -1,8 +1,8 @@
 """Writes results to stdout and everything else to stderr.
 
 Plain lines are written without Rich, whose import takes 40 ms; tables and progress ask for a Rich console. Control characters
-in outside text are spelt out (`core/printable`), so that the text cannot control the terminal. A stderr that cannot be written
-to is ignored: a closed pipe or a lost terminal must not end a long run.
+in outside text are spelt out (`core/printable`), so that the text cannot control the terminal; so is what libraries print and
+log by themselves. A stderr that cannot be written to is ignored: a closed pipe or a lost terminal must not end a long run.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import sys
 import textwrap
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from fuyou_cli.core.errors import FuyouError, UsageError
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _PLAIN_WIDTH = 100  # columns when the output is not a terminal
+_OF_BARS = re.compile(r"(?:\r|\n|\x1b\[A)*")  # what tqdm moves the cursor with between its bars
 
 
 def write_result(text: str) -> None:
@@ -46,8 +49,9 @@ def write_status(text: str, *, lead: str = "") -> None:
     drawing and stays unchanged."""
     text = lead + printable(text)
     try:
-        wide = sys.stderr.isatty() and "\n" not in text
-        print(_wrapped(text, _width(sys.stderr)) if wide else text, file=sys.stderr, flush=True)
+        stream = _own(sys.stderr)
+        wide = stream.isatty() and "\n" not in text
+        print(_wrapped(text, _width(stream)) if wide else text, file=stream, flush=True)
     except OSError:
         _send_nowhere(sys.stderr)
 
@@ -78,12 +82,12 @@ def write_json(payload: dict[str, Any]) -> None:
 
 def result_console() -> Console:
     """Makes a Rich console on stdout. Rich itself obeys NO_COLOR."""
-    return _console(sys.stdout)
+    return _console(_own(sys.stdout))
 
 
 def status_console() -> Console:
     """Makes a Rich console on stderr."""
-    return _console(cast(TextIO, _Lasting(sys.stderr)))
+    return _console(cast(TextIO, _Lasting(_own(sys.stderr))))
 
 
 def _console(stream: TextIO) -> Console:
@@ -116,6 +120,35 @@ class _Lasting:
             _send_nowhere(self._stream)
 
 
+class _Library(_Lasting):
+    """Is sys.stdout or sys.stderr for everybody else: text that could control the terminal is spelt. `lasts`: as `_Lasting`."""
+
+    def __init__(self, stream: TextIO, *, lasts: bool) -> None:
+        super().__init__(stream)
+        self.own, self._lasts = stream, lasts
+
+    def write(self, text: str) -> int:
+        if not _OF_BARS.fullmatch(text):
+            begin = "\r" * text.startswith("\r")  # a bar is drawn again
+            written = begin + "\t".join(map(printable, text.removeprefix(begin).split("\t")))
+        else:
+            written = text
+        super().write(written) if self._lasts else self.own.write(written)
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        super().flush() if self._lasts else self.own.flush()
+
+
+def _own(stream: TextIO) -> TextIO:
+    """Returns the stream for text that is safe already, and may be styled."""
+    return stream.own if isinstance(stream, _Library) else stream
+
+
 def _send_nowhere(stream: TextIO) -> None:
     """Drops further output and the stream's buffer, which Python would otherwise fail to write at exit."""
     try:
@@ -131,14 +164,18 @@ _closed: set[str] = set()  # standard streams that were closed when the process 
 
 
 def prepare_streams() -> None:
-    """Makes streams print a question mark for characters that the terminal cannot encode, instead of failing. Opens those that
-    are closed (`>&-`)."""
+    """Makes streams print a question mark for characters that the terminal cannot encode, instead of failing, and spell what
+    libraries print by themselves. Opens those that are closed (`>&-`)."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         _open_if_closed(number, name)
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)  # a stream that replaces it in a test may not have one
         if reconfigure is not None:
             reconfigure(errors="replace")
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(stream, _Library):
+            setattr(sys, name, _Library(stream, lasts=name == "stderr"))
 
 
 def _open_if_closed(number: int, name: str) -> None:

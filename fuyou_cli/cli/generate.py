@@ -88,7 +88,7 @@ def _all_of(given: Prompter, rows: Sequence[tuple[str, dict[str, Any], Prompt]])
 
     from fuyou_cli.training.generation import extent
 
-    prompts = [given.ids(prompt, place) for place, _, prompt in rows]
+    prompts = given.all_ids([(place, prompt) for place, _, prompt in rows])
     most = extent(given.found, prompts=prompts, rows=given.options.batch_size, new=given.options.new)
     begin, tokens, console = time.monotonic(), 0, status_console()
     bar = Progress(console=console, transient=True, disable=not console.is_terminal)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fuyou_cli.advice.facts import RunFacts, facts_of, with_evaluation
-from fuyou_cli.advice.planned import command_of, machine_here
+from fuyou_cli.advice.planned import command_of, machine_here, warn_of_memory
 from fuyou_cli.advice.room import check_export, plan_problems, room_of
 from fuyou_cli.core.errors import PlanError
 
@@ -36,6 +36,7 @@ def made_ready(loaded: LoadedRecipe, kept: KeptPlan | None, *, measure: bool, ca
     try:
         with Transfers(status_console()) as progress:
             inspected = inspect(resolve(loaded.recipe, say=say, progress=progress), say=say, process=process_bytes)
+            warn_of_memory(loaded, say)
             machine = machine_here(loaded, inspected, say=say, measure=measure and kept is None, calibrated=calibrated)
             is_new = kept is None and inspected.resolved.manifest is None
             epoch = sampled_epoch(inspected.recipe, inspected.resolved.tokenizer_dir, say) if is_new else None

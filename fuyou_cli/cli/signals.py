@@ -1,4 +1,5 @@
-"""Makes SIGTERM and a closed terminal end a command like Ctrl-C: with a message, without leaving processes or scratch files."""
+"""Makes SIGTERM, SIGUSR1 and a closed terminal end a command like Ctrl-C: with a message, without leaving processes or scratch
+files. Slurm sends SIGUSR1 (`--signal`) before a job's time is over."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-_LIKE_CTRL_C = (signal.SIGTERM, signal.SIGHUP)
+_LIKE_CTRL_C = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Delays SIGINT, SIGTERM and SIGHUP to the end of the context.
+    """Delays SIGINT, SIGTERM, SIGHUP and SIGUSR1 to the end of the context.
 
     An exception from a handler can come between an opening call and the line that keeps its result: then nobody closes it.
     Python runs handlers on the main thread only, so other threads need no delay.

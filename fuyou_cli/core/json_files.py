@@ -149,9 +149,9 @@ def object_in(path: Path, text: str, *, finite: bool = True, names: bool = False
     return value
 
 
-def read_object(path: Path, *, limit: int, finite: bool = True, hint: str | None = None) -> dict[str, Any]:
+def read_object(path: Path, *, limit: int, finite: bool = True, names: bool = False, hint: str | None = None) -> dict[str, Any]:
     """Reads the JSON object in a file. Raises UsageError if the file does not exist."""
-    found = find_object(path, limit=limit, finite=finite, hint=hint)
+    found = find_object(path, limit=limit, finite=finite, names=names, hint=hint)
     if found is None:
         raise _refused(path, f"cannot be read: {os.strerror(2)}", hint)
     return found

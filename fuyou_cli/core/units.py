@@ -12,14 +12,15 @@ LARGEST_SIZE = 1 << 62  # bytes; anything above is a typo, and overflows the sto
 LONGEST_TIME = 3650 * 86400  # seconds; a run of more than ten years is a typo too
 LARGEST_RATE = 1e21  # per second; no machine comes near it, and no result computed from it overflows
 
-_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGTP]i?B|B)?\s*$")
-_RATE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGTP]i?)?(B/s|FLOPS|FLOP/s)\s*$")
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kKMGTP]i?B|B)?\s*$")
+_RATE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kKMGTP]i?)?(B/s|FLOPS|FLOP/s)\s*$")
 _TIME = re.compile(r"^\s*(?:(\d{1,9})d)?\s*(?:(\d{1,9})h)?\s*(?:(\d{1,9})m)?\s*(?:(\d{1,9})s)?\s*$")
 _SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 _FACTOR = {None: 1, "B": 1}
 for _power, _letter in enumerate("KMGTP", start=1):
     _FACTOR[f"{_letter}B"] = 1000**_power
     _FACTOR[f"{_letter}iB"] = 1024**_power
+_FACTOR |= {"kB": _FACTOR["KB"], "kiB": _FACTOR["KiB"]}  # as `gb` writes it
 
 
 def parse_size(text: str | int) -> int:

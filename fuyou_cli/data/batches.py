@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,14 +17,14 @@ from numpy.typing import NDArray
 
 from fuyou_cli.core.units import align_up
 from fuyou_cli.spec.micro_batch import MicroBatch
-from fuyou_cli.spec.plan import Numerics, TypicalStep
+from fuyou_cli.spec.plan import Computed, Numerics, TypicalStep
 
 from .rows import NO_LOSS, RowSource
 
 if TYPE_CHECKING:
     import torch
 
-_DRAWN = 33  # steps that a typical one is chosen from
+_DRAWN, _DRAWN_ROWS = 33, 2048  # steps that a typical one is the mean of, at least, and their rows
 
 Dealt = list[list[int]]  # rows of each micro-batch, as places in a list of rows
 
@@ -120,10 +121,12 @@ def _width(lengths: Sequence[int], numerics: Numerics) -> int:
 
 
 def typical_step(lengths: Sequence[int], numerics: Numerics) -> TypicalStep | None:
-    """Returns the step nearest to the mean among some that are drawn from rows of these lengths. None if all rows are whole."""
+    """Returns the mean of some steps that are drawn from rows of these lengths: the one nearest to it, with its micro-batches
+    made as much longer or shorter. So micro-batches of any size are compared on the same rows. None if all rows are whole."""
     if numerics.padding == "step" or min(lengths) == numerics.max_seq_len:
         return None
-    order = np.random.Generator(np.random.Philox(_DRAWN)).integers(0, len(lengths), (_DRAWN, numerics.batch_size))
+    drawn = max(_DRAWN, _DRAWN_ROWS // numerics.batch_size), numerics.batch_size
+    order = np.random.Generator(np.random.Philox(_DRAWN)).integers(0, len(lengths), drawn)
     steps = []
     for chosen in order.tolist():
         of_step = [lengths[number] for number in chosen]
@@ -132,12 +135,17 @@ def typical_step(lengths: Sequence[int], numerics: Numerics) -> TypicalStep | No
             of_rows = [of_step[number] for number in micro]
             width = _width(of_rows, numerics)
             if numerics.padding == "none":  # a token attends to its own document
-                parts.append((width, sum(length * length for length in of_rows) // sum(of_rows)))
+                attended = sum(length * length for length in of_rows) // sum(of_rows)
+                parts.append(Computed(tokens=width, width=attended, rows=len(micro)))
             else:
-                parts.append((len(micro) * width, width))
+                parts.append(Computed(tokens=len(micro) * width, width=width, rows=len(micro)))
         steps.append(TypicalStep(parts=tuple(parts), tokens=sum(of_step)))
-    mean = sum(step.computed for step in steps) / len(steps)  # a median would leave out what padding costs now and then
-    return min(steps, key=lambda step: (abs(step.computed - mean), step.parts))
+    mean = fmean(step.computed for step in steps)  # a median would leave out what padding costs now and then
+    nearest = min(steps, key=lambda step: (abs(step.computed - mean), step.parts))
+    longer = mean / nearest.computed
+    scaled = tuple(part._replace(tokens=round(part.tokens * longer)) for part in nearest.parts)
+    tokens = round(fmean(step.tokens for step in steps))
+    return TypicalStep(parts=scaled, tokens=min(tokens, sum(part.tokens for part in scaled)))
 
 
 def _shares(lengths: Sequence[int], numerics: Numerics, sweeps: int) -> list[list[int]]:

@@ -9,9 +9,11 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -28,6 +30,7 @@ from .data_files import suffixes
 from .holding_back import Part
 from .locked_folders import scratch_in
 from .named_sets import Say, unsaid
+from .prompts import Prompt, as_data
 from .reading import first_bad_line
 from .rows import TOKEN_BYTES, TOKENS, Rows
 from .sources import find_sources, size_of
@@ -39,6 +42,7 @@ LAYOUT_VERSION = 7  # increase it when the same data and options give other rows
 TOKENIZER_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".codes", ".tokenizer")
 TEMPLATE_FOLDER = "additional_chat_templates"  # the only folder that is part of a tokenizer
 _LARGEST_TEMPLATE = 4 * MiB
+_NO_MEMORY = ("memory allocation of", "bad_alloc")  # what Rust and C++ say before they abort
 _TOLD_AFTER, _TOLD_EVERY = 10.0, 300.0  # seconds until a run is told how far its data is: first, and later at most
 _ELSEWHERE = "set dataset.cache_dir to a writable folder (the default is inside the output directory)"
 
@@ -71,6 +75,23 @@ def prepare(
                 if not final.is_dir():  # otherwise another run has made the same rows in the meantime
                     raise
     return Rows(final, paths=paths)
+
+
+def prompt_ids(
+    prompts: Sequence[tuple[str, Prompt]],
+    tokenizer_dir: Path,
+    *,
+    chat_template: str | None = None,
+    pad_token: str | None = None,
+) -> list[list[int]]:
+    """Returns the tokens of prompts, each with the place that an error names. Starts a process. Raises UsageError."""
+    with tempfile.TemporaryDirectory(prefix="fuyou-prompts-") as scratch:
+        request = {
+            "prompts": [(place, *as_data(prompt)) for place, prompt in prompts], "tokenizer_dir": str(tokenizer_dir),
+            "chat_template": chat_template, "pad_token": pad_token, "out": str(Path(scratch, "rows")),
+        }  # fmt: skip
+        ids: list[list[int]] = _serve(request, threads=1, say=unsaid)["ids"]
+    return ids
 
 
 def find(
@@ -190,8 +211,8 @@ def read_template(path: Path | None) -> str | None:
     return text
 
 
-def _serve(request: dict[str, Any], *, threads: int, say: Say) -> None:
-    """Runs the worker to its end, and tells how far it is. Raises the worker's error with the same text."""
+def _serve(request: dict[str, Any], *, threads: int, say: Say) -> dict[str, Any]:
+    """Runs the worker to its end, and tells how far it is. Returns its reply, or raises its error with the same text."""
     command, environment = worker_command(threads)
     out = Path(request["out"])
     pipe = subprocess.PIPE
@@ -202,7 +223,7 @@ def _serve(request: dict[str, Any], *, threads: int, say: Say) -> None:
             worker.kill()
             raise
     refuse_failed(worker.returncode, reply, trace, at=out.with_name("at"))
-    replied(reply)
+    return replied(reply)
 
 
 def _heard(worker: subprocess.Popen[str], asked: str, tokens: Path, say: Say) -> tuple[str, str]:
@@ -233,7 +254,7 @@ def worker_command(threads: int) -> tuple[list[str], dict[str, str]]:
 
 def as_asked(request: dict[str, Any]) -> str:
     """Returns the first line for a worker."""
-    return json.dumps({**request, "template_seconds": sandbox.TEMPLATE_SECONDS}) + "\n"
+    return json.dumps({**request, "seconds": sandbox.SECONDS, "bytes": sandbox.BYTES}, default=str) + "\n"
 
 
 def replied(line: str) -> dict[str, Any]:
@@ -246,17 +267,19 @@ def replied(line: str) -> dict[str, Any]:
 
 
 def refuse_failed(code: int, last_words: str, trace: str, *, at: Path) -> None:
-    """Raises the error of a worker that ended otherwise than with 0. `at`: the file that names the sample of a template that
-    does not end."""
+    """Raises the error of a worker that ended otherwise than with 0. `at`: the file that says what it was doing."""
+    doing = sandbox.noted(at)
     if code == -sandbox.OVERDUE:
         raise UsageError(
-            f"{at.read_text(errors='surrogateescape')} takes more than {sandbox.TEMPLATE_SECONDS:g} s for this conversation",
-            hint="fix the template (or set tokenizer.chat_template), or remove the row. A conversation of thousands of turns "
-            "is much faster with {% generation %} marks in the template, or with dataset.loss_on: last_assistant",
+            sandbox.too_slow(doing),
+            hint=f"{sandbox.HINT}. A conversation of thousands of turns is much faster with {{% generation %}} marks in the "
+            "template, or with dataset.loss_on: last_assistant",
         )
+    if code == -signal.SIGABRT and any(words in trace for words in _NO_MEMORY):
+        raise UsageError(sandbox.too_large(doing), hint=sandbox.HINT)
     if code < 0:
         raise FuyouError(
-            f"the process that reads the data was ended by signal {-code}",
+            f"the process that reads the data was ended by signal {-code}{f' ({doing})' if doing else ''}",
             hint="signal 9 usually means that the machine ran out of memory" if code == -9 else None,
         )
     if code:

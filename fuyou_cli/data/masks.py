@@ -22,7 +22,6 @@ from typing import Any
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.json_files import parsed
 
-from . import sandbox
 from .formats import Chat, RowError
 from .sandbox import LibraryErrors
 
@@ -61,7 +60,7 @@ class Conversations:
         self._reserved = {"messages", "conversations", *signature(tokenizer.apply_chat_template).parameters}
 
     def render(self, chat: Chat, messages: Messages, **options: Any) -> str:
-        """Renders within limits: a template is a program and may never stop writing. Raises RowError where it refuses."""
+        """Renders, in a process that is watched: a template may never stop. Raises RowError where it refuses."""
         if taken := sorted(self._reserved & chat.options.keys()):
             raise RowError(f"chat_template_kwargs has {taken[0]}, which is not the row's to say")
         options |= {"tools": list(chat.tools) or None, "tokenize": False, **chat.options}
@@ -69,12 +68,8 @@ class Conversations:
         return text
 
     def _limited(self, work: Callable[[], Any]) -> Any:
-        try:
-            with sandbox.memory_limit(), LibraryErrors(self._refused):
-                made = work()
-        except MemoryError:
-            most = f"{sandbox.TEMPLATE_BYTES >> 20} MiB"
-            raise RowError(f"{self._template} takes more than {most} for this conversation") from None
+        with LibraryErrors(self._refused):
+            made = work()
         text = made if isinstance(made, str) else made[0]
         if len(text) > LARGEST_SAMPLE:
             raise RowError(
@@ -203,7 +198,7 @@ class Conversations:
             return by_marks
         try:
             ends = {turn: end for turn, (_, end) in self.by_prefixes(chat, text, answers)[0].items()}
-            headers = {turn: len(self.render(chat, chat.messages[:turn])) for turn in answers}
+            headers = {turn: len(self._before(chat, turn, text)) for turn in answers}
         except RowError:  # it cannot be compared
             return by_marks
         turns = {turn: [mark for mark in by_marks.marks if headers[turn] <= mark[0] < ends[turn]] for turn in answers}
@@ -239,15 +234,23 @@ class Conversations:
             before = self.render(chat, chat.messages[:turn], add_generation_prompt=True)
             end = self._end_of_turn(chat, turn, whole) if whole.startswith(before) else None
             if end is None or end <= len(before):
-                hint = "set dataset.loss_on to last_assistant, or mark the turns with {% generation %} in a template"
+                hint = "mark the turns with {% generation %} in a template"
+                if turn < chat.answers("all")[-1]:
+                    hint = f"set dataset.loss_on to last_assistant, or {hint}"
                 raise RowError(f"the chat template renders message {turn + 1} differently as the chat grows; {hint}")
             if not (prompt and before.endswith(prompt)):
-                prompt = before.removeprefix(self.render(chat, chat.messages[:turn]))
+                prompt = before.removeprefix(self._before(chat, turn, whole))
             begin = len(before) if prompt else self._behind_header(chat, turn, whole, before)
             if begin > len(before):
                 unasked.add(turn)
             found[turn] = begin, end
         return found, unasked
+
+    def _before(self, chat: Chat, turn: int, whole: str) -> str:
+        """Renders the messages before `turn` as the beginning of `whole`. A template may end whatever it renders with the end
+        token (Phi 3), which is not there once more messages follow."""
+        text = self.render(chat, chat.messages[:turn])
+        return text if whole.startswith(text) else text.removesuffix(self._tokenizer.eos_token or "")
 
     def _behind_header(self, chat: Chat, turn: int, whole: str, before: str) -> int:
         """Returns where an answer begins if the template asks for none: behind what it writes before two others, too. Blanks
@@ -266,10 +269,10 @@ class Conversations:
         follow (it drops the thinking). Then the chat is rendered without the turn: both renderings end with the text after the
         turn.
         """
-        after = self.render(chat, chat.messages[: turn + 1])
+        after = self._before(chat, turn + 1, whole)
         if whole.startswith(after):
             return len(after)
-        base = self.render(chat, chat.messages[:turn])
+        base = self._before(chat, turn, whole)
         try:
             without = self.render(chat, [*chat.messages[:turn], *chat.messages[turn + 1 :]])
         except RowError:  # a template may insist on turns that alternate

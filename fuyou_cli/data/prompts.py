@@ -61,6 +61,19 @@ def prompt_of(row: dict[str, Any], *, chat: bool) -> Prompt:
     return said(text) if chat else written(text)
 
 
+def as_data(prompt: Prompt) -> tuple[str, dict[str, Any]]:
+    """Returns a prompt as JSON can hold it; `as_prompt` makes the same of it."""
+    if isinstance(prompt, Texts):
+        return "Texts", {"parts": prompt.parts, "begins": prompt.begins, "ends": prompt.ends, "bare": prompt.bare}
+    return "Chat", {"messages": prompt.messages, "tools": prompt.tools, "options": dict(prompt.options)}
+
+
+def as_prompt(kind: str, fields: dict[str, Any]) -> Prompt:
+    if kind == "Texts":
+        return Texts(**{**fields, "parts": tuple((text, learnt) for text, learnt in fields["parts"])})
+    return Chat(messages=tuple(fields["messages"]), tools=tuple(fields["tools"]), options=fields["options"])
+
+
 def written(text: str) -> Texts:
     """Returns the text that the model goes on writing."""
     return Texts(parts=((text, True),), ends=False)

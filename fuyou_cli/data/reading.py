@@ -231,6 +231,8 @@ def _columnar_rows(file: Path) -> Iterator[Placed]:
                 for row in _as_python(batch.slice(begin, _ROWS_AT_ONCE)):
                     number += 1
                     yield f"{file}: row {number}", row
+    except MemoryError:  # which one of Arrow's is too
+        raise
     except (ArrowException, ValueError, LookupError, TypeError, OSError) as error:  # damaged, or with a type that Python lacks
         raise UsageError(f"{file}: not valid {file.suffix[1:].lower()}: {reason(error)}") from error
 

@@ -32,7 +32,7 @@ def write_rows(rows: Iterable[Row], reading: Reading, out: Path) -> tuple[int, b
         "preview": decode_pieces(tokeniser.tokenizer, reading.shown) if reading.shown else (),
         **asdict(reading.counts),
     }
-    (out / "summary.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False), encoding="utf-8")
+    (out / "summary.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")  # names may not be UTF-8
     for file in out.iterdir():
         with file.open("rb") as written:
             os.fsync(written.fileno())

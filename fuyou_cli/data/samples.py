@@ -8,7 +8,7 @@ than `LARGEST_SAMPLE` characters is refused.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -22,7 +22,7 @@ from .holding_back import Part
 from .named_sets import is_remote, present
 from .packing import Counts, Row, Sample, has_loss, lay_out
 from .reading import pieces_of, read_document, read_rows
-from .sandbox import time_limit
+from .sandbox import Watch, watched
 from .tokenise import LARGEST_SAMPLE, Tokeniser
 
 BATCH_EXAMPLES = 256  # examples tokenised together: the tokenizer's threads share a batch
@@ -66,6 +66,17 @@ class Reading:
         self._has_special = False  # whether the document read in pieces has one: it counts once
         self._part = Part(**request["part"]) if "part" in request else None
         self._seen = 0  # samples of all sources, those of the other part too
+        self._watch: Watch | None = None
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watches what is read and tokenised inside, for rows in the request's `out`. Raises UsageError that names the row."""
+        with watched(Path(self._request["out"]).with_name("at"), self._request["seconds"]) as self._watch:
+            yield
+
+    def _begin(self, what: str) -> None:
+        if self._watch is not None:
+            self._watch.on(what)
 
     @property
     def targets(self) -> set[str]:
@@ -126,12 +137,14 @@ class Reading:
         With `auto` the first row decides the source's format. Long texts are cut where that loses nothing.
         """
         by_line = source.get("by_line", False)
+        self._begin(f"{file}: the beginning of the file")
         if self._cut and kind_of_rows(file) == "text" and not by_line:
             self.formats[number] = "text"
             if not skipped:
                 yield from ((str(file), piece) for piece in _pieces(read_document(file)))
             return
         for place, row in read_rows(file, skipped=skipped, by_line=by_line):
+            self._begin(f"{place}, or what follows it,")
             try:
                 if number not in self.formats:
                     self.formats[number] = choose_format(source["format"], frozenset(row), source["columns"])
@@ -175,11 +188,9 @@ class Reading:
         if not batch:
             return
         first, example = batch[0]
-        at, seconds = Path(self._request["out"]).with_name("at"), self._request["template_seconds"]
-        is_chat = isinstance(example, Chat)
+        self._begin(f"{first}: {self.tokeniser.template if isinstance(example, Chat) else 'tokenising this sample'}")
         try:
-            with time_limit(f"{first}: {self.tokeniser.template}", at, seconds) if is_chat else nullcontext():
-                rows = self.tokeniser.encode([example for _, example in batch], target=target)
+            rows = self.tokeniser.encode([example for _, example in batch], target=target)
         except RowError as error:
             if len(batch) > 1:  # a tokenizer does not say which sample it refuses
                 for placed in batch:

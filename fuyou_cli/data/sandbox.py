@@ -1,13 +1,15 @@
-"""Limits foreign code: chat templates are programs, and tokenizers may raise anything. Used in the worker, but for `own_class`.
+"""Limits the process that reads and tokenises: files, tokenizers and chat templates are of strangers, templates are programs.
 
-While a template renders, the kernel bounds its memory: a larger request is a MemoryError. Its time is counted in processor
-seconds, so that a busy machine changes nothing. Too much time ends the process, because nothing else can interrupt a call into
-C that never returns. The parent process then reads from a file what the worker was doing.
+One limit holds for all of them. The kernel bounds the memory of the process: a larger request is a MemoryError, or ends it.
+What takes too long for one step of the work (a row, a sample, a file's beginning) ends it too, because nothing else can
+interrupt a call into C that never returns; time is counted in processor seconds, so that a busy machine changes nothing. The
+parent process then reads from a file what the process was doing.
 """
 
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import resource
 import signal
@@ -16,16 +18,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-from fuyou_cli.core.errors import NO_THREADS, FuyouError
+from fuyou_cli.core.errors import NO_THREADS, FuyouError, UsageError
 from fuyou_cli.core.json_files import read_object, shown
+from fuyou_cli.core.units import GiB, gib
 
 from .formats import RowError
 
-TEMPLATE_SECONDS = 20.0  # of the processor, for one conversation; most take milliseconds
-TEMPLATE_BYTES = 512 << 20  # beyond what the process already has
+SECONDS = 60.0  # of the processor, without progress; most steps take milliseconds
+BYTES = 4 * GiB  # beyond what the process has as it begins: a row of 16 million characters takes half of it
 _LARGEST_SETTINGS = 64 << 20  # bytes of tokenizer_config.json
 OVERDUE = signal.SIGPROF  # ends a process that takes longer
 _LONGEST = 300
+_STACK = 16 << 20
+_NOTE = 8192  # bytes of what a process is doing
 _SPEAKS = ("Exception", "OSError", "ValueError", "TemplateError", "TemplateSyntaxError", "UndefinedError")
 _PASSED_ON = (FuyouError, RowError, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit)
 
@@ -70,27 +75,64 @@ class LibraryErrors:
             raise self._as_error(why) from error
 
 
-@contextmanager
-def time_limit(what: str, at: Path, seconds: float) -> Iterator[None]:
-    """Ends the process after this many seconds of processor time inside. The file `at` then says `what` it was doing."""
-    at.write_bytes(os.fsencode(what))
-    signal.signal(OVERDUE, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_PROF, seconds)
-    try:
-        yield
-    finally:
+class Watch:
+    """Notes what this process is doing in the file `at`, which outlives it, and ends it where that takes too long."""
+
+    def __init__(self, at: Path, seconds: float) -> None:
+        self.doing, self._seconds = "", seconds
+        at.write_bytes(bytes(_NOTE))
+        with at.open("r+b") as file:
+            self._note = mmap.mmap(file.fileno(), _NOTE)
+        signal.signal(OVERDUE, signal.SIG_DFL)
+
+    def on(self, what: str) -> None:
+        """Notes progress: from now on it does `what`. Takes microseconds."""
+        self.doing = what
+        said = os.fsencode(what)[: _NOTE - 1] + b"\0"
+        self._note[: len(said)] = said
+        signal.setitimer(signal.ITIMER_PROF, self._seconds)
+
+    def off(self) -> None:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 @contextmanager
-def memory_limit() -> Iterator[None]:
-    """Lets the process allocate at most TEMPLATE_BYTES more inside."""
+def watched(at: Path, seconds: float) -> Iterator[Watch]:
+    """Watches what is done inside. Raises UsageError with its name where it takes too much memory."""
+    watch = Watch(at, seconds)
+    try:
+        yield watch
+    except MemoryError:
+        raise UsageError(too_large(watch.doing), hint=HINT) from None
+    finally:
+        watch.off()
+
+
+HINT = (
+    "correct or remove the row, or what it is read with: the file, the tokenizer, its chat template (tokenizer.chat_template)"
+)
+
+
+def too_large(doing: str) -> str:
+    return f"{doing} takes more than {gib(BYTES)} of memory"
+
+
+def too_slow(doing: str) -> str:
+    return f"{doing} takes more than {SECONDS:g} s of the processor"
+
+
+def noted(at: Path) -> str:
+    """Returns what a process that has ended was doing; nothing if it did not begin."""
+    return os.fsdecode(at.read_bytes().partition(b"\0")[0]) if at.is_file() else ""
+
+
+def limit_memory(most: int) -> None:
+    """Lets this process allocate at most so many bytes more, from now on."""
+    global BYTES
+    BYTES = most  # as errors name it
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[5])  # counts against the limit, with stacks
-    known = [pages * resource.getpagesize() + TEMPLATE_BYTES]
+    stacks = _STACK * (os.cpu_count() or 1)  # of threads that libraries start later: reserved, and hardly used
+    known = [pages * resource.getpagesize() + stacks + most]
     known += [value for value in (soft, hard) if value != resource.RLIM_INFINITY]
     resource.setrlimit(resource.RLIMIT_DATA, (min(known), hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))

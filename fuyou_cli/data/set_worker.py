@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -18,10 +19,11 @@ from fuyou_cli.core.disk import FULL
 from fuyou_cli.core.errors import UsageError, pip_install
 
 from .data_files import kind_of_rows
-from .sandbox import LibraryErrors
+from .sandbox import BYTES, LibraryErrors, limit_memory, too_large
 
 _OLDEST = 4  # earlier versions run code from a data set
 _LONGEST = 600  # characters of an error
+_MOST = 4 * BYTES  # the library holds some files whole
 # Settings that say nothing of how a file is read.
 _OF_EVERY_SET = {"name", "version", "data_dir", "data_files", "description", "features"}
 _KINDS = {"Json": "json", "Csv": "csv", "Text": "text", "Parquet": "columns", "Arrow": "columns"}  # by the library's readers
@@ -47,6 +49,8 @@ def load(request: dict[str, Any]) -> dict[str, Any]:
                 return {"files": [file["filename"] for file in rows.cache_files]}
             rows.save_to_disk(request["out"])
             return {"files": sorted(map(str, Path(request["out"]).glob("*.arrow")))}
+    except MemoryError:
+        return {"error": too_large("loading it"), "kind": "usage"}
     except UsageError as error:  # all lines of the library's text: the second says what the set has
         said = " ".join(str(error.__cause__).split())[:_LONGEST] or error.message
         return {"error": said, "kind": "disk" if _is_full(error) else "usage"}
@@ -90,6 +94,8 @@ def main() -> None:
     """Serves one request. What the library prints goes to standard error."""
     reply_to = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm sends it to every process of a job; the run decides
+    limit_memory(_MOST)
     with reply_to:
         json.dump(load(json.load(sys.stdin)), reply_to)
 

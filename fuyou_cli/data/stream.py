@@ -304,7 +304,7 @@ class _Worker:
             out.mkdir()
             if self._process is None:
                 self._process = self._started()
-                self._answer(as_asked(self._request), at=out.with_name("at"))
+                self._answer(as_asked({**self._request, "at": str(out.with_name("at"))}), at=out.with_name("at"))
             rows = int(self._answer(json.dumps({**asked, "out": str(out)}) + "\n", at=out.with_name("at"))["rows"])
             try:
                 if rows:

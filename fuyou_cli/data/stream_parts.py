@@ -94,11 +94,12 @@ class _Entry:
                 rows += 1
                 yield row
 
-        while True:
-            reading.counts, reading.shown, reading.entry_rows = Counts(), None, []
-            learnt = write_rows(counted(), reading, out)
-            if rows or self.next is None:
-                break
+        with reading.watched():
+            while True:
+                reading.counts, reading.shown, reading.entry_rows = Counts(), None, []
+                learnt = write_rows(counted(), reading, out)
+                if rows or self.next is None:
+                    break
         if is_first:
             self._check(rows, *learnt)
         goes_on = {"begin": self.next and asdict(self.next), "formats": reading.formats}

@@ -1,9 +1,9 @@
 """Reads and tokenises in its own process: `python -m fuyou_cli.data.worker`, request on stdin, reply on stdout.
 
-With a process of its own, the tokenizer leaves no memory behind in the trainer, and a chat template can be ended. The request
-is one JSON object (see `cache`). The rows go to files in its `out`. The reply is {"ok": true} or {"error", "hint", "kind"}; an
-unexpected error is one line. Where rows are made while a run trains (`stream_parts`), more requests and replies follow, each in
-a line.
+With a process of its own, the tokenizer leaves no memory behind in the trainer, and what never ends can be ended (`sandbox`).
+The request is one JSON object (see `cache`). The rows go to files in its `out`; tokens of `prompts` are the reply. The reply is
+{"ok": true} or {"error", "hint", "kind"}; an unexpected error is one line. Where rows are made while a run trains
+(`stream_parts`), more requests and replies follow, each in a line.
 
 Data goes one way: read (`reading`) -> examples (`formats`) -> tokens (`tokenise`, `samples`) -> rows (`packing`) -> files
 (`row_files`).
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -23,9 +24,11 @@ from typing import Any, cast
 from fuyou_cli.core.disk import FULL
 from fuyou_cli.core.errors import DataSpaceError, FuyouError, UsageError
 
+from .formats import RowError
+from .prompts import as_prompt
 from .row_files import write_rows
 from .samples import Reading
-from .sandbox import reason
+from .sandbox import limit_memory, reason, watched
 from .stream_parts import Parts
 from .tokenise import Tokeniser, load_tokenizer
 
@@ -36,14 +39,36 @@ def build(request: dict[str, Any]) -> None:
     """Writes the finished rows to `out`. Raises UsageError."""
     reading = Reading(request, _tokeniser(request))
     options = {name: request[name] for name in ("packing", "overlong", "max_seq_len")}
-    reading.check(*write_rows(reading.rows(options), reading, Path(request["out"])))
+    with reading.watched():
+        learnt = write_rows(reading.rows(options), reading, Path(request["out"]))
+    reading.check(*learnt)
+
+
+def continue_prompts(request: dict[str, Any]) -> Reply:
+    """Returns the tokens of each prompt. Raises UsageError at the place of one that cannot be rendered or tokenised."""
+    tokeniser, found = _tokeniser(request), list[list[int]]()
+    with watched(_at(request), request["seconds"]) as watch:
+        for place, kind, fields in request["prompts"]:
+            watch.on(f"{place}: {tokeniser.template if kind == 'Chat' else 'tokenising it'}")
+            try:
+                found.append(tokeniser.prompt(as_prompt(kind, fields)))
+            except RowError as error:
+                raise UsageError(f"{place}: {error}") from None
+    return {"ids": found}
 
 
 def _tokeniser(request: dict[str, Any]) -> Tokeniser:
     directory = Path(request["tokenizer_dir"])
-    tokenizer = load_tokenizer(directory, chat_template=request["chat_template"], pad_token=request["pad_token"])
-    key = None if request["chat_template"] is None else "tokenizer.chat_template"
-    return Tokeniser(tokenizer, directory=directory, template_key=key)
+    with watched(_at(request), request["seconds"]) as watch:
+        watch.on(f"tokenizer: loading {directory}")
+        tokenizer = load_tokenizer(directory, chat_template=request["chat_template"], pad_token=request["pad_token"])
+        key = None if request["chat_template"] is None else "tokenizer.chat_template"
+        return Tokeniser(tokenizer, directory=directory, template_key=key)
+
+
+def _at(request: dict[str, Any]) -> Path:
+    """Returns the file that says what this process is doing."""
+    return Path(request["out"]).with_name("at") if "out" in request else Path(request["at"])
 
 
 def _without_torch() -> None:
@@ -80,7 +105,12 @@ def main() -> int:
             reply_to.write(line + "\n")
             reply_to.flush()
 
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm sends it to every process of a job; the run decides
         request = json.loads(sys.stdin.readline())
+        limit_memory(request["bytes"])
+        if "prompts" in request:
+            _answered(lambda: continue_prompts(request), tell)
+            return 0
         if "out" in request:
             _answered(lambda: build(request), tell)
             return 0

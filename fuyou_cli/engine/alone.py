@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..core.errors import UsageError
-from ..spec.micro_batch import whole_rows
+from ..spec.micro_batch import rounded_up, whole_rows
 from ..spec.model import Dtype, StageSpec
 from .activations.called import Known, Notes, handing_over, numbers_of
 from .activations.graphs import graph_bytes
@@ -35,17 +35,21 @@ class BlockAlone:
     """Describes a decoder block at micro-batches of `shape` (rows, tokens). A small block has several copies. Each visit of
     `micro_batches` uses the next copy, because in a run no cache holds the next block's weights. `room`: bytes that copies
     beside the first may take. `compiled`: compiles it; `spec` is then that of a compiled block. `like`: the same block at other
-    micro-batches, whose weights and sums it takes."""
+    micro-batches, whose weights and sums it takes. `document_step`: of `documents.attended`, where the model keeps documents
+    apart; each row is then one."""
 
     def __init__(self, anatomy: Anatomy, spec: StageSpec, *, dtype: Dtype, accumulate: Dtype, shape: tuple[int, int],
-                 device: torch.device, micro_batches: int = 1, room: int = MOST_ROOM,
+                 device: torch.device, micro_batches: int = 1, room: int = MOST_ROOM, document_step: int = 0,
                  compiled: CompiledBlocks | None = None, like: BlockAlone | None = None) -> None:  # fmt: skip
         self.flops, self.tokens = spec.forward_flops, shape[0] * shape[1]
         self.backward_flops = 3 * spec.forward_flops - spec.unneeded_flops - spec.frozen_flops  # recompute included
         every = sum(operator.flops for operator in spec.operators if not operator.stays)
         self.given_flops = self.backward_flops - every if every else 0.0  # FLOPs if every output was kept; 0: none can be kept
         self._spec, self._stage = spec, anatomy.stages[spec.index]
-        call, x = _call_of(anatomy, spec.index, dtype=dtype, shape=shape)
+        longest = rounded_up(shape[1], document_step)  # a mask is as long as documents are computed in
+        call, x = _call_of(anatomy, spec.index, dtype=dtype, shape=(shape[0], longest))
+        if anatomy.isolated:
+            call = replace(call, documents=[[shape[1]]] * shape[0], document_step=document_step)
         self._call = call.placed(lambda value: value.to(device))
         assert self._stage.module is not None
         self.compiled = compiled
@@ -61,7 +65,7 @@ class BlockAlone:
             for _ in range(min(_MOST_COPIES, 1 + min(room, MOST_ROOM) // size))
         ]  # fmt: skip
         self._micro_batches, self._done = micro_batches, 0
-        self._input = torch.randn(x.shape, dtype=TORCH_DTYPE[dtype], device=device)
+        self._input = torch.randn(*shape, *x.shape[2:], dtype=TORCH_DTYPE[dtype], device=device)
         self._kept: Outputs = {}  # outputs of one forward
         self._known: Known | None = None
         self._numbers = numbers_of(spec, [operator.index for operator in spec.operators])

@@ -227,7 +227,7 @@ def stage_calls(
             calls.append((call, x))
             if sort not in outputs:
                 between.within = True
-                with with_fake_parameters(module):
+                with with_fake_parameters(module), _LooksBack(name):
                     out = call.output(x)
                 between.within = False
                 y = boundary_of(out, name)
@@ -264,6 +264,25 @@ class _NothingLeftOut(TorchFunctionMode):
         if func is torch.rand and args in (([],), ((),)):
             return torch.tensor(1.0)
         return func(*args, **(kwargs or {}))
+
+
+class _LooksBack(TorchFunctionMode):
+    """Raises UsageError for a stage whose tokens attend to later ones, by torch's own attention: they would see what they are
+    to predict, and a row's padding. PaliGemma does without an image."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is nn.functional.scaled_dot_product_attention:
+            given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
+            if given.get("attn_mask") is None and not given.get("is_causal") and given["query"].shape[-2] > 1:
+                raise UsageError(
+                    f"tokens of {self._name} attend to later ones (with model.attn_implementation: eager they may not)"
+                )
+        return func(*args, **kwargs)
 
 
 def _line_of_a_model(error: BaseException) -> str:

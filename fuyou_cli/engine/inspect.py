@@ -159,7 +159,13 @@ def inspect(
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
         stages=tuple(
-            stage.specified(index, dtype=compute_dtype, looked_up=_is_looked_up(anatomy, stage), **costs[index])
+            stage.specified(
+                index,
+                dtype=compute_dtype,
+                looked_up=_is_looked_up(anatomy, stage),
+                weights_in_backward=stage.kind != "embedding" or not _is_by_row(stage),
+                **costs[index],
+            )
             for index, stage in enumerate(anatomy.stages)
         ),
         tied_head=anatomy.tied_head,

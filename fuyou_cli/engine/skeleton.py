@@ -6,6 +6,7 @@ from checkpoints and cannot be computed later.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,7 +50,7 @@ _FILLS = {"normal_", "uniform_", "fill_", "zero_", "constant_", "zeros_", "ones_
 # Errors that transformers and torch raise for a model or a configuration that their code was not made for.
 LIBRARY_ERRORS = (
     RuntimeError, LookupError, ValueError, TypeError, AttributeError, AssertionError, ArithmeticError, ImportError,
-    StrictDataclassError,
+    StrictDataclassError, re.error,
 )  # fmt: skip
 _UNREADABLE = (*LIBRARY_ERRORS, OSError)
 

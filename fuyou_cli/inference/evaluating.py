@@ -106,7 +106,9 @@ class _Questions:
     def read(cls, file: Path, recipe: Recipe, found: FoundModel, say: Say) -> _Questions:
         questions = read_questions(file)
         tokenizer = load_tokenizer(_tokenizer_dir(recipe, found, say), chat_template=None, pad_token=None)
-        return cls(questions, encoded(questions, lambda text: list(tokenizer.encode(text, add_special_tokens=False))))
+        sequences = encoded(questions, lambda text: list(tokenizer.encode(text, add_special_tokens=False)))
+        found.check_ids((token for one in sequences for token in one.ids), str(file))
+        return cls(questions, sequences)
 
     @property
     def rows(self) -> int:

@@ -15,7 +15,6 @@ import torch
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from tqdm import tqdm
-from transformers import GenerationConfig
 
 from fuyou_cli.checkpoint.hub import resolve
 from fuyou_cli.core.errors import UsageError
@@ -29,7 +28,7 @@ from fuyou_cli.machine import probe
 from fuyou_cli.machine.profile import budget_of
 from fuyou_cli.recipe.schema import TrainSection
 from fuyou_cli.spec.micro_batch import rounded_up
-from fuyou_cli.training.generation import Extent, Sampling, generator
+from fuyou_cli.training.generation import Extent, Sampling, generator, own_settings, refused_settings
 from fuyou_cli.training.inference import find, memory_of
 
 from .streamed_evaluation import open_losses, room_of
@@ -45,7 +44,6 @@ _OF_HF = (
 )
 _ALL = 1 << 30  # rows: memory limits them, not the harness
 _MOST_ROWS = 64  # that are generated at once, where nobody says how many
-_SETTINGS = "generation_config.json"
 
 
 class StreamedLM(HFLM):  # type: ignore[misc]
@@ -79,8 +77,8 @@ class StreamedLM(HFLM):  # type: ignore[misc]
             super().__init__(model, backend="causal", **given, **options)
         finally:
             log.setLevel(level)
-        if (found.folder / _SETTINGS).is_file():
-            model.generation_config = GenerationConfig.from_pretrained(found.folder, local_files_only=True)
+        with refused_settings(found.folder):
+            model.generation_config = own_settings(found.folder, model)
         self._device = where
         self._asked_rows = int(batch_size) if str(batch_size).isdigit() and int(batch_size) > 1 else None
         self._most_rows, self.batch_size_per_gpu = max_batch_size, _ALL
@@ -95,6 +93,7 @@ class StreamedLM(HFLM):  # type: ignore[misc]
             return []
         if any(scored >= len(ids) for ids, scored in rows):
             raise UsageError(f"a text to score has more than the model's {self.max_length:,} positions")
+        self._found.check_ids((token for ids, _ in rows for token in ids), "a text to score")
         order = sorted(range(len(rows)), key=lambda row: len(rows[row][0]))
         longest, answers = len(rows[order[-1]][0]) - 1, [(0.0, False)] * len(rows)
         space = room_of(
@@ -149,11 +148,16 @@ class StreamedLM(HFLM):  # type: ignore[misc]
             opened.check()
         return [answers[place] for place in range(len(requests))]
 
+    def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **given: Any) -> Any:
+        """Generates as `hf` does, with the tokenizer that `stop_strings` of the model's own settings need."""
+        return super()._model_generate(context, max_length, stop, tokenizer=self.tokenizer, **given)
+
     def tok_batch_encode(
         self, strings: list[str], padding_side: str = "left", left_truncate_len: int | None = None, truncation: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokenises prompts as `hf` does, and pads them to a length of few (`prompt_step`)."""
         ids, there = super().tok_batch_encode(strings, padding_side, left_truncate_len, truncation)
+        self._found.check_ids(map(int, ids.unique()), "a text to continue")
         size, step = ids.shape[1], prompt_step(self._found.anatomy.model, self._device)
         more = min(rounded_up(size, step), left_truncate_len or size) - size
         if padding_side == "left" and more > 0:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from fuyou_cli.core.errors import FuyouError
-from fuyou_cli.core.mounts import IN_MEMORY
 from fuyou_cli.core.units import MiB, gb, gib
 from fuyou_cli.engine.processor import has_fast_bfloat16
 
@@ -201,7 +200,7 @@ def _drive(folder: Path) -> Iterator[Check]:
     mount = probe.mount_of(place)
     kind = mount.kind if mount is not None else "unknown"
     advice = ""
-    if kind in IN_MEMORY:
+    if kind in probe.IN_MEMORY:
         advice = "this is memory, not a drive: a store here saves nothing"
     elif kind in _REMOTE or kind.startswith("fuse"):
         advice = "not a local drive: slow, and O_DIRECT may not be direct"

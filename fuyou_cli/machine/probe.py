@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fuyou_cli.core.disk import existing as existing
+from fuyou_cli.core.mounts import IN_MEMORY as IN_MEMORY
 from fuyou_cli.core.mounts import ROOT as ROOT
 from fuyou_cli.core.mounts import Mount
 from fuyou_cli.core.mounts import mount_of as mount_of

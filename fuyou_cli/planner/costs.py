@@ -226,7 +226,7 @@ class Costs:
             return 1.0
         key = "share", stage.kind, stage.params, phase
         if key not in self._known:
-            seconds = [self.micro_batch_seconds(stage, phase, tokens, width) for tokens, width in self.typical.parts]
+            seconds = [self.micro_batch_seconds(stage, phase, *part) for part in self.typical.parts]
             usual = self.micro_batch_seconds(stage, phase, self.numerics.micro_batch_tokens, self.numerics.max_seq_len)
             self._known[key] = sum(seconds) / (self.numerics.micro_batches * usual) if usual else self.fill
         return self._known[key]
@@ -271,10 +271,10 @@ class Costs:
             given=_in_at_least(given, whole - spared, launch),
         )  # fmt: skip
 
-    def micro_batch_seconds(self, stage: StageSpec, phase: str, tokens: int, width: int) -> float:
-        """Returns the seconds of products and attention of one micro-batch of so many tokens, in rows of `width`: `forward` (of
-        a head "logits"), or any other phase with nothing kept. A list of unlike micro-batches takes the sum. Blocks and heads
-        only; others have no products."""
+    def micro_batch_seconds(self, stage: StageSpec, phase: str, tokens: int, width: int, rows: int = 0) -> float:
+        """Returns the seconds of products and attention of one micro-batch of so many tokens, in rows of `width` (`rows`: if
+        they are not all as wide): `forward` (of a head "logits"), or any other phase with nothing kept. A list of unlike
+        micro-batches takes the sum. Blocks and heads only; others have no products."""
         is_forward = phase in ("forward", "logits")
         whole = stage.forward_flops if is_forward else _backward_flops(stage)[0]
         times = self._own_times(stage)
@@ -282,8 +282,10 @@ class Costs:
             rate = self.rate(stage).forward if is_forward else self.rate(stage).backward
             return whole * tokens / self.numerics.micro_batch_tokens / rate if rate else 0.0
         timed = times.forward if is_forward else times.backward
-        trained = whole / timed.flops.of(*self._shape(stage))  # less than all where some weights are frozen
-        return trained * timed.seconds.of(*self._shape(stage, tokens, width))
+        usual, width_of, pieces = self._shape(stage)
+        trained = whole / timed.flops.of(usual, width_of, pieces=pieces)  # less than all where some weights are frozen
+        tokens, width, pieces = self._shape(stage, tokens, width)
+        return trained * timed.seconds.of(tokens, width, rows=rows if stage.kind == "block" else 0, pieces=pieces)
 
     def _own_times(self, stage: StageSpec) -> StageTimes | None:
         """Returns what was timed of this very stage on this machine's processor; None if nothing was."""
@@ -302,6 +304,7 @@ class Costs:
         tokens, width = tokens or self.numerics.micro_batch_tokens, width or self.numerics.max_seq_len
         if stage.kind != "head":
             return tokens, width, 1
+        width = tokens if self.numerics.padding == "none" else width  # end to end, all rows are one
         chunk, rows = self.numerics.head_chunk_tokens or tokens, -(-tokens // width)
         return tokens, 1, -(-rows // max(1, chunk // width)) * -(-width // chunk)
 

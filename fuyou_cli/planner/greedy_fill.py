@@ -67,7 +67,7 @@ def _items_of(
     rests = int(plan.deferred) + sweeps * int(context.has_two_users[index]) + sweeps - 1
     boundary = context.boundary_size(index, homes.kept[index])
     # Used in forward and in backward. Weights that two visits in a row need are kept, at a sweep's end too.
-    uses = sweeps * (2 if stage.keeps_input else 1) + int(bool(request.norm_first) and stage.kind != "embedding")
+    uses = sweeps * (2 if stage.keeps_input else 1) + int(bool(request.norm_first) and stage.weights_in_backward)
     # If the planner chooses the commit interval, the order is the one for frequent commits. Candidates that put states first
     # stand for rare commits.
     every = 1 if request.commit_every == "auto" else request.commit_every

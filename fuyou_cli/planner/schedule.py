@@ -147,8 +147,8 @@ def plan_schedule(model: ModelSpec, plan: Plan) -> Schedule:
 
 
 def _order(model: ModelSpec, stages: tuple[StagePlan, ...], *, is_final: bool) -> list[tuple[Pass, int, int | None]]:
-    """Lists (phase, stage, owner of the weights) for a sweep. Backward ends at the lowest stage that learns something. An
-    embedding's backward has weights only if its update follows at once."""
+    """Lists (phase, stage, owner of the weights) for a sweep. Backward ends at the lowest stage that learns something. A stage
+    that does not need its weights there has them only if its update follows at once."""
     body = [stage for stage in model.stages if stage.kind != "head"]
     heads = [stage.index for stage in model.stages if stage.kind == "head"]
     order: list[tuple[Pass, int, int | None]] = [("forward", stage.index, stage.index) for stage in body]
@@ -158,7 +158,7 @@ def _order(model: ModelSpec, stages: tuple[StagePlan, ...], *, is_final: bool) -
     for stage in reversed(body):
         if not stage.goes_back:
             continue
-        needs_weights = stage.kind != "embedding" or (is_final and not stages[stage.index].deferred)
+        needs_weights = stage.weights_in_backward or (is_final and not stages[stage.index].deferred)
         order.append(("backward", stage.index, stage.index if needs_weights else None))
     return order
 
@@ -166,11 +166,10 @@ def _order(model: ModelSpec, stages: tuple[StagePlan, ...], *, is_final: bool) -
 def _with_norm_first(
     model: ModelSpec, order: list[tuple[int, Pass, int, int | None]]
 ) -> tuple[list[tuple[int, Pass, int, int | None]], range]:
-    """Puts a backward that only measures the norm before the sweep's own. Returns where it is as well. No update follows it, so
-    an embedding's visit needs no weights."""
+    """Puts a backward that only measures the norm before the sweep's own. Returns where it is as well. No update follows it."""
     turn = next(index for index, (_, phase, _, _) in enumerate(order) if phase == "head")
     first = [
-        (sweep, phase, stage, None if model.stages[stage].kind == "embedding" else owner)
+        (sweep, phase, stage, owner if model.stages[stage].weights_in_backward else None)
         for sweep, phase, stage, owner in order[turn:]
     ]
     return [*order[:turn], *first, *order[turn:]], range(turn, turn + len(first))

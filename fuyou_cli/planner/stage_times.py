@@ -1,8 +1,9 @@
 """Says how long a micro-batch of any shape takes, from a few shapes of the stage that were timed.
 
-The seconds of one pass over a stage are `fixed + per_token * tokens + per_pair * tokens * width`: what a micro-batch costs
-however small it is (calls of small layers, the sum of the stage's gradients), its matrix products, and its attention. So a list
-of unlike micro-batches takes the sum over it (`Costs.micro_batch_seconds`).
+The seconds of one pass over a stage are `fixed + per_token * tokens + per_pair * tokens * width + per_row * rows`: what a
+micro-batch costs however small it is (calls of small layers, the sum of the stage's gradients), its matrix products, its
+attention, and what each row costs however short it is (where rows lie end to end, attention is called for each). So a list of
+unlike micro-batches takes the sum over it (`Costs.micro_batch_seconds`).
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ class Shaped:
 
     fixed: float = 0.0
     per_token: float = 0.0
-    # Per token and token of its row. Below 0 where tokens of short rows take longer than attention in longer ones.
-    per_pair: float = 0.0
-    widest: int = 0  # tokens of the longest row that was timed; tokens of longer ones take no less
+    per_pair: float = 0.0  # per token and token of its row
+    per_row: float = 0.0
 
-    def of(self, tokens: int, width: int, pieces: int = 1) -> float:
-        """Returns the amount for so many tokens in rows of `width`, computed in so many pieces (of a head: several)."""
-        width = width if self.per_pair >= 0 else min(width, self.widest)
-        return pieces * self.fixed + tokens * (self.per_token + self.per_pair * width)
+    def of(self, tokens: int, width: int, *, rows: int = 0, pieces: int = 1) -> float:
+        """Returns the amount for so many tokens in rows of `width`, computed in so many pieces (of a head: several). `rows`: if
+        they are not all as wide; `width` is then what a token attends to in the mean."""
+        rows = rows or -(-tokens // width)
+        return pieces * self.fixed + tokens * (self.per_token + self.per_pair * width) + rows * self.per_row
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,8 +42,8 @@ class PassTime:
 
     def rate(self, tokens: int, width: int, pieces: int = 1) -> float:
         """Returns FLOP/s at micro-batches of this shape."""
-        seconds = self.seconds.of(tokens, width, pieces)
-        return self.flops.of(tokens, width, pieces) / seconds if seconds else 0.0
+        seconds = self.seconds.of(tokens, width, pieces=pieces)
+        return self.flops.of(tokens, width, pieces=pieces) / seconds if seconds else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,15 +77,15 @@ def _pass_time(rates: Iterable[StageRate], found: Callable[[StageRate], Pass]) -
 
 
 def fitted(found: Sequence[tuple[int, int, float]]) -> Shaped:
-    """Fits the amounts found at (tokens, width): the least sum of squared relative errors, where what a micro-batch and a
-    token take is not negative. Of too few shapes to tell the parts apart, the amount is in proportion to tokens first, then has
-    a fixed part."""
+    """Fits the amounts found at (tokens, width): the least sum of squared relative errors, where no part is negative. Of too
+    few shapes to tell the parts apart, the amount is in proportion to tokens first, then has a fixed part."""
     columns: tuple[Callable[[int, int], float], ...] = (
         lambda tokens, _: float(tokens),
         lambda tokens, _: 1.0,
         lambda tokens, width: float(tokens * width),
+        lambda tokens, width: tokens / width,
     )
-    best, least, widest = Shaped(), float("inf"), max(width for _, width, _ in found)
+    best, least = Shaped(), float("inf")
     most = min(len(columns), len({(tokens, width) for tokens, width, _ in found}))
     for count in range(1, most + 1):
         for chosen in combinations(range(len(columns)), count):
@@ -93,12 +94,13 @@ def fitted(found: Sequence[tuple[int, int, float]]) -> Shaped:
             parts = _least_squares(rows)
             if parts is None or 0 not in chosen:
                 continue
-            per_token, fixed, per_pair = (dict(zip(chosen, parts, strict=True)).get(column, 0.0) for column in range(3))
-            if fixed < 0 or min(per_token, per_token + per_pair * widest) < 0:
+            if min(parts) < 0:
                 continue
+            by_column = dict(zip(chosen, parts, strict=True))
+            per_token, fixed, per_pair, per_row = (by_column.get(column, 0.0) for column in range(4))
             error = sum((sum(part * value for part, value in zip(parts, row, strict=True)) - 1) ** 2 for row in rows)
             if error < least - 1e-9:  # a part more has to explain something
-                best, least = Shaped(fixed=fixed, per_token=per_token, per_pair=per_pair, widest=widest), error
+                best, least = Shaped(fixed=fixed, per_token=per_token, per_pair=per_pair, per_row=per_row), error
     return best
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, PlainSerializer, PlainValidator, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
@@ -16,6 +16,7 @@ from pydantic_core import PydanticCustomError
 from fuyou_cli.core.units import LARGEST_SIZE, LONGEST_TIME, format_time, parse_size, parse_time
 
 Auto = Literal["auto"]
+Patterns = TypeVar("Patterns", dict[str, int], tuple[str, ...])
 
 _LARGEST_BLOCK = 1 << 30  # of one I/O, as in native/src/internal.h
 _DEEPEST_QUEUE = 256  # I/Os in flight per direction, as there
@@ -183,12 +184,12 @@ def _folders(value: object) -> tuple[str, ...]:
 def _compiles(pattern: str) -> None:
     try:
         re.compile(pattern)
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         raise wrong("out_of_range", f"{pattern!r} is not a regular expression: {error}") from None
 
 
-def of_patterns(values: dict[str, int]) -> dict[str, int]:
-    """Accepts a dictionary whose keys are regular expressions."""
+def of_patterns(values: Patterns) -> Patterns:
+    """Accepts a dictionary whose keys are regular expressions, or a list of names that peft puts into one."""
     for pattern in values:
         _compiles(pattern)
     return values
@@ -203,7 +204,7 @@ def _module_names(value: object) -> str | tuple[str, ...]:
     return not_empty(tuple(value))
 
 
-_SIZE: dict[str, Any] = {"type": ["integer", "string"], "pattern": r"^\s*\d+(\.\d+)?\s*([KMGTP]i?B|B)?\s*$", "minimum": 1}
+_SIZE: dict[str, Any] = {"type": ["integer", "string"], "pattern": r"^\s*\d+(\.\d+)?\s*([kKMGTP]i?B|B)?\s*$", "minimum": 1}
 
 
 def _spelt(**schema: Any) -> WithJsonSchema:

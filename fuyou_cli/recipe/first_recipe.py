@@ -9,6 +9,7 @@ from pathlib import Path
 import yaml
 
 from ..core.errors import UsageError
+from ..core.printable import one_line
 from .load import load_recipe
 
 _TEMPLATE = """# What to train, on what, and where. All keys: fuyou validate {file} --show-config
@@ -40,13 +41,17 @@ def _text(target: Path, model: str, data: str, memory: str, directory: str | Non
     name = re.sub(r"[^\w.-]+", "-", Path(model).name).strip(".-") or "model"
     place = _HERE if directory is None else f"  dir: {_quoted(directory)}\n"
     return _TEMPLATE.format(
-        file=target.name, output=_quoted(f"outputs/{name}"), model=_quoted(model), data=_quoted(data), memory=_quoted(memory),
-        place=place,
+        file=one_line(target.name), output=_quoted(f"outputs/{name}"), model=_quoted(model), data=_quoted(data),
+        memory=_quoted(memory), place=place,
     )  # fmt: skip
 
 
 def _quoted(text: str) -> str:
     """Formats text as YAML: plain if that reads back as the same text, otherwise as JSON, which is valid YAML."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"{text}: the name is not UTF-8, so a recipe cannot hold it", hint="rename it") from None
     is_plain = re.fullmatch(r"[A-Za-z][\w./-]*", text) is not None and yaml.safe_load(text) == text
     return text if is_plain else json.dumps(text, ensure_ascii=False)
 
@@ -54,9 +59,10 @@ def _quoted(text: str) -> str:
 def write_first_recipe(target: Path, model: str, data: str, memory: str, directory: str | None) -> None:
     """Writes a recipe. Raises UsageError if it cannot be written, RecipeErrors if an answer is not valid; then no file is
     left."""
+    text = _text(target, model, data, memory, directory)
     try:
         with target.open("x", encoding="utf-8") as file:
-            file.write(_text(target, model, data, memory, directory))
+            file.write(text)
     except OSError as error:
         raise UsageError(f"{target} cannot be written: {error.strerror}") from None
     try:

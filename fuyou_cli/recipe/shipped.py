@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -15,6 +16,15 @@ def shipped_recipes() -> dict[str, Path]:
 def shipped_hardware() -> dict[str, Path]:
     """Finds the lists of parts that describe a machine: name (gpus, drives, hosts) -> file."""
     return _named(Path("hardware"))
+
+
+def shipped_shapes(model: str) -> dict[str, Any] | None:
+    """Returns what config.json says of the shapes of a model of the hub that a shipped recipe names; None of any other."""
+    import yaml
+
+    file = _named(Path("models")).get("shapes")
+    found = None if file is None else yaml.safe_load(file.read_text(encoding="utf-8")).get(model)
+    return None if found is None else dict(found)
 
 
 def _named(inside: Path) -> dict[str, Path]:

@@ -195,6 +195,8 @@ class StageSpec:
     frozen_flops: float = 0.0  # of forward, with frozen weights: their gradient's product, as large, is not computed
     graph_bytes: int = 0  # of a block: most bytes that a forward saves for backward beside input and weights; 0: not known
     looked_up: bool = False  # nothing but its frozen table of tokens, or rows of it: a step needs the rows of its tokens
+    # Its backward depends on its weights. That of an embedding does not, if it only looks rows up (`engine/lookup`).
+    weights_in_backward: bool = True
     # Derived; kept, because a search asks for them all the time.
     params: int = field(init=False)  # elements of all, with padding
     trained: int = field(init=False)  # elements that an update changes, with padding

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from .model import Dtype, Piece
 
@@ -62,18 +62,26 @@ class Numerics:
         return self if sweeps == 1 else _of_sweep(self, sweeps)
 
 
+class Computed(NamedTuple):
+    """Says what a micro-batch computes."""
+
+    tokens: int  # with padding
+    width: int  # tokens of the row, or of the document, that a token attends to, in the mean
+    rows: int  # or documents
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TypicalStep:
     """Describes a step of a run's own rows, where they are of unlike length: memory is planned for rows of `max_seq_len`, time
     for these."""
 
-    parts: tuple[tuple[int, int], ...]  # of each micro-batch: tokens that are computed, and of how long a row, in the mean
+    parts: tuple[Computed, ...]  # of each micro-batch
     tokens: int  # without padding
 
     @property
     def computed(self) -> int:
         """Returns the tokens that a step computes, padding included."""
-        return sum(tokens for tokens, _ in self.parts)
+        return sum(part.tokens for part in self.parts)
 
 
 @lru_cache  # a search asks for it a hundred thousand times

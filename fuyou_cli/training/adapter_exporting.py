@@ -237,7 +237,7 @@ def how_to_load(out: Path, store: Path) -> str | None:
     """Returns two lines of Python that load an adapter that was exported from a store. None: it is a model."""
     if not (out / ADAPTER_CONFIG_NAME).is_file():
         return None
-    base = read_json(out / ADAPTER_CONFIG_NAME).get("base_model_name_or_path")
+    base = read_json(out / ADAPTER_CONFIG_NAME, names=True).get("base_model_name_or_path")
     kept, name = kept_companions(store), "AutoModelForCausalLM"
     if kept is not None:
         with suppress(UsageError):  # a model with code of its own

@@ -20,8 +20,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from ..core.errors import UsageError
 from ..core.paths import expanded
 from ..data.batches import Sequences, lay_out
-from ..data.cache import read_template
-from ..data.formats import RowError
+from ..data.cache import prompt_ids, read_template
 from ..data.prompts import said, written
 from ..data.tokenise import Tokeniser, load_tokenizer
 from ..engine.forward_only import ForwardOnly
@@ -64,12 +63,12 @@ def fixed_prompts(recipe: Recipe, model: PreTrainedModel, *, model_dir: Path, to
     tokeniser = Tokeniser(tokenizer, directory=tokenizer_dir, template_key=key)
     most = recipe.dataset.max_seq_len - asked.max_new_tokens
     rows = int(model.get_input_embeddings().weight.shape[0])
+    given = [said(prompt) if asked.chat else written(prompt) for prompt in asked.prompts]
+    places = [(f"{KEY}: prompt {number}", prompt) for number, prompt in enumerate(given, start=1)]
     ids = []
-    for number, prompt in enumerate(asked.prompts, start=1):
-        try:
-            found = tokeniser.prompt(said(prompt) if asked.chat else written(prompt))
-        except RowError as error:
-            raise UsageError(f"{KEY}: prompt {number}: {error}") from None
+    for number, found in enumerate(
+        prompt_ids(places, tokenizer_dir, chat_template=text, pad_token=recipe.tokenizer.pad_token), start=1
+    ):
         if not 0 < len(found) <= most:
             size = f"{len(found):,} tokens, and {asked.max_new_tokens:,} follow (eval.samples.max_new_tokens)"
             raise UsageError(
@@ -117,8 +116,7 @@ class Continuations:
         longest = max(map(len, ids))
         grown = self._grown(ids, longest)
         seconds = time.monotonic() - begin
-        for number, row in zip(group, grown[:, longest:].tolist(), strict=True):
-            one = continued(row, prompts.config, prompts.tokeniser)
+        for number, one in zip(group, continued(grown, longest, prompts.config, prompts.tokeniser), strict=True):
             yield SampleReport(
                 step=step, number=number + 1, prompt=prompts.texts[number], text=one.text, tokens=one.tokens, ended=one.ended,
                 seconds=seconds / len(group),
@@ -136,7 +134,10 @@ class Continuations:
         called.forward = self._step(padding.tolist(), longest + new)
         nowhere = torch.empty(0, embedding.embedding_dim)  # `generate` sends ids to where the first parameter rests
         with holding(embedding, nowhere, padding=None):
-            grown: torch.Tensor = called.generate(input_ids=given, attention_mask=there, generation_config=prompts.config)
+            grown: torch.Tensor = called.generate(
+                input_ids=given, attention_mask=there, generation_config=prompts.config,
+                tokenizer=prompts.tokeniser.tokenizer,
+            )  # fmt: skip
         if grown.shape[1] < longest + new:
             self._forward.stop_ahead()
         return grown

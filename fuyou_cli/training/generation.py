@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -9,8 +10,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, TextStreamer
+from transformers import GenerationConfig, PreTrainedModel, StopStringCriteria, TextStreamer
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
+from transformers.modeling_outputs import CausalLMOutput
 
 from ..checkpoint.reader import PIECE
 from ..core.errors import DeviceMemoryError, PlanError, UsageError
@@ -18,7 +21,8 @@ from ..core.units import MiB, gib
 from ..data.sandbox import LibraryErrors
 from ..data.tokenise import Tokeniser
 from ..engine.generating import GenerationMemory, generation_code, passing, prompt_step, room
-from ..engine.row_lengths import alike
+from ..engine.lookup import holding
+from ..engine.row_lengths import alike, turns
 from ..engine.skeleton import TORCH_DTYPE
 from ..engine.weight_stream import Visited
 from ..spec.micro_batch import rounded_up
@@ -48,7 +52,7 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Continued:
-    """Holds what a model made of one prompt. `ended`: by its end token, or by the length."""
+    """Holds what a model made of one prompt. `ended`: by its end token or a stop string, or by the length."""
 
     text: str
     tokens: int  # new ones, the end token included
@@ -77,7 +81,9 @@ def extent(found: FoundModel, *, prompts: Sequence[Sequence[int]], rows: int, ne
 
 
 def positions(found: FoundModel) -> int | None:
-    """Returns how many tokens the model was made for; None where its configuration does not say."""
+    """Returns how many tokens the model was made for; None where its configuration does not say, or positions stretch."""
+    if any(turn.growing for turn in turns(found.anatomy.model)):
+        return None
     text = found.anatomy.model.config.get_text_config()
     return next((value for name in _POSITIONS if isinstance(value := getattr(text, name, None), int)), None)
 
@@ -113,7 +119,7 @@ class Generator:
 
     def _run(self, prompts: Sequence[Sequence[int]], new: int, streamer: BaseStreamer, *, alone: bool) -> list[Continued]:
         """`alone`: no other prompts are continued before or after."""
-        device, pad = self.weights.device, self._tokeniser.pad_id
+        device, pad = self.weights.device, self._config.pad_token_id
         longest = max(map(len, prompts))
         if not alone:
             longest = rounded_up(longest, prompt_step(self._model, device))
@@ -122,12 +128,12 @@ class Generator:
         try:
             grown = self._model.generate(
                 input_ids=ids.to(device), attention_mask=there.to(device), generation_config=self._config,
-                max_new_tokens=new, streamer=streamer,
+                max_new_tokens=new, streamer=streamer, tokenizer=self._tokeniser.tokenizer,
             )  # fmt: skip
         except torch.OutOfMemoryError as error:
             why = str(error).partition(". ")[0]
             raise DeviceMemoryError(f"out of device memory: {why}", hint=_SMALLER_THERE) from error
-        return [continued(row, self._config, self._tokeniser) for row in grown[:, longest:].tolist()]
+        return continued(grown, longest, self._config, self._tokeniser)
 
     def check(self) -> None:
         """Compares a store's bytes with their checksums, once: every pass reads the same."""
@@ -136,14 +142,31 @@ class Generator:
             self._unchecked = None
 
 
-def continued(tokens: list[int], config: GenerationConfig, tokeniser: Tokeniser) -> Continued:
-    """Reads what `generate` wrote after one prompt, up to its end token."""
+def continued(grown: torch.Tensor, begin: int, config: GenerationConfig, tokeniser: Tokeniser) -> list[Continued]:
+    """Reads what `generate` wrote from position `begin` on, up to each row's end token or stop string. `grown`: int64
+    [rows, tokens]."""
     ends = config.eos_token_id
-    known = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    at = next((place for place, token in enumerate(tokens) if token in known), None)
-    kept = tokens if at is None else tokens[: at + 1]
-    text = tokeniser.tokenizer.decode(kept, skip_special_tokens=True)
-    return Continued(text=text, tokens=len(kept), ended="length" if at is None else "end")
+    known, found = ends if isinstance(ends, list) else [] if ends is None else [ends], list[Continued]()
+    for row, stop in zip(grown[:, begin:].tolist(), _stops(grown, begin, config, tokeniser), strict=True):
+        places = [place for place, token in enumerate(row) if token in known]
+        at = min(places if stop is None else [*places, stop], default=None)
+        kept = row if at is None else row[: at + 1]
+        text = tokeniser.tokenizer.decode(kept, skip_special_tokens=True)
+        found.append(Continued(text=text, tokens=len(kept), ended="length" if at is None else "end"))
+    return found
+
+
+def _stops(grown: torch.Tensor, begin: int, config: GenerationConfig, tokeniser: Tokeniser) -> list[int | None]:
+    """Finds where behind `begin` each row completes one of the stop strings, by the check that ended it: `generate` fills up
+    a row that has ended, and does not say where."""
+    found: list[int | None] = [None] * len(grown)
+    if config.stop_strings is None:
+        return found
+    completes = StopStringCriteria(tokeniser.tokenizer, config.stop_strings)
+    for place in range(grown.shape[1] - begin):
+        for row, done in enumerate(completes(grown[:, : begin + place + 1], None).tolist()):
+            found[row] = place if done and found[row] is None else found[row]
+    return found
 
 
 @contextmanager
@@ -195,22 +218,53 @@ def _smaller(most: Extent, needed: GenerationMemory) -> str:
 
 
 def settings(folder: Path, model: PreTrainedModel, tokeniser: Tokeniser, sampling: Sampling) -> GenerationConfig:
-    """Returns the model's own settings, of its folder, with this sampling: the likeliest token unless asked otherwise."""
-    file = folder / _SETTINGS
-    config = model.generation_config
-    if file.is_file():
-        with LibraryErrors(lambda why: UsageError(f"{file}: cannot be read: {why}", hint="correct the file, or remove it")):
-            config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    assert config is not None
+    """Returns the model's own settings, of its folder, with this sampling: the likeliest token unless asked otherwise. Raises
+    UsageError for settings that `generate` refuses."""
     asked = {name: value for name, value in asdict(sampling).items() if name != "seed"}
     known = {name: value for name, value in asked.items() if value is not None or not sampling.draws}
-    config.update(
-        **known, do_sample=sampling.draws, num_beams=1, num_return_sequences=1, cache_implementation=None, use_cache=True,
-        max_length=None, pad_token_id=tokeniser.pad_id, return_dict_in_generate=False,
-    )  # fmt: skip
-    if config.eos_token_id is None:
-        config.eos_token_id = tokeniser.eos_id
+    pad = tokeniser.pad_id if tokeniser.pad_id < model.get_input_embeddings().num_embeddings else 0  # nothing attends to it
+    with refused_settings(folder):
+        config = own_settings(folder, model)
+        config.update(
+            **known, do_sample=sampling.draws, num_beams=1, num_return_sequences=1, cache_implementation=None, use_cache=True,
+            max_length=None, pad_token_id=pad, return_dict_in_generate=False,
+        )  # fmt: skip
+        if config.eos_token_id is None:
+            config.eos_token_id = tokeniser.eos_id
+        if (folder / _SETTINGS).is_file():
+            _try(config, model, tokeniser)
     return config
+
+
+def refused_settings(folder: Path) -> LibraryErrors:
+    """Names the file of settings in whatever transformers raises about them."""
+    file, hint = folder / _SETTINGS, "correct the file, or remove it"
+    return LibraryErrors(lambda why: UsageError(f"{file}: transformers refuses it: {why}", hint=hint))
+
+
+def own_settings(folder: Path, model: PreTrainedModel) -> GenerationConfig:
+    """Returns the settings in the model's folder, or those that its configuration gives. Raises what transformers raises."""
+    if (folder / _SETTINGS).is_file():
+        return GenerationConfig.from_pretrained(folder, local_files_only=True)
+    assert model.generation_config is not None
+    return model.generation_config
+
+
+def _try(config: GenerationConfig, model: PreTrainedModel, tokeniser: Tokeniser) -> None:
+    """Lets `generate` write two tokens by these settings, with logits that are all alike: it looks at some of them only when
+    it needs them, which may be after hours. Raises what it raises."""
+    mode = config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise ValueError(f"its keys ask for {mode.value.replace('_', ' ')}, but one token after another is written here")
+    embedding, called, tried = model.get_input_embeddings(), copy.copy(model), copy.deepcopy(config)
+    tried.update(use_cache=False)
+    logits = torch.zeros(1, 1, model.config.get_text_config().vocab_size)
+    called.forward = lambda **_: CausalLMOutput(logits=logits.clone())
+    with holding(embedding, torch.empty(0, embedding.embedding_dim), padding=None), torch.no_grad():
+        called.generate(
+            input_ids=torch.zeros(1, 1, dtype=torch.long), generation_config=tried, max_new_tokens=2,
+            tokenizer=tokeniser.tokenizer,
+        )  # fmt: skip
 
 
 class _Shown(TextStreamer):  # type: ignore[misc]

@@ -196,8 +196,8 @@ class _Reading:
     def __init__(self) -> None:
         self.promised, self.end, self.timeline = Promised(), End(), Timeline(intervals=(), stalls={})
         self.steps: list[Step] = []
-        self.evaluations: list[Evaluated] = []
-        self.samples: list[Sample] = []
+        self.evaluations: dict[tuple[int, str], Evaluated] = {}
+        self.samples: dict[tuple[int, int], Sample] = {}
         self.best: Best | None = None
         self.ended, self.failed, self.stopped = False, "", False
 
@@ -211,16 +211,16 @@ class _Reading:
             while self.steps and self.steps[-1].step >= step.step:  # a resumed run goes back to the saved step
                 self.steps.pop()
             self.steps.append(step)
-            self.evaluations = [one for one in self.evaluations if one.step < step.step]
-            self.samples = [one for one in self.samples if one.step < step.step]
+            _go_back(self.evaluations, step.step)
+            _go_back(self.samples, step.step)
         elif event == "eval":
             found = _of(Evaluated, record)
-            same = (found.step, found.name)
-            self.evaluations = [*(one for one in self.evaluations if (one.step, one.name) != same), found]
+            _go_back(self.evaluations, found.step + 1)
+            self.evaluations[found.step, found.name] = found
         elif event == "sample":
             sample = _of(Sample, record)
-            others = (one for one in self.samples if (one.step, one.number) != (sample.step, sample.number))
-            self.samples = [*others, sample]
+            _go_back(self.samples, sample.step + 1)
+            self.samples[sample.step, sample.number] = sample
         elif event == "best":
             self.best = _of(Best, record)
         elif event == "timeline":
@@ -233,6 +233,12 @@ class _Reading:
             self.failed = _of(_Failed, record).message
         elif event == "stopped":
             self.stopped = True
+
+
+def _go_back(found: dict[tuple[int, Any], Any], step: int) -> None:
+    """Removes what was found at `step` and behind it: a resumed run finds it anew."""
+    while found and (last := next(reversed(found)))[0] >= step:
+        del found[last]
 
 
 def read_history(log: Path) -> History:
@@ -248,8 +254,8 @@ def read_history(log: Path) -> History:
         ended=reading.ended,
         failed=reading.failed,
         stopped=reading.stopped,
-        evaluations=tuple(reading.evaluations),
-        samples=tuple(reading.samples),
+        evaluations=tuple(reading.evaluations.values()),
+        samples=tuple(reading.samples.values()),
         best=reading.best,
     )
 

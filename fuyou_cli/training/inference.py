@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -48,6 +48,15 @@ class FoundModel:
     store: Path | None
     anatomy: Anatomy  # in evaluation mode, its vocabulary cut where that is large
     dtype: Literal["float32", "bfloat16"]
+
+    def check_ids(self, ids: Iterable[int], place: str) -> None:
+        """Raises UsageError at `place` for a token id that the model has no embedding for."""
+        rows = int(self.anatomy.model.get_input_embeddings().num_embeddings)
+        if (strange := max(ids, default=0)) >= rows:
+            raise UsageError(
+                f"{place}: the tokenizer gives the token id {strange:,}, but the model only has embeddings below {rows:,}",
+                hint=f"check that the tokenizer in {self.folder} belongs to this model",
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

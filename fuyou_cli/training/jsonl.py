@@ -90,7 +90,7 @@ class JsonlLog:
         """Writes one line: schema_version, event, then `fields`. Numbers that are not finite become null."""
         record = {"schema_version": SCHEMA_VERSION, "event": event, **fields}
         line = json.dumps(finite(record), allow_nan=False, ensure_ascii=False, separators=(",", ":")) + "\n"
-        data = line.encode(errors="backslashreplace")  # as JSON spells bytes of a file name that are no text
+        data = line.encode(errors="backslashreplace")  # bytes of a path that are not UTF-8: as `json` writes them
         if self._file is None:
             raise ValueError(f"the log {self.path} is closed")
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from statistics import fmean
@@ -188,7 +189,8 @@ def usual_tokens(hardware: HardwareProfile) -> int:
 def sizes_of(batch_size: int, length: int, *, usual: int) -> tuple[list[int], int, list[int]]:
     """Returns the sizes that divide a batch: those below the usual one (descending), the usual one, and those above
     (ascending). `usual`: tokens."""
-    divisors = [size for size in range(1, batch_size + 1) if batch_size % size == 0]
+    small = [size for size in range(1, math.isqrt(batch_size) + 1) if batch_size % size == 0]
+    divisors = sorted({*small, *(batch_size // size for size in small)})
     middle = max(size for size in divisors if size <= max(1, usual // length))
     smaller = [size for size in reversed(divisors) if size < middle]
     return smaller, middle, [size for size in divisors if middle < size <= MOST_TOKENS // length]
@@ -202,11 +204,11 @@ def likely_sizes(batch_size: int, length: int, *, usual: int) -> list[int]:
 
 def timed_shapes(rows: int, length: int, *, usual: int) -> list[tuple[int, int]]:
     """Returns the shapes of micro-batches (rows, tokens of a row) that tell what any other takes, up to `rows` rows of
-    `length`: few tokens and many, in short rows and in long ones. Those first that count most where there is no time for
-    all."""
-    short = max(1, length // 4)
+    `length`: few tokens and many, in rows of three lengths, as fewer do not tell a row's own cost from that of attention. Those
+    first that count most where there is no time for all."""
+    short, half = max(1, length // 4), max(1, length // 2)
     few, many = (max(1, min(rows, tokens // length)) for tokens in (usual, 2 * usual))
-    shapes = [(1, short), (few, length), (few * length // short, short), (1, length), (many, length)]
+    shapes = [(1, short), (few, length), (few * length // short, short), (few * length // half, half), (many, length)]
     return list(dict.fromkeys(shapes))
 
 

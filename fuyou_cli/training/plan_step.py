@@ -353,9 +353,11 @@ def own_layers(recipe: Recipe, hardware: HardwareProfile, *, say: Say, progress:
 
     They have the recipe's adapter, whose small products are slow for their FLOPs. Without one all stages are trained: rates are
     of whole blocks, and a plan counts what freezing spares. On a GPU they are timed at the micro-batches that a plan is likely
-    to choose, and so is what is compiled, which takes seconds for each."""
-    model_dir = Hub(recipe, say=say, progress=progress).model(need_weights=False)
+    to choose, and so is what is compiled, which takes seconds for each. Rows that are not packed are taken to be so unlike that
+    they will lie end to end."""
+    model_dir = Hub(recipe, say=say, progress=progress).model_or_shapes()
     layers = layers_of(recipe, model_dir, cores=hardware.cores)
+    epoch = Epoch(rows=None, lengths=(1,)) if recipe.dataset.packing != "concat" else None
     dataset = recipe.dataset.model_copy(update={"packing": False})
     plain = recipe.model.model_copy(update={"quantize": "none", "double_quant": False})
     recipe = recipe.model_copy(update={"freeze": (), "dataset": dataset, "model": plain})
@@ -373,7 +375,7 @@ def own_layers(recipe: Recipe, hardware: HardwareProfile, *, say: Say, progress:
         shapes = timed_shapes(asked, length, usual=max(usual, asked * length))
 
     def numerics(rows: int, width: int) -> Numerics:
-        one = numerics_of(recipe, facts, hardware, None, micro=rows)
+        one = numerics_of(recipe, facts, hardware, None, micro=rows, epoch=epoch)
         return replace(one, batch_size=max(one.batch_size, rows), micro_batch_size=rows, max_seq_len=width)
 
     sizes = [numerics(*shape) for shape in shapes]
@@ -388,6 +390,7 @@ def layers_of(recipe: Recipe, model_dir: Path, *, cores: int) -> str:
         {file.name: sha256(file.read_bytes()).hexdigest() for file in sorted(model_dir.glob("config*.json"))},
         [model.attn_implementation, model.kernels, precision.compute, precision.grad_accum],
         [train.threads, cores, train.compile, train.head_chunk_tokens, train.head_chunk_vocab],
+        recipe.dataset.packing == "concat",  # else attention is computed for each row or document
         None if recipe.adapter is None else recipe.adapter.model_dump(mode="json"),
         version("torch"),
     ]

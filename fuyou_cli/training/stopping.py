@@ -1,4 +1,5 @@
-"""Handles Ctrl-C, SIGTERM and SIGHUP by what the run is doing. Nothing that could be saved is lost without a warning."""
+"""Handles Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 (Slurm's, before a job's time is over) by what the run is doing. Nothing that
+could be saved is lost without a warning."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from typing import Any, Literal
 from ..core.errors import Interrupted
 
 Doing = Literal["nothing", "loading", "training", "saving", "ended"]
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _EXIT_CODE = Interrupted.exit_code
 
 

@@ -34,7 +34,7 @@ from fuyou_cli.machine.profile_store import hardware_for
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.spec.model import Dtype, ModelSpec
 from fuyou_cli.spec.plan import Numerics
-from fuyou_cli.training.plan_step import own_layers
+from fuyou_cli.training.plan_step import OwnLayers, own_layers
 
 NUMERICS = Numerics(
     compute_dtype="bfloat16", accumulate_dtype="float32", batch_size=4, micro_batch_size=2, max_seq_len=96,
@@ -268,21 +268,39 @@ def test_a_bench_of_a_recipe_is_kept_for_its_plans(tmp_path: Path, small: Path, 
     assert kept.digest() == data["digest"] == replace(report.profile).digest()
 
 
+def layers_of_gemma(folder: Path, *overrides: str) -> OwnLayers:
+    """Finds what is timed for a recipe of a Gemma 2."""
+    tied_gemma().model.config.save_pretrained(folder / "model")
+    (folder / "recipe.yaml").write_text(
+        f"version: 1\noutput_dir: {folder}/run\nmodel: {{name_or_path: {folder}/model}}\n"
+        f"dataset: {{train: [{{path: none.jsonl}}], max_seq_len: 32}}\n"
+        "train: {batch_size: 4, micro_batch_size: 2, threads: 1}\n"
+        f"offload: {{dir: {folder}/store, device: cpu}}\n"
+    )
+    recipe = load_recipe(folder / "recipe.yaml", overrides).recipe
+    return own_layers(recipe, assumed_hardware(folder, device="cpu"), say=print)
+
+
+def test_rows_that_are_not_packed_are_timed_document_by_document(tmp_path: Path) -> None:
+    """Each costs a call of attention in every pass, which a packed row does not."""
+    apart, isolated, packed = (layers_of_gemma(tmp_path, f"dataset.packing={how}") for how in ("false", "isolated", "concat"))
+    assert apart.layers == isolated.layers != packed.layers
+    for own, documents in ((apart, [[32], [32]]), (isolated, [[32], [32]]), (packed, None)):
+        stage = block_stage(own.anatomy, own.sizes[1], torch.device("cpu"))
+        alone = stage.make(64)
+        assert isinstance(alone, BlockAlone) and alone._call.documents == documents
+        alone.forward()
+        alone.backward()
+        alone.given()
+
+
 def test_an_adapters_block_is_measured_with_its_adapter(tmp_path: Path) -> None:
     """Measures the block that a plan asks for, and counts no gradients of frozen weights."""
     pytest.importorskip("peft", reason="peft comes with the extra lora")
-    tied_gemma().model.config.save_pretrained(tmp_path / "model")
-    (tmp_path / "recipe.yaml").write_text(
-        f"version: 1\noutput_dir: {tmp_path}/run\nmodel: {{name_or_path: {tmp_path}/model}}\n"
-        f"dataset: {{train: [{{path: none.jsonl}}], max_seq_len: 32}}\nadapter: {{r: 4}}\n"
-        "train: {batch_size: 4, micro_batch_size: 2, threads: 1}\n"
-        f"offload: {{dir: {tmp_path}/store, device: cpu}}\n"
-    )
-    recipe = load_recipe(tmp_path / "recipe.yaml").recipe
-    own = own_layers(recipe, assumed_hardware(tmp_path, device="cpu"), say=print)
+    own = layers_of_gemma(tmp_path, "adapter.r=4")
     spec = inspect(own.anatomy, dtype="bfloat16", micro_batch_size=2, max_seq_len=32, head_chunk_tokens=0)
     sizes = [(one.micro_batch_size, one.max_seq_len) for one in own.sizes]
-    assert sizes == [(1, 8), (2, 32), (8, 8), (1, 32)]
+    assert sizes == [(1, 8), (2, 32), (8, 8), (4, 16)]
     block, whole = block_stage(own.anatomy, own.sizes[1], torch.device("cpu")), spec.stages[1]
     assert block.params == whole.params > whole.trained > 0
     alone = block.make(64)

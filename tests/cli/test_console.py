@@ -77,3 +77,42 @@ def test_a_closed_stderr_ends_nothing() -> None:
     done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=writer, text=True, check=False)
     os.close(writer)
     assert (done.returncode, done.stdout) == (0, "done\n")
+
+
+PRINTING = r"""
+import logging, sys, warnings
+from fuyou_cli.cli.console import prepare_streams, write_status
+prepare_streams()
+prepare_streams()
+from tqdm import tqdm
+from transformers.utils import logging as theirs
+logging.error("logged \x1b]0;t\x07")
+theirs.get_logger("transformers").warning("warned\x1b[2J\u202e")
+warnings.warn("said \x9b")
+print("printed\x1b[2J\tand\rmore")
+print("told\x1b[2J", file=sys.stderr)
+list(tqdm(range(2), desc="bar\x1b[2J"))
+write_status("ours", lead="\x1b[1mbold\x1b[0m ")
+"""
+
+
+def test_what_libraries_print_cannot_drive_the_terminal() -> None:
+    """Neither by loggers of their own, nor by warnings, bars and plain prints; what is ours may be styled."""
+    done = subprocess.run([sys.executable, "-c", PRINTING], capture_output=True, text=True, check=True)
+    assert done.stdout == "printed\\x1b[2J\tand\\rmore\n"
+    ours = "\x1b[1mbold\x1b[0m ours\n"
+    assert done.stderr.endswith(ours)
+    told = done.stderr.removesuffix(ours)
+    assert not set("\x1b\x07\x9b\u202e") & set(told), told
+    for word in ("logged \\x1b]0;t\\x07", "warned\\x1b[2J\\u202e", "said \\x9b", "told\\x1b[2J", "bar\\x1b[2J"):
+        assert word in told
+
+
+def test_a_library_that_writes_to_a_closed_stderr_ends_nothing() -> None:
+    program = "import sys\nfrom fuyou_cli.cli.console import prepare_streams\nprepare_streams()\n"
+    program += "for _ in range(3):\n    print('lost', file=sys.stderr, flush=True)\nprint('done')"
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=writer, text=True, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stdout) == (0, "done\n")

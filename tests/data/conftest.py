@@ -102,7 +102,7 @@ def tokenise(tokenizer_dir: Path, tmp_path: Path) -> Tokenise:
         sources = [source] if not apart else [{**source, "files": [file]} for file in source["files"]]
         request = {"sources": sources, "out": str(out), "mixed": apart}
         request |= {"tokenizer_dir": str(options.pop("tokenizer_dir", tokenizer_dir))}
-        request |= {"chat_template": chat_template, "pad_token": pad_token, "template_seconds": 20}
+        request |= {"chat_template": chat_template, "pad_token": pad_token, "seconds": 60}
         request |= {name: options.pop(name, value) for name, value in OPTION_DEFAULTS.items()}
         request |= {"part": options.pop("part")} if "part" in options else {}
         assert not options, options
@@ -121,6 +121,6 @@ def served_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets `prepare` ask the worker's entry in this process, where finding rows again is the point."""
 
     def serve(request: dict[str, Any], **options: Any) -> None:
-        build({**request, "template_seconds": 20})
+        build({**request, "seconds": 60})
 
     monkeypatch.setattr(cache, "_serve", serve)

@@ -117,12 +117,16 @@ def test_documents_have_few_lengths(tokens: int, step: int) -> None:
     assert rounded_up(length, step) == length
 
 
-def test_a_typical_step_is_one_of_the_rows() -> None:
-    """Of rows of one length every step is typical; of unlike ones the median is near the mean. Whole rows have none."""
+def test_a_typical_step_is_the_mean_of_steps() -> None:
+    """Whole rows have none."""
     every = typical_step([16] * 100, NUMERICS)
-    assert every is not None and every.tokens == 8 * 16 and every.computed == 128 and every.parts == ((128, 16),)
+    assert every is not None and every.tokens == 8 * 16 and every.computed == 128 and every.parts == ((128, 16, 8),)
     padded = typical_step([16, 64], replace(NUMERICS, padding="micro_batch"))
     assert padded is not None and 8 * 16 < padded.tokens <= padded.computed < 8 * 64
+    fine, coarse = (typical_step([16, 64], replace(NUMERICS, micro_batch_size=8, width_step=step)) for step in (8, 128))
+    assert fine is not None and coarse is not None
+    assert fine.tokens == coarse.tokens, "micro-batches are compared on other rows"
+    assert fine.computed < coarse.computed and coarse.computed % 128, "what padding costs in the mean is left out"
     assert typical_step([64] * 3, NUMERICS) is None
     assert typical_step([16] * 3, replace(NUMERICS, padding="step")) is None
 

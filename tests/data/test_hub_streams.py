@@ -94,7 +94,7 @@ def parts_of(files: dict[str, bytes], tokenizer: Any, tokenizer_dir: Path, folde
         (place := folder / "o" / "set@main" / name).parent.mkdir(parents=True, exist_ok=True)
         place.write_bytes(content)
     source = {"files": [f"hf:/datasets/o/set@main/{name}" for name in files], **SOURCE_DEFAULTS}
-    request = {"sources": [source], "mixed": False, "template_seconds": 20, "part_tokens": 10**6, **OPTION_DEFAULTS}
+    request = {"sources": [source], "mixed": False, "seconds": 60, "part_tokens": 10**6, **OPTION_DEFAULTS}
     request["remote"] = {"folder": str(folder), "offline": True}
     return Parts(request, Tokeniser(tokenizer, directory=tokenizer_dir))
 

@@ -502,6 +502,25 @@ def test_a_template_that_asks_for_no_answer(write: Write, tokenise: Tokenise, to
     assert learnt(rows, tokenizer) == " 7<|im_end|>" and rows.summary.noted == {"prefixes": 1}
 
 
+def test_a_template_that_ends_every_rendering(write: Write, tokenise: Tokenise, tokenizer: Any) -> None:
+    """The end token behind the last message, as of Phi 3, is nowhere once more messages follow."""
+    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}\n{% endfor %}"
+    template += "{% if add_generation_prompt %}<|im_start|>assistant\n{% else %}{{ eos_token }}{% endif %}"
+    talk = [*_chat({"content": "a b"})["messages"], *_chat({"content": "c"})["messages"]]
+    rows = tokenise(write("chat.jsonl", [{"messages": talk}]), chat_template=template)
+    assert learnt(rows, tokenizer) == "a b\nc\n<|im_end|>" and rows.summary.noted == {"prefixes": 1}
+
+
+def test_a_refusal_advises_what_helps(write: Write, tokenise: Tokenise) -> None:
+    """Where the last answer cannot be found either, to learn it alone is no way out."""
+    begun = CHATML_UNMARKED.replace("assistant\n{% endif", "assistant\n<think>{% endif")
+    for number, advised in ((1, False), (2, True)):
+        talk = _chat({"content": "a"})["messages"] * number
+        with pytest.raises(UsageError, match="differently") as refused:
+            tokenise(write("chat.jsonl", [{"messages": talk}]), chat_template=begun)
+        assert ("last_assistant" in refused.value.message) == advised
+
+
 def test_a_token_across_the_border_is_noted(write: Write, tokenise: Tokenise, tokenizer: Any) -> None:
     template = CHATML_UNMARKED.replace("assistant\n{% endif", "assistant\nth{% endif").replace(
         "}}\n", "}}\n{{ 'th' if message.role == 'assistant' }}", 1

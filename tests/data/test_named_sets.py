@@ -86,7 +86,7 @@ def test_a_line_of_text_is_a_row_streamed_or_not(data_set: Path, tokenizer_dir: 
         dataset = section(data_set, entry={"name": "plain"}, packing=packing, streaming=streaming)
         (out := tmp_path / f"rows-{number}").mkdir()
         request, _ = request_for(dataset, tokenizer_dir, None, None, fetching=unsaid)
-        build({**request, "out": str(out), "template_seconds": 20})
+        build({**request, "out": str(out), "seconds": 60})
         rows = Rows(out)
         made.append([rows.tokens(row).tolist() for row in range(len(rows))])
     assert made[0] == made[1] and made[2] == made[3] and len(made[0]) == 6

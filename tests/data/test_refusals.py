@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import csv
 import errno
+import gzip
 import json
 import os
-import resource
 import shutil
 from pathlib import Path
 from typing import Any
@@ -79,33 +79,82 @@ WITHOUT_END = _LOOP * 3 + "{% endfor %}" * 3
 def test_a_template_without_end_is_ended_and_named_with_the_sample(
     template: str, write: Write, tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sandbox, "TEMPLATE_SECONDS", 2.0)  # of the processor: the same on a busy machine
+    monkeypatch.setattr(sandbox, "SECONDS", 2.0)  # of the processor: the same on a busy machine
     (path := tmp_path / "loops.jinja").write_text("{% if messages[0].content == 'loop' %}" + template + "{% endif %}" + CHATML)
     file = write("chat.jsonl", [TALK, {"messages": [{"role": "user", "content": "loop"}, *TALK["messages"]]}, TALK])
-    told = f"^{file}:2: the chat template of tokenizer.chat_template takes more than 2 s for this conversation$"
+    told = f"^{file}:2: the chat template of tokenizer.chat_template takes more than 2 s of the processor$"
     with pytest.raises(UsageError, match=told):
         rows_of(file, tokenizer_dir, tmp_path / "cache", path)
     assert not [*(tmp_path / "cache").iterdir()]
 
 
-@pytest.mark.parametrize("marked", [True, False])
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        ("{{ 'a' * 10 ** 9 }}", "takes more than 64 MiB for this conversation"),
-        ("{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}", "takes more than 64 MiB"),
+        (
+            "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}",
+            "takes more than 1.00 GiB of memory$",
+        ),
+        ("{{ 'a' * 10 ** 10 }}", "takes more than 1.00 GiB of memory$"),
         ("{{ 'a' * 10 ** 7 }}", "makes 10,000,[0-9]* characters of this conversation, more than 4,194,304"),
     ],
 )
 def test_a_template_that_writes_without_end_is_named_with_the_sample(
-    template: str, words: str, marked: bool, write: Write, tokenise: Tokenise, monkeypatch: pytest.MonkeyPatch
+    template: str, words: str, write: Write, tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sandbox, "TEMPLATE_BYTES", 64 << 20)
+    monkeypatch.setattr(sandbox, "BYTES", 1 << 30)
+    (path := tmp_path / "writes.jinja").write_text(template + CHATML)
     file = write("chat.jsonl", [TALK])
-    limits = resource.getrlimit(resource.RLIMIT_DATA)
     with pytest.raises(UsageError, match=f"^{file}:1: the chat template of tokenizer.chat_template {words}"):
-        tokenise(file, chat_template=template + (CHATML if marked else CHATML_UNMARKED))
-    assert resource.getrlimit(resource.RLIMIT_DATA) == limits
+        rows_of(file, tokenizer_dir, tmp_path / "cache", path)
+
+
+def bombs(folder: Path, kind: str, tokenizer_dir: Path) -> tuple[Path, Path, str]:
+    """Returns a file of data, a tokenizer, and what is said of a bomb in one of them. A file is small on the disk."""
+    text, tokenizer = "a" * (1 << 29), tokenizer_dir
+    if kind == "gzip":  # no line ever ends, and empty ones are no rows
+        file = folder / "t.jsonl.gz"
+        with gzip.open(file, "wb", compresslevel=1) as packed:
+            packed.write(b'{"text": "seven"}\n')
+            for _ in range(400):
+                packed.write(b"\n" * (1 << 20))
+        return file, tokenizer, f"{file}:1, or what follows it, takes more than 2 s of the processor"
+    if kind == "normalizer":
+        inner = json.loads((tokenizer_dir / "tokenizer.json").read_text())
+        grows = {"type": "Replace", "pattern": {"String": "s"}, "content": "s" * 2000}
+        inner["normalizer"] = {"type": "Sequence", "normalizers": [grows] * 4}
+        tokenizer = shutil.copytree(tokenizer_dir, folder / "grows")
+        (tokenizer / "tokenizer.json").write_text(json.dumps(inner))
+        (file := folder / "t.jsonl").write_text('{"text": "a"}\n{"text": "seven"}\n')
+        return file, tokenizer, f"{file}:1: tokenising this sample takes more than 1.00 GiB of memory"
+    import pyarrow
+    from pyarrow import parquet
+
+    values = pyarrow.array(["seven", "a", *[text] * 3])
+    file = folder / f"t.{kind}"
+    if kind == "parquet":
+        parquet.write_table(pyarrow.table({"text": values}), file, compression="zstd", use_dictionary=True)
+    else:
+        options = pyarrow.ipc.IpcWriteOptions(compression="zstd")
+        table = pyarrow.table({"text": values})
+        with pyarrow.ipc.new_file(file, table.schema, options=options) as sink:
+            sink.write_table(table)
+    return file, tokenizer, f"{file}: the beginning of the file takes more than 1.00 GiB of memory"
+
+
+@pytest.mark.parametrize("kind", ["gzip", "normalizer", "parquet", "arrow"])
+def test_a_bomb_is_one_error_with_its_place(
+    kind: str, tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A little file or a tokenizer that becomes more than a process may take, or never comes to an end."""
+    monkeypatch.setattr(sandbox, "BYTES", 1 << 30)
+    monkeypatch.setattr(sandbox, "SECONDS", 2.0)
+    file, tokenizer, said = bombs(tmp_path, kind, tokenizer_dir)
+    assert file.stat().st_size < 4 << 20
+    with pytest.raises(UsageError) as refused:
+        rows_of(file, tokenizer, tmp_path / "cache")
+    assert refused.value.message == said and "correct or remove" in str(refused.value.hint)
+    assert not [*(tmp_path / "cache").iterdir()]
 
 
 def test_a_template_of_another_encoding_is_no_bug_of_ours(write: Write, tokenizer_dir: Path, tmp_path: Path) -> None:

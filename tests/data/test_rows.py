@@ -157,7 +157,7 @@ def _request(folder: Path, rows: list[dict[str, Any]], tokenizer_dir: Path, pack
     source = {"files": [str(folder / "data.json")], "format": "auto", "columns": {}, "max_samples": None}
     return {
         "sources": [source], "tokenizer_dir": str(tokenizer_dir), "out": str(folder / "rows"), "chat_template": None,
-        "pad_token": None, "template_seconds": 20, "max_seq_len": 512, "overlong": "truncate", "packing": packing,
+        "pad_token": None, "seconds": 60, "bytes": 4 << 30, "max_seq_len": 512, "overlong": "truncate", "packing": packing,
         "loss_on": "auto", "mixed": False,
     }  # fmt: skip
 

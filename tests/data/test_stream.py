@@ -75,7 +75,7 @@ def test_parts_are_the_rows_and_another_process_makes_the_same(
     file = _file(tmp_path, kind, LONG if cut else TEXTS)
     whole = _rows(tokenise(file, **options))
     source = {"files": [str(file)], "format": "auto", "columns": {}, "max_samples": options.pop("max_samples", None)}
-    request = {"sources": [source], "mixed": False, "template_seconds": 20, "part_tokens": SMALL, **OPTION_DEFAULTS, **options}
+    request = {"sources": [source], "mixed": False, "seconds": 60, "part_tokens": SMALL, **OPTION_DEFAULTS, **options}
     tokeniser, going_on = (
         Tokeniser(tokenizer, directory=tokenizer_dir),
         Parts(request, Tokeniser(tokenizer, directory=tokenizer_dir)),

@@ -32,7 +32,7 @@ Data
   truncated  1 sample longer than max_seq_len 40: 74 tokens lost
   left out   1 row in which nothing is trained
   steps      4 of 2 rows, typically 49 tokens: 1.14 epochs
-  padding    23% of what a step computes, rows end to end; 23% with a model that
+  padding    16% of what a step computes, rows end to end; 20% with a model that
              cannot keep rows apart
   note: 7 rows, batches of 2: 4 steps are 1.14 epochs, but train.epochs is 1
   (use a smaller train.batch_size to come closer)
@@ -54,8 +54,8 @@ Data
   rows     4 (packing: isolated), on average 43 tokens
   tokens   171, trained 48 (28%)
   dropped  1 sample longer than max_seq_len 64: 114 tokens lost
-  steps    2 of 2 rows, typically 97 tokens: 1 epoch
-  padding  13% of what a step computes
+  steps    2 of 2 rows, typically 85 tokens: 1 epoch
+  padding  20% of what a step computes
 
 Tokens of a sample  the longest has 114, before anything is cut
    17 - 32  ##############################  7  88%

@@ -102,7 +102,7 @@ def test_any_error_between_micro_batches_saves_the_step_before(new_project: NewP
     assert train(project)[0] == whole().losses
 
 
-@pytest.mark.parametrize("signals", [[signal.SIGHUP], [signal.SIGINT, signal.SIGTERM, signal.SIGTERM]], ids=len)
+@pytest.mark.parametrize("signals", [[signal.SIGHUP], [signal.SIGUSR1], [signal.SIGINT, signal.SIGTERM, signal.SIGTERM]])
 def test_signals_save_and_are_heard_to_the_end(signals: list[int], new_project: NewProject) -> None:
     project = new_project(changes=LONG)
     code, said = _signalled(project, signals, after=3, pause=0.1)
@@ -292,7 +292,7 @@ def test_asked_to_stop_after_the_last_step_the_export_waits_for_another_time(
     assert (project.out / "model").is_dir()
 
 
-@pytest.mark.parametrize("number", every(2, [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]))
+@pytest.mark.parametrize("number", every(2, [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1]))
 def test_stopped_before_there_is_a_run(number: int, new_project: NewProject, tmp_path: Path) -> None:
     """Stops while the data is tokenised: it is said, the worker ends, and nothing of it is left."""
     rows = tmp_path / "rows"

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from fuyou_cli.cli.app import main
+from fuyou_cli.data import sandbox
 
-from .conftest import Whole
+from .conftest import Whole, write_llama
 from .running import exported
 
 PROMPTS = ["The road", "The road from the mill to the tower takes", "From"]
@@ -38,8 +39,9 @@ def in_memory(folder: Path, prompts: Sequence[str], new: int) -> list[str]:
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     given = tokenizer(list(prompts), return_tensors="pt", padding=True)
     found = model.generate(
-        input_ids=given["input_ids"], attention_mask=given["attention_mask"], max_new_tokens=new, do_sample=False
-    )
+        input_ids=given["input_ids"], attention_mask=given["attention_mask"], max_new_tokens=new, do_sample=False,
+        tokenizer=tokenizer,
+    )  # fmt: skip
     return [tokenizer.decode(row, skip_special_tokens=True) for row in found[:, given["input_ids"].shape[1] :]]
 
 
@@ -65,6 +67,51 @@ def test_a_file_a_store_and_one_prompt(whole: Callable[..., Whole], tmp_path: Pa
     assert json.loads(capsys.readouterr().out)["generated"] == alone.out.removesuffix("\n")
 
 
+def with_settings(materials: Path, folder: Path, settings: dict[str, Any]) -> Path:
+    """Makes a copy of the model whose generation_config.json has these keys."""
+    shutil.copytree(materials / "model", folder)
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_stop_strings(materials: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One row ends by a stop string, another goes on, as transformers writes them; a single prompt too."""
+    whole = in_memory(materials / "model", PROMPTS, 10)
+    stop = whole[0][13:16]  # in two tokens; what crosses the end of a prompt would stop its row at once
+    settings = {"stop_strings": ["never there", stop], "eos_token_id": 0, "pad_token_id": 0}  # without them a row goes on
+    folder, file = with_settings(materials, tmp_path / "model", settings), tmp_path / "p.jsonl"
+    expected = in_memory(folder, PROMPTS, 10)
+    ends = [stop in text for text in expected]
+    assert len(stop) == 3 and ends[0] and False in ends and expected[0] != whole[0], expected
+    file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    assert fuyou("generate", folder, "--file", file, "--max-new-tokens", "10") == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["generated"] for row in rows] == expected
+    assert [row["ended"] == "end" for row in rows] == ends and [row["tokens"] < 10 for row in rows] == ends
+    alone = PROMPTS[ends.index(True)]
+    assert fuyou("generate", folder, "--prompt", alone, "--max-new-tokens", "10") == 0
+    assert capsys.readouterr().out == in_memory(folder, [alone], 10)[0] + "\n"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"eos_token_id": "<|end|>"}, {"eos_token_id": 10**30}, {"repetition_penalty": -1.0}, {"repetition_penalty": "high"},
+        {"bad_words_ids": [[-1]]}, {"bad_words_ids": 7}, {"stop_strings": 7},
+        {"stop_strings": []}, {"min_new_tokens": "many"}, {"prompt_lookup_num_tokens": 4}, {"max_time": "8h"},
+        {"token_healing": True, "bos_token_id": "x"}, {"watermarking_config": {"context_width": "a"}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_settings_that_transformers_refuses(
+    settings: dict[str, Any], materials: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = with_settings(materials, tmp_path / "model", settings)
+    assert fuyou("generate", folder, "--prompt", "The road", "--max-new-tokens", "4") == 2
+    said = capsys.readouterr()
+    assert said.out == "" and str(folder / "generation_config.json") in said.err and "internal" not in said.err
+
+
 def test_positions_of_each_rows_own_length(longrope: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Some rows stay short, one becomes long on the way, and others are long at once. Expects what each forward over all of a
     row gives, by a model that has seen no other."""
@@ -74,6 +121,20 @@ def test_positions_of_each_rows_own_length(longrope: Path, tmp_path: Path, capsy
     assert min(lengths) + new <= 16 < max(lengths) and any(length <= 16 < length + new - 2 for length in lengths), lengths
     file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     assert fuyou("generate", longrope, "--file", file, "--max-new-tokens", str(new)) == 0
+    assert [json.loads(line)["generated"] for line in capsys.readouterr().out.splitlines()] == expected
+
+
+def test_positions_that_stretch_have_no_limit(materials: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model of rope type dynamic goes beyond the length that it was made for."""
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    folder = write_llama(
+        materials, "dynamic", hidden_size=32, intermediate_size=64, rope_parameters=rope, initializer_range=0.5
+    )  # fmt: skip
+    prompts, new = ["The road", "mill tower " * 29, "mill tower " * 40], 4
+    expected, lengths = alone(folder, prompts, new)
+    assert lengths[0] < 64 - new < lengths[1] < 64 < lengths[2], lengths
+    told = [word for prompt in prompts for word in ("--prompt", prompt)]
+    assert fuyou("generate", folder, *told, "--max-new-tokens", str(new)) == 0
     assert [json.loads(line)["generated"] for line in capsys.readouterr().out.splitlines()] == expected
 
 
@@ -111,6 +172,38 @@ def test_a_conversation(
     assert "write a shorter one" in said.err
 
 
+LOOPS = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
+
+
+@pytest.mark.parametrize("words", [("--prompt", "a"), ()], ids=["one prompt", "a conversation"])
+def test_a_template_that_never_ends(
+    words: tuple[str, ...], materials: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox, "SECONDS", 2.0)
+    monkeypatch.setattr("sys.stdin", io.StringIO("the mill\n"))
+    folder = tmp_path / "model"
+    shutil.copytree(materials / "model", folder)
+    (folder / "chat_template.jinja").write_text(LOOPS)
+    assert fuyou("generate", folder, "--chat", *words) == 2
+    told = f"{'--prompt' if words else '--chat'}: the chat template of {folder} takes more than 2 s of the processor"
+    assert f"error: {told}\n" in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_takes_all_memory(
+    materials: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It makes a petabyte of one letter: loaded in this process, it would end it."""
+    monkeypatch.setattr(sandbox, "BYTES", 1 << 30)
+    folder = tmp_path / "model"
+    shutil.copytree(materials / "model", folder)
+    inner = json.loads((folder / "tokenizer.json").read_text())
+    grows = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10_000}
+    inner["normalizer"] = {"type": "Sequence", "normalizers": [grows] * 4}
+    (folder / "tokenizer.json").write_text(json.dumps(inner))
+    assert fuyou("generate", folder, "--prompt", "The road") == 2
+    assert f"error: tokenizer: loading {folder} takes more than 1.00 GiB of memory\n" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
@@ -132,6 +225,27 @@ def test_what_cannot_be_done_is_said(
 ) -> None:
     assert fuyou("generate", materials / "model", *words) == code
     assert says in capsys.readouterr().err
+
+
+def test_tokens_without_an_embedding(materials: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The tokenizer is of a larger model. What only pads a row is no matter."""
+    import transformers
+
+    folder = tmp_path / "model"
+    shutil.copytree(materials / "model", folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["beyond"])
+    tokenizer.add_special_tokens({"pad_token": "<|filler|>"})
+    tokenizer.save_pretrained(folder)
+    both = ("--prompt", PROMPTS[0], "--prompt", PROMPTS[1])
+    assert fuyou("generate", folder, *both, "--max-new-tokens", "4") == 0
+    found = [json.loads(line)["generated"] for line in capsys.readouterr().out.splitlines()]
+    assert found == in_memory(materials / "model", PROMPTS[:2], 4)
+    (file := tmp_path / "p.jsonl").write_text('{"prompt": "The road"}\n{"prompt": "The beyond"}\n')
+    for words, place in ((("--prompt", "The beyond"), "--prompt"), (("--file", file), f"{file}:2")):
+        assert fuyou("generate", folder, *words, "--max-new-tokens", "2") == 2
+        said = capsys.readouterr()
+        assert f"error: {place}: the tokenizer gives the token id" in said.err and said.out == ""
 
 
 def test_a_conversation_of_bytes_or_of_nothing(materials: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

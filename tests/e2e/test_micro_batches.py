@@ -3,6 +3,7 @@ run."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -31,6 +32,13 @@ def test_sizes_divide_the_batch(batch: int, length: int, tokens: int) -> None:
     assert larger == sorted(larger) and all(usual < size and size * length <= MOST_TOKENS for size in larger)
     assert smaller == sorted(smaller, reverse=True) and all(size < usual for size in smaller)
     assert 1 in (usual, *smaller), "whatever memory holds"
+
+
+def test_sizes_of_a_vast_batch() -> None:
+    """They are found without a look at every number below it."""
+    begin = time.process_time()
+    smaller, usual, larger = sizes_of(2**31 - 8, 16, usual=USUAL_TOKENS)
+    assert (smaller[-1], usual, larger[-1]) == (1, 60, 508) and time.process_time() - begin < 5
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.resume import find_saved
 from fuyou_cli.training.steps import run_directories
 
-from .conftest import NewProject
+from .conftest import NewProject, ended
 
 
 @pytest.mark.parametrize("key", ["offload.dir", "output_dir"])
@@ -55,3 +57,30 @@ def test_a_home_that_is_not_there_is_no_bug(arguments: tuple[str, ...], key: str
     done = new_project().fuyou(*arguments)
     assert done.returncode == 2
     assert done.stderr.splitlines()[0] == f"error: {key}: ~nosuchuser/x: Could not determine home directory."
+
+
+def test_a_current_folder_whose_name_is_not_utf8(new_project: NewProject, llama: Path) -> None:
+    """Every path that a run writes down has it: manifest, log, summary of the data, the adapter's configuration."""
+    adapter = {"adapter": {"r": 4}, "dataset.cache_dir": "rows", "train.max_steps": 2, "model.name_or_path": "llama"}
+    project = new_project(changes={"output_dir": "out", "offload.dir": "store", **adapter})
+    folder = project.folder / os.fsdecode(b"here\xff")
+    folder.mkdir()
+    (folder / "llama").symlink_to(llama)
+    assert project.nursery is not None
+
+    def fuyou(*words: str) -> str:
+        begun = project.nursery().begin(list(words), folder=folder, environment=project.environment())
+        done = ended(begun)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    recipe = str(project.recipe)
+    for _ in range(2):  # the second time it is resumed
+        fuyou("finetune", recipe)
+    assert json.loads(fuyou("report", "out", "--json"))["planned"]["store"].endswith("here\udcff/" + "store/" + _store(folder))
+    fuyou("export", recipe, "whole", "--merged")
+    assert (folder / "whole" / "config.json").is_file()
+
+
+def _store(folder: Path) -> str:
+    return next(place.name for place in (folder / "store").iterdir())

@@ -14,6 +14,7 @@ import yaml
 
 from fuyou_cli.core.units import GiB
 from fuyou_cli.machine.first_measurement import _measured
+from fuyou_cli.machine.probe import mount_of
 from fuyou_cli.machine.profile import assumed_hardware
 from fuyou_cli.machine.profile_store import keep
 
@@ -66,6 +67,17 @@ def test_two_processes_make_the_same_plan_file(new_project: NewProject, monkeypa
     assert files[0].read_bytes() == files[1].read_bytes()
     memory = 0.9 * assumed_hardware(project.folder).ram_available
     assert 0 < json.loads(files[0].read_text())["memory"] <= memory - GiB  # by the process of the kept profile
+
+
+def test_a_store_in_memory_is_warned_of(new_project: NewProject) -> None:
+    memory = mount_of(Path("/dev/shm"))
+    if memory is None or memory.kind != "tmpfs":
+        pytest.skip("/dev/shm is no tmpfs here")
+    project = new_project(changes={"offload.dir": "/dev/shm/fuyou-store"})
+    said = " ".join(project.fuyou("plan", project.recipe, "--dry-run").stdout.split())
+    assert "is memory (tmpfs), not a drive" in said and "lost at the next reboot" in said
+    assert "not a drive" not in project.fuyou("plan", new_project("other").recipe, "--dry-run").stdout
+    assert not Path("/dev/shm/fuyou-store").exists()
 
 
 def test_the_screen_fits_80_columns(new_project: NewProject, command: Callable[[Project], Command]) -> None:

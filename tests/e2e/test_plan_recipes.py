@@ -3,9 +3,12 @@ promises there."""
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engine.test_configs import CONFIGS
@@ -16,11 +19,13 @@ from fuyou_cli.planner.commit_interval import timed_plan
 from fuyou_cli.planner.place import plan as first_that_fits
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.recipe.load import load_recipe
-from fuyou_cli.recipe.shipped import shipped_recipes
+from fuyou_cli.recipe.shipped import shipped_recipes, shipped_shapes
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import Plan
 from fuyou_cli.training.prepared import Planned
+
+from .conftest import NewProject
 
 GB, GIB = 10**9, 1 << 30
 
@@ -76,6 +81,45 @@ PROMISES = {
         written=847 + 282 + 1400, disk=3400, waits=0.05, beside=0.3,
     ),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROMISES)
+def test_shapes_are_those_of_the_model(name: str) -> None:
+    model = load_recipe(shipped_recipes()[name]).recipe.model.name_or_path
+    known = json.loads((CONFIGS / f"{PROMISES[name].model}.json").read_text())
+    known["dtype"] = known.pop("torch_dtype")
+    for key in ("_source", "bos_token_id", "eos_token_id"):
+        known.pop(key, None)
+    assert shipped_shapes(model) == {"hidden_act": "silu", **known}
+
+
+def test_a_plan_without_a_network(new_project: NewProject, tmp_path: Path) -> None:
+    """It says that its shapes are not the model's own. A config.json in the cache is what counts, and a run has no other."""
+    project, model = new_project(), "Qwen/Qwen3-14B"
+    words = ("qwen3-14b-lora-12gb", "dataset.max_seq_len=128", "train.batch_size=2", "train.micro_batch_size=1")
+    plan = ("plan", *words, "--hardware", "rtx4090,1xgen4,64GiB", "--json")
+
+    def fuyou(*words: str) -> Any:
+        environment = {**project.environment(), "HF_HOME": str(tmp_path / "hub")}
+        return subprocess.run(project.command(*words), cwd=project.folder, env=environment, capture_output=True, text=True)
+
+    done = fuyou(*plan)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["model"]["frozen_parameters"] == 14_768_307_200
+    assert f"planned with the shapes that fuyou knows of {model}" in done.stderr
+    refused = fuyou("finetune", *words)
+    assert refused.returncode == 2 and f"error: {model}: no such directory" in refused.stderr
+    place = tmp_path / "hub/hub/models--Qwen--Qwen3-14B"
+    (snapshot := place / "snapshots/0123abcd").mkdir(parents=True)
+    (place / "refs").mkdir()
+    (place / "refs/main").write_text("0123abcd")
+    (snapshot / "config.json").write_text(json.dumps({**(shipped_shapes(model) or {}), "num_hidden_layers": 2}))
+    (snapshot / "tokenizer.json").write_text("{}")
+    done = fuyou(*plan)
+    assert done.returncode == 0 and "shapes that fuyou knows" not in done.stderr
+    assert json.loads(done.stdout)["model"]["frozen_parameters"] < 3 * 10**9
+
+
 SEARCHED = ("llama31-405b-qlora-24gb",)  # a search looks for a faster plan; the usual one of the others keeps the promise, too
 
 

@@ -38,6 +38,7 @@ def stage(
         index=index, kind=kind, name=f"stage {index}", banks=banks_of(dtype, trained=params), tensors=tensors if params else (),
         forward_flops=float(2 * params), forward_peak=4 * params % (64 * MiB), backward_peak=9 * params % (128 * MiB),
         vocabulary=vocabulary, operators=OPERATORS if kind == "block" else (),
+        weights_in_backward=kind != "embedding",
     )  # fmt: skip
 
 

@@ -12,11 +12,11 @@ from fuyou_cli.planner.costs import Costs
 from fuyou_cli.planner.stage_times import Shaped, fitted
 from fuyou_cli.spec.hardware import HardwareProfile, StageRate
 from fuyou_cli.spec.model import StageSpec
-from fuyou_cli.spec.plan import TypicalStep
+from fuyou_cli.spec.plan import Computed, TypicalStep
 
 from .models import HARDWARE, NUMERICS, SPEC
 
-TIMED = ((128, 128), (1024, 512), (1024, 128), (512, 512), (2048, 512))  # tokens, width
+TIMED = ((128, 128), (1024, 512), (1024, 128), (1024, 256), (2048, 512))  # tokens, width
 BLOCK, HEAD = SPEC.stages[1], SPEC.stages[-1]
 PARTS = st.floats(1e-4, 1.0)
 
@@ -45,16 +45,20 @@ def costs(*rates: StageRate, rows: int = 2, width: int = 64, chunk: int = 0) -> 
     return Costs(model=replace(SPEC, stages=stages), hardware=hardware, numerics=numerics, device="cpu")
 
 
-@given(PARTS, PARTS, PARTS, st.integers(1, 64), st.integers(1, 4096))
-def test_a_fit_finds_the_parts_that_made_the_times(fixed: float, token: float, pair: float, rows: int, width: int) -> None:
-    made = Shaped(fixed=100 * fixed, per_token=token, per_pair=pair / 100)
-    found = fitted([(tokens, row, made.of(tokens, row)) for tokens, row in TIMED])
+@given(PARTS, PARTS, PARTS, PARTS, st.integers(1, 64), st.integers(1, 4096))
+def test_a_fit_finds_the_parts_that_made_the_times(
+    fixed: float, token: float, pair: float, row: float, rows: int, width: int
+) -> None:
+    made = Shaped(fixed=100 * fixed, per_token=token, per_pair=pair / 100, per_row=30 * row)
+    found = fitted([(tokens, width, made.of(tokens, width)) for tokens, width in TIMED])
     assert found.of(rows * width, width) == pytest.approx(made.of(rows * width, width), rel=1e-5)
+    assert found.of(1000, 300, rows=9) == pytest.approx(
+        made.of(1000, 1) - 991 * made.per_row + 299_000 * made.per_pair, rel=1e-5
+    )
 
 
 @given(st.lists(st.tuples(st.sampled_from(TIMED), st.floats(0.7, 1.4)), min_size=1, max_size=12))
 def test_no_fit_of_noise_gives_a_micro_batch_for_nothing(noise: list[tuple[tuple[int, int], float]]) -> None:
-    """Longer rows than any that was timed take no less per token."""
     found = fitted([(*shape, factor * (0.01 + 1e-5 * shape[0])) for shape, factor in noise])
     assert found.fixed >= 0 and found.of(64, 64) > 0 and found.of(4096, 4096) > 0
     for tokens, width in TIMED:
@@ -123,7 +127,7 @@ def test_a_typical_step_takes_the_time_of_its_micro_batches() -> None:
     """A step of two short micro-batches where four whole ones are planned for."""
     own = timed(BLOCK, Shaped(fixed=0.02, per_token=1e-4, per_pair=1e-8), TIMED)
     whole = costs(*own, rows=4, width=100)
-    typical = replace(whole, typical=TypicalStep(parts=((400, 50), (96, 30)), tokens=450))
+    typical = replace(whole, typical=TypicalStep(parts=(Computed(400, 50, 8), Computed(96, 30, 4)), tokens=450))
     expected = sum(whole.micro_batch_seconds(BLOCK, "forward", *part) for part in ((400, 50), (96, 30)))
     planned = whole.numerics.micro_batches * whole.micro_batch_seconds(BLOCK, "forward", 400, 100)
     assert typical._share(BLOCK, "forward") == pytest.approx(expected / planned)

@@ -164,6 +164,8 @@ def test_a_null_character_is_in_no_path(refused, text, path, column):
         ("{target_modules: 3}", "target_modules", "expected all-linear, a list of module names, or a regular expression"),
         ("{target_modules: []}", "target_modules", "must not be empty"),
         ("{target_modules: 'q_(proj'}", "target_modules", "'q_(proj' is not a regular expression"),
+        ("{modules_to_save: ['[x']}", "modules_to_save", "'[x' is not a regular expression"),
+        ("{target_modules: 'x{99999999999}'}", "target_modules", "is not a regular expression: the repetition number is too"),
         ("{rank_pattern: {'v[': 4}}", "rank_pattern", "'v[' is not a regular expression"),
         ("{alpha_pattern: {v: 0}}", "alpha_pattern.v", "1"),
         ("{type: loha}", "type", "lora"),

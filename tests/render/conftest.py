@@ -63,6 +63,7 @@ def _stage(index: int, kind: StageKind, params: int) -> StageSpec:
         forward_flops=1e11,
         forward_peak=64 * MiB,
         backward_peak=128 * MiB,
+        weights_in_backward=kind != "embedding",
     )
 
 

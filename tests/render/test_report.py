@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -111,6 +112,27 @@ def test_what_is_no_record_is_named_by_its_line(log: Path, line: str, told: str)
     with pytest.raises(UsageError) as refused:
         read_history(log)
     assert f"{log}:{len(log.read_text().splitlines())}: " in refused.value.message and told in refused.value.message
+
+
+def test_a_log_of_many_evaluations_takes_the_time_of_its_lines(log: Path) -> None:
+    """Each of its own set, which takes longest: ten times as many took a hundred times as long."""
+
+    plain = log.read_text()
+
+    def seconds(count: int) -> float:
+        log.write_text(plain)
+        with log.open("a") as file:
+            for number in range(count):
+                one = {"event": "eval", "step": 40, "name": f"set {number}", "loss": 1.0, "perplexity": 2.0, "tokens": 1}
+                file.write(json.dumps({**one, "rows": 1, "seconds": 1.0}) + "\n")
+                said = {"event": "sample", "step": 40, "number": number + 1, "prompt": "a", "text": "b", "tokens": 1}
+                file.write(json.dumps({**said, "ended": "end", "seconds": 1.0}) + "\n")
+        begin = time.process_time()
+        found = read_history(log)
+        assert len(evaluations(found)) == len(found.samples) == count
+        return time.process_time() - begin
+
+    assert seconds(15000) < 30 * seconds(1500)
 
 
 def test_no_log_and_no_step_are_said(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from fuyou_cli.core.interrupts import uninterrupted
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_comes_at_the_end(number: signal.Signals) -> None:
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuyou_cli.core.units import GiB, MiB, brief, in_steps
+from fuyou_cli.core.units import GiB, MiB, brief, gb, gib, in_steps, parse_rate, parse_size
 
 
 @given(st.integers(1, 1 << 44), st.floats(0, 1))
@@ -18,6 +18,14 @@ def test_never_more_and_little_less(whole: int, share: float) -> None:
 
 def test_about_the_same_is_the_same() -> None:
     assert len({in_steps(20 * GiB + change * MiB, 24 * GiB) for change in range(1, 127)}) == 1
+
+
+@given(st.integers(0, 999 * 10**12))
+def test_a_size_is_read_as_it_is_written(size: int) -> None:
+    for written in (gb(size), gib(size).replace(" GiB", "GiB")):
+        assert abs(parse_size(written) - size) <= max(0.006 * size, MiB)
+    assert abs(parse_size(gb(size)) - size) <= 0.006 * size
+    assert abs(parse_rate(f"{gb(size)}/s", "B/s") - size) <= 0.006 * size
 
 
 def test_a_short_time_has_digits_and_a_tiny_one_no_exponent() -> None:

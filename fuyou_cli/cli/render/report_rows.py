@@ -9,7 +9,7 @@ from datetime import datetime
 
 from fuyou_cli.core.printable import one_line
 from fuyou_cli.core.units import GiB, MiB, brief, gb, gib
-from fuyou_cli.training.history import History, Step
+from fuyou_cli.training.history import Evaluated, History, Step
 
 from .plots import waiting
 from .theme import percent, rate, some, speed, tera
@@ -129,9 +129,10 @@ EVALUATED = ("set", "first", "last", "least", "after step", "perplexity", "takes
 
 def evaluations(history: History) -> list[tuple[str, ...]]:
     """Returns for each set its first, last and least loss, the step of the least, the last perplexity, the median time."""
-    rows = []
-    for name in dict.fromkeys(one.name for one in history.evaluations):
-        found = [one for one in history.evaluations if one.name == name]
+    rows, sets = [], dict[str, list[Evaluated]]()
+    for one in history.evaluations:
+        sets.setdefault(one.name, []).append(one)
+    for name, found in sets.items():
         known = [one for one in found if one.loss is not None]
         least = min(known, key=lambda one: one.loss or 0.0, default=None)
         losses = (found[0], found[-1], least)

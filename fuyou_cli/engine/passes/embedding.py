@@ -114,6 +114,7 @@ class EmbeddingPasses(BlockPasses):
             return
         whole_ids, whole_grad = visits.inputs([lambda: [ids, grad_y]]).take()
         if flat is None:  # with a deferred update no weights are here; a lookup's gradient does not depend on their values
+            assert not visits.model.stages[call.stage].weights_in_backward
             params = visits.model.stages[call.stage].params
             flat = torch.zeros(params, dtype=TORCH_DTYPE[visits.model.compute_dtype], device=whole_ids.device)
         with torch.enable_grad(), visits.learning(call.stage, flat, total) as parameters:

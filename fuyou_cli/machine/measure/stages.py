@@ -132,7 +132,7 @@ def block_stage(
         return BlockAlone(
             anatomy, spec, dtype=numerics.compute_dtype, accumulate=numerics.accumulate_dtype, shape=shape, device=device,
             micro_batches=-(-numerics.batch_size // numerics.micro_batch_size), room=MOST_ROOM if room is None else room,
-            compiled=blocks, like=like,
+            document_step=numerics.document_step, compiled=blocks, like=like,
         )  # fmt: skip
 
     kept = sum(operator.bytes for operator in block.operators)  # held while they are given back
