@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple, replace
 from datetime import datetime
 
+from fuyou_cli.core.mounts import file_system_of
 from fuyou_cli.machine.background_load import are_busy
 from fuyou_cli.machine.profile_store import keep_corrected
 from fuyou_cli.planner.costs import Costs
@@ -63,6 +64,7 @@ def promises(planned: Planned) -> dict[str, object]:
         "total_steps": planned.total_steps,
         "numerics": asdict(plan.numerics),
         "store": str(planned.directories[0]),
+        "store_on": astuple(file_system_of(planned.directories[0])),
         "export": str(export_folder(planned.recipe, planned.model_dir)),
         **{f"predicted_{key}": getattr(predicted, key) for key in keys},
         "deferred_weights": sum(s.weights_at.size for s in plan.stages if s.deferred and s.writes_weights),

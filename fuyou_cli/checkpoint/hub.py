@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fuyou_cli.core.disk import existing
+from fuyou_cli.core.disk import existing, remedy
 from fuyou_cli.core.errors import FuyouError, OutOfSpaceError, UsageError
 from fuyou_cli.core.paths import expanded, kept_folder
 from fuyou_cli.core.units import gb
@@ -254,7 +254,7 @@ def _explained(at: str, error: BaseException) -> FuyouError:
         if isinstance(one, OSError) and one.errno in (errno.ENOSPC, errno.EDQUOT):
             return OutOfSpaceError(
                 f"{at}: the disk of the hub's cache is full",
-                hint="free some space and run the same command again: finished parts are kept",
+                hint=f"{remedy(one) or 'free some space'}; then run the same command again: finished parts are kept",
             )
     name, text = type(chain[-1]).__name__, str(chain[-1]).partition("\n")[0][:160]
     why = "HF_HUB_OFFLINE is set" if name == "OfflineModeIsEnabled" else f"{name}: {text}"

@@ -16,7 +16,7 @@ from fuyou_cli.core.errors import FuyouError, UsageError
 
 from . import error_screen
 from .arguments import Calibrated, Json, OptionalRecipe, Overrides, RecipeArgument, Trace, loaded_recipe
-from .console import prepare_streams, write_result, write_status
+from .console import lost_result, prepare_streams, tell_errors, write_result, write_status
 from .data_app import data
 from .eval_app import evaluate, lm_eval
 from .generate_app import generate
@@ -374,8 +374,17 @@ def _bench_model(
 _BadUsage: type[Exception] = typer.BadParameter.__bases__[0]
 
 
+def _speak_utf8() -> None:
+    """Begins anew in Python's UTF-8 mode where the locale's encoding is another: names in recipes are UTF-8."""
+    if sys.getfilesystemencoding() != "utf-8" and not sys.flags.utf8_mode and sys.executable:
+        os.environ["PYTHONUTF8"] = "1"  # for processes that this one starts
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs a command and exits with its code. Shows a traceback only if FUYOU_DEBUG asks for it."""
+    if arguments is None:
+        _speak_utf8()
     prepare_streams()
     sys.excepthook = error_screen.excepthook
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -387,13 +396,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if code == error_screen.INTERRUPTED:
             write_status("interrupted")
     except _BadUsage as error:
+        tell_errors()
         code = error_screen.report_usage(error, words)
     except OSError as error:
-        if error.errno == errno.EPIPE and not hasattr(error, "__notes__"):  # the reader (head, less) has closed the pipe
+        tell_errors()
+        if (lost := lost_result(error)) is not None:
+            code = error_screen.report(lost)
+        elif error.errno == errno.EPIPE and not hasattr(error, "__notes__"):  # the reader (head, less) has closed the pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = error_screen.FAILED
         else:
             code = error_screen.report(error)
     except (FuyouError, KeyboardInterrupt, MemoryError, RuntimeError) as error:
+        tell_errors()
         code = error_screen.report(error)
     sys.exit(code)

@@ -7,6 +7,7 @@ log by themselves. A stderr that cannot be written to is ignored: a closed pipe 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -15,7 +16,7 @@ import textwrap
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.errors import FuyouError, UsageError
 from fuyou_cli.core.printable import one_line, printable
 
 if TYPE_CHECKING:
@@ -159,9 +160,14 @@ def _send_nowhere(stream: TextIO) -> None:
         pass
 
 
+_closed: set[str] = set()  # standard streams that were closed when the process began
+
+
 def prepare_streams() -> None:
     """Makes streams print a question mark for characters that the terminal cannot encode, instead of failing, and spell what
-    libraries print by themselves."""
+    libraries print by themselves. Opens those that are closed (`>&-`)."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        _open_if_closed(number, name)
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)  # a stream that replaces it in a test may not have one
         if reconfigure is not None:
@@ -170,6 +176,32 @@ def prepare_streams() -> None:
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, _Library):
             setattr(sys, name, _Library(stream, lasts=name == "stderr"))
+
+
+def _open_if_closed(number: int, name: str) -> None:
+    """Gives a closed stream a file. Otherwise the next file that is opened, a store's say, would have its number, and get all
+    that a library prints. stdout gets one that cannot be written, because a result that nobody gets is an error."""
+    try:
+        os.fstat(number)
+    except OSError:
+        _closed.add(name)
+        os.set_inheritable(os.open(os.devnull, os.O_RDONLY if name == "stdout" else os.O_RDWR), True)  # has the lowest number
+    if getattr(sys, name) is None:
+        setattr(sys, name, open(number, "r" if name == "stdin" else "w", closefd=False))  # noqa: SIM115
+
+
+def lost_result(error: OSError) -> FuyouError | None:
+    """Returns the error for a result that was written to a closed stdout, if that is what `error` is."""
+    if error.errno != errno.EBADF or "stdout" not in _closed:
+        return None
+    _send_nowhere(sys.stdout)
+    return FuyouError("standard output is closed, so the result is lost", hint="leave out >&-, or write to a file: > FILE")
+
+
+def tell_errors() -> None:
+    """Makes errors go to stdout where stderr is closed, so that they are seen. The command is over."""
+    if "stderr" in _closed and "stdout" not in _closed:
+        sys.stderr = sys.stdout
 
 
 def styled(text: str, code: str, stream: TextIO) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from fuyou_cli.core.disk import remedy
-from fuyou_cli.core.errors import FuyouError
+from fuyou_cli.core.errors import NO_THREADS, FuyouError
 
 from .console import styled, write_status
 
@@ -60,6 +60,10 @@ def _told(error: BaseException) -> tuple[str, str | None, int]:
     if isinstance(error, MemoryError) or _is_out_of_memory(error):
         which = "gpu" if _is_of_a_device(error) else "cpu"
         return f"out of memory: {_text(error)}", f"lower offload.max_memory.{which}; see `fuyou plan`", OUT_OF_SPACE
+    if _is_out_of_threads(error):
+        return "cannot start another thread or process", NO_THREADS, FAILED
+    if isinstance(error, OSError) and error.errno == errno.EDQUOT:
+        return _text(error), remedy(error), OUT_OF_SPACE
     if isinstance(error, OSError) and error.errno in _DISK_FULL:
         return _text(error), "free some space: `fuyou clean DIR` lists what old runs have left", OUT_OF_SPACE
     if isinstance(error, OSError):
@@ -77,6 +81,13 @@ def _is_out_of_memory(error: BaseException) -> bool:
     """Recognises torch's out-of-memory errors without importing torch: the device's error has a class, the host's only a
     text."""
     return _is_of_a_device(error) or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
+
+
+def _is_out_of_threads(error: BaseException) -> bool:
+    """Recognises what Python raises where a thread or a process cannot be started."""
+    if isinstance(error, OSError):
+        return error.errno == errno.EAGAIN and error.filename is None
+    return isinstance(error, RuntimeError) and "can't start new thread" in str(error)
 
 
 def _is_of_a_device(error: BaseException) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -9,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypedDict
 
+from fuyou_cli.core.disk import REMEDIES
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.paths import expanded
 from fuyou_cli.core.units import gb
@@ -131,7 +133,9 @@ def run_verify(source: Path, *, json_output: bool) -> bool:
         _show_file(file)
     if found[0].damages or found[0].problem:
         whole = next((state for state in found if not state.damages), None)
-        if whole is None:
+        if whole is None and any(damage.unreadable for state in found for damage in state.damages):
+            write_result(f"no state can be read whole: {REMEDIES[errno.EIO]}; nothing is changed")
+        elif whole is None:
             write_result("no state is intact: put a copy of the folder back, or start over with checkpoint.resume=never")
         else:
             write_result(f"a run of the same recipe continues from the state after step {whole.manifest.step}, which is intact")

@@ -4,25 +4,43 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from .errors import FuyouError, OutOfSpaceError
+from .errors import FuyouError, OutOfSpaceError, UnreadableError
 from .units import gb
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _AGAIN = "the drive keeps asking to try again: look at what `dmesg` says about it, then run the same command again"
+_BAD = "the disk reported an error: look at `dmesg` and the drive's health"
+_GONE = "its drive is gone: plug it in and mount it again"
+_UNANSWERED = "the file system's server does not answer (FUSE, NFS): unmount the folder and mount it again"
 REMEDIES = {  # errno -> what to do about a file that cannot be used
-    errno.EIO: "the disk reported an error: look at `dmesg` and the drive's health",
+    errno.EIO: _BAD,
+    errno.EREMOTEIO: _BAD,
+    errno.EBADMSG: _BAD,
+    errno.EUCLEAN: "the file system is damaged: look at `dmesg`, unmount it and check it (fsck)",
     errno.EROFS: "the file system is read-only: `dmesg` may say since when and why",
     errno.EACCES: "check the permissions of its folder",
     errno.EFBIG: "the file is too large: check `ulimit -f` and the limit of the file system (4 GiB for FAT)",
     errno.EPERM: "look at what is there, and move it away",
+    errno.EDQUOT: "your disk quota is used up (`quota` shows it): remove files of yours there, or have it raised",
+    errno.ENOLCK: "the file system cannot lock files: start NFS's lock service (rpc.statd), or name a folder on a local drive",
+    errno.ENOTCONN: _UNANSWERED,
+    errno.ECONNABORTED: _UNANSWERED,
+    errno.ESHUTDOWN: _UNANSWERED,
+    errno.ETIMEDOUT: _UNANSWERED,
+    errno.EHOSTDOWN: _UNANSWERED,
+    errno.ESTALE: "the file system was mounted anew meanwhile: run the same command again",
+    errno.ENODEV: _GONE,
+    errno.ENXIO: _GONE,
     errno.EAGAIN: _AGAIN,
     errno.EINTR: _AGAIN,
 }
+_NOTHING_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +109,33 @@ def existing(path: Path) -> Path:
     return next((place for place in (absolute, *absolute.parents) if place.exists()), Path("/"))
 
 
+def status_of(path: str | Path, *, follow: bool = True) -> os.stat_result | None:
+    """Returns the status of what is at a path, or None where nothing is. Raises UnreadableError where nobody can tell now."""
+    try:
+        return Path(path).stat(follow_symlinks=follow)
+    except OSError as error:
+        if error.errno in _NOTHING_THERE:
+            return None
+        raise unreadable(path, error) from None
+    except ValueError:  # a null character
+        return None
+
+
+def file_size(path: str | Path) -> int | None:
+    """Returns the bytes of a plain file, or None where none is. Raises UnreadableError where nobody can tell now."""
+    status = status_of(path)
+    return status.st_size if status is not None and stat.S_ISREG(status.st_mode) else None
+
+
+def unreadable(path: str | Path, error: OSError, *, verb: str = "read") -> UnreadableError:
+    """Returns the error for a part of a saved state that cannot be read, or locked, now."""
+    cause = f"{remedy(error)}; " if remedy(error) else ""
+    return UnreadableError(
+        f"{path}: cannot be {verb}: {error.strerror}",
+        hint=f"{cause}nothing is lost or changed: run the same command again once it can be {verb}",
+    )
+
+
 def sync_directory(directory: Path) -> None:
     """Waits until the names in `directory` are on stable storage."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -116,7 +161,7 @@ def sync_names_above(directory: Path) -> None:
 def failed_writing(path: Path, error: OSError) -> FuyouError:
     """Returns the error for a file that cannot be written."""
     if error.errno in FULL:
-        return OutOfSpaceError(f"cannot write {path}: {error.strerror}", hint="free space on that disk")
+        return OutOfSpaceError(f"cannot write {path}: {error.strerror}", hint=remedy(error) or "free space on that disk")
     return FuyouError(f"cannot write {path}: {error.strerror}", hint=remedy(error))
 
 

@@ -9,6 +9,8 @@ import shutil
 import sys
 from pathlib import Path
 
+NO_THREADS = "this user may have no more threads and processes: raise `ulimit -u`, or pids.max of the control group"
+
 
 def pip_install(what: str) -> str:
     """Returns the command that installs something for the Python that runs fuyou, which may not be the shell's."""
@@ -41,6 +43,13 @@ class ModelFileError(UsageError):
         super().__init__(message, hint="put the file back as it was, or start over with checkpoint.resume=never")
 
 
+class UnreadableError(UsageError):
+    """Reports a part of a saved state that cannot be read now: its drive or a permission is in the way. It may be whole, so
+    nothing takes its place, and no hint offers to give it up."""
+
+    exit_code = 1
+
+
 class DataError(UsageError):
     """Reports data that cannot be used, found while a run trains on what came before it."""
 
@@ -71,6 +80,10 @@ class SwapError(FuyouError):
     def __init__(self, message: str, *, hint: str | None = None, code: int = 0) -> None:
         super().__init__(message, hint=hint)
         self.code = code
+
+
+class DamagedStateError(SwapError):
+    """Reports a saved run of which no state is whole."""
 
 
 class NumericsError(FuyouError):

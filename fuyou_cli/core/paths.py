@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
+from .disk import remedy, unreadable
 from .errors import UsageError
 
 
@@ -44,11 +46,22 @@ def folder(path: str | Path, *, key: str) -> Path:
             if os.path.lexists(place):
                 what = "a file" if place.exists() else "a link to nothing"
                 raise UsageError(f"{key}: {path}: {place} is {what}, not a folder", hint="name a folder, or a new one")
-    except OSError as error:  # no permission, or a name that is too long
-        raise UsageError(f"{key}: {path}: {error.strerror}", hint="name a folder that can be used") from None
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.ENAMETOOLONG):  # its drive, which may hold a saved run
+            raise unreadable(f"{key}: {path}", error) from None
+        raise UsageError(f"{key}: {path}: {error.strerror}", hint=remedy(error) or "name a folder that can be used") from None
     return whole
 
 
 def kept_folder() -> Path:
     """Returns the folder where fuyou keeps what it can find out again: outside of any run, for one user."""
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "fuyou"
+
+
+def machine_id() -> str:
+    """Returns what stays the same for this installation, whatever its host name, and differs in machines that share a home
+    folder. Empty in most containers."""
+    try:
+        return Path("/etc/machine-id").read_text(errors="replace").strip()
+    except OSError:
+        return ""

@@ -8,6 +8,7 @@ parent process then reads from a file what the process was doing.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import resource
@@ -17,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-from fuyou_cli.core.errors import FuyouError, UsageError
+from fuyou_cli.core.errors import NO_THREADS, FuyouError, UsageError
 from fuyou_cli.core.json_files import read_object, shown
 from fuyou_cli.core.units import GiB, gib
 
@@ -68,7 +69,10 @@ class LibraryErrors:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if error is not None and not isinstance(error, _PASSED_ON):
-            raise self._as_error(reason(error)) from error
+            why = reason(error)
+            if os.strerror(errno.EAGAIN) in why:  # a tokenizer starts threads
+                raise FuyouError(f"cannot start another thread or process: {why}", hint=NO_THREADS) from error
+            raise self._as_error(why) from error
 
 
 class Watch:

@@ -169,6 +169,8 @@ def _extension() -> Check:
 
 
 def _memory() -> Iterator[Check]:
+    if hidden := probe.hidden_by_proc():
+        yield Check("proc", hidden, "mount it: mount -t proc proc /proc; until then set offload.max_memory.cpu by hand")
     yield Check("ram", f"{gib(probe.physical_memory())}, {gib(probe.memory_available())} available")
     groups = probe.cgroup_limits()
     yield from map(_group, groups) if groups else [Check("cgroup limit", "none")]
@@ -226,7 +228,7 @@ def _store_io(place: Path) -> Iterator[Check]:
         ):
             direct, backend, description = opened.direct, running.backend, running.description
     except FuyouError as error:
-        yield Check("O_DIRECT", error.message, remedy, is_problem=True)
+        yield Check("O_DIRECT", error.message, error.hint or remedy, is_problem=True)
         return
     refused = "the file system refuses it: the page cache is used"
     yield Check("O_DIRECT", "works") if direct else Check("O_DIRECT", refused, remedy)

@@ -4,15 +4,19 @@ files."""
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from fuyou_cli.core.disk import existing as existing
+from fuyou_cli.core.mounts import IN_MEMORY as IN_MEMORY
+from fuyou_cli.core.mounts import ROOT as ROOT
+from fuyou_cli.core.mounts import Mount
+from fuyou_cli.core.mounts import mount_of as mount_of
+from fuyou_cli.core.mounts import mounts as mounts
 
-ROOT = Path("/")
-IN_MEMORY = ("tmpfs", "ramfs")  # kinds of file systems
 _UNLIMITED = 1 << 60  # cgroup v1 says "no limit" with a number near 2**63
 
 
@@ -24,17 +28,6 @@ class CgroupMemory:
     path: Path
     limit: int
     in_use: int  # without the page cache, which the kernel frees when needed
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Mount:
-    """Holds a line of /proc/self/mountinfo."""
-
-    point: Path
-    kind: str  # ext4, tmpfs, overlay, 9p ...
-    source: str
-    root: str  # the part of the file system that is mounted
-    options: str
 
 
 def memory_limit(root: Path = ROOT) -> int:
@@ -78,9 +71,22 @@ def _quota(folder: Path, version: int) -> float | None:
 
 
 def process_bytes(root: Path = ROOT) -> int:
-    """Returns the anonymous memory and page tables of this process: what a memory limit counts, without files."""
+    """Returns the anonymous memory and page tables of this process: what a memory limit counts, without files. Where this
+    machine's kernel does not tell, the most that was ever resident, with files."""
     found = _kib(root / "proc/self/status", "RssAnon", "VmPTE")  # one read: a run asks fifty times a second
+    if not found and root == ROOT:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return sum(found.values())
+
+
+def hidden_by_proc() -> str:
+    """Says what cannot be known where /proc is not mounted, or hides this process. Empty where it tells."""
+    if _kib(ROOT / "proc/self/status", "RssAnon"):
+        return ""
+    return (
+        "/proc tells nothing of this process (is it mounted?): its memory counts as the most it ever had, and limits of "
+        "control groups are not seen"
+    )
 
 
 def highest_bytes(root: Path = ROOT) -> int:
@@ -108,25 +114,6 @@ def striped_space(*folders: Path) -> int:
 
 def is_wsl(root: Path = ROOT) -> bool:
     return "microsoft" in (_text(root / "proc/sys/kernel/osrelease") or "").lower()
-
-
-def mount_of(path: Path, root: Path = ROOT) -> Mount | None:
-    """Finds the mount that `path` is on: the deepest one that contains it."""
-    resolved = existing(path).resolve()
-    on = [mount for mount in mounts(root) if resolved.is_relative_to(mount.point)]
-    return max(reversed(on), key=lambda mount: len(mount.point.parts), default=None)
-
-
-def mounts(root: Path = ROOT) -> list[Mount]:
-    found = []
-    for line in (_text(root / "proc/self/mountinfo") or "").splitlines():
-        before, separator, after = line.partition(" - ")
-        left, right = before.split(" "), after.split(" ")
-        if separator and len(left) >= 6 and len(right) >= 2:
-            point = Path(left[4].replace("\\040", " "))
-            options = right[2] if len(right) > 2 else ""
-            found.append(Mount(point=point, kind=right[0], source=right[1], root=left[3], options=options))
-    return found
 
 
 def cgroup_limits(root: Path = ROOT) -> list[CgroupMemory]:

@@ -6,7 +6,6 @@ import datetime
 import hashlib
 import json
 import os
-import platform
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -16,7 +15,8 @@ from tempfile import TemporaryFile
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.json_files import read_object
-from fuyou_cli.core.paths import kept_folder
+from fuyou_cli.core.mounts import file_system_of
+from fuyou_cli.core.paths import kept_folder, machine_id
 from fuyou_cli.core.typed import WrongData, from_json
 from fuyou_cli.core.units import MiB, in_steps
 from fuyou_cli.spec.hardware import SUSTAINED_RATES, HardwareProfile, merged_rates, wrong_rates
@@ -64,10 +64,10 @@ def read_profile(path: Path) -> HardwareProfile:
 
 def profile_path(*directories: Path, device: str) -> Path:
     """Returns the file that keeps the profile of this machine's `device` with the drives behind `directories`."""
-    # Machines may share a home folder, and a drive's number means nothing on another machine: all that rates depend on counts.
-    drives_there = sorted({probe.existing(directory).stat().st_dev for directory in directories})
+    # Machines may share a home folder, and change their name: all that rates depend on counts.
+    drives_there = sorted({file_system_of(directory).identity for directory in directories})
     computes_on = "cpu" if device == "emulated" else device
-    about = (platform.node(), cpu_name(), core_count(), computes_on, *drives_there)
+    about = (machine_id(), cpu_name(), core_count(), computes_on, *drives_there)
     return kept_folder() / f"profile-{hashlib.sha256(repr(about).encode()).hexdigest()[:12]}.json"
 
 
@@ -82,6 +82,8 @@ def hardware_for(*directories: Path, device: str, say: Say, calibrated: bool = F
     The store is striped over `directories`. `calibrated` takes rates as the latest run showed them. `unloaded`: bytes
     that this process lacks of a run's.
     """
+    if hidden := probe.hidden_by_proc():
+        _note(say, hidden)
     path = profile_path(*directories, device=device)
     name, memory = _device_facts(device)
     profile = _kept(corrected_path(path)) if calibrated else None

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.disk import remedy
+from fuyou_cli.core.errors import FuyouError, UsageError
 
+_HIDDEN = 5.0  # seconds for a file system to let go of files that are closed
 _PREFIX = "fuyou-bench-{}-"  # {}: the process id
 
 
@@ -26,7 +30,24 @@ def scratch_folder(directory: Path) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        shutil.rmtree(folder)
+        _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Removes the folder. Where a file system hides what is removed while it is open (.fuse_hidden, .nfs), it may hear of the
+    end of a file a little later than its closer, so this waits. Raises FuyouError if something stays."""
+    until = time.monotonic() + _HIDDEN
+    while True:
+        try:
+            shutil.rmtree(folder)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EBUSY) or time.monotonic() >= until:
+                raise FuyouError(f"cannot remove {folder}: {error.strerror}", hint=remedy(error) or "remove it") from error
+            time.sleep(_HIDDEN / 100)
+        else:
+            return
 
 
 def remove_left(directories: Iterable[Path], pid: int) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.disk import REMEDIES
-from ..core.errors import FuyouError, ModelFileError, OutOfSpaceError, SwapError
+from ..core.errors import NO_THREADS, FuyouError, ModelFileError, OutOfSpaceError, SwapError
 from .native import lib
 
 _DOING = {
@@ -24,7 +24,7 @@ _DOING = {
 _ON_FILES = {lib.FY_OP_OPEN, lib.FY_OP_READ, lib.FY_OP_WRITE, lib.FY_OP_SYNC, lib.FY_OP_ALLOCATE}
 _HINTS = REMEDIES | {
     errno.ENOSPC: "free space on that disk, or point offload.dir at a larger one",
-    errno.EDQUOT: "your disk quota is used up: free space or point offload.dir elsewhere",
+    errno.EDQUOT: f"{REMEDIES[errno.EDQUOT]}, or point offload.dir elsewhere",
     errno.ENODATA: "the file is too short: it was cut off, or its copy is incomplete",
     errno.EBUSY: "another process uses these files: stop it, or give this run its own offload.dir",
     errno.EPERM: "only the process that opened arena, store and daemon may use them, not its forked children",
@@ -40,6 +40,14 @@ _OPENING_HINTS = {
     errno.EPERM: "the file belongs to another user: give this run an offload.dir of your own",
     errno.EINVAL: "that path is not a regular file: move it away, or give this run its own offload.dir",
 }
+
+
+_ALLOCATING_HINTS = {
+    errno.EPERM: "the file may not be made longer: `lsattr` shows whether it is immutable or append-only (`chattr -i -a` ends "
+    "that); or name another folder in offload.dir",
+}
+_SETUP_HINTS = {errno.EAGAIN: NO_THREADS}
+_BY_OPERATION = {lib.FY_OP_OPEN: _OPENING_HINTS, lib.FY_OP_ALLOCATE: _ALLOCATING_HINTS, lib.FY_OP_SETUP: _SETUP_HINTS}
 
 
 def errno_text(code: int) -> str:
@@ -71,7 +79,7 @@ def failure_error(
     if sources_from is not None and why.operation in _ON_FILES and sources_from <= why.file < len(paths):
         return _of_source(text, error)
     text += f": {errno_text(error)}"
-    hints = {**_HINTS, **_OPENING_HINTS} if why.operation == lib.FY_OP_OPEN else _HINTS
+    hints = {**_HINTS, **_BY_OPERATION.get(why.operation, {})}
     if error in (errno.ENOSPC, errno.EDQUOT):
         return OutOfSpaceError(text, hint=hints.get(error))
     return SwapError(text, hint=hints.get(error), code=error)
@@ -87,4 +95,4 @@ def _of_source(text: str, error: int) -> FuyouError:
 
 def refusal_error(what: str, code: int, hint: str | None = None) -> SwapError:
     """Makes the error for a call that was refused before it did anything."""
-    return SwapError(f"{what}: {errno_text(code)}", hint=hint or _HINTS.get(abs(code)))
+    return SwapError(f"{what}: {errno_text(code)}", hint=hint or (_HINTS | _SETUP_HINTS).get(abs(code)))

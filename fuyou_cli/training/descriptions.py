@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..core.errors import UsageError
 from ..core.json_files import find_text, object_in
 from ..core.own_files import write_own
-from ..core.paths import kept_folder
+from ..core.paths import kept_folder, machine_id
 from ..core.plain_files import read_plain
 from ..core.typed import from_json
 from .stored_quantised import quantised_keys, stored_in
@@ -137,7 +137,7 @@ def _key(recipe: Recipe, model_dir: Path) -> str:
             [recipe.dataset.packing == "isolated", list(recipe.freeze)],
             quantised_keys(model_dir) if stored_in(model_dir) is not None else None,
             None if recipe.adapter is None else recipe.adapter.model_dump(mode="json"),
-            [sys.version, platform.platform(), platform.node(), list(_installed()), _own_code()],
+            [sys.version, platform.platform(), machine_id(), list(_installed()), _own_code()],
         ]
     )
 

@@ -63,6 +63,7 @@ class Promised:
     device: str = ""
     began: str = ""
     store: str = ""  # the first folder of its store
+    store_on: tuple[str, ...] = ()  # its file system: what identifies it, and its name for people
     assumed: bool = False  # whether the plan's rates were assumed
     predicted_cpu_peak: int = 0
     predicted_gpu_peak: int = 0

@@ -17,6 +17,7 @@ from ..checkpoint.files import an_adapter, open_checkpoint
 from ..checkpoint.names import entries_for
 from ..checkpoint.quantised_files import reads_parts
 from ..checkpoint.reader import TensorReader
+from ..core.disk import status_of
 from ..core.errors import UsageError
 from ..engine.anatomy import Anatomy, dissect
 from ..engine.devices.cuda import free_memory
@@ -72,7 +73,7 @@ class Opened:
 def is_store(source: Path) -> bool:
     """Tells a run's store, or a folder that holds one, from a folder with a model."""
     names = (manifests.NAME, manifests.BEFORE)
-    return any((source / name).is_file() for name in names) or (
+    return any(status_of(source / name) is not None for name in names) or (
         not (source / CONFIG_NAME).is_file() and any(source.glob(f"*/{manifests.NAME}"))
     )
 

@@ -10,8 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..core.errors import UsageError
+from .history import read_promised
 from .jsonl import holds_a_run
 from .prepared import Planned
+from .state.places import check_same_drive
 
 _NO_LOCKS = (errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL, errno.EBADF)  # EBADF: NFS, for a folder
 
@@ -40,12 +42,22 @@ def claimed(out: Path, *, say: Callable[[str], None]) -> Iterator[None]:
 
 def note_of_an_earlier_run(planned: Planned) -> str | None:
     """Returns a note if a new run starts where an earlier one wrote its log and nobody asked to start over: the saved state
-    is not where this recipe looks for it."""
+    is not where this recipe looks for it. Raises UsageError if the earlier one's store was there, on another drive."""
     log = Path(planned.recipe.output_dir).expanduser() / "log.jsonl"
     begins = planned.manifest is None and planned.recipe.checkpoint.resume != "never"
     if not begins or not holds_a_run(log):
         return None
+    check_same_drive(planned.directories[0], _store_was_on(log, planned.directories[0]))
     return (
         f"note: {log} belongs to an earlier run that has no saved state in {planned.directories[0]}. This run starts "
         "at step 1 and keeps the old log beside its own. To resume the old run, stop now and set its offload.dir"
     )
+
+
+def _store_was_on(log: Path, directory: Path) -> tuple[str, ...]:
+    """Returns what a log says of the file system of a run's store, if its folder was this one."""
+    try:
+        promised = read_promised(log)
+    except UsageError:  # not the log of a run
+        return ()
+    return promised.store_on if promised.store == str(directory) else ()

@@ -38,6 +38,7 @@ from .run_folders import RunFolders
 from .run_limits import RunLimits
 from .state import random_states
 from .state.parts import write_parts
+from .state.places import remember
 from .state.saver import Saver, Standing
 from .state.storage import StageFiles
 from .step_meter import MemoryWatch, StepMeter
@@ -101,7 +102,7 @@ class Run:
         plan, planned = self.plan, self.planned
         torch.set_num_threads(plan.numerics.torch_threads)
         random_states.seed(planned.recipe.seed)
-        self._folders = RunFolders(planned)
+        self._folders = RunFolders(planned, self.standing.run)
         self._folders.claim(free_space)
         arena = self._stack.enter_context(Arena(max(plan.arena_size, 1 << 21)))
         self._device_most = gpu_most(planned.recipe, planned.hardware)
@@ -177,6 +178,7 @@ class Run:
         saved = self.planned.manifest
         with self.stopping.during("loading"), self._endings.telling_what_is_saved():
             self._folders.keep()
+            remember(self.planned.directories, say=self._announce)
             if saved is not None:
                 self.saver.restore(saved, progress)
                 return

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ..core.errors import (
+    DamagedStateError,
     DataError,
     DataSpaceError,
     DeviceMemoryError,
@@ -118,6 +119,8 @@ class Endings:
             error.hint = self._after_bad_numbers(error)
         elif isinstance(error, UsageError) and not self._doing.training:
             return  # the same command finds this error again
+        elif isinstance(error, DamagedStateError):
+            return  # what is saved is what is damaged
         elif isinstance(error, ModelFileError):
             error.hint = self._after_a_changed_file()
         elif isinstance(error, DataError):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -12,7 +14,7 @@ from ..swap.store import Store
 from .prepared import Planned
 from .run_limits import check_loading
 from .state import manifest as manifests
-from .state.parts import STORE_FILE
+from .state.parts import STORE_FILE, begin_parts, discard
 from .state.resume import check_same_store, check_unchanged
 from .state.storage import check_space, check_stages
 
@@ -20,8 +22,8 @@ from .state.storage import check_space, check_stages
 class RunFolders:
     """Holds the folders of a run's store, one per striped directory."""
 
-    def __init__(self, planned: Planned) -> None:
-        self._planned = planned
+    def __init__(self, planned: Planned, run: str) -> None:
+        self._planned, self._run = planned, run
         self._first = planned.directories[0]  # where the manifest is
         self._paths = [directory / STORE_FILE for directory in planned.directories]
         self._unnamed: list[Path] = []  # files that this run made and no manifest names yet
@@ -43,9 +45,15 @@ class RunFolders:
     def open_store(self, closing: ExitStack) -> Store:
         """Opens and locks the store until `closing` ends. Only then is its manifest sure to stay as it is."""
         planned, io = self._planned, self._planned.plan.io
-        self._unnamed = [path for path in self._paths if planned.manifest is None and _is_missing(path)]
-        store = closing.enter_context(Store.open(self._paths, stripe=io.stripe, size=planned.plan.store_size, create=True))
-        closing.callback(self._remove_unnamed)
+        if planned.manifest is None:
+            self._unnamed = begin_parts(self._run, planned.directories)
+        try:
+            opened = Store.open(self._paths, stripe=io.stripe, size=planned.plan.store_size, create=True)
+        except BaseException:
+            self._remove_unnamed(held=False)
+            raise
+        store = closing.enter_context(opened)
+        closing.callback(self._remove_unnamed, held=True)
         store.attach(planned.model.sources)
         check_unchanged(planned.manifest, self._first, start_over=planned.recipe.checkpoint.resume == "never")
         return store
@@ -54,15 +62,19 @@ class RunFolders:
         """Keeps the store's files from now on: a manifest names them, or will do so next."""
         self._unnamed.clear()
 
-    def _remove_unnamed(self) -> None:
-        """Removes store files that this run made but never loaded into, while they are locked. No manifest says whose they are.
+    def _remove_unnamed(self, *, held: bool) -> None:
+        """Removes store files that this run made but never loaded into, while they are locked (`held`: by the open store). No
+        manifest says whose they are.
 
-        If there is a manifest beside them, another run has made them meanwhile.
+        If there is a manifest beside them, another run has made them meanwhile; if one is locked, another run has it.
         """
-        with suppress(OSError):  # the reason the run ended matters more; files that cannot be removed stay
+        with suppress(OSError), ExitStack() as locked:  # the reason the run ended matters more; what cannot be removed stays
             if self._unnamed and _is_missing(self._first / manifests.NAME):
-                for path in self._unnamed:
-                    path.unlink(missing_ok=True)
+                for path in self._unnamed if not held else ():
+                    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                    locked.callback(os.close, descriptor)
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                discard(self._unnamed)
 
 
 def _is_missing(path: Path) -> bool:

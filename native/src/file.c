@@ -97,17 +97,26 @@ int fy__file_allocate(const struct fy__file *file, uint64_t size, uint64_t wante
     return size < wanted && fy__system.ftruncate(file->fd, (off_t)wanted) != 0 ? -errno : 0;
 }
 
+/* Whether an error of a read is about the block that was read, and not about how it was read. */
+static bool is_of_one_block(int error)
+{
+    return error == -EIO || error == -ENODATA || error == -EREMOTEIO || error == -EBADMSG || error == -EILSEQ;
+}
+
 int fy__file_make_direct(struct fy__file *file)
 {
     assert(file->fd >= 0);
     assert(!file->direct);
     _Alignas(FY__PAGE) unsigned char page[FY__PAGE];
+    const int alignment = fy__system.direct_alignment(file->fd);
+    if (alignment == 0 || alignment > (int)FY__PAGE)
+        return 0; /* the flag may be accepted all the same, and all goes through the page cache (ext4 with data=journal) */
     if (fy__system.set_flags(file->fd, O_DIRECT) != 0)
         return errno == EINVAL ? 0 : -errno; /* EINVAL: this file system has no direct I/O */
-    int error = -EINTR;
+    int error = alignment > 0 ? 0 : -EINTR;
     for (uint32_t attempt = 0; attempt < FY__RETRIES_MAX && (error == -EINTR || error == -EAGAIN); attempt++)
         error = fy__system.pread(file->fd, page, sizeof page, 0) < 0 ? -errno : 0;
-    if (error == 0) {
+    if (error == 0 || is_of_one_block(error)) {
         file->direct = true;
         return 0;
     }

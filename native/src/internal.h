@@ -120,7 +120,8 @@ int fy__file_open(struct fy__file *file, uint32_t flags); /* and locks it; witho
 int fy__file_own(const struct fy__file *file, uint32_t flags, uint64_t *size);
 int fy__file_allocate(const struct fy__file *file, uint64_t size, uint64_t wanted); /* from `size` bytes on; never shortens */
 int fy__file_sync_folder(const struct fy__file *file); /* a new file is durable only when its name is */
-/* Switches O_DIRECT on where a page can really be read with it: some file systems accept the flag and not the I/O. */
+/* Switches O_DIRECT on where the kernel says that it works, or where it does not tell and a page can be read with it: some file
+ * systems accept the flag and not the I/O. */
 int fy__file_make_direct(struct fy__file *file);
 /* -ESTALE: the path does not lead to the file any more. Where a folder was removed or a drive unmounted meanwhile the open
  * file is as good as before, and nobody will find it again. */

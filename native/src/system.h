@@ -21,6 +21,7 @@ struct fy__system {
     int (*open)(const char *path, int flags, mode_t mode);
     int (*close)(int fd);
     int (*set_flags)(int fd, int flags); /* fcntl F_SETFL */
+    int (*direct_alignment)(int fd);     /* statx: bytes that direct I/O is aligned to; 0: it has none; -1: not told */
     int (*flock)(int fd, int operation);
     int (*fstat)(int fd, struct stat *out);
     int (*lstat)(const char *path, struct stat *out);

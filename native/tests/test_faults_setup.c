@@ -64,8 +64,14 @@ static int failing_set_flags(int fd, int flags)
 
 static ssize_t failing_pread(int fd, void *data, size_t size, off_t offset)
 {
-    errno = EIO;
+    errno = ENOTCONN;
     return strikes() ? -1 : fy__system_real.pread(fd, data, size, offset);
+}
+
+static int not_told(int fd)
+{
+    (void)fd;
+    return -1;
 }
 
 static void *failing_mmap(void *hint, size_t size, int protection, int flags, int fd, off_t offset)
@@ -101,6 +107,7 @@ static void install(void)
     fy__system.fdatasync = failing_fdatasync;
     fy__system.fsync = failing_fsync;
     fy__system.set_flags = failing_set_flags;
+    fy__system.direct_alignment = not_told; /* so that a page is read */
     fy__system.pread = failing_pread;
     fy__system.mmap = failing_mmap;
     fy__system.eventfd = failing_eventfd;

@@ -99,6 +99,30 @@ static void full_disk(void)
     fy__system = fy__system_real;
 }
 
+static int none(int fd)
+{
+    (void)fd;
+    return 0;
+}
+
+static int too_large(int fd)
+{
+    (void)fd;
+    return 1 << 16;
+}
+
+static int untold(int fd)
+{
+    (void)fd;
+    return -1;
+}
+
+static ssize_t bad_block(int fd, void *data, size_t size, off_t offset)
+{
+    errno = EIO;
+    return offset == 0 ? -1 : fy__system_real.pread(fd, data, size, offset);
+}
+
 static void buffered(void)
 {
     fy_store *store = NULL;
@@ -106,6 +130,20 @@ static void buffered(void)
     CHECK_EQUAL(open_store(2, SIZE, FY_STORE_CREATE | FY_STORE_BUFFERED, &store, &why), 0);
     CHECK_EQUAL(fy_store_is_direct(store), 0);
     CHECK_EQUAL(fy_store_close(store), 0);
+    fy__system.direct_alignment = none; /* ext4 with data=journal: the flag is accepted */
+    CHECK_EQUAL(open_store(2, SIZE, FY_STORE_CREATE, &store, &why), 0);
+    CHECK_EQUAL(fy_store_is_direct(store), 0);
+    CHECK_EQUAL(fy_store_close(store), 0);
+    fy__system.direct_alignment = too_large; /* a drive with sectors of 64 KiB */
+    CHECK_EQUAL(open_store(2, SIZE, FY_STORE_CREATE, &store, &why), 0);
+    CHECK_EQUAL(fy_store_is_direct(store), 0);
+    CHECK_EQUAL(fy_store_close(store), 0);
+    fy__system.direct_alignment = untold; /* before Linux 6.1; and the first block is bad, which says nothing of the others */
+    fy__system.pread = bad_block;
+    CHECK_EQUAL(open_store(2, SIZE, FY_STORE_CREATE, &store, &why), 0);
+    CHECK_EQUAL(fy_store_is_direct(store), 1);
+    CHECK_EQUAL(fy_store_close(store), 0);
+    fy__system.pread = fy__system_real.pread;
     fy__system.set_flags = no_direct; /* a file system without direct I/O */
     CHECK_EQUAL(open_store(2, SIZE, FY_STORE_CREATE, &store, &why), 0);
     CHECK_EQUAL(fy_store_is_direct(store), 0);

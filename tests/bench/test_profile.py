@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -93,8 +94,11 @@ def test_a_kept_profile_is_this_machines_and_this_devices(tmp_path: Path, monkey
         found = hardware_for(tmp_path, device=device)
         assert (found.measured, found.store_read, found.device) == ("2026-01-02", 2.5e9, device)
         assert found.ram_total > 64 * MiB and found.cores == profile.core_count()  # as they are now
+    with monkeypatch.context() as renamed:
+        renamed.setattr(platform, "node", lambda: "another-name")
+        assert hardware_for(tmp_path, device="cpu").measured == "2026-01-02"
     for module, name, value in (
-        (store.platform, "node", lambda: "another-host"),
+        (store, "machine_id", lambda: "of another installation"),
         (store, "cpu_name", lambda: "another processor"),
         (store, "core_count", lambda: profile.core_count() + 1),
     ):

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import signal
+import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -165,3 +169,50 @@ def _exported_as_asked(project: Project, store: Path) -> None:
         assert json.loads((target / "config.json").read_text())["dtype"] == dtype
     refused = project.fuyou("export", store, project.folder / "none", "seed=3")
     assert refused.returncode == 2 and "is not a recipe" in refused.stderr
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_run_with_closed_streams_goes_to_its_end(closed: str, new_project: NewProject) -> None:
+    """Whatever is printed goes to no file of the run."""
+    project = new_project(changes={"train.max_steps": 3})
+    words = " ".join(project.command("finetune", project.recipe))
+    done = subprocess.run(
+        ["sh", "-c", f"exec {words} {closed}"], env=project.environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done
+    assert len(project.losses()) == 3 and project.exported()
+
+
+AS_ANOTHER = ("--reuid=64321", "--regid=64321", "--clear-groups", "--inh-caps=+dac_override", "--ambient-caps=+dac_override")
+
+
+@pytest.mark.parametrize("most", [1, 2, 4])
+def test_a_limit_on_processes_is_told(most: int, new_project: NewProject) -> None:
+    """Runs as a user who has no other process: root's are not limited."""
+    limited = ["setpriv", *AS_ANOTHER, "prlimit", f"--nproc={most}"]
+    if os.geteuid() != 0 or shutil.which("setpriv") is None or subprocess.run([*limited, "true"], check=False).returncode != 0:
+        pytest.skip("needs root, setpriv and prlimit")
+    with tempfile.TemporaryDirectory() as place:
+        project = Project(folder=Path(place), materials=new_project().materials)
+        project.write_recipe({"train.max_steps": 3, "dataset.cache_dir": f"{place}/tokenised"})
+        words = [*limited, *project.command("finetune", project.recipe)]
+        environment = {**project.environment(), "OPENBLAS_NUM_THREADS": "1", "HOME": place}
+        for path in (project.folder, *project.folder.rglob("*")):
+            os.chown(path, 64321, 64321, follow_symlinks=False)
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == (1 if most < 4 else done.returncode) and done.returncode in (0, 1), done
+    assert "internal error" not in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 0 or "ulimit -u" in " ".join(done.stderr.split()), done.stderr
+
+
+def test_names_that_the_locale_does_not_have(new_project: NewProject) -> None:
+    """Runs in a folder of this name where Python takes names for ASCII, and in one whose name is no text at all."""
+    for name in ("ünï", os.fsdecode(b"l\xfcx")):
+        project = new_project(name, {"train.max_steps": 3, "offload.dir": "störe", "output_dir": "out"})
+        environment = {**project.environment(), "LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+        for words in (("finetune", "recipe.yaml"), ("report", "out"), ("verify", "störe")):
+            done = subprocess.run(
+                project.command(*words), cwd=project.folder, env=environment, capture_output=True, text=True, check=False
+            )
+            assert done.returncode == 0, done.stderr
+        assert len(project.losses()) == 3 and (project.folder / "störe").is_dir()

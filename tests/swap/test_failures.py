@@ -34,6 +34,27 @@ def test_a_file_that_cannot_be_opened_says_what_to_do(code: int, said: str) -> N
     assert said in _hint(lib.FY_OP_OPEN, code)
 
 
+@pytest.mark.parametrize(
+    ("operation", "code", "said"),
+    [
+        (lib.FY_OP_ALLOCATE, errno.EPERM, "lsattr"),
+        (lib.FY_OP_ALLOCATE, errno.EDQUOT, "quota"),
+        (lib.FY_OP_ALLOCATE, errno.ENOSPC, "free space"),
+        (lib.FY_OP_OPEN, errno.ENOLCK, "lock service"),
+        (lib.FY_OP_OPEN, errno.ENOTCONN, "mount it again"),
+        (lib.FY_OP_WRITE, errno.EDQUOT, "quota"),
+        (lib.FY_OP_READ, errno.ENODEV, "plug it in"),
+        (lib.FY_OP_SETUP, errno.EAGAIN, "ulimit -u"),
+        (lib.FY_OP_READ, errno.EAGAIN, "dmesg"),
+    ],
+)
+def test_the_remedy_is_that_of_the_failure(operation: int, code: int, said: str) -> None:
+    why = ffi.new("fy_failure *", {"operation": operation, "error": -code})
+    error = failure_error(why, paths=[Path("/a/store.bin")])
+    assert said in (error.hint or "")
+    assert error.exit_code == (4 if code in (errno.ENOSPC, errno.EDQUOT) else 1)
+
+
 def test_a_forked_child_is_not_told_about_files() -> None:
     """Tells nothing, as EPERM means two things; only opening looks at who owns a file."""
     assert "forked child" in _hint(lib.FY_OP_SETUP, errno.EPERM)

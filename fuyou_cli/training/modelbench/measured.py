@@ -23,6 +23,7 @@ from ..report import StepReport
 from ..reporting import medians, settling_steps
 from ..run import Run
 from ..state import fingerprints
+from ..state.places import forget
 from ..steps import inspect, run_directories
 from ..trace import Trace
 from .synthetic import random_entries, random_rows
@@ -93,6 +94,7 @@ def measure(loaded: LoadedRecipe, planned: Planned, place: Place) -> Measured:
             run.trace(place.trace)
         run.train(reports.append)
         losses = tuple(run.losses)
+    forget(ready.planned.directories[0])  # its folders are removed
     gc.collect()  # the run is a cycle that still holds its tensors, and what follows is planned for what is free
     settled = reports[settling_steps(ready.planned.plan, resumed=False) :]
     blocks = {stage.name for stage in planned.model.stages if stage.kind == "block"}

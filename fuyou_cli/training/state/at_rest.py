@@ -57,10 +57,9 @@ class Verified:
 
 
 def find_store(source: Path) -> Path:
-    """Returns the folder of the one store that `source` is or contains."""
-    if any((source / name).is_file() for name in (manifests.NAME, manifests.BEFORE)):
-        return source
-    found = sorted(path.parent for path in source.glob(f"*/{manifests.NAME}")) if source.is_dir() else []
+    """Returns the folder of the one store that `source` is or contains. Raises UsageError, or UnreadableError where that
+    cannot be seen now."""
+    found = manifests.found_in(source, manifests.NAME, manifests.BEFORE)
     if len(found) == 1:
         return found[0]
     if found:

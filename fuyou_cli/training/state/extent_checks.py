@@ -20,18 +20,20 @@ _TURNS = 2  # pieces; one is read while the other is summed
 PIECE = READ_BACK // _TURNS  # bytes read at once
 MODULUS = 1 << 64  # of checksums
 # The drive has lost the data, or the file is shorter. Other errors say nothing about the data.
-_LOST = {errno.EIO, errno.ENODATA, errno.EREMOTEIO, errno.EBADMSG, errno.EUCLEAN}
+LOST = {errno.EIO, errno.ENODATA, errno.EREMOTEIO, errno.EBADMSG, errno.EUCLEAN}
 
 Progress = Callable[[int], None]  # gets the number of bytes just read
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Damage:
-    """Names an extent whose bytes are not what was written. `why` is for the user."""
+    """Names an extent whose bytes are not what was written. `why` is for the user. `unreadable`: they may be, but the drive
+    does not give them."""
 
     stage: str
     tensor: str
     why: str
+    unreadable: bool
 
     def __str__(self) -> str:
         return f"{self.tensor} of {self.stage}: {self.why}"
@@ -50,21 +52,21 @@ def damages(
     `window`: a span of the arena that nobody else uses meanwhile, at least two blocks of 4096 bytes.
     """
 
-    def wrong(extent: StoredExtent) -> str:
+    def wrong(extent: StoredExtent) -> tuple[str, bool] | None:
         try:
             total = checksum_of(extent, daemon, arena, window)
         except SwapError as error:
-            if error.code not in _LOST:
+            if error.code not in LOST:
                 raise
-            return error.message
-        return not_as_named(manifest, extent, total) if total != extent.sum else ""
+            return error.message, True
+        return (not_as_named(manifest, extent, total), False) if total != extent.sum else None
 
     for stage in manifest.stages:
         for name, extent in stage.extents():
-            why = wrong(extent) and wrong(extent)  # damage must show in two reads
+            found = wrong(extent) and wrong(extent)  # damage must show in two reads
             progress(extent.size)
-            if why:
-                yield Damage(stage=stage.name, tensor=name, why=why)
+            if found:
+                yield Damage(stage=stage.name, tensor=name, why=found[0], unreadable=found[1])
 
 
 def not_as_named(manifest: Manifest, extent: StoredExtent, total: int) -> str:

@@ -13,14 +13,15 @@ import errno
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
 
-from ...core.disk import failed_writing, sync_directory
-from ...core.errors import FuyouError, UsageError
+from ...core.disk import failed_writing, status_of, sync_directory, unreadable
+from ...core.errors import FuyouError, UnreadableError, UsageError
 from ...core.json_files import find_text, has_too_many_values, object_in
 from ...core.own_files import write_own
 from ...core.typed import from_json
@@ -42,13 +43,12 @@ EVERY_NAME = (NAME, *_BEFORE, DAMAGED)  # names of manifests
 BESIDE = (*_BEFORE, DAMAGED, _NEW, _NEW_BEFORE)  # other files that may be beside a manifest
 _DIGEST = ',\n"digest": '
 LARGEST = 64 << 20  # bytes; a mixture of experts with a hundred thousand tensors takes a third of it
-_START_OVER = "start over with checkpoint.resume=never"
-# Errors that mean that a drive has lost a file, or that it is not a file.
-_LOST = {errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.EINVAL, errno.EISDIR}
+_START_OVER = "put a copy of it back, or start over with checkpoint.resume=never"
+NO_FILE = (errno.EINVAL, errno.EISDIR)  # of a pipe, a device or a folder: nothing that a run wrote
 
 
 class DamagedManifest(UsageError):
-    """Reports a manifest that is not what was written, or can no longer be read."""
+    """Reports a manifest that was read and is not what was written."""
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -131,20 +131,47 @@ def go_back(directory: Path, older: Manifest) -> None:
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
+def found_in(directory: Path, *names: str) -> list[Path]:
+    """Returns the folders with a file of these names: the folder itself if it has one, otherwise those in it. Raises
+    UnreadableError if there is none, as far as can be seen, and not all can be seen."""
+    if any(status_of(directory / name) is not None for name in names):
+        return [directory]
+    try:
+        inside = sorted(directory.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise unreadable(directory, error) from None
+    found, hidden = [], None
+    for folder in inside:  # of somebody else's folders beside a store nothing need be known
+        try:
+            found += [folder] if any(status_of(folder / name) is not None for name in names) else []
+        except UnreadableError as error:
+            hidden = error
+    if not found and hidden is not None:
+        raise hidden
+    return found
+
+
 def newest(directory: Path) -> tuple[Manifest | None, str]:
     """Returns the manifest to resume from, and why it is not the newest one (empty if it is).
 
     Raises like `read`: a manifest that cannot be read now may be whole, so no older one takes its place.
     """
-    try:
-        found, problem = read(directory), f"{directory / NAME} is gone"
-    except DamagedManifest as error:
-        if (older := next(_readable(directory), None)) is None:
-            raise
-        return older[1], error.message
-    if found is not None or (older := next(_readable(directory), None)) is None:
-        return found, ""
-    return older[1], problem
+    first: DamagedManifest | None = None
+    for name in (NAME, *_BEFORE):
+        try:
+            if (found := read(directory, name)) is None:
+                continue
+        except DamagedManifest as error:
+            first = first or error
+            continue
+        if name == NAME:
+            return found, ""
+        return found, f"{directory / NAME} is gone" if first is None else first.message
+    if first is not None:
+        raise first
+    return None, ""
 
 
 def before(directory: Path, manifest: Manifest) -> Iterator[Manifest]:
@@ -163,16 +190,18 @@ def _readable(directory: Path) -> Iterator[tuple[int, Manifest]]:
 
 
 def read(directory: Path, name: str = NAME) -> Manifest | None:
-    """Returns the manifest, or None if there is none. Raises DamagedManifest, or UsageError if it cannot be read."""
+    """Returns the manifest, or None if there is none. Raises DamagedManifest, UsageError if it is of another version, or
+    UnreadableError if it cannot be read now."""
     path = directory / name
-    if os.path.lexists(directory) and not directory.is_dir():
+    if (status := status_of(directory)) is not None and not stat.S_ISDIR(status.st_mode):
         hint = "offload.dir and checkpoint.resume name folders"
         raise UsageError(f"{directory} cannot hold a store: it is a file", hint=hint)
     try:
         text = find_text(path, limit=LARGEST, hint=_START_OVER)
     except UsageError as error:
-        if isinstance(error.__context__, OSError) and error.__context__.errno not in _LOST:
-            raise
+        cause = error.__context__
+        if isinstance(cause, OSError) and cause.errno not in NO_FILE:
+            raise unreadable(path, cause) from None
         raise DamagedManifest(error.message, hint=error.hint) from None
     return None if text is None else _parsed(path, text)
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ...checkpoint.companions import TEMPLATE_FOLDER
-from ...core.disk import failed_writing, sync_directory, sync_names_above
+from ...core.disk import failed_writing, file_size, sync_directory, sync_names_above, unreadable
 from ...core.errors import UsageError
 from ...core.json_files import find_object
 from ...core.own_files import write_own
-from ...core.paths import is_file
 from ...core.typed import from_json
 from .. import losses
 from . import manifest as manifests
@@ -56,12 +57,13 @@ def part_size(store_size: int, *, stripe: int, count: int, index: int) -> int:
 
 
 def lacking(manifest: Manifest) -> str:
-    """Names the first file of the store that is missing or too short. Empty if all are complete."""
+    """Names the first file of the store that is missing or too short. Empty if all are complete. Raises UnreadableError where
+    a drive or a permission hides one."""
     for index, name in enumerate(manifest.files):
         least = part_size(manifest.store_size, stripe=manifest.stripe, count=len(manifest.files), index=index)
-        size = Path(name).stat().st_size if is_file(name) else -1
-        if size < least:
-            what = "is missing" if size < 0 else f"has {size:,} bytes, but needs at least {least:,}"
+        size = file_size(name)
+        if size is None or size < least:
+            what = "is missing" if size is None else f"has {size:,} bytes, but needs at least {least:,}"
             return f"{name} {what}"
     return ""
 
@@ -69,25 +71,71 @@ def lacking(manifest: Manifest) -> str:
 def write_parts(run: str, directories: Sequence[Path]) -> None:
     """Claims the folders for a run, on stable storage. First removes manifests of runs that used them before."""
     for index, directory in enumerate(directories):
-        part = Part(run=run, index=index, count=len(directories), first=str(directories[0]))
         try:
             for name in manifests.EVERY_NAME if index else ():
                 (directory / name).unlink(missing_ok=True)
-            write_own(directory / NEW_PART, [json.dumps({"fuyou_part": _VERSION, **asdict(part)}).encode(), b"\n"])
-            (directory / NEW_PART).replace(directory / PART_FILE)
-            sync_directory(directory)
-            sync_names_above(directory)
+            _write_part(run, directories, index)
         except OSError as error:
             raise failed_writing(directory / PART_FILE, error) from error
 
 
+def _write_part(run: str, directories: Sequence[Path], index: int) -> None:
+    directory = directories[index]
+    part = Part(run=run, index=index, count=len(directories), first=str(directories[0]))
+    write_own(directory / NEW_PART, [json.dumps({"fuyou_part": _VERSION, **asdict(part)}).encode(), b"\n"])
+    (directory / NEW_PART).replace(directory / PART_FILE)
+    sync_directory(directory)
+    sync_names_above(directory)
+
+
+def begin_parts(run: str, directories: Sequence[Path]) -> list[Path]:
+    """Makes the store's files that are missing, empty, and says beside each whose it is. Returns those that it made.
+
+    A run may be killed before its first manifest. Then a file that has its size would pass for somebody's data where a file
+    system does not tell room from data; an empty one does not, and one with a part file of a run without a manifest neither.
+    """
+    made = []
+    for index, directory in enumerate(directories):
+        path = directory / STORE_FILE
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise failed_writing(path, error) from error
+        made.append(path)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody else writes the part file meanwhile
+            _write_part(run, directories, index)
+        except BlockingIOError:  # somebody was quicker, and has it: opening the store says so
+            made.remove(path)
+        except OSError as error:
+            discard(made)
+            raise failed_writing(directory / PART_FILE, error) from error
+        finally:
+            os.close(descriptor)
+    return made
+
+
+def discard(made: Sequence[Path]) -> None:
+    """Removes store files that `begin_parts` made, with their part files."""
+    for path in made:
+        path.unlink(missing_ok=True)
+        path.with_name(PART_FILE).unlink(missing_ok=True)
+
+
 def read_part(directory: Path) -> Part | None:
-    """Returns the part that `directory` is, or None if its part file cannot be read or is not valid."""
+    """Returns the part that `directory` is, or None if there is no part file or it is not valid. Raises UnreadableError where
+    it cannot be read now."""
+    path = directory / PART_FILE
     try:
-        content = find_object(directory / PART_FILE, limit=_LARGEST, names=True)
+        content = find_object(path, limit=_LARGEST, names=True)
         if content is None or content.pop("fuyou_part", None) != _VERSION:
             return None
         part = from_json(Part, content)
-    except UsageError:
+    except UsageError as error:
+        cause = error.__context__
+        if isinstance(cause, OSError) and cause.errno not in manifests.NO_FILE:
+            raise unreadable(path, cause) from None
         return None
     return part if part.index < part.count and is_plain(part.first) else None

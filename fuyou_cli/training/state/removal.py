@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from ...checkpoint.companions import TEMPLATE_FOLDER
+from ...core.disk import status_of
 from ...core.errors import FuyouError, UsageError
 from ...core.json_files import find_text, object_in, shown
 from ...core.paths import is_same_folder
-from .manifest import BESIDE, COMPANIONS, LARGEST, VERSION
+from .manifest import BESIDE, COMPANIONS, LARGEST, VERSION, found_in
 from .manifest import NAME as MANIFEST
 from .parts import PART_FILE, STORE_FILE, is_written, read_part
+from .places import forget
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,12 +50,9 @@ class StoreFiles:
 
 def find_manifests(directory: Path) -> list[Path]:
     """Finds the manifest of the folder itself if it is a store, otherwise those of the stores in it."""
-    if not directory.is_dir():
+    if (status := status_of(directory)) is None or not stat.S_ISDIR(status.st_mode):
         raise UsageError(f"{directory} is not a folder")
-    own = directory / MANIFEST
-    if own.is_file():
-        return [own]
-    return sorted(path for path in directory.glob(f"*/{MANIFEST}") if path.is_file())
+    return [folder / MANIFEST for folder in found_in(directory, MANIFEST)]
 
 
 def find_unnamed(directory: Path, stores: Sequence[StoreFiles]) -> list[Path]:
@@ -119,6 +118,8 @@ def _look(name: str, home: Path, content: dict[str, Any]) -> Remnant | str | Non
         status = path.lstat()
     except FileNotFoundError:
         return None
+    except FuyouError as error:
+        return error.message
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13
         return getattr(error, "strerror", None) or "cannot be read"
     if not stat.S_ISREG(status.st_mode):
@@ -167,6 +168,7 @@ def remove_store(store: StoreFiles) -> int:
             with suppress(OSError):  # it is not there, or holds what no manifest names
                 folder.rmdir()
         store.manifest.unlink()
+    forget(store.manifest.parent)
     return sum(file.taken for file in store.files)
 
 

@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ...checkpoint.files import name_list
-from ...core.errors import FuyouError, UsageError
-from ...core.paths import folder, is_file, is_same_folder
+from ...core.disk import file_size, status_of, unreadable
+from ...core.errors import FuyouError, UnreadableError, UsageError
+from ...core.paths import folder, is_same_folder
 from ...spec.plan import StoreMode
 from . import manifest as manifests
 from .parts import PART_FILE, STORE_FILE, lacking, read_part
+from .places import check_mounted
 from .source_checks import changed_files
 from .stored import Manifest
 
@@ -93,6 +95,8 @@ def find_saved(resume: str, directories: Sequence[Path], *, say: Say) -> Manifes
         return None
     source = directories[0] if resume == "auto" else folder(resume, key="checkpoint.resume")
     found, problem = manifests.newest(source)
+    if found is None:
+        check_mounted(directories if resume == "auto" else [source])
     if resume != "auto" and (found is None or found.state == "loading"):
         what = "there is no saved run" if found is None else "nothing is saved yet"
         raise UsageError(f"checkpoint.resume: {what} in {source}", hint="use auto to begin a new run")
@@ -117,7 +121,7 @@ def refuse_copy(manifest: Manifest, source: Path) -> None:
     home = Path(manifest.files[0]).parent
     if is_same_folder(home, source):
         return
-    if is_file(manifest.files[0]):
+    if file_size(manifest.files[0]) is not None:
         raise UsageError(
             f"{source} is a copy of the store in {home}: its manifest names the files there",
             hint=f"name {home}; a copy can be used only if it is moved there",
@@ -140,16 +144,23 @@ def refuse_in_use(manifest: Manifest) -> None:
 
 
 def _in_use(manifest: Manifest) -> str:
-    """Returns the name of a file of the store that a process has locked, or an empty string."""
-    for name in filter(is_file, manifest.files):
+    """Returns the name of a file of the store that a process has locked, or an empty string. Raises UnreadableError where that
+    cannot be found out."""
+    for name in manifest.files:
+        if file_size(name) is None:
+            continue
         try:
             descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError:
-            continue
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ELOOP):  # the store refuses a link by name
+                continue
+            raise unreadable(name, error) from None
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return name
+        except OSError as error:
+            raise unreadable(name, error, verb="locked") from None
         finally:
             os.close(descriptor)
     return ""
@@ -169,9 +180,13 @@ def _check_moved(directory: Path) -> None:
     store = kept[0].parent
     try:
         saved = manifests.read(store)
+    except UnreadableError:
+        raise
     except UsageError:
         return
-    if saved is None or saved.state != "committed" or is_file(saved.files[0]) or not (store / STORE_FILE).exists():
+    if saved is None or saved.state != "committed" or file_size(saved.files[0]) is not None:
+        return
+    if status_of(store / STORE_FILE) is None:
         return
     if Path(saved.files[0]).parent.name == store.name:
         refuse_copy(saved, store)
@@ -183,9 +198,8 @@ def _check_parts(saved: Manifest) -> None:
         raise _kept(f"the saved run cannot be resumed: {missing}", "mount its drive or put the file back")
     for index, path in enumerate(map(Path, saved.files)):
         part, place = read_part(path.parent), path.parent / PART_FILE
-        if part is None and place.exists():
-            remedy = "look at what `dmesg` says about that drive, then run the same command again"
-            raise _kept(f"the saved run cannot be resumed: {place} is damaged or cannot be read", remedy)
+        if part is None and status_of(place) is not None:
+            raise _kept(f"the saved run cannot be resumed: {place} is damaged", "put a copy of it back")
         if part is None or (part.run, part.index) != (saved.run, index):
             raise _kept(f"the saved run cannot be resumed: {path} belongs to another run now", "put a copy back")
 
@@ -198,9 +212,9 @@ def _check_free(directories: Sequence[Path], *, being_filled: Sequence[str]) -> 
     """
     for directory in directories:
         store, part_file = directory / STORE_FILE, directory / PART_FILE
-        if not store.exists():
+        if status_of(store) is None:
             continue
-        if not part_file.exists():
+        if status_of(part_file) is None:
             if str(store) not in being_filled and _holds_data(store):
                 raise _kept(f"{store} holds data that does not belong to any known run of fuyou", "move it away")
             continue
@@ -209,7 +223,7 @@ def _check_free(directories: Sequence[Path], *, being_filled: Sequence[str]) -> 
             raise _kept(f"{part_file} is damaged", "put it back")
         first = Path(part.first)
         owner, _ = manifests.newest(first)
-        if owner is None and first.is_dir():
+        if owner is None and status_of(first) is not None:
             continue  # the run was removed
         if owner is not None and (owner.run != part.run or owner.state != "committed"):
             continue

@@ -6,13 +6,15 @@ manifest. The thread of `commits` flushes the store and then writes the manifest
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ...core.errors import OutOfSpaceError, SwapError
+from ...core.disk import REMEDIES
+from ...core.errors import DamagedStateError, OutOfSpaceError, UnreadableError
 from ...core.own_files import open_own
 from ...core.patience import SILENT, Patience
 from ...core.units import align_up
@@ -199,12 +201,19 @@ class Saver:
         damage = self._first_damage(saved, progress)
         if damage is None:
             return saved
+        unreadable = damage.unreadable
         for older in manifests.before(self.folder, saved):
-            if self._first_damage(older) is None:
+            if (other := self._first_damage(older)) is None:
                 self.say(f"the state after step {saved.step} is damaged: {damage}")
                 self.say(f"falling back to the state after step {older.step}, which is intact")
                 return older
-        raise SwapError(
+            unreadable = unreadable or other.unreadable
+        if unreadable:  # it may be whole
+            raise UnreadableError(
+                f"the state after step {saved.step} in {self.folder} cannot be read whole, nor an older one: {damage}",
+                hint=f"{REMEDIES[errno.EIO]}; nothing is changed: run the same command again once it can be read",
+            )
+        raise DamagedStateError(
             f"the state after step {saved.step} in {self.folder} is damaged, and no older one is whole: {damage}",
             hint="put a copy of the folder back, or start over with checkpoint.resume=never",
         )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ...core.disk import status_of
 from ...core.errors import ModelFileError, UsageError
 from ...core.units import align_up, gb
 from ...spec.model import PAGE, SOURCES_AT, SourceFile
@@ -23,6 +24,8 @@ def files_now(saved: Manifest) -> tuple[SourceFile, ...]:
     time of change if its content cannot be compared."""
     found = []
     for source, problem, now in _looked_at(saved):
+        if problem:
+            status_of(source.path)  # raises UnreadableError where its drive or a permission is in the way
         if problem and (now is None or not saved.knows_pieces):
             raise UsageError(
                 f"frozen weights of this store are in the model's file {source.path}: {problem}",
