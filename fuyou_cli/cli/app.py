@@ -286,7 +286,7 @@ def report(
 
 @app.command()
 def export(
-    source: Annotated[Path, typer.Argument(metavar="STORE|RECIPE", help="A run's store, or its recipe.")],
+    source: Annotated[Path, typer.Argument(metavar="STORE|RECIPE|OUTPUT", help="A run's store, recipe or output_dir.")],
     out: Annotated[Path, typer.Argument(help="The folder to write.")],
     overrides: Overrides = None,
     dtype: Annotated[
@@ -311,7 +311,7 @@ app.command()(generate)
 
 @app.command()
 def verify(
-    source: Annotated[Path, typer.Argument(metavar="STORE", help="A run's store, or a folder with one.")],
+    source: Annotated[Path, typer.Argument(metavar="STORE", help="A run's store, a folder with one, or its output_dir.")],
     json_output: Json = False,
 ) -> None:
     """Read a store and check it.

@@ -9,6 +9,7 @@ import math
 import os
 import statistics
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,6 +18,7 @@ from pydantic import Field
 
 from ..core.errors import UsageError
 from ..core.json_files import parsed
+from ..core.paths import is_file
 from ..core.plain_files import open_plain
 from ..core.typed import from_json
 from ..recipe.load import load_recipe
@@ -24,7 +26,9 @@ from ..recipe.named import find_recipe
 from ..recipe.shipped import shipped_recipes
 from .report import Busy, Compared, RunReport
 from .reporting import medians
+from .state import manifest as manifests
 
+LOG = "log.jsonl"  # in an output_dir
 LONGEST_LINE = 256 << 20  # bytes; only a step's timeline is long
 
 Number = Annotated[float, Field(le=1e30)]
@@ -268,6 +272,15 @@ def read_promised(log: Path) -> Promised:
     return _read(log).promised
 
 
+def saved_of(output_dir: Path) -> Path | None:
+    """Returns the store of the last run in an output_dir, wherever its recipe put it. None: it is not there, or not known."""
+    stores = {path.parent for path in output_dir.glob(f"store/*/{manifests.NAME}")}
+    with suppress(UsageError):
+        told = Path(read_promised(output_dir / LOG).store)
+        stores = {told} if is_file(told / manifests.NAME) else stores
+    return min(stores) if len(stores) == 1 else None
+
+
 def _read(log: Path) -> _Reading:
     reading = _Reading()
     for number, line in enumerate(_lines(log), start=1):
@@ -359,7 +372,7 @@ def _compared(report: RunReport, reading: _Reading) -> tuple[Compared, ...]:
 def find_log(source: Path) -> Path:
     """Returns the log of an output_dir or of a recipe, or the file itself."""
     if source.is_dir():
-        return source / "log.jsonl"
+        return source / LOG
     if source.suffix not in (".yaml", ".yml") and str(source) not in shipped_recipes():
         return source
-    return Path(load_recipe(*find_recipe(str(source), ())).recipe.output_dir).expanduser() / "log.jsonl"
+    return Path(load_recipe(*find_recipe(str(source), ())).recipe.output_dir).expanduser() / LOG

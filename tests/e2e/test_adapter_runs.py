@@ -152,6 +152,20 @@ def test_the_command_exports_what_peft_loads_and_goes_on_with(lora: NewProject, 
         torch.testing.assert_close(value.float(), merged[name], rtol=2**-8, atol=1e-7)
 
 
+def test_an_output_folder_with_an_adapter_whose_store_lies_elsewhere(lora: NewProject, tmp_path: Path) -> None:
+    """Its model is that of the store, merged; so is what is exported."""
+    project = lora(changes={"train.max_steps": 2, "export.at_end": True, "offload.dir": "drive"})
+    assert (ran := project.fuyou("finetune", project.recipe)).returncode == 0, ran.stderr
+    ready = prepared_run(project)
+    loaded = peft.PeftModel.from_pretrained(base_of(ready), project.out / "adapter")
+    wanted = losses_of(loaded.merge_and_unload())
+    for source in (project.out, project.out / "adapter"):
+        assert streamed(source) == pytest.approx(wanted, rel=1e-3), source  # exported in bfloat16
+    assert streamed(project.out) == streamed(store_of(project))
+    done = project.fuyou("export", project.out, tmp_path / "merged", "--merged")
+    assert done.returncode == 0 and streamed(tmp_path / "merged") == pytest.approx(streamed(project.out), rel=1e-6)
+
+
 def test_a_model_is_not_merged(whole: Callable[..., Whole], tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="holds a model and no adapter"):
         run_export(whole().store, tmp_path / "out", [], dtype=None, merged=True)

@@ -17,6 +17,7 @@ from ...spec.plan import Span
 from ...swap.arena import Arena
 from ...swap.daemon import DaemonOptions, SwapDaemon
 from ...swap.store import Store
+from ..history import saved_of
 from . import manifest as manifests
 from .extent_checks import PIECE, Damage, Progress, damages
 from .parts import lacking
@@ -57,7 +58,7 @@ class Verified:
 
 
 def find_store(source: Path) -> Path:
-    """Returns the folder of the one store that `source` is or contains."""
+    """Returns the folder of the one store that `source` is or contains, or that a run with this output_dir has elsewhere."""
     if any((source / name).is_file() for name in (manifests.NAME, manifests.BEFORE)):
         return source
     found = sorted(path.parent for path in source.glob(f"*/{manifests.NAME}")) if source.is_dir() else []
@@ -65,8 +66,10 @@ def find_store(source: Path) -> Path:
         return found[0]
     if found:
         raise UsageError(f"{source} holds {len(found)} stores", hint="name one: " + ", ".join(map(str, found[:4])))
+    if (saved := saved_of(source)) is not None:
+        return saved
     raise UsageError(
-        f"there is no store in {source}", hint="give the folder of a run's store, or the offload.dir that it is in"
+        f"there is no store in {source}", hint="give a run's output_dir, its store, or the offload.dir that it is in"
     )
 
 
