@@ -75,6 +75,9 @@ def finetune(
     assume_rates: Annotated[
         bool, typer.Option("--assume-rates", help="Assume rates instead of measuring a new machine.")
     ] = False,
+    accept_changes: Annotated[
+        bool, typer.Option("--accept-changes", help="Resume with the recipe's other lr, schedule, max_steps or epochs.")
+    ] = False,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Also show each step's traffic and waits.")] = False,
     trace: Trace = None,
 ) -> None:
@@ -92,8 +95,9 @@ def finetune(
     from .finetune import run_finetune
 
     return run_finetune(
-        loaded, plan_file=plan_file, calibrated=calibrated, measure=not assume_rates, verbose=verbose, trace=trace
-    )
+        loaded, plan_file=plan_file, calibrated=calibrated, measure=not assume_rates, accept_changes=accept_changes,
+        verbose=verbose, trace=trace,
+    )  # fmt: skip
 
 
 @app.command()

@@ -5,7 +5,7 @@ Rules between keys are in `rules`; keys whose feature does not exist yet are in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -295,6 +295,10 @@ class Recipe(Section):
     export: ExportSection = ExportSection()
     logging: LoggingSection = LoggingSection()
 
+    def settings(self) -> dict[str, Any]:
+        """Returns every key, dotted, with its value as JSON has it. A list of sections is one value."""
+        return dict(_flat(self.model_dump(mode="json"), ""))
+
     def offload_directories(self, environment: Mapping[str, str]) -> tuple[Path, ...]:
         """Tells where the store goes. Raises UsageError if a folder is a file or its home directory is unknown."""
         if self.offload.dir:
@@ -302,3 +306,11 @@ class Recipe(Section):
         if named := environment.get("FUYOU_OFFLOAD_DIR"):
             return (folder(named, key="FUYOU_OFFLOAD_DIR"),)
         return (folder(Path(self.output_dir, "store"), key="output_dir"),)
+
+
+def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value

@@ -27,6 +27,7 @@ from ..recipe.shipped import shipped_recipes
 from .report import Busy, Compared, RunReport
 from .reporting import medians
 from .state import manifest as manifests
+from .state.stored import Change
 
 LOG = "log.jsonl"  # in an output_dir
 LONGEST_LINE = 256 << 20  # bytes; only a step's timeline is long
@@ -186,6 +187,7 @@ class History:
     evaluations: tuple[Evaluated, ...] = ()  # in order; a repeated one counts as it was the last time
     samples: tuple[Sample, ...] = ()  # the same
     best: Best | None = None  # the last one, kept or not
+    changes: tuple[Change, ...] = ()  # of the recipe, with which it went on
 
     @property
     def typical(self) -> Sequence[Step]:
@@ -202,6 +204,7 @@ class _Reading:
         self.evaluations: list[Evaluated] = []
         self.samples: list[Sample] = []
         self.best: Best | None = None
+        self.changes: list[Change] = []
         self.ended, self.failed, self.stopped = False, "", False
 
     def take(self, record: dict[str, Any]) -> None:
@@ -224,6 +227,8 @@ class _Reading:
             sample = _of(Sample, record)
             others = (one for one in self.samples if (one.step, one.number) != (sample.step, sample.number))
             self.samples = [*others, sample]
+        elif event == "changed":
+            self.changes.append(_of(Change, record))
         elif event == "best":
             self.best = _of(Best, record)
         elif event == "timeline":
@@ -254,6 +259,7 @@ def read_history(log: Path) -> History:
         evaluations=tuple(reading.evaluations),
         samples=tuple(reading.samples),
         best=reading.best,
+        changes=tuple(reading.changes),
     )
 
 

@@ -26,6 +26,7 @@ from .limits import check_positions, check_tokens, note_slow_products
 from .prepared import Fetched, Inspected, Planned, Ready, Resolved
 from .rates import learning_rate
 from .state import fingerprints
+from .state.recipe_changes import settings_of
 from .state.resume import REFUSED, check_unchanged_run, refused, saved_state
 from .stored_quantised import as_stored, check_planned
 from .untouched import untouched_of
@@ -33,6 +34,7 @@ from .untouched import untouched_of
 if TYPE_CHECKING:
     from ..recipe.schema import Recipe
     from .fixed_prompts import FixedPrompts
+    from .state.stored import Change
 
 Say = Callable[[str], None]
 _DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # devices of NVIDIA's driver, of WSL2 and of AMD's
@@ -242,9 +244,9 @@ def fetch(planned: Planned, *, say: Say, progress: Progress = unheard) -> Fetche
     return Fetched(planned=planned, entries=entries, stored_as=stored_as, mark=mark)
 
 
-def tokenise(fetched: Fetched, *, say: Say) -> Ready:
+def tokenise(fetched: Fetched, *, say: Say, accept_changes: bool = False) -> Ready:
     """Makes rows of the data, or finds those of an earlier run. Raises UsageError if they do not fit the model or the saved
-    run."""
+    run. `accept_changes`: that goes on with another rate, schedule or length."""
     planned = fetched.planned
     recipe, saved = planned.recipe, planned.manifest
     say("reading and tokenising the data")
@@ -271,8 +273,10 @@ def tokenise(fetched: Fetched, *, say: Say) -> Ready:
         data=rows.summary.digest,
         total_steps=total,
     )
+    settings = settings_of(recipe, device=planned.inspected.device)
+    changes: tuple[Change, ...] = ()
     if saved is not None:
-        check_unchanged_run(saved, made_of, total_steps=total)
+        changes = check_unchanged_run(saved, made_of, total_steps=total, settings=settings, accepted=accept_changes)
         if changed := fingerprints.change_of(saved.libraries, fingerprints.versions(recipe)):
             say(f"note: {changed}")
     return Ready(
@@ -285,4 +289,6 @@ def tokenise(fetched: Fetched, *, say: Say) -> Ready:
         evaluated=evaluated,
         prompts=planned.inspected.prompts,
         untouched=untouched_of(planned.anatomy, fetched.entries) if saved is None else saved.untouched,
+        settings=settings,
+        changes=changes,
     )

@@ -57,8 +57,8 @@ def base_of(ready: Ready) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(ready.planned.model_dir, dtype=torch.float32)
 
 
-def steps_in_memory(ready: Ready, model: Any, *, first: int = 0) -> Iterator[float]:
-    """The losses of the steps after the first ones. AdamW has seen none."""
+def steps_in_memory(ready: Ready, model: Any, *, first: int = 0, rate: Callable[[int], float] | None = None) -> Iterator[float]:
+    """The losses of the steps after the first ones. AdamW has seen none. rate: of each step; None: the recipe's."""
     recipe, numerics = ready.planned.recipe, ready.planned.plan.numerics
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [[p for p in trained if (p.dim() > 1) is decayed] for decayed in (True, False)]
@@ -66,7 +66,7 @@ def steps_in_memory(ready: Ready, model: Any, *, first: int = 0) -> Iterator[flo
         [{"params": groups[0], "weight_decay": recipe.optimizer.weight_decay}, {"params": groups[1], "weight_decay": 0.0}],
         betas=recipe.optimizer.betas, eps=recipe.optimizer.eps,
     )  # fmt: skip
-    rates = learning_rate(recipe, ready.planned.total_steps)
+    rate = rate or learning_rate(recipe, ready.planned.total_steps).at
     for step in range(first, ready.planned.total_steps):
         batch = collate(ready.rows, ready.sampler.batch(step), pad_id=ready.rows.summary.pad_id, max_len=numerics.max_seq_len)
         ids, labels = batch.tensors()
@@ -82,7 +82,7 @@ def steps_in_memory(ready: Ready, model: Any, *, first: int = 0) -> Iterator[flo
         yield whole
         torch.nn.utils.clip_grad_norm_(trained, recipe.train.clip_grad_norm)
         for group in optimizer.param_groups:
-            group["lr"] = rates.at(step + 1)
+            group["lr"] = rate(step + 1)
         optimizer.step()
         optimizer.zero_grad()
 
