@@ -32,6 +32,8 @@ MEANINGS = {
     "tokenizer.pad_token": "The token that fills short rows; it never carries loss.",
     "adapter": "Trains a LoRA adapter, in the names of peft. `null`: every parameter is trained.",
     "adapter.type": "What is trained beside the frozen model.",
+    "adapter.from": "A folder with an adapter that was saved before, or a run's `output_dir`: training starts from it. "
+    "The other keys have to be those it was trained with, but for the dropout.",
     "adapter.r": "Rank of LoRA's matrices.",
     "adapter.lora_alpha": "LoRA's scale is `lora_alpha / r`.",
     "adapter.lora_dropout": "Dropout before LoRA's first matrix.",

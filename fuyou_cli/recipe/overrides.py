@@ -131,6 +131,7 @@ def spelt(value: Any) -> str:
 
 def as_override(key: str, value: Any) -> str:
     """Returns the word of a shell's command line that gives a key this value."""
+    value = None if value == {} else value  # sections are merged, so an empty one changes nothing
     return shlex.quote(f"{key}={value if _is_plain(value) else json.dumps(value)}")
 
 

@@ -19,7 +19,7 @@ from ..core.errors import UsageError
 from ..core.paths import folder
 from ..core.units import count
 from ..spec.model_facts import InPlace
-from .adapting import check_peft, entries_of, stored_names
+from .adapting import check_peft, check_start, entries_of, starting_entries, stored_names
 from .known_model import KnownModel
 from .length import evaluation_rows, evaluation_sets, fed, mixture_of, naming_evaluation, steps_of
 from .limits import check_positions, check_tokens, note_slow_products
@@ -53,6 +53,8 @@ def resolve(recipe: Recipe, *, to_run: bool = True, here: bool = True, say: Say,
     hub = Hub(recipe, say=say, progress=progress)
     model_dir = hub.model(need_weights=False)
     recipe = as_stored(recipe, model_dir, say=say)
+    if manifest is None:
+        _look_at_start(recipe, model_dir, say, needed=to_run)
     tokenizer_dir = hub.tokenizer(model_dir, needed=to_run)
     _look_at_tokenizer(tokenizer_dir, say, needed=to_run)
     _look_at_data(recipe, say, needed=to_run)
@@ -105,6 +107,16 @@ def _look_at_tokenizer(directory: Path, say: Say, *, needed: bool) -> None:
 
             kind = type(load_tokenizer(directory, chat_template=None, pad_token=None)).__name__
             say(f"note: the tokenizer's own code ({own}) is not run: transformers has {kind} for it")
+    except UsageError as error:
+        if needed:
+            raise
+        say(f"note: {error.message}. {REFUSED}{f' ({error.hint})' if error.hint else ''}")
+
+
+def _look_at_start(recipe: Recipe, model_dir: Path, say: Say, *, needed: bool) -> None:
+    """Looks at the adapter to start from. A plan can do without."""
+    try:
+        check_start(recipe, model_dir, say=say)
     except UsageError as error:
         if needed:
             raise
@@ -241,6 +253,8 @@ def fetch(planned: Planned, *, say: Say, progress: Progress = unheard) -> Fetche
         stored_as = {tensor.name: tensor.stored_as for stage in saved.stages for tensor in stage.tensors}
         return Fetched(planned=planned, entries={}, stored_as=stored_as, mark=saved.fingerprints.get("weights", ""))
     stored_as = {name: entry.name for name, entry in entries.items()} | stored_names(recipe, planned.model)
+    if saved is None:
+        entries |= starting_entries(recipe, planned.anatomy.model)
     return Fetched(planned=planned, entries=entries, stored_as=stored_as, mark=mark)
 
 

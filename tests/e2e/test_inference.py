@@ -21,6 +21,7 @@ from fuyou_cli.spec.plan import Numerics
 from fuyou_cli.training.generation import Generator, left_for_weights
 from fuyou_cli.training.inference import find, open_for_inference
 from fuyou_cli.training.jsonl import JsonlLog
+from fuyou_cli.training.state.at_rest import find_store
 
 from .conftest import NewProject, Whole
 from .running import exported
@@ -103,6 +104,11 @@ def test_a_device_that_is_full_is_an_error_of_generate() -> None:
     with pytest.raises(DeviceMemoryError, match=r"^out of device memory: CUDA out of memory$") as told:
         generator.run([[1, 2]], new=2)
     assert told.value.hint is not None and "--batch-size" in told.value.hint
+
+
+def test_a_store_is_found_by_the_folder_of_its_run(whole: Callable[..., Whole]) -> None:
+    store = whole().store
+    assert find_store(store.parent.parent) == store, "in output_dir/store, without a log"
 
 
 def test_an_output_folder_whose_store_lies_elsewhere(new_project: NewProject, tmp_path: Path) -> None:

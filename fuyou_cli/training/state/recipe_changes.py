@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ...core.printable import one_line
 from ...recipe.overrides import as_override, spelt
 from .stored import Change
 
@@ -113,7 +114,7 @@ def _is_below(key: str, names: Sequence[str]) -> bool:
 
 def in_words(changes: Sequence[Change]) -> str:
     """Says what each key was and is."""
-    told = [f"{one.key} was {spelt(one.before)}, is {spelt(one.now)}" for one in changes[:_MOST]]
+    told = [f"{one_line(one.key)} was {spelt(one.before)}, is {spelt(one.now)}" for one in changes[:_MOST]]
     return "; ".join([*told, *([f"and {len(changes) - _MOST} keys more"] if len(changes) > _MOST else [])])
 
 

@@ -286,18 +286,21 @@ def check_unchanged_run(
 ) -> tuple[Change, ...]:  # fmt: skip
     """Returns the changes of the recipe that the run goes on with. `settings`: its keys now; `accepted`: a rate, schedule or
     length may be another. Raises UsageError that names every other one, with its old and new value."""
-    if saved.step > total_steps:
-        raise UsageError(
-            f"the saved run has done {saved.step} steps, but the recipe asks for {total_steps}",
-            hint=f"write train.max_steps={saved.step} or more, or raise train.epochs; `fuyou export` writes the model as it is",
-        )
     changes = changed_keys(saved.settings, settings, step=saved.step)
     names = dict.fromkeys((*fingerprints, *saved.fingerprints))
     changed = [name for name in names if saved.fingerprints.get(name) != fingerprints.get(name)]
     if "frozen" in changed and "model" in changed:
         changed.remove("model")  # its stages are laid out by what is frozen
     may = [name for name in changed if may_change(name, of_fingerprint(name, changes))]
-    if refused := [name for name in changed if not accepted or name not in may]:
+    refused = [name for name in changed if not accepted or name not in may]
+    if any(name not in may for name in refused):
+        raise _changed(saved, refused, may, changes)
+    if saved.step > total_steps:
+        raise UsageError(
+            f"the saved run has done {saved.step} steps, but the recipe asks for {total_steps}",
+            hint=f"write train.max_steps={saved.step} or more, or raise train.epochs; `fuyou export` writes the model as it is",
+        )
+    if refused:
         raise _changed(saved, refused, may, changes)
     unknown = [Change(step=saved.step, key=_CHANGED[name], before=None, now=None) for name in changed if saved.settings is None]
     return (*unknown, *recorded(changes))
