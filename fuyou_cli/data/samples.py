@@ -126,7 +126,7 @@ class Reading:
         With `auto` the first row decides the source's format. Long texts are cut where that loses nothing.
         """
         by_line = source.get("by_line", False)
-        if self._cut and kind_of_rows(file) == "text" and not by_line:
+        if self._cut and not self._request.get("paragraphs") and kind_of_rows(file) == "text" and not by_line:
             self.formats[number] = "text"
             if not skipped:
                 yield from ((str(file), piece) for piece in _pieces(read_document(file)))

@@ -78,8 +78,9 @@ class Source:
 
 
 def is_read_whole(dataset: DatasetSection) -> bool:
-    """Tells whether a .txt file is one document, which rows are cut from; otherwise each of its paragraphs is a sample."""
-    return dataset.packing == "concat" and dataset.overlong in ("truncate", "split")
+    """Tells whether a .txt file is one document, which rows are cut from; otherwise each of its paragraphs is a sample, as
+    where some are held back."""
+    return dataset.packing == "concat" and dataset.overlong in ("truncate", "split") and not dataset.eval_fraction
 
 
 class MissingDataError(UsageError):

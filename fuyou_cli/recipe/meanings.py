@@ -4,7 +4,8 @@ from __future__ import annotations
 
 _ENTRY = {
     "path": "A file, folder or glob of json, jsonl, parquet, csv, arrow or txt, also compressed; or a data set of the hub. "
-    "A .txt file is cut at blank lines: each paragraph is a sample (for training, `packing: concat` takes it whole).",
+    "A .txt file is cut at blank lines: each paragraph is a sample (to train on, `packing: concat` takes it whole, but for "
+    "`eval_fraction`).",
     "name": "The subset of a hub data set.",
     "revision": "A branch, tag or commit of a hub data set. Without it, what was newest when it was first read.",
     "split": "The split of a hub data set, or a part of it: `train[:10%]`.",

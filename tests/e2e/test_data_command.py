@@ -162,6 +162,19 @@ def test_where_texts_are_cut_and_that_sets_to_evaluate_are_not_packed(asked: Pro
     assert "a sample to evaluate is a row of its own" in line and "A .txt file is cut at blank lines" in reference()
 
 
+def test_no_paragraph_that_is_held_back_is_trained_on(asked: Project, printed: Printed) -> None:
+    """Not even where rows are cut from whole documents."""
+    texts = [f"The harbour is {number} km away." for number in range(16)]
+    for name, some in (("one.txt", texts[:8]), ("two.txt", texts[8:])):
+        Path(name).write_text("\n\n".join(some) + "\n")
+    changes = ["dataset.train=[{path: one.txt}, {path: two.txt}]", "dataset.packing=concat", "dataset.eval_fraction=0.25"]
+    found = json.loads(printed("data", asked.recipe, *changes, "-n", "99", "--json"))
+    assert found["samples"] == 12 and found["eval"]["held-back"]["rows"] == 4
+    shown = "".join(piece["text"] for row in found["shown"] for document in row["documents"] for piece in document)
+    assert sum(text in shown for text in texts) == 12
+    assert found["notes"][-3:-1] == [f"{name}.txt is cut at blank lines: each paragraph is a sample" for name in ("one", "two")]
+
+
 def test_the_rows_of_a_run(new_project: NewProject, printed: Printed) -> None:
     """Finds the rows where the run has put them, in its order, with its labels; also those it holds back."""
     changes = {"dataset.packing": "concat", "dataset.eval_fraction": 0.1, "train.batch_size": 3, "train.micro_batch_size": 1}
