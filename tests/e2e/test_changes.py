@@ -18,7 +18,7 @@ from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.stored import Change
 
 from .conftest import NewProject, Project
-from .running import STEPS, interrupt, manifest_of, prepared_run, store_of, train
+from .running import STEPS, exported, interrupt, manifest_of, prepared_run, store_of, train
 from .test_adapter_runs import base_of, steps_in_memory
 from .test_stopping import RAM
 
@@ -79,9 +79,9 @@ def test_losses_are_those_of_a_loop_that_changes_the_same(
     }
 
 
-def test_a_finished_run_is_made_longer_by_the_command(new_project: NewProject) -> None:
+def test_a_finished_run_is_made_longer_by_the_command(new_project: NewProject, tmp_path: Path) -> None:
     """The log and the report say what changed, when and from what; the refusal before says what to write."""
-    project = new_project(changes={"train.max_steps": 3, "export.at_end": False})
+    project = new_project(changes={"train.max_steps": 3})
     assert (ran := project.fuyou("finetune", project.recipe)).returncode == 0, ran.stderr
     longer = ("finetune", project.recipe, "train.max_steps=5", "optimizer.lr=0.001")
     refused = project.fuyou(*longer)
@@ -90,6 +90,8 @@ def test_a_finished_run_is_made_longer_by_the_command(new_project: NewProject) -
     assert "add --accept-changes" in said and "train.max_steps=3" in said and "optimizer.lr=0.003" in said
     done = project.fuyou(*longer, "--accept-changes", "logging.every_steps=2")
     assert done.returncode == 0, done.stderr
+    ours, theirs = project.exported(), exported(store_of(project), tmp_path / "out")
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours), "of the longer run"
     assert "changed: " in done.stderr and sorted(project.losses()) == [1, 2, 3, 4, 5]
     told = json.loads(project.fuyou("report", project.out, "--json").stdout)["changes"]
     assert {"step": 3, "key": "train.max_steps", "before": 3, "now": 5} in told
