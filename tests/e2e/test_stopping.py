@@ -138,7 +138,9 @@ def test_changed_recipe_is_refused_by_name(changes: dict[str, Any], named: str, 
     assert named in message
     assert "checkpoint.resume=never" in message
     for key in changes:
-        if was := re.search(rf"{re.escape(key)} was (.+?), is ", message):
+        if key == "optimizer.lr":
+            assert "(--accept-changes goes on with optimizer.lr)" in message
+        elif was := re.search(rf"{re.escape(key)} was (.+?), is ", message):
             assert f"{key}={was[1]}" in message  # what to write
     with pytest.raises(UsageError) as refused:
         prepared_run(stopped, accept_changes=True)

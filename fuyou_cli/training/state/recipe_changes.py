@@ -92,7 +92,12 @@ def of_fingerprint(name: str, changes: Sequence[Change]) -> list[Change]:
 
 def may_change(name: str, changes: Sequence[Change]) -> bool:
     """Tells whether a run may go on with another fingerprint of this name, if `changes` are of it."""
-    return name == "schedule" or (bool(changes) and all(_is_below(one.key, RATES) for one in changes))
+    return name == "schedule" or (bool(changes) and all(map(is_rate, changes)))
+
+
+def is_rate(change: Change) -> bool:
+    """Tells whether a run goes on with another value of a key where that is accepted."""
+    return _is_below(change.key, RATES)
 
 
 def is_free(change: Change) -> bool:

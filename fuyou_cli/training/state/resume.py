@@ -20,7 +20,7 @@ from ...core.paths import folder, is_file, is_same_folder
 from ...spec.plan import StoreMode
 from . import manifest as manifests
 from .parts import PART_FILE, STORE_FILE, lacking, read_part
-from .recipe_changes import changed_keys, in_words, may_change, of_fingerprint, put_back, recorded, why_kept
+from .recipe_changes import changed_keys, in_words, is_rate, may_change, of_fingerprint, put_back, recorded, why_kept
 from .source_checks import changed_files
 from .stored import Change, Manifest
 
@@ -322,9 +322,12 @@ def _changed(saved: Manifest, names: Sequence[str], may: Sequence[str], changes:
         return UsageError(told, hint=_OTHER_DATA.format(" --merged" if "adapter" in saved.fingerprints else ""))
     kept = [name for name in names if name not in may]
     ways = ["add --accept-changes to go on with it"] if not kept else []
+    rates = [one.key for one in of_these if is_rate(one)] if kept else []
     if kept and (why := why_kept(kept)):
         told += f"; {why}"
+    of_these = [one for one in of_these if one.key not in rates]
     ways.append(f"put it back: {put_back(of_these)}" if of_these else "put back what changed")
+    ways[-1] += f" (--accept-changes goes on with {' and '.join(rates)})" if rates else ""
     if kept and saved.settings is None and "optimizer" in kept:
         ways.append("run it once with its old recipe, which is recorded then, and with --accept-changes for another rate")
     return _kept(told, ", or ".join(ways))
