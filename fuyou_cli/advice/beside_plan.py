@@ -63,7 +63,7 @@ def promises(planned: Planned) -> dict[str, object]:
         "frozen_parameters": planned.model.frozen_parameters,
         "total_steps": planned.total_steps,
         "numerics": asdict(plan.numerics),
-        "store": str(planned.directories[0]),
+        "store": str(planned.directories[0].absolute()),
         "store_on": astuple(file_system_of(planned.directories[0])),
         "export": str(export_folder(planned.recipe, planned.model_dir)),
         **{f"predicted_{key}": getattr(predicted, key) for key in keys},

@@ -75,6 +75,9 @@ def finetune(
     assume_rates: Annotated[
         bool, typer.Option("--assume-rates", help="Assume rates instead of measuring a new machine.")
     ] = False,
+    accept_changes: Annotated[
+        bool, typer.Option("--accept-changes", help="Resume with the recipe's other lr, schedule, max_steps or epochs.")
+    ] = False,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Also show each step's traffic and waits.")] = False,
     trace: Trace = None,
 ) -> None:
@@ -92,8 +95,9 @@ def finetune(
     from .finetune import run_finetune
 
     return run_finetune(
-        loaded, plan_file=plan_file, calibrated=calibrated, measure=not assume_rates, verbose=verbose, trace=trace
-    )
+        loaded, plan_file=plan_file, calibrated=calibrated, measure=not assume_rates, accept_changes=accept_changes,
+        verbose=verbose, trace=trace,
+    )  # fmt: skip
 
 
 @app.command()
@@ -286,7 +290,7 @@ def report(
 
 @app.command()
 def export(
-    source: Annotated[Path, typer.Argument(metavar="STORE|RECIPE", help="A run's store, or its recipe.")],
+    source: Annotated[Path, typer.Argument(metavar="STORE|RECIPE|OUTPUT", help="A run's store, recipe or output_dir.")],
     out: Annotated[Path, typer.Argument(help="The folder to write.")],
     overrides: Overrides = None,
     dtype: Annotated[
@@ -311,7 +315,7 @@ app.command()(generate)
 
 @app.command()
 def verify(
-    source: Annotated[Path, typer.Argument(metavar="STORE", help="A run's store, or a folder with one.")],
+    source: Annotated[Path, typer.Argument(metavar="STORE", help="A run's store, a folder with one, or its output_dir.")],
     json_output: Json = False,
 ) -> None:
     """Read a store and check it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,14 +38,15 @@ def run_finetune(
     plan_file: Path | None = None,
     calibrated: bool = False,
     measure: bool = True,
+    accept_changes: bool = False,
     verbose: bool = False,
     trace: Path | None = None,
 ) -> None:
     """Runs a recipe.
 
     `plan_file` holds the plan to run, with its own rates, instead of the plan that is best now. `calibrated` plans with the
-    rates that the last run showed. `measure` measures a new machine first. `verbose` shows each step's traffic and waits.
-    `trace` is the file for a trace of the newest steps.
+    rates that the last run showed. `measure` measures a new machine first. `accept_changes` resumes a run with another rate,
+    schedule or length. `verbose` shows each step's traffic and waits. `trace` is the file for a trace of the newest steps.
     """
     from fuyou_cli.machine.allocator import settle_allocator
     from fuyou_cli.machine.libraries import settle_libraries
@@ -61,7 +63,7 @@ def run_finetune(
     check_output(loaded.recipe)
     logging = libraries(loaded.recipe.logging.backends)
     tracing = None if trace is None else Trace(trace)  # raises now if the file cannot be written, before anything is planned
-    ready = made_ready(loaded, kept, measure=measure, calibrated=calibrated)
+    ready = made_ready(loaded, kept, measure=measure, calibrated=calibrated, accept_changes=accept_changes)
     planned = ready.planned
     with claimed(Path(planned.recipe.output_dir).expanduser(), say=write_status), ExitStack() as stack:
         if note := note_of_an_earlier_run(planned):
@@ -122,6 +124,8 @@ def _train(
         )
         if log is not None:
             log.write("loaded", {})
+            for change in ready.changes:
+                log.write("changed", {**asdict(change), "step": min(change.step, run.step)})  # an older state may be whole
         settle_for_training()
         before, others = run.daemon.counters(), BackgroundLoad()
         with ExitStack() as traced:

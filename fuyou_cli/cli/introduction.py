@@ -22,12 +22,15 @@ if TYPE_CHECKING:
     from fuyou_cli.training.prepared import Planned, Ready
 
 
-def made_ready(loaded: LoadedRecipe, kept: KeptPlan | None, *, measure: bool, calibrated: bool) -> Ready:
+def made_ready(
+    loaded: LoadedRecipe, kept: KeptPlan | None, *, measure: bool, calibrated: bool, accept_changes: bool = False
+) -> Ready:
     """Takes every step from the recipe to a run. `kept` is the plan of a file. A saved run's plan is shown only when nothing
     can refuse the run any more. Raises UsageError or PlanError."""
     from fuyou_cli.machine.probe import process_bytes
     from fuyou_cli.training.length import sampled_epoch
     from fuyou_cli.training.plan_step import plan, plan_downloaded, settle
+    from fuyou_cli.training.state.recipe_changes import in_words
     from fuyou_cli.training.steps import fetch, inspect, resolve, tokenise
 
     from .render.transfer import Transfers
@@ -45,7 +48,8 @@ def made_ready(loaded: LoadedRecipe, kept: KeptPlan | None, *, measure: bool, ca
             if planned.manifest is None:
                 _show(loaded, planned)
             fetched = fetch(planned, say=say, progress=progress)
-            tokenised = tokenise(fetched if kept is not None else plan_downloaded(fetched, say=say), say=say)
+            fetched = fetched if kept is not None else plan_downloaded(fetched, say=say)
+            tokenised = tokenise(fetched, say=say, accept_changes=accept_changes)
         ready = settle(tokenised, *machine_here(loaded, inspected, say=say, calibrated=calibrated), choose=kept)
         _refuse_unfit(loaded, ready.planned)
     except PlanError as error:
@@ -59,6 +63,8 @@ def made_ready(loaded: LoadedRecipe, kept: KeptPlan | None, *, measure: bool, ca
     _show_data(tokenised.rows.summary)
     if planned.manifest is not None:
         write_status(f"resuming after step {planned.manifest.step}: weights, states, schedule and data position")
+        if ready.changes:
+            write_status(f"changed: {in_words(ready.changes)}")
     return ready
 
 

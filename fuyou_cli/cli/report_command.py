@@ -41,6 +41,7 @@ def _as_data(history: History) -> dict[str, Any]:
         "compared": [{**asdict(line), "what": line.what.strip(), "difference": line.difference} for line in report.compared],
         "evaluations": [asdict(one) for one in history.evaluations],
         "best": None if history.best is None else asdict(history.best),
+        "changes": [asdict(one) for one in history.changes],
         "samples": [asdict(one) for one in history.samples],
         "steps": [asdict(step) for step in history.steps],
     }

@@ -128,6 +128,7 @@ def request_for(
         "mixed": bool(dataset.weights),
         **dataset.model_dump(include={"packing", "overlong", "max_seq_len", "loss_on"}),
         **(part.asked() if part is not None else {}),
+        **({"paragraphs": True} if part is not None and dataset.packing == "concat" else {}),  # which are held back, or not
     }, [source.entry.path for source in sources]
 
 

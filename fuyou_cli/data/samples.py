@@ -138,7 +138,7 @@ class Reading:
         """
         by_line = source.get("by_line", False)
         self._begin(f"{file}: the beginning of the file")
-        if self._cut and kind_of_rows(file) == "text" and not by_line:
+        if self._cut and not self._request.get("paragraphs") and kind_of_rows(file) == "text" and not by_line:
             self.formats[number] = "text"
             if not skipped:
                 yield from ((str(file), piece) for piece in _pieces(read_document(file)))

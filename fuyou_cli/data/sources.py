@@ -43,9 +43,18 @@ class Source:
     @property
     def asked(self) -> dict[str, Any]:
         """Returns it as part of a request. In a text file of a set, every line is a row, as for `datasets`."""
-        by_line = is_named(self.entry) and any(kind_of_rows(file) == "text" for file in self.files)
+        by_line = is_named(self.entry) and self._has_text
         options = self.entry.model_dump(include={"format", "columns", "max_samples"})
         return {"files": list(map(str, self.files)), **options, **({"by_line": True} if by_line else {})}
+
+    @property
+    def _has_text(self) -> bool:
+        return any(kind_of_rows(file) == "text" for file in self.files)
+
+    @property
+    def has_paragraphs(self) -> bool:
+        """Tells whether it has .txt files that are not read line by line."""
+        return self._has_text and not is_named(self.entry)
 
     @property
     def choice(self) -> str | None:
@@ -66,6 +75,12 @@ class Source:
         for files, why in ((others, f"not of split {self.entry.split}"), (cached, "left by `datasets` beside the set")):
             taken += f", {len(files)} skipped, {why} ({_names(files)})" if files else ""
         return taken
+
+
+def is_read_whole(dataset: DatasetSection) -> bool:
+    """Tells whether a .txt file is one document, which rows are cut from; otherwise each of its paragraphs is a sample, as
+    where some are held back."""
+    return dataset.packing == "concat" and dataset.overlong in ("truncate", "split") and not dataset.eval_fraction
 
 
 class MissingDataError(UsageError):

@@ -4,6 +4,9 @@ If states rest on the ssd, every step writes them anyway, so every step is commi
 commit, as part of each stage's update, which makes the steps around a commit longer. The interval is the shortest one with
 which commits take little of the time and little of the bytes written. A run whose steps write almost nothing writes almost
 only commits. There the limit on bytes yields once a kill would cost too much work.
+
+The limit on time counts a commit as if it wrote alone. By simulation steps that compute for long hide it, but cores, memory and
+drives that are busy with it slow them down. So a run of minutes is committed where it ends, which is a commit anyway.
 """
 
 from __future__ import annotations
@@ -87,9 +90,14 @@ def guessed_interval(costs: Costs, plan: Plan, *, step: float) -> tuple[int, flo
     """Estimates the interval and the seconds that a commit adds, in closed form, for a plan without commits."""
     if not _has_states_in_ram(plan):
         return 1, 0.0
-    resting, rate = resting_in_ram(plan), costs.hardware.store_write
-    commit = resting / rate if rate else 0.0
+    resting, commit = resting_in_ram(plan), _alone(costs, plan)
     return least_interval(step=step, commit=commit, written=plan.predicted.written_per_step, resting=resting), commit
+
+
+def _alone(costs: Costs, plan: Plan) -> float:
+    """Returns the seconds that a commit takes if nothing else happens; 0 if no rate is known."""
+    rate = costs.hardware.store_write
+    return resting_in_ram(plan) / rate if rate else 0.0
 
 
 def with_interval(costs: Costs, plan: Plan, schedule: Schedule, every: int | None) -> Plan:
@@ -138,7 +146,8 @@ def timed_plan(
     commit = _seconds_of_a_commit(costs, plan, schedule, plain)
     if not chosen:
         return _told(plan, plain, commit=commit)
-    every = least_interval(step=plain.step_seconds, commit=commit, written=plain.written, resting=resting)
+    counted = max(commit, _alone(costs, plan))
+    every = least_interval(step=plain.step_seconds, commit=counted, written=plain.written, resting=resting)
     if every == 1:
         plan = with_interval(costs, plan, schedule, 1)
         each = each or _simulated(costs, plan, schedule)

@@ -258,7 +258,7 @@ class Section(BaseModel):
     `key: null` means "not written", unless null is itself a value of the key.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, serialize_by_alias=True)
 
     @model_validator(mode="before")
     @classmethod

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 _ENTRY = {
-    "path": "A file, folder or glob of json, jsonl, parquet, csv, arrow or txt, also compressed; or a data set of the hub.",
+    "path": "A file, folder or glob of json, jsonl, parquet, csv, arrow or txt, also compressed; or a data set of the hub. "
+    "A .txt file is cut at blank lines: each paragraph is a sample (to train on, `packing: concat` takes it whole, but for "
+    "`eval_fraction`).",
     "name": "The subset of a hub data set.",
     "revision": "A branch, tag or commit of a hub data set. Without it, what was newest when it was first read.",
     "split": "The split of a hub data set, or a part of it: `train[:10%]`.",
@@ -31,6 +33,8 @@ MEANINGS = {
     "tokenizer.pad_token": "The token that fills short rows; it never carries loss.",
     "adapter": "Trains a LoRA adapter, in the names of peft. `null`: every parameter is trained.",
     "adapter.type": "What is trained beside the frozen model.",
+    "adapter.from": "A folder with an adapter that was saved before, or a run's `output_dir`: training starts from it. "
+    "The other keys have to be those it was trained with, but for the dropout.",
     "adapter.r": "Rank of LoRA's matrices.",
     "adapter.lora_alpha": "LoRA's scale is `lora_alpha / r`.",
     "adapter.lora_dropout": "Dropout before LoRA's first matrix.",
@@ -42,11 +46,12 @@ MEANINGS = {
     "adapter.alpha_pattern": "Other alphas, by regular expression of the layer's name.",
     **{f"dataset.{part}.{key}": text for part in ("train", "eval") for key, text in _ENTRY.items()},
     "dataset.train": "What is trained on.",
-    "dataset.eval": "Sets whose loss and perplexity the run tells. Each is a set of its own.",
-    "dataset.eval_fraction": "Share of the training samples that is held back, to be evaluated.",
+    "dataset.eval": "Sets whose loss and perplexity the run tells. Each is a set of its own, and never packed.",
+    "dataset.eval_fraction": "Share of the training samples that is held back, to be evaluated; never packed.",
     "dataset.max_seq_len": "Tokens of a row at most. Attention and boundaries grow with it.",
     "dataset.overlong": "What happens to longer samples; the counts are printed.",
-    "dataset.packing": "`concat`: rows are cut from one stream; `isolated`: documents of a row do not see each other.",
+    "dataset.packing": "`concat`: rows are cut from one stream; `isolated`: documents of a row do not see each other. "
+    "Only of rows to train on: a sample to evaluate is a row of its own.",
     "dataset.loss_on": "What carries loss. `auto`: the assistant's messages, the completion, or all of a text.",
     "dataset.shuffle": "Rows in an order that the seed decides; of a stream, within parts of about 4 million tokens.",
     "dataset.streaming": "Reads and tokenises while the run trains, so that large data need not wait; needs `train.max_steps`.",

@@ -6,7 +6,9 @@ an unset variable, and it must not silently restore a default.
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +17,13 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ..core.printable import one_line
 from ..core.typed import show_path
 from .diagnostics import COMMAND_LINE, Diagnostic, Path, Place
 from .marks import Source, scan, syntax_error
 
 _KEY = re.compile(r"[A-Za-z_][\w-]*(?:\.[\w-]+|\[\d{1,6}\])*")
+_SHOWN = 60  # characters of a value
 _PART = re.compile(r"[\w-]+")
 
 
@@ -117,6 +121,26 @@ def apply_override(data: dict[str, Any], override: Override) -> Diagnostic | Non
     old = _step(at, last)
     at[here] = _merged(old, override.value) if isinstance(old, dict) and isinstance(override.value, dict) else override.value
     return None
+
+
+def spelt(value: Any) -> str:
+    """Shows a value as a recipe has it, on one short line."""
+    text = one_line(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+
+
+def as_override(key: str, value: Any) -> str:
+    """Returns the word of a shell's command line that gives a key this value."""
+    value = None if value == {} else value  # sections are merged, so an empty one changes nothing
+    return shlex.quote(f"{key}={value if _is_plain(value) else json.dumps(value)}")
+
+
+def _is_plain(value: Any) -> bool:
+    """Tells whether YAML reads a text as itself without quotes."""
+    try:
+        return isinstance(value, str) and value.isprintable() and bool(yaml.safe_load(value) == value)
+    except yaml.YAMLError:
+        return False
 
 
 def _step(at: Any, part: str | int) -> Any:

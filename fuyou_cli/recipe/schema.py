@@ -5,7 +5,7 @@ Rules between keys are in `rules`; keys whose feature does not exist yet are in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -104,6 +104,9 @@ class AdapterSection(Section):
     """Asks for LoRA. Names and meanings are peft's."""
 
     type: Literal["lora"] = "lora"
+    start: Annotated[Text | None, Field(alias="from", exclude_if=lambda value: value is None)] = (
+        None  # a saved adapter's folder
+    )
     r: Positive = 8
     lora_alpha: Positive = 8
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -295,6 +298,10 @@ class Recipe(Section):
     export: ExportSection = ExportSection()
     logging: LoggingSection = LoggingSection()
 
+    def settings(self) -> dict[str, Any]:
+        """Returns every key, dotted, with its value as JSON has it. A list of sections is one value, and so are patterns."""
+        return dict(_flat(self, self.model_dump(mode="json"), ""))
+
     def offload_directories(self, environment: Mapping[str, str]) -> tuple[Path, ...]:
         """Tells where the store goes. Raises UsageError if a folder is a file or its home directory is unknown."""
         if self.offload.dir:
@@ -302,3 +309,11 @@ class Recipe(Section):
         if named := environment.get("FUYOU_OFFLOAD_DIR"):
             return (folder(named, key="FUYOU_OFFLOAD_DIR"),)
         return (folder(Path(self.output_dir, "store"), key="output_dir"),)
+
+
+def _flat(section: Section, values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(inner := getattr(section, key, None), Section):
+            yield from _flat(inner, value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value

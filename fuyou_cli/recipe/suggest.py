@@ -69,6 +69,7 @@ _OTHER_NAMES = {
     "model.quantize": "load_in_4bit load_in_8bit quantization_bit quantization bnb_4bit_quant_type",
     "model.double_quant": "bnb_4bit_use_double_quant double_quantization",
     "adapter.type": "peft_type",
+    "adapter.from": "lora_model_dir adapter_name_or_path lora_path adapter_path resume_from",
     "adapter.r": "lora_r lora_rank rank",
     "adapter.target_modules": "lora_target_modules lora_target lora_target_linear",
     "adapter.modules_to_save": "lora_modules_to_save additional_target",
@@ -111,7 +112,8 @@ def known_keys() -> tuple[str, ...]:
 
     def below(section: type[Section], prefix: str) -> list[str]:
         keys = []
-        for name, field in section.model_fields.items():
+        for attribute, field in section.model_fields.items():
+            name = field.alias or attribute
             keys.append(prefix + name)
             nested = section_in(field.annotation)
             keys += below(nested, f"{prefix}{name}.") if nested is not None else []

@@ -4,12 +4,13 @@ peft is imported only for a recipe with an adapter."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..core.errors import UsageError, pip_install
-from ..core.paths import expanded
+from ..core.paths import expanded, is_same_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -57,9 +58,30 @@ def stored_names(recipe: Recipe, model: ModelSpec) -> dict[str, str]:
     return {t.name: file_name(t.name) for stage in model.stages for t in stage.tensors if is_added(t.name)}
 
 
+def check_start(recipe: Recipe, model_dir: Path, *, say: Callable[[str], None]) -> None:
+    """Raises UsageError if the recipe's adapter starts from one that is not there, or not of its kind. Says where that was
+    trained on another model by name."""
+    if recipe.adapter is None or recipe.adapter.start is None:
+        return
+    from .starting import read_start
+
+    base = read_start(recipe.adapter).base_model
+    if base and base != recipe.model.name_or_path and not is_same_folder(base, model_dir):
+        say(f"note: adapter.from: it was trained on {base}; the recipe's model is {recipe.model.name_or_path}")
+
+
+def starting_entries(recipe: Recipe, model: PreTrainedModel) -> dict[str, TensorEntry]:
+    """Finds what every trained parameter begins with in the adapter that the recipe starts from; nothing without one."""
+    if recipe.adapter is None or recipe.adapter.start is None:
+        return {}
+    from .starting import read_start, tensors_of
+
+    return tensors_of(read_start(recipe.adapter), model)
+
+
 def added_values(recipe: Recipe, model: PreTrainedModel) -> Added:
-    """Returns what gives the values that the adapter's parameters begin with."""
-    if recipe.adapter is None:
+    """Returns what gives the values that the adapter's parameters begin with, but for those of `starting_entries`."""
+    if recipe.adapter is None or recipe.adapter.start is not None:
         return lambda names, pieces: {}
     from ..adapters.beginning import FirstValues
 

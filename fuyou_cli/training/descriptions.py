@@ -136,7 +136,7 @@ def _key(recipe: Recipe, model_dir: Path) -> str:
             [model.attn_implementation, model.quantisation, model.kernels, recipe.precision.compute, train.head_chunk_vocab],
             [recipe.dataset.packing == "isolated", list(recipe.freeze)],
             quantised_keys(model_dir) if stored_in(model_dir) is not None else None,
-            None if recipe.adapter is None else recipe.adapter.model_dump(mode="json"),
+            None if recipe.adapter is None else recipe.adapter.model_dump(mode="json", exclude={"start"}),
             [sys.version, platform.platform(), machine_id(), list(_installed()), _own_code()],
         ]
     )

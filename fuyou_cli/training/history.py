@@ -9,6 +9,7 @@ import math
 import os
 import statistics
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,6 +18,7 @@ from pydantic import Field
 
 from ..core.errors import UsageError
 from ..core.json_files import parsed
+from ..core.paths import is_file
 from ..core.plain_files import open_plain
 from ..core.typed import from_json
 from ..recipe.load import load_recipe
@@ -24,7 +26,10 @@ from ..recipe.named import find_recipe
 from ..recipe.shipped import shipped_recipes
 from .report import Busy, Compared, RunReport
 from .reporting import medians
+from .state import manifest as manifests
+from .state.stored import Change
 
+LOG = "log.jsonl"  # in an output_dir
 LONGEST_LINE = 256 << 20  # bytes; only a step's timeline is long
 
 Number = Annotated[float, Field(le=1e30)]
@@ -183,6 +188,7 @@ class History:
     evaluations: tuple[Evaluated, ...] = ()  # in order; a repeated one counts as it was the last time
     samples: tuple[Sample, ...] = ()  # the same
     best: Best | None = None  # the last one, kept or not
+    changes: tuple[Change, ...] = ()  # of the recipe, with which it went on
 
     @property
     def typical(self) -> Sequence[Step]:
@@ -199,6 +205,7 @@ class _Reading:
         self.evaluations: dict[tuple[int, str], Evaluated] = {}
         self.samples: dict[tuple[int, int], Sample] = {}
         self.best: Best | None = None
+        self.changes: list[Change] = []
         self.ended, self.failed, self.stopped = False, "", False
 
     def take(self, record: dict[str, Any]) -> None:
@@ -221,6 +228,8 @@ class _Reading:
             sample = _of(Sample, record)
             _go_back(self.samples, sample.step + 1)
             self.samples[sample.step, sample.number] = sample
+        elif event == "changed":
+            self.changes.append(_of(Change, record))
         elif event == "best":
             self.best = _of(Best, record)
         elif event == "timeline":
@@ -257,6 +266,7 @@ def read_history(log: Path) -> History:
         evaluations=tuple(reading.evaluations.values()),
         samples=tuple(reading.samples.values()),
         best=reading.best,
+        changes=tuple(reading.changes),
     )
 
 
@@ -273,6 +283,15 @@ def _without_steps(log: Path, reading: _Reading) -> UsageError:
 def read_promised(log: Path) -> Promised:
     """Reads what the plan of the last run in a log said. Raises UsageError as `read_history` does, but needs no step."""
     return _read(log).promised
+
+
+def saved_of(output_dir: Path) -> Path | None:
+    """Returns the store of the last run in an output_dir, wherever its recipe put it. None: it is not there, or not known."""
+    stores = {path.parent for path in output_dir.glob(f"store/*/{manifests.NAME}")}
+    with suppress(UsageError):
+        told = Path(read_promised(output_dir / LOG).store)
+        stores = {told} if is_file(told / manifests.NAME) else stores
+    return min(stores) if len(stores) == 1 else None
 
 
 def _read(log: Path) -> _Reading:
@@ -366,7 +385,7 @@ def _compared(report: RunReport, reading: _Reading) -> tuple[Compared, ...]:
 def find_log(source: Path) -> Path:
     """Returns the log of an output_dir or of a recipe, or the file itself."""
     if source.is_dir():
-        return source / "log.jsonl"
+        return source / LOG
     if source.suffix not in (".yaml", ".yml") and str(source) not in shipped_recipes():
         return source
-    return Path(load_recipe(*find_recipe(str(source), ())).recipe.output_dir).expanduser() / "log.jsonl"
+    return Path(load_recipe(*find_recipe(str(source), ())).recipe.output_dir).expanduser() / LOG

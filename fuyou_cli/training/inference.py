@@ -28,15 +28,14 @@ from ..recipe.fields import MemoryLimit
 from ..spec.packed_tensors import packed_bank
 from .adapter_exporting import MergedWeights, as_trained
 from .exporting import READ_ARENA, StoreWeights
-from .history import read_promised
+from .history import LOG, saved_of
 from .limits import for_tensors
 from .packed_reading import PackedReader
 from .state import manifest as manifests
 from .state.at_rest import AtRest, at_rest, find_store
-from .state.kept_companions import kept_companions
+from .state.kept_companions import kept_adapter, kept_companions
 from .untouched import left_alone
 
-_LOG = "log.jsonl"  # beside it a run exports its model
 _READ = 1 << 21  # elements of a store, or of a quantised tensor, at once: no more than a store's window holds
 
 
@@ -81,13 +80,13 @@ def is_store(source: Path) -> bool:
 def find(
     source: Path, *, dtype: Literal["auto", "float32", "bfloat16"] = "auto", attention: str = "sdpa", trusted: bool = False
 ) -> FoundModel:
-    """Finds a model in a folder (its own, or a run's output folder with `model` in it), or in a run's store. Takes no memory
-    for weights.
+    """Finds a model in a folder (its own, or a run's output folder with `model` in it), or in a run's store. The store of an
+    output folder without `model` may lie elsewhere. Takes no memory for weights.
 
     `dtype`: what it computes in; auto: as the run did, or as the configuration says. `trusted`: the model's own code may run.
     Raises UsageError for anything else, and for a model that cannot be streamed.
     """
-    store = find_store(source) if is_store(source) else None
+    store = find_store(source) if is_store(source) else _store_of_output(source)
     folder = source
     if store is not None:
         manifest, _ = manifests.newest(store)
@@ -100,12 +99,12 @@ def find(
     elif not (source / CONFIG_NAME).is_file() and any(
         (place / ADAPTER_CONFIG_NAME).is_file() for place in (source, source / "adapter")
     ):
-        where = _where_its_store_is(source.parent if (source / ADAPTER_CONFIG_NAME).is_file() else source)
+        where = _where_its_store_is(_output_of(source))
         hint = (
             f"{where}: name that folder, or merge it: fuyou export STORE OUT --merged; without the adapter, name the base model"
         )
         raise an_adapter(source, hint)
-    elif not (source / CONFIG_NAME).is_file() and (source / _LOG).is_file():
+    elif not (source / CONFIG_NAME).is_file() and (source / LOG).is_file():
         raise _not_exported(source)
     config = load_config(folder, trust_remote_code=trusted)
     if dtype == "auto":
@@ -115,13 +114,28 @@ def find(
     return FoundModel(folder=folder, store=store, anatomy=cut_vocabulary(whole, resolved_rows(whole, "auto")), dtype=dtype)
 
 
+def _output_of(source: Path) -> Path:
+    """Returns the output folder of which `source` may be the exported adapter; any other folder as it is."""
+    return source.parent if (source / ADAPTER_CONFIG_NAME).is_file() else source
+
+
+def _store_of_output(source: Path) -> Path | None:
+    """Returns the store of a run's output folder in which there is no model, or of the adapter in it, if a state is saved."""
+    if any((folder / CONFIG_NAME).is_file() for folder in (source, source / "model")):
+        return None
+    store = saved_of(_output_of(source))
+    if store is None or (_output_of(source) != source and kept_adapter(store) is None):
+        return None
+    with suppress(UsageError):  # a damaged one: the caller says where it lies
+        saved = manifests.newest(store)[0]
+        return store if saved is not None and saved.state == "committed" else None
+    return None
+
+
 def _where_its_store_is(output_dir: Path) -> str:
     """Says where the newest saved state of a run is, by its output folder."""
-    stores = {path.parent for path in output_dir.glob(f"store/*/{manifests.NAME}")}
-    with suppress(UsageError):
-        if (told := Path(read_promised(output_dir / _LOG).store) / manifests.NAME).is_file():
-            stores = {told.parent}
-    return f"its newest saved state is in {min(stores)}" if len(stores) == 1 else "its store is in the recipe's offload.dir"
+    store = saved_of(output_dir)
+    return "its store is in the recipe's offload.dir" if store is None else f"its newest saved state is in {store}"
 
 
 def _not_exported(output_dir: Path) -> UsageError:

@@ -27,7 +27,8 @@ from .reporting import as_records
 
 SCHEMA_VERSION = 1
 _BEFORE_STEPS = tuple(  # as `write` begins such lines
-    f'{{"schema_version":{SCHEMA_VERSION},"event":"{event}"'.encode() for event in ("plan", "loaded", "failed", "stopped")
+    f'{{"schema_version":{SCHEMA_VERSION},"event":"{event}"'.encode()
+    for event in ("plan", "loaded", "changed", "failed", "stopped")
 )
 _EVENTS: dict[type, str] = {EvalReport: "eval", SampleReport: "sample", BestReport: "best"}
 

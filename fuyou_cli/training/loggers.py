@@ -58,14 +58,7 @@ class LoggedRun:
     @property
     def settings(self) -> dict[str, Any]:
         """Returns every key of the recipe, dotted, with its value."""
-        return dict(_flat(self.recipe.model_dump(mode="json"), ""))
-
-
-def _flat(values: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for key, value in values.items():
-        found += _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]
-    return found
+        return self.recipe.settings()
 
 
 # ---- one class for each library ----------------------------------------------------------------------------------------

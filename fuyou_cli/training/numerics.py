@@ -168,16 +168,21 @@ def _refuse_changed(recipe: Recipe, saved: Manifest, asked: Numerics) -> None:
         "seed": ("seed", True),
     }
     before, now = asdict(saved.numerics), asdict(asked)
-    changed = [f"{key} was {before[k]}, is {now[k]}" for k, (key, fixed) in names.items() if fixed and before[k] != now[k]]
-    for key, was in (("state_dtype", saved.state_dtype), ("name", saved.rule)):
-        now_is = getattr(recipe.optimizer, key)
-        changed += [f"optimizer.{key} was {was}, is {now_is}"] * (was != now_is)
+    changed = [(key, before[k], now[k]) for k, (key, fixed) in names.items() if fixed and before[k] != now[k]]
+    changed += [
+        (f"optimizer.{key}", was, getattr(recipe.optimizer, key))
+        for key, was in (("state_dtype", saved.state_dtype), ("name", saved.rule))
+        if was != getattr(recipe.optimizer, key)
+    ]
     rested, rests = saved.quantisation or "none", recipe.model.quantisation or "none"
-    changed += [f"model.quantize was {rested}, is {rests}"] * (rested != rests)
+    changed += [("model.quantize", rested, rests)] if rested != rests else []
     if changed:
+        told = "; ".join(f"{key} was {was}, is {now_is}" for key, was, now_is in changed)
+        old = " ".join(f"{key}={was}" for key, was, _ in changed)
+        old = old.replace("model.quantize=nf4_double", "model.quantize=nf4 model.double_quant=true")
         raise UsageError(
-            "the saved run cannot be resumed, because its numerics changed: " + "; ".join(changed),
-            hint="put the old values back, or start over with checkpoint.resume=never",
+            f"the saved run cannot be resumed, because its numerics changed: {told}; they decide the bits of every step",
+            hint=f"put the old values back: {old}; or start over with checkpoint.resume=never",
         )
 
 

@@ -60,4 +60,4 @@ def _store_was_on(log: Path, directory: Path) -> tuple[str, ...]:
         promised = read_promised(log)
     except UsageError:  # not the log of a run
         return ()
-    return promised.store_on if promised.store == str(directory) else ()
+    return promised.store_on if promised.store == str(directory.absolute()) else ()

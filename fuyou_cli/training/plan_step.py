@@ -391,7 +391,7 @@ def layers_of(recipe: Recipe, model_dir: Path, *, cores: int) -> str:
         [model.attn_implementation, model.kernels, precision.compute, precision.grad_accum],
         [train.threads, cores, train.compile, train.head_chunk_tokens, train.head_chunk_vocab],
         recipe.dataset.packing == "concat",  # else attention is computed for each row or document
-        None if recipe.adapter is None else recipe.adapter.model_dump(mode="json"),
+        None if recipe.adapter is None else recipe.adapter.model_dump(mode="json", exclude={"start"}),
         version("torch"),
     ]
     return f"{sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:12]}/{recipe.dataset.max_seq_len}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ModelSpec
@@ -16,7 +16,7 @@ from .known_model import KnownModel
 from .length import Epoch, steps_of
 from .plan_request_of import StoreDisks
 from .state.resume import steps_left
-from .state.stored import Manifest, Untouched
+from .state.stored import Change, Manifest, Untouched
 
 if TYPE_CHECKING:
     from ..checkpoint.header import TensorEntry
@@ -137,6 +137,8 @@ class Ready:
     evaluated: Mapping[str, Rows]  # sets of rows, by name, whose loss the run tells
     prompts: FixedPrompts | None  # that the run continues where it evaluates
     untouched: Untouched | None  # what the run leaves alone of the model's checkpoint, as it was when the run began
+    settings: dict[str, Any] | None = None  # keys of the recipe that the run goes by (`state/recipe_changes.py`)
+    changes: tuple[Change, ...] = ()  # of these, since the run was saved
 
     @property
     def epoch(self) -> Epoch:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..checkpoint.hub import Hub, Progress
 from ..core.disk import existing
 from ..data.locked_folders import scratch_in
-from ..data.sources import find_sources
+from ..data.sources import find_sources, is_read_whole
 from ..data.tokenise import PREVIEW_TOKENS, decode_pieces, load_tokenizer
 from .length import Epoch, cache_of, evaluation_rows, evaluation_sets, fed, mixture_of, steps_of
 from .numerics import usual_numerics
@@ -63,7 +63,7 @@ class Seen:
     sets: dict[str, DataSummary]  # to evaluate
     steps: int  # of the run
     sources: Sequence[Source]  # of training, then of the sets to evaluate
-    note: str | None  # on how often rows are seen
+    notes: Sequence[str]  # on how often rows are seen, where texts are cut, and what is not packed
     mixture: str | None
     padding: Padding | None  # None: all rows are whole
     shown: Sequence[Shown]
@@ -78,7 +78,7 @@ class Seen:
                 {"path": one.entry.path, "files": list(map(str, one.files)), "skipped": list(map(str, one.skipped))}
                 for one in self.sources
             ],
-            "notes": [*self.summary.notes, *([self.note] if self.note else [])],
+            "notes": [*self.summary.notes, *self.notes],
             "steps": self.steps,
             "padding": None if self.padding is None else asdict(self.padding),
             "eval": {name: {key: getattr(one, key) for key in of_a_set} for name, one in self.sets.items()},
@@ -116,17 +116,30 @@ def _seen(recipe: Recipe, cache: Path, number: int, *, whole: bool, say: Say, pr
     sets = evaluation_rows(recipe, tokenizer_dir, cache=cache, say=say)
     steps = steps_of(recipe, rows.summary.rows)
     order = chain.from_iterable(map(sampler.batch, count()))
+    seen_often = sampler.note(steps, recipe.train.epochs)
     return Seen(
         recipe=recipe,
         summary=rows.summary,
         sets={name: found.summary for name, found in sets.items()},
         steps=steps,
         sources=[source for one in (recipe.dataset, *evaluation_sets(recipe).values()) for source in find_sources(one)],
-        note=sampler.note(steps, recipe.train.epochs),
+        notes=[*([seen_often] if seen_often else []), *_cuts(recipe)],
         mixture=mixture_of(recipe, sampler, steps),
         padding=_padding(recipe, Epoch.of(rows)),
         shown=_decoded(recipe, tokenizer_dir, rows, list(islice(order, min(number, rows.summary.rows))), whole=whole),
     )
+
+
+def _cuts(recipe: Recipe) -> Iterator[str]:
+    """Says where .txt files are cut, and that sets to evaluate are not packed."""
+    sets, packing = list(evaluation_sets(recipe).values()), recipe.dataset.packing
+    named = [(find_sources(one), is_read_whole(one)) for one in (recipe.dataset, *sets)]
+    for whole, what in ((True, "is one document"), (False, "is cut at blank lines: each paragraph is a sample")):
+        sources = [source for found, is_whole in named for source in found if is_whole is whole and source.has_paragraphs]
+        for path in dict.fromkeys(source.entry.path for source in sources):
+            yield f"{path} {what}"
+    if packing and (sets or recipe.dataset.eval_fraction):
+        yield f"dataset.packing={packing} is for rows to train on: each sample to evaluate is a row of its own"
 
 
 def _padding(recipe: Recipe, epoch: Epoch) -> Padding | None:

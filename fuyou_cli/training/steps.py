@@ -19,13 +19,14 @@ from ..core.errors import UsageError
 from ..core.paths import folder
 from ..core.units import count
 from ..spec.model_facts import InPlace
-from .adapting import check_peft, entries_of, stored_names
+from .adapting import check_peft, check_start, entries_of, starting_entries, stored_names
 from .known_model import KnownModel
 from .length import evaluation_rows, evaluation_sets, fed, mixture_of, naming_evaluation, steps_of
 from .limits import check_positions, check_tokens, note_slow_products
 from .prepared import Fetched, Inspected, Planned, Ready, Resolved
 from .rates import learning_rate
 from .state import fingerprints
+from .state.recipe_changes import settings_of
 from .state.resume import REFUSED, check_unchanged_run, refused, saved_state
 from .stored_quantised import as_stored, check_planned
 from .untouched import untouched_of
@@ -33,6 +34,7 @@ from .untouched import untouched_of
 if TYPE_CHECKING:
     from ..recipe.schema import Recipe
     from .fixed_prompts import FixedPrompts
+    from .state.stored import Change
 
 Say = Callable[[str], None]
 _DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # devices of NVIDIA's driver, of WSL2 and of AMD's
@@ -51,6 +53,8 @@ def resolve(recipe: Recipe, *, to_run: bool = True, here: bool = True, say: Say,
     hub = Hub(recipe, say=say, progress=progress)
     model_dir = hub.model(need_weights=False) if to_run else hub.model_or_shapes()
     recipe = as_stored(recipe, model_dir, say=say)
+    if manifest is None:
+        _look_at_start(recipe, model_dir, say, needed=to_run)
     tokenizer_dir = hub.tokenizer(model_dir, needed=to_run)
     _look_at_tokenizer(tokenizer_dir, say, needed=to_run)
     _look_at_data(recipe, say, needed=to_run)
@@ -103,6 +107,16 @@ def _look_at_tokenizer(directory: Path, say: Say, *, needed: bool) -> None:
 
             kind = type(load_tokenizer(directory, chat_template=None, pad_token=None)).__name__
             say(f"note: the tokenizer's own code ({own}) is not run: transformers has {kind} for it")
+    except UsageError as error:
+        if needed:
+            raise
+        say(f"note: {error.message}. {REFUSED}{f' ({error.hint})' if error.hint else ''}")
+
+
+def _look_at_start(recipe: Recipe, model_dir: Path, say: Say, *, needed: bool) -> None:
+    """Looks at the adapter to start from. A plan can do without."""
+    try:
+        check_start(recipe, model_dir, say=say)
     except UsageError as error:
         if needed:
             raise
@@ -239,12 +253,14 @@ def fetch(planned: Planned, *, say: Say, progress: Progress = unheard) -> Fetche
         stored_as = {tensor.name: tensor.stored_as for stage in saved.stages for tensor in stage.tensors}
         return Fetched(planned=planned, entries={}, stored_as=stored_as, mark=saved.fingerprints.get("weights", ""))
     stored_as = {name: entry.name for name, entry in entries.items()} | stored_names(recipe, planned.model)
+    if saved is None:
+        entries |= starting_entries(recipe, planned.anatomy.model)
     return Fetched(planned=planned, entries=entries, stored_as=stored_as, mark=mark)
 
 
-def tokenise(fetched: Fetched, *, say: Say) -> Ready:
+def tokenise(fetched: Fetched, *, say: Say, accept_changes: bool = False) -> Ready:
     """Makes rows of the data, or finds those of an earlier run. Raises UsageError if they do not fit the model or the saved
-    run."""
+    run. `accept_changes`: that goes on with another rate, schedule or length."""
     planned = fetched.planned
     recipe, saved = planned.recipe, planned.manifest
     say("reading and tokenising the data")
@@ -271,8 +287,10 @@ def tokenise(fetched: Fetched, *, say: Say) -> Ready:
         data=rows.summary.digest,
         total_steps=total,
     )
+    settings = settings_of(recipe, device=planned.inspected.device)
+    changes: tuple[Change, ...] = ()
     if saved is not None:
-        check_unchanged_run(saved, made_of, total_steps=total)
+        changes = check_unchanged_run(saved, made_of, total_steps=total, settings=settings, accepted=accept_changes)
         if changed := fingerprints.change_of(saved.libraries, fingerprints.versions(recipe)):
             say(f"note: {changed}")
     return Ready(
@@ -285,4 +303,6 @@ def tokenise(fetched: Fetched, *, say: Say) -> Ready:
         evaluated=evaluated,
         prompts=planned.inspected.prompts,
         untouched=untouched_of(planned.anatomy, fetched.entries) if saved is None else saved.untouched,
+        settings=settings,
+        changes=changes,
     )

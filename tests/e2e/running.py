@@ -46,11 +46,13 @@ def planned(
     return plan(inspected, hardware or assumed_hardware(device=inspected.device), say=say, **options)
 
 
-def prepared_run(project: Project, *, say: Callable[[str], None] = silent, progress: Progress = unheard) -> Ready:
+def prepared_run(
+    project: Project, *, say: Callable[[str], None] = silent, progress: Progress = unheard, accept_changes: bool = False
+) -> Ready:
     recipe = load_recipe(project.recipe).recipe
     inspected = inspect(resolve(recipe, say=say, progress=progress), say=say)
     first = plan(inspected, assumed_hardware(device=inspected.device), say=say)
-    tokenised = tokenise(fetch(first, say=say, progress=progress), say=say)
+    tokenised = tokenise(fetch(first, say=say, progress=progress), say=say, accept_changes=accept_changes)
     return settle(tokenised, assumed_hardware(device=inspected.device))
 
 
@@ -66,7 +68,9 @@ def resolved_as(planned: Planned, **changes: Any) -> Planned:
     return replace(planned, inspected=replace(planned.inspected, resolved=resolved))
 
 
-def train(project: Project, between: Between | None = None, *, say: Callable[[str], None] = silent) -> tuple[list[float], Path]:
+def train(
+    project: Project | Ready, between: Between | None = None, *, say: Callable[[str], None] = silent
+) -> tuple[list[float], Path]:
     """Runs steps to the end, or until `between` (called between micro-batches) stops it; returns losses and the store's folder.
     `say`: gets the run's messages."""
     with run_of(project, announce=say) as run:

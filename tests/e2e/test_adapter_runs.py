@@ -9,11 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from drawn import every
+from safetensors.torch import load_file
 
 from fuyou_cli.cli.stores import run_export
 from fuyou_cli.core.errors import Interrupted, UsageError
 from fuyou_cli.data.batches import collate
+from fuyou_cli.training.adapter_exporting import AdapterWeights
+from fuyou_cli.training.exporting import stored_weights
 from fuyou_cli.training.prepared import Ready
 from fuyou_cli.training.rates import learning_rate
 from fuyou_cli.training.run_limits import loaded
@@ -41,24 +45,24 @@ def lora(new_project: NewProject, llama: Path) -> NewProject:
     return make
 
 
-def by_peft(ready: Ready) -> list[float]:
-    """The losses of the same steps in memory."""
+def by_peft(ready: Ready, *, began: bool = True) -> list[float]:
+    """The losses of the same steps in memory. began: with all keys; else with a new adapter, wherever it starts."""
     recipe = ready.planned.recipe
     assert recipe.adapter is not None
-    keys = recipe.adapter.model_dump(exclude={"type"}) | {"modules_to_save": list(recipe.adapter.modules_to_save) or None}
+    keys = recipe.adapter.model_dump(exclude={"type"} if began else {"type", "start"}) | {
+        "modules_to_save": list(recipe.adapter.modules_to_save) or None
+    }
     torch.manual_seed(recipe.seed)
     model = peft.get_peft_model(base_of(ready), peft.LoraConfig(task_type="CAUSAL_LM", **keys)).train()
     return list(steps_in_memory(ready, model))
 
 
 def base_of(ready: Ready) -> Any:
-    import transformers
-
     return transformers.AutoModelForCausalLM.from_pretrained(ready.planned.model_dir, dtype=torch.float32)
 
 
-def steps_in_memory(ready: Ready, model: Any, *, first: int = 0) -> Iterator[float]:
-    """The losses of the steps after the first ones. AdamW has seen none."""
+def steps_in_memory(ready: Ready, model: Any, *, first: int = 0, rate: Callable[[int], float] | None = None) -> Iterator[float]:
+    """The losses of the steps after the first ones. AdamW has seen none. rate: of each step; None: the recipe's."""
     recipe, numerics = ready.planned.recipe, ready.planned.plan.numerics
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [[p for p in trained if (p.dim() > 1) is decayed] for decayed in (True, False)]
@@ -66,7 +70,7 @@ def steps_in_memory(ready: Ready, model: Any, *, first: int = 0) -> Iterator[flo
         [{"params": groups[0], "weight_decay": recipe.optimizer.weight_decay}, {"params": groups[1], "weight_decay": 0.0}],
         betas=recipe.optimizer.betas, eps=recipe.optimizer.eps,
     )  # fmt: skip
-    rates = learning_rate(recipe, ready.planned.total_steps)
+    rate = rate or learning_rate(recipe, ready.planned.total_steps).at
     for step in range(first, ready.planned.total_steps):
         batch = collate(ready.rows, ready.sampler.batch(step), pad_id=ready.rows.summary.pad_id, max_len=numerics.max_seq_len)
         ids, labels = batch.tensors()
@@ -82,7 +86,7 @@ def steps_in_memory(ready: Ready, model: Any, *, first: int = 0) -> Iterator[flo
         yield whole
         torch.nn.utils.clip_grad_norm_(trained, recipe.train.clip_grad_norm)
         for group in optimizer.param_groups:
-            group["lr"] = rates.at(step + 1)
+            group["lr"] = rate(step + 1)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -128,8 +132,6 @@ def test_a_saved_run_keeps_its_adapter(lora: NewProject) -> None:
 
 def test_the_command_exports_what_peft_loads_and_goes_on_with(lora: NewProject, tmp_path: Path) -> None:
     """The loss of the next step is that of the run itself, had it gone on."""
-    import transformers
-
     constant = {"lr_scheduler": {"name": "constant", "warmup_steps": 0}}
     longer = lora("longer", constant | {"train.max_steps": STEPS + 1})
     ready = prepared_run(longer)
@@ -150,6 +152,73 @@ def test_the_command_exports_what_peft_loads_and_goes_on_with(lora: NewProject, 
     ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
     for name, value in ours.state_dict().items():
         torch.testing.assert_close(value.float(), merged[name], rtol=2**-8, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "adapter", [{"r": 4}, {"r": 4, "use_dora": True, "lora_alpha": 16, "modules_to_save": ["lm_head"]}], ids=["plain", "dora"]
+)
+def test_a_run_starts_from_the_adapter_of_another(adapter: dict[str, Any], lora: NewProject) -> None:
+    """Its losses are those of peft that goes on with it, and it resumes when that adapter is gone."""
+    dtypes = {"adapter": adapter, "export": {"at_end": True, "dtype": "float32"}}
+    first = lora("first", {**dtypes, "train.max_steps": 3, "optimizer.lr": 0.02})
+    assert (ran := first.fuyou("finetune", first.recipe)).returncode == 0, ran.stderr
+    second = lora("second", {"adapter": {**adapter, "from": str(first.out)}, "seed": 7})
+    ready = prepared_run(second)
+    began = peft.PeftModel.from_pretrained(base_of(ready), first.out / "adapter", is_trainable=True).train()
+    wanted = list(steps_in_memory(ready, began))
+    assert wanted[0] != pytest.approx(by_peft(ready, began=False)[0], rel=1e-4), "it makes a difference"
+    with pytest.raises(Interrupted):
+        train(second, interrupt(4, "forward"))
+    shutil.rmtree(first.out)
+    losses, store = train(second)
+    assert losses == pytest.approx(wanted, rel=1e-6)
+    names = {tensor.stored_as for stage in manifest_of(second).stages for tensor in stage.tensors}
+    assert "lm_head.weight" in names, "the names of the model's checkpoint, for a merged export"
+    assert len(streamed(store)) == 2
+    other = lora("other", {"adapter": {**adapter, "from": "elsewhere"}, "seed": 7, "output_dir": str(second.out)})
+    with pytest.raises(UsageError, match=r"adapter\.from was .*, is elsewhere"):
+        prepared_run(other)
+
+
+def test_a_run_starts_from_what_peft_saves_in_bfloat16(lora: NewProject, llama: Path, tmp_path: Path) -> None:
+    """A float32 adapter keeps its bits in the masters of a bfloat16 run."""
+    torch.manual_seed(5)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(llama), config).save_pretrained(tmp_path / "saved")
+    adapter = {"r": 4, "target_modules": ["q_proj", "down_proj"], "from": str(tmp_path / "saved")}
+    project = lora(changes={"adapter": adapter, "precision": {"compute": "bfloat16"}})
+    with pytest.raises(Interrupted):
+        train(project, interrupt(1, "forward"))
+    with stored_weights(store_of(project), dtype="float32", say=None, trained_only=True) as weights:
+        kept = AdapterWeights(weights)
+        held = {one.name: (bytearray(kept.read(one, 0, one.numel)), one.shape) for one in kept.tensors()}
+    ours = {name: torch.frombuffer(values, dtype=torch.float32).view(shape) for name, (values, shape) in held.items()}
+    saved = load_file(tmp_path / "saved" / "adapter_model.safetensors")
+    assert saved.keys() == ours.keys() and all(torch.equal(saved[name], ours[name]) for name in saved)
+
+
+def test_a_missing_start_is_only_a_note_of_a_plan(lora: NewProject) -> None:
+    project = lora(changes={"adapter": {"r": 4, "from": "nowhere"}})
+    planned = project.fuyou("plan", project.recipe)
+    said = " ".join(f"{planned.stdout} {planned.stderr}".split())
+    assert (
+        planned.returncode == 0 and "adapter.from: there is no adapter_config.json in nowhere. A run would be refused" in said
+    )
+    assert project.fuyou("finetune", project.recipe).returncode == 2
+
+
+def test_an_output_folder_with_an_adapter_whose_store_lies_elsewhere(lora: NewProject, tmp_path: Path) -> None:
+    """Its model is that of the store, merged; so is what is exported."""
+    project = lora(changes={"train.max_steps": 2, "export.at_end": True, "offload.dir": "drive"})
+    assert (ran := project.fuyou("finetune", project.recipe)).returncode == 0, ran.stderr
+    ready = prepared_run(project)
+    loaded = peft.PeftModel.from_pretrained(base_of(ready), project.out / "adapter")
+    wanted = losses_of(loaded.merge_and_unload())
+    for source in (project.out, project.out / "adapter"):
+        assert streamed(source) == pytest.approx(wanted, rel=1e-3), source  # exported in bfloat16
+    assert streamed(project.out) == streamed(store_of(project))
+    done = project.fuyou("export", project.out, tmp_path / "merged", "--merged")
+    assert done.returncode == 0 and streamed(tmp_path / "merged") == pytest.approx(streamed(project.out), rel=1e-6)
 
 
 def test_a_model_is_not_merged(whole: Callable[..., Whole], tmp_path: Path) -> None:
@@ -192,8 +261,6 @@ def test_a_merged_export_in_float32_has_the_values_of_the_models_files(
     held: torch.dtype, use_dora: bool, lora: NewProject, llama: Path, tmp_path: Path
 ) -> None:
     """As peft merges into the model in float32, though the run computed in bfloat16."""
-    import transformers
-
     model, of = tmp_path / "held", transformers.AutoModelForCausalLM.from_pretrained
     of(llama, dtype=held).save_pretrained(model)
     for file in ("tokenizer.json", "tokenizer_config.json"):

@@ -17,6 +17,7 @@ from fuyou_cli.cli.app import main
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.data.tokenise import load_tokenizer
 from fuyou_cli.recipe.load import load_recipe
+from fuyou_cli.recipe.reference import reference
 from fuyou_cli.training.length import tokenised_rows
 
 from .conftest import PLACES, NewProject, Project
@@ -141,6 +142,37 @@ def test_which_files_were_read_and_how_masks_were_found(asked: Project, printed:
         {"path": "eval", "files": ["eval/more.jsonl"], "skipped": []},
     ]
     assert found["noted"] == {"parts_joined": 2, "prefixes": 2}
+
+
+def test_where_texts_are_cut_and_that_sets_to_evaluate_are_not_packed(asked: Project, printed: Printed) -> None:
+    """As the rows are: two paragraphs to train on, or one document; each to evaluate is a row of its own."""
+    for name in ("book.txt", "kept.txt"):
+        Path(name).write_text("The harbour is near.\n\nThe mill is far.\n")
+    changes = ["dataset.train=[{path: book.txt}]", "dataset.eval=[{path: kept.txt}]"]
+    paragraphs = "is cut at blank lines: each paragraph is a sample"
+    apart = json.loads(printed("data", asked.recipe, *changes, "--json"))
+    assert apart["samples"] == apart["eval"]["kept"]["rows"] == 2
+    assert apart["notes"][-2:] == [f"book.txt {paragraphs}", f"kept.txt {paragraphs}"]
+    packed = json.loads(printed("data", asked.recipe, *changes, "dataset.packing=concat", "--json"))
+    assert (packed["samples"], packed["rows"], packed["eval"]["kept"]["rows"]) == (1, 1, 2)
+    alone = "dataset.packing=concat is for rows to train on: each sample to evaluate is a row of its own"
+    assert packed["notes"][-3:] == ["book.txt is one document", f"kept.txt {paragraphs}", alone]
+    assert f"note: {alone}" in " ".join(printed("data", asked.recipe, *changes, "dataset.packing=concat").split())
+    line = next(line for line in reference().splitlines() if line.startswith("| `packing`"))
+    assert "a sample to evaluate is a row of its own" in line and "A .txt file is cut at blank lines" in reference()
+
+
+def test_no_paragraph_that_is_held_back_is_trained_on(asked: Project, printed: Printed) -> None:
+    """Not even where rows are cut from whole documents."""
+    texts = [f"The harbour is {number} km away." for number in range(16)]
+    for name, some in (("one.txt", texts[:8]), ("two.txt", texts[8:])):
+        Path(name).write_text("\n\n".join(some) + "\n")
+    changes = ["dataset.train=[{path: one.txt}, {path: two.txt}]", "dataset.packing=concat", "dataset.eval_fraction=0.25"]
+    found = json.loads(printed("data", asked.recipe, *changes, "-n", "99", "--json"))
+    assert found["samples"] == 12 and found["eval"]["held-back"]["rows"] == 4
+    shown = "".join(piece["text"] for row in found["shown"] for document in row["documents"] for piece in document)
+    assert sum(text in shown for text in texts) == 12
+    assert found["notes"][-3:-1] == [f"{name}.txt is cut at blank lines: each paragraph is a sample" for name in ("one", "two")]
 
 
 def test_the_rows_of_a_run(new_project: NewProject, printed: Printed) -> None:

@@ -21,8 +21,9 @@ from fuyou_cli.spec.plan import Numerics
 from fuyou_cli.training.generation import Generator, left_for_weights
 from fuyou_cli.training.inference import find, open_for_inference
 from fuyou_cli.training.jsonl import JsonlLog
+from fuyou_cli.training.state.at_rest import find_store
 
-from .conftest import Whole
+from .conftest import NewProject, Whole
 from .running import exported
 
 IDS = torch.arange(3, 43).view(2, 20)
@@ -103,6 +104,29 @@ def test_a_device_that_is_full_is_an_error_of_generate() -> None:
     with pytest.raises(DeviceMemoryError, match=r"^out of device memory: CUDA out of memory$") as told:
         generator.run([[1, 2]], new=2)
     assert told.value.hint is not None and "--batch-size" in told.value.hint
+
+
+def test_a_store_is_found_by_the_folder_of_its_run(whole: Callable[..., Whole]) -> None:
+    store = whole().store
+    assert find_store(store.parent.parent) == store, "in output_dir/store, without a log"
+
+
+def test_an_output_folder_whose_store_lies_elsewhere(new_project: NewProject, tmp_path: Path) -> None:
+    """A run's log says where, from any folder; nothing is exported yet."""
+    project = new_project(changes={"train.max_steps": 2, "export.at_end": False, "offload.dir": "drive"})
+    assert (ran := project.fuyou("finetune", project.recipe)).returncode == 0, ran.stderr
+    (store,) = (project.folder / "drive").iterdir()
+    assert find(project.out).store == store and not (project.out / "store").exists()
+    assert streamed(project.out) == streamed(store)
+    sets = f"dataset.eval=[{{path: {project.materials / 'rows.jsonl'}}}]"
+    for words in (
+        ("export", project.out, tmp_path / "model"),
+        ("verify", project.out),
+        ("generate", project.out, "--prompt", "The road", "--max-new-tokens", "2"),
+        ("eval", project.out, project.recipe, sets),
+    ):
+        assert (done := project.fuyou(*words)).returncode == 0, done.stderr
+    assert (tmp_path / "model" / "config.json").is_file()
 
 
 def test_a_run_that_has_not_exported_is_told_from_a_folder_without_a_model(tmp_path: Path) -> None:

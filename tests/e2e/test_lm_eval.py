@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ import pytest
 import torch
 
 from fuyou_cli.core.errors import UsageError
+from fuyou_cli.training.jsonl import JsonlLog
 
-from .conftest import PLACES, Project
+from .conftest import PLACES, Project, Whole
 from .test_generate import alone
 
 pytest.importorskip("lm_eval", reason='needs pip install "fuyou[lm-eval]"')
@@ -45,6 +47,15 @@ def models(materials: Path) -> tuple[StreamedLM, HFLM]:
     """Makes our model and theirs, with at most three rows at once."""
     folder, same = str(materials / "model"), {"dtype": "float32", "device": "cpu", "max_length": LENGTH}
     return StreamedLM(folder, memory="4GiB", max_batch_size=3, **same), HFLM(folder, batch_size=3, **same)
+
+
+def test_an_output_folder_whose_store_lies_elsewhere(whole: Callable[..., Whole], tmp_path: Path) -> None:
+    store = whole({"precision.compute": "float32"}).store
+    with JsonlLog(tmp_path / "log.jsonl") as log:
+        log.write("plan", {"store": str(store)})
+    one, other = (StreamedLM(str(folder), memory="4GiB", dtype="float32", device="cpu") for folder in (tmp_path, store))
+    asked = [Instance(request_type="loglikelihood", doc={}, arguments=("The road", " to the mill"), idx=0)]
+    assert one.loglikelihood(asked, disable_tqdm=True) == other.loglikelihood(asked, disable_tqdm=True)
 
 
 def answers(models: tuple[StreamedLM, HFLM], kind: str, arguments: list[Any]) -> list[list[Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -117,14 +118,18 @@ def _digest(project: Project) -> dict[str, bytes]:
         ({"optimizer.state_dtype": "int8"}, "optimizer.state_dtype was float32, is int8"),
         ({"optimizer.name": "lion"}, "optimizer.name was adamw, is lion"),
         ({"seed": 1}, "seed was 42, is 1"),
-        ({"optimizer.lr": 1e-3}, "optimizer changed"),
-        ({"optimizer.weight_decay": 0.0}, "optimizer changed"),
-        ({"lr_scheduler.name": "linear"}, "learning-rate schedule (lr_scheduler, train.max_steps or train.epochs)"),
-        ({"lr_scheduler.name": "cosine", "train.max_steps": STEPS + 1}, "train.max_steps"),
-        ({"train.clip_grad_norm": 1.0}, "train.clip_grad_norm changed"),
-        ({"train.clip_grad_norm": None}, "train.clip_grad_norm changed"),
-        ({"dataset.shuffle": False}, "dataset.shuffle changed"),
-        ({"model.attn_implementation": "eager"}, "model.attn_implementation changed"),
+        ({"optimizer.weight_decay": 0.0}, "optimizer.weight_decay was 0.1, is 0.0; momentum"),
+        ({"optimizer.lr": 0.1, "optimizer.eps": 1e-7}, "optimizer.lr was 0.003, is 0.1; optimizer.eps was 1e-08, is 1e-07"),
+        ({"train.clip_grad_norm": 1.0}, "train.clip_grad_norm was 0.5, is 1.0"),
+        ({"train.clip_grad_norm": None}, "train.clip_grad_norm was 0.5, is null"),
+        ({"dataset.shuffle": False}, "dataset.shuffle was true, is false"),
+        ({"model.attn_implementation": "eager"}, "model.attn_implementation was sdpa, is eager"),
+        ({"adapter": {"r": 4}}, "adapter.r was null, is 4"),
+        ({"freeze": ["transformer.wte"]}, 'freeze was [], is ["transformer.wte"]'),
+        (
+            {"checkpoint.mode": "snapshot", "checkpoint.snapshot_every_steps": 2},
+            "in_place, not snapshot with the last 2 states",
+        ),
     ],
     ids=str,
 )
@@ -132,6 +137,14 @@ def test_changed_recipe_is_refused_by_name(changes: dict[str, Any], named: str, 
     message = _refusal(stopped, changes)
     assert named in message
     assert "checkpoint.resume=never" in message
+    for key in changes:
+        if key == "optimizer.lr":
+            assert "(--accept-changes goes on with optimizer.lr)" in message
+        elif was := re.search(rf"{re.escape(key)} was (.+?), is ", message):
+            assert f"{key}={was[1]}" in message  # what to write
+    with pytest.raises(UsageError) as refused:
+        prepared_run(stopped, accept_changes=True)
+    assert refused.value.message in message
 
 
 def test_changed_model_data_or_disks_are_refused_by_name(stopped: Project) -> None:

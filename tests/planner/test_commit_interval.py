@@ -78,6 +78,24 @@ def test_commits_take_no_more_than_their_share(data: st.DataObject, spec: ModelS
     assert 1 - without / with_commits <= ALLOWED
 
 
+@examples(25)
+@given(data=st.data(), spec=models(most=1 << 20))
+def test_commits_before_the_last_take_no_more_than_their_share_of_any_run(data: st.DataObject, spec: ModelSpec) -> None:
+    """Even where steps hide nothing of them, though by simulation a step that computes for long hides all: a run of minutes has
+    one, at its end."""
+    slow = replace(SLOW, matmul_flops=1e9)
+    request = replace(data.draw(request_for(spec, pinned=False)), commit_every="auto")
+    request = replace(request, cpu_budget=least_memory(spec, slow, request) + data.draw(st.integers(1, 16)) * 4 * MiB)
+    plan = timed_plan(spec, slow, first_that_fits(spec, slow, request), chosen=True)
+    assume(any(stage.states != "ssd" and stage.momentum_at.size for stage in plan.stages))
+    alone, every = resting_in_ram(plan) / slow.store_write, plan.commit_every
+    steps = data.draw(st.integers(1, 1000))
+    assert every is not None
+    assert alone * ((steps - 1) // every) <= MOST_TIME * (steps * plan.plain_seconds + alone * (steps // every)) * (1 + 1e-9)
+    if (steps - 1) * plan.plain_seconds < alone * (1 - MOST_TIME) / MOST_TIME * (1 - 1e-9):
+        assert every >= steps, "only at the end"
+
+
 @examples(12)
 @given(data=st.data(), spec=models(most=1 << 20))
 def test_states_on_the_ssd_are_committed_every_step(data: st.DataObject, spec: ModelSpec) -> None:

@@ -26,7 +26,7 @@ def show_data(console: Console, seen: Seen) -> None:
     """Prints counts, a histogram and the decoded rows, in the order of training."""
     heading(console, "Data", "the first part; a run makes the others while it trains" if seen.summary.streamed else "")
     pairs(console, [*_made(seen), *_left_out(seen), *_used(seen)])
-    for note in (*seen.summary.notes, *([seen.note] if seen.note else ())):
+    for note in (*seen.summary.notes, *seen.notes):
         say(console, f"note: {note}", indent=2)
     _show_lengths(console, seen)
     for row in seen.shown:

@@ -10,6 +10,7 @@ from datetime import datetime
 from fuyou_cli.core.printable import one_line
 from fuyou_cli.core.units import GiB, MiB, brief, gb, gib
 from fuyou_cli.training.history import Evaluated, History, Step
+from fuyou_cli.training.state.recipe_changes import in_words
 
 from .plots import waiting
 from .theme import percent, rate, some, speed, tera
@@ -111,6 +112,7 @@ def about(history: History) -> Pairs:
     if (best := history.best) is not None:
         kept = f": its weights were not kept: {best.problem}" if best.problem else f", kept in {best.folder}"
         rows.append(("best", f"loss {best.loss:.4f} after step {best.step:,}{kept}"))
+    rows += [("changed", f"after step {one.step:,}: {in_words([one])}") for one in history.changes]
     if skipped := sum(bool(step.skipped) for step in history.steps):
         rows.append(("skipped", f"{some(skipped, 'step')} updated nothing: their losses or gradients were not finite"))
     return [(name, text) for name, text in rows if text]

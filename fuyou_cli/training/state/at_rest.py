@@ -17,6 +17,7 @@ from ...spec.plan import Span
 from ...swap.arena import Arena
 from ...swap.daemon import DaemonOptions, SwapDaemon
 from ...swap.store import Store
+from ..history import saved_of
 from . import manifest as manifests
 from .extent_checks import PIECE, Damage, Progress, damages
 from .parts import lacking
@@ -57,15 +58,17 @@ class Verified:
 
 
 def find_store(source: Path) -> Path:
-    """Returns the folder of the one store that `source` is or contains. Raises UsageError, or UnreadableError where that
-    cannot be seen now."""
+    """Returns the folder of the one store that `source` is or contains, or that a run with this output_dir has elsewhere.
+    Raises UsageError, or UnreadableError where that cannot be seen now."""
     found = manifests.found_in(source, manifests.NAME, manifests.BEFORE)
     if len(found) == 1:
         return found[0]
     if found:
         raise UsageError(f"{source} holds {len(found)} stores", hint="name one: " + ", ".join(map(str, found[:4])))
+    if (saved := saved_of(source)) is not None:
+        return saved
     raise UsageError(
-        f"there is no store in {source}", hint="give the folder of a run's store, or the offload.dir that it is in"
+        f"there is no store in {source}", hint="give a run's output_dir, its store, or the offload.dir that it is in"
     )
 
 

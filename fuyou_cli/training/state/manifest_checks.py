@@ -56,6 +56,9 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
             yield f"evaluated after step {one.step}, best after step {one.best_step}"
     if not manifest.skipped_in_row <= manifest.skipped <= manifest.step:
         yield f"it counts {manifest.skipped} skipped steps of {manifest.step}, the last {manifest.skipped_in_row} in a row"
+    for change in manifest.changes:
+        if change.step > manifest.step:
+            yield f"{shown(change.key)} changed after step {change.step}"
     for index, stage in enumerate(manifest.stages):
         for wrong in _of_stage(stage, manifest):
             yield f"stages[{index}]: {wrong}"

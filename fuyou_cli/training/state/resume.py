@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ...checkpoint.files import name_list
 from ...core.disk import file_size, status_of, unreadable
@@ -22,8 +22,9 @@ from ...spec.plan import StoreMode
 from . import manifest as manifests
 from .parts import PART_FILE, STORE_FILE, lacking, read_part
 from .places import check_mounted
+from .recipe_changes import changed_keys, in_words, is_rate, may_change, of_fingerprint, put_back, recorded, why_kept
 from .source_checks import changed_files
-from .stored import Manifest
+from .stored import Change, Manifest
 
 if TYPE_CHECKING:
     from ...recipe.schema import CheckpointSection, Recipe
@@ -48,6 +49,7 @@ _CHANGED = {
     "data": "the tokens of the data (dataset, tokenizer)",
     "device": "the kind of device (offload.device; for auto: whether there is a GPU)",
 }
+_UNRECORDED = ("optimizer", "schedule", "clipping", "shuffle", "attention")  # of keys whose old values a store may not tell
 _OTHER_DATA = (
     "a run goes on only with the data it began with: put that back. With other data start over: checkpoint.resume=never gives "
     "the saved state up, so run `fuyou export STORE OUT{}` first to begin with its weights (model.name_or_path=OUT)"
@@ -286,25 +288,60 @@ def _check_same_mode(saved: Manifest, checkpoint: CheckpointSection) -> None:
         )
     asked = {"in_place": ("in_place", 1), "redo": ("redo", 1), "snapshot": ("in_place", checkpoint.keep_last)}.get(mode)
     if asked is not None and asked != (saved.mode, saved.keep):
-        was = f"snapshot with the last {saved.keep} states" if saved.mode == "in_place" and saved.keep > 1 else saved.mode
-        raise _kept(f"checkpoint.mode: the saved run uses {was}, not {mode}", "leave it auto")
+        was, now = (
+            f"snapshot with the last {kept} states" if kept > 1 else name for name, kept in ((saved.mode, saved.keep), asked)
+        )
+        raise _kept(f"checkpoint.mode: the saved run uses {was}, not {now}: its store has room for that", "leave it auto")
 
 
-def check_unchanged_run(saved: Manifest, fingerprints: Mapping[str, str], *, total_steps: int) -> None:
-    """Raises UsageError that names what changed since the run was saved."""
+def check_unchanged_run(
+    saved: Manifest, fingerprints: Mapping[str, str], *, total_steps: int, settings: Mapping[str, Any] | None = None,
+    accepted: bool = False,
+) -> tuple[Change, ...]:  # fmt: skip
+    """Returns the changes of the recipe that the run goes on with. `settings`: its keys now; `accepted`: a rate, schedule or
+    length may be another. Raises UsageError that names every other one, with its old and new value."""
+    changes = changed_keys(saved.settings, settings, step=saved.step)
     names = dict.fromkeys((*fingerprints, *saved.fingerprints))
     changed = [name for name in names if saved.fingerprints.get(name) != fingerprints.get(name)]
     if "frozen" in changed and "model" in changed:
         changed.remove("model")  # its stages are laid out by what is frozen
-    if changed:
-        what = " and ".join(_CHANGED.get(name, name) for name in changed)
-        told = f"the saved run cannot be resumed, because {what} changed since it was saved"
-        if "weights" in changed and (files := changed_files(saved)):
-            told += f": {name_list(files)}"
-        hint = _OTHER_DATA.format(" --merged" if "adapter" in saved.fingerprints else "")
-        raise UsageError(told, hint=hint) if "data" in changed else _kept(told, "put back what changed")
+    may = [name for name in changed if may_change(name, of_fingerprint(name, changes))]
+    refused = [name for name in changed if not accepted or name not in may]
+    if any(name not in may for name in refused):
+        raise _changed(saved, refused, may, changes)
     if saved.step > total_steps:
         raise UsageError(
             f"the saved run has done {saved.step} steps, but the recipe asks for {total_steps}",
-            hint="raise train.max_steps or train.epochs; `fuyou export` writes the model as it is now",
+            hint=f"write train.max_steps={saved.step} or more, or raise train.epochs; `fuyou export` writes the model as it is",
         )
+    if refused:
+        raise _changed(saved, refused, may, changes)
+    unknown = [Change(step=saved.step, key=_CHANGED[name], before=None, now=None) for name in changed if saved.settings is None]
+    return (*unknown, *recorded(changes))
+
+
+def _changed(saved: Manifest, names: Sequence[str], may: Sequence[str], changes: Sequence[Change]) -> UsageError:
+    """Makes the error for a recipe that is another one in what fingerprints of these names are of; `may`: those that a run may
+    go on with."""
+    told = f"the saved run cannot be resumed, because {' and '.join(_CHANGED.get(name, name) for name in names)} changed since "
+    told += "it was saved"
+    of_these = list({one.key: one for name in names for one in of_fingerprint(name, changes)}.values())
+    if of_these:
+        told += f": {in_words(of_these)}"
+    elif saved.settings is None and any(name in _UNRECORDED for name in names):
+        told += " (by a version of fuyou that did not record what the recipe said)"
+    if "weights" in names and (files := changed_files(saved)):
+        told += f": {name_list(files)}"
+    if "data" in names:
+        return UsageError(told, hint=_OTHER_DATA.format(" --merged" if "adapter" in saved.fingerprints else ""))
+    kept = [name for name in names if name not in may]
+    ways = ["add --accept-changes to go on with it"] if not kept else []
+    rates = [one.key for one in of_these if is_rate(one)] if kept else []
+    if kept and (why := why_kept(kept)):
+        told += f"; {why}"
+    of_these = [one for one in of_these if one.key not in rates]
+    ways.append(f"put it back: {put_back(of_these)}" if of_these else "put back what changed")
+    ways[-1] += f" (--accept-changes goes on with {' and '.join(rates)})" if rates else ""
+    if kept and saved.settings is None and "optimizer" in kept:
+        ways.append("run it once with its old recipe, which is recorded then, and with --accept-changes for another rate")
+    return _kept(told, ", or ".join(ways))

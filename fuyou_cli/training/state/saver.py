@@ -34,7 +34,7 @@ from .kept_companions import written_companions
 from .parts import NEW_PART, PART_FILE, SPARE
 from .source_checks import compare
 from .storage import StageFiles
-from .stored import DueUpdate, Evaluated, Manifest, State
+from .stored import MOST_CHANGES, Change, DueUpdate, Evaluated, Manifest, State
 
 _SPARE_BYTES = 4 << 20  # disk reserved for the last manifest and its losses
 _SPARE_PER_STEP = 8  # bytes of one loss
@@ -54,6 +54,7 @@ class Standing:
     evaluated: Evaluated | None = None
     evaluated_before: tuple[Evaluated, ...] = ()  # of other sets of rows
     peak_after_warmup: bool = True  # the rule of its learning rates, which a saved run keeps
+    changes: tuple[Change, ...] = ()  # of its recipe
 
     @classmethod
     def of(cls, saved: Manifest | None) -> Standing:
@@ -68,7 +69,7 @@ class Standing:
         self.step, self.written_before, self.random = saved.step, saved.written_total, saved.random
         self.skipped, self.skipped_in_row = saved.skipped, saved.skipped_in_row
         self.evaluated, self.evaluated_before = saved.evaluated, saved.evaluated_before
-        self.peak_after_warmup = saved.peak_after_warmup
+        self.peak_after_warmup, self.changes = saved.peak_after_warmup, saved.changes
 
     def is_over(self, *, skipped: bool) -> None:
         """Counts one more step. `skipped`: the step updated nothing."""
@@ -189,12 +190,25 @@ class Saver:
         self.standing.losses, note = loss_files.read(self.folder, saved.step)
         if note:
             self.say(f"note: {note}")
-        self.commits.restart(saved)
+        self.commits.restart(self._as_it_goes_on(saved))
         self.residency.commits.base = saved.step
         if saved.due is not None:  # the step was committed by its gradients, so its updates must be applied
             pending = [index for index, stage in enumerate(saved.stages) if stage.gradients is not None]
             self.residency.update_again(pending, _scalars(saved.due))
         random_states.restore(saved.random, self.device.torch_device)
+
+    def _as_it_goes_on(self, saved: Manifest) -> Manifest:
+        """Records at once what the recipe says now, so that the next run need not be told of its changes again."""
+        ready, standing = self.ready, self.standing
+        known = (
+            ready.planned.manifest.changes if ready.planned.manifest is not None else ()
+        )  # newer than those of an older state
+        changes = [replace(change, step=min(change.step, saved.step)) for change in (*known, *ready.changes)]
+        standing.changes = tuple(changes[-MOST_CHANGES:])
+        named = replace(saved, settings=ready.settings, fingerprints=ready.fingerprints, changes=standing.changes)
+        if named != saved:
+            manifests.amend(self.folder, named)
+        return named
 
     def _intact(self, saved: Manifest, progress: Progress) -> Manifest:
         """Compares every extent with its checksum before anything is computed from it."""
@@ -280,6 +294,8 @@ class Saver:
             evaluated_before=standing.evaluated_before,
             untouched=self._untouched,
             peak_after_warmup=standing.peak_after_warmup,
+            settings=ready.settings,
+            changes=standing.changes,
         )
 
     def _release_disk(self) -> None:

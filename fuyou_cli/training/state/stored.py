@@ -18,6 +18,7 @@ State = Literal["loading", "committed"]
 TENSORS = get_args(StateTensor)  # tensors of a stage, in the order of a place
 _EXTENTS = (*TENSORS, "gradients")
 ALIGN = 4096  # alignment of stripes and extents for direct I/O
+MOST_CHANGES = 1000  # that are recorded; the newest ones
 MOST_SETS = 16  # most sets whose losses are put aside
 MOST_KEPT = 16  # most states that a store keeps; recipe/schema has the same limit
 
@@ -123,6 +124,16 @@ class Untouched:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """Holds a key of the recipe with which a run went on at another value than before."""
+
+    step: int  # whole steps before it
+    key: Annotated[str, Field(min_length=1, max_length=NAME_LIMIT)]
+    before: Any  # as JSON has it
+    now: Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
     """Names what a store holds, and what a run needs to resume from it."""
 
@@ -158,6 +169,8 @@ class Manifest:
     sources: tuple[SourceFile, ...] = ()  # files of the checkpoint that frozen parameters are read from
     untouched: Untouched | None = None  # None: a model of text alone
     peak_after_warmup: bool = False  # the rule of its learning rates (training/rates.py)
+    settings: dict[str, Any] | None = None  # keys of the recipe it goes by (state/recipe_changes.py); None: not recorded
+    changes: Annotated[tuple[Change, ...], Field(max_length=MOST_CHANGES)] = ()  # of these, in order
 
     @property
     def knows_pieces(self) -> bool:
