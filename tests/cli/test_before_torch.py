@@ -13,6 +13,7 @@ from fuyou_cli.machine.libraries import settle_libraries
 
 POLICY, CONF, OLD = "OMP_WAIT_POLICY", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 PASSIVE, GROWING = {POLICY: "passive"}, {CONF: "expandable_segments:True"}
+SPINS = {"GOMP_SPINCOUNT": "20000"}
 
 
 @pytest.fixture
@@ -31,8 +32,10 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("cuda", True, {}, PASSIVE | GROWING),
         ("auto", True, {}, PASSIVE | GROWING),
         ("cuda", False, {}, PASSIVE),
-        ("cpu", True, {}, {}),
-        ("emulated", True, {}, {}),
+        ("cpu", True, {}, SPINS),
+        ("emulated", True, {}, SPINS),
+        ("cpu", True, {"GOMP_SPINCOUNT": "7"}, {"GOMP_SPINCOUNT": "7"}),
+        ("cpu", True, {POLICY: "active"}, {POLICY: "active"}),
         ("cuda", True, {POLICY: "active"}, {POLICY: "active"} | GROWING),
         ("cuda", True, {CONF: "max_split_size_mb:64"}, PASSIVE | {CONF: "max_split_size_mb:64"}),
         ("cuda", True, {OLD: ""}, PASSIVE | {OLD: ""}),
@@ -57,7 +60,7 @@ def test_nothing_where_there_is_no_gpu(gpu: Path, monkeypatch: pytest.MonkeyPatc
     (gpu / "dev/nvidiactl").unlink()
     monkeypatch.setattr(os, "environ", {})
     settle_libraries(device="cuda", root=gpu)
-    assert not os.environ
+    assert os.environ == SPINS
 
 
 _BEFORE = """
