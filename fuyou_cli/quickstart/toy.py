@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 # Questions and answers invented for this project. No model knows the text, so all that the fine-tuned model
-# knows of it, it learnt here. Each of 42 facts is asked in three ways; forty steps are enough to learn them all.
+# knows of it, it learnt here. Each of 42 facts is asked in three ways; some twenty steps are enough to learn them all.
 CORPUS = Path(__file__).with_name("corpus.jsonl")
 
-# 104 M parameters: at 16 bytes of training state each (bf16 weights and gradient, fp32 master and two moments) 1.55
-# times a budget of 1 GiB. Wide and shallow, as two cores multiply few large matrices faster than many small
-# ones; the vocabulary is that of the corpus, so the head costs next to nothing.
-HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS = 1024, 2816, 8, 16, 16
+# 40 M parameters: at 16 bytes of training state each (bf16 weights and gradient, fp32 master and two moments) more than a
+# budget of 600 MiB, of which Python and torch take 360. So small that 20 steps write less than 15 GB. Wide and shallow, as two
+# cores multiply few large matrices faster than many small ones, and it learns in fewer steps; the vocabulary is that of the
+# corpus, so the head costs next to nothing.
+HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS = 896, 2432, 4, 14, 14
 VOCABULARY = 768
 POSITIONS = 1024
 INITIAL_STD = 0.02
