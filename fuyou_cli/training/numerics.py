@@ -210,10 +210,10 @@ def likely_sizes(batch_size: int, length: int, *, usual: int) -> list[int]:
 def timed_shapes(rows: int, length: int, *, usual: int) -> list[tuple[int, int]]:
     """Returns the shapes of micro-batches (rows, tokens of a row) that tell what any other takes, up to `rows` rows of
     `length`: few tokens and many, in rows of three lengths, as fewer do not tell a row's own cost from that of attention. Those
-    first that count most where there is no time for all."""
+    first that count most where there is no time or memory for all: of the usual one alone, time is in proportion to tokens."""
     short, half = max(1, length // 4), max(1, length // 2)
     few, many = (max(1, min(rows, tokens // length)) for tokens in (usual, 2 * usual))
-    shapes = [(1, short), (few, length), (few * length // short, short), (few * length // half, half), (many, length)]
+    shapes = [(few, length), (1, short), (few * length // short, short), (few * length // half, half), (many, length)]
     return list(dict.fromkeys(shapes))
 
 

@@ -286,7 +286,7 @@ def test_rows_that_are_not_packed_are_timed_document_by_document(tmp_path: Path)
     apart, isolated, packed = (layers_of_gemma(tmp_path, f"dataset.packing={how}") for how in ("false", "isolated", "concat"))
     assert apart.layers == isolated.layers != packed.layers
     for own, documents in ((apart, [[32], [32]]), (isolated, [[32], [32]]), (packed, None)):
-        stage = block_stage(own.anatomy, own.sizes[1], torch.device("cpu"))
+        stage = block_stage(own.anatomy, own.sizes[0], torch.device("cpu"))
         alone = stage.make(64)
         assert isinstance(alone, BlockAlone) and alone._call.documents == documents
         alone.forward()
@@ -300,8 +300,8 @@ def test_an_adapters_block_is_measured_with_its_adapter(tmp_path: Path) -> None:
     own = layers_of_gemma(tmp_path, "adapter.r=4")
     spec = inspect(own.anatomy, dtype="bfloat16", micro_batch_size=2, max_seq_len=32, head_chunk_tokens=0)
     sizes = [(one.micro_batch_size, one.max_seq_len) for one in own.sizes]
-    assert sizes == [(1, 8), (2, 32), (8, 8), (4, 16)]
-    block, whole = block_stage(own.anatomy, own.sizes[1], torch.device("cpu")), spec.stages[1]
+    assert sizes == [(2, 32), (1, 8), (8, 8), (4, 16)]
+    block, whole = block_stage(own.anatomy, own.sizes[0], torch.device("cpu")), spec.stages[1]
     assert block.params == whole.params > whole.trained > 0
     alone = block.make(64)
     alone.forward()

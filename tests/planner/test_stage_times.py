@@ -51,9 +51,9 @@ def test_a_fit_finds_the_parts_that_made_the_times(
 ) -> None:
     made = Shaped(fixed=100 * fixed, per_token=token, per_pair=pair / 100, per_row=30 * row)
     found = fitted([(tokens, width, made.of(tokens, width)) for tokens, width in TIMED])
-    assert found.of(rows * width, width) == pytest.approx(made.of(rows * width, width), rel=1e-5)
+    assert found.of(rows * width, width) == pytest.approx(made.of(rows * width, width), rel=1e-3)
     assert found.of(1000, 300, rows=9) == pytest.approx(
-        made.of(1000, 1) - 991 * made.per_row + 299_000 * made.per_pair, rel=1e-5
+        made.of(1000, 1) - 991 * made.per_row + 299_000 * made.per_pair, rel=1e-3
     )
 
 
