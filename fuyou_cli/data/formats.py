@@ -232,7 +232,8 @@ def _numbers(row: _Row, name: str, columns: Columns, *, like: NDArray[np.int64] 
     values = row.get(column)
     if values is None and like is not None:
         return None
-    if not isinstance(values, list) or not all(isinstance(value, int) and abs(value) < 1 << 31 for value in values):
+    kinds = (int,) if like is None else (int, bool)  # marks may be true and false, tokens may not
+    if not isinstance(values, list) or not all(type(value) in kinds and abs(value) < 1 << 31 for value in values):
         raise RowError(f"the column {column} must be a list of whole numbers")
     if like is not None and len(values) != len(like):
         raise RowError(f"the column {column} has {len(values):,} numbers for {len(like):,} tokens")

@@ -213,6 +213,7 @@ GOOD = '{"prompt": "a", "completion": "b"}\n'
         ('{"input_ids": [1, 2, 999999]}\n', ":1: token 3 is 999999, outside the vocabulary of .* another tokenizer"),
         ('{"input_ids": [1, -1]}\n', ":1: token 2 is -1, outside the vocabulary"),
         ('{"input_ids": [1, 2.5]}\n', ":1: the column input_ids must be a list of whole numbers"),
+        ('{"input_ids": [true, 2]}\n', ":1: the column input_ids must be a list of whole numbers"),
         ('{"input_ids": [1, 2], "labels": [1]}\n', ":1: the column labels has 1 numbers for 2 tokens"),
         ('{"input_ids": [1, 2, 3], "labels": [2, 3, -100]}\n', ":1: label 1 is 2, but its token is 1: .*shifts labels later"),
         ('{"question": "a", "answer": "b"}\n', ":1: no format fits"),
