@@ -29,6 +29,8 @@ def _of(hint: Any) -> Any:
         return (_of(inner[0]),) if inner[-1] is Ellipsis else tuple(map(_of, inner))
     if origin is dict:
         return {"x": _of(inner[1])}
+    if isinstance(hint, type) and issubclass(hint, tuple):  # with names
+        return hint(*map(_of, get_type_hints(hint).values()))
     if is_dataclass(hint):
         hints = get_type_hints(hint, include_extras=True)
         return hint(**{field.name: _of(hints[field.name]) for field in fields(hint) if field.init})  # type: ignore[operator]
