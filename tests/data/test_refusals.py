@@ -91,9 +91,10 @@ def test_a_template_without_end_is_ended_and_named_with_the_sample(
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        (
+        pytest.param(
             "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}",
             "takes more than 1.00 GiB of memory$",
+            marks=pytest.mark.slow,
         ),
         ("{{ 'a' * 10 ** 10 }}", "takes more than 1.00 GiB of memory$"),
         ("{{ 'a' * 10 ** 7 }}", "makes 10,000,[0-9]* characters of this conversation, more than 4,194,304"),
@@ -142,7 +143,7 @@ def bombs(folder: Path, kind: str, tokenizer_dir: Path) -> tuple[Path, Path, str
     return file, tokenizer, f"{file}: the beginning of the file takes more than 1.00 GiB of memory"
 
 
-@pytest.mark.parametrize("kind", ["gzip", "normalizer", "parquet", "arrow"])
+@pytest.mark.parametrize("kind", ["gzip", "normalizer", pytest.param("parquet", marks=pytest.mark.slow), "arrow"])
 def test_a_bomb_is_one_error_with_its_place(
     kind: str, tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -306,7 +306,7 @@ def test_without_proc_a_process_is_not_taken_for_an_empty_one(new_project: NewPr
     assert plan["hardware"]["process_bytes"] >= known["hardware"]["process_bytes"]
 
 
-@pytest.mark.parametrize("kills", [12, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [4, pytest.param(200, marks=pytest.mark.slow)])
 def test_a_run_killed_in_its_first_second_is_never_refused(
     kills: int, drive: FaultyDrive, new_project: NewProject, whole: Callable[..., Whole]
 ) -> None:

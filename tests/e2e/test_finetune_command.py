@@ -171,7 +171,7 @@ def _exported_as_asked(project: Project, store: Path) -> None:
     assert refused.returncode == 2 and "is not a recipe" in refused.stderr
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("closed", [*(pytest.param(one, marks=pytest.mark.slow) for one in (">&-", "2>&-")), "<&- >&- 2>&-"])
 def test_a_run_with_closed_streams_goes_to_its_end(closed: str, new_project: NewProject) -> None:
     """Whatever is printed goes to no file of the run."""
     project = new_project(changes={"train.max_steps": 3})
@@ -186,7 +186,7 @@ def test_a_run_with_closed_streams_goes_to_its_end(closed: str, new_project: New
 AS_ANOTHER = ("--reuid=64321", "--regid=64321", "--clear-groups", "--inh-caps=+dac_override", "--ambient-caps=+dac_override")
 
 
-@pytest.mark.parametrize("most", [1, 2, 4])
+@pytest.mark.parametrize("most", [1, *(pytest.param(some, marks=pytest.mark.slow) for some in (2, 4))])
 def test_a_limit_on_processes_is_told(most: int, new_project: NewProject) -> None:
     """Runs as a user who has no other process: root's are not limited."""
     limited = ["setpriv", *AS_ANOTHER, "prlimit", f"--nproc={most}"]

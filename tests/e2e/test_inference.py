@@ -100,7 +100,7 @@ def test_a_device_that_is_full_is_an_error_of_generate() -> None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has")
 
     opened = SimpleNamespace(weights=SimpleNamespace(device=torch.device("cpu")), check=lambda: None)
-    generator = Generator(Full(), SimpleNamespace(pad_id=0, tokenizer=None), None, opened)  # type: ignore[arg-type]
+    generator = Generator(Full(), SimpleNamespace(pad_id=0, tokenizer=None), SimpleNamespace(pad_token_id=0), opened)  # type: ignore[arg-type]
     with pytest.raises(DeviceMemoryError, match=r"^out of device memory: CUDA out of memory$") as told:
         generator.run([[1, 2]], new=2)
     assert told.value.hint is not None and "--batch-size" in told.value.hint

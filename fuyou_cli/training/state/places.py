@@ -33,11 +33,13 @@ def remember(directories: Sequence[Path], *, say: Callable[[str], None]) -> None
         place.parent.mkdir(parents=True, exist_ok=True)
         write_own(new, [json.dumps(known).encode()])
         new.replace(place)
+    except OSError as error:
+        say(f"note: cannot keep in {place} where the store is ({error.strerror}): keep its drive mounted")
+        return
+    with suppress(OSError):  # another run may be at the same
         used = sorted((file.lstat().st_mtime_ns, file) for file in place.parent.iterdir())
         for _, file in used[:-_MOST]:
             file.unlink(missing_ok=True)
-    except OSError as error:
-        say(f"note: cannot keep in {place} where the store is ({error.strerror}): keep its drive mounted")
 
 
 def forget(directory: Path) -> None:
