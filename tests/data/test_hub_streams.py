@@ -130,6 +130,7 @@ def test_a_full_disk_is_told_from_other_failures(monkeypatch: pytest.MonkeyPatch
         assert load(asked) == {"error": "while downloading", "kind": kind}
 
 
+@pytest.mark.slow
 def test_what_cannot_be_streamed_is_refused(server: Hub, tokenizer_dir: Path, tmp_path: Path) -> None:
     for entry, said in (
         ({"name": "en", "revision": "other"}, r"o/set: (Revision .*other|.*'other'.* doesn't exist)"),

@@ -75,7 +75,11 @@ _LOOP = "{% for a in range(99999) %}"
 WITHOUT_END = _LOOP * 3 + "{% endfor %}" * 3
 
 
-@pytest.mark.parametrize("template", [WITHOUT_END, "{{ (messages | length) ** (10 ** 9) > 0 }}"], ids=["loops", "one call"])
+@pytest.mark.parametrize(
+    "template",
+    [WITHOUT_END, pytest.param("{{ (messages | length) ** (10 ** 9) > 0 }}", marks=pytest.mark.slow)],
+    ids=["loops", "one call"],
+)
 def test_a_template_without_end_is_ended_and_named_with_the_sample(
     template: str, write: Write, tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,7 +147,9 @@ def bombs(folder: Path, kind: str, tokenizer_dir: Path) -> tuple[Path, Path, str
     return file, tokenizer, f"{file}: the beginning of the file takes more than 1.00 GiB of memory"
 
 
-@pytest.mark.parametrize("kind", ["gzip", "normalizer", pytest.param("parquet", marks=pytest.mark.slow), "arrow"])
+@pytest.mark.parametrize(
+    "kind", ["gzip", "normalizer", *(pytest.param(one, marks=pytest.mark.slow) for one in ("parquet", "arrow"))]
+)
 def test_a_bomb_is_one_error_with_its_place(
     kind: str, tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

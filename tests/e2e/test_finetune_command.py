@@ -205,6 +205,7 @@ def test_a_limit_on_processes_is_told(most: int, new_project: NewProject) -> Non
     assert done.returncode == 0 or "ulimit -u" in " ".join(done.stderr.split()), done.stderr
 
 
+@pytest.mark.slow
 def test_names_that_the_locale_does_not_have(new_project: NewProject) -> None:
     """Runs in a folder of this name where Python takes names for ASCII, and in one whose name is no text at all."""
     for name in ("ünï", os.fsdecode(b"l\xfcx")):

@@ -94,7 +94,7 @@ def _with_code(model: Path, kind: str) -> Path:
     return model
 
 
-@pytest.mark.parametrize("kind", ["map", "list"])
+@pytest.mark.parametrize("kind", ["map", pytest.param("list", marks=pytest.mark.slow)])
 def test_code_of_a_tokenizer(kind: str, new_project: NewProject, llama: Path, tmp_path: Path) -> None:
     """Names it before a plan is shown, also where the model's own code is trusted; then takes the remedy that it names."""
     model = _with_code(Path(shutil.copytree(llama, tmp_path / "own")), kind)

@@ -148,6 +148,7 @@ def test_stopped_and_started_again_it_goes_on_in_another_folder(ran: Ran) -> Non
     assert (ran.folder / "outputs" / "quickstart" / "train.jsonl").read_bytes() == toy.CORPUS.read_bytes()
 
 
+@pytest.mark.slow
 def test_the_second_time_shows_its_own_run(tmp_path: Path) -> None:
     done, out = _quickstart(tmp_path, *_begun(tmp_path)), tmp_path / "people" / "here"
     assert done.returncode == 0, done.stderr

@@ -39,6 +39,7 @@ def _check(folder: Path, *words: str) -> tuple[int, dict[str, Any], str]:
 # ---- end to end ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)  # half a minute where the machine has nothing else to do
 def test_stages_end_to_end_on_the_emulated_device(tmp_path: Path) -> None:
     limits = "pinning=200,8k=600"  # a machine that is loaded takes longer than a GPU would
@@ -75,6 +76,7 @@ def test_the_gaps_of_a_run_are_told_with_who_submits_next(tmp_path: Path) -> Non
     assert json.loads(gzip.decompress((tmp_path / "work" / "trace.json.gz").read_bytes()))["samples"]
 
 
+@pytest.mark.slow
 def test_a_stage_that_hangs_is_ended_with_all_that_it_started_and_the_next_one_runs(tmp_path: Path) -> None:
     work = tmp_path / "work"
     (work / "models" / "1m").mkdir(parents=True)
@@ -88,6 +90,7 @@ def test_a_stage_that_hangs_is_ended_with_all_that_it_started_and_the_next_one_r
     assert [line for line in processes() if str(work) in line] == []
 
 
+@pytest.mark.slow
 def test_what_was_done_is_kept_when_the_check_is_killed(tmp_path: Path) -> None:
     work, out = tmp_path / "work", tmp_path / "out"
     work.mkdir()

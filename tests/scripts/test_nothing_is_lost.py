@@ -73,6 +73,7 @@ def test_runs_of_other_kinds_are_disturbed_too(run: str, place: Place) -> None:
     assert (found.flips, found.went_back + found.refused) == (4, 1)
 
 
+@pytest.mark.slow
 def test_killed_loads_begin_again(place: Place) -> None:
     assert loads_and_exports.kill_loads(place, kills=4, seed=1).kills == 4
 
@@ -112,6 +113,7 @@ def test_a_newest_state_that_is_not_whole_would_be_noticed(place: Place) -> None
 # ---- power cuts ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_after_power_cuts_runs_go_on(place: Place) -> None:
     """Leaves nothing under way in a few of them, so that nothing could be lost."""
     lost = 0
