@@ -38,7 +38,7 @@ from fuyou_cli.engine.skeleton import EXPERT_KEYS, auto_class, build, load_confi
 TABLE = Path(__file__).with_name("results") / "MODELS.md"
 VOCABULARY, TOKENS = 97, 16
 _LONGEST = 110  # characters of a reason
-_AT_ONCE = 4  # families that one process tries: what all of them load takes 24 GB
+_AT_ONCE = 4  # families that one process tries: all of them in one ran out of 24 GB
 _SMALL: dict[str, int] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embedding_size", "dim"), 32),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 2),

@@ -11,7 +11,7 @@ _NVIDIA = ("dev/nvidiactl", "dev/dxg")  # the driver's device; the second is WSL
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # torch reads the first that is set
 
 # Rounds that a thread of torch spins for work before it sleeps; libgomp's own are 300,000. Beside other programs a thread that
-# spins keeps the one that it waits for off its core: a token took five times as long (scripts/results/TRIED.md).
+# spins keeps the one that it waits for off its core: a token took twice as long (scripts/results/TRIED.md).
 _SPINS = "20000"
 
 # For matrix products, and for flash-attn (used by transformers).
