@@ -13,7 +13,7 @@ from fuyou_cli.core.units import brief, gb, gib
 from fuyou_cli.planner.candidate import NONE_KEPT, Candidate, family, may_measure_first, sweep_counts
 from fuyou_cli.planner.place import made_of
 from fuyou_cli.planner.plan_request import PlanRequest
-from fuyou_cli.planner.search import SearchResult, search, timed
+from fuyou_cli.planner.search import SearchResult, search_timed, timed
 from fuyou_cli.spec.model import ModelSpec, StateDtype
 from fuyou_cli.spec.plan import Plan
 
@@ -69,7 +69,7 @@ def _other_states(prepared: Planned) -> Iterator[Row]:
             continue
         other = model.with_layout(replace(model.layout, dtype=dtype))
         try:
-            plan = timed(search(other, hardware, request).best, other, hardware, request)
+            _, plan = search_timed(other, hardware, request)
         except PlanError:
             plan = None
         yield replace(_row(f"optimizer.state_dtype={dtype}", plan, prepared), numerics=True)

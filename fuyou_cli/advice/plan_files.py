@@ -40,7 +40,7 @@ LARGEST = 1 << 20  # bytes of a file
 # Keys of the request that may change before the run. The rest must stay the same.
 _FREE = (
     "model_name", "cpu_budget", "gpu_budget", "ssd_budget", "exports_trained", "sustained", "may_redo", "wear", "typical",
-    "code_bytes",
+    "code_bytes", "free_pages",
 )  # fmt: skip
 _MICRO_BATCH = "numerics.micro_batch_size"
 _AGAIN = "make the plan again: fuyou plan RECIPE -o FILE"
@@ -130,7 +130,7 @@ def _placement(plan: Plan) -> str:
     """Returns a digest of everything except what the machine decides: a step's times, and the amount of memory."""
     apart = ("model", "cpu_budget", "memory", "predicted", "sustained", "typical")
     content = {key: value for key, value in asdict(plan).items() if key not in apart}
-    for later in ("decoded", "norm_first"):  # plans made before had none
+    for later in ("decoded", "norm_first", "free_pages"):  # plans made before had none
         if not content[later]:
             del content[later]
     return _digest(content)

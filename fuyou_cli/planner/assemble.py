@@ -9,7 +9,7 @@ from ..spec.plan import MemoryLine, Plan, Predicted, StagePlan, Tier
 from .bound import busy_seconds
 from .costs import Costs
 from .device_memory import DeviceMemory, device_memory
-from .memory import BASE_SLACK, Layout, compute_memory
+from .memory import BASE_SLACK, Layout, compute_memory, free_pages
 from .plan_request import PlanRequest
 from .schedule import Schedule
 
@@ -26,7 +26,7 @@ def host_peaks(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest
         if span is not None
     )
     largest_slot = max((slots.weight_size for slots in placed.slot_classes), default=0)
-    compute = compute_memory(model, request).total + request.code_bytes
+    compute = compute_memory(model, request).total + free_pages(model, request) + request.code_bytes
     train = base + placed.arena_size + placed.arena_size // 512 + compute
     return {"load": base + homes_in_ram + 2 * largest_slot + 64 * MiB, "train": train, "export": train}
 
@@ -49,6 +49,7 @@ def assembled(costs: Costs, request: PlanRequest, placed: Layout, schedule: Sche
         decoded=placed.decoded,
         batch_on_device=bool(request.batch_on_device),
         sweeps=request.sweeps or 1,
+        free_pages=request.free_pages,
         norm_first=bool(request.norm_first),
         lookahead=lookahead,
         io=placed.io,
@@ -131,6 +132,7 @@ def _memory_lines(
     add("staging", "cpu", staging, 0, "commits of what rests on the GPU")
     add("crossing", "cpu", crossing, 0, "the batch between stages, to and from the device")
     add("compute", "cpu", compute_memory(model, request).total, 0, "activations of one micro-batch")
+    add("free pages", "cpu", free_pages(model, request), 0, "of the heap, from one block to the next")
     add("compiled products", "cpu", request.code_bytes, 0, "of libraries, for micro-batches of other widths")
     add("update chunks", "cpu", placed.io.scratch.size, 0, "read, update, write")
     add("process", "cpu", hardware.process_bytes + BASE_SLACK + placed.arena_size // 512, 0, "Python, torch, threads")

@@ -38,6 +38,7 @@ class Candidate:
     swap: float = 0.0  # share of the outputs' bytes that rest with boundaries on the ssd
     sweeps: int = 1  # sweeps per step, unless the request sets them
     norm_first: bool = False  # a first backward measures the norm, unless the request says so
+    free_pages: bool = False  # RAM is left for the heap's free pages (`memory.free_pages`)
     kept_there: float = 0.0  # share of the device's spare memory that goes to outputs that stay there, before weights
     there: float = 0.0  # share of the device's spare memory that goes to whole stages (weights, gradients, states), or `TURN`
     copied: float = 1.0  # share of the outputs' bytes that RAM may get, the most FLOPs saved per byte first
@@ -173,6 +174,7 @@ def known_candidate(model: ModelSpec, request: PlanRequest, values: dict[str, An
         "kept_there": knobs.kept_there, "there": (*knobs.there, *([TURN] if len(knobs.there) > 1 else [])),
         "sweeps": sweep_counts(model, request), "copied": (1.0, *knobs.fewer),
         "norm_first": (False, True) if request.norm_first is None and may_measure_first(model, request) else (False,),
+        "free_pages": (False, True) if request.device == "cpu" else (False,),
     }  # fmt: skip
     pipeline = (values.get("lookahead"), values.get("gradient_slots"))
     if pipeline not in knobs.pipelines or not values.keys() <= {"lookahead", "gradient_slots", *possible}:
@@ -180,6 +182,8 @@ def known_candidate(model: ModelSpec, request: PlanRequest, values: dict[str, An
     if any(type(count) is not int for count in (*pipeline, values.get("sweeps", 1))):  # 2.0 equals 2
         return None
     if values.get("norm_first") and (values["norm_first"] is not True or values.get("sweeps", 1) > 1):
+        return None
+    if type(values.get("free_pages", False)) is not bool:
         return None
     if any(values[name] not in some for name, some in possible.items() if name in values):
         return None

@@ -61,6 +61,7 @@ class Costs:
     batch_on_device: bool = False
     sweeps: int = 1
     typical: TypicalStep | None = None
+    free_pages: bool = False
     # Cache: speeds of jobs that run at once.
     speeds: KnownSpeeds = field(default_factory=KnownSpeeds, init=False, compare=False, repr=False)
     # Cache: what visits of simulations do (`repeats`).
@@ -84,6 +85,7 @@ class Costs:
             batch_on_device=bool(run.batch_on_device),
             sweeps=run.sweeps or 1,
             typical=run.typical,
+            free_pages=run.free_pages,
             update_threads=run.io.update_threads if isinstance(run, Plan) else run.update_threads,
         )
 
@@ -164,7 +166,20 @@ class Costs:
         """Returns the extra seconds in which compute moves bytes through host memory, on top of its matrix products."""
         hardware, copied = self.hardware, 2 * kept * self.micro_batches * visit.stash
         there = hardware.host_copy or self._memory_rate
-        return self._moved(visit) / (hardware.host_fresh or there) + (copied + self._gradients_moved(visit)) / there
+        fresh = self._moved(visit) + self._faulted(visit)
+        return fresh / (hardware.host_fresh or there) + (copied + self._gradients_moved(visit)) / there
+
+    def _faulted(self, visit: Visit) -> float:
+        """Returns the bytes of the heap that a block faults in again, because the block before it gave them back."""
+        stage = self.model.stages[visit.stage]
+        if self.free_pages or self.device != "cpu" or stage.kind != "block":
+            return 0.0
+        peak, mapped = (
+            (stage.forward_peak, stage.forward_mapped)
+            if visit.phase == "forward"
+            else (stage.backward_peak, stage.backward_mapped)
+        )
+        return float(peak - mapped)  # mapped ones are new each time, and were so when the stage was timed
 
     def update_seconds(self, stage: StagePlan) -> float:
         """Returns the seconds that one thread takes to update the stage, with all its bytes in memory. It is 0 if the device

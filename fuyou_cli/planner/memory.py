@@ -39,6 +39,10 @@ PRODUCT_CODE = 720 << 10
 ATTENTION_CODE = 3400 << 10
 MOST_PRODUCTS = 1024  # oneDNN forgets older ones
 
+# What a stage takes in the heap is known to about these shares of it. A visit passes the peak of one like it by CREEP at most.
+# Where no visit gives pages back, the heap grows by DRIFT beyond what is charged. Measured: scripts/results/TRIED.md.
+CREEP, DRIFT = 0.25, 0.35
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Homes:
@@ -338,3 +342,14 @@ def compute_memory(model: ModelSpec, request: PlanRequest) -> ComputeMemory:
     hungriest = max(model.stages, key=lambda stage: (stage.backward_peak, stage.index))
     stage = 0 if request.device == "cuda" else hungriest.backward_peak
     return ComputeMemory(whole_batch=whole, stage=stage, name=hungriest.name)
+
+
+def free_pages(model: ModelSpec, request: PlanRequest) -> int:
+    """Returns the bytes, beyond `compute_memory`, with which one block's visit may leave the heap's pages as they are for the
+    next. Without them, each visit gives its pages back to the system and faults them in again (`training/trimming.py`)."""
+    if not request.free_pages or request.device == "cuda":
+        return 0
+    compute = compute_memory(model, request)
+    block = max((stage.backward_peak for stage in model.stages if stage.kind == "block"), default=0)
+    wanted = compute.whole_batch + int((1 + DRIFT) * block + CREEP * compute.total)
+    return align_up(max(0, wanted - compute.total), ARENA_UNIT)

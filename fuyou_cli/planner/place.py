@@ -54,8 +54,13 @@ def made_of(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, c
 
 
 def asked_with(request: PlanRequest, candidate: Candidate) -> PlanRequest:
-    """Returns the request with the order of visits that the candidate has."""
-    return replace(request, sweeps=request.sweeps or candidate.sweeps, norm_first=candidate.norm_first or request.norm_first)
+    """Returns the request with the order of visits that the candidate has, and its room for free pages."""
+    return replace(
+        request,
+        sweeps=request.sweeps or candidate.sweeps,
+        norm_first=candidate.norm_first or request.norm_first,
+        free_pages=candidate.free_pages or request.free_pages,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

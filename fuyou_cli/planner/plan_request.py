@@ -59,6 +59,7 @@ class PlanRequest:
     norm_first: bool | None = None
     sweeps: int | None = None  # sweeps per step; they divide its micro-batches
     typical: TypicalStep | None = None  # what steps hold; None: rows of `max_seq_len` tokens
+    free_pages: bool = False  # a block finds its pages in the heap as the one before left them (`memory.free_pages`)
     code_bytes: int = 0  # of RAM, that libraries take for products of other shapes than the largest micro-batch's
     # Whether trained banks beside frozen ones rest in RAM before anything else does (`small_banks`).
     trained_in_ram: bool | None = None

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ..core.collector import uncollected
 from ..core.errors import PlanError
@@ -98,7 +99,7 @@ def _in_sweeps(placing: Placing, effort: Effort | None, candidates: Family) -> S
             break
         with suppress(PlanError):
             found = _search(Placing(model, hardware, replace(request, sweeps=count)), effort, candidates)
-            seen.append(_as_sweeps(found, count))
+            seen.append(_of_ways(found, sweeps=count))
         if len(seen) > 1 and _best_of(seen, request.wear, hardware) is not seen[-1]:
             break
     return _best_of(seen, request.wear, hardware) if seen else None
@@ -109,10 +110,10 @@ def _best_of(seen: list[SearchResult], policy: WearPolicy, hardware: HardwarePro
     return min((found for found in seen if found.best.seconds <= limit), key=lambda found: cost(found.best, policy, hardware))
 
 
-def _as_sweeps(found: SearchResult, count: int) -> SearchResult:
-    """Returns the result of a search in so many sweeps, for a request that leaves their number open."""
+def _of_ways(found: SearchResult, **way: Any) -> SearchResult:
+    """Returns the result of a search with this number of sweeps or with free pages, for a request that leaves it open."""
     best, fastest, *others = (
-        replace(one, candidate=replace(one.candidate, sweeps=count)) for one in (found.best, found.fastest, *found.others)
+        replace(one, candidate=replace(one.candidate, **way)) for one in (found.best, found.fastest, *found.others)
     )
     fastest = best if found.fastest is found.best else fastest
     return replace(found, best=best, fastest=fastest, others=tuple(others), complete=False)
@@ -125,9 +126,34 @@ def fastest(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -
 
 def search_timed(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> tuple[SearchResult, Plan]:
     """Searches, and returns the best candidate's plan as well (`timed`). Raises PlanError if nothing fits."""
-    placing = Placing(model, hardware, request)
-    found = _search(placing, None, family(model, request))
+    found = _in_either_way(model, hardware, request)
     return found, timed(found.best, model, hardware, request, costs=found.costs)
+
+
+def _in_either_way(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> SearchResult:
+    """Searches with room for the heap's free pages and without, where activations are in RAM. Without it everything else has
+    more, and blocks take longer."""
+    if request.device != "cpu" or request.free_pages:
+        return search(model, hardware, request)
+    seen = list[SearchResult]()
+    with suppress(PlanError):
+        seen.append(_of_ways(search(model, hardware, replace(request, free_pages=True)), free_pages=True))
+        if _wants_nothing(seen[0].best.plan, model):
+            return seen[0]
+    try:
+        seen.append(search(model, hardware, request))
+    except PlanError:
+        if not seen:
+            raise
+    return _best_of(seen, request.wear, hardware)
+
+
+def _wants_nothing(plan: Plan, model: ModelSpec) -> bool:
+    """Tells whether more RAM would not help the plan: nothing rests on the ssd, and no output is computed again."""
+    movable = [tuple(operator.index for operator in stage.operators if not operator.stays) for stage in model.stages]
+    return not plan.predicted.read_per_step and all(
+        set(wanted) <= set(stage.kept) for wanted, stage in zip(movable, plan.stages, strict=True)
+    )
 
 
 def timed(

@@ -297,6 +297,7 @@ class Plan:
     norm_first: bool = False  # a step's first backward only measures the norm; updates run beside a second one
     sweeps: int = 1  # passes over the model in a step, forward and backward, each over an equal share of the micro-batches
     typical: TypicalStep | None = None  # None: all rows are taken to have `max_seq_len` tokens
+    free_pages: bool = False  # on device cpu: a block finds its pages in the heap, so none is given back between two of them
 
     @property
     def step_tokens(self) -> int:

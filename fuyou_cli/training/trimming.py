@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..planner.boundary_layout import kept_bytes
+from ..planner.memory import CREEP
 from ..planner.schedule import Visit
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan
-
-_CREEP = 4  # a visit exceeds the peak of one like it by at most this fraction of the bytes charged to compute
 
 
 class Trimming:
@@ -28,7 +27,7 @@ class Trimming:
         self._compute = sum(line.size for line in plan.memory if line.what == "compute" and line.tier == "cpu")
         # Free pages may pile up to here. A visit's memory is known to about a fifth, because of fragmentation.
         self._most = plan.predicted.cpu_peak - self._compute // 5
-        self._most_alike = plan.predicted.cpu_peak - self._compute // _CREEP
+        self._most_alike = plan.predicted.cpu_peak - int(CREEP * self._compute)
         on_host = plan.device != "cuda"
         self._hungriest = max(stage.backward_peak for stage in model.stages) if on_host else 0
         self._next = 0  # bytes that the current visit's next micro-batch takes beyond the free pages of the one before
@@ -44,7 +43,8 @@ class Trimming:
         (Relying on similar visits without looking at the peak got a run killed: scripts/results/TRIED.md.)"""
         reached = self._reached()
         if self._shape(before) == self._shape(after):
-            room = reached <= self._most_alike
+            # A block that keeps more holds it until forward ends; one that keeps less computes it again in backward.
+            room = reached + abs(self._kept(after) - self._kept(before)) <= self._most_alike
         else:
             room = self._now() + self._takes(after) <= self._most
         if not room:
@@ -52,10 +52,13 @@ class Trimming:
         self._next = self._takes_again(after)
 
     def _shape(self, visit: Visit) -> tuple[object, ...]:
-        """Returns a value that is equal for visits that take the same blocks."""
+        """Returns a value that is equal for visits that take the same blocks, but for outputs that are kept."""
         stage = self._model.stages[visit.stage]
-        kept = kept_bytes(stage, self._plan.stages[visit.stage].kept)
-        return visit.phase, stage.kind, stage.params, stage.forward_peak, stage.backward_peak, kept
+        return visit.phase, stage.kind, stage.params, stage.forward_peak, stage.backward_peak
+
+    def _kept(self, visit: Visit) -> int:
+        """Returns the bytes of a micro-batch's outputs that the visit's stage keeps."""
+        return kept_bytes(self._model.stages[visit.stage], self._plan.stages[visit.stage].kept)
 
     def _takes_again(self, visit: Visit) -> int:
         """Returns the bytes that a like micro-batch takes beyond free pages: all of them if most are mapped, as for a head's
@@ -74,5 +77,5 @@ class Trimming:
         """Returns the bytes of one micro-batch, and how many of them are mapped on their own."""
         stage = self._model.stages[visit.stage]
         if visit.phase in ("forward", "logits"):
-            return stage.forward_peak + kept_bytes(stage, self._plan.stages[visit.stage].kept), stage.forward_mapped
+            return stage.forward_peak + self._kept(visit), stage.forward_mapped
         return stage.backward_peak, stage.backward_mapped

@@ -44,7 +44,7 @@ def seconds(hardware: HardwareProfile, phase: str, *, kept: tuple[int, ...] = ()
     every = tuple(kept if index == BLOCK else () for index in range(len(spec.stages)))
     request = PlanRequest(
         numerics=NUMERICS, model_name="test", device="cuda" if there else "cpu", clip_grad_norm=clip, cpu_budget=1 << 40,
-        kept=every, kept_there="room" if there else None,
+        kept=every, kept_there="room" if there else None, free_pages=True,
     )  # fmt: skip
     chosen = plan(spec, hardware, request)
 

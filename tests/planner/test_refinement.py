@@ -38,8 +38,9 @@ LARGE_BATCH = replace(NUMERICS, batch_size=48, micro_batch_size=1, max_seq_len=5
 def _request(numerics: Numerics = LARGE_BATCH) -> PlanRequest:
     """Makes a request with room in RAM for a part of the boundaries."""
     asked = PlanRequest(
-        numerics=numerics, model_name="tiny", device="cpu", clip_grad_norm=1.0, cpu_budget=0, scratch_size=MiB, kept="none"
-    )
+        numerics=numerics, model_name="tiny", device="cpu", clip_grad_norm=1.0, cpu_budget=0, scratch_size=MiB, kept="none",
+        free_pages=True,
+    )  # fmt: skip
     return replace(asked, cpu_budget=least_memory(SPEC, HARDWARE, replace(asked, sweeps=1)) + 160 * MiB)
 
 
@@ -305,7 +306,7 @@ def _refined(hardware: HardwareProfile, request: PlanRequest, *, written: float 
 
 
 def test_what_writes_more_is_not_simulated_where_writes_count() -> None:
-    hardware, request = _bound_by_drives(48)
+    hardware, request = _bound_by_drives(32)
 
     def written(request: PlanRequest, allowed: float | None = None) -> set[float]:
         return {found.plan.predicted.written_per_step for found in _refined(hardware, request, written=allowed).seen}

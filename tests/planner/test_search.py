@@ -18,7 +18,7 @@ from fuyou_cli.planner.place import Placing, least_memory, made_of
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.refinement import MOST_REFINED_VISITS
 from fuyou_cli.planner.schedule import plan_schedule
-from fuyou_cli.planner.search import NEAR, fastest, search, timed
+from fuyou_cli.planner.search import NEAR, fastest, search, search_timed, timed
 from fuyou_cli.planner.search_state import GAIN, MOST_PLACED, MOST_VISITS, Effort
 from fuyou_cli.planner.simulate import STEPS, simulate
 from fuyou_cli.planner.timeline import Timeline
@@ -264,3 +264,25 @@ def _large(spec: ModelSpec) -> PlanRequest:
         numerics=replace(NUMERICS, accumulate_dtype="bfloat16", max_seq_len=128),
         model_name="test", device="cpu", clip_grad_norm=1.0, cpu_budget=2 * GiB, scratch_size=MiB,
     )  # fmt: skip
+
+
+def _blocks_with_activations(peak: int) -> ModelSpec:
+    spec = model(1 << 20, *[1 << 22] * 6, 2048, 1 << 20)
+    stages = tuple(replace(s, forward_peak=peak, backward_peak=peak) if s.kind == "block" else s for s in spec.stages)
+    return replace(spec, stages=stages)
+
+
+def test_room_is_left_for_free_pages_where_that_is_faster() -> None:
+    """With rates at which page faults cost nothing, RAM goes to tensors instead; with none left, the run is planned without."""
+    spec = _blocks_with_activations(64 * MiB)
+    free = _large(spec)
+    least = least_memory(spec, HARDWARE, free)
+    some = replace(free, cpu_budget=least + 120 * MiB)
+    slow = replace(HARDWARE, host_copy=1e9, host_fresh=1e8)
+    free_faults = replace(HARDWARE, host_copy=1e15, host_fresh=1e15, matmul_flops=1e15)
+    for hardware, roomy in ((slow, True), (free_faults, False)):
+        found, plan = search_timed(spec, hardware, some)
+        assert (plan.free_pages, found.best.candidate.free_pages) == (roomy, roomy)
+        ways = [search(spec, hardware, replace(some, free_pages=way)).best.seconds for way in (True, False)]
+        assert plan.predicted.step_seconds == pytest.approx(min(ways))
+    assert not search_timed(spec, slow, replace(free, cpu_budget=least))[1].free_pages
