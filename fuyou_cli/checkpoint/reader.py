@@ -6,6 +6,7 @@ once to drop it: a model larger than memory must not push everything else out wh
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -38,7 +39,7 @@ class TensorReader:
 
     def __init__(self) -> None:
         self._file: Path | None = None
-        self._descriptor = -1
+        self._descriptor, self._direct = -1, False
         self._piece: torch.Tensor | None = None  # uint8[PIECE]
         self.bytes_read = 0  # so far
 
@@ -111,15 +112,21 @@ class TensorReader:
         self._read_bytes(entry, begin, memoryview(found))
         return bytes(found)
 
-    def _open(self, entry: TensorEntry) -> int:
-        if self._file != entry.file:
-            self.close()
-            try:
-                self._descriptor = os.open(entry.file, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError as error:
-                raise UsageError(f"{entry.file}: cannot be opened: {error.strerror}", hint=remedy(error)) from error
-            self._file = entry.file
-        return self._descriptor
+    def read_pages(self, file: Path, begin: int, end: int, destination: memoryview) -> None:
+        """Fills `destination`, which begins at a page of memory, with the file's bytes from `begin` to `end`, both in whole
+        pages but for the end of the file. They do not pass the page cache where the file system can do that."""
+        self._open(file, direct=True)
+        self._fill(f"what is read at {begin}", begin, end, end, destination)
+
+    def _open(self, file: Path, *, direct: bool = False) -> None:
+        if (self._file, self._direct) == (file, direct):
+            return
+        self.close()
+        try:
+            self._descriptor = _opened(file, direct=direct)
+        except OSError as error:
+            raise UsageError(f"{file}: cannot be opened: {error.strerror}", hint=remedy(error)) from error
+        self._file, self._direct = file, direct
 
     def close(self) -> None:
         """Closes the open file. The next read opens it again."""
@@ -130,25 +137,43 @@ class TensorReader:
 
     def _read_bytes(self, entry: TensorEntry, offset: int, destination: memoryview) -> None:
         """Fills `destination` with the tensor's bytes from `offset` on. Raises UsageError if the file ends first."""
-        descriptor = self._open(entry)
-        position, done = entry.begin + offset, 0
-        while done < len(destination):
+        self._open(entry.file)
+        begin = entry.begin + offset
+        self._fill(f"tensor {shown(entry.name)}", begin, begin + len(destination), entry.end, destination)
+
+    def _fill(self, what: str, position: int, end: int, whole: int, destination: memoryview) -> None:
+        """Fills `destination` with the open file's bytes from `position` to `end`, of what ends at `whole`. Raises UsageError
+        if the file ends first."""
+        done = 0
+        while position < end:
             part = destination[done : done + PIECE]
             try:
-                got = os.preadv(descriptor, [part], position)
+                got = os.preadv(self._descriptor, [part], position)
             except OSError as error:
-                what = f"reading {len(part)} bytes at {position} failed: {error.strerror}"
-                raise UsageError(f"{entry.file}: tensor {shown(entry.name)}: {what}", hint=remedy(error)) from error
+                failed = f"reading {len(part)} bytes at {position} failed: {error.strerror}"
+                raise UsageError(f"{self._file}: {what}: {failed}", hint=remedy(error)) from error
             if got == 0:
                 raise UsageError(
-                    f"{entry.file}: is too short: tensor {shown(entry.name)} ends at byte {entry.end}, the file at {position}",
+                    f"{self._file}: is too short: {what} ends at byte {whole}, the file at {position}",
                     hint="the file changed while it was read: download it again",
                 )
             done += got
             self.bytes_read += got
             position += got
             # From the start of the file: pages that a call before could not drop yet are dropped now.
-            os.posix_fadvise(descriptor, 0, position, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(self._descriptor, 0, position, os.POSIX_FADV_DONTNEED)
+
+
+def _opened(file: Path, *, direct: bool) -> int:
+    """Opens a file to read; past the page cache if `direct` and if its file system can do that."""
+    flags = os.O_RDONLY | os.O_CLOEXEC
+    if direct:
+        try:
+            return os.open(file, flags | os.O_DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+    return os.open(file, flags)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

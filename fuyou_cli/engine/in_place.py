@@ -31,10 +31,19 @@ def read_in_place(anatomy: Anatomy, files: InPlace, dtype: Dtype) -> Anatomy:
     return replace(anatomy, stages=tuple(stages), sources=sources, imported_because=why)
 
 
-def _reason(stage: Stage, files: InPlace, dtype: Dtype) -> str:
-    """Returns why a stage's frozen parameters cannot be used as they lie in the files, or an empty string."""
+def whole_in_place(anatomy: Anatomy, files: InPlace, dtype: Dtype) -> Anatomy | None:
+    """Returns the anatomy with all parameters of every stage laid out as in the files, to compute with and never to train; None
+    where some cannot be. What wants gradients still does: products are chosen by it."""
+    if any(_reason(stage, files, dtype, whole=True) for stage in anatomy.stages):
+        return None
+    stages = [_laid_out(stage, files, ITEM_SIZE[dtype], whole=True) if stage.params else stage for stage in anatomy.stages]
+    return replace(anatomy, stages=tuple(stages))
+
+
+def _reason(stage: Stage, files: InPlace, dtype: Dtype, *, whole: bool = False) -> str:
+    """Returns why a stage's frozen parameters (`whole`: all) cannot be used as they lie in the files, or an empty string."""
     for tensor in stage.tensors:
-        if not tensor.frozen:
+        if not (whole or tensor.frozen):
             continue
         lying = files.tensors[tensor.name]
         if lying.dtype != dtype:
@@ -49,12 +58,14 @@ def _address(tensor: TensorSpec, lying: Lying, item: int) -> int:
     return lying.address + tensor.first * item
 
 
-def _laid_out(stage: Stage, files: InPlace, item: int) -> Stage:
-    """Places the frozen parameters of a stage behind its trained ones, as the pages that hold them follow one another."""
+def _laid_out(stage: Stage, files: InPlace, item: int, *, whole: bool = False) -> Stage:
+    """Places the frozen parameters of a stage behind its trained ones, or all from the first on if `whole`, as the pages that
+    hold them follow one another."""
     pieces, offsets, last = list[Piece](), dict[str, int](), -1
-    frozen = {tensor.name: tensor for tensor in stage.tensors if tensor.frozen}
-    for address, name in sorted((_address(tensor, files.tensors[name], item), name) for name, tensor in frozen.items()):
-        tensor = frozen[name]
+    begins = 0 if whole else stage.trained
+    placed_here = {tensor.name: tensor for tensor in stage.tensors if whole or tensor.frozen}
+    for address, name in sorted((_address(tensor, files.tensors[name], item), name) for name, tensor in placed_here.items()):
+        tensor = placed_here[name]
         source = files.tensors[tensor.name].source
         begin, end = address // PAGE * PAGE, align_up(address + item * tensor.numel, PAGE)
         if pieces and source == last and begin <= pieces[-1].offset + pieces[-1].size:
@@ -63,10 +74,11 @@ def _laid_out(stage: Stage, files: InPlace, item: int) -> Stage:
             place = pieces[-1].place + pieces[-1].size if pieces else 0
             pieces.append(Piece(place=place, offset=begin, size=end - begin))
         last = source
-        offsets[tensor.name] = stage.trained + (pieces[-1].place + address - pieces[-1].offset) // item
+        offsets[tensor.name] = begins + (pieces[-1].place + address - pieces[-1].offset) // item
     size = pieces[-1].place + pieces[-1].size
     placed = tuple(
         Slotted(replace(slotted.spec, offset=offsets.get(slotted.spec.name, slotted.spec.offset)), slotted.places)
         for slotted in stage.parameters
     )
-    return replace(stage, parameters=placed, frozen=align_up(size // item, STAGE_ALIGN), source=tuple(pieces))
+    elements, laid = align_up(size // item, STAGE_ALIGN), replace(stage, parameters=placed, source=tuple(pieces))
+    return replace(laid, trained=elements, frozen=0) if whole else replace(laid, frozen=elements)

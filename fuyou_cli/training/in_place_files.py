@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .known_model import KnownModel
     from .state.stored import Manifest
 
-_GPU_ALIGNMENT = 16  # bytes: the fast kernels of a GPU load as many at once
+GPU_ALIGNMENT = 16  # bytes: the fast kernels of a GPU load as many at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +49,7 @@ def files_in_place(
         found = InPlace(
             tensors=dict(zip(places.names, places.lying, strict=True)),
             sources=places.sources,
-            alignment=_GPU_ALIGNMENT if device == "cuda" else 1,
+            alignment=GPU_ALIGNMENT if device == "cuda" else 1,
         )
     except (UsageError, OSError) as error:
         if saved is None:
@@ -79,7 +79,7 @@ def _places(recipe: Recipe, known: KnownModel, model_dir: Path) -> Places:
     checkpoint = open_checkpoint(model_dir)  # before the model is built: its files may not be there
     entries = entries_of(recipe, known.build().anatomy, checkpoint)
     files = sorted({entry.file for entry in entries.values()})
-    lying = _lying(entries, files)
+    lying = lying_in(entries, addresses(files))
     sources = tuple(_described(file, entries) for file in files)
     found = Places(names=tuple(lying), lying=tuple(lying.values()), sources=sources)
     known.descriptions.keep(found, *about)
@@ -104,13 +104,20 @@ def _reason(files: Sequence[Path], directories: Sequence[Path]) -> str:
     return ""
 
 
-def _lying(entries: Mapping[str, TensorEntry], files: Sequence[Path]) -> dict[str, Lying]:
+def addresses(files: Sequence[Path]) -> dict[Path, int]:
+    """Returns where each file begins in the address space of a store that reads from them."""
     begins, end = dict[Path, int](), SOURCES_AT
     for file in files:
         begins[file] = end
         end += align_up(file.stat().st_size, PAGE)
+    return begins
+
+
+def lying_in(entries: Mapping[str, TensorEntry], begins: Mapping[Path, int]) -> dict[str, Lying]:
+    """Returns where the tensors lie in files that begin there."""
+    number = {file: place for place, file in enumerate(begins)}
     return {
-        name: Lying(dtype=entry.dtype, source=files.index(entry.file), address=begins[entry.file] + entry.begin)
+        name: Lying(dtype=entry.dtype, source=number[entry.file], address=begins[entry.file] + entry.begin)
         for name, entry in entries.items()
     }
 

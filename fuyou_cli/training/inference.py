@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal, cast
@@ -14,21 +15,26 @@ import torch
 from ..adapters.adapter_names import base_name
 from ..checkpoint.companions import ADAPTER_CONFIG_NAME, CONFIG_NAME
 from ..checkpoint.files import an_adapter, open_checkpoint
+from ..checkpoint.header import TensorEntry
 from ..checkpoint.names import entries_for
 from ..checkpoint.quantised_files import reads_parts
-from ..checkpoint.reader import TensorReader
+from ..checkpoint.reader import PIECE, TensorReader
 from ..core.disk import status_of
 from ..core.errors import UsageError
-from ..engine.anatomy import Anatomy, dissect
+from ..engine.anatomy import Anatomy, Slotted, dissect
 from ..engine.devices.cuda import free_memory
+from ..engine.in_place import whole_in_place
 from ..engine.skeleton import TORCH_DTYPE, build, load_config
 from ..engine.vocabulary import cut_vocabulary, resolved_rows
-from ..engine.weight_stream import ReadInto, WeightStream
+from ..engine.weight_stream import HUGE_PAGE, SLOTS, ReadInto, ReadPages, Visited, WeightStream
 from ..recipe.fields import MemoryLimit
+from ..spec.model import Piece
+from ..spec.model_facts import InPlace
 from ..spec.packed_tensors import packed_bank
 from .adapter_exporting import MergedWeights, as_trained
 from .exporting import READ_ARENA, StoreWeights
 from .history import LOG, saved_of
+from .in_place_files import GPU_ALIGNMENT, addresses, lying_in
 from .limits import for_tensors
 from .packed_reading import PackedReader
 from .state import manifest as manifests
@@ -170,21 +176,76 @@ def open_for_inference(
 
     Raises PlanError if `memory` is too little, UsageError for weights that do not fit the model or a store in use.
     """
-    dtype = TORCH_DTYPE[found.dtype]
+    dtype, anatomy, pages = TORCH_DTYPE[found.dtype], found.anatomy, None
     with ExitStack() as stack:
         check: Callable[[], None] = _nothing
         if found.store is None:
-            reader = stack.enter_context(TensorReader())
-            read = _of_files(found, reader)
-            bytes_read = partial(getattr, reader, "bytes_read")
+            entries = entries_for(anatomy.model, open_checkpoint(found.folder), untouched=anatomy.untouched)
+            readers = [stack.enter_context(TensorReader()) for _ in range(2)]
+            read = _of_files(found, entries, readers[0])
+            if (lying := _in_place(found, entries, device)) is not None:
+                memory += lying.more
+                anatomy, pages = lying.anatomy, lying.reading(readers[1])
+            else:
+                anatomy = _in_file_order(anatomy, entries)
+
+            def bytes_read() -> int:
+                return sum(reader.bytes_read for reader in readers)
         else:
             state = stack.enter_context(at_rest(found.store, arena_size=READ_ARENA, say=say))
             weights = as_trained(found.store, StoreWeights(state.manifest, state.daemon, state.arena, dtype=found.dtype))
             read, check = _of_store(found, state, weights), weights.check
             bytes_read = partial(_of_counters, state)
         sizes = {"memory": memory, "device_memory": device_memory}
-        stream = stack.enter_context(WeightStream(found.anatomy, read, dtype=dtype, device=device, **sizes))
-        yield Opened(anatomy=found.anatomy, weights=stream, check=check, read_bytes=bytes_read)
+        stream = stack.enter_context(WeightStream(anatomy, read, dtype=dtype, device=device, pages=pages, **sizes))
+        yield Opened(anatomy=anatomy, weights=stream, check=check, read_bytes=bytes_read)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _InPlace:
+    """Holds a model whose stages are laid out as in its files. `more`: bytes that their pages take beyond its own layout."""
+
+    anatomy: Anatomy
+    begins: dict[Path, int]
+    more: int
+
+    def reading(self, reader: TensorReader) -> ReadPages:
+        """Returns what reads a piece of a stage."""
+        files, begins = list(self.begins), list(self.begins.values())
+        sizes = {file: file.stat().st_size for file in files}
+
+        def read(piece: Piece, into: torch.Tensor) -> None:
+            number = bisect_right(begins, piece.offset) - 1
+            begin = piece.offset - begins[number]
+            reader.read_pages(files[number], begin, min(begin + piece.size, sizes[files[number]]), into.numpy().data)
+
+        return read
+
+
+def _in_place(found: FoundModel, entries: Mapping[str, TensorEntry], device: torch.device | None) -> _InPlace | None:
+    """Returns the model as it lies in its files; None where it is not computed with so, or takes much more memory.
+
+    What it takes more has the place of the piece that a reader converts with (`PIECE`), as nothing is converted."""
+    begins = addresses(sorted({entry.file for entry in entries.values()}))
+    alignment = GPU_ALIGNMENT if device is not None and device.type == "cuda" else 1
+    files = InPlace(tensors=lying_in(entries, begins), sources=(), alignment=alignment)
+    if (anatomy := whole_in_place(found.anatomy, files, found.dtype)) is None:
+        return None
+    own, lying = (Visited.of(one, TORCH_DTYPE[found.dtype]) for one in (found.anatomy, anatomy))
+    more = max(0, lying.whole - own.whole) + SLOTS * max(0, lying.largest - own.largest)
+    return _InPlace(anatomy=anatomy, begins=begins, more=more) if more + HUGE_PAGE <= PIECE else None
+
+
+def _in_file_order(anatomy: Anatomy, entries: Mapping[str, TensorEntry]) -> Anatomy:
+    """Returns the anatomy with the parameters of each stage, which keep their places, in the order to read them in:
+    where reads go here and there, a kernel reads ahead what nobody wants."""
+
+    def place(slotted: Slotted) -> tuple[Path, int]:
+        entry = entries[slotted.spec.name]
+        return entry.file, entry.begin
+
+    stages = (replace(stage, parameters=tuple(sorted(stage.parameters, key=place))) for stage in anatomy.stages)
+    return replace(anatomy, stages=tuple(stages))
 
 
 def _nothing() -> None:
@@ -195,9 +256,7 @@ def _of_counters(state: AtRest) -> int:
     return state.daemon.counters().read_bytes
 
 
-def _of_files(found: FoundModel, reader: TensorReader) -> ReadInto:
-    entries = entries_for(found.anatomy.model, open_checkpoint(found.folder), untouched=found.anatomy.untouched)
-
+def _of_files(found: FoundModel, entries: Mapping[str, TensorEntry], reader: TensorReader) -> ReadInto:
     last = ("", cast("PackedReader | None", None))  # the quantised tensor that was read last
 
     def read(name: str, into: torch.Tensor, first: int) -> None:

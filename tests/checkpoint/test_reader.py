@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import subprocess
 import sys
 from pathlib import Path
@@ -95,6 +96,24 @@ def test_a_file_that_shrinks_is_named(tmp_path: Path, wanted: torch.dtype) -> No
     path.unlink()
     with TensorReader() as reader, pytest.raises(UsageError, match="cannot be opened"):
         reader.read(entry)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_reads_whole_pages(tmp_path: Path, cached: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to the end of the file, with and without the page cache, and never beyond; a file that shrank is named."""
+    if cached:
+        monkeypatch.setattr(reader_module.os, "O_DIRECT", 0)
+    monkeypatch.setattr(reader_module, "PIECE", 2 * mmap.PAGESIZE)
+    path, page = tmp_path / "x.safetensors", mmap.PAGESIZE
+    content = torch.randint(256, (5 * page + 100,), dtype=torch.uint8)
+    path.write_bytes(content.numpy().tobytes())
+    with mmap.mmap(-1, 8 * page) as memory, memoryview(memory) as into, TensorReader() as reader:
+        reader.read_pages(path, page, content.numel(), into[: 5 * page])
+        assert into[: 4 * page + 100] == content.numpy().data[page:]
+        assert into[5 * page :] == bytes(3 * page)
+        assert reader.bytes_read == 4 * page + 100
+        with pytest.raises(UsageError, match=r"x\.safetensors: is too short: what is read at 4096 ends at byte 28672"):
+            reader.read_pages(path, page, 7 * page, into[: 6 * page])
 
 
 @pytest.mark.usefixtures("small_pieces")

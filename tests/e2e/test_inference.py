@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from fuyou_cli.core.errors import DeviceMemoryError, PlanError, UsageError
 from fuyou_cli.core.units import MiB
@@ -23,7 +26,7 @@ from fuyou_cli.training.inference import find, open_for_inference
 from fuyou_cli.training.jsonl import JsonlLog
 from fuyou_cli.training.state.at_rest import find_store
 
-from .conftest import NewProject, Whole
+from .conftest import NewProject, Whole, write_llama
 from .running import exported
 
 IDS = torch.arange(3, 43).view(2, 20)
@@ -67,6 +70,38 @@ def test_a_model_and_the_store_of_its_run(materials: Path, whole: Callable[..., 
     masters = whole()  # computed in bfloat16
     exported(masters.store, tmp_path / "masters")
     assert streamed(masters.store, "float32") == pytest.approx(in_memory(tmp_path / "masters"), rel=1e-6)
+
+
+def test_what_takes_turns_is_read_by_the_stage(materials: Path, tmp_path: Path) -> None:
+    """Two reads of the drive for a block whose tensors lie in two files, not one for each tensor; none beside them."""
+    folder = write_llama(materials, str(tmp_path / "blocks"), hidden_size=64, intermediate_size=256)
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.LlamaConfig(**json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 12})
+    )
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size="1MB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    found = find(folder)
+    with (
+        open_for_inference(found, memory=1 << 20) as opened,
+        StreamedLosses(opened.weights, NUMERICS) as losses,
+    ):
+        batch, seen = lay_out(ROWS, range(2), pad_id=0, numerics=NUMERICS), []
+        for _ in range(3):
+            reads, size = _reads(), opened.read_bytes()
+            rows = losses.losses(batch, last=True).sum(-1).tolist()
+            seen.append((_reads() - reads, opened.read_bytes() - size))
+        assert rows == pytest.approx(in_memory(folder), rel=1e-6)
+        taking_turns = 12 - len(opened.weights.staying & set(range(1, 13)))
+        looked_up = len(IDS.unique())
+        assert taking_turns > 6
+        assert seen[2][0] <= 2 * taking_turns + looked_up + 20
+        assert seen[2][1] <= opened.weights.streamed_bytes + looked_up * 4 * 64
+
+
+def _reads() -> int:
+    """Returns how often this process has read."""
+    return int(re.search(r"syscr: (\d+)", Path("/proc/self/io").read_text())[1])  # type: ignore[index]
 
 
 def test_rows_and_weights_share_a_devices_memory(materials: Path) -> None:

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from fuyou_cli.checkpoint.header import parse_file
 from fuyou_cli.engine.anatomy import Anatomy, dissect
 from fuyou_cli.engine.freezing import frozen
-from fuyou_cli.engine.in_place import read_in_place
+from fuyou_cli.engine.in_place import read_in_place, whole_in_place
 from fuyou_cli.engine.skeleton import build
 from fuyou_cli.engine.vocabulary import cut_vocabulary
 from fuyou_cli.spec.model import PAGE, SOURCES_AT, SourceFile
@@ -67,6 +67,24 @@ def test_what_pieces_hold_is_each_parameter(rows: int, anatomy: Anatomy, tmp_pat
             else:
                 assert tensor.offset + tensor.numel <= stage.trained
     assert checked > 10
+
+
+@pytest.mark.parametrize("rows", [0, 300])
+def test_all_of_a_stage_may_lie_as_in_the_files(rows: int, anatomy: Anatomy, tmp_path: Path) -> None:
+    """Whatever is frozen: products are chosen by what wants gradients. None where one tensor would have to be converted."""
+    weights, files, content = saved(anatomy, tmp_path)
+    cut = cut_vocabulary(anatomy, rows)
+    placed = whole_in_place(cut, files, "float32")
+    assert placed is not None
+    for stage, own in zip(placed.stages, cut.stages, strict=True):
+        slot = bytearray(4 * stage.params)
+        for piece in stage.source:
+            slot[piece.place : piece.place + piece.size] = content[piece.offset - SOURCES_AT :][: piece.size]
+        for tensor, was in zip(stage.tensors, own.tensors, strict=True):
+            held = torch.frombuffer(slot, dtype=torch.float32)[tensor.offset : tensor.offset + tensor.numel]
+            assert held.equal(weights[tensor.name].view(-1)[tensor.first : tensor.first + tensor.numel])
+            assert (tensor.name, tensor.frozen) == (was.name, was.frozen)
+    assert whole_in_place(cut, files, "bfloat16") is None
 
 
 def test_neighbours_share_a_piece_and_little_else_is_read(anatomy: Anatomy, tmp_path: Path) -> None:
