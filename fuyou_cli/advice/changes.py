@@ -15,9 +15,8 @@ from fuyou_cli.core.units import GiB, MiB, align_up
 from fuyou_cli.planner.place import least_memory
 from fuyou_cli.planner.place import plan as first_that_fits
 from fuyou_cli.training.plan_request_of import plan_request
-from fuyou_cli.training.plan_step import as_chosen
 
-from .planning import Outcome, Replanner
+from .planning import Outcome, Replanner, per_token, ranked
 
 if TYPE_CHECKING:
     from fuyou_cli.training.prepared import Planned
@@ -26,9 +25,8 @@ SHOWN = 5
 _MOST_QUICK = 40  # plans made only to see whether they fit
 _LEAST_CHUNK, _LEAST_ROW = 64, 128  # tokens; a smaller head piece or row makes no sense
 _HALVINGS = 8
-_WORTH = 0.95  # of a step's time; other losses for less are not worth it
 _FINER, _FEW = 64 * MiB, 4 * GiB  # steps of RAM if there is little of it
-INT8 = "optimizer.state_dtype=int8"
+INT8, SMALL_SUMS = "optimizer.state_dtype=int8", "precision.grad_accum=bfloat16"
 _PINS = ("weights", "gradients", "optimizer_states", "boundaries", "activations", "lookahead", "defer_updates", "norm_first")
 
 Steps = tuple[tuple[str, ...], ...]  # each is one change: key=value of one or two keys
@@ -43,15 +41,17 @@ class Kind:
 
 
 def changes_that_help(elsewise: Replanner, *, fits: bool) -> list[Outcome]:
-    """Returns up to SHOWN changes, best first: few keys before many, the same numerics before others, then the faster per
-    token. `fits`: the run fits and only wears its drives too much. If no change both fits and spares the drives, returns
-    changes that fit."""
+    """Returns up to SHOWN changes, best first. `fits`: the run fits and only wears its drives too much; what spares them is
+    `ranked`. Else few keys go before many, the same numerics before others, then the faster per token. If no change both fits
+    and spares the drives, returns changes that fit."""
     trials = _Trials(elsewise)
     kinds = list(candidates(elsewise.prepared, fits=fits))
     found = _found(trials, kinds)
     if not found and not fits:
         trials.spare_drives = False
         found = _found(trials, kinds)
+    if fits:
+        return ranked(outcome for _, outcome in found)[:SHOWN]
     found.sort(key=lambda pair: _order(*pair))
     return [outcome for _, outcome in found[:SHOWN]]
 
@@ -68,8 +68,7 @@ def _found(trials: _Trials, kinds: list[Kind]) -> list[tuple[bool, Outcome]]:
 
 
 def _order(numerics: bool, outcome: Outcome) -> tuple[int, bool, float, tuple[str, ...]]:
-    per_token = outcome.plan.predicted.step_seconds / outcome.tokens
-    return len(outcome.changes), numerics, per_token, outcome.changes
+    return len(outcome.changes), numerics, per_token(outcome.plan), outcome.changes
 
 
 class _Trials:
@@ -156,10 +155,9 @@ def _of_numbers(prepared: Planned, *, fits: bool) -> Iterator[Steps]:
     """Yields the changes that change the losses."""
     recipe, numerics = prepared.recipe, prepared.plan.numerics
     batch, micro, length = numerics.batch_size, numerics.micro_batch_size, numerics.max_seq_len
-    bfloat16_sums = recipe.precision.compute == "bfloat16" != recipe.precision.grad_accum
     smaller = list(dict.fromkeys(size // micro * micro for size in _halved(batch, micro)))
     if fits:
-        yield _same_tokens(prepared, smaller) if _spills(prepared) else ()
+        yield same_tokens(prepared, smaller) if _spills(prepared) else ()
     else:
         yield tuple((f"train.micro_batch_size={size}",) for size in _halved(micro, 1) if batch % size == 0)
         chunk = numerics.head_chunk_tokens or micro * length
@@ -168,34 +166,26 @@ def _of_numbers(prepared: Planned, *, fits: bool) -> Iterator[Steps]:
         yield tuple((f"dataset.max_seq_len={size}",) for size in _halved(length, _LEAST_ROW))
         yield tuple((f"train.batch_size={size}",) for size in smaller)
     yield _if(recipe.train.clip_grad_norm is not None, "train.clip_grad_norm=null")
-    yield _if(bfloat16_sums, "precision.grad_accum=bfloat16")
-    yield _if(_may_have_smaller_states(prepared), INT8)
-    yield _same_tokens(prepared, [batch * factor for factor in (2, 4, 8, 16) if prepared.total_steps >= factor])
+    yield _if(may_have_smaller_sums(prepared), SMALL_SUMS)
+    states = may_have_smaller_states(prepared)
+    yield _if(states, INT8)
+    yield ((INT8, SMALL_SUMS),) if fits and states and may_have_smaller_sums(prepared) else ()
+    yield same_tokens(prepared, [batch * factor for factor in (2, 4, 8, 16) if prepared.total_steps >= factor])
 
 
 def _if(possible: bool, change: str) -> Steps:
     return ((change,),) if possible else ()
 
 
-def _may_have_smaller_states(prepared: Planned) -> bool:
+def may_have_smaller_states(prepared: Planned) -> bool:
     recipe = prepared.recipe
     usual = (recipe.optimizer.name, recipe.optimizer.state_dtype) == ("adamw", "float32")
     return usual and recipe.offload.optimizer_states != "gpu" and prepared.manifest is None
 
 
-def smaller_states(elsewise: Replanner) -> Outcome | None:
-    """Plans a run that the ssd or the host's memory limits with int8 states and the same choice. Returns None where that is not
-    possible, or gains little. A run that computes a backward twice, to measure the norm first, does so because they limit
-    it."""
-    prepared = elsewise.prepared
-    predicted, found = prepared.plan.predicted, prepared.found
-    limited = predicted.bottleneck.startswith(("ssd", "dram")) or prepared.plan.norm_first
-    if found is None or not limited or not _may_have_smaller_states(prepared):
-        return None
-    outcome = elsewise.with_keys((INT8,), choose=as_chosen(replace(found.best.candidate, norm_first=False)))
-    if outcome is None or outcome.problems or outcome.plan.predicted.step_seconds > _WORTH * predicted.step_seconds:
-        return None
-    return outcome
+def may_have_smaller_sums(prepared: Planned) -> bool:
+    precision = prepared.recipe.precision
+    return precision.compute == "bfloat16" != precision.grad_accum
 
 
 def _memory(prepared: Planned) -> Steps:
@@ -250,7 +240,7 @@ def _spills(prepared: Planned) -> bool:
     return any("ssd" in (stage.boundary, stage.gradients, stage.states) for stage in prepared.plan.stages)
 
 
-def _same_tokens(prepared: Planned, batches: Iterable[int]) -> Steps:
+def same_tokens(prepared: Planned, batches: Iterable[int]) -> Steps:
     """Returns other batch sizes for the same training. A step writes its states once, whatever its batch."""
     train, trained = prepared.recipe.train, prepared.total_steps * prepared.plan.numerics.batch_size
     by_epochs = train.max_steps is None  # the number of steps then follows

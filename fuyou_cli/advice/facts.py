@@ -15,6 +15,7 @@ from fuyou_cli.advice.wear import Spared, Wear, Writes, spared_of, wear_of, writ
 from fuyou_cli.core.disk import existing
 from fuyou_cli.core.units import format_time
 from fuyou_cli.machine.origins import RatedBy, origins_of
+from fuyou_cli.planner.commit_interval import sooner
 from fuyou_cli.planner.evaluation_cost import EvaluationCost, SamplingCost, evaluation_cost, evaluations_left, sampling_cost
 from fuyou_cli.planner.sustained_rates import FastRegion, fast_region
 from fuyou_cli.recipe.fields import format_size
@@ -61,7 +62,10 @@ class RunFacts:
     compared: tuple[Row, ...] | None = None  # other choices of the planner
     changes: tuple[Outcome, ...] | None = None  # changes of the recipe that help; None if none were looked for
     tried: int = 0  # plans made to find them
-    smaller: Outcome | None = None  # the run with int8 states, if the ssd limits it and that helps
+    faster: tuple[Outcome, ...] | None = None  # changes for a run that waits for its drives, best first; None: not looked for
+    faster_command: str = ""  # command that plans the first of them
+    commit_key: str = "checkpoint.commit_every_steps"
+    sooner: Plan | None = None  # the same plan, committed so often that a crash loses little, if now it loses much
     advice: str = ""  # what to do if no changes were looked for
     region: FastRegion | None = None  # of the drives; None if they are not known to slow down
     endings: tuple[Ending, ...] = ()  # limits that stop the run before its last step
@@ -145,6 +149,8 @@ def facts_of(prepared: Planned, room: Room, *, described: bool = False, command:
         spared=_spared(prepared),
         kernels=_kernels(prepared),
         may_compile=_may_compile(prepared),
+        commit_key=f"checkpoint.{'snapshot' if prepared.recipe.checkpoint.mode == 'snapshot' else 'commit'}_every_steps",
+        sooner=sooner(prepared.model, prepared.hardware, prepared.plan) if prepared.fits_ram else None,
     )
 
 

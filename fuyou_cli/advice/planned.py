@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from fuyou_cli.machine.described import on_described
 from fuyou_cli.machine.first_measurement import measure_once
@@ -87,11 +87,16 @@ def _layers(inspected: Inspected) -> str:
     return layers_of(inspected.recipe, inspected.resolved.model_dir, cores=core_count())
 
 
-def command_of(loaded: LoadedRecipe, command: str = "finetune") -> str:
-    """Returns the command line that runs (or plans) this recipe with its overrides."""
+def command_of(
+    loaded: LoadedRecipe, command: str = "finetune", *, changes: Sequence[str] = (), options: Sequence[str] = ()
+) -> str:
+    """Returns the command line that runs (or plans) this recipe with its overrides, and with `changes` in place of those of the
+    same keys."""
     import shlex
 
-    return shlex.join(["fuyou", command, str(loaded.path), *loaded.overrides])
+    changed = {change.split("=")[0] for change in changes}
+    kept = [one for one in loaded.overrides if one.split("=")[0] not in changed]
+    return shlex.join(["fuyou", command, str(loaded.path), *kept, *changes, *options])
 
 
 def _inspected(loaded: LoadedRecipe, *, here: bool, say: Say, progress: Progress) -> Inspected:

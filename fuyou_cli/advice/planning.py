@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,18 @@ if TYPE_CHECKING:
 def alternative(candidate: Candidate, plan: Plan) -> Alternative:
     """Wraps a plan that did not come from a search."""
     return Alternative(candidate=candidate, plan=plan, bound=0.0, estimate=0.0, timeline=None)
+
+
+WORTH = 0.95  # of the time of a token; other losses for less are not worth it
+_NEARLY = 0.9  # the same for a great change of the result in place of a small one
+_RANKS = {  # small changes of a run's result to great ones
+    "precision.grad_accum": 1, "optimizer.state_dtype": 2, "train.batch_size": 4, "train.clip_grad_norm": 8,
+}  # fmt: skip
+
+
+def per_token(plan: Plan) -> float:
+    """Returns the seconds that a token takes, by which steps of unlike size are compared."""
+    return plan.predicted.step_seconds / plan.step_tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +75,36 @@ class Outcome:
         """Tells whether the run fits, and wears the drives little enough if it is `times` as long."""
         wear = self.wear(times)
         return not self.problems and (wear is None or wear.accepted)
+
+
+def ranked(outcomes: Iterable[Outcome]) -> list[Outcome]:
+    """Sorts by the time of a token. Of those that are about as fast, that which changes the run least goes first."""
+    left, found = sorted(outcomes, key=lambda one: (per_token(one.plan), one.changes)), list[Outcome]()
+    while left:
+        near = [one for one in left if _NEARLY * per_token(one.plan) <= per_token(left[0].plan)]
+        found.append(min(near, key=lambda one: _rank(one.changes)))
+        left.remove(found[-1])
+    return found
+
+
+def altered(outcome: Outcome, before: Plan) -> tuple[str, ...]:
+    """Says in words what a change alters of the run's result. Empty: every loss stays the same."""
+    now, was = outcome.plan.numerics, before.numerics
+    words = {
+        "optimizer.state_dtype": "states rounded to int8",
+        "precision.grad_accum": "gradients summed in bfloat16",
+        "train.batch_size": f"{now.batch_size:,} rows a step instead of {was.batch_size:,}",
+        "train.clip_grad_norm": "no clipping",
+        "dataset.max_seq_len": f"rows of {now.max_seq_len:,} tokens",
+    }
+    keys = [change.split("=")[0] for change in outcome.changes]
+    said = [words[key] for key in keys if key in words]
+    others = any(key.startswith(("train.", "dataset.", "precision.", "optimizer.")) for key in keys if key not in words)
+    return tuple(said or (["other last bits"] if others else []))
+
+
+def _rank(changes: Iterable[str]) -> int:
+    return sum(_RANKS.get(change.split("=")[0], 0) for change in changes)
 
 
 @dataclass(slots=True)

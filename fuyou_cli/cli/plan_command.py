@@ -108,9 +108,10 @@ def _planned(loaded: LoadedRecipe, options: PlanOptions, notes: _Notes) -> Outco
 
 def _facts(loaded: LoadedRecipe, options: PlanOptions, outcome: Outcome) -> RunFacts:
     """Collects what is known about the plan, and plans again to find alternatives."""
-    from fuyou_cli.advice.changes import changes_that_help, smaller_states
+    from fuyou_cli.advice.changes import changes_that_help
     from fuyou_cli.advice.compare import comparison
     from fuyou_cli.advice.facts import facts_of, with_evaluation
+    from fuyou_cli.advice.faster import ways_to_be_faster
     from fuyou_cli.advice.planned import command_of
     from fuyou_cli.advice.planning import Replanner
     from fuyou_cli.training.length import counted_evaluation
@@ -122,13 +123,22 @@ def _facts(loaded: LoadedRecipe, options: PlanOptions, outcome: Outcome) -> RunF
     facts = with_evaluation(facts, prepared, rows)
     elsewise = Replanner(loaded=loaded, prepared=prepared, described=described)
     if outcome.passes():
-        facts = replace(facts, smaller=smaller_states(elsewise))
+        faster = ways_to_be_faster(elsewise)
+        added = faster[0].overrides if faster else ()
+        again = command_of(loaded, "plan", changes=added, options=_options(options)) if faster else ""
+        facts = replace(facts, faster=faster, faster_command=again)
     else:
         changes = tuple(changes_that_help(elsewise, fits=not outcome.problems))
         facts = replace(facts, changes=changes, tried=elsewise.plans)
     if options.compare and prepared.found is not None and prepared.fits_ram:
         facts = replace(facts, compared=comparison(prepared, prepared.found))
     return facts
+
+
+def _options(options: PlanOptions) -> list[str]:
+    """Returns the options that decide a plan, as they were given."""
+    given = [] if options.hardware is None else ["--hardware", options.hardware]
+    return given + ["--calibrated"] * options.calibrated + ["--dry-run"] * options.dry_run
 
 
 def _write(path: Path, outcome: Outcome) -> None:

@@ -12,7 +12,7 @@ drives that are busy with it slow them down. So a run of minutes is committed wh
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import ceil, floor, inf
+from math import ceil, floor, inf, sqrt
 
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ModelSpec
@@ -27,6 +27,7 @@ from .timeline import Timeline
 MOST_TIME = 0.025
 MOST_WRITTEN = 0.3  # share of a run's written bytes that commits may take
 MOST_LOST = 1800.0  # seconds of work that a kill may cost when the limit on bytes asks for rarer commits
+LITTLE_LOST = 600.0  # seconds of work; where a kill costs more, a plan says what to set for less
 COMMITS = "commits"  # name of the stall
 _SETTLING = 3  # steps from a commit until all of it is written: updates run on into the next step
 
@@ -51,6 +52,22 @@ def commit_costs(plan: Plan) -> CommitCosts | None:
         written=min(1.0, resting / written) if written else 0.0,
         lost=(plan.commit_every + 1) * step,
     )
+
+
+def sooner(model: ModelSpec, hardware: HardwareProfile, plan: Plan) -> Plan | None:
+    """Returns the same plan with the most steps between commits with which a kill costs LITTLE_LOST, or with a commit every
+    step where no longer interval does. Returns None for a plan whose kill costs no more, or only a step."""
+    told, step = commit_costs(plan), plan.plain_seconds
+    if step <= 0 or plan.store_mode == "redo" or plan.commit_every == 1 or (told is not None and told.lost <= LITTLE_LOST):
+        return None
+    costs = Costs.of(model, hardware, plan)
+    commit = _alone(costs, plan) if told is None else plan.predicted.commit_seconds
+    # (every + 1) * (step + commit / every) = LITTLE_LOST
+    rest = LITTLE_LOST - step - commit
+    root = rest * rest - 4 * step * commit
+    every = max(1, floor((rest + sqrt(root)) / (2 * step))) if rest > 0 <= root else 1
+    again = with_interval(costs, plan, plan_schedule(model, plan), every)
+    return timed_plan(model, hardware, again, chosen=False)
 
 
 def least_interval(*, step: float, commit: float, written: int, resting: int) -> int:

@@ -145,7 +145,8 @@ def as_chosen(candidate: Candidate) -> Choose:
     return choose
 
 
-def _usual_plan(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
+def usual_plan(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
+    """Returns the first plan that fits, with simulated times. Raises PlanError."""
     plan = first_that_fits(model, hardware, request)
     return timed_plan(model, hardware, plan, chosen=request.commit_every == "auto")
 
@@ -309,7 +310,7 @@ class _Planner:
             recipe.train.batch_size,
             recipe.dataset.max_seq_len,
             usual=usual_tokens(hardware),
-            planned=lambda size: seconds(size, _usual_plan),
+            planned=lambda size: seconds(size, usual_plan),
             searched=lambda size: seconds(size, self._searched),
             needed=self.least_memory,
         )

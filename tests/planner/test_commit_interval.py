@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 
 from fuyou_cli.core.units import MiB
 from fuyou_cli.planner.commit_interval import (
+    LITTLE_LOST,
     MOST_LOST,
     MOST_TIME,
     MOST_WRITTEN,
     commit_costs,
     least_interval,
     resting_in_ram,
+    sooner,
     timed_plan,
 )
 from fuyou_cli.planner.place import least_memory
@@ -94,6 +96,24 @@ def test_commits_before_the_last_take_no_more_than_their_share_of_any_run(data: 
     assert alone * ((steps - 1) // every) <= MOST_TIME * (steps * plan.plain_seconds + alone * (steps // every)) * (1 + 1e-9)
     if (steps - 1) * plan.plain_seconds < alone * (1 - MOST_TIME) / MOST_TIME * (1 - 1e-9):
         assert every >= steps, "only at the end"
+
+
+@examples(25)
+@given(data=st.data(), spec=models(most=1 << 20), every=st.sampled_from([None, 10**5, 10**7, 10**9]))
+def test_commits_that_lose_little_are_as_rare_as_that_allows(data: st.DataObject, spec: ModelSpec, every: int | None) -> None:
+    plan = _planned(data, spec, states="cpu", every=every)
+    before = commit_costs(plan)
+    soon = sooner(spec, SLOW, plan)
+    if before is not None and before.lost <= LITTLE_LOST:
+        assert soon is None
+        return
+    assert soon is not None and soon.commit_every is not None and soon.stages == plan.stages
+    step, seconds = soon.plain_seconds, soon.predicted.commit_seconds
+    costs = commit_costs(soon)
+    assert costs is not None and (costs.lost <= LITTLE_LOST * (1 + 1e-9) or soon.commit_every == 1 or every is None)
+    rarer = soon.commit_every + 1
+    assert (rarer + 1) * (step + seconds / rarer) > LITTLE_LOST or every is None
+    assert sooner(spec, SLOW, soon) is None
 
 
 @examples(12)

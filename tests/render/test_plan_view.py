@@ -70,11 +70,11 @@ def test_limits_that_stop_the_run_are_said_with_their_step(screen: Screen, facts
 @pytest.mark.parametrize(
     ("steps", "done", "said"),
     [
-        (None, None, "every 100 steps, 0.0% of the time and 0% of the writes; a crash loses at most 2h 28m"),
-        (1000, None, "every 100 steps, 0.0% of the time and 0% of the writes; a crash loses at most 2h 28m"),
-        (100, 60, "every 100 steps, 0.0% of the time and 0% of the writes; a crash loses at most 58m 56s"),
-        (8, None, "only at the end, because the run is shorter than an interval of 100 steps; a crash loses at most 11m 47s"),
-        (199, 190, "only at the end, because the run is shorter than an interval of 100 steps; a crash loses at most 13m 16s"),
+        (None, None, "every 100 steps: a crash loses at most 2h 28m, commits take 0.0% of the time and 0% of the writes"),
+        (1000, None, "every 100 steps: a crash loses at most 2h 28m, commits take 0.0% of the time and 0% of the writes"),
+        (100, 60, "every 100 steps: a crash loses at most 58m 56s, commits take 0.0% of the time and 0% of the writes"),
+        (8, None, "only at the end, because the run is shorter than an interval of 100 steps: a crash loses at most 11m 47s"),
+        (199, 190, "only at the end, because the run is shorter than an interval of 100 steps: a crash loses at most 13m 16s"),
     ],
 )
 def test_a_crash_loses_no_more_than_the_run(
@@ -82,6 +82,23 @@ def test_a_crash_loses_no_more_than_the_run(
 ) -> None:
     rare = replace(facts, plan=replace(facts.plan, commit_every=100), steps=steps, done=done)
     assert f"commits {said}; two copies of " in words(screen(rare, 100))
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_what_makes_a_crash_cheaper_is_said_where_it_costs_much(screen: Screen, facts: RunFacts, width: int) -> None:
+    def told(every: int, often: int, **changes: object) -> str:
+        rare, soon = (replace(facts.plan, commit_every=steps) for steps in (every, often))
+        seconds = facts.plan.predicted.step_seconds + 8.84 / often
+        soon = replace(soon, predicted=replace(soon.predicted, step_seconds=seconds, commit_seconds=8.84))
+        text = screen(replace(facts, plan=rare, sooner=soon, **changes), width, ascii=False)  # type: ignore[arg-type]
+        assert max(map(len, text.splitlines())) <= width
+        return words(text)
+
+    assert "; with checkpoint.commit_every_steps=5 at most 9m 01s, for 2.0% of the time; two copies" in told(100, 5)
+    assert "; with checkpoint.commit_every_steps=1 at most the running step, for 9.1% of the time; two" in told(100, 1)
+    snapshot = "checkpoint.snapshot_every_steps"
+    assert f"; with {snapshot}=5 at most" in told(100, 5, commit_key=snapshot)
+    assert "commit_every_steps" not in told(100, 5, steps=6)  # the whole run takes less than ten minutes
 
 
 @pytest.mark.parametrize(("rule", "said"), [("adamw", "float32 AdamW;"), ("lion", "float32 Lion;"), ("sgd", "float32 SGD;")])
@@ -308,10 +325,14 @@ def test_what_to_do_next(screen: Screen, facts: RunFacts) -> None:
     seconds = {"compute": 30.0, "update": 3.1, "ssd read": 44.0, "ssd write": 60.0}
     waiting = replace(facts.plan.predicted, seconds=seconds, bottleneck="ssd write", stalls={"weights": 50.0})
     waits = replace(facts.plan, predicted=waiting)
-    assert after(plan=waits).startswith("next try a larger train.batch_size, more RAM or faster drives: compute waits 57%")
-    assert after(plan=waits, steps=8, done=4).startswith("next try more RAM or faster drives")  # a saved run keeps its batch
+    assert after(plan=waits, faster=()).startswith("next try more RAM or faster drives: compute waits 57%")
+    assert (
+        after(plan=waits, steps=8, done=4, advice="`p` finds")
+        == "next try more RAM or faster drives: compute waits 57% of the step. Run: fuyou finetune recipe.yaml"
+    )
+    assert after(plan=waits, advice="`fuyou plan` finds").startswith("next `fuyou plan` finds: compute waits 57% of the step")
     through = replace(waits, predicted=replace(waiting, seconds={**seconds, "dram": 80.0}, bottleneck="dram"))
-    assert after(plan=through).startswith("next try a larger train.batch_size, faster memory: compute waits 57%")
+    assert after(plan=through).startswith("next try faster memory: compute waits 57%")
     busy = "compute is nearly always busy"
     assert busy in after() and "compile" not in after()
     assert after(may_compile=True).startswith(f"next try train.compile=true (other losses): {busy}; on an H100")

@@ -6,8 +6,9 @@ from rich.console import Console
 from rich.text import Text
 
 from fuyou_cli.advice.facts import RunFacts
+from fuyou_cli.advice.planning import Outcome, altered, per_token
 from fuyou_cli.core.printable import one_line
-from fuyou_cli.core.units import brief, gib
+from fuyou_cli.core.units import brief, gb, gib
 from fuyou_cli.machine.background_load import are_busy
 from fuyou_cli.spec.plan import Plan
 from fuyou_cli.training.state.resume import REFUSED
@@ -29,6 +30,9 @@ def show_answer(console: Console, facts: RunFacts, shapes: Symbols) -> None:
         ("wear", wear_in_brief(facts)),
         ("next", _next(facts, fits=not problems)),
     ]
+    if not problems and _advised(facts):
+        rows += [("or", _changed(one, facts)) for one in _advised(facts)[1:]]
+        rows += [("try", facts.faster_command), *([("run", f"{facts.command} (as planned here)")] if facts.command else [])]
     pairs(console, rows)
     for problem in problems[1:]:
         say(console, f"also: {problem}")
@@ -76,8 +80,11 @@ def _next(facts: RunFacts, *, fits: bool) -> str:
     worn = facts.wear is not None and not facts.wear.accepted
     if facts.changes:
         best = facts.changes[0]
-        helps = "spares the drives" if fits else "fits"
-        return f"add {' '.join(best.overrides)}: {helps}, a step takes {brief(best.plan.predicted.step_seconds)}"
+        if fits:
+            wear = best.wear()
+            spared = "" if wear is None else f", {wear.run:.0%} of a drive's rated writes"
+            return f"{_changed(best, facts)}: spares the drives{spared}"
+        return f"add {_keys(best, facts)}: fits, a step takes {brief(best.plan.predicted.step_seconds)}"
     if facts.changes is not None:
         return nothing_helps(facts, fits=fits)
     if facts.advice and (worn or not fits):
@@ -90,7 +97,30 @@ def _next(facts: RunFacts, *, fits: bool) -> str:
         return "nothing: all steps are done"
     if any(REFUSED in note for note in facts.notes):
         return f"{_faster(facts)}; a run would still be refused, see the notes below"
-    return _faster(facts) + (f". Run: {facts.command}" if facts.command else "")
+    return _faster(facts) + (f". Run: {facts.command}" if facts.command and not _advised(facts) else "")
+
+
+def _advised(facts: RunFacts) -> tuple[Outcome, ...]:
+    """Returns the changes that make the run faster, unless something has to be done first."""
+    undone = facts.refusal is None and facts.left != 0
+    return facts.faster or () if undone and not facts.changes and facts.hardware.measured != "assumed" else ()
+
+
+def _changed(outcome: Outcome, facts: RunFacts) -> str:
+    """Says a change with what it alters, and its figures beside the plan's."""
+    now, was, times = outcome.plan.predicted, facts.plan.predicted, outcome.tokens / facts.tokens
+    tokens = [speed(1 / seconds) if seconds else "?" for seconds in map(per_token, (outcome.plan, facts.plan))]
+    as_many = " for as many tokens" if times != 1 else ""
+    return (
+        f"add {_keys(outcome, facts)}: {tokens[0]} tokens/s instead of {tokens[1]}; a step takes {brief(now.step_seconds)} "
+        f"instead of {brief(times * was.step_seconds)}{as_many} and writes {gb(now.written_per_step)} instead of "
+        f"{gb(times * was.written_per_step)}"
+    )
+
+
+def _keys(outcome: Outcome, facts: RunFacts) -> str:
+    alters = ", ".join(altered(outcome, facts.plan))
+    return " ".join(outcome.overrides) + (f" (other losses: {alters})" if alters else "")
 
 
 def nothing_helps(facts: RunFacts, *, fits: bool) -> str:
@@ -110,11 +140,8 @@ def _faster(facts: RunFacts) -> str:
     plan, hardware = facts.plan, facts.hardware
     if hardware.measured == "assumed":
         return f"measure this machine: `fuyou bench --dir {facts.folder}`"
-    if facts.smaller is not None:
-        less = facts.smaller.plan.predicted
-        saved = 1 - less.written_per_step / (plan.predicted.written_per_step or 1)
-        added = " ".join(facts.smaller.overrides)
-        return f"add {added} (other losses): a step takes {brief(less.step_seconds)} and writes {saved:.0%} less"
+    if advised := _advised(facts):
+        return _changed(advised[0], facts)
     if rates := facts.deciding_assumptions:
         return f"measure that machine: the important rates are assumptions ({'; '.join(rate.what for rate in rates)})"
     if are_busy(hardware.others_cores):
@@ -130,7 +157,8 @@ def _faster(facts: RunFacts) -> str:
         return "nothing to change: compute is nearly always busy"
     waits = sum(plan.predicted.stalls.values()) / step
     if waits > _WAITING:
-        batch = "" if facts.done is not None else "a larger train.batch_size, "  # a saved run cannot change its batch
+        if facts.faster is None and facts.done is None and facts.advice:
+            return f"{facts.advice}: compute waits {waits:.0%} of the step"
         faster = "faster memory" if plan.predicted.bottleneck == "dram" else "more RAM or faster drives"
-        return f"try {batch}{faster}: compute waits {waits:.0%} of the step"
+        return f"try {faster}: compute waits {waits:.0%} of the step"
     return "no better choice is known (see `fuyou plan --compare`)"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from fuyou_cli.advice.facts import RunFacts
-from fuyou_cli.advice.planning import Outcome
+from fuyou_cli.advice.planning import Outcome, altered
 from fuyou_cli.advice.room import Room
 from fuyou_cli.machine.origins import origins_of
 from fuyou_cli.planner.commit_interval import commit_costs
@@ -27,7 +27,8 @@ def plan_json(facts: RunFacts) -> dict[str, object]:
     ]
 
     def changed(outcome: Outcome) -> dict[str, object]:
-        return {"overrides": list(outcome.overrides), "figures": _figures(outcome.plan)}
+        alters = list(altered(outcome, plan))
+        return {"overrides": list(outcome.overrides), "alters": alters, "figures": _figures(outcome.plan)}
 
     changes = [changed(one) for one in facts.changes or ()]
     return {
@@ -56,14 +57,15 @@ def plan_json(facts: RunFacts) -> dict[str, object]:
         "written_by_run": None if writes is None else writes.total,
         "writes": None if writes is None else asdict(writes),
         "rated_bytes": sum(drive.rated_bytes for drive in hardware.drives) or None,
-        "commits": _commits(plan),
+        "commits": _commits(plan) | {"sooner": None if facts.sooner is None else _commits(facts.sooner)},
         "wear": None if wear is None else wear.run,
         "worn_before": None if wear is None else wear.before,
         "worn_after": None if wear is None else wear.after,
         "spared": None if facts.spared is None else asdict(facts.spared),
         "compared": None if facts.compared is None else compared,
         "changes": None if facts.changes is None else changes,
-        "smaller_states": None if facts.smaller is None else changed(facts.smaller),
+        "faster": None if facts.faster is None else [changed(one) for one in facts.faster],
+        "faster_command": facts.faster_command or None,
         "tried": None if facts.changes is None else facts.tried,
         "plan": asdict(plan),
     }

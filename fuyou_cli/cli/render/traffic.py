@@ -10,7 +10,7 @@ from fuyou_cli.advice.wear import WORN, Spared, wear_of
 from fuyou_cli.core.disk import FileSystem
 from fuyou_cli.core.units import duration, gb
 from fuyou_cli.machine.drives import nearly_worn
-from fuyou_cli.planner.commit_interval import commit_costs
+from fuyou_cli.planner.commit_interval import LITTLE_LOST, commit_costs
 
 from .theme import Symbols, column, heading, pairs, ruled, say, show, some
 
@@ -45,19 +45,35 @@ def _commits(facts: RunFacts) -> str:
             f"every step, by its gradients (redo): {gb(once)} of states, {gb(spare)} spare, {gb(durable)} of gradients; "
             f"two full copies would take {gb(2 * once)}"
         )
+    places = f"two copies of {gb(once)}, written in turn"
     if plan.commit_every is None:
-        return f"only at the start and the end, two copies of {gb(once)}; a crash loses the whole run"
+        return f"only at the start and the end: a crash loses the whole run{_sooner(facts)}; {places}"
+    if plan.commit_every == 1 and plan.keep == 1:
+        return f"every step; a crash loses only the running step; {places}"
     often = "every step" if plan.commit_every == 1 else f"every {plan.commit_every:,} steps"
     if plan.keep > 1:
-        return f"a snapshot {often}, the last {plan.keep} kept: {1 + plan.keep} copies of {gb(once)}"
-    places = f"two copies of {gb(once)}, written in turn"
-    if plan.commit_every == 1 or costs is None:
-        return f"every step; a crash loses only the running step; {places}"
+        often = f"a snapshot {often}, the last {plan.keep} kept"
+        places = f"{1 + plan.keep} copies of {gb(once)}"
+    if costs is None or plan.predicted.step_seconds <= 0:
+        return f"{often}; {places}"
     lost = costs.lost if facts.run_seconds is None else min(costs.lost, facts.run_seconds)
-    loses = f"a crash loses at most {duration(lost)}"
+    told = f"a crash loses at most {duration(lost)}"
     if facts.steps is not None and facts.steps // plan.commit_every == (facts.done or 0) // plan.commit_every:
-        return f"only at the end, because the run is shorter than an interval of {plan.commit_every:,} steps; {loses}; {places}"
-    return f"{often}, {100 * costs.time:.1f}% of the time and {100 * costs.written:.0f}% of the writes; {loses}; {places}"
+        often = f"only at the end, because the run is shorter than an interval of {plan.commit_every:,} steps"
+    else:
+        told += f", commits take {100 * costs.time:.1f}% of the time and {100 * costs.written:.0f}% of the writes"
+    return f"{often}: {told}{_sooner(facts) if lost > LITTLE_LOST else ''}; {places}"
+
+
+def _sooner(facts: RunFacts) -> str:
+    """Says what to set so that a crash loses little, and the share of the time that commits then take."""
+    plan, again = facts.plan, facts.sooner
+    costs = None if again is None else commit_costs(again)
+    if again is None or costs is None:
+        return ""
+    loses = "the running step" if again.commit_every == 1 else duration(costs.lost)
+    takes = max(0.0, 1 - plan.plain_seconds / again.predicted.step_seconds)
+    return f"; with {facts.commit_key}={again.commit_every} at most {loses}, for {takes:.1%} of the time"
 
 
 def _disk(disk: FileSystem) -> tuple[str, str]:
