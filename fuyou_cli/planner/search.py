@@ -23,12 +23,14 @@ from ..core.errors import PlanError
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan
+from .boundary_layout import every_operator
 from .candidate import Family, family, sweep_counts
 from .commit_interval import timed_plan
 from .costs import Costs
-from .place import Placing, too_small
+from .place import Placing, asked_with, too_small
 from .plan_request import PlanRequest, WearPolicy
 from .refinement import MOST_REFINED_VISITS, Refinement, left_for_refining
+from .schedule import plan_schedule
 from .search_state import SMALL_STAGES, Alternative, Effort, SearchState
 from .simulate import STEPS
 from .sparing import WORTH, Sparing, balanced, cost, spared
@@ -138,7 +140,7 @@ def _in_either_way(model: ModelSpec, hardware: HardwareProfile, request: PlanReq
     seen = list[SearchResult]()
     with suppress(PlanError):
         seen.append(_of_ways(search(model, hardware, replace(request, free_pages=True)), free_pages=True))
-        if _wants_nothing(seen[0].best.plan, model):
+        if not _may_be_faster(seen[0], model, hardware, request):
             return seen[0]
     try:
         seen.append(search(model, hardware, request))
@@ -148,12 +150,14 @@ def _in_either_way(model: ModelSpec, hardware: HardwareProfile, request: PlanReq
     return _best_of(seen, request.wear, hardware)
 
 
-def _wants_nothing(plan: Plan, model: ModelSpec) -> bool:
-    """Tells whether more RAM would not help the plan: nothing rests on the ssd, and no output is computed again."""
-    movable = [tuple(operator.index for operator in stage.operators if not operator.stays) for stage in model.stages]
-    return not plan.predicted.read_per_step and all(
-        set(wanted) <= set(stage.kept) for wanted, stage in zip(movable, plan.stages, strict=True)
-    )
+def _may_be_faster(roomy: SearchResult, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> bool:
+    """Tells whether a plan without room for free pages may be faster than this one with it: whether computing alone, with
+    every output kept and the pages faulted in, takes less time. Searching for it takes as long again."""
+    plan, candidate = roomy.best.plan, replace(roomy.best.candidate, free_pages=False)
+    stages = tuple(replace(stage, kept=kept) for stage, kept in zip(plan.stages, every_operator(model), strict=True))
+    schedule = plan_schedule(model, replace(plan, stages=stages))
+    costs = Costs.of(model, hardware, asked_with(request, candidate))
+    return sum(costs.seconds_of(schedule.visits, stages)) < roomy.best.seconds
 
 
 def timed(
