@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import os
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from drawn import load_profile
@@ -30,6 +33,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return DEAR.index(folder) if folder in DEAR else len(DEAR)
 
     items.sort(key=rank)
+
+
+def pytest_collection_finish() -> None:
+    """Hides what imports and collection made from the garbage collector: it would look through it again in every test."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -68,3 +77,18 @@ def kept_models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("XDG_CACHE_HOME", str(shared / "kept-by-all"))
         (kept_folder() / "models").mkdir(parents=True, exist_ok=True)
         yield
+
+
+@pytest.fixture
+def served_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the worker's entries read and tokenise in this process, where its own process, which takes a second to start, proves
+    no more."""
+    from fuyou_cli.data import cache, worker
+
+    def serve(request: dict[str, Any], **options: Any) -> dict[str, Any]:
+        asked, told = json.loads(cache.as_asked(request)), list[str]()
+        work = worker.continue_prompts if "prompts" in asked else worker.build
+        worker._answered(lambda: work(asked), told.append)
+        return cache.replied(told[0])
+
+    monkeypatch.setattr(cache, "_serve", serve)
