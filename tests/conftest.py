@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import signal
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from drawn import load_profile
@@ -39,6 +37,10 @@ def pytest_collection_finish() -> None:
     """Hides what imports and collection made from the garbage collector: it would look through it again in every test."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.freeze()  # what ends with the process is not looked through once more
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -81,14 +83,7 @@ def kept_models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture
 def served_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets the worker's entries read and tokenise in this process, where its own process, which takes a second to start, proves
-    no more."""
-    from fuyou_cli.data import cache, worker
+    """Tokenises in this process, where a process of its own proves no more."""
+    from served import serve
 
-    def serve(request: dict[str, Any], **options: Any) -> dict[str, Any]:
-        asked, told = json.loads(cache.as_asked(request)), list[str]()
-        work = worker.continue_prompts if "prompts" in asked else worker.build
-        worker._answered(lambda: work(asked), told.append)
-        return cache.replied(told[0])
-
-    monkeypatch.setattr(cache, "_serve", serve)
+    monkeypatch.setattr("fuyou_cli.data.cache._serve", serve)

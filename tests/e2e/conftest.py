@@ -28,6 +28,7 @@ from fuyou_cli.core.errors import Interrupted
 from fuyou_cli.core.paths import kept_folder
 
 ROOT = Path(__file__).resolve().parents[2]
+SERVED = "from fuyou_cli.data import cache\nfrom tests import served\ncache._serve = served.serve\n"
 HANGS = 280.0  # seconds after which a run is given up: nothing is judged by it
 END, PAD = "<|end|>", "<|pad|>"
 PLACES = ["harbour", "mill", "station", "bakery", "tower", "garden", "market", "bridge"]
@@ -156,10 +157,11 @@ class Project:
         return ended(self.begin(*arguments))
 
     def begin(self, *arguments: str | Path, first: str = "") -> Child:
-        """Begins `fuyou ARGUMENTS` in a process of its own with nothing to read, after the program `first`. One at a time."""
+        """Begins `fuyou ARGUMENTS` in a process of its own with nothing to read, after the program `first`. One at a time. It
+        tokenises there too: real commands of these tests, and tests/data, start the worker."""
         assert self.nursery is not None
         words, environment = [*map(str, arguments)], self.environment()
-        return self.nursery().begin(words, folder=self.folder, environment=environment, first=first)
+        return self.nursery().begin(words, folder=self.folder, environment=environment, first=SERVED + first)
 
     def fuyou_with_free(self, free: int, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
         """The same on a machine whose disks say that `free` bytes are left."""
