@@ -156,12 +156,12 @@ class Project:
         """Runs `fuyou ARGUMENTS` to its end."""
         return ended(self.begin(*arguments))
 
-    def begin(self, *arguments: str | Path, first: str = "") -> Child:
-        """Begins `fuyou ARGUMENTS` in a process of its own with nothing to read, after the program `first`. One at a time. It
-        tokenises there too: real commands of these tests, and tests/data, start the worker."""
+    def begin(self, *arguments: str | Path, first: str = "", served: bool = True) -> Child:
+        """Begins `fuyou ARGUMENTS` in a process of its own with nothing to read, after the program `first`. One at a time.
+        `served`: it tokenises itself, and starts no worker."""
         assert self.nursery is not None
         words, environment = [*map(str, arguments)], self.environment()
-        return self.nursery().begin(words, folder=self.folder, environment=environment, first=SERVED + first)
+        return self.nursery().begin(words, folder=self.folder, environment=environment, first=SERVED * served + first)
 
     def fuyou_with_free(self, free: int, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
         """The same on a machine whose disks say that `free` bytes are left."""
