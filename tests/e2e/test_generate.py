@@ -180,7 +180,9 @@ def test_a_conversation(
 LOOPS = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
 
 
-@pytest.mark.parametrize("words", [("--prompt", "a"), ()], ids=["one prompt", "a conversation"])
+@pytest.mark.parametrize(
+    "words", [("--prompt", "a"), pytest.param((), marks=pytest.mark.slow)], ids=["one prompt", "a conversation"]
+)
 def test_a_template_that_never_ends(
     words: tuple[str, ...], materials: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import Plan
 from fuyou_cli.training.prepared import Planned
 
-from .conftest import NewProject
+from .conftest import NewProject, ended
 
 GB, GIB = 10**9, 1 << 30
 
@@ -101,8 +100,8 @@ def test_a_plan_without_a_network(new_project: NewProject, tmp_path: Path) -> No
     plan = ("plan", *words, "--hardware", "rtx4090,1xgen4,64GiB", "--json")
 
     def fuyou(*words: str) -> Any:
-        environment = {**project.environment(), "HF_HOME": str(tmp_path / "hub")}
-        return subprocess.run(project.command(*words), cwd=project.folder, env=environment, capture_output=True, text=True)
+        cache = f"from huggingface_hub import constants\nconstants.HF_HUB_CACHE = {str(tmp_path / 'hub/hub')!r}\n"
+        return ended(project.begin(*words, first=cache))
 
     done = fuyou(*plan)
     assert done.returncode == 0, done.stderr
