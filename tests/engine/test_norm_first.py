@@ -56,7 +56,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("name", "way"),
-    every(3, [
+    every(2, [
         ("llama", "ssd"), ("llama", "far ahead"), ("llama", "ram"), ("llama", "device"), ("llama", "device, ssd"),
         ("llama", "across"), ("llama", "outputs"), ("llama", "outputs there"), ("llama", "states there"),
         ("llama", "some later"), ("llama", "some later, device"), ("gpt2", "ssd"), ("gpt2", "device"), ("int8", "ssd"),
