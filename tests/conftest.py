@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -30,6 +31,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return DEAR.index(folder) if folder in DEAR else len(DEAR)
 
     items.sort(key=rank)
+
+
+def pytest_collection_finish() -> None:
+    """Hides what imports and collection made from the garbage collector: it would look through it again in every test."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.freeze()  # what ends with the process is not looked through once more
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -68,3 +79,11 @@ def kept_models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("XDG_CACHE_HOME", str(shared / "kept-by-all"))
         (kept_folder() / "models").mkdir(parents=True, exist_ok=True)
         yield
+
+
+@pytest.fixture
+def served_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokenises in this process, where a process of its own proves no more."""
+    from served import serve
+
+    monkeypatch.setattr("fuyou_cli.data.cache._serve", serve)

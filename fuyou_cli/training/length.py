@@ -25,6 +25,7 @@ HELD_BACK = "held-back"  # the name of the set of `dataset.eval_fraction`
 _ALONE: dict[str, object] = {"eval": (), "packing": False, "streaming": False}  # of a set to evaluate
 LARGE = 1 << 30  # bytes of data files: tokenising them takes many minutes
 _SAMPLES = 2000  # of each entry of the data, that a plan tokenises to see how long rows are
+_LENGTHS_UNKNOWN = "how long the rows are is not known"
 _LENGTHS = 4096  # rows, at most, whose lengths a plan looks at
 COUNTED = 64 * MiB  # bytes of data files; tokenising more for a plan would take minutes
 
@@ -141,36 +142,45 @@ class Epoch:
 def epoch_of(recipe: Recipe, tokenizer_dir: Path, say: Callable[[str], None]) -> Epoch | None:
     """Looks at the rows of an epoch for a plan: those of an earlier run, or of data that takes seconds to tokenise. Returns
     None otherwise."""
-    from ..data.sources import MissingDataError, size_of
+    from ..data.sources import size_of
 
-    try:
-        large, has_cache = size_of(recipe.dataset) > COUNTED, any(cache_of(recipe).glob("*"))
-        from ..data.cache import find  # with numpy
-
-        if large and has_cache:
-            say("reading the data, to find the rows of an earlier run")
-        known = find(**_asked(recipe, tokenizer_dir), cache_dir=cache_of(recipe)) if has_cache else None
-        if known is not None:
+    with _told(say, "the number of steps is not known"):
+        if (known := _made_before(recipe, tokenizer_dir, say)) is not None:
             return Epoch.of(known)
-        if large:
+        if size_of(recipe.dataset) > COUNTED:
             say("note: the number of steps is not known until a run has tokenised the data")
-            return sampled_epoch(recipe, tokenizer_dir, say)
+            return _of_first_samples(recipe, tokenizer_dir, say)
         say("reading and tokenising the data, to count the steps")
         with tempfile.TemporaryDirectory(prefix="fuyou-rows-") as scratch:
             return Epoch.of(tokenised_rows(recipe, tokenizer_dir, cache=Path(scratch)))
-    except MissingDataError:  # the user was told before
-        return None
-    except (FuyouError, OSError) as error:
-        reason = error.message if isinstance(error, FuyouError) else str(error)
-        say(f"note: the number of steps is not known: {reason}")
-        return None
+    return None
 
 
 def sampled_epoch(recipe: Recipe, tokenizer_dir: Path, say: Callable[[str], None]) -> Epoch | None:
-    """Looks at how long rows are: at the first samples of each entry of the data, which takes seconds. Returns None where all
-    rows are whole, or where the data cannot be read, and says why."""
-    from ..data.sources import MissingDataError
+    """Looks at how long rows are: at those of an earlier run, or at the first samples of each entry of the data, which takes
+    seconds. Returns None where all rows are whole, or where the data cannot be read, and says why."""
+    if recipe.dataset.packing == "concat":
+        return None
+    with _told(say, _LENGTHS_UNKNOWN):
+        if not recipe.dataset.streaming and (known := _made_before(recipe, tokenizer_dir, say)) is not None:
+            return replace(Epoch.of(known), rows=None)
+        return _of_first_samples(recipe, tokenizer_dir, say)
+    return None
 
+
+def _made_before(recipe: Recipe, tokenizer_dir: Path, say: Callable[[str], None]) -> Rows | None:
+    """Finds the rows that an earlier run made of the same data: nothing is tokenised then."""
+    if not any(cache_of(recipe).glob("*")):
+        return None
+    from ..data.cache import find  # with numpy
+    from ..data.sources import size_of
+
+    if size_of(recipe.dataset) > COUNTED:
+        say("reading the data, to find the rows of an earlier run")
+    return find(**_asked(recipe, tokenizer_dir), cache_dir=cache_of(recipe))
+
+
+def _of_first_samples(recipe: Recipe, tokenizer_dir: Path, say: Callable[[str], None]) -> Epoch | None:
     if recipe.dataset.packing == "concat":
         return None
     entries = tuple(
@@ -179,15 +189,24 @@ def sampled_epoch(recipe: Recipe, tokenizer_dir: Path, say: Callable[[str], None
     dataset = recipe.dataset.model_copy(update={"train": entries, "streaming": False})
     first = recipe.model_copy(update={"dataset": dataset})
     say("reading some of the data, to see how long its rows are")
+    with _told(say, _LENGTHS_UNKNOWN), tempfile.TemporaryDirectory(prefix="fuyou-rows-") as scratch:
+        return replace(Epoch.of(tokenised_rows(first, tokenizer_dir, cache=Path(scratch))), rows=None)
+    return None
+
+
+@contextmanager
+def _told(say: Callable[[str], None], unknown: str) -> Iterator[None]:
+    """Ends what cannot be done with the data: says what is not known, and why. Of data that is not there the user was told
+    before."""
+    from ..data.sources import MissingDataError
+
     try:
-        with tempfile.TemporaryDirectory(prefix="fuyou-rows-") as scratch:
-            return replace(Epoch.of(tokenised_rows(first, tokenizer_dir, cache=Path(scratch))), rows=None)
-    except MissingDataError:  # the user was told before
-        return None
+        yield
+    except MissingDataError:
+        pass
     except (FuyouError, OSError) as error:
         reason = error.message if isinstance(error, FuyouError) else str(error)
-        say(f"note: how long the rows are is not known: {reason}")
-        return None
+        say(f"note: {unknown}: {reason}")
 
 
 def counted_evaluation(recipe: Recipe, tokenizer_dir: Path) -> list[int] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -9,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from fuyou_cli.cli.app import main
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,16 +43,29 @@ def with_drive(folder: Path, files: dict[str, str]) -> Path:
 
 
 @pytest.fixture
-def fuyou(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs fuyou(*arguments, env...) in tmp_path; output as text."""
+def fuyou(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs fuyou(*arguments, env...) in tmp_path; output as text. With variables of its own, in a process of its own."""
 
     def _fuyou(*arguments: str | Path, **changes: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "fuyou_cli", *map(str, arguments)]
+        words = [*map(str, arguments)]
+        if not changes:
+            capsys.readouterr()
+            with pytest.raises(SystemExit) as ended:
+                main(words)
+            said = capsys.readouterr()
+            return subprocess.CompletedProcess(words, int(ended.value.code or 0), said.out, said.err)
+        command = [sys.executable, "-m", "fuyou_cli", *words]
         return subprocess.run(
             command, cwd=tmp_path, env=environment(**changes), capture_output=True, text=True, stdin=subprocess.DEVNULL,
             timeout=120, check=False,
         )  # fmt: skip
 
+    monkeypatch.chdir(tmp_path)
+    for name in {*os.environ} - {*environment()}:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
     return _fuyou
 
 

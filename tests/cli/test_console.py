@@ -42,11 +42,11 @@ def test_lines_break_between_words_on_a_terminal(columns: int) -> None:
     [
         ("validate", ">&-", 1, None, "standard output is closed"),
         ("validate --json", ">&-", 1, None, "standard output is closed"),
-        ("doctor", ">&-", 1, None, "standard output is closed"),
+        pytest.param("doctor", ">&-", 1, None, "standard output is closed", marks=pytest.mark.slow),  # as `validate`
         ("--help", ">&-", 1, None, "standard output is closed"),
         ("validate train.steps=1", ">&-", 2, None, "train.steps"),
         ("validate", "2>&-", 0, "recipe.yaml", None),
-        ("doctor", "2>&-", 0, "native extension", None),
+        pytest.param("doctor", "2>&-", 0, "native extension", None, marks=pytest.mark.slow),  # as `validate`
         ("validate train.steps=1", "2>&-", 2, "train.steps", None),
         ("validate --nothing", "2>&-", 2, "No such option", None),
         ("verify .", "2>&-", 2, "there is no store", None),

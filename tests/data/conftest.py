@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from fuyou_cli.data import cache
 from fuyou_cli.data.rows import Rows
 from fuyou_cli.data.worker import build
 from fuyou_cli.recipe.schema import DatasetEntry, DatasetSection
@@ -114,13 +113,3 @@ def tokenise(tokenizer_dir: Path, tmp_path: Path) -> Tokenise:
 
 SOURCE_DEFAULTS: dict[str, Any] = {"format": "auto", "columns": {}, "max_samples": None}
 OPTION_DEFAULTS: dict[str, Any] = {"max_seq_len": 64, "overlong": "truncate", "packing": False, "loss_on": "auto"}
-
-
-@pytest.fixture
-def served_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets `prepare` ask the worker's entry in this process, where finding rows again is the point."""
-
-    def serve(request: dict[str, Any], **options: Any) -> None:
-        build({**request, "seconds": 60})
-
-    monkeypatch.setattr(cache, "_serve", serve)

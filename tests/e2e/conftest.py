@@ -28,6 +28,7 @@ from fuyou_cli.core.errors import Interrupted
 from fuyou_cli.core.paths import kept_folder
 
 ROOT = Path(__file__).resolve().parents[2]
+SERVED = "from fuyou_cli.data import cache\nfrom tests import served\ncache._serve = served.serve\n"
 HANGS = 280.0  # seconds after which a run is given up: nothing is judged by it
 END, PAD = "<|end|>", "<|pad|>"
 PLACES = ["harbour", "mill", "station", "bakery", "tower", "garden", "market", "bridge"]
@@ -155,11 +156,12 @@ class Project:
         """Runs `fuyou ARGUMENTS` to its end."""
         return ended(self.begin(*arguments))
 
-    def begin(self, *arguments: str | Path, first: str = "") -> Child:
-        """Begins `fuyou ARGUMENTS` in a process of its own with nothing to read, after the program `first`. One at a time."""
+    def begin(self, *arguments: str | Path, first: str = "", served: bool = True) -> Child:
+        """Begins `fuyou ARGUMENTS` in a process of its own with nothing to read, after the program `first`. One at a time.
+        `served`: it tokenises itself, and starts no worker."""
         assert self.nursery is not None
         words, environment = [*map(str, arguments)], self.environment()
-        return self.nursery().begin(words, folder=self.folder, environment=environment, first=first)
+        return self.nursery().begin(words, folder=self.folder, environment=environment, first=SERVED * served + first)
 
     def fuyou_with_free(self, free: int, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
         """The same on a machine whose disks say that `free` bytes are left."""

@@ -109,12 +109,14 @@ def asked(new_project: NewProject, materials: Path, tmp_path: Path, monkeypatch:
     return new_project(changes=changes)
 
 
+@pytest.mark.usefixtures("served_here")
 def test_what_is_cut_and_left_out(asked: Project, printed: Printed) -> None:
     """Runs in a folder that is gone, from a folder without a model."""
     assert printed("data", asked.recipe, "-n", "1") == TRUNCATED
     assert not Path("rows").exists() and not asked.out.exists()
 
 
+@pytest.mark.usefixtures("served_here")
 def test_documents_that_share_a_row_in_ascii(asked: Project, printed: Printed) -> None:
     changes = ["dataset.packing=isolated", "dataset.max_seq_len=64", "dataset.overlong=drop"]
     text = printed("data", asked.recipe, *changes, "-n", "1", encoding="ascii")
@@ -122,6 +124,7 @@ def test_documents_that_share_a_row_in_ascii(asked: Project, printed: Printed) -
     assert max(map(len, text.splitlines())) <= 80
 
 
+@pytest.mark.usefixtures("served_here")
 def test_which_files_were_read_and_how_masks_were_found(asked: Project, printed: Printed) -> None:
     """Beside the notes, which say of how many samples each is true."""
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": [{"type": "text", "text": "b"}]}]
@@ -144,6 +147,7 @@ def test_which_files_were_read_and_how_masks_were_found(asked: Project, printed:
     assert found["noted"] == {"parts_joined": 2, "prefixes": 2}
 
 
+@pytest.mark.usefixtures("served_here")
 def test_where_texts_are_cut_and_that_sets_to_evaluate_are_not_packed(asked: Project, printed: Printed) -> None:
     """As the rows are: two paragraphs to train on, or one document; each to evaluate is a row of its own."""
     for name in ("book.txt", "kept.txt"):
@@ -162,6 +166,7 @@ def test_where_texts_are_cut_and_that_sets_to_evaluate_are_not_packed(asked: Pro
     assert "a sample to evaluate is a row of its own" in line and "A .txt file is cut at blank lines" in reference()
 
 
+@pytest.mark.usefixtures("served_here")
 def test_no_paragraph_that_is_held_back_is_trained_on(asked: Project, printed: Printed) -> None:
     """Not even where rows are cut from whole documents."""
     texts = [f"The harbour is {number} km away." for number in range(16)]

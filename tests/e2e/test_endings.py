@@ -297,7 +297,7 @@ def test_stopped_before_there_is_a_run(number: int, new_project: NewProject, tmp
     """Stops while the data is tokenised: it is said, the worker ends, and nothing of it is left."""
     rows = tmp_path / "rows"
     project = new_project(changes={"dataset.cache_dir": str(rows)})
-    child = project.begin("finetune", project.recipe)
+    child = project.begin("finetune", project.recipe, served=False)
     while not (list(rows.glob(".fuyou-rows-*")) and _workers(project)):  # before, some rows were looked at for the plan
         assert not child.is_over()
         time.sleep(0.005)

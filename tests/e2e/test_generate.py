@@ -45,6 +45,7 @@ def in_memory(folder: Path, prompts: Sequence[str], new: int) -> list[str]:
     return [tokenizer.decode(row, skip_special_tokens=True) for row in found[:, given["input_ids"].shape[1] :]]
 
 
+@pytest.mark.usefixtures("served_here")
 def test_a_file_a_store_and_one_prompt(whole: Callable[..., Whole], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, file = whole({"precision.compute": "float32"}), tmp_path / "prompts.jsonl"
     exported(run.store, tmp_path / "out" / "model")
@@ -93,6 +94,7 @@ def test_stop_strings(materials: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert capsys.readouterr().out == in_memory(folder, [alone], 10)[0] + "\n"
 
 
+@pytest.mark.usefixtures("served_here")
 @pytest.mark.parametrize(
     "settings",
     [
@@ -112,6 +114,7 @@ def test_settings_that_transformers_refuses(
     assert said.out == "" and str(folder / "generation_config.json") in said.err and "internal" not in said.err
 
 
+@pytest.mark.usefixtures("served_here")
 def test_positions_of_each_rows_own_length(longrope: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Some rows stay short, one becomes long on the way, and others are long at once. Expects what each forward over all of a
     row gives, by a model that has seen no other."""
@@ -124,6 +127,7 @@ def test_positions_of_each_rows_own_length(longrope: Path, tmp_path: Path, capsy
     assert [json.loads(line)["generated"] for line in capsys.readouterr().out.splitlines()] == expected
 
 
+@pytest.mark.usefixtures("served_here")
 def test_positions_that_stretch_have_no_limit(materials: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A model of rope type dynamic goes beyond the length that it was made for."""
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
@@ -154,6 +158,7 @@ def alone(folder: Path, prompts: Sequence[str], new: int) -> tuple[list[str], li
     return texts, lengths
 
 
+@pytest.mark.usefixtures("served_here")
 def test_a_conversation(
     materials: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,7 +180,9 @@ def test_a_conversation(
 LOOPS = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
 
 
-@pytest.mark.parametrize("words", [("--prompt", "a"), ()], ids=["one prompt", "a conversation"])
+@pytest.mark.parametrize(
+    "words", [("--prompt", "a"), pytest.param((), marks=pytest.mark.slow)], ids=["one prompt", "a conversation"]
+)
 def test_a_template_that_never_ends(
     words: tuple[str, ...], materials: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,6 +211,7 @@ def test_a_tokenizer_that_takes_all_memory(
     assert f"error: tokenizer: loading {folder} takes more than 1.00 GiB of memory\n" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("served_here")
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
@@ -227,6 +235,7 @@ def test_what_cannot_be_done_is_said(
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("served_here")
 def test_tokens_without_an_embedding(materials: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The tokenizer is of a larger model. What only pads a row is no matter."""
     import transformers
@@ -248,6 +257,7 @@ def test_tokens_without_an_embedding(materials: Path, tmp_path: Path, capsys: py
         assert f"error: {place}: the tokenizer gives the token id" in said.err and said.out == ""
 
 
+@pytest.mark.usefixtures("served_here")
 def test_a_conversation_of_bytes_or_of_nothing(materials: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "model"
     shutil.copytree(materials / "model", folder)

@@ -20,6 +20,8 @@ from .running import manifest_of, resolved_as
 from .test_plan_command import HERE, NewProject
 from .test_store_room import PLENTY, _planned
 
+pytestmark = pytest.mark.usefixtures("served_here")
+
 
 def test_a_store_of_another_kind_fits_the_disk(new_project: NewProject, command: Callable[[Project], Command]) -> None:
     """Nothing else of the run changes."""

@@ -20,6 +20,8 @@ from fuyou_cli.machine.profile_store import keep
 
 from .conftest import Command, NewProject, Project
 
+pytestmark = pytest.mark.usefixtures("served_here")
+
 MACHINE = "rtx4090,2xgen4,128GiB"
 HERE = {"offload.device": "auto", "offload.max_memory.cpu": "90%"}
 

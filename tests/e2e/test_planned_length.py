@@ -15,6 +15,8 @@ from .conftest import Command, Project
 from .running import STEPS, manifest_of, store_of
 from .test_plan_command import HERE, MACHINE, NewProject
 
+pytestmark = pytest.mark.usefixtures("served_here")
+
 
 def test_limits_of_a_recipe_end_a_planned_run(new_project: NewProject, command: Callable[[Project], Command]) -> None:
     fuyou = command(new_project(changes=HERE))
@@ -62,6 +64,17 @@ def test_much_data_is_not_read_for_a_plan(
     assert unknown in " ".join(out.split()) and looked in err
     length.tokenised_rows(load_recipe(project.recipe).recipe, project.materials / "model")
     assert fuyou.json("--hardware", MACHINE)["steps"] == 32
+
+
+def test_rows_of_an_earlier_run_say_how_long_rows_are(new_project: NewProject) -> None:
+    """Nothing is tokenised for a plan once they are there."""
+    project, said = new_project(), list[str]()
+    recipe = load_recipe(project.recipe, [f"dataset.cache_dir={project.folder / 'rows'}"]).recipe
+    tokenizer = project.materials / "model"
+    first = length.sampled_epoch(recipe, tokenizer, said.append)
+    assert first is not None and len(first.lengths) == 64 and said == ["reading some of the data, to see how long its rows are"]
+    length.tokenised_rows(recipe, tokenizer)
+    assert length.sampled_epoch(recipe, tokenizer, said.append) == first and len(said) == 1
 
 
 def test_a_run_past_the_fast_region_is_planned_with_what_drives_sustain(

@@ -21,6 +21,8 @@ from fuyou_cli.training.steps import fetch
 from .conftest import NewProject, Project
 from .running import planned, prepared_run, silent
 
+pytestmark = pytest.mark.usefixtures("served_here")
+
 WEIGHTS = "model.safetensors"
 
 

@@ -58,6 +58,7 @@ def test_beside_training(new_project: NewProject, whole: Callable[..., Whole]) -
     assert f"\n  {PROMPTS[1]}\n    step 0" in project.fuyou("report", project.out).stdout
 
 
+@pytest.mark.usefixtures("served_here")
 def test_the_plan_says_the_most_passes(new_project: NewProject, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the head has room for the logits of fewer rows than a batch has, too: here no gradient of it takes room."""
     frozen = {"model.name_or_path": str(llama), "adapter": {"r": 4}, "train.head_chunk_tokens": 1}
@@ -78,6 +79,7 @@ def test_the_plan_says_the_most_passes(new_project: NewProject, llama: Path, mon
     assert cost is not None and 2 * 6 < passes <= 2 * cost.passes == 2 * 6 * len(PROMPTS)
 
 
+@pytest.mark.usefixtures("served_here")
 def test_stopped_and_asked_for_other_prompts(new_project: NewProject, whole: Callable[..., Whole]) -> None:
     """Writes anew when a run is stopped while it writes; what it writes after may change, and its losses may not."""
     project, seen = new_project(changes=SAMPLED), list[int]()
@@ -96,6 +98,7 @@ def test_stopped_and_asked_for_other_prompts(new_project: NewProject, whole: Cal
     assert [(one.step, one.number, one.prompt) for one in found] == [(3, 1, "Another road"), (6, 1, "Another road")]
 
 
+@pytest.mark.usefixtures("served_here")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -140,6 +143,7 @@ def test_prompts_that_cannot_be_continued(samples: dict[str, Any], says: str, ne
         inspect(resolve(load_recipe(project.recipe).recipe, say=silent), say=silent)
 
 
+@pytest.mark.usefixtures("served_here")
 def test_settings_of_the_model(new_project: NewProject, materials: Path, tmp_path: Path) -> None:
     """Follows stop strings from the first sample on, and names the file of settings that transformers refuses."""
     begun = in_memory(materials / "model", PROMPTS[:1], 6)[0]

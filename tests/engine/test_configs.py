@@ -112,7 +112,7 @@ def test_every_file_is_in_the_table() -> None:
     assert all(json.loads(file.read_text())["_source"].startswith("https://") for file in CONFIGS.glob("*.json"))
 
 
-@pytest.mark.parametrize("name", every(3, PUBLISHED))
+@pytest.mark.parametrize("name", every(4, PUBLISHED))
 def test_counts(name: str) -> None:
     model, truth = _described(name).model, _truth(name)
     assert model.parameters == truth.total()
@@ -134,7 +134,7 @@ def test_bytes_in_float32() -> None:
     assert (model.state_bytes, model.float32_parameters) == (8 * model.parameters, 0)
 
 
-@pytest.mark.parametrize("name", every(2, PUBLISHED))
+@pytest.mark.parametrize("name", every(4, PUBLISHED))
 def test_refusal_and_stages(name: str) -> None:
     described, config = _described(name), _config(name)
     reason = PUBLISHED[name][2]
@@ -259,8 +259,8 @@ def test_blocks_that_nothing_declares() -> None:
 
 
 def test_a_shape_that_cannot_be_traced() -> None:
-    with pytest.raises(UsageError, match="cannot be streamed at micro-batches of 1073741824 x 268435456"):
-        describe(llama(), dtype="float32", rows=1 << 30, tokens=1 << 28)
+    with pytest.raises(UsageError, match="cannot be streamed at micro-batches of 1024 x 281474976710656"):
+        describe(llama(), dtype="float32", rows=1 << 10, tokens=1 << 48)  # rows are listed: more of them take gigabytes
 
 
 def test_recurrent_blocks_are_traced_in_short_rows() -> None:
