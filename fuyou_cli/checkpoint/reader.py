@@ -40,6 +40,7 @@ class TensorReader:
     def __init__(self) -> None:
         self._file: Path | None = None
         self._descriptor, self._direct = -1, False
+        self._refusing = set[Path]()  # files that open for O_DIRECT and then refuse to be read so
         self._piece: torch.Tensor | None = None  # uint8[PIECE]
         self.bytes_read = 0  # so far
 
@@ -115,7 +116,7 @@ class TensorReader:
     def read_pages(self, file: Path, begin: int, end: int, destination: memoryview) -> None:
         """Fills `destination`, which begins at a page of memory, with the file's bytes from `begin` to `end`, both in whole
         pages but for the end of the file. They do not pass the page cache where the file system can do that."""
-        self._open(file, direct=True)
+        self._open(file, direct=file not in self._refusing)
         self._fill(f"what is read at {begin}", begin, end, end, destination)
 
     def _open(self, file: Path, *, direct: bool = False) -> None:
@@ -150,6 +151,10 @@ class TensorReader:
             try:
                 got = os.preadv(self._descriptor, [part], position)
             except OSError as error:
+                if self._direct and error.errno == errno.EINVAL and self._file is not None:
+                    self._refusing.add(self._file)
+                    self._open(self._file)
+                    continue
                 failed = f"reading {len(part)} bytes at {position} failed: {error.strerror}"
                 raise UsageError(f"{self._file}: {what}: {failed}", hint=remedy(error)) from error
             if got == 0:

@@ -116,6 +116,18 @@ def test_reads_whole_pages(tmp_path: Path, cached: bool, monkeypatch: pytest.Mon
             reader.read_pages(path, page, 7 * page, into[: 6 * page])
 
 
+def test_goes_on_through_the_page_cache_where_a_direct_read_is_refused(tmp_path: Path) -> None:
+    """As by file systems that open for O_DIRECT all the same. Here the kernel refuses memory that is not aligned."""
+    path, page = tmp_path / "x.safetensors", mmap.PAGESIZE
+    content = torch.randint(256, (3 * page,), dtype=torch.uint8)
+    path.write_bytes(content.numpy().tobytes())
+    with mmap.mmap(-1, 4 * page) as memory, memoryview(memory) as into, TensorReader() as reader:
+        for _ in range(2):
+            reader.read_pages(path, 0, 3 * page, into[1 : 3 * page + 1])
+            assert into[1 : 3 * page + 1] == content.numpy().data
+        assert reader.bytes_read == 2 * 3 * page
+
+
 @pytest.mark.usefixtures("small_pieces")
 def test_compares_stored_tensors(tmp_path: Path) -> None:
     one = torch.arange(50, dtype=torch.float32)
