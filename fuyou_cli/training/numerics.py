@@ -15,6 +15,7 @@ from ..spec.model import Dtype
 from ..spec.model_facts import ModelFacts
 from ..spec.plan import Numerics, Padding
 from .state.manifest_checks import MOST_THREADS
+from .state.recipe_changes import changed_keys, in_words, is_rate, put_back, refused_later, settings_of
 from .state.stored import Manifest
 
 if TYPE_CHECKING:
@@ -180,8 +181,15 @@ def _refuse_changed(recipe: Recipe, saved: Manifest, asked: Numerics) -> None:
         told = "; ".join(f"{key} was {was}, is {now_is}" for key, was, now_is in changed)
         old = " ".join(f"{key}={was}" for key, was, _ in changed)
         old = old.replace("model.quantize=nf4_double", "model.quantize=nf4 model.double_quant=true")
+        asked_now = settings_of(recipe, device=recipe.offload.device)
+        others = refused_later(changed_keys(saved.settings, asked_now, step=saved.step), [key for key, _, _ in changed])
+        rates = [one for one in others if is_rate(one)]
+        kept = [one for one in others if one not in rates]
+        told += "; they decide the bits of every step" + (f"; and {in_words(others)}" if others else "")
+        old += f" {put_back(kept)}" if kept else ""
+        old += f" (--accept-changes goes on with {' and '.join(one.key for one in rates)})" if rates else ""
         raise UsageError(
-            f"the saved run cannot be resumed, because its numerics changed: {told}; they decide the bits of every step",
+            f"the saved run cannot be resumed, because its numerics changed: {told}",
             hint=f"put the old values back: {old}; or start over with checkpoint.resume=never",
         )
 

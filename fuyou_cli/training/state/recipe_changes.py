@@ -56,6 +56,7 @@ _WHY = {
     "code": "what is saved was trained with it",
     **dict.fromkeys(("attention", "kernels", "compile", "deterministic", "device"), "it decides the bits of every step"),
 }
+_BY_CONTENT = ("mixture", "data", "device", "model", "weights")  # other keys may name the same
 _MOST = 8  # keys that a message names
 
 
@@ -103,6 +104,13 @@ def is_rate(change: Change) -> bool:
 def is_free(change: Change) -> bool:
     """Tells whether a run goes on with another value of a key unasked: none of its steps changes."""
     return _is_below(change.key, _FREE)
+
+
+def refused_later(changes: Sequence[Change], told: Sequence[str]) -> list[Change]:
+    """Returns the changes, beside the keys that are `told` already, that would be refused once the data is read."""
+    names = [name for name in _KEYS if name not in _BY_CONTENT]
+    found = {one.key: one for name in names for one in of_fingerprint(name, changes)}
+    return [one for key, one in found.items() if key not in told]
 
 
 def recorded(changes: Sequence[Change]) -> tuple[Change, ...]:
