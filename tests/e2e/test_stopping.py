@@ -112,7 +112,8 @@ def _digest(project: Project) -> dict[str, bytes]:
         ({"train.batch_size": 8}, "batch_size was 4, is 8"),
         (
             {"train.batch_size": 8, "optimizer.lr": 0.1, "optimizer.eps": 1e-7},
-            "train.batch_size was 4, is 8; they decide the bits of every step; and optimizer.lr was 0.003, is 0.1; optimizer.eps was",
+            "train.batch_size was 4, is 8; they decide the bits of every step; and optimizer.lr was 0.003, is 0.1; "
+            "optimizer.eps was 1e-08, is 1e-07",
         ),
         ({"train.micro_batch_size": 4}, "micro_batch_size was 2, is 4"),
         ({"train.threads": 2}, "threads was 1, is 2"),
