@@ -120,7 +120,7 @@ def find_text(path: Path, *, limit: int, hint: str | None = None) -> str | None:
         return None
     except (OSError, ValueError) as error:  # ValueError: a null character in the name
         why = getattr(error, "strerror", None) or error
-        raise _refused(path, f"cannot be read: {why}", hint or remedy(error)) from None
+        raise _refused(path, f"cannot be read: {why}", remedy(error) or hint) from None
     if len(raw) > limit:
         raise _refused(path, f"is larger than {limit:,} bytes, the limit for such a file", hint)
     try:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 _DRAWN, _DRAWN_ROWS = 33, 2048  # steps that a typical one is the mean of, at least, and their rows
+_MOST_ROWS = 1 << 18  # of these steps together, unless one has more
 
 Dealt = list[list[int]]  # rows of each micro-batch, as places in a list of rows
 
@@ -126,6 +127,8 @@ def typical_step(lengths: Sequence[int], numerics: Numerics) -> TypicalStep | No
     if numerics.padding == "step" or min(lengths) == numerics.max_seq_len:
         return None
     drawn = max(_DRAWN, _DRAWN_ROWS // numerics.batch_size), numerics.batch_size
+    if drawn[0] * drawn[1] > _MOST_ROWS:  # the mean of so many rows needs fewer steps
+        drawn = max(1, _MOST_ROWS // drawn[1]), drawn[1]
     order = np.random.Generator(np.random.Philox(_DRAWN)).integers(0, len(lengths), drawn)
     steps = []
     for chosen in order.tolist():

@@ -159,7 +159,7 @@ class TrainSection(Section):
     epochs: Positive | None = None  # 1 unless it or max_steps is written
     max_steps: Positive | None = None
     max_time: Time | None = None  # seconds of one process
-    batch_size: Positive = 64
+    batch_size: Annotated[int, Field(ge=1, le=2**20)] = 64
     micro_batch_size: AutoPositive = "auto"
     sweep_tokens: AutoPositive = "auto"  # most tokens of a pass forward and back; results are the same
     head_chunk_tokens: AutoCount = "auto"  # 0: a whole micro-batch at once

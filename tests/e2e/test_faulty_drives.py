@@ -20,6 +20,7 @@ from drawn import quick_and_slow
 from faulty_drive import WITHOUT, FaultyDrive, faulty_drive
 
 from fuyou_cli.core.errors import FuyouError, Interrupted, UsageError
+from fuyou_cli.core.json_files import find_text
 from fuyou_cli.machine.measure.store_rates import new_store
 from fuyou_cli.machine.scratch import scratch_folder
 from fuyou_cli.recipe.load import load_recipe
@@ -123,6 +124,17 @@ def test_what_a_drive_does_to_a_saved_run(
             shutil.copyfile(file, store / file.name)
     losses, _ = train(on_drive)
     assert losses == whole().losses
+
+
+@pytest.mark.parametrize(("number", "remedy"), [("EIO", "dmesg"), ("EACCES", "permissions"), ("ESTALE", "mounted anew")])
+def test_a_file_that_cannot_be_read_now_has_the_remedy_of_its_drive(number: str, remedy: str, drive: FaultyDrive) -> None:
+    """Whatever its reader advises for a file that is damaged: "fetch it again", say."""
+    path = drive.path / "config.json"
+    path.write_text("{}")
+    drive.fault(f"OPEN config.json {number}")
+    with pytest.raises(UsageError, match=r"config\.json: cannot be read") as raised:
+        find_text(path, limit=100, hint="fetch the file again")
+    assert remedy in (raised.value.hint or "")
 
 
 @pytest.mark.parametrize("unreadable", [False, True])

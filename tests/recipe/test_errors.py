@@ -59,6 +59,7 @@ def test_the_whole_report_as_a_person_sees_it(tmp_path, monkeypatch):
         ("train: {epochs: 1.5}\n", "train.epochs", "wrong-type", 7, 17),
         ("train: [1]\n", "train", "wrong-type", 7, 8),
         ("train:\n  batch_size: 0\n", "train.batch_size", "out-of-range", 8, 15),
+        ("train:\n  batch_size: 200000000\n", "train.batch_size", "out-of-range", 8, 15),
         ("optimizer:\n  betas: [0.9]\n", "optimizer.betas", "out-of-range", 8, 10),
         ("optimizer:\n  betas: [0.9, 1.0]\n", "optimizer.betas[1]", "out-of-range", 8, 16),
         ("optimizer:\n  lr: .inf\n", "optimizer.lr", "wrong-type", 8, 7),
