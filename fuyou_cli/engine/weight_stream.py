@@ -14,7 +14,7 @@ import mmap
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -257,6 +257,7 @@ def _mapped(size: int, *, huge: bool = False) -> torch.Tensor:
     whole = torch.frombuffer(room, dtype=torch.uint8)
     if not huge:
         return whole
-    room.madvise(mmap.MADV_HUGEPAGE)
+    with suppress(OSError):  # a kernel without huge pages; this is only advice
+        room.madvise(mmap.MADV_HUGEPAGE)
     begin = -whole.data_ptr() % HUGE_PAGE
     return whole[begin : begin + size]
