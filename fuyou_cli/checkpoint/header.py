@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from fuyou_cli.core.disk import remedy
-from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.disk import unusable
+from fuyou_cli.core.errors import UnreadableError, UsageError
 from fuyou_cli.core.json_files import shown
 from fuyou_cli.core.plain_files import read_plain
 from fuyou_cli.spec.packed_tensors import Quantised
@@ -100,10 +100,12 @@ def parse_file(path: Path) -> Header:
             found = [(name, file.get_slice(name)) for name in file.offset_keys()]
             told = [(name, one.get_dtype(), tuple(one.get_shape())) for name, one in found]
     except SafetensorError as error:
+        if isinstance(failed := unusable(f"{shown(str(path))}: cannot be read", error), UnreadableError):
+            raise failed from error
         raise _refusal(path, f"is not a valid safetensors file: {ascii(str(error)[:300])[1:-1]}") from error
     except (OSError, ValueError) as error:  # ValueError: a null character in the path
         why = getattr(error, "strerror", None) or error
-        raise UsageError(f"{shown(str(path))}: cannot be read: {why}", hint=remedy(error)) from error
+        raise unusable(f"{shown(str(path))}: cannot be read: {why}", error) from error
     entries = dict[str, TensorEntry]()
     for name, dtype, shape in told:
         if len(name) > NAME_LIMIT:

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from fuyou_cli.core.disk import remedy
+from fuyou_cli.core.disk import unusable
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.json_files import shown
 from fuyou_cli.core.units import MiB
@@ -126,7 +126,7 @@ class TensorReader:
         try:
             self._descriptor = _opened(file, direct=direct)
         except OSError as error:
-            raise UsageError(f"{file}: cannot be opened: {error.strerror}", hint=remedy(error)) from error
+            raise unusable(f"{file}: cannot be opened: {error.strerror}", error) from error
         self._file, self._direct = file, direct
 
     def close(self) -> None:
@@ -156,7 +156,7 @@ class TensorReader:
                     self._open(self._file)
                     continue
                 failed = f"reading {len(part)} bytes at {position} failed: {error.strerror}"
-                raise UsageError(f"{self._file}: {what}: {failed}", hint=remedy(error)) from error
+                raise unusable(f"{self._file}: {what}: {failed}", error) from error
             if got == 0:
                 raise UsageError(
                     f"{self._file}: is too short: {what} ends at byte {whole}, the file at {position}",

@@ -8,7 +8,6 @@ slow disk and fill a memory cgroup.
 from __future__ import annotations
 
 import errno
-import io
 import json
 import math
 import os
@@ -20,6 +19,7 @@ from fuyou_cli.core.disk import failed_writing, sync_directory
 from fuyou_cli.core.errors import FuyouError, OutOfSpaceError, UsageError
 from fuyou_cli.core.units import MiB, align_up, gb
 
+from .companions import pieces
 from .files import INDEX_NAME, SINGLE_NAME, open_checkpoint
 from .header import BYTES_PER_ELEMENT, DTYPES, METADATA, NAME_LIMIT, parse_file
 from .placement import PartialDirectory, mark
@@ -95,7 +95,7 @@ def write_checkpoint(
             _check_space(target, shards, texts)
             for name, text in texts.items():
                 (partial.path / name).parent.mkdir(exist_ok=True)  # of a chat template that has a name
-                sum(_write(partial.path / name, _text(text)))
+                sum(_write(partial.path / name, map(memoryview, pieces(text))))
             done, total = 0, sum(shard.nbytes for shard in shards)
             for shard in shards:
                 for written in _write(partial.path / shard.name, _content(shard, read)):
@@ -201,12 +201,6 @@ def _write(path: Path, parts: Iterable[memoryview]) -> Iterator[int]:
 def _settle(descriptor: int) -> None:
     os.fdatasync(descriptor)  # waits for the disk: only clean pages can be dropped
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _text(content: bytes | Path) -> Iterator[memoryview]:
-    with io.BytesIO(content) if isinstance(content, bytes) else content.open("rb") as source:
-        while part := source.read(MiB):
-            yield memoryview(part)
 
 
 def _content(shard: _Shard, read: Read) -> Iterator[memoryview]:

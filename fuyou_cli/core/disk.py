@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from .errors import FuyouError, OutOfSpaceError, UnreadableError
+from .errors import FuyouError, OutOfSpaceError, UnreadableError, UsageError
 from .units import gb
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -40,6 +41,8 @@ REMEDIES = {  # errno -> what to do about a file that cannot be used
     errno.EAGAIN: _AGAIN,
     errno.EINTR: _AGAIN,
 }
+_RUST = re.compile(r"\(os error (\d{1,4})\)")
+_CAUSES = 20  # of an error that are looked at
 _NOTHING_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 
@@ -134,6 +137,28 @@ def unreadable(path: str | Path, error: OSError, *, verb: str = "read") -> Unrea
         f"{path}: cannot be {verb}: {error.strerror}",
         hint=f"{cause}nothing is lost or changed: run the same command again once it can be {verb}",
     )
+
+
+def unusable(message: str, error: BaseException, *, hint: str | None = None) -> UsageError:
+    """Returns the error for a file that cannot be read: UnreadableError with the remedy of its drive or permission where one of
+    them is the cause, also of a library's error, otherwise UsageError with `hint`."""
+    known = REMEDIES.get(_errno_below(error))
+    return UsageError(message, hint=hint) if known is None else UnreadableError(message, hint=known)
+
+
+def _errno_below(error: BaseException) -> int:
+    """Finds the first errno with a remedy in an error or its causes; 0 if there is none. Libraries in Rust write it into their
+    text."""
+    below: BaseException | None = error
+    for _ in range(_CAUSES):
+        if below is None:
+            break
+        told = _RUST.search(str(below))
+        number = getattr(below, "errno", None) or (int(told[1]) if told else 0)
+        if number in REMEDIES:
+            return int(number)
+        below = below.__cause__ or below.__context__
+    return 0
 
 
 def sync_directory(directory: Path) -> None:

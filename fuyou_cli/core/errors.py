@@ -44,8 +44,8 @@ class ModelFileError(UsageError):
 
 
 class UnreadableError(UsageError):
-    """Reports a part of a saved state that cannot be read now: its drive or a permission is in the way. It may be whole, so
-    nothing takes its place, and no hint offers to give it up."""
+    """Reports a file that cannot be read now: its drive or a permission is in the way. It may be whole, so nothing takes its
+    place, and no hint offers to give it up."""
 
     exit_code = 1
 

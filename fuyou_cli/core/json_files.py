@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from .disk import remedy
+from .disk import unusable
 from .errors import UsageError
 from .plain_files import read_plain
 
@@ -108,8 +108,12 @@ def _no_number(text: str) -> float:
 
 
 def _refused(path: Path, what: str, hint: str | None) -> UsageError:
+    return UsageError(f"{_named(path)}: {what}", hint=hint)
+
+
+def _named(path: Path) -> str:
     place = str(path)
-    return UsageError(f"{place if place.isprintable() and len(place) <= 4096 else shown(place)}: {what}", hint=hint)
+    return place if place.isprintable() and len(place) <= 4096 else shown(place)
 
 
 def find_text(path: Path, *, limit: int, hint: str | None = None) -> str | None:
@@ -120,7 +124,7 @@ def find_text(path: Path, *, limit: int, hint: str | None = None) -> str | None:
         return None
     except (OSError, ValueError) as error:  # ValueError: a null character in the name
         why = getattr(error, "strerror", None) or error
-        raise _refused(path, f"cannot be read: {why}", remedy(error) or hint) from None
+        raise unusable(f"{_named(path)}: cannot be read: {why}", error, hint=hint) from None
     if len(raw) > limit:
         raise _refused(path, f"is larger than {limit:,} bytes, the limit for such a file", hint)
     try:

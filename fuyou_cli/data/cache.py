@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fuyou_cli
-from fuyou_cli.core.disk import FULL, existing
-from fuyou_cli.core.errors import DataSpaceError, FuyouError, UsageError
+from fuyou_cli.core.disk import FULL, existing, unusable
+from fuyou_cli.core.errors import DataSpaceError, FuyouError, UnreadableError, UsageError
 from fuyou_cli.core.plain_files import read_plain
 from fuyou_cli.core.units import MiB, gb
 
@@ -44,6 +44,7 @@ TEMPLATE_FOLDER = "additional_chat_templates"  # the only folder that is part of
 _LARGEST_TEMPLATE = 4 * MiB
 _NO_MEMORY = ("memory allocation of", "bad_alloc")  # what Rust and C++ say before they abort
 _TOLD_AFTER, _TOLD_EVERY = 10.0, 300.0  # seconds until a run is told how far its data is: first, and later at most
+_KINDS = {"memory": DataSpaceError, "disk": DataSpaceError, "network": FuyouError, "unreadable": UnreadableError}
 _ELSEWHERE = "set dataset.cache_dir to a writable folder (the default is inside the output directory)"
 
 
@@ -150,8 +151,11 @@ def fingerprint(request: dict[str, Any], content: Callable[[Path], str]) -> str:
 
 
 def _content(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+    try:
+        with file.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise unusable(f"{file}: cannot be read: {error.strerror}", error) from error
 
 
 def _tokenizer_content(directory: Path) -> dict[str, str]:
@@ -202,7 +206,7 @@ def read_template(path: Path | None) -> str | None:
     try:
         text = read_plain(path, limit=_LARGEST_TEMPLATE + 1).decode()
     except OSError as error:
-        raise UsageError(f"tokenizer.chat_template: {path}: {error.strerror}", hint="name a .jinja file") from error
+        raise unusable(f"tokenizer.chat_template: {path}: {error.strerror}", error, hint="name a .jinja file") from error
     except UnicodeDecodeError as error:
         place = f"tokenizer.chat_template: {first_bad_line(path)}"
         raise UsageError(f"{place}: not UTF-8 text: {error.reason}", hint="save it as UTF-8") from error
@@ -262,8 +266,7 @@ def replied(line: str) -> dict[str, Any]:
     """Returns a worker's reply. Raises its error with the same text."""
     reply: dict[str, Any] = json.loads(line)
     if "error" in reply:
-        kind = {"memory": DataSpaceError, "disk": DataSpaceError, "network": FuyouError}.get(reply["kind"], UsageError)
-        raise kind(reply["error"], hint=reply["hint"])
+        raise _KINDS.get(reply["kind"], UsageError)(reply["error"], hint=reply["hint"])
     return reply
 
 

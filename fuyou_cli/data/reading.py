@@ -16,6 +16,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from fuyou_cli.core.disk import unusable
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.json_files import parsed
 
@@ -234,7 +235,7 @@ def _columnar_rows(file: Path) -> Iterator[Placed]:
     except MemoryError:  # which one of Arrow's is too
         raise
     except (ArrowException, ValueError, LookupError, TypeError, OSError) as error:  # damaged, or with a type that Python lacks
-        raise UsageError(f"{file}: not valid {file.suffix[1:].lower()}: {reason(error)}") from error
+        raise unusable(f"{file}: not valid {file.suffix[1:].lower()}: {reason(error)}", error) from error
 
 
 def _as_python(batch: Any) -> list[dict[str, Any]]:

@@ -14,7 +14,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.disk import unusable
+from fuyou_cli.core.errors import UnreadableError, UsageError
 
 from .packing import BEGINS, LABEL
 
@@ -119,7 +120,7 @@ class Rows:
             self._offsets: NDArray[np.int64] = np.load(directory / "offsets.npy", mmap_mode="r")
             sizes = (len(self._offsets) - 1, int(self._offsets[-1]), len(self._tokens), len(self._mask))
         except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-            raise damaged(directory) from error
+            raise damaged(directory, error) from error
         if sizes != (self.summary.rows, *[self.summary.tokens] * 3):
             raise damaged(directory)
 
@@ -160,8 +161,12 @@ def _read_summary(file: Path, paths: Sequence[str] | None) -> DataSummary:
     return DataSummary(**found)
 
 
-def damaged(directory: Path) -> UsageError:
-    return UsageError(f"the tokenised data in {directory} is damaged", hint="remove it and run the same command again")
+def damaged(directory: Path, error: Exception | None = None) -> UsageError:
+    """Returns the error for rows that cannot be read because of `error`: damaged, or on a drive that fails."""
+    what, hint = f"the tokenised data in {directory}", "remove it and run the same command again"
+    if error is not None and isinstance(found := unusable(f"{what} cannot be read", error), UnreadableError):
+        return found
+    return UsageError(f"{what} is damaged", hint=hint)
 
 
 class RowSource(Protocol):

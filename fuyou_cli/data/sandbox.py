@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
+from fuyou_cli.core.disk import unusable
 from fuyou_cli.core.errors import NO_THREADS, FuyouError, UsageError
 from fuyou_cli.core.json_files import read_object, shown
 from fuyou_cli.core.units import GiB, gib
@@ -72,7 +73,10 @@ class LibraryErrors:
             why = reason(error)
             if os.strerror(errno.EAGAIN) in why:  # a tokenizer starts threads
                 raise FuyouError(f"cannot start another thread or process: {why}", hint=NO_THREADS) from error
-            raise self._as_error(why) from error
+            refused = self._as_error(why)
+            if isinstance(refused, FuyouError):  # a file's drive may be the cause
+                refused = unusable(refused.message, error, hint=refused.hint)
+            raise refused from error
 
 
 class Watch:
@@ -131,8 +135,16 @@ def limit_memory(most: int) -> None:
     global BYTES
     BYTES = most  # as errors name it
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[5])  # counts against the limit, with stacks
     stacks = _STACK * (os.cpu_count() or 1)  # of threads that libraries start later: reserved, and hardly used
-    known = [pages * resource.getpagesize() + stacks + most]
+    known = [_counted() + stacks + most]
     known += [value for value in (soft, hard) if value != resource.RLIM_INFINITY]
     resource.setrlimit(resource.RLIMIT_DATA, (min(known), hard))
+
+
+def _counted() -> int:
+    """Returns the bytes of this process that count against the limit, with stacks; without /proc what was resident at most."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[5])
+    except FileNotFoundError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return pages * resource.getpagesize()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fuyou_cli.core.disk import unusable
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.json_files import find_object
 from fuyou_cli.core.paths import expanded
@@ -104,7 +105,7 @@ def locate(path: str, split: str) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
         found = _of_split({file: file.relative_to(here) for file in saved}, split, path) if here.is_dir() else saved
         what = "" if found or not here.exists() else kind_of(here.stat().st_mode)
     except OSError as error:  # a folder that may not be read, a name too long
-        raise UsageError(f"dataset.train: {path}: {error.strerror}", hint="give a path that can be read") from error
+        raise unusable(f"dataset.train: {path}: {error.strerror}", error, hint="give a path that can be read") from error
     except ValueError as error:  # pathlib's, of a pattern
         raise UsageError(f"dataset.train: {path} is not a valid glob: {error}", hint="write it as data/**/*.jsonl") from error
     if what and not here.is_dir():

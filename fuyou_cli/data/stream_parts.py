@@ -41,7 +41,7 @@ def read_next(folder: Path) -> Next:
     try:
         found = from_json(Next, read_object(folder / NEXT, limit=1 << 20))
     except (UsageError, OSError) as error:
-        raise damaged(folder) from error
+        raise damaged(folder, error) from error
     if found.begin is not None and min(astuple(found.begin)) < 0:
         raise damaged(folder)
     return found

@@ -21,8 +21,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-from fuyou_cli.core.disk import FULL
-from fuyou_cli.core.errors import DataSpaceError, FuyouError, UsageError
+from fuyou_cli.core.disk import FULL, unusable
+from fuyou_cli.core.errors import DataSpaceError, FuyouError, UnreadableError, UsageError
 
 from .formats import RowError
 from .prompts import as_prompt
@@ -82,17 +82,22 @@ def _answered(work: Callable[[], Reply | None], tell: Callable[[str], object]) -
     try:
         reply = {"ok": True, **(work() or {})}
     except FuyouError as error:
-        kind = "usage" if isinstance(error, UsageError) else "disk" if isinstance(error, DataSpaceError) else "network"
-        reply = {"error": error.message, "hint": error.hint, "kind": kind}
+        reply = {"error": error.message, "hint": error.hint, "kind": _kind(error)}
     except MemoryError:
         reply = {"error": "the machine ran out of memory", "hint": "lower dataset.num_workers", "kind": "memory"}
     except OSError as error:
-        kind = "disk" if error.errno in FULL else "usage"
-        reply = {"error": f"the data cannot be read: {reason(error)}", "hint": None, "kind": kind}
+        told = unusable(f"the data cannot be read: {reason(error)}", error)
+        reply = {"error": told.message, "hint": told.hint, "kind": "disk" if error.errno in FULL else _kind(told)}
     except BaseException as error:
         tell(reason(error))
         raise
     tell(json.dumps(reply))
+
+
+def _kind(error: FuyouError) -> str:
+    """Names the kind of an error for `cache.replied`."""
+    kinds = {"unreadable": UnreadableError, "usage": UsageError, "disk": DataSpaceError}
+    return next((kind for kind, one in kinds.items() if isinstance(error, one)), "network")
 
 
 def main() -> int:

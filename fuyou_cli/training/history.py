@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from ..core.disk import unusable
 from ..core.errors import UsageError
 from ..core.json_files import parsed
 from ..core.paths import is_file
@@ -324,7 +325,7 @@ def _lines(log: Path) -> Iterator[bytes]:
         hint += ", and a run that was refused before it loaded has none"
         raise UsageError(f"{log} does not exist", hint=hint) from None
     except (OSError, ValueError) as error:
-        raise UsageError(f"{log} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise unusable(f"{log} cannot be read: {getattr(error, 'strerror', None) or error}", error) from None
 
 
 def _of(kind: Any, record: dict[str, Any]) -> Any:

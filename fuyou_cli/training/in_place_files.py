@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..core.errors import UsageError
+from ..core.errors import UnreadableError, UsageError
 from ..core.units import align_up
 from ..spec.model import PAGE, SOURCES_AT, SourceFile
 from ..spec.model_facts import InPlace, Lying
@@ -52,6 +52,8 @@ def files_in_place(
             alignment=GPU_ALIGNMENT if device == "cuda" else 1,
         )
     except (UsageError, OSError) as error:
+        if saved is not None and isinstance(error, UnreadableError):
+            raise
         if saved is None:
             return _refused(
                 "the model is not downloaded yet (after `hf download`, a run reads its files and copies nothing)"

@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,8 +20,13 @@ from damage import flip
 from drawn import quick_and_slow
 from faulty_drive import WITHOUT, FaultyDrive, faulty_drive
 
-from fuyou_cli.core.errors import FuyouError, Interrupted, UsageError
+from fuyou_cli.checkpoint.files import open_checkpoint
+from fuyou_cli.checkpoint.reader import weights_mark
+from fuyou_cli.core.errors import FuyouError, Interrupted, UnreadableError, UsageError
 from fuyou_cli.core.json_files import find_text
+from fuyou_cli.data.cache import prompt_ids
+from fuyou_cli.data.formats import Texts
+from fuyou_cli.data.tokenise import load_tokenizer
 from fuyou_cli.machine.measure.store_rates import new_store
 from fuyou_cli.machine.scratch import scratch_folder
 from fuyou_cli.recipe.load import load_recipe
@@ -132,9 +138,90 @@ def test_a_file_that_cannot_be_read_now_has_the_remedy_of_its_drive(number: str,
     path = drive.path / "config.json"
     path.write_text("{}")
     drive.fault(f"OPEN config.json {number}")
-    with pytest.raises(UsageError, match=r"config\.json: cannot be read") as raised:
+    with pytest.raises(UnreadableError, match=r"config\.json: cannot be read") as raised:
         find_text(path, limit=100, hint="fetch the file again")
     assert remedy in (raised.value.hint or "")
+
+
+@pytest.fixture
+def model_on_drive(drive: FaultyDrive, llama: Path) -> Path:
+    return Path(shutil.copytree(llama, drive.path / "model"))
+
+
+@pytest.mark.parametrize(
+    ("fault", "told", "remedy"),
+    [
+        ("READ tokenizer.json EIO", "Input/output error", "dmesg"),
+        ("OPEN tokenizer.json EACCES", "Permission denied", "permissions"),
+        ("OPEN tokenizer_config.json EIO", "Input/output error", "dmesg"),
+        ("READDIR model EIO", "Input/output error", "dmesg"),
+        ("OPENDIR model EACCES", "Permission denied", "permissions"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_read_now_has_the_remedy_of_its_drive(
+    fault: str, told: str, remedy: str, model_on_drive: Path, drive: FaultyDrive
+) -> None:
+    """Whichever library reads it; so where the process that tokenises does."""
+    drive.fault(*WITHOUT, fault)
+    asked = {"chat_template": None, "pad_token": None}
+    for load in (
+        lambda: load_tokenizer(model_on_drive, chat_template=None, pad_token=None),
+        lambda: prompt_ids([("prompt 1", Texts(parts=(("a", True),)))], model_on_drive, **asked),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(UnreadableError) as refused:
+            load()
+        assert told in refused.value.message and remedy in str(refused.value.hint) and refused.value.exit_code == 1
+
+
+@pytest.mark.parametrize("fault", ["OPEN", "READ"])
+def test_weights_that_cannot_be_read_now_have_the_remedy_of_their_drive(
+    fault: str, model_on_drive: Path, drive: FaultyDrive
+) -> None:
+    entries = open_checkpoint(model_on_drive).entries
+    (file,) = {entry.file for entry in entries.values()}
+    subprocess.run(["sync"], check=True)
+    with file.open("rb") as opened:
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    drive.fault(*WITHOUT, f"{fault} {file.name} EIO")
+    for use in (lambda: open_checkpoint(model_on_drive), lambda: weights_mark(entries)):
+        with pytest.raises(UnreadableError) as refused:
+            use()
+        assert file.name in refused.value.message and "dmesg" in str(refused.value.hint)
+
+
+def test_what_a_store_keeps_of_its_model_and_cannot_be_read_now(
+    on_drive: Project, drive: FaultyDrive, command: Callable[[Project], Command]
+) -> None:
+    """Is its drive's fault, whichever command reads it; a copy of it is not said to fail as it is written."""
+    run = command(on_drive)
+    assert run("finetune", "recipe.yaml")[0] == 0
+    (store,) = (drive.path / "store").iterdir()
+    before = content(drive.behind)
+    generate, export = ("generate", str(store), "--prompt", "a", "--max-new-tokens", "1"), ("export", str(store), "ex")
+    cases = (
+        ("READ config.json EIO", (generate, export, ("finetune", "recipe.yaml"))),
+        ("OPEN tokenizer.json EACCES", (generate, export)),
+        ("READDIR companions EIO", (generate, export)),
+    )
+    for fault, commands in cases:
+        drive.fault(*WITHOUT, fault)
+        for words in commands:
+            code, _, err = run(*words)
+            said = " ".join(err.split())
+            assert code == 1 and ("dmesg" in said or "permissions" in said) and "cannot write" not in said, (fault, words, said)
+    assert content(drive.behind) == before
+
+
+def test_losses_that_cannot_be_read_now_are_not_told_as_numbers(
+    on_drive: Project, drive: FaultyDrive, command: Callable[[Project], Command]
+) -> None:
+    run = command(on_drive)
+    assert run("finetune", "recipe.yaml")[0] == 0
+    drive.fault(*WITHOUT, "READ losses.bin EIO")
+    code, _, err = run("finetune", "recipe.yaml")
+    said = " ".join(err.split())
+    assert code == 0 and "losses.bin: Input/output error" in said and "steps are done, loss not known" in said, said
+    assert "nan" not in said.split()
 
 
 @pytest.mark.parametrize("unreadable", [False, True])
@@ -316,6 +403,12 @@ def test_without_proc_a_process_is_not_taken_for_an_empty_one(new_project: NewPr
     if "unshare" in done.stderr or "mount:" in done.stderr:
         pytest.skip("nothing can be mounted here")
     assert done.returncode == 0 and "/proc" in done.stderr, done
+    limited = "from fuyou_cli.data.sandbox import limit_memory; limit_memory(1 << 28); bytearray(1 << 20); bytearray(1 << 30)"
+    child = subprocess.run(
+        ["unshare", "-m", "sh", "-c", f"{hidden} {sys.executable} -c '{limited}'"],
+        env=project.environment(), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert child.stderr.rstrip().endswith("MemoryError"), "the process that tokenises is limited all the same"
     plan = json.loads(done.stdout)
     seen = project.fuyou("plan", project.recipe, "--json")
     known = json.loads(seen.stdout)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 from rich.console import Console
 from rich.text import Text
 
@@ -17,7 +20,7 @@ def show_summary(console: Console, report: RunReport) -> None:
     shapes = symbols(console)
     heading(console, f"{some(report.steps, 'step')} in {duration(report.seconds)}")
     rows = [
-        ("loss", f"{report.losses[0]:.4f} {shapes.arrow} {report.losses[-1]:.4f}"),
+        ("loss", from_to(report.losses, shapes.arrow)),
         ("speed", f"{speed(report.tokens_per_second)} tokens/s, {tera(report.tflops * 1e12)} TFLOPS (6N)"),
         ("waiting", f"{waiting(report.stalls)}, over all steps"),
         ("written", f"{gb(report.written_total)} to the ssd"),
@@ -29,6 +32,17 @@ def show_summary(console: Console, report: RunReport) -> None:
     show_compared(console, report)
     show_loss(console, report.losses)
     show_timeline(console, report.timeline)
+
+
+def from_to(losses: Sequence[float], between: str = "to") -> str:
+    """Names the first and the last loss of a run. Those that are not known (NaN) are left out, and steps told instead."""
+    known = [(number, loss) for number, loss in enumerate(losses, 1) if not math.isnan(loss)]
+    if not known:
+        return "not known"
+    ends = [
+        f"{loss:.4f}" + ("" if number in (1, len(losses)) else f" (step {number})") for number, loss in (known[0], known[-1])
+    ]
+    return f" {between} ".join(ends)
 
 
 def show_compared(console: Console, report: RunReport) -> None:

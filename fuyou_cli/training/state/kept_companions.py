@@ -5,14 +5,13 @@ The folder that the run started from may be gone later, and it lacks the changes
 
 from __future__ import annotations
 
-import io
 import json
 import mmap
 import re
 from contextlib import suppress
-from functools import partial
+from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from ...checkpoint.companions import (
     ADAPTER_CONFIG_NAME,
@@ -25,9 +24,10 @@ from ...checkpoint.companions import (
     found_in,
     is_companion,
     names_code,
+    pieces,
 )
 from ...checkpoint.files import inside, read_json
-from ...core.disk import failed_writing, sync_directory
+from ...core.disk import failed_writing, file_size, sync_directory
 from ...core.own_files import is_own, own_folder, write_own
 from ...core.paths import expanded
 from .manifest import COMPANIONS
@@ -39,13 +39,13 @@ _CONFIG, _TEMPLATE = TOKENIZER_CONFIG_NAME, "chat_template.jinja"
 _OTHER_TEMPLATES = ("chat_template.json", f"{TEMPLATE_FOLDER}/")  # beginnings of names
 _TOKEN_TABLES = ("tokenizer.json", _CONFIG)
 _UNFINISHED = ".unfinished"
-_PART = 1 << 16  # bytes in memory at once; the run's memory is planned, and a tokenizer.json may have tens of megabytes
 
 
 def kept_companions(store: Path) -> Path | None:
-    """Returns the folder that `keep_companions` filled, or None if there is none."""
+    """Returns the folder that `keep_companions` filled, or None if there is none. Raises UnreadableError where nobody can tell
+    now."""
     folder = store / COMPANIONS
-    return folder if (folder / CONFIG_NAME).is_file() else None
+    return folder if file_size(folder / CONFIG_NAME) is not None else None
 
 
 def written_companions(store: Path) -> list[Path]:
@@ -68,7 +68,7 @@ def _name(path: Path, folder: Path) -> str:
 def kept_adapter(store: Path) -> Path | None:
     """Returns the peft configuration of the adapter that the store's run trains, or None if it trains the model itself."""
     config = store / COMPANIONS / ADAPTER_CONFIG_NAME
-    return config if config.is_file() else None
+    return config if file_size(config) is not None else None
 
 
 def keep_companions(
@@ -87,7 +87,7 @@ def keep_companions(
     if recipe.chat_template is not None:
         # those with names too: the run was trained with this one alone, whatever a conversation's tools would choose
         files = {name: content for name, content in files.items() if not name.startswith(_OTHER_TEMPLATES)}
-        files[_TEMPLATE] = expanded(recipe.chat_template, key="tokenizer.chat_template").read_bytes()
+        files[_TEMPLATE] = expanded(recipe.chat_template, key="tokenizer.chat_template")
         settings.pop("chat_template", None)
     if recipe.pad_token is not None and _is_added(tokenizer_dir, settings, recipe.pad_token):
         settings["pad_token"] = recipe.pad_token
@@ -141,8 +141,7 @@ def _replace(folder: Path, files: dict[str, bytes | Path]) -> None:
     changed = (name for name in files if not _is_kept_already(folder / name, files[name]))
     names = sorted(changed, key=lambda name: (name == CONFIG_NAME, name))
     for name in names:
-        with _opened(files[name]) as content:
-            write_own(folder / _unfinished(name), iter(partial(content.read, _PART), b""))
+        write_own(folder / _unfinished(name), pieces(files[name]))
     for name in names:
         (folder / _unfinished(name)).replace(folder / name)
     for one in folders:
@@ -158,19 +157,11 @@ def _replace(folder: Path, files: dict[str, bytes | Path]) -> None:
         sync_directory(one)
 
 
-def _opened(content: bytes | Path) -> BinaryIO:
-    return io.BytesIO(content) if isinstance(content, bytes) else content.open("rb")
-
-
 def _is_kept_already(path: Path, content: bytes | Path) -> bool:
     """Tells whether the same content is there already. So a run that needs no new room can resume on a full disk."""
     if not is_own(path):
         return False
-    with path.open("rb") as kept, _opened(content) as wanted:
-        while (part := kept.read(_PART)) == wanted.read(_PART):
-            if not part:
-                return True
-    return False
+    return all(kept == wanted for kept, wanted in zip_longest(pieces(path), pieces(content)))
 
 
 def _unfinished(name: str) -> str:
