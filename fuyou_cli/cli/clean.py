@@ -12,7 +12,7 @@ from fuyou_cli.training.state.manifest import NAME as MANIFEST
 from fuyou_cli.training.state.parts import read_part
 from fuyou_cli.training.state.removal import StoreFiles, find_manifests, find_unnamed, read_store, remove_store
 
-from .console import agreed, write_result, write_status
+from .console import agreed, write_last_result, write_result, write_status
 
 
 def run_clean(directory: Path, *, yes: bool) -> None:
@@ -28,7 +28,7 @@ def run_clean(directory: Path, *, yes: bool) -> None:
     question = f"Remove these files and their manifests, {gib(total)}?"
     if removable and agreed(question, yes=yes, otherwise="nothing was removed"):
         freed = sum(remove_store(store) for store in removable)
-        write_result(f"removed {gib(freed)} ({freed:,} bytes)")
+        write_last_result(f"removed {gib(freed)} ({freed:,} bytes)")
     if len(removable) < len(stores):
         raise FuyouError(f"{len(stores) - len(removable)} of {len(stores)} stores were not removed, see above")
     if not stores:

@@ -37,11 +37,12 @@ def write_document(text: str) -> None:
 
 
 def write_last_result(text: str) -> None:
-    """Writes a line to stdout at the end of finished work, and ignores a closed stdout."""
+    """Writes a line to stdout at the end of finished work; to stderr where stdout cannot be written to (closed, full)."""
     try:
         print(one_line(text), file=sys.stdout, flush=True)
     except OSError:
         _send_nowhere(sys.stdout)
+        write_status(text)
 
 
 def write_status(text: str, *, lead: str = "") -> None:

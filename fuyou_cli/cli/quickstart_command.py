@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fuyou_cli.core.units import duration, gib
 from fuyou_cli.quickstart.demonstration import PROMPT, Shown, demonstrate
 
-from .console import status_console, write_result, write_status
+from .console import status_console, write_last_result, write_status
 from .render.theme import heading, pairs, say, some
 
 STATE_BYTES = 16  # per parameter in memory: weights and gradients 4 with fp32 masters 4, or 8 in fp32; momentum and variance 8
@@ -36,4 +36,4 @@ def _last_screen(shown: Shown) -> None:
     say(console, PROMPT.replace("\n", "  "), indent=2)
     for when, sample in shown.samples.items():
         say(console, f"{when} {' '.join(sample.split())[:100]}", indent=4)
-    write_result(f"the fine-tuned model is in {done.plan['export']}: AutoModelForCausalLM.from_pretrained loads it")
+    write_last_result(f"the fine-tuned model is in {done.plan['export']}: AutoModelForCausalLM.from_pretrained loads it")

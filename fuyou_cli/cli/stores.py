@@ -15,7 +15,7 @@ from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.paths import expanded
 from fuyou_cli.core.units import gb
 
-from .console import status_console, write_json, write_result, write_status
+from .console import status_console, write_json, write_last_result, write_result, write_status
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.schema import Recipe
@@ -51,7 +51,7 @@ def run_export(source: Path, out: Path, overrides: Sequence[str], *, dtype: Expo
     with exporting(out) as told:
         paths = export_trained(store, out, dtype=written, max_shard_size=shard, merged=merged, model_dir=model_dir, **told)
     total = sum(path.stat().st_size for path in paths)
-    write_result(f"{out}: {len(paths)} file{'s' * (len(paths) != 1)}, {total:,} bytes of {written} weights")
+    write_last_result(f"{out}: {len(paths)} file{'s' * (len(paths) != 1)}, {total:,} bytes of {written} weights")
     if how := how_to_load(out, store):
         write_status(how)
 

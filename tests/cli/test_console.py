@@ -67,6 +67,14 @@ def test_closed_streams_are_told_and_nothing_else_gets_their_numbers(
     assert "Traceback" not in done.stdout + done.stderr and "internal error" not in done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("closed", [">/dev/full", ">&-"])
+def test_finished_work_is_told_where_nobody_gets_the_result(closed: str) -> None:
+    program = "from fuyou_cli.cli.console import *; prepare_streams(); write_last_result('exported to out')"
+    words = f'exec {sys.executable} -c "{program}" {closed}'
+    done = subprocess.run(["sh", "-c", words], env=environment(), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "exported to out\n")
+
+
 def test_a_closed_stderr_ends_nothing() -> None:
     program = (
         "from fuyou_cli.cli.console import status_console, write_status\n"
