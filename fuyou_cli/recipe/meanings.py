@@ -34,7 +34,7 @@ MEANINGS = {
     "adapter": "Trains a LoRA adapter, in the names of peft. `null`: every parameter is trained.",
     "adapter.type": "What is trained beside the frozen model.",
     "adapter.from": "A folder with an adapter that was saved before, or a run's `output_dir`: training starts from it. "
-    "The other keys have to be those it was trained with, but for the dropout.",
+    "Keys that are left out are its own; others have to be those it was trained with, but for the dropout.",
     "adapter.r": "Rank of LoRA's matrices.",
     "adapter.lora_alpha": "LoRA's scale is `lora_alpha / r`.",
     "adapter.lora_dropout": "Dropout before LoRA's first matrix.",

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ..recipe.schema import Recipe
     from ..spec.model import ModelSpec
     from .state.first_weights import Added
+    from .state.stored import Manifest
 
 
 def check_peft(recipe: Recipe) -> None:
@@ -59,8 +60,8 @@ def stored_names(recipe: Recipe, model: ModelSpec) -> dict[str, str]:
 
 
 def check_start(recipe: Recipe, model_dir: Path, *, say: Callable[[str], None]) -> None:
-    """Raises UsageError if the recipe's adapter starts from one that is not there, or not of its kind. Says where that was
-    trained on another model by name."""
+    """Raises UsageError if the recipe's adapter starts from one that is not of its kind. Says where that was trained on another
+    model by name."""
     if recipe.adapter is None or recipe.adapter.start is None:
         return
     from .starting import read_start
@@ -68,6 +69,19 @@ def check_start(recipe: Recipe, model_dir: Path, *, say: Callable[[str], None]) 
     base = read_start(recipe.adapter).base_model
     if base and base != recipe.model.name_or_path and not is_same_folder(base, model_dir):
         say(f"note: adapter.from: it was trained on {base}; the recipe's model is {recipe.model.name_or_path}")
+
+
+def as_started(recipe: Recipe, saved: Manifest | None) -> Recipe:
+    """Returns the recipe with the keys that it leaves out of an adapter with a start: as they were for a saved run, which no
+    longer needs the folder, or as the adapter that it starts from has them. Raises UsageError where that one is not there."""
+    if recipe.adapter is None or recipe.adapter.start is None:
+        return recipe
+    from .starting import keys_of, with_keys
+
+    if saved is None:
+        return recipe.model_copy(update={"adapter": with_keys(recipe.adapter, keys_of(recipe.adapter))})
+    before = {key.removeprefix("adapter."): one for key, one in (saved.settings or {}).items() if key.startswith("adapter.")}
+    return recipe.model_copy(update={"adapter": with_keys(recipe.adapter, before)})
 
 
 def starting_entries(recipe: Recipe, model: PreTrainedModel) -> dict[str, TensorEntry]:

@@ -1,6 +1,7 @@
 """Reads a saved adapter that a run starts from: peft's two files, which anybody may have written.
 
-Its keys have to be the recipe's, and its tensors those that the recipe trains: so what continues is what peft continues.
+What the recipe leaves out is as it has it. What the recipe says has to be its own keys, and its tensors those that the recipe
+trains: so what continues is what peft continues.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
 
 from ..adapters.adapter_names import file_name
 from ..checkpoint.companions import ADAPTER_CONFIG_NAME
@@ -43,6 +46,7 @@ class _Written:
 
     r: int = 8
     lora_alpha: float = 8
+    lora_dropout: float = 0.0
     use_rslora: bool = False
     use_dora: bool = False
     rank_pattern: dict[str, int] | None = None
@@ -66,6 +70,40 @@ def read_start(section: AdapterSection) -> Start:
     that are not the recipe's with what to write."""
     assert section.start is not None
     folder = _folder(section.start)
+    written = _written(folder)
+    _compare(written, section, folder)
+    targets = (
+        written.target_modules if isinstance(written.target_modules, str) else sorted(written.target_modules or ()) or None
+    )
+    return Start(weights=inside(folder, ADAPTER_NAME), targets=targets, base_model=written.base_model_name_or_path or "")
+
+
+def keys_of(section: AdapterSection) -> dict[str, Any]:
+    """Returns what a recipe says of the adapter in `section.start`, its targets and dropout too. Raises UsageError that names a
+    file that is not there."""
+    assert section.start is not None
+    written = _written(_folder(section.start))
+    targets = written.target_modules
+    named = {} if targets is None else {"target_modules": targets if isinstance(targets, str) else sorted(targets)}
+    return {**_keys(written), "lora_dropout": written.lora_dropout, **named}
+
+
+def with_keys(section: AdapterSection, there: Mapping[str, Any]) -> AdapterSection:
+    """Returns the section with those of the keys that the recipe leaves out. Raises UsageError for a value that no recipe can
+    have."""
+    left_out = {key: value for key, value in there.items() if key not in {*section.model_fields_set, "from"}}
+    try:
+        taken = type(section).model_validate(left_out)
+    except ValidationError as error:
+        flaw = error.errors()[0]
+        told = f"{'.'.join(map(str, flaw['loc']))}: {flaw['msg']}"
+        hint = f"write adapter.{flaw['loc'][0]} in the recipe, or start from another adapter"
+        raise UsageError(f"adapter.from: {section.start}: {shown(told)[1:-1]}", hint=hint) from None
+    return section.model_copy(update={key: getattr(taken, key) for key in left_out})
+
+
+def _written(folder: Path) -> _Written:
+    """Reads the configuration in a folder. Raises UsageError for keys that fuyou does not train."""
     path = inside(folder, ADAPTER_CONFIG_NAME)
     content = read_object(path, limit=_LARGEST, hint=_HINT)
     for key, values in _INERT.items():
@@ -76,14 +114,10 @@ def read_start(section: AdapterSection) -> Start:
         raise UsageError(what, hint=_merge(folder))
     try:
         kept = {item.name: content[item.name] for item in fields(_Written) if item.name in content}
-        written: _Written = from_json(_Written, kept, defaults=True)
+        found: _Written = from_json(_Written, kept, defaults=True)
     except UsageError as error:
         raise UsageError(f"{path}: {error.message}", hint=_HINT) from None
-    _compare(written, section, folder)
-    targets = (
-        written.target_modules if isinstance(written.target_modules, str) else sorted(written.target_modules or ()) or None
-    )
-    return Start(weights=inside(folder, ADAPTER_NAME), targets=targets, base_model=written.base_model_name_or_path or "")
+    return found
 
 
 def _folder(named: str) -> Path:
@@ -116,19 +150,25 @@ def _merge(folder: Path) -> str:
 
 def _compare(written: _Written, section: AdapterSection, folder: Path) -> None:
     """Raises UsageError that names every key whose value is not the recipe's."""
-    pairs: dict[str, tuple[Any, Any]] = {
-        "r": (written.r, section.r),
-        "lora_alpha": (_whole(written.lora_alpha), section.lora_alpha),
-        "use_rslora": (written.use_rslora, section.use_rslora),
-        "use_dora": (written.use_dora, section.use_dora),
-        "rank_pattern": (written.rank_pattern or {}, section.rank_pattern),
-        "alpha_pattern": ({key: _whole(one) for key, one in (written.alpha_pattern or {}).items()}, section.alpha_pattern),
-        "modules_to_save": (sorted(written.modules_to_save or ()), sorted(section.modules_to_save)),
-    }
+    pairs: dict[str, tuple[Any, Any]] = {key: (was, getattr(section, key)) for key, was in _keys(written).items()}
+    pairs["modules_to_save"] = (pairs["modules_to_save"][0], sorted(section.modules_to_save))
     if other := {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}:
         told = "; ".join(f"adapter.{key} is {spelt(was)} there, {spelt(here)} here" for key, (was, here) in other.items())
         hint = _to_write({key: was for key, (was, _) in other.items()}, folder)
         raise UsageError(f"adapter.from: {folder} is of another kind than the recipe's adapter: {told}", hint=hint)
+
+
+def _keys(written: _Written) -> dict[str, Any]:
+    """Returns what a recipe has to say of an adapter, by the recipe's keys."""
+    return {
+        "r": written.r,
+        "lora_alpha": _whole(written.lora_alpha),
+        "use_rslora": written.use_rslora,
+        "use_dora": written.use_dora,
+        "rank_pattern": written.rank_pattern or {},
+        "alpha_pattern": {key: _whole(one) for key, one in (written.alpha_pattern or {}).items()},
+        "modules_to_save": sorted(written.modules_to_save or ()),
+    }
 
 
 def _whole(number: float) -> float:

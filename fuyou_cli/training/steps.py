@@ -19,7 +19,7 @@ from ..core.errors import UsageError
 from ..core.paths import folder
 from ..core.units import count
 from ..spec.model_facts import InPlace
-from .adapting import check_peft, check_start, entries_of, starting_entries, stored_names
+from .adapting import as_started, check_peft, check_start, entries_of, starting_entries, stored_names
 from .known_model import KnownModel
 from .length import evaluation_rows, evaluation_sets, fed, mixture_of, naming_evaluation, steps_of
 from .limits import check_positions, check_tokens, note_slow_products
@@ -34,7 +34,7 @@ from .untouched import untouched_of
 if TYPE_CHECKING:
     from ..recipe.schema import Recipe
     from .fixed_prompts import FixedPrompts
-    from .state.stored import Change
+    from .state.stored import Change, Manifest
 
 Say = Callable[[str], None]
 _DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # devices of NVIDIA's driver, of WSL2 and of AMD's
@@ -53,8 +53,7 @@ def resolve(recipe: Recipe, *, to_run: bool = True, here: bool = True, say: Say,
     hub = Hub(recipe, say=say, progress=progress)
     model_dir = hub.model(need_weights=False) if to_run else hub.model_or_shapes()
     recipe = as_stored(recipe, model_dir, say=say)
-    if manifest is None:
-        _look_at_start(recipe, model_dir, say, needed=to_run)
+    recipe = _started(recipe, manifest, model_dir, say, needed=to_run)
     tokenizer_dir = hub.tokenizer(model_dir, needed=to_run)
     _look_at_tokenizer(tokenizer_dir, say, needed=to_run)
     _look_at_data(recipe, say, needed=to_run)
@@ -113,14 +112,17 @@ def _look_at_tokenizer(directory: Path, say: Say, *, needed: bool) -> None:
         say(f"note: {error.message}. {REFUSED}{f' ({error.hint})' if error.hint else ''}")
 
 
-def _look_at_start(recipe: Recipe, model_dir: Path, say: Say, *, needed: bool) -> None:
-    """Looks at the adapter to start from. A plan can do without."""
+def _started(recipe: Recipe, manifest: Manifest | None, model_dir: Path, say: Say, *, needed: bool) -> Recipe:
+    """Looks at the adapter to start from, and takes what the recipe leaves out from it. A plan can do without."""
     try:
-        check_start(recipe, model_dir, say=say)
+        recipe = as_started(recipe, manifest)
+        if manifest is None:
+            check_start(recipe, model_dir, say=say)
     except UsageError as error:
         if needed:
             raise
         say(f"note: {error.message}. {REFUSED}{f' ({error.hint})' if error.hint else ''}")
+    return recipe
 
 
 def _look_at_data(recipe: Recipe, say: Say, *, needed: bool) -> None:

@@ -14,7 +14,7 @@ from fuyou_cli.adapters.injection import inject
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.engine.skeleton import build
 from fuyou_cli.recipe.schema import AdapterSection
-from fuyou_cli.training.starting import read_start, tensors_of
+from fuyou_cli.training.starting import keys_of, read_start, tensors_of, with_keys
 from tests.engine.families import FAMILIES
 
 from .test_peft import by_peft, plain
@@ -116,3 +116,20 @@ def test_an_adapter_of_another_model_is_refused_by_its_shapes(saved: Path) -> No
     with pytest.raises(UsageError, match=r"is \(4, 8\), but \(4, \d+\) for the recipe's model") as refused:
         _tensors(_asked(saved))
     assert "model.name_or_path" in str(refused.value.hint)
+
+
+def test_what_a_recipe_leaves_out_is_as_the_adapter_has_it(saved: Path) -> None:
+    """And what it says is compared with that one."""
+    alone = AdapterSection(**{"from": str(saved)})
+    filled = with_keys(alone, keys_of(alone))
+    assert (filled.r, filled.lora_alpha, filled.target_modules) == (4, 16, ("q_proj", "v_proj"))
+    assert _tensors(filled).keys() == _tensors(_asked(saved)).keys()
+    other = AdapterSection(**{"from": str(saved), "r": 8})
+    with pytest.raises(UsageError, match=r"another kind than the recipe's adapter: adapter\.r is 4 there, 8 here$"):
+        read_start(with_keys(other, keys_of(other)))
+    _rewrite(saved, lora_alpha=12.5, lora_dropout=0.25)
+    with pytest.raises(UsageError, match=r"adapter\.from: .*lora_alpha: ") as refused:
+        with_keys(alone, keys_of(alone))
+    assert "write adapter.lora_alpha" in str(refused.value.hint)
+    stated = AdapterSection(**{"from": str(saved), "lora_alpha": 12})
+    assert with_keys(stated, keys_of(stated)).lora_dropout == 0.25
