@@ -231,6 +231,8 @@ def settings(folder: Path, model: PreTrainedModel, tokeniser: Tokeniser, samplin
         )  # fmt: skip
         if config.eos_token_id is None:
             config.eos_token_id = tokeniser.eos_id
+        if config.stop_strings == "" or (isinstance(config.stop_strings, list) and "" in config.stop_strings):
+            raise ValueError("a stop string is empty, and every text ends with nothing")
         if (folder / _SETTINGS).is_file():
             _try(config, model, tokeniser)
     return config

@@ -100,7 +100,8 @@ def test_stop_strings(materials: Path, tmp_path: Path, capsys: pytest.CaptureFix
     [
         {"eos_token_id": "<|end|>"}, {"eos_token_id": 10**30}, {"repetition_penalty": -1.0}, {"repetition_penalty": "high"},
         {"bad_words_ids": [[-1]]}, {"bad_words_ids": 7}, {"stop_strings": 7},
-        {"stop_strings": []}, {"min_new_tokens": "many"}, {"prompt_lookup_num_tokens": 4}, {"max_time": "8h"},
+        {"stop_strings": []}, {"stop_strings": ["x", ""]}, {"stop_strings": ""},
+        {"min_new_tokens": "many"}, {"prompt_lookup_num_tokens": 4}, {"max_time": "8h"},
         {"token_healing": True, "bos_token_id": "x"}, {"watermarking_config": {"context_width": "a"}},
     ],
     ids=str,
