@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from fuyou_cli.training.run import Run
     from fuyou_cli.training.trace import Trace
 
+_GOES_ON = "the same command begins again, or goes on with the saved state"
+
 
 @like_ctrl_c()
 def run_finetune(
@@ -63,13 +65,21 @@ def run_finetune(
     check_output(loaded.recipe)
     logging = libraries(loaded.recipe.logging.backends)
     tracing = None if trace is None else Trace(trace)  # raises now if the file cannot be written, before anything is planned
-    ready = made_ready(loaded, kept, measure=measure, calibrated=calibrated, accept_changes=accept_changes)
+    try:
+        ready = made_ready(loaded, kept, measure=measure, calibrated=calibrated, accept_changes=accept_changes)
+    except KeyboardInterrupt:
+        told = "stopped before the run began: nothing is lost, and a state that was saved is as it was"
+        raise Interrupted(told, hint=_GOES_ON) from None
     planned = ready.planned
     with claimed(Path(planned.recipe.output_dir).expanduser(), say=write_status), ExitStack() as stack:
         if note := note_of_an_earlier_run(planned):
             write_status(note)
         log = _open_log(planned, stack)  # has what ends the run: while it loads, trains or exports
-        report, source, stopped = _train(ready, log, logging, verbose=verbose, trace=tracing)
+        try:
+            report, source, stopped = _train(ready, log, logging, verbose=verbose, trace=tracing)
+        except KeyboardInterrupt:  # one during its steps is the run's own
+            told = "stopped before the first step or after the last: nothing that the run has saved is lost"
+            raise Interrupted(told, hint=_GOES_ON) from None
         try:
             _conclude(planned, report)
             if stopped:
@@ -243,12 +253,12 @@ def _again(source: Path) -> str:
 
 def _conclude(planned: Planned, report: RunReport) -> None:
     from .render.plots import timeline_svg
-    from .render.summary import show_summary
+    from .render.summary import from_to, show_summary
 
     if not report.steps:  # nothing was measured, and the earlier run's timeline is still right
         write_status(
-            f"the run is already finished: all {len(report.losses)} steps are done, loss {report.losses[0]:.4f} to "
-            f"{report.losses[-1]:.4f}; to start over, add checkpoint.resume=never"
+            f"the run is already finished: all {len(report.losses)} steps are done, loss {from_to(report.losses)}; "
+            "to start over, add checkpoint.resume=never"
         )
         return
     show_summary(status_console(), report)

@@ -334,3 +334,22 @@ def _text(file: Path) -> str:
         return file.read_text(errors="replace")
     except OSError:
         return ""
+
+
+SIGNALLED = """
+import os, sys
+sent = []
+def when_opened(event, arguments):
+    if event == "open" and str(arguments[0]).endswith("/config.json") and not sent:
+        sent.append(os.kill(os.getpid(), {number}))
+sys.addaudithook(when_opened)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
+def test_a_signal_before_the_run_begins_says_that_nothing_is_lost(number: int, new_project: NewProject) -> None:
+    project = new_project("project")
+    done = ended(project.begin("finetune", project.recipe, first=SIGNALLED.format(number=int(number))))
+    said = " ".join(done.stderr.split())
+    assert done.returncode == 130 and "stopped before the run began: nothing is lost" in said, done
+    assert "the same command begins again" in said and not project.out.exists()
