@@ -16,7 +16,7 @@ from fuyou_cli.core.errors import FuyouError, UsageError
 
 from . import error_screen
 from .arguments import Calibrated, Json, OptionalRecipe, Overrides, RecipeArgument, Trace, loaded_recipe
-from .console import lost_result, prepare_streams, tell_errors, write_result, write_status
+from .console import lost_result, prepare_streams, tell_errors, write_result
 from .data_app import data
 from .eval_app import evaluate, lm_eval
 from .generate_app import generate
@@ -397,8 +397,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         command = typer.main.get_command(app)
         code = command.main(args=words, prog_name="fuyou", standalone_mode=False) or 0
         sys.stdout.flush()
-        if code == error_screen.INTERRUPTED:
-            write_status("interrupted")
+        if code == error_screen.INTERRUPTED:  # the library has caught it
+            code = error_screen.report(KeyboardInterrupt())
     except _BadUsage as error:
         tell_errors()
         code = error_screen.report_usage(error, words)

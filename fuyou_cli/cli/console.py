@@ -13,7 +13,8 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from fuyou_cli.core.errors import FuyouError, UsageError
@@ -121,6 +122,16 @@ class _Lasting:
             _send_nowhere(self._stream)
 
 
+@contextmanager
+def _naming_stdout() -> Iterator[None]:
+    """Names what an error of a write to stdout is about: a full disk there is no full disk of a run."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = "standard output"
+        raise
+
+
 class _Library(_Lasting):
     """Is sys.stdout or sys.stderr for everybody else: text that could control the terminal is spelt. `lasts`: as `_Lasting`."""
 
@@ -134,7 +145,11 @@ class _Library(_Lasting):
             written = begin + "\t".join(map(printable, text.removeprefix(begin).split("\t")))
         else:
             written = text
-        super().write(written) if self._lasts else self.own.write(written)
+        if self._lasts:
+            super().write(written)
+        else:
+            with _naming_stdout():
+                self.own.write(written)
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -142,7 +157,11 @@ class _Library(_Lasting):
             self.write(line)
 
     def flush(self) -> None:
-        super().flush() if self._lasts else self.own.flush()
+        if self._lasts:
+            super().flush()
+        else:
+            with _naming_stdout():
+                self.own.flush()
 
 
 def _own(stream: TextIO) -> TextIO:

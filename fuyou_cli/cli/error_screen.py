@@ -10,16 +10,18 @@ import errno
 import os
 import re
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from types import TracebackType
 
 from fuyou_cli.core.disk import remedy
-from fuyou_cli.core.errors import NO_THREADS, FuyouError
+from fuyou_cli.core.errors import NO_THREADS, FuyouError, Interrupted
 
 from .console import styled, write_status
 
 FAILED, USAGE, DOES_NOT_FIT, OUT_OF_SPACE, INTERRUPTED = 1, 2, 3, 4, 130
+_NO_THREAD = "cannot start another thread or process"
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -27,6 +29,9 @@ def report(error: BaseException) -> int:
     """Prints on stderr what happened and what to do. Returns the exit code."""
     if os.environ.get("FUYOU_DEBUG", "") not in ("", "0"):
         write_status("".join(traceback.format_exception(error)).rstrip())
+    if isinstance(error, (KeyboardInterrupt, Interrupted)) and not _may_start_threads():
+        _say(_NO_THREAD, NO_THREADS)  # OpenBLAS, which numpy loads, sends the process a SIGINT then
+        return FAILED
     if isinstance(error, KeyboardInterrupt):
         write_status("interrupted")
         return INTERRUPTED
@@ -61,7 +66,7 @@ def _told(error: BaseException) -> tuple[str, str | None, int]:
         which = "gpu" if _is_of_a_device(error) else "cpu"
         return f"out of memory: {_text(error)}", f"lower offload.max_memory.{which}; see `fuyou plan`", OUT_OF_SPACE
     if _is_out_of_threads(error):
-        return "cannot start another thread or process", NO_THREADS, FAILED
+        return _NO_THREAD, NO_THREADS, FAILED
     if isinstance(error, OSError) and error.errno == errno.EDQUOT:
         return _text(error), remedy(error), OUT_OF_SPACE
     if isinstance(error, OSError) and error.errno in _DISK_FULL:
@@ -88,6 +93,15 @@ def _is_out_of_threads(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.EAGAIN and error.filename is None
     return isinstance(error, RuntimeError) and "can't start new thread" in str(error)
+
+
+def _may_start_threads() -> bool:
+    """Tries to start one."""
+    try:
+        threading.Thread(target=bool).start()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _is_of_a_device(error: BaseException) -> bool:

@@ -67,6 +67,25 @@ def test_closed_streams_are_told_and_nothing_else_gets_their_numbers(
     assert "Traceback" not in done.stdout + done.stderr and "internal error" not in done.stdout + done.stderr
 
 
+def test_a_result_that_a_full_disk_does_not_take_is_told_as_that() -> None:
+    words = f"exec {sys.executable} -m fuyou_cli --version >/dev/full"
+    done = subprocess.run(["sh", "-c", words], env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 4 and "error: No space left on device: standard output" in done.stderr, done
+
+
+def test_a_process_without_another_thread_is_not_said_to_be_interrupted(recipe: Path, tmp_path: Path) -> None:
+    """OpenBLAS raises SIGINT where it cannot start its threads. The limit is of users that are not root."""
+    tmp_path.chmod(0o777)
+    kept = "--inh-caps=-all,+dac_override,+dac_read_search", "--ambient-caps=+dac_override,+dac_read_search"
+    words = f"ulimit -u 1 && exec {sys.executable} -m fuyou_cli plan {recipe.name} --dry-run"
+    limited = ["setpriv", "--reuid=65533", "--clear-groups", *kept, "bash", "-c", words]
+    done = subprocess.run(limited, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    if "setpriv" in done.stderr or "Permission denied" in done.stderr:
+        pytest.skip("only root may become another user")
+    assert done.returncode == 1 and "cannot start another thread or process" in done.stderr, done
+    assert "ulimit -u" in done.stderr and "interrupted" not in done.stderr
+
+
 @pytest.mark.parametrize("closed", [">/dev/full", ">&-"])
 def test_finished_work_is_told_where_nobody_gets_the_result(closed: str) -> None:
     program = "from fuyou_cli.cli.console import *; prepare_streams(); write_last_result('exported to out')"
