@@ -346,7 +346,7 @@ sys.addaudithook(when_opened)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1], ids=lambda number: number.name)
 def test_a_signal_before_the_run_begins_says_that_nothing_is_lost(number: int, new_project: NewProject) -> None:
     project = new_project("project")
     done = ended(project.begin("finetune", project.recipe, first=SIGNALLED.format(number=int(number))))
