@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from traceback import walk_tb
 from typing import Annotated
 
 import typer
@@ -70,4 +71,10 @@ def lm_eval(context: typer.Context) -> None:
     rest = words[words[0] == "run" :] if runs else words
     named = any(word == "--model" or word.startswith("--model=") for word in rest)
     sys.argv = ["fuyou lm-eval", *(["run", *(() if named else ("--model", "fuyou"))] if runs else ()), *rest]
-    cli_evaluate()
+    try:
+        cli_evaluate()
+    except ValueError as error:
+        innermost = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)][-1]
+        if not innermost.startswith("lm_eval."):
+            raise
+        raise UsageError(f"lm-evaluation-harness: {error}", hint="`fuyou lm-eval ls tasks` lists the tasks") from error

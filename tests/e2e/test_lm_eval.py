@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from fuyou_cli.cli.app import main
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.training.jsonl import JsonlLog
 
@@ -149,3 +150,10 @@ def test_the_readmes_command_runs_a_task_of_a_file(new_project: Any, tmp_path: P
     (written,) = project.folder.glob("found*.json")
     found = json.loads(written.read_text())
     assert found["config"]["model"] == "fuyou" and 0 <= found["results"]["places"]["acc,none"] <= 1
+
+
+def test_a_task_that_there_is_not_is_a_mistake_of_the_command(materials: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["lm-eval", "--model_args", f"pretrained={materials / 'model'},memory=4GiB", "--tasks", "nosuch"])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and "lm-evaluation-harness: Tasks not found: nosuch" in said, said
