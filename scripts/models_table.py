@@ -154,6 +154,8 @@ def small(name: str, changes: Mapping[str, Any] = MappingProxyType({})) -> PreTr
 def _small(part: PreTrainedConfig, special: dict[str, Any]) -> dict[str, Any]:
     """Returns the changes that make one part of a configuration small."""
     fields = part.to_dict()
+    unknown = [key for key in special if not hasattr(part, key)]
+    assert not unknown, f"{type(part).__name__} does not have {unknown}: a variant would be the usual model once more"
     chosen: dict[str, Any] = {key: size for key, size in _SMALL.items() if key in fields}
     chosen |= {key: 0.0 for key in fields if key.endswith(("dropout", "pdrop", "dropout_rate", "dropout_prob", "layerdrop"))}
     chosen |= {key: 4 for key in EXPERT_KEYS if isinstance(fields.get(key), int) and fields[key] > 1}
@@ -171,7 +173,7 @@ def variants(name: str) -> dict[str, dict[str, Any]]:
     fields, found = small(name).get_text_config().to_dict(), dict[str, dict[str, Any]]()
     off = _without_experts(fields)
     fields |= off
-    for key in _KINDS_KEYS:
+    for key in (key for key in _KINDS_KEYS if key in fields):
         usual = getattr(CONFIG_MAPPING[name]().get_text_config(), key, None) or ()
         kinds = [kind for kind in dict.fromkeys([*usual, *_MORE_KINDS.get(name, [])]) if kind not in _WITH_EXPERTS]
         if len(kinds) > 1:
