@@ -53,7 +53,17 @@ _SMALL: dict[str, int] = {
 }  # fmt: skip
 _PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id")
 _MROPE = {"rope_type": "default", "mrope_section": [2, 1, 1]}
+_PART = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 64,
+    "head_dim": 8,
+}  # fmt: skip
 _SPECIAL: dict[str, dict[str, Any]] = {
+    "blt": {  # whose parts would be as large as they are by default
+        "encoder_hash_byte_group_vocab": 64,
+        "patcher_config": _PART,
+        "global_config": _PART,
+        **{key: {**_PART, "hidden_size_global": 32} for key in ("encoder_config", "decoder_config")},
+    },
     "zaya": {"num_experts": 16, "num_experts_per_tok": 1},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
