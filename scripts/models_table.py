@@ -53,7 +53,17 @@ _SMALL: dict[str, int] = {
 }  # fmt: skip
 _PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id")
 _MROPE = {"rope_type": "default", "mrope_section": [2, 1, 1]}
+_PART = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 64,
+    "head_dim": 8,
+}  # fmt: skip
 _SPECIAL: dict[str, dict[str, Any]] = {
+    "blt": {  # whose parts would be as large as they are by default
+        "encoder_hash_byte_group_vocab": 64,
+        "patcher_config": _PART,
+        "global_config": _PART,
+        **{key: {**_PART, "hidden_size_global": 32} for key in ("encoder_config", "decoder_config")},
+    },
     "zaya": {"num_experts": 16, "num_experts_per_tok": 1},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
@@ -154,6 +164,8 @@ def small(name: str, changes: Mapping[str, Any] = MappingProxyType({})) -> PreTr
 def _small(part: PreTrainedConfig, special: dict[str, Any]) -> dict[str, Any]:
     """Returns the changes that make one part of a configuration small."""
     fields = part.to_dict()
+    unknown = [key for key in special if not hasattr(part, key)]
+    assert not unknown, f"{type(part).__name__} does not have {unknown}: a variant would be the usual model once more"
     chosen: dict[str, Any] = {key: size for key, size in _SMALL.items() if key in fields}
     chosen |= {key: 0.0 for key in fields if key.endswith(("dropout", "pdrop", "dropout_rate", "dropout_prob", "layerdrop"))}
     chosen |= {key: 4 for key in EXPERT_KEYS if isinstance(fields.get(key), int) and fields[key] > 1}
@@ -171,7 +183,7 @@ def variants(name: str) -> dict[str, dict[str, Any]]:
     fields, found = small(name).get_text_config().to_dict(), dict[str, dict[str, Any]]()
     off = _without_experts(fields)
     fields |= off
-    for key in _KINDS_KEYS:
+    for key in (key for key in _KINDS_KEYS if key in fields):
         usual = getattr(CONFIG_MAPPING[name]().get_text_config(), key, None) or ()
         kinds = [kind for kind in dict.fromkeys([*usual, *_MORE_KINDS.get(name, [])]) if kind not in _WITH_EXPERTS]
         if len(kinds) > 1:

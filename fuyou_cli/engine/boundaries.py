@@ -152,7 +152,6 @@ class Boundaries:
     def _layout(self, stage: int, boundary: torch.Tensor, parts: tuple[MicroBatch, ...]) -> BoundaryLayout:
         """Returns the layout of this boundary, which may be smaller than planned."""
         token = boundary[0, 0].numel() * boundary.element_size()
-        sizes = [part.tokens * token for part in parts]
-        numerics = self.plan.numerics
-        planned = 0 if numerics.padding == "step" else numerics.micro_batch_tokens * token
-        return uneven_layout(self.model.stages[stage], self.plan.stages[stage].kept, sizes, planned=planned)
+        numerics, kept = self.plan.numerics, self.plan.stages[stage].kept
+        planned = 0 if numerics.padding == "step" else numerics.micro_batch_tokens
+        return uneven_layout(self.model.stages[stage], kept, parts, token_bytes=token, planned=planned)

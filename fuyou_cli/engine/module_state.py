@@ -7,6 +7,7 @@ state. A trace on fake tensors must leave none of it behind (`tracing`), and a f
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -37,7 +38,7 @@ class ModuleState:
     """
 
     def __init__(self, root: nn.Module, *, name: str = "", without: Container[nn.Module] = (), writes: bool = True) -> None:
-        self._holders: list[tuple[str, dict[Any, Any] | list[Any] | set[Any], Any, bool]] = []
+        self._holders: list[tuple[str, dict[Any, Any] | list[Any] | deque[Any] | set[Any], Any, bool]] = []
         self._tensors: dict[int, tuple[str, torch.Tensor, int, torch.Tensor | None]] = {}
         self._seen: set[int] = set()
         self._kept: list[object] = []  # what `_seen` holds the addresses of
@@ -53,9 +54,10 @@ class ModuleState:
         for name, holder, before, is_module in self._holders:
             if isinstance(holder, dict):
                 changed += _put_back_items(name, holder, before, is_module)
-            elif isinstance(holder, list):
+            elif isinstance(holder, (list, deque)):
                 if len(holder) != len(before) or any(map(_differs, holder, before)):
-                    holder[:] = before
+                    holder.clear()
+                    holder.extend(before)
                     changed.append(name)
             elif holder != before:
                 holder.clear()
@@ -85,7 +87,7 @@ class ModuleState:
                 self._look_into_module(name, value)
         elif isinstance(value, dict):
             self._hold(name, value, dict(value))
-        elif isinstance(value, (list, set)):
+        elif isinstance(value, (list, deque, set)):
             self._holders.append((name, value, value.copy(), False))
             self._look_at_all(name, enumerate(value))
         elif isinstance(value, (tuple, frozenset)):
@@ -201,7 +203,7 @@ def _fakes(name: str, value: Any, seen: set[int]) -> Iterator[str]:
     elif isinstance(value, dict):
         for key, part in list(value.items()):
             yield from _fakes(f"{name}.{key}", part, seen)
-    elif isinstance(value, (list, tuple, set, frozenset)):
+    elif isinstance(value, (list, deque, tuple, set, frozenset)):
         for place, part in enumerate(list(value)):
             yield from _fakes(f"{name}.{place}", part, seen)
     elif hasattr(value, "__dict__"):

@@ -10,14 +10,13 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ..core.units import align_up
-from ..planner.boundary_layout import DEVICE_ALIGN, OUTPUT_ALIGN
+from ..planner.boundary_layout import DEVICE_ALIGN, OUTPUT_ALIGN, SUMMARY_TOKENS
 from ..spec.model import OperatorSpec, TensorSpec
 from .activations.operators import Operators, factors, is_attention, name_of
 
 _FLAT_PRODUCTS = ("mm", "addmm")
 # Operators whose results do not depend on the values of their arguments.
 _SHAPE_ONLY = ("empty", "zeros", "ones", "new_empty", "new_zeros", "new_ones")
-_SUMMARY_TOKENS = 32  # kernels round the tokens of attention's log-sum-exp up to this
 
 
 class OperatorTrace(Operators):
@@ -141,5 +140,5 @@ def _bytes(out: torch.Tensor) -> int:
 
 def _attention_bytes(query: torch.Tensor, outputs: Any) -> int:
     """Returns the bytes of the output and, per head and token, of the float32 log-sum-exp that backward needs on any device."""
-    summaries = 4 * query.shape[:-2].numel() * align_up(query.shape[-2], _SUMMARY_TOKENS)
+    summaries = 4 * query.shape[:-2].numel() * align_up(query.shape[-2], SUMMARY_TOKENS)
     return align_up(_bytes(outputs[0]), OUTPUT_ALIGN) + summaries

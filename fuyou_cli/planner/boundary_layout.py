@@ -10,12 +10,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ..core.units import align_up
+from ..spec.micro_batch import MicroBatch
 from ..spec.model import ModelSpec, StageSpec
 from ..spec.plan import Numerics, Span
 
 OUTPUT_ALIGN = 64  # bytes: a cache line, which also aligns any dtype
 # Bytes, for outputs that stay on a device: the allocator's own alignment, because libraries choose kernels by alignment.
 DEVICE_ALIGN = 512
+SUMMARY_TOKENS = 32  # kernels round the tokens of attention's log-sum-exp up to this
 _SEVERAL = 8  # tensors of an operator's output, at most
 RECORD_ALIGN = 4096  # bytes: O_DIRECT can then move one micro-batch's record alone
 
@@ -69,18 +71,23 @@ def boundary_layout(
     return BoundaryLayout(size=record * -(-rows // micro_batch_size), record=record, outputs=outputs)
 
 
-def uneven_layout(stage: StageSpec, kept: tuple[int, ...], sizes: Sequence[int], *, planned: int) -> BoundaryLayout:
-    """Lays out a batch whose micro-batches have rows of so many bytes each. `planned`: of a whole micro-batch's rows; one with
-    half of them has outputs of half the size. 0: all have whole outputs. It takes no more than the planned layout if none has
-    more."""
-    whole = boundary_layout(stage, kept, rows=len(sizes), row_bytes=planned, micro_batch_size=1)
+def uneven_layout(
+    stage: StageSpec, kept: tuple[int, ...], parts: Sequence[MicroBatch], *, token_bytes: int, planned: int
+) -> BoundaryLayout:
+    """Lays out a batch of these micro-batches. `token_bytes`: of a token's boundary; `planned`: tokens of a whole micro-batch.
+    One with half of them has outputs of half the size, where they follow its tokens. 0: all have whole outputs. It takes no
+    more than the planned layout if none has more tokens, and there are no more of them."""
+    whole = boundary_layout(stage, kept, rows=len(parts), row_bytes=planned * token_bytes, micro_batch_size=1)
+    follows = {operator.index for operator in stage.operators if operator.follows_tokens}
     records, begin = [], 0
-    for size in sizes:
+    for part in parts:
         outputs: dict[int, Span] = {}
-        end = align_up(size, OUTPUT_ALIGN if kept else 1)
+        end = align_up(part.tokens * token_bytes, OUTPUT_ALIGN if kept else 1)
+        tokens = (part.end - part.first) * align_up(part.width, SUMMARY_TOKENS)
         for operator, span in whole.outputs.items():
-            # Tensors of an output are aligned one by one.
-            own = span.size if size >= planned else min(span.size, span.size * size // planned + _SEVERAL * OUTPUT_ALIGN)
+            own = span.size
+            if operator in follows and planned:  # tensors of an output are aligned one by one
+                own = min(own, span.size * tokens // planned + _SEVERAL * OUTPUT_ALIGN)
             outputs[operator] = Span(offset=end, size=own)
             end = align_up(end + own, OUTPUT_ALIGN)
         records.append((begin, outputs))

@@ -108,6 +108,12 @@ class OperatorSpec:
         return self.name.partition(" ")[0]
 
     @property
+    def follows_tokens(self) -> bool:
+        """Tells whether half of the tokens make half of the output. A product of activations may be of chunks of tokens, the
+        last one padded, or of one more than there are."""
+        return self.weight >= 0 or self.kind == "attention"
+
+    @property
     def stays(self) -> bool:
         """Tells whether it stands for a whole compiled block, whose graph can be kept on the device alone."""
         return self.kind == "graph"

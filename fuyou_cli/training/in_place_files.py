@@ -45,7 +45,7 @@ def files_in_place(
     if saved is not None and not saved.sources:
         return _refused("the saved run has them in its store")
     try:
-        places = _places(recipe, known, model_dir)
+        places = places_of(recipe, known, model_dir)
         found = InPlace(
             tensors=dict(zip(places.names, places.lying, strict=True)),
             sources=places.sources,
@@ -68,9 +68,9 @@ def files_in_place(
     return found
 
 
-def _places(recipe: Recipe, known: KnownModel, model_dir: Path) -> Places:
+def places_of(recipe: Recipe, known: KnownModel, model_dir: Path) -> Places:
     """Finds the model's tensors in its files. While the model is not built, for a plan, files that were looked at before count
-    as the same by their names, sizes and times of change."""
+    as the same by their names, sizes and times of change. Raises UsageError if they do not hold what the model needs."""
     from ..checkpoint.files import open_checkpoint
 
     statuses = [(file.name, file.stat()) for file in sorted(model_dir.glob("*.safetensors*"))]

@@ -163,6 +163,8 @@ def inspect(resolved: Resolved, *, say: Say, process: Callable[[], int] | None =
         say(f"note: only text is trained: {', '.join(facts.untouched)} ({size} parameters) stay as they are, in exports too")
     if resolved.to_run:
         note_slow_products(recipe, device, say)
+    if not resolved.to_run and resolved.manifest is None:
+        _look_at_weights(recipe, known, resolved.model_dir, say)
     in_place = in_place_of(resolved, known, device, say)
     if known.is_built:
         warm_up(recipe)
@@ -186,6 +188,22 @@ def _prompts(resolved: Resolved, known: KnownModel, say: Say) -> FixedPrompts | 
             raise
         say(f"note: {error.message}. {REFUSED}{f' ({error.hint})' if error.hint else ''}")
         return None
+
+
+def _look_at_weights(recipe: Recipe, known: KnownModel, model_dir: Path, say: Say) -> None:
+    """Says in a plan why a run would refuse the files of a model in a folder. A run says so once all are fetched."""
+    from .in_place_files import places_of
+
+    if (
+        known.facts.refusal is not None
+        or not Path(recipe.model.name_or_path).is_dir()
+        or not any(model_dir.glob("*.safetensors"))
+    ):
+        return
+    try:
+        places_of(recipe, known, model_dir)
+    except UsageError as error:
+        say(f"note: {error.message}. {REFUSED}{f' ({error.hint})' if error.hint else ''}")
 
 
 def in_place_of(resolved: Resolved, known: KnownModel, device: str, say: Say) -> InPlace | None:

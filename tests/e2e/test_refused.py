@@ -39,6 +39,21 @@ def test_a_family_that_cannot_be_streamed(new_project: NewProject, materials: Pa
     assert "MambaForCausalLM cannot be streamed: layers.1 takes float32" in said and "residual_in_fp32 to false" in said
 
 
+def test_files_that_do_not_fit_the_model(new_project: NewProject, materials: Path, tmp_path: Path) -> None:
+    """A plan says so too, each time: it would else end with the command that is refused."""
+    model = _model(materials, tmp_path / "lacking")
+    tensors = load_file(model / "model.safetensors")
+    del tensors["transformer.h.1.mlp.c_fc.weight"]
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    project = new_project(changes={"model.name_or_path": str(model)})
+    said = _refused(project, "finetune", "recipe.yaml")
+    for _ in range(2):
+        planned = project.fuyou("plan", "recipe.yaml")
+        told = " ".join(planned.stdout.split())
+        assert planned.returncode == 0 and "missing: 'transformer.h.1.mlp.c_fc.weight'" in said
+        assert "missing: 'transformer.h.1.mlp.c_fc.weight'" in told and "A run would be refused" in told
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_cuda_where_there_is_none(new_project: NewProject) -> None:
     said = _refused(new_project(changes={"offload.device": "cuda"}), "plan", "recipe.yaml")

@@ -45,6 +45,15 @@ def test_help_tries_no_family(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert caught.value.code == 0 and capsys.readouterr().out.startswith("usage: ")
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"), [("lfm2", "conv"), ("qwen3_5_text", "linear_attention"), ("gemma3_text", "sliding_attention")]
+)
+def test_a_way_is_another_model(name: str, kind: str) -> None:
+    """A configuration takes any key, and ignores those that it does not know."""
+    config = models_table.made(name, models_table.variants(name)["every kind of layer"])
+    assert {kind, "full_attention"} == set(config.layer_types)
+
+
 @pytest.mark.parametrize("name", every(80, [name for name in VERDICTS if name not in OFTEN_WRONG]))
 def test_as_the_table_says(name: str) -> None:
     """Builds a family in every way, from files. All of them, in ten minutes: `pytest -m slow -k table_says`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,12 +31,14 @@ class _Keeps(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[torch.Tensor] = []
+        self.recent: deque[torch.Tensor] = deque(maxlen=2)
         self.by_length: dict[int, Any] = {}
         self.inside, self.calls, self.last = SimpleNamespace(longest=None), 0, (None,)
         self.register_buffer("longest", torch.zeros(2), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen.append(x)
+        self.recent.append(x)
         self.by_length[x.shape[0]] = {"x": [x]}
         self.inside.longest, self.last, self.new = x, (x,), x  # type: ignore[assignment]
         self.calls += 1
@@ -46,6 +49,7 @@ class _Keeps(nn.Module):
 def _assert_as_made(keeps: _Keeps) -> None:
     check_no_fakes(keeps)
     assert (keeps.seen, keeps.by_length, keeps.inside.longest, keeps.last, keeps.calls) == ([], {}, None, (None,), 0)
+    assert not keeps.recent
     assert keeps.longest.tolist() == [0, 0] and not hasattr(keeps, "new")
 
 
@@ -78,7 +82,7 @@ def test_modules_are_put_back_as_loaded() -> None:
     state = ModuleState(keeps)
     assert state.put_back() == []
     keeps(torch.ones(4))
-    names = ("seen", "by_length.4", "inside.longest", "last", "new", "calls", "longest")
+    names = ("seen", "recent", "by_length.4", "inside.longest", "last", "new", "calls", "longest")
     assert sorted(state.put_back()) == sorted(f"_Keeps.{name}" for name in names)
     _assert_as_made(keeps)
 

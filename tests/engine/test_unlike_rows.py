@@ -43,6 +43,18 @@ UNLIKE: dict[str, PreTrainedConfig] = {
     "gpt_neo": FAMILIES["gpt_neo"],
     "falcon": FAMILIES["falcon"],
     "mamba": transformers.MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=4, **_ENDS),
+    "mamba2": transformers.Mamba2Config(  # products of chunks, of one more than tokens fill
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_heads=8,
+        head_dim=8,
+        n_groups=2,
+        state_size=4,
+        chunk_size=16,
+        residual_in_fp32=False,
+        **_ENDS,
+    ),
     "longrope": transformers.Phi3Config(**_GATED, **_ENDS, pad_token_id=0, rope_parameters=_LONGROPE),
     "dynamic": llama(max_position_embeddings=12, rope_parameters=_DYNAMIC),
     "opt": FAMILIES["opt"],
@@ -142,7 +154,7 @@ def test_as_plain_pytorch(family: str, tmp_path: Path) -> None:
     assert distance(weights, expected) <= 1e-5
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "longrope"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "longrope", "mamba2"])
 @pytest.mark.parametrize(
     "options",
     [
