@@ -90,22 +90,29 @@ def kernel_of(
     is_causal: bool = False,
     **_: Any,
 ) -> Kernel:
-    """Returns the kernel that computes this, among those that are not turned off. Like torch's own choice, but it never takes
-    cuDNN's, and needs no values: torch takes none for tensors without any. Dropout is left to "math"."""
-    if dropout_p or value.shape[-1] != query.shape[-1] or any(tensor.stride(-1) != 1 for tensor in (query, key, value)):
+    """Returns the kernel that computes this, among those that are not turned off. It goes by what torch says of its kernels, as
+    torch's own choice needs values and a compiler cannot trace it. Dropout is left to "math"."""
+    unlike = value.shape[-1] != query.shape[-1] or any(tensor.stride(-1) != 1 for tensor in (query, key, value))
+    if dropout_p or unlike:
         return "math"
-    if query.device.type == "cpu":
-        return "flash" if torch.backends.cuda.flash_sdp_enabled() else "math"
-    if query.device.type != "cuda":
-        return "math"
-    grouped = query.shape[1] > key.shape[1]
-    params = torch.backends.cuda.SDPAParams(query, key, value, attn_mask, dropout_p, is_causal, grouped)
-    if query.shape[-1] % 8 == 0 and torch.backends.cuda.can_use_flash_attention(params):
+    allowed: Kernel = _allowed(query.device.type, query.dtype, query.shape[-1], attn_mask is not None)
+    return allowed
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _allowed(device: str, dtype: torch.dtype, size: int, masked: bool) -> Kernel:
+    """Returns the kernel for heads of this size. On a GPU, flash takes no masks."""
+    settings = torch.backends.cuda
+    if device == "cpu":
+        return "flash" if settings.flash_sdp_enabled() else "math"
+    newer = device == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
+    halves = dtype in (torch.bfloat16, torch.float16)
+    flash = settings.flash_sdp_enabled() and settings.is_flash_attention_available()
+    if flash and newer and halves and not masked and size % 8 == 0 and size <= 256:
         return "flash"
-    if grouped:  # the efficient kernel gets keys and values of every head
-        key, value = (tensor[:, :1].expand(-1, query.shape[1], -1, -1) for tensor in (key, value))
-        params = torch.backends.cuda.SDPAParams(query, key, value, attn_mask, dropout_p, is_causal, False)
-    return "efficient" if torch.backends.cuda.can_use_efficient_attention(params) else "math"
+    aligned = size * dtype.itemsize % 16 == 0 and dtype != torch.float64
+    fits = device == "cuda" and aligned and (newer or dtype != torch.bfloat16)
+    return "efficient" if fits and settings.mem_efficient_sdp_enabled() else "math"
 
 
 class WithSinks(torch.autograd.Function):
@@ -137,8 +144,8 @@ class WithSinks(torch.autograd.Function):
             out, lse, *rest = _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, False, scale=scale)
         sink = sinks.to(lse.dtype)[:, None]
         share = torch.sigmoid(lse[..., : query.shape[2]] - sink).unsqueeze(-1)  # the efficient kernel rounds tokens up
-        scaled = torch.mul(out, share, out=torch.empty_like(out))  # rounded once
-        ctx.save_for_backward(query, key, value, sinks, bias, scaled, torch.logaddexp(lse, sink, out=torch.empty_like(lse)))
+        scaled: torch.Tensor = out.clone().mul_(share)  # the kernel's own may be kept; rounded once
+        ctx.save_for_backward(query, key, value, sinks, bias, scaled, torch.logaddexp(lse, sink))
         ctx.options = is_causal, scale, kernel, rest
         return scaled
 
