@@ -21,6 +21,7 @@ from transformers.models.granitemoe_swa import modeling_granitemoe_swa
 from fuyou_cli.engine.compiled import CompiledBlocks, load_compiler
 from fuyou_cli.engine.inspect import LiveBytes
 from fuyou_cli.engine.sinks import FAMILIES, NAME, attend, attention_with_sinks, kernel_of
+from fuyou_cli.engine.skeleton import auto_class
 from fuyou_cli.recipe.schema import AdapterSection
 
 from .comparing import assert_same, distance, relative
@@ -240,6 +241,21 @@ def test_tokens_after_a_cache_see_all_of_it() -> None:
     whole = attend(module, *qkv, None, s_aux=module.sinks)[0]
     last = attend(module, qkv[0][:, :, -1:], *qkv[1:], None, s_aux=module.sinks)[0]
     assert torch.allclose(last, whole[:, -1:], rtol=1e-5, atol=1e-6)
+
+
+def test_generating_writes_the_same_text() -> None:
+    """Prompts of unlike lengths, padded on the left, and longer than the window: some tokens see nothing."""
+    ids = torch.randint(1, VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(4))
+    there = torch.ones_like(ids)
+    there[0, :6] = 0
+    found = []
+    for attention in (NAME, "eager"):
+        torch.manual_seed(0)
+        model = auto_class(granite_swa()).from_config(granite_swa(initializer_range=0.5), attn_implementation=attention).eval()
+        options = {"max_new_tokens": 12, "do_sample": False, "output_scores": True, "return_dict_in_generate": True}
+        found.append(model.generate(input_ids=ids, attention_mask=there, **options))
+    assert torch.equal(found[0].sequences, found[1].sequences)
+    assert torch.allclose(torch.stack(found[0].scores), torch.stack(found[1].scores), rtol=1e-4, atol=1e-4)
 
 
 def test_memory_grows_with_the_row_not_with_scores() -> None:
