@@ -71,7 +71,9 @@ def attention_with_sinks(
     kernel = kernel_of(query, key, value, attn_mask, dropout_p, is_causal)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     bias = _added(attn_mask, query.dtype)
-    if kernel != "flash" and query.shape[1] > key.shape[1]:  # flash reads a group's keys and values from where they are
+    # Flash reads a group's keys and values where they are. With a mask a GPU takes another kernel: a plan, which is made of CPU
+    # tensors, counts what it needs.
+    if (kernel != "flash" or bias is not None) and query.shape[1] > key.shape[1]:
         key, value = (repeat_kv(tensor, query.shape[1] // key.shape[1]) for tensor in (key, value))
     if kernel == "math":
         return _unfused(query, key, value, bias, dropout_p, is_causal, scale, sinks)
