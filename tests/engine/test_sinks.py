@@ -20,7 +20,7 @@ from transformers.models.granitemoe_swa import modeling_granitemoe_swa
 
 from fuyou_cli.engine.compiled import CompiledBlocks, load_compiler
 from fuyou_cli.engine.inspect import LiveBytes
-from fuyou_cli.engine.sinks import FAMILIES, NAME, attend, attention_with_sinks, kernel_of
+from fuyou_cli.engine.sinks import FAMILIES, NAME, WithSinks, attend, attention_with_sinks, kernel_of
 from fuyou_cli.engine.skeleton import auto_class
 from fuyou_cli.recipe.schema import AdapterSection
 
@@ -304,6 +304,17 @@ def test_compiled(tmp_path: Path) -> None:
     losses, weights = outcome(subject, tmp_path / "compiled", 2, home="cpu", compiled=blocks)
     assert relative(losses, plain[0]) <= 1e-6
     assert distance(weights, plain[1]) <= 1e-5
+
+
+@pytest.mark.parametrize(("kernel", "masked", "groups"), [("flash", False, 2), ("efficient", True, 8), ("efficient", False, 8)])
+def test_a_gpus_kernels_take_these_arguments(kernel: Any, masked: bool, groups: int) -> None:
+    """Goes forward and backward without values, by what torch knows of shapes."""
+    shapes = [(2, heads, 37, 64) for heads in (8, groups, groups)]
+    leaves = [torch.empty(shape, device="meta", dtype=torch.bfloat16, requires_grad=True) for shape in (*shapes, (8,))]
+    bias = torch.empty(1, 1, 37, 48, device="meta", dtype=torch.bfloat16)[..., :37].expand(2, 8, -1, -1) if masked else None
+    out = WithSinks.apply(*leaves, bias, not masked, 0.125, kernel)
+    out.backward(torch.empty_like(out))
+    assert [leaf.grad.shape for leaf in leaves if leaf.grad is not None] == [leaf.shape for leaf in leaves]
 
 
 @pytest.mark.gpu
