@@ -8,8 +8,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from .documents import attention_apart, by_document
+from .sinks import attention_with_sinks, kernel_of
 
 SDPA = torch.nn.functional.scaled_dot_product_attention  # torch's own: `called.InAttention` puts another there for a while
+ATTENTIONS = (SDPA, attention_with_sinks)  # they take the same arguments first
 _KERNELS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}  # torch's numbers
 
 
@@ -34,6 +36,8 @@ class AttentionSeen(TorchFunctionMode):
         if func is attention_apart:
             with self:
                 return by_document(*args, **kwargs)
+        if func is attention_with_sinks and not self.kernel:
+            self.kernel = kernel_of(*args, **kwargs)
         if func is SDPA and not self.kernel:
             chosen = int(torch._fused_sdp_choice(*args, **kwargs))
             self.kernel = _KERNELS.get(chosen, f"kernel {chosen}")

@@ -280,14 +280,17 @@ def _look(stage: Stage, flat: torch.Tensor, call: StageCall, x: torch.Tensor) ->
 
 
 def _has_own_backward(y: torch.Tensor) -> bool:
-    """Tells whether some function on the way to `y` was written in Python. Its backward may read anything."""
+    """Tells whether some function on the way to `y` was written in Python. Its backward may read anything, unless it says that
+    autograd's hooks see all of it (`saves_by_hooks`)."""
     waiting, seen = [y.grad_fn], set()
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
             continue
         if isinstance(node, torch.autograd.function.BackwardCFunction):
-            return True
+            function: Any = type(node)._forward_cls
+            if not getattr(function, "saves_by_hooks", False):
+                return True
         seen.add(node)
         waiting += [following for following, _ in node.next_functions]
     return False

@@ -22,6 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from ..core.errors import UsageError, pip_install
 from ..core.json_files import find_object
 from ..spec.quantisation_config import CONFIG_KEY, stored_quantisation
+from . import sinks
 from .attention import rows_are_whole
 
 TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int16": torch.int16}
@@ -132,7 +133,7 @@ def setting(text: PreTrainedConfig, name: str, *, layer: int = 0) -> Any:
 def build(config: PreTrainedConfig, *, dtype: str, attention: str, trust_remote_code: bool = False) -> PreTrainedModel:
     """Returns the skeleton in training mode: parameters of `dtype` on meta, buffers real."""
     if attention == "sdpa" and not _supports_sdpa(config):
-        attention = "eager"
+        attention = sinks.NAME if config.model_type in sinks.FAMILIES else "eager"
     if attention.startswith("flash"):
         rows_are_whole()
     try:

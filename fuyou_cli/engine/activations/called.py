@@ -20,12 +20,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...spec.model import StageSpec
+from .. import sinks
 from ..attention import SDPA
 from .operators import Operators, factors, is_attention, is_exact, name_of
 from .resting import Resting
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
 _detached = torch.Tensor.detach
+_LOOKED_UP = (  # where, by which name, and what
+    (nn.functional, "scaled_dot_product_attention", SDPA),
+    (sinks, "computed", sinks.attention_with_sinks),
+)
 ATTENTION = -1  # stands for the number of whatever attention computes
 
 
@@ -198,26 +203,27 @@ class Only(TorchDispatchMode):
 
 
 class InAttention:
-    """Runs torch's attention in a mode inside the context, which is a call of the function that transformers gave to a model:
-    this looks torch's up by its name. A mode that sees every function would cost microseconds for each. `seen` gets results.
-    Where somebody else has put a function of that name, it stays."""
+    """Runs torch's attention, or that with sinks, in a mode inside the context, which is a call of the function that
+    transformers gave to a model: this looks it up by its name. A mode that sees every function would cost microseconds for
+    each. `seen` gets results. Where somebody else has put a function of that name, it stays."""
 
     def __init__(self, mode: AbstractContextManager[Any], seen: Callable[[torch.Tensor], None] = lambda _: None) -> None:
         self._mode, self._seen = mode, seen
-        self._found: Any = SDPA
+        self._replaced: list[tuple[Any, str, Any]] = []
 
-    def _attend(self, *args: Any, **kwargs: Any) -> Any:
-        if not is_exact(SDPA, args, kwargs):
-            return SDPA(*args, **kwargs)
+    def _attend(self, attention: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_exact(attention, args, kwargs):
+            return attention(*args, **kwargs)
         with self._mode:
-            out = SDPA(*args, **kwargs)
+            out = attention(*args, **kwargs)
         self._seen(out)
         return out
 
     def __enter__(self) -> None:
-        self._found = nn.functional.scaled_dot_product_attention
-        if self._found is SDPA:
-            nn.functional.scaled_dot_product_attention = self._attend
+        self._replaced = [(home, name, own) for home, name, own in _LOOKED_UP if getattr(home, name) is own]
+        for home, name, own in self._replaced:
+            setattr(home, name, partial(self._attend, own))
 
     def __exit__(self, *_: object) -> None:
-        nn.functional.scaled_dot_product_attention = self._found
+        for home, name, own in self._replaced:
+            setattr(home, name, own)

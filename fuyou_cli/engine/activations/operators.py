@@ -15,7 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..attention import SDPA
+from ..attention import ATTENTIONS
 from ..documents import attention_apart
 
 _aten = torch.ops.aten
@@ -75,7 +75,7 @@ def product_into(func: Any, args: Sequence[Any], kwargs: Any, there: torch.Tenso
 
 def is_exact(function: Any, args: Sequence[Any], kwargs: Any) -> bool:
     """Tells whether a call is attention whose result is exactly repeatable: it draws no random numbers."""
-    if function is not SDPA:
+    if function not in ATTENTIONS:
         return False
     return not kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
 
@@ -135,7 +135,7 @@ class _AttentionCalls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is not SDPA and func is not attention_apart:
+        if func not in ATTENTIONS and func is not attention_apart:
             return func(*args, **kwargs)
         self.calls += 1
         self.inside = "exact" if is_exact(func, args, kwargs) else "not kept"
