@@ -18,6 +18,7 @@ from ..checkpoint.names import is_in
 from ..checkpoint.reader import FLOATS, TensorReader, weights_mark
 from ..checkpoint.writer import OutTensor, Read
 from ..core.errors import UsageError
+from ..spec.packed_tensors import READ_ONLY
 from .state.stored import Manifest, Untouched
 
 if TYPE_CHECKING:
@@ -123,9 +124,10 @@ def own_values(
         found = open_checkpoint(model_dir).entries
     except UsageError as error:
         problem = error.message
-    is_it = all(name in found and found[name].shape == shape and found[name].dtype in FLOATS for name, shape in frozen.items())
+    own = (*FLOATS, *READ_ONLY)  # what is decoded has no values of its own
+    is_it = all(name in found and found[name].shape == shape and found[name].dtype in own for name, shape in frozen.items())
     if not is_it and say is not None:
         say(f"note: {problem}. So what was not trained is written as it was computed with, rounded to {saved.compute_dtype}")
-    wider = {name: found[name] for name in frozen if found[name].dtype != saved.compute_dtype} if is_it else {}
+    wider = {name: found[name] for name in frozen if found[name].dtype in {*FLOATS} - {saved.compute_dtype}} if is_it else {}
     with TensorReader() as reader:
         yield OwnValues(wider, reader) if wider else None

@@ -10,36 +10,62 @@ import torch
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.engine import decoding
-from fuyou_cli.engine.decoding import DeviceDecoder, HostDecoder
+from fuyou_cli.engine.decoding import DeviceDecoder, HostDecoder, part
 from fuyou_cli.engine.devices import open_device
 from fuyou_cli.engine.skeleton import TORCH_DTYPE
 from fuyou_cli.spec.model import BankSpec, Dtype, StageSpec, TensorSpec
-from fuyou_cli.spec.packed_tensors import QUANTISED, Quantised, packed_bank
+from fuyou_cli.spec.packed_tensors import QUANTISED, READ_ONLY, TRANSPOSED, Quantised, packed_bank
 from fuyou_cli.swap.quantised import Workers
 from fuyou_cli.training.packed_reading import PackedReader
 from fuyou_cli.training.state import quantised_import
 
-SHAPES = {"short": (20, 40), "odd": (3, 5), "large": (300, 128), "zeros": (2, 96)}
+SHAPES: dict[str, tuple[int, ...]] = {"short": (20, 40), "odd": (3, 5), "large": (300, 128), "zeros": (2, 96)}
+OF_MXFP4: dict[str, tuple[int, ...]] = {"experts": (3, 64, 40), "one": (96, 5)}
 
 
 def packed(kind: Quantised, dtype: Dtype) -> tuple[StageSpec, torch.Tensor]:
     """Makes a stage with these matrices and nothing else, and its bank."""
     draws, values = torch.Generator().manual_seed(7), dict[str, torch.Tensor]()
-    for name, shape in SHAPES.items():
+    shapes = OF_MXFP4 if kind == "mxfp4" else SHAPES
+    for name, shape in shapes.items():
         values[name] = (torch.randn(shape, generator=draws) * 0.05 * (name != "zeros")).to(TORCH_DTYPE[dtype]).reshape(-1)
-    size = packed_bank(kind, SHAPES.items())[1]
+    size = packed_bank(kind, shapes.items())[1]
     tensors = tuple(
-        TensorSpec(name=name, shape=shape, offset=0, numel=values[name].numel(), decay=True, frozen=True, quantised=True)
-        for name, shape in SHAPES.items()
+        TensorSpec(
+            name=name,
+            shape=shape,
+            offset=0,
+            numel=values[name].numel(),
+            decay=True,
+            frozen=True,
+            quantised=True,
+            transposed=kind in TRANSPOSED,
+        )
+        for name, shape in shapes.items()
     )
     stage = StageSpec(
         index=0, kind="block", name="block", tensors=tensors, forward_flops=1.0, forward_peak=0, backward_peak=0,
         banks=(BankSpec(name="quantised", storage=kind, elements=2048, layout=None, packed=size),),
     )  # fmt: skip
     bank = torch.empty(size, dtype=torch.uint8)
+    if kind in READ_ONLY:
+        return stage, drawn(kind, stage, bank)
     with Workers(2) as workers:
         quantised_import.quantise(stage, bank, lambda name, most: iter(values[name].split(most)), dtype=dtype, workers=workers)
     return stage, bank
+
+
+def drawn(kind: Quantised, stage: StageSpec, bank: torch.Tensor) -> torch.Tensor:
+    """Fills the bank with codes and scales as the files of such models have them."""
+    draws = torch.Generator().manual_seed(9)
+    for at in stage.packed().values():
+        codes = torch.randint(0, 256 if kind == "mxfp4" else 127, (at.codes[1],), generator=draws, dtype=torch.uint8)
+        part(bank, at.codes, torch.uint8).copy_(codes)
+        if kind == "mxfp4":
+            part(bank, at.maxima, torch.uint8).random_(0, 253, generator=draws)
+        else:
+            part(bank, at.maxima, torch.float32).uniform_(0.01, 2, generator=draws)
+    return bank
 
 
 @pytest.mark.parametrize("on", ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -57,12 +83,14 @@ def test_every_side_decodes_the_same_bits(kind: Quantised, dtype: Dtype, on: str
         decoded = device.told(theirs)
         there.decode(kind, bank_there, at, decoded)
         assert torch.equal(ours, decoded.cpu()), name
+        tensor = next(tensor for tensor in stage.tensors if tensor.name == name)
+        ours = tensor.seen(ours).reshape(-1)  # as the model has it, and an export writes it
 
         def read(place: tuple[int, int], begin: int, end: int) -> memoryview:
             return cast(memoryview, bank.numpy().data[place[0] + begin : place[0] + end])
 
         reader = PackedReader(kind, at, read, dtype)
-        for first, count in ((0, at.numel), (1, at.numel - 2), (at.numel // 2, 3)):
+        for first, count in ((0, at.numel), (1, at.numel - 2), (at.numel // 2, 3), (at.numel - 1, 1)):
             whole = np.frombuffer(reader.elements(first, count), np.uint8)
             assert whole.tobytes() == ours[first : first + count].view(torch.uint8).numpy().tobytes(), (name, first)
     host.close()
@@ -70,10 +98,17 @@ def test_every_side_decodes_the_same_bits(kind: Quantised, dtype: Dtype, on: str
 
 
 @pytest.mark.parametrize(
-    ("kind", "each"), [("nf4", 0.5 + 4 / 64), ("nf4_double", 0.5 + 1 / 64 + 4 / 64 / 256), ("int8", 1 + 4 / 4096)]
+    ("kind", "each"),
+    [
+        ("nf4", 0.5 + 4 / 64),
+        ("nf4_double", 0.5 + 1 / 64 + 4 / 64 / 256),
+        ("int8", 1 + 4 / 4096),
+        ("mxfp4", 0.5 + 1 / 32),
+        ("fp8", 1 + 4 / 128**2),
+    ],
 )
 def test_bytes_at_rest(kind: Quantised, each: float) -> None:
-    """Counts bytes of a matrix per weight: 0.5625, 0.516 and 1.001."""
+    """Counts bytes of a matrix per weight: 0.5625, 0.516, 1.001, 0.531 and 1.0002."""
     assert packed_bank(kind, [("one", (4096, 4096))])[1] == pytest.approx(each * 4096**2, abs=4096 + 256)
 
 
