@@ -78,7 +78,9 @@ class PackedReader:
             end = min(begin + count - done, size)
             block, last = begin // (rows * MXFP4_BLOCK), -(-end // (rows * MXFP4_BLOCK))
             codes, exponents = self._codes(matrix)
-            decoded = np.empty((rows, (last - block) * MXFP4_BLOCK), item)
+            decoded: Any = np.empty((rows, (last - block) * MXFP4_BLOCK), item)
+            packed: Any
+            powers: Any
             packed, powers = (np.ascontiguousarray(one[:, block:last]).reshape(-1) for one in (codes, exponents))
             mxfp4_decode(packed, powers, decoded.reshape(-1), self._dtype)
             skipped = begin - block * MXFP4_BLOCK * rows
