@@ -27,7 +27,7 @@ class Decoder(Protocol):
 
     def decode(self, kind: Quantised, bank: torch.Tensor, at: PackedTensor, values: torch.Tensor) -> None:
         """Fills `values` (1-D, compute dtype) with the tensor that lies `at` its place in `bank` (bytes), in the order in
-        which it rests (`TensorSpec.seen`)."""
+        which it rests (`TensorSpec.transposed`)."""
 
     def close(self) -> None: ...
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeGuard, get_args
+from typing import Literal, TypeGuard, get_args
 
 from ..core.units import align_up
 from .packed_tensors import QUANTISED, PackedTensor, Quantised, packed_bank
@@ -85,14 +85,7 @@ class TensorSpec:
     whole: tuple[int, ...] | None = None  # shape of the model's tensor where the stage holds a part of it
     frozen: bool = False  # no gradient is computed, and no update changes it
     quantised: bool = False  # rests quantised; then it is frozen
-    transposed: bool = False  # rests, and is decoded, with its last two dimensions exchanged
-
-    def seen(self, values: Any) -> Any:
-        """Returns its elements (1-D, as they rest) as a view of the shape that compute sees."""
-        if not self.transposed:
-            return values.view(self.shape)
-        *outer, rows, columns = self.shape
-        return values.view(*outer, columns, rows).transpose(-1, -2)
+    transposed: bool = False  # rests quantised, and is decoded, with its last two dimensions exchanged
 
     @property
     def model_shape(self) -> tuple[int, ...]:
