@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import prod
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from fuyou_cli.checkpoint.files import open_checkpoint
+from fuyou_cli.checkpoint.reader import TensorReader
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.engine import decoding
 from fuyou_cli.engine.decoding import DeviceDecoder, HostDecoder, part
 from fuyou_cli.engine.devices import open_device
 from fuyou_cli.engine.skeleton import TORCH_DTYPE
-from fuyou_cli.spec.model import BankSpec, Dtype, StageSpec, TensorSpec
+from fuyou_cli.spec.model import BankSpec, Dtype, StageSpec, TensorSpec, banks_of
 from fuyou_cli.spec.packed_tensors import QUANTISED, READ_ONLY, TRANSPOSED, Quantised, packed_bank
 from fuyou_cli.swap.quantised import Workers
 from fuyou_cli.training.packed_reading import PackedReader
 from fuyou_cli.training.state import quantised_import
+from fuyou_cli.training.state.first_weights import FirstWeights
+from tests.quantised_checkpoint import mxfp4
 
 SHAPES: dict[str, tuple[int, ...]] = {"short": (20, 40), "odd": (3, 5), "large": (300, 128), "zeros": (2, 96)}
 OF_MXFP4: dict[str, tuple[int, ...]] = {"experts": (3, 64, 40), "one": (96, 5)}
@@ -96,6 +105,47 @@ def test_every_side_decodes_the_same_bits(kind: Quantised, dtype: Dtype, on: str
             assert whole.tobytes() == ours[first : first + count].view(torch.uint8).numpy().tobytes(), (name, first)
     host.close()
     device.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_mxfp4_from_a_file_to_compute(dtype: Dtype, tmp_path: Path) -> None:
+    """Experts rest in their file's own bytes, all of them or one, and are decoded with transformers' bits; what is trained of
+    them begins with the same values, as the model has them and without a remainder."""
+    weight = torch.randn(3, 64, 40, generator=torch.Generator().manual_seed(3))
+    blocks, exponents = mxfp4(weight)
+    save_file({"experts_blocks": blocks, "experts_scales": exponents}, tmp_path / "model.safetensors")
+    wanted = convert_moe_packed_tensors(blocks, exponents, dtype=TORCH_DTYPE[dtype])
+    entry = open_checkpoint(tmp_path).entries["experts"]
+    host = HostDecoder(dtype, threads=1)
+    with TensorReader() as reader, Workers() as workers:
+        first_weights = FirstWeights({"experts": entry}, reader, lambda names, pieces: {}, dtype=dtype)
+        for held, first in (((3, 64, 40), 0), ((64, 40), 64 * 40)):
+            places, size = packed_bank("mxfp4", [("experts", held)])
+            tensor = TensorSpec(
+                name="experts", shape=held, offset=0, numel=prod(held), decay=True, first=first, whole=(3, 64, 40), frozen=True,
+                quantised=True, transposed=True,
+            )  # fmt: skip
+            stage = _stage(tensor, BankSpec(name="quantised", storage="mxfp4", elements=8192, layout=None, packed=size))
+            bank, decoded = torch.empty(size, dtype=torch.uint8), torch.empty(prod(held), dtype=TORCH_DTYPE[dtype])
+            first_weights.begin(stage)
+            first_weights.fill_quantised(stage, bank, workers=workers)
+            host.decode("mxfp4", bank, places["experts"], decoded)
+            rested = wanted.transpose(1, 2).reshape(-1)[first : first + decoded.numel()]
+            assert torch.equal(decoded, rested)
+        trained = replace(tensor, shape=(3, 64, 40), numel=7680, first=0, frozen=False, quantised=False, transposed=False)
+        stage = _stage(trained, *banks_of(dtype, trained=8192))
+        assert first_weights.begin(stage)
+        weights, rest = torch.empty(8192, dtype=TORCH_DTYPE[dtype]), torch.ones(8192, dtype=torch.int16)
+        first_weights.fill(stage, 0, weights, rest if dtype == "bfloat16" else None)
+    host.close()
+    assert torch.equal(weights[:7680], wanted.reshape(-1)) and not weights[7680:].any()
+    assert dtype == "float32" or not rest.any()
+
+
+def _stage(tensor: TensorSpec, *banks: BankSpec) -> StageSpec:
+    return StageSpec(
+        index=0, kind="block", name="block", tensors=(tensor,), forward_flops=1.0, forward_peak=0, backward_peak=0, banks=banks
+    )
 
 
 @pytest.mark.parametrize(
