@@ -55,15 +55,11 @@ def quantised(state: bytes) -> bytes:
 
 QUANT_STATE = b'{"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [8, 8]}'
 
-OWN_FORMATS = (  # a tensor of experts in mxfp4, and a matrix in fp8
+OWN_FORMATS = (  # a tensor of experts in mxfp4, and a matrix in fp8: 42 bytes
     b'{"e_blocks":{"dtype":"U8","shape":[1,2,1,16],"data_offsets":[0,32]},"e_scales":{"dtype":"U8","shape":[1,2,1],'
     b'"data_offsets":[32,34]},"w":{"dtype":"F8_E4M3","shape":[2,2],"data_offsets":[34,38]},'
     b'"w_scale_inv":{"dtype":"F32","shape":[1,1],"data_offsets":[38,42]}}'
 )
-
-
-def own_formats(table: bytes) -> bytes:
-    return framed(table, 42)
 
 
 CONFIG: dict[str, Any] = {
