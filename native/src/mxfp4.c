@@ -38,27 +38,21 @@ INLINE struct planes_16 scaled_levels(uint8_t scale)
 }
 
 /* The first of two values in a byte is in its low half. */
-INLINE void block(const uint8_t *packed, uint8_t scale, uint16_t *out)
-{
-    const bytes pairs = pairs_at(packed);
-    put_16(scaled_levels(scale), pairs & 15, pairs >> 4, out);
-}
-
 FY__CLONES static void decode_16(const uint8_t *packed, const uint8_t *scales, uint64_t blocks, uint16_t *out)
 {
     for (uint64_t b = 0; b < blocks; b++) {
-        block(packed + b * BLOCK / 2, scales[b], out + b * BLOCK);
+        const bytes pairs = pairs_at(packed + b * BLOCK / 2);
+        put_16(scaled_levels(scales[b]), pairs & 15, pairs >> 4, out + b * BLOCK);
     }
 }
 
-FY__CLONES static void decode_32(const uint8_t *packed, const uint8_t *scales, uint64_t blocks, uint32_t *out)
+FY__CLONES static void decode_32(const uint8_t *packed, const uint8_t *scales, uint64_t blocks, float *out)
 {
-    uint16_t narrow[BLOCK];
     for (uint64_t b = 0; b < blocks; b++) {
-        block(packed + b * BLOCK / 2, scales[b], narrow);
-        for (uint32_t i = 0; i < BLOCK; i++) {
-            out[b * BLOCK + i] = (uint32_t)narrow[i] << 16;
-        }
+        const bytes pairs = pairs_at(packed + b * BLOCK / 2);
+        const struct planes_16 narrow = scaled_levels(scales[b]);
+        const struct planes_32 wide = {{(bytes){0}, (bytes){0}, narrow.of[0], narrow.of[1]}};
+        put_32(wide, pairs & 15, pairs >> 4, out + b * BLOCK);
     }
 }
 
