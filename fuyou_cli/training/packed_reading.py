@@ -116,9 +116,14 @@ class DecodingReader:
         if entry.scales is None:
             self._reader.read_into(entry, into, first_element=first)
             return
+        for begin in range(0, into.numel(), _DECODED):
+            part = into[begin : begin + _DECODED]
+            part.view(torch.uint8).numpy().data[:] = self.read(entry, first + begin, part.numel())
+
+    def read(self, entry: TensorEntry, first: int, count: int) -> memoryview:
+        """Returns elements [first, first + count) of a quantised tensor as bytes of the dtype."""
+        assert entry.scales is not None
         if self._last is None or self._last[0] is not entry:
             at = packed_bank(entry.scales.kind, [(entry.name, entry.shape)])[0][entry.name]
             self._last = entry, PackedReader(entry.scales.kind, at, reads_parts(entry, at, self._reader), self._dtype)
-        for begin in range(0, into.numel(), _DECODED):
-            part = into[begin : begin + _DECODED]
-            part.view(torch.uint8).numpy().data[:] = self._last[1].elements(first + begin, part.numel())
+        return self._last[1].elements(first, count)

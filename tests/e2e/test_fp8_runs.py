@@ -15,10 +15,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fuyou_cli.checkpoint.files import open_checkpoint
+from fuyou_cli.checkpoint.reader import weights_mark
 from fuyou_cli.cli.stores import run_export
 from fuyou_cli.core.errors import Interrupted, UsageError
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training.state import manifest as manifests
+from fuyou_cli.training.state.stored import Untouched
+from fuyou_cli.training.untouched import with_untouched
 from tests.quantised_checkpoint import fp8, of_fp8
 
 from .conftest import NewProject, Project
@@ -179,6 +183,18 @@ def test_what_does_not_rest_in_fp8_is_decoded(
     ours, plain_ones = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "theirs"))
     assert ours.keys() == plain_ones.keys() and all(torch.equal(ours[name], plain_ones[name]) for name in ours)
     assert "quantization_config" not in json.loads((tmp_path / "ours" / "config.json").read_text())
+
+
+def test_what_a_run_leaves_alone_is_exported_decoded(in_fp8: Path, decoded: Path) -> None:
+    """As a vision tower in fp8 would be: config.json then says nothing of fp8."""
+    name = "model.layers.0.mlp.up_proj.weight"
+    entries = {name: open_checkpoint(in_fp8).entries[name]}
+    left = Untouched(names=(name,), mark=weights_mark(entries))
+    with with_untouched(left, in_fp8, [], lambda tensor, first, count: memoryview(b"")) as (tensors, read):
+        assert [(tensor.name, tensor.dtype) for tensor in tensors] == [(name, "bfloat16")]
+        wanted = load_file(decoded / "model.safetensors")[name].reshape(-1)
+        found = torch.frombuffer(bytearray(read(tensors[0], 100, 30_000)), dtype=torch.bfloat16)
+    assert torch.equal(found, wanted[100:30_100])
 
 
 def test_a_recipe_and_its_checkpoint_agree(in_fp8: Path, plain: Path, project_of: Callable[..., Project]) -> None:
