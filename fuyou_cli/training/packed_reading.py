@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _PIECE = 1 << 22  # bytes read at once
 _DECODED = 1 << 21  # elements decoded at once: no more than a store's window holds
+_TURNED = 8  # blocks of mxfp4 in a row that are turned at once
 
 # Reads bytes of a part of the tensor, given as the part's place and size, and the range in it. Valid until the next call.
 Read = Callable[[tuple[int, int], int, int], memoryview]
@@ -51,21 +52,29 @@ class PackedReader:
         """Returns elements [first, first + count) of the model's tensor as bytes of the compute dtype."""
         if self._kind == "mxfp4":
             return self._transposed(first, count)
-        at, unit = self._at, {"int8": self._at.columns, "fp8": FP8_BLOCK * self._at.columns}.get(self._kind, NF4_BLOCK)
+        at, unit = self._at, self._at.columns if self._kind in ("int8", "fp8") else NF4_BLOCK
         begin, end = first // unit * unit, min(align_up(first + count, unit), at.numel)
-        item = ITEM_SIZE[self._dtype]
+        item, maxima = ITEM_SIZE[self._dtype], self._maxima[begin // unit : -(-end // unit)]
         values = np.empty((end - begin) * item, np.uint8)
-        if self._kind == "fp8":
-            across = -(-at.columns // FP8_BLOCK)
-            scales = self._maxima[begin // unit * across : -(-end // unit) * across]
-            fp8_decode(self._read(at.codes, begin, end), scales, at.columns, values.data, self._dtype)
-            return values.data[(first - begin) * item : (first + count - begin) * item]
-        maxima = self._maxima[begin // unit : -(-end // unit)]
         if self._kind == "int8":
             int8_decode(self._read(at.codes, begin, end), maxima, at.columns, values.data, self._dtype)
+        elif self._kind == "fp8":
+            self._squares(begin // unit, self._read(at.codes, begin, end), values.data)
         else:
             nf4_decode(self._read(at.codes, begin // 2, (end + 1) // 2), maxima, values.data, self._dtype)
         return values.data[(first - begin) * item : (first + count - begin) * item]
+
+    def _squares(self, first: int, codes: memoryview, values: memoryview) -> None:
+        """Decodes rows from `first` on, those of the same squares at once."""
+        columns, across = self._at.columns, -(-self._at.columns // FP8_BLOCK)
+        size, row, end = columns * ITEM_SIZE[self._dtype], first, first + len(codes) // columns
+        while row < end:
+            band = row // FP8_BLOCK
+            upto = min((band + 1) * FP8_BLOCK, end)
+            scales = self._maxima[band * across : (band + 1) * across]
+            here, there = (slice((row - first) * of, (upto - first) * of) for of in (columns, size))
+            fp8_decode(codes[here], scales, columns, values[there], self._dtype)
+            row = upto
 
     def _transposed(self, first: int, count: int) -> memoryview:
         """Decodes the blocks that hold these elements, matrix by matrix, and turns them."""
@@ -75,8 +84,9 @@ class PackedReader:
         while done < count:
             at = first + done
             matrix, begin = divmod(at, size)
-            end = min(begin + count - done, size)
-            block, last = begin // (rows * MXFP4_BLOCK), -(-end // (rows * MXFP4_BLOCK))
+            block = begin // (rows * MXFP4_BLOCK)
+            end = min(begin + count - done, size, (block + _TURNED) * MXFP4_BLOCK * rows)
+            last = -(-end // (rows * MXFP4_BLOCK))
             codes, exponents = self._codes(matrix)
             decoded: Any = np.empty((rows, (last - block) * MXFP4_BLOCK), item)
             packed: Any

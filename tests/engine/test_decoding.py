@@ -10,6 +10,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from drawn import examples
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -105,6 +108,38 @@ def test_every_side_decodes_the_same_bits(kind: Quantised, dtype: Dtype, on: str
             assert whole.tobytes() == ours[first : first + count].view(torch.uint8).numpy().tobytes(), (name, first)
     host.close()
     device.close()
+
+
+@examples(60)
+@given(
+    kind=st.sampled_from(READ_ONLY), sides=st.tuples(st.integers(1, 3), st.integers(1, 300), st.integers(1, 300)),
+    drawn_places=st.tuples(st.floats(0, 1), st.floats(0, 1)), dtype=st.sampled_from(["float32", "bfloat16"]),
+)  # fmt: skip
+def test_any_elements_of_any_shape(
+    kind: Quantised, sides: tuple[int, int, int], drawn_places: tuple[float, float], dtype: Dtype
+) -> None:
+    """Of matrices in the formats of files: the host, a device in several pieces, and a reader of some elements."""
+    matrices, rows, columns = sides
+    shape = (matrices, -(-rows // 32) * 32, columns) if kind == "mxfp4" else (rows, columns)
+    places, size = packed_bank(kind, [("one", shape)])
+    tensor = TensorSpec(name="one", shape=shape, offset=0, numel=prod(shape), decay=True, frozen=True, quantised=True)
+    bank = BankSpec(name="quantised", storage=kind, elements=prod(shape), layout=None, packed=size)
+    held, at = drawn(kind, _stage(tensor, bank), torch.empty(size, dtype=torch.uint8)), places["one"]
+    host, device = HostDecoder(dtype, threads=1), open_device("cpu")
+    ours, theirs = (torch.empty(at.numel, dtype=TORCH_DTYPE[dtype]) for _ in range(2))
+    host.decode(kind, held, at, ours)
+    DeviceDecoder(device, max(64 * 256, -(-128 * columns // 64) * 64)).decode(kind, held, at, theirs)
+    host.close()
+    device.close()
+    assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+    if kind in TRANSPOSED:
+        ours = ours.view(matrices, columns, shape[1]).transpose(1, 2).reshape(-1)
+    first = int(drawn_places[0] * (at.numel - 1))
+    count = 1 + int(drawn_places[1] * (at.numel - first - 1))
+    read = held.numpy().data
+    reader = PackedReader(kind, at, lambda place, begin, end: read[place[0] + begin : place[0] + end], dtype)
+    wanted = ours[first : first + count].view(torch.uint8).numpy().tobytes()
+    assert bytes(reader.elements(first, count)) == wanted
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
