@@ -32,7 +32,7 @@ _BLOCKS, _EXPONENTS, _SCALES = "_blocks", "_scales", "_scale_inv"  # of mxfp4, a
 _E4M3 = "float8_e4m3fn"
 _LARGEST_EXPONENT = 252  # with which all of mxfp4 is finite
 _LARGEST_FP8 = 512.0  # no code is as large
-_NO_NUMBER = 0x7F  # of fp8, but for its sign
+_NO_NUMBERS = (b"\x7f", b"\xff")  # codes of fp8
 _LARGEST_STATE = 4096  # bytes
 _LARGEST_SHAPE = 1 << 40  # elements
 _ROWS = b"\0"  # `weight_format` of whole rows
@@ -230,7 +230,7 @@ def reads_parts(entry: TensorEntry, at: PackedTensor, reader: TensorReader, *, f
         found = reader.read_some(source, here + begin, end - begin)
         if source.dtype == "float32" and not np.isfinite(np.frombuffer(found, np.float32)).all():
             raise _refusal(source, "has scales that are not finite")
-        if scales.kind == "mxfp4" and part == at.maxima and max(found) > _LARGEST_EXPONENT:
+        if scales.kind == "mxfp4" and part == at.maxima and np.frombuffer(found, np.uint8).max() > _LARGEST_EXPONENT:
             raise _refusal(source, f"has scales above {_LARGEST_EXPONENT}, with which values are not finite")
         return memoryview(found)
 
@@ -242,7 +242,7 @@ def _of_fp8(source: TensorEntry, begin: int, end: int, reader: TensorReader) -> 
     narrow = source.dtype == "bfloat16"
     found = reader.read_some(source, begin // 2 if narrow else begin, (end - begin) // 2 if narrow else end - begin)
     if source.dtype == "fp8":
-        if (np.frombuffer(found, np.uint8) & _NO_NUMBER == _NO_NUMBER).any():
+        if any(code in found for code in _NO_NUMBERS):
             raise _refusal(source, "has values that are NaN")
         return memoryview(found)
     wide: Any = np.frombuffer(found, np.uint16).astype(np.uint32) << 16 if narrow else np.frombuffer(found, np.uint32)
