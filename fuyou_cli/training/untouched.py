@@ -19,7 +19,6 @@ from ..checkpoint.reader import FLOATS, TensorReader, weights_mark
 from ..checkpoint.writer import OutTensor, Read
 from ..core.errors import UsageError
 from ..spec.packed_tensors import READ_ONLY
-from .packed_reading import DecodingReader
 from .state.stored import Manifest, Untouched
 
 if TYPE_CHECKING:
@@ -55,6 +54,8 @@ def with_untouched(
     if untouched is None:
         yield tensors, read
         return
+    from .packed_reading import DecodingReader  # numpy
+
     entries = left_alone(untouched, model_dir)
     dtypes = {name: entry.dtype if entry.scales is None else "bfloat16" for name, entry in entries.items()}
     more = [OutTensor(name=name, dtype=dtypes[name], shape=entry.shape) for name, entry in entries.items()]
