@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Compares the quantised layouts: our bytes with bitsandbytes' own, and how fast both read and write them on the CPU.
+"""Compares the quantised layouts: our bytes with bitsandbytes' own, and how fast both read and write them on the CPU. Of mxfp4
+and fp8 nothing but speed: tests compare them with transformers.
 
 First it compares every byte of nf4, doubly quantised nf4 and int8, both ways, for float32 and bfloat16 values of several sizes.
 Then both sides decode and encode. Samples are interleaved (A B, A B, ...). Medians are over samples during which other
@@ -123,6 +124,8 @@ def comparisons(params: int, workers: Workers, *, peer: bool) -> Iterator[tuple[
     packed, maxima = ours_nf4(values, "bfloat16", workers)
     codes, most = np.empty(params, np.int8), np.empty(rows, np.float32)
     quantised.int8_encode(bytes_of(values), COLUMNS, "bfloat16", codes, most, workers=workers)
+    exponents = np.full(params // quantised.MXFP4_BLOCK, 120, np.uint8)
+    squares = np.full(-(-rows // quantised.FP8_BLOCK) * (COLUMNS // quantised.FP8_BLOCK), 0.01, np.float32)
     for name, dtype in DTYPES.items():
         into, item = bytes_of(torch.zeros(params, dtype=dtype)), dtype.itemsize
 
@@ -134,7 +137,16 @@ def comparisons(params: int, workers: Workers, *, peer: bool) -> Iterator[tuple[
 
         theirs = their_decode(torch.from_numpy(packed), torch.from_numpy(maxima), params, dtype) if peer else None
         yield f"nf4 to {name}", item, {"fuyou": nf4, **({"bitsandbytes": theirs} if theirs else {})}
+
+        def mxfp4(name: str = name, into: np.ndarray = into) -> None:
+            quantised.mxfp4_decode(packed, exponents, into, name, workers=workers)
+
+        def fp8(name: str = name, into: np.ndarray = into) -> None:
+            quantised.fp8_decode(codes, squares, COLUMNS, into, name, workers=workers)
+
         yield f"int8 to {name}", item, {"fuyou": int8}
+        yield f"mxfp4 to {name}", item, {"fuyou": mxfp4}
+        yield f"fp8 to {name}", item, {"fuyou": fp8}
     yield "bfloat16 to nf4", 2, {"fuyou": lambda: quantised.nf4_encode(
         bytes_of(values), "bfloat16", packed, maxima, workers=workers
     )}  # fmt: skip

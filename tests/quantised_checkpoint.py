@@ -1,4 +1,5 @@
-"""Writes checkpoints as bitsandbytes saves them, by the numpy reference: nothing of the code that reads them has a part in it.
+"""Writes checkpoints as bitsandbytes saves them, by the numpy reference, and as models are published in mxfp4 and fp8: nothing
+of the code that reads them has a part in it.
 
 `test_stored_quantised` compares the files with the library's own where it is installed (0.50: equal to the last byte)."""
 
@@ -36,10 +37,17 @@ def write_quantised(
             tensors[name] = value
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((source / "config.json").read_text())
+    skipped = (list(left) if told is None else told) or None
+    if kind == "fp8":
+        said: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+        (target / "config.json").write_text(
+            json.dumps({**config, "quantization_config": said | {"modules_to_not_convert": skipped}})
+        )
+        return target
     said = {
         "quant_method": "bitsandbytes", "load_in_4bit": kind != "int8", "load_in_8bit": kind == "int8",
         "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": kind == "nf4_double",
-        "llm_int8_skip_modules": (list(left) if told is None else told) or None,
+        "llm_int8_skip_modules": skipped,
     }  # fmt: skip
     (target / "config.json").write_text(json.dumps({**config, "quantization_config": said}))
     return target
@@ -47,6 +55,12 @@ def write_quantised(
 
 def quantised(name: str, weight: torch.Tensor, kind: str) -> dict[str, torch.Tensor]:
     """Returns the tensors of a file that stand for the weight `name`."""
+    if kind == "fp8":
+        codes8, squares = fp8(weight)
+        return {name: codes8, f"{name}_scale_inv": squares}
+    if kind == "mxfp4":
+        blocks, exponents = mxfp4(weight)
+        return {f"{name}_blocks": blocks, f"{name}_scales": exponents}
     values = weight.float().numpy()
     if kind == "int8":
         codes, maxima = reference.int8(values.astype(np.float16).astype(np.float32))
@@ -66,6 +80,34 @@ def quantised(name: str, weight: torch.Tensor, kind: str) -> dict[str, torch.Ten
         state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": mean.item()}
     parts[_STATE] = as_bytes(json.dumps(state))
     return {name: torch.from_numpy(packed).view(-1, 1)} | {f"{name}.{part}": value for part, value in parts.items()}
+
+
+def fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns codes of a matrix and the scales of its squares, the largest value of each being the largest code."""
+    scales = torch.empty(-(-weight.shape[0] // 128), -(-weight.shape[1] // 128))
+    codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
+    for row in range(scales.shape[0]):
+        for column in range(scales.shape[1]):
+            square = (slice(128 * row, 128 * row + 128), slice(128 * column, 128 * column + 128))
+            scales[row, column] = weight[square].float().abs().max() / 448
+            codes[square] = (weight[square].float() / scales[row, column]).to(torch.float8_e4m3fn)
+    return codes, scales
+
+
+def of_fp8(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Returns the float32 values that codes and scales stand for."""
+    every = scales.float().repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return codes.float() * every[: codes.shape[0], : codes.shape[1]]
+
+
+def mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns blocks and exponents of a tensor of experts as transformers has it, (experts, inputs, outputs)."""
+    levels = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    rows = weight.float().transpose(1, 2).contiguous().unflatten(2, (-1, 32))
+    exponents = rows.abs().amax(-1).clamp(min=2.0**-100).log2().floor() - 2
+    scaled = rows / 2 ** exponents[..., None]
+    codes = (scaled.abs()[..., None] - levels).abs().argmin(-1) + 8 * (scaled < 0)
+    return (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8), (exponents + 127).to(torch.uint8)
 
 
 def as_bytes(text: str) -> torch.Tensor:

@@ -46,7 +46,7 @@ BYTES_PER_ELEMENT: dict[str, int] = dict(DTYPES.values())
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorEntry:
     """Describes one tensor of a file. `begin` and `end` are byte offsets from the start of the file; `name` is its key
-    there."""
+    there, or would be were it not quantised."""
 
     name: str
     file: Path
@@ -73,7 +73,8 @@ class TensorEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scales:
-    """Says where the scales of a quantised tensor are (see `spec/packed_tensors`). They may be in another file."""
+    """Says where the scales of a quantised tensor are (see `spec/packed_tensors`). They may be in another file, those of fp8 in
+    bfloat16."""
 
     kind: Quantised
     maxima: TensorEntry

@@ -1,4 +1,4 @@
-"""Finds the tensors of a checkpoint that bitsandbytes has quantised, and reads their parts as a store would hold them.
+"""Finds the tensors of a checkpoint that rest quantised in its files, and reads their parts as a store would hold them.
 
 Such a tensor is several in a file. nf4: `W` (codes), `W.absmax`, `W.quant_map` and `W.quant_state.bitsandbytes__nf4` (JSON),
 with double quantisation also `W.nested_absmax` and `W.nested_quant_map`. int8: `M.weight`, `M.SCB` and `M.weight_format`. Files
@@ -18,7 +18,7 @@ import numpy as np
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.json_files import parsed, shown
 from fuyou_cli.core.typed import from_json
-from fuyou_cli.spec.packed_tensors import DYNAMIC_BLOCK, NF4_BLOCK, PackedTensor, Quantised, part_sizes
+from fuyou_cli.spec.packed_tensors import DYNAMIC_BLOCK, FP8_BLOCK, MXFP4_BLOCK, NF4_BLOCK, PackedTensor, Quantised, part_sizes
 from fuyou_cli.swap.quantised import dynamic_levels, nf4_levels
 
 from .header import Scales, TensorEntry
@@ -28,6 +28,11 @@ _STATE = "quant_state."
 _NF4 = f"{_STATE}bitsandbytes__nf4"
 _OF_NF4 = re.compile(r"(.+)\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\..+)")
 _OF_INT8 = re.compile(r"(.+)\.(SCB|weight_format)")
+_BLOCKS, _EXPONENTS, _SCALES = "_blocks", "_scales", "_scale_inv"  # of mxfp4, and of fp8
+_E4M3 = "float8_e4m3fn"
+_LARGEST_EXPONENT = 252  # with which all of mxfp4 is finite
+_LARGEST_FP8 = 512.0  # no code is as large
+_NO_NUMBERS = (b"\x7f", b"\xff")  # codes of fp8
 _LARGEST_STATE = 4096  # bytes
 _LARGEST_SHAPE = 1 << 40  # elements
 _ROWS = b"\0"  # `weight_format` of whole rows
@@ -51,6 +56,7 @@ class _State:
 def with_quantised(entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     """Returns the entries of a checkpoint with one for each quantised tensor, of the shape and the format of its weights, in
     place of those of its parts. Raises UsageError naming the file and the tensor where parts do not fit together."""
+    entries = _with_own_formats(entries)
     parts: dict[str, dict[str, TensorEntry]] = {}
     for key, entry in entries.items():
         found, base = _OF_NF4.fullmatch(key), ""
@@ -69,6 +75,58 @@ def with_quantised(entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]
             for key, entry in entries.items()
             if key not in taken
         }
+
+
+def _with_own_formats(entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """Returns the entries with one for each tensor in mxfp4 or fp8, in the place of its codes."""
+    found, taken = dict[str, TensorEntry](), set[str]()
+    for key, entry in entries.items():
+        base = key.removesuffix(_BLOCKS)
+        if base != key and entry.dtype == "uint8":
+            if base in entries:
+                raise _refusal(entry, f"has {shown(base)} beside it, which it stands for")
+            found[base] = _mxfp4(base, entry, entries.get(base + _EXPONENTS))
+            taken.add(base + _EXPONENTS)
+        elif key.endswith(_EXPONENTS) and entry.dtype == "uint8" and key.removesuffix(_EXPONENTS) + _BLOCKS not in entries:
+            raise _refusal(entry, f"has no {key.removesuffix(_EXPONENTS).rpartition('.')[2]}{_BLOCKS} beside it")
+        elif entry.dtype == _E4M3:
+            found[key] = _fp8(entry, entries.get(key + _SCALES))
+            taken.add(key + _SCALES)
+        elif key.endswith(_SCALES) and (codes := entries.get(key.removesuffix(_SCALES))) is not None and codes.dtype != _E4M3:
+            raise _refusal(codes, f"has scales of fp8 beside it, but is {codes.dtype}")
+        else:
+            found[key] = entry
+    return {key: entry for key, entry in found.items() if key not in taken}
+
+
+def _mxfp4(name: str, codes: TensorEntry, exponents: TensorEntry | None) -> TensorEntry:
+    """Returns the tensor as the model has it: its last two dimensions exchanged."""
+    if len(codes.shape) != 4 or codes.shape[-1] != MXFP4_BLOCK // 2 or 0 in codes.shape:
+        raise _refusal(
+            codes, f"is of shape {list(codes.shape)}: blocks of mxfp4 have 4 dimensions, the last of {MXFP4_BLOCK // 2}"
+        )
+    if exponents is None:
+        raise _refusal(codes, f"has no {name.rpartition('.')[2]}{_EXPONENTS} beside it")
+    if (exponents.dtype, exponents.shape) != ("uint8", codes.shape[:-1]):
+        raise _other_shape(exponents, "uint8", codes.shape[:-1])
+    matrices, rows, blocks, _ = codes.shape
+    shape = (matrices, blocks * MXFP4_BLOCK, rows)
+    return replace(codes, name=name, dtype="mxfp4", shape=shape, scales=Scales(kind="mxfp4", maxima=exponents))
+
+
+def _fp8(codes: TensorEntry, scales: TensorEntry | None) -> TensorEntry:
+    if scales is None:
+        raise _refusal(codes, f"has no {codes.name.rpartition('.')[2]}{_SCALES} beside it")
+    if len(codes.shape) != 2 or 0 in codes.shape:
+        raise _refusal(codes, f"is of shape {list(codes.shape)}: of fp8, fuyou reads matrices")
+    squares = tuple(-(-side // FP8_BLOCK) for side in codes.shape)
+    if scales.dtype not in ("float32", "bfloat16") or scales.shape != squares:
+        raise _other_shape(scales, "float32", squares)
+    return replace(codes, dtype="fp8", scales=Scales(kind="fp8", maxima=scales))
+
+
+def _other_shape(entry: TensorEntry, dtype: str, shape: tuple[int, ...]) -> UsageError:
+    return _refusal(entry, f"is {entry.dtype} of shape {list(entry.shape)}, but {dtype} of {list(shape)} is needed")
 
 
 def _quantised(codes: TensorEntry, parts: Mapping[str, TensorEntry], reader: TensorReader) -> TensorEntry:
@@ -155,28 +213,48 @@ def _same_levels(codes: TensorEntry, parts: Mapping[str, TensorEntry], name: str
         raise _refusal(entry, "has other levels than bitsandbytes' own table, so that its codes mean other values")
 
 
-def reads_parts(entry: TensorEntry, at: PackedTensor, reader: TensorReader) -> Read:
-    """Returns what reads the parts of a quantised tensor out of its files, where a store has them at `at`. It raises UsageError
-    for a scale that is not finite."""
+def reads_parts(entry: TensorEntry, at: PackedTensor, reader: TensorReader, *, first: int = 0) -> Read:
+    """Returns what reads the parts of a quantised tensor out of its files, where a store has them at `at`. `first`: elements of
+    whole matrices of mxfp4 that the file's tensor has before it. It raises UsageError for what is not finite."""
     scales = entry.scales
-    assert scales is not None
+    assert scales is not None and (scales.kind == "mxfp4" or not first)
+    skipped = {at.codes: first // 2, at.maxima: first // MXFP4_BLOCK}
     sources = {at.codes: entry, at.maxima: scales.maxima} | ({} if scales.outer is None else {at.outer: scales.outer})
 
     def read(part: tuple[int, int], begin: int, end: int) -> memoryview:
         if part not in sources:
             return memoryview(np.array([scales.mean], np.float32).tobytes())[begin:end]
-        source = sources[part]
-        found = reader.read_some(source, begin, end - begin)
+        source, here = sources[part], skipped.get(part, 0)
+        if scales.kind == "fp8":
+            return _of_fp8(source, begin, end, reader)
+        found = reader.read_some(source, here + begin, end - begin)
         if source.dtype == "float32" and not np.isfinite(np.frombuffer(found, np.float32)).all():
             raise _refusal(source, "has scales that are not finite")
+        if scales.kind == "mxfp4" and part == at.maxima and np.frombuffer(found, np.uint8).max() > _LARGEST_EXPONENT:
+            raise _refusal(source, f"has scales above {_LARGEST_EXPONENT}, with which values are not finite")
         return memoryview(found)
 
     return read
 
 
+def _of_fp8(source: TensorEntry, begin: int, end: int, reader: TensorReader) -> memoryview:
+    """Reads bytes of codes, or of float32 scales; a file may have these in bfloat16."""
+    narrow = source.dtype == "bfloat16"
+    found = reader.read_some(source, begin // 2 if narrow else begin, (end - begin) // 2 if narrow else end - begin)
+    if source.dtype == "fp8":
+        if any(code in found for code in _NO_NUMBERS):
+            raise _refusal(source, "has values that are NaN")
+        return memoryview(found)
+    wide: Any = np.frombuffer(found, np.uint16).astype(np.uint32) << 16 if narrow else np.frombuffer(found, np.uint32)
+    with np.errstate(over="ignore"):
+        if not np.isfinite(wide.view(np.float32) * np.float32(_LARGEST_FP8)).all():
+            raise _refusal(source, "has scales with which values are not finite")
+    return memoryview(wide.tobytes())
+
+
 def _refusal(entry: TensorEntry, what: str) -> UsageError:
     return UsageError(
         f"{entry.file}: tensor {shown(entry.name)} {what}",
-        hint="download the checkpoint again, or save it with bitsandbytes as nf4 in blocks of 64 or as int8; or use the model "
-        "that was quantised: fuyou quantises it itself (model.quantize)",
+        hint="download the checkpoint again: fuyou reads nf4 in blocks of 64 and int8 of bitsandbytes, mxfp4, and fp8 in "
+        "squares of 128; or use the model that was quantised: fuyou quantises it itself (model.quantize)",
     )

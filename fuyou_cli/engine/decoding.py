@@ -10,9 +10,9 @@ import torch
 
 from ..planner.device import decode_scratch, decoded_at_once
 from ..spec.model import ITEM_SIZE, Dtype, ModelSpec, StageSpec
-from ..spec.packed_tensors import DYNAMIC_BLOCK, NF4_BLOCK, PackedTensor, Quantised
+from ..spec.packed_tensors import DYNAMIC_BLOCK, FP8_BLOCK, MXFP4_BLOCK, NF4_BLOCK, PackedTensor, Quantised
 from ..spec.plan import Plan
-from ..swap.quantised import Workers, dynamic_decode, dynamic_levels, int8_decode, nf4_decode
+from ..swap.quantised import Workers, dynamic_decode, dynamic_levels, fp8_decode, int8_decode, mxfp4_decode, nf4_decode
 from .devices.base import Device
 from .host_memory import HostMemory
 from .skeleton import TORCH_DTYPE
@@ -26,7 +26,8 @@ class Decoder(Protocol):
     """Decodes tensors of one format."""
 
     def decode(self, kind: Quantised, bank: torch.Tensor, at: PackedTensor, values: torch.Tensor) -> None:
-        """Fills `values` (1-D, compute dtype) with the tensor that lies `at` its place in `bank` (bytes)."""
+        """Fills `values` (1-D, compute dtype) with the tensor that lies `at` its place in `bank` (bytes), in the order in
+        which it rests (`TensorSpec.transposed`)."""
 
     def close(self) -> None: ...
 
@@ -83,11 +84,15 @@ class HostDecoder:
         self._dtype, self._workers = dtype, Workers(threads)
 
     def decode(self, kind: Quantised, bank: torch.Tensor, at: PackedTensor, values: torch.Tensor) -> None:
-        out, codes = _bytes(values), _bytes(part(bank, at.codes, torch.uint8))
+        out, codes, maxima = _bytes(values), *(_bytes(part(bank, place, torch.uint8)) for place in (at.codes, at.maxima))
         if kind == "int8":
-            int8_decode(codes, _bytes(part(bank, at.maxima, torch.uint8)), at.columns, out, self._dtype, workers=self._workers)
+            int8_decode(codes, maxima, at.columns, out, self._dtype, workers=self._workers)
+        elif kind == "fp8":
+            fp8_decode(codes, maxima, at.columns, out, self._dtype, workers=self._workers)
+        elif kind == "mxfp4":
+            mxfp4_decode(codes, maxima, out, self._dtype, workers=self._workers)
         elif kind == "nf4":
-            nf4_decode(codes, _bytes(part(bank, at.maxima, torch.uint8)), out, self._dtype, workers=self._workers)
+            nf4_decode(codes, maxima, out, self._dtype, workers=self._workers)
         else:
             self._decode_double(bank, at, codes, out)
 
@@ -128,13 +133,23 @@ class DeviceDecoder:
         self._pairs, self._places = pairs.view(torch.int32), places.view(torch.int32)
         self._levels = torch.from_numpy(nf4_pairs()).to(device.torch_device)
         self._dynamic = torch.from_numpy(dynamic_levels()).to(device.torch_device)
+        self._small_levels, self._powers = (torch.from_numpy(one).to(device.torch_device) for one in (mxfp4_pairs(), powers()))
 
     def decode(self, kind: Quantised, bank: torch.Tensor, at: PackedTensor, values: torch.Tensor) -> None:
-        step = self._at_once if kind != "int8" else self._at_once // at.columns * at.columns
+        unit = {"int8": at.columns, "fp8": FP8_BLOCK * at.columns}.get(kind, 1)
+        step = self._at_once // unit * unit
+        if kind == "mxfp4":
+            step = step * MXFP4_BLOCK // NF4_BLOCK  # its blocks are smaller, and there is room for so many
         for begin in range(0, at.numel, step):
             end = min(begin + step, at.numel)
-            decoded = self._int8(bank, at, begin, end) if kind == "int8" else self._nf4(kind, bank, at, begin, end)
-            values[begin:end].copy_(decoded)
+            values[begin:end].copy_(self._decoded(kind, bank, at, begin, end))
+
+    def _decoded(self, kind: Quantised, bank: torch.Tensor, at: PackedTensor, begin: int, end: int) -> torch.Tensor:
+        if kind == "int8":
+            return self._int8(bank, at, begin, end)
+        if kind == "fp8":
+            return self._fp8(bank, at, begin, end)
+        return self._mxfp4(bank, at, begin, end) if kind == "mxfp4" else self._nf4(kind, bank, at, begin, end)
 
     def _int8(self, bank: torch.Tensor, at: PackedTensor, begin: int, end: int) -> torch.Tensor:
         rows = slice(begin // at.columns, end // at.columns)
@@ -143,11 +158,38 @@ class DeviceDecoder:
         scaled = decoded.view(-1, at.columns).mul_(part(bank, at.maxima, torch.float32)[rows, None])
         return scaled.mul_(_ONE_127TH).view(decoded.shape)
 
-    def _nf4(self, kind: Quantised, bank: torch.Tensor, at: PackedTensor, begin: int, end: int) -> torch.Tensor:
-        codes = part(bank, at.codes, torch.uint8)[begin // 2 : (end + 1) // 2]
+    def _fp8(self, bank: torch.Tensor, at: PackedTensor, begin: int, end: int) -> torch.Tensor:
+        decoded = self._values[: end - begin]
+        decoded.copy_(part(bank, at.codes, torch.float8_e4m3fn)[begin:end])
+        matrix, across = decoded.view(-1, at.columns), -(-at.columns // FP8_BLOCK)
+        scales = part(bank, at.maxima, torch.float32).view(-1, across)[begin // at.columns // FP8_BLOCK :]
+        for row, last_row, high in _squares(matrix.shape[0]):
+            for column, last_column, wide in _squares(at.columns):
+                there = scales[row // FP8_BLOCK :, column // FP8_BLOCK :][
+                    : (last_row - row) // high, : (last_column - column) // wide
+                ]
+                squares = matrix[row:last_row, column:last_column].unflatten(1, (-1, wide)).unflatten(0, (-1, high))
+                squares.mul_(there[:, None, :, None])
+        return decoded
+
+    def _mxfp4(self, bank: torch.Tensor, at: PackedTensor, begin: int, end: int) -> torch.Tensor:
+        self._look_up(self._small_levels, part(bank, at.codes, torch.uint8)[begin // 2 : end // 2])
+        exponents = part(bank, at.maxima, torch.uint8)[begin // MXFP4_BLOCK : end // MXFP4_BLOCK]
+        places, scales = (memory[: exponents.numel()] for memory in (self._places, self._maxima))
+        places.copy_(exponents)
+        torch.index_select(self._powers, 0, places, out=scales)
+        decoded = self._values[: end - begin]
+        decoded.view(-1, MXFP4_BLOCK).mul_(scales[:, None])
+        return decoded
+
+    def _look_up(self, levels: torch.Tensor, codes: torch.Tensor) -> None:
+        """Fills `_values` with the two levels of each byte."""
         pairs = self._pairs[: codes.numel()]
         pairs.copy_(codes)
-        torch.index_select(self._levels, 0, pairs, out=self._values[: 2 * codes.numel()].view(-1, 2))
+        torch.index_select(levels, 0, pairs, out=self._values[: 2 * codes.numel()].view(-1, 2))
+
+    def _nf4(self, kind: Quantised, bank: torch.Tensor, at: PackedTensor, begin: int, end: int) -> torch.Tensor:
+        self._look_up(self._levels, part(bank, at.codes, torch.uint8)[begin // 2 : (end + 1) // 2])
         first, last = begin // NF4_BLOCK, -(-end // NF4_BLOCK)
         maxima = (
             self._maxima_of(bank, at, first, last) if kind == "nf4_double" else part(bank, at.maxima, torch.float32)[first:last]
@@ -171,6 +213,26 @@ class DeviceDecoder:
 def _cut(memory: torch.Tensor, sizes: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
     parts: tuple[torch.Tensor, ...] = memory.split(sizes)
     return parts
+
+
+def _squares(count: int) -> list[tuple[int, int, int]]:
+    """Cuts rows or columns where squares of fp8 are cut: runs [first, end) of whole squares and of a rest, with their sides."""
+    whole = count - count % FP8_BLOCK
+    return [run for run in ((0, whole, FP8_BLOCK), (whole, count, count - whole)) if run[0] < run[1]]
+
+
+def mxfp4_pairs() -> Any:
+    """Returns float32 (256, 2): the levels that a byte of two codes stands for."""
+    pairs: Any = np.empty((256, 2), np.float32)
+    mxfp4_decode(bytes(range(256)), bytes([127] * (512 // MXFP4_BLOCK)), pairs.reshape(-1), "float32")
+    return pairs
+
+
+def powers() -> Any:
+    """Returns float32 (256): the power of two that an exponent of mxfp4 stands for."""
+    values: Any = np.empty((256, MXFP4_BLOCK), np.float32)
+    mxfp4_decode(bytes([2] * (256 * MXFP4_BLOCK // 2)), bytes(range(256)), values.reshape(-1), "float32")
+    return values[:, 0].copy()
 
 
 def nf4_pairs() -> Any:

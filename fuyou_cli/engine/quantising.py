@@ -1,4 +1,5 @@
-"""Marks which weights of a model rest quantised: frozen matrices of linear layers in its blocks, as bitsandbytes chooses."""
+"""Marks which weights of a model rest quantised: frozen matrices of linear layers in its blocks, as bitsandbytes chooses; of
+mxfp4 those of experts."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ..core.errors import UsageError
-from ..spec.packed_tensors import Quantised
+from ..spec.packed_tensors import TRANSPOSED, Quantised
 from .anatomy import Anatomy, Slotted, Stage
 
 
@@ -32,8 +33,10 @@ def quantised(anatomy: Anatomy, quantisation: Quantised | None, names: Container
 
 def _marked(stage: Stage, quantisation: Quantised, names: Container[str] | None) -> Stage:
     def of(slotted: Slotted) -> Slotted:
-        chosen = _can_be(slotted) and (names is None or slotted.spec.name in names)
-        return replace(slotted, spec=replace(slotted.spec, quantised=chosen))
+        transposed = quantisation in TRANSPOSED  # and of no linear layer, but of experts
+        can_be = slotted.spec.frozen if transposed else _can_be(slotted)
+        chosen = can_be and (names is None or slotted.spec.name in names)
+        return replace(slotted, spec=replace(slotted.spec, quantised=chosen, transposed=chosen and transposed))
 
     return Stage.packed(stage.name, stage.kind, stage.module, map(of, stage.parameters), stage.vocabulary, quantisation)
 

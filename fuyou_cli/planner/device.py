@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..core.units import align_up
 from ..spec.model import ITEM_SIZE, ModelSpec
-from ..spec.packed_tensors import DYNAMIC_BLOCK, NF4_BLOCK
+from ..spec.packed_tensors import DYNAMIC_BLOCK, FP8_BLOCK, NF4_BLOCK
 from ..spec.plan import StagePlan
 
 # What compute waits for. The simulation and a run use the same names.
@@ -41,10 +41,11 @@ def square_lanes(count: int) -> int:
 
 
 def decoded_at_once(model: ModelSpec) -> int:
-    """Returns how many elements of quantised weights a device decodes at once: whole maxima of maxima, and whole rows of int8.
-    Returns 0 where there are none."""
+    """Returns how many elements of quantised weights a device decodes at once: whole maxima of maxima, whole rows of int8, and
+    whole squares of fp8. Returns 0 where there are none."""
     packed = [tensor for stage in model.stages if stage.quantised for tensor in stage.packed().values()]
-    largest = max((max(tensor.columns, min(DECODED_AT_ONCE, tensor.numel)) for tensor in packed), default=0)
+    rows = FP8_BLOCK if model.quantisation == "fp8" else 1
+    largest = max((max(rows * tensor.columns, min(DECODED_AT_ONCE, tensor.numel)) for tensor in packed), default=0)
     return align_up(largest, NF4_BLOCK * DYNAMIC_BLOCK)
 
 

@@ -26,7 +26,7 @@ MEANINGS = {
     "model.attn_implementation": "What computes attention. `eager` is slower; `flash_attention_2` is an extra package.",
     "model.kernels": "`liger`: fused norms and gated products on a GPU, from an extra package.",
     "model.trust_remote_code": "Lets the model's own code run. That of a tokenizer is never run.",
-    "model.quantize": "How frozen weights of the blocks' linear layers rest: 4 or 8 bits, as in bitsandbytes.",
+    "model.quantize": "How frozen weights of the blocks' linear layers rest: as in bitsandbytes, or as in the model's files.",
     "model.double_quant": "Keeps the maxima of the blocks of `nf4` in eight bits.",
     "tokenizer.name_or_path": "Another folder or hub name than the model's.",
     "tokenizer.chat_template": "A .jinja file, for models that have no template of their own.",

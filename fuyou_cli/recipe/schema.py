@@ -50,11 +50,11 @@ class ModelSection(Section):
     attn_implementation: Literal["sdpa", "flash_attention_2", "eager"] = "sdpa"
     kernels: Literal["torch", "liger"] = "torch"  # of norms and gated products
     trust_remote_code: bool = False
-    quantize: Literal["none", "nf4", "int8"] = "none"  # how frozen weights of linear layers in blocks rest
+    quantize: Literal["none", "nf4", "int8", "mxfp4", "fp8"] = "none"  # how frozen weights of linear layers in blocks rest
     double_quant: bool = False  # of nf4: the maxima of its blocks in eight bits
 
     @property
-    def quantisation(self) -> Literal["nf4", "nf4_double", "int8"] | None:
+    def quantisation(self) -> Literal["nf4", "nf4_double", "int8", "mxfp4", "fp8"] | None:
         """Returns the format in which weights rest; None: in the compute dtype."""
         if self.quantize == "none":
             return None

@@ -85,6 +85,7 @@ class TensorSpec:
     whole: tuple[int, ...] | None = None  # shape of the model's tensor where the stage holds a part of it
     frozen: bool = False  # no gradient is computed, and no update changes it
     quantised: bool = False  # rests quantised; then it is frozen
+    transposed: bool = False  # rests quantised, and is decoded, with its last two dimensions exchanged
 
     @property
     def model_shape(self) -> tuple[int, ...]:

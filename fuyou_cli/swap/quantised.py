@@ -1,4 +1,5 @@
-"""Encodes and decodes weights in the quantised layouts of bitsandbytes: nf4, its doubly quantised maxima, rows of int8.
+"""Encodes and decodes weights in the quantised layouts of bitsandbytes: nf4, its doubly quantised maxima, rows of int8. Decodes
+those of other files: mxfp4 and fp8 (see `spec/packed_tensors`).
 
 Arguments are anything with the buffer protocol, contiguous; bfloat16 travels as two-byte items. A tensor may be worked on
 in parts that begin at a whole block or row. All bytes are the same whatever the number of workers.
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 NF4_BLOCK: int = lib.FY_NF4_BLOCK
 DYNAMIC_BLOCK: int = lib.FY_DYNAMIC_BLOCK
+MXFP4_BLOCK: int = lib.FY_MXFP4_BLOCK
+FP8_BLOCK: int = lib.FY_FP8_BLOCK
 _FEWEST_BLOCKS = 4096  # for one worker: fewer take less time than it takes to ask
 _DECADES = 7  # of the dynamic codes' exponents
 
@@ -46,9 +49,10 @@ class Workers:
         if self._threads is not None:
             self._threads.shutdown()
 
-    def share(self, blocks: int, work: Callable[[int, int], int]) -> int:
-        """Calls `work` with runs of blocks [first, end) that make up all of them; returns the sum of what it returns."""
-        runs = max(1, min(self.count, blocks // _FEWEST_BLOCKS))
+    def share(self, blocks: int, work: Callable[[int, int], int], *, fewest: int = _FEWEST_BLOCKS) -> int:
+        """Calls `work` with runs of blocks [first, end), `fewest` or more, that make up all of them; returns the sum of what it
+        returns."""
+        runs = max(1, min(self.count, blocks // fewest))
         if self._threads is None or runs == 1:
             return work(0, blocks)
         edges = [blocks * part // runs for part in range(runs + 1)]
@@ -116,6 +120,34 @@ def int8_decode(codes: Buffer, maxima: Buffer, columns: int, values: Buffer, dty
         return _checked(lib.fy_int8_decode(*place, end - first, columns, DTYPES[dtype], _at(target[first * columns :])))
 
     workers.share(rows, work)
+
+
+def mxfp4_decode(packed: Buffer, exponents: Buffer, values: Buffer, dtype: Dtype, *, workers: Workers = ALONE) -> None:
+    """Fills `values`, whole blocks, with what `packed` and the `exponents` of every 32 stand for."""
+    source, powers, target = _array(packed, 1), _array(exponents, 1), _array(values, ITEM_SIZE[dtype])
+    _same(source.size, target.size // 2, powers.size * MXFP4_BLOCK, target.size)
+
+    def work(first: int, end: int) -> int:
+        place = _at(source[first * MXFP4_BLOCK // 2 :], "uint8_t[]"), _at(powers[first:], "uint8_t[]")
+        return _checked(lib.fy_mxfp4_decode(*place, end - first, DTYPES[dtype], _at(target[first * MXFP4_BLOCK :])))
+
+    workers.share(powers.size, work)
+
+
+def fp8_decode(codes: Buffer, scales: Buffer, columns: int, values: Buffer, dtype: Dtype, *, workers: Workers = ALONE) -> None:
+    """Fills `values` with what rows of `columns` codes and the float32 `scales` of their squares stand for. The first row
+    begins a square."""
+    source, factors, target = _array(codes, 1), _array(scales, 4), _array(values, ITEM_SIZE[dtype])
+    rows, across = source.size // columns, -(-columns // FP8_BLOCK)
+    down = -(-rows // FP8_BLOCK)
+    _same(source.size, target.size, rows * columns, target.size, factors.size, down * across)
+
+    def work(first: int, end: int) -> int:
+        begin, last = first * FP8_BLOCK, min(end * FP8_BLOCK, rows)
+        place = _at(source[begin * columns :], "uint8_t[]"), _at(factors[first * across :], "float[]")
+        return _checked(lib.fy_fp8_decode(*place, last - begin, columns, DTYPES[dtype], _at(target[begin * columns :])))
+
+    workers.share(down, work, fewest=1 + _FEWEST_BLOCKS * NF4_BLOCK // (FP8_BLOCK * columns))
 
 
 # ---- double quantisation: maxima of nf4 in eight bits ----------------------------------------------------------------

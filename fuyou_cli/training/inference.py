@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 
@@ -17,7 +17,6 @@ from ..checkpoint.companions import ADAPTER_CONFIG_NAME, CONFIG_NAME
 from ..checkpoint.files import an_adapter, open_checkpoint
 from ..checkpoint.header import TensorEntry
 from ..checkpoint.names import entries_for
-from ..checkpoint.quantised_files import reads_parts
 from ..checkpoint.reader import PIECE, TensorReader
 from ..core.disk import status_of
 from ..core.errors import UsageError
@@ -30,19 +29,18 @@ from ..engine.weight_stream import HUGE_PAGE, SLOTS, ReadInto, ReadPages, Visite
 from ..recipe.fields import MemoryLimit
 from ..spec.model import Piece
 from ..spec.model_facts import InPlace
-from ..spec.packed_tensors import packed_bank
 from .adapter_exporting import MergedWeights, as_trained
 from .exporting import READ_ARENA, StoreWeights
 from .history import LOG, saved_of
 from .in_place_files import GPU_ALIGNMENT, addresses, lying_in
 from .limits import for_tensors
-from .packed_reading import PackedReader
+from .packed_reading import DecodingReader
 from .state import manifest as manifests
 from .state.at_rest import AtRest, at_rest, find_store
 from .state.kept_companions import kept_adapter, kept_companions
 from .untouched import left_alone
 
-_READ = 1 << 21  # elements of a store, or of a quantised tensor, at once: no more than a store's window holds
+_READ = 1 << 21  # elements of a store at once: no more than a store's window holds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -257,22 +255,8 @@ def _of_counters(state: AtRest) -> int:
 
 
 def _of_files(found: FoundModel, entries: Mapping[str, TensorEntry], reader: TensorReader) -> ReadInto:
-    last = ("", cast("PackedReader | None", None))  # the quantised tensor that was read last
-
-    def read(name: str, into: torch.Tensor, first: int) -> None:
-        nonlocal last
-        entry = entries[name]
-        if entry.scales is None:
-            reader.read_into(entry, into, first_element=first)
-            return
-        packed = last[1] if last[0] == name else None
-        if packed is None:
-            at = packed_bank(entry.scales.kind, [(name, entry.shape)])[0][name]
-            packed = PackedReader(entry.scales.kind, at, reads_parts(entry, at, reader), found.dtype)
-            last = name, packed
-        _in_pieces(packed.elements, into, first)
-
-    return read
+    decoding = DecodingReader(reader, found.dtype)
+    return lambda name, into, first: decoding.read_into(entries[name], into, first=first)
 
 
 def _of_store(found: FoundModel, state: AtRest, weights: StoreWeights | MergedWeights) -> ReadInto:

@@ -166,7 +166,7 @@ def _with_frozen(recipe: Recipe, model: PreTrainedModel, model_dir: Path, *, str
     names = quantised_names(recipe, anatomy, model_dir, stored)
     anatomy = quantised(anatomy, recipe.model.quantisation, names)
     if has_weights(model_dir):
-        check_marked(anatomy, names)
+        check_marked(anatomy, names, stored)
     return replace(outline, anatomy=anatomy)
 
 

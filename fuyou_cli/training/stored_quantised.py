@@ -1,4 +1,5 @@
-"""Brings a recipe and a checkpoint together that bitsandbytes has quantised: the file's format is that of the run."""
+"""Brings a recipe and a checkpoint together that rests quantised in its files: the file's format is that of the run. What is
+trained of one in mxfp4 or fp8 is decoded while it is imported."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from ..checkpoint.files import has_weights, name_list, open_checkpoint
 from ..core.errors import UsageError
 from ..core.json_files import find_object
 from ..recipe.rules import broken_rules
-from ..spec.packed_tensors import Quantised
+from ..spec.packed_tensors import READ_ONLY, Quantised
 from ..spec.quantisation_config import StoredQuantisation, stored_quantisation
 from .adapting import entries_of
 
@@ -26,6 +27,8 @@ _KEYS: dict[Quantised, str] = {
     "nf4": "quantize: nf4",
     "nf4_double": "quantize: nf4, double_quant: true",
     "int8": "quantize: int8",
+    "mxfp4": "quantize: mxfp4",
+    "fp8": "quantize: fp8",
 }
 
 
@@ -36,10 +39,23 @@ def stored_in(model_dir: Path) -> StoredQuantisation | None:
 
 
 def as_stored(recipe: Recipe, model_dir: Path, *, say: Callable[[str], None]) -> Recipe:
-    """Returns the recipe with the format of the checkpoint, and says so, if it is quantised. Raises UsageError where the recipe
-    asks for another format, or for what quantised weights cannot do."""
+    """Returns the recipe with the format of the checkpoint, and says so, if it is quantised. Of one in mxfp4
+    or fp8 that is trained whole, or with `quantize: none`, the weights are decoded. Raises UsageError where the recipe asks for
+    another format, or for what quantised weights cannot do."""
     stored = stored_in(model_dir)
     if stored is None:
+        if recipe.model.quantize in READ_ONLY:
+            raise UsageError(
+                f"model.quantize is {recipe.model.quantize}, but {model_dir / CONFIG_NAME} does not say that weights rest so",
+                hint="fuyou quantises to nf4 and int8 alone: name one of them, or a model that was published so",
+            )
+        return recipe
+    all_trained = recipe.adapter is None and not recipe.freeze
+    decoded = recipe.model.quantize == "none" and (all_trained or "quantize" in recipe.model.model_fields_set)
+    if stored.kind in READ_ONLY and decoded and not recipe.model.double_quant:
+        dtype = recipe.precision.compute
+        end = ", and what is exported is too" if all_trained else ""
+        say(f"model: its weights are quantised ({stored.kind}): they are decoded to {dtype} while they are imported{end}")
         return recipe
     there = {"quantize": stored.kind.removesuffix("_double"), "double_quant": stored.kind == "nf4_double"}
     said = {key: getattr(recipe.model, key) for key in recipe.model.model_fields_set & there.keys()}
@@ -88,9 +104,17 @@ def quantised_names(recipe: Recipe, anatomy: Anatomy, model_dir: Path, stored: S
     return frozenset(kinds)
 
 
-def check_marked(anatomy: Anatomy, names: frozenset[str]) -> None:
-    """Raises UsageError for a weight that the checkpoint has quantised, but that no stage holds so."""
+def check_marked(anatomy: Anatomy, names: frozenset[str], stored: StoredQuantisation) -> None:
+    """Raises UsageError for a weight that the checkpoint has quantised, but that no stage holds so. One in mxfp4 or fp8 is
+    decoded then; one of them must rest so."""
     marked = {tensor.name for stage in anatomy.stages for tensor in stage.tensors if tensor.quantised}
+    if stored.kind in READ_ONLY:
+        if not marked:
+            raise UsageError(
+                f"no frozen matrix in a block is one that the checkpoint has in {stored.kind}",
+                hint="set model.quantize=none: then weights are decoded while they are imported",
+            )
+        return
     if wrong := sorted(names - marked):
         trained = any(tensor.name in wrong and not tensor.frozen for stage in anatomy.stages for tensor in stage.tensors)
         first = "have them frozen (see freeze and adapter.modules_to_save)" if trained else (
@@ -107,7 +131,8 @@ def check_planned(model: ModelSpec, entries: Mapping[str, TensorEntry], model_di
     kinds = _kinds(entries)
     planned = {tensor.name: model.quantisation for stage in model.stages for tensor in stage.tensors if tensor.quantised}
     stored = stored_in(model_dir)
-    if kinds == planned or (not kinds and stored is None):
+    decoded = set(kinds.values()) <= {*READ_ONLY} and stored is not None and stored.kind in READ_ONLY
+    if kinds == planned or (not kinds and stored is None) or (decoded and planned.items() <= kinds.items()):
         return
     if stored is None:
         raise UsageError(

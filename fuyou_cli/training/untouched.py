@@ -18,6 +18,7 @@ from ..checkpoint.names import is_in
 from ..checkpoint.reader import FLOATS, TensorReader, weights_mark
 from ..checkpoint.writer import OutTensor, Read
 from ..core.errors import UsageError
+from ..spec.packed_tensors import READ_ONLY
 from .state.stored import Manifest, Untouched
 
 if TYPE_CHECKING:
@@ -48,19 +49,25 @@ class UntouchedError(UsageError):
 def with_untouched(
     untouched: Untouched | None, model_dir: Path, tensors: list[OutTensor], read: Read
 ) -> Iterator[tuple[list[OutTensor], Read]]:
-    """Adds what a run left alone, in the dtypes of its checkpoint, to the tensors to write and to what reads them. Raises
-    UntouchedError if the folder does not hold it any more."""
+    """Adds what a run left alone, in the dtypes of its checkpoint, to the tensors to write and to what reads them: what is
+    quantised there decoded to bfloat16. Raises UntouchedError if the folder does not hold it any more."""
     if untouched is None:
         yield tensors, read
         return
+    from .packed_reading import DecodingReader  # numpy
+
     entries = left_alone(untouched, model_dir)
-    more = [OutTensor(name=name, dtype=entry.dtype, shape=entry.shape) for name, entry in entries.items()]
+    dtypes = {name: entry.dtype if entry.scales is None else "bfloat16" for name, entry in entries.items()}
+    more = [OutTensor(name=name, dtype=dtypes[name], shape=entry.shape) for name, entry in entries.items()]
     with TensorReader() as reader:
+        decoding = DecodingReader(reader, "bfloat16")
 
         def read_either(tensor: OutTensor, first: int, elements: int) -> memoryview:
             entry = entries.get(tensor.name)
             if entry is None:
                 return read(tensor, first, elements)
+            if entry.scales is not None:
+                return decoding.read(entry, first, elements)
             item = BYTES_PER_ELEMENT[entry.dtype]
             return memoryview(reader.read_some(entry, first * item, elements * item))
 
@@ -123,9 +130,10 @@ def own_values(
         found = open_checkpoint(model_dir).entries
     except UsageError as error:
         problem = error.message
-    is_it = all(name in found and found[name].shape == shape and found[name].dtype in FLOATS for name, shape in frozen.items())
+    own = (*FLOATS, *READ_ONLY)  # what is decoded has no values of its own
+    is_it = all(name in found and found[name].shape == shape and found[name].dtype in own for name, shape in frozen.items())
     if not is_it and say is not None:
         say(f"note: {problem}. So what was not trained is written as it was computed with, rounded to {saved.compute_dtype}")
-    wider = {name: found[name] for name in frozen if found[name].dtype != saved.compute_dtype} if is_it else {}
+    wider = {name: found[name] for name in frozen if found[name].dtype in {*FLOATS} - {saved.compute_dtype}} if is_it else {}
     with TensorReader() as reader:
         yield OwnValues(wider, reader) if wider else None

@@ -32,6 +32,8 @@
 #define FY_MAX_SOURCES 1024
 #define FY_SOURCES_AT 0x1000000000000 /* 2^48: where sources begin in a store's address space */
 #define FY_NF4_BLOCK 64
+#define FY_MXFP4_BLOCK 32
+#define FY_FP8_BLOCK 128
 #define FY_DYNAMIC_BLOCK 256
 #define FY_DYNAMIC_LEVELS 256
 #define FY_STATE_BLOCK 64
@@ -279,6 +281,11 @@ int fy_dynamic_decode(const uint8_t *codes, const float *maxima, uint64_t count,
 int fy_int8_encode(const void *values, uint64_t rows, uint64_t columns, uint32_t dtype, int8_t *codes, float *maxima,
                    uint64_t *nonfinite);
 int fy_int8_decode(const int8_t *codes, const float *maxima, uint64_t rows, uint64_t columns, uint32_t dtype, void *values);
+/* mxfp4: whole blocks of FY_MXFP4_BLOCK values, two to a byte, the first in its low half. A scale is 127 more than the exponent of
+ * two; from 253 on there are values that no float holds. */
+int fy_mxfp4_decode(const uint8_t *packed, const uint8_t *scales, uint64_t blocks, uint32_t dtype, void *values);
+/* fp8: e4m3; `scales` of squares of FY_FP8_BLOCK rows and columns, in the order of rows. At the ends squares may be cut. */
+int fy_fp8_decode(const uint8_t *codes, const float *scales, uint64_t rows, uint64_t columns, uint32_t dtype, void *values);
 
 const char *fy_build_info(void); /* compiler, liburing version or "no io_uring", clones */
 uint32_t fy_abi_version(void);

@@ -2,17 +2,15 @@
  * nf4.c - frozen weights in 4.5 bits: the 4-bit NormalFloat of QLoRA (Dettmers et al. 2023, section 3), in blocks of 64 with
  * a float32 maximum each, laid out as bitsandbytes does.
  *
- * Decoding multiplies the sixteen levels by the block's maximum once, takes the products apart into planes of bytes, and
- * looks bytes up: a lookup among sixteen bytes is one instruction from SSSE3 on.
+ * Decoding multiplies the sixteen levels by the block's maximum once and looks the products up (planes.h).
  */
 #include <assert.h>
 #include <errno.h>
 #include <stddef.h>
 
-#include "quantised.h"
+#include "planes.h"
 
 #define BLOCK FY_NF4_BLOCK
-#define LEVELS 16u
 #define LEAST_MAXIMUM 1e-38f /* a block of zeros is divided by this */
 
 _Static_assert(BLOCK == 64, "two vectors of packed bytes");
@@ -103,69 +101,17 @@ FY_API int fy_nf4_encode(const void *values, uint64_t count, uint32_t dtype, uin
     return 0;
 }
 
-typedef uint8_t bytes __attribute__((vector_size(16)));
-typedef uint16_t halves __attribute__((vector_size(16)));
-typedef uint32_t words __attribute__((vector_size(16)));
-
-#if defined(__clang__) /* knows shuffles by constants alone */
-INLINE bytes looked_up(bytes table, bytes places)
-{
-    bytes found;
-    for (uint32_t i = 0; i < 16; i++) {
-        found[i] = table[places[i] & 15u];
-    }
-    return found;
-}
-#define SHUFFLED(type, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-INLINE bytes looked_up(bytes table, bytes places)
-{
-    return __builtin_shuffle(table, places);
-}
-#define SHUFFLED(type, a, b, ...) __builtin_shuffle(a, b, (type){__VA_ARGS__})
-#endif
-
-#define EVEN_BYTES(a, b) SHUFFLED(bytes, a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
-#define ODD_BYTES(a, b) SHUFFLED(bytes, a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)
-#define LOW_BYTES(a, b) SHUFFLED(bytes, a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
-#define HIGH_BYTES(a, b) SHUFFLED(bytes, a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
-#define LOW_HALVES(a, b) SHUFFLED(halves, a, b, 0, 8, 1, 9, 2, 10, 3, 11)
-#define HIGH_HALVES(a, b) SHUFFLED(halves, a, b, 4, 12, 5, 13, 6, 14, 7, 15)
-#define LOW_WORDS(a, b) SHUFFLED(words, a, b, 0, 4, 1, 5)
-#define HIGH_WORDS(a, b) SHUFFLED(words, a, b, 2, 6, 3, 7)
-
-/* Sixteen words from their four planes of bytes, the lowest first. */
-INLINE void from_planes(const bytes *planes, words *out)
-{
-    const halves low = (halves)LOW_BYTES(planes[0], planes[1]), low_end = (halves)HIGH_BYTES(planes[0], planes[1]);
-    const halves high = (halves)LOW_BYTES(planes[2], planes[3]), high_end = (halves)HIGH_BYTES(planes[2], planes[3]);
-    out[0] = (words)LOW_HALVES(low, high);
-    out[1] = (words)HIGH_HALVES(low, high);
-    out[2] = (words)LOW_HALVES(low_end, high_end);
-    out[3] = (words)HIGH_HALVES(low_end, high_end);
-}
-
-/* A block's 64 values as bfloat16: the first of two in a byte is its high half, and the low one of a word of two. */
+/* The first of two values in a byte is in its high half. */
 INLINE void nf4_block_16(const uint8_t *packed, float maximum, uint16_t *out)
 {
-    uint16_t products[LEVELS];
+    float products[LEVELS];
     for (uint32_t k = 0; k < LEVELS; k++) {
-        products[k] = narrowed(levels[k] * maximum);
+        products[k] = levels[k] * maximum;
     }
-    bytes table[2];
-    memcpy(table, products, sizeof table);
-    const bytes low = EVEN_BYTES(table[0], table[1]), high = ODD_BYTES(table[0], table[1]);
+    const struct planes_16 planes = taken_apart_16(products);
     for (uint32_t half = 0; half < 2; half++) {
-        bytes pairs;
-        memcpy(&pairs, packed + 16 * half, sizeof pairs);
-        const bytes first = pairs >> 4, second = pairs & 15;
-        const bytes planes[4] = {looked_up(low, first), looked_up(high, first), looked_up(low, second),
-                                 looked_up(high, second)};
-        words found[4];
-        from_planes(planes, found);
-        for (uint32_t k = 0; k < 4; k++) { /* one by one: a copy of all four goes by way of the stack */
-            memcpy(out + 32 * half + 8 * k, &found[k], sizeof found[k]);
-        }
+        const bytes pairs = pairs_at(packed + 16 * half);
+        put_16(planes, pairs >> 4, pairs & 15, out + 32 * half);
     }
 }
 
@@ -175,28 +121,10 @@ INLINE void nf4_block_32(const uint8_t *packed, float maximum, float *out)
     for (uint32_t k = 0; k < LEVELS; k++) {
         products[k] = levels[k] * maximum;
     }
-    bytes table[4];
-    memcpy(table, products, sizeof table);
-    const bytes even = EVEN_BYTES(table[0], table[1]), even_end = EVEN_BYTES(table[2], table[3]);
-    const bytes odd = ODD_BYTES(table[0], table[1]), odd_end = ODD_BYTES(table[2], table[3]);
-    const bytes levels_of[4] = {EVEN_BYTES(even, even_end), EVEN_BYTES(odd, odd_end), ODD_BYTES(even, even_end),
-                                ODD_BYTES(odd, odd_end)};
+    const struct planes_32 planes = taken_apart_32(products);
     for (uint32_t half = 0; half < 2; half++) {
-        bytes pairs;
-        memcpy(&pairs, packed + 16 * half, sizeof pairs);
-        bytes first[4], second[4];
-        for (uint32_t k = 0; k < 4; k++) {
-            first[k] = looked_up(levels_of[k], pairs >> 4);
-            second[k] = looked_up(levels_of[k], pairs & 15);
-        }
-        words firsts[4], seconds[4];
-        from_planes(first, firsts);
-        from_planes(second, seconds);
-        for (uint32_t k = 0; k < 4; k++) {
-            const words low = LOW_WORDS(firsts[k], seconds[k]), high = HIGH_WORDS(firsts[k], seconds[k]);
-            memcpy(out + 32 * half + 8 * k, &low, sizeof low);
-            memcpy(out + 32 * half + 8 * k + 4, &high, sizeof high);
-        }
+        const bytes pairs = pairs_at(packed + 16 * half);
+        put_32(planes, pairs >> 4, pairs & 15, out + 32 * half);
     }
 }
 

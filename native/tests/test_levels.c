@@ -13,6 +13,8 @@
 
 #define COUNT 20479u /* odd: bodies and tails of every vector width */
 #define STEPS 4u
+#define BLOCKS (COUNT / 32u) /* of mxfp4 */
+#define SIDE 143u            /* of a matrix in fp8 */
 
 struct level {
     const char *name;
@@ -26,6 +28,8 @@ struct level {
     int (*nf4_decode)(const uint8_t *, const float *, uint64_t, uint32_t, void *);
     int (*int8_encode)(const void *, uint64_t, uint64_t, uint32_t, int8_t *, float *, uint64_t *);
     int (*int8_decode)(const int8_t *, const float *, uint64_t, uint64_t, uint32_t, void *);
+    int (*mxfp4_decode)(const uint8_t *, const uint8_t *, uint64_t, uint32_t, void *);
+    int (*fp8_decode)(const uint8_t *, const float *, uint64_t, uint64_t, uint32_t, void *);
 };
 
 #define DECLARE(level)                                                                                                \
@@ -38,14 +42,17 @@ struct level {
     int fy_nf4_encode_##level(const void *, uint64_t, uint32_t, uint8_t *, float *, uint64_t *);                      \
     int fy_nf4_decode_##level(const uint8_t *, const float *, uint64_t, uint32_t, void *);                            \
     int fy_int8_encode_##level(const void *, uint64_t, uint64_t, uint32_t, int8_t *, float *, uint64_t *);            \
-    int fy_int8_decode_##level(const int8_t *, const float *, uint64_t, uint64_t, uint32_t, void *)
+    int fy_int8_decode_##level(const int8_t *, const float *, uint64_t, uint64_t, uint32_t, void *);                  \
+    int fy_mxfp4_decode_##level(const uint8_t *, const uint8_t *, uint64_t, uint32_t, void *);                        \
+    int fy_fp8_decode_##level(const uint8_t *, const float *, uint64_t, uint64_t, uint32_t, void *)
 
 #define LEVEL(label, level, test)                                                                                     \
     {                                                                                                                 \
         .name = label, .usable = test, .adamw = fy_adamw_##level, .sum_squares = fy_sum_squares_##level,              \
         .split = fy_split_##level, .join = fy_join_##level, .checksum = fy_checksum_##level,                          \
         .nf4_encode = fy_nf4_encode_##level, .nf4_decode = fy_nf4_decode_##level,                                     \
-        .int8_encode = fy_int8_encode_##level, .int8_decode = fy_int8_decode_##level                                  \
+        .int8_encode = fy_int8_encode_##level, .int8_decode = fy_int8_decode_##level,                                 \
+        .mxfp4_decode = fy_mxfp4_decode_##level, .fp8_decode = fy_fp8_decode_##level                                  \
     }
 
 #ifdef FY_TEST_LEVELS
@@ -73,6 +80,8 @@ struct outcome {
     float row_maximum[2];
     float decoded32[2][COUNT];
     uint16_t decoded16[2][COUNT];
+    float read32[2][COUNT]; /* mxfp4 and fp8 */
+    uint16_t read16[2][COUNT];
     uint64_t checksum;
     uint64_t lost;
 };
@@ -105,6 +114,16 @@ static int quantised(const struct level *level, struct outcome *out)
     bad |= level->nf4_decode(out->packed[1], out->maxima[1], COUNT, FY_BFLOAT16, out->decoded16[0]);
     bad |= level->int8_decode(out->codes[0], &out->row_maximum[0], 1, COUNT, FY_FLOAT32, out->decoded32[1]);
     bad |= level->int8_decode(out->codes[1], &out->row_maximum[1], 1, COUNT, FY_BFLOAT16, out->decoded16[1]);
+    const float squares[4] = {0.3f, -1e-3f, 2.5f, 7e-20f};
+    uint8_t powers[BLOCKS];
+    for (uint32_t i = 0; i < BLOCKS; i++) {
+        powers[i] = (uint8_t)(i * 37u % 253u);
+    }
+    const uint8_t *bytes = (const uint8_t *)out->codes[0];
+    bad |= level->mxfp4_decode(out->packed[0], powers, BLOCKS, FY_FLOAT32, out->read32[0]);
+    bad |= level->mxfp4_decode(out->packed[0], powers, BLOCKS, FY_BFLOAT16, out->read16[0]);
+    bad |= level->fp8_decode(bytes, squares, SIDE, SIDE, FY_FLOAT32, out->read32[1]);
+    bad |= level->fp8_decode(bytes, squares, SIDE, SIDE, FY_BFLOAT16, out->read16[1]);
     return bad;
 }
 
@@ -211,7 +230,8 @@ int main(void)
     const struct level built = {.name = "as built", .usable = 1, .adamw = fy_adamw, .sum_squares = fy_sum_squares,
                                 .split = fy_split, .join = fy_join, .checksum = fy_checksum,
                                 .nf4_encode = fy_nf4_encode, .nf4_decode = fy_nf4_decode,
-                                .int8_encode = fy_int8_encode, .int8_decode = fy_int8_decode};
+                                .int8_encode = fy_int8_encode, .int8_decode = fy_int8_decode,
+                                .mxfp4_decode = fy_mxfp4_decode, .fp8_decode = fy_fp8_decode};
     static struct outcome expected;
     static struct outcome got;
     if (run(&built, &expected) != 0 || expected.sums[0] <= 0.0) {

@@ -110,6 +110,44 @@ static void nonfinite_values_are_counted(void)
     CHECK_EQUAL(lost, 3);
 }
 
+/* Every code under both formats, in buffers that are just as long as they have to be. */
+static void formats_that_are_only_read(void)
+{
+    uint8_t *pairs = allocated(256), *powers = allocated(16), *codes = allocated(129 * 2);
+    float *wide = allocated(512 * 4), *squares = allocated(2 * 4);
+    uint16_t *narrow = allocated(512 * 2);
+    for (uint32_t i = 0; i < 256; i++) {
+        pairs[i] = (uint8_t)i;
+        powers[i / 16] = (uint8_t)(i / 16 * 16);
+    }
+    CHECK_EQUAL(fy_mxfp4_decode(pairs, powers, 16, FY_FLOAT32, wide), 0);
+    CHECK_EQUAL(fy_mxfp4_decode(pairs, powers, 16, FY_BFLOAT16, narrow), 0);
+    CHECK(wide[2] == 0x1p-128f && wide[3] == 0.0f && wide[14] == 6 * 0x1p-127f); /* codes 1, 0 and 7, scale 0 */
+    CHECK(wide[32 * 8 + 31] == 0.0f && signbit(wide[32 * 8 + 31])); /* high half of 0x8F */
+    CHECK(wide[32 * 8 + 30] == -12.0f && wide[32 * 15 + 28] == -4.0f * 0x1p113f); /* low halves of 0x8F and 0xFE */
+    for (uint32_t i = 0; i < 512; i++) {
+        uint32_t bits;
+        memcpy(&bits, &wide[i], sizeof bits);
+        CHECK(narrow[i] == bits >> 16 && (bits & 0xFFFFu) == 0);
+    }
+    for (uint32_t i = 0; i < 129 * 2; i++) {
+        codes[i] = (uint8_t)i;
+    }
+    squares[0] = 2.0f;
+    squares[1] = 0.5f;
+    CHECK_EQUAL(fy_fp8_decode(codes, squares, 129, 2, FY_FLOAT32, wide), 0); /* the last row has a scale of its own */
+    CHECK(wide[1] == 0x1p-8f && wide[7] == 7 * 0x1p-8f && wide[8] == 0x1p-5f && wide[0x7E] == 896.0f && isnan(wide[0x7F]));
+    CHECK(wide[0x80] == 0.0f && signbit(wide[0x80]) && wide[0xFE] == -896.0f && isnan(wide[0xFF]) && wide[257] == 0x1p-10f);
+    CHECK_EQUAL(fy_fp8_decode(codes, squares, 2, 129, FY_BFLOAT16, narrow), 0);
+    CHECK(narrow[0x7E] == 0x4460 && narrow[0x80] == 0x8000 && narrow[129] == 0xBB80);
+    free(pairs);
+    free(powers);
+    free(codes);
+    free(wide);
+    free(squares);
+    free(narrow);
+}
+
 static void wrong_arguments_are_refused(void)
 {
     float values[64] = {0}, maxima[1];
@@ -123,6 +161,12 @@ static void wrong_arguments_are_refused(void)
     CHECK_EQUAL(fy_int8_encode(NULL, 1, 64, FY_FLOAT32, (int8_t *)packed, maxima, &lost), -EINVAL);
     CHECK_EQUAL(fy_int8_decode((const int8_t *)packed, maxima, 1, 32, 7, values), -EINVAL);
     CHECK_EQUAL(fy_int8_decode((const int8_t *)packed, maxima, UINT64_MAX / 2, 3, FY_FLOAT32, values), -EINVAL);
+    CHECK_EQUAL(fy_mxfp4_decode(packed, NULL, 2, FY_FLOAT32, values), -EINVAL);
+    CHECK_EQUAL(fy_mxfp4_decode(packed, packed, 2, 2, values), -EINVAL);
+    CHECK_EQUAL(fy_mxfp4_decode(packed, packed, UINT64_MAX / 32, FY_BFLOAT16, values), -EINVAL);
+    CHECK_EQUAL(fy_fp8_decode(packed, NULL, 1, 32, FY_FLOAT32, values), -EINVAL);
+    CHECK_EQUAL(fy_fp8_decode(packed, maxima, UINT64_MAX / 2, 3, FY_FLOAT32, values), -EINVAL);
+    CHECK_EQUAL(fy_fp8_decode(packed, maxima, 0, 3, FY_FLOAT32, values), 0);
     const void *off = (const char *)values + 2; /* halfway through a float */
     double sum;
     CHECK_EQUAL(fy_dynamic_encode(off, 63, values, packed, maxima, &lost), -EINVAL);
@@ -139,6 +183,7 @@ int main(void)
     }
     threads_write_what_one_call_writes(values);
     nonfinite_values_are_counted();
+    formats_that_are_only_read();
     wrong_arguments_are_refused();
     free(values);
     return 0;

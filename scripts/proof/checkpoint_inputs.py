@@ -55,6 +55,13 @@ def quantised(state: bytes) -> bytes:
 
 QUANT_STATE = b'{"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [8, 8]}'
 
+OWN_FORMATS = (  # a tensor of experts in mxfp4, and a matrix in fp8: 42 bytes
+    b'{"e_blocks":{"dtype":"U8","shape":[1,2,1,16],"data_offsets":[0,32]},"e_scales":{"dtype":"U8","shape":[1,2,1],'
+    b'"data_offsets":[32,34]},"w":{"dtype":"F8_E4M3","shape":[2,2],"data_offsets":[34,38]},'
+    b'"w_scale_inv":{"dtype":"F32","shape":[1,1],"data_offsets":[38,42]}}'
+)
+
+
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64, "max_position_embeddings": 128,
@@ -66,10 +73,12 @@ CONFIG: dict[str, Any] = {
 _QUANTISED = {
     "quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "llm_int8_skip_modules": ["lm_head"],
 }  # fmt: skip
+_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
 
 
 def configs() -> list[bytes]:
-    return [json.dumps(one).encode() for one in (CONFIG, {**CONFIG, "quantization_config": _QUANTISED})]
+    said = ({}, {"quantization_config": _QUANTISED}, {"quantization_config": _FP8})
+    return [json.dumps(CONFIG | one).encode() for one in said]
 
 
 def read_config(folder: Path) -> object:

@@ -30,6 +30,7 @@ from fuyou_cli.training.state.stored import Manifest, StoredExtent, StoredStage,
 
 from .checkpoint_inputs import (
     CONFIG,
+    OWN_FORMATS,
     QUANT_STATE,
     SHARDS,
     TABLES,
@@ -357,7 +358,9 @@ LIGHT = (
         name="index", file=INDEX_NAME, read=read_index, seeds=index_bytes,
         beside={name: framed(table) for name, table in zip(SHARDS, TABLES, strict=True)},
     ),
-    Parser(name="safetensors", file=SINGLE_NAME, read=read_header, seeds=lambda: [framed(table) for table in TABLES]),
+    Parser(
+        name="safetensors", file=SINGLE_NAME, read=read_index, seeds=lambda: [*map(framed, TABLES), framed(OWN_FORMATS, 42)],
+    ),
     Parser(name="header", file=SINGLE_NAME, read=read_header, seeds=lambda: list(TABLES), seal=framed),
     Parser(name="quant-state", file=SINGLE_NAME, read=read_index, seeds=lambda: [QUANT_STATE], seal=quantised),
     Parser(name="config", file="config.json", read=read_config, seeds=lambda: [json.dumps(CONFIG).encode()]),

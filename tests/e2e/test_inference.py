@@ -37,10 +37,10 @@ NUMERICS = Numerics(
 )  # fmt: skip
 
 
-def streamed(source: Path, dtype: str = "auto") -> list[float]:
+def streamed(source: Path, dtype: str = "auto", *, memory: int = 1 << 20) -> list[float]:
     found = find(source, dtype=dtype)  # type: ignore[arg-type]
     with (
-        open_for_inference(found, memory=1 << 20) as model,
+        open_for_inference(found, memory=memory) as model,
         StreamedLosses(model.weights, NUMERICS) as losses,
     ):
         rows: list[float] = losses.losses(lay_out(ROWS, range(2), pad_id=0, numerics=NUMERICS), last=True).sum(-1).tolist()

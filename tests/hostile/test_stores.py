@@ -23,7 +23,8 @@ from proof.parsers import manifest, with_digest
 
 from fuyou_cli.core import json_files
 from fuyou_cli.core.errors import FuyouError, UsageError
-from fuyou_cli.spec.model import PAGE, SOURCES_AT, Piece
+from fuyou_cli.core.units import align_up
+from fuyou_cli.spec.model import PAGE, SOURCES_AT, STAGE_ALIGN, Piece
 from fuyou_cli.training import losses
 from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.parts import PART_FILE, lacking, part_size, read_part
@@ -148,6 +149,60 @@ def test_frozen_weights_in_a_file_are_read(tmp_path: Path) -> None:
     ],
 )
 def test_pieces_of_files_that_cannot_be_are_refused(change: Change, words: str, tmp_path: Path) -> None:
+    _written(tmp_path, change)
+    with pytest.raises(UsageError, match=re.escape(words)):
+        manifests.read(tmp_path)
+
+
+def _resting(kind: str, shape: Sequence[int], *, first: int = 0, count: int | None = None, size: int | None = None) -> Change:
+    """Adds a frozen bank that holds a quantised tensor, or a part of it, to a stage. `size`: of the extent."""
+    count = math.prod(shape) if count is None else count
+    elements = align_up(count, STAGE_ALIGN)
+
+    def change(content: dict[str, Any]) -> None:
+        content["quantisation"] = kind
+        stage = content["stages"][0]
+        tensor = stage["tensors"][0] | {"name": "experts", "stored_as": "experts", "shape": list(shape), "offset": 2048}
+        stage["tensors"].append(tensor | {"first": first, "count": count})
+        frozen = {"offset": 1 << 22, "size": PAGE if size is None else size, "sum": 1}
+        stage.update(params=2048 + elements, quantised=elements, frozen=frozen)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _resting("mxfp4", (2, 32, 40)),
+        _resting("mxfp4", (4, 32, 40), first=2 * 32 * 40, count=32 * 40),
+        _resting("int8", (3, 20, 40)),
+        _resting("nf4", (3, 20, 40)),
+        _resting("fp8", (140, 10)),
+    ],
+)
+def test_quantised_matrices_are_read(change: Change, tmp_path: Path) -> None:
+    """Matrices, and those that one tensor joins: all of them or some."""
+    _written(tmp_path, change)
+    found = manifests.read(tmp_path)
+    assert found is not None and found.stages[0].frozen is not None and found.stages[0].quantised
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_resting("mxfp4", (2, 33, 40)), "its 'experts' is not a whole matrix among the quantised ones"),
+        (_resting("mxfp4", (4, 32, 40), first=32, count=32 * 40), "its 'experts' is not a whole matrix"),
+        (_resting("mxfp4", (4, 32, 40), count=32 * 20), "its 'experts' is not a whole matrix"),
+        (_resting("mxfp4", (32 * 40,)), "its 'experts' is not a whole matrix"),
+        (_resting("mxfp4", (2, 2, 32, 40)), "its 'experts' is not a whole matrix"),
+        (_resting("mxfp4", (2, 0, 40), count=2048), "its 'experts' is not a whole matrix"),
+        (_resting("fp8", (2, 128, 8)), "its 'experts' is not a whole matrix"),
+        (_resting("nf4", (1 << 40, 1 << 40), count=2048), "its 'experts' is not a whole matrix"),
+        (_resting("mxfp4", (2, 32, 40), size=2 * PAGE), "frozen: has 8192 bytes, but should have 4096"),
+        (_resting("fp8", (140, 100), size=PAGE), "frozen: has 4096 bytes, but should have 16384"),
+    ],
+)
+def test_quantised_matrices_that_cannot_be_are_refused(change: Change, words: str, tmp_path: Path) -> None:
     _written(tmp_path, change)
     with pytest.raises(UsageError, match=re.escape(words)):
         manifests.read(tmp_path)

@@ -1,13 +1,16 @@
-"""Goal: the codecs write and read the quantised layouts exactly. Method: bit for bit against a numpy reference over drawn
-sizes, scales and dtypes, and independent of the number of threads."""
+"""Goal: the codecs write and read the quantised layouts exactly. Method: bit for bit against a numpy reference or the
+decoders of transformers, over drawn sizes, scales and dtypes, and independent of the number of threads."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from drawn import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.swap import quantised
@@ -72,6 +75,53 @@ def test_int8_is_the_reference_bit_for_bit(rows: int, columns: int, seed: int, d
     for out in DTYPES:
         got = _decoded(lambda into, name: quantised.int8_decode(codes, maxima, columns, into, name), rows * columns, out)
         np.testing.assert_array_equal(got.view(np.uint32 if out == "float32" else np.uint16), _rounded(back, out))
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    return values.reshape(-1).view(torch.int16 if values.dtype == torch.bfloat16 else torch.int32)
+
+
+@examples(40)
+@given(matrices=st.integers(1, 3), rows=st.integers(1, 70), blocks=st.integers(1, 5), seed=SEEDS, dtype=st.sampled_from(DTYPES))
+def test_mxfp4_is_what_transformers_decodes(matrices: int, rows: int, blocks: int, seed: int, dtype: str) -> None:
+    """All exponents with which every value is finite, those of denormals among them."""
+    draw = torch.Generator().manual_seed(seed)
+    packed = torch.randint(0, 256, (matrices, rows, blocks, 16), generator=draw, dtype=torch.uint8)
+    exponents = torch.randint(0, 253, (matrices, rows, blocks), generator=draw, dtype=torch.uint8)
+    wanted = convert_moe_packed_tensors(packed, exponents, dtype=getattr(torch, dtype)).transpose(1, 2)
+    got = torch.empty(matrices * rows * blocks * 32, dtype=wanted.dtype)
+    quantised.mxfp4_decode(packed.numpy().reshape(-1), exponents.numpy().reshape(-1), got.view(torch.uint8).numpy(), dtype)
+    assert torch.equal(_bits(got), _bits(wanted))
+
+
+@examples(40)
+@given(sides=st.tuples(st.integers(1, 3), st.integers(1, 3)), seed=SEEDS, dtype=st.sampled_from(DTYPES))
+def test_fp8_is_what_transformers_decodes(sides: tuple[int, int], seed: int, dtype: str) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 255, (128 * sides[0], 128 * sides[1]), generator=draw, dtype=torch.uint8)
+    codes[codes == 127] = 0
+    scales = torch.randn(sides, generator=draw) * 2.0 ** torch.randint(-130, 100, sides, generator=draw)
+    wanted = Fp8Dequantize(None)._dequantize_one(codes.view(torch.float8_e4m3fn), scales, getattr(torch, dtype))
+    assert torch.equal(_bits(_of_fp8(codes, scales, dtype)), _bits(wanted))
+
+
+def _of_fp8(codes: torch.Tensor, scales: torch.Tensor, dtype: str, **workers: Workers) -> torch.Tensor:
+    got = torch.empty(codes.numel(), dtype=getattr(torch, dtype))
+    memory = (one.contiguous().view(torch.uint8).numpy().reshape(-1) for one in (codes, scales))
+    quantised.fp8_decode(*memory, codes.shape[1], got.view(torch.uint8).numpy(), dtype, **workers)  # type: ignore[arg-type]
+    return got
+
+
+@examples(60)
+@given(rows=st.integers(1, 300), columns=st.integers(1, 300), seed=SEEDS, dtype=st.sampled_from(DTYPES))
+def test_squares_of_fp8_are_cut_at_the_ends(rows: int, columns: int, seed: int, dtype: str) -> None:
+    """transformers refuses such sizes; DeepSeek's own decoder cuts the last squares."""
+    draw = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 127, (rows, columns), generator=draw, dtype=torch.uint8)
+    scales = torch.randn((-(-rows // 128), -(-columns // 128)), generator=draw)
+    every = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[:rows, :columns]
+    wanted = (codes.view(torch.float8_e4m3fn).float() * every).to(getattr(torch, dtype))
+    assert torch.equal(_bits(_of_fp8(codes, scales, dtype)), _bits(wanted))
 
 
 def test_values_at_the_borders_between_codes() -> None:
@@ -141,7 +191,12 @@ def test_any_number_of_workers_writes_the_same_bytes() -> None:
             quantised.nf4_decode(packed, maxima, values[0], "bfloat16", workers=several)
             quantised.int8_encode(memory[: rows * columns], columns, "bfloat16", codes, most, workers=several)
             quantised.int8_decode(codes, most, columns, values[1], "bfloat16", workers=several)
-        found.append(b"".join(array.tobytes() for array in (packed, maxima, codes, most, *values)))
+            exponents, small = np.full(count // 32, 120, np.uint8), np.empty(count // 32 * 32, np.uint16)
+            quantised.mxfp4_decode(packed[: small.size // 2], exponents, small, "bfloat16", workers=several)
+            matrix = torch.from_numpy(codes & 63).view(-1, columns)
+            squares = torch.linspace(0.5, 2, -(-rows // 128))[:, None]
+            read = _of_fp8(matrix, squares, "bfloat16", workers=several).view(torch.int16).numpy()
+        found.append(b"".join(array.tobytes() for array in (packed, maxima, codes, most, *values, small, read)))
     assert found[0] == found[1] == found[2]
 
 
@@ -161,5 +216,9 @@ def test_arrays_of_the_wrong_size_are_refused() -> None:
     for packed, maxima in ((64, 3), (65, 2)):
         with pytest.raises(ValueError, match="are needed"):
             quantised.nf4_encode(values, "float32", np.empty(packed, np.uint8), np.empty(maxima, np.float32))
+    with pytest.raises(ValueError, match="are needed"):
+        quantised.mxfp4_decode(np.empty(32, np.uint8), np.empty(3, np.uint8), np.empty(64, np.float32), "float32")
+    with pytest.raises(ValueError, match="are needed"):
+        quantised.fp8_decode(np.empty(260, np.uint8), np.empty(2, np.float32), 130, np.empty(260, np.float32).data, "bfloat16")
     with pytest.raises(ValueError, match="are needed"):
         quantised.int8_encode(values, 13, "float32", np.empty(130, np.int8), np.empty(11, np.float32))

@@ -135,7 +135,7 @@ def _trained(model: ModelSpec) -> str:
 def _quantised(model: ModelSpec) -> str:
     """Says how many of them rest quantised, and how."""
     kind, many = model.quantisation, model.quantised_parameters
-    words = {"nf4": "nf4", "nf4_double": "nf4 with double quantisation", "int8": "int8"}
+    words = {"nf4": "nf4", "nf4_double": "nf4 with double quantisation", "int8": "int8", "mxfp4": "mxfp4", "fp8": "fp8"}
     return "" if kind is None else f" ({count(many)} of them in {words[kind]})"
 
 

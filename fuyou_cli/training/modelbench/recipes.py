@@ -18,6 +18,8 @@ from .synthetic import NAMES, named_config, write_recipe
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+_MADE = {"mxfp4": "nf4", "fp8": "int8"}  # what random weights are quantised to instead: as many bits, and decoded as fast
+
 
 def shape_of(
     model: str, overrides: Sequence[str], scratch: Path, *, say: Callable[[str], None]
@@ -32,6 +34,7 @@ def shape_of(
     recipe = load([]).recipe
     model_dir = Hub(recipe, say=say, progress=lambda what, done, total: None).model(need_weights=False)
     rests = as_stored(recipe, model_dir, say=say).model
+    rests = rests.model_copy(update={"quantize": _MADE.get(rests.quantize, rests.quantize)})
     rested = [f"model.quantize={rests.quantize}", f"model.double_quant={rests.double_quant}"]
     load = _loader(model, [*overrides, *rested], scratch)
     return load, load_config(model_dir, trust_remote_code=recipe.model.trust_remote_code)

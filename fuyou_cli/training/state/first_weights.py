@@ -15,7 +15,7 @@ from ...spec.model import Dtype, StageSpec
 from ...spec.packed_tensors import PackedTensor
 from ...swap.kernels import split, sum_squares
 from ...swap.quantised import Workers
-from ..packed_reading import PackedReader, Read
+from ..packed_reading import DecodingReader, PackedReader, Read
 from .quantised_import import quantise
 
 _PIECE = 1 << 22  # elements of a checkpoint that are converted at once
@@ -30,6 +30,7 @@ class FirstWeights:
 
     def __init__(self, entries: Mapping[str, TensorEntry], reader: TensorReader, added: Added, *, dtype: Dtype) -> None:
         self._entries, self._reader, self._added_to, self._dtype = entries, reader, added, dtype
+        self._decoding = DecodingReader(reader, dtype)
         self._added: Mapping[str, torch.Tensor] = {}
         self._packed: tuple[StageSpec, torch.Tensor] | None = None
 
@@ -38,7 +39,7 @@ class FirstWeights:
         adapter begins with depends on the weights as they are computed with, so quantised ones come first."""
         self._added = self._added_to([tensor.name for tensor in stage.tensors], self._computed)
         trained = (tensor.name for tensor in stage.trained_tensors if tensor.name not in self._added)
-        return all(self._dtype == "float32" or self._entries[name].dtype == "bfloat16" for name in trained)
+        return self._dtype == "float32" or all(_narrow(self._entries[name]) for name in trained)
 
     def fill(self, stage: StageSpec, begin: int, weights: torch.Tensor, rest: torch.Tensor | None) -> None:
         """Reads elements of the stage from `begin` on, as many as `weights` holds, with zeros between tensors. rest:
@@ -54,20 +55,22 @@ class FirstWeights:
             here, skipped = slice(first - begin, last - begin), tensor.first + first - tensor.offset
             if tensor.name in self._added:
                 weights[here] = self._added[tensor.name].view(-1)[skipped : skipped + last - first]
-            elif rest is None or tensor.frozen:
+            elif rest is None or tensor.frozen or self._entries[tensor.name].scales is not None:
                 self._read(self._entries[tensor.name], weights[here], first=skipped)
             else:
                 self._read_split(self._entries[tensor.name], weights[here], rest[here], first=skipped)
 
     def fill_quantised(self, stage: StageSpec, bank: torch.Tensor, *, workers: Workers) -> None:
         """Reads the tensors of the stage that rest quantised into their `bank` (bytes), and quantises those that are not."""
-        quantise(stage, bank, self._pieces, self._parts, dtype=self._dtype, workers=workers)
-        self._packed = stage, bank
+        firsts = {tensor.name: tensor.first for tensor in stage.tensors}
 
-    def _parts(self, name: str, at: PackedTensor) -> Read | None:
-        """Returns what reads the parts of a tensor that the checkpoint has quantised; None for any other."""
-        entry = self._entries[name]
-        return None if entry.scales is None else reads_parts(entry, at, self._reader)
+        def parts(name: str, at: PackedTensor) -> Read | None:
+            """Returns what reads the parts of a tensor that the checkpoint has quantised; None for any other."""
+            entry = self._entries[name]
+            return None if entry.scales is None else reads_parts(entry, at, self._reader, first=firsts[name])
+
+        quantise(stage, bank, self._pieces, parts, dtype=self._dtype, workers=workers)
+        self._packed = stage, bank
 
     def _computed(self, name: str) -> Iterator[torch.Tensor]:
         """Yields the same pieces of what is computed with: of a tensor that rests quantised, the decoded values."""
@@ -95,7 +98,7 @@ class FirstWeights:
     def _read(self, entry: TensorEntry, values: torch.Tensor, *, first: int) -> None:
         """Reads elements from `first` on. Raises UsageError for NaN or Inf: otherwise they would look like a fault of the
         learning rate later."""
-        self._reader.read_into(entry, values, first_element=first)
+        self._decoding.read_into(entry, values, first=first)
         nonfinite = sum_squares(values.view(torch.uint8).numpy().data, self._dtype)[1]
         if nonfinite:
             raise _damaged(entry, nonfinite, "not finite")
@@ -113,6 +116,11 @@ class FirstWeights:
             )
             if nonfinite:
                 raise _damaged(entry, nonfinite, "not finite in bfloat16")
+
+
+def _narrow(entry: TensorEntry) -> bool:
+    """Tells whether bfloat16 has all that is read of a tensor. What is decoded is rounded to it once."""
+    return entry.scales is not None or entry.dtype == "bfloat16"
 
 
 def _damaged(entry: TensorEntry, count: int, what: str) -> UsageError:

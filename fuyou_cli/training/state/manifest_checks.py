@@ -12,6 +12,7 @@ from ...core.json_files import shown
 from ...core.typed import LARGEST
 from ...core.units import align_up
 from ...spec.model import ITEM_SIZE, MOMENTS, PAGE, SOURCES_AT, STATE_NAMES
+from ...spec.packed_tensors import MXFP4_BLOCK
 from ...spec.plan import Numerics
 from .stored import Manifest, StoredExtent, StoredStage, StoredTensor
 
@@ -168,10 +169,21 @@ def _of_quantised(stage: StoredStage, manifest: Manifest) -> str:
     if first < stage.trained or (stage.quantised and manifest.quantisation is None):
         return f"has {stage.quantised} quantised parameters of {stage.params}, {stage.trained} of them trained"
     for tensor in stage.tensors if stage.quantised else ():
-        whole = len(tensor.shape) == 2 and 0 < tensor.count == prod(tensor.shape) <= LARGEST and not tensor.first
-        if tensor.offset < first < tensor.offset + tensor.count or (tensor.offset >= first and not whole):
+        if tensor.offset < first < tensor.offset + tensor.count or (tensor.offset >= first and not _whole(tensor, manifest)):
             return f"its {shown(tensor.name)} is not a whole matrix among the quantised ones"
     return ""
+
+
+def _whole(tensor: StoredTensor, manifest: Manifest) -> bool:
+    """Tells whether a tensor is a matrix, or whole matrices of those that a tensor joins, that its format can hold."""
+    if not 2 <= len(tensor.shape) <= 3 or not 0 < prod(tensor.shape) <= LARGEST:
+        return False
+    if manifest.quantisation == "fp8" and len(tensor.shape) != 2:
+        return False
+    if manifest.quantisation == "mxfp4" and tensor.shape[-2] % MXFP4_BLOCK:
+        return False
+    matrix = prod(tensor.shape[-2:])
+    return tensor.count > 0 and tensor.count % matrix == 0 and tensor.first % matrix == 0
 
 
 def _of_extent(extent: StoredExtent, size: int, store_size: int) -> Iterator[str]:

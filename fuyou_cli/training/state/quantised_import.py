@@ -12,7 +12,7 @@ import torch
 from ...core.errors import UsageError
 from ...engine.decoding import part
 from ...spec.model import Dtype, StageSpec
-from ...spec.packed_tensors import NF4_BLOCK, PackedTensor, Quantised
+from ...spec.packed_tensors import NF4_BLOCK, READ_ONLY, PackedTensor, Quantised
 from ...swap.quantised import Workers, dynamic_encode, int8_encode, nf4_encode
 from ..packed_reading import Read
 
@@ -41,6 +41,8 @@ def quantise(
             _copy(bank, at, read)
             continue
         try:
+            if kind in READ_ONLY:
+                raise UsageError("the checkpoint has it not so, and fuyou does not make this format", hint="name nf4 or int8")
             if kind == "int8":
                 _rows(bank, at, pieces(name, max(1, PIECE // at.columns) * at.columns), workers)
             else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
@@ -37,6 +38,11 @@ class StoredTensor:
     first: int  # elements of the tensor before this part
     count: int
     decay: bool  # whether AdamW's weight decay applies
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Returns the shape of this part, where it is whole rows of the tensor's first dimension."""
+        return (self.count // prod(self.shape[1:]), *self.shape[1:])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +80,7 @@ class StoredStage:
     def packed(self, quantisation: Quantised) -> tuple[Mapping[str, PackedTensor], int]:
         """Returns where its quantised tensors lie in their bank, by name, and the bank's bytes."""
         first = self.params - self.quantised
-        return packed_bank(quantisation, ((tensor.name, tensor.shape) for tensor in self.tensors if tensor.offset >= first))
+        return packed_bank(quantisation, ((tensor.name, tensor.held) for tensor in self.tensors if tensor.offset >= first))
 
     def extents(self) -> list[tuple[str, StoredExtent]]:
         """Returns the stage's tensors on the store, by name."""
