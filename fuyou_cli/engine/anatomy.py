@@ -7,9 +7,9 @@ outside the base model (the language-model head) belong to the head stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -35,16 +35,30 @@ from ..spec.model import (
 )
 from ..spec.packed_tensors import Quantised, packed_bank
 from .calls import TRIED, WORKING, refuse_by_configuration, stage_calls
+from .experts import Bank, Layout, NamedPart, Part, is_experts, laid_out, named_parts, place
+from .experts import Tensor as ExpertTensor
 
 _WIDER = "use precision.compute=float32, or set residual_in_fp32 to false in its config.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Slotted:
-    """Describes one parameter of a stage: its specification, and every place in the module tree that reads it."""
+    """Describes one tensor of a stage: its specification, and every place in the module tree that reads it. `part`: it is an
+    expert's part of the parameter there, which holds those of all experts."""
 
     spec: TensorSpec
     places: tuple[tuple[nn.Module, str], ...]
+    part: Part | None = None
+
+
+class Installed(list[nn.Parameter]):
+    """Lists the parameters of a stage while they are in their places, one for each tensor. Those of experts are in `banks`, and
+    something without elements stands for them, or an anchor that makes autograd look for their gradients."""
+
+    banks: tuple[Bank, ...] = ()
+
+
+_NOTHING = nn.Parameter(torch.empty(0), requires_grad=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +74,24 @@ class Stage:
     vocabulary: tuple[int, int] | None = None  # rows (first, end) of a piece; None: not a piece
     quantised: BankSpec | None = None  # behind all others; None: nothing rests quantised
     source: tuple[Piece, ...] = ()  # of frozen parameters that are read from the checkpoint's files (engine/in_place)
+    # Derived; kept, because every visit needs them.
+    plain: tuple[tuple[int, Slotted], ...] = field(
+        init=False, repr=False
+    )  # parameters that are no experts', with their numbers
+    experts: tuple[Layout, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        routed = dict[tuple[nn.Module, str], list[ExpertTensor]]()
+        plain = list[tuple[int, Slotted]]()
+        for number, slotted in enumerate(self.parameters):
+            spec, (holder, attribute) = slotted.spec, slotted.places[0]
+            if spec.routed:
+                found = ExpertTensor(number, spec.offset, spec.shape, not spec.frozen, slotted.part, spec.transposed)
+                routed.setdefault((holder, attribute), []).append(found)
+            else:
+                plain.append((number, slotted))
+        object.__setattr__(self, "plain", tuple(plain))
+        object.__setattr__(self, "experts", laid_out(routed))
 
     @classmethod
     def packed(
@@ -110,32 +142,39 @@ class Stage:
         return [part.register_forward_hook(look) for part in inside]
 
     @contextmanager
-    def installed(self, flat: torch.Tensor) -> Iterator[list[nn.Parameter]]:
+    def installed(self, flat: torch.Tensor) -> Iterator[Installed]:
         """Sets every place that reads one of the stage's parameters to a view of `flat` (1-D, `params` elements). Those that
         are trained want gradients in every pass, as in memory: torch chooses between two products by it, also without autograd,
         and their last bits differ."""
         replaced: list[tuple[nn.Module, str, nn.Parameter | None]] = []
-        parameters: list[nn.Parameter] = []
+        parameters = Installed([_NOTHING] * len(self.parameters))
         try:
-            for slotted in self.parameters:
+            for number, slotted in self.plain:
                 tensor = slotted.spec
                 view = flat[tensor.offset : tensor.offset + tensor.numel].view(tensor.shape)
-                parameter = nn.Parameter(view, requires_grad=not tensor.frozen)
-                parameters.append(parameter)
+                parameters[number] = parameter = nn.Parameter(view, requires_grad=not tensor.frozen)
                 for holder, attribute in slotted.places:
                     replaced.append((holder, attribute, holder._parameters[attribute]))
                     holder._parameters[attribute] = parameter
+            if self.experts:
+                parameters.banks = tuple(Bank(products, flat) for _, products in self.experts)
+                for (holder, products), bank in zip(self.experts, parameters.banks, strict=True):
+                    place(holder, bank)
+                    if bank.anchor is not None:
+                        parameters[next(iter(products.values())).tensors[0][0]] = bank.anchor
             yield parameters
         finally:
             for holder, attribute, skeleton in replaced:
                 holder._parameters[attribute] = skeleton
+            for holder, _ in self.experts:
+                place(holder, None)
 
 
 def _laid_out(parameters: Iterable[Slotted], *, begin: int) -> tuple[tuple[Slotted, ...], int]:
     """Places parameters one after the other from element `begin` on; returns them and the end of their bank."""
     placed, end = list[Slotted](), begin
     for slotted in parameters:
-        placed.append(Slotted(replace(slotted.spec, offset=end), slotted.places))
+        placed.append(replace(slotted, spec=replace(slotted.spec, offset=end)))
         end = align_up(end + slotted.spec.numel, TENSOR_ALIGN)
     return tuple(placed), align_up(end, STAGE_ALIGN)
 
@@ -157,6 +196,12 @@ class Anatomy:
     untouched: tuple[str, ...] = ()  # parts that do not run on text, as a vision tower: modules, topmost ones, by name
     sources: tuple[SourceFile, ...] = ()  # files that frozen parameters are read from
     imported_because: str = ""  # why frozen parameters are not
+    parts: Mapping[str, tuple[tuple[str, tuple[int, ...]], ...]] = field(default_factory=dict)  # see `experts.named_parts`
+
+    @property
+    def has_experts(self) -> bool:
+        """Tells whether tokens are sent to experts in some of its blocks."""
+        return any(stage.experts for stage in self.stages)
 
     @property
     def buffers(self) -> tuple[str, ...]:
@@ -234,7 +279,7 @@ def blocks_of(model: PreTrainedModel) -> set[nn.Module]:
 
 def _assembled(model: PreTrainedModel, order: list[tuple[str, nn.Module]], blocks: set[nn.Module]) -> Anatomy:
     """Returns the stages of `order`, then the head with all remaining parameters but those that do not run on text."""
-    left, ordered = _places(model), {module for _, module in order}
+    left, ordered, parts = _places(model), {module for _, module in order}, named_parts(model)
     untouched = [name for module, name in beside_text(model).items() if module not in ordered]
     untouched += _around_decoder(model)
     ends = tuple(f"{part}." for part in untouched)
@@ -242,12 +287,13 @@ def _assembled(model: PreTrainedModel, order: list[tuple[str, nn.Module]], block
     stages = []
     for name, module in order:
         kind: StageKind = "block" if module in blocks else "embedding" if _is_input(module) else "norm"
-        stages.append(Stage.packed(name, kind, module, _taken(module, left)))
-    stages.append(Stage.packed("head", "head", None, _taken(model, left)))
+        stages.append(Stage.packed(name, kind, module, _taken(module, left, parts)))
+    stages.append(Stage.packed("head", "head", None, _taken(model, left, parts)))
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     tied = head is not None and embedding is not None and head.weight is embedding.weight
-    return Anatomy(model, tuple(stages), tied, untouched=tuple(untouched))
+    named = {name: tuple((part, shape) for part, shape, _ in those) for name, those in parts.items()}
+    return Anatomy(model, tuple(stages), tied, untouched=tuple(untouched), parts=named)
 
 
 def _around_decoder(model: PreTrainedModel) -> list[str]:
@@ -308,11 +354,24 @@ def _places(model: nn.Module) -> dict[int, list[tuple[nn.Module, str, str]]]:
     return found
 
 
-def _taken(owner: nn.Module, left: dict[int, list[tuple[nn.Module, str, str]]]) -> Iterator[Slotted]:
-    """Takes the parameters of `owner` out of those that no stage owns yet."""
+def _taken(
+    owner: nn.Module, left: dict[int, list[tuple[nn.Module, str, str]]], parts: Mapping[str, list[NamedPart]]
+) -> Iterator[Slotted]:
+    """Takes the parameters of `owner` out of those that no stage owns yet. One of experts is one tensor for each of its
+    `parts`, if it has some."""
     for parameter in owner.parameters():
         where = left.pop(id(parameter), None)
-        if where is not None:
+        if where is None:
+            continue
+        (holder, _, name), *_ = where
+        places = tuple((holder, attribute) for holder, attribute, _ in where)
+        routed = is_experts(holder)
+        if name in parts:
+            for part, shape, which in parts[name]:
+                spec = TensorSpec(name=part, shape=shape, offset=0, numel=prod(shape), decay=True, routed=True)
+                yield Slotted(spec, places, which)
+        else:
             shape = tuple(parameter.shape)
-            spec = TensorSpec(name=where[0][2], shape=shape, offset=0, numel=prod(shape), decay=parameter.dim() >= 2)
-            yield Slotted(spec, tuple((holder, attribute) for holder, attribute, _ in where))
+            decays = parameter.dim() >= (3 if routed else 2)  # a bias of each expert is one row of two dimensions
+            spec = TensorSpec(name=name, shape=shape, offset=0, numel=prod(shape), decay=decays, routed=routed)
+            yield Slotted(spec, places)

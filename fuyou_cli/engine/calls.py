@@ -25,10 +25,11 @@ from transformers import PreTrainedModel
 
 from ..core.errors import UsageError
 from .documents import Documents, attending_apart, check_arguments, laid_out
+from .experts import is_experts
 from .module_state import tracing
-from .skeleton import EXPERT_KEYS, LIBRARY_ERRORS, said, setting
+from .skeleton import EXPERT_KEYS, LIBRARY_ERRORS, said, setting, stays_float32
 
-WORKING = "dense decoders such as Llama and Qwen train; scripts/results/MODELS.md lists every family that was tried"
+WORKING = "decoders such as Llama, Qwen and their mixtures train; scripts/results/MODELS.md lists every family that was tried"
 
 # What attention adds by head and by the distance of tokens: of Bloom, and of MPT (for its longest row).
 _BY_HEAD = ("alibi", "position_bias")
@@ -326,7 +327,17 @@ def refuse_by_configuration(model: PreTrainedModel) -> None:
         return max((value for value in values if isinstance(value, (int, float))), default=0)
 
     if (experts := _experts(model)) is not None:
-        raise _refusal(model, f"its blocks choose among experts (mixture of experts: {experts}), which is not built yet")
+        raise _refusal(model, f"its experts ({experts}) are computed by code of this family alone, which fuyou cannot stream")
+    if number("router_jitter_noise") > 0:
+        raise _refusal(
+            model, "router_jitter_noise is above 0 in its config.json: a forward that is computed again would choose other "
+            "experts; set it to 0",
+        )  # fmt: skip
+    if model.dtype != torch.float32 and (wide := _wide_router(model)) is not None:
+        raise _refusal(
+            model, f"{wide} of its router stays float32 whatever the compute dtype, which fuyou cannot stream beside others; "
+            "use precision.compute=float32"
+        )  # fmt: skip
     if number("layerdrop", "decoder_layerdrop") > 0:
         raise _refusal(model, "layerdrop is above 0 in its config.json: it would leave out blocks by chance; set it to 0")
     if number("hidden_size_per_layer_input") > 0:
@@ -339,12 +350,24 @@ def refuse_by_configuration(model: PreTrainedModel) -> None:
         raise _refusal(model, "it divides its own weights before it is evaluated, and multiplies them before it is trained")
 
 
+def _wide_router(model: PreTrainedModel) -> str | None:
+    """Names a parameter beside experts that the family keeps in float32."""
+    for name, module in model.named_modules():
+        if any(is_experts(part) for part in module.children()):
+            for own, parameter in module.named_parameters():
+                if parameter.dtype == torch.float32 or stays_float32(model, f"{name}.{own}"):
+                    return f"{name}.{own}"
+    return None
+
+
 def _experts(model: PreTrainedModel) -> str | None:
-    """Names a module that holds experts, or chooses among them. Configurations of dense models may count some too: defaults of
-    their classes."""
+    """Names a module that holds experts, or chooses among them, where nobody else can compute them (`experts.routed`).
+    Configurations of dense models may count some too: defaults of their classes."""
     found: str | None = None
     modules: Iterator[tuple[str, nn.Module]] = model.base_model.named_modules()
     for name, module in modules:
+        if is_experts(module):
+            return None
         if "Expert" in type(module).__name__:
             return name
         counts = [vars(module).get(key) for key in EXPERT_KEYS if module is not model.base_model]

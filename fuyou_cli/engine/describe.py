@@ -6,7 +6,6 @@ a model, its stages are outlined and their costs estimated, and the plan shows t
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -22,7 +21,7 @@ from .freezing import with_frozen_work
 from .inspect import Short, inspect
 from .isolated import isolated as kept_apart
 from .isolated import kept_apart_if_possible
-from .skeleton import EXPERT_KEYS, setting
+from .skeleton import EXPERT_KEYS, setting, stays_float32
 
 _STEPS = 64  # tokens, a whole chunk where blocks without attention compute in chunks
 _FEW = 16  # operators per token: one chunk has fewer (xLSTM: 7), a scan has more (Mamba: 34)
@@ -78,11 +77,10 @@ def _counted(model: ModelSpec, anatomy: Anatomy) -> ModelSpec:
 
 def _kept_in_float32(model: PreTrainedModel) -> int:
     """Counts elements that a bfloat16 model of this family keeps in float32: created so, or listed by its class."""
-    listed = [re.compile(re.escape(part).replace(r"\*", ".*")) for part in model._keep_in_fp32_modules_strict or ()]
     return sum(
         parameter.numel()
         for name, parameter in model.named_parameters()
-        if parameter.dtype == torch.float32 or any(part.search(name) for part in listed)
+        if parameter.dtype == torch.float32 or stays_float32(model, name)
     )
 
 
@@ -194,7 +192,7 @@ class Mixture:
         return cls(experts=experts, chosen=chosen) if 0 < chosen < experts else cls(experts=1, chosen=1)
 
     def is_routed(self, tensor: TensorSpec) -> bool:
-        return self.is_fused(tensor) or _below_experts(tensor).partition(".")[0].isdigit()
+        return tensor.routed or self.is_fused(tensor) or _below_experts(tensor).partition(".")[0].isdigit()
 
     def is_fused(self, tensor: TensorSpec) -> bool:
         """Tells whether `tensor` holds all experts, one slice each: a matrix of each, or a bias by its place."""

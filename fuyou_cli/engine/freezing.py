@@ -23,7 +23,8 @@ def frozen(anatomy: Anatomy, patterns: Sequence[str]) -> Anatomy:
     names, unmatched = _every_name(anatomy), dict.fromkeys(patterns)
 
     def of(slotted: Slotted) -> Slotted:
-        matching = [pattern for pattern in patterns if any(_matches(pattern, name) for name in names[_identity(slotted)])]
+        every = [*names[_identity(slotted)], slotted.spec.name] if slotted.part else names[_identity(slotted)]
+        matching = [pattern for pattern in patterns if any(_matches(pattern, name) for name in every)]
         for pattern in matching:
             unmatched.pop(pattern, None)
         return replace(slotted, spec=replace(slotted.spec, frozen=bool(matching)))
@@ -137,11 +138,12 @@ def _learning(model: ModelSpec) -> Iterator[int]:
 
 
 def _frozen_flops(model: ModelSpec, stage: StageSpec, tokens: int) -> float:
-    """Counts 2 per token and element of a frozen matrix; an embedding has no products, of a head all are of its weights."""
+    """Counts 2 per token and element of a frozen matrix; an embedding has no products, of a head all are of its weights. Those
+    of frozen experts were found by the trace, since not every token goes there."""
     owner = model.stages[model.owner(stage.index)]
     if stage.kind == "head":
         return stage.forward_flops if owner.frozen_weight_bytes and not owner.trained else 0.0
     if stage.kind == "embedding":
         return 0.0
-    frozen = sum(tensor.numel for tensor in stage.tensors if tensor.frozen and len(tensor.shape) > 1)
-    return min(stage.forward_flops, 2.0 * frozen * tokens)
+    frozen = sum(t.numel for t in stage.tensors if t.frozen and len(t.shape) > 1 and not t.routed)
+    return min(stage.forward_flops, stage.frozen_flops + 2.0 * frozen * tokens)

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from torch import nn
 
 from ..core.errors import NumericsError
 from ..planner.device import GRADIENTS_ACROSS, square_lanes
@@ -26,6 +25,7 @@ from ..planner.residency import Residency
 from ..planner.schedule import Visit
 from ..spec.model import ITEM_SIZE, ModelSpec, StageSpec, TensorSpec
 from ..spec.plan import Plan, Span
+from .anatomy import Installed
 from .device_states import DeviceStates
 from .devices.base import Device, Event, Squares
 from .host_memory import HostMemory
@@ -64,13 +64,47 @@ class GradientSum:
             self.touched.add(index)
         target.index_add_(0, rows, values.to(target.dtype))
 
+    def add_part(self, index: int, first: int, gradient: torch.Tensor) -> None:
+        """Adds to the elements of parameter `index` from `first` on, in their order."""
+        target, is_new = self._part(index, first, gradient.numel())
+        if is_new:
+            target.copy_(gradient.reshape(-1))
+        else:
+            add_in_pieces(target, gradient.reshape(-1))
+
+    def add_product(self, index: int, first: int, left: torch.Tensor, right: torch.Tensor) -> None:
+        """Adds the matrix left x right to the elements of parameter `index` from `first` on, rounded to their dtype before as
+        a gradient is. In the dtype of the sum it is computed there."""
+        rows, columns = left.shape[0], right.shape[1]
+        target, is_new = self._part(index, first, rows * columns)
+        if left.dtype != target.dtype:
+            gradient = torch.mm(left, right).view(-1)
+            target.copy_(gradient) if is_new else add_in_pieces(target, gradient)
+        elif is_new:
+            torch.mm(left, right, out=target.view(rows, columns))
+        else:
+            target.view(rows, columns).addmm_(left, right)
+
+    def _part(self, index: int, first: int, count: int) -> tuple[torch.Tensor, bool]:
+        """Returns some elements of parameter `index`, and whether nothing was added to any of the parameter yet and all are
+        meant. Others are zero then."""
+        spec, is_new = self.stage.tensors[index], index not in self.touched
+        if is_new:
+            self.touched.add(index)
+            if count < spec.numel:
+                self.flat[spec.offset : spec.offset + spec.numel].zero_()
+        return self.flat[spec.offset + first : spec.offset + first + count], is_new and count == spec.numel
+
     def _place(self, index: int) -> torch.Tensor:
         spec = self.stage.tensors[index]
         return self.flat[spec.offset : spec.offset + spec.numel].view(spec.shape)
 
     @contextmanager
-    def collecting(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    def collecting(self, parameters: Installed) -> Iterator[None]:
         """Adds gradients of the stage's installed parameters to the sum, inside the context, instead of setting `.grad`."""
+        anchors = [bank.anchor for bank in parameters.banks]  # which stand for experts, and have no gradient
+        for bank in parameters.banks:
+            bank.sink = self
 
         def collect(index: int) -> object:
             def hook(parameter: torch.Tensor) -> None:
@@ -80,7 +114,11 @@ class GradientSum:
 
             return parameters[index].register_post_accumulate_grad_hook(hook)
 
-        hooks = [collect(index) for index, parameter in enumerate(parameters) if parameter.requires_grad]
+        hooks = [
+            collect(index)
+            for index, parameter in enumerate(parameters)
+            if parameter.requires_grad and not any(parameter is anchor for anchor in anchors)
+        ]
         try:
             yield
         finally:
@@ -91,7 +129,8 @@ class GradientSum:
         """Zeroes parameters without a gradient, and the padding between tensors, because the update reads them all."""
         end = 0
         for index, spec in enumerate(self.stage.trained_tensors):
-            self.flat[end : spec.offset].zero_()
+            if end < spec.offset:
+                self.flat[end : spec.offset].zero_()
             end = spec.offset + spec.numel
             if index not in self.touched:
                 self.flat[spec.offset : end].zero_()

@@ -11,7 +11,7 @@ from dataclasses import replace
 from ..core.units import align_up
 from ..spec.model import ITEM_SIZE, PAGE, STAGE_ALIGN, Dtype, Piece, TensorSpec
 from ..spec.model_facts import InPlace, Lying
-from .anatomy import Anatomy, Slotted, Stage
+from .anatomy import Anatomy, Stage
 
 
 def read_in_place(anatomy: Anatomy, files: InPlace, dtype: Dtype) -> Anatomy:
@@ -77,7 +77,7 @@ def _laid_out(stage: Stage, files: InPlace, item: int, *, whole: bool = False) -
         offsets[tensor.name] = begins + (pieces[-1].place + address - pieces[-1].offset) // item
     size = pieces[-1].place + pieces[-1].size
     placed = tuple(
-        Slotted(replace(slotted.spec, offset=offsets.get(slotted.spec.name, slotted.spec.offset)), slotted.places)
+        replace(slotted, spec=replace(slotted.spec, offset=offsets.get(slotted.spec.name, slotted.spec.offset)))
         for slotted in stage.parameters
     )
     elements, laid = align_up(size // item, STAGE_ALIGN), replace(stage, parameters=placed, source=tuple(pieces))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -149,9 +150,9 @@ def inspect(
     shape, text = (micro_batch_size, max_seq_len), anatomy.model.config.get_text_config()
     between = Between()
     with only_refusals(anatomy.model, shape=shape):
-        costs = _all_costs(anatomy, between, dtype=dtype, shape=shape, head_chunk_tokens=head_chunk_tokens, short=short)
+        costs, widest = _all_costs(anatomy, between, dtype=dtype, shape=shape, head_chunk_tokens=head_chunk_tokens, short=short)
     embeddings = {stage.module for stage in anatomy.stages if stage.kind == "embedding"}
-    boundary = text.hidden_size * TORCH_DTYPE[dtype].itemsize
+    boundary = max(text.hidden_size, widest) * TORCH_DTYPE[dtype].itemsize
     compute_dtype: Dtype = "bfloat16" if dtype == "bfloat16" else "float32"
     model = ModelSpec(
         architecture=type(anatomy.model).__name__,
@@ -203,8 +204,9 @@ def _all_costs(
     shape: tuple[int, int],
     head_chunk_tokens: int,
     short: Short | None,
-) -> list[Costs]:
-    """Finds the costs of every stage. Blocks of the same shapes run once."""
+) -> tuple[list[Costs], int]:
+    """Finds the costs of every stage, and the elements of a token's widest boundary: some blocks pass several streams on. Equal
+    blocks run once."""
     rows = shape if short is None else (short.rows, short.tokens)
     found = stage_calls(anatomy.model, anatomy.modules(), shape=rows, between=between, isolated=anatomy.isolated)
     calls = {call.name: (call, x) for call, x in found}
@@ -222,7 +224,7 @@ def _all_costs(
             else:
                 seen[key] = _stage_cost(anatomy, stage, *calls[stage.name], dtype=dtype, short=short)
         costs.append(seen[key])
-    return costs
+    return costs, max((prod(x.shape[2:]) for _, x in found if x.is_floating_point()), default=0)
 
 
 def _settings(stage: Stage) -> object:
@@ -254,10 +256,11 @@ def _stage_cost(anatomy: Anatomy, stage: Stage, call: StageCall, x: torch.Tensor
         backward = _peak(stage, flat, both, gradients=True, short=short)
         trace = _look(stage, flat, call, x)
     if stage.kind != "block" or short is not None:  # operators of short rows are not those of a long one
-        return _costs(trace.flops, forward, backward)
+        return _costs(trace.flops, forward, backward, frozen_flops=trace.frozen_routed)
     unneeded, saved = (trace.unneeded, trace.saved_bytes) if _is_librarys(anatomy) else ((), 0)
     kept = tuple(operator for operator in trace.found if operator not in unneeded)
-    return _costs(trace.flops, forward, backward, operators=kept, unneeded=unneeded, graph_bytes=saved)
+    more = {"operators": kept, "unneeded": unneeded, "graph_bytes": saved, "frozen_flops": trace.frozen_routed}
+    return _costs(trace.flops, forward, backward, **more)
 
 
 def _is_librarys(anatomy: Anatomy) -> bool:

@@ -21,10 +21,11 @@ from torch.overrides import TorchFunctionMode
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from ..core.errors import UsageError
+from .experts import BANK
 
 _COPIED = 1 << 16  # bytes of a tensor of which a copy is kept, so that what is written into it can be undone
 _MISSING = object()
-_NOT_STATE = {*vars(nn.Module()), "forward"} - {"_buffers"}
+_NOT_STATE = {*vars(nn.Module()), "forward", BANK} - {"_buffers"}
 _SHARED = (PreTrainedConfig, GenerationConfig)  # by all modules of a model; forwards read them
 _CODE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
 _WITHOUT_PARTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))

@@ -13,6 +13,7 @@ from ..core.units import align_up
 from ..planner.boundary_layout import DEVICE_ALIGN, OUTPUT_ALIGN, SUMMARY_TOKENS
 from ..spec.model import OperatorSpec, TensorSpec
 from .activations.operators import Operators, factors, is_attention, name_of
+from .experts import work_of
 
 _FLAT_PRODUCTS = ("mm", "addmm")
 # Operators whose results do not depend on the values of their arguments.
@@ -25,7 +26,7 @@ class OperatorTrace(Operators):
 
     def __init__(self, x: torch.Tensor, flat: torch.Tensor, tensors: tuple[TensorSpec, ...], names: tuple[str, ...]) -> None:
         super().__init__()
-        self.flops = 0.0
+        self.flops = self.frozen_routed = 0.0  # of all operators; of those with frozen experts
         self.found: list[OperatorSpec] = []
         self._weights = flat.untyped_storage()  # held, so that no other storage gets its address
         self._influence = _Influence()
@@ -91,6 +92,10 @@ class OperatorTrace(Operators):
         if is_attention(func):
             query, key, value = args[:3]
             flops = float(query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1]))
+        elif (routed := work_of(func, args)) is not None:
+            flops, offset = routed
+            self.frozen_routed += flops if self._is_frozen(offset) else 0.0
+            weight, offset = "", -1
         elif (pair := factors(func, args)) is not None:
             left, right = pair
             weight, offset = max(self._weight(left), self._weight(right), key=lambda found: found[1])
@@ -99,6 +104,9 @@ class OperatorTrace(Operators):
             return 0.0, "", -1
         self.flops += flops
         return flops, weight, offset
+
+    def _is_frozen(self, offset: int) -> bool:
+        return next(tensor.frozen for tensor in self.tensors if tensor.offset == offset)
 
     def _weight(self, factor: torch.Tensor) -> tuple[str, int]:
         """Returns the weight that `factor` is a view of, and where it begins; "" and -1 for activations."""

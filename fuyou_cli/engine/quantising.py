@@ -1,5 +1,5 @@
-"""Marks which weights of a model rest quantised: frozen matrices of linear layers in its blocks, as bitsandbytes chooses; of
-mxfp4 those of experts."""
+"""Marks which weights of a model rest quantised: frozen matrices of linear layers in its blocks, as bitsandbytes chooses,
+and of their experts."""
 
 from __future__ import annotations
 
@@ -43,4 +43,4 @@ def _marked(stage: Stage, quantisation: Quantised, names: Container[str] | None)
 
 def _can_be(slotted: Slotted) -> bool:
     of_linear = all(isinstance(holder, nn.Linear) and attribute == "weight" for holder, attribute in slotted.places)
-    return slotted.spec.frozen and of_linear and len(slotted.spec.shape) == 2
+    return slotted.spec.frozen and (of_linear or slotted.part is not None) and len(slotted.spec.shape) == 2

@@ -24,6 +24,7 @@ from ..core.json_files import find_object
 from ..spec.quantisation_config import CONFIG_KEY, stored_quantisation
 from . import sinks
 from .attention import rows_are_whole
+from .experts import use_in
 
 TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int16": torch.int16}
 
@@ -153,9 +154,25 @@ def build(config: PreTrainedConfig, *, dtype: str, attention: str, trust_remote_
             f"cannot build a causal language model of this configuration: {said(error)}",
             hint="the model's config.json must be of a causal language model",
         ) from error
+    _widen_buffers(model)
     model.train()
     model.config.use_cache = False
+    use_in(model)
     return model
+
+
+def _widen_buffers(model: PreTrainedModel) -> None:
+    """Gives buffers the dtype that `from_pretrained` gives them: a router's correction, rounded, would choose other experts."""
+    for holder_name, holder in model.named_modules():
+        for name, buffer in holder._buffers.items():
+            if buffer is not None and buffer.is_floating_point() and stays_float32(model, f"{holder_name}.{name}"):
+                holder._buffers[name] = buffer.float()
+
+
+def stays_float32(model: PreTrainedModel, name: str) -> bool:
+    """Tells whether the family keeps a parameter or buffer in float32 whatever the compute dtype."""
+    listed = model._keep_in_fp32_modules_strict or ()
+    return any(re.search(re.escape(part).replace(r"\*", ".*"), name) for part in listed)
 
 
 def auto_class(config: PreTrainedConfig) -> Any:

@@ -24,7 +24,7 @@ from ..spec.micro_batch import MicroBatch, even
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan
 from ..swap.daemon import SwapDaemon
-from .anatomy import Anatomy
+from .anatomy import Anatomy, Installed
 from .boundaries import Boundaries
 from .compute_weights import ComputeWeights
 from .crossings import Arriving, Beside, Crossings, Source, nothing_beside
@@ -198,17 +198,15 @@ class Visits:
             self.lookahead.on_device()
         return arriving
 
-    def installed(self, owner: int | None, flat: torch.Tensor | None) -> AbstractContextManager[list[torch.nn.Parameter]]:
+    def installed(self, owner: int | None, flat: torch.Tensor | None) -> AbstractContextManager[Installed]:
         """Installs the weights of stage `owner` from `flat` in the model, inside the context. Gives the list of its
         parameters."""
         if owner is None or flat is None:
-            return nullcontext([])
+            return nullcontext(Installed())
         return self.stages[owner].installed(flat)
 
     @contextmanager
-    def learning(
-        self, owner: int | None, flat: torch.Tensor | None, total: GradientSum | None
-    ) -> Iterator[list[torch.nn.Parameter]]:
+    def learning(self, owner: int | None, flat: torch.Tensor | None, total: GradientSum | None) -> Iterator[Installed]:
         """Does the same, and adds the gradients of the parameters to the sum."""
         with (
             self.installed(owner, flat) as parameters,

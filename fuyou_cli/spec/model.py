@@ -86,6 +86,7 @@ class TensorSpec:
     frozen: bool = False  # no gradient is computed, and no update changes it
     quantised: bool = False  # rests quantised; then it is frozen
     transposed: bool = False  # rests quantised, and is decoded, with its last two dimensions exchanged
+    routed: bool = False  # of one expert or of all: a token computes with it if it is sent there
 
     @property
     def model_shape(self) -> tuple[int, ...]:

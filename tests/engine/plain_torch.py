@@ -29,7 +29,7 @@ def plain_run(
     model.load_state_dict(subject.initial)
     prepare(model.to(DEVICE))
     torch_rule = torch_sgd if subject.shape.rule == "sgd" else torch_adamw
-    by_torch = torch_rule([p for p in model.parameters() if p.requires_grad], optimizer)
+    by_torch = torch_rule(learning(model), optimizer)
     losses: list[float] = []
     for ids, labels in subject.batches(steps):
         losses.append(sum(micro_losses(model, ids, labels, subject.shape.micro)))
@@ -40,12 +40,23 @@ def plain_run(
     return losses, {name: value.detach().cpu().clone() for name, value in model.named_parameters()}
 
 
+def learning(model: PreTrainedModel) -> list[torch.Tensor]:
+    """Returns the parameters that learn. Biases of experts, one below the other, are marked: no bias decays."""
+    for name, parameter in model.named_parameters():
+        parameter.is_bias = name.endswith("_bias")  # type: ignore[attr-defined]
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
 def _groups(parameters: Sequence[torch.Tensor], optimizer: Optimizer) -> list[dict[str, Any]]:
     """Decays matrices only."""
     return [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": optimizer.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in parameters if _decays(p)], "weight_decay": optimizer.weight_decay},
+        {"params": [p for p in parameters if not _decays(p)], "weight_decay": 0.0},
     ]
+
+
+def _decays(parameter: torch.Tensor) -> bool:
+    return parameter.dim() >= 2 and not getattr(parameter, "is_bias", False)
 
 
 def torch_sgd(parameters: Sequence[torch.Tensor], optimizer: Optimizer) -> torch.optim.Optimizer:

@@ -14,8 +14,9 @@ device itself, fail then. FUYOU_TEST_DEVICE=emulated shows which ones need more 
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,12 +127,22 @@ class Subject:
     def fresh(self) -> PreTrainedModel:
         """Returns plain PyTorch with the initial weights, in training mode."""
         torch.manual_seed(11)
+        more = {"experts_implementation": "eager"} if self.anatomy.has_experts else {}
         model = auto_class(self.config).from_config(
-            self.config, dtype=TORCH_DTYPE[self.shape.dtype], attn_implementation=self.attention
+            copy.deepcopy(self.config), dtype=TORCH_DTYPE[self.shape.dtype], attn_implementation=self.attention, **more
         )
         if self.adapter is not None:
             inject_by_peft(model, self.adapter)
         return model.train()
+
+    def stored(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Returns tensors of a model by the names that stages have: one of all experts as those of each."""
+        found: dict[str, torch.Tensor] = {}
+        for name, value in weights.items():
+            parts = self.anatomy.parts.get(name, ())
+            rows = [list(matrix.split(shape[0])) for (_, shape), matrix in zip(parts, value, strict=False)] if parts else []
+            found |= {part: rows[n % len(rows)][n // len(rows)] for n, (part, _) in enumerate(parts)} or {name: value}
+        return found
 
     def batches(self, steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Returns (ids, labels) of each step: two batches in turn, so that there is something to learn; every row has its own
@@ -285,6 +296,7 @@ class Rig:
 
     def put_weights(self, weights: dict[str, torch.Tensor]) -> None:
         """Puts generation 0, as a checkpoint without remainders leaves it."""
+        weights = self.subject.stored(weights)
         for stage, placed in self._stages():
             target = placed.weights_ram or self._window
             there = self.executor.visits.states.weights(stage.index)

@@ -57,13 +57,20 @@ REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
     ),
     "gemma 4 with an embedding per layer": (_gemma4(hidden_size_per_layer_input=8), "an embedding of every token"),
     "gemma 4 that shares keys": (_gemma4(num_kv_shared_layers=2), "its last 2 blocks take keys and values of earlier blocks"),
-    "mixtral": (
-        transformers.MixtralConfig(**_SMALL, num_key_value_heads=4, intermediate_size=64, num_local_experts=4),
-        "mixture of experts: layers.0.mlp.experts",
+    "mixtral whose router jitters": (
+        transformers.MixtralConfig(
+            **_SMALL, num_key_value_heads=4, intermediate_size=64, num_local_experts=4, router_jitter_noise=0.1
+        ),
+        "router_jitter_noise is above 0 in its config.json",
+    ),
+    "ernie 4.5": (models_table.small("ernie4_5_moe"), "mlp.gate.weight of its router stays float32"),
+    "jetmoe": (
+        models_table.small("jetmoe"),
+        "its experts (layers.0.mlp.input_linear) are computed by code of this family alone",
     ),
     "doge with experts": (
         transformers.DogeConfig(**_SMALL, intermediate_size=64, is_moe=True, num_experts=16, num_experts_per_tok=4),
-        "mixture of experts: layers.0.mlp)",
+        "its experts (layers.0.mlp) are computed by code of this family alone",
     ),
     "opt with layerdrop": (_with_layerdrop(), "layerdrop is above 0"),
 }

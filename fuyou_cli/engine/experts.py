@@ -1,0 +1,464 @@
+"""Computes the routed experts of a mixture: tokens sorted by their experts, then one product after the other for each expert.
+
+Every experts module of transformers calls `routed` (`use_in`). Its matrices are not autograd leaves: they are read as views of
+the stage's weights (`Bank`), and each one's gradient goes straight into the stage's sum. So no dense gradient of all experts
+is ever made, and an expert's matrix can rest and be read under the name that files have for it.
+
+Exactness: experts come in ascending order, rows of one expert in the order of tokens; indices are unique, so that no sum
+depends on the order of threads. Rows are multiplied in pieces of few sizes, the last one filled with zeros: libraries keep
+compiled code for each shape, and memory must not depend on where tokens are sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+NAME = "fuyou"
+ROWS = 64  # in the smallest piece; others are 2, 4, 8 ... times as large
+MOST_ROWS = 1024  # in the largest
+_PRODUCTS = ("gate_up_proj", "up_proj", "down_proj")
+BANK = "_fuyou_bank"  # the attribute of an experts module that holds its weights
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Tells whether transformers lets this module's experts be computed by a function of somebody else."""
+    return {"has_gate", "has_bias", "is_transposed", "is_concatenated"} <= vars(module).keys()
+
+
+def use_in(model: PreTrainedModel) -> None:
+    """Has the model's experts computed here. A model without any is left as it is."""
+    if any(map(is_experts, model.modules())):
+        ALL_EXPERTS_FUNCTIONS.register(NAME, routed)
+        model.set_experts_implementation(NAME)
+
+
+# ---- where the matrices are ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Describes one expert's part of a module's parameter, as a file names it."""
+
+    expert: int
+    part: int  # of those that lie one below the other in the parameter: gate, up
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """Describes a tensor of a stage that holds a matrix of one expert, or of all."""
+
+    index: int  # among the stage's tensors
+    offset: int  # elements within the stage
+    shape: tuple[int, ...]
+    trained: bool
+    place: Part | None  # None: the whole parameter, of all experts
+    transposed: bool = False  # its matrices lie the other way round than those of the module's parameter
+
+
+@dataclass(frozen=True, slots=True)
+class Matrices:
+    """Describes one product of a module: a matrix of each expert and part. Without `turned` a matrix is (outputs, inputs)."""
+
+    experts: int
+    inputs: int
+    sizes: tuple[int, ...]  # outputs of each part
+    turned: bool
+    offsets: tuple[int, ...]  # elements within the stage, of each matrix: part by part, then by expert
+    tensors: tuple[tuple[int, int], ...]  # the same: the tensor, and elements of it before the matrix
+    trained: tuple[bool, ...]
+    biases: tuple[int, int] | None = None  # tensor and elements within the stage, of what is added: (experts, outputs)
+    trains_biases: bool = False
+
+    @classmethod
+    def of(cls, module: nn.Module, tensors: Sequence[Tensor], biases: Tensor | None) -> Matrices:
+        """Lays out the product of these tensors: one of all experts, or one of each expert and part."""
+        turned, first = bool(module.is_transposed), tensors[0]
+        if first.place is None:
+            experts, rows, columns = first.shape
+            outputs, inputs = (columns, rows) if turned else (rows, columns)
+            sizes: tuple[int, ...] = (outputs,)
+            begins = [rows * columns * expert for expert in range(experts)]
+            offsets, at = [first.offset + begin for begin in begins], [(first.index, begin) for begin in begins]
+            trained = [first.trained] * experts
+        else:
+            ordered = sorted(tensors, key=_by_part)
+            experts = 1 + max(_by_part(tensor)[1] for tensor in tensors)
+            sizes, inputs = tuple([tensor.shape[0] for tensor in ordered[::experts]]), first.shape[1]
+            offsets, at = [tensor.offset for tensor in ordered], [(tensor.index, 0) for tensor in ordered]
+            trained = [tensor.trained for tensor in ordered]
+        return cls(
+            experts=experts, inputs=inputs, sizes=sizes, turned=turned != first.transposed, offsets=tuple(offsets),
+            tensors=tuple(at), trained=tuple(trained), biases=None if biases is None else (biases.index, biases.offset),
+            trains_biases=biases is not None and biases.trained,
+        )  # fmt: skip
+
+
+def _by_part(tensor: Tensor) -> tuple[int, int]:
+    assert tensor.place is not None
+    return tensor.place.part, tensor.place.expert
+
+
+Layout = tuple[nn.Module, Mapping[str, Matrices]]  # an experts module, and its products by the parameter's name
+
+
+def laid_out(tensors: Mapping[tuple[nn.Module, str], Sequence[Tensor]]) -> tuple[Layout, ...]:
+    """Returns the layouts of the experts modules of a stage. tensors: by module and parameter."""
+    found: dict[nn.Module, dict[str, Matrices]] = {}
+    for (module, name), those in tensors.items():
+        if name in _PRODUCTS:
+            (biases,) = tensors.get((module, f"{name}_bias"), (None,))
+            found.setdefault(module, {})[name] = Matrices.of(module, those, biases)
+    return tuple(found.items())
+
+
+class Sink(Protocol):
+    """Takes the gradients of a stage's tensors (`gradients.GradientSum`)."""
+
+    def add_product(self, index: int, first: int, left: torch.Tensor, right: torch.Tensor) -> None:
+        """Adds the matrix left x right to the elements of tensor `index` from `first` on."""
+        ...
+
+    def add_part(self, index: int, first: int, gradient: torch.Tensor) -> None:
+        """Adds to the elements of tensor `index` from `first` on."""
+        ...
+
+
+class Routes(Protocol):
+    """Says where the tokens of a module go, and keeps or compares it (`routing`)."""
+
+    def of(self, chosen: torch.Tensor, experts: int) -> Route:
+        """Returns the route of these choices, as `Route.of` does."""
+        ...
+
+
+@dataclass(slots=True)
+class Bank:
+    """Holds the weights of one experts module during a visit. `anchor`: makes autograd run the products that learn, also where
+    nothing below them does; None: none of them learns."""
+
+    products: Mapping[str, Matrices]
+    flat: torch.Tensor
+    anchor: nn.Parameter | None = field(init=False)
+    sink: Sink | None = None
+    routes: Routes | None = None  # None: nothing is kept
+
+    def __post_init__(self) -> None:
+        learns = any(any(product.trained) or product.trains_biases for product in self.products.values())
+        self.anchor = nn.Parameter(self.flat.new_zeros(())) if learns else None
+
+
+def place(module: nn.Module, bank: Bank | None) -> None:
+    """Gives an experts module its weights, or takes them away."""
+    if bank is None:
+        vars(module).pop(BANK, None)
+    else:
+        vars(module)[BANK] = bank
+
+
+def _bank_of(module: nn.Module) -> Bank:
+    bank: Bank | None = vars(module).get(BANK)
+    if bank is not None:
+        return bank
+    # On fake tensors nothing but shapes is read.
+    tensors, weights = dict[tuple[nn.Module, str], list[Tensor]](), dict(module._parameters)
+    for name, weight in weights.items():
+        assert isinstance(weight, FakeTensor), f"{type(module).__name__} has no weights"
+        tensors[module, name] = [Tensor(0, 0, tuple(weight.shape), False, None)]
+    (_, products), *_ = laid_out(tensors)
+    return Bank(products, next(iter(weights.values())))  # type: ignore[arg-type]
+
+
+# ---- the function --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Says in which order tokens go to experts. `order`: of each sorted row, its number among all choices of all tokens;
+    `counts`: rows of each expert (empty on fake tensors, where nobody knows). Rows after these are of no expert."""
+
+    order: torch.Tensor
+    back: torch.Tensor
+    counts: Sequence[int]
+
+    @classmethod
+    def of(cls, chosen: torch.Tensor, experts: int, counts: Sequence[int] | None = None) -> Route:
+        """chosen: (tokens, experts of a token), a number past the last expert for none. `counts`: if they are known."""
+        route, ends = cls._sorted(chosen, experts)
+        if counts is None:
+            counts = () if isinstance(chosen, FakeTensor) else _between(ends.tolist())  # sync: shapes depend on it
+        return replace(route, counts=counts)
+
+    @classmethod
+    def counted(cls, chosen: torch.Tensor, experts: int, real: torch.Tensor) -> tuple[Route, list[int]]:
+        """Does the same, and returns how many rows of each expert are of tokens that are `real` (one bool each)."""
+        route, ends = cls._sorted(chosen, experts)
+        before = real[route.order // chosen.shape[-1]].cumsum(0)
+        so_far = torch.where(ends > 0, before[(ends - 1).clamp(min=0)], 0)
+        every, of_real = torch.stack([ends, so_far]).tolist()  # sync: as in `of`
+        return replace(route, counts=_between(every)), _between(of_real)
+
+    @classmethod
+    def _sorted(cls, chosen: torch.Tensor, experts: int) -> tuple[Route, torch.Tensor]:
+        """Returns the route without counts, and the end of each expert's rows."""
+        values, order = torch.sort(chosen.reshape(-1), stable=True)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=order.device)
+        numbers = torch.arange(experts, device=order.device, dtype=values.dtype)
+        return cls(order, back, ()), torch.searchsorted(values, numbers, right=True)
+
+
+def _between(ends: Sequence[int]) -> list[int]:
+    return [end - begin for begin, end in zip((0, *ends), ends, strict=False)]
+
+
+def routed(module: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Computes what an experts module adds to each token. hidden: (tokens, width); chosen, weights: (tokens, experts of a
+    token). The weighted outputs of a token are summed in the order of its choices."""
+    bank, each = _bank_of(module), chosen.shape[-1]
+    first = "gate_up_proj" if module.has_gate else "up_proj"
+    with torch.no_grad():
+        route = (Route if bank.routes is None else bank.routes).of(chosen, bank.products[first].experts)
+    x = _product(_rows(hidden, route.order, route.back, each), bank, first, route)
+    x = module._apply_gate(x) if module.has_gate else module.act_fn(x)
+    y = _product(x, bank, "down_proj", route)
+    if getattr(module, "has_post_expert_norm", False):
+        y = module.post_expert_norm(y)
+    y = y * _rows(weights.reshape(-1, 1), route.order, route.back)
+    y = _rows(y, route.back, route.order).view(*chosen.shape, -1)
+    return y.sum(1).to(hidden.dtype)
+
+
+def _rows(source: torch.Tensor, order: torch.Tensor, back: torch.Tensor, each: int = 1) -> torch.Tensor:
+    rows: torch.Tensor = _Rows.apply(source, order, back, each)  # type: ignore[no-untyped-call]
+    return rows
+
+
+class _Rows(torch.autograd.Function):
+    """Sorts rows: row n of the result is row order[n] // each of the source. `back` is the inverse of `order`. The gradient of
+    a row that goes to several places is summed in their order, not in that of threads."""
+
+    saves_by_hooks = True  # nothing that backward reads is kept elsewhere (`inspect`)
+
+    @staticmethod
+    def forward(ctx: Any, source: torch.Tensor, order: torch.Tensor, back: torch.Tensor, each: int) -> torch.Tensor:
+        ctx.back, ctx.each = back, each
+        return source.index_select(0, order if each == 1 else order // each)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        found = grad.index_select(0, ctx.back)
+        if ctx.each > 1:
+            found = found.view(-1, ctx.each, *grad.shape[1:]).sum(1)
+        return found, None, None, None
+
+
+def _product(x: torch.Tensor, bank: Bank, name: str, route: Route) -> torch.Tensor:
+    product: torch.Tensor = _Product.apply(x, bank.anchor, bank, bank.products[name], route.counts)  # type: ignore[no-untyped-call]
+    return product
+
+
+class _Product(torch.autograd.Function):
+    """Multiplies sorted rows with the matrices of their experts."""
+
+    saves_by_hooks = True
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, anchor: torch.Tensor | None, bank: Bank, of: Matrices, counts: Sequence[int]
+    ) -> torch.Tensor:
+        ctx.bank, ctx.of, ctx.counts = bank, of, counts
+        ctx.save_for_backward(*((x,) if any(of.trained) else ()))
+        biases = -1 if of.biases is None else of.biases[1]
+        out: torch.Tensor = torch.ops.fuyou.experts(x, bank.flat, of.offsets, counts, of.sizes, of.inputs, of.turned, biases)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        of, bank = ctx.of, ctx.bank
+        grad, saved = grad.contiguous(), ctx.saved_tensors
+        if saved:
+            _add_gradients(bank.sink, of, ctx.counts, saved[0], grad)
+        if of.trains_biases and bank.sink is not None:
+            for expert, begin, count in _groups(ctx.counts):
+                bank.sink.add_part(of.biases[0], expert * grad.shape[1], grad[begin : begin + count].sum(0))
+        found = None
+        if ctx.needs_input_grad[0]:
+            found = torch.ops.fuyou.experts_back(grad, bank.flat, of.offsets, ctx.counts, of.sizes, of.inputs, of.turned)
+        return found, None, None, None, None
+
+
+def _add_gradients(sink: Sink | None, of: Matrices, counts: Sequence[int], x: torch.Tensor, grad: torch.Tensor) -> None:
+    """Adds the gradient of every trained matrix to the stage's sum, one after the other."""
+    if sink is None:  # a trace on fake tensors: one gradient at a time is alive
+        x.new_empty(max(of.sizes), of.inputs)
+        return
+    for expert, begin, count in _groups(counts):
+        for first, rows, real in _pieces(begin, count):
+            some, wanted = _filled(x, first, rows, real), _filled(grad, first, rows, real)
+            at = 0
+            for part, size in enumerate(of.sizes):
+                number = part * of.experts + expert
+                if of.trained[number]:
+                    columns = wanted[:, at : at + size]
+                    pair = (some.t(), columns) if of.turned else (columns.t(), some)
+                    sink.add_product(*of.tensors[number], *pair)
+                at += size
+
+
+def _groups(counts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Yields the experts that have rows, with their first row and how many there are."""
+    begin = 0
+    for expert, count in enumerate(counts):
+        if count:
+            yield expert, begin, count
+        begin += count
+
+
+def _pieces(begin: int, count: int) -> Iterator[tuple[int, int, int]]:
+    """Cuts rows into pieces of few sizes. Yields first row, size, and how many of its rows there are."""
+    size = MOST_ROWS
+    while count:
+        while size > ROWS and size > count:
+            size //= 2
+        real = min(size, count)
+        yield begin, size, real
+        begin, count = begin + real, count - real
+
+
+def _filled(x: torch.Tensor, first: int, rows: int, real: int) -> torch.Tensor:
+    """Returns so many rows, the last of them zeros where there are fewer real ones."""
+    if real == rows:
+        return x[first : first + rows]
+    some = x.new_zeros(rows, x.shape[1])
+    some[:real] = x[first : first + real]
+    return some
+
+
+def _matrix(flat: torch.Tensor, offset: int, inputs: int, size: int, *, turned: bool) -> torch.Tensor:
+    """Returns one matrix as (inputs, outputs)."""
+    return flat.as_strided((inputs, size), (size, 1) if turned else (1, inputs), flat.storage_offset() + offset)
+
+
+def _experts(
+    x: torch.Tensor, flat: torch.Tensor, offsets: Sequence[int], counts: Sequence[int], sizes: Sequence[int], inputs: int,
+    turned: bool, biases: int,
+) -> torch.Tensor:  # fmt: skip
+    experts, outputs = len(counts), sum(sizes)
+    out = x.new_empty(x.shape[0], outputs)
+    for expert, begin, count in _groups(counts):
+        for first, rows, real in _pieces(begin, count):
+            some, at = _filled(x, first, rows, real), 0
+            there = out[first : first + rows] if real == rows else x.new_empty(rows, outputs)
+            for part, size in enumerate(sizes):
+                weight = _matrix(flat, offsets[part * experts + expert], inputs, size, turned=turned)
+                torch.mm(some, weight, out=there[:, at : at + size])
+                at += size
+            if real < rows:
+                out[first : first + real] = there[:real]
+        if biases >= 0:
+            out[begin : begin + count] += flat[biases + expert * outputs : biases + (expert + 1) * outputs]
+    out[sum(counts) :] = 0
+    return out
+
+
+def _experts_back(
+    grad: torch.Tensor, flat: torch.Tensor, offsets: Sequence[int], counts: Sequence[int], sizes: Sequence[int], inputs: int,
+    turned: bool,
+) -> torch.Tensor:  # fmt: skip
+    experts = len(counts)
+    out = grad.new_empty(grad.shape[0], inputs)
+    for expert, begin, count in _groups(counts):
+        for first, rows, real in _pieces(begin, count):
+            some, at = _filled(grad, first, rows, real), 0
+            there = out[first : first + rows] if real == rows else grad.new_empty(rows, inputs)
+            for part, size in enumerate(sizes):
+                weight = _matrix(flat, offsets[part * experts + expert], inputs, size, turned=turned).t()
+                if part:
+                    there.addmm_(some[:, at : at + size], weight)
+                else:
+                    torch.mm(some[:, :size], weight, out=there)
+                at += size
+            if real < rows:
+                out[first : first + real] = there[:real]
+    out[sum(counts) :] = 0
+    return out
+
+
+# As operators of torch, the products of all experts are one call: modes that look at operators see no single product, of which
+# there are more or fewer as tokens are sent here or there.
+_LIBRARY = torch.library.Library("fuyou", "DEF")
+_SHAPES = "int[] offsets, int[] counts, int[] sizes, int inputs, bool turned"
+_LIBRARY.define(f"experts(Tensor x, Tensor flat, {_SHAPES}, int biases) -> Tensor")
+_LIBRARY.define(f"experts_back(Tensor grad, Tensor flat, {_SHAPES}) -> Tensor")
+_LIBRARY.impl("experts", _experts, "CPU")
+_LIBRARY.impl("experts", _experts, "CUDA")
+_LIBRARY.impl("experts_back", _experts_back, "CPU")
+_LIBRARY.impl("experts_back", _experts_back, "CUDA")
+
+
+def _experts_shape(x: Any, flat: Any, offsets: Any, counts: Any, sizes: Any, inputs: Any, turned: Any, biases: Any) -> Any:
+    return x.new_empty(x.shape[0], sum(sizes))
+
+
+def _experts_back_shape(grad: Any, flat: Any, offsets: Any, counts: Any, sizes: Any, inputs: Any, turned: Any) -> Any:
+    return grad.new_empty(grad.shape[0], inputs)
+
+
+torch.library.register_fake("fuyou::experts", _experts_shape, lib=_LIBRARY)
+torch.library.register_fake("fuyou::experts_back", _experts_back_shape, lib=_LIBRARY)
+
+
+def work_of(func: Any, args: Sequence[Any]) -> tuple[float, int] | None:
+    """Returns the FLOPs of an operator that multiplies with experts, and where the first of their matrices begins in the
+    stage. None for any other operator."""
+    if func is not torch.ops.fuyou.experts.default:
+        return None
+    x, offsets, sizes, inputs = args[0], args[2], args[4], args[5]
+    return 2.0 * x.shape[0] * inputs * sum(sizes), offsets[0]
+
+
+# ---- their names in files ------------------------------------------------------------------------------------------------
+
+NamedPart = tuple[str, tuple[int, ...], Part]  # name, shape and place
+
+
+def named_parts(model: PreTrainedModel) -> dict[str, list[NamedPart]]:
+    """Returns, by a parameter's name, the tensors that files have for it where they have one for each expert. The names are
+    those of today's architecture (`checkpoint.names.architecture_renames`)."""
+    if not any(map(is_experts, model.modules())):
+        return {}
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
+
+    joins: list[tuple[str, list[str]]] = []  # the end of a parameter's name, and those of its parts
+    for one in get_model_conversion_mapping(model):
+        if not isinstance(one, WeightConverter):
+            continue
+        kinds = [type(operation) for operation in one.operations]
+        merges = bool(kinds) and kinds[0] is MergeModulelist and one.operations[0].dim == 0
+        joined = kinds[1:] == [Concatenate] and one.operations[1].dim == 1
+        if merges and (joined or (len(kinds) == 1 and len(one.source_patterns) == 1)):
+            joins.append((one.target_patterns[0], [source.replace("\\.", ".") for source in one.source_patterns]))
+    found = {}
+    for name, module in model.named_modules():
+        for own, parameter in module.named_parameters(recurse=False) if is_experts(module) else ():
+            for end, parts in joins:
+                if f"{name}.{own}".endswith(end):
+                    found[f"{name}.{own}"] = list(_parts_of(f"{name}.{own}", parameter, end, parts))
+    return found
+
+
+def _parts_of(name: str, parameter: torch.Tensor, end: str, parts: Sequence[str]) -> Iterator[NamedPart]:
+    experts, rows, columns = parameter.shape
+    before = name.removesuffix(end)
+    for part, pattern in enumerate(parts):
+        for expert in range(experts):
+            yield before + pattern.replace("*", str(expert)), (rows // len(parts), columns), Part(expert, part)

@@ -1,0 +1,253 @@
+"""Mixtures of experts: the engine beside plain PyTorch with transformers' own loop over experts, and in several placements.
+
+Routers start with large weights, so that no token's choice hangs on the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from drawn import every
+from transformers import PreTrainedConfig
+
+from fuyou_cli.engine.experts import MOST_ROWS, ROWS, is_experts
+
+from .comparing import Outcome, assert_same, distance, relative, unequal
+from .families import _GATED as GATED
+from .plain_torch import plain_run
+from .rig import OPTIMIZER, Rig, Shape, Subject, outcome
+
+STEPS = 20
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LATENT = {
+    **GATED, "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "n_shared_experts": 1, "first_k_dense_replace": 0, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8, "v_head_dim": 8,
+}  # fmt: skip
+LINEAR = {
+    **EXPERTS, "head_dim": 8, "shared_expert_intermediate_size": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
+BOTH = ["linear_attention", "full_attention"]
+
+
+def _config(kind: str, *parts: dict[str, Any], **changes: Any) -> PreTrainedConfig:
+    made: dict[str, Any] = {}
+    for part in (*parts, changes):
+        made |= part
+    config: PreTrainedConfig = getattr(transformers, kind)(**made)
+    return config
+
+
+FAMILIES: dict[str, PreTrainedConfig] = {
+    "qwen3_moe": _config("Qwen3MoeConfig", GATED, EXPERTS, head_dim=8),
+    "qwen3_moe, dense and sparse": _config(
+        "Qwen3MoeConfig", GATED, EXPERTS, head_dim=8, num_hidden_layers=4, mlp_only_layers=[1], decoder_sparse_step=1,
+        norm_topk_prob=True, num_experts_per_tok=1,
+    ),
+    "mixtral": _config("MixtralConfig", GATED, num_local_experts=4),
+    "mixtral, top 1, window": _config("MixtralConfig", GATED, num_local_experts=3, num_experts_per_tok=1, sliding_window=8),
+    "olmoe": _config("OlmoeConfig", GATED, EXPERTS),
+    "olmoe, normalised": _config("OlmoeConfig", GATED, EXPERTS, num_experts=8, norm_topk_prob=True, clip_qkv=4.0),
+    "gpt_oss": _config("GptOssConfig", GATED, num_local_experts=4, head_dim=8, sliding_window=8),
+    "gpt_oss, top 1": _config("GptOssConfig", GATED, num_local_experts=4, num_experts_per_tok=1, head_dim=8, sliding_window=4),
+    "deepseek_v2": _config("DeepseekV2Config", LATENT, topk_method="greedy", n_group=1, topk_group=1),
+    "deepseek_v2, groups": _config(
+        "DeepseekV2Config", LATENT, topk_method="group_limited_greedy", n_group=2, topk_group=1, first_k_dense_replace=1,
+        routed_scaling_factor=2.0,
+    ),
+    "deepseek_v3": _config("DeepseekV3Config", LATENT, n_group=1, topk_group=1),
+    "deepseek_v3, groups": _config("DeepseekV3Config", LATENT, n_group=2, topk_group=1, first_k_dense_replace=1),
+    "glm4_moe": _config("Glm4MoeConfig", GATED, EXPERTS, n_routed_experts=4, first_k_dense_replace=0, head_dim=8),
+    "glm4_moe, dense first": _config(
+        "Glm4MoeConfig", GATED, EXPERTS, n_routed_experts=4, first_k_dense_replace=1, head_dim=8, norm_topk_prob=False,
+        n_group=2, topk_group=1,
+    ),
+    "qwen3_next": _config("Qwen3NextConfig", GATED, LINEAR, layer_types=BOTH),
+    "qwen3_next, dense first": _config("Qwen3NextConfig", GATED, LINEAR, layer_types=BOTH, mlp_only_layers=[0]),
+    "granitemoe": _config("GraniteMoeConfig", GATED, num_local_experts=4),
+    "granitemoe, top 1": _config(
+        "GraniteMoeConfig", GATED, num_local_experts=4, num_experts_per_tok=1, residual_multiplier=0.3, logits_scaling=2.0
+    ),
+    "qwen3_5_moe": _config("Qwen3_5MoeTextConfig", GATED, LINEAR, layer_types=BOTH),
+    "qwen3_5_moe, full attention": _config("Qwen3_5MoeTextConfig", GATED, LINEAR, layer_types=BOTH[1:] * 2, num_experts=8),
+    "minimax_m2": _config("MiniMaxM2Config", GATED, num_local_experts=4, num_experts_per_tok=2, head_dim=8),
+    "minimax_m2, top 1": _config("MiniMaxM2Config", GATED, num_local_experts=4, num_experts_per_tok=1, head_dim=8),
+    "nemotron_h": _config(
+        "NemotronHConfig", GATED, layers_block_type=["attention", "moe"], n_routed_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=32, moe_shared_expert_intermediate_size=32, head_dim=8,
+    ),
+    "nemotron_h, every kind": _config(
+        "NemotronHConfig", GATED, layers_block_type=["attention", "moe", "mlp", "moe"], n_routed_experts=4,
+        num_experts_per_tok=1, moe_intermediate_size=32, moe_shared_expert_intermediate_size=32, head_dim=8,
+        moe_latent_size=16,
+    ),
+}  # fmt: skip
+
+
+class Decided(Subject):
+    """Has routers whose choices are far apart."""
+
+    def fresh(self) -> Any:
+        model = super().fresh()
+        for module in model.modules():
+            if any(is_experts(part) for part in module.children()):
+                for name, parameter in module.named_parameters():
+                    if name in ("gate.weight", "router.weight", "router.layer.weight"):
+                        parameter.data.mul_(50)
+        return model
+
+
+@pytest.mark.parametrize("family", every(2, FAMILIES))
+def test_beside_plain_torch(family: str, tmp_path: Path) -> None:
+    subject = Decided(FAMILIES[family], Shape())
+    # Gradients of some biases are near zero: with a small epsilon their last bits would decide which way a weight goes.
+    optimizer = replace(OPTIMIZER, lr=1e-3, epsilon=1e-4 if "gpt_oss" in family else 1e-6)
+    with Rig(subject, tmp_path, home="ssd", clip=0.5, optimizer=optimizer) as rig:
+        losses, weights = rig.run(STEPS), rig.weights()
+    plain_losses, plain_weights = plain_run(subject, STEPS, clip=0.5, optimizer=optimizer)
+    assert any("experts" in name for name in weights)
+    assert relative(losses, plain_losses) <= 1e-6
+    assert distance(weights, subject.stored(plain_weights)) <= 1e-6
+    moved = unequal(weights, {name: value for name, value in subject.stored(subject.initial).items() if name in weights})
+    unmoved = set(weights) - set(moved)  # the weight of one choice is 1 whatever the router says
+    assert not unmoved or ("top 1" in family and all(".router." in name for name in unmoved))
+
+
+# ---- placements ----------------------------------------------------------------------------------------------------------
+
+WAYS: dict[str, dict[str, Any]] = {
+    "all in RAM": dict(home="cpu"),
+    "gradients in RAM": dict(gradients="cpu"),
+    "lookahead 3": dict(lookahead=3),
+    "emulated device": dict(device="emulated"),
+    "all outputs kept": dict(kept="all"),
+    "outputs kept there": dict(device="emulated", kept_there="room", gpu_budget=1 << 30),
+    "two sweeps": dict(sweeps=2),
+    "norm first": dict(norm_first=True),
+    "deferred updates": dict(defer=0.5),
+    "states on the device": dict(device="emulated", device_states=(1, 2), gpu_budget=1 << 30),
+}
+PLACED = {"qwen3_moe": "qwen3_moe, dense and sparse", "gpt_oss": "gpt_oss", "deepseek_v3": "deepseek_v3, groups"}
+
+
+@pytest.fixture(scope="module")
+def subjects() -> Callable[[str, str], Subject]:
+    return cache(lambda family, dtype: Subject(FAMILIES[PLACED[family]], Shape(dtype=dtype)))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def on_the_ssd(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Subject], Outcome]:
+    return cache(lambda subject: outcome(subject, tmp_path_factory.mktemp("store"), 4, clip=0.5))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("qwen3_moe", "bfloat16"), ("gpt_oss", "float32"), *every(9, [("deepseek_v3", "bfloat16")])]
+)
+def test_same_bits(
+    way: str, family: str, dtype: str, subjects: Callable[[str, str], Subject], on_the_ssd: Callable[[Subject], Outcome],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    subject = subjects(family, dtype)
+    assert_same(outcome(subject, tmp_path, 4, clip=0.5, **WAYS[way]), on_the_ssd(subject))
+
+
+# ---- where tokens are sent -----------------------------------------------------------------------------------------------
+
+
+def _with_routers(subject: Subject, change: Callable[[torch.Tensor], None]) -> Subject:
+    for name, value in subject.initial.items():
+        if name.endswith("mlp.gate.weight"):
+            change(value)
+    return subject
+
+
+def _one_for_all(router: torch.Tensor) -> None:
+    router.zero_()  # all probabilities are equal, and the first experts are taken
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_ties_and_experts_that_nobody_chooses(dtype: Any, tmp_path: Path) -> None:
+    """Equal logits: every token goes to the same experts, whatever the placement; the others decay as torch's do with
+    gradients of zero."""
+    subject = _with_routers(Subject(FAMILIES["qwen3_moe"], Shape(dtype=dtype, batch=8, micro=4)), _one_for_all)
+    usual = outcome(subject, tmp_path / "usual", 3, clip=0.5)
+    for number, way in enumerate((dict(kept="all"), dict(device="emulated", sweeps=2))):
+        assert_same(outcome(subject, tmp_path / str(number), 3, clip=0.5, **way), usual)
+    if dtype == "float32":
+        losses, weights = plain_run(subject, 3, clip=0.5)
+        assert relative(usual[0], losses) <= 1e-6
+        assert distance(usual[1], subject.stored(weights)) <= 1e-6
+
+
+def test_pieces_of_rows_have_few_sizes() -> None:
+    from fuyou_cli.engine.experts import _pieces
+
+    sizes = set()
+    for count in range(1, 3 * MOST_ROWS):
+        pieces = list(_pieces(7, count))
+        assert sum(real for _, _, real in pieces) == count and pieces[0][0] == 7
+        assert all(real == size for _, size, real in pieces[:-1])
+        sizes |= {size for _, size, _ in pieces}
+    assert sizes == {ROWS << n for n in range((MOST_ROWS // ROWS).bit_length())}
+
+
+def test_counts_the_work_of_chosen_experts_alone() -> None:
+    """Two of four experts compute each token."""
+    of_two, of_one = (
+        Subject(_config("Qwen3MoeConfig", GATED, EXPERTS, head_dim=8, num_experts_per_tok=k), Shape()) for k in (2, 1)
+    )
+    more = of_two.spec.stages[1].forward_flops - of_one.spec.stages[1].forward_flops
+    assert more == 2 * (2 * 16) * (
+        3 * 32 * 32
+    )  # a multiply and an add for every token of a micro-batch and weight of an expert
+
+
+def test_frozen_experts_take_no_gradient(tmp_path: Path) -> None:
+    subject = Subject(FAMILIES["qwen3_moe"], Shape(), freeze=["model.layers.*.mlp.experts"])
+    losses, weights = outcome(subject, tmp_path, 3, clip=0.5)
+    assert subject.spec.stages[1].frozen_flops == 2 * (2 * 16) * 2 * (3 * 32 * 32)
+    experts = {name: value for name, value in weights.items() if ".experts." in name}
+    assert unequal(experts, {name: subject.stored(subject.initial)[name] for name in experts}) == []
+    plain = plain_run(subject, 3, clip=0.5, prepare=_freeze_experts)
+    assert relative(losses, plain[0]) <= 1e-6 and distance(weights, subject.stored(plain[1])) <= 1e-6
+
+
+def _freeze_experts(model: Any) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".experts." not in name)
+
+
+def test_only_experts_learn(tmp_path: Path) -> None:
+    """Nothing else of the lowest block leads autograd to them."""
+    rest = ["model.embed_tokens", "model.norm", "lm_head", "model.layers.*.self_attn", "model.layers.*.mlp.gate"]
+    rest += ["model.layers.*.input_layernorm", "model.layers.*.post_attention_layernorm"]
+    subject = Subject(FAMILIES["qwen3_moe"], Shape(), freeze=rest)
+
+    def freeze(model: Any) -> None:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(".experts." in name)
+
+    losses, weights = outcome(subject, tmp_path, 3, clip=0.5)
+    plain = plain_run(subject, 3, clip=0.5, prepare=freeze)
+    assert relative(losses, plain[0]) <= 1e-6 and distance(weights, subject.stored(plain[1])) <= 1e-6
+    moved = {name for name in weights if ".experts." in name}
+    assert set(unequal(weights, {name: subject.stored(subject.initial)[name] for name in weights})) == moved
+
+
+def test_a_routers_correction_stays_as_it_is() -> None:
+    """Rounded to bfloat16 it would choose other experts than `from_pretrained` does."""
+    from fuyou_cli.engine.skeleton import build
+
+    for family in ("deepseek_v3", "glm4_moe"):
+        model = build(FAMILIES[family], dtype="bfloat16", attention="sdpa")
+        found = [buffer.dtype for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+        assert found == [torch.float32] * 2
