@@ -8,7 +8,8 @@ written. Every other difference is an error, and all errors are reported at once
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from fuyou_cli.core.errors import UsageError
@@ -32,6 +33,10 @@ _HARMLESS = re.compile(
 _QUANTISED = re.compile(r"\.(qweight|qzeros|scales|g_idx|weight_scale(_inv)?|weight_packed|absmax|quant_state.*|SCB)$")
 _FLAWS = ("missing", "not part of this model", "of another shape", "stored twice", "of a dtype that cannot be trained")
 
+_NO_PARTS: Mapping[str, Sequence[tuple[str, tuple[int, ...]]]] = MappingProxyType({})
+
+_NOTHING = re.compile(r"(?!)")
+Shape = tuple[int, ...]
 Flaws = dict[str, list[str]]  # kind of flaw, from _FLAWS -> names that have it
 
 
@@ -45,22 +50,32 @@ def entries_for(
     *,
     base_name: Callable[[str], str | None] = _unchanged,
     untouched: Collection[str] = (),
+    parts: Mapping[str, Sequence[tuple[str, Shape]]] = _NO_PARTS,
 ) -> dict[str, TensorEntry]:
     """Finds the file's tensor for every name of the model's state dict. The model may be on the meta device.
 
     base_name: gives the name that the model without its adapter has for it; None for a tensor of the adapter, which no file
-    has. untouched: parts of the model that nothing is computed with, so that their values do not matter.
+    has. untouched: parts of the model that nothing is computed with, so that their values do not matter. parts: names and
+    shapes of what files have instead of one tensor of the model, as matrices of each expert.
+
+    Tensors that the model's class leaves unread by name, as layers that predict further tokens, are found under their own keys
+    too: nothing is computed with them, and an export has them as they are.
 
     The model's buffers get the values that the file has for them. Names of tied weights get the same entry: where a tied tensor
     is stored twice, both copies must be equal, because training keeps one. Raises UsageError naming every tensor that does not
     fit.
     """
-    named = {name: base for name in model.state_dict() if (base := base_name(name)) is not None}
-    names = {named[name]: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name in named}
-    renames = architecture_renames(model, checkpoint.entries)
+    shapes: dict[str, Shape] = {}
+    for name, tensor in model.state_dict().items():
+        shapes |= parts.get(name) or {name: tuple(tensor.shape)}
+    named = {name: base for name in shapes if (base := base_name(name)) is not None}
+    names = {base: shapes[name] for name, base in named.items()}
+    renames = architecture_renames(model, checkpoint.entries, parts={part for those in parts.values() for part, _ in those})
     matched, copies = match(
-        names, checkpoint.entries, base_model_prefix=model.base_model_prefix, tied=tied_names(model), renames=renames
-    )
+        names, checkpoint.entries, base_model_prefix=model.base_model_prefix, tied=tied_names(model), renames=renames,
+        unread=_unread(model),
+    )  # fmt: skip
+    carried = {key: entry for key, entry in matched.items() if key not in names}
     with TensorReader() as reader:
         for one, other in copies:
             if not reader.equal(one, other):
@@ -71,7 +86,13 @@ def entries_for(
                 )
         found = {name: matched[base] for name, base in named.items()}
         _load_buffers(model, {name: entry for name, entry in found.items() if not is_in(untouched, name)}, reader)
-    return found
+    return found | carried
+
+
+def _unread(model: PreTrainedModel) -> re.Pattern[str]:
+    """Returns what matches the keys that `from_pretrained` leaves unread without a word."""
+    patterns = [pattern for pattern in model._keys_to_ignore_on_load_unexpected or () if pattern]
+    return re.compile("|".join(f"(?:{pattern})" for pattern in sorted(patterns)) or r"(?!)")
 
 
 def _load_buffers(model: PreTrainedModel, matched: dict[str, TensorEntry], reader: TensorReader) -> None:
@@ -93,18 +114,24 @@ def match(
     base_model_prefix: str,
     tied: Mapping[str, str],
     renames: Mapping[str, str] | None = None,
+    unread: re.Pattern[str] = _NOTHING,
 ) -> tuple[dict[str, TensorEntry], list[tuple[TensorEntry, TensorEntry]]]:
     """Finds the file's tensor for every name in `model_names` (name -> shape), in that order.
 
     Also returns pairs of stored tensors that the model uses as one; both must hold the same values.
 
     `tied` maps a name to the one whose weights it shares: both get the same entry, whichever of the two the file holds.
+    `unread` finds keys that stand for nothing in the model: they are returned last, under their own names.
     `renames` maps a file's key to the architecture's name for it today. The entry's own `name` stays the key in the file;
     exports use it too. Raises UsageError with every tensor that is missing, unexpected, of a wrong shape, stored twice or
     untrainable.
     """
     prefix = f"{base_model_prefix}." if base_model_prefix else ""
-    found, flaws = _assign({*model_names, *tied, *tied.values()}, entries, prefix, renames or {})
+    known, carried = {*model_names, *tied, *tied.values()}, dict[str, TensorEntry]()
+    for key, value in entries.items():
+        if unread.search(key) and not _HARMLESS.search(key) and _target(known, prefix, renames or {}, key) is None:
+            carried[key] = value
+    found, flaws = _assign(known, {k: e for k, e in entries.items() if k not in carried}, prefix, renames or {})
     matched: dict[str, TensorEntry] = {}
     for name, shape in model_names.items():
         entry = next((found[one] for one in _same_weights(name, tied) if one in found), None)
@@ -120,7 +147,7 @@ def match(
     for owner in dict.fromkeys(_owner(name, tied) for name in tied):
         stored = [found[one] for one in _same_weights(owner, tied) if one in found]
         copies += [(stored[0], copy) for copy in stored[1:]]
-    return matched, copies
+    return matched | carried, copies
 
 
 def tied_names(model: PreTrainedModel) -> dict[str, str]:
@@ -134,8 +161,9 @@ def tied_names(model: PreTrainedModel) -> dict[str, str]:
     return tied
 
 
-def architecture_renames(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, str]:
-    """Maps a file's key to today's name, for the keys that the architecture's own conversion table renames.
+def architecture_renames(model: PreTrainedModel, keys: Iterable[str], *, parts: Collection[str] = ()) -> dict[str, str]:
+    """Maps a file's key to today's name, for the keys that the architecture's own conversion table renames. `parts`: names that
+    it would join to others, but that are used as they are.
 
     Raises UsageError naming the tensors that the table would join, cut or transpose (such as fused weights of experts).
     """
@@ -151,7 +179,7 @@ def architecture_renames(model: PreTrainedModel, keys: Iterable[str]) -> dict[st
         name = key
         for transform in renaming:
             name, _ = transform.rename_source_key(name)
-        if any(transform.rename_source_key(name)[1] is not None for transform in converting):
+        if name not in parts and any(transform.rename_source_key(name)[1] is not None for transform in converting):
             converted.append(shown(key))
         if name != key:
             renames[key] = name
@@ -184,9 +212,7 @@ def _assign(
     found: dict[str, TensorEntry] = {}
     flaws: Flaws = {kind: [] for kind in _FLAWS}
     for key, entry in entries.items():
-        name = renames.get(key, key)
-        candidates = (name, prefix + name, name.removeprefix(prefix))
-        target = next((candidate for candidate in candidates if candidate in known), None)
+        target = _target(known, prefix, renames, key)
         if target is None:
             if not _HARMLESS.search(key):
                 flaws["not part of this model"].append(shown(key))
@@ -197,6 +223,12 @@ def _assign(
             if entry.dtype not in TRAINABLE_DTYPES and entry.scales is None:
                 flaws["of a dtype that cannot be trained"].append(f"{shown(key)} is {entry.dtype}")
     return found, flaws
+
+
+def _target(known: Collection[str], prefix: str, renames: Mapping[str, str], key: str) -> str | None:
+    """Returns the model's name (from `known`) for a key of the files, None without one."""
+    name = renames.get(key, key)
+    return next((one for one in (name, prefix + name, name.removeprefix(prefix)) if one in known), None)
 
 
 def _refuse(flaws: Flaws) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..core.errors import UsageError, pip_install
 from ..core.paths import expanded, is_same_folder
@@ -44,10 +44,10 @@ def entries_of(recipe: Recipe, anatomy: Anatomy, checkpoint: Checkpoint) -> dict
     from ..adapters.adapter_names import base_name
     from ..checkpoint.names import entries_for
 
-    untouched = anatomy.untouched
+    kept: dict[str, Any] = {"untouched": anatomy.untouched, "parts": anatomy.parts}
     if recipe.adapter is None:
-        return entries_for(anatomy.model, checkpoint, untouched=untouched)
-    return entries_for(anatomy.model, checkpoint, base_name=base_name, untouched=untouched)
+        return entries_for(anatomy.model, checkpoint, **kept)
+    return entries_for(anatomy.model, checkpoint, base_name=base_name, **kept)
 
 
 def stored_names(recipe: Recipe, model: ModelSpec) -> dict[str, str]:

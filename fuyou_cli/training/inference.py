@@ -178,7 +178,9 @@ def open_for_inference(
     with ExitStack() as stack:
         check: Callable[[], None] = _nothing
         if found.store is None:
-            entries = entries_for(anatomy.model, open_checkpoint(found.folder), untouched=anatomy.untouched)
+            entries = entries_for(
+                anatomy.model, open_checkpoint(found.folder), untouched=anatomy.untouched, parts=anatomy.parts
+            )
             readers = [stack.enter_context(TensorReader()) for _ in range(2)]
             read = _of_files(found, entries, readers[0])
             if (lying := _in_place(found, entries, device)) is not None:
@@ -265,7 +267,9 @@ def _of_store(found: FoundModel, state: AtRest, weights: StoreWeights | MergedWe
     known = {tensor.name: tensor for tensor in weights.tensors()}
     if found.anatomy.buffers and state.manifest.untouched is not None:
         left_alone(state.manifest.untouched, folder := Path(state.manifest.model_dir))
-        entries_for(found.anatomy.model, open_checkpoint(folder), untouched=found.anatomy.untouched)  # gives the buffers values
+        entries_for(
+            found.anatomy.model, open_checkpoint(folder), untouched=found.anatomy.untouched, parts=found.anatomy.parts
+        )  # gives the buffers values
     for name, shape in shapes.items():
         if name not in stored_as or known[stored_as[name]].shape != shape:
             raise UsageError(

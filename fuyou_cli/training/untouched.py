@@ -1,5 +1,6 @@
-"""Keeps what training leaves alone of a model: the parts that do not run on text, as a vision tower, the values of buffers,
-and what frozen weights were before they were rounded to the dtype of compute.
+"""Keeps what training leaves alone of a model: the parts that do not run on text, as a vision tower, layers that its class does
+not read, as those that predict further tokens, the values of buffers, and what frozen weights were before they were rounded to
+the dtype of compute.
 
 Nothing of them is in the store. An export copies their tensors from the checkpoint that the run began with, bit
 for bit.
@@ -28,9 +29,11 @@ if TYPE_CHECKING:
 
 
 def untouched_of(anatomy: Anatomy, entries: Mapping[str, TensorEntry]) -> Untouched | None:
-    """Names the tensors of a checkpoint that a run leaves alone. None without any."""
+    """Names the tensors of a checkpoint that a run leaves alone: also those that stand for nothing in the model. None without
+    any."""
     parts = (*anatomy.untouched, *anatomy.buffers)
-    found = {entry.name: entry for name, entry in entries.items() if is_in(parts, name)}
+    known = {*anatomy.model.state_dict(), *(name for those in anatomy.parts.values() for name, _ in those)}
+    found = {entry.name: entry for name, entry in entries.items() if is_in(parts, name) or name not in known}
     return Untouched(names=tuple(found), mark=weights_mark(found)) if found else None
 
 
