@@ -21,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..core.errors import UsageError
 from ..engine.anatomy import beside_text, blocks_of
+from ..engine.experts import is_experts, named_parts
 from ..engine.skeleton import LIBRARY_ERRORS, said
 from ..recipe.schema import AdapterSection
 from .adapter_names import ADAPTER
@@ -34,8 +35,9 @@ def inject(model: PreTrainedModel, section: AdapterSection) -> LoraConfig:
     Returns peft's configuration with the targets it found. Raises UsageError where nothing matches, or what matches cannot be
     adapted."""
     beside = list(beside_text(model).values())
-    config, blocks, tied = _config(section, beside), blocks_of(model), _tied(model)
+    blocks, tied = blocks_of(model), _tied(model)
     linear = _linear_names(blocks)
+    config = _config(section, beside, _targets(section, model, blocks))
     try:
         with warnings.catch_warnings(action="ignore"):  # fan_in_fan_out peft sets right, and the rest is refused below
             inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=True)
@@ -49,6 +51,11 @@ def inject(model: PreTrainedModel, section: AdapterSection) -> LoraConfig:
         ) from error
     inside = {id(module) for block in blocks for module in block.modules()}
     for name, layer in lora_layers(model):
+        if is_experts(layer.get_base_layer()):
+            raise UsageError(
+                f"adapter.target_modules: peft takes these names for the experts of {name}, which cannot have LoRA yet",
+                hint="leave out the names that experts have in files, such as gate_proj, up_proj and down_proj",
+            )
         if not isinstance(layer, Linear) or id(layer) not in inside:
             shared = id(layer.get_base_layer().weight) in tied
             raise UsageError(
@@ -66,15 +73,15 @@ def inject(model: PreTrainedModel, section: AdapterSection) -> LoraConfig:
     return config
 
 
-def _config(section: AdapterSection, beside: list[str]) -> LoraConfig:
-    """Returns peft's configuration for the text part of a model; peft leaves the parts `beside` it out, whoever loads it."""
-    targets = section.target_modules
+def _config(section: AdapterSection, beside: list[str], targets: str | list[str]) -> LoraConfig:
+    """Returns peft's configuration for the text part of a model; peft leaves the parts `beside` it out, whoever loads it.
+    `targets`: see `_targets`."""
     return LoraConfig(
         task_type="CAUSAL_LM",
         r=section.r,
         lora_alpha=section.lora_alpha,
         lora_dropout=section.lora_dropout,
-        target_modules=targets if isinstance(targets, str) else list(targets),
+        target_modules=targets,
         exclude_modules=rf"({'|'.join(map(re.escape, beside))})(\..*)?" if beside else None,
         use_rslora=section.use_rslora,
         use_dora=section.use_dora,
@@ -82,6 +89,31 @@ def _config(section: AdapterSection, beside: list[str]) -> LoraConfig:
         rank_pattern=dict(section.rank_pattern),
         alpha_pattern=dict(section.alpha_pattern),
     )
+
+
+def _targets(section: AdapterSection, model: PreTrainedModel, blocks: Iterable[nn.Module]) -> str | list[str]:
+    """Returns the recipe's target modules. In a mixture all-linear means the linear layers of the blocks: peft's own meaning
+    has experts and routers as well. Layers whose names experts also have in files are left out, because peft, whoever loads the
+    adapter, takes such a name for the experts."""
+    targets = section.target_modules
+    inside = [(name, module) for block in blocks for name, module in block.named_modules()]
+    routers = [
+        f"{name}.{own}" if name else own
+        for name, module in inside
+        if any(is_experts(part) for part in module.children())
+        for own, part in module.named_children()
+        if isinstance(part, nn.Linear) and part.out_features in (1, *_experts_of(module))
+    ]
+    if targets != "all-linear" or not any(is_experts(module) for _, module in inside):
+        return targets if isinstance(targets, str) else list(targets)
+    of_experts = {name.split(".")[-2] for parts in named_parts(model).values() for name, _, _ in parts}
+    linear = (name for name, module in inside if isinstance(module, (nn.Linear, Conv1D)) and name not in routers)
+    return sorted({name.rpartition(".")[2] for name in linear} - of_experts)
+
+
+def _experts_of(module: nn.Module) -> set[int]:
+    """Returns how many experts the experts modules in `module` have."""
+    return {len(weight) for part in module.children() if is_experts(part) for weight in part.parameters()}
 
 
 def _linear_names(blocks: Iterable[nn.Module]) -> list[str]:
