@@ -12,6 +12,7 @@ train, beside plain PyTorch.
 from __future__ import annotations
 
 import argparse
+import copy
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -356,7 +357,8 @@ def _unreadable(config: PreTrainedConfig, folder: Path) -> str:
     """Says why a model's file cannot be read."""
     try:
         model = build(config, dtype="float32", attention="sdpa")
-        entries_for(model, open_checkpoint(folder))
+        anatomy = outlined(model).anatomy
+        entries_for(model, open_checkpoint(folder), untouched=anatomy.untouched, parts=anatomy.parts)
     except UsageError as error:
         return error.message
     return ""
@@ -364,11 +366,18 @@ def _unreadable(config: PreTrainedConfig, folder: Path) -> str:
 
 def _refusal(config: PreTrainedConfig) -> str:
     """Says why a model does not train; empty for one that does."""
-    built = build(config, dtype="bfloat16", attention="sdpa")
+    reasons = [_refusal_in(config, dtype) for dtype in ("bfloat16", "float32")]
+    if reasons[0] and not reasons[1] and "precision.compute=float32" in reasons[0]:
+        return ""  # it trains as it says
+    return reasons[0]
+
+
+def _refusal_in(config: PreTrainedConfig, dtype: str) -> str:
+    built = build(copy.deepcopy(config), dtype=dtype, attention="sdpa")
     try:
         known = outlined(built)
         if known.refusal is None:
-            specified(known, dtype="bfloat16", micro_batch_size=2, max_seq_len=TOKENS, head_chunk_tokens=0)
+            specified(known, dtype=dtype, micro_batch_size=2, max_seq_len=TOKENS, head_chunk_tokens=0)
     except UsageError as error:
         return error.message
     return known.refusal or ""

@@ -5,7 +5,6 @@ Costs about 25 s of one core."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -21,14 +20,13 @@ from fuyou_cli.checkpoint.reader import weights_mark
 from fuyou_cli.cli.stores import run_export
 from fuyou_cli.core.errors import Interrupted, UsageError
 from fuyou_cli.recipe.load import load_recipe
-from fuyou_cli.training.run_limits import loaded
 from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.stored import Untouched
 from fuyou_cli.training.untouched import with_untouched
 from tests.quantised_checkpoint import fp8, of_fp8
 
 from .conftest import NewProject, Project
-from .running import interrupt, planned, prepared_run, run_of, store_of, train
+from .running import interrupt, planned, prepared_run, store_of, train
 from .test_inference import losses_of, streamed
 
 peft = pytest.importorskip("peft", reason="peft comes with the extra lora")
@@ -118,22 +116,6 @@ def test_an_adapter_over_fp8_has_the_losses_of_one_over_decoded_weights(
     rests = sum(stage.packed_bytes for stage in model.stages)
     exact = sum(tensor.numel for tensor in names) + 4 * squares
     assert exact <= rests < exact + 2 * 4096 + 2 * 64 * _MATRICES  # a bank's page, and parts at multiples of 64
-
-
-def test_a_step_reads_what_rests_as_planned(in_fp8: Path, project_of: Callable[..., Project]) -> None:
-    """Twice a step, and loading writes it once."""
-    changes = {"checkpoint.commit_every_steps": 100, "checkpoint.mode": "in_place", "train.clip_grad_norm": None}
-    moved = list[tuple[int, int]]()
-    with run_of(project_of(in_fp8, changes=changes | {"dataset.packing": "concat", "train.max_steps": 5})) as run:
-        run.load(lambda count: None)
-        assert run.daemon.counters().written_bytes == loaded(run.plan)
-        run.train(lambda report: moved.append((run.daemon.counters().read_bytes, run.daemon.counters().written_bytes)))
-        model, predicted = run.model, run.plan.predicted
-    steps = {(after[0] - before[0], after[1] - before[1]) for before, after in itertools.pairwise(moved[1:-1])}
-    assert steps == {(predicted.read_per_step, predicted.written_by["boundaries"])}
-    blocks = sum(stage.packed_bytes for stage in model.stages)
-    others = sum(stage.frozen_weight_bytes for stage in model.stages) - blocks
-    assert predicted.read_per_step <= 2 * (blocks + others) + predicted.read_by["boundaries"]
 
 
 def test_a_stopped_run_continues_unless_a_scale_of_its_files_changed(

@@ -45,11 +45,18 @@ def test_a_mixture(new_project: NewProject, tmp_path: Path) -> None:
     assert shown.returncode == 0, shown.stderr
     text = " ".join(shown.stdout.split())
     assert "Qwen3MoeForCausalLM, 30.5 B parameters (3.35 B active per token), 48 blocks" in text
+    assert text.startswith("fits: RAM") and "cannot be trained" not in text
+
+
+def test_a_mixture_that_is_refused(new_project: NewProject, tmp_path: Path) -> None:
+    project = _only_a_configuration(new_project, tmp_path, "ernie-4.5-21b-a3b", {"offload.max_memory.cpu": "16GiB"})
+    shown = project.fuyou_with_free(PLENTY, "plan", "recipe.yaml", "--dry-run")
+    assert shown.returncode == 0, shown.stderr
+    text = " ".join(shown.stdout.split())
     assert text.startswith("fits: RAM") and "fuyou finetune" not in text
     assert (
-        "choose another model; this one cannot be trained yet: Qwen3MoeForCausalLM cannot be streamed: "
-        "its blocks choose among experts (mixture of experts: layers.0.mlp.experts), "
-        "which is not built yet" in text
+        "choose another model; this one cannot be trained yet: Ernie4_5_MoeForCausalLM cannot be streamed: "
+        "model.layers.1.mlp.gate.weight of its router stays float32 whatever the compute dtype" in text
     )
 
 
@@ -58,7 +65,7 @@ def _mixture(materials: Path, folder: Path) -> Path:
     shutil.copytree(materials / "model", folder)
     transformers.MixtralConfig(
         vocab_size=322, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64,
-        num_local_experts=4,
+        num_local_experts=4, router_jitter_noise=0.1,
     ).save_pretrained(folder)  # fmt: skip
     return folder
 
@@ -69,7 +76,7 @@ def test_a_run_is_still_refused(new_project: NewProject, materials: Path, tmp_pa
     with pytest.raises(UsageError) as refused:
         prepared_run(project)
     assert found.refusal == refused.value.message
-    assert "choose among experts" in refused.value.message
+    assert "router_jitter_noise is above 0" in refused.value.message
 
 
 def test_a_plan_that_does_not_fit_tells_both(new_project: NewProject, materials: Path, tmp_path: Path) -> None:

@@ -1,0 +1,225 @@
+"""Tests runs of mixtures of experts by files: the same keys and bits in and out, experts in place or in nf4, adapters
+that peft loads, and the same bits after a stop."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from drawn import every
+from safetensors.torch import load_file, save_file
+
+from fuyou_cli.cli.app import main
+from fuyou_cli.cli.stores import run_export
+from fuyou_cli.core.errors import Interrupted
+from fuyou_cli.training.exporting import export_store
+
+from .conftest import NewProject, Project
+from .running import interrupt, prepared_run, store_of, sums, train
+from .test_inference import in_memory, streamed
+
+STEPS = 4
+SIZES = {
+    "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64,
+    "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 0, "num_experts_per_tok": 2,
+}  # fmt: skip
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("Qwen3MoeConfig", {"num_experts": 4, "moe_intermediate_size": 64, "head_dim": 16}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
+    "gpt_oss": ("GptOssConfig", {"num_local_experts": 4, "head_dim": 16, "pad_token_id": 0}),
+    "granitemoe": ("GraniteMoeConfig", {"num_local_experts": 4}),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {
+            "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 64, "num_key_value_heads": 4,
+            "first_k_dense_replace": 1, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+            "v_head_dim": 16,
+        },
+    ),
+}  # fmt: skip
+
+
+def write(materials: Path, family: str, dtype: torch.dtype = torch.float32) -> Path:
+    """Writes a tiny mixture as transformers does, with the tokenizer of the other models."""
+    folder = materials / f"{family}-{dtype}".replace("torch.", "")
+    if not folder.exists():
+        kind, sizes = MODELS[family]
+        words = len(transformers.AutoTokenizer.from_pretrained(materials / "model"))
+        config = getattr(transformers, kind)(vocab_size=words, **{**SIZES, **sizes})
+        torch.manual_seed(4)
+        transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            (folder / file).write_bytes((materials / "model" / file).read_bytes())
+    return folder
+
+
+def finetuned(project: Project) -> Path:
+    """Runs the command, and returns the folder of its store."""
+    with pytest.raises(SystemExit) as ended:
+        main(["finetune", str(project.recipe)])
+    assert ended.value.code == 0
+    return store_of(project)
+
+
+@pytest.fixture
+def mixture(new_project: NewProject, materials: Path) -> NewProject:
+    """Gives mixture(name, keys), a project of the family that `name` begins with, in float32."""
+
+    def make(name: str = "qwen3_moe", changes: dict[str, Any] | None = None) -> Project:
+        usual = {
+            "model.name_or_path": str(write(materials, name.partition("-")[0])), "precision": {"compute": "float32"},
+            "train.max_steps": STEPS, "export.at_end": False,
+        }  # fmt: skip
+        return new_project(name, usual | (changes or {}))
+
+    return make
+
+
+@pytest.mark.parametrize("family", every(2, MODELS))
+def test_files_come_out_as_they_went_in(family: str, mixture: NewProject, tmp_path: Path) -> None:
+    """At a rate that is zero in float32: the keys, shapes and bits that `save_pretrained` wrote."""
+    project = mixture(family, {"optimizer.lr": 1e-60, "lr_scheduler.warmup_steps": 0, "train.max_steps": 1})
+    _, store = train(project)
+    files = export_store(store, tmp_path / "out", dtype="float32", max_shard_size=1 << 30)
+    found = {name: value for file in files for name, value in load_file(file).items()}
+    wanted = load_file(write(project.materials, family) / "model.safetensors")
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.equal(found[name], value), name
+
+
+def test_layers_that_predict_further_tokens_are_carried(mixture: NewProject, tmp_path: Path) -> None:
+    """transformers reads none of layer 61 of DeepSeek-V3, and loses it when it saves."""
+    project = mixture("deepseek_v3")
+    model = Path(shutil.copytree(write(project.materials, "deepseek_v3"), tmp_path / "model"))
+    weights, layer = load_file(model / "model.safetensors"), torch.randn(3, 5).bfloat16()
+    save_file(weights | {"model.layers.61.eh_proj.weight": layer}, model / "model.safetensors", metadata={"format": "pt"})
+    project = mixture("deepseek_v3-more", {"model.name_or_path": str(model)})
+    run_export(finetuned(project), tmp_path / "out", [], dtype="float32")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == weights.keys() | {"model.layers.61.eh_proj.weight"}
+    assert torch.equal(found["model.layers.61.eh_proj.weight"], layer)
+
+
+def test_transformers_misses_no_key_of_an_export(mixture: NewProject, tmp_path: Path) -> None:
+    project = mixture()
+    losses, store = train(project)
+    assert losses[-1] < losses[0]
+    run_export(store, tmp_path / "out", [], dtype="float32")
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    before = transformers.AutoModelForCausalLM.from_pretrained(write(project.materials, "qwen3_moe"))
+    moved = [not torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True)]
+    assert all(moved)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_the_same_bits_after_a_stop(phase: str, mixture: NewProject) -> None:
+    wanted, undisturbed = train(mixture())
+    project = mixture("qwen3_moe-again", {"checkpoint.commit_every_steps": 1})
+    with pytest.raises(Interrupted):
+        train(project, interrupt(3, phase))
+    losses, store = train(project)
+    assert losses == wanted[-len(losses) :]
+    assert [digest for *_, digest in sums(store)] == [digest for *_, digest in sums(undisturbed)]
+
+
+FROZEN = {"freeze": ["model.layers.*.mlp.experts", "model.embed_tokens"]}
+
+
+def test_frozen_experts_are_read_where_they_lie(mixture: NewProject, tmp_path: Path) -> None:
+    """A copy in the store (of two drives) gives the same bits."""
+    copied = mixture("qwen3_moe-two", FROZEN | {"offload.dir": [str(tmp_path / "a"), str(tmp_path / "b")]})
+    assert not prepared_run(copied).planned.model.sources
+    wanted, store = train(copied)
+    project = mixture("qwen3_moe-there", FROZEN)
+    ready = prepared_run(project)
+    assert not ready.planned.model.imported_because
+    losses, there = train(ready)
+    assert losses == wanted
+    trained = [{(n, d) for _, n, d in sums(one) if n not in ("frozen", "weights frozen")} for one in (there, store)]
+    assert trained[0] and trained[0] <= trained[1]
+
+
+def test_routers_can_be_frozen(mixture: NewProject) -> None:
+    """By the pattern that the documentation gives."""
+    project = mixture("qwen3_moe-routers", {"freeze": ["model.layers.*.mlp.gate"]})
+    model = prepared_run(project).planned.model
+    assert {t.name.split(".", 3)[-1] for s in model.stages for t in s.tensors if t.frozen} == {"mlp.gate.weight"}
+
+
+def test_one_expert_can_be_frozen(mixture: NewProject) -> None:
+    project = mixture("qwen3_moe-one", {"freeze": ["model.layers.0.mlp.experts.[1-2]"]})
+    model = prepared_run(project).planned.model
+    frozen = {t.name for s in model.stages for t in s.tensors if t.frozen}
+    assert len(frozen) == 6 and all(".experts.1." in name or ".experts.2." in name for name in frozen)
+
+
+# ---- adapters ------------------------------------------------------------------------------------------------------------
+
+LORA: dict[str, Any] = {"adapter": {"r": 4, "target_modules": "all-linear"}}
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", *every(4, ["gpt_oss", "deepseek_v3", "mixtral"])])
+def test_peft_loads_an_adapter(family: str, mixture: NewProject, tmp_path: Path) -> None:
+    """The same logits as fuyou's own, and as the merged model's."""
+    peft = pytest.importorskip("peft", reason="peft comes with the extra lora")
+    project = mixture(f"{family}-lora", LORA)
+    store = finetuned(project)
+    run_export(store, tmp_path / "adapter", [], dtype="float32")
+    run_export(store, tmp_path / "merged", [], dtype="float32", merged=True)
+    base = transformers.AutoModelForCausalLM.from_pretrained(write(project.materials, family), dtype=torch.float32)
+    ids = torch.arange(3, 23).view(1, -1)
+    with torch.no_grad():
+        before = base(ids).logits
+        adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()(input_ids=ids).logits
+        merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)(ids).logits
+    assert (adapted - before).abs().max() > 1e-4
+    assert torch.allclose(adapted, merged, atol=1e-5)
+
+
+def test_an_expert_as_target_is_refused_by_name(mixture: NewProject) -> None:
+    from fuyou_cli.core.errors import UsageError
+
+    with pytest.raises(UsageError, match=r"for the experts of model\.layers\.0\.mlp\.experts, which cannot have LoRA yet"):
+        prepared_run(mixture("qwen3_moe-experts", {"adapter": {"target_modules": ["gate_proj", "up_proj", "down_proj"]}}))
+
+
+def test_experts_rest_in_nf4(mixture: NewProject, tmp_path: Path) -> None:
+    """Each matrix of an expert as bitsandbytes would make it of a layer."""
+    project = mixture("qwen3_moe-nf4", LORA | {"model.quantize": "nf4"})
+    ready = prepared_run(project)
+    packed = [name for stage in ready.planned.model.stages for name in stage.packed()]
+    assert sum(".experts." in name for name in packed) == 2 * 4 * 3
+    losses, _ = train(ready)
+    assert losses[-1] < losses[0]
+
+
+# ---- what is not trained -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", *every(3, ["gpt_oss", "deepseek_v3"])])
+def test_losses_of_files_and_of_a_run(family: str, mixture: NewProject, tmp_path: Path) -> None:
+    """Weights partly on the drive, as transformers computes them."""
+    project = mixture(f"{family}-lora", LORA)
+    folder = write(project.materials, family)
+    assert streamed(folder) == pytest.approx(in_memory(folder), rel=1e-6)
+    store = finetuned(project)
+    run_export(store, tmp_path / "merged", [], dtype="float32", merged=True)
+    assert streamed(store) == pytest.approx(in_memory(tmp_path / "merged"), rel=1e-5)
+
+
+def test_answers_as_transformers_does(materials: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, prompt = write(materials, "qwen3_moe"), "The road"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    wanted = tokenizer.decode(model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :])
+    with pytest.raises(SystemExit) as ended:
+        main(["generate", str(folder), "--prompt", prompt, "--max-new-tokens", "12"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.strip() == wanted.strip()
