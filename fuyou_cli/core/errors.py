@@ -94,6 +94,14 @@ class NumericsError(FuyouError):
         self.changed = changed
 
 
+class RecomputeError(FuyouError):
+    """Reports a recompute that took another way than its forward. `changed`: as in `NumericsError`."""
+
+    def __init__(self, message: str, *, hint: str | None = None, changed: bool) -> None:
+        super().__init__(message, hint=hint)
+        self.changed = changed
+
+
 class Interrupted(FuyouError):
     """Reports that the run was stopped on request, and what is saved. `lost`: more than one finished step, so it
     exits with 1."""

@@ -57,6 +57,17 @@ class Batch:
 
         return torch.from_numpy(self.input_ids), torch.from_numpy(self.labels)
 
+    def real(self) -> torch.Tensor | None:
+        """Returns which tokens are no padding, bool [R, W]; None: all that are computed."""
+        import torch
+
+        if self.tokens == self.computed:
+            return None
+        real = np.zeros(self.input_ids.shape, np.bool_)
+        for place in self.places:
+            real[place.row, place.begin : place.end] = True
+        return torch.from_numpy(real)
+
     @property
     def computed(self) -> int:
         """Returns the tokens that are computed, with padding."""

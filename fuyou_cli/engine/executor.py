@@ -35,6 +35,7 @@ from .loss import IGNORED, shifted
 from .passes.block import BlockPasses
 from .passes.embedding import EmbeddingPasses
 from .passes.head import HeadPasses
+from .routing import Routing
 from .streamed import Call, StreamedModel
 from .updates import Optimizer, Scalars
 from .visits import BETWEEN_STAGES, VisitInterval, Visits
@@ -46,6 +47,8 @@ class StepOutcome:
     grad_norm: float | None
     label_tokens: int
     skipped: str = ""  # why the step updates nothing
+    sent: dict[str, tuple[int, ...]] | None = None  # tokens of each expert (`Routing.counts`)
+    aux_loss: float | None = None  # that balances them (`Routing.aux_loss`)
     intervals: list[VisitInterval] = field(default_factory=list)
 
 
@@ -86,7 +89,8 @@ class Executor:
         self.compiled = compiled
         if compiled is not None:
             self.activations = compiled.activations(model, plan, self.activations)
-        self.blocks = BlockPasses(visits, self.activations)
+        self.routing = Routing(anatomy=anatomy, model=model, plan=plan, device=device)
+        self.blocks = BlockPasses(visits, self.activations, self.routing)
         self.embeddings = EmbeddingPasses(visits, self.activations, anatomy.model.get_input_embeddings())
         self.head = HeadPasses(visits, anatomy.model, self._check_loss)
         self.may_skip = False  # a step whose numbers are not finite goes on and updates nothing
@@ -107,6 +111,7 @@ class Executor:
         )
 
     def close(self) -> None:
+        self.routing.close()
         self.streamed.close()
         self.visits.states.close()
         self.visits.weights.close()
@@ -116,19 +121,23 @@ class Executor:
     def step(
         self, input_ids: torch.Tensor, labels: torch.Tensor, *, step: int, lr: float, last: bool = False,
         documents: Documents | None = None, sweeps: Sequence[tuple[MicroBatch, ...]] | None = None,
+        real: torch.Tensor | None = None,
     ) -> StepOutcome:  # fmt: skip
         """Runs forward, backward, and every update, or defers updates to the next forward.
 
         input_ids, labels: (rows, tokens) int64 in host memory; labels hold -100 for tokens without loss. Step counts from 1.
         `last`: no step follows, so nothing is prefetched for it. `documents`: of the rows, if the anatomy keeps them apart;
         None: each row is one. `sweeps`: the micro-batches of each sweep, in the order of their rows; None: all rows are
-        computed whole, `micro_batch_size` of them at once.
+        computed whole, `micro_batch_size` of them at once. `real`: which tokens are no padding, (rows, tokens) bool in host
+        memory; None: all. Only mixtures ask for it.
         """
         assert not self.may_skip or self.plan.clip_grad_norm is not None
         self._squares, self._updating, self._measures = {}, False, self.plan.norm_first
         self._scalars = Scalars(optimizer=self.optimizer, lr=lr, step=step - self.skipped)
         self._outcome = StepOutcome(loss=0.0, grad_norm=None, label_tokens=0)
         self.visits.begin_step(step, last=last)
+        self.routing.begin_step(step)
+        there = None if real is None or not self.anatomy.has_experts else self.device.told(real)
         targets = shifted(labels)
         self._outcome.label_tokens = int((targets != IGNORED).sum())
         self.head.begin_step(self._outcome.label_tokens)
@@ -139,10 +148,15 @@ class Executor:
         self.visits.seed(BETWEEN_STAGES, 0)
         input_ids, positions = self.embeddings.placed(input_ids, torch.arange(input_ids.shape[1]).unsqueeze(0))
         for number, rows in enumerate(self.visits.sweeps(input_ids.shape[0], sweeps)):
+            before = sum(len(earlier.parts) for earlier in divided[:number])
+            self.routing.begin_sweep(before, None if there is None or real is None else (real[rows], there[rows]))
             self._sweep(input_ids[rows], positions, targets[rows], divided[number])
-        if not self.plan.norm_first:
+        if self.plan.norm_first:
+            self.routing.check(changed=self._updating)
+        else:
             self._settle()
         self.visits.sums.settle()
+        self._outcome.sent, self._outcome.aux_loss = self.routing.counts(), self.routing.aux_loss()
         self._outcome.intervals = self.visits.intervals()
         self.skipped += bool(self._outcome.skipped)
         self.residency.update_later(self._scalars)
@@ -265,6 +279,7 @@ class Executor:
     def _settle(self) -> None:
         """Waits until all gradients were squared and the loss is known. They decide what the updates to come do."""
         self.visits.sums.settle()
+        self.routing.check(changed=self._updating)
         self.head.settle()
         self._outcome.loss, limit = self.head.loss, self.plan.clip_grad_norm
         if self._outcome.skipped:

@@ -191,28 +191,33 @@ class Route:
     @classmethod
     def of(cls, chosen: torch.Tensor, experts: int, counts: Sequence[int] | None = None) -> Route:
         """chosen: (tokens, experts of a token), a number past the last expert for none. `counts`: if they are known."""
-        route, ends = cls._sorted(chosen, experts)
+        route, values = cls._sorted(chosen)
         if counts is None:
-            counts = () if isinstance(chosen, FakeTensor) else _between(ends.tolist())  # sync: shapes depend on it
+            fake = isinstance(chosen, FakeTensor)
+            counts = () if fake else _between(_ends(values, experts).tolist())  # sync: shapes depend on it
         return replace(route, counts=counts)
 
     @classmethod
     def counted(cls, chosen: torch.Tensor, experts: int, real: torch.Tensor) -> tuple[Route, list[int]]:
         """Does the same, and returns how many rows of each expert are of tokens that are `real` (one bool each)."""
-        route, ends = cls._sorted(chosen, experts)
-        before = real[route.order // chosen.shape[-1]].cumsum(0)
-        so_far = torch.where(ends > 0, before[(ends - 1).clamp(min=0)], 0)
-        every, of_real = torch.stack([ends, so_far]).tolist()  # sync: as in `of`
+        route, values = cls._sorted(chosen)
+        ends, so_far = _ends(values, experts), real[route.order // chosen.shape[-1]].cumsum(0)
+        of_real = torch.where(ends > 0, so_far[(ends - 1).clamp(min=0)], 0)
+        every, of_real = torch.stack([ends, of_real]).tolist()  # sync: as in `of`
         return replace(route, counts=_between(every)), _between(of_real)
 
     @classmethod
-    def _sorted(cls, chosen: torch.Tensor, experts: int) -> tuple[Route, torch.Tensor]:
-        """Returns the route without counts, and the end of each expert's rows."""
+    def _sorted(cls, chosen: torch.Tensor) -> tuple[Route, torch.Tensor]:
+        """Returns the route without counts, and the sorted choices."""
         values, order = torch.sort(chosen.reshape(-1), stable=True)
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
-        numbers = torch.arange(experts, device=order.device, dtype=values.dtype)
-        return cls(order, back, ()), torch.searchsorted(values, numbers, right=True)
+        return cls(order, back, ()), values
+
+
+def _ends(values: torch.Tensor, experts: int) -> torch.Tensor:
+    """Returns the end of each expert's rows among sorted choices."""
+    return torch.searchsorted(values, torch.arange(experts, device=values.device, dtype=values.dtype), right=True)
 
 
 def _between(ends: Sequence[int]) -> list[int]:

@@ -255,12 +255,13 @@ def _stage_cost(anatomy: Anatomy, stage: Stage, call: StageCall, x: torch.Tensor
 
         backward = _peak(stage, flat, both, gradients=True, short=short)
         trace = _look(stage, flat, call, x)
+    routed = {"choices": trace.choices, "experts": trace.experts}
     if stage.kind != "block" or short is not None:  # operators of short rows are not those of a long one
-        return _costs(trace.flops, forward, backward, frozen_flops=trace.frozen_routed)
+        return _costs(trace.flops, forward, backward, frozen_flops=trace.frozen_routed, **routed)
     unneeded, saved = (trace.unneeded, trace.saved_bytes) if _is_librarys(anatomy) else ((), 0)
     kept = tuple(operator for operator in trace.found if operator not in unneeded)
     more = {"operators": kept, "unneeded": unneeded, "graph_bytes": saved, "frozen_flops": trace.frozen_routed}
-    return _costs(trace.flops, forward, backward, **more)
+    return _costs(trace.flops, forward, backward, **routed, **more)
 
 
 def _is_librarys(anatomy: Anatomy) -> bool:
@@ -275,7 +276,9 @@ def _look(stage: Stage, flat: torch.Tensor, call: StageCall, x: torch.Tensor) ->
     names = tuple(tensor.name.partition(f"{call.name}.")[2] for tensor in stage.tensors)
     trace = OperatorTrace(leaf, flat, stage.tensors, names)
     hooks = torch.autograd.graph.saved_tensors_hooks(trace.saved, lambda unsaved: unsaved)
-    with stage.installed(flat), torch.enable_grad(), hooks, trace:
+    with stage.installed(flat) as parameters, torch.enable_grad(), hooks, trace:
+        for bank in parameters.banks:
+            bank.routes = trace
         y = call.run(leaf)
     if _has_own_backward(y):
         trace.needs_all()

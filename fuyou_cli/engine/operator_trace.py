@@ -13,7 +13,7 @@ from ..core.units import align_up
 from ..planner.boundary_layout import DEVICE_ALIGN, OUTPUT_ALIGN, SUMMARY_TOKENS
 from ..spec.model import OperatorSpec, TensorSpec
 from .activations.operators import Operators, factors, is_attention, name_of
-from .experts import work_of
+from .experts import Route, work_of
 
 _FLAT_PRODUCTS = ("mm", "addmm")
 # Operators whose results do not depend on the values of their arguments.
@@ -27,6 +27,7 @@ class OperatorTrace(Operators):
     def __init__(self, x: torch.Tensor, flat: torch.Tensor, tensors: tuple[TensorSpec, ...], names: tuple[str, ...]) -> None:
         super().__init__()
         self.flops = self.frozen_routed = 0.0  # of all operators; of those with frozen experts
+        self.choices = self.experts = 0  # that a token is sent to, of all mixtures; in one of them at most
         self.found: list[OperatorSpec] = []
         self._weights = flat.untyped_storage()  # held, so that no other storage gets its address
         self._influence = _Influence()
@@ -45,6 +46,11 @@ class OperatorTrace(Operators):
         """Notes that it is not known what backward reads."""
         self._influence.needed |= {operator.index for operator in self.found}
         self._saved.clear()
+
+    def of(self, chosen: torch.Tensor, experts: int) -> Route:
+        """Notes a mixture, whose experts ask for their route here."""
+        self.choices, self.experts = self.choices + chosen.shape[-1], max(self.experts, experts)
+        return Route.of(chosen, experts)
 
     def saved(self, tensor: torch.Tensor) -> None:
         """Notes that autograd saves `tensor` for backward."""

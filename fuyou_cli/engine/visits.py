@@ -214,10 +214,15 @@ class Visits:
         ):
             yield parameters
 
-    def differentiate(self, y: torch.Tensor, grad_y: torch.Tensor | None, leaves: Sequence[torch.Tensor]) -> None:
-        """Runs backward from `y` to those of `leaves` that require a gradient."""
+    def differentiate(
+        self, y: torch.Tensor, grad_y: torch.Tensor | None, leaves: Sequence[torch.Tensor],
+        beside: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
+    ) -> None:  # fmt: skip
+        """Runs backward from `y` to those of `leaves` that require a gradient. `beside`: other tensors that it begins at, each
+        with its gradient."""
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        torch.autograd.backward([y], None if grad_y is None else [grad_y], inputs=wanted)
+        roots, gradients = [y, *(root for root, _ in beside)], [grad_y, *(gradient for _, gradient in beside)]
+        torch.autograd.backward(roots, gradients, inputs=wanted)
 
     def leave(self, visit: Visit, begin: float) -> None:
         """Ends the visit after its compute was submitted."""

@@ -9,11 +9,12 @@ from ..spec.plan import MemoryLine, Plan, Predicted, StagePlan, Tier
 from .bound import busy_seconds
 from .costs import Costs
 from .device_memory import DeviceMemory, device_memory
-from .memory import BASE_SLACK, Layout, compute_memory, free_pages
+from .memory import BASE_SLACK, Layout, compute_memory, free_pages, routing_bytes
 from .plan_request import PlanRequest
 from .schedule import Schedule
 
 PLAN_VERSION = 1
+_CHOSEN = "of every token, from forward to backward"
 
 
 def host_peaks(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, placed: Layout) -> dict[str, int]:
@@ -27,6 +28,7 @@ def host_peaks(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest
     )
     largest_slot = max((slots.weight_size for slots in placed.slot_classes), default=0)
     compute = compute_memory(model, request).total + free_pages(model, request) + request.code_bytes
+    compute += routing_bytes(model, request) if request.device == "cpu" else 0
     train = base + placed.arena_size + placed.arena_size // 512 + compute
     return {"load": base + homes_in_ram + 2 * largest_slot + 64 * MiB, "train": train, "export": train}
 
@@ -132,6 +134,8 @@ def _memory_lines(
     add("staging", "cpu", staging, 0, "commits of what rests on the GPU")
     add("crossing", "cpu", crossing, 0, "the batch between stages, to and from the device")
     add("compute", "cpu", compute_memory(model, request).total, 0, "activations of one micro-batch")
+    if request.device == "cpu":
+        add("chosen experts", "cpu", routing_bytes(model, request), 0, _CHOSEN)
     add("free pages", "cpu", free_pages(model, request), 0, "of the heap, from one block to the next")
     add("compiled products", "cpu", request.code_bytes, 0, "of libraries, for micro-batches of other widths")
     add("update chunks", "cpu", placed.io.scratch.size, 0, "read, update, write")
@@ -158,6 +162,7 @@ def _device_lines(model: ModelSpec, request: PlanRequest, device: DeviceMemory) 
         ("optimizer states", device.states, states, "home, updated there"),
         ("gradients", device.sums + device.gradients, gradients, "sums on the GPU"),
         ("kept graphs" if model.compiled else "kept outputs", device.outputs, 0, "from forward to backward, never copied"),
+        ("chosen experts", device.routing, 0, _CHOSEN),
         ("boundaries", device.boundaries, device.boundaries, "from forward to backward, never copied"),
         ("crossing", device.batch, 0, "the batch between stages, on the device"),
         ("update chunks", device.scratch, 0, "AdamW on the GPU"),

@@ -211,6 +211,8 @@ def sweep_counts(model: ModelSpec, request: PlanRequest) -> tuple[int, ...]:
     one before."""
     if request.sweeps is not None or request.norm_first or not model.may_sweep or request.store_mode == "redo":
         return (1,)
+    if request.numerics.router_aux_loss:  # whose slope is known once all rows were forward
+        return (1,)
     micro_batches, counts = request.numerics.micro_batches, [1]
     if request.numerics.batch_size % request.numerics.micro_batch_size:
         return (1,)

@@ -13,7 +13,16 @@ from .boundary_layout import Kept, device_boundaries, device_bytes, every_operat
 from .costs import looked_up_bytes
 from .device import WEIGHTS_ON_DEVICE, decode_scratch, decoded_at_once, square_lanes
 from .device_homes import device_homes, gradients_rest, gradients_would_rest, stages_there, summing_spans
-from .memory import DEVICE_UNIT, HEAD_BYTES_PER_TOKEN, HEAD_STEP_BYTES_PER_TOKEN, batch_slots, micro_boundary, micro_sums
+from .memory import (
+    DEVICE_UNIT,
+    HEAD_BYTES_PER_TOKEN,
+    HEAD_STEP_BYTES_PER_TOKEN,
+    balance_bytes,
+    batch_slots,
+    micro_boundary,
+    micro_sums,
+    routing_bytes,
+)
 from .placement_context import SpanAllocator
 from .plan_request import PlanRequest
 from .schedule import Schedule
@@ -32,6 +41,7 @@ class DeviceMemory:
     scratch: int = 0  # memory in which their updates are computed
     outputs: int = 0  # outputs of operators for all rows of a sweep, from forward to backward
     boundaries: int = 0  # inputs of stages for all rows of a sweep, from forward to backward
+    routing: int = 0  # experts that tokens were sent to, for all rows of a sweep, from forward to backward
     # Whole-batch tensors between stages, if the batch stays there, and what the model's own forward makes of them.
     batch: int = 0
     compute: int = 0  # the pass that needs most for one micro-batch, with copies for its neighbours, and values for every token
@@ -40,7 +50,7 @@ class DeviceMemory:
     def total(self) -> int:
         updated = self.states + self.gradients + self.scratch
         weights = self.homes + self.turns + self.decoded
-        return weights + self.sums + updated + self.outputs + self.boundaries + self.batch + self.compute
+        return weights + self.sums + updated + self.outputs + self.boundaries + self.routing + self.batch + self.compute
 
 
 def device_memory(model: ModelSpec, request: PlanRequest, stages: tuple[StagePlan, ...]) -> DeviceMemory:
@@ -81,6 +91,8 @@ def _memory(
     if request.is_swept and model.head_is_cut:  # targets and losses of the whole step
         targets += HEAD_STEP_BYTES_PER_TOKEN * request.numerics.tokens
     targets += looked_up_bytes(model, request.numerics)
+    if any(stage.choices for stage in model.stages):  # which tokens of the step are no padding
+        targets += request.numerics.tokens
     return DeviceMemory(
         homes=sum(model.stages[stage].weight_bytes for stage in at_home),
         turns=WEIGHTS_ON_DEVICE * max(streamed, default=0),
@@ -90,6 +102,7 @@ def _memory(
         gradients=homes.gradients,
         scratch=homes.scratch,
         boundaries=_boundaries(model, request),
+        routing=routing_bytes(model, request),
         batch=_batch(model, request),
         compute=targets + max(map(partial(_pass_peak, model, request), model.stages, every_kept)),
     )
@@ -175,16 +188,18 @@ def _pass_peak(model: ModelSpec, request: PlanRequest, spec: StageSpec, outputs:
     stays on the device, only kept boundaries and outputs are copied.
     """
     one = request.group.batch_size <= request.numerics.micro_batch_size
-    kept, boundary = kept_bytes(spec, outputs), micro_boundary(model, request)
+    kept, boundary, balance = kept_bytes(spec, outputs), micro_boundary(model, request), balance_bytes(spec, request.numerics)
     if request.batch_on_device:
         arriving = (1 if one else 2) * boundary * spec.keeps_input
         # One more set of kept outputs than micro-batches that compute: a set is freed only after its copies end.
-        return max(spec.backward_peak + arriving + kept * (1 if one else 2), spec.forward_peak + kept * (1 if one else 2))
+        return balance + max(
+            spec.backward_peak + arriving + kept * (1 if one else 2), spec.forward_peak + kept * (1 if one else 2)
+        )
     if spec.kind == "head" and model.head_is_cut:
         return spec.backward_peak + 2 * boundary + micro_sums(model, request) * (1 if one else 3)
     if one:
-        return max(spec.backward_peak, spec.forward_peak + kept) + boundary
-    return max(spec.backward_peak + 3 * boundary + kept, spec.forward_peak + 4 * boundary + 2 * kept)
+        return balance + max(spec.backward_peak, spec.forward_peak + kept) + boundary
+    return balance + max(spec.backward_peak + 3 * boundary + kept, spec.forward_peak + 4 * boundary + 2 * kept)
 
 
 def with_homes_on_device(

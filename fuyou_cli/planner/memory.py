@@ -12,7 +12,7 @@ from functools import partial
 from ..core.heap import held
 from ..core.units import MiB, align_up
 from ..spec.micro_batch import lengths_up_to
-from ..spec.model import ITEM_SIZE, ModelSpec
+from ..spec.model import ITEM_SIZE, ModelSpec, StageSpec
 from ..spec.plan import IoPlan, Numerics, SlotClass, Span, StagePlan, Tier
 from .boundary_layout import Kept
 from .defer import deferrals
@@ -24,7 +24,8 @@ from .small_banks import has_home
 ARENA_UNIT = 2 * MiB  # bytes: hugepages round up to this
 DEVICE_UNIT = 512  # bytes: a device's allocator rounds up to this
 COPY_ALIGN = 64  # bytes: alignment of tensors that are copied together
-_SUM = ITEM_SIZE["float32"]  # bytes per value that a cut head sums
+_SUM = ITEM_SIZE["float32"]  # bytes per value that a cut head sums, or a router's probabilities
+_CHOICE = 2  # bytes per kept choice of an expert
 # Of a cut head on the device: target, maximum, sum, the target's logit, and a new copy of one of these.
 HEAD_BYTES_PER_TOKEN = 8 + 4 * 4
 HEAD_STEP_BYTES_PER_TOKEN = 8 + 4  # for all sweeps: targets, and losses, which are summed at the end
@@ -149,6 +150,24 @@ def micro_boundary(model: ModelSpec, request: PlanRequest) -> int:
 def batch_boundary(model: ModelSpec, request: PlanRequest) -> int:
     """Returns the bytes of one boundary for all rows of a sweep."""
     return model.boundary_bytes_per_token * request.group.tokens
+
+
+def kept_choices(stage: StageSpec, group: Numerics) -> int:
+    """Returns how many choices of experts a stage keeps from forward to backward, for all rows of a sweep."""
+    return stage.choices * group.micro_batches * group.micro_batch_tokens
+
+
+def routing_bytes(model: ModelSpec, request: PlanRequest) -> int:
+    """Returns the bytes of the choices that all mixtures keep, where they compute (`engine/routing`)."""
+    return _CHOICE * sum(kept_choices(stage, request.group) for stage in model.stages if stage.goes_back)
+
+
+def balance_bytes(stage: StageSpec, numerics: Numerics) -> int:
+    """Returns the bytes that the auxiliary loss takes beside a stage's peaks: probabilities of a micro-batch's tokens, their
+    copies in float32, and the chosen experts."""
+    if not numerics.router_aux_loss:
+        return 0
+    return numerics.micro_batch_tokens * (3 * _SUM * stage.experts + 3 * 8 * stage.choices)
 
 
 def micro_sums(model: ModelSpec, request: PlanRequest) -> int:
@@ -339,8 +358,9 @@ def compute_memory(model: ModelSpec, request: PlanRequest) -> ComputeMemory:
         losses = 4 * step_tokens if request.is_swept else 0
         whole = max(whole, hidden + held(12 * tokens) + losses)
     whole += (3 if request.norm_first else 2) * boundary + 64 * step_tokens
-    hungriest = max(model.stages, key=lambda stage: (stage.backward_peak, stage.index))
-    stage = 0 if request.device == "cuda" else hungriest.backward_peak
+    peaks = {stage.index: stage.backward_peak + balance_bytes(stage, numerics) for stage in model.stages}
+    hungriest = max(model.stages, key=lambda stage: (peaks[stage.index], stage.index))
+    stage = 0 if request.device == "cuda" else peaks[hungriest.index]
     return ComputeMemory(whole_batch=whole, stage=stage, name=hungriest.name)
 
 

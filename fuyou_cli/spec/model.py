@@ -202,6 +202,8 @@ class StageSpec:
     passes_on: bool = True  # backward needs its input's gradient: a stage below goes back
     frozen_flops: float = 0.0  # of forward, with frozen weights: their gradient's product, as large, is not computed
     graph_bytes: int = 0  # of a block: most bytes that a forward saves for backward beside input and weights; 0: not known
+    choices: int = 0  # experts that a token is sent to, of all its mixtures; 0: it has none
+    experts: int = 0  # in a mixture of it, at most
     looked_up: bool = False  # nothing but its frozen table of tokens, or rows of it: a step needs the rows of its tokens
     # Its backward depends on its weights. That of an embedding does not, if it only looks rows up (`engine/lookup`).
     weights_in_backward: bool = True

@@ -36,6 +36,7 @@ class Numerics:
     padding: Padding = "step"
     width_step: int = 8  # tokens: the width of what is padded is a multiple of it, or max_seq_len
     document_step: int = 0  # tokens: attention computes documents of such lengths (`rounded_up`); 0: of any length
+    router_aux_loss: float = 0.0  # coefficient of the loss that balances a mixture's experts; 0: without
 
     @property
     def micro_batches(self) -> int:

@@ -288,8 +288,9 @@ class Run:
         try:
             with self._naming_device_errors():
                 outcome = self.executor.step(
-                    ids, labels, step=number, lr=lr, last=last, documents=batch.documents, sweeps=batch.sweeps
-                )
+                    ids, labels, step=number, lr=lr, last=last, documents=batch.documents, sweeps=batch.sweeps,
+                    real=batch.real() if self.executor.anatomy.has_experts else None,
+                )  # fmt: skip
         except StepAbandoned:
             self.doing.step = False
             return None

@@ -16,6 +16,7 @@ from ..core.errors import (
     ModelFileError,
     NumericsError,
     OutOfSpaceError,
+    RecomputeError,
     SwapError,
     UsageError,
 )
@@ -104,7 +105,7 @@ class Endings:
 
     def _is_whole(self, error: Exception) -> bool:
         """Tells whether the state is still as the last step left it."""
-        if isinstance(error, NumericsError):
+        if isinstance(error, NumericsError | RecomputeError):
             return not error.changed  # True if the error was found before any update
         if isinstance(error, DeviceMemoryError):
             return self._may_abandon()

@@ -81,6 +81,7 @@ class Shape:
     vocabulary: int = 0
     states: StateDtype = "float32"
     rule: Rule = "adamw"
+    router_aux_loss: float = 0.0
 
 
 _INSPECTED: dict[Hashable, ModelSpec] = {}
@@ -109,7 +110,7 @@ class Subject:
         self.numerics = Numerics(
             compute_dtype=shape.dtype, accumulate_dtype=shape.accumulate, batch_size=shape.batch,
             micro_batch_size=shape.micro, max_seq_len=shape.tokens, head_chunk_tokens=shape.chunk, torch_threads=1,
-            seed=7, vocabulary_rows=shape.vocabulary,
+            seed=7, vocabulary_rows=shape.vocabulary, router_aux_loss=shape.router_aux_loss,
         )  # fmt: skip
         self.initial = {name: value.detach().clone() for name, value in self.fresh().state_dict().items()}
 
@@ -222,6 +223,7 @@ class Rig:
         device = EVERYWHERE if EVERYWHERE and opened is None else device
         self.subject, self.anatomy, self.optimizer, self._compiled = subject, subject.anatomy, optimizer, compiled
         self.spec, self.losses = subject.spec if compiled is None else as_compiled(subject.spec), list[float]()
+        self.outcomes = list[StepOutcome]()
         self.request = PlanRequest(
             numerics=subject.numerics, model_name="tiny", device=device, clip_grad_norm=clip, cpu_budget=budget,
             gpu_budget=gpu_budget, batch_on_device=batch_on_device and device != "cpu",
@@ -279,8 +281,10 @@ class Rig:
         return self.losses
 
     def step(self, ids: torch.Tensor, labels: torch.Tensor, number: int, *, last: bool = False) -> StepOutcome:
-        outcome = self.executor.step(ids, labels, step=number, lr=self.optimizer.lr, last=last)
+        real = ids != 0 if self.anatomy.has_experts else None  # no token of `Subject.batches` is 0
+        outcome = self.executor.step(ids, labels, step=number, lr=self.optimizer.lr, last=last, real=real)
         self.losses.append(outcome.loss)
+        self.outcomes.append(outcome)
         return outcome
 
     def counters(self) -> Counters:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from drawn import crossed
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -17,6 +18,7 @@ from fuyou_cli.core.errors import UsageError
 
 from .families import gpt2, llama, opt
 from .rig import Rig, Shape, Subject
+from .test_mixtures import FAMILIES
 from .told import Told
 
 ASKS = {"_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "unique_consecutive", "masked_select", "equal", "bincount"}
@@ -46,6 +48,19 @@ class Syncs(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Lists(TorchFunctionMode):
+    """Counts tensors that are read as lists of numbers, which no dispatcher sees."""
+
+    def __init__(self, device: Told) -> None:
+        super().__init__()
+        self._device, self.asked = device, Counter[str]()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.tolist and self._device.owns(args[0]):
+            self.asked[Path(traceback.extract_stack()[-2].filename).name] += 1
+        return func(*args, **(kwargs or {}))
+
+
 SUBJECTS = {
     "llama": lambda: Subject(llama(), Shape(batch=8)),
     "llama, tied, padding": lambda: Subject(llama(tie_word_embeddings=True, pad_token_id=0), Shape(batch=8)),
@@ -68,6 +83,24 @@ def test_only_the_loss_is_asked_for(name: str, sweeps: int, tmp_path: Path) -> N
         rig.executor.drain()
     assert syncs.asked.keys() <= (OF_A_CUT_HEAD if rig.subject.shape.vocabulary else set()), syncs.asked
     assert sum(syncs.asked.values()) <= 4 * sweeps, syncs.asked
+
+
+@pytest.mark.parametrize("way", [{}, dict(sweeps=2), dict(norm_first=True)])
+@pytest.mark.parametrize("aux", [0.0, 0.5])
+def test_rows_of_each_expert_are_asked_for_once(aux: float, way: dict[str, Any], tmp_path: Path) -> None:
+    """In forward, once for each micro-batch of each mixture; backward knows them. Choices are compared where they are."""
+    if aux and "sweeps" in way:
+        pytest.skip("the auxiliary loss takes one sweep")
+    device, subject = Told(), Subject(FAMILIES["qwen3_moe"], Shape(batch=8, router_aux_loss=aux))
+    with Rig(subject, tmp_path, device="emulated", home="cpu", opened=device, **way) as rig:
+        lists, syncs, batches = Lists(device), Syncs(device), subject.batches(2)
+        rig.step(*next(batches), 1)
+        with lists, syncs:
+            rig.step(*next(batches), 2, last=True)
+        rig.executor.drain()
+    assert lists.asked["experts.py"] == 4 * 2
+    assert lists.asked.keys() <= {"experts.py", "base.py"} and lists.asked["base.py"] <= 4
+    assert not syncs.asked, syncs.asked
 
 
 @pytest.mark.parametrize("vocabulary", [0, 40])

@@ -5,18 +5,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...core.errors import UsageError
 from ..activations import Activations
 from ..activations.recompute import Run
+from ..anatomy import Installed
 from ..crossings import Gathering
 from ..gradients import GradientSum
+from ..routing import RoutedVisit, Routing
 from ..streamed import Call
 from ..visits import Visits
 
@@ -41,10 +43,10 @@ class _Writers(TorchDispatchMode):
 
 
 class BlockPasses:
-    """Computes stages whose input is a boundary. `activations`: by stage."""
+    """Computes stages whose input is a boundary. `activations`: by stage; `routing`: None if nothing of it is kept."""
 
-    def __init__(self, visits: Visits, activations: Sequence[Activations]) -> None:
-        self.visits, self.activations = visits, activations
+    def __init__(self, visits: Visits, activations: Sequence[Activations], routing: Routing | None = None) -> None:
+        self.visits, self.activations, self._routing = visits, activations, routing
 
     def forward(self, call: Call, x: torch.Tensor) -> torch.Tensor:
         """Returns the stage's output for the whole batch. x: (batch, tokens, ...)."""
@@ -59,24 +61,30 @@ class BlockPasses:
         visits.leave(visit, begin)
         return y
 
-    def computed(self, call: Call, x: torch.Tensor, parameters: Sequence[nn.Parameter], *, stash: bool) -> torch.Tensor:
+    def _routed(self, stage: int, parameters: Installed, *, again: bool) -> AbstractContextManager[RoutedVisit | None]:
+        return nullcontext() if self._routing is None else self._routing.visit(stage, parameters, again=again)
+
+    def computed(self, call: Call, x: torch.Tensor, parameters: Installed, *, stash: bool) -> torch.Tensor:
         """Computes a visit. `stash`: the boundary is copied to its place from the device, by micro-batch."""
         visits, activations = self.visits, self.activations[call.stage]
         y = Gathering(visits.crossings, x.shape)
         micro_batches = visits.micro_batches(x)
         arriving = visits.inputs(partial(lambda of: [of(x).contiguous()], each.of) for each in micro_batches)
-        for number, micro_batch in enumerate(micro_batches):
-            (part,) = arriving.take()
-            version = part._version
-            if stash:
-                kept = y.leaving.keep(part, visits.boundaries.rows(call.stage, number))
-                visits.boundaries.awaits(call.stage, kept)
-            visits.seed(call.stage, number)
-            y.put(micro_batch, activations.forward(call.of(number), part, number, parameters))
-            if stash and part._version != version:
-                raise self._written_into(call.stage, call.of(number), part)
-            if len(micro_batches) > 1:
-                visits.between()
+        with self._routed(call.stage, parameters, again=False) as routed:
+            for number, micro_batch in enumerate(micro_batches):
+                (part,) = arriving.take()
+                version = part._version
+                if stash:
+                    kept = y.leaving.keep(part, visits.boundaries.rows(call.stage, number))
+                    visits.boundaries.awaits(call.stage, kept)
+                visits.seed(call.stage, number)
+                if routed is not None:
+                    routed.begin(number, micro_batch)
+                y.put(micro_batch, activations.forward(call.of(number), part, number, parameters))
+                if stash and part._version != version:
+                    raise self._written_into(call.stage, call.of(number), part)
+                if len(micro_batches) > 1:
+                    visits.between()
         return y.settled()
 
     def _written_into(self, number: int, run: Run, x: torch.Tensor) -> UsageError:
@@ -118,15 +126,21 @@ class BlockPasses:
         arriving = visits.inputs(sources, beside=activations.begin)
         grad_x = Gathering(visits.crossings, grad_y.shape)
         passes_on = visits.model.stages[call.stage].passes_on
-        with visits.learning(call.stage, flat, total) as parameters:
+        with (
+            visits.learning(call.stage, flat, total) as parameters,
+            self._routed(call.stage, parameters, again=True) as routed,
+        ):
             for number, micro_batch in enumerate(micro_batches):
                 part, grad = arriving.take()
                 part = part.detach().requires_grad_(True)  # as in forward, so that the same kernels run
                 visits.seed(call.stage, number)
+                if routed is not None:
+                    routed.begin(number, micro_batch)
                 with torch.enable_grad():
                     y = activations.again(call.of(number), part, number, flat, parameters)
-                    visits.differentiate(y, grad, [part, *parameters] if passes_on else parameters)
-                del y, grad
+                    beside = [] if routed is None else routed.roots()
+                    visits.differentiate(y, grad, [part, *parameters] if passes_on else parameters, beside)
+                del y, grad, beside
                 if passes_on:
                     assert part.grad is not None
                     grad_x.put(micro_batch, part.grad)

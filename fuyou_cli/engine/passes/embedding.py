@@ -11,6 +11,7 @@ import torch
 from ...core.errors import UsageError
 from ...spec.micro_batch import whole_rows
 from ..activations import Activations
+from ..anatomy import Installed
 from ..crossings import Gathering, Leaving, clear_padding
 from ..gradients import GradientSum
 from ..lookup import OfMicroBatches, StepIds, add_rows, is_lookup, is_plain, padding_at, scales_rows
@@ -89,7 +90,7 @@ class EmbeddingPasses(BlockPasses):
 
     # ---- whole -----------------------------------------------------------------------------------------------------
 
-    def computed(self, call: Call, x: torch.Tensor, parameters: Sequence[torch.nn.Parameter], *, stash: bool) -> torch.Tensor:
+    def computed(self, call: Call, x: torch.Tensor, parameters: Installed, *, stash: bool) -> torch.Tensor:
         """Computes a visit. All rows may share the ids. If memory is the host's, one lookup does all."""
         visits = self.visits
         if visits.device.separate and call.stage in self._lookups:
