@@ -78,6 +78,7 @@ MEANINGS = {
     "train.head_chunk_vocab": "Rows of a piece of embedding and head. 0: they are not cut.",
     "train.threads": "Threads of torch on the CPU.",
     "train.clip_grad_norm": "Exact clipping by the global norm. `null`: updates overlap backward.",
+    "train.router_aux_loss": "Coefficient of the loss that balances a mixture's experts, of the whole batch. `null`: none.",
     "train.skip_nonfinite": "Steps in a row with a NaN or Inf that may be skipped. 0: the first ends the run.",
     "train.compile": "Compiles blocks with torch.compile, once for all that are alike.",
     "train.deterministic": "A GPU repeats a run bit for bit, but slower; the CPU always does.",

@@ -235,6 +235,18 @@ def _skipping(recipe: Recipe) -> Broken:
         yield key, message, "set train.clip_grad_norm, or leave it 0"
 
 
+def _balanced(recipe: Recipe) -> Broken:
+    key = "train.router_aux_loss"
+    if recipe.train.router_aux_loss is None:
+        return
+    if recipe.adapter is not None:
+        message = f"`{key}` balances routers, but with `adapter` none of them learns"
+        yield key, message, "leave it null"
+    if recipe.train.sweep_tokens != "auto":
+        message = f"`{key}` counts the experts of all rows of a step before backward, so a step takes one sweep"
+        yield "train.sweep_tokens", message, f"leave it auto, or `{key}` null"
+
+
 def _compiled(recipe: Recipe) -> Broken:
     activations = recipe.offload.activations
     if recipe.train.compile and activations == "swap":
@@ -281,5 +293,5 @@ def _backends(recipe: Recipe) -> Broken:
 
 _RULES: tuple[Callable[[Recipe], Broken], ...] = (
     _revision, _length, _warmup, _decay, _batch, _mixture, _streaming, _evaluation, _device, _optimizer, _together, _strategy,
-    _deferral, _norm_first, _commits, _skipping, _compiled, _adapter, _quantised, _kernels, _backends,
+    _deferral, _norm_first, _commits, _skipping, _balanced, _compiled, _adapter, _quantised, _kernels, _backends,
 )  # fmt: skip

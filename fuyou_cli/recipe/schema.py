@@ -166,6 +166,7 @@ class TrainSection(Section):
     head_chunk_vocab: AutoCount = "auto"  # rows of embedding and head; 0: not cut along the vocabulary
     threads: AutoThreads = "auto"
     clip_grad_norm: PositiveFloat | None = 1.0
+    router_aux_loss: PositiveFloat | None = None  # coefficient of the loss that balances a mixture's experts; null: without
     skip_nonfinite: Count = 0  # steps in a row
     compile: bool = False
     deterministic: bool = False  # true: a GPU repeats a run bit for bit, but slower; the CPU always does

@@ -23,6 +23,7 @@ class ModelFacts:
     has_frozen: bool  # whether some parameters are not trained
     frozen_with: tuple[tuple[str, str], ...]  # names that `freeze` does not match, each with what it is tied to
     keeps_apart: bool = False  # whether its attention can keep documents of a row apart
+    without_aux_loss: str = ""  # why it cannot be trained with the auxiliary loss of a mixture's routers
     untouched: tuple[str, ...] = ()  # its parts that do not run on text
     untouched_parameters: int = 0  # in them
     loaded_bytes: int | None = None  # by which a process grows that loads the libraries and builds the model; None: not known

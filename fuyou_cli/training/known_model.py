@@ -174,6 +174,7 @@ def facts_of(outline: Outlined, recipe: Recipe) -> ModelFacts:
     """Finds out what a plan needs to know of a model that was built. Raises UsageError if its vocabulary cannot be cut as the
     recipe says."""
     from ..engine.freezing import frozen_with_others
+    from ..engine.routing import without_aux_loss
     from ..engine.vocabulary import resolved_rows
 
     anatomy = outline.anatomy
@@ -192,6 +193,7 @@ def facts_of(outline: Outlined, recipe: Recipe) -> ModelFacts:
         has_frozen=any(stage.frozen for stage in anatomy.stages),
         keeps_apart=anatomy.isolated,
         frozen_with=tuple(frozen_with_others(anatomy, recipe.freeze)),
+        without_aux_loss=without_aux_loss(anatomy),
         untouched=anatomy.untouched,
         untouched_parameters=sum(untouched),
     )

@@ -138,6 +138,7 @@ def numerics_of(
         torch_threads=min(hardware.cores, usual_threads) if train.threads == "auto" else train.threads,
         seed=recipe.seed,
         vocabulary_rows=facts.vocabulary_rows,
+        router_aux_loss=train.router_aux_loss or 0.0,
         **division(
             apart=facts.keeps_apart and not train.compile and _is_unlike(epoch, length),
             on_cpu=hardware.device != "cuda", dtype=compute, micro=micro, length=length, packing=recipe.dataset.packing,
@@ -175,6 +176,8 @@ def _refuse_changed(recipe: Recipe, saved: Manifest, asked: Numerics) -> None:
         for key, was in (("state_dtype", saved.state_dtype), ("name", saved.rule))
         if was != getattr(recipe.optimizer, key)
     ]
+    balanced, balances = (one.router_aux_loss or "null" for one in (saved.numerics, asked))
+    changed += [("train.router_aux_loss", balanced, balances)] if balanced != balances else []
     rested, rests = saved.quantisation or "none", recipe.model.quantisation or "none"
     changed += [("model.quantize", rested, rests)] if rested != rests else []
     if changed:

@@ -156,6 +156,8 @@ def inspect(resolved: Resolved, *, say: Say, process: Callable[[], int] | None =
         known.build()
     facts = known.facts
     check_positions(recipe, facts.positions, facts.learns_positions, say)
+    if recipe.train.router_aux_loss and facts.without_aux_loss:
+        raise UsageError(f"train.router_aux_loss: {facts.without_aux_loss}", hint="leave train.router_aux_loss null")
     for name, other in facts.frozen_with:
         say(f"note: freeze: {name} is tied to {other}, so it is not trained either")
     if facts.untouched:
