@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.training.history import History, find_log, read_history
+from fuyou_cli.training.history import History, Step, find_log, read_history
 
 from .console import result_console, write_json, write_status
 
@@ -43,8 +43,15 @@ def _as_data(history: History) -> dict[str, Any]:
         "best": None if history.best is None else asdict(history.best),
         "changes": [asdict(one) for one in history.changes],
         "samples": [asdict(one) for one in history.samples],
-        "steps": [asdict(step) for step in history.steps],
+        "steps": [_step(step) for step in history.steps],
+        **({} if history.sent is None else {"experts": asdict(history.sent)}),
     }
+
+
+def _step(step: Step) -> dict[str, Any]:
+    """Returns a step's figures. Those of mixtures are left out where there is none."""
+    found = asdict(step)
+    return {name: value for name, value in found.items() if name not in ("experts", "router_aux_loss") or value is not None}
 
 
 def _write_page(path: Path, history: History) -> None:

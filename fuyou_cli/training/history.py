@@ -82,6 +82,24 @@ class Promised:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Experts:
+    """Holds how evenly a step's tokens were sent to experts, from `Spread`."""
+
+    entropy: Annotated[float, Field(ge=-1, le=2)]
+    least: Annotated[float, Field(ge=0, le=1e9)]
+    most: Annotated[float, Field(ge=0, le=1e9)]
+    unused: Annotated[int, Field(ge=0)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SentTo:
+    """Holds how many tokens of a step each expert got, by mixture."""
+
+    step: Annotated[int, Field(ge=1)]
+    sent: dict[str, tuple[Annotated[int, Field(ge=0, le=2**53)], ...]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
     """Holds the figures of one step from `StepReport`. None means that a figure was not finite."""
 
@@ -97,6 +115,8 @@ class Step:
     stalls: dict[str, Seconds]
     skipped: str = ""
     busy: dict[str, Seconds]
+    experts: Experts | None = None  # of a mixture
+    router_aux_loss: Number | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,6 +209,7 @@ class History:
     evaluations: tuple[Evaluated, ...] = ()  # in order; a repeated one counts as it was the last time
     samples: tuple[Sample, ...] = ()  # the same
     best: Best | None = None  # the last one, kept or not
+    sent: SentTo | None = None  # in the last step of a process that was not killed
     changes: tuple[Change, ...] = ()  # of the recipe, with which it went on
 
     @property
@@ -206,6 +227,7 @@ class _Reading:
         self.evaluations: dict[tuple[int, str], Evaluated] = {}
         self.samples: dict[tuple[int, int], Sample] = {}
         self.best: Best | None = None
+        self.sent: SentTo | None = None
         self.changes: list[Change] = []
         self.ended, self.failed, self.stopped = False, "", False
 
@@ -233,6 +255,8 @@ class _Reading:
             self.changes.append(_of(Change, record))
         elif event == "best":
             self.best = _of(Best, record)
+        elif event == "experts":
+            self.sent = _of(SentTo, record)
         elif event == "timeline":
             timeline = _of(Timeline, record)
             self.timeline = timeline if timeline.intervals else self.timeline
@@ -267,6 +291,7 @@ def read_history(log: Path) -> History:
         evaluations=tuple(reading.evaluations.values()),
         samples=tuple(reading.samples.values()),
         best=reading.best,
+        sent=reading.sent,
         changes=tuple(reading.changes),
     )
 

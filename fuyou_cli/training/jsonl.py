@@ -16,13 +16,13 @@ import os
 import stat
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 
 from ..core.disk import failed_writing
 from ..core.errors import FuyouError, Interrupted, UsageError
-from .report import BestReport, EvalReport, RunReport, SampleReport, StepReport
+from .report import BestReport, EvalReport, RunReport, SampleReport, Spread, StepReport
 from .reporting import as_records
 
 SCHEMA_VERSION = 1
@@ -39,6 +39,7 @@ class JsonlLog:
 
     def __init__(self, path: Path, *, anew: bool = False) -> None:
         self.path, self._is_whole = path, True
+        self._sent: dict[str, object] = {}  # where tokens were sent in the last step
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if anew:
@@ -55,6 +56,8 @@ class JsonlLog:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Writes what ended the run, if it was not its end."""
         if error is not None and self._is_whole and self._file is not None:
+            with suppress(FuyouError):  # as below
+                self._experts()
             is_stop = isinstance(error, Interrupted) or not isinstance(error, Exception)
             message = error.message if isinstance(error, FuyouError) else f"{type(error).__name__}: {error}"
             message = "interrupted" if isinstance(error, KeyboardInterrupt) else message
@@ -67,8 +70,22 @@ class JsonlLog:
                 raise
 
     def step(self, report: StepReport) -> None:
-        """Writes a finished step: every field but the timeline, which `busy` sums up."""
-        self.write("step", {name: value for name, value in asdict(report).items() if name != "timeline"})
+        """Writes a finished step: every field but the timeline, which `busy` sums up, and a few numbers of where its tokens
+        were sent. A model without a mixture has none of these."""
+        fields = asdict(replace(report, timeline=(), sent={}))
+        del fields["timeline"], fields["sent"]
+        if report.router_aux_loss is None:
+            del fields["router_aux_loss"]
+        if report.sent:
+            fields["experts"] = asdict(Spread.of(report.sent))
+        self._sent = {"step": report.step, "sent": report.sent}
+        self.write("step", fields)
+
+    def _experts(self) -> None:
+        """Writes how many tokens each expert got in the last step that was written."""
+        if self._sent.get("sent"):
+            self.write("experts", self._sent)
+        self._sent = {}
 
     def evaluation(self, report: EvalReport | SampleReport | BestReport) -> None:
         """Writes the loss of one set of rows, what the model wrote after one prompt, or that its weights were kept."""
@@ -83,6 +100,7 @@ class JsonlLog:
         """Writes that the steps are over. `moved`: the store's bytes from the end of loading to the saved state, as the log of
         steps misses requests in flight at a step's end; saving writes what is kept in RAM (`saved_bytes`)."""
         self.timeline(report)
+        self._experts()
         totals = {"written_total": report.written_total, "settled": report.settled}
         self.write("end", {**moved, **totals, "saved_bytes": saved_bytes, "compared": as_records(report.compared)})
         self._sync(self._file)

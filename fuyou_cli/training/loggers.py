@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ..core.errors import UsageError, pip_install
 from ..core.units import GiB
-from .report import EvalReport, StepReport
+from .report import EvalReport, Spread, StepReport
 
 if TYPE_CHECKING:
     from ..recipe.schema import Recipe
@@ -220,7 +220,7 @@ class Loggers:
 def figures(report: StepReport) -> dict[str, float]:
     """Returns what is logged of a step, without values that are not finite."""
     seconds = report.seconds or 1e-9
-    found = {
+    found: dict[str, float | None] = {
         "train/loss": report.loss,
         "train/learning_rate": report.lr,
         "train/gradient_norm": report.grad_norm,
@@ -231,5 +231,8 @@ def figures(report: StepReport) -> dict[str, float]:
         "memory/peak_ram_gib": report.ram_peak / GiB,
         "ssd/read_gb_per_second": report.read_bytes / seconds / 1e9,
         "ssd/written_gb_per_second": report.written_bytes / seconds / 1e9,
+        "train/router_aux_loss": report.router_aux_loss,
     }
+    if report.sent:
+        found |= {f"experts/{name}": value for name, value in asdict(Spread.of(report.sent)).items()}
     return {key: float(value) for key, value in found.items() if value is not None and math.isfinite(value)}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Literal
 
 
@@ -17,6 +19,37 @@ class Busy:
     begin: float
     end: float
     bytes: int = 0
+
+
+Sent = Mapping[str, Sequence[int]]  # how many tokens each expert got, padding not counted, by mixture in running order
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spread:
+    """Tells how evenly tokens were sent to experts. Shares are relative to an even one: 1 is even, 0 is no token."""
+
+    entropy: float  # of the shares of a mixture: the mean over mixtures, relative to that of even shares
+    least: float  # of all shares
+    most: float
+    unused: int  # experts without a token, of all mixtures
+
+    @classmethod
+    def of(cls, sent: Sent) -> Spread:
+        """Sums up mixtures, of which there is at least one."""
+        shares = [[one * len(counts) / max(1, sum(counts)) for one in counts] for counts in sent.values()]
+        return cls(
+            entropy=fmean(map(_evenness, shares)),
+            least=min(map(min, shares)),
+            most=max(map(max, shares)),
+            unused=sum(share == 0 for of_one in shares for share in of_one),
+        )
+
+
+def _evenness(shares: Sequence[float]) -> float:
+    """Returns the entropy of shares relative to an even one, as a part of the most it can be."""
+    if len(shares) < 2:
+        return 1.0
+    return -sum(share * math.log(share / len(shares)) for share in shares if share) / len(shares) / math.log(len(shares))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +73,8 @@ class StepReport:
     io_cpu_seconds: float  # CPU time of the threads that move bytes
     stalls: dict[str, float]  # cause -> seconds that compute waited
     skipped: str = ""  # why the step updated nothing
+    sent: Sent = field(default_factory=dict)  # empty: the model has no mixture
+    router_aux_loss: float | None = None  # without its coefficient, and no part of `loss`; None: there is none
     timeline: tuple[Busy, ...] = ()
     busy: dict[str, float] = field(default_factory=dict)  # resource -> seconds in which it was busy
 

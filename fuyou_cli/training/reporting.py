@@ -41,7 +41,7 @@ class Steps:
         self.count, self.last = self.count + 1, report
         for cause, waited in report.stalls.items():
             self.stalls[cause] = self.stalls.get(cause, 0.0) + waited
-        self._latest.append(replace(report, timeline=()))
+        self._latest.append(replace(report, timeline=(), sent={}))
 
     @property
     def settled(self) -> int:

@@ -102,6 +102,8 @@ class StepMeter:
             lr=lr,
             grad_norm=outcome.grad_norm,
             skipped=outcome.skipped,
+            sent=outcome.sent or {},
+            router_aux_loss=outcome.aux_loss,
             tokens=outcome.label_tokens,
             batch_tokens=tokens,
             seconds=seconds,

@@ -3,7 +3,10 @@ that peft loads, and the same bits after a stop."""
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,9 @@ from safetensors.torch import load_file, save_file
 
 from fuyou_cli.cli.app import main
 from fuyou_cli.cli.stores import run_export
-from fuyou_cli.core.errors import Interrupted
+from fuyou_cli.core.errors import Interrupted, UsageError
 from fuyou_cli.training.exporting import export_store
+from fuyou_cli.training.report import Spread
 
 from .conftest import NewProject, Project
 from .running import interrupt, prepared_run, store_of, sums, train
@@ -183,8 +187,6 @@ def test_peft_loads_an_adapter(family: str, mixture: NewProject, tmp_path: Path)
 
 
 def test_an_expert_as_target_is_refused_by_name(mixture: NewProject) -> None:
-    from fuyou_cli.core.errors import UsageError
-
     with pytest.raises(UsageError, match=r"for the experts of model\.layers\.0\.mlp\.experts, which cannot have LoRA yet"):
         prepared_run(mixture("qwen3_moe-experts", {"adapter": {"target_modules": ["gate_proj", "up_proj", "down_proj"]}}))
 
@@ -223,3 +225,67 @@ def test_answers_as_transformers_does(materials: Path, capsys: pytest.CaptureFix
         main(["generate", str(folder), "--prompt", prompt, "--max-new-tokens", "12"])
     assert ended.value.code == 0
     assert capsys.readouterr().out.strip() == wanted.strip()
+
+
+# ---- where tokens are sent -----------------------------------------------------------------------------------------------
+
+
+def test_a_run_logs_where_its_tokens_are_sent(mixture: NewProject) -> None:
+    """Of rows of unlike length, each token once for each of its two experts, and no padding. Evaluations count nothing."""
+    keys = {"train.router_aux_loss": 0.1, "train.micro_batch_size": 1, "dataset.eval_fraction": 0.2, "eval.every_steps": 2}
+    project = mixture("qwen3_moe-shares", keys)
+    finetuned(project)
+    records = [json.loads(line) for line in (project.out / "log.jsonl").read_text().splitlines()]
+    steps = [record for record in records if record["event"] == "step"]
+    (last,) = (record for record in records if record["event"] == "experts")
+    assert last["step"] == STEPS and list(last["sent"]) == ["layers.0", "layers.1"]
+    assert [sum(counts) for counts in last["sent"].values()] == [2 * steps[-1]["batch_tokens"]] * 2
+    spread = asdict(Spread.of(last["sent"]))
+    assert steps[-1]["experts"] == spread and 0.5 < spread["entropy"] < 1 and spread["least"] < 1 < spread["most"]
+    assert all(2 <= step["router_aux_loss"] < 4 for step in steps)  # 2 of 4 experts: 2 if all get as many
+    assert not {"sent", "timeline"} & steps[0].keys()
+
+
+def test_the_auxiliary_loss_is_of_the_rows_alone(mixture: NewProject) -> None:
+    """That of transformers over the same rows, padded to one length."""
+    project = mixture("qwen3_moe-rows", {"train.router_aux_loss": 0.1, "train.max_steps": 1, "lr_scheduler.warmup_steps": 0})
+    ready = prepared_run(project)
+    rows = [torch.tensor(ready.rows.tokens(index)).long() for index in ready.sampler.batch(0)]
+    assert len({len(row) for row in rows}) > 1
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(write(project.materials, "qwen3_moe"), dtype=torch.float32)
+    with torch.no_grad():
+        wanted = model(input_ids=ids, attention_mask=mask, labels=ids, output_router_logits=True).aux_loss
+    finetuned(project)
+    (step,) = (one for one in map(json.loads, (project.out / "log.jsonl").open()) if one["event"] == "step")
+    assert step["router_aux_loss"] == pytest.approx(float(wanted), rel=1e-6)
+
+
+def test_a_coefficient_stays_that_of_the_run(mixture: NewProject) -> None:
+    project = mixture("qwen3_moe-balanced", {"train.router_aux_loss": 0.5})
+    written = project.recipe.read_text()
+    train(project)
+    project.recipe.write_text(written.replace("router_aux_loss: 0.5", "router_aux_loss: null"))
+    told = r"its numerics changed: train\.router_aux_loss was 0\.5, is null"
+    with pytest.raises(UsageError, match=told) as refused:
+        prepared_run(project)
+    assert refused.value.hint is not None and "train.router_aux_loss=0.5" in refused.value.hint
+    project.recipe.write_text(written)
+    prepared_run(project)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "told"),
+    [
+        ("deepseek_v3", {}, "transformers has no auxiliary loss for DeepseekV3ForCausalLM"),
+        ("qwen3_moe", {"freeze": ["model.layers.*.mlp.gate"]}, "model.layers.0.mlp.gate is a router that does not learn"),
+        ("qwen3_moe", LORA, "balances routers, but with `adapter` none of them learns"),
+        ("qwen3_moe", {"train.sweep_tokens": 64}, "so a step takes one sweep"),
+    ],
+)
+def test_an_auxiliary_loss_that_cannot_be_is_refused(
+    family: str, changes: dict[str, Any], told: str, mixture: NewProject
+) -> None:
+    with pytest.raises(UsageError, match=re.escape(told)):
+        prepared_run(mixture(f"{family}-refused", {"train.router_aux_loss": 0.01, **changes}))

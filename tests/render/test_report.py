@@ -15,14 +15,14 @@ import pytest
 
 from fuyou_cli.cli.render.line_chart import line_svg
 from fuyou_cli.cli.render.report_page import page
-from fuyou_cli.cli.render.report_rows import Series, about, evaluations, series_of
+from fuyou_cli.cli.render.report_rows import Series, about, evaluations, experts, series_of
 from fuyou_cli.cli.render.report_screen import show_report
 from fuyou_cli.cli.report_command import run_report
 from fuyou_cli.core.errors import Interrupted, SwapError, UsageError
 from fuyou_cli.core.units import GiB, MiB
 from fuyou_cli.training.history import History, read_history
 from fuyou_cli.training.jsonl import JsonlLog
-from fuyou_cli.training.report import RunReport, StepReport
+from fuyou_cli.training.report import RunReport, Spread, StepReport
 from fuyou_cli.training.reporting import as_records
 from tests.step_reports import step_report
 
@@ -216,6 +216,50 @@ def test_the_page_needs_nothing_else(history: History) -> None:
     ):
         assert part in parsed.text
     assert text.startswith("<!doctype html>")
+
+
+EVEN = {"layers.0": (10, 10, 10, 10), "layers.1": (40, 0, 0, 0)}
+
+
+def test_spread_of_experts() -> None:
+    """Four experts get as many tokens, then one gets all: entropies of log 4 and of nothing."""
+    assert Spread.of(EVEN) == Spread(entropy=0.5, least=0.0, most=4.0, unused=3)
+    half = Spread.of({"one": (1, 1, 0, 0)})
+    assert half.entropy == pytest.approx(0.5) and (half.least, half.most, half.unused) == (0.0, 2.0, 2)
+    assert Spread.of({"one": (0, 0)}) == Spread(entropy=0.0, least=0.0, most=0.0, unused=2)
+
+
+@pytest.fixture
+def mixture(tmp_path: Path) -> History:
+    """Reads the log of a mixture whose run was stopped."""
+    with pytest.raises(Interrupted), JsonlLog(tmp_path / "log.jsonl") as file:
+        file.write("plan", PLAN)
+        for number in range(1, 4):
+            file.step(step(number, sent=EVEN | {"layers.0": (10 + number, 10, 10, 10)}, router_aux_loss=2.0 + number))
+        raise Interrupted("stopped")
+    return read_history(tmp_path / "log.jsonl")
+
+
+def test_experts_are_shown(mixture: History, printer: Printer) -> None:
+    assert mixture.sent is not None and mixture.sent.step == 3
+    assert [one.experts.unused for one in mixture.steps if one.experts is not None] == [3, 3, 3]
+    rows = {series.name: series.row[1:3] for series in series_of(mixture)}
+    assert rows["experts without a token"] == ("3", "3") and rows["largest share of an expert"] == ("4.00 x even",) * 2
+    assert rows["router auxiliary loss"] == ("3", "5")
+    assert experts(mixture)[1] == ("layers.1", "4", "3", "0.00 x even", "0.00 x even", "4.00 x even", "0.0%")
+    console, printed = printer(120)
+    show_report(console, mixture)
+    text = printed()
+    assert "Experts" in text and "their shares of the tokens of step 3" in text and "layers.1" in text
+    shown = page(mixture)
+    assert shown.count('class="c-bar"') == 8 and "expert 0: 4.00 x even" in shown and "experts without a token" in shown
+
+
+def test_a_dense_model_has_no_word_of_experts(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    history = read_history(log)
+    run_report(log, json_output=True, html=None)
+    for text in (log.read_text(), page(history), capsys.readouterr().out, str(series_of(history))):
+        assert "expert" not in text and "router" not in text
 
 
 def test_what_a_log_says_is_text_on_the_page(log: Path) -> None:

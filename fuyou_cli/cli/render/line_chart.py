@@ -54,6 +54,22 @@ def line_svg(series: Series, *, first_step: int) -> str:
     return "".join([*parts, "</svg>"])
 
 
+def shares_svg(counts: Sequence[int]) -> str:
+    """Draws the share of each expert as a bar, and an even share as a dashed line. A tooltip tells the share."""
+    even, wide, tall = sum(counts) / len(counts) or 1.0, max(1.0, 240 / len(counts)), 28
+    top = max(2.0, max(counts) / even)
+    size = f"{wide * len(counts):.1f}"
+    parts = [f'<svg viewBox="0 0 {size} {tall}" width="{size}" height="{tall}" role="img">']
+    for number, count in enumerate(counts):
+        high = tall * count / even / top
+        place = f'x="{number * wide:.2f}" width="{wide * 0.8:.2f}"'
+        parts.append(f'<rect class="c-bar" {place} y="{tall - high:.2f}" height="{high:.2f}"/>')
+        tip = f"<title>expert {number}: {count / even:.2f} x even</title>"
+        parts.append(f'<rect class="c-hover" {place} y="0" height="{tall}">{tip}</rect>')
+    parts.append(f'<line class="c-limit" x1="0" x2="{size}" y1="{tall * (1 - 1 / top):.2f}" y2="{tall * (1 - 1 / top):.2f}"/>')
+    return "".join([*parts, "</svg>"])
+
+
 def _round_values(low: float, high: float, unit: int) -> list[float]:
     """Returns about `_TICKS` round numbers of units, from below `low` to above `high`."""
     span = ((high - low) or abs(high) or 1.0) / unit

@@ -12,9 +12,9 @@ from fuyou_cli.core.printable import printable
 from fuyou_cli.core.units import brief, gb, gib
 from fuyou_cli.training.history import History
 
-from .line_chart import line_svg
+from .line_chart import line_svg, shares_svg
 from .plots import timeline_svg
-from .report_rows import COLUMNS, EVALUATED, about, evaluations, memory, samples, series_of, store, wear
+from .report_rows import COLUMNS, EVALUATED, EXPERTS, about, evaluations, experts, memory, samples, series_of, store, wear
 from .summary import compared_rows, typical, verdict
 from .theme import speed
 
@@ -42,6 +42,9 @@ def page(history: History) -> str:
         over=[one.row for one in series],
         evaluated=EVALUATED,
         evaluations=evaluations(history),
+        mixtures=EXPERTS,
+        experts=[(row, Markup(shares_svg(counts))) for row, counts in _drawn(history)],
+        sent_in=history.sent.step if history.sent is not None else 0,
         samples=samples(history),
         compared=compared_rows(report),
         typical=typical(report).removeprefix("of one step, "),
@@ -50,6 +53,12 @@ def page(history: History) -> str:
         ssd=[*store(history), *wear(history)],
         timeline=Markup(timeline),
     )
+
+
+def _drawn(history: History) -> list[tuple[tuple[str, ...], tuple[int, ...]]]:
+    """Returns the row of each mixture with the tokens of its experts."""
+    sent = {} if history.sent is None else history.sent.sent
+    return list(zip(experts(history), filter(None, sent.values()), strict=True))
 
 
 def _shown(value: object) -> object:

@@ -10,12 +10,14 @@ from datetime import datetime
 from fuyou_cli.core.printable import one_line
 from fuyou_cli.core.units import GiB, MiB, brief, gb, gib
 from fuyou_cli.training.history import Evaluated, History, Step
+from fuyou_cli.training.report import Spread
 from fuyou_cli.training.state.recipe_changes import in_words
 
 from .plots import waiting
 from .theme import percent, rate, some, speed, tera
 
 Pairs = list[tuple[str, str]]
+_RELATIVE = "{:.2f} x even".format
 _TIERS = {"gpu": "GPU", "cpu": "RAM", "ssd": "ssd"}
 
 
@@ -80,8 +82,33 @@ def series_of(history: History) -> list[Series]:
         each("peak RAM so far", lambda step: step.ram_peak, gib, budget),
         each("read from the ssd", per_second(lambda step: step.read_bytes), rate),
         each("written to the ssd", per_second(lambda step: step.written_bytes), rate),
+        each("experts without a token", _of_experts("unused"), "{:,.0f}".format),
+        each("least share of an expert", _of_experts("least"), _RELATIVE),
+        each("largest share of an expert", _of_experts("most"), _RELATIVE),
+        each("entropy of routing", _of_experts("entropy"), "{:.1%}".format, 1.0),
+        each("router auxiliary loss", lambda step: step.router_aux_loss, "{:.4g}".format),
     ]
     return [series for series in found if any(value is not None for value in series.values)]
+
+
+def _of_experts(name: str) -> Callable[[Step], float | None]:
+    return lambda step: None if step.experts is None else getattr(step.experts, name)
+
+
+EXPERTS = ("mixture", "experts", "without a token", "least share", "median", "largest", "entropy")
+
+
+def experts(history: History) -> list[tuple[str, ...]]:
+    """Returns for each mixture how the tokens of the last step that tells it were spread over its experts."""
+    rows = []
+    for name, counts in history.sent.sent.items() if history.sent is not None else ():
+        if not counts:
+            continue
+        spread = Spread.of({name: counts})
+        middle = statistics.median(counts) * len(counts) / max(1, sum(counts))
+        shares = (_RELATIVE(share) for share in (spread.least, middle, spread.most))
+        rows.append((name, f"{len(counts):,}", f"{spread.unused:,}", *shares, f"{spread.entropy:.1%}"))
+    return rows
 
 
 def about(history: History) -> Pairs:
@@ -154,7 +181,7 @@ def samples(history: History) -> list[tuple[str, Pairs]]:
     return [(prompt, rows) for (_, prompt), rows in sorted(found.items())]
 
 
-def memory(history: History) -> list[tuple[str, str, str, str]]:
+def memory(history: History) -> list[tuple[str, ...]]:
     """Returns tier, content, size and comparison, with the sum of a tier first."""
     promised, report = history.promised, history.report
     gpu = next((line.measured for line in report.compared if line.what == "peak GPU memory"), 0)
@@ -163,7 +190,7 @@ def memory(history: History) -> list[tuple[str, str, str, str]]:
         "cpu": (promised.predicted_cpu_peak, f"measured {gib(report.ram_peak)} of {gib(promised.budget)} allowed"),
         "ssd": (promised.predicted_ssd_bytes, ""),
     }
-    rows = []
+    rows = list[tuple[str, ...]]()
     for tier, (peak, note) in sums.items():
         places = [place for place in promised.memory if place.tier == tier and place.size]
         if peak or places:

@@ -10,7 +10,7 @@ from rich.text import Text
 from fuyou_cli.training.history import History
 
 from .plots import show_loss, show_timeline
-from .report_rows import COLUMNS, EVALUATED, about, evaluations, memory, samples, series_of, store, wear
+from .report_rows import COLUMNS, EVALUATED, EXPERTS, about, evaluations, experts, memory, samples, series_of, store, wear
 from .summary import show_compared
 from .theme import column, heading, pairs, ruled, say, show, symbols
 
@@ -27,6 +27,10 @@ def show_report(console: Console, history: History) -> None:
     if history.evaluations:
         heading(console, "Evaluations", "mean loss of held-out tokens")
         _table(console, EVALUATED, evaluations(history))
+    if rows := experts(history):
+        assert history.sent is not None
+        heading(console, "Experts", f"their shares of the tokens of step {history.sent.step:,}")
+        _table(console, EXPERTS, rows)
     if history.samples:
         _samples(console, history)
     if history.report.compared:
