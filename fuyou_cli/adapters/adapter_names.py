@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import re
+from collections.abc import Container, Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # an export needs no peft
@@ -14,6 +17,9 @@ _PREFIX = "base_model.model."
 _A, _B = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
 _MAGNITUDE = f".lora_magnitude_vector.{ADAPTER}.weight"  # peft's files keep it without its last part
 _BASE = ".base_layer.weight"
+OF_EXPERTS = (_A[1:], _B[1:])  # what stands for `weight` in the names of A and B of an expert's matrix
+_IN_FILES = re.compile(r"\.experts\.\d+\.([^.]+)\.lora_A\.weight")
+FUSED_ALPHA = r"experts\.gate_up_proj"  # see `alpha_of_fused`
 
 
 def base_name(name: str) -> str | None:
@@ -33,14 +39,27 @@ def is_added(name: str) -> bool:
     return name.endswith((_A, _B, _MAGNITUDE))
 
 
-def adapted_layer(name: str) -> str | None:
-    """Returns the name of the layer whose matrix this is, if it has LoRA."""
-    return name.removesuffix(_BASE) if name.endswith(_BASE) else None
+def adapted_layer(name: str, added: Container[str]) -> str | None:
+    """Returns the name of the layer, or of the expert's matrix, whose weight this is, if it has LoRA. `added`: names of what
+    LoRA adds, among others."""
+    layer = name.removesuffix(_BASE if name.endswith(_BASE) else ".weight")
+    return layer if name.endswith(_BASE) or layer + _A in added else None
 
 
 def lora_names(layer: str) -> tuple[str, str, str]:
     """Returns the names of a layer's A, B and, with DoRA, magnitudes."""
     return layer + _A, layer + _B, layer + _MAGNITUDE
+
+
+def targets_in_experts(keys: Iterable[str]) -> set[str]:
+    """Returns the names by which an adapter's file, which has these keys, calls matrices of experts that have LoRA."""
+    return {found[1] for key in keys if (found := _IN_FILES.search(key))}
+
+
+def alpha_of_fused(alpha: float, *, use_rslora: bool) -> dict[str, float]:
+    """Returns what alpha_pattern has to say of experts. peft joins gate and up to one matrix of twice the rank and twice the
+    alpha, which is another scale if it is divided by the root of the rank."""
+    return {FUSED_ALPHA: alpha * math.sqrt(2)} if use_rslora else {}
 
 
 def config_of(model: nn.Module) -> LoraConfig:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from .adapter_names import is_added, lora_names
-from .injection import initial_values, lora_layers
+from .injection import initial_values, initial_values_of_experts, lora_layers
 from .merging import LoraWeights
 
 # Yields a parameter of the base model as 1-D pieces of the compute dtype, from its beginning.
@@ -21,6 +21,7 @@ class FirstValues:
     def __init__(self, model: nn.Module, *, seed: int) -> None:
         self._layers = dict(lora_layers(model))
         self._drawn = initial_values(model, seed=seed)
+        self._of_experts = initial_values_of_experts(model, seed=seed)
         self._held: dict[str, torch.Tensor] = {}  # drawn before they were asked for
 
     def of(self, names: Iterable[str], pieces: Pieces) -> dict[str, torch.Tensor]:
@@ -32,15 +33,15 @@ class FirstValues:
         for layer in self._layers:
             a, b, magnitude = lora_names(layer)
             if a in added:
-                found |= {a: self._take(a), b: self._take(b)}
+                found |= {a: self._take(a, self._drawn), b: self._take(b, self._drawn)}
             if magnitude in added:
                 found[magnitude] = self._norms(layer, found[a], found[b], pieces)
-        return found
+        return found | {name: self._take(name, self._of_experts) for name in sorted(added - found.keys())}
 
-    def _take(self, name: str) -> torch.Tensor:
+    def _take(self, name: str, drawn: Iterator[tuple[str, torch.Tensor]]) -> torch.Tensor:
         while name not in self._held:
-            drawn, value = next(self._drawn)
-            self._held[drawn] = value
+            one, value = next(drawn)
+            self._held[one] = value
         return self._held.pop(name)
 
     def _norms(self, layer: str, a: torch.Tensor, b: torch.Tensor, pieces: Pieces) -> torch.Tensor:

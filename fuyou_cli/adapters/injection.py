@@ -21,10 +21,10 @@ from transformers.pytorch_utils import Conv1D
 
 from ..core.errors import UsageError
 from ..engine.anatomy import beside_text, blocks_of
-from ..engine.experts import is_experts, named_parts
+from ..engine.experts import LOW_RANK, LowRank, add_low_rank, is_experts, named_parts
 from ..engine.skeleton import LIBRARY_ERRORS, said
 from ..recipe.schema import AdapterSection
-from .adapter_names import ADAPTER
+from .adapter_names import ADAPTER, OF_EXPERTS, alpha_of_fused
 
 _SAVED = "it names modules by the end of their names, as norm or lm_head"
 
@@ -53,8 +53,9 @@ def inject(model: PreTrainedModel, section: AdapterSection) -> LoraConfig:
     for name, layer in lora_layers(model):
         if is_experts(layer.get_base_layer()):
             raise UsageError(
-                f"adapter.target_modules: peft takes these names for the experts of {name}, which cannot have LoRA yet",
-                hint="leave out the names that experts have in files, such as gate_proj, up_proj and down_proj",
+                f"adapter.target_modules: peft takes these names for the experts of {name}",
+                hint="leave out the names that experts have in files, such as gate_proj, up_proj and down_proj; "
+                "adapter.experts=true gives each expert LoRA",
             )
         if not isinstance(layer, Linear) or id(layer) not in inside:
             shared = id(layer.get_base_layer().weight) in tied
@@ -70,7 +71,46 @@ def inject(model: PreTrainedModel, section: AdapterSection) -> LoraConfig:
             hint="write more of the name of the module that is meant, as language_model.norm",
         )
     _refuse_unused(section, [name for name, _ in lora_layers(model)], in_full)
+    if section.experts:
+        _adapt_experts(model, section, config)
     return config
+
+
+def _adapt_experts(model: PreTrainedModel, section: AdapterSection, config: LoraConfig) -> None:
+    """Gives A and B to each matrix of the experts, and names these in peft's configuration, which joins them when it loads.
+    Raises UsageError where that cannot be."""
+    family, refused = type(model).__name__, "leave adapter.experts false"
+    modules = {name: module for name, module in model.named_modules() if is_experts(module)}
+    if not modules:
+        raise UsageError(f"adapter.experts: {family} has no experts", hint=refused)
+    parts = named_parts(model)
+    matrices = {f"{name}.{own}" for name, module in modules.items() for own, p in module.named_parameters() if p.dim() > 2}
+    if whole := sorted(matrices - parts.keys()):
+        what = f"adapter.experts: files of {family} have one tensor for all experts ({whole[0]}), not one for each"
+        raise UsageError(f"{what}: they cannot have LoRA yet", hint=refused)
+    names = {part.split(".")[-2] for own in matrices for part, *_ in parts[own]}
+    if not names <= _joined_by_peft(model):
+        raise UsageError(f"adapter.experts: peft cannot load an adapter of the experts of {family}", hint=refused)
+    patterns = (*section.rank_pattern, *section.alpha_pattern)
+    if wrong := [one for one in patterns if any(re.fullmatch(rf"(.*\.)?({one})", name) for name in matrices)]:
+        key = "rank_pattern" if wrong[0] in section.rank_pattern else "alpha_pattern"
+        raise UsageError(
+            f"adapter.{key}: `{wrong[0]}` matches experts, which all have adapter.r and lora_alpha", hint="narrow it"
+        )
+    scaling = section.lora_alpha / (math.sqrt(section.r) if section.use_rslora else section.r)
+    for name, module in modules.items():
+        own = {own: parts[f"{name}.{own}"] for own, _ in module.named_parameters() if f"{name}.{own}" in parts}
+        add_low_rank(module, own, section.r, scaling, OF_EXPERTS)
+    config.target_modules = {*(config.target_modules or ()), *names}
+    config.alpha_pattern = {**alpha_of_fused(section.lora_alpha, use_rslora=section.use_rslora), **config.alpha_pattern}
+
+
+def _joined_by_peft(model: PreTrainedModel) -> set[str]:
+    """Returns the names of experts' matrices in files that peft puts together again for this family."""
+    from peft.utils import transformers_weight_conversion as known
+
+    like = known._MODEL_TO_CONVERSION_PATTERN.get(model.config.model_type, "")
+    return set(known._MOE_TARGET_MODULE_MAPPING.get(like, ()))
 
 
 def _config(section: AdapterSection, beside: list[str], targets: str | list[str]) -> LoraConfig:
@@ -197,3 +237,18 @@ def initial_values(model: nn.Module, *, seed: int) -> Iterator[tuple[str, torch.
             state = torch.get_rng_state()
         yield f"{name}.lora_A.{ADAPTER}.weight", a.weight.detach().to(dtype)
         yield f"{name}.lora_B.{ADAPTER}.weight", torch.zeros(layer.out_features, rank, dtype=dtype)
+
+
+def initial_values_of_experts(model: nn.Module, *, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields name and value of every A and B of experts: A as peft draws it for a linear layer, B zero. They are drawn apart:
+    other layers have the same values without them."""
+    generator = torch.Generator().manual_seed(seed ^ 0x45585054)  # "EXPT"
+    for module in model.modules():
+        added: LowRank | None = vars(module).get(LOW_RANK)
+        for attribute, parts in () if added is None else added.parts.items():
+            dtype = module._parameters[attribute].dtype  # type: ignore[union-attr]
+            for name, shape, _ in parts:
+                value = torch.zeros(shape)
+                if name.endswith(OF_EXPERTS[0]):
+                    nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
+                yield name, value.to(dtype)

@@ -4,6 +4,8 @@ Every experts module of transformers calls `routed` (`use_in`). Its matrices are
 the stage's weights (`Bank`), and each one's gradient goes straight into the stage's sum. So no dense gradient of all experts
 is ever made, and an expert's matrix can rest and be read under the name that files have for it.
 
+An adapter adds (x A') B' of each expert's rows to a product (`LowRank`). A and B are matrices of experts like any other.
+
 Exactness: experts come in ascending order, rows of one expert in the order of tokens; indices are unique, so that no sum
 depends on the order of threads. Rows are multiplied in pieces of few sizes, the last one filled with zeros: libraries keep
 compiled code for each shape, and memory must not depend on where tokens are sent.
@@ -11,6 +13,7 @@ compiled code for each shape, and memory must not depend on where tokens are sen
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -26,6 +29,8 @@ ROWS = 64  # in the smallest piece; others are 2, 4, 8 ... times as large
 MOST_ROWS = 1024  # in the largest
 _PRODUCTS = ("gate_up_proj", "up_proj", "down_proj")
 BANK = "_fuyou_bank"  # the attribute of an experts module that holds its weights
+LOW_RANK = "_fuyou_low_rank"  # the one that holds what an adapter adds to it
+_LOW_RANK = re.compile(rf"({'|'.join(_PRODUCTS)})_lora_[AB]\d+")  # parameters that hold an adapter's matrices
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -78,9 +83,9 @@ class Matrices:
     trains_biases: bool = False
 
     @classmethod
-    def of(cls, module: nn.Module, tensors: Sequence[Tensor], biases: Tensor | None) -> Matrices:
+    def of(cls, tensors: Sequence[Tensor], biases: Tensor | None, *, turned: bool) -> Matrices:
         """Lays out the product of these tensors: one of all experts, or one of each expert and part."""
-        turned, first = bool(module.is_transposed), tensors[0]
+        first = tensors[0]
         if first.place is None:
             experts, rows, columns = first.shape
             outputs, inputs = (columns, rows) if turned else (rows, columns)
@@ -100,6 +105,10 @@ class Matrices:
             trains_biases=biases is not None and biases.trained,
         )  # fmt: skip
 
+    @property
+    def learns(self) -> bool:
+        return any(self.trained) or self.trains_biases
+
 
 def _by_part(tensor: Tensor) -> tuple[int, int]:
     assert tensor.place is not None
@@ -115,7 +124,9 @@ def laid_out(tensors: Mapping[tuple[nn.Module, str], Sequence[Tensor]]) -> tuple
     for (module, name), those in tensors.items():
         if name in _PRODUCTS:
             (biases,) = tensors.get((module, f"{name}_bias"), (None,))
-            found.setdefault(module, {})[name] = Matrices.of(module, those, biases)
+            found.setdefault(module, {})[name] = Matrices.of(those, biases, turned=bool(module.is_transposed))
+        elif _LOW_RANK.fullmatch(name):
+            found.setdefault(module, {})[name] = Matrices.of(those, None, turned=False)
     return tuple(found.items())
 
 
@@ -151,7 +162,7 @@ class Bank:
     routes: Routes | None = None  # None: nothing is kept
 
     def __post_init__(self) -> None:
-        learns = any(any(product.trained) or product.trains_biases for product in self.products.values())
+        learns = any(product.learns for product in self.products.values())
         self.anchor = nn.Parameter(self.flat.new_zeros(())) if learns else None
 
 
@@ -231,9 +242,10 @@ def routed(module: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: tor
     first = "gate_up_proj" if module.has_gate else "up_proj"
     with torch.no_grad():
         route = (Route if bank.routes is None else bank.routes).of(chosen, bank.products[first].experts)
-    x = _product(_rows(hidden, route.order, route.back, each), bank, first, route)
+    added: LowRank | None = vars(module).get(LOW_RANK)
+    x = _adapted(_rows(hidden, route.order, route.back, each), bank, first, route, added)
     x = module._apply_gate(x) if module.has_gate else module.act_fn(x)
-    y = _product(x, bank, "down_proj", route)
+    y = _adapted(x, bank, "down_proj", route, added)
     if getattr(module, "has_post_expert_norm", False):
         y = module.post_expert_norm(y)
     y = y * _rows(weights.reshape(-1, 1), route.order, route.back)
@@ -266,8 +278,37 @@ class _Rows(torch.autograd.Function):
 
 
 def _product(x: torch.Tensor, bank: Bank, name: str, route: Route) -> torch.Tensor:
-    product: torch.Tensor = _Product.apply(x, bank.anchor, bank, bank.products[name], route.counts)  # type: ignore[no-untyped-call]
+    of = bank.products[name]
+    product: torch.Tensor = _Product.apply(x, bank.anchor if of.learns else None, bank, of, route.counts)  # type: ignore[no-untyped-call]
     return product
+
+
+def _adapted(x: torch.Tensor, bank: Bank, name: str, route: Route, added: LowRank | None) -> torch.Tensor:
+    """Returns the product, with what an adapter adds."""
+    out = _product(x, bank, name, route)
+    if added is None:
+        return out
+    parts = [_product(_product(x, bank, a, route), bank, b, route) for a, b in added.pairs[name]]
+    total: torch.Tensor = _Sum.apply(out, added.scaling, *parts)  # type: ignore[no-untyped-call]
+    return total
+
+
+class _Sum(torch.autograd.Function):
+    """Adds scaled columns in place, part by part, so that nothing as wide as a product is made for it."""
+
+    saves_by_hooks = True
+
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, scaling: float, *parts: torch.Tensor) -> torch.Tensor:
+        ctx.scaling, ctx.sizes = scaling, [part.shape[1] for part in parts]
+        ctx.mark_dirty(out)
+        for columns, part in zip(out.split(ctx.sizes, 1), parts, strict=True):
+            columns.add_(part, alpha=scaling)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return grad, None, *(columns * ctx.scaling for columns in grad.split(ctx.sizes, 1))
 
 
 class _Product(torch.autograd.Function):
@@ -435,6 +476,38 @@ def work_of(func: Any, args: Sequence[Any]) -> tuple[float, int] | None:
 NamedPart = tuple[str, tuple[int, ...], Part]  # name, shape and place
 
 
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """Describes what an adapter adds to an experts module: A (experts, rank, inputs) and B (experts, outputs, rank) for each
+    part of a parameter, which are parameters of the module."""
+
+    scaling: float
+    pairs: Mapping[str, tuple[tuple[str, str], ...]]  # by parameter: the names of A and B, part by part
+    parts: Mapping[str, Sequence[NamedPart]]  # by name of A or B: those of each expert
+
+
+def add_low_rank(
+    module: nn.Module, parts: Mapping[str, Sequence[NamedPart]], rank: int, scaling: float, names: tuple[str, str]
+) -> None:
+    """Gives an experts module on the meta device A and B for each matrix. `parts`: by parameter, as `named_parts` has them;
+    `names`: what stands for `weight` in the names of A and B."""
+    pairs: dict[str, tuple[tuple[str, str], ...]] = {}
+    added: dict[str, list[NamedPart]] = {}
+    for own, those in parts.items():
+        like = module._parameters[own]
+        assert like is not None
+        for name, (outputs, inputs), place in those:
+            for kind, shape, end in zip("AB", ((rank, inputs), (outputs, rank)), names, strict=True):
+                attribute = f"{own}_lora_{kind}{place.part}"
+                added.setdefault(attribute, []).append((name.removesuffix("weight") + end, shape, Part(place.expert, 0)))
+        every = range(1 + max(place.part for *_, place in those))
+        pairs[own] = tuple((f"{own}_lora_A{part}", f"{own}_lora_B{part}") for part in every)
+        for attribute in (one for pair in pairs[own] for one in pair):
+            shape = (len(added[attribute]), *added[attribute][0][1])
+            module.register_parameter(attribute, nn.Parameter(torch.empty(shape, dtype=like.dtype, device="meta")))
+    vars(module)[LOW_RANK] = LowRank(scaling, pairs, added)
+
+
 def named_parts(model: PreTrainedModel) -> dict[str, list[NamedPart]]:
     """Returns, by a parameter's name, the tensors that files have for it where they have one for each expert. The names are
     those of today's architecture (`checkpoint.names.architecture_renames`)."""
@@ -452,8 +525,10 @@ def named_parts(model: PreTrainedModel) -> dict[str, list[NamedPart]]:
         joined = kinds[1:] == [Concatenate] and one.operations[1].dim == 1
         if merges and (joined or (len(kinds) == 1 and len(one.source_patterns) == 1)):
             joins.append((one.target_patterns[0], [source.replace("\\.", ".") for source in one.source_patterns]))
-    found = {}
+    found: dict[str, list[NamedPart]] = {}
     for name, module in model.named_modules():
+        if is_experts(module) and (added := vars(module).get(LOW_RANK)) is not None:
+            found |= {f"{name}.{own}": list(those) for own, those in added.parts.items()}
         for own, parameter in module.named_parameters(recurse=False) if is_experts(module) else ():
             for end, parts in joins:
                 if f"{name}.{own}".endswith(end):

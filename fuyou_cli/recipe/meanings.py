@@ -41,6 +41,7 @@ MEANINGS = {
     "adapter.target_modules": "`all-linear`, names of linear layers (or ends of them), or one regular expression.",
     "adapter.use_rslora": "Scales by `lora_alpha / sqrt(r)`.",
     "adapter.use_dora": "Trains a magnitude for each output as well.",
+    "adapter.experts": "Trains A and B for each matrix of each expert of a mixture as well, with `r` and `lora_alpha`.",
     "adapter.modules_to_save": "Names of modules that are trained in full beside the adapter.",
     "adapter.rank_pattern": "Other ranks, by regular expression of the layer's name.",
     "adapter.alpha_pattern": "Other alphas, by regular expression of the layer's name.",

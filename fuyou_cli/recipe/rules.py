@@ -260,6 +260,11 @@ def _compiled(recipe: Recipe) -> Broken:
 def _adapter(recipe: Recipe) -> Broken:
     if recipe.adapter is not None and recipe.freeze:
         yield "freeze", "`freeze` is set, but `adapter` freezes every parameter of the model already", "leave it out"
+    if recipe.adapter is not None and recipe.adapter.experts:
+        if recipe.adapter.use_dora:
+            yield "adapter.use_dora", "`adapter.use_dora` but `adapter.experts: true`: experts have no DoRA", "leave out one"
+        if recipe.adapter.lora_dropout:
+            yield "adapter.lora_dropout", "`adapter.experts: true` needs `adapter.lora_dropout: 0`", "set it to 0"
 
 
 def _quantised(recipe: Recipe) -> Broken:

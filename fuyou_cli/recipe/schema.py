@@ -113,6 +113,7 @@ class AdapterSection(Section):
     target_modules: ModuleNames = "all-linear"  # or names (of modules or ends of them), or one regular expression
     use_rslora: bool = False  # scaled by lora_alpha / sqrt(r), not lora_alpha / r
     use_dora: bool = False
+    experts: Annotated[bool, Field(exclude_if=lambda value: not value)] = False  # true: those of a mixture have LoRA too
     modules_to_save: Annotated[tuple[Text, ...], Field(strict=False), AfterValidator(of_patterns)] = ()  # trained in full
     rank_pattern: Annotated[dict[str, Positive], AfterValidator(of_patterns)] = Field(default_factory=dict)
     alpha_pattern: Annotated[dict[str, Positive], AfterValidator(of_patterns)] = Field(default_factory=dict)

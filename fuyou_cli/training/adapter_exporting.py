@@ -142,7 +142,7 @@ class MergedWeights:
 
     def read(self, tensor: OutTensor, first: int, count: int) -> memoryview:
         """Returns elements [first, first + count) of a tensor. The view is valid until the next call."""
-        layer = adapted_layer(self._weights.model_name(tensor))
+        layer = adapted_layer(self._weights.model_name(tensor), self._stored)
         if layer is None:
             return self._agreed(tensor, first, count)
         if layer != self._layer:

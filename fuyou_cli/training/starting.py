@@ -7,13 +7,13 @@ trains: so what continues is what peft continues.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from ..adapters.adapter_names import file_name
+from ..adapters.adapter_names import FUSED_ALPHA, file_name, targets_in_experts
 from ..checkpoint.companions import ADAPTER_CONFIG_NAME
 from ..checkpoint.files import ADAPTER_NAME, inside, name_list
 from ..checkpoint.header import TensorEntry, parse_file
@@ -24,7 +24,7 @@ from ..core.typed import from_json
 from ..recipe.overrides import as_override, spelt
 
 if TYPE_CHECKING:
-    from torch import nn
+    from transformers import PreTrainedModel
 
     from ..recipe.schema import AdapterSection
 
@@ -54,6 +54,7 @@ class _Written:
     modules_to_save: tuple[str, ...] | None = None
     target_modules: str | tuple[str, ...] | None = None
     base_model_name_or_path: str | None = None
+    experts: bool = False  # no key of peft's: its tensors say so, and its patterns and targets do so no more
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,11 +114,18 @@ def _written(folder: Path) -> _Written:
         what = f"{path}: init_lora_weights is {shown(str(begun))}, so it belongs to weights that it has changed itself"
         raise UsageError(what, hint=_merge(folder))
     try:
-        kept = {item.name: content[item.name] for item in fields(_Written) if item.name in content}
+        kept = {key.name: content[key.name] for key in fields(_Written) if key.name in content and key.name != "experts"}
         found: _Written = from_json(_Written, kept, defaults=True)
     except UsageError as error:
         raise UsageError(f"{path}: {error.message}", hint=_HINT) from None
-    return found
+    of_experts = targets_in_experts(parse_file(inside(folder, ADAPTER_NAME)).entries)
+    if not of_experts:
+        return found
+    targets = found.target_modules
+    if not isinstance(targets, str):
+        targets = tuple(one for one in targets or () if one.rpartition(".")[2] not in of_experts)
+    patterns = {key: one for key, one in (found.alpha_pattern or {}).items() if key != FUSED_ALPHA}
+    return replace(found, experts=True, target_modules=targets, alpha_pattern=patterns)
 
 
 def _folder(named: str) -> Path:
@@ -165,6 +173,7 @@ def _keys(written: _Written) -> dict[str, Any]:
         "lora_alpha": _whole(written.lora_alpha),
         "use_rslora": written.use_rslora,
         "use_dora": written.use_dora,
+        "experts": written.experts,
         "rank_pattern": written.rank_pattern or {},
         "alpha_pattern": {key: _whole(one) for key, one in (written.alpha_pattern or {}).items()},
         "modules_to_save": sorted(written.modules_to_save or ()),
@@ -175,11 +184,19 @@ def _whole(number: float) -> float:
     return int(number) if number.is_integer() else number
 
 
-def tensors_of(start: Start, model: nn.Module) -> dict[str, TensorEntry]:
+def tensors_of(start: Start, model: PreTrainedModel) -> dict[str, TensorEntry]:
     """Finds the tensor of every trained parameter of `model`, into which the recipe's adapter was put. Raises UsageError where
     they are not the same ones."""
+    from ..engine.experts import named_parts
+
     found = parse_file(start.weights).entries
-    trained = {file_name(name): (name, tuple(p.shape)) for name, p in model.named_parameters() if p.requires_grad}
+    parts = named_parts(model)
+    trained = {
+        file_name(part): (part, shape)
+        for name, p in model.named_parameters()
+        if p.requires_grad
+        for part, shape, *_ in parts.get(name) or ((name, tuple(p.shape)),)
+    }
     targets = "" if start.targets is None else _to_write({"target_modules": start.targets}, start.weights.parent)
     if missing := [name for name in trained if name not in found]:
         what = f"adapter.from: {start.weights} lacks {name_list(missing)}, which the recipe trains"

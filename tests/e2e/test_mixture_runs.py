@@ -201,6 +201,37 @@ def test_experts_rest_in_nf4(mixture: NewProject, tmp_path: Path) -> None:
     assert losses[-1] < losses[0]
 
 
+# ---- LoRA of experts -----------------------------------------------------------------------------------------------------
+
+OF_EXPERTS: dict[str, Any] = {"adapter": {"r": 4, "lora_alpha": 12, "experts": True}, "optimizer.lr": 5e-3}
+
+
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [("qwen3_moe", {}), ("mixtral", {"use_rslora": True}), *every(2, [("deepseek_v3", {}), ("mixtral", {})])],
+)
+def test_peft_joins_what_experts_have(family: str, keys: dict[str, Any], mixture: NewProject, tmp_path: Path) -> None:
+    """Keys are of each expert and matrix. Logits are those of the merged model, and of a run's store."""
+    peft = pytest.importorskip("peft", reason="peft comes with the extra lora")
+    project = mixture(f"{family}-x", {**OF_EXPERTS, "adapter": OF_EXPERTS["adapter"] | keys})
+    store = finetuned(project)
+    run_export(store, tmp_path / "adapter", [], dtype="float32")
+    run_export(store, tmp_path / "merged", [], dtype="float32", merged=True)
+    held = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    gate, layers = ("w1" if family == "mixtral" else "gate_proj"), 1 if family == "deepseek_v3" else 2
+    assert sum(f".{gate}.lora_A.weight" in name and ".experts." in name for name in held) == 4 * layers
+    assert all(float(value.abs().max()) > 0 for name, value in held.items() if ".experts." in name)
+    base = transformers.AutoModelForCausalLM.from_pretrained(write(project.materials, family), dtype=torch.float32)
+    ids = torch.arange(3, 23).view(1, -1)
+    with torch.no_grad():
+        before = base(ids).logits
+        adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()(input_ids=ids).logits
+        merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)(ids).logits
+    assert (adapted - before).abs().max() > 1e-3
+    assert torch.allclose(adapted, merged, atol=1e-5)
+    assert streamed(store) == pytest.approx(in_memory(tmp_path / "merged"), rel=1e-5)
+
+
 # ---- what is not trained -------------------------------------------------------------------------------------------------
 
 

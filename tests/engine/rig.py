@@ -163,7 +163,7 @@ def inject_by_peft(model: PreTrainedModel, section: AdapterSection) -> None:
     """Puts LoRA into a model in memory; B is not zero, so that A learns from the first step on."""
     import peft
 
-    peft.inject_adapter_in_model(peft.LoraConfig(**section.model_dump(exclude={"type", "modules_to_save"})), model)
+    peft.inject_adapter_in_model(peft.LoraConfig(**section.model_dump(exclude={"type", "modules_to_save", "experts"})), model)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.05)

@@ -1,0 +1,167 @@
+"""LoRA of experts: the engine beside plain PyTorch, which adds B A to each expert's matrix, and in several placements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drawn import every
+from torch import nn
+from torch.nn.utils import parametrize
+
+from fuyou_cli.core.errors import UsageError
+from fuyou_cli.engine.experts import is_experts
+from fuyou_cli.engine.skeleton import build
+from fuyou_cli.recipe.schema import AdapterSection
+
+from .comparing import Outcome, assert_same, distance, relative, unequal
+from .families import FAMILIES as DENSE
+from .plain_torch import plain_run
+from .rig import OPTIMIZER, Rig, Shape, outcome
+from .test_mixtures import FAMILIES, WAYS, Decided, _one_for_all, _with_routers
+
+pytest.importorskip("peft", reason="peft comes with the extra lora")
+STEPS = 20
+RANK = 4
+TARGETS = {"deepseek_v3": ["q_a_proj", "q_b_proj", "o_proj"]}
+
+
+class Merged(nn.Module):
+    """Adds B A, scaled, to the matrices of all experts: those of each part, one below the other."""
+
+    def __init__(self, like: torch.Tensor, parts: int, scaling: float) -> None:
+        super().__init__()
+        experts, outputs, inputs = like.shape
+        self.scaling = scaling
+        make = {"dtype": like.dtype}
+        self.A = nn.ParameterList([nn.Parameter(0.2 * torch.randn(experts, RANK, inputs, **make)) for _ in range(parts)])
+        self.B = nn.ParameterList([nn.Parameter(0.05 * torch.randn(experts, outputs // parts, RANK, **make)) for _ in self.A])
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight + self.scaling * torch.cat([b @ a for a, b in zip(self.A, self.B, strict=True)], 1)
+
+
+class Adapted(Decided):
+    """Has LoRA in attention and experts."""
+
+    def __init__(self, family: str, shape: Shape | None = None, **keys: Any) -> None:
+        targets = TARGETS.get(family.partition(",")[0], ["q_proj", "v_proj"])
+        section = AdapterSection(r=RANK, lora_alpha=6, target_modules=targets, experts=True, **keys)
+        super().__init__(FAMILIES[family], shape or Shape(), adapter=section)
+
+    def fresh(self) -> Any:
+        model = super().fresh()
+        assert self.adapter is not None
+        scaling = self.adapter.lora_alpha / (RANK**0.5 if self.adapter.use_rslora else RANK)
+        for module in list(model.modules()):
+            if is_experts(module):
+                for name, parts in (("gate_up_proj", 2), ("down_proj", 1)):
+                    parametrize.register_parametrization(module, name, Merged(getattr(module, name), parts, scaling))
+                    module.parametrizations[name].original.requires_grad_(False)
+        return model
+
+    def stored(self, weights: Any) -> dict[str, torch.Tensor]:
+        named = {}
+        for name, value in weights.items():
+            before, inside, after = name.partition("parametrizations.")
+            own, _, part = after.partition(".")
+            kind = part.removeprefix("0.").replace(".", "")  # A0
+            named[f"{before}{own}" + ("" if part == "original" else f"_lora_{kind}") if inside else name] = value
+        return super().stored(named)
+
+
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [
+        ("qwen3_moe", {}),
+        ("mixtral", {"use_rslora": True}),
+        *every(2, [("deepseek_v3", {}), ("qwen3_moe, dense and sparse", {})]),
+    ],
+)
+def test_beside_plain_torch(family: str, keys: dict[str, Any], tmp_path: Path) -> None:
+    subject = Adapted(family, **keys)
+    optimizer = replace(OPTIMIZER, lr=1e-3, epsilon=1e-6)
+    with Rig(subject, tmp_path, clip=0.5, optimizer=optimizer) as rig:
+        losses, weights = rig.run(STEPS), rig.weights()
+    plain_losses, plain_weights = plain_run(subject, STEPS, clip=0.5, optimizer=optimizer)
+    before, after = subject.stored(subject.initial), subject.stored(plain_weights)
+    adapter = {name for name in weights if "lora_" in name}
+    assert set(unequal(weights, {name: before[name] for name in weights})) == adapter
+    assert relative(losses, plain_losses) <= 1e-6
+    assert distance(*({name: one[name] for name in adapter} for one in (weights, after))) <= 1e-6
+
+
+PLACED = {"qwen3_moe": "bfloat16", "deepseek_v3, groups": "float32"}
+
+
+@pytest.fixture(scope="module")
+def subjects() -> Callable[[str], Adapted]:
+    return cache(lambda family: Adapted(family, Shape(dtype=PLACED[family])))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def on_the_ssd(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Adapted], Outcome]:
+    return cache(lambda subject: outcome(subject, tmp_path_factory.mktemp("store"), 4, clip=0.5))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", every(1, PLACED))
+def test_same_bits(
+    way: str, family: str, subjects: Callable[[str], Adapted], on_the_ssd: Callable[[Adapted], Outcome], tmp_path: Path
+) -> None:
+    subject = subjects(family)
+    assert_same(outcome(subject, tmp_path, 4, clip=0.5, **WAYS[way]), on_the_ssd(subject))
+
+
+def test_an_expert_that_nobody_chooses(tmp_path: Path) -> None:
+    """Its A and B decay as torch's do with gradients of zero."""
+    subject = _with_routers(Adapted("qwen3_moe"), _one_for_all)
+    losses, weights = outcome(subject, tmp_path, 3, clip=0.5)
+    plain_losses, plain = plain_run(subject, 3, clip=0.5)
+    assert relative(losses, plain_losses) <= 1e-6
+    before, wanted = subject.stored(subject.initial), subject.stored(plain)
+    decay = (1 - OPTIMIZER.lr * OPTIMIZER.weight_decay) ** 3
+    adapter = [name for name in weights if ".experts." in name and "lora_" in name]
+    left = [name for name in adapter if torch.allclose(weights[name], before[name] * decay, rtol=1e-6, atol=0)]
+    assert len(left) == 2 * (2 * 6)  # in each layer two of four experts
+    assert all(torch.allclose(weights[name], wanted[name], rtol=1e-6, atol=0) for name in left)
+
+
+def test_counts_its_work_and_memory() -> None:
+    """Every token goes to two experts, each with three matrices of 32 x 32."""
+    dense = AdapterSection(r=RANK, target_modules=["q_proj", "v_proj"])
+    plain = Decided(FAMILIES["qwen3_moe"], Shape(), adapter=dense).spec.stages[2]
+    adapted = Adapted("qwen3_moe").spec.stages[2]
+    rows = 2 * 16 * 2
+    assert adapted.forward_flops - plain.forward_flops == rows * 3 * 2 * (32 * RANK + RANK * 32)
+    assert adapted.frozen_flops == plain.frozen_flops
+    more = sum(t.numel for t in adapted.trained_tensors) - sum(t.numel for t in plain.trained_tensors)
+    assert more == 4 * 3 * 2 * 32 * RANK
+    assert 4 * rows * 3 * RANK < adapted.backward_peak - plain.backward_peak < 4 * (4 * 3 * 32 * 32)  # no W + B A is made
+
+
+@pytest.mark.parametrize(("family", "says"), [
+    ("llama", "LlamaForCausalLM has no experts"),
+    ("gpt_oss", "have one tensor for all experts"),
+    ("granitemoe", "have one tensor for all experts"),
+    ("nemotron_h", "peft cannot load an adapter of the experts of NemotronHForCausalLM"),
+])  # fmt: skip
+def test_is_refused_by_name(family: str, says: str) -> None:
+    from fuyou_cli.adapters.injection import inject
+
+    with pytest.raises(UsageError, match=rf"adapter\.experts: .*{says}"):
+        inject(build({**DENSE, **FAMILIES}[family], dtype="float32", attention="sdpa"), AdapterSection(experts=True))
+
+
+@pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern"])
+def test_a_pattern_of_experts_is_refused(key: str) -> None:
+    from fuyou_cli.adapters.injection import inject
+
+    section = AdapterSection(experts=True, target_modules=["q_proj"], **{key: {"q_proj|.*proj": 2}})
+    with pytest.raises(UsageError, match=rf"adapter\.{key}: `q_proj\|\.\*proj` matches experts"):
+        inject(build(FAMILIES["qwen3_moe"], dtype="float32", attention="sdpa"), section)
