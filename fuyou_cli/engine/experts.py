@@ -503,8 +503,8 @@ def add_low_rank(
         every = range(1 + max(place.part for *_, place in those))
         pairs[own] = tuple((f"{own}_lora_A{part}", f"{own}_lora_B{part}") for part in every)
         for attribute in (one for pair in pairs[own] for one in pair):
-            shape = (len(added[attribute]), *added[attribute][0][1])
-            module.register_parameter(attribute, nn.Parameter(torch.empty(shape, dtype=like.dtype, device="meta")))
+            experts = torch.empty(len(added[attribute]), *added[attribute][0][1], dtype=like.dtype, device="meta")
+            module.register_parameter(attribute, nn.Parameter(experts))
     vars(module)[LOW_RANK] = LowRank(scaling, pairs, added)
 
 
