@@ -18,6 +18,7 @@ _A, _B = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
 _MAGNITUDE = f".lora_magnitude_vector.{ADAPTER}.weight"  # peft's files keep it without its last part
 _BASE = ".base_layer.weight"
 OF_EXPERTS = (_A[1:], _B[1:])  # what stands for `weight` in the names of A and B of an expert's matrix
+_HOLDER = re.compile(r"[^.]+(?=\.experts\.\d+\.)")  # the module that has experts
 _IN_FILES = re.compile(r"\.experts\.\d+\.([^.]+)\.lora_A\.weight")
 FUSED_ALPHA = r"experts\.gate_up_proj"  # see `alpha_of_fused`
 
@@ -34,6 +35,18 @@ def file_name(name: str) -> str:
     return _PREFIX + name.replace(f".{ADAPTER}.", ".")
 
 
+def as_beside(key: str, base: str) -> str:
+    """Returns the name in an adapter's file of an expert's A or B, with the module called as in `base`, the matrix' name in the
+    checkpoint: others than transformers know the module by that name."""
+    found = _HOLDER.search(base)
+    return key if found is None else _HOLDER.sub(found[0], key, count=1)
+
+
+def neutral(key: str) -> str:
+    """Returns a name in an adapter's file with the module that has experts called one way: it has had several names."""
+    return _HOLDER.sub("mlp", key, count=1)
+
+
 def is_added(name: str) -> bool:
     """Tells whether a parameter is one that LoRA adds to the model."""
     return name.endswith((_A, _B, _MAGNITUDE))
@@ -44,6 +57,11 @@ def adapted_layer(name: str, added: Container[str]) -> str | None:
     LoRA adds, among others."""
     layer = name.removesuffix(_BASE if name.endswith(_BASE) else ".weight")
     return layer if name.endswith(_BASE) or layer + _A in added else None
+
+
+def layer_of(name: str) -> str:
+    """Returns the name of the layer that LoRA adds a parameter to."""
+    return name.removesuffix(_A).removesuffix(_B).removesuffix(_MAGNITUDE)
 
 
 def lora_names(layer: str) -> tuple[str, str, str]:

@@ -105,7 +105,8 @@ class AdapterWeights:
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
-        self._stored = {file_name(weights.model_name(one)): one for one in weights.tensors() if weights.is_trained(one)}
+        names = {one: weights.model_name(one) for one in weights.tensors() if weights.is_trained(one)}
+        self._stored = {one.name if is_added(name) else file_name(name): one for one, name in names.items()}
 
     def tensors(self) -> list[OutTensor]:
         return [replace(stored, name=name) for name, stored in self._stored.items()]

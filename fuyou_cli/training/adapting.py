@@ -4,7 +4,7 @@ peft is imported only for a recipe with an adapter."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,13 +50,17 @@ def entries_of(recipe: Recipe, anatomy: Anatomy, checkpoint: Checkpoint) -> dict
     return entries_for(anatomy.model, checkpoint, base_name=base_name, **kept)
 
 
-def stored_names(recipe: Recipe, model: ModelSpec) -> dict[str, str]:
-    """Maps the parameters that the adapter added to what its file calls them."""
+def stored_names(recipe: Recipe, model: ModelSpec, entries: Mapping[str, TensorEntry]) -> dict[str, str]:
+    """Maps the parameters that the adapter added to what its file calls them. `entries`: of the checkpoint, by parameter."""
     if recipe.adapter is None:
         return {}
-    from ..adapters.adapter_names import file_name, is_added
+    from ..adapters.adapter_names import as_beside, file_name, is_added, layer_of
 
-    return {t.name: file_name(t.name) for stage in model.stages for t in stage.tensors if is_added(t.name)}
+    added = [t.name for stage in model.stages for t in stage.tensors if is_added(t.name)]
+    beside = {name: entries.get(f"{layer_of(name)}.weight") for name in added}
+    return {
+        name: file_name(name) if entry is None else as_beside(file_name(name), entry.name) for name, entry in beside.items()
+    }
 
 
 def check_start(recipe: Recipe, model_dir: Path, *, say: Callable[[str], None]) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from ..adapters.adapter_names import FUSED_ALPHA, file_name, targets_in_experts
+from ..adapters.adapter_names import FUSED_ALPHA, file_name, neutral, targets_in_experts
 from ..checkpoint.companions import ADAPTER_CONFIG_NAME
 from ..checkpoint.files import ADAPTER_NAME, inside, name_list
 from ..checkpoint.header import TensorEntry, parse_file
@@ -189,10 +189,10 @@ def tensors_of(start: Start, model: PreTrainedModel) -> dict[str, TensorEntry]:
     they are not the same ones."""
     from ..engine.experts import named_parts
 
-    found = parse_file(start.weights).entries
+    found = {neutral(key): entry for key, entry in parse_file(start.weights).entries.items()}
     parts = named_parts(model)
     trained = {
-        file_name(part): (part, shape)
+        neutral(file_name(part)): (part, shape)
         for name, p in model.named_parameters()
         if p.requires_grad
         for part, shape, *_ in parts.get(name) or ((name, tuple(p.shape)),)

@@ -274,7 +274,7 @@ def fetch(planned: Planned, *, say: Say, progress: Progress = unheard) -> Fetche
         say(f"note: {error.message}. So the weights are not compared with those that the run began with")
         stored_as = {tensor.name: tensor.stored_as for stage in saved.stages for tensor in stage.tensors}
         return Fetched(planned=planned, entries={}, stored_as=stored_as, mark=saved.fingerprints.get("weights", ""))
-    stored_as = {name: entry.name for name, entry in entries.items()} | stored_names(recipe, planned.model)
+    stored_as = {name: entry.name for name, entry in entries.items()} | stored_names(recipe, planned.model, entries)
     if saved is None:
         entries |= starting_entries(recipe, planned.anatomy.model)
     return Fetched(planned=planned, entries=entries, stored_as=stored_as, mark=mark)

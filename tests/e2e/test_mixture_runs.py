@@ -218,8 +218,9 @@ def test_peft_joins_what_experts_have(family: str, keys: dict[str, Any], mixture
     run_export(store, tmp_path / "adapter", [], dtype="float32")
     run_export(store, tmp_path / "merged", [], dtype="float32", merged=True)
     held = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-    gate, layers = ("w1" if family == "mixtral" else "gate_proj"), 1 if family == "deepseek_v3" else 2
-    assert sum(f".{gate}.lora_A.weight" in name and ".experts." in name for name in held) == 4 * layers
+    own = "block_sparse_moe.experts.3.w1" if family == "mixtral" else "mlp.experts.3.gate_proj"  # what its files call it
+    assert held[f"base_model.model.model.layers.1.{own}.lora_A.weight"].shape == (4, 64)
+    assert sum(".experts." in name for name in held) == 4 * 6 * (1 if family == "deepseek_v3" else 2)
     assert all(float(value.abs().max()) > 0 for name, value in held.items() if ".experts." in name)
     base = transformers.AutoModelForCausalLM.from_pretrained(write(project.materials, family), dtype=torch.float32)
     ids = torch.arange(3, 23).view(1, -1)
@@ -230,6 +231,57 @@ def test_peft_joins_what_experts_have(family: str, keys: dict[str, Any], mixture
     assert (adapted - before).abs().max() > 1e-3
     assert torch.allclose(adapted, merged, atol=1e-5)
     assert streamed(store) == pytest.approx(in_memory(tmp_path / "merged"), rel=1e-5)
+
+
+def test_a_run_goes_on_from_an_adapter_of_experts(mixture: NewProject, tmp_path: Path) -> None:
+    """What the recipe leaves out is as it was there; it begins where the other run ended, and resumes without it."""
+    first = mixture("mixtral-first", {**OF_EXPERTS, "adapter": OF_EXPERTS["adapter"] | {"use_rslora": True}})
+    store = finetuned(first)
+    run_export(store, tmp_path / "adapter", [], dtype="float32")
+    begun = {"adapter": {"from": str(tmp_path / "adapter")}, "optimizer.lr": 1e-60, "train.max_steps": 2}
+    second = mixture("mixtral-second", begun)
+    ready = prepared_run(second)
+    recipe = ready.planned.recipe
+    assert recipe.adapter is not None and recipe.adapter.experts and recipe.adapter.use_rslora
+    assert set(recipe.adapter.target_modules) == {"q_proj", "k_proj", "v_proj", "o_proj"} and not recipe.adapter.alpha_pattern
+    with pytest.raises(Interrupted):
+        train(ready, interrupt(1, "forward"))
+    (tmp_path / "adapter").rename(tmp_path / "gone")
+    store = finetuned(second)
+    run_export(store, tmp_path / "again", [], dtype="float32")
+    held, wanted = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("again", "gone"))
+    assert held.keys() == wanted.keys() and all(torch.equal(held[name], wanted[name]) for name in wanted)
+
+
+def test_another_adapter_of_experts_is_refused(mixture: NewProject, tmp_path: Path) -> None:
+    from fuyou_cli.core.errors import UsageError
+
+    store = finetuned(mixture("qwen3_moe-first", OF_EXPERTS))
+    run_export(store, tmp_path / "adapter", [], dtype="float32")
+    asked = {"from": str(tmp_path / "adapter"), "experts": False}
+    with pytest.raises(UsageError, match=r"adapter\.experts is true there, false here"):
+        prepared_run(mixture("qwen3_moe-second", {"adapter": asked}))
+
+
+@pytest.mark.parametrize("quantize", ["none", "nf4"])
+def test_frozen_experts_below_an_adapter_stay_where_they_are(quantize: str, mixture: NewProject) -> None:
+    """In the model's own files, or in nf4; a run that was stopped has the same bits, and the plan counts what it reads."""
+    changes = {**OF_EXPERTS, "model.quantize": quantize, "checkpoint.commit_every_steps": 1}
+    whole, stopped = mixture(f"qwen3_moe-whole-{quantize}", changes), mixture(f"qwen3_moe-stopped-{quantize}", changes)
+    ready = prepared_run(whole)
+    model = ready.planned.model
+    assert bool(model.sources) == (quantize == "none")
+    packed = [name for stage in model.stages for name in stage.packed()]
+    assert sum(".experts." in name for name in packed) == (2 * 4 * 3 if quantize == "nf4" else 0)
+    trained = {tensor.name for stage in model.stages for tensor in stage.trained_tensors}
+    assert sum(".experts." in name for name in trained) == 2 * 4 * 3 * 2
+    wanted, store = train(ready)
+    assert wanted[-1] < wanted[0]
+    with pytest.raises(Interrupted):
+        train(stopped, interrupt(3, "backward"))
+    losses, again = train(stopped)
+    assert losses == wanted[-len(losses) :]
+    assert sums(again) == sums(store)
 
 
 # ---- what is not trained -------------------------------------------------------------------------------------------------
