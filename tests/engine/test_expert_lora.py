@@ -14,15 +14,18 @@ from drawn import every
 from torch import nn
 from torch.nn.utils import parametrize
 
+from fuyou_cli.core import heap
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.engine.experts import is_experts
 from fuyou_cli.engine.skeleton import build
+from fuyou_cli.planner.memory import compute_memory
 from fuyou_cli.recipe.schema import AdapterSection
 
 from .comparing import Outcome, assert_same, distance, relative, unequal
 from .families import FAMILIES as DENSE
 from .plain_torch import plain_run
-from .rig import OPTIMIZER, Rig, Shape, outcome
+from .rig import OPTIMIZER, Rig, Shape, assert_moves_as_planned, outcome
+from .test_compute_memory import LiveOutside
 from .test_mixtures import FAMILIES, WAYS, Decided, _one_for_all, _with_routers
 
 pytest.importorskip("peft", reason="peft comes with the extra lora")
@@ -143,6 +146,27 @@ def test_counts_its_work_and_memory() -> None:
     more = sum(t.numel for t in adapted.trained_tensors) - sum(t.numel for t in plain.trained_tensors)
     assert more == 4 * 3 * 2 * 32 * RANK
     assert 4 * rows * 3 * RANK < adapted.backward_peak - plain.backward_peak < 4 * (4 * 3 * 32 * 32)  # no W + B A is made
+
+
+def test_a_step_reads_writes_and_takes_what_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Byte by byte, without what the heap makes of it; also where all tokens go to the same experts."""
+    for name in ("HOLES", "HELD"):
+        monkeypatch.setattr(heap, name, 0.0)
+    _, updated = assert_moves_as_planned(Adapted("qwen3_moe"), tmp_path / "moves", after=2)
+    assert updated == Adapted("qwen3_moe").spec.updated_parameters
+    peaks = []
+    for change in (torch.Tensor.detach, _one_for_all):
+        subject = _with_routers(Adapted("qwen3_moe", Shape(batch=8, micro=1, tokens=64)), change)
+        with Rig(subject, tmp_path / change.__name__, home="cpu") as rig:
+            charged = compute_memory(subject.spec, rig.request)
+            live = LiveOutside(rig.memory.arena)
+            ids, labels = next(subject.batches(1))
+            with live:
+                rig.step(ids, labels, 1, last=True)
+            rig.executor.drain()
+        peaks.append(live.peak)
+        assert live.peak <= charged.whole_batch + charged.stage
+    assert peaks[0] == pytest.approx(peaks[1], rel=1e-3)
 
 
 @pytest.mark.parametrize(("family", "says"), [
