@@ -3,9 +3,11 @@ that peft loads, and the same bits after a stop."""
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
+from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -187,8 +189,11 @@ def test_peft_loads_an_adapter(family: str, mixture: NewProject, tmp_path: Path)
 
 
 def test_an_expert_as_target_is_refused_by_name(mixture: NewProject) -> None:
-    with pytest.raises(UsageError, match=r"for the experts of model\.layers\.0\.mlp\.experts, which cannot have LoRA yet"):
+    with pytest.raises(
+        UsageError, match=r"peft takes these names for the experts of model\.layers\.0\.mlp\.experts"
+    ) as refused:
         prepared_run(mixture("qwen3_moe-experts", {"adapter": {"target_modules": ["gate_proj", "up_proj", "down_proj"]}}))
+    assert "adapter.experts=true" in str(refused.value.hint)
 
 
 def test_experts_rest_in_nf4(mixture: NewProject, tmp_path: Path) -> None:
@@ -199,6 +204,15 @@ def test_experts_rest_in_nf4(mixture: NewProject, tmp_path: Path) -> None:
     assert sum(".experts." in name for name in packed) == 2 * 4 * 3
     losses, _ = train(ready)
     assert losses[-1] < losses[0]
+
+
+def answer(source: Path) -> str:
+    """What `fuyou generate` says."""
+    said = io.StringIO()
+    with pytest.raises(SystemExit) as ended, redirect_stdout(said):
+        main(["generate", str(source), "--prompt", "The road", "--max-new-tokens", "12"])
+    assert ended.value.code == 0 and said.getvalue().strip()
+    return said.getvalue()
 
 
 # ---- LoRA of experts -----------------------------------------------------------------------------------------------------
@@ -231,6 +245,7 @@ def test_peft_joins_what_experts_have(family: str, keys: dict[str, Any], mixture
     assert (adapted - before).abs().max() > 1e-3
     assert torch.allclose(adapted, merged, atol=1e-5)
     assert streamed(store) == pytest.approx(in_memory(tmp_path / "merged"), rel=1e-5)
+    assert answer(store) == answer(tmp_path / "merged")
 
 
 def test_a_run_goes_on_from_an_adapter_of_experts(mixture: NewProject, tmp_path: Path) -> None:

@@ -16,7 +16,9 @@ from torch.nn.utils import parametrize
 
 from fuyou_cli.core import heap
 from fuyou_cli.core.errors import UsageError
+from fuyou_cli.engine.anatomy import dissect
 from fuyou_cli.engine.experts import is_experts
+from fuyou_cli.engine.freezing import as_marked
 from fuyou_cli.engine.skeleton import build
 from fuyou_cli.planner.memory import compute_memory
 from fuyou_cli.recipe.schema import AdapterSection
@@ -167,6 +169,29 @@ def test_a_step_reads_writes_and_takes_what_is_planned(tmp_path: Path, monkeypat
         peaks.append(live.peak)
         assert live.peak <= charged.whole_batch + charged.stage
     assert peaks[0] == pytest.approx(peaks[1], rel=1e-3)
+
+
+def test_first_values() -> None:
+    """A is drawn as peft draws a linear layer's, each another one, B is zero; what others begin with does not depend on it."""
+    from fuyou_cli.adapters.beginning import FirstValues
+    from fuyou_cli.adapters.injection import inject
+
+    begun = {}
+    for experts in (False, True):
+        model = build(FAMILIES["mixtral"], dtype="float32", attention="sdpa")
+        inject(model, AdapterSection(r=RANK, experts=experts))
+        stages = as_marked(dissect(model)).stages
+        values = FirstValues(model, seed=3)
+        begun[experts] = {}
+        for stage in stages:  # in turn, as a run asks for them
+            begun[experts] |= values.of([tensor.name for tensor in stage.tensors], lambda name: iter(()))
+    added = begun[True].keys() - begun[False].keys()
+    assert len(added) == 2 * 4 * 3 * 2
+    assert not any(begun[False][name].ne(begun[True][name]).any() for name in begun[False])
+    drawn = [begun[True][name] for name in sorted(added) if "lora_A" in name]
+    assert all(0.9 < float(a.abs().max()) * a.shape[1] ** 0.5 <= 1 for a in drawn)
+    assert len({float(a[0, 0]) for a in drawn}) == len(drawn)
+    assert not any(begun[True][name].any() for name in added if "lora_B" in name)
 
 
 @pytest.mark.parametrize(("family", "says"), [

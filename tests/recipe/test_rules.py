@@ -39,6 +39,8 @@ from fuyou_cli.recipe.unbuilt import UNBUILT
         ("train: {compile: true}\noffload: {activations: swap}\n", "offload.activations"),
         ("offload: {device: cuda, boundaries: gpu, activations: swap}\n", "offload.boundaries"),
         ("adapter: {r: 4}\nfreeze: [lm_head]\n", "freeze"),
+        ("adapter: {experts: true, use_dora: true}\n", "adapter.use_dora"),
+        ("adapter: {experts: true, lora_dropout: 0.1}\n", "adapter.lora_dropout"),
         ("optimizer: {name: sgd, betas: [0.9, 0.99]}\n", "optimizer.betas"),
         ("optimizer: {name: lion, eps: 1e-6}\n", "optimizer.eps"),
         ("optimizer: {momentum: 0.5}\n", "optimizer.momentum"),
