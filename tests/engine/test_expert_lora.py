@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -10,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from drawn import every
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -214,3 +217,55 @@ def test_a_pattern_of_experts_is_refused(key: str) -> None:
     section = AdapterSection(experts=True, target_modules=["q_proj"], **{key: {"q_proj|.*proj": 2}})
     with pytest.raises(UsageError, match=rf"adapter\.{key}: `q_proj\|\.\*proj` matches experts"):
         inject(build(FAMILIES["qwen3_moe"], dtype="float32", attention="sdpa"), section)
+
+
+KNOWN = ["deepseek_v2", "deepseek_v3, groups", "glm4_moe", "minimax_m2", "mixtral", "olmoe", "qwen3_moe", "qwen3_next"]
+
+
+@pytest.mark.parametrize("family", every(4, KNOWN))
+def test_peft_loads_and_computes_what_merging_gives(family: str, tmp_path: Path) -> None:
+    """Of every family that is not refused."""
+    import peft
+
+    from fuyou_cli.adapters.adapter_names import as_beside, config_of, config_text, file_name, is_added, layer_of
+    from fuyou_cli.adapters.injection import inject
+    from fuyou_cli.adapters.merging import LoraWeights
+
+    skeleton = build(FAMILIES[family], dtype="float32", attention="sdpa")
+    inject(skeleton, AdapterSection(r=RANK, lora_alpha=6, experts=True))
+    anatomy = as_marked(dissect(skeleton))
+    torch.manual_seed(3)
+    every_one = [t for stage in anatomy.stages for t in stage.tensors if is_added(t.name)]
+    added = {t.name: 0.1 * torch.randn(t.shape) for t in every_one}
+    holder = "block_sparse_moe" if family in ("mixtral", "minimax_m2") else "mlp"  # as their files have it
+    keys = {
+        name: as_beside(file_name(name), f"{holder}.experts.0.") if ".experts." in name else file_name(name) for name in added
+    }
+    save_file({keys[name]: value for name, value in added.items()}, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_bytes(config_text(config_of(skeleton), base_model="any"))
+    base = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES[family]), experts_implementation="eager").eval()
+    weights = {name: value.clone() for name, value in base.state_dict().items()}
+    ids = torch.arange(1, 17).view(1, -1)
+    with torch.no_grad():
+        before = base(ids).logits
+        adapted = peft.PeftModel.from_pretrained(base, tmp_path).eval()(input_ids=ids).logits
+        for layer in {layer_of(name) for name in added}:
+            a, b = (added[f"{layer}.lora_{kind}.default.weight"] for kind in "AB")
+            lora = LoraWeights(a=a, b=b, scaling=6 / RANK)
+            matrix = _matrix_of(layer, weights, anatomy.parts)
+            matrix.copy_(lora.merged(matrix.reshape(-1), 0).view_as(matrix))
+        merged = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES[family]), experts_implementation="eager")
+        merged.load_state_dict(weights)
+        wanted = merged.eval()(ids).logits
+    assert (before - wanted).abs().max() > 0.05
+    assert torch.allclose(adapted, wanted, atol=1e-5)
+
+
+def _matrix_of(layer: str, weights: dict[str, torch.Tensor], parts: Any) -> torch.Tensor:
+    """Returns a view of the layer's matrix: of an expert's in the parameter of all of them."""
+    if f"{layer}.weight" in weights:
+        return weights[f"{layer}.weight"]
+    name, number = next((n, i) for n, those in parts.items() for i, (part, _) in enumerate(those) if part == f"{layer}.weight")
+    experts = len(weights[name])
+    rows = weights[name][number % experts]
+    return rows.view(len(parts[name]) // experts, -1, rows.shape[1])[number // experts]
