@@ -114,6 +114,8 @@ def test_every_shipped_recipe_is_valid_and_says_how_to_run_it():
     assert set(shipped) == {
         "quickstart", "llama31-8b-full-24gb", "llama31-70b-full-24gb", "qwen3-14b-full-24gb", "llama31-8b-lora-8gb",
         "qwen3-14b-lora-12gb", "llama33-70b-lora-24gb", "llama31-8b-qlora-6gb", "llama31-405b-qlora-24gb",
+        "qwen3-30b-a3b-full-24gb", "qwen3-30b-a3b-lora-24gb", "qwen3-30b-a3b-lora-12gb", "gpt-oss-20b-lora-16gb",
+        "gpt-oss-120b-lora-24gb",
     }  # fmt: skip
     for name, path in shipped.items():
         text = path.read_text()
