@@ -28,7 +28,10 @@ from .skeleton import TORCH_DTYPE
 
 MOST_ROOM = 96 << 20  # bytes of weights and sums that no CPU cache holds; more would waste memory
 _MOST_COPIES = 16
-_FILLING = 1 << 16  # random values, repeated: drawing one for each weight would take longer than computing
+_FILLING = (
+    65521  # random values, repeated: drawing one for each weight would take longer than computing. A prime number, so that
+)
+# no two rows of a router are alike: it would send tokens to all experts of equal rows, or to the first of them
 
 
 class BlockAlone:
@@ -45,6 +48,7 @@ class BlockAlone:
         self.backward_flops = 3 * spec.forward_flops - spec.unneeded_flops - spec.frozen_flops  # recompute included
         every = sum(operator.flops for operator in spec.operators if not operator.stays)
         self.given_flops = self.backward_flops - every if every else 0.0  # FLOPs if every output was kept; 0: none can be kept
+        self.expert_rows = 0.0 if spec.expert_work is None else spec.expert_work.rows
         self._spec, self._stage = spec, anatomy.stages[spec.index]
         longest = rounded_up(shape[1], document_step)  # a mask is as long as documents are computed in
         call, x = _call_of(anatomy, spec.index, dtype=dtype, shape=(shape[0], longest))

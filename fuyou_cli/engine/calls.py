@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 import transformers
@@ -208,13 +209,15 @@ def stage_calls(
     between: Between | None = None,
     isolated: bool = False,
     made: list[Made] | None = None,
+    again: bool = False,
 ) -> list[tuple[StageCall, torch.Tensor]]:
     """Finds every call of one of `stages` (module to name) in the base model's forward, in order, with its fake input, for ids
-    of `shape`. `isolated`: each row is one document. `made` gets what each call returns. Raises UsageError for a call that
-    cannot be streamed."""
+    of `shape`. `isolated`: each row is one document. `made` gets what each call returns. `again`: blocks that an earlier call
+    ran in another shape do not run. Raises UsageError for a call that cannot be streamed."""
     calls: list[tuple[StageCall, torch.Tensor]] = []
     between = between or Between()
-    outputs: dict[object, Any] = {}  # blocks are alike: only one of each sort runs, and the others return what it returned
+    # Blocks are alike: only one of each sort runs, and the others return what it returned.
+    outputs: dict[object, Any] = _RETURNED.setdefault(model, {}) if again else {}
 
     def stand_in(module: nn.Module, name: str) -> Callable[..., Any]:
         sort = (type(module), tuple(parameter.shape for parameter in module.parameters()))
@@ -235,7 +238,7 @@ def stage_calls(
                 if y.shape != x.shape or y.dtype != x.dtype:
                     note(out, y)
                     return with_boundary(out, y, name)
-                outputs[sort] = with_boundary(out, y, name)
+                outputs[sort] = with_boundary(out, None, name)
             note(outputs[sort], x)
             return with_boundary(outputs[sort], x, name)
 
@@ -253,7 +256,12 @@ def stage_calls(
         ids = torch.zeros(shape, dtype=torch.long)
         positions = torch.arange(shape[1]).unsqueeze(0)
         model.base_model(input_ids=ids, position_ids=positions, use_cache=False)
+    _RETURNED.setdefault(model, {}).update(outputs)
     return calls
+
+
+# What blocks return beside their boundary, by sort: it does not depend on the shape of a micro-batch.
+_RETURNED: WeakKeyDictionary[PreTrainedModel, dict[object, Any]] = WeakKeyDictionary()
 
 
 class _NothingLeftOut(TorchFunctionMode):

@@ -71,6 +71,7 @@ def _counted(model: ModelSpec, anatomy: Anatomy) -> ModelSpec:
     return replace(
         model,
         inactive_parameters=sum(mixture.inactive(stage.tensors) for stage in model.stages),
+        inactive_frozen=sum(mixture.inactive(t for t in stage.tensors if t.frozen) for stage in model.stages),
         float32_parameters=_kept_in_float32(anatomy.model) if model.compute_dtype == "bfloat16" else 0,
     )
 

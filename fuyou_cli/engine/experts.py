@@ -24,6 +24,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from ..spec.model import ExpertWork
+
 NAME = "fuyou"
 ROWS = 64  # in the smallest piece; others are 2, 4, 8 ... times as large
 MOST_ROWS = 1024  # in the largest
@@ -347,7 +349,7 @@ def _add_gradients(sink: Sink | None, of: Matrices, counts: Sequence[int], x: to
         x.new_empty(max(of.sizes), of.inputs)
         return
     for expert, begin, count in _groups(counts):
-        for first, rows, real in _pieces(begin, count):
+        for first, rows, real in _pieces(begin, count, whole=x.is_cuda):
             some, wanted = _filled(x, first, rows, real), _filled(grad, first, rows, real)
             at = 0
             for part, size in enumerate(of.sizes):
@@ -368,9 +370,13 @@ def _groups(counts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         begin += count
 
 
-def _pieces(begin: int, count: int) -> Iterator[tuple[int, int, int]]:
-    """Cuts rows into pieces of few sizes. Yields first row, size, and how many of its rows there are."""
+def _pieces(begin: int, count: int, *, whole: bool = False) -> Iterator[tuple[int, int, int]]:
+    """Cuts rows into pieces of few sizes. Yields first row, size, and how many of its rows there are. `whole`: in one piece, on
+    a GPU, where libraries keep no code for a shape and every product is a launch."""
     size = MOST_ROWS
+    if whole and count:
+        yield begin, count, count
+        return
     while count:
         while size > ROWS and size > count:
             size //= 2
@@ -400,7 +406,7 @@ def _experts(
     experts, outputs = len(counts), sum(sizes)
     out = x.new_empty(x.shape[0], outputs)
     for expert, begin, count in _groups(counts):
-        for first, rows, real in _pieces(begin, count):
+        for first, rows, real in _pieces(begin, count, whole=x.is_cuda):
             some, at = _filled(x, first, rows, real), 0
             there = out[first : first + rows] if real == rows else x.new_empty(rows, outputs)
             for part, size in enumerate(sizes):
@@ -422,7 +428,7 @@ def _experts_back(
     experts = len(counts)
     out = grad.new_empty(grad.shape[0], inputs)
     for expert, begin, count in _groups(counts):
-        for first, rows, real in _pieces(begin, count):
+        for first, rows, real in _pieces(begin, count, whole=grad.is_cuda):
             some, at = _filled(grad, first, rows, real), 0
             there = out[first : first + rows] if real == rows else grad.new_empty(rows, inputs)
             for part, size in enumerate(sizes):
@@ -462,13 +468,14 @@ torch.library.register_fake("fuyou::experts", _experts_shape, lib=_LIBRARY)
 torch.library.register_fake("fuyou::experts_back", _experts_back_shape, lib=_LIBRARY)
 
 
-def work_of(func: Any, args: Sequence[Any]) -> tuple[float, int] | None:
-    """Returns the FLOPs of an operator that multiplies with experts, and where the first of their matrices begins in the
+def work_of(func: Any, args: Sequence[Any]) -> tuple[ExpertWork, int] | None:
+    """Returns the work of an operator that multiplies with experts, and where the first of their matrices begins in the
     stage. None for any other operator."""
     if func is not torch.ops.fuyou.experts.default:
         return None
     x, offsets, sizes, inputs = args[0], args[2], args[4], args[5]
-    return 2.0 * x.shape[0] * inputs * sum(sizes), offsets[0]
+    rows = x.shape[0] * len(sizes) / len(offsets)
+    return ExpertWork(flops=2.0 * x.shape[0] * inputs * sum(sizes), rows=rows, products=len(offsets)), offsets[0]
 
 
 # ---- their names in files ------------------------------------------------------------------------------------------------

@@ -146,4 +146,5 @@ def _frozen_flops(model: ModelSpec, stage: StageSpec, tokens: int) -> float:
     if stage.kind == "embedding":
         return 0.0
     frozen = sum(t.numel for t in stage.tensors if t.frozen and len(t.shape) > 1 and not t.routed)
-    return min(stage.forward_flops, stage.frozen_flops + 2.0 * frozen * tokens)
+    of_experts = 0.0 if stage.expert_work is None else stage.expert_work.frozen_flops
+    return min(stage.forward_flops, of_experts + 2.0 * frozen * tokens)

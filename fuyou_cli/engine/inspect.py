@@ -208,7 +208,7 @@ def _all_costs(
     """Finds the costs of every stage, and the elements of a token's widest boundary: some blocks pass several streams on. Equal
     blocks run once."""
     rows = shape if short is None else (short.rows, short.tokens)
-    found = stage_calls(anatomy.model, anatomy.modules(), shape=rows, between=between, isolated=anatomy.isolated)
+    found = stage_calls(anatomy.model, anatomy.modules(), shape=rows, between=between, isolated=anatomy.isolated, again=True)
     calls = {call.name: (call, x) for call, x in found}
     seen: dict[object, Costs] = {}
     costs: list[Costs] = []
@@ -255,12 +255,12 @@ def _stage_cost(anatomy: Anatomy, stage: Stage, call: StageCall, x: torch.Tensor
 
         backward = _peak(stage, flat, both, gradients=True, short=short)
         trace = _look(stage, flat, call, x)
-    routed = {"choices": trace.choices, "experts": trace.experts}
+    routed = {"choices": trace.choices, "experts": trace.experts, "expert_work": trace.expert_work}
     if stage.kind != "block" or short is not None:  # operators of short rows are not those of a long one
-        return _costs(trace.flops, forward, backward, frozen_flops=trace.frozen_routed, **routed)
+        return _costs(trace.flops, forward, backward, **routed)
     unneeded, saved = (trace.unneeded, trace.saved_bytes) if _is_librarys(anatomy) else ((), 0)
     kept = tuple(operator for operator in trace.found if operator not in unneeded)
-    more = {"operators": kept, "unneeded": unneeded, "graph_bytes": saved, "frozen_flops": trace.frozen_routed}
+    more = {"operators": kept, "unneeded": unneeded, "graph_bytes": saved}
     return _costs(trace.flops, forward, backward, **routed, **more)
 
 

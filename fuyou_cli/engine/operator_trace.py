@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..core.units import align_up
 from ..planner.boundary_layout import DEVICE_ALIGN, OUTPUT_ALIGN, SUMMARY_TOKENS
-from ..spec.model import OperatorSpec, TensorSpec
+from ..spec.model import ExpertWork, OperatorSpec, TensorSpec
 from .activations.operators import Operators, factors, is_attention, name_of
 from .experts import Route, work_of
 
@@ -26,7 +26,8 @@ class OperatorTrace(Operators):
 
     def __init__(self, x: torch.Tensor, flat: torch.Tensor, tensors: tuple[TensorSpec, ...], names: tuple[str, ...]) -> None:
         super().__init__()
-        self.flops = self.frozen_routed = 0.0  # of all operators; of those with frozen experts
+        self.flops = 0.0  # of all operators
+        self.expert_work: ExpertWork | None = None
         self.choices = self.experts = 0  # that a token is sent to, of all mixtures; in one of them at most
         self.found: list[OperatorSpec] = []
         self._weights = flat.untyped_storage()  # held, so that no other storage gets its address
@@ -99,9 +100,10 @@ class OperatorTrace(Operators):
             query, key, value = args[:3]
             flops = float(query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1]))
         elif (routed := work_of(func, args)) is not None:
-            flops, offset = routed
-            self.frozen_routed += flops if self._is_frozen(offset) else 0.0
-            weight, offset = "", -1
+            work, first = routed
+            flops = work.flops
+            work = replace(work, frozen_flops=flops if self._is_frozen(first) else 0.0)
+            self.expert_work = work if self.expert_work is None else self.expert_work + work
         elif (pair := factors(func, args)) is not None:
             left, right = pair
             weight, offset = max(self._weight(left), self._weight(right), key=lambda found: found[1])

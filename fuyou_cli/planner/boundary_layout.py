@@ -63,8 +63,8 @@ def boundary_layout(
     if not kept:
         return BoundaryLayout(size=align_up(rows * row_bytes, RECORD_ALIGN), record=micro_batch, outputs={})
     outputs: dict[int, Span] = {}
-    end = align_up(micro_batch, align)
-    for operator in (operator for operator in stage.operators if operator.index in kept):
+    end, chosen = align_up(micro_batch, align), frozenset(kept)
+    for operator in (operator for operator in stage.operators if operator.index in chosen):
         outputs[operator.index] = Span(offset=end, size=operator.bytes)
         end = align_up(end + operator.bytes, align)
     record = align_up(end, RECORD_ALIGN)
@@ -151,9 +151,13 @@ def every_operator(model: ModelSpec, *, there: bool = False) -> Kept:
 
 def spared_flops(stage: StageSpec, kept: tuple[int, ...]) -> float:
     """Returns the FLOPs that one micro-batch's recompute saves: kept outputs, and outputs that backward never reads."""
-    return sum(operator.flops for operator in stage.operators if operator.index in kept) + stage.unneeded_flops
+    chosen = frozenset(kept)
+    return sum([operator.flops for operator in stage.operators if operator.index in chosen]) + stage.unneeded_flops
 
 
 def kept_bytes(stage: StageSpec, kept: tuple[int, ...]) -> int:
     """Returns the bytes that one micro-batch's kept outputs take."""
-    return sum(operator.bytes for operator in stage.operators if operator.index in kept) if kept else 0
+    if not kept:
+        return 0
+    chosen = frozenset(kept)  # a recurrent block has thousands of operators
+    return sum([operator.bytes for operator in stage.operators if operator.index in chosen])

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from ..spec.hardware import HardwareProfile, StageRate, rated_kind
-from ..spec.model import ITEM_SIZE, Dtype, ModelSpec, StageSpec, StateLayout
+from ..spec.model import ITEM_SIZE, Dtype, ExpertWork, ModelSpec, StageSpec, StateLayout
 from ..spec.plan import Numerics, Plan, StagePlan, TypicalStep
 from .boundary_layout import kept_bytes
 from .plan_request import PlanRequest
@@ -264,6 +264,7 @@ class Costs:
             hidden=self.model.hidden_size,
             params=owner.params,
             tokens=tokens,
+            expert_rows=0.0 if stage.expert_work is None else stage.expert_work.rows,
         )
         if self.device != "cuda":
             times, shape = self._own_times(stage), self._shape(stage)
@@ -280,11 +281,38 @@ class Costs:
         backward, given = _in_more_time(rate.backward, whole, more), _in_more_time(rate.given, whole - spared, more)
         graph = rate.graph * tokens // rate.tokens if rate.graph else 0
         launch = rate.backward_launch * (tokens / piece)
+        if stage.expert_work is not None:
+            return self._of_experts(stage, stage.expert_work, replace(rate, tokens=tokens, backward=backward, given=given))
         return replace(
             rate, tokens=tokens, graph=graph, backward=_in_at_least(backward, whole, launch),
             forward=_in_at_least(rate.forward, stage.forward_flops, rate.forward_launch * (tokens / piece)),
             given=_in_at_least(given, whole - spared, launch),
         )  # fmt: skip
+
+    def _of_experts(self, stage: StageSpec, experts: ExpertWork, rate: StageRate) -> StageRate:
+        """Returns a GPU's rates for a block that sends few rows to each of many experts. Each expert's rows are multiplied in
+        whole tiles, and the host submits every product by itself: the rate of a dense block includes neither, that of a
+        mixture both, with its own rows."""
+        tiles, whole, spared = self._tiles(experts.rows) - self._tiles(rate.expert_rows), *_backward_flops(stage)
+        launch = 0.0 if rate.forward_launch and rate.expert_rows else self.hardware.product_launch * experts.products
+
+        def of(rate: float, flops: float, passes: float, measured: float) -> float:
+            more = _in_more_time(rate, flops, passes * experts.flops * tiles / rate if rate else 0.0)
+            return _in_at_least(more, flops, max(measured, passes * launch))
+
+        passes = experts.backward_passes
+        return replace(
+            rate,
+            forward=of(rate.forward, stage.forward_flops, 1, rate.forward_launch),
+            backward=of(rate.backward, whole, passes, rate.backward_launch),
+            given=of(rate.given, whole - spared, passes, rate.backward_launch),
+        )
+
+    def _tiles(self, rows: float) -> float:
+        """Returns how many rows a GPU multiplies for each that an expert has, of `rows` in the mean: the last of whole tiles is
+        half full, as experts do not get a multiple of it. 1 for a dense block (0 rows)."""
+        tile = self.hardware.tile_rows
+        return max(tile, rows + tile // 2) / rows if rows else 1.0
 
     def micro_batch_seconds(self, stage: StageSpec, phase: str, tokens: int, width: int, rows: int = 0) -> float:
         """Returns the seconds of products and attention of one micro-batch of so many tokens, in rows of `width` (`rows`: if
@@ -309,7 +337,11 @@ class Costs:
         if stage.index not in self._times:
             owner, threads = self.model.stages[self.model.owner(stage.index)], self.numerics.torch_threads
             shape = (rated_kind(self.model, stage), self.model.compute_dtype, self.model.hidden_size, owner.params)
-            own = self.hardware.own_rates(*shape, trained=owner.trained, threads=threads)
+            experts = 0.0 if stage.expert_work is None else stage.expert_work.rows / self.numerics.micro_batch_tokens
+            own = self.hardware.own_rates(*shape, trained=owner.trained, threads=threads, experts=experts)
+            if stage.expert_work is not None and stage.expert_work.rows >= self.hardware.tile_rows:
+                # Fewer rows of an expert take as long as a tile: time is no straight line down to there.
+                own = tuple(rate for rate in own if rate.expert_rows >= self.hardware.tile_rows) or own
             self._times[stage.index] = stage_times(own)
         return self._times[stage.index]
 

@@ -84,6 +84,7 @@ class StageRate:
     forward_flops: Number = 0.0  # of the micro-batch that was timed (of a head: the piece); 0: not known
     backward_flops: Number = 0.0
     given_flops: Number = 0.0
+    expert_rows: Number = 0.0  # of a mixture: rows of an expert, if tokens are sent to all alike; 0: no mixture
     layers: str = ""  # what the stage was timed for: digest of its model and the recipe's keys, "/", max_seq_len
 
     @property
@@ -141,6 +142,8 @@ class HardwareProfile:
     sustained_write_mixed: Bandwidth = 0.0
     burst_bytes: Size = 0  # bytes written at `store_write` before it fell to `sustained_write`; 0: not known, or no fall
     steady_bytes: Size = 0  # bytes written without a fall, enough to be sure that there is none
+    tile_rows: Count = 64  # multiplied together: an expert with fewer takes as long. Of a GPU an assumption until measured
+    product_launch: Number = 6e-6  # seconds in which the host submits one product. An assumption until measured
     device_free: Size = 0  # part of device_memory that other processes do not use; 0: not known
     pinnable: Size = 0  # host memory that a device's driver may pin
     pinnable_why: str = ""
@@ -158,13 +161,19 @@ class HardwareProfile:
         """Returns the bytes/s of one update thread, or 0 if not measured."""
         return next((rate for threads, rate in self.adamw if threads == 1), 0.0)
 
-    def stage_rate(self, kind: RatedKind, dtype: Dtype, hidden: int, params: int, tokens: int) -> StageRate:
-        """Returns the rates measured on the nearest shape of this kind and dtype, by ratios. A compiled block has those of a
-        block if no compiled one was measured within twice or half its parameters. If there are none, both are
-        `matmul_flops`, of no tokens."""
+    def stage_rate(
+        self, kind: RatedKind, dtype: Dtype, hidden: int, params: int, tokens: int, *, expert_rows: float = 0.0
+    ) -> StageRate:
+        """Returns the rates measured on the nearest shape of this kind and dtype, by ratios. Mixtures (`expert_rows`: of one
+        expert) are nearer to mixtures than to dense blocks, whatever their size. A compiled block has the rates of a block if
+        no compiled one was measured within twice or half its parameters. If there are none, both are `matmul_flops`, of no
+        tokens."""
 
-        def distance(rate: StageRate) -> tuple[float, float, float, tuple[str, str, int, int, int, int, int, int]]:
-            return (_ratio(rate.params, params), _ratio(rate.tokens, tokens), _ratio(rate.hidden, hidden), rate.shape)
+        def distance(rate: StageRate) -> tuple[float | tuple[str, str, int, int, int, int, int, int], ...]:
+            unlike = bool(rate.expert_rows) != bool(expert_rows)
+            rows = _ratio(rate.expert_rows, expert_rows)
+            ratios = (_ratio(rate.params, params), rows, _ratio(rate.tokens, tokens), _ratio(rate.hidden, hidden))
+            return (unlike, *ratios, rate.shape)
 
         alike = [rate for rate in self.stage_rates if (rate.kind, rate.dtype) == (kind, dtype)]
         if kind == "compiled block":
@@ -178,14 +187,15 @@ class HardwareProfile:
         return min(alike, key=distance, default=fallback)
 
     def own_rates(
-        self, kind: RatedKind, dtype: Dtype, hidden: int, params: int, *, trained: int, threads: int
+        self, kind: RatedKind, dtype: Dtype, hidden: int, params: int, *, trained: int, threads: int, experts: float = 0.0
     ) -> tuple[StageRate, ...]:
         """Returns what was timed of this very stage, with as much of it `trained` and on as many threads if it was timed so;
         empty if it was not timed. Weights that are read where the model's files have them have other gaps between them, so its
-        `params` may differ a little."""
+        `params` may differ a little. `experts`: rows of an expert per token; the same weights may be of other mixtures."""
         alike = [rate for rate in self.stage_rates if rate.shape[:3] == (kind, dtype, hidden) and rate.forward_flops]
         own = [rate for rate in alike if _ratio(rate.params, params) <= log(_SAME_STAGE)]
         own = [rate for rate in own if rate.trained == trained] or own
+        own = [rate for rate in own if abs(rate.expert_rows - experts * rate.tokens) <= 1e-6 * rate.tokens]
         nearest = min((rate.params for rate in own), key=lambda some: _ratio(some, params), default=0)
         own = [rate for rate in own if rate.params == nearest]
         return tuple([rate for rate in own if rate.threads == threads] or own)
@@ -219,6 +229,9 @@ class HardwareProfile:
         for later in ("device_memory_rate", "dram"):  # profiles of before they existed keep their digest
             if not rates[later]:
                 del rates[later]
+        for assumed in ("tile_rows", "product_launch"):
+            if rates[assumed] == HardwareProfile.__dataclass_fields__[assumed].default:
+                del rates[assumed]
         for rate in rates["stage_rates"]:
             for later in _LATER_OF_RATES:
                 if not rate[later]:
@@ -229,7 +242,7 @@ class HardwareProfile:
 # Fields of a rate that profiles of before they existed do not have, so that they keep their digest.
 _LATER_OF_RATES = (
     "graph", "forward_launch", "backward_launch", "width", "threads", "forward_flops", "backward_flops", "given_flops",
-    "trained", "layers",
+    "trained", "layers", "expert_rows",
 )  # fmt: skip
 _ALWAYS = (
     "cores", "ram_total", "disk_free", "matmul_flops", "store_read", "store_write", "store_read_mixed", "store_write_mixed",
@@ -308,5 +321,5 @@ def _layers(rate: StageRate) -> str:
     return rate.layers.partition("/")[0]
 
 
-def _ratio(one: int, other: int) -> float:
+def _ratio(one: float, other: float) -> float:
     return abs(log(max(one, 1) / max(other, 1)))

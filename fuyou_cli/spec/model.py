@@ -122,6 +122,28 @@ class OperatorSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertWork:
+    """Describes the products of one forward with experts, for one micro-batch of the planned shape."""
+
+    flops: float  # a part of the stage's forward_flops
+    rows: float  # of an expert, if tokens are sent to all alike
+    products: int  # each with the matrix of one expert
+    frozen_flops: float = 0.0  # of frozen ones
+
+    def __add__(self, other: ExpertWork) -> ExpertWork:
+        """Returns the work of both. `rows` become the mean over FLOPs."""
+        flops = self.flops + other.flops
+        rows = (self.flops * self.rows + other.flops * other.rows) / flops
+        frozen = self.frozen_flops + other.frozen_flops
+        return ExpertWork(flops=flops, rows=rows, products=self.products + other.products, frozen_flops=frozen)
+
+    @property
+    def backward_passes(self) -> float:
+        """Returns how often backward multiplies as much: recompute, the input's gradient, and that of trained matrices."""
+        return 3.0 - self.frozen_flops / self.flops
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SourceFile:
     """Names a file of the checkpoint that frozen weights are read from, and how to tell that it is still the same."""
 
@@ -205,6 +227,7 @@ class StageSpec:
     choices: int = 0  # experts that a token is sent to, of all its mixtures; 0: it has none
     experts: int = 0  # in a mixture of it, at most
     looked_up: bool = False  # nothing but its frozen table of tokens, or rows of it: a step needs the rows of its tokens
+    expert_work: ExpertWork | None = None  # of a block that sends tokens to experts
     # Its backward depends on its weights. That of an embedding does not, if it only looks rows up (`engine/lookup`).
     weights_in_backward: bool = True
     # Derived; kept, because a search asks for them all the time.
@@ -217,6 +240,8 @@ class StageSpec:
     # Pieces of files that hold its frozen weights, with places from the first frozen byte on; none where they are in the store.
     source: tuple[Piece, ...] = field(init=False)
     keeps_input: bool = field(init=False)  # its input, a boundary, is kept from forward to backward
+    numel: int = field(init=False)  # elements without padding
+    frozen_numel: int = field(init=False)  # those of them that are frozen
 
     def __post_init__(self) -> None:
         trained = [bank for bank in self.banks if bank.is_trained]
@@ -230,6 +255,8 @@ class StageSpec:
             "quantised": sum(bank.elements for bank in self.banks if bank.packed),
             "source": next((bank.source for bank in self.banks if bank.source), ()),
             "keeps_input": self.goes_back and self.kind in ("block", "norm"),
+            "numel": sum(tensor.numel for tensor in self.tensors),
+            "frozen_numel": sum(tensor.numel for tensor in self.tensors if tensor.frozen),
         }
         for name, value in kept.items():
             object.__setattr__(self, name, value)
@@ -278,16 +305,6 @@ class StageSpec:
         return tuple(tensor for tensor in self.tensors if not tensor.frozen)
 
     @property
-    def numel(self) -> int:
-        """Counts elements without padding."""
-        return sum(tensor.numel for tensor in self.tensors)
-
-    @property
-    def frozen_numel(self) -> int:
-        """Counts those of them that are frozen."""
-        return sum(tensor.numel for tensor in self.tensors if tensor.frozen)
-
-    @property
     def unneeded_flops(self) -> float:
         return sum(operator.flops for operator in self.unneeded)
 
@@ -306,6 +323,7 @@ class ModelSpec:
     choreography_bytes_per_token: int  # held by the model's own forward between stages, whole batch
     may_sweep: bool = False  # its sums are of single rows or micro-batches, in their order, however a batch is grouped
     inactive_parameters: int = 0  # of experts that one token is not sent to
+    inactive_frozen: int = 0  # those of them that are frozen
     float32_parameters: int = 0  # that the family keeps in float32 whatever the compute dtype
     sources: tuple[SourceFile, ...] = ()  # in the order of their places in the store's address space
     imported_because: str = ""  # why frozen weights are copied into the store; empty: they are not, or there are none
@@ -367,7 +385,7 @@ class ModelSpec:
     @property
     def flops_per_token(self) -> float:
         """Returns what a step's speed is told by: 6 FLOPs per parameter, 4 per frozen one, without recompute."""
-        return 6.0 * self.active_parameters - 2.0 * self.frozen_parameters
+        return 6.0 * self.active_parameters - 2.0 * (self.frozen_parameters - self.inactive_frozen)
 
     @property
     def layout(self) -> StateLayout:

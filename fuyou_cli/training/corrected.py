@@ -81,4 +81,5 @@ def _stage_rates(hardware: HardwareProfile, model: ModelSpec, plan: Plan, factor
             forward=rate.forward * factor, backward=rate.backward * factor, given=rate.given * factor,
             graph=rate.graph * tokens // rate.tokens if rate.graph else 0, forward_launch=rate.forward_launch / factor,
             backward_launch=rate.backward_launch / factor,
+            expert_rows=0.0 if stage.expert_work is None else stage.expert_work.rows,
         )  # fmt: skip

@@ -32,6 +32,7 @@ MOST_TOKENS = 8192  # more makes no machine faster; usual on a GPU, which adds a
 FEW_WIDTHS, MANY_WIDTHS = 8, 32
 DOCUMENT_STEP = 64  # tokens; attention's own blocks are of 64
 MOSTLY = 0.9  # of `max_seq_len`: rows that are as long in the mean are whole enough
+MOST_OF_MIXTURES = 4 * MOST_TOKENS  # on a GPU: each of many experts gets few of them
 GAIN = 0.02
 _NEAR = 1.25  # times the fastest usual plan; a search does not make a slower size the fastest
 
@@ -202,14 +203,14 @@ def usual_tokens(hardware: HardwareProfile) -> int:
     return MOST_TOKENS if hardware.device == "cuda" else USUAL_TOKENS
 
 
-def sizes_of(batch_size: int, length: int, *, usual: int) -> tuple[list[int], int, list[int]]:
-    """Returns the sizes that divide a batch: those below the usual one (descending), the usual one, and those above
-    (ascending). `usual`: tokens."""
+def sizes_of(batch_size: int, length: int, *, usual: int, most: int = MOST_TOKENS) -> tuple[list[int], int, list[int]]:
+    """Returns the sizes that divide a batch: those below the usual one (descending), the usual one, and those above up to
+    `most` tokens (ascending). `usual`: tokens."""
     small = [size for size in range(1, math.isqrt(batch_size) + 1) if batch_size % size == 0]
     divisors = sorted({*small, *(batch_size // size for size in small)})
     middle = max(size for size in divisors if size <= max(1, usual // length))
     smaller = [size for size in reversed(divisors) if size < middle]
-    return smaller, middle, [size for size in divisors if middle < size <= MOST_TOKENS // length]
+    return smaller, middle, [size for size in divisors if middle < size <= most // length]
 
 
 def likely_sizes(batch_size: int, length: int, *, usual: int) -> list[int]:
@@ -229,15 +230,16 @@ def timed_shapes(rows: int, length: int, *, usual: int) -> list[tuple[int, int]]
 
 
 def fastest_size(
-    batch_size: int, length: int, *, usual: int, planned: Seconds, searched: Seconds, needed: Callable[[int], int]
-) -> int:
+    batch_size: int, length: int, *, usual: int, planned: Seconds, searched: Seconds, needed: Callable[[int], int],
+    most: int = MOST_TOKENS,
+) -> int:  # fmt: skip
     """Returns the size with the fastest step. The size of `usual` tokens wins unless another is faster by more than GAIN. If
     none fits, returns the one that needs least (`needed`: bytes), whose plan then says how much.
 
     Tries larger and smaller sizes with their usual plan (`planned`, quick), as long as they are faster. `searched` then decides
     between the best two, if they are close.
     """
-    smaller, middle, larger = sizes_of(batch_size, length, usual=usual)
+    smaller, middle, larger = sizes_of(batch_size, length, usual=usual, most=most)
     found: dict[int, float] = {}
     if (seconds := planned(middle)) is not None:
         found[middle] = seconds

@@ -28,7 +28,17 @@ from ..spec.plan import Numerics, Plan
 from .known_model import KnownModel, traced
 from .length import Epoch, steps_of
 from .limits import check_positions
-from .numerics import fastest_size, likely_sizes, numerics_of, timed_shapes, usual_tokens, widths_of
+from .numerics import (
+    MOST_OF_MIXTURES,
+    MOST_TOKENS,
+    fastest_size,
+    likely_sizes,
+    numerics_of,
+    sizes_of,
+    timed_shapes,
+    usual_tokens,
+    widths_of,
+)
 from .plan_request_of import StoreDisks, plan_request
 from .prepared import Fetched, Inspected, Planned, Ready
 from .state.resume import refused, steps_left
@@ -287,12 +297,21 @@ class _Planner:
         return kept.rows
 
     def _compared_sizes(self) -> int:
-        """Compares the simulated usual plans of the sizes, then the searched plans of the best two."""
+        """Compares the simulated usual plans of the sizes, then the searched plans of the best two. Those of a mixture may be
+        larger, where compute takes the most time: each expert then has more rows, and nothing else becomes faster."""
         recipe, hardware = self._inspected.recipe, self._hardware
+        batch, length, usual = recipe.train.batch_size, recipe.dataset.max_seq_len, usual_tokens(hardware)
+        middle, is_bound = sizes_of(batch, length, usual=usual)[1], False
+
+        def of(size: int) -> tuple[Numerics, ModelSpec]:
+            numerics = numerics_of(recipe, self._inspected.known.facts, hardware, None, micro=size, epoch=self._epoch)
+            return numerics, self._specified(numerics)
 
         def seconds(size: int, choose: Choose) -> float | None:
-            numerics = numerics_of(recipe, self._inspected.known.facts, hardware, None, micro=size, epoch=self._epoch)
-            model = self._specified(numerics)
+            nonlocal is_bound
+            if size * length > MOST_TOKENS and is_bound and choose is usual_plan:
+                return None
+            numerics, model = of(size)
             asked = self._asked(numerics, model)
 
             def chosen(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
@@ -304,12 +323,16 @@ class _Planner:
                 return None
             on_device = asked.gpu_budget is None or plan.predicted.gpu_peak <= asked.gpu_budget
             fits = on_device and plan.predicted.cpu_peak <= plan.cpu_budget
+            if choose is usual_plan:
+                is_bound = plan.predicted.bottleneck != "compute"
             return plan.predicted.step_seconds if fits else None
 
+        is_mixture = hardware.device == "cuda" and any(stage.expert_work for stage in of(middle)[1].stages)
         return fastest_size(
-            recipe.train.batch_size,
-            recipe.dataset.max_seq_len,
-            usual=usual_tokens(hardware),
+            batch,
+            length,
+            usual=usual,
+            most=MOST_OF_MIXTURES if is_mixture else MOST_TOKENS,
             planned=lambda size: seconds(size, usual_plan),
             searched=lambda size: seconds(size, self._searched),
             needed=self.least_memory,

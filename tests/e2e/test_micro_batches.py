@@ -16,7 +16,15 @@ from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.spec.plan import Numerics
 from fuyou_cli.training import numerics
 from fuyou_cli.training.limits import gpu_limit
-from fuyou_cli.training.numerics import MOST_TOKENS, USUAL_TOKENS, fastest_size, head_chunk, head_piece, sizes_of
+from fuyou_cli.training.numerics import (
+    MOST_OF_MIXTURES,
+    MOST_TOKENS,
+    USUAL_TOKENS,
+    fastest_size,
+    head_chunk,
+    head_piece,
+    sizes_of,
+)
 
 from .conftest import NewProject, Project
 from .running import planned, train
@@ -66,6 +74,13 @@ def test_downwards_past_one_that_is_no_faster() -> None:
         fastest_size(256, 1024, usual=MOST_TOKENS, planned=seconds.__getitem__, searched=seconds.__getitem__, needed=NEEDED)
         == 2
     )
+
+
+def test_mixtures_may_have_more_tokens_at_once() -> None:
+    seconds = {2: 10.0, 4: 9.0, 8: 8.0, 1: 12.0}
+    asked = {"usual": MOST_TOKENS, "planned": seconds.__getitem__, "searched": seconds.__getitem__, "needed": NEEDED}
+    assert fastest_size(8, 4096, **asked) == 2  # type: ignore[arg-type]
+    assert fastest_size(8, 4096, most=MOST_OF_MIXTURES, **asked) == 8  # type: ignore[arg-type]
 
 
 def test_downwards_until_one_fits() -> None:

@@ -9,7 +9,7 @@ import torch
 from drawn import every
 from torch import nn
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from fuyou_cli.engine.alone import BlockAlone, HeadAlone
 from fuyou_cli.engine.anatomy import Anatomy, dissect
@@ -139,3 +139,25 @@ def test_a_whole_heads_gradient_is_the_losss() -> None:
     nn.functional.cross_entropy(logits, alone._targets.flatten()).backward()
     assert weight.grad is not None
     assert torch.allclose(alone._total.flat[: tensor.numel].view(tensor.shape), weight.grad, atol=1e-6)
+
+
+@pytest.mark.parametrize(("experts", "chosen"), [(128, 8), (512, 10)])
+def test_tokens_are_sent_to_all_experts(experts: int, chosen: int) -> None:
+    """Counts rows as a run's begin: no expert has none, and none has twice the mean. A row of the router is a power of two."""
+    config = Qwen3MoeConfig(
+        vocab_size=64, hidden_size=2048, moe_intermediate_size=16, num_hidden_layers=1, num_attention_heads=4, head_dim=32,
+        num_key_value_heads=2, num_experts=experts, num_experts_per_tok=chosen,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    shape, anatomy = (2, 512), dissect(build(config, dtype="bfloat16", attention="sdpa"))
+    spec = inspect(anatomy, dtype="bfloat16", micro_batch_size=2, max_seq_len=512, head_chunk_tokens=0)
+    block = next(stage for stage in spec.stages if stage.kind == "block")
+    alone = BlockAlone(anatomy, block, dtype="bfloat16", accumulate="float32", shape=shape, device=CPU)
+    assert block.expert_work is not None and alone.expert_rows == 1024 * chosen / experts
+    assert alone._stage.module is not None
+    seen: list[torch.Tensor] = []
+    router = alone._stage.module.get_submodule("mlp.gate")
+    router.register_forward_hook(lambda module, args, out: seen.append(out[2]))
+    alone.forward()
+    rows = torch.bincount(seen[0].flatten(), minlength=experts)
+    assert rows.sum() == 1024 * chosen and rows.min() > 0 and rows.max() < 2 * alone.expert_rows

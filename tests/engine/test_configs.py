@@ -22,10 +22,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.heap import alive
 from fuyou_cli.engine.anatomy import dissect, outline
-from fuyou_cli.engine.describe import Mixture, outlined, specified, traced
+from fuyou_cli.engine.describe import Mixture, Outlined, outlined, specified, traced
+from fuyou_cli.engine.freezing import frozen
 from fuyou_cli.engine.inspect import inspect
 from fuyou_cli.engine.skeleton import build
-from fuyou_cli.spec.model import ModelSpec, StageSpec, TensorSpec
+from fuyou_cli.spec.model import ExpertWork, ModelSpec, StageSpec, TensorSpec
 
 from .families import VOCABULARY, llama
 from .test_refused_families import REFUSED
@@ -45,6 +46,8 @@ PUBLISHED: dict[str, tuple[str, str | None, str | None]] = {
     "gemma-3-1b": ("1", None, None),
     "gpt-neox-20b": ("20.55", None, None),
     "gpt2-xl": ("1.558", None, None),
+    "gpt-oss-120b": ("116.83", "5.13", None),
+    "gpt-oss-20b": ("20.91", "3.61", None),
     "granite-3.1-8b": ("8.1", None, None),
     "llama-3.1-405b": ("405", None, None),
     "llama-3.1-70b": ("70.6", None, None),
@@ -182,7 +185,8 @@ def _without_experts(raw: dict[str, Any]) -> int:
     dense = raw.get("first_k_dense_replace", raw.get("moe_layer_start_index", 0))
     shared = raw.get("n_shared_experts", raw.get("moe_num_shared_experts", 0))
     shared_width = shared * raw.get("moe_intermediate_size", 0)
-    bias = experts if "moe_k" in raw else 0  # ERNIE corrects the choice by a trained bias
+    # ERNIE corrects the choice by a trained bias, gpt-oss has one of a plain matrix
+    bias = experts if "moe_k" in raw or raw["model_type"] == "gpt_oss" else 0
     sparse = (blocks - dense) * (3 * hidden * shared_width + experts * hidden + bias)
     ends = raw["vocab_size"] * hidden * (1 if raw["tie_word_embeddings"] else 2) + hidden
     return ends + blocks * (_attention(raw) + 2 * hidden) + dense * 3 * hidden * raw["intermediate_size"] + sparse
@@ -198,21 +202,38 @@ def _attention(raw: dict[str, Any]) -> int:
         return int(into + out + query)
     size = raw.get("head_dim", hidden // heads)
     of_heads = 2 * size if raw["model_type"] == "qwen3_moe" else 0  # norms of queries and keys
+    if raw["model_type"] == "gpt_oss":  # biases of all four matrices, and a sink for each head
+        of_heads = hidden + size * (heads + 2 * raw["num_key_value_heads"]) + heads
     return int(2 * hidden * size * (heads + raw["num_key_value_heads"]) + of_heads)
 
 
 def test_work_of_a_mixture() -> None:
-    """Counts Mixtral's block, forward: 2 per active parameter and token; scores and values of half of all pairs of tokens."""
+    """Counts Mixtral's block, forward: 2 per active element of a matrix and token; scores and values of half of all pairs of
+    tokens. Each expert has a quarter of them."""
     block = next(stage for stage in _described("mixtral-8x7b").model.stages if stage.kind == "block")
-    active = 4096 * (2 * 4096 + 2 * 1024) + 8 * 4096 + 2 * 3 * 4096 * 14336
+    routed = 2 * 3 * 4096 * 14336
+    active = 4096 * (2 * 4096 + 2 * 1024) + 8 * 4096 + routed
     assert block.forward_flops == 2 * active * TOKENS + 2 * 4096 * TOKENS**2
+    assert block.expert_work == ExpertWork(flops=2 * routed * TOKENS, rows=TOKENS * 2 / 8, products=3 * 8)
 
 
 def test_work_of_latent_attention() -> None:
     """Counts DeepSeek-V2-Lite's first block, which is dense: queries of 128 + 64 elements, values of 128, 16 heads."""
     block = next(stage for stage in _described("deepseek-v2-lite").model.stages if stage.kind == "block")
-    matrices = sum(tensor.numel for tensor in block.tensors if len(tensor.shape) == 2)
+    matrices = sum(tensor.numel for tensor in block.tensors if len(tensor.shape) > 1)
     assert block.forward_flops == 2 * matrices * TOKENS + 16 * (128 + 64 + 128) * TOKENS**2
+
+
+def test_work_per_token_of_a_frozen_mixture() -> None:
+    """Frozen experts that a token is not sent to save no work: it has none there."""
+    anatomy = outlined(build(_config("qwen3-30b-a3b"), dtype="bfloat16", attention="sdpa")).anatomy
+    known = Outlined(anatomy=frozen(anatomy, ["model.layers.*"]), refusal=None)
+    model = specified(known, dtype="bfloat16", micro_batch_size=1, max_seq_len=TOKENS, head_chunk_tokens=0)
+    trained = 2 * 151936 * 2048 + 2048  # embedding, head and last norm
+    assert model.flops_per_token == 4 * model.active_parameters + 2 * trained > 0
+    block = _first(model, "block")
+    work = block.expert_work
+    assert work is not None and work.frozen_flops == work.flops < block.frozen_flops
 
 
 @pytest.mark.parametrize("fused", [True, False])

@@ -149,9 +149,7 @@ def on_the_ssd(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Subject], 
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    ("family", "dtype"), quick_and_slow(PLACED.items(), lambda number: number == 0)
-)
+@pytest.mark.parametrize(("family", "dtype"), quick_and_slow(PLACED.items(), lambda number: number == 0))
 def test_same_bits(
     way: str, family: str, dtype: str, subjects: Callable[[str, str], Subject], on_the_ssd: Callable[[Subject], Outcome],
     tmp_path: Path,

@@ -17,7 +17,7 @@ from fuyou_cli.planner.place import plan
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.schedule import Visit, plan_schedule
 from fuyou_cli.spec.hardware import HardwareProfile, StageRate
-from fuyou_cli.spec.model import ModelSpec
+from fuyou_cli.spec.model import ExpertWork, ModelSpec
 
 from .models import HARDWARE, NUMERICS, OPERATORS, cut, model, with_graphs
 
@@ -213,3 +213,70 @@ def test_sums_of_a_cut_head_cross_and_the_launching_thread_adds_nothing(dtype: A
     found = [crossing(spec, visit.stage, visit.phase, stash=visit.stash) for visit in visits]
     assert found == [(1, wide), (1 + wide, wide), (1 + wide, 1)]
     assert any(span.size >= 4 * 1024 * 4 * 64 for span in made.batch_slots)  # where they rest
+
+
+ON_A_GPU = PlanRequest(
+    numerics=NUMERICS, model_name="test", device="cuda", cpu_budget=1 << 40, clip_grad_norm=None, batch_on_device=False
+)
+EXPERTS = ExpertWork(flops=0.8 * SPEC.stages[BLOCK].forward_flops, rows=96.0, products=24)
+
+
+def mixture(work: ExpertWork = EXPERTS) -> ModelSpec:
+    """Makes the same model, whose blocks send tokens to experts."""
+    stages = (replace(stage, expert_work=work) if stage.kind == "block" else stage for stage in SPEC.stages)
+    return replace(SPEC, stages=tuple(stages))
+
+
+def of_a_mixture(hardware: HardwareProfile, work: ExpertWork = EXPERTS) -> StageRate:
+    """Returns the rates of its first block on a GPU."""
+    spec = mixture(work)
+    return Costs.of(spec, hardware, ON_A_GPU).rate(spec.stages[BLOCK])
+
+
+def test_a_gpu_multiplies_the_rows_of_an_expert_in_whole_tiles() -> None:
+    dense = replace(machine(given=0.0), tile_rows=1, product_launch=0.0)
+    plain, tiled = of_a_mixture(dense), of_a_mixture(replace(dense, tile_rows=64))
+    more = 0.8 * (128 / 96 - 1)  # half a tile more for 96 rows, on the part of the FLOPs that is of experts
+    assert WHOLE / plain.forward * (1 + more) == pytest.approx(WHOLE / tiled.forward)
+    assert plain.backward / tiled.backward == pytest.approx(1 + more)
+    few = of_a_mixture(replace(dense, tile_rows=64), replace(EXPERTS, rows=4.0))
+    assert plain.forward / few.forward == pytest.approx(1 + 0.8 * (64 / 4 - 1))
+
+
+def test_the_host_submits_every_product_with_an_expert() -> None:
+    """Frozen ones have no gradients of their own. Where products take longer than that, it costs nothing."""
+    slow = replace(machine(given=0.0), tile_rows=1, product_launch=10.0)
+    forward = SPEC.stages[BLOCK].forward_flops
+    found, frozen = of_a_mixture(slow), of_a_mixture(slow, replace(EXPERTS, frozen_flops=EXPERTS.flops))
+    assert forward / found.forward == pytest.approx(24 * 10.0)
+    assert [3 * forward / rate.backward for rate in (found, frozen)] == pytest.approx([3 * 24 * 10.0, 2 * 24 * 10.0])
+    quick = replace(slow, product_launch=1e-12)
+    assert of_a_mixture(quick) == of_a_mixture(replace(quick, product_launch=0.0))
+
+
+def test_rates_of_a_mixture_are_charged_nothing_twice() -> None:
+    """They have the tiles of their own rows and all launches in them."""
+    dense = machine(given=0.0)
+    (rate,) = dense.stage_rates
+    own = replace(rate, params=PARAMS * 8, expert_rows=96.0, forward=WHOLE / 2, forward_launch=1e-9, backward_launch=1e-9)
+    both = replace(dense, stage_rates=(rate, own), product_launch=10.0)
+    assert of_a_mixture(both).forward == pytest.approx(WHOLE / 2)  # not that of the dense block with as many parameters
+    more = of_a_mixture(both, replace(EXPERTS, rows=24.0))
+    assert WHOLE / 2 / more.forward == pytest.approx(1 + 0.8 * (64 / 24 - 128 / 96))
+    assert Costs.of(SPEC, both, ON_A_GPU).rate(SPEC.stages[BLOCK]).forward == pytest.approx(WHOLE)
+
+
+def test_a_processor_multiplies_whole_tiles_too() -> None:
+    """A mixture was timed with few tokens and with many: few take as long as a tile, so many are not told by them."""
+    few = StageRate(
+        kind="block", dtype="bfloat16", hidden=1024, params=PARAMS, tokens=16, width=16, forward=2.0, backward=2.0,
+        forward_flops=16.0, backward_flops=48.0, expert_rows=8.0,
+    )  # fmt: skip
+    many = replace(
+        few, tokens=128, width=128, forward=8.0, backward=8.0, forward_flops=128.0, backward_flops=384.0, expert_rows=64.0
+    )
+    spec = mixture(replace(EXPERTS, rows=few.expert_rows / few.tokens * NUMERICS.micro_batch_tokens))
+    request = replace(ON_A_GPU, device="cpu")
+    both, alone = (replace(HARDWARE, stage_rates=rates) for rates in ((few, many), (many,)))
+    found, wanted = (Costs.of(spec, hardware, request).rate(spec.stages[BLOCK]) for hardware in (both, alone))
+    assert NUMERICS.micro_batch_tokens == 128 and found == wanted

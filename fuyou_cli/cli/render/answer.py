@@ -124,8 +124,17 @@ def _keys(outcome: Outcome, facts: RunFacts) -> str:
 
 
 def nothing_helps(facts: RunFacts, *, fits: bool) -> str:
-    """Says that none of the changes tried helps a plan that wears its drives too much, or one that does not fit."""
-    return f"no change of one or two keys {'spares the drives' if fits else 'makes it fit'} ({facts.tried} plans tried)"
+    """Says that none of the changes tried helps a plan that wears its drives too much, or one that does not fit, and what this
+    one takes."""
+    tried = f"({facts.tried} plans tried)"
+    if fits:
+        return f"no change of one or two keys spares the drives {tried}"
+    needs = facts.plan.predicted
+    on_gpu = f"{gib(needs.gpu_peak)} of GPU memory, " if needs.gpu_peak else ""
+    return (
+        f"no change of one or two keys makes it fit {tried}: it takes {on_gpu}{gib(needs.cpu_peak)} of RAM and "
+        f"{gb(needs.ssd_bytes)} of disk"
+    )
 
 
 def _knows_compiled(facts: RunFacts) -> bool:

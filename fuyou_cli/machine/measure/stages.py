@@ -229,6 +229,7 @@ class Sample:
             kind=self.kind, dtype=stage.numerics.compute_dtype, hidden=stage.hidden, params=stage.params, tokens=self.tokens,
             forward=found["forward"], backward=found["backward"], given=found.get("given", 0.0),
             graph=alone.graph_bytes() if isinstance(alone, BlockAlone) else 0,
+            expert_rows=alone.expert_rows if isinstance(alone, BlockAlone) else 0.0,
             forward_launch=launch_seconds(alone.forward, device), backward_launch=launch_seconds(alone.backward, device),
         )  # fmt: skip
         if not self.layers:
