@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from drawn import every
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -130,7 +131,7 @@ def test_a_model_is_computed_without_training(models: tuple[Path, Path]) -> None
     assert streamed(packed, "bfloat16", memory=1 << 22) == streamed(decoded, "bfloat16", memory=1 << 22)
 
 
-@pytest.mark.parametrize("adapter", [{"r": 4, "target_modules": ["q_proj"]}, None])
+@pytest.mark.parametrize("adapter", every(2, [{"r": 4, "target_modules": ["q_proj"]}, None]))
 def test_experts_in_fp8(adapter: Any, materials: Path, project_of: Callable[..., Project], tmp_path: Path) -> None:
     """One tensor for each expert, but for the router, whose squares are cut at the ends."""
     import transformers
