@@ -7,8 +7,8 @@ is ever made, and an expert's matrix can rest and be read under the name that fi
 An adapter adds (x A') B' of each expert's rows to a product (`LowRank`). A and B are matrices of experts like any other.
 
 Exactness: experts come in ascending order, rows of one expert in the order of tokens; indices are unique, so that no sum
-depends on the order of threads. Rows are multiplied in pieces of few sizes, the last one filled with zeros: libraries keep
-compiled code for each shape, and memory must not depend on where tokens are sent.
+depends on the order of threads. In bfloat16 on a processor rows are multiplied in pieces of few sizes, filled up with zeros: the
+library keeps compiled code for each shape, and memory must not depend on where tokens are sent.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from ..core.units import align_up
 from ..spec.model import ExpertWork
 
 NAME = "fuyou"
-ROWS = 64  # in the smallest piece; others are 2, 4, 8 ... times as large
-MOST_ROWS = 1024  # in the largest
+ROWS = 64  # pieces have a multiple of these
+MOST_ROWS = 512  # in the largest piece
 _PRODUCTS = ("gate_up_proj", "up_proj", "down_proj")
 BANK = "_fuyou_bank"  # the attribute of an experts module that holds its weights
 LOW_RANK = "_fuyou_low_rank"  # the one that holds what an adapter adds to it
@@ -349,7 +350,7 @@ def _add_gradients(sink: Sink | None, of: Matrices, counts: Sequence[int], x: to
         x.new_empty(max(of.sizes), of.inputs)
         return
     for expert, begin, count in _groups(counts):
-        for first, rows, real in _pieces(begin, count, whole=x.is_cuda):
+        for first, rows, real in _pieces(begin, count, whole=_is_whole(x)):
             some, wanted = _filled(x, first, rows, real), _filled(grad, first, rows, real)
             at = 0
             for part, size in enumerate(of.sizes):
@@ -370,18 +371,20 @@ def _groups(counts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         begin += count
 
 
+def _is_whole(x: torch.Tensor) -> bool:
+    """Tells whether an expert's rows are multiplied in one piece: on a GPU, where each product is a launch, and in float32. On
+    a processor the library for bfloat16 keeps compiled code for each number of rows."""
+    return x.is_cuda or x.dtype == torch.float32
+
+
 def _pieces(begin: int, count: int, *, whole: bool = False) -> Iterator[tuple[int, int, int]]:
-    """Cuts rows into pieces of few sizes. Yields first row, size, and how many of its rows there are. `whole`: in one piece, on
-    a GPU, where libraries keep no code for a shape and every product is a launch."""
-    size = MOST_ROWS
+    """Cuts rows into pieces of few sizes. Yields first row, size, and how many of its rows there are. `whole`: in one piece."""
     if whole and count:
         yield begin, count, count
         return
     while count:
-        while size > ROWS and size > count:
-            size //= 2
-        real = min(size, count)
-        yield begin, size, real
+        real = min(count, MOST_ROWS)
+        yield begin, align_up(real, ROWS), real
         begin, count = begin + real, count - real
 
 
@@ -406,7 +409,7 @@ def _experts(
     experts, outputs = len(counts), sum(sizes)
     out = x.new_empty(x.shape[0], outputs)
     for expert, begin, count in _groups(counts):
-        for first, rows, real in _pieces(begin, count, whole=x.is_cuda):
+        for first, rows, real in _pieces(begin, count, whole=_is_whole(x)):
             some, at = _filled(x, first, rows, real), 0
             there = out[first : first + rows] if real == rows else x.new_empty(rows, outputs)
             for part, size in enumerate(sizes):
@@ -428,7 +431,7 @@ def _experts_back(
     experts = len(counts)
     out = grad.new_empty(grad.shape[0], inputs)
     for expert, begin, count in _groups(counts):
-        for first, rows, real in _pieces(begin, count, whole=grad.is_cuda):
+        for first, rows, real in _pieces(begin, count, whole=_is_whole(grad)):
             some, at = _filled(grad, first, rows, real), 0
             there = out[first : first + rows] if real == rows else grad.new_empty(rows, inputs)
             for part, size in enumerate(sizes):

@@ -195,7 +195,7 @@ def test_pieces_of_rows_have_few_sizes() -> None:
         assert sum(real for _, _, real in pieces) == count and pieces[0][0] == 7
         assert all(real == size for _, size, real in pieces[:-1])
         sizes |= {size for _, size, _ in pieces}
-    assert sizes == {ROWS << n for n in range((MOST_ROWS // ROWS).bit_length())}
+    assert sizes == set(range(ROWS, MOST_ROWS + 1, ROWS))
 
 
 def test_counts_the_work_of_chosen_experts_alone() -> None:
