@@ -7,7 +7,7 @@ is ever made, and an expert's matrix can rest and be read under the name that fi
 An adapter adds (x A') B' of each expert's rows to a product (`LowRank`). A and B are matrices of experts like any other.
 
 Exactness: experts come in ascending order, rows of one expert in the order of tokens; indices are unique, so that no sum
-depends on the order of threads. In bfloat16 on a processor rows are multiplied in pieces of few sizes, filled up with zeros: the
+depends on the order of threads. In bfloat16 on a processor rows are multiplied in pieces of few sizes, filled with zeros: the
 library keeps compiled code for each shape, and memory must not depend on where tokens are sent.
 """
 
