@@ -40,7 +40,12 @@ def load_compiler() -> None:
 
 
 def as_compiled(model: ModelSpec) -> ModelSpec:
-    """Returns the model's specification with compiled blocks. One operator stands for all of a block's."""
+    """Returns the model's specification with compiled blocks. One operator stands for all of a block's. Raises UsageError for a
+    mixture of experts, whose products hang on where tokens are sent."""
+    if any(stage.choices for stage in model.stages):
+        raise UsageError(
+            f"train.compile: the experts of {model.architecture} cannot be compiled", hint="leave train.compile false"
+        )
     item, seen = ITEM_SIZE[model.compute_dtype], dict[tuple[OperatorSpec, ...], tuple[OperatorSpec, ...]]()
 
     def of(stage: StageSpec) -> StageSpec:

@@ -110,6 +110,7 @@ class Matrices:
 
     @property
     def learns(self) -> bool:
+        """Tells whether backward has a gradient to hand over."""
         return any(self.trained) or self.trains_biases
 
 
@@ -346,8 +347,9 @@ class _Product(torch.autograd.Function):
 
 def _add_gradients(sink: Sink | None, of: Matrices, counts: Sequence[int], x: torch.Tensor, grad: torch.Tensor) -> None:
     """Adds the gradient of every trained matrix to the stage's sum, one after the other."""
-    if sink is None:  # a trace on fake tensors: one gradient at a time is alive
-        x.new_empty(max(of.sizes), of.inputs)
+    if sink is None:
+        assert isinstance(x, FakeTensor), "nobody takes the gradients of experts"
+        x.new_empty(max(of.sizes), of.inputs)  # one gradient at a time is alive
         return
     for expert, begin, count in _groups(counts):
         for first, rows, real in _pieces(begin, count, whole=_is_whole(x)):

@@ -249,3 +249,11 @@ def test_a_routers_correction_stays_as_it_is() -> None:
         model = build(FAMILIES[family], dtype="bfloat16", attention="sdpa")
         found = [buffer.dtype for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
         assert found == [torch.float32] * 2
+
+
+def test_compiling_is_refused_by_name() -> None:
+    from fuyou_cli.core.errors import UsageError
+    from fuyou_cli.engine.compiled import as_compiled
+
+    with pytest.raises(UsageError, match=r"train\.compile: the experts of Qwen3MoeForCausalLM cannot be compiled"):
+        as_compiled(Subject(FAMILIES["qwen3_moe"], Shape()).spec)
