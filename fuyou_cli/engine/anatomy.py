@@ -74,10 +74,8 @@ class Stage:
     vocabulary: tuple[int, int] | None = None  # rows (first, end) of a piece; None: not a piece
     quantised: BankSpec | None = None  # behind all others; None: nothing rests quantised
     source: tuple[Piece, ...] = ()  # of frozen parameters that are read from the checkpoint's files (engine/in_place)
-    # Derived; kept, because every visit needs them.
-    plain: tuple[tuple[int, Slotted], ...] = field(
-        init=False, repr=False
-    )  # parameters that are no experts', with their numbers
+    # Derived; kept, because every visit needs them: parameters that are no experts', with their numbers, and the others.
+    plain: tuple[tuple[int, Slotted], ...] = field(init=False, repr=False)
     experts: tuple[Layout, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
