@@ -249,10 +249,11 @@ def routed(module: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: tor
     added: LowRank | None = vars(module).get(LOW_RANK)
     x = _adapted(_rows(hidden, route.order, route.back, each), bank, first, route, added)
     x = module._apply_gate(x) if module.has_gate else module.act_fn(x)
-    y = _adapted(x, bank, "down_proj", route, added)
+    shares = _rows(weights.reshape(-1, 1), route.order, route.back)
     if getattr(module, "has_post_expert_norm", False):
-        y = module.post_expert_norm(y)
-    y = y * _rows(weights.reshape(-1, 1), route.order, route.back)
+        y = module.post_expert_norm(_adapted(x, bank, "down_proj", route, added)) * shares
+    else:  # weighted before the last product, whose outputs no backward reads then: it is not computed again
+        y = _adapted((x * shares).to(x.dtype), bank, "down_proj", route, added, shares)
     y = _rows(y, route.back, route.order).view(*chosen.shape, -1)
     return y.sum(1).to(hidden.dtype)
 
@@ -281,15 +282,18 @@ class _Rows(torch.autograd.Function):
         return found, None, None, None
 
 
-def _product(x: torch.Tensor, bank: Bank, name: str, route: Route) -> torch.Tensor:
+def _product(x: torch.Tensor, bank: Bank, name: str, route: Route, shares: torch.Tensor | None = None) -> torch.Tensor:
     of = bank.products[name]
-    product: torch.Tensor = _Product.apply(x, bank.anchor if of.learns else None, bank, of, route.counts)  # type: ignore[no-untyped-call]
+    shares = None if of.biases is None else shares
+    product: torch.Tensor = _Product.apply(x, shares, bank.anchor if of.learns else None, bank, of, route.counts)  # type: ignore[no-untyped-call]
     return product
 
 
-def _adapted(x: torch.Tensor, bank: Bank, name: str, route: Route, added: LowRank | None) -> torch.Tensor:
-    """Returns the product, with what an adapter adds."""
-    out = _product(x, bank, name, route)
+def _adapted(
+    x: torch.Tensor, bank: Bank, name: str, route: Route, added: LowRank | None, shares: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Returns the product, with what an adapter adds. `shares`: of each row, what its bias is multiplied with."""
+    out = _product(x, bank, name, route, shares)
     if added is None:
         return out
     parts = [_product(_product(x, bank, a, route), bank, b, route) for a, b in added.pairs[name]]
@@ -322,27 +326,34 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, anchor: torch.Tensor | None, bank: Bank, of: Matrices, counts: Sequence[int]
-    ) -> torch.Tensor:
+        ctx: Any, x: torch.Tensor, shares: torch.Tensor | None, anchor: torch.Tensor | None, bank: Bank, of: Matrices,
+        counts: Sequence[int],
+    ) -> torch.Tensor:  # fmt: skip
         ctx.bank, ctx.of, ctx.counts = bank, of, counts
-        ctx.save_for_backward(*((x,) if any(of.trained) else ()))
+        ctx.save_for_backward(x if any(of.trained) else None, shares)
         biases = -1 if of.biases is None else of.biases[1]
-        out: torch.Tensor = torch.ops.fuyou.experts(x, bank.flat, of.offsets, counts, of.sizes, of.inputs, of.turned, biases)
+        shape = of.offsets, counts, of.sizes, of.inputs, of.turned
+        out: torch.Tensor = torch.ops.fuyou.experts(x, bank.flat, *shape, biases, shares)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        of, bank = ctx.of, ctx.bank
-        grad, saved = grad.contiguous(), ctx.saved_tensors
-        if saved:
-            _add_gradients(bank.sink, of, ctx.counts, saved[0], grad)
+        of, bank, (x, shares) = ctx.of, ctx.bank, ctx.saved_tensors
+        grad, found, of_shares = grad.contiguous(), None, None
+        if x is not None:
+            _add_gradients(bank.sink, of, ctx.counts, x, grad)
         if of.trains_biases and bank.sink is not None:
             for expert, begin, count in _groups(ctx.counts):
-                bank.sink.add_part(of.biases[0], expert * grad.shape[1], grad[begin : begin + count].sum(0))
-        found = None
+                rows = grad[begin : begin + count]
+                added = rows.sum(0) if shares is None else (rows * shares[begin : begin + count]).sum(0)
+                bank.sink.add_part(of.biases[0], expert * grad.shape[1], added)
         if ctx.needs_input_grad[0]:
             found = torch.ops.fuyou.experts_back(grad, bank.flat, of.offsets, ctx.counts, of.sizes, of.inputs, of.turned)
-        return found, None, None, None, None
+        if ctx.needs_input_grad[1]:
+            of_shares = shares.new_zeros(shares.shape)
+            for expert, begin, count in _groups(ctx.counts):
+                of_shares[begin : begin + count, 0] = grad[begin : begin + count] @ _bias(bank.flat, of.biases[1], expert, grad)
+        return found, of_shares, None, None, None, None
 
 
 def _add_gradients(sink: Sink | None, of: Matrices, counts: Sequence[int], x: torch.Tensor, grad: torch.Tensor) -> None:
@@ -404,9 +415,14 @@ def _matrix(flat: torch.Tensor, offset: int, inputs: int, size: int, *, turned: 
     return flat.as_strided((inputs, size), (size, 1) if turned else (1, inputs), flat.storage_offset() + offset)
 
 
+def _bias(flat: torch.Tensor, biases: int, expert: int, like: torch.Tensor) -> torch.Tensor:
+    """Returns an expert's bias, as long as a row of `like`."""
+    return flat[biases + expert * like.shape[1] :][: like.shape[1]]
+
+
 def _experts(
     x: torch.Tensor, flat: torch.Tensor, offsets: Sequence[int], counts: Sequence[int], sizes: Sequence[int], inputs: int,
-    turned: bool, biases: int,
+    turned: bool, biases: int, shares: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     experts, outputs = len(counts), sum(sizes)
     out = x.new_empty(x.shape[0], outputs)
@@ -421,7 +437,8 @@ def _experts(
             if real < rows:
                 out[first : first + real] = there[:real]
         if biases >= 0:
-            out[begin : begin + count] += flat[biases + expert * outputs : biases + (expert + 1) * outputs]
+            bias = _bias(flat, biases, expert, out)
+            out[begin : begin + count] += bias if shares is None else shares[begin : begin + count] * bias
     out[sum(counts) :] = 0
     return out
 
@@ -453,7 +470,7 @@ def _experts_back(
 # there are more or fewer as tokens are sent here or there.
 _LIBRARY = torch.library.Library("fuyou", "DEF")
 _SHAPES = "int[] offsets, int[] counts, int[] sizes, int inputs, bool turned"
-_LIBRARY.define(f"experts(Tensor x, Tensor flat, {_SHAPES}, int biases) -> Tensor")
+_LIBRARY.define(f"experts(Tensor x, Tensor flat, {_SHAPES}, int biases, Tensor? shares) -> Tensor")
 _LIBRARY.define(f"experts_back(Tensor grad, Tensor flat, {_SHAPES}) -> Tensor")
 _LIBRARY.impl("experts", _experts, "CPU")
 _LIBRARY.impl("experts", _experts, "CUDA")
@@ -461,7 +478,9 @@ _LIBRARY.impl("experts_back", _experts_back, "CPU")
 _LIBRARY.impl("experts_back", _experts_back, "CUDA")
 
 
-def _experts_shape(x: Any, flat: Any, offsets: Any, counts: Any, sizes: Any, inputs: Any, turned: Any, biases: Any) -> Any:
+def _experts_shape(
+    x: Any, flat: Any, offsets: Any, counts: Any, sizes: Any, inputs: Any, turned: Any, biases: Any, shares: Any
+) -> Any:
     return x.new_empty(x.shape[0], sum(sizes))
 
 
@@ -473,10 +492,26 @@ torch.library.register_fake("fuyou::experts", _experts_shape, lib=_LIBRARY)
 torch.library.register_fake("fuyou::experts_back", _experts_back_shape, lib=_LIBRARY)
 
 
+def is_product(func: Any) -> bool:
+    """Tells whether an operator is a forward product with all experts."""
+    return func is torch.ops.fuyou.experts.default
+
+
+def first_matrix(args: Sequence[Any]) -> int:
+    """Returns the address of the first matrix that such a product multiplies with."""
+    address: int = args[1].data_ptr() + args[2][0] * args[1].element_size()
+    return address
+
+
+def outputs_of(args: Sequence[Any]) -> tuple[int, int]:
+    """Returns the shape of what such a product returns."""
+    return args[0].shape[0], sum(args[4])
+
+
 def work_of(func: Any, args: Sequence[Any]) -> tuple[ExpertWork, int] | None:
     """Returns the work of an operator that multiplies with experts, and where the first of their matrices begins in the
     stage. None for any other operator."""
-    if func is not torch.ops.fuyou.experts.default:
+    if not is_product(func):
         return None
     x, offsets, sizes, inputs = args[0], args[2], args[4], args[5]
     rows = x.shape[0] * len(sizes) / len(offsets)

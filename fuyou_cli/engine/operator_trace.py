@@ -3,6 +3,7 @@ never reads, and FLOPs."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from ..spec.model import ExpertWork, OperatorSpec, TensorSpec
 from .activations.operators import Operators, factors, is_attention, name_of
 from .experts import Route, work_of
 
-_FLAT_PRODUCTS = ("mm", "addmm")
+_FLAT_PRODUCTS = ("mm", "addmm", "experts")
 # Operators whose results do not depend on the values of their arguments.
 _SHAPE_ONLY = ("empty", "zeros", "ones", "new_empty", "new_zeros", "new_ones")
 
@@ -100,9 +101,11 @@ class OperatorTrace(Operators):
             query, key, value = args[:3]
             flops = float(query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1]))
         elif (routed := work_of(func, args)) is not None:
-            work, first = routed
+            work, offset = routed
             flops = work.flops
-            work = replace(work, frozen_flops=flops if self._is_frozen(first) else 0.0)
+            tensor = next(n for n, tensor in enumerate(self.tensors) if tensor.offset == offset)
+            weight = re.sub(r"\.\d+\.", ".", self.names[tensor])  # of all experts, not of the first one
+            work = replace(work, frozen_flops=flops if self.tensors[tensor].frozen else 0.0)
             self.expert_work = work if self.expert_work is None else self.expert_work + work
         elif (pair := factors(func, args)) is not None:
             left, right = pair
@@ -112,9 +115,6 @@ class OperatorTrace(Operators):
             return 0.0, "", -1
         self.flops += flops
         return flops, weight, offset
-
-    def _is_frozen(self, offset: int) -> bool:
-        return next(tensor.frozen for tensor in self.tensors if tensor.offset == offset)
 
     def _weight(self, factor: torch.Tensor) -> tuple[str, int]:
         """Returns the weight that `factor` is a view of, and where it begins; "" and -1 for activations."""

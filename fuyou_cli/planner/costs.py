@@ -300,12 +300,16 @@ class Costs:
             more = _in_more_time(rate, flops, passes * experts.flops * tiles / rate if rate else 0.0)
             return _in_at_least(more, flops, max(measured, passes * launch))
 
-        passes = experts.backward_passes
+        unneeded, kept = (
+            sum(operator.flops for operator in operators if operator.kind == "experts") / experts.flops
+            for operators in (stage.unneeded, stage.operators)
+        )
+        passes = experts.backward_passes - unneeded
         return replace(
             rate,
             forward=of(rate.forward, stage.forward_flops, 1, rate.forward_launch),
             backward=of(rate.backward, whole, passes, rate.backward_launch),
-            given=of(rate.given, whole - spared, passes, rate.backward_launch),
+            given=of(rate.given, whole - spared, passes - kept, rate.backward_launch),
         )
 
     def _tiles(self, rows: float) -> float:

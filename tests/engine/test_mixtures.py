@@ -15,9 +15,10 @@ import pytest
 import torch
 import transformers
 from drawn import every, quick_and_slow
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedConfig
 
-from fuyou_cli.engine.experts import MOST_ROWS, ROWS, is_experts
+from fuyou_cli.engine.experts import MOST_ROWS, ROWS, is_experts, is_product
 
 from .comparing import Outcome, assert_same, distance, relative, unequal
 from .families import _GATED as GATED
@@ -222,6 +223,30 @@ def test_frozen_experts_take_no_gradient(tmp_path: Path) -> None:
 def _freeze_experts(model: Any) -> None:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".experts." not in name)
+
+
+class _Products(TorchDispatchMode):
+    """Counts the products with all experts of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += is_product(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("kept", "again"), [(None, 1), ("all", 0)])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_the_last_product_is_not_computed_again(family: str, kept: str | None, again: int, tmp_path: Path) -> None:
+    """Its outputs are weighted before it, so that backward reads none of them; those of the first can be kept."""
+    subject = Subject(FAMILIES[family], Shape(batch=4, micro=2))
+    with Rig(subject, tmp_path, home="cpu", **({"kept": kept} if kept else {})) as rig, _Products() as products:
+        rig.step(*next(subject.batches(1)), 1, last=True)
+        rig.executor.drain()
+    layers, micro_batches = 2, 2
+    assert products.seen == layers * micro_batches * (2 + again)
 
 
 def test_only_experts_learn(tmp_path: Path) -> None:

@@ -134,13 +134,13 @@ def handing_over(hand_over: HandOver, weights: Weights, *, attention: bool) -> I
 
 def numbers_of(stage: StageSpec, operators: Sequence[int]) -> dict[int, int] | None:
     """Returns, by operator, the number of the parameter that is its weight. Returns None if a weight is a part of a parameter,
-    or of two operators."""
+    or of two operators, and if experts compute what is kept or spared: no call of theirs gets a parameter."""
     at = {tensor.offset: number for number, tensor in enumerate(stage.tensors)}
     every = (*stage.operators, *stage.unneeded)
     wanted = [spec for spec in every if spec.weight >= 0 and (spec.index in operators or spec in stage.unneeded)]
     found = {spec.index: at[spec.weight] for spec in wanted if spec.weight in at}
     used = [spec.weight for spec in every if spec.weight >= 0]
-    alone = all(used.count(spec.weight) == 1 for spec in wanted)
+    alone = all(used.count(spec.weight) == 1 and spec.kind != "experts" for spec in wanted)
     return found if alone and len(found) == len(wanted) else None
 
 

@@ -1,6 +1,7 @@
 """Numbers the operators of a stage's forward whose outputs can be kept. The numbers are the same wherever the forward runs.
 
-The operators are matrix products and attention, in running order. Attention always counts as one operator. If it runs as
+The operators are matrix products, those with all experts of a mixture (one operator, see `experts`) and attention, in running
+order. Attention always counts as one operator. If it runs as
 several (no fused kernel on the device, or documents of a row that are kept apart) or draws random numbers (dropout), its output
 is not kept, and the other numbers stay the same.
 """
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..attention import ATTENTIONS
 from ..documents import attention_apart
+from ..experts import is_product
 
 _aten = torch.ops.aten
 _FACTORS = {  # operator -> indexes of the two factors among its arguments
@@ -111,7 +113,7 @@ class Operators(TorchDispatchMode):
     def _kind(self, func: Any, args: Any) -> str | None:
         if self._attention.inside == "exact" and is_attention(func):
             return "attention"
-        if self._attention.inside == "no" and factors(func, args) is not None:
+        if self._attention.inside == "no" and (is_product(func) or factors(func, args) is not None):
             return name_of(func)
         return None
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ...spec.model import StageSpec
+from ..experts import first_matrix, is_product, outputs_of
 from .called import ATTENTION, Handed, InAttention, Known, Only, handing_over, is_linear, linear_inside, numbers_of
 from .operators import Operators, factors
 
@@ -69,6 +70,8 @@ class Sparing(Operators):
 
     def operator(self, index: int, kind: str, func: Any, args: Any, kwargs: Any) -> Any:
         weight = self._weights.get(index)
+        if weight is not None and is_product(func) and weight == first_matrix(args):
+            return args[0].new_zeros(outputs_of(args))
         pair = factors(func, args) if weight is not None else None
         if pair is None or weight not in (pair[0].data_ptr(), pair[1].data_ptr()):
             return func(*args, **kwargs)
