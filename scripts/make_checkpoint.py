@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Makes a Llama checkpoint with random weights, tensor by tensor: a model directory that needs no download.
+"""Makes a Llama checkpoint, or one of Qwen3's mixtures, with random weights: a model directory that needs no download.
 
     python scripts/make_checkpoint.py --shape 50m --out models/50m --dtype bfloat16 --tokenizer-text corpus.txt
 
-Peak memory is a few pieces of 16 MiB for every shape. Training the tokenizer takes a small multiple of its text. The same
-arguments give the same bytes.
+Weights are drawn tensor by tensor, so peak memory is a few pieces of 16 MiB for every shape. Training the tokenizer takes a
+small multiple of its text. The same arguments give the same bytes.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ class Shape:
     layers: int
     heads: int
     kv_heads: int
+    experts: int = 0  # of each layer, a mixture; `intermediate` is the width of one
+    chosen: int = 0  # experts of a token
 
 
 SHAPES = {
@@ -52,6 +54,9 @@ SHAPES = {
     # Eight and four of Llama-8B's 32 layers, and a quarter of its vocabulary: 2.0 and 1.1 B parameters.
     "llama8b-8": Shape(vocabulary=32768, hidden=4096, intermediate=14336, layers=8, heads=32, kv_heads=8),
     "llama8b-4": Shape(vocabulary=32768, hidden=4096, intermediate=14336, layers=4, heads=32, kv_heads=8),
+    "moe-tiny": Shape(vocabulary=4096, hidden=96, intermediate=48, layers=2, heads=4, kv_heads=2, experts=8, chosen=2),
+    "moe": Shape(vocabulary=8192, hidden=1024, intermediate=512, layers=10, heads=16, kv_heads=16, experts=64, chosen=8),
+    "moe-8": Shape(vocabulary=8192, hidden=1024, intermediate=512, layers=8, heads=16, kv_heads=16, experts=64, chosen=8),
 }
 
 
@@ -66,10 +71,13 @@ def tensors_of(shape: Shape, dtype: str) -> list[OutTensor]:
         "self_attn.v_proj": (kv, hidden),
         "self_attn.o_proj": (hidden, hidden),
         "post_attention_layernorm": (hidden,),
-        "mlp.gate_proj": (intermediate, hidden),
-        "mlp.up_proj": (intermediate, hidden),
-        "mlp.down_proj": (hidden, intermediate),
     }
+    if shape.experts:
+        head = hidden // shape.heads
+        block |= {"self_attn.q_norm": (head,), "self_attn.k_norm": (head,), "mlp.gate": (shape.experts, hidden)}
+    for part in [f"mlp.experts.{number}" for number in range(shape.experts)] or ["mlp"]:
+        block |= {f"{part}.gate_proj": (intermediate, hidden), f"{part}.up_proj": (intermediate, hidden)}
+        block[f"{part}.down_proj"] = (hidden, intermediate)
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocabulary, hidden)}
     for layer in range(shape.layers):
         shapes |= {f"model.layers.{layer}.{name}.weight": size for name, size in block.items()}
@@ -120,9 +128,14 @@ def rounded_to_bfloat16(values: np.ndarray) -> np.ndarray:
 
 
 def config_of(shape: Shape, dtype: str) -> dict[str, object]:
+    kind: dict[str, object] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    if shape.experts:
+        kind = {
+            "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": shape.experts,
+            "num_experts_per_tok": shape.chosen, "moe_intermediate_size": shape.intermediate, "norm_topk_prob": True,
+        }  # fmt: skip
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        **kind,
         "vocab_size": shape.vocabulary,
         "hidden_size": shape.hidden,
         "intermediate_size": shape.intermediate,

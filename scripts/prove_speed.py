@@ -5,7 +5,8 @@
     the 1.1b shape: 40 GB in DIR and 21 GiB of memory free for `compute`, hours in all; the same command continues
     to try the script itself: compute ssd --shape 50m --turns 1 --data FILE
 
-compute: 8,192 tokens per step in 2 GiB beside plain PyTorch with everything in memory; 350m if 1.1b does not fit. ssd: 512
+compute: 8,192 tokens per step in 2 GiB beside plain PyTorch with everything in memory; 350m if 1.1b does not fit. A mixture
+(--shape moe) is compared with the faster of transformers' ways to compute experts. ssd: 512
 tokens per step, the disk held at 0.6 + 0.6 GB/s or as --disk says (fio's concurrent mix shows it), beside the larger of the
 disk's time and compute alone plus the CPU-seconds of updates and I/O. deepspeed: its NVMe offload on the same disk. If it
 cannot run, the ratio to a recorded figure or a floor is reported, which shows nothing.
@@ -46,7 +47,12 @@ from fuyou_cli.machine import probe
 PARTS = ("compute", "ssd", "deepspeed")
 RATIO_IN_MEMORY, OF_BOUND, OF_BOUND_FROZEN, OF_FLOAT32_STATES = 0.93, 1.12, 1.10, 0.62
 FASTER = {(1, 2 * GiB): 2.4, (1, 8 * GiB): 5.0, (16, 2 * GiB): 1.3}  # (rows per step, budget) -> times DeepSpeed's
-FALL_BACK, PARAMETERS = "350m", {"1m": 1e6, "20m": 21e6, "50m": 49e6, "125m": 127e6, "350m": 348e6, "1.1b": 1.1e9}
+PARAMETERS = {
+    "1m": 1e6, "20m": 21e6, "50m": 49e6, "125m": 127e6, "350m": 348e6, "1.1b": 1.1e9, "moe-tiny": 1e6, "moe-8": 0.86e9,
+    "moe": 1.07e9,
+}  # fmt: skip
+EXPERTS = ("eager", "grouped_mm")  # of a mixture in memory: the faster counts
+FALL_BACK = {"1.1b": "350m", "moe": "moe-8"}
 TRAINED_BYTES, FROZEN_BYTES = 18, 2  # of a parameter in memory: weights, gradients, masters and moments; or weights alone
 RATES = (600_000_000, 600_000_000)
 RATE_SHOWN = 0.97  # of the held rate that fio must get for the bound to mean anything
@@ -64,6 +70,8 @@ def arguments() -> argparse.Namespace:
     options.add_argument("--measured", type=int, default=2, help="steps of a turn after the warm-up")
     ask_for_run(options)
     options.add_argument("--clipping", choices=("off", "both"), default="both")
+    options.add_argument("--rows", type=int, default=16, help="of 512 tokens, in a step of `compute`")
+    options.add_argument("--keep-activations", action="store_true", help="the other side of `compute` recomputes nothing")
     options.add_argument("--disk", type=size, help="bytes/s that it is held at, read and written (default: 0.6GB)")
     options.add_argument("--budget", type=size, help="of our side (default: 1 GiB for adapters, else 2 GiB)")
     asked = options.parse_args()
@@ -115,23 +123,27 @@ def compute(setting: Setting, options: argparse.Namespace) -> list[Row]:
             warm_up = 1 if clip is None else CLIPPED_WARM_UP
             case = Case(
                 shape=shape, budget=options.budget, steps=warm_up + options.measured, warm_up=warm_up, micro=setting.micro,
-                clip=clip, turn=turn, timed=True, **limits(options),
+                rows=options.rows, clip=clip, turn=turn, timed=True, **limits(options),
             )  # fmt: skip
             mine.append(our_run(setting, on_measured_machine(setting, case)))
-            peer = InMemory(
-                shape=shape, rows=case.rows, micro=case.micro, steps=1 + options.measured, turn=turn, clip=clip,
-                rank=RANK if options.adapter else 0,
-            )  # fmt: skip
-            theirs.append(in_memory_run(setting, peer, rows_from=shared_rows(setting, case)))
-        rows += compute_rows(shape, clip, mine, theirs, note)
+            peers = [
+                InMemory(
+                    shape=shape, rows=case.rows, micro=case.micro, steps=1 + options.measured, turn=turn, clip=clip,
+                    rank=RANK if options.adapter else 0, experts=experts, checkpointing=not options.keep_activations,
+                )
+                for experts in (EXPERTS if shape.startswith("moe") else ("",))
+            ]  # fmt: skip
+            theirs.append([in_memory_run(setting, peer, rows_from=shared_rows(setting, case)) for peer in peers])
+        fastest = min(zip(*theirs, strict=True), key=lambda one: median_of(measured_steps(one, tail=False), "seconds"))
+        rows += compute_rows(shape, clip, mine, list(fastest), note, tokens=options.rows * LENGTH)
     return rows
 
 
-def compute_rows(shape: str, clip: float | None, mine: list[dict], theirs: list[dict], note: str) -> list[Row]:
+def compute_rows(shape: str, clip: float | None, mine: list[dict], theirs: list[dict], note: str, *, tokens: int) -> list[Row]:
     rates = [[step["batch_tokens"] / step["seconds"] for step in measured_steps(side, tail=False)] for side in (mine, theirs)]
     budget = mine[0]["plan"]["budget"]
     ratio = statistics.median(rates[0]) / statistics.median(rates[1])
-    what = f"{shape}, 8,192 tokens a step in {gib(budget)}, clipping {'off' if clip is None else 'on'}"
+    what = f"{shape}, {tokens:,} tokens a step in {gib(budget)}, clipping {'off' if clip is None else 'on'}"
     text = f"tokens/s: ours {spread(rates[0])}, in memory {spread(rates[1])}; {quiet([*mine, *theirs])}"
     text = f"{text}; {note}" if note else text
     values = {"ours": rates[0], "in_memory": rates[1], "peak_in_memory": theirs[0]["steps"][-1]["peak_resident"]}
@@ -154,11 +166,11 @@ def shape_for_memory(shape: str, item: int) -> tuple[str, str]:
     """Returns the shape that plain PyTorch can hold here, for both sides, and a note if it is a smaller one. item: bytes of a
     parameter; what is added is room for activations."""
     needed, free = item * int(PARAMETERS[shape]) + 3 * GiB // 2, probe.memory_available()
-    if needed <= free or PARAMETERS[shape] <= PARAMETERS[FALL_BACK]:
+    if needed <= free or shape not in FALL_BACK:
         return shape, ""
-    note = f"{shape} in memory needs {gib(needed)}, {gib(free)} are free: {FALL_BACK} on both sides"
+    note = f"{shape} in memory needs {gib(needed)}, {gib(free)} are free: {FALL_BACK[shape]} on both sides"
     say(note)
-    return FALL_BACK, note
+    return FALL_BACK[shape], note
 
 
 def shared_rows(setting: Setting, case: Case) -> Callable[[], Path]:

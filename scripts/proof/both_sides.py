@@ -352,6 +352,7 @@ class InMemory:
     checkpointing: bool = True
     length: int = LENGTH
     rank: int = 0  # of an adapter by peft, which alone is trained; 0: everything is
+    experts: str = ""  # transformers' implementation of a mixture's experts
 
     @property
     def key(self) -> str:
@@ -361,6 +362,7 @@ class InMemory:
         words += ["compute alone"] if self.compute_alone else []
         words += [] if self.checkpointing else ["activations kept"]
         words += [f"peft, rank {self.rank}"] if self.rank else []
+        words += [f"experts by {self.experts}"] if self.experts else []
         return ", ".join([*words, f"turn {self.turn}"])
 
     def command(self, *, model: Path, rows: Path, out: Path) -> list[str]:
@@ -370,6 +372,7 @@ class InMemory:
         command += ["--compute-alone"] if self.compute_alone else []
         command += [] if self.checkpointing else ["--no-checkpointing"]
         command += ["--rank", str(self.rank)] if self.rank else []
+        command += ["--experts", self.experts] if self.experts else []
         command += ["--clip", str(self.clip)] if self.clip is not None else []
         return command
 

@@ -50,6 +50,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--no-checkpointing", action="store_true", help="keep activations instead of recomputing them")
     parser.add_argument("--rank", type=int, default=0, help="of a LoRA adapter that alone is trained (default: everything is)")
+    parser.add_argument("--experts", help="transformers' implementation of a mixture's experts (default: its own choice)")
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
 
@@ -120,13 +121,14 @@ def train(options: argparse.Namespace) -> None:
     torch.use_deterministic_algorithms(options.deterministic)
     rows = Rows(options.rows)
     sampler = Sampler(len(rows), batch_size=options.batch, shuffle=True, seed=options.seed)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16, attn_implementation="sdpa")
+    ways = {"attn_implementation": "sdpa"} | ({"experts_implementation": options.experts} if options.experts else {})
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16, **ways)
     model.to(options.device)
     model.config.use_cache = False
     if options.rank:
         from peft import LoraConfig, get_peft_model
 
-        config = LoraConfig(r=options.rank, target_modules="all-linear", task_type="CAUSAL_LM")
+        config = LoraConfig(r=options.rank, target_modules=linear_of_blocks(model), task_type="CAUSAL_LM")
         model = get_peft_model(model, config, autocast_adapter_dtype=False)
         model.enable_input_require_grads()
     model.train()
@@ -158,6 +160,16 @@ def train(options: argparse.Namespace) -> None:
             }
             out.write(json.dumps(record) + "\n")
             out.flush()
+
+
+def linear_of_blocks(model) -> str | list[str]:
+    """Returns what an adapter's `all-linear` means to us: peft's own word takes experts and routers in as well."""
+    import torch
+
+    if not hasattr(model.config, "num_experts"):
+        return "all-linear"
+    linear = [name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    return sorted({*linear} - {"lm_head"})
 
 
 def one_step(model, optimizer: MasterAdamW | None, batch, options: argparse.Namespace) -> float:
