@@ -35,7 +35,7 @@ from ..spec.model import (
 )
 from ..spec.packed_tensors import Quantised, packed_bank
 from .calls import TRIED, WORKING, refuse_by_configuration, stage_calls
-from .experts import Bank, Layout, NamedPart, Part, is_experts, laid_out, named_parts, place
+from .experts import Bank, Layout, NamedPart, Noting, Part, is_experts, laid_out, named_parts, place
 from .experts import Tensor as ExpertTensor
 
 _WIDER = "use precision.compute=float32, or set residual_in_fp32 to false in its config.json"
@@ -55,7 +55,7 @@ class Installed(list[nn.Parameter]):
     """Lists the parameters of a stage while they are in their places, one for each tensor. Those of experts are in `banks`, and
     something without elements stands for them, or an anchor that makes autograd look for their gradients."""
 
-    banks: tuple[Bank, ...] = ()
+    banks: tuple[Bank | Noting, ...] = ()
 
 
 _NOTHING = nn.Parameter(torch.empty(0), requires_grad=False)
@@ -74,6 +74,9 @@ class Stage:
     vocabulary: tuple[int, int] | None = None  # rows (first, end) of a piece; None: not a piece
     quantised: BankSpec | None = None  # behind all others; None: nothing rests quantised
     source: tuple[Piece, ...] = ()  # of frozen parameters that are read from the checkpoint's files (engine/in_place)
+    # Of a range of experts: first, end, and how many the mixture has; its module is theirs. None: no range.
+    expert_range: tuple[int, int, int] | None = None
+    cut: tuple[nn.Module, int] | None = None  # of a block whose experts are the stages that follow: their module and number
     # Derived; kept, because every visit needs them: parameters that are no experts', with their numbers, and the others.
     plain: tuple[tuple[int, Slotted], ...] = field(init=False, repr=False)
     experts: tuple[Layout, ...] = field(init=False, repr=False)
@@ -129,7 +132,8 @@ class Stage:
         """Returns the specification of the stage at place `index`."""
         banks = banks_of(dtype, trained=self.trained, frozen=self.frozen, source=self.source, quantised=self.quantised)
         return StageSpec(
-            index=index, kind=self.kind, name=self.name, banks=banks, tensors=self.tensors, vocabulary=self.vocabulary, **costs,
+            index=index, kind=self.kind, name=self.name, banks=banks, tensors=self.tensors, vocabulary=self.vocabulary,
+            expert_range=self.expert_range, **costs,
         )  # fmt: skip
 
     def call_inside(self, look: Callable[..., None]) -> list[RemovableHandle]:
@@ -154,6 +158,10 @@ class Stage:
                 for holder, attribute in slotted.places:
                     replaced.append((holder, attribute, holder._parameters[attribute]))
                     holder._parameters[attribute] = parameter
+            if self.cut is not None:
+                holder, experts = self.cut
+                parameters.banks = (Noting(experts),)
+                place(holder, parameters.banks[0])
             if self.experts:
                 parameters.banks = tuple(Bank(products, flat) for _, products in self.experts)
                 for (holder, products), bank in zip(self.experts, parameters.banks, strict=True):
@@ -164,7 +172,7 @@ class Stage:
         finally:
             for holder, attribute, skeleton in replaced:
                 holder._parameters[attribute] = skeleton
-            for holder, _ in self.experts:
+            for holder, _ in (*self.experts, *([] if self.cut is None else [self.cut])):
                 place(holder, None)
 
 
@@ -209,9 +217,9 @@ class Anatomy:
         return tuple(name for name in names if name in kept and not name.startswith(parts))
 
     def modules(self) -> dict[nn.Module, str]:
-        """Returns the names of stages that are modules. For a module that was cut into pieces, the last piece's name is
-        used."""
-        return {stage.module: stage.name for stage in self.stages if stage.module is not None}
+        """Returns the names of stages that are modules, as the model's own forward calls them. For a module that was cut into
+        pieces, the last piece's name is used."""
+        return {stage.module: stage.name for stage in self.stages if stage.module is not None and stage.expert_range is None}
 
     def owner(self, index: int) -> Stage:
         """Finds the stage whose weights stage `index` computes with (see ModelSpec.owner)."""

@@ -66,7 +66,7 @@ class Boundaries:
         # The boundary of the step before, until it was read.
         wait_until(lambda: stage not in self.ledger.kept, "a slot for a boundary")
         span = self.ledger.room(stage, wait_until)
-        planned = self.model.boundary_bytes_per_token * self.plan.group.tokens if span is None else span.size
+        planned = self.model.widest_bytes_per_token * self.plan.group.tokens if span is None else span.size
         if layout.size > align_up(planned, RECORD_ALIGN):
             raise UsageError(
                 f"the boundary of stage {stage} takes {layout.size} bytes, but the plan has {planned}",

@@ -57,7 +57,7 @@ class Crossings:
         self.inputs: Inputs | None = None
         if self.on_device:
             numerics = plan.numerics
-            boundary = model.boundary_bytes_per_token * numerics.micro_batch_tokens
+            boundary = model.widest_bytes_per_token * numerics.micro_batch_tokens
             # Kept outputs that are uploaded for a micro-batch have their own memory, so fewer may be under way.
             ahead = 1 if any(stage.kept for stage in plan.stages) else 2
             self.inputs = Inputs(device, boundary, min(2, numerics.micro_batches), ahead=ahead)

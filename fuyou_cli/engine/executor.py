@@ -32,9 +32,9 @@ from .documents import Documents
 from .gradients import LOOK, squared_norm
 from .host_memory import HostMemory
 from .loss import IGNORED, shifted
-from .passes.block import BlockPasses
 from .passes.embedding import EmbeddingPasses
 from .passes.head import HeadPasses
+from .passes.ranges import RangedPasses
 from .routing import Routing
 from .streamed import Call, StreamedModel
 from .updates import Optimizer, Scalars
@@ -90,7 +90,7 @@ class Executor:
         if compiled is not None:
             self.activations = compiled.activations(model, plan, self.activations)
         self.routing = Routing(anatomy=anatomy, model=model, plan=plan, device=device)
-        self.blocks = BlockPasses(visits, self.activations, self.routing)
+        self.blocks = RangedPasses(visits, self.activations, self.routing)
         self.embeddings = EmbeddingPasses(visits, self.activations, anatomy.model.get_input_embeddings())
         self.head = HeadPasses(visits, anatomy.model, self._check_loss)
         self.may_skip = False  # a step whose numbers are not finite goes on and updates nothing
@@ -209,7 +209,7 @@ class Executor:
 
     def backward(self, call: Call, ids: torch.Tensor | None, grad_y: torch.Tensor) -> torch.Tensor | None:
         """Returns the gradient of the stage's input for the whole batch; None where nobody wants it."""
-        if not self.model.stages[call.stage].goes_back:
+        if not self.model.stages[self.blocks.first_in_backward(call.stage)].goes_back:
             return None
         return (self.blocks if ids is None else self.embeddings).backward(call, ids, grad_y)
 

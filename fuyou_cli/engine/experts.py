@@ -14,8 +14,9 @@ library keeps compiled code for each shape, and memory must not depend on where 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -169,8 +170,44 @@ class Bank:
         learns = any(product.learns for product in self.products.values())
         self.anchor = nn.Parameter(self.flat.new_zeros(())) if learns else None
 
+    @property
+    def first(self) -> str:
+        """Returns the name of the first product."""
+        return "gate_up_proj" if "gate_up_proj" in self.products else "up_proj"
 
-def place(module: nn.Module, bank: Bank | None) -> None:
+    @property
+    def experts(self) -> int:
+        """Counts the experts whose weights it holds."""
+        return self.products[self.first].experts
+
+
+@dataclass(slots=True)
+class Noting:
+    """Stands for the experts of a block that are stages of their own (`ranges`): notes what its forward sends to them, and
+    returns zeros."""
+
+    experts: int
+    routes: Routes | None = None
+    sink: Sink | None = None
+    anchor: None = None
+    sent: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+
+    def note(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Takes the arguments of `routed`."""
+        if self.routes is not None:
+            with torch.no_grad():
+                self.routes.of(chosen, self.experts)
+        self.sent = hidden, chosen, weights
+        return torch.zeros_like(hidden)
+
+    def taken(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns what was noted last, and forgets it."""
+        sent, self.sent = self.sent, None
+        assert sent is not None, "a block did not call its experts"
+        return sent
+
+
+def place(module: nn.Module, bank: Bank | Noting | None) -> None:
     """Gives an experts module its weights, or takes them away."""
     if bank is None:
         vars(module).pop(BANK, None)
@@ -242,20 +279,30 @@ def _between(ends: Sequence[int]) -> list[int]:
 def routed(module: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Computes what an experts module adds to each token. hidden: (tokens, width); chosen, weights: (tokens, experts of a
     token). The weighted outputs of a token are summed in the order of its choices."""
+    if isinstance(noting := vars(module).get(BANK), Noting):
+        return noting.note(hidden, chosen, weights)
     bank, each = _bank_of(module), chosen.shape[-1]
-    first = "gate_up_proj" if module.has_gate else "up_proj"
     with torch.no_grad():
-        route = (Route if bank.routes is None else bank.routes).of(chosen, bank.products[first].experts)
-    added: LowRank | None = vars(module).get(LOW_RANK)
-    x = _adapted(_rows(hidden, route.order, route.back, each), bank, first, route, added)
-    x = module._apply_gate(x) if module.has_gate else module.act_fn(x)
-    shares = _rows(weights.reshape(-1, 1), route.order, route.back)
-    if getattr(module, "has_post_expert_norm", False):
-        y = module.post_expert_norm(_adapted(x, bank, "down_proj", route, added)) * shares
-    else:  # weighted before the last product, whose outputs no backward reads then: it is not computed again
-        y = _adapted((x * shares).to(x.dtype), bank, "down_proj", route, added, shares)
+        route = (Route if bank.routes is None else bank.routes).of(chosen, bank.experts)
+    shares = partial(_rows, weights.reshape(-1, 1), route.order, route.back)
+    y = outputs(module, bank, _rows(hidden, route.order, route.back, each), shares, route)
     y = _rows(y, route.back, route.order).view(*chosen.shape, -1)
     return y.sum(1).to(hidden.dtype)
+
+
+def outputs(
+    module: Any, bank: Bank, x: torch.Tensor, weighted: Callable[[], torch.Tensor], route: Route
+) -> torch.Tensor:  # fmt: skip
+    """Returns the weighted outputs of experts for sorted rows `x`. `weighted`: gives the weight of each row, (rows, 1)."""
+    added: LowRank | None = vars(module).get(LOW_RANK)
+    x = _adapted(x, bank, bank.first, route, added)
+    x = module._apply_gate(x) if module.has_gate else module.act_fn(x)
+    shares = weighted()
+    if getattr(module, "has_post_expert_norm", False):
+        normed: torch.Tensor = module.post_expert_norm(_adapted(x, bank, "down_proj", route, added)) * shares
+        return normed
+    # Weighted before the last product, whose outputs no backward reads then: it is not computed again.
+    return _adapted((x * shares).to(x.dtype), bank, "down_proj", route, added, shares)
 
 
 def _rows(source: torch.Tensor, order: torch.Tensor, back: torch.Tensor, each: int = 1) -> torch.Tensor:

@@ -21,7 +21,7 @@ from .activations.recompute import Recompute
 from .documents import Documents
 from .executor import Executor
 from .loss import shifted
-from .passes.block import BlockPasses
+from .passes.ranges import RangedPasses
 
 
 class Rows(Protocol):
@@ -47,7 +47,7 @@ class ForwardOnly:
         self.schedule = evaluation_schedule(visits.model, visits.plan)
         compiled = executor.compiled
         nothing = [compiled if compiled and stage.kind == "block" else Recompute(stage) for stage in visits.model.stages]
-        self._blocks = BlockPasses(visits, nothing)
+        self._blocks = RangedPasses(visits, nothing)
 
     @property
     def rows(self) -> int:

@@ -7,7 +7,7 @@ the peak of what a stage allocates beside its weights is known in advance. What 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -20,14 +20,16 @@ from torch.utils._pytree import tree_leaves
 
 from ..core.heap import MAPPED, alive, worked_on
 from ..spec.micro_batch import whole_rows
-from ..spec.model import Dtype, ModelSpec
-from .anatomy import Anatomy, Stage
+from ..spec.model import Dtype, ExpertWork, ModelSpec
+from .anatomy import Anatomy, Installed, Stage
 from .calls import Between, StageCall, only_refusals, stage_calls
+from .experts import Bank, Noting
 from .freezing import with_frozen_work
 from .lookup import is_lookup, is_plain, scales_rows
 from .loss import Head, Part, TokenLoss, pieces
 from .module_state import tracing
 from .operator_trace import OperatorTrace
+from .ranges import Sent, add_outputs, differentiate
 from .skeleton import TORCH_DTYPE
 
 _aten = torch.ops.aten
@@ -128,6 +130,7 @@ class _Peak:
         return cls(taken, taken if size >= MAPPED else 0)
 
 
+Roots = Sequence[tuple[torch.Tensor, torch.Tensor]]  # where backward begins beside an output, with their gradients
 Costs = dict[str, Any]  # fields of a StageSpec, by name
 
 
@@ -150,7 +153,9 @@ def inspect(
     shape, text = (micro_batch_size, max_seq_len), anatomy.model.config.get_text_config()
     between = Between()
     with only_refusals(anatomy.model, shape=shape):
-        costs, widest = _all_costs(anatomy, between, dtype=dtype, shape=shape, head_chunk_tokens=head_chunk_tokens, short=short)
+        costs, widest, sent = _all_costs(
+            anatomy, between, dtype=dtype, shape=shape, head_chunk_tokens=head_chunk_tokens, short=short
+        )
     embeddings = {stage.module for stage in anatomy.stages if stage.kind == "embedding"}
     boundary = max(text.hidden_size, widest) * TORCH_DTYPE[dtype].itemsize
     compute_dtype: Dtype = "bfloat16" if dtype == "bfloat16" else "float32"
@@ -173,6 +178,7 @@ def inspect(
         sources=anatomy.sources,
         imported_because=anatomy.imported_because,
         boundary_bytes_per_token=boundary,
+        sent_bytes_per_token=sent * TORCH_DTYPE[dtype].itemsize,
         # If several embeddings are added, or dropout follows, the model's own backward keeps a boundary and a mask.
         choreography_bytes_per_token=boundary * (2 if len(embeddings) > 1 else 1),
         may_sweep=not (anatomy.tied_head or between.draws or len(embeddings) > 1) and all(map(_is_by_row, anatomy.stages)),
@@ -204,14 +210,16 @@ def _all_costs(
     shape: tuple[int, int],
     head_chunk_tokens: int,
     short: Short | None,
-) -> tuple[list[Costs], int]:
-    """Finds the costs of every stage, and the elements of a token's widest boundary: some blocks pass several streams on. Equal
-    blocks run once."""
+) -> tuple[list[Costs], int, int]:
+    """Finds the costs of every stage, and the elements of a token's widest boundary: some blocks pass several streams on. Then
+    those of what a block sends to its experts where these are stages of their own. Equal blocks run once."""
     rows = shape if short is None else (short.rows, short.tokens)
     found = stage_calls(anatomy.model, anatomy.modules(), shape=rows, between=between, isolated=anatomy.isolated, again=True)
     calls = {call.name: (call, x) for call, x in found}
     seen: dict[object, Costs] = {}
     costs: list[Costs] = []
+    sent: dict[object, Sent] = {}
+    to_experts: Sent | None = None  # by the last block that was cut
     for index, stage in enumerate(anatomy.stages):
         shapes = tuple((tensor.shape, tensor.frozen, tensor.quantised) for tensor in anatomy.owner(index).tensors)
         key = (stage.kind, type(stage.module), shapes, _settings(stage))
@@ -221,10 +229,18 @@ def _all_costs(
             elif stage.kind == "embedding":
                 size = shape[0] * shape[1] * stage.tensors[0].shape[-1] * TORCH_DTYPE[dtype].itemsize
                 seen[key] = _costs(0.0, _Peak.of(size), _Peak.of(size, 3))
+            elif stage.expert_range is not None:
+                assert to_experts is not None
+                seen[key] = _range_cost(stage, to_experts, dtype=dtype)
             else:
                 seen[key] = _stage_cost(anatomy, stage, *calls[stage.name], dtype=dtype, short=short)
+                if stage.cut is not None:
+                    sent[key] = _sent(stage, *calls[stage.name], dtype=dtype)
+        if stage.cut is not None:
+            to_experts = sent[key]
         costs.append(seen[key])
-    return costs, max((prod(x.shape[2:]) for _, x in found if x.is_floating_point()), default=0)
+    widest = max((prod(x.shape[2:]) for _, x in found if x.is_floating_point()), default=0)
+    return costs, widest, max((one.columns for one in sent.values()), default=0)
 
 
 def _settings(stage: Stage) -> object:
@@ -246,12 +262,20 @@ def _stage_cost(anatomy: Anatomy, stage: Stage, call: StageCall, x: torch.Tensor
     with tracing(stage.module, mode=x.fake_mode, length=x.shape[1]):
         x = x.detach()
         flat = torch.empty(stage.params, dtype=TORCH_DTYPE[dtype])
-        forward = _peak(stage, flat, lambda parameters: call.run(x), gradients=False, short=short)
 
-        def both(parameters: list[nn.Parameter]) -> None:
+        def one(parameters: Installed) -> None:
+            y = call.run(x)
+            if stage.cut is not None:
+                _packed(parameters, x.shape[0])
+            del y
+
+        forward = _peak(stage, flat, one, gradients=False, short=short)
+
+        def both(parameters: Installed) -> None:
             leaf = x.clone().requires_grad_(True)
             y = call.run(leaf)
-            _backward(y, torch.empty_like(y), [leaf, *parameters])
+            beside = [] if stage.cut is None else _roots(parameters, x.shape[:2])
+            _backward(y, torch.empty_like(y), [leaf, *parameters], beside)
 
         backward = _peak(stage, flat, both, gradients=True, short=short)
         trace = _look(stage, flat, call, x)
@@ -280,15 +304,16 @@ def _look(stage: Stage, flat: torch.Tensor, call: StageCall, x: torch.Tensor) ->
         for bank in parameters.banks:
             bank.routes = trace
         y = call.run(leaf)
-    if _has_own_backward(y):
+        beside = [root for root, _ in _roots(parameters, x.shape[:2])] if stage.cut is not None else []
+    if _has_own_backward(y, *beside):
         trace.needs_all()
     return trace
 
 
-def _has_own_backward(y: torch.Tensor) -> bool:
-    """Tells whether some function on the way to `y` was written in Python. Its backward may read anything, unless it says that
-    autograd's hooks see all of it (`saves_by_hooks`)."""
-    waiting, seen = [y.grad_fn], set()
+def _has_own_backward(*roots: torch.Tensor) -> bool:
+    """Tells whether some function on the way to `roots` was written in Python. Its backward may read anything, unless it says
+    that autograd's hooks see all of it (`saves_by_hooks`)."""
+    waiting, seen = [root.grad_fn for root in roots], set()
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
@@ -300,6 +325,65 @@ def _has_own_backward(y: torch.Tensor) -> bool:
         seen.add(node)
         waiting += [following for following, _ in node.next_functions]
     return False
+
+
+# ---- a block without its experts, and these --------------------------------------------------------------------------------
+
+
+def _packed(parameters: Installed, rows: int) -> torch.Tensor:
+    """Returns what a block that was cut has sent to its experts, as a visit keeps it."""
+    (noting,) = parameters.banks
+    assert isinstance(noting, Noting)
+    return Sent.by(noting).packed(rows)
+
+
+def _roots(parameters: Installed, shape: tuple[int, ...]) -> Roots:
+    """Returns where the backward of such a block begins beside its output."""
+    (noting,) = parameters.banks
+    assert isinstance(noting, Noting)
+    sent = Sent.by(noting)
+    return sent.roots(torch.empty(*shape, sent.hidden.shape[1] + sent.weights.shape[1]))
+
+
+def _sent(stage: Stage, call: StageCall, x: torch.Tensor, *, dtype: str) -> Sent:
+    """Returns what such a block sends to its experts, on fake tensors."""
+    assert isinstance(x, FakeTensor) and stage.module is not None
+    with tracing(stage.module, mode=x.fake_mode, length=x.shape[1]), torch.no_grad():
+        flat = torch.empty(stage.params, dtype=TORCH_DTYPE[dtype])
+        with stage.installed(flat) as parameters:
+            call.run(x.detach())
+        (noting,) = parameters.banks
+        assert isinstance(noting, Noting)
+        return Sent.by(noting)
+
+
+def _range_cost(stage: Stage, sent: Sent, *, dtype: str) -> Costs:
+    """Returns the cost of a range of experts. Peaks are those where all tokens go to one of them, work where they are sent to
+    all alike."""
+    assert isinstance(sent.hidden, FakeTensor) and stage.module is not None and stage.expert_range is not None
+    (tokens, each), experts = sent.chosen.shape, stage.expert_range[-1]
+    with tracing(stage.module, mode=sent.hidden.fake_mode):
+        flat, packed = torch.empty(stage.params, dtype=TORCH_DTYPE[dtype]), sent.packed(1)
+        width = sent.hidden.shape[1]
+
+        def forward(parameters: Installed) -> None:
+            (bank,) = parameters.banks
+            assert isinstance(bank, Bank)
+            add_outputs(stage, bank, Sent.of(packed, width, each), torch.empty(tokens, width))
+            torch.empty(tokens, width, dtype=sent.hidden.dtype)
+
+        def both(parameters: Installed) -> None:
+            (bank,) = parameters.banks
+            assert isinstance(bank, Bank)
+            grad, sums = torch.empty(tokens, width, dtype=sent.hidden.dtype), torch.empty(tokens, width + each)
+            differentiate(stage, bank, Sent.of(packed, width, each), grad, sums)
+
+        peaks = [_peak(stage, flat, run, gradients=False) for run in (forward, both)]
+    matrices = [tensor for tensor in stage.tensors if tensor.routed and len(tensor.shape) == (2 if tensor.whole is None else 3)]
+    of_each = 2.0 * tokens * each / experts
+    flops, frozen = (of_each * sum(t.numel for t in matrices if all_of or t.frozen) for all_of in (True, False))
+    work = ExpertWork(flops=flops, rows=tokens * each / experts, products=len(matrices), frozen_flops=frozen)
+    return _costs(flops, *peaks, expert_work=work)
 
 
 def _head_cost(anatomy: Anatomy, index: int, *, dtype: str, shape: tuple[int, int], chunk: int) -> Costs:
@@ -337,8 +421,9 @@ def _head_cost(anatomy: Anatomy, index: int, *, dtype: str, shape: tuple[int, in
     )  # fmt: skip
 
 
-def _backward(y: torch.Tensor, grad: torch.Tensor | None, leaves: list[torch.Tensor]) -> None:
-    """Runs backward like the executor: a parameter's gradient is dropped as soon as it exists."""
+def _backward(y: torch.Tensor, grad: torch.Tensor | None, leaves: list[torch.Tensor], beside: Roots = ()) -> None:
+    """Runs backward like the executor: a parameter's gradient is dropped as soon as it exists. `beside`: where else it
+    begins."""
 
     def drop(parameter: torch.Tensor) -> None:
         parameter.grad = None
@@ -347,13 +432,14 @@ def _backward(y: torch.Tensor, grad: torch.Tensor | None, leaves: list[torch.Ten
     for leaf in wanted:
         if isinstance(leaf, nn.Parameter):
             leaf.register_post_accumulate_grad_hook(drop)
-    torch.autograd.backward([y], None if grad is None else [grad], inputs=wanted)
+    roots, gradients = [y, *(root for root, _ in beside)], [grad, *(gradient for _, gradient in beside)]
+    torch.autograd.backward(roots, None if grad is None else gradients, inputs=wanted)
 
 
 def _peak(
     stage: Stage,
     flat: torch.Tensor,
-    run: Callable[[list[nn.Parameter]], object],
+    run: Callable[[Installed], object],
     *,
     gradients: bool,
     short: Short | None = None,

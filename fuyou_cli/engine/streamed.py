@@ -217,7 +217,7 @@ class StreamedModel:
         self._device = device if on_device else torch.device("cpu")  # where the model's own forward computes
         self.tape = Tape(passes)
         for index, stage in enumerate(anatomy.stages):
-            if stage.module is None or stage.module in self._replaced:
+            if stage.module is None or stage.module in self._replaced or stage.expert_range is not None:
                 continue
             compiles = compiled is not None and stage.kind == "block"
             original = compiled.of(stage.module) if compiled is not None and compiles else own_forward(stage.module)

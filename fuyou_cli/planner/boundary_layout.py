@@ -101,7 +101,8 @@ def planned_boundary(model: ModelSpec, numerics: Numerics, stage: int, kept: tup
         model.stages[stage],
         kept,
         rows=numerics.batch_size,
-        row_bytes=model.boundary_bytes_per_token * numerics.max_seq_len,
+        row_bytes=numerics.max_seq_len
+        * (model.boundary_bytes_per_token if model.stages[stage].expert_range is None else model.sent_bytes_per_token),
         micro_batch_size=numerics.micro_batch_size,
     )
 
@@ -139,7 +140,7 @@ def device_bytes(model: ModelSpec, numerics: Numerics, every: Kept) -> int:
 def device_boundaries(model: ModelSpec, numerics: Numerics, there: Iterable[int]) -> tuple[dict[int, int], int]:
     """Returns, by stage of `there`, where its boundary lies in the device's memory for boundaries, and the bytes of all of
     them. Each is for all rows of a batch or of a sweep."""
-    size = align_up(model.boundary_bytes_per_token * numerics.tokens, DEVICE_ALIGN)
+    size = align_up(model.widest_bytes_per_token * numerics.tokens, DEVICE_ALIGN)
     places = {stage: number * size for number, stage in enumerate(there)}
     return places, len(places) * size
 

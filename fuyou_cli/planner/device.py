@@ -122,6 +122,15 @@ def crossing(
         return 0, 0
     if on_device:
         return int(phase == "backward" and stage.keeps_input), int(stash)
+    if stage.expert_range is not None:  # what it was sent and the gradient come up, and sums in float32 both ways
+        sums, begins, ends = (
+            ITEM_SIZE["float32"] // ITEM_SIZE[model.compute_dtype],
+            stage.expert_range[0] == 0,
+            stage.is_last_range,
+        )
+        if phase == "forward":
+            return 1 + sums * (not begins) + ends, (1 if ends else sums) + stash
+        return 2 + sums * (not ends), sums + (ends and not begins)
     first_piece = stage.vocabulary is None or stage.vocabulary[0] == 0
     if stage.kind == "embedding":
         return (int(not first_piece), 1) if phase == "forward" else (1, 0)
@@ -129,4 +138,7 @@ def crossing(
         sums = ITEM_SIZE["float32"] // ITEM_SIZE[model.compute_dtype]
         return 1 + sums * (index != model.stages[-1].index), 1 if first_piece else sums
     # Backward: the input and the output's gradient go up, the input's gradient comes back where a stage below needs it.
+    if model.ranges(index):  # and what is sent to its experts, or the gradients of that
+        sums = ITEM_SIZE["float32"] // ITEM_SIZE[model.compute_dtype]
+        return (1, 2 + stash) if phase == "forward" else (2 + sums, int(stage.passes_on))
     return {"forward": (1, 1 + stash), "logits": (1, 0), "head": (1, 1), "backward": (2, int(stage.passes_on))}[phase]

@@ -21,6 +21,7 @@ from .memory import (
     batch_slots,
     micro_boundary,
     micro_sums,
+    range_sums,
     routing_bytes,
 )
 from .placement_context import SpanAllocator
@@ -184,8 +185,8 @@ def _pass_peak(model: ModelSpec, request: PlanRequest, spec: StageSpec, outputs:
 
     In backward, the next micro-batch's boundary, gradient and kept outputs arrive, and the gradient of the one before leaves.
     In forward, this input (which the stage does not allocate) and the next input are there, and the input, output and kept
-    outputs of the one before leave. A cut head has the sums of all three, and the inputs of this one and the next. If the batch
-    stays on the device, only kept boundaries and outputs are copied.
+    outputs of the one before leave. A cut head has the sums of all three, and the inputs of this one and the next. So have
+    ranges of experts, and the block before them. If the batch stays on the device, only kept boundaries and outputs are copied.
     """
     one = request.group.batch_size <= request.numerics.micro_batch_size
     kept, boundary, balance = kept_bytes(spec, outputs), micro_boundary(model, request), balance_bytes(spec, request.numerics)
@@ -197,6 +198,8 @@ def _pass_peak(model: ModelSpec, request: PlanRequest, spec: StageSpec, outputs:
         )
     if spec.kind == "head" and model.head_is_cut:
         return spec.backward_peak + 2 * boundary + micro_sums(model, request) * (1 if one else 3)
+    if spec.expert_range is not None or model.ranges(spec.index):
+        balance += boundary + 2 * range_sums(model, request) // request.group.micro_batches
     if one:
         return balance + max(spec.backward_peak, spec.forward_peak + kept) + boundary
     return balance + max(spec.backward_peak + 3 * boundary + kept, spec.forward_peak + 4 * boundary + 2 * kept)

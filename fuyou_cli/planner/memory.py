@@ -16,6 +16,7 @@ from ..spec.model import ITEM_SIZE, ModelSpec, StageSpec
 from ..spec.plan import IoPlan, Numerics, SlotClass, Span, StagePlan, Tier
 from .boundary_layout import Kept
 from .defer import deferrals
+from .device import WEIGHTS_ON_DEVICE
 from .device_homes import staging_slots
 from .placement_context import STORE_UNIT, PlacementContext, SpanAllocator
 from .plan_request import PlanRequest
@@ -29,6 +30,7 @@ _CHOICE = 2  # bytes per kept choice of an expert
 # Of a cut head on the device: target, maximum, sum, the target's logit, and a new copy of one of these.
 HEAD_BYTES_PER_TOKEN = 8 + 4 * 4
 HEAD_STEP_BYTES_PER_TOKEN = 8 + 4  # for all sweeps: targets, and losses, which are summed at the end
+_RANGE_SHARE = 1 / 16  # of a memory
 # Memory on top of the warm libraries: kernels for other shapes and their workspaces, the log, the display, batches, and what
 # the operating system holds for the process. Measured: scripts/results/TRIED.md.
 BASE_SLACK = 24 * MiB
@@ -144,12 +146,12 @@ def code_bytes(model: ModelSpec, numerics: Numerics, *, widths: int, trains: boo
 
 def micro_boundary(model: ModelSpec, request: PlanRequest) -> int:
     """Returns the bytes of one micro-batch's boundary."""
-    return model.boundary_bytes_per_token * request.numerics.micro_batch_tokens
+    return model.widest_bytes_per_token * request.numerics.micro_batch_tokens
 
 
 def batch_boundary(model: ModelSpec, request: PlanRequest) -> int:
     """Returns the bytes of one boundary for all rows of a sweep."""
-    return model.boundary_bytes_per_token * request.group.tokens
+    return model.widest_bytes_per_token * request.group.tokens
 
 
 def kept_choices(stage: StageSpec, group: Numerics) -> int:
@@ -190,13 +192,40 @@ def _upload_slots(arena: SpanAllocator, model: ModelSpec, request: PlanRequest) 
 def batch_slots(room: SpanAllocator, model: ModelSpec, request: PlanRequest) -> tuple[Span, ...]:
     """Returns slots for whole-batch tensors between stages, on a separate device or in the arena that it copies to and from.
     Input and output of a stage use two in turn, and the model's own forward holds the embedding's. A cut head sums in one of
-    them if it is in float32, else in one larger slot. A step that measures the norm first needs the last hidden state twice."""
+    them if it is in float32, else in one larger slot. A step that measures the norm first needs the last hidden state twice.
+    Ranges of experts hold what they are sent, and sum in a larger slot."""
     if request.device == "cpu":
         return ()
-    spans = [room.take(batch_boundary(model, request)) for _ in range(4 if request.norm_first else 3)]
-    if model.head_is_cut and model.compute_dtype != "float32":
-        spans.append(room.take(_SUM * model.hidden_size * request.group.tokens))
+    boundaries = 3 + bool(request.norm_first) + model.has_ranges
+    spans = [room.take(batch_boundary(model, request)) for _ in range(boundaries)]
+    if model.has_ranges or (model.head_is_cut and model.compute_dtype != "float32"):
+        spans.append(room.take(range_sums(model, request) or _SUM * model.hidden_size * request.group.tokens))
     return tuple(spans)
+
+
+def range_sizes(model: ModelSpec, request: PlanRequest) -> list[int]:
+    """Returns how many experts of a block may be in one stage, if all of them are too many, the most first: halves, down to
+    where a range takes so little of each memory that a smaller one changes nothing."""
+    mixtures = [stage for stage in model.stages if stage.experts and stage.expert_range is None]
+    largest = max(mixtures, key=lambda stage: stage.params, default=None)
+    if largest is None:
+        return []
+    routed = [tensor for tensor in largest.tensors if tensor.routed]
+    item, summed = ITEM_SIZE[model.compute_dtype], ITEM_SIZE[request.numerics.accumulate_dtype]
+    taken = sum(tensor.numel * (item + (0 if tensor.frozen else summed)) for tensor in routed)  # by all experts
+    most = request.cpu_budget if request.gpu_budget is None else min(request.cpu_budget, request.gpu_budget)
+    found, size = list[int](), largest.experts
+    while size > 1 and taken * size > _RANGE_SHARE * most * largest.experts:
+        size = -(-size // 2)
+        if WEIGHTS_ON_DEVICE * taken * size <= most * largest.experts:
+            found.append(size)
+    return found
+
+
+def range_sums(model: ModelSpec, request: PlanRequest) -> int:
+    """Returns the bytes in which ranges of experts sum outputs, or gradients, of all rows of a sweep; 0: there are none."""
+    each = max((stage.choices for stage in model.stages), default=0)
+    return _SUM * (model.hidden_size + each) * request.group.tokens if model.has_ranges else 0
 
 
 def _slot_class(
@@ -342,14 +371,16 @@ def compute_memory(model: ModelSpec, request: PlanRequest) -> ComputeMemory:
     It counts two boundaries of a sweep's rows (in and out, or their gradients), a third if the norm is measured first, and what
     the model's own forward holds between stages. A separate device has such boundaries in the arena, or all of this in its own
     memory. On device cpu it also counts the stage that needs most. A cut head has the last hidden state, its gradient in
-    float32 and at the end in the compute dtype, and maximum, sum and target of every token.
+    float32 and at the end in the compute dtype, and maximum, sum and target of every token. Ranges of experts hold one more
+    boundary, what they are sent, and sums in float32.
     """
     numerics, step_tokens = request.group, request.numerics.tokens
     tokens = numerics.tokens
     boundary, hidden = batch_boundary(model, request), _SUM * model.hidden_size * tokens
-    between = model.choreography_bytes_per_token * tokens
+    between, sums = model.choreography_bytes_per_token * tokens, range_sums(model, request)
     if request.device != "cpu":
         boundary, hidden, between = 0, 0, 0 if request.batch_on_device else max(0, between - boundary)
+        sums = 0
     if numerics.batch_size <= numerics.micro_batch_size:  # else they have their own mapping (engine/host_memory.py)
         boundary, hidden = held(boundary), held(hidden)
     whole = held(between)
@@ -357,7 +388,7 @@ def compute_memory(model: ModelSpec, request: PlanRequest) -> ComputeMemory:
         # Losses of every token, summed at the end in the order of one sweep.
         losses = 4 * step_tokens if request.is_swept else 0
         whole = max(whole, hidden + held(12 * tokens) + losses)
-    whole += (3 if request.norm_first else 2) * boundary + 64 * step_tokens
+    whole += (2 + bool(request.norm_first) + model.has_ranges) * boundary + sums + 64 * step_tokens
     peaks = {stage.index: stage.backward_peak + balance_bytes(stage, numerics) for stage in model.stages}
     hungriest = max(model.stages, key=lambda stage: (peaks[stage.index], stage.index))
     stage = 0 if request.device == "cuda" else peaks[hungriest.index]

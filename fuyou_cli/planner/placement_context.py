@@ -67,8 +67,9 @@ class PlacementContext:
         self.looked_up = most_read(model, request)
         self.has_two_users = tuple(model.has_two_users(stage.index) for stage in model.stages)
         # By stage, a number for what its boundary depends on beside the kept outputs. Equal blocks share their operators.
-        numbers: dict[tuple[int, bool], int] = {}
-        self.alike = [numbers.setdefault((id(stage.operators), stage.keeps_input), len(numbers)) for stage in model.stages]
+        numbers: dict[tuple[int, bool, bool], int] = {}
+        about = ((id(stage.operators), stage.keeps_input, stage.expert_range is None) for stage in model.stages)
+        self.alike = [numbers.setdefault(one, len(numbers)) for one in about]
         self.with_output: dict[tuple[int, tuple[int, ...], int], tuple[tuple[int, ...], int, int]] = {}  # of `GreedyFill`
         self._boundaries: dict[tuple[int, tuple[int, ...]], int] = {}
 

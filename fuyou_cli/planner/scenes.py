@@ -55,7 +55,8 @@ class Scenery:
         spec, plan, costs = self._run.model.stages[stage], self._run.plan.stages[stage], self._run.costs
         spans = (plan.weights_ram, plan.trained_ram, plan.gradients_ram, plan.gradients_extent, plan.boundary_extent)
         return (
-            spec.kind, spec.params > 0, spec.trained, spec.weight_bytes, spec.trained_weight_bytes, spec.state_bytes,
+            spec.kind, spec.expert_range and (spec.expert_range[0] == 0, spec.is_last_range), spec.params > 0,
+            spec.trained, spec.weight_bytes, spec.trained_weight_bytes, spec.state_bytes,
             plan.weights, plan.states, plan.boundary, plan.slot_class, plan.deferred, bool(plan.kept),
             *(None if span is None else span.size for span in (*spans, plan.boundary_ram)),
             costs.update_seconds(plan), costs.device_update_seconds(plan),

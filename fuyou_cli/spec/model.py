@@ -218,6 +218,8 @@ class StageSpec:
     forward_mapped: int = 0  # most bytes of forward_peak in blocks that never fit a hole of the heap
     backward_mapped: int = 0  # the same for backward_peak
     vocabulary: tuple[int, int] | None = None  # first row and end of a piece of the vocabulary; None: not a piece
+    # Of a range of experts: first, end, and how many the mixture has; a block's ranges follow it. None: no range.
+    expert_range: tuple[int, int, int] | None = None
     operators: tuple[OperatorSpec, ...] = ()  # of a block, in running order
     unneeded: tuple[OperatorSpec, ...] = ()  # of a block: whose outputs no backward looks at, so never computed again
     goes_back: bool = True  # backward visits it: it has something to learn, or a stage below has
@@ -254,12 +256,20 @@ class StageSpec:
             "state_bytes": sum(bank.state_size(name) for bank in trained for name in STATE_NAMES),
             "quantised": sum(bank.elements for bank in self.banks if bank.packed),
             "source": next((bank.source for bank in self.banks if bank.source), ()),
-            "keeps_input": self.goes_back and self.kind in ("block", "norm"),
+            # The last range of a block, whose backward comes first, keeps what all of them have from the block.
+            "keeps_input": self.goes_back
+            and self.kind in ("block", "norm")
+            and (self.expert_range is None or self.is_last_range),
             "numel": sum(tensor.numel for tensor in self.tensors),
             "frozen_numel": sum(tensor.numel for tensor in self.tensors if tensor.frozen),
         }
         for name, value in kept.items():
             object.__setattr__(self, name, value)
+
+    @property
+    def is_last_range(self) -> bool:
+        """Tells whether it is the range of a block's last experts."""
+        return self.expert_range is not None and self.expert_range[1] == self.expert_range[2]
 
     @property
     def frozen_weight_bytes(self) -> int:
@@ -321,6 +331,7 @@ class ModelSpec:
     tied_head: bool  # the head uses the embedding stage's weights
     boundary_bytes_per_token: int
     choreography_bytes_per_token: int  # held by the model's own forward between stages, whole batch
+    sent_bytes_per_token: int = 0  # what a block sends to its experts where these are stages of their own
     may_sweep: bool = False  # its sums are of single rows or micro-batches, in their order, however a batch is grouped
     inactive_parameters: int = 0  # of experts that one token is not sent to
     inactive_frozen: int = 0  # those of them that are frozen
@@ -344,6 +355,25 @@ class ModelSpec:
         backward to the other's."""
         spec = self.stages[stage]
         return self.tied_head and spec.kind == "embedding" and spec.vocabulary is not None and spec.trained > 0
+
+    @property
+    def widest_bytes_per_token(self) -> int:
+        """Returns the bytes of the widest tensor that passes between stages, or is kept for backward."""
+        return max(self.boundary_bytes_per_token, self.sent_bytes_per_token)
+
+    def ranges(self, stage: int) -> range:
+        """Returns the stages that are the experts of block `stage`; none where it was not cut."""
+        end = stage + 1
+        while (
+            self.stages[stage].expert_range is None and self.stages[end : end + 1] and self.stages[end].expert_range is not None
+        ):
+            end += 1
+        return range(stage + 1, end)
+
+    @property
+    def has_ranges(self) -> bool:
+        """Tells whether experts of some block are stages of their own."""
+        return any(stage.expert_range is not None for stage in self.stages)
 
     @property
     def head_is_cut(self) -> bool:

@@ -33,6 +33,7 @@ class Numerics:
     seed: int
     vocabulary_rows: int = 0  # rows of a piece of embedding and head; 0: not cut
     # The defaults are those of runs saved before there was a choice.
+    range_experts: int = 0  # experts of a range; 0: a block computes its own
     padding: Padding = "step"
     width_step: int = 8  # tokens: the width of what is padded is a multiple of it, or max_seq_len
     document_step: int = 0  # tokens: attention computes documents of such lengths (`rounded_up`); 0: of any length

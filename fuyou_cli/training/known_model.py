@@ -36,7 +36,7 @@ class KnownModel:
         self.descriptions = Descriptions.of(recipe, model_dir)
         self._kept = self.descriptions.find(ModelFacts)
         self._outline: Outlined | None = None
-        self._cut: dict[tuple[int, str, bool], tuple[InPlace | None, Anatomy]] = {}
+        self._cut: dict[tuple[int, int, str, bool], tuple[InPlace | None, Anatomy]] = {}
         self._facts = self._kept if process is None or self._knows_process else None
 
     @property
@@ -102,15 +102,17 @@ class KnownModel:
         return as_compiled(found) if compiled else found
 
     def stages(self, numerics: Numerics, files: InPlace | None) -> Anatomy:
-        """Returns the stages with the vocabulary cut, and with frozen weights as they lie in the model's `files`."""
+        """Returns the stages with vocabulary and experts cut, and with frozen weights as they lie in the model's `files`."""
         from ..engine.in_place import read_in_place
+        from ..engine.ranges import cut_experts
         from ..engine.vocabulary import cut_vocabulary
 
         apart = numerics.padding == "none" or self._recipe.dataset.packing == "isolated"
-        about = (numerics.vocabulary_rows, numerics.compute_dtype, apart)
+        about = (numerics.vocabulary_rows, numerics.range_experts, numerics.compute_dtype, apart)
         if about not in self._cut or self._cut[about][0] is not files:
             known = self.build().anatomy
             anatomy = cut_vocabulary(replace(known, isolated=known.isolated and apart), numerics.vocabulary_rows)
+            anatomy = cut_experts(anatomy, numerics.range_experts)
             self._cut[about] = files, anatomy if files is None else read_in_place(anatomy, files, numerics.compute_dtype)
         return self._cut[about][1]
 
@@ -129,7 +131,8 @@ def _shared(model: ModelSpec) -> ModelSpec:
 def traced(numerics: Numerics) -> tuple[object, ...]:
     """Returns the numerics that a specification depends on."""
     numbers = (numerics.micro_batch_size, numerics.max_seq_len, numerics.head_chunk_tokens, numerics.vocabulary_rows)
-    return (numerics.compute_dtype, numerics.padding == "none", *numbers)
+    ranges = (numerics.range_experts,) if numerics.range_experts else ()
+    return (numerics.compute_dtype, numerics.padding == "none", *numbers, *ranges)
 
 
 def outline_of(recipe: Recipe, model_dir: Path, *, strict: bool) -> Outlined:

@@ -106,10 +106,10 @@ def widths_of(recipe: Recipe, numerics: Numerics) -> int:
 
 def numerics_of(
     recipe: Recipe, facts: ModelFacts, hardware: HardwareProfile, manifest: Manifest | None, *, micro: int | None = None,
-    epoch: Epoch | None = None,
+    epoch: Epoch | None = None, range_experts: int = 0,
 ) -> Numerics:  # fmt: skip
     """Resolves `auto` by fixed rules. A resumed run keeps its numerics. `micro`: the micro-batch size that replaces `auto`, in
-    rows; `epoch`: what is known of the rows."""
+    rows; `epoch`: what is known of the rows; `range_experts`: in a stage, of blocks that do not fit whole."""
     train, length = recipe.train, recipe.dataset.max_seq_len
     if train.micro_batch_size != "auto":
         micro = train.micro_batch_size
@@ -139,6 +139,7 @@ def numerics_of(
         torch_threads=min(hardware.cores, usual_threads) if train.threads == "auto" else train.threads,
         seed=recipe.seed,
         vocabulary_rows=facts.vocabulary_rows,
+        range_experts=range_experts,
         router_aux_loss=train.router_aux_loss or 0.0,
         **division(
             apart=facts.keeps_apart and not train.compile and _is_unlike(epoch, length),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -14,7 +15,7 @@ from ..checkpoint.hub import Hub, Progress
 from ..core.errors import FuyouError, PlanError, UsageError
 from ..planner.candidate import Candidate, may_measure_first
 from ..planner.commit_interval import timed_plan
-from ..planner.memory import code_bytes
+from ..planner.memory import code_bytes, range_sizes
 from ..planner.place import least_memory, made_of
 from ..planner.place import plan as first_that_fits
 from ..planner.plan_request import PlanRequest
@@ -47,6 +48,7 @@ from .steps import Say, in_place_of, unheard
 if TYPE_CHECKING:
     from ..engine.anatomy import Anatomy
     from ..recipe.schema import Recipe
+    from .state.stored import Manifest
 
 SLOWER = 0.01  # share of the step by which the earlier candidate may be slower after it is placed again
 _NUMBERS = ("seed", "dataset", "train", "precision")  # recipe sections that numerics depend on
@@ -87,12 +89,46 @@ def _plan(
 ) -> Planned:
     inspected = _resumable(inspected, hardware, say)
     resolved, recipe = inspected.resolved, inspected.recipe
-    planner = _Planner(inspected, hardware, disks, epoch, or_least=not resolved.to_run)
-    if micro_batch_size is None and recipe.train.micro_batch_size == "auto" and resolved.manifest is None:
-        micro_batch_size = planner.fastest_micro_batch()
-    facts, saved = inspected.known.facts, resolved.manifest
-    numerics = numerics_of(recipe, facts, hardware, saved, micro=micro_batch_size, epoch=epoch)
-    return planner.planned(numerics, choose=choose)
+    is_free = micro_batch_size is None and recipe.train.micro_batch_size == "auto" and resolved.manifest is None
+
+    def planner(size: int) -> _Planner:
+        return _Planner(inspected, hardware, disks, epoch, or_least=not resolved.to_run, range_experts=size)
+
+    def planned(size: int) -> Planned:
+        with_ranges = planner(size)
+        micro = with_ranges.fastest_micro_batch() if is_free else micro_batch_size
+        return with_ranges.planned(with_ranges.numerics(micro, resolved.manifest), choose=choose)
+
+    if resolved.manifest is not None or inspected.known.facts.refusal is not None:
+        return planned(0)
+    return _cut_to_fit(planned, lambda: planner(0).range_sizes(micro_batch_size))
+
+
+def _cut_to_fit(planned: Callable[[int], Planned], sizes: Callable[[], list[int]]) -> Planned:
+    """Returns the plan of whole blocks. Where it does not fit, returns that of blocks whose experts are stages of their own, in
+    the largest ranges that fit. Both take the same time: each weight still passes once. Raises PlanError."""
+    refused: PlanError | None = None
+    whole: Planned | None = None
+    try:
+        whole = planned(0)
+    except PlanError as error:
+        refused = error
+    for size in sizes() if whole is None or not _fits(whole) else []:
+        with suppress(PlanError):
+            cut = planned(size)
+            if not cut.model.has_ranges:
+                break
+            if _fits(cut):
+                return cut
+    if whole is None:
+        assert refused is not None
+        raise refused
+    return whole
+
+
+def _fits(planned: Planned) -> bool:
+    plan, request = planned.plan, planned.request
+    return request.has_room_for(plan, planned.hardware) and plan.predicted.cpu_peak <= request.cpu_budget
 
 
 def replan(before: Planned, recipe: Recipe, *, choose: Choose | None = None) -> Planned:
@@ -173,10 +209,10 @@ class _Planner:
 
     def __init__(
         self, inspected: Inspected, hardware: HardwareProfile, disks: StoreDisks | None, epoch: Epoch | None, *,
-        or_least: bool = False,
+        or_least: bool = False, range_experts: int = 0,
     ) -> None:  # fmt: skip
         self._inspected, self._hardware, self._disks, self._or_least = inspected, hardware, disks, or_least
-        self._epoch = epoch
+        self._epoch, self._range_experts = epoch, range_experts
         self._described: dict[tuple[object, ...], ModelSpec] = {}
         self._found: dict[PlanRequest, SearchResult] = {}
         self._timed: dict[PlanRequest, Plan] = {}
@@ -211,11 +247,22 @@ class _Planner:
             epoch=self._epoch,
         )
 
+    def numerics(self, micro: int | None, saved: Manifest | None = None) -> Numerics:
+        """Returns the numerics with micro-batches of `micro` rows (None: the usual ones), or those of a saved run."""
+        return numerics_of(
+            self._inspected.recipe, self._inspected.known.facts, self._hardware, saved, micro=micro, epoch=self._epoch,
+            range_experts=self._range_experts,
+        )  # fmt: skip
+
+    def range_sizes(self, micro: int | None) -> list[int]:
+        """Returns how many experts a range may have where whole blocks do not fit, the most first."""
+        numerics = self.numerics(micro)
+        model = self._specified(numerics)
+        return range_sizes(model, self._asked(numerics, model))
+
     def least_memory(self, size: int) -> int:
         """Returns the least budget that fits with micro-batches of `size` rows."""
-        numerics = numerics_of(
-            self._inspected.recipe, self._inspected.known.facts, self._hardware, None, micro=size, epoch=self._epoch
-        )
+        numerics = self.numerics(size)
         model = self._specified(numerics)
         return least_memory(model, self._hardware, self._asked(numerics, model))
 
@@ -289,7 +336,14 @@ class _Planner:
         inspected = self._inspected
         if not inspected.known.is_elsewhere:
             return self._compared_sizes()
-        about = (inspected.recipe.model_dump_json(), self._hardware, self._disks, inspected.in_place, repr(self._epoch))
+        about: tuple[object, ...] = (
+            inspected.recipe.model_dump_json(),
+            self._hardware,
+            self._disks,
+            inspected.in_place,
+            repr(self._epoch),
+        )
+        about += (self._range_experts,) if self._range_experts else ()
         kept = inspected.known.descriptions.find(FastestSize, *about)
         if kept is None:
             kept = FastestSize(rows=self._compared_sizes())
@@ -304,7 +358,7 @@ class _Planner:
         middle, is_bound = sizes_of(batch, length, usual=usual)[1], False
 
         def of(size: int) -> tuple[Numerics, ModelSpec]:
-            numerics = numerics_of(recipe, self._inspected.known.facts, hardware, None, micro=size, epoch=self._epoch)
+            numerics = self.numerics(size)
             return numerics, self._specified(numerics)
 
         def seconds(size: int, choose: Choose) -> float | None:
@@ -359,7 +413,10 @@ def _numerics_again(before: Planned, recipe: Recipe) -> Numerics:
     if all(getattr(recipe, section) == getattr(before.recipe, section) for section in _NUMBERS):
         return now
     micro = now.micro_batch_size if recipe.train.batch_size % now.micro_batch_size == 0 else None
-    return numerics_of(recipe, before.inspected.known.facts, before.hardware, None, micro=micro, epoch=before.epoch)
+    return numerics_of(
+        recipe, before.inspected.known.facts, before.hardware, None, micro=micro, epoch=before.epoch,
+        range_experts=now.range_experts,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

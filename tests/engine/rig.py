@@ -34,6 +34,7 @@ from fuyou_cli.engine.freezing import as_marked, frozen
 from fuyou_cli.engine.host_memory import HostMemory
 from fuyou_cli.engine.inspect import inspect
 from fuyou_cli.engine.isolated import isolated
+from fuyou_cli.engine.ranges import cut_experts
 from fuyou_cli.engine.skeleton import TORCH_DTYPE, auto_class, build
 from fuyou_cli.engine.updates import Optimizer
 from fuyou_cli.engine.vocabulary import cut_vocabulary
@@ -82,6 +83,7 @@ class Shape:
     states: StateDtype = "float32"
     rule: Rule = "adamw"
     router_aux_loss: float = 0.0
+    experts: int = 0  # of a range
 
 
 _INSPECTED: dict[Hashable, ModelSpec] = {}
@@ -104,20 +106,20 @@ class Subject:
             inject(skeleton, adapter)
         anatomy = isolated(dissect(skeleton)) if apart else dissect(skeleton)
         anatomy = frozen(anatomy, freeze) if adapter is None else as_marked(anatomy)
-        self.anatomy = cut_vocabulary(anatomy, shape.vocabulary)
+        self.anatomy = cut_experts(cut_vocabulary(anatomy, shape.vocabulary), shape.experts)
         made_of = (config.to_json_string(use_diff=False), self.attention, repr(adapter), tuple(freeze), apart)
         self.spec = self._inspected(made_of).with_layout(StateLayout(weights=shape.dtype, dtype=shape.states, rule=shape.rule))
         self.numerics = Numerics(
             compute_dtype=shape.dtype, accumulate_dtype=shape.accumulate, batch_size=shape.batch,
             micro_batch_size=shape.micro, max_seq_len=shape.tokens, head_chunk_tokens=shape.chunk, torch_threads=1,
-            seed=7, vocabulary_rows=shape.vocabulary, router_aux_loss=shape.router_aux_loss,
+            seed=7, vocabulary_rows=shape.vocabulary, range_experts=shape.experts, router_aux_loss=shape.router_aux_loss,
         )  # fmt: skip
         self.initial = {name: value.detach().clone() for name, value in self.fresh().state_dict().items()}
 
     def _inspected(self, made_of: Hashable) -> ModelSpec:
         """Inspects a model, which costs half a second, once for all subjects that are made of the same."""
         shape = self.shape
-        key = (made_of, shape.dtype, shape.micro, shape.tokens, shape.chunk, shape.vocabulary)
+        key = (made_of, shape.dtype, shape.micro, shape.tokens, shape.chunk, shape.vocabulary, shape.experts)
         if key not in _INSPECTED:
             _INSPECTED[key] = inspect(
                 self.anatomy, dtype=shape.dtype, micro_batch_size=shape.micro, max_seq_len=shape.tokens,

@@ -91,7 +91,7 @@ def _understood(facts: RunFacts, shapes: Symbols) -> list[tuple[str, str]]:
         dtypes = "bfloat16 weights + int16 remainder = exact float32 master"
     if model.layout.dtype != "float32":
         dtypes += f", {model.layout.dtype} states"
-    blocks = sum(stage.kind == "block" for stage in model.stages)
+    blocks = sum(stage.kind == "block" and stage.expert_range is None for stage in model.stages)
     active = f" ({count(model.active_parameters)} active per token)" if model.inactive_parameters else ""
     tied = ", head tied to the embedding" if model.tied_head else ""
     batch, pieces = _batch(plan, shapes)
@@ -99,6 +99,8 @@ def _understood(facts: RunFacts, shapes: Symbols) -> list[tuple[str, str]]:
         pieces.append(f"head in chunks of {numerics.head_chunk_tokens:,} tokens")
     if numerics.vocabulary_rows:
         pieces.append(f"vocabulary in pieces of {numerics.vocabulary_rows:,} tokens")
+    if numerics.range_experts:
+        pieces.append(f"experts in ranges of {numerics.range_experts:,}")
     if plan.sweeps > 1:
         pieces.append(f"{plan.sweeps} sweeps of {plan.group.tokens:,} tokens")
     return [

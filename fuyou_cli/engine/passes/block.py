@@ -4,8 +4,9 @@ kept."""
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,14 +14,24 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...core.errors import UsageError
+from ...spec.micro_batch import MicroBatch
 from ..activations import Activations
 from ..activations.recompute import Run
 from ..anatomy import Installed
 from ..crossings import Gathering
 from ..gradients import GradientSum
-from ..routing import RoutedVisit, Routing
+from ..routing import Roots, RoutedVisit, Routing
 from ..streamed import Call
 from ..visits import Visits
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Says where a stage's backward begins beside its output. `gradients`: of the whole batch; `roots` returns, for those of a
+    micro-batch, tensors of its forward with their gradients."""
+
+    gradients: torch.Tensor
+    roots: Callable[[Installed, torch.Tensor], Roots]
 
 
 class _Writers(TorchDispatchMode):
@@ -47,6 +58,7 @@ class BlockPasses:
 
     def __init__(self, visits: Visits, activations: Sequence[Activations], routing: Routing | None = None) -> None:
         self.visits, self.activations, self._routing = visits, activations, routing
+        self._begins: Beside | None = None  # of the backward under way
 
     def forward(self, call: Call, x: torch.Tensor) -> torch.Tensor:
         """Returns the stage's output for the whole batch. x: (batch, tokens, ...)."""
@@ -83,9 +95,13 @@ class BlockPasses:
                 y.put(micro_batch, activations.forward(call.of(number), part, number, parameters))
                 if stash and part._version != version:
                     raise self._written_into(call.stage, call.of(number), part)
+                self._computed(micro_batch, parameters)
                 if len(micro_batches) > 1:
                     visits.between()
         return y.settled()
+
+    def _computed(self, part: MicroBatch, parameters: Installed) -> None:
+        """Called after each micro-batch of a forward."""
 
     def _written_into(self, number: int, run: Run, x: torch.Tensor) -> UsageError:
         """Returns the error for a model that writes into a stage's input: the copy of the input on the host may contain what
@@ -122,7 +138,11 @@ class BlockPasses:
         """Differentiates a visit. x: the boundary by micro-batch."""
         visits, activations = self.visits, self.activations[call.stage]
         micro_batches = visits.micro_batches(grad_y)
-        sources = (partial(lambda n, each: [x[n], each.of(grad_y).contiguous()], *each) for each in enumerate(micro_batches))
+        given = [grad_y] if self._begins is None else [grad_y, self._begins.gradients]
+        sources = (
+            partial(lambda n, each: [x[n], *(each.of(whole).contiguous() for whole in given)], *each)
+            for each in enumerate(micro_batches)
+        )
         arriving = visits.inputs(sources, beside=activations.begin)
         grad_x = Gathering(visits.crossings, grad_y.shape)
         passes_on = visits.model.stages[call.stage].passes_on
@@ -131,7 +151,7 @@ class BlockPasses:
             self._routed(call.stage, parameters, again=True) as routed,
         ):
             for number, micro_batch in enumerate(micro_batches):
-                part, grad = arriving.take()
+                part, grad, *more = arriving.take()
                 part = part.detach().requires_grad_(True)  # as in forward, so that the same kernels run
                 visits.seed(call.stage, number)
                 if routed is not None:
@@ -139,8 +159,10 @@ class BlockPasses:
                 with torch.enable_grad():
                     y = activations.again(call.of(number), part, number, flat, parameters)
                     beside = [] if routed is None else routed.roots()
+                    if self._begins is not None:
+                        beside += self._begins.roots(parameters, *more)
                     visits.differentiate(y, grad, [part, *parameters] if passes_on else parameters, beside)
-                del y, grad, beside
+                del y, grad, more, beside
                 if passes_on:
                     assert part.grad is not None
                     grad_x.put(micro_batch, part.grad)

@@ -27,6 +27,7 @@ _NUMERICS = {  # smallest and largest value
     "torch_threads": (1, MOST_THREADS),
     "head_chunk_tokens": (0, _LARGEST_WHOLE),
     "vocabulary_rows": (0, _LARGEST_WHOLE),
+    "range_experts": (0, _LARGEST_WHOLE),
     "width_step": (1, _LARGEST_WHOLE),
     "document_step": (0, _LARGEST_WHOLE),
 }

@@ -1,0 +1,196 @@
+"""Blocks whose experts are stages of their own: beside a block as one stage, at any size of a range, in several placements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drawn import every, quick_and_slow
+
+from fuyou_cli.engine.anatomy import dissect
+from fuyou_cli.engine.ranges import cut_experts, obstacles
+from fuyou_cli.engine.skeleton import build
+from fuyou_cli.recipe.schema import AdapterSection
+
+from .comparing import Outcome, assert_same, distance, relative
+from .rig import OPTIMIZER, Rig, Shape, Subject, assert_moves_as_planned, outcome
+from .test_expert_lora import Adapted
+from .test_forward_only import assert_as_in_memory
+from .test_mixtures import FAMILIES, WAYS, Decided
+from .test_unlike_rows import SHAPE as UNLIKE_ROWS
+from .test_unlike_rows import numerics_of as unlike_numerics
+from .test_unlike_rows import run as run_unlike
+
+OF_EACH = [name for name in FAMILIES if "granitemoe" not in name and name != "nemotron_h, every kind"]
+SMOOTH = replace(OPTIMIZER, lr=1e-3, epsilon=1e-4)  # else the last bits of gradients near zero decide where a bias goes
+LORA = AdapterSection(r=4, lora_alpha=8, target_modules=["q_a_proj", "q_b_proj", "o_proj"])
+
+
+def _outcome(family: str, folder: Path, size: int, *, kind: type[Subject] = Decided, **more: Any) -> Outcome:
+    subject = kind(FAMILIES[family], Shape(experts=size, batch=6), **more)
+    return outcome(subject, folder / str(size), 6, clip=0.5, optimizer=SMOOTH)
+
+
+@pytest.mark.parametrize("family", every(4, OF_EACH))
+def test_beside_one_stage(family: str, tmp_path: Path) -> None:
+    """Losses and weights are those of whole blocks, and the same bits wherever a block is cut."""
+    whole = _outcome(family, tmp_path, 0)
+    cut = [_outcome(family, tmp_path, size) for size in (8, 2, 1)]
+    for one in cut[1:]:
+        assert_same(one, cut[0])
+    assert relative(cut[0][0], whole[0]) <= 1e-6
+    assert distance(cut[0][1], whole[1]) <= 1e-6
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_on_attention_beside_frozen_experts(dtype: Any, tmp_path: Path) -> None:
+    def run(size: int) -> Outcome:
+        subject = Decided(FAMILIES["deepseek_v3, groups"], Shape(dtype=dtype, experts=size), adapter=LORA)
+        assert not any(stage.trained for stage in subject.spec.stages if stage.expert_range is not None)
+        return outcome(subject, tmp_path / str(size), 5, clip=0.5, optimizer=SMOOTH)
+
+    whole, *cut = [run(size) for size in (0, 4, 2, 1)]
+    for one in cut[1:]:
+        assert_same(one, cut[0])
+    if dtype == "float32":
+        assert relative(cut[0][0], whole[0]) <= 1e-6
+        assert distance(cut[0][1], whole[1]) <= 1e-6
+
+
+def test_adapters_of_experts(tmp_path: Path) -> None:
+    subjects = [Adapted("qwen3_moe", Shape(experts=size)) for size in (0, 4, 1)]
+    whole, *cut = [outcome(one, tmp_path / str(n), 6, clip=0.5, optimizer=SMOOTH) for n, one in enumerate(subjects)]
+    assert_same(cut[1], cut[0])
+    assert relative(cut[0][0], whole[0]) <= 1e-6
+    assert distance(cut[0][1], whole[1]) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    "freeze", [["layers.0.*", "embed_tokens"], ["embed_tokens", "layers.*.self_attn", "layers.0.mlp.experts.[0-1]"]]
+)
+def test_frozen_below(freeze: list[str], tmp_path: Path) -> None:
+    """Backward ends at a range of experts, or at a block whose ranges below are frozen."""
+    freeze = [f"model.{one}" for one in freeze]
+    whole, *cut = [_outcome("qwen3_moe", tmp_path, size, freeze=freeze) for size in (0, 4, 1)]
+    assert_same(cut[1], cut[0])
+    assert distance(cut[0][1], whole[1]) <= 1e-6
+
+
+# ---- placements ----------------------------------------------------------------------------------------------------------
+
+MORE_WAYS = {
+    **WAYS,
+    "states on the device": dict(device="emulated", device_states=(1, 2, 3), gpu_budget=1 << 30),
+    "batch passes through the host": dict(device="emulated", batch_on_device=False),
+    "two sweeps across": dict(device="emulated", batch_on_device=False, sweeps=2),
+    "norm first there": dict(device="emulated", norm_first=True),
+    "boundaries there": dict(device="emulated", boundaries="gpu", gpu_budget=1 << 30),
+    "one directory of two": dict(directories=2),
+}
+PLACED = {"qwen3_moe, dense and sparse": "bfloat16", "gpt_oss": "float32", "deepseek_v3, groups": "bfloat16"}
+
+
+@pytest.fixture(scope="module")
+def subjects() -> Callable[[str, str], Subject]:
+    return cache(lambda family, dtype: Subject(FAMILIES[family], Shape(dtype=dtype, experts=2)))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def on_the_ssd(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Subject], Outcome]:
+    return cache(lambda subject: outcome(subject, tmp_path_factory.mktemp("store"), 4, clip=0.5))
+
+
+@pytest.mark.parametrize("way", MORE_WAYS)
+@pytest.mark.parametrize(("family", "dtype"), quick_and_slow(PLACED.items(), lambda number: number == 0))
+def test_same_bits(
+    way: str, family: str, dtype: str, subjects: Callable[[str, str], Subject], on_the_ssd: Callable[[Subject], Outcome],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    subject = subjects(family, dtype)
+    assert_same(outcome(subject, tmp_path, 4, clip=0.5, **MORE_WAYS[way]), on_the_ssd(subject))
+
+
+def test_moves_as_planned(tmp_path: Path) -> None:
+    """A step reads the weights of each range once in each pass, and what the block sent to its experts once."""
+    subject = Subject(FAMILIES["deepseek_v3, groups"], Shape(experts=2))
+    plan, _ = assert_moves_as_planned(subject, tmp_path, home="ssd", lookahead=0)
+    weights = sum(stage.weight_bytes for stage in subject.spec.stages if stage.expert_range is not None)
+    assert plan.predicted.read_per_step > 2 * weights
+
+
+def test_balanced(tmp_path: Path) -> None:
+    """The auxiliary loss counts the choices of all layers, wherever their experts are computed."""
+    found = []
+    for size in (0, 2):
+        subject = Decided(FAMILIES["qwen3_moe"], Shape(router_aux_loss=0.05, experts=size))
+        with Rig(subject, tmp_path / str(size), clip=0.5, optimizer=SMOOTH) as rig:
+            rig.run(4)
+            found.append(([one.aux_loss for one in rig.outcomes], [one.sent for one in rig.outcomes], rig.weights()))
+    assert found[0][1] == found[1][1]
+    assert relative(found[1][0], found[0][0]) <= 1e-6  # type: ignore[arg-type]
+    assert distance(found[1][2], found[0][2]) <= 1e-6
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("way", [{}, dict(device="emulated"), dict(device="emulated", batch_on_device=False)])
+def test_rows_of_unlike_length(apart: bool, way: dict[str, Any], tmp_path: Path) -> None:
+    """Micro-batches of unlike width: padded, or end to end. Padding adds nothing to the sums of other rows."""
+    found = []
+    for size in (0, 2):
+        subject = Decided(FAMILIES["qwen3_moe"], replace(UNLIKE_ROWS, experts=size), apart=apart)
+        subject.numerics = unlike_numerics(subject)
+        with Rig(subject, tmp_path / str(size), clip=0.5, optimizer=SMOOTH, **way) as rig:
+            found.append((run_unlike(rig), rig.weights()))
+    assert relative(found[1][0], found[0][0]) <= 1e-6
+    assert distance(found[1][1], found[0][1]) <= 1e-6
+
+
+def test_evaluated_as_transformers_in_memory(tmp_path: Path) -> None:
+    assert_as_in_memory(Decided(FAMILIES["deepseek_v3, groups"], Shape(experts=2)), tmp_path)
+
+
+# ---- what is cut -----------------------------------------------------------------------------------------------------------
+
+
+def test_stages_hold_every_matrix_once() -> None:
+    whole = dissect(build(FAMILIES["gpt_oss"], dtype="float32", attention="sdpa"))
+    cut = cut_experts(whole, 3)
+    assert [stage.name for stage in cut.stages][1:4] == ["layers.0", "layers.0.mlp.experts[0:3]", "layers.0.mlp.experts[3:4]"]
+    elements: dict[str, int] = {}
+    for tensor in (tensor for stage in cut.stages for tensor in stage.tensors):
+        assert tensor.first == elements.get(tensor.name, 0)
+        elements[tensor.name] = tensor.first + tensor.numel
+    assert elements == {tensor.name: tensor.numel for stage in whole.stages for tensor in stage.tensors}
+
+
+@pytest.mark.parametrize(
+    ("family", "told"),
+    [("granitemoe, top 1", "does more with what its experts return"), ("nemotron_h, every kind", "own width")],
+)
+def test_blocks_that_do_more_are_left_whole(family: str, told: str) -> None:
+    anatomy = dissect(build(FAMILIES[family], dtype="float32", attention="sdpa"))
+    reasons = obstacles(anatomy)
+    assert reasons and all(told in reason or "does more" in reason for reason in reasons.values())
+    assert [stage.name for stage in cut_experts(anatomy, 2).stages] == [stage.name for stage in anatomy.stages]
+
+
+def test_all_tokens_to_one_expert(tmp_path: Path) -> None:
+    """Equal logits send every token to the first experts; the last range has nothing to compute, and decays."""
+
+    class Tied(Subject):
+        def fresh(self) -> Any:
+            model = super().fresh()
+            for name, parameter in model.named_parameters():
+                if name.endswith("mlp.gate.weight"):
+                    torch.nn.init.zeros_(parameter)
+            return model
+
+    whole, *cut = [_outcome("qwen3_moe", tmp_path, size, kind=Tied) for size in (0, 2, 1)]
+    assert_same(cut[1], cut[0])
+    assert relative(cut[0][0], whole[0]) <= 1e-6
+    assert distance(cut[0][1], whole[1]) <= 1e-6
