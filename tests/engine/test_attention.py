@@ -10,13 +10,15 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from fuyou_cli.advice.facts import allowed_kernels
-from fuyou_cli.engine.attention import AttentionSeen, rows_are_whole
+from fuyou_cli.engine.attention import AttentionSeen, attend, rows_are_whole
 from fuyou_cli.engine.compiled import CompiledBlocks, load_compiler
 
 from .families import FAMILIES, gpt2, llama
 from .rig import Rig, Shape, Subject
+from .test_mixtures import FAMILIES as MIXTURES
 
 
 @pytest.mark.parametrize(
@@ -85,3 +87,34 @@ def test_flash_attention_looks_at_no_values_of_a_row(monkeypatch: pytest.MonkeyP
             bool(flash._is_packed_sequence(positions, 1))
         rows_are_whole()
         assert flash._is_packed_sequence(positions, 1) is False
+
+
+# ---- latent attention, whose values are narrower than its queries ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_narrow_values_are_attended_to_as_by_torch(masked: bool) -> None:
+    generator = torch.Generator().manual_seed(3)
+    query, key, value = (torch.randn(2, 4, 48, size, generator=generator, requires_grad=True) for size in (24, 24, 16))
+    mask = torch.ones(48, 48, dtype=torch.bool).tril().logical_and(torch.rand(48, 48, generator=generator) < 0.7)
+    mask = (mask | torch.eye(48, dtype=torch.bool)).view(1, 1, 48, 48) if masked else None
+    grad = torch.randn(2, 48, 4, 16, generator=generator)
+    found = []
+    for function in (attend, sdpa_attention_forward):
+        out, _ = function(torch.nn.Module(), query, key, value, mask, scaling=0.3, is_causal=not masked)
+        found.append((out, *torch.autograd.grad(out, (query, key, value), grad)))
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.shape == theirs.shape
+        assert (ours - theirs).norm() <= 1e-6 * theirs.norm()
+
+
+def test_narrow_values_take_a_fused_kernel(tmp_path: Path) -> None:
+    """So a block takes no scores of a row times a row."""
+    with Rig(Subject(MIXTURES["deepseek_v3"], Shape()), tmp_path, home="cpu") as rig:
+        rig.run(1)
+        assert rig.executor.attention.kernel == "flash"
+    short, long = (
+        next(stage for stage in Subject(MIXTURES["deepseek_v3"], Shape(tokens=tokens)).spec.stages if stage.kind == "block")
+        for tokens in (512, 2048)
+    )
+    assert long.backward_peak < 4.5 * short.backward_peak
