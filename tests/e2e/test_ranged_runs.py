@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import transformers
 from safetensors.torch import load_file
 
 from fuyou_cli.core.errors import Interrupted
-from fuyou_cli.core.units import MiB
+from fuyou_cli.core.units import GiB, MiB
+from fuyou_cli.machine.described import described
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training.exporting import export_store
 from fuyou_cli.training.prepared import Ready
@@ -111,3 +113,28 @@ def test_quantised_experts(projects: Any) -> None:
     losses, _ = train(cut)
     wanted, _ = train(prepared_run(projects("nf4-whole", keys, fits=True)))
     assert losses == pytest.approx(wanted, rel=1e-6)
+
+
+DEEPSEEK_V3: dict[str, Any] = {
+    "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_attention_heads": 128,
+    "num_key_value_heads": 128, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "v_head_dim": 128, "n_routed_experts": 256, "num_experts_per_tok": 8, "first_k_dense_replace": 1, "num_hidden_layers": 3,
+    "max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+def test_layers_of_deepseek_v3_fit_a_card(new_project: NewProject, materials: Path) -> None:
+    """LoRA in bfloat16 with rows of 4,096 tokens: in 24 GiB of a card, where two whole layers take 43."""
+    folder = materials / "deepseek-v3"
+    shutil.copytree(materials / "model", folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    words = len(transformers.AutoTokenizer.from_pretrained(folder))
+    transformers.DeepseekV3Config(vocab_size=words, **DEEPSEEK_V3).save_pretrained(folder)
+    keys = {
+        "model.name_or_path": str(folder), "adapter": {"r": 16}, "dataset.max_seq_len": 4096, "train.batch_size": 8,
+        "precision.compute": "bfloat16", "offload.device": "cuda", "offload.max_memory": {},
+    }  # fmt: skip
+    recipe = load_recipe(new_project("deepseek", keys).recipe).recipe
+    found = planned(recipe, described("rtx4090,2xgen4,64GiB"), here=False)
+    budget = found.request.gpu_budget
+    assert budget is not None and 0 < found.plan.predicted.gpu_peak <= budget < 24 * GiB
+    assert found.plan.numerics.range_experts == 64

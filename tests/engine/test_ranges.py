@@ -15,13 +15,15 @@ from drawn import every, quick_and_slow
 from fuyou_cli.engine.anatomy import dissect
 from fuyou_cli.engine.ranges import cut_experts, obstacles
 from fuyou_cli.engine.skeleton import build
+from fuyou_cli.planner.memory import compute_memory
 from fuyou_cli.recipe.schema import AdapterSection
 
 from .comparing import Outcome, assert_same, distance, relative
 from .rig import OPTIMIZER, Rig, Shape, Subject, assert_moves_as_planned, outcome
+from .test_compute_memory import LiveOutside
 from .test_expert_lora import Adapted
 from .test_forward_only import assert_as_in_memory
-from .test_mixtures import FAMILIES, WAYS, Decided
+from .test_mixtures import FAMILIES, WAYS, Decided, _one_for_all, _with_routers
 from .test_unlike_rows import SHAPE as UNLIKE_ROWS
 from .test_unlike_rows import numerics_of as unlike_numerics
 from .test_unlike_rows import run as run_unlike
@@ -194,3 +196,21 @@ def test_all_tokens_to_one_expert(tmp_path: Path) -> None:
     assert_same(cut[1], cut[0])
     assert relative(cut[0][0], whole[0]) <= 1e-6
     assert distance(cut[0][1], whole[1]) <= 1e-6
+
+
+@pytest.mark.parametrize("micro", [1, 8])
+def test_memory_does_not_depend_on_where_tokens_go(micro: int, tmp_path: Path) -> None:
+    peaks = []
+    for change in (_one_for_all, lambda router: None):
+        shape = Shape(batch=8, micro=micro, tokens=64, experts=2)
+        subject = _with_routers(Subject(FAMILIES["qwen3_moe"], shape), change)
+        with Rig(subject, tmp_path / str(len(peaks)), home="cpu") as rig:
+            charged = compute_memory(subject.spec, rig.request)
+            live = LiveOutside(rig.memory.arena)
+            ids, labels = next(subject.batches(1))
+            with live:
+                rig.step(ids, labels, 1, last=True)
+            rig.executor.drain()
+        peaks.append(live.peak)
+        assert live.peak <= charged.whole_batch + charged.stage
+    assert max(peaks) <= 1.1 * min(peaks)
