@@ -34,7 +34,7 @@ from .host_memory import HostMemory
 from .loss import IGNORED, shifted
 from .passes.embedding import EmbeddingPasses
 from .passes.head import HeadPasses
-from .passes.ranges import RangedPasses
+from .passes.ranged import RangedPasses
 from .routing import Routing
 from .streamed import Call, StreamedModel
 from .updates import Optimizer, Scalars

@@ -21,7 +21,7 @@ from .activations.recompute import Recompute
 from .documents import Documents
 from .executor import Executor
 from .loss import shifted
-from .passes.ranges import RangedPasses
+from .passes.ranged import RangedPasses
 
 
 class Rows(Protocol):

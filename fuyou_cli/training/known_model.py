@@ -77,6 +77,13 @@ class KnownModel:
         if facts != self._kept:
             self.descriptions.keep(facts)
 
+    def uncut(self) -> str:
+        """Says why a block with experts stays whole."""
+        from ..engine.ranges import obstacles
+
+        name, reason = next((one for one in obstacles(self.build().anatomy).items() if one[1]), ("", ""))
+        return f"{name} cannot be computed in ranges of its experts: {reason}"
+
     def specified(self, numerics: Numerics, files: InPlace | None, *, compiled: bool) -> ModelSpec:
         """Returns the model's specification at micro-batches of this shape, kept or traced. Raises UsageError if it cannot be
         traced."""

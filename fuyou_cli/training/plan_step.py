@@ -101,12 +101,16 @@ def _plan(
 
     if resolved.manifest is not None or inspected.known.facts.refusal is not None:
         return planned(0)
-    return _cut_to_fit(planned, lambda: planner(0).range_sizes(micro_batch_size))
+    return _cut_to_fit(
+        planned, lambda: planner(0).range_sizes(micro_batch_size), lambda: say(f"note: {inspected.known.uncut()}")
+    )
 
 
-def _cut_to_fit(planned: Callable[[int], Planned], sizes: Callable[[], list[int]]) -> Planned:
+def _cut_to_fit(
+    planned: Callable[[int], Planned], sizes: Callable[[], list[int]], cannot: Callable[[], None]
+) -> Planned:  # fmt: skip
     """Returns the plan of whole blocks. Where it does not fit, returns that of blocks whose experts are stages of their own, in
-    the largest ranges that fit. Both take the same time: each weight still passes once. Raises PlanError."""
+    the largest ranges that fit. Each weight still passes once. Calls `cannot` where no block can be cut. Raises PlanError."""
     refused: PlanError | None = None
     whole: Planned | None = None
     try:
@@ -117,6 +121,7 @@ def _cut_to_fit(planned: Callable[[int], Planned], sizes: Callable[[], list[int]
         with suppress(PlanError):
             cut = planned(size)
             if not cut.model.has_ranges:
+                cannot()
                 break
             if _fits(cut):
                 return cut
