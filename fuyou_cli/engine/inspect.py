@@ -37,6 +37,7 @@ _WITHOUT_ROOM = {
     _aten._log_softmax, _aten._log_softmax_backward_data, _aten.nll_loss_forward, _aten.nll_loss_backward, _aten._to_copy,
     _aten.empty_like,
 }  # fmt: skip
+_OPERATORS = 4  # that a range runs for one product of an expert: it gathers and adds rows expert by expert, too
 _NUMBERS = ("layer_idx", "layer_id", "layer_number", "block_idx", "training")
 
 
@@ -382,7 +383,8 @@ def _range_cost(stage: Stage, sent: Sent, *, dtype: str) -> Costs:
     matrices = [tensor for tensor in stage.tensors if tensor.routed and len(tensor.shape) == (2 if tensor.whole is None else 3)]
     of_each = 2.0 * tokens * each / experts
     flops, frozen = (of_each * sum(t.numel for t in matrices if all_of or t.frozen) for all_of in (True, False))
-    work = ExpertWork(flops=flops, rows=tokens * each / experts, products=len(matrices), frozen_flops=frozen)
+    launches = _OPERATORS * len(matrices)
+    work = ExpertWork(flops=flops, rows=tokens * each / experts, products=launches, frozen_flops=frozen)
     return _costs(flops, *peaks, expert_work=work)
 
 

@@ -20,6 +20,7 @@ from fuyou_cli.training.prepared import Ready
 
 from .conftest import NewProject, Project
 from .running import interrupt, planned, prepared_run, sums, train
+from .test_inference import streamed
 from .test_mixture_runs import SIZES
 
 STEPS = 4
@@ -87,6 +88,8 @@ def test_trains_stops_and_exports(family: str, projects: Any, tmp_path: Path) ->
     exports = [export_store(one, tmp_path / one.name, dtype="float32", max_shard_size=1 << 30) for one in (of_whole, store)]
     before, after = ({k: v for file in files for k, v in load_file(file).items()} for files in exports)
     assert before.keys() == after.keys()
+    told = [streamed(one, memory=1 << 28) for one in (store, of_whole)]  # by `fuyou eval`
+    assert told[0] == pytest.approx(told[1], rel=1e-6)
     for name, value in before.items():
         assert torch.allclose(after[name], value, rtol=0, atol=1e-5), name
 

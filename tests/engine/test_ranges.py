@@ -12,6 +12,7 @@ import pytest
 import torch
 from drawn import every, quick_and_slow
 
+from fuyou_cli.core import heap
 from fuyou_cli.engine.anatomy import dissect
 from fuyou_cli.engine.ranges import cut_experts, obstacles
 from fuyou_cli.engine.skeleton import build
@@ -19,6 +20,7 @@ from fuyou_cli.planner.memory import compute_memory
 from fuyou_cli.recipe.schema import AdapterSection
 
 from .comparing import Outcome, assert_same, distance, relative
+from .late import make_late
 from .rig import OPTIMIZER, Rig, Shape, Subject, assert_moves_as_planned, outcome
 from .test_compute_memory import LiveOutside
 from .test_expert_lora import Adapted
@@ -214,3 +216,32 @@ def test_memory_does_not_depend_on_where_tokens_go(micro: int, tmp_path: Path) -
         peaks.append(live.peak)
         assert live.peak <= charged.whole_batch + charged.stage
     assert max(peaks) <= 1.1 * min(peaks)
+
+
+@pytest.mark.parametrize("stays", [True, False])
+@pytest.mark.parametrize("batch", [8, 2])
+def test_a_step_stays_within_what_a_device_is_charged(
+    stays: bool, batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `test_crossings` has it of dense models: storage by storage, with copies as late as they may be."""
+    monkeypatch.setattr(heap, "HOLES", 0.0)
+    monkeypatch.setattr(heap, "HELD", 0.0)
+    subject = Subject(FAMILIES["deepseek_v3, groups"], Shape(batch=batch, micro=2, tokens=64, experts=2, dtype="bfloat16"))
+    with Rig(subject, tmp_path, home="cpu", batch_on_device=stays, **make_late(monkeypatch)) as rig:
+        fixed = rig.device.peak_memory()
+        on_device = rig.plan.predicted.gpu_peak - fixed
+        charged = compute_memory(subject.spec, rig.request).whole_batch + on_device
+        live = LiveOutside(rig.memory.arena)
+        visits = rig.executor.visits
+        inputs = [] if visits.crossings.inputs is None else visits.crossings.inputs._places
+        for place in (*visits.sums._spans, *visits.weights.turns, *inputs):
+            live._known.add(place.memory.untyped_storage()._cdata)
+        whole = visits.crossings.batches.whole
+        first = 0 if whole is None else whole.data_ptr()
+        live.aside = range(first, first + max(span.offset + span.size for span in rig.plan.batch_slots)) if stays else range(0)
+        ids, labels = next(subject.batches(1))
+        with live:
+            rig.step(ids, labels, 1, last=True)
+        rig.executor.drain()
+        assert rig.device.peak_memory() <= rig.plan.predicted.gpu_peak
+    assert live.peak <= charged
