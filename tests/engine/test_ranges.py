@@ -51,6 +51,16 @@ def test_beside_one_stage(family: str, tmp_path: Path) -> None:
     assert distance(cut[0][1], whole[1]) <= 1e-6
 
 
+@pytest.mark.parametrize("family", every(2, ["gpt_oss", "qwen3_moe"]))
+def test_the_same_bits_in_bfloat16(family: str, tmp_path: Path) -> None:
+    """Also where many rows go to an expert, which are multiplied in pieces."""
+    shape = Shape(dtype="bfloat16", batch=8, micro=4, tokens=64)
+    subjects = [Subject(FAMILIES[family], replace(shape, experts=size)) for size in (4, 3, 1)]
+    first, *others = [outcome(one, tmp_path / str(n), 3, clip=0.5) for n, one in enumerate(subjects)]
+    for other in others:
+        assert_same(other, first)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_adapters_on_attention_beside_frozen_experts(dtype: Any, tmp_path: Path) -> None:
     def run(size: int) -> Outcome:
