@@ -132,8 +132,10 @@ def _cut_to_fit(
 
 
 def _fits(planned: Planned) -> bool:
-    plan, request = planned.plan, planned.request
-    return request.has_room_for(plan, planned.hardware) and plan.predicted.cpu_peak <= request.cpu_budget
+    """Tells whether RAM and the device have room. Disks need as much whatever is cut."""
+    predicted, request = planned.plan.predicted, planned.request
+    on_device = request.gpu_budget is None or predicted.gpu_peak <= request.gpu_budget
+    return on_device and predicted.cpu_peak <= request.cpu_budget
 
 
 def replan(before: Planned, recipe: Recipe, *, choose: Choose | None = None) -> Planned:
