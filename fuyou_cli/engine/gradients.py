@@ -87,13 +87,15 @@ class GradientSum:
 
     def _part(self, index: int, first: int, count: int) -> tuple[torch.Tensor, bool]:
         """Returns some elements of parameter `index`, and whether nothing was added to any of the parameter yet and all are
-        meant. Others are zero then."""
+        meant. Others are zero then. Of one tensor for all experts none counts as all, as a range may hold a single one: a
+        product that is added to zeros has other last bits."""
         spec, is_new = self.stage.tensors[index], index not in self.touched
+        is_all = count == spec.numel and spec.whole is None
         if is_new:
             self.touched.add(index)
-            if count < spec.numel:
+            if not is_all:
                 self.flat[spec.offset : spec.offset + spec.numel].zero_()
-        return self.flat[spec.offset + first : spec.offset + first + count], is_new and count == spec.numel
+        return self.flat[spec.offset + first : spec.offset + first + count], is_new and is_all
 
     def _place(self, index: int) -> torch.Tensor:
         spec = self.stage.tensors[index]

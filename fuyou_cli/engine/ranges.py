@@ -4,9 +4,9 @@ The block's own forward runs with zeros in place of what its experts return, and
 range adds the weighted outputs of its experts to a sum, and the last adds the sum to what the block returned. All rows of a
 sweep pass through the block before its first range begins, so that a range's weights pass once in each visit.
 
-Exactness: a token's outputs are added one by one in the order of its experts, in float32, and so are the gradients of what they
-had. So bits do not depend on where a block is cut. That a block adds what its experts return, and does nothing else with it, is
-tried on its own forward, never derived from a family's name.
+Exactness: a token's outputs are added one by one in the order of its experts, in float32, and the gradients of what they had in
+the reverse order, as backward visits ranges. So bits do not depend on where a block is cut. That a block adds what its experts
+return, and does nothing else with it, is tried on its own forward, never derived from a family's name.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def differentiate(
     `inside` after each expert."""
     assert stage.expert_range is not None and stage.module is not None
     width, wanted = sent.hidden.shape[1], sums is not None
-    for rows in Rows.each(sent.chosen, *stage.expert_range):
+    for rows in reversed(list(Rows.each(sent.chosen, *stage.expert_range))):  # as ranges are visited
         x = sent.hidden.index_select(0, rows.tokens).requires_grad_(wanted)
         shares = sent.weights[rows.tokens, rows.places].unsqueeze(1).requires_grad_(wanted)
         with torch.enable_grad():
