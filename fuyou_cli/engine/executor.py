@@ -103,6 +103,7 @@ class Executor:
         self._first_update = min(at_once, default=len(visits.schedule.visits))  # the visit at whose end the first update begins
         self._updating = self._measures = False  # in this step: an update has begun, backward only measures the norm so far
         self._squares: dict[int, float] = {}
+        self._each: dict[int, list[float]] = {}  # of the tensors of each stage, where ranges of experts are stages
         self._scalars = Scalars(optimizer=optimizer, lr=0.0, step=1)
         self._outcome = StepOutcome(loss=0.0, grad_norm=None, label_tokens=0)
         inside = None if device.separate else visits.inside
@@ -133,6 +134,7 @@ class Executor:
         """
         assert not self.may_skip or self.plan.clip_grad_norm is not None
         self._squares, self._updating, self._measures = {}, False, self.plan.norm_first
+        self._each.clear()
         self._scalars = Scalars(optimizer=self.optimizer, lr=lr, step=step - self.skipped)
         self._outcome = StepOutcome(loss=0.0, grad_norm=None, label_tokens=0)
         self.visits.begin_step(step, last=last)
@@ -240,6 +242,8 @@ class Executor:
         measured before."""
         self.head.settle()  # a loss that is not finite explains such gradients, and nothing may be updated by them
         if squares is not None:
+            if self.model.has_ranges:
+                self._each[stage] = squares
             self._squares[stage] = self._squared(stage, gradients, squares)
         if self._measures:
             return
@@ -285,6 +289,8 @@ class Executor:
         if self._outcome.skipped:
             self._scalars = replace(self._scalars, skipped=True)
         elif limit is not None:
-            norm = sum(self._squares[stage] for stage in sorted(self._squares)) ** 0.5
+            # Of a block that is cut, exactly: so it does not matter where.
+            exact = math.fsum(square for squares in self._each.values() for square in squares)
+            norm = (exact or sum(self._squares[stage] for stage in sorted(self._squares))) ** 0.5
             self._outcome.grad_norm = norm
             self._scalars = replace(self._scalars, gradient_scale=min(1.0, limit / (norm + 1e-6)))
