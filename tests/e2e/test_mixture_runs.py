@@ -278,7 +278,7 @@ def test_another_adapter_of_experts_is_refused(mixture: NewProject, tmp_path: Pa
         prepared_run(mixture("qwen3_moe-second", {"adapter": asked}))
 
 
-@pytest.mark.parametrize("quantize", ["none", "nf4"])
+@pytest.mark.parametrize("quantize", [pytest.param("none", marks=pytest.mark.slow), "nf4"])
 def test_frozen_experts_below_an_adapter_stay_where_they_are(quantize: str, mixture: NewProject) -> None:
     """In the model's own files, or in nf4; a run that was stopped has the same bits, and the plan counts what it reads."""
     changes = {**OF_EXPERTS, "model.quantize": quantize, "checkpoint.commit_every_steps": 1}

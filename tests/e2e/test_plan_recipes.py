@@ -170,7 +170,7 @@ def test_all_are_planned_here() -> None:
     assert {*PROMISES, "quickstart"} == set(shipped_recipes())
 
 
-@pytest.mark.parametrize("name", quick_and_slow(PROMISES, lambda number: list(PROMISES)[number] not in SEARCHED))
+@pytest.mark.parametrize("name", quick_and_slow(PROMISES, lambda number: number % 2 and list(PROMISES)[number] not in SEARCHED))
 def test_it_keeps_its_promise(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     promise, found = PROMISES[name], planned(name, tmp_path)
     plan, compute = found.plan.predicted, found.plan.predicted.seconds["compute"]

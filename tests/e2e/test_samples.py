@@ -156,6 +156,7 @@ def test_settings_of_the_model(new_project: NewProject, materials: Path, tmp_pat
         inspect(resolve(load_recipe(new_project("other", asked).recipe).recipe, say=silent), say=silent)
 
 
+@pytest.mark.slow
 def test_a_template_that_never_ends(new_project: NewProject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "SECONDS", 2.0)
     (template := tmp_path / "loops.jinja").write_text(LOOPS)

@@ -54,7 +54,9 @@ def test_a_way_is_another_model(name: str, kind: str) -> None:
     assert {kind, "full_attention"} == set(config.layer_types)
 
 
-@pytest.mark.parametrize("name", every(80, [name for name in VERDICTS if name not in OFTEN_WRONG]))
+@pytest.mark.parametrize(
+    "name", quick_and_slow([name for name in VERDICTS if name not in OFTEN_WRONG], lambda number: number == 80)
+)
 def test_as_the_table_says(name: str) -> None:
     """Builds a family in every way, from files. All of them, in ten minutes: `pytest -m slow -k table_says`."""
     if not SAME:
@@ -62,7 +64,8 @@ def test_as_the_table_says(name: str) -> None:
     assert models_table.tried(name).row == LINES[name]
 
 
-@pytest.mark.parametrize("name", quick_and_slow(OFTEN_WRONG, lambda number: number < 2))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OFTEN_WRONG)
 def test_as_the_table_says_of_families_that_are_many_kinds(name: str) -> None:
     """Of those that are slow here, e2e/test_families_from_files trains one each time."""
     test_as_the_table_says(name)
