@@ -78,7 +78,7 @@ PROMISES = {
     # Mixtures of experts.
     "qwen3-30b-a3b-lora-24gb": Promise(
         model="qwen3-30b-a3b", machine="rtx4090,gen4,64GiB", tokens=32_768, read=24, written=0.2, disk=62, waits=0.25,
-        beside=1,
+        beside=1.1, bottleneck="h2d",
     ),
     "qwen3-30b-a3b-lora-12gb": Promise(
         model="qwen3-30b-a3b", machine="rtx4090,gen4,32GiB", overrides=("offload.max_memory.gpu=11.4GiB",), gpu=11.4,
