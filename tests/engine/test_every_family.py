@@ -71,7 +71,7 @@ def test_as_the_table_says_of_families_that_are_many_kinds(name: str) -> None:
     test_as_the_table_says(name)
 
 
-@pytest.mark.parametrize("name", every(24, TRAINED))
+@pytest.mark.parametrize("name", every(40, TRAINED))
 def test_two_steps_as_plain_pytorch(name: str, tmp_path: Path) -> None:
     if name not in models_table.names():
         pytest.skip("this transformers does not have it")
@@ -97,7 +97,7 @@ class _Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", every(24, TRAINED))
+@pytest.mark.parametrize("name", every(40, TRAINED))
 def test_forward_multiplies_as_its_recompute(name: str) -> None:
     """Or bits would depend on what is kept: torch chooses products by what wants a gradient."""
     if name not in models_table.names():
