@@ -68,7 +68,7 @@ def arguments() -> argparse.Namespace:
     options.add_argument("parts", nargs="+", choices=PARTS)
     options.add_argument("--turns", type=int, default=2, help="of each side")
     options.add_argument("--measured", type=int, default=2, help="steps of a turn after the warm-up")
-    ask_for_run(options)
+    ask_for_run(options, KEYS)
     options.add_argument("--clipping", choices=("off", "both"), default="both")
     options.add_argument("--rows", type=int, default=16, help="of 512 tokens, in a step of `compute`")
     options.add_argument("--keep-activations", action="store_true", help="the other side of `compute` recomputes nothing")

@@ -47,7 +47,7 @@ def arguments() -> argparse.Namespace:
     options.add_argument("--steps", type=int, default=4, help="of a run, at least 4")
     options.add_argument("--budget", type=size, default=2 * GiB)
     options.add_argument("--rows", type=int, default=8, help="of 512 tokens a step, more than --micro")
-    ask_for_run(options)
+    ask_for_run(options, KEYS)
     return options.parse_args()
 
 
