@@ -359,7 +359,8 @@ def _result(row: Row) -> str:
 def _changes(console: Console, facts: RunFacts, outcomes: Sequence[Outcome], shapes: Symbols) -> None:
     """Prints changes that make the run fit, or spare its drives, to be added to the command."""
     if not outcomes:
-        say(console, f"{nothing_helps(facts, fits=not facts.problems).capitalize()}.")
+        words = nothing_helps(facts, fits=not facts.problems)
+        say(console, f"{words[0].upper()}{words[1:]}.")  # units stay as they are
         return
     heading(console, "Changes that help", f"the smallest of each kind, planned again ({facts.tried} plans tried)")
     content = _plans("add", shapes)
