@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
+import threading
+import time
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +47,20 @@ def test_help_tries_no_family(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     with pytest.raises(SystemExit) as caught:
         models_table.main(["--print", "--help"])
     assert caught.value.code == 0 and capsys.readouterr().out.startswith("usage: ")
+
+
+def test_a_process_that_the_kernel_ends_is_not_waited_for() -> None:
+    def end_it() -> None:
+        while not (found := multiprocessing.active_children()):
+            time.sleep(0.001)
+        found[0].kill()
+
+    ending = threading.Thread(target=end_it)
+    ending.start()
+    with pytest.raises(BrokenProcessPool) as caught:
+        models_table.all_tried(["falcon"])  # slow
+    ending.join()
+    assert caught.value.__notes__ == ["it tried falcon"]
 
 
 @pytest.mark.parametrize(
