@@ -296,7 +296,7 @@ def tried(name: str) -> Family:
             continue
         reason, apart = _tried(name, label)
         if reason:
-            if _computes(made(name, variants(name)[label])):
+            if computes(made(name, variants(name)[label])):
                 refused[label] = reason
         else:
             kept[label] = apart
@@ -332,7 +332,7 @@ def _tried(name: str, label: str) -> tuple[str, bool]:
         return why, not why and _isolated(read)
 
 
-def _computes(config: PreTrainedConfig) -> bool:
+def computes(config: PreTrainedConfig) -> bool:
     """Tells whether transformers computes anything with such a model. It makes some that it cannot run."""
     try:
         auto_class(config).from_config(config)(input_ids=torch.zeros(1, TOKENS, dtype=torch.long), use_cache=False)
