@@ -145,7 +145,8 @@ def _config(section: AdapterSection, beside: list[str], targets: str | list[str]
 
 def _targets(section: AdapterSection, model: PreTrainedModel, blocks: Iterable[nn.Module]) -> str | list[str]:
     """Returns the recipe's target modules. In a mixture all-linear means the linear layers of the blocks: peft's own meaning
-    has routers as well. Layers with names that peft, whoever loads the adapter, takes for the experts are left out."""
+    has routers as well. Layers with names that peft, whoever loads the adapter, takes for the experts or for
+    modules outside the blocks are left out."""
     targets = section.target_modules
     inside = [(name, module) for block in blocks for name, module in block.named_modules()]
     if targets != "all-linear" or not any(is_experts(module) for _, module in inside):
@@ -160,8 +161,10 @@ def _targets(section: AdapterSection, model: PreTrainedModel, blocks: Iterable[n
     linear = [(name.rpartition(".")[2], part) for name, part in inside if isinstance(part, (nn.Linear, Conv1D))]
     whole = {part: name for name, part in model.named_modules()}
     lost = _lost_by_peft(model, [whole[part] for _, part in linear])
-    beside = {name for name, part in linear if part in routers or whole[part] in lost}
-    return sorted({name for name, _ in linear} - beside - _joined_by_peft(model))
+    left = {name for name, part in linear if part in routers or whole[part] in lost}
+    blockwise, apart = {part for _, part in inside}, {part for one in beside_text(model) for part in one.modules()}
+    outside = {name.rpartition(".")[2] for part, name in whole.items() if part not in blockwise | apart}
+    return sorted({name for name, _ in linear} - left - outside - _joined_by_peft(model))
 
 
 def _experts_of(module: nn.Module) -> set[int]:
