@@ -55,6 +55,7 @@ SHAPES = {
     "llama8b-8": Shape(vocabulary=32768, hidden=4096, intermediate=14336, layers=8, heads=32, kv_heads=8),
     "llama8b-4": Shape(vocabulary=32768, hidden=4096, intermediate=14336, layers=4, heads=32, kv_heads=8),
     "moe-tiny": Shape(vocabulary=4096, hidden=96, intermediate=48, layers=2, heads=4, kv_heads=2, experts=8, chosen=2),
+    "moe-120m": Shape(vocabulary=8192, hidden=512, intermediate=256, layers=8, heads=8, kv_heads=8, experts=32, chosen=4),
     "moe": Shape(vocabulary=8192, hidden=1024, intermediate=512, layers=10, heads=16, kv_heads=16, experts=64, chosen=8),
     "moe-8": Shape(vocabulary=8192, hidden=1024, intermediate=512, layers=8, heads=16, kv_heads=16, experts=64, chosen=8),
 }

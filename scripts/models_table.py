@@ -15,6 +15,8 @@ import argparse
 import copy
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing import get_context
@@ -294,7 +296,7 @@ def tried(name: str) -> Family:
             continue
         reason, apart = _tried(name, label)
         if reason:
-            if _computes(made(name, variants(name)[label])):
+            if computes(made(name, variants(name)[label])):
                 refused[label] = reason
         else:
             kept[label] = apart
@@ -330,7 +332,7 @@ def _tried(name: str, label: str) -> tuple[str, bool]:
         return why, not why and _isolated(read)
 
 
-def _computes(config: PreTrainedConfig) -> bool:
+def computes(config: PreTrainedConfig) -> bool:
     """Tells whether transformers computes anything with such a model. It makes some that it cannot run."""
     try:
         auto_class(config).from_config(config)(input_ids=torch.zeros(1, TOKENS, dtype=torch.long), use_cache=False)
@@ -416,12 +418,25 @@ def table(families: list[Family]) -> Iterator[str]:
     )
 
 
+def all_tried(families: Sequence[str]) -> list[Family]:
+    """Tries all families, some in each process. Raises BrokenProcessPool with their names where the kernel ends one."""
+    found: list[Family] = []
+    for first in range(0, len(families), _AT_ONCE):
+        some = families[first : first + _AT_ONCE]
+        with ProcessPoolExecutor(1, mp_context=get_context("fork")) as process:  # a Pool waits for ever
+            try:
+                found += process.map(tried, some)
+            except BrokenProcessPool as error:
+                error.add_note(f"it tried {', '.join(some)}")
+                raise
+    return found
+
+
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--print", action="store_true", help="to the terminal instead")
     asked = parser.parse_args(words)
-    with get_context("fork").Pool(1, maxtasksperchild=_AT_ONCE) as pool:
-        text = "\n".join(table(pool.map(tried, names(), chunksize=1))) + "\n"
+    text = "\n".join(table(all_tried(names()))) + "\n"
     if asked.print:
         print(text, end="")
     else:

@@ -4,7 +4,7 @@
     python scripts/prove_crashes.py --work DIR
     200 kills of each kind, one to two hours on two cores; the same command continues where it was
     to try the script itself: --kills 8; only kinds whose names begin so: --kinds redo snapshot
-    runs that train an adapter or have int8 states: --run lora, --run qlora, --run int8
+    runs that train an adapter, have int8 states or train a mixture: --run lora, qlora, int8, moe, moe-lora
 
 A run of 60 tiny steps (`--steps`) commits every step. It is killed (SIGKILL) at random moments between its first byte in the
 store and its end. Most kills wait until the log shows the next commit or update. The same command continues the run, and it is
@@ -106,7 +106,7 @@ def prove(setting: Setting, options: argparse.Namespace) -> int:
             rows += judged(what, killed(setting, options, place, what), kills=options.kills)
     settings = {"kills": options.kills, "kinds": asked, "seed": options.seed, "each": EACH, "steps": options.steps}
     name = named(f"prove_crashes-{options.seed}", options.run) + ("" if len(asked) == len(KINDS) else "-some")
-    return setting.conclude(name, rows, {**settings, "model": "1m", "run": options.run})
+    return setting.conclude(name, rows, {**settings, "model": place.model.name, "run": options.run})
 
 
 if __name__ == "__main__":

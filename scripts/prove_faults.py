@@ -3,7 +3,7 @@
 
     python scripts/prove_faults.py --work DIR --every 1
     many hours on two cores; --every 20 samples every twentieth point; the same command continues
-    to try the script itself: --every 200 --kinds eio short; other runs: --run lora, qlora or int8
+    to try the script itself: --every 200 --kinds eio short; other runs: --run lora, qlora, int8, moe or moe-lora
 
 For n = 1, 2, 3 and on, the n-th call that a kind of fault applies to fails, once or from then on, until a run meets no fault.
 This is done while a model is loaded, in three steps that are committed, in a resumed run, and in an export. The kinds are: EIO,
@@ -81,7 +81,7 @@ def prove(setting: Setting, options: argparse.Namespace) -> int:
     rows.append(holds("all of it", "0 problems", f"{points} points, {problems} problems", points > 0 and not problems))
     settings = {"every": options.every, "kinds": options.kinds, "scenarios": options.scenarios, "seed": options.seed}
     name = named(f"prove_faults-every-{options.every}", options.run)
-    return setting.conclude(name, rows, {**settings, "model": "1m", "run": options.run})
+    return setting.conclude(name, rows, {**settings, "model": place.model.name, "run": options.run})
 
 
 if __name__ == "__main__":

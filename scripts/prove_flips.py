@@ -3,7 +3,7 @@
 
     python scripts/prove_flips.py --flips 1000 --work DIR
     about ten minutes on two cores; the same command continues; to try the script itself: --flips 20
-    other runs: --run lora, qlora or int8
+    other runs: --run lora, qlora, int8, moe or moe-lora
 
 Tiny runs are stopped, one for each kind of store: in place, striped over two folders, snapshots, redo, and redo killed while
 updates of its newest state were still to be done. Then the script flips one bit after another in an extent of the newest state,
@@ -90,14 +90,14 @@ def judged_manifests(kind: str, result: dict[str, Any], asked: int) -> Row:
 def prove(setting: Setting, options: argparse.Namespace) -> int:
     rows: list[Row] = []
     with placed(fresh(setting.work / "flips"), run=options.run) as place:
-        frozen = options.run in ("lora", "qlora")  # then two stages are trained, and no update waits for another
+        frozen = place.is_adapter  # then two stages are trained, and no update waits for another
         for kind, count in shares(options.flips, OVER if frozen else [*STORES]).items():
             rows.append(judged(kind, flipped(setting, options, place, kind, "bits", count), count, frozen=frozen))
         for kind, count in shares(options.flips, OVER).items():
             rows.append(judged_manifests(kind, flipped(setting, options, place, kind, "manifests", count), count))
     found = sum(int(str(row.values.get("flips", 0))) for row in rows)
     rows.append(holds("all of it", f"{2 * options.flips} found", str(found), found == 2 * options.flips))
-    settings = {"flips": options.flips, "resumed_every": options.resumed_every, "seed": options.seed, "model": "1m"}
+    settings = {"flips": options.flips, "resumed_every": options.resumed_every, "seed": options.seed, "model": place.model.name}
     name = named(f"prove_flips-{options.seed}", options.run)
     return setting.conclude(name, rows, {**settings, "run": options.run})
 

@@ -3,7 +3,7 @@
 
     python scripts/prove_power.py --work DIR
     500 cuts of five recorded runs, about 40 minutes on two cores; the same command continues
-    to try the script itself: --points 10; other runs: --run lora, qlora or int8
+    to try the script itself: --points 10; other runs: --run lora, qlora, int8, moe or moe-lora
 
 Every call below the folder of a run's store is recorded, with its data. The runs are: in place, redo, snapshots and striped
 over two folders from their beginning, and one that continues a stopped run. Cuts are drawn in turn from all moments of the log
@@ -87,7 +87,13 @@ def prove(setting: Setting, options: argparse.Namespace) -> int:
         for number, what in enumerate(RUNS):
             points = options.points // len(RUNS) + (number < options.points % len(RUNS))
             rows += judged(what, cut(setting, options, place, what, points), points)
-    settings = {"points": options.points, "steps": options.steps, "seed": options.seed, "model": "1m", "run": options.run}
+    settings = {
+        "points": options.points,
+        "steps": options.steps,
+        "seed": options.seed,
+        "model": place.model.name,
+        "run": options.run,
+    }
     return setting.conclude(named(f"prove_power-{options.seed}", options.run), rows, settings)
 
 

@@ -48,8 +48,8 @@ PARTS = ("compute", "ssd", "deepspeed")
 RATIO_IN_MEMORY, OF_BOUND, OF_BOUND_FROZEN, OF_FLOAT32_STATES = 0.93, 1.12, 1.10, 0.62
 FASTER = {(1, 2 * GiB): 2.4, (1, 8 * GiB): 5.0, (16, 2 * GiB): 1.3}  # (rows per step, budget) -> times DeepSpeed's
 PARAMETERS = {
-    "1m": 1e6, "20m": 21e6, "50m": 49e6, "125m": 127e6, "350m": 348e6, "1.1b": 1.1e9, "moe-tiny": 1e6, "moe-8": 0.86e9,
-    "moe": 1.07e9,
+    "1m": 1e6, "20m": 21e6, "50m": 49e6, "125m": 127e6, "350m": 348e6, "1.1b": 1.1e9, "moe-tiny": 1e6, "moe-120m": 118e6,
+    "moe-8": 0.86e9, "moe": 1.07e9,
 }  # fmt: skip
 EXPERTS = ("eager", "grouped_mm")  # of a mixture in memory: the faster counts
 FALL_BACK = {"1.1b": "350m", "moe": "moe-8"}
@@ -68,7 +68,7 @@ def arguments() -> argparse.Namespace:
     options.add_argument("parts", nargs="+", choices=PARTS)
     options.add_argument("--turns", type=int, default=2, help="of each side")
     options.add_argument("--measured", type=int, default=2, help="steps of a turn after the warm-up")
-    ask_for_run(options)
+    ask_for_run(options, KEYS)
     options.add_argument("--clipping", choices=("off", "both"), default="both")
     options.add_argument("--rows", type=int, default=16, help="of 512 tokens, in a step of `compute`")
     options.add_argument("--keep-activations", action="store_true", help="the other side of `compute` recomputes nothing")

@@ -11,9 +11,9 @@ known differences from a normal step are taken out: the first update reads no st
 with clipping the last update follows no forward and fetches its weights; what rests in RAM is written once, when the run is
 saved.
 
-The settings: all on ssd with and without clipping, and as planned for `--budget`. A parameter takes 26 bytes of a full run, and
-at most 14.8 with int8 states (--run int8); a frozen one of an adapter's run (--run lora, qlora) at most 4.1, and 1.2 in nf4,
-beside the adapter, which these runs commit in every step: the row says what that adds.
+The settings: all on ssd in one sweep, with and without clipping, and as planned for `--budget`. A parameter takes 26 bytes of a
+full run, and at most 14.8 with int8 states (--run int8); a frozen one of an adapter's run (--run lora, qlora) at most 4.1, and
+1.2 in nf4, beside the adapter, which these runs commit in every step: the row says what that adds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from proof.verdicts import Row, at_most, holds, missing, reported
 
 from fuyou_cli.core.units import GiB, gb, gib
 
-WITHIN = 0.01
+WITHIN = 0.004
+BESIDE = 0.001  # bytes per parameter that the kernel may see beside the store's: the log, manifests, what it pages in
 # Weights twice, remainder and moments read; weights, remainder and moments written. Of an adapter's run: weights twice.
 BYTES_PER_PARAMETER = {"full": 26, "int8": 14.8, "lora": 4.1, "qlora": 1.2}
 ADAPTER = ("offload.optimizer_states=auto", "offload.gradients=auto")  # it is small: it rests where the plan says
@@ -47,25 +48,27 @@ def arguments() -> argparse.Namespace:
     options.add_argument("--steps", type=int, default=4, help="of a run, at least 4")
     options.add_argument("--budget", type=size, default=2 * GiB)
     options.add_argument("--rows", type=int, default=8, help="of 512 tokens a step, more than --micro")
-    ask_for_run(options)
+    ask_for_run(options, KEYS)
     return options.parse_args()
 
 
 def beside_plan(what: str, result: dict, bytes_by: dict[str, tuple[float, float]]) -> list[Row]:
-    """Checks that the daemon's and the kernel's bytes are within one per cent of the plan's."""
+    """Checks that the daemon's and the kernel's bytes are within `WITHIN` of the plan's."""
     rows = []
     for who in ("daemon", "kernel"):
         for column, direction in enumerate(("read", "written")):
             planned, measured = bytes_by["plan"][column], bytes_by[who][column]
             line = f"{what}: {direction}, by the {who}"
+            beside = BESIDE * result["plan"]["parameters"] if who == "kernel" else 0
             if planned == 0:
-                allowed = 0.001 * result["plan"]["parameters"]  # the log and what the kernel pages in
-                rows.append(holds(line, "nothing", gb(measured), measured <= allowed))
+                rows.append(holds(line, "nothing", gb(measured), measured <= beside))
                 continue
             off = measured / planned - 1
             text = f"{gb(measured)} ({off:+.3%})"
             values = {"planned": planned, "measured": measured}
-            rows.append(holds(line, f"within {WITHIN:.0%} of {gb(planned)}", text, abs(off) <= WITHIN, values=values))
+            is_within = abs(off) <= WITHIN or 0 < measured - planned <= beside
+            asked = f"within {WITHIN:.1%} of {gb(planned)}" + (f" or {gb(beside)} above" if beside else "")
+            rows.append(holds(line, asked, text, is_within, values=values))
     return rows
 
 
@@ -99,12 +102,14 @@ def per_parameter(
 def prove(setting: Setting, options: argparse.Namespace) -> int:
     rows: list[Row] = []
     resting = ADAPTER if options.run in ("lora", "qlora") else ()
+    one_sweep = f"train.sweep_tokens={options.rows * LENGTH}"  # each further one reads weights again
     for clip in (None, 1.0):
         clipping = "clipping on" if clip is not None else "clipping off"
         for all_on_ssd in (True, False):
             case = Case(
                 shape=setting.shape, budget=options.budget, steps=max(4, options.steps), rows=options.rows, micro=setting.micro,
-                clip=clip, all_on_ssd=all_on_ssd, watch_counters=True, overrides=KEYS[options.run] + resting,
+                clip=clip, all_on_ssd=all_on_ssd, watch_counters=True,
+                overrides=(*KEYS[options.run], *resting, *([one_sweep] if all_on_ssd else [])),
                 commit_every=1 if resting else "auto",  # a plan's step has its share of a commit, which so few may never reach
             )  # fmt: skip
             what = f"{clipping}, {'all on ssd' if all_on_ssd else gib(options.budget)}"

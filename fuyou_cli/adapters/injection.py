@@ -24,7 +24,7 @@ from ..engine.anatomy import beside_text, blocks_of
 from ..engine.experts import LOW_RANK, LowRank, add_low_rank, is_experts, named_parts
 from ..engine.skeleton import LIBRARY_ERRORS, said
 from ..recipe.schema import AdapterSection
-from .adapter_names import ADAPTER, OF_EXPERTS, alpha_of_fused
+from .adapter_names import ADAPTER, OF_EXPERTS, alpha_of_fused, file_name
 
 _SAVED = "it names modules by the end of their names, as norm or lm_head"
 
@@ -64,6 +64,8 @@ def inject(model: PreTrainedModel, section: AdapterSection) -> LoraConfig:
                 hint="leave it out" if shared else "leave it out; adapter.modules_to_save trains it in full",
             )
         _match_dtype(layer)
+    if lost := sorted(_lost_by_peft(model, [name for name, _ in lora_layers(model)])):
+        raise UsageError(f"adapter.target_modules: peft does not find LoRA of {lost[0]} when it loads it", hint="leave it out")
     in_full = _train_in_full(model, tied)
     if wrong := [name for name in in_full if f"{name}.".startswith(tuple(f"{part}." for part in beside))]:
         raise UsageError(
@@ -113,6 +115,16 @@ def _joined_by_peft(model: PreTrainedModel) -> set[str]:
     return set(known._MOE_TARGET_MODULE_MAPPING.get(like, ()))
 
 
+def _lost_by_peft(model: PreTrainedModel, layers: Iterable[str]) -> set[str]:
+    """Returns the layers whose A and B peft would not find again: of some families it gives what it loads other names."""
+    from peft.utils import transformers_weight_conversion as known
+
+    keys = {file_name(f"{layer}.lora_A.{ADAPTER}.weight"): layer for layer in layers}
+    nothing = torch.empty(1, 1)
+    found = known.convert_peft_adapter_state_dict_for_transformers(model, LoraConfig(), dict.fromkeys(keys, nothing), ADAPTER)
+    return {layer for key, layer in keys.items() if key not in found}
+
+
 def _config(section: AdapterSection, beside: list[str], targets: str | list[str]) -> LoraConfig:
     """Returns peft's configuration for the text part of a model; peft leaves the parts `beside` it out, whoever loads it.
     `targets`: see `_targets`."""
@@ -133,22 +145,26 @@ def _config(section: AdapterSection, beside: list[str], targets: str | list[str]
 
 def _targets(section: AdapterSection, model: PreTrainedModel, blocks: Iterable[nn.Module]) -> str | list[str]:
     """Returns the recipe's target modules. In a mixture all-linear means the linear layers of the blocks: peft's own meaning
-    has experts and routers as well. Layers whose names experts also have in files are left out, because peft, whoever loads the
-    adapter, takes such a name for the experts."""
+    has routers as well. Layers with names that peft, whoever loads the adapter, takes for the experts or for
+    modules outside the blocks are left out."""
     targets = section.target_modules
     inside = [(name, module) for block in blocks for name, module in block.named_modules()]
-    routers = [
-        f"{name}.{own}" if name else own
-        for name, module in inside
-        if any(is_experts(part) for part in module.children())
-        for own, part in module.named_children()
-        if isinstance(part, nn.Linear) and part.out_features in (1, *_experts_of(module))
-    ]
     if targets != "all-linear" or not any(is_experts(module) for _, module in inside):
         return targets if isinstance(targets, str) else list(targets)
-    of_experts = {name.split(".")[-2] for parts in named_parts(model).values() for name, _, _ in parts}
-    linear = (name for name, module in inside if isinstance(module, (nn.Linear, Conv1D)) and name not in routers)
-    return sorted({name.rpartition(".")[2] for name in linear} - of_experts)
+    routers = {
+        part
+        for _, module in inside
+        if any(is_experts(child) for child in module.children())
+        for part in module.modules()
+        if isinstance(part, nn.Linear) and part.out_features in (1, *_experts_of(module))
+    }
+    linear = [(name.rpartition(".")[2], part) for name, part in inside if isinstance(part, (nn.Linear, Conv1D))]
+    whole = {part: name for name, part in model.named_modules()}
+    lost = _lost_by_peft(model, [whole[part] for _, part in linear])
+    left = {name for name, part in linear if part in routers or whole[part] in lost}
+    blockwise, apart = {part for _, part in inside}, {part for one in beside_text(model) for part in one.modules()}
+    outside = {name.rpartition(".")[2] for part, name in whole.items() if part not in blockwise | apart}
+    return sorted({name for name, _ in linear} - left - outside - _joined_by_peft(model))
 
 
 def _experts_of(module: nn.Module) -> set[int]:

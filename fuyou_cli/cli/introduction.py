@@ -94,13 +94,13 @@ def _facts(loaded: LoadedRecipe, planned: Planned, evaluated: Sequence[int] | No
 
 
 def _show_changes(loaded: LoadedRecipe, shown: Planned, now: Planned, evaluated: Sequence[int]) -> None:
-    """Shows what differs from the plan shown before, without the process's own growth."""
-    from .render.plan_screen import show_length
+    """Says what differs from the plan shown before, without the process's own growth, and what the number of steps decides."""
+    from .render.plan_screen import show_changed, show_length
 
     same: dict[str, Any] = {"memory": (), "predicted": now.plan.predicted, "cpu_budget": now.plan.cpu_budget}
     if replace(shown.plan, **same) != replace(now.plan, memory=()):
-        _show(loaded, now, evaluated)
-    elif shown.total_steps != now.total_steps:  # the data decides the number of steps
+        show_changed(status_console(), shown.plan, now.plan)
+    if shown.total_steps != now.total_steps:  # the data decides it
         show_length(status_console(), _facts(loaded, now, evaluated))
 
 

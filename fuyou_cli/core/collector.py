@@ -17,6 +17,9 @@ def uncollected() -> Iterator[None]:
         yield
     finally:
         if was_on:
+            if not gc.get_freeze_count():  # else somebody wants it to stay as it is
+                gc.freeze()  # and back: all there is counts as old, or the next new object would have all of it looked at
+                gc.unfreeze()
             gc.enable()
 
 

@@ -1,4 +1,4 @@
-"""Maps tokenised rows on disk into memory.
+"""Reads tokenised rows from disk. They are not mapped into memory: a drive that fails would end the process by a signal.
 
 A directory holds tokens.bin (int32), mask.bin (uint8: the bits of `packing`), offsets.npy (int64 [rows + 1]) and summary.json.
 """
@@ -6,10 +6,13 @@ A directory holds tokens.bin (int32), mask.bin (uint8: the bits of `packing`), o
 from __future__ import annotations
 
 import json
+import os
+import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +46,7 @@ NOTES = {  # kind of what was noted of a sample -> what it means
     "doubled": "a start or end token is doubled, because a message begins or ends with one as text: remove it there",
 }
 TOKENS, TOKEN_BYTES = "tokens.bin", 4
+_AT_ONCE = 1 << 16  # rows whose lengths are read at once
 NO_LOSS = -100  # the label that torch's cross entropy and every HF model ignore
 
 
@@ -104,10 +108,47 @@ class DataSummary:
         return (*(note for note, found in told if found), *kinds)
 
 
-class Rows:
-    """Maps rows into memory; the pages belong to the file, not the process.
+class _Array:
+    """Reads parts of an array in a file: one without a header, or of numpy's format."""
 
-    `paths` are the recipe's paths now: found rows may come from files with other names.
+    def __init__(self, path: Path, dtype: type[np.generic]) -> None:
+        self._path, self._dtype, self._begin = path, np.dtype(dtype), 0
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if path.suffix == ".npy":
+                version = np.lib.format.read_magic(file)
+                shape, _, found = np.lib.format.read_array_header_1_0(file)
+                self._begin = file.tell()
+                if (version, found) != ((1, 0), self._dtype) or shape != ((size - self._begin) // found.itemsize,):
+                    raise ValueError(f"{path.name} does not hold what its header says")
+            self._file = os.dup(file.fileno())
+        weakref.finalize(self, _close, self._file)
+        self.size, rest = divmod(size - self._begin, self._dtype.itemsize)
+        if rest:
+            raise ValueError(f"{path.name} ends within an element")
+
+    def part(self, begin: int, end: int) -> NDArray[Any]:
+        """Returns the elements from `begin` to `end`, read-only. Raises UsageError for what cannot be read."""
+        wanted = (end - begin) * self._dtype.itemsize
+        try:
+            found = os.pread(self._file, wanted, self._begin + begin * self._dtype.itemsize)
+        except OSError as error:
+            raise damaged(self._path.parent, error) from error
+        if len(found) != wanted:  # of a file that has become shorter
+            raise damaged(self._path.parent)
+        return np.frombuffer(found, self._dtype)
+
+
+def _close(file: int) -> None:
+    with suppress(OSError):  # of a drive that is gone: nothing was written
+        os.close(file)
+
+
+class Rows:
+    """Reads rows when they are asked for; the pages belong to their files, not the process.
+
+    `paths` are the recipe's paths now: found rows may come from files with other names. Every method raises UsageError for rows
+    that cannot be read.
     """
 
     def __init__(self, directory: Path, *, paths: Sequence[str] | None = None) -> None:
@@ -115,13 +156,15 @@ class Rows:
         self.fingerprint = directory.name
         try:
             self.summary = _read_summary(directory / "summary.json", paths)
-            self._tokens: NDArray[np.int32] = np.memmap(directory / TOKENS, np.int32, mode="r")
-            self._mask: NDArray[np.uint8] = np.memmap(directory / "mask.bin", np.uint8, mode="r")
-            self._offsets: NDArray[np.int64] = np.load(directory / "offsets.npy", mmap_mode="r")
-            sizes = (len(self._offsets) - 1, int(self._offsets[-1]), len(self._tokens), len(self._mask))
+            self._tokens, self._mask = _Array(directory / TOKENS, np.int32), _Array(directory / "mask.bin", np.uint8)
+            self._offsets = _Array(directory / "offsets.npy", np.int64)
+            last = int(self._offsets.part(self._offsets.size - 1, self._offsets.size)[0])
         except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise damaged(directory, error) from error
-        if sizes != (self.summary.rows, *[self.summary.tokens] * 3):
+        if (self._offsets.size - 1, last, self._tokens.size, self._mask.size) != (
+            self.summary.rows,
+            *[self.summary.tokens] * 3,
+        ):
             raise damaged(directory)
 
     def __len__(self) -> int:
@@ -130,25 +173,33 @@ class Rows:
     @property
     def lengths(self) -> NDArray[np.int64]:
         """Returns the tokens of every row."""
-        return np.diff(self._offsets)
+        found = np.empty(len(self), np.int64)
+        for first in range(0, len(self), _AT_ONCE):
+            part = found[first : first + _AT_ONCE]
+            part[:] = np.diff(self._offsets.part(first, first + len(part) + 1))
+        return found
 
     def tokens(self, index: int) -> NDArray[np.int32]:
         """Returns the tokens, int32 [n], read-only."""
-        return self._tokens[self._span(index)]
+        return self._tokens.part(*self._span(index))
 
     def mask(self, index: int) -> NDArray[np.uint8]:
         """Returns the mask, uint8 [n]: 1 where the token, as a label, carries loss."""
-        return self._mask[self._span(index)] & np.uint8(LABEL)
+        return self._mask.part(*self._span(index)) & np.uint8(LABEL)
 
     def documents(self, index: int) -> list[int] | None:
         """Returns the tokens of each document of a row; None if documents are not kept apart."""
-        begins = np.flatnonzero(self._mask[self._span(index)] & BEGINS)
-        return np.diff([*begins, len(self.tokens(index))]).tolist() if len(begins) else None
+        begin, end = self._span(index)
+        begins = np.flatnonzero(self._mask.part(begin, end) & BEGINS)
+        return np.diff([*begins, end - begin]).tolist() if len(begins) else None
 
-    def _span(self, index: int) -> slice:
+    def _span(self, index: int) -> tuple[int, int]:
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        return slice(int(self._offsets[index]), int(self._offsets[index + 1]))
+        begin, end = self._offsets.part(index, index + 2).tolist()
+        if not 0 <= begin <= end <= self._tokens.size:
+            raise damaged(self.directory)
+        return begin, end
 
 
 def _read_summary(file: Path, paths: Sequence[str] | None) -> DataSummary:

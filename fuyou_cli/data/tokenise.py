@@ -27,7 +27,7 @@ from .packing import Row
 from .sandbox import LibraryErrors
 
 PREVIEW_TOKENS = 400
-_LARGEST_SETTINGS = 16 << 20  # bytes of generation_config.json
+LARGEST_SETTINGS = 16 << 20  # bytes of generation_config.json
 
 
 class Encoded(NamedTuple):
@@ -279,7 +279,7 @@ def _stop_ids(tokenizer: Any, directory: Path) -> Iterator[int]:
     if file.is_file():
         hint = "correct the file, or remove it"
         with LibraryErrors(lambda why: UsageError(f"{file}: cannot be read: {why}", hint=hint)):
-            named = read_object(file, limit=_LARGEST_SETTINGS, finite=False, hint=hint).get("eos_token_id")
+            named = read_object(file, limit=LARGEST_SETTINGS, finite=False, hint=hint).get("eos_token_id")
             ids = named if isinstance(named, list) else [] if named is None else [named]
             if not all(isinstance(number, int) for number in ids):
                 raise ValueError("eos_token_id is neither a token id nor a list of them")

@@ -180,7 +180,8 @@ def _laid_out(parameters: Iterable[Slotted], *, begin: int) -> tuple[tuple[Slott
     """Places parameters one after the other from element `begin` on; returns them and the end of their bank."""
     placed, end = list[Slotted](), begin
     for slotted in parameters:
-        placed.append(replace(slotted, spec=replace(slotted.spec, offset=end)))
+        spec = slotted.spec
+        placed.append(slotted if spec.offset == end else Slotted(replace(spec, offset=end), slotted.places, slotted.part))
         end = align_up(end + slotted.spec.numel, TENSOR_ALIGN)
     return tuple(placed), align_up(end, STAGE_ALIGN)
 

@@ -60,6 +60,8 @@ def as_marked(anatomy: Anatomy) -> Anatomy:
         holder, attribute = slotted.places[0]
         parameter = holder._parameters[attribute]
         assert parameter is not None
+        if slotted.spec.frozen == (not parameter.requires_grad):
+            return slotted
         return replace(slotted, spec=replace(slotted.spec, frozen=not parameter.requires_grad))
 
     return _with_parameters(anatomy, of)

@@ -29,6 +29,7 @@ _NOT_STATE = {*vars(nn.Module()), "forward", BANK} - {"_buffers"}
 _SHARED = (PreTrainedConfig, GenerationConfig)  # by all modules of a model; forwards read them
 _CODE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
 _WITHOUT_PARTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
+_LEAVES = (*_WITHOUT_PARTS, *_CODE)
 
 
 class ModuleState:
@@ -188,24 +189,27 @@ def check_no_fakes(root: nn.Module) -> None:
 
 def _fakes(name: str, value: Any, seen: set[int]) -> Iterator[str]:
     """Yields the names of fake tensors in `value`."""
-    if isinstance(value, (*_WITHOUT_PARTS, *_CODE)) or id(value) in seen:
+    if id(value) in seen:
         return
     seen.add(id(value))
-    if isinstance(value, FakeTensor) or (isinstance(value, torch.Tensor) and isinstance(value.grad, FakeTensor)):
-        yield name
-    elif isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor):
+        if isinstance(value, FakeTensor) or isinstance(value.grad, FakeTensor):
+            yield name
         return
-    elif isinstance(value, nn.Module):
-        for key, part in vars(value).items():
-            inside = key in ("_modules", "_parameters", "_buffers")
-            yield from _fakes(name if inside else f"{name}.{key}", part, seen)
-    elif isinstance(value, partial):
-        yield from _fakes(name, [*value.args, *value.keywords.values()], seen)
-    elif isinstance(value, dict):
-        for key, part in list(value.items()):
-            yield from _fakes(f"{name}.{key}", part, seen)
-    elif isinstance(value, (list, deque, tuple, set, frozenset)):
-        for place, part in enumerate(list(value)):
-            yield from _fakes(f"{name}.{place}", part, seen)
-    elif hasattr(value, "__dict__"):
-        yield from _fakes(name, vars(value), seen)
+    for key, part in _parts_of(value):
+        if not isinstance(part, _LEAVES):  # most parts are, in each of a mixture's modules
+            yield from _fakes(f"{name}.{key}" if key is not None else name, part, seen)
+
+
+def _parts_of(value: Any) -> list[tuple[Any, Any]]:
+    """Returns what is in a value by name or place; None for what a module keeps its own parts in."""
+    if isinstance(value, nn.Module):
+        inside = ("_modules", "_parameters", "_buffers")
+        return [(None if key in inside else key, part) for key, part in vars(value).items()]
+    if isinstance(value, partial):
+        return list(enumerate((*value.args, *value.keywords.values())))
+    if isinstance(value, dict):
+        return list(value.items())
+    if isinstance(value, (list, deque, tuple, set, frozenset)):
+        return list(enumerate(value))
+    return list(vars(value).items()) if hasattr(value, "__dict__") else []

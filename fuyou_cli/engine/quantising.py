@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from ..core.errors import UsageError
 from ..spec.packed_tensors import TRANSPOSED, Quantised
 from .anatomy import Anatomy, Slotted, Stage
+from .experts import is_experts
 
 
 def quantised(anatomy: Anatomy, quantisation: Quantised | None, names: Container[str] | None = None) -> Anatomy:
@@ -42,5 +43,8 @@ def _marked(stage: Stage, quantisation: Quantised, names: Container[str] | None)
 
 
 def _can_be(slotted: Slotted) -> bool:
+    dimensions, frozen = len(slotted.spec.shape), slotted.spec.frozen
+    if all(is_experts(holder) for holder, _ in slotted.places):
+        return frozen and dimensions == (3 if slotted.part is None else 2)  # the matrices of all experts, or one of them
     of_linear = all(isinstance(holder, nn.Linear) and attribute == "weight" for holder, attribute in slotted.places)
-    return slotted.spec.frozen and (of_linear or slotted.part is not None) and len(slotted.spec.shape) == 2
+    return frozen and of_linear and dimensions == 2

@@ -6,12 +6,12 @@ again. Outputs that stay on the device have the same layout, without rows. The p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ..core.units import align_up
 from ..spec.micro_batch import MicroBatch
-from ..spec.model import ModelSpec, StageSpec
+from ..spec.model import ModelSpec, OperatorSpec, StageSpec
 from ..spec.plan import Numerics, Span
 
 OUTPUT_ALIGN = 64  # bytes: a cache line, which also aligns any dtype
@@ -63,8 +63,8 @@ def boundary_layout(
     if not kept:
         return BoundaryLayout(size=align_up(rows * row_bytes, RECORD_ALIGN), record=micro_batch, outputs={})
     outputs: dict[int, Span] = {}
-    end, chosen = align_up(micro_batch, align), frozenset(kept)
-    for operator in (operator for operator in stage.operators if operator.index in chosen):
+    end = align_up(micro_batch, align)
+    for operator in _chosen(stage, kept):
         outputs[operator.index] = Span(offset=end, size=operator.bytes)
         end = align_up(end + operator.bytes, align)
     record = align_up(end, RECORD_ALIGN)
@@ -107,6 +107,18 @@ def planned_boundary(model: ModelSpec, numerics: Numerics, stage: int, kept: tup
     )
 
 
+def outputs_size(stage: StageSpec, kept: tuple[int, ...]) -> int:
+    """Returns the bytes that kept outputs take in the record of one micro-batch: the sum of theirs, as each is aligned."""
+    return sum([align_up(operator.bytes, OUTPUT_ALIGN) for operator in _chosen(stage, kept)])
+
+
+def filled_boundary(model: ModelSpec, numerics: Numerics, outputs: int) -> int:
+    """Returns the bytes of a planned boundary whose kept outputs (one at least) take `outputs` bytes of each record."""
+    rows = model.boundary_bytes_per_token * numerics.max_seq_len * numerics.micro_batch_size
+    record = align_up(align_up(rows, OUTPUT_ALIGN) + outputs, RECORD_ALIGN)
+    return record * -(-numerics.batch_size // numerics.micro_batch_size)
+
+
 def device_layouts(model: ModelSpec, numerics: Numerics, every: Kept) -> list[tuple[int, BoundaryLayout]]:
     """Returns where each stage's outputs lie in the device's memory for outputs: an offset and a layout, for all rows of a
     batch or of a sweep. `every`: the kept operators of each stage."""
@@ -147,18 +159,30 @@ def device_boundaries(model: ModelSpec, numerics: Numerics, there: Iterable[int]
 
 def every_operator(model: ModelSpec, *, there: bool = False) -> Kept:
     """Returns, by stage, every operator whose output can be kept with the boundary, or `there`: on the device."""
-    return tuple(tuple(operator.index for operator in stage.operators if there or not operator.stays) for stage in model.stages)
+    return of_each(model, lambda operators: tuple([one.index for one in operators if there or not one.stays]))
+
+
+def of_each(model: ModelSpec, chosen: Callable[[Sequence[OperatorSpec]], tuple[int, ...]]) -> Kept:
+    """Returns, by stage, what is `chosen` of its operators, once for equal blocks: they share their operators."""
+    found: dict[int, tuple[int, ...]] = {}
+    for stage in model.stages:
+        if id(stage.operators) not in found:
+            found[id(stage.operators)] = chosen(stage.operators)
+    return tuple(found[id(stage.operators)] for stage in model.stages)
 
 
 def spared_flops(stage: StageSpec, kept: tuple[int, ...]) -> float:
     """Returns the FLOPs that one micro-batch's recompute saves: kept outputs, and outputs that backward never reads."""
-    chosen = frozenset(kept)
-    return sum([operator.flops for operator in stage.operators if operator.index in chosen]) + stage.unneeded_flops
+    return sum([operator.flops for operator in _chosen(stage, kept)]) + stage.unneeded_flops
 
 
 def kept_bytes(stage: StageSpec, kept: tuple[int, ...]) -> int:
     """Returns the bytes that one micro-batch's kept outputs take."""
+    return sum([operator.bytes for operator in _chosen(stage, kept)])
+
+
+def _chosen(stage: StageSpec, kept: tuple[int, ...]) -> list[OperatorSpec]:
     if not kept:
-        return 0
+        return []
     chosen = frozenset(kept)  # a recurrent block has thousands of operators
-    return sum([operator.bytes for operator in stage.operators if operator.index in chosen])
+    return [operator for operator in stage.operators if operator.index in chosen]

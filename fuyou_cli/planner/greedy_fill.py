@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
+from math import inf
 from typing import Any
 
 from ..core.units import align_up
 from ..spec.model import ModelSpec, OperatorSpec, StageSpec
 from ..spec.plan import Numerics, StagePlan
-from .boundary_layout import RECORD_ALIGN, Kept
+from .boundary_layout import OUTPUT_ALIGN, RECORD_ALIGN, Kept
 from .defer import deferrals
 from .memory import ARENA_UNIT, Homes, Layout, may_take_turns
 from .placement_context import PlacementContext
@@ -123,6 +125,7 @@ class Output:
     stage: int
     operator: OperatorSpec
     size: int
+    record: int  # bytes that it takes in the record of one micro-batch
 
     @property
     def order(self) -> tuple[float, int, int, int]:
@@ -132,7 +135,12 @@ class Output:
 def outputs_of(model: ModelSpec, request: PlanRequest) -> list[Output]:
     """Lists outputs, the most FLOPs saved per byte first."""
     found = [
-        Output(stage=stage.index, operator=operator, size=operator.bytes * request.group.micro_batches)
+        Output(
+            stage=stage.index,
+            operator=operator,
+            size=operator.bytes * request.group.micro_batches,
+            record=align_up(operator.bytes, OUTPUT_ALIGN),
+        )
         for stage in model.stages
         for operator in stage.operators
     ]
@@ -165,6 +173,16 @@ def fitting(model: ModelSpec, outputs: list[Output], numerics: Numerics, room: i
             room -= size
             found[output.stage].append(output.operator.index)
     return tuple(tuple(sorted(kept)) for kept in found)
+
+
+@dataclass(slots=True)
+class _Filled:
+    """Says what a stage's boundary holds while outputs are chosen."""
+
+    there: set[int]  # operators whose outputs are kept, here or on the device
+    outputs: int  # bytes of those kept here, in the record of one micro-batch
+    size: int  # bytes of RAM of the boundary with them
+    refused: float = inf  # bytes of an output that did not fit
 
 
 @dataclass(slots=True)
@@ -224,39 +242,46 @@ class GreedyFill:
     def keep(self, outputs: list[Output], *, share: float) -> None:
         """Keeps outputs of operators in order, within `share` of the spare RAM. Their boundary moves to RAM with them."""
         limit = self.spare - int(self.spare * share)  # RAM that must stay free
-        every_kept, kept_there = self.fields["kept"], self.fields["kept_there"]
         boundaries, gradients = self.fields["boundaries"], self.fields["gradients"]
-        alike, known = self.context.alike, self.context.with_output
+        stages: dict[int, _Filled] = {}
         for output in outputs:
-            stage, index = output.stage, output.operator.index
-            kept = every_kept[stage]
-            if index in kept or index in kept_there[stage]:
+            stage = output.stage
+            if (filled := stages.get(stage)) is None:
+                filled = stages[stage] = self._filled(stage)
+            # What did not fit beside this stage's outputs does not fit later, when others have taken more.
+            if output.record >= filled.refused or output.operator.index in filled.there:
                 continue
             at_home = boundaries[stage] == "cpu"
             if not at_home and self.request.boundaries is not None:
                 continue
-            taken, size, before = known.get((alike[stage], kept, index)) or self._with_output(stage, kept, index)
+            whole = align_up(self.context.filled_size(stage, filled.outputs + output.record), ARENA_UNIT)
             in_turns = self.turns[stage] if gradients[stage] == "cpu" else 0
-            size = max(size, in_turns) - max(before if at_home else 0, in_turns)
+            size = max(whole, in_turns) - max(filled.size if at_home else 0, in_turns)
             if self.spare - size < limit:
+                filled.refused = output.record
                 continue
-            moved: list[tuple[str, int, Any]] = [("kept", stage, taken)]
+            kept, index = self.fields["kept"][stage], output.operator.index
+            place = bisect(kept, index)
+            moved: list[tuple[str, int, Any]] = [("kept", stage, (*kept[:place], index, *kept[place:]))]
             if not at_home:
                 moved.append(("boundaries", stage, "cpu"))
             self._take(size, moved)
+            filled.there.add(index)
+            filled.outputs, filled.size, filled.refused = filled.outputs + output.record, whole, inf
+
+    def _filled(self, stage: int) -> _Filled:
+        kept = self.fields["kept"][stage]
+        return _Filled(
+            there={*kept, *self.fields["kept_there"][stage]},
+            outputs=self.context.outputs_size(stage, kept),
+            size=self._size(stage, kept),
+        )
 
     def _in_turns(self, kind: str, stage: int) -> int:
         """Returns the bytes of RAM that tensors of this kind share with others of the stage that are in RAM already."""
         if not self.turns[stage] or self.fields[_IN_TURNS[kind]][stage] != "cpu":
             return 0
         return min(self.turns[stage], self._size(stage, self.fields["kept"][stage]))
-
-    def _with_output(self, stage: int, kept: tuple[int, ...], index: int) -> tuple[tuple[int, ...], int, int]:
-        """Returns the outputs with one more, and the bytes of RAM that the stage's boundary takes with it and without."""
-        taken = tuple(sorted((*kept, index)))
-        found = taken, self._size(stage, taken), self._size(stage, kept)
-        self.context.with_output[self.context.alike[stage], kept, index] = found
-        return found
 
     def _size(self, stage: int, kept: tuple[int, ...]) -> int:
         """Returns the bytes of RAM that the stage's boundary takes with these outputs."""

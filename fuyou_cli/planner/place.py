@@ -19,7 +19,7 @@ from ..spec.model import ModelSpec, OperatorSpec
 from ..spec.plan import Plan, Tier
 from .assemble import assembled, host_peaks
 from .bound import lower_bound, phase_estimate
-from .boundary_layout import Kept, every_operator
+from .boundary_layout import Kept, every_operator, of_each
 from .candidate import NONE_KEPT, Candidate, pipelines, sweep_counts
 from .commit_interval import guessed_interval, with_commits
 from .costs import Costs
@@ -310,7 +310,8 @@ def _beside(asked: Tier | None, first: Tier) -> Tier:
 
 
 def _without(kept: Kept, others: Kept) -> Kept:
-    return tuple(tuple(one for one in some if one not in beside) for some, beside in zip(kept, others, strict=True))
+    pairs = zip(kept, map(frozenset, others), strict=True)
+    return tuple(tuple([one for one in some if one not in beside]) for some, beside in pairs)
 
 
 def _kept(model: ModelSpec, request: PlanRequest, swap: float) -> Kept:
@@ -322,15 +323,17 @@ def _kept(model: ModelSpec, request: PlanRequest, swap: float) -> Kept:
     if request.kept is not None:
         assert all(set(some) <= set(known) for some, known in zip(request.kept, every, strict=True)), (request.kept, every)
         return request.kept
-    return tuple(_swapped([o for o in stage.operators if not o.stays], swap) for stage in model.stages)
+    return of_each(model, lambda operators: _swapped([one for one in operators if not one.stays], swap))
 
 
 def _swapped(operators: Sequence[OperatorSpec], share: float) -> tuple[int, ...]:
     """Returns outputs within `share` of all the bytes, the most FLOPs saved per byte first."""
+    if not share:
+        return ()
     left = share * sum(operator.bytes for operator in operators)
     chosen: list[int] = []
     for operator in sorted(operators, key=lambda operator: (-operator.flops / max(1, operator.bytes), operator.index)):
-        if share and operator.bytes <= left:
+        if operator.bytes <= left:
             left -= operator.bytes
             chosen.append(operator.index)
     return tuple(sorted(chosen))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ..core.units import align_up
 from ..spec.model import STATE_NAMES, ModelSpec, StageSpec
 from ..spec.plan import Ring, Span
-from .boundary_layout import planned_boundary
+from .boundary_layout import filled_boundary, outputs_size, planned_boundary
 from .looked_up import most_read
 from .plan_request import PlanRequest
 from .small_banks import rest_in_ram
@@ -70,8 +70,8 @@ class PlacementContext:
         numbers: dict[tuple[int, bool, bool], int] = {}
         about = ((id(stage.operators), stage.keeps_input, stage.expert_range is None) for stage in model.stages)
         self.alike = [numbers.setdefault(one, len(numbers)) for one in about]
-        self.with_output: dict[tuple[int, tuple[int, ...], int], tuple[tuple[int, ...], int, int]] = {}  # of `GreedyFill`
         self._boundaries: dict[tuple[int, tuple[int, ...]], int] = {}
+        self._outputs: dict[tuple[int, tuple[int, ...]], int] = {}
 
     def boundary_size(self, stage: int, kept: tuple[int, ...]) -> int:
         """Returns the bytes of a stage's boundary for a sweep's rows, with its outputs; 0 for a stage without a boundary."""
@@ -80,6 +80,17 @@ class PlacementContext:
             has_one = self.model.stages[stage].keeps_input
             self._boundaries[key] = planned_boundary(self.model, self.numerics, stage, kept).size if has_one else 0
         return self._boundaries[key]
+
+    def outputs_size(self, stage: int, kept: tuple[int, ...]) -> int:
+        """Returns the bytes of a stage's kept outputs in the record of one micro-batch."""
+        key = (self.alike[stage], kept)
+        if key not in self._outputs:
+            self._outputs[key] = outputs_size(self.model.stages[stage], kept)
+        return self._outputs[key]
+
+    def filled_size(self, stage: int, outputs: int) -> int:
+        """Returns what `boundary_size` does, for kept outputs that take `outputs` bytes in the record of one micro-batch."""
+        return filled_boundary(self.model, self.numerics, outputs) if self.model.stages[stage].keeps_input else 0
 
 
 def _classes(model: ModelSpec) -> tuple[int, ...]:

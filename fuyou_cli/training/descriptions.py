@@ -14,7 +14,8 @@ import platform
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 Kind = TypeVar("Kind")
 LARGEST = 32 << 20  # bytes of a file; the one of 405B parameters with an adapter has under 1 MB
+_PLAIN = (str, int, float, type(None))
 MOST = 100  # files; more push out those that were not used for longest
 _DESCRIBING = (
     "adapters",
@@ -111,10 +113,22 @@ def read_description(kind: type[Kind], path: Path) -> Kind | None:
 
 
 def _plain(value: Any) -> Any:
-    if is_dataclass(value):
-        given = ((field, getattr(value, field.name)) for field in fields(value) if field.init)
-        return {field.name: _plain(one) for field, one in given if one is None or one != field.default}
-    return [_plain(one) for one in value] if isinstance(value, tuple) else value
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, tuple):
+        return [_plain(one) for one in value]
+    found = {}
+    for name, default in _fields(type(value)):  # type: ignore[arg-type]  # mypy takes the class for an instance
+        one = getattr(value, name)
+        if one is None or one != default:
+            found[name] = _plain(one)
+    return found
+
+
+@cache  # a large model has a hundred thousand of a kind
+def _fields(kind: type[Any]) -> tuple[tuple[str, Any], ...]:
+    """Returns the names of a dataclass's fields that it is made from, with what they are by default."""
+    return tuple((field.name, field.default) for field in fields(kind) if field.init)
 
 
 def _remove_oldest(folder: Path) -> None:

@@ -29,7 +29,7 @@ from ..engine.row_lengths import alike
 from ..recipe.schema import Recipe
 from ..spec.model import ModelSpec
 from ..spec.plan import Numerics
-from .generation import Sampling, continued, settings
+from .generation import Sampling, continued, naming_settings, settings
 from .report import SampleReport
 
 KEY = "eval.samples.prompts"
@@ -45,6 +45,7 @@ class FixedPrompts:
     new: int  # tokens to write after each, at most
     tokeniser: Tokeniser
     config: GenerationConfig
+    model_dir: Path  # whose file of settings `config` goes by
 
 
 def fixed_prompts(recipe: Recipe, model: PreTrainedModel, *, model_dir: Path, tokenizer_dir: Path) -> FixedPrompts | None:
@@ -80,7 +81,9 @@ def fixed_prompts(recipe: Recipe, model: PreTrainedModel, *, model_dir: Path, to
         ids.append(tuple(found))
     config = settings(model_dir, model, tokeniser, Sampling())
     config.update(max_new_tokens=asked.max_new_tokens, use_cache=False)
-    return FixedPrompts(texts=asked.prompts, ids=tuple(ids), new=asked.max_new_tokens, tokeniser=tokeniser, config=config)
+    return FixedPrompts(
+        texts=asked.prompts, ids=tuple(ids), new=asked.max_new_tokens, tokeniser=tokeniser, config=config, model_dir=model_dir
+    )
 
 
 def rows_at_once(model: ModelSpec, *, most: int, vocabulary: int) -> int:
@@ -133,7 +136,7 @@ class Continuations:
         called, embedding = copy.copy(self._model), self._model.get_input_embeddings()
         called.forward = self._step(padding.tolist(), longest + new)
         nowhere = torch.empty(0, embedding.embedding_dim)  # `generate` sends ids to where the first parameter rests
-        with holding(embedding, nowhere, padding=None):
+        with holding(embedding, nowhere, padding=None), naming_settings(called, prompts.model_dir):
             grown: torch.Tensor = called.generate(
                 input_ids=given, attention_mask=there, generation_config=prompts.config,
                 tokenizer=prompts.tokeniser.tokenizer,

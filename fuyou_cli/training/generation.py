@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, StopStringCriteria, TextStreamer
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StopStringCriteria, TextStreamer
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_outputs import CausalLMOutput
 
 from ..checkpoint.reader import PIECE
 from ..core.errors import DeviceMemoryError, PlanError, UsageError
+from ..core.json_files import read_object
 from ..core.units import MiB, gib
 from ..data.sandbox import LibraryErrors
-from ..data.tokenise import Tokeniser
+from ..data.tokenise import LARGEST_SETTINGS, Tokeniser
 from ..engine.generating import GenerationMemory, generation_code, passing, prompt_step, room
 from ..engine.lookup import holding
 from ..engine.row_lengths import alike, turns
@@ -31,6 +34,7 @@ from .inference import FoundModel, Opened, memory_of, open_for_inference
 
 USUAL_TOKENS = 256  # new ones, where nobody says how many
 _SETTINGS = "generation_config.json"
+_MOST_KEYS = 256  # of that file: transformers knows 80
 _UNMEASURED = 128 * MiB  # what libraries take for themselves in the first pass: 104 MiB for a Llama of 1.1 B parameters
 _SMALLER_THERE = "give a smaller --batch-size or --max-new-tokens, or --device cpu"
 _POSITIONS = ("max_position_embeddings", "n_positions")
@@ -192,6 +196,7 @@ def generator(
         except PlanError as error:
             process = f"the process itself takes {gib(taken() + _UNMEASURED)}"
             raise PlanError(f"does not fit {gib(memory)}: {error.message}; {process}", hint=_smaller(most, needed)) from None
+        stack.enter_context(naming_settings(opened.anatomy.model, found.folder))
         model = stack.enter_context(passing(opened.anatomy, opened.weights))
         yield Generator(model, tokeniser, config, opened)
 
@@ -223,11 +228,11 @@ def settings(folder: Path, model: PreTrainedModel, tokeniser: Tokeniser, samplin
     asked = {name: value for name, value in asdict(sampling).items() if name != "seed"}
     known = {name: value for name, value in asked.items() if value is not None or not sampling.draws}
     pad = tokeniser.pad_id if tokeniser.pad_id < model.get_input_embeddings().num_embeddings else 0  # nothing attends to it
-    with refused_settings(folder):
-        config = own_settings(folder, model)
+
+    def tried(config: GenerationConfig) -> GenerationConfig:
         config.update(
             **known, do_sample=sampling.draws, num_beams=1, num_return_sequences=1, cache_implementation=None, use_cache=True,
-            max_length=None, pad_token_id=pad, return_dict_in_generate=False,
+            max_length=None, pad_token_id=pad, return_dict_in_generate=False, prefill_chunk_size=None,
         )  # fmt: skip
         if config.eos_token_id is None:
             config.eos_token_id = tokeniser.eos_id
@@ -235,13 +240,31 @@ def settings(folder: Path, model: PreTrainedModel, tokeniser: Tokeniser, samplin
             raise ValueError("a stop string is empty, and every text ends with nothing")
         if (folder / _SETTINGS).is_file():
             _try(config, model, tokeniser)
-    return config
+        return config
+
+    with refused_settings(folder, lambda: _refused_key(folder / _SETTINGS, tried)):
+        return tried(own_settings(folder, model))
 
 
-def refused_settings(folder: Path) -> LibraryErrors:
-    """Names the file of settings in whatever transformers raises about them."""
+def refused_settings(folder: Path, key: Callable[[], str] = str) -> LibraryErrors:
+    """Names the file of settings in whatever transformers raises about them, and what `key` finds to be the cause."""
     file, hint = folder / _SETTINGS, "correct the file, or remove it"
-    return LibraryErrors(lambda why: UsageError(f"{file}: transformers refuses it: {why}", hint=hint))
+
+    def as_error(why: str) -> UsageError:
+        named = key()
+        return UsageError(f"{file}: {named}{' ' * bool(named)}cannot be used: {why}", hint=hint)
+
+    return LibraryErrors(as_error)
+
+
+def _refused_key(file: Path, tried: Callable[[GenerationConfig], GenerationConfig]) -> str:
+    """Finds the key of a file of settings without which they are not refused. Empty where there is no single one."""
+    given = read_object(file, limit=LARGEST_SETTINGS, finite=False)
+    for key in sorted(given)[:_MOST_KEYS]:
+        with suppress(ValueError), LibraryErrors(ValueError):
+            tried(GenerationConfig.from_dict({other: value for other, value in given.items() if other != key}))
+            return key
+    return ""
 
 
 def own_settings(folder: Path, model: PreTrainedModel) -> GenerationConfig:
@@ -257,16 +280,45 @@ def _try(config: GenerationConfig, model: PreTrainedModel, tokeniser: Tokeniser)
     it needs them, which may be after hours. Raises what it raises."""
     mode = config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        raise ValueError(f"its keys ask for {mode.value.replace('_', ' ')}, but one token after another is written here")
+        raise ValueError(f"it asks for {mode.value.replace('_', ' ')}, but one token after another is written here")
+    if config.guidance_scale not in (None, 1):
+        raise ValueError("it asks for a second pass over each text without its prompt, and no memory is planned for that")
     embedding, called, tried = model.get_input_embeddings(), copy.copy(model), copy.deepcopy(config)
-    tried.update(use_cache=False)
+    tried.update(use_cache=False, max_new_tokens=2)
     logits = torch.zeros(1, 1, model.config.get_text_config().vocab_size)
     called.forward = lambda **_: CausalLMOutput(logits=logits.clone())
-    with holding(embedding, torch.empty(0, embedding.embedding_dim), padding=None), torch.no_grad():
-        called.generate(
-            input_ids=torch.zeros(1, 1, dtype=torch.long), generation_config=tried, max_new_tokens=2,
-            tokenizer=tokeniser.tokenizer,
-        )  # fmt: skip
+    with (
+        holding(embedding, torch.empty(0, embedding.embedding_dim), padding=None), torch.no_grad(), warnings.catch_warnings(),
+    ):  # fmt: skip
+        warnings.simplefilter("ignore")  # of lengths, which are not those of the run
+        called.generate(input_ids=torch.zeros(1, 1, dtype=torch.long), generation_config=tried, tokenizer=tokeniser.tokenizer)
+
+
+@contextmanager
+def naming_settings(model: PreTrainedModel, folder: Path) -> Iterator[None]:
+    """Names the file of settings inside, where one fails at a later token than was tried."""
+    own = model._get_logits_processor
+
+    def processors(*args: Any, **kwargs: Any) -> LogitsProcessorList:
+        return _Named(folder, own(*args, **kwargs))
+
+    vars(model)["_get_logits_processor"] = processors
+    try:
+        yield
+    finally:
+        del vars(model)["_get_logits_processor"]
+
+
+class _Named(LogitsProcessorList):  # type: ignore[misc]
+    def __init__(self, folder: Path, of_settings: LogitsProcessorList) -> None:
+        super().__init__(of_settings)
+        self._folder = folder
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        for one in self:
+            with refused_settings(self._folder, partial(str, type(one).__name__)):
+                scores = LogitsProcessorList([one])(input_ids, scores, **kwargs)
+        return scores
 
 
 class _Shown(TextStreamer):  # type: ignore[misc]

@@ -11,7 +11,6 @@ import errno
 import itertools
 import json
 import math
-import mmap
 import os
 import stat
 from collections.abc import Mapping
@@ -26,6 +25,7 @@ from .report import BestReport, EvalReport, RunReport, SampleReport, Spread, Ste
 from .reporting import as_records
 
 SCHEMA_VERSION = 1
+_PIECE = 1 << 16  # bytes read at once to find where the last whole line ends
 _BEFORE_STEPS = tuple(  # as `write` begins such lines
     f'{{"schema_version":{SCHEMA_VERSION},"event":"{event}"'.encode()
     for event in ("plan", "loaded", "changed", "failed", "stopped")
@@ -178,11 +178,13 @@ def _opened(path: Path) -> int:
 
 def _drop_torn_line(file: int) -> None:
     """Cuts the file after its last newline."""
-    size = os.fstat(file).st_size
-    if not size:
-        return
-    with mmap.mmap(file, size, access=mmap.ACCESS_READ) as content:
-        whole = content.rfind(b"\n") + 1
+    whole = size = os.fstat(file).st_size
+    while whole:
+        begin = max(0, whole - _PIECE)
+        found = os.pread(file, whole - begin, begin).rfind(b"\n") + 1
+        whole = begin + found
+        if found:
+            break
     if whole < size:
         os.ftruncate(file, whole)
 

@@ -38,7 +38,7 @@ BENCHED_SECONDS = 40.0  # at the end of a bench: the recipe's own block and head
 LAST_LINES = 12  # of a failed command's output that are kept
 RANK = 8  # of adapters, on every linear layer
 _ADAPTER = (f"adapter.r={RANK}", "train.head_chunk_tokens=256")  # in a small group the head binds
-KEYS: dict[str, tuple[str, ...]] = {  # of a recipe, for each kind of runs that `place.RUNS` names
+KEYS: dict[str, tuple[str, ...]] = {  # of a recipe, for each kind of runs: of any model, so a mixture is a shape
     "full": (),
     "lora": _ADAPTER,
     "qlora": (*_ADAPTER, "model.quantize=nf4"),

@@ -97,7 +97,7 @@ def scenario(place: Place, name: str) -> Scenario:
     home = place.folder / "faults" / name
     shutil.rmtree(home, ignore_errors=True)
     changes: dict[str, Any] = {**ANY_LENGTH, "export.at_end": False}
-    if name == "load" or "adapter.r" in place.run:  # the run reads the model's files to its end
+    if name == "load" or place.is_adapter:  # the run reads the model's files to its end
         shutil.copytree(place.model, home / "model")
         changes["model.name_or_path"] = str(home / "model")
     words: tuple[str, ...] = ("finetune", str(home / "recipe.yaml"))

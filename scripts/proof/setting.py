@@ -21,7 +21,7 @@ from .materials import model_folder, text_file
 from .verdicts import Progress, Row, conclude, holds, plain_parser
 
 NO_PEERS = ["compares with nobody: --peers has nothing to add here"]
-SHAPES = ("1m", "20m", "50m", "125m", "350m", "1.1b", "moe-tiny", "moe-8", "moe")
+SHAPES = ("1m", "20m", "50m", "125m", "350m", "1.1b", "moe-tiny", "moe-120m", "moe-8", "moe")
 
 
 class RunFailed(Exception):

@@ -5,7 +5,7 @@ with the shim in them.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,18 +36,26 @@ RUNS: dict[str, dict[str, Any]] = {
     "lora": _LORA,
     "qlora": {**_LORA, "model.quantize": "nf4"},
     "int8": {"optimizer.state_dtype": "int8"},
+    "moe": {},
+    "moe-lora": {**_LORA, "adapter.experts": True},
 }
+_MIXTURES = ("moe", "moe-lora")  # they train another model
 _ADAPTERS = "fuyou_cli.adapters"  # imports peft, which takes seconds and may not be installed
 
 
-def ask_for_run(options: argparse.ArgumentParser) -> None:
-    """Adds the argument that says which runs a proof disturbs."""
-    options.add_argument("--run", choices=RUNS, default="full", help="what is trained, and how states and weights rest")
+def ask_for_run(options: argparse.ArgumentParser, kinds: Collection[str] = RUNS) -> None:
+    """Adds the argument that says which runs a proof disturbs or measures."""
+    options.add_argument("--run", choices=[*kinds], default="full", help="what is trained, and how states and weights rest")
 
 
 def named(text: str, run: str) -> str:
     """Returns a name that says which runs it is about, but for the usual ones."""
     return text if run == "full" else f"{text}-{run}"
+
+
+def _model_of(folder: Path, run: str, text: Path) -> Path:
+    """Returns the model that runs of a kind train, made the first time."""
+    return model_folder(folder, "moe-tiny" if run in _MIXTURES else "1m", text)
 
 
 def with_keys(content: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,7 +82,13 @@ class Place:
 
     def of(self, run: str) -> Place:
         """Returns the same place with runs of another kind."""
-        return Place(self.folder, self.nursery, self.environment, self.model, self.text, run)
+        model = _model_of(self.folder, run, self.text)
+        return Place(self.folder, self.nursery, self.environment, model, self.text, run)
+
+    @property
+    def is_adapter(self) -> bool:
+        """Tells whether its runs train an adapter alone."""
+        return "adapter.r" in self.run
 
     def recipe(self, name: str, changes: Mapping[str, Any], *, steps: int = STEPS) -> Path:
         """Writes the recipe to a folder of its own, which `{folder}` in a list of folders stands for."""
@@ -119,7 +133,7 @@ class Place:
             seen = trace.environment(fault=fault, kept=kept or self.manifests, kept_of=of)
         return self.nursery.begin(
             [*map(str, words)], folder=self.folder, environment={**self.environment, **seen},
-            package=_ADAPTERS if "adapter.r" in self.run else "",
+            package=_ADAPTERS if self.is_adapter else "",
         )  # fmt: skip
 
 
@@ -130,7 +144,7 @@ def placed(folder: Path, *, under: Path | None = None, run: str = "full") -> Ite
     text = folder / "text.jsonl"
     if not text.exists():
         text.write_text(own_text(_ROWS), encoding="utf-8")
-    model = model_folder(folder, "1m", text)
+    model = _model_of(folder, run, text)
     environment = {**child_environment(), "XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
     library = build(folder)
     with Nursery(folder=folder, environment=preloaded(environment, library), under=under, models=[(model, 2, 32)]) as nursery:

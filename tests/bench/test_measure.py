@@ -131,6 +131,7 @@ def test_what_is_kept_of_a_pace() -> None:
     assert measure_update._kept([3.0], [2.0, 2.0]) == 1.0
 
 
+@pytest.mark.slow
 def test_the_whole_bench_as_json(tmp_path: Path, small: Path) -> None:
     text = io.StringIO()
     report = run_bench(tmp_path, quick=True, json_output=True, device="cpu", out=Console(file=text, width=40))

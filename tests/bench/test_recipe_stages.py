@@ -106,6 +106,7 @@ def test_a_small_block_takes_about_what_its_launches_take() -> None:
     assert 0.5 < rate.backward_launch / (3 * flops / rate.backward) < 1.5
 
 
+@pytest.mark.slow
 def test_a_compiled_block_is_rated_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiles it for the whole micro-batch of the usual size alone."""
     made: list[CompiledBlocks] = []

@@ -139,3 +139,19 @@ def test_a_recipes_template_replaces_those_with_names(tmp_path: Path) -> None:
     recipe = TokenizerSection(chat_template=str(tmp_path / "mine.jinja"))
     keep_companions(store, recipe, model_dir=tmp_path / "model", tokenizer_dir=tmp_path / "model")
     assert {name: text for name, text in _content(store).items() if "template" in name} == {"chat_template.jinja": "mine"}
+
+
+@pytest.mark.parametrize("begin", [0, (1 << 20) - 20, (1 << 20) - 1, 3 << 20])
+def test_a_token_is_found_anywhere_in_its_table(begin: int, tmp_path: Path) -> None:
+    """Also across what is read at once."""
+    added = '{"content": "<|ünder|>"}'
+    model = tmp_path / "model"
+    _source(model, {**NEW, "tokenizer.json": " " * begin + added + " " * 99})
+    (model / "tokenizer_config.json").write_text("{}")
+    recipe = TokenizerSection(pad_token="<|ünder|>")
+    keep_companions(tmp_path / "store", recipe, model_dir=model, tokenizer_dir=model)
+    kept = json.loads((tmp_path / "store/companions/tokenizer_config.json").read_text())
+    assert kept == {"pad_token": "<|ünder|>"}
+    (model / "tokenizer.json").write_text(" " * begin + added.replace("ü", "u"))
+    keep_companions(tmp_path / "other", recipe, model_dir=model, tokenizer_dir=model)
+    assert json.loads((tmp_path / "other/companions/tokenizer_config.json").read_text()) == {}

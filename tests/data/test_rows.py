@@ -135,6 +135,7 @@ def test_missing_data_is_refused_at_once(tokenizer_dir: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("packing", every(2, ["concat", False]))
+@pytest.mark.slow
 def test_the_workers_memory_does_not_grow_with_the_data(
     packing: str | bool, peak_of_hardly_any: int, tokenizer_dir: Path, tmp_path: Path
 ) -> None:

@@ -155,8 +155,9 @@ def test_the_command_exports_what_peft_loads_and_goes_on_with(lora: NewProject, 
 
 
 @pytest.mark.parametrize(
-    "adapter", [{"r": 4}, {"r": 4, "use_dora": True, "lora_alpha": 16, "modules_to_save": ["lm_head"]}], ids=["plain", "dora"]
-)
+    "adapter", every(2, [{"r": 4}, {"r": 4, "use_dora": True, "lora_alpha": 16, "modules_to_save": ["lm_head"]}]),
+    ids=["plain", "dora"],
+)  # fmt: skip
 def test_a_run_starts_from_the_adapter_of_another(adapter: dict[str, Any], lora: NewProject) -> None:
     """Its losses are those of peft that goes on with it, and it resumes when that adapter is gone."""
     dtypes = {"adapter": adapter, "export": {"at_end": True, "dtype": "float32"}}

@@ -34,7 +34,7 @@ def _rate(name: str, *, peak: float, warmup: int, total: int) -> Callable[[int],
     return lambda step: peak * factor(step if step <= warmup else step - 1)
 
 
-@pytest.mark.parametrize("tiers", [{}, RAM], ids=["on the ssd", "in RAM"])
+@pytest.mark.parametrize("tiers", [{}, pytest.param(RAM, marks=pytest.mark.slow)], ids=["on the ssd", "in RAM"])
 @pytest.mark.parametrize(
     ("changes", "later"),
     [

@@ -224,6 +224,26 @@ def test_losses_that_cannot_be_read_now_are_not_told_as_numbers(
     assert "nan" not in said.split()
 
 
+@pytest.mark.parametrize("name", ["tokens.bin", "mask.bin"])
+def test_rows_that_cannot_be_read_in_a_step(
+    name: str, drive: FaultyDrive, new_project: NewProject, command: Callable[[Project], Command]
+) -> None:
+    """They are no part of the process's memory, where a drive that fails would end it by SIGBUS."""
+    changes = {**COMMITS, "dataset.cache_dir": str(drive.path / "tokenised"), "offload.dir": "store"}
+    run = command(new_project("project", changes))
+    assert run("data", "recipe.yaml")[0] == 0
+    subprocess.run(["sync"], check=True)
+    for file in drive.path.glob(f"tokenised/*/{name}"):
+        with file.open("rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    drive.fault(*WITHOUT, f"READ {name} EIO")
+    code, _, err = run("finetune", "recipe.yaml")
+    said = " ".join(err.split())
+    assert code == 1 and "the tokenised data in " in said and "cannot be read" in said and "dmesg" in said, said
+    drive.fault(*WITHOUT)
+    assert run("finetune", "recipe.yaml")[0] == 0
+
+
 @pytest.mark.parametrize("unreadable", [False, True])
 def test_a_state_of_which_nothing_is_whole_is_not_said_to_continue(
     unreadable: bool, on_drive: Project, drive: FaultyDrive, command: Callable[[Project], Command]

@@ -95,7 +95,7 @@ def project_of(new_project: NewProject) -> Callable[..., Project]:
     return make
 
 
-@pytest.mark.parametrize("device", ["cpu", "emulated"])
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), "emulated"])
 def test_an_adapter_over_fp8_has_the_losses_of_one_over_decoded_weights(
     device: str, in_fp8: Path, decoded: Path, project_of: Callable[..., Project]
 ) -> None:

@@ -27,6 +27,7 @@ from fuyou_cli.training.report import Spread
 from .conftest import NewProject, Project
 from .running import interrupt, prepared_run, store_of, sums, train
 from .test_inference import in_memory, streamed
+from .test_quantised_runs import decoded
 
 STEPS = 4
 SIZES = {
@@ -85,7 +86,7 @@ def mixture(new_project: NewProject, materials: Path) -> NewProject:
     return make
 
 
-@pytest.mark.parametrize("family", every(2, MODELS))
+@pytest.mark.parametrize("family", every(3, MODELS))
 def test_files_come_out_as_they_went_in(family: str, mixture: NewProject, tmp_path: Path) -> None:
     """At a rate that is zero in float32: the keys, shapes and bits that `save_pretrained` wrote."""
     project = mixture(family, {"optimizer.lr": 1e-60, "lr_scheduler.warmup_steps": 0, "train.max_steps": 1})
@@ -196,14 +197,33 @@ def test_an_expert_as_target_is_refused_by_name(mixture: NewProject) -> None:
     assert "adapter.experts=true" in str(refused.value.hint)
 
 
-def test_experts_rest_in_nf4(mixture: NewProject, tmp_path: Path) -> None:
-    """Each matrix of an expert as bitsandbytes would make it of a layer."""
-    project = mixture("qwen3_moe-nf4", LORA | {"model.quantize": "nf4"})
+@pytest.mark.parametrize(
+    ("family", "kind", "number"),
+    [
+        ("qwen3_moe", "nf4", 2 * 4 * 3),
+        ("gpt_oss", "nf4", 2 * 2),
+        *every(2, [("granitemoe", "nf4", 2 * 2), ("gpt_oss", "int8", 2 * 2)]),
+    ],
+)
+def test_experts_rest_quantised(family: str, kind: str, number: int, mixture: NewProject, tmp_path: Path) -> None:
+    """Each matrix of an expert, or the matrices of all experts where a file has them in one tensor."""
+    project = mixture(f"{family}-quantised", LORA | {"model.quantize": kind})
     ready = prepared_run(project)
     packed = [name for stage in ready.planned.model.stages for name in stage.packed()]
-    assert sum(".experts." in name for name in packed) == 2 * 4 * 3
-    losses, _ = train(ready)
-    assert losses[-1] < losses[0]
+    experts = re.compile(r"\.experts\.")
+    assert len(list(filter(experts.search, packed))) == number
+    store = finetuned(project)
+    run_export(store, tmp_path / "merged", [], dtype="float32", merged=True)
+    base, found = _weights(write(project.materials, family)), _weights(tmp_path / "merged")
+    for name in filter(experts.search, packed):
+        assert torch.equal(found[name], decoded(kind, base[name].flatten(0, -2)).view(base[name].shape)), name
+    assert streamed(store) == pytest.approx(in_memory(tmp_path / "merged"), rel=1e-5)
+
+
+def _weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Returns every tensor by the name that it has in the files, and by that in the model."""
+    held = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return held | transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
 
 
 def answer(source: Path) -> str:
@@ -278,7 +298,7 @@ def test_another_adapter_of_experts_is_refused(mixture: NewProject, tmp_path: Pa
         prepared_run(mixture("qwen3_moe-second", {"adapter": asked}))
 
 
-@pytest.mark.parametrize("quantize", ["none", "nf4"])
+@pytest.mark.parametrize("quantize", [pytest.param("none", marks=pytest.mark.slow), "nf4"])
 def test_frozen_experts_below_an_adapter_stay_where_they_are(quantize: str, mixture: NewProject) -> None:
     """In the model's own files, or in nf4; a run that was stopped has the same bits, and the plan counts what it reads."""
     changes = {**OF_EXPERTS, "model.quantize": quantize, "checkpoint.commit_every_steps": 1}

@@ -72,7 +72,7 @@ def project_of(new_project: NewProject) -> Callable[..., Project]:
     return make
 
 
-@pytest.mark.parametrize("device", ["cpu", "emulated"])
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), "emulated"])
 def test_an_adapter_over_mxfp4_has_the_losses_of_one_over_decoded_weights(
     device: str, models: tuple[Path, Path], project_of: Callable[..., Project]
 ) -> None:
@@ -132,6 +132,7 @@ def test_a_model_is_computed_without_training(models: tuple[Path, Path]) -> None
 
 
 @pytest.mark.parametrize("adapter", every(2, [{"r": 4, "target_modules": ["q_proj"]}, None]))
+@pytest.mark.slow
 def test_experts_in_fp8(adapter: Any, materials: Path, project_of: Callable[..., Project], tmp_path: Path) -> None:
     """One tensor for each expert, but for the router, whose squares are cut at the ends."""
     import transformers

@@ -78,7 +78,7 @@ PROMISES = {
     # Mixtures of experts.
     "qwen3-30b-a3b-lora-24gb": Promise(
         model="qwen3-30b-a3b", machine="rtx4090,gen4,64GiB", tokens=32_768, read=24, written=0.2, disk=62, waits=0.25,
-        beside=1,
+        beside=1.1, bottleneck="h2d",
     ),
     "qwen3-30b-a3b-lora-12gb": Promise(
         model="qwen3-30b-a3b", machine="rtx4090,gen4,32GiB", overrides=("offload.max_memory.gpu=11.4GiB",), gpu=11.4,
@@ -170,7 +170,7 @@ def test_all_are_planned_here() -> None:
     assert {*PROMISES, "quickstart"} == set(shipped_recipes())
 
 
-@pytest.mark.parametrize("name", quick_and_slow(PROMISES, lambda number: list(PROMISES)[number] not in SEARCHED))
+@pytest.mark.parametrize("name", quick_and_slow(PROMISES, lambda number: number % 2 and list(PROMISES)[number] not in SEARCHED))
 def test_it_keeps_its_promise(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     promise, found = PROMISES[name], planned(name, tmp_path)
     plan, compute = found.plan.predicted, found.plan.predicted.seconds["compute"]

@@ -77,6 +77,7 @@ def test_rows_of_an_earlier_run_say_how_long_rows_are(new_project: NewProject) -
     assert length.sampled_epoch(recipe, tokenizer, said.append) == first and len(said) == 1
 
 
+@pytest.mark.slow
 def test_a_run_past_the_fast_region_is_planned_with_what_drives_sustain(
     new_project: NewProject, command: Callable[[Project], Command]
 ) -> None:

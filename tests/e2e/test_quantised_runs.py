@@ -120,7 +120,7 @@ def by_bitsandbytes(kind: str, ready: Ready) -> tuple[list[float], dict[str, lis
 
 
 @pytest.mark.parametrize(
-    ("kind", "device", "dora"), every(2, [("nf4", "cpu", True), ("int8", "cpu", False), ("nf4_double", "emulated", True)])
+    ("kind", "device", "dora"), every(3, [("nf4_double", "emulated", True), ("nf4", "cpu", True), ("int8", "cpu", False)])
 )
 def test_losses_are_those_of_peft_over_decoded_weights(kind: str, device: str, dora: bool, qlora: NewProject) -> None:
     project = qlora(kind, changes={"offload.device": device, "adapter": {"r": 4, "use_dora": dora}})

@@ -82,6 +82,7 @@ def test_losses_and_bytes_are_those_of_a_run_that_quantises(
     assert [list(stage.extents()) for stage in ours.stages] == [list(stage.extents()) for stage in theirs.stages]
 
 
+@pytest.mark.slow
 def test_a_stopped_run_continues_unless_a_scale_of_its_files_changed(
     plain: Path, project_of: NewProject, tmp_path: Path
 ) -> None:

@@ -159,7 +159,7 @@ def test_refusal_and_stages(name: str) -> None:
 # ---- mixtures --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("name", every(2, MIXTURES))
 def test_active_parameters(name: str) -> None:
     model, raw = _described(name).model, json.loads((CONFIGS / f"{name}.json").read_text())
     experts, chosen = _experts(raw)

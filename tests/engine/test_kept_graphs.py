@@ -99,7 +99,7 @@ def graphs_of(subject: Subject) -> tuple[tuple[int, ...], ...]:
 
 @pytest.mark.parametrize(
     ("name", "way"),
-    every(2, [
+    every(3, [
         *(("llama", way) for way in WAYS), ("bf16, cut", "RAM"), ("bf16, cut", "through the host"), ("gpt2, dropout", "RAM"),
         ("gpt2, dropout", "norm first"), ("gemma2", "boundaries there"), ("lora", "RAM"), ("lora", "two sweeps"),
         ("frozen below", "RAM"), ("uneven", "ssd"), ("uneven", "norm first"),

@@ -33,7 +33,7 @@ SECTIONS: dict[str, AdapterSection] = {
 
 @pytest.mark.parametrize(
     ("family", "section"),
-    every(2, [*((family, "plain") for family in ("llama", "qwen3", "gemma2", "gpt2", "opt")),
+    every(3, [*((family, "plain") for family in ("llama", "qwen3", "gemma2", "gpt2", "opt")),
               ("llama", "rslora"), ("llama", "dora"), ("gpt2", "dora")]),
 )  # fmt: skip
 def test_losses_and_adapters_of_twenty_clipped_steps(family: str, section: str, tmp_path: Path) -> None:

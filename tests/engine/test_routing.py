@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from drawn import every
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -201,7 +202,7 @@ def test_the_auxiliary_loss_is_of_the_whole_batch(family: str, tmp_path: Path) -
     assert distance({name: gradients[name] for name in others}, others) <= 1e-6
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", every(2, ["bfloat16", "float32"]))
 def test_the_same_bits_with_the_auxiliary_loss(dtype: Any, tmp_path: Path) -> None:
     subject = Subject(FAMILIES[MIXED], Shape(dtype=dtype, router_aux_loss=COEFFICIENT))
     usual = outcome(subject, tmp_path / "usual", 3)

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuyou_cli.planner.boundary_layout import BoundaryLayout, boundary_layout, every_operator, kept_bytes, spared_flops
+from fuyou_cli.planner.boundary_layout import (
+    BoundaryLayout,
+    boundary_layout,
+    every_operator,
+    filled_boundary,
+    kept_bytes,
+    outputs_size,
+    planned_boundary,
+    spared_flops,
+)
 
-from .models import OPERATORS, model, stage
+from .models import NUMERICS, OPERATORS, model, stage
 
 BLOCK = stage(1, "block", 2048)
 subsets = st.sets(st.sampled_from([operator.index for operator in OPERATORS])).map(lambda some: tuple(sorted(some)))
@@ -52,6 +62,13 @@ def test_what_is_spared_and_taken_is_the_sum_over_what_is_kept(kept: tuple[int, 
     chosen = [operator for operator in OPERATORS if operator.index in kept]
     assert spared_flops(BLOCK, kept) == sum(operator.flops for operator in chosen)
     assert kept_bytes(BLOCK, kept) == sum(operator.bytes for operator in chosen)
+
+
+@given(subsets.filter(bool), st.integers(1, 300), st.integers(1, 9), st.integers(1, 4))
+def test_sizes_of_kept_outputs_add_up_to_the_layout(kept: tuple[int, ...], hidden: int, rows: int, micro: int) -> None:
+    spec = model(2048, 2048, 2048, 2048, hidden=hidden)
+    numerics = replace(NUMERICS, batch_size=rows, micro_batch_size=micro)
+    assert filled_boundary(spec, numerics, outputs_size(BLOCK, kept)) == planned_boundary(spec, numerics, 1, kept).size
 
 
 def test_every_operator_of_every_block() -> None:

@@ -128,7 +128,7 @@ def _candidates(request: PlanRequest):  # type: ignore[no-untyped-def]
     yield from family(SPEC, request).smallest()
 
 
-@pytest.mark.parametrize("clip", [1.0, None])
+@pytest.mark.parametrize("clip", [1.0, pytest.param(None, marks=pytest.mark.slow)])
 def test_more_memory_makes_no_step_slower(clip: float | None) -> None:
     """Compares up to what a search misses."""
     steps = list[float]()

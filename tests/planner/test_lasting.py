@@ -46,6 +46,7 @@ def test_no_plan_writes_less_than_the_bound(data: st.DataObject) -> None:
         assert found is None or found.plan.predicted.written_per_step >= least
 
 
+@pytest.mark.slow
 def test_the_region_decides() -> None:
     """The same machine and model: runs that are known to be short keep the plan of the first rates, all others get that of the
     later ones."""

@@ -14,14 +14,17 @@ from hypothesis import strategies as st
 
 from fuyou_cli.core.errors import PlanError
 from fuyou_cli.core.units import GiB, MiB, align_up, parse_size
-from fuyou_cli.planner.boundary_layout import planned_boundary
+from fuyou_cli.planner.boundary_layout import Kept, planned_boundary
 from fuyou_cli.planner.candidate import Candidate
+from fuyou_cli.planner.greedy_fill import GreedyFill, Output, outputs_of
+from fuyou_cli.planner.memory import ARENA_UNIT, Homes
 from fuyou_cli.planner.place import least_memory, made_of, plan
+from fuyou_cli.planner.placement_context import PlacementContext
 from fuyou_cli.planner.plan_request import PlanRequest
-from fuyou_cli.spec.model import ITEM_SIZE, ModelSpec
-from fuyou_cli.spec.plan import Plan, Span, StagePlan, StateTensor
+from fuyou_cli.spec.model import ITEM_SIZE, ModelSpec, OperatorSpec
+from fuyou_cli.spec.plan import Plan, Span, StagePlan, StateTensor, Tier
 
-from .models import HARDWARE, NUMERICS, model, models, request_for, with_budget
+from .models import HARDWARE, NUMERICS, model, models, request, request_for, with_budget
 
 ROOMY = 1 << 40
 
@@ -212,3 +215,58 @@ def test_memory_goes_where_it_saves_most() -> None:
     blocks = chosen.stages[1:-2]
     assert {stage.weights for stage in blocks} == {"cpu"}
     assert {stage.states for stage in blocks} == {"cpu", "ssd"}
+
+
+# ---- outputs -----------------------------------------------------------------------------------------------------------
+
+
+def plainly_kept(fill: GreedyFill, outputs: list[Output], share: float) -> tuple[int, Homes]:
+    """Keeps outputs one by one, each boundary laid out with it and without; returns the RAM that is left, and the homes."""
+    homes, spare, limit = fill.homes, fill.spare, fill.spare - int(fill.spare * share)
+    kept, boundaries = list(homes.kept), list(homes.boundaries)
+    for output in outputs:
+        stage, index = output.stage, output.operator.index
+        taken = tuple(sorted((*kept[stage], index)))
+        at_home = boundaries[stage] == "cpu"
+        if index in (*kept[stage], *homes.kept_there[stage]) or (not at_home and fill.request.boundaries is not None):
+            continue
+        whole, before = (
+            align_up(planned_boundary(fill.context.model, fill.request.group, stage, some).size, ARENA_UNIT)
+            for some in (taken, kept[stage])
+        )
+        in_turns = fill.turns[stage] if homes.gradients[stage] == "cpu" else 0
+        size = max(whole, in_turns) - max(before if at_home else 0, in_turns)
+        if spare - size >= limit:
+            kept[stage], boundaries[stage], spare = taken, "cpu", spare - size
+    return spare, replace(homes, kept=tuple(kept), boundaries=tuple(boundaries))
+
+
+@given(st.data(), st.integers(0, 200 * MiB), st.sampled_from([0.3, 1.0]), st.sampled_from([None, "ssd", "cpu"]))
+def test_outputs_are_kept_as_if_each_were_laid_out(data: st.DataObject, spare: int, share: float, home: Tier | None) -> None:
+    """Also where many outputs do not fit, as of a block that computes in chunks, and where some are kept already."""
+    operators = tuple(
+        OperatorSpec(index=index, name="bmm", flops=flops, bytes=size)
+        for index, (flops, size) in enumerate(
+            data.draw(
+                st.lists(st.tuples(st.floats(1, 9), st.sampled_from([70, 5000, 2 * MiB, 9 * MiB])), min_size=4, max_size=20)
+            )
+        )
+    )
+    spec = model(4096, *[4096] * 4, 2048, 4096)
+    spec = replace(spec, stages=tuple(replace(one, operators=operators if one.kind == "block" else ()) for one in spec.stages))
+    asked = replace(request(), boundaries=home)
+    some: Kept = tuple(tuple(o.index for o in one.operators if data.draw(st.booleans())) for one in spec.stages)
+    homes = Homes(
+        weights=("ssd",) * len(spec.stages), states=("ssd",) * len(spec.stages), gradients=("ssd",) * len(spec.stages),
+        boundaries=tuple(home or data.draw(st.sampled_from(("ssd", "cpu"))) for _ in spec.stages),
+        kept=some, kept_there=((),) * len(spec.stages),
+    )  # fmt: skip
+    fill = GreedyFill.of(PlacementContext(spec, asked), asked, homes, {"train": 0, "load": 0})
+    fill.spare = spare
+    outputs = outputs_of(spec, asked)
+    expected = plainly_kept(fill, outputs, share)
+    fill.keep(outputs, share=share)
+    assert (fill.spare, fill.homes) == expected
+    while fill.take_back():
+        pass
+    assert fill.homes == homes

@@ -69,7 +69,7 @@ def test_the_need_that_is_named_fits_and_nothing_less(blocks: int, frozen: int, 
     assert least <= parse_size(named[1]) <= 1.01 * least + MiB and made(spec, asked(parse_size(named[1]))) is not None
 
 
-@examples(8)
+@examples(4)
 @given(st.integers(2, 6), st.integers(1, 4), st.integers(1, 6), st.lists(st.integers(0, 400), min_size=1, max_size=3))
 def test_more_memory_never_makes_a_step_slower(blocks: int, frozen: int, trained: int, spare: list[int]) -> None:
     """Looks on both sides of the budget from which on adapters may rest in RAM, with a drive that is slow to bring what they

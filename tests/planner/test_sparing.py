@@ -62,6 +62,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelSpec, HardwareP
     return planned.model, planned.hardware, planned.request
 
 
+@pytest.mark.slow
 def test_no_outputs_are_swapped_to_the_drives_of_the_case_seen(seen: tuple[ModelSpec, HardwareProfile, PlanRequest]) -> None:
     """262 GB of outputs a step for a region that lasts 1.3 steps, and 164 s a step after that."""
     model, hardware, request = seen
@@ -200,6 +201,7 @@ def test_a_length_that_nobody_knows_is_planned_for_the_rates_that_last(
     assert lengths == {0: True, 1: False, 1000: True}
 
 
+@pytest.mark.slow
 def test_what_was_not_done_is_said(seen: tuple[ModelSpec, HardwareProfile, PlanRequest]) -> None:
     """Says it with the figures of the very plan that `ignore` takes."""
     model, hardware, request = seen

@@ -11,6 +11,7 @@ import pytest
 from fuyou_cli.advice.facts import Ending, RunFacts, steps_within
 from fuyou_cli.advice.room import plan_problems
 from fuyou_cli.cli.render.plan_json import plan_json
+from fuyou_cli.cli.render.plan_screen import show_changed
 from fuyou_cli.core.units import GiB, MiB
 from fuyou_cli.planner.evaluation_cost import EvaluationCost
 from fuyou_cli.planner.sustained_rates import FastRegion
@@ -18,7 +19,7 @@ from fuyou_cli.spec.hardware import StageRate
 from fuyou_cli.spec.model import Rule
 from fuyou_cli.spec.plan import MemoryLine, Plan
 
-from .conftest import Screen, disk, words
+from .conftest import Printer, Screen, disk, words
 
 
 def row(text: str, first: str) -> list[str]:
@@ -105,6 +106,22 @@ def test_what_makes_a_crash_cheaper_is_said_where_it_costs_much(screen: Screen, 
 def test_the_method_names_the_recipes_optimizer(screen: Screen, facts: RunFacts, rule: Rule, said: str) -> None:
     model = facts.model.with_layout(replace(facts.model.layout, rule=rule))
     assert said in words(screen(replace(facts, model=model), 120))
+
+
+def test_a_plan_made_again_is_one_line_of_what_changed(printer: Printer, plan: Plan) -> None:
+    """Of a process that has grown while it tokenised, and so of what has room beside it."""
+    before = replace(plan, memory=(*plan.memory, _process(420 * MiB)))
+    now = replace(before, memory=(*plan.memory, _process(484 * MiB)), predicted=replace(plan.predicted, step_seconds=90.0))
+    console, printed = printer(200)
+    show_changed(console, before, now)
+    told = "the plan, now that the data is read: a step 90.0 s (was 88.4 s), process 484 MiB (was 420 MiB)\n"
+    assert printed() == told
+    show_changed(console, before, replace(before, arena_size=plan.arena_size + 1))
+    assert printed() == told  # nothing that the screen shows
+
+
+def _process(size: int) -> MemoryLine:
+    return MemoryLine(what="process", tier="cpu", size=size, total=0, policy="")
 
 
 def test_steps_within_a_time(plan: Plan) -> None:

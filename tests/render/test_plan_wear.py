@@ -51,8 +51,10 @@ def test_where_no_change_helps_it_is_said_what_for(screen: Screen, facts: RunFac
     tried = replace(facts, changes=(), tried=37)
     told = words(screen(tried)).lower()
     assert told.count("no change of one or two keys spares the drives (37 plans tried)") == 2 and "makes it fit" not in told
-    told = words(screen(replace(tried, room=replace(facts.room, ssd=1)))).lower()
-    assert told.count("no change of one or two keys makes it fit (37 plans tried)") == 2 and "spares" not in told
+    told = words(screen(replace(tried, room=replace(facts.room, ssd=1))))
+    said = "o change of one or two keys makes it fit (37 plans tried): it takes "
+    assert told.count(said) == 2 and f"N{said}" in told and "spares" not in told
+    assert told[told.index(f"N{said}") :].partition(" of RAM")[0].endswith("iB")  # not in small letters
 
 
 def test_every_drive_wears_by_itself(hardware: HardwareProfile) -> None:

@@ -61,10 +61,10 @@ def test_killed_runs_end_as_the_one_nobody_killed(variant: str, place: Place) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", ["lora", "qlora", "int8"])
+@pytest.mark.parametrize("run", ["lora", "qlora", "int8", "moe", "moe-lora"])
 def test_runs_of_other_kinds_are_disturbed_too(run: str, place: Place) -> None:
     """Kills them, and flips a bit in what they have saved: the weights of an adapter's model are in no state, or in both."""
-    if run != "int8":
+    if "lora" in run:
         pytest.importorskip("peft", reason="peft comes with the extra lora")
     other = place.of(run)
     whole = crashes.reference(other, f"killed-{run}", {}, steps=6)

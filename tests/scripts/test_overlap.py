@@ -6,6 +6,8 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 import prove_overlap as proof
@@ -26,6 +28,7 @@ def test_a_paced_run_is_not_faster_than_its_bound(tmp_path: Path) -> None:
     assert run.peak <= run.plan.predicted.gpu_peak
 
 
+@pytest.mark.slow
 def test_a_ratio_is_measured_and_judged(tmp_path: Path) -> None:
     """Goes the whole way of the part at a rate that no processor keeps, so that it is quick and its verdict is no matter."""
     asked = Namespace(sizes=["8B"], blocks=2, slower=0.01, dram=0.0, steps=1)

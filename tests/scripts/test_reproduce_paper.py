@@ -220,6 +220,7 @@ def test_175b_keeps_the_gpu_as_busy_as_asked(found: Reproduced) -> None:
     assert beside.counted == pytest.approx(0.53, abs=0.01)  # as the paper counts itself
 
 
+@pytest.mark.slow
 def test_ours_is_what_the_command_plans(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

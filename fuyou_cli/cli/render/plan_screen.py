@@ -69,6 +69,31 @@ def show_plan(console: Console, facts: RunFacts, *, verbose: bool) -> None:
         say(console, f"- {note}", indent=2)
 
 
+def show_changed(console: Console, before: Plan, now: Plan) -> None:
+    """Prints in one line which figures of a plan are others, now that it was made again."""
+    was, figures = _figures_that_may_change(before), _figures_that_may_change(now)
+    changed = [
+        f"{name} {figures.get(name, 'none')} (was {was.get(name, 'none')})"
+        for name in {**was, **figures}
+        if figures.get(name) != was.get(name)
+    ]
+    if changed:
+        say(console, f"the plan, now that the data is read: {', '.join(changed)}")
+
+
+def _figures_that_may_change(plan: Plan) -> dict[str, str]:
+    sizes: dict[str, int] = {}
+    for line in plan.memory:
+        name = line.what if line.what == "process" else f"{line.what} in {_TITLE[line.tier]}"
+        sizes[name] = sizes.get(name, 0) + line.size
+    return {
+        "a step": brief(plan.predicted.step_seconds),
+        "tokens in it": f"{plan.step_tokens:,}",
+        "lookahead": f"{plan.lookahead}",
+        **{name: gib(size) for name, size in sizes.items() if size},
+    }
+
+
 def show_length(console: Console, facts: RunFacts) -> None:
     """Prints what the number of steps decides, if it became known after the plan."""
     pairs(console, [*run_length(facts), *evaluating(facts), ("wear", wear_in_full(facts))])
@@ -336,7 +361,8 @@ def _result(row: Row) -> str:
 def _changes(console: Console, facts: RunFacts, outcomes: Sequence[Outcome], shapes: Symbols) -> None:
     """Prints changes that make the run fit, or spare its drives, to be added to the command."""
     if not outcomes:
-        say(console, f"{nothing_helps(facts, fits=not facts.problems).capitalize()}.")
+        words = nothing_helps(facts, fits=not facts.problems)
+        say(console, f"{words[0].upper()}{words[1:]}.")  # units stay as they are
         return
     heading(console, "Changes that help", f"the smallest of each kind, planned again ({facts.tried} plans tried)")
     content = _plans("add", shapes)

@@ -6,7 +6,6 @@ The folder that the run started from may be gone later, and it lacks the changes
 from __future__ import annotations
 
 import json
-import mmap
 import re
 from contextlib import suppress
 from itertools import zip_longest
@@ -27,7 +26,7 @@ from ...checkpoint.companions import (
     pieces,
 )
 from ...checkpoint.files import inside, read_json
-from ...core.disk import failed_writing, file_size, sync_directory
+from ...core.disk import failed_writing, file_size, sync_directory, unreadable
 from ...core.own_files import is_own, own_folder, write_own
 from ...core.paths import expanded
 from .manifest import COMPANIONS
@@ -39,6 +38,7 @@ _CONFIG, _TEMPLATE = TOKENIZER_CONFIG_NAME, "chat_template.jinja"
 _OTHER_TEMPLATES = ("chat_template.json", f"{TEMPLATE_FOLDER}/")  # beginnings of names
 _TOKEN_TABLES = ("tokenizer.json", _CONFIG)
 _UNFINISHED = ".unfinished"
+_PIECE, _LONGEST_TOKEN = 1 << 20, 1 << 16  # bytes of a token table that are searched at once, and of a token in it
 
 
 def kept_companions(store: Path) -> Path | None:
@@ -128,8 +128,16 @@ def _is_added(tokenizer_dir: Path, settings: dict[str, Any], token: str) -> bool
 def _holds(file: Path, pattern: re.Pattern[bytes]) -> bool:
     if not file.is_file() or file.stat().st_size == 0:
         return False
-    with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        return pattern.search(content) is not None
+    seen = b""
+    try:
+        with file.open("rb") as stream:  # not mapped: a drive that fails would end the process by a signal
+            while piece := stream.read(_PIECE):
+                seen = seen[-_LONGEST_TOKEN:] + piece
+                if pattern.search(seen):
+                    return True
+    except OSError as error:
+        raise unreadable(file, error) from error
+    return False
 
 
 def _replace(folder: Path, files: dict[str, bytes | Path]) -> None:
