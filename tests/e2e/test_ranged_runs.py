@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from drawn import every
 from safetensors.torch import load_file
 
 from fuyou_cli.core.errors import Interrupted
@@ -77,7 +78,7 @@ def _is_cut(ready: Ready) -> bool:
     return planned.model.has_ranges
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", every(2, ["qwen3_moe", "gpt_oss"]))
 def test_trains_stops_and_exports(family: str, projects: Any, tmp_path: Path) -> None:
     """Losses and exported weights of whole blocks, and after a stop the same bits."""
     whole, cut = (prepared_run(projects(str(fits), fits=fits, family=family)) for fits in (True, False))
@@ -110,6 +111,7 @@ def test_adapters_on_experts_in_place(projects: Any) -> None:
     assert losses == pytest.approx(wanted, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_quantised_experts(projects: Any) -> None:
     keys = LORA | {"model.quantize": "nf4"}
     cut = prepared_run(projects("nf4", keys))

@@ -43,7 +43,7 @@ def _outcome(family: str, folder: Path, size: int, *, kind: type[Subject] = Deci
     return outcome(subject, folder / str(size), 6, clip=0.5, optimizer=SMOOTH)
 
 
-@pytest.mark.parametrize("family", every(4, OF_EACH))
+@pytest.mark.parametrize("family", every(8, OF_EACH))
 def test_beside_one_stage(family: str, tmp_path: Path) -> None:
     """Losses and weights are those of whole blocks, and the same bits wherever a block is cut."""
     whole = _outcome(family, tmp_path, 0)
@@ -64,7 +64,7 @@ def test_the_same_bits_in_bfloat16(family: str, tmp_path: Path) -> None:
         assert_same(other, first)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", every(2, ["float32", "bfloat16"]))
 def test_adapters_on_attention_beside_frozen_experts(dtype: Any, tmp_path: Path) -> None:
     def run(size: int) -> Outcome:
         subject = Decided(FAMILIES["deepseek_v3, groups"], Shape(dtype=dtype, experts=size), adapter=LORA)
