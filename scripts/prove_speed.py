@@ -139,7 +139,9 @@ def compute(setting: Setting, options: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def compute_rows(shape: str, clip: float | None, mine: list[dict], theirs: list[dict], note: str, *, tokens: int) -> list[Row]:
+def compute_rows(
+    shape: str, clip: float | None, mine: list[dict], theirs: list[dict], note: str, *, tokens: int = 16 * LENGTH
+) -> list[Row]:
     rates = [[step["batch_tokens"] / step["seconds"] for step in measured_steps(side, tail=False)] for side in (mine, theirs)]
     budget = mine[0]["plan"]["budget"]
     ratio = statistics.median(rates[0]) / statistics.median(rates[1])

@@ -16,7 +16,7 @@ from fuyou_cli.core.errors import FuyouError, UsageError
 
 from . import error_screen
 from .arguments import Calibrated, Json, OptionalRecipe, Overrides, RecipeArgument, Trace, loaded_recipe
-from .console import lost_result, prepare_streams, tell_errors, write_result
+from .console import STDOUT, drop_result, lost_result, prepare_streams, tell_errors, write_result
 from .data_app import data
 from .eval_app import evaluate, lm_eval
 from .generate_app import generate
@@ -407,10 +407,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if (lost := lost_result(error)) is not None:
             code = error_screen.report(lost)
         elif error.errno == errno.EPIPE and not hasattr(error, "__notes__"):  # the reader (head, less) has closed the pipe
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            drop_result()
             code = error_screen.FAILED
         else:
             code = error_screen.report(error)
+            if error.filename == STDOUT:
+                drop_result()
     except (FuyouError, KeyboardInterrupt, MemoryError, RuntimeError) as error:
         tell_errors()
         code = error_screen.report(error)

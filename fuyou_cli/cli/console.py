@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _PLAIN_WIDTH = 100  # columns when the output is not a terminal
 _OF_BARS = re.compile(r"(?:\r|\n|\x1b\[A)*")  # what tqdm moves the cursor with between its bars
+STDOUT = "standard output"  # as errors name it
 
 
 def write_result(text: str) -> None:
@@ -128,7 +129,7 @@ def _naming_stdout() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        error.filename = "standard output"
+        error.filename = STDOUT
         raise
 
 
@@ -208,6 +209,11 @@ def _open_if_closed(number: int, name: str) -> None:
         os.set_inheritable(os.open(os.devnull, os.O_RDONLY if name == "stdout" else os.O_RDWR), True)  # has the lowest number
     if getattr(sys, name) is None:
         setattr(sys, name, open(number, "r" if name == "stdin" else "w", closefd=False))  # noqa: SIM115
+
+
+def drop_result() -> None:
+    """Drops what stdout did not take. Python would try to write it again at exit, and end with a code of its own."""
+    _send_nowhere(sys.stdout)
 
 
 def lost_result(error: OSError) -> FuyouError | None:

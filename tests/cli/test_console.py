@@ -68,10 +68,13 @@ def test_closed_streams_are_told_and_nothing_else_gets_their_numbers(
     assert "Traceback" not in done.stdout + done.stderr and "internal error" not in done.stdout + done.stderr
 
 
-def test_a_result_that_a_full_disk_does_not_take_is_told_as_that() -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_result_that_a_full_disk_does_not_take_is_told_as_that(unbuffered: str) -> None:
     words = f"exec {sys.executable} -m fuyou_cli --version >/dev/full"
-    done = subprocess.run(["sh", "-c", words], env=environment(), capture_output=True, text=True, check=False)
+    variables = environment(PYTHONUNBUFFERED=unbuffered)
+    done = subprocess.run(["sh", "-c", words], env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 4 and "error: No space left on device: standard output" in done.stderr, done
+    assert "Exception ignored" not in done.stderr
 
 
 def test_a_process_without_another_thread_is_not_said_to_be_interrupted() -> None:
