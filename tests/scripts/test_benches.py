@@ -7,6 +7,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ import bench_adamw
 import bench_host
 import bench_io
 import bench_search
+import count_calls
 from proof import verdicts
 from proof.verdicts import exit_code
 
@@ -125,3 +127,25 @@ def test_an_immediate_device_has_a_memory_of_its_own(tmp_path: Path) -> None:
     with streamed.rig as rig:
         assert isinstance(rig.device, bench_host.Immediate) and rig.device.separate and rig.plan.batch_on_device
         assert min(streamed.step().values()) > 0
+
+
+def test_count_calls_tells_a_callback_from_a_call(tmp_path: Path) -> None:
+    """A call down is no climb, the callback that comes of it is one; what runs on import is not counted."""
+    (tmp_path / "core").mkdir()
+    (tmp_path / "cli").mkdir()
+    low, high, other = tmp_path / "core" / "low.py", tmp_path / "cli" / "high.py", tmp_path / "cli" / "other.py"
+    low.write_text("def ask(answer):\n    return answer()\n")
+    high.write_text("class Executor:\n    def step(self, ask):\n        return ask(lambda: 1) + 1\n")
+    other.write_text("found = sorted([2, 1])\n")
+    names: dict[str, Any] = {}
+    profile = count_calls.Profile(tmp_path, {"core": 0, "cli": 8})
+    sys.setprofile(profile)
+    try:
+        for path in (low, high, other):
+            exec(compile(path.read_text(), str(path), "exec"), names)
+        names["Executor"]().step(names["ask"])
+    finally:
+        sys.setprofile(None)
+    assert profile.before == {"files": 0, "calls": 0, "climbs": 0, "climbing calls": 0}
+    assert profile.counted() == {"files": 2, "calls": 3, "climbs": 1, "climbing calls": 1}
+    assert list(profile.climbs) == [(("core/low.py", "ask"), ("cli/high.py", "Executor.step.<locals>.<lambda>"))]
