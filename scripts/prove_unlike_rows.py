@@ -29,7 +29,7 @@ from proof.setting import Setting, parser, run_script, size
 from proof.verdicts import Row, at_most, holds, missing
 
 from fuyou_cli.core.units import MiB, gib
-from fuyou_cli.training.jsonl import read_log
+from fuyou_cli.training.run_log import read_log
 
 MOST_TIME, MOST_EVAL_TIME = 1.15, 1.10  # of packed rows, of transformers row by row
 LORA = ("adapter.r=16", "adapter.lora_alpha=32", "adapter.target_modules=all-linear")

@@ -5,7 +5,7 @@ from __future__ import annotations
 _DOING = """
 import os
 from pathlib import Path
-from fuyou_cli.training.jsonl import JsonlLog
+from fuyou_cli.training.run_log import JsonlLog
 logged = JsonlLog.step
 def log_and_do(log, report):
     logged(log, report)

@@ -14,8 +14,7 @@ from fuyou_cli.planner.schedule import plan_schedule, weights_left
 from fuyou_cli.planner.simulate import simulate
 from fuyou_cli.training.corrected import corrected
 from fuyou_cli.training.prepared import Planned
-from fuyou_cli.training.report import RunReport
-from fuyou_cli.training.reporting import compared, through_memory
+from fuyou_cli.training.report import RunReport, compared, through_memory
 
 from .compare import placed_in_words
 from .room import export_folder

@@ -47,7 +47,7 @@ def run_eval(source: str, recipe: Recipe, *, choices: Path | None, json_output: 
 
 
 def _as_data(found: ModelEvaluation) -> dict[str, object]:
-    from fuyou_cli.training.jsonl import finite
+    from fuyou_cli.training.run_log import finite
 
     if not isinstance(found.result, list):
         return {"choices": asdict(found.result)}

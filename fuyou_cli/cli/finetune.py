@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from fuyou_cli.recipe.load import LoadedRecipe
     from fuyou_cli.swap.daemon import Counters
     from fuyou_cli.training.evaluation import AnyReport
-    from fuyou_cli.training.jsonl import JsonlLog
     from fuyou_cli.training.prepared import Planned, Ready
     from fuyou_cli.training.report import RunReport, StepReport
     from fuyou_cli.training.run import Run
+    from fuyou_cli.training.run_log import JsonlLog
     from fuyou_cli.training.trace import Trace
 
 _GOES_ON = "the same command begins again, or goes on with the saved state"
@@ -93,7 +93,7 @@ def run_finetune(
 def _open_log(planned: Planned, stack: ExitStack) -> JsonlLog | None:
     """Opens the log where the recipe asks for it, and writes what is planned."""
     from fuyou_cli.advice.beside_plan import promises
-    from fuyou_cli.training.jsonl import JsonlLog
+    from fuyou_cli.training.run_log import JsonlLog
 
     if "jsonl" not in planned.recipe.logging.backends:
         return None

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.training.history import History, Step, find_log, read_history
+from fuyou_cli.training.run_log import History, find_log, finite, read_history
 
 from .console import result_console, write_json, write_status
 
 if TYPE_CHECKING:
-    from fuyou_cli.training.report import RunReport
+    from fuyou_cli.training.report import RunReport, StepReport
 
 
 def run_report(source: Path, *, json_output: bool, html: Path | None) -> None:
@@ -31,27 +31,35 @@ def run_report(source: Path, *, json_output: bool, html: Path | None) -> None:
 def _as_data(history: History) -> dict[str, Any]:
     report: RunReport = history.report
     left_out = ("losses", "timeline", "timeline_stalls", "compared", "waits", "update_cpu")
-    return {
+    best = history.best
+    data = {
         "log": str(history.log),
         "ended": history.ended,
         "failed": history.failed or None,
         "stopped": history.stopped,
-        "planned": asdict(history.promised),
+        "planned": asdict(history.plan),
         "measured": {name: value for name, value in asdict(report).items() if name not in left_out},
-        "compared": [{**asdict(line), "what": line.what.strip(), "difference": line.difference} for line in report.compared],
-        "evaluations": [asdict(one) for one in history.evaluations],
-        "best": None if history.best is None else asdict(history.best),
-        "changes": [asdict(one) for one in history.changes],
-        "samples": [asdict(one) for one in history.samples],
+        "compared": [line.as_data() for line in report.compared],
+        "evaluations": [asdict(evaluation) for evaluation in history.evaluations],
+        "best": None if best is None else {name: getattr(best, name) for name in ("step", "loss", "folder", "problem")},
+        "changes": [asdict(change) for change in history.changes],
+        "samples": [asdict(sample) for sample in history.samples],
         "steps": [_step(step) for step in history.steps],
         **({} if history.sent is None else {"experts": asdict(history.sent)}),
     }
+    return {name: finite(value) for name, value in data.items()}
 
 
-def _step(step: Step) -> dict[str, Any]:
+def _step(step: StepReport) -> dict[str, Any]:
     """Returns a step's figures. Those of mixtures are left out where there is none."""
-    found = asdict(step)
-    return {name: value for name, value in found.items() if name not in ("experts", "router_aux_loss") or value is not None}
+    names = (
+        "step", "loss", "lr", "grad_norm", "batch_tokens", "seconds", "ram_peak", "read_bytes", "written_bytes", "stalls",
+        "skipped", "busy",
+    )  # fmt: skip
+    of_mixtures = {"experts": step.experts and asdict(step.experts), "router_aux_loss": step.router_aux_loss}
+    return {name: getattr(step, name) for name in names} | {
+        name: value for name, value in of_mixtures.items() if value is not None
+    }
 
 
 def _write_page(path: Path, history: History) -> None:

@@ -31,10 +31,10 @@ from ..spec.model import Piece
 from ..spec.model_facts import InPlace
 from .adapter_exporting import MergedWeights, as_trained
 from .exporting import READ_ARENA, StoreWeights
-from .history import LOG, saved_of
 from .in_place_files import GPU_ALIGNMENT, addresses, lying_in
 from .limits import for_tensors
 from .packed_reading import DecodingReader
+from .run_log import LOG, saved_of
 from .state import manifest as manifests
 from .state.at_rest import AtRest, at_rest, find_store
 from .state.kept_companions import kept_adapter, kept_companions

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ..core.errors import UsageError, pip_install
 from ..core.units import GiB
-from .report import EvalReport, Spread, StepReport
+from .report import EvalReport, StepReport
 
 if TYPE_CHECKING:
     from ..recipe.schema import Recipe
@@ -220,7 +220,7 @@ class Loggers:
 def figures(report: StepReport) -> dict[str, float]:
     """Returns what is logged of a step, without values that are not finite."""
     seconds = report.seconds or 1e-9
-    found: dict[str, float | None] = {
+    values: dict[str, float | None] = {
         "train/loss": report.loss,
         "train/learning_rate": report.lr,
         "train/gradient_norm": report.grad_norm,
@@ -233,6 +233,6 @@ def figures(report: StepReport) -> dict[str, float]:
         "ssd/written_gb_per_second": report.written_bytes / seconds / 1e9,
         "train/router_aux_loss": report.router_aux_loss,
     }
-    if report.sent:
-        found |= {f"experts/{name}": value for name, value in asdict(Spread.of(report.sent)).items()}
-    return {key: float(value) for key, value in found.items() if value is not None and math.isfinite(value)}
+    if report.experts is not None:
+        values |= {f"experts/{name}": value for name, value in asdict(report.experts).items()}
+    return {key: float(value) for key, value in values.items() if value is not None and math.isfinite(value)}

@@ -10,9 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..core.errors import UsageError
-from .history import read_promised
-from .jsonl import holds_a_run
 from .prepared import Planned
+from .run_log import holds_a_run, read_logged_plan
 from .state.places import check_same_drive
 
 _NO_LOCKS = (errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL, errno.EBADF)  # EBADF: NFS, for a folder
@@ -57,7 +56,7 @@ def note_of_an_earlier_run(planned: Planned) -> str | None:
 def _store_was_on(log: Path, directory: Path) -> tuple[str, ...]:
     """Returns what a log says of the file system of a run's store, if its folder was this one."""
     try:
-        promised = read_promised(log)
+        promised = read_logged_plan(log)
     except UsageError:  # not the log of a run
         return ()
     return promised.store_on if promised.store == str(directory.absolute()) else ()

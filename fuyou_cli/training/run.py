@@ -31,8 +31,7 @@ from .evaluation import AnyReport, Evaluations
 from .limits import gpu_most
 from .prepared import Planned, Ready
 from .rates import learning_rate
-from .report import RunReport, StepReport
-from .reporting import Steps, run_report, settling_steps
+from .report import RunReport, StepReport, Steps, run_report, settling_steps
 from .run_endings import Doing, Endings
 from .run_folders import RunFolders
 from .run_limits import RunLimits
@@ -337,12 +336,13 @@ class Run:
         return run_report(
             self._steps,
             losses=self.losses,
-            plan=self.plan,
             flops_per_token=self.model.flops_per_token,
             seconds=time.monotonic() - self._began,
+            ram_budget=self.plan.cpu_budget,
             ram_peak=self.memory.peak,
             written_total=self._written,
             output_dir=self.planned.recipe.output_dir,
+            commit_interval=self.plan.commit_every if self.plan.has_apart_commits else None,
             attention=self._attention(),
             best=self._evaluations.best,
         )

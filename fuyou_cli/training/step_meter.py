@@ -14,7 +14,7 @@ from ..engine.moves import Wait
 from ..engine.visits import Visits
 from ..spec.model import ModelSpec
 from ..swap.daemon import Event, SwapDaemon
-from .report import Busy, StepReport, busy_seconds
+from .report import Busy, Spread, StepReport, busy_seconds
 from .trace import Trace
 
 _OF_STORE = {"read": "ssd read", "write": "ssd write", "update": "update", "chunk": "update chunk"}
@@ -103,6 +103,7 @@ class StepMeter:
             grad_norm=outcome.grad_norm,
             skipped=outcome.skipped,
             sent=outcome.sent or {},
+            experts=Spread.of(outcome.sent) if outcome.sent else None,
             router_aux_loss=outcome.aux_loss,
             tokens=outcome.label_tokens,
             batch_tokens=tokens,

@@ -22,7 +22,7 @@ from proof.verdicts import ROOT
 from proof.watch import LineCounter
 
 from fuyou_cli.machine.profile import core_count
-from fuyou_cli.training.jsonl import read_log
+from fuyou_cli.training.run_log import read_log
 
 SAVING = 20.0  # seconds after its last step that a run may take to save its states: tens of GB, nothing that is asked
 STACK_LINES = 120  # of one that was ended: what all of its threads were doing

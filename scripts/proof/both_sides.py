@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 from fuyou_cli.core.errors import FuyouError
 from fuyou_cli.core.units import gib
 from fuyou_cli.machine.background_load import BackgroundLoad
-from fuyou_cli.training.jsonl import read_log
+from fuyou_cli.training.run_log import read_log
 
 from . import watch
 from .common_recipe import SEED, fresh, recipe_in

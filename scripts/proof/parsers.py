@@ -210,16 +210,18 @@ def _described(folder: Path) -> object:
 def _history(folder: Path) -> object:
     """Reads a log as `fuyou report` does, up to what it shows."""
     from fuyou_cli.cli.render.report_page import page
-    from fuyou_cli.training.history import read_history
+    from fuyou_cli.training.run_log import read_history
 
     return page(read_history(folder / "log.jsonl"))
 
 
 def _log_bytes() -> list[bytes]:
-    from fuyou_cli.training.history import End, Promised, Step, Timeline
+    from fuyou_cli.training.report import Compared, StepReport
+    from fuyou_cli.training.run_log import LoggedEnd, LoggedPlan, LoggedTimeline
 
-    kinds: tuple[tuple[str, Any], ...] = (("plan", Promised), ("step", Step), ("timeline", Timeline), ("end", End))
-    lines = [json.dumps({"event": event, **asdict(example(kind))}).encode() + b"\n" for event, kind in kinds]
+    end = replace(example(LoggedEnd), compared=(example(Compared).as_data(),))
+    records = {"plan": example(LoggedPlan), "step": example(StepReport), "timeline": example(LoggedTimeline), "end": end}
+    lines = [json.dumps({"event": event, **asdict(record)}).encode() + b"\n" for event, record in records.items()]
     return [b"".join(lines), b"".join(lines[:2])]
 
 

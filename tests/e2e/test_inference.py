@@ -23,7 +23,7 @@ from fuyou_cli.recipe.schema import TrainSection
 from fuyou_cli.spec.plan import Numerics
 from fuyou_cli.training.generation import Generator, left_for_weights
 from fuyou_cli.training.inference import find, open_for_inference
-from fuyou_cli.training.jsonl import JsonlLog
+from fuyou_cli.training.run_log import JsonlLog
 from fuyou_cli.training.state.at_rest import find_store
 
 from .conftest import NewProject, Whole, write_llama

@@ -17,7 +17,7 @@ import torch
 
 from fuyou_cli.cli.app import main
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.training.jsonl import JsonlLog
+from fuyou_cli.training.run_log import JsonlLog
 
 from .conftest import PLACES, Project, Whole
 from .test_generate import alone

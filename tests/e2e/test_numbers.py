@@ -17,9 +17,9 @@ from fuyou_cli.engine import executor as executors
 from fuyou_cli.engine.gradients import GradientSum
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.spec.model import StageSpec
-from fuyou_cli.training.jsonl import read_log
 from fuyou_cli.training.report import StepReport
 from fuyou_cli.training.run import Run
+from fuyou_cli.training.run_log import read_log
 from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.stored import StoredStage
 

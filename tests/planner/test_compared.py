@@ -18,10 +18,9 @@ from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.planner.simulate import simulate
 from fuyou_cli.planner.timeline import Timeline
 from fuyou_cli.spec.plan import Plan
-from fuyou_cli.training.report import Busy, Compared, StepReport, busy_seconds
-from fuyou_cli.training.reporting import Steps, as_records, compared, run_report, through_memory
+from fuyou_cli.training.report import Busy, Compared, StepReport, Steps, busy_seconds, compared, through_memory
 from fuyou_cli.training.run_limits import written_by_step
-from tests.step_reports import step_report
+from tests.step_reports import report_of_run, step_report
 
 from .models import HARDWARE, SPEC, request
 
@@ -44,10 +43,7 @@ def collected(reports: Iterable[StepReport], *, settling: int = 1) -> Steps:
 
 
 def lines(promised: tuple[Plan, Timeline], *steps: StepReport) -> dict[str, Compared]:
-    report = run_report(
-        collected(steps), losses=[1.0], plan=promised[0], flops_per_token=60.0, seconds=9.0, ram_peak=1 << 29,
-        written_total=200, output_dir="out",
-    )  # fmt: skip
+    report = report_of_run(collected(steps), promised[0], seconds=9.0, ram_peak=1 << 29, written_total=200)
     return {line.what: line for line in compared(report, *promised)}
 
 
@@ -107,10 +103,7 @@ def test_a_run_just_as_planned_differs_in_nothing(disk: float, clip: float | Non
 def test_memory_of_a_device_stands_beside_the_plan_where_it_has_its_own(promised: tuple[Plan, Timeline]) -> None:
     plan, timeline = promised
     plan = replace(plan, predicted=replace(plan.predicted, gpu_peak=3 << 30))
-    report = run_report(
-        collected([step(1), step(2)]), losses=[1.0], plan=plan, flops_per_token=60.0, seconds=9.0, ram_peak=1 << 29,
-        written_total=200, output_dir="out",
-    )  # fmt: skip
+    report = report_of_run(collected([step(1), step(2)]), plan, seconds=9.0, ram_peak=1 << 29, written_total=200)
     (line,) = (line for line in compared(report, plan, timeline, gpu_peak=2 << 30) if line.what == "peak GPU memory")
     assert (line.unit, line.predicted, line.measured) == ("bytes", 3 << 30, 2 << 30)
     assert "peak GPU memory" not in {line.what for line in compared(report, plan, timeline)}
@@ -124,10 +117,7 @@ def test_the_hosts_memory_stands_beside_the_plan_where_its_bandwidth_is_known() 
     more = int(2 * hardware.dram)
     for extra in (0, more):
         steps = [step(number, read_bytes=timeline.read + extra, written_bytes=timeline.written) for number in (1, 2)]
-        report = run_report(
-            collected(steps), losses=[1.0], plan=plan, flops_per_token=60.0, seconds=9.0, ram_peak=1, written_total=1,
-            output_dir="out",
-        )  # fmt: skip
+        report = report_of_run(collected(steps), plan, seconds=9.0)
         memory = hardware.dram, through_memory(report, Costs.of(SPEC, hardware, plan), plan)
         (line,) = (line for line in compared(report, plan, timeline, memory=memory) if line.what.startswith("through"))
         assert line.unit == "bytes" and line.predicted == timeline.in_use["dram"] * hardware.dram > 0
@@ -140,8 +130,7 @@ def test_what_was_not_predicted_has_no_share(promised: tuple[Plan, Timeline]) ->
     found = lines(promised, step(1), step(2, stalls={"a comet": 1.0}))
     assert found["  for a comet"].difference is None and found["  for a comet"].predicted == 0.0
     assert sum(timeline.stalls.values()) == found["waiting"].predicted
-    records = as_records(tuple(found.values()))
-    comet = next(record for record in records if record["what"] == "for a comet")
+    comet = found["  for a comet"].as_data()
     assert comet == {"what": "for a comet", "unit": "seconds", "predicted": 0.0, "measured": 1.0, "difference": None}
     same = Compared(what="x", unit="bytes", predicted=0.0, measured=0.0)
     assert same.difference == 0.0

@@ -19,8 +19,7 @@ from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.plan import Plan
 from fuyou_cli.training.corrected import LEAST_STEPS, corrected
 from fuyou_cli.training.report import Busy, RunReport, busy_seconds
-from fuyou_cli.training.reporting import run_report
-from tests.step_reports import step_report
+from tests.step_reports import report_of_run, step_report
 
 from .models import HARDWARE, SPEC, request
 from .test_compared import collected
@@ -54,16 +53,7 @@ def run_on(machine: HardwareProfile, *, steps: int = 2 + LEAST_STEPS, plan: Plan
         )
         for number in range(1, steps + 1)
     ]  # fmt: skip
-    return run_report(
-        collected(reports, settling=2),
-        losses=[1.0],
-        plan=plan,
-        flops_per_token=6.0,
-        seconds=1.0,
-        ram_peak=1,
-        written_total=1,
-        output_dir="out",
-    )
+    return report_of_run(collected(reports, settling=2), plan, flops_per_token=6.0)
 
 
 def slower(times: float) -> HardwareProfile:

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from fuyou_cli.planner.place import plan as first_that_fits
-from fuyou_cli.training.report import Busy, RunReport, StepReport
-from fuyou_cli.training.reporting import LATEST, Steps, run_report, settling_steps
+from fuyou_cli.training.report import LATEST, Busy, RunReport, StepReport, Steps, settling_steps
+from tests.step_reports import report_of_run
 
 from .models import HARDWARE, SPEC, request
 from .test_compared import collected, step
@@ -17,9 +17,7 @@ PLAN = first_that_fits(SPEC, HARDWARE, request())
 
 
 def report_of(steps: Steps) -> RunReport:
-    return run_report(
-        steps, losses=[1.0], plan=PLAN, flops_per_token=60.0, seconds=1.0, ram_peak=1, written_total=1, output_dir="out"
-    )
+    return report_of_run(steps, PLAN)
 
 
 def taking(*seconds: float, first: int = 1) -> list[StepReport]:

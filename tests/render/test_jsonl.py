@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.training.jsonl import JsonlLog, read_log
 from fuyou_cli.training.report import Busy, StepReport
+from fuyou_cli.training.run_log import JsonlLog, read_log
 from tests.step_reports import step_report
 
 

@@ -20,10 +20,8 @@ from fuyou_cli.cli.render.report_screen import show_report
 from fuyou_cli.cli.report_command import run_report
 from fuyou_cli.core.errors import Interrupted, SwapError, UsageError
 from fuyou_cli.core.units import GiB, MiB
-from fuyou_cli.training.history import History, read_history
-from fuyou_cli.training.jsonl import JsonlLog
 from fuyou_cli.training.report import RunReport, Spread, StepReport
-from fuyou_cli.training.reporting import as_records
+from fuyou_cli.training.run_log import History, JsonlLog, read_history
 from tests.step_reports import step_report
 
 from .conftest import Printer
@@ -62,7 +60,12 @@ def log(tmp_path: Path, run_report: RunReport) -> Path:
         file.timeline(run_report)
         file.write(
             "end",
-            {"compared": as_records(run_report.compared), "written_total": 616_000_000_000, "settled": 30, "saved_bytes": 0},
+            {
+                "compared": [line.as_data() for line in run_report.compared],
+                "written_total": 616_000_000_000,
+                "settled": 30,
+                "saved_bytes": 0,
+            },
         )
     return file.path
 
@@ -74,8 +77,8 @@ def history(log: Path) -> History:
 
 def test_a_step_that_was_done_again_counts_once(history: History) -> None:
     assert [one.step for one in history.steps] == list(range(1, 41))
-    assert [one.loss for one in history.steps[6:10]] == [9.0, 4.0 - 0.05 * 8, None, 4.0 - 0.05 * 10]
-    assert history.ended and history.promised.began == PLAN["began"]
+    assert [str(one.loss) for one in history.steps[6:10]] == ["9.0", str(4.0 - 0.05 * 8), "nan", str(4.0 - 0.05 * 10)]
+    assert history.ended and history.plan.began == PLAN["began"]
 
 
 def test_figures_are_of_the_settled_steps(history: History, run_report: RunReport) -> None:
@@ -229,13 +232,18 @@ def test_spread_of_experts() -> None:
     assert Spread.of({"one": (0, 0)}) == Spread(entropy=0.0, least=0.0, most=0.0, unused=2)
 
 
+def mixture_step(number: int) -> StepReport:
+    sent = EVEN | {"layers.0": (10 + number, 10, 10, 10)}
+    return step(number, sent=sent, experts=Spread.of(sent), router_aux_loss=2.0 + number)
+
+
 @pytest.fixture
 def mixture(tmp_path: Path) -> History:
     """Reads the log of a mixture whose run was stopped."""
     with pytest.raises(Interrupted), JsonlLog(tmp_path / "log.jsonl") as file:
         file.write("plan", PLAN)
         for number in range(1, 4):
-            file.step(step(number, sent=EVEN | {"layers.0": (10 + number, 10, 10, 10)}, router_aux_loss=2.0 + number))
+            file.step(mixture_step(number))
         raise Interrupted("stopped")
     return read_history(tmp_path / "log.jsonl")
 

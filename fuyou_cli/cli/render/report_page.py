@@ -3,6 +3,7 @@ the log is escaped. The template is report.html."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
@@ -10,7 +11,7 @@ from markupsafe import Markup
 
 from fuyou_cli.core.printable import printable
 from fuyou_cli.core.units import brief, gb, gib
-from fuyou_cli.training.history import History
+from fuyou_cli.training.run_log import History
 
 from .line_chart import line_svg, shares_svg
 from .plots import timeline_svg
@@ -33,7 +34,7 @@ def page(history: History) -> str:
     last = f"Step {history.steps[-1].step:,}"
     timeline = timeline_svg(report.timeline, title=last, stalls=report.timeline_stalls) if report.timeline else ""
     return template.render(
-        model=history.promised.model,
+        model=history.plan.model,
         log=str(history.log),
         tiles=_tiles(history),
         about=about(history),
@@ -68,7 +69,7 @@ def _shown(value: object) -> object:
 
 def _tiles(history: History) -> list[tuple[str, str]]:
     """Returns the most wanted figures."""
-    report, known = history.report, [step.loss for step in history.steps if step.loss is not None]
+    report, known = history.report, [step.loss for step in history.steps if math.isfinite(step.loss)]
     return [
         ("loss of the last step", f"{known[-1]:.4f}" if known else "?"),
         ("loss of the first step", f"{known[0]:.4f}" if known else "?"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,8 +10,8 @@ from datetime import datetime
 
 from fuyou_cli.core.printable import one_line
 from fuyou_cli.core.units import GiB, MiB, brief, gb, gib
-from fuyou_cli.training.history import Evaluated, History, Step
-from fuyou_cli.training.report import Spread
+from fuyou_cli.training.report import EvalReport, Spread, StepReport
+from fuyou_cli.training.run_log import History
 from fuyou_cli.training.state.recipe_changes import in_words
 
 from .plots import waiting
@@ -55,21 +56,23 @@ COLUMNS = ("figure", "first", "last", "median", "least", "most")
 def series_of(history: History) -> list[Series]:
     """Returns loss, rate, speed, memory and traffic over the steps, without figures that no step has. Losses of the first set
     that is evaluated are marks of the loss."""
-    steps, budget = history.steps, history.promised.budget
+    steps, budget = history.steps, history.plan.budget
     judged = history.evaluations[0].name if history.evaluations else ""
-    marks = tuple((one.step, one.loss) for one in history.evaluations if one.name == judged and one.loss is not None)
+    marks = tuple((one.step, one.loss) for one in history.evaluations if one.name == judged and math.isfinite(one.loss))
     note = f"held-out loss of {judged}" if marks else ""
 
-    def each(name: str, value: Callable[[Step], float | None], shown: Callable[[float], str], limit: float = 0.0) -> Series:
+    def each(
+        name: str, value: Callable[[StepReport], float | None], shown: Callable[[float], str], limit: float = 0.0
+    ) -> Series:
         return Series(name=name, values=tuple(map(value, steps)), shown=shown, limit=limit)
 
-    def per_second(amount: Callable[[Step], int]) -> Callable[[Step], float | None]:
+    def per_second(amount: Callable[[StepReport], int]) -> Callable[[StepReport], float | None]:
         return lambda step: amount(step) / step.seconds if step.seconds else None
 
     found = [
         Series(
             name="loss",
-            values=tuple(step.loss for step in steps),
+            values=tuple(step.loss if math.isfinite(step.loss) else None for step in steps),
             shown="{:.4g}".format,
             from_zero=False,
             marks=marks,
@@ -91,7 +94,7 @@ def series_of(history: History) -> list[Series]:
     return [series for series in found if any(value is not None for value in series.values)]
 
 
-def _of_experts(name: str) -> Callable[[Step], float | None]:
+def _of_experts(name: str) -> Callable[[StepReport], float | None]:
     return lambda step: None if step.experts is None else getattr(step.experts, name)
 
 
@@ -113,8 +116,8 @@ def experts(history: History) -> list[tuple[str, ...]]:
 
 def about(history: History) -> Pairs:
     """Tells which run this is, and how far it came."""
-    promised, report, last = history.promised, history.report, history.steps[-1].step
-    total = max(promised.total_steps, last)
+    plan, report, last = history.plan, history.report, history.steps[-1].step
+    total = max(plan.total_steps, last)
     state = "ended early" if last != total else "all steps are done"
     if not history.ended:
         state = "stopped" if history.stopped else "running, or killed"
@@ -123,18 +126,18 @@ def about(history: History) -> Pairs:
     if history.failed:
         error = one_line(" ".join(history.failed.split()))
         state = f"{state}, then an error: {error}" if history.ended else f"ended with an error: {error}"
-    frozen = promised.frozen_parameters
-    trained = f"{promised.parameters - frozen:,} of {promised.parameters:,} parameters" if frozen else "all parameters"
+    frozen = plan.frozen_parameters
+    trained = f"{plan.parameters - frozen:,} of {plan.parameters:,} parameters" if frozen else "all parameters"
     rows = [
-        ("model", promised.model),
-        ("trained", trained if promised.parameters else ""),
-        ("machine", promised.device),
-        ("last begun", _time(promised.began)),
+        ("model", plan.model),
+        ("trained", trained if plan.parameters else ""),
+        ("machine", plan.device),
+        ("last begun", _time(plan.began)),
         ("steps", f"{last:,} of {total:,}: {state}"),
         ("time", f"{brief(report.seconds)} in {some(report.steps, 'step')}, loading and saving not counted"),
         ("speed", f"{speed(report.tokens_per_second)} tokens/s, {tera(report.tflops * 1e12)} TFLOPS (6N)"),
         ("waiting", f"{waiting(report.stalls)}, over all steps"),
-        ("placed", promised.choice),
+        ("placed", plan.choice),
     ]
     if (best := history.best) is not None:
         kept = f": its weights were not kept: {best.problem}" if best.problem else f", kept in {best.folder}"
@@ -158,17 +161,17 @@ EVALUATED = ("set", "first", "last", "least", "after step", "perplexity", "takes
 
 def evaluations(history: History) -> list[tuple[str, ...]]:
     """Returns for each set its first, last and least loss, the step of the least, the last perplexity, the median time."""
-    rows, sets = [], dict[str, list[Evaluated]]()
-    for one in history.evaluations:
-        sets.setdefault(one.name, []).append(one)
-    for name, found in sets.items():
-        known = [one for one in found if one.loss is not None]
-        least = min(known, key=lambda one: one.loss or 0.0, default=None)
-        losses = (found[0], found[-1], least)
-        told = (f"{one.loss:.4f}" if one is not None and one.loss is not None else "?" for one in losses)
-        perplexity = "?" if found[-1].perplexity is None else f"{found[-1].perplexity:.4g}"
-        takes = brief(statistics.median(one.seconds for one in found))
-        rows.append((name, *told, "?" if least is None else f"{least.step:,}", perplexity, takes))
+    rows, sets = [], dict[str, list[EvalReport]]()
+    for evaluation in history.evaluations:
+        sets.setdefault(evaluation.name, []).append(evaluation)
+    for name, reports in sets.items():
+        finite = [report for report in reports if math.isfinite(report.loss)]
+        least = min(finite, key=lambda report: report.loss, default=None)
+        ends = (reports[0], reports[-1], least)
+        losses = (f"{report.loss:.4f}" if report is not None and math.isfinite(report.loss) else "?" for report in ends)
+        perplexity = f"{reports[-1].perplexity:.4g}" if math.isfinite(reports[-1].perplexity) else "?"
+        takes = brief(statistics.median(report.seconds for report in reports))
+        rows.append((name, *losses, "?" if least is None else f"{least.step:,}", perplexity, takes))
     return rows
 
 
@@ -183,16 +186,16 @@ def samples(history: History) -> list[tuple[str, Pairs]]:
 
 def memory(history: History) -> list[tuple[str, ...]]:
     """Returns tier, content, size and comparison, with the sum of a tier first."""
-    promised, report = history.promised, history.report
+    plan, report = history.plan, history.report
     gpu = next((line.measured for line in report.compared if line.what == "peak GPU memory"), 0)
     sums = {
-        "gpu": (promised.predicted_gpu_peak, f"measured {gib(gpu)}" if gpu else ""),
-        "cpu": (promised.predicted_cpu_peak, f"measured {gib(report.ram_peak)} of {gib(promised.budget)} allowed"),
-        "ssd": (promised.predicted_ssd_bytes, ""),
+        "gpu": (plan.predicted_gpu_peak, f"measured {gib(gpu)}" if gpu else ""),
+        "cpu": (plan.predicted_cpu_peak, f"measured {gib(report.ram_peak)} of {gib(plan.budget)} allowed"),
+        "ssd": (plan.predicted_ssd_bytes, ""),
     }
     rows = list[tuple[str, ...]]()
     for tier, (peak, note) in sums.items():
-        places = [place for place in promised.memory if place.tier == tier and place.size]
+        places = [place for place in plan.memory if place.tier == tier and place.size]
         if peak or places:
             rows.append((_TIERS[tier], "planned peak" if tier != "ssd" else "store", gib(peak), note))
         rows += [("", place.what, gib(place.size), percent(place.size, peak)) for place in places]
@@ -215,7 +218,7 @@ def store(history: History) -> Pairs:
 
 def wear(history: History) -> Pairs:
     """Tells what the run wrote to its drives, and its share of their rated writes."""
-    report, drives = history.report, history.promised.drives
+    report, drives = history.report, history.plan.drives
     rows = [("in all", f"{gb(report.written_total)} written by the store, by this run and those it resumed")]
     each = report.written_total / max(1, len(drives))
     for drive in drives:

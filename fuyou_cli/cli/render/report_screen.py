@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from fuyou_cli.training.history import History
+from fuyou_cli.training.run_log import History
 
 from .plots import show_loss, show_timeline
 from .report_rows import COLUMNS, EVALUATED, EXPERTS, about, evaluations, experts, memory, samples, series_of, store, wear

@@ -19,8 +19,7 @@ from ..length import sampler_of
 from ..plan_request_of import StoreDisks
 from ..plan_step import plan, settle
 from ..prepared import Inspected, Planned, Ready, Resolved
-from ..report import StepReport
-from ..reporting import medians, settling_steps
+from ..report import StepReport, medians, settling_steps
 from ..run import Run
 from ..state import fingerprints
 from ..state.places import forget

@@ -17,7 +17,7 @@ from ...spec.plan import Span
 from ...swap.arena import Arena
 from ...swap.daemon import DaemonOptions, SwapDaemon
 from ...swap.store import Store
-from ..history import saved_of
+from ..run_log import saved_of
 from . import manifest as manifests
 from .extent_checks import PIECE, Damage, Progress, damages
 from .parts import lacking
