@@ -71,10 +71,11 @@ class Executor:
         optimizer: Optimizer,
         patience: Patience = SILENT,
         compiled: CompiledBlocks | None = None,
+        between_micro_batches: Callable[[], None] = lambda: None,
+        after_visit: Callable[[Visit], None] = lambda visit: None,
     ) -> None:
         self.anatomy, self.model, self.plan, self.device, self.optimizer = anatomy, model, plan, device, optimizer
-        self.between_micro_batches: Callable[[], None] = lambda: None
-        self.after_visit: Callable[[Visit], None] = lambda visit: None
+        self.between_micro_batches, self.after_visit = between_micro_batches, after_visit
         self.visits = visits = Visits(
             anatomy=anatomy, model=model, plan=plan, daemon=daemon, memory=memory, device=device,
             hand_over=self._hand_over, watcher=self, patience=patience,

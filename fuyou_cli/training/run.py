@@ -1,16 +1,29 @@
-"""Runs a recipe: opens store, daemon, device and executor, runs the steps, saves, and closes everything in order."""
+"""Runs a recipe: opens store, daemon, device and executor, runs the steps, saves, and closes everything in order.
+
+`train` is the loop. A step can be given up until its first update begins; whatever ends the run, the last whole state is saved.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 import torch
 
-from ..core.errors import Interrupted
+from ..core.errors import (
+    DataSpaceError,
+    DeviceMemoryError,
+    FuyouError,
+    Interrupted,
+    NumericsError,
+    OutOfSpaceError,
+    RecomputeError,
+    SwapError,
+)
 from ..core.patience import Patience
 from ..core.units import gib
 from ..data.batches import lay_out
@@ -26,13 +39,12 @@ from ..spec.model import ModelSpec
 from ..spec.plan import Span
 from ..swap.arena import Arena
 from ..swap.daemon import DaemonOptions, SwapDaemon
-from . import device_errors
 from .evaluation import AnyReport, Evaluations
 from .limits import gpu_most
 from .prepared import Planned, Ready
 from .rates import learning_rate
 from .report import RunReport, StepReport, Steps, run_report, settling_steps
-from .run_endings import Doing, Endings
+from .run_endings import StopRequests, add_what_is_saved, naming_device_errors, unpinned, what_is_saved
 from .run_folders import RunFolders
 from .run_limits import RunLimits
 from .state import random_states
@@ -41,7 +53,6 @@ from .state.places import remember
 from .state.saver import Saver, Standing
 from .state.storage import StageFiles
 from .step_meter import MemoryWatch, StepMeter
-from .stopping import StopRequests
 from .trace import Trace
 from .trimming import Trimming
 
@@ -49,8 +60,19 @@ _FIRST = 3  # steps within which every parameter should get a gradient
 _NAMED = 5  # parameters without a gradient that a note names
 
 
+@dataclass(slots=True)
+class Doing:
+    """What a run is doing at the moment."""
+
+    training: bool = False  # False: it loads
+    step: bool = False  # one is under way
+    evaluating: bool = False  # between two steps
+    reporting: bool = False  # a log or a display hears of the last step
+    saving: bool = False
+
+
 class Run:
-    """Holds an open run. `memory_now` returns the process's anonymous and kernel bytes. `memory_highest` returns the most since
+    """An open run. `memory_now` returns the process's anonymous and kernel bytes. `memory_highest` returns the most since
     the last call (0: not known). `free_space` returns the free bytes of a folder. `ends_process`: signals are ignored once the
     run has failed, while its opener reports why."""
 
@@ -73,12 +95,12 @@ class Run:
         )
         self.standing = Standing.of(planned.manifest)
         self._announce = announce
-        self.stopping = StopRequests(announce, to_the_end=ends_process)
         self.doing = Doing()
+        self.stopping = StopRequests(announce, may_abandon=self._may_abandon, at_stake=self._at_stake, to_the_end=ends_process)
         self._limits = RunLimits(planned.recipe, planned.plan)
         self._steps = Steps(settling=settling_steps(planned.plan, resumed=planned.manifest is not None))
         self._began = time.monotonic()
-        self._told_peak = 0  # bytes of RAM over the budget that were told
+        self._announced_peak = 0  # bytes of RAM over the budget that were said
         with ExitStack() as opening:
             opening.enter_context(self.stopping)  # closed last
             opening.enter_context(self.memory)
@@ -122,7 +144,7 @@ class Run:
         """Opens what computes and what saves, over the store, the daemon and the device."""
         plan, planned, memory = self.plan, self.planned, self.host_memory
         if refused := self.device.pin(memory.tensor(Span(offset=0, size=memory.arena.size), torch.uint8)):
-            self._announce(device_errors.unpinned(refused, memory.arena.size))
+            self._announce(unpinned(refused, memory.arena.size))
         if planned.recipe.model.kernels == "liger":
             apply_liger(planned.anatomy.model)
         with self._naming_device_errors():
@@ -136,13 +158,13 @@ class Run:
                 optimizer=_optimizer(planned),
                 patience=patience,
                 compiled=CompiledBlocks(say=self._announce) if planned.recipe.train.compile else None,
+                between_micro_batches=self._between_micro_batches,
+                after_visit=self._after_visit,
             )
         self._stack.callback(self.executor.close)
-        self.executor.between_micro_batches = self._between_micro_batches
-        self.executor.after_visit = self._after_visit
         states = self.executor.visits.states
         self.files = StageFiles(model=self.model, plan=plan, daemon=self.daemon, memory=memory, states=states)
-        self.saver = self.executor.moves.committing = Saver(
+        self.saver = Saver(
             self.ready,
             self.standing,
             files=self.files,
@@ -153,7 +175,8 @@ class Run:
             patience=patience,
         )
         self._stack.callback(self.saver.commits.close)
-        self._endings = Endings(planned, self.doing, self.executor, self.saver, self.stopping, self.save)
+        # The ledger asks the saver which generation is durable, and the saver reads the ledger: one must come after the other.
+        self.executor.moves.committing = self.saver
         self._meter = StepMeter(
             model=self.model, daemon=self.daemon, device=self.device, stalls=self.executor.residency.stalls, memory=self.memory
         )
@@ -162,7 +185,7 @@ class Run:
 
     @contextmanager
     def _naming_device_errors(self) -> Iterator[None]:
-        with device_errors.named(self.device, self.plan, self._device_most, self._where), naming_operators():
+        with naming_device_errors(self.device, self.plan, self._device_most, self._where), naming_operators():
             yield
 
     def __enter__(self) -> Run:
@@ -175,7 +198,7 @@ class Run:
         """Loads the model's weights as generation 0, or restores the saved state. `progress` gets the parameters loaded, or the
         bytes of saved state that were read and checked."""
         saved = self.planned.manifest
-        with self.stopping.during("loading"), self._endings.telling_what_is_saved():
+        with self.stopping.during("loading"), self._saving_what_is_whole():
             self._folders.keep()
             remember(self.planned.directories, say=self._announce)
             if saved is not None:
@@ -196,7 +219,7 @@ class Run:
         the next one would pass a limit of the recipe; what `on_step` or `on_evaluation` raises ends the run in the same
         way."""
         self.doing.training = True
-        with self.stopping.during("training"), self._endings.telling_what_is_saved():
+        with self.stopping.during("training"), self._saving_what_is_whole():
             self.host_memory.take()
             self.saver.begin_training()
             self.executor.skipped = self.standing.skipped
@@ -214,11 +237,11 @@ class Run:
                     break
                 self._steps.add(report)
                 self._limits.took(report)
-                self.doing.telling = True
+                self.doing.reporting = True
                 on_step(report)
-                self.doing.telling = False
+                self.doing.reporting = False
                 self._evaluate(on_evaluation)
-                self._tell_over_budget()
+                self._announce_over_budget()
             self.save()
             if self._evaluations.stop:
                 self._announce(self._evaluations.told)
@@ -237,16 +260,16 @@ class Run:
                 return
             finally:
                 self.doing.evaluating = False
-            self.doing.telling = True
+            self.doing.reporting = True
             for report in reports:
                 on_evaluation(report)
-            self.doing.telling = False
+            self.doing.reporting = False
 
-    def _tell_over_budget(self) -> None:
+    def _announce_over_budget(self) -> None:
         """Says that the process takes more than it may, when that happens, and again when it has grown by a tenth."""
         peak, budget = self.memory.peak, self.plan.cpu_budget
-        if peak > max(budget, self._told_peak * 1.1):
-            self._told_peak = peak
+        if peak > max(budget, self._announced_peak * 1.1):
+            self._announced_peak = peak
             self._announce(
                 f"note: after step {self.step} the process has taken {gib(peak)} of RAM, {gib(peak - budget)} more than "
                 f"offload.max_memory.cpu ({gib(budget)}) allows; the plan has {gib(self.plan.predicted.cpu_peak)}"
@@ -321,6 +344,71 @@ class Run:
         self._trimming.between_visits(visit, visits[(visit.index + 1) % len(visits)])
         self._stop_here()  # a step of one micro-batch can stop only here
 
+    # ---- ending --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _saving_what_is_whole(self) -> Iterator[None]:
+        """Saves the last whole state, whatever ends the run inside the context, and says what is saved."""
+        try:
+            try:
+                yield
+            except Exception as error:
+                self._rescue(error)
+                raise
+        except KeyboardInterrupt:
+            self.stopping.end()
+            self.saver.commits.close()  # waits for a commit under way, which then counts
+            hint = what_is_saved(self.planned, self.saver)
+            raise Interrupted(self._stopped_where(), hint=hint, lost=self._unsaved_steps > 1) from None
+        except Exception as error:
+            self.stopping.end()
+            add_what_is_saved(error, self.planned, self.saver, training=self.doing.training)
+            raise
+
+    def _rescue(self, error: Exception) -> None:
+        """Saves the last whole step when an error ends the training, unless the error may have damaged the state."""
+        doing, interrupted = self.doing, isinstance(error, Interrupted)
+        if not doing.training or doing.saving or self.saver.commits.has_failed or interrupted or not self._is_whole(error):
+            return
+        try:
+            self.executor.abandon()
+            self.save()
+        except (FuyouError, OSError, RuntimeError, MemoryError, ValueError) as failure:  # the first error is the one to fix
+            error.add_note(f"saving the state also failed: {failure}")
+        except KeyboardInterrupt:
+            error.add_note("saving the state was interrupted")
+
+    def _is_whole(self, error: Exception) -> bool:
+        """Returns whether the state is still as the last step left it."""
+        if isinstance(error, NumericsError | RecomputeError):
+            return not error.changed  # True if the error was found before any update
+        if isinstance(error, DeviceMemoryError):
+            return self._may_abandon()
+        if isinstance(error, SwapError | OutOfSpaceError) and not isinstance(error, DataSpaceError):
+            return self.doing.reporting  # an error of a log is harmless; after one of the store its content is not known
+        return not self.doing.step or (self.executor.may_abandon() and not isinstance(error, FuyouError))
+
+    def _may_abandon(self) -> bool:
+        """Returns whether the state can be saved once the micro-batch under way is done."""
+        return not self.doing.step or self.executor.may_abandon()
+
+    @property
+    def _unsaved_steps(self) -> int:
+        """Returns how many whole steps would be computed again if the process ended now."""
+        return self.step - (self.saver.saved_step or 0)
+
+    def _at_stake(self) -> str:
+        """Says what stopping at once would lose: the steps to compute again, including the one under way."""
+        lost = self._unsaved_steps + self.doing.step
+        return "this step" if lost <= 1 else f"{lost} steps: the last saved step is {self.saver.saved_step or 0}"
+
+    def _stopped_where(self) -> str:
+        if not self.doing.training:
+            return "stopped while loading"
+        if self.doing.saving:
+            return f"stopped while saving the state after step {self.step}"
+        return f"stopped at once in step {self.step + 1}"
+
     # ---- saving and reporting ------------------------------------------------------------------------------------
 
     def save(self) -> None:
@@ -349,8 +437,8 @@ class Run:
 
     def _attention(self) -> str:
         """Says what computed attention. For sdpa this includes the kernel, if it was seen."""
-        asked, seen = self.planned.anatomy.model.config._attn_implementation, self.executor.attention.kernel
-        return f"{asked}, {seen}" if seen else str(asked)
+        implementation, kernel = self.planned.anatomy.model.config._attn_implementation, self.executor.attention.kernel
+        return f"{implementation}, {kernel}" if kernel else str(implementation)
 
 
 def _unreached(model: ModelSpec, reached: set[str]) -> str:
@@ -358,8 +446,8 @@ def _unreached(model: ModelSpec, reached: set[str]) -> str:
     tensors = dict.fromkeys(tensor.name for stage in model.stages for tensor in stage.trained_tensors)
     names = [name for name in tensors if name not in reached]
     more = f" and {len(names) - _NAMED:,} others" if len(names) > _NAMED else ""
-    found = ", ".join(names[:_NAMED]) + more
-    return f"note: {found} got no gradient in {_FIRST} steps, so they are not trained" if names else ""
+    listed = ", ".join(names[:_NAMED]) + more
+    return f"note: {listed} got no gradient in {_FIRST} steps, so they are not trained" if names else ""
 
 
 def _optimizer(planned: Planned) -> Optimizer:

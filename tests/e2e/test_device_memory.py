@@ -14,8 +14,8 @@ from fuyou_cli.core.errors import DeviceMemoryError
 from fuyou_cli.core.units import gib
 from fuyou_cli.engine.devices.emulated import EmulatedDevice
 from fuyou_cli.recipe.load import load_recipe
-from fuyou_cli.training.device_errors import named
 from fuyou_cli.training.run import Run
+from fuyou_cli.training.run_endings import naming_device_errors
 
 from .conftest import NewProject, Whole
 from .running import STEPS, prepared_run, resolved_as, run_of, train
@@ -97,11 +97,11 @@ def test_what_to_do_depends_on_what_is_there(
     plan = prepared_run(new_project(changes=EMULATED)).planned.plan
     device = _Card(limit=limit, free=free)
     held = device.empty(4 * MiB)
-    with pytest.raises(DeviceMemoryError) as ended, named(device, plan, limit, lambda: "here"):
+    with pytest.raises(DeviceMemoryError) as ended, naming_device_errors(device, plan, limit, lambda: "here"):
         raise RuntimeError(words) if words else torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has")
     assert str(ended.value.hint).startswith(advice) and held.numel()
     assert "4 MiB in use, 10 MiB are allowed (offload.max_memory.gpu)" in ended.value.message
-    with pytest.raises(RuntimeError, match=r"^another$"), named(device, plan, limit, lambda: "here"):
+    with pytest.raises(RuntimeError, match=r"^another$"), naming_device_errors(device, plan, limit, lambda: "here"):
         raise RuntimeError("another")
     device.close()
 
