@@ -94,7 +94,7 @@ def status_console() -> Console:
 
 
 def _console(stream: TextIO) -> Console:
-    from .render.safe import SafeConsole
+    from .render.theme import SafeConsole
 
     width = None if stream.isatty() else _width(stream)  # a terminal's width may change, and Rich follows it and COLUMNS
     return SafeConsole(file=stream, highlight=False, markup=False, width=width)

@@ -252,8 +252,8 @@ def _again(source: Path) -> str:
 
 
 def _conclude(planned: Planned, report: RunReport) -> None:
-    from .render.plots import timeline_svg
-    from .render.summary import from_to, show_summary
+    from .render.charts import timeline_svg
+    from .render.report_screen import from_to, show_summary
 
     if not report.steps:  # nothing was measured, and the earlier run's timeline is still right
         write_status(

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from fuyou_cli.cli.render.plots import HEIGHT, LEFT, PLOT, loss_lines, show_loss, show_timeline, timeline_svg, waiting
+from fuyou_cli.cli.render.charts import HEIGHT, LEFT, PLOT, loss_lines, show_loss, show_timeline, timeline_svg, waiting
 from fuyou_cli.training.report import Busy, busy_seconds, merged, phases
 
 from .conftest import Printer

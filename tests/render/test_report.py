@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 
-from fuyou_cli.cli.render.line_chart import line_svg
+from fuyou_cli.cli.render.charts import line_svg
 from fuyou_cli.cli.render.report_page import page
-from fuyou_cli.cli.render.report_rows import Series, about, evaluations, experts, series_of
-from fuyou_cli.cli.render.report_screen import show_report
+from fuyou_cli.cli.render.report_screen import Series, about, evaluations, experts, series_of, show_report
 from fuyou_cli.cli.report_command import run_report
 from fuyou_cli.core.errors import Interrupted, SwapError, UsageError
 from fuyou_cli.core.units import GiB, MiB

@@ -17,18 +17,20 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from fuyou_cli.core.printable import one_line, printable
 from fuyou_cli.core.units import GiB, duration, gb
 from fuyou_cli.spec.plan import Plan
 from fuyou_cli.training.report import BestReport, EvalReport, SampleReport, StepReport
 
-from .continuation import sample_lines
-from .plots import worth_saying
+from .charts import worth_saying
 from .theme import bar, encodable, speed, symbols, tera
 
 LINE = 100  # columns of a plain line
 RECENT_STEPS = 20  # steps whose mean gives the pace
 MIN_STEP_SECONDS = 1e-9
 _NAME = 24  # characters of the name of a set of rows
+_SAMPLE_LINES = 3  # of what the model wrote at most; the log has all of it
+_INDENT = "    "
 
 
 class RunDisplay(AbstractContextManager["RunDisplay"]):
@@ -190,6 +192,22 @@ class RunDisplay(AbstractContextManager["RunDisplay"]):
             *(waits or ["no waiting"]),
         ]
         return [fact.ljust(-(-(len(fact) + 1) // 4) * 4) for fact in facts]
+
+
+def sample_lines(report: SampleReport, console: Console, width: int) -> list[str]:
+    """Returns a line with step and prompt, and a few with what followed, each of at most `width` columns."""
+    head = Text(f"sample at step {report.step}  {one_line(report.prompt)}")
+    head.truncate(width, overflow="crop")
+    lines = _wrapped(report.text.strip("\n"), console, width - len(_INDENT) - len(" ..."))
+    goes_on = report.ended == "length" or len(lines) > _SAMPLE_LINES
+    shown = lines[:_SAMPLE_LINES] or ["(nothing)"]
+    return [head.plain, *(_INDENT + line for line in shown[:-1]), _INDENT + shown[-1] + " ..." * goes_on]
+
+
+def _wrapped(text: str, console: Console, width: int) -> list[str]:
+    wrapped = (Text(line).wrap(console, max(width, 8), overflow="fold") for line in printable(text).split("\n"))
+    lines = [part.plain.rstrip() for parts in wrapped for part in parts]
+    return lines if any(lines) else []
 
 
 def _loss_line(report: EvalReport) -> str:

@@ -13,10 +13,23 @@ from fuyou_cli.core.printable import printable
 from fuyou_cli.core.units import brief, gb, gib
 from fuyou_cli.training.run_log import History
 
-from .line_chart import line_svg, shares_svg
-from .plots import timeline_svg
-from .report_rows import COLUMNS, EVALUATED, EXPERTS, about, evaluations, experts, memory, samples, series_of, store, wear
-from .summary import compared_rows, typical, verdict
+from .charts import line_svg, shares_svg, timeline_svg
+from .report_screen import (
+    COLUMNS,
+    EVALUATED,
+    EXPERTS,
+    about,
+    compared_rows,
+    evaluations,
+    experts,
+    memory,
+    samples,
+    series_of,
+    store,
+    typical,
+    verdict,
+    wear,
+)
 from .theme import speed
 
 _TEMPLATE = Path(__file__).with_name("report.html")

@@ -1,4 +1,4 @@
-"""Draws symbols, bars and tables for all views.
+"""Draws symbols, bars and tables for all views, on consoles that text cannot control.
 
 A console that cannot encode UTF-8 gets plain ASCII everywhere. Colour only repeats what the text already says.
 """
@@ -6,16 +6,18 @@ A console that cannot encode UTF-8 gets plain ASCII everywhere. Colour only repe
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
 from rich.box import Box
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment, Segments
 from rich.table import Table
-from rich.text import Text
+from rich.text import Span, Text
 
-from fuyou_cli.core.printable import one_line
+from fuyou_cli.core.printable import one_line, printable
 from fuyou_cli.core.units import gb, gib
 from fuyou_cli.spec.hardware import HardwareProfile
 
@@ -34,7 +36,7 @@ RESOURCE_STYLE = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Symbols:
-    """Holds the characters of one console."""
+    """The characters of one console."""
 
     utf8: bool
     none: str
@@ -58,6 +60,30 @@ _ASCII = Symbols(
     newline="\\n", mark="^",
 )  # fmt: skip
 _RULED = "    \n    \n{0}\n    \n{0}\n{0}\n    \n    \n"
+
+
+class SafeConsole(Console):
+    """Spells out control, bidirectional and invisible characters of all text that it draws; Rich itself drops only five."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Makes text safe before it is wrapped: cells of tables and lines of a live block pass here too."""
+        return super().render(safe(renderable) if isinstance(renderable, Text) else renderable, options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Makes plain strings safe that are printed without becoming a Text first."""
+        return super().render_str(printable(text), **options)
+
+
+def safe(text: Text) -> Text:
+    """Returns the text itself if it is safe, else a copy whose styles still cover the same letters."""
+    if text.plain.isprintable() or printable(text.plain) == text.plain:
+        return text
+    spelt = [printable(letter) for letter in text.plain]
+    at = [0, *accumulate(map(len, spelt))]  # new position of each letter
+    copy = text.blank_copy("".join(spelt))
+    last = len(spelt)
+    copy.spans = [Span(at[min(span.start, last)], at[min(span.end, last)], span.style) for span in text.spans]
+    return copy
 
 
 def symbols(console: Console) -> Symbols:

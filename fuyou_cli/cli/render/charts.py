@@ -1,16 +1,20 @@
-"""Draws the loss over steps and one step's timeline on the terminal, and the timeline as a self-contained SVG."""
+"""Draws a run: its loss and a step's timeline on the terminal; a timeline, a figure over the steps, shares of experts as SVG.
+The timeline's SVG stands alone; the others have the page's colours (the c- classes of report.html).
+"""
 
 from __future__ import annotations
 
 import math
+import statistics
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
 from rich.console import Console
 from rich.text import Text
 
-from fuyou_cli.core.units import duration, gb
+from fuyou_cli.core.units import GiB, MiB, duration, gb, gib
 from fuyou_cli.training.report import Busy, busy_seconds, merged, phases
 
 from .theme import RESOURCE_STYLE, heading, ordered, percent, show, symbols
@@ -28,7 +32,7 @@ def waiting(stalls: Mapping[str, float]) -> str:
 
 
 def worth_saying(seconds: float) -> bool:
-    """Tells whether a wait is shown as more than "0 ms"."""
+    """Returns whether a wait is shown as more than "0 ms"."""
     return round(seconds * 1000) >= 1
 
 
@@ -68,13 +72,13 @@ def loss_lines(losses: Sequence[float], *, first_step: int, width: int, shades: 
 
 def means(losses: Sequence[float], columns: int) -> list[float]:
     """Returns the mean of the steps at each column; NaN if none is finite."""
-    found = []
+    heights = []
     for column in range(columns):
         begin = column * len(losses) // columns
-        here = losses[begin : max(begin + 1, (column + 1) * len(losses) // columns)]
-        finite = [value for value in here if math.isfinite(value)]
-        found.append(sum(finite) / len(finite) if finite else math.nan)
-    return found
+        end = max(begin + 1, (column + 1) * len(losses) // columns)
+        finite = [value for value in losses[begin:end] if math.isfinite(value)]
+        heights.append(sum(finite) / len(finite) if finite else math.nan)
+    return heights
 
 
 # ---- a step on the terminal ------------------------------------------------------------------------------------------
@@ -257,3 +261,128 @@ def _legend(y: int, *, measures: bool) -> list[str]:
         parts.append(_text(x + 18, y, shown))
         x += 18 + 7 * len(shown) + 22
     return parts
+
+
+# ---- figures over the steps as SVG ------------------------------------------------------------------------------------
+
+CHART_WIDTH, CHART_HEIGHT = 440, 200
+_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 10, 10, 24
+_POINTS = 180  # most points: two pixels each
+_TICKS = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Series:
+    """One figure of every step: its values (None if unknown), and how to format one."""
+
+    name: str
+    values: tuple[float | None, ...]
+    shown: Callable[[float], str]
+    limit: float = 0.0  # a line is drawn here; 0: no line
+    from_zero: bool = True
+    marks: tuple[tuple[int, float], ...] = ()  # steps, and what was found after them; `note` says what it is
+    note: str = ""
+
+    @property
+    def unit(self) -> int:
+        """Returns the unit of which round values are multiples."""
+        highest = max((value for value in self.values if value is not None), default=0.0)
+        return 1 if self.shown is not gib else GiB if max(highest, self.limit) >= GiB else MiB
+
+    @property
+    def row(self) -> tuple[str, ...]:
+        """Returns its name, its first and last value, the median, the least and the most."""
+        known = [value for value in self.values if value is not None]
+        if not known:
+            return (self.name, *["?"] * 5)
+        ends = known[0], known[-1], statistics.median(known), min(known), max(known)
+        return (self.name, *map(self.shown, ends))
+
+
+def line_svg(series: Series, *, first_step: int) -> str:
+    """Draws the values of the steps from `first_step` on, its marks as dots, and a dashed line at the limit. Steps without a
+    value leave a gap. A tooltip at each place shows its value."""
+    values, shown, limit = series.values, series.shown, series.limit
+    points = means([math.nan if value is None else value for value in values], min(len(values), _POINTS))
+    known = [*(value for value in points if math.isfinite(value)), *(value for _, value in series.marks)]
+    low, high = (0.0 if series.from_zero else min(known)), max(*known, limit)
+    ticks = _round_values(low, high, series.unit)
+    low, high = min(low, ticks[0]), max(high, ticks[-1])
+    wide, tall = CHART_WIDTH - _LEFT - _RIGHT, CHART_HEIGHT - _TOP - _BOTTOM
+
+    def x(place: float) -> float:
+        return _LEFT + (place + 0.5) / len(points) * wide
+
+    def y(value: float) -> float:
+        return _TOP + tall * (1 - (value - low) / ((high - low) or 1))
+
+    parts = [f'<svg viewBox="0 0 {CHART_WIDTH} {CHART_HEIGHT}" role="img">']
+    for tick in ticks:
+        parts += [_rule("c-grid", y(tick)), _label(_LEFT - 8, y(tick) + 4, shown(tick), "end")]
+    if limit:
+        parts.append(_rule("c-limit", y(limit)))
+    parts += _curve([(x(place), y(value)) if math.isfinite(value) else None for place, value in enumerate(points)])
+    last = first_step + len(values) - 1
+    parts += [_label(_LEFT, CHART_HEIGHT - 6, f"step {first_step:,}", "start")]
+    parts += [_label(CHART_WIDTH - _RIGHT, CHART_HEIGHT - 6, f"{last:,}", "end")] if len(values) > 1 else []
+    for place, value in enumerate(points):
+        step = first_step + place * len(values) // len(points)
+        tip = f"step {step:,}: {shown(value) if math.isfinite(value) else 'not finite'}"
+        left = _LEFT + place / len(points) * wide
+        box = f'x="{left:.2f}" y="{_TOP}" width="{wide / len(points):.2f}" height="{tall}"'
+        parts.append(f'<rect class="c-hover" {box}><title>{escape(tip)}</title></rect>')
+    for step, value in series.marks:
+        at = x(max(-0.5, (step - first_step + 0.5) * len(points) / len(values) - 0.5))
+        tip = f"after step {step:,}: {shown(value)}"
+        parts.append(f'<circle class="c-mark" cx="{at:.1f}" cy="{y(value):.1f}" r="3"><title>{escape(tip)}</title></circle>')
+    return "".join([*parts, "</svg>"])
+
+
+def shares_svg(counts: Sequence[int]) -> str:
+    """Draws the share of each expert as a bar, and an even share as a dashed line. A tooltip tells the share."""
+    even, wide, tall = sum(counts) / len(counts) or 1.0, max(1.0, 240 / len(counts)), 28
+    top = max(2.0, max(counts) / even)
+    size = f"{wide * len(counts):.1f}"
+    parts = [f'<svg viewBox="0 0 {size} {tall}" width="{size}" height="{tall}" role="img">']
+    for number, count in enumerate(counts):
+        high = tall * count / even / top
+        place = f'x="{number * wide:.2f}" width="{wide * 0.8:.2f}"'
+        parts.append(f'<rect class="c-bar" {place} y="{tall - high:.2f}" height="{high:.2f}"/>')
+        tip = f"<title>expert {number}: {count / even:.2f} x even</title>"
+        parts.append(f'<rect class="c-hover" {place} y="0" height="{tall}">{tip}</rect>')
+    parts.append(f'<line class="c-limit" x1="0" x2="{size}" y1="{tall * (1 - 1 / top):.2f}" y2="{tall * (1 - 1 / top):.2f}"/>')
+    return "".join([*parts, "</svg>"])
+
+
+def _round_values(low: float, high: float, unit: int) -> list[float]:
+    """Returns about `_TICKS` round numbers of units, from below `low` to above `high`."""
+    span = ((high - low) or abs(high) or 1.0) / unit
+    power = 10.0 ** math.floor(math.log10(span / _TICKS))
+    spacing = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= span / _TICKS * (1 - 1e-9))
+    spacing *= unit
+    return [number * spacing for number in range(math.floor(low / spacing), math.ceil(high / spacing) + 1)]
+
+
+def _curve(points: Sequence[tuple[float, float] | None]) -> list[str]:
+    """Draws a line through neighbouring points; a point without neighbours is a dot."""
+    runs: list[list[tuple[float, float]]] = [[]]
+    for point in points:
+        if point is None:
+            runs.append([])
+        else:
+            runs[-1].append(point)
+    drawn = []
+    for run in filter(None, runs):
+        if len(run) == 1:
+            drawn.append(f'<circle class="c-dot" cx="{run[0][0]:.1f}" cy="{run[0][1]:.1f}" r="2.5"/>')
+        else:
+            drawn.append(f'<polyline class="c-curve" points="{" ".join(f"{a:.1f},{b:.1f}" for a, b in run)}"/>')
+    return drawn
+
+
+def _rule(kind: str, y: float) -> str:
+    return f'<line class="{kind}" x1="{_LEFT}" y1="{y:.1f}" x2="{CHART_WIDTH - _RIGHT}" y2="{y:.1f}"/>'
+
+
+def _label(x: float, y: float, words: str, anchor: str) -> str:
+    return f'<text class="c-text" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
