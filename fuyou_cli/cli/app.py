@@ -1,4 +1,4 @@
-"""Defines the `fuyou` command. Each command imports only what it needs, so that --help is fast."""
+"""Defines the whole command line of `fuyou`. Each command imports what it runs, so that --help is fast."""
 
 from __future__ import annotations
 
@@ -15,12 +15,17 @@ from fuyou_cli import __version__
 from fuyou_cli.core.errors import FuyouError, UsageError
 
 from . import error_screen
-from .arguments import Calibrated, Json, OptionalRecipe, Overrides, RecipeArgument, Trace, loaded_recipe
+from .arguments import (
+    Calibrated,
+    Json,
+    OptionalRecipe,
+    Overrides,
+    RecipeArgument,
+    Trace,
+    complete_recipe,
+    loaded_recipe,
+)
 from .console import STDOUT, drop_result, lost_result, prepare_streams, tell_errors, write_result
-from .data_app import data
-from .eval_app import evaluate, lm_eval
-from .generate_app import generate
-from .recipes_app import recipes
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.load import LoadedRecipe
@@ -51,6 +56,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+recipes = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List, show and copy the shipped recipes.")
 app.add_typer(recipes, name="recipes")
 
 
@@ -129,7 +135,7 @@ def init(
 
     Asks for the model, the data and the memory; with --model and --data it asks nothing.
     """
-    from .init import run_init
+    from .recipe_commands import run_init
 
     run_init(target, model=model, data=data, memory=memory, directory=directory)
 
@@ -227,7 +233,7 @@ def validate(
 
     Once there are none, shows keys that contradict each other. Reads neither the model nor the data.
     """
-    from .recipes_cmd import run_validate
+    from .recipe_commands import run_validate
 
     run_validate(recipe, overrides or [], json_output=json_output, show_config=show_config)
 
@@ -243,16 +249,71 @@ def schema(
     Write it to a file, and name the file in a recipe's first line: `# yaml-language-server: $schema=FILE`. The editor then
     completes keys, explains them and marks mistakes.
     """
-    from .recipes_cmd import run_schema
+    from .recipe_commands import run_schema
 
     run_schema(as_reference=reference)
 
 
-app.command()(data)
-app.command("eval")(evaluate)
-app.command("lm-eval", add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
-    lm_eval
-)
+@app.command()
+def data(
+    recipe: OptionalRecipe = None,
+    overrides: Overrides = None,
+    number: Annotated[int, typer.Option("-n", min=0, help="Rows to show, in the order of training.")] = 2,
+    json_output: Json = False,
+) -> None:
+    """Show the data of a recipe as the model will see it.
+
+    Counts what is read, cut and left out, and why; shows how long samples are, and the first rows of training with what of them
+    is trained. Makes the rows as `fuyou finetune` does. Needs the tokenizer, but neither the model's weights nor a GPU.
+    """
+    from .data_command import run_data
+
+    run_data(loaded_recipe(recipe, overrides).recipe, number=number, json_output=json_output)
+
+
+@app.command("eval")
+def evaluate(
+    source: Annotated[str, typer.Argument(metavar="MODEL|STORE|OUTPUT", help="A model, a run's store, or a run's output_dir.")],
+    recipe: OptionalRecipe = None,
+    overrides: Overrides = None,
+    choices: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Questions: JSONL of question, choices, answer.", show_default=False),
+    ] = None,
+    json_output: Json = False,
+) -> None:
+    """Show the loss of a model on the eval sets of a recipe.
+
+    Loss and perplexity of each set of dataset.eval, and of the samples that dataset.eval_fraction holds back. The weights pass
+    through memory: the model may be larger than offload.max_memory.cpu. Trains and writes nothing. With --choices it answers
+    questions instead: the share answered right by log-likelihood (acc), and by log-likelihood per character (acc_norm).
+    """
+    from fuyou_cli.machine.allocator import settle_allocator
+    from fuyou_cli.machine.libraries import settle_libraries
+
+    from .evaluate import run_eval
+
+    loaded = loaded_recipe(recipe, overrides)
+    settle_allocator()
+    settle_libraries(device=loaded.recipe.offload.device)
+    run_eval(source, loaded.recipe, choices=choices, json_output=json_output)
+
+
+@app.command("lm-eval", add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def lm_eval(context: typer.Context) -> None:
+    """Run lm-evaluation-harness on a model larger than memory.
+
+    Takes the arguments of its own command lm_eval, and adds a model: `fuyou lm-eval --model_args pretrained=MODEL,memory=8GiB
+    --tasks hellaswag`. MODEL is a model, a run's store or its output_dir. `fuyou lm-eval run --help` shows all arguments,
+    `fuyou lm-eval ls tasks` the tasks. Needs `pip install "fuyou[lm-eval]"`.
+    """
+    words = context.args
+    if words in ([], ["-h"], ["--help"]):
+        typer.echo(context.get_help())
+        return
+    from .evaluate import run_lm_eval
+
+    run_lm_eval(words)
 
 
 @app.command()
@@ -310,7 +371,42 @@ def export(
     run_export(source, out, overrides or [], dtype=dtype, merged=merged)
 
 
-app.command()(generate)
+@app.command()
+def generate(
+    source: Annotated[str, typer.Argument(metavar="MODEL|STORE|OUTPUT", help="A model, a run's store, or its output_dir.")],
+    prompts: Annotated[
+        list[str] | None,
+        typer.Option("--prompt", metavar="TEXT", help="The text to continue; several: as with --file.", show_default=False),
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option(help="Rows with a prompt or messages; JSON lines go to stdout.", show_default=False)
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="The prompt is a user's message; without one, a conversation.")] = False,
+    max_new_tokens: Annotated[int | None, typer.Option(help="At most so many (default: 256).", show_default=False)] = None,
+    temperature: Annotated[float | None, typer.Option(help="Draw tokens instead of the likeliest.", show_default=False)] = None,
+    top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest of this share.", show_default=False)] = None,
+    top_k: Annotated[int | None, typer.Option(help="Draw from so many tokens.", show_default=False)] = None,
+    seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
+    batch_size: Annotated[int, typer.Option(help="Prompts at once: the weights are read once for all of them.")] = 8,
+    memory: Annotated[str, typer.Option(help="RAM for the whole process: 16GiB, 50%, auto.")] = "auto",
+    dtype: Annotated[Literal["auto", "bfloat16", "float32"], typer.Option(help="What to compute in.")] = "auto",
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute.")] = "auto",
+    json_output: Json = False,
+) -> None:
+    """Let a model write.
+
+    The model may be larger than memory: its weights stay in RAM as far as --memory goes, and the rest is read once for each
+    token, for all prompts of a batch.
+    """
+    from fuyou_cli.inference.generate_options import GenerateOptions
+
+    from .generate import run_generate
+
+    asked = GenerateOptions(
+        prompts=tuple(prompts or ()), file=file, chat=chat, new=max_new_tokens, temperature=temperature, top_p=top_p,
+        top_k=top_k, seed=seed, batch_size=batch_size, memory=memory, dtype=dtype, device=device, json_output=json_output,
+    )  # fmt: skip
+    run_generate(source, asked)
 
 
 @app.command()
@@ -341,6 +437,41 @@ def clean(
     from .clean import run_clean
 
     run_clean(directory, yes=yes)
+
+
+# ---- fuyou recipes ---------------------------------------------------------------------------------------------------
+
+_ShippedName = Annotated[str, typer.Argument(help="A name from `recipes ls`.", autocompletion=complete_recipe)]
+
+
+@recipes.command("ls")
+def recipes_ls(json_output: Json = False) -> None:
+    """List the shipped recipes."""
+    from .recipe_commands import run_ls
+
+    run_ls(json_output=json_output)
+
+
+@recipes.command("show")
+def recipes_show(name: _ShippedName, json_output: Json = False) -> None:
+    """Print a shipped recipe."""
+    from .recipe_commands import run_show
+
+    run_show(name, json_output=json_output)
+
+
+@recipes.command("cp")
+def recipes_cp(
+    name: _ShippedName,
+    target: Annotated[Path, typer.Argument(help="The file to write; it must not exist.")] = Path("recipe.yaml"),
+) -> None:
+    """Copy a shipped recipe, for editing."""
+    from .recipe_commands import run_cp
+
+    run_cp(name, target)
+
+
+# ---- what the commands call ------------------------------------------------------------------------------------------
 
 
 def _plan(loaded: LoadedRecipe, **options: Any) -> None:

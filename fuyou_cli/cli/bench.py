@@ -22,8 +22,8 @@ from fuyou_cli.machine.profile import assumed_hardware, card
 from fuyou_cli.machine.profile_store import keep, keep_layers, kept_profile
 
 from .console import agreed, result_console, status_console, write_status
+from .error_screen import like_ctrl_c
 from .render.bench_screen import bench_json, show_bench
-from .signals import like_ctrl_c
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,7 @@ from fuyou_cli.machine import probe
 from fuyou_cli.machine.scratch import scratch_folder
 
 from .console import result_console, write_status
-from .signals import like_ctrl_c
+from .error_screen import like_ctrl_c
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

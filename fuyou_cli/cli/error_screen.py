@@ -9,11 +9,13 @@ from __future__ import annotations
 import errno
 import os
 import re
+import signal
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
-from types import TracebackType
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType, TracebackType
 
 from fuyou_cli.core.disk import remedy
 from fuyou_cli.core.errors import NO_THREADS, FuyouError, Interrupted
@@ -123,3 +125,27 @@ def _say(message: str, hint: str | None) -> None:
         write_status(f": {inner}", lead=styled("error", "1;31", sys.stderr))
     if hint:
         write_status(f"  help: {hint}")
+
+
+# Slurm sends SIGUSR1 (`--signal`) before a job's time is over.
+_LIKE_CTRL_C = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+@contextmanager
+def like_ctrl_c() -> Iterator[None]:
+    """Ends a command at SIGTERM, SIGUSR1 or a closed terminal as Ctrl-C does: with a message, without leaving processes or
+    scratch files. Signals that are handled or ignored already stay so (nohup ignores)."""
+    before = {number: signal.getsignal(number) for number in _LIKE_CTRL_C}
+    for number, handler in before.items():
+        if handler is signal.SIG_DFL:
+            signal.signal(number, _interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if signal.getsignal(number) is _interrupt:
+                signal.signal(number, handler)

@@ -1,19 +1,22 @@
-"""Runs `fuyou eval`, and shows what it finds."""
+"""Runs `fuyou eval`, and shows what it finds; runs `fuyou lm-eval`."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from traceback import walk_tb
 from typing import TYPE_CHECKING
 
+from fuyou_cli.core.errors import UsageError, pip_install
 from fuyou_cli.core.units import gb, gib
 from fuyou_cli.machine import probe
 
 from .console import status_console, write_json, write_result, write_status
+from .error_screen import like_ctrl_c
 from .render.theme import some
-from .signals import like_ctrl_c
 
 if TYPE_CHECKING:
     from fuyou_cli.inference.evaluating import ModelEvaluation
@@ -73,3 +76,32 @@ def _bar(rows: int) -> Iterator[Callable[[int], None]]:
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("evaluating", total=rows)
         yield lambda count: progress.advance(task, count)
+
+
+def run_lm_eval(words: list[str]) -> None:
+    """Runs lm-evaluation-harness' own command line with fuyou's model registered."""
+    from fuyou_cli.machine.allocator import settle_allocator
+    from fuyou_cli.machine.libraries import settle_libraries
+
+    settle_allocator()
+    settle_libraries(device="auto")
+    try:
+        from lm_eval.__main__ import cli_evaluate
+        from lm_eval.api.registry import model_registry
+
+        from fuyou_cli.inference.lm_eval_model import StreamedLM
+    except ImportError as error:
+        raise UsageError(f"lm-evaluation-harness cannot be used: {error}", hint=pip_install("fuyou[lm-eval]")) from None
+    StreamedLM.say = staticmethod(write_status)
+    model_registry.register("fuyou", target=StreamedLM)
+    runs = words[0] == "run" or words[0].startswith("-")
+    rest = words[words[0] == "run" :] if runs else words
+    named = any(word == "--model" or word.startswith("--model=") for word in rest)
+    sys.argv = ["fuyou lm-eval", *(["run", *(() if named else ("--model", "fuyou"))] if runs else ()), *rest]
+    try:
+        cli_evaluate()
+    except ValueError as error:
+        innermost = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)][-1]
+        if not innermost.startswith("lm_eval."):
+            raise
+        raise UsageError(f"lm-evaluation-harness: {error}", hint="`fuyou lm-eval ls tasks` lists the tasks") from error

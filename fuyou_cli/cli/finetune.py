@@ -17,8 +17,8 @@ from fuyou_cli.machine import probe
 from fuyou_cli.machine.background_load import BackgroundLoad
 
 from .console import status_console, write_last_result, write_status
+from .error_screen import like_ctrl_c
 from .introduction import made_ready
-from .signals import like_ctrl_c
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.load import LoadedRecipe

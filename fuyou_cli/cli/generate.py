@@ -18,7 +18,7 @@ from fuyou_cli.inference.generate_options import GenerateOptions, check_options
 from fuyou_cli.machine.profile import budget_of
 
 from .console import status_console, write_document, write_json, write_status
-from .signals import like_ctrl_c
+from .error_screen import like_ctrl_c
 
 if TYPE_CHECKING:
     from fuyou_cli.data.prompts import Prompt

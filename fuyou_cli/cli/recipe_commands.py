@@ -1,0 +1,128 @@
+"""Runs the commands about recipes alone: `fuyou init`, `validate`, `schema` and `recipes`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from fuyou_cli.core.errors import UsageError
+from fuyou_cli.recipe.first_recipe import write_first_recipe
+from fuyou_cli.recipe.named import config_text, find_recipe, listed, shipped_file
+from fuyou_cli.recipe.shipped import shipped_recipes, summary
+
+from .console import asked, write_document, write_json, write_result, write_status
+
+# ---- init ----------------------------------------------------------------------------------------------------------------
+
+
+def run_init(target: Path, *, model: str | None, data: str | None, memory: str | None, directory: str | None) -> None:
+    """Writes a recipe from the answers and options. Raises UsageError if the file exists, RecipeErrors if an answer is not
+    valid; then no file is left."""
+    if target.is_dir():
+        target = target / "recipe.yaml"
+    if target.exists() or target.is_symlink():
+        raise UsageError(f"{target} already exists", hint="name another file: fuyou init FILE")
+    model, data, memory, directory = _answers(model, data, memory, directory)
+    write_first_recipe(target, model, data, memory, directory)
+    note = f"{data} does not exist yet" if not Path(data).expanduser().exists() else _flaw(target)
+    if note:
+        write_status(f"note: {note}")
+    write_status(f"wrote {target}. Next: fuyou plan {target}")
+
+
+def _flaw(recipe: Path) -> str:
+    """Says what a run would say of the data, if it would refuse it."""
+    from fuyou_cli.data.sources import look
+    from fuyou_cli.recipe.load import load_recipe
+
+    try:
+        look(load_recipe(recipe).recipe.dataset)
+    except UsageError as error:
+        return f"{error.message}; {error.hint}" if error.hint else error.message
+    return ""
+
+
+def _answers(
+    model: str | None, data: str | None, memory: str | None, directory: str | None
+) -> tuple[str, str, str, str | None]:
+    """Asks for what no option gives. With model and data given, it asks nothing."""
+    is_complete = model is not None and data is not None
+    model = model or asked("Which model? A folder, or a hub id such as Qwen/Qwen3-0.6B", otherwise="")
+    data = data or asked("Which data? A file of jsonl, json, csv, parquet or txt", otherwise="")
+    if not model or not data:
+        raise UsageError("a recipe needs a model and data", hint="fuyou init --model MODEL --data FILE")
+    if memory is None and directory is None and not is_complete:
+        question = "How much RAM may it use, and in which folder does the rest go? For example `16GiB /mnt/nvme/fuyou`, or 50%"
+        memory, _, place = asked(question, otherwise="auto").partition(" ")
+        directory = place.strip() or None
+    return model, data, memory or "auto", directory
+
+
+# ---- validate, schema, recipes ---------------------------------------------------------------------------------------------
+
+
+def run_validate(recipe: str | None, overrides: Sequence[str], *, json_output: bool, show_config: bool) -> None:
+    """Checks a recipe. Raises RecipeErrors if it has errors; with JSON they are also on stdout."""
+    from fuyou_cli.recipe.diagnostics import RecipeErrors
+    from fuyou_cli.recipe.load import load_recipe
+
+    path, texts = find_recipe(recipe, overrides)
+    try:
+        loaded = load_recipe(path, texts)
+    except RecipeErrors as error:
+        if json_output:
+            errors = [diagnostic.as_dict() for diagnostic in error.diagnostics]
+            write_json({"valid": False, "recipe": str(path), "errors": errors})
+        raise
+    if json_output:
+        write_json({"valid": True, "recipe": str(path), "errors": [], "config": loaded.recipe.model_dump(mode="json")})
+    elif show_config:
+        write_document(config_text(loaded))
+        write_status(f"{path}: ok")
+    else:
+        write_result(f"{path}: ok")
+
+
+def run_schema(*, as_reference: bool) -> None:
+    """Prints the schema unchanged, because editors accept no other layout; or the reference page made of it."""
+    import json
+
+    if as_reference:
+        from fuyou_cli.recipe.reference import reference
+
+        write_document(reference())
+        return
+    from fuyou_cli.recipe.json_schema import recipe_schema
+
+    write_document(json.dumps(recipe_schema(), indent=2))
+
+
+def run_ls(*, json_output: bool) -> None:
+    if json_output:
+        entries = [{"name": name, "path": str(path), "summary": summary(path)} for name, path in shipped_recipes().items()]
+        write_json({"recipes": entries})
+        return
+    for line in listed():
+        write_result(line)
+
+
+def run_show(name: str, *, json_output: bool) -> None:
+    path = shipped_file(name)
+    text = path.read_text(encoding="utf-8")
+    if json_output:
+        write_json({"name": path.stem, "path": str(path), "summary": summary(path), "text": text})
+    else:
+        write_document(text.rstrip("\n"))
+
+
+def run_cp(name: str, target: Path) -> None:
+    source = shipped_file(name)
+    place = target / source.name if target.is_dir() else target
+    try:
+        with place.open("xb") as file:  # never overwrites a recipe
+            file.write(source.read_bytes())
+    except FileExistsError:
+        raise UsageError(f"{place} already exists", hint=f"name another file: fuyou recipes cp {name} FILE") from None
+    except OSError as error:
+        raise UsageError(f"{place} cannot be written: {error.strerror}") from None
+    write_status(f"wrote {place}. Next: fuyou plan {place}")
