@@ -67,9 +67,9 @@ def _wrapped(text: str, width: int) -> str:
 
 def _width(stream: TextIO) -> int:
     """Returns COLUMNS if set, else the terminal's width, else a page's."""
-    asked = os.environ.get("COLUMNS", "")
-    if asked.isascii() and asked.isdigit() and int(asked) > 0:
-        return int(asked)
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isascii() and columns.isdigit() and int(columns) > 0:
+        return int(columns)
     if not stream.isatty():
         return _PLAIN_WIDTH
     try:

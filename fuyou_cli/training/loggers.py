@@ -114,12 +114,12 @@ class Mlflow:
         library.set_tracking_uri(section.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or local)
         experiment = section.experiment or "fuyou"
         library.set_experiment(experiment)
-        found = library.search_runs(
+        earlier = library.search_runs(
             experiment_names=[experiment], filter_string=f"tags.`fuyou.run` = '{run.identity}'", max_results=1,
             output_format="list",
         )  # fmt: skip
-        if found:
-            library.start_run(run_id=found[0].info.run_id)
+        if earlier:
+            library.start_run(run_id=earlier[0].info.run_id)
             return
         library.start_run(run_name=section.name or run.name, tags={"fuyou.run": run.identity})
         library.log_params({key: str(value)[:_MOST_TEXT] for key, value in run.settings.items()})
@@ -161,27 +161,27 @@ _BACKENDS: dict[str, Callable[[Any, LoggedRun], Backend]] = {
 def libraries(backends: Sequence[str]) -> dict[str, Any]:
     """Imports the libraries of the backends, before a run is planned, so that their memory counts. Raises UsageError for one
     that is not installed or cannot be imported."""
-    found = {}
+    imported = {}
     for name in backends:
         if name not in _MODULES:
             continue
         for variable, value in _AT_HOME.items():
             os.environ.setdefault(variable, value)
         try:
-            found[name] = import_module(_MODULES[name])
+            imported[name] = import_module(_MODULES[name])
         except ImportError as error:
             extra = f"fuyou[{name}]"
             hint = f"{pip_install(extra)}, or leave {name} out of logging.backends"
             raise UsageError(f"logging.backends: {name} cannot be imported: {error}", hint=hint) from None
-    return found
+    return imported
 
 
 class Loggers:
-    """Holds the open loggers of a run, while its context lasts. `say` gets one message for each that fails."""
+    """The open loggers of a run, while its context lasts. `say` gets one message for each that fails."""
 
-    def __init__(self, found: Mapping[str, Any], run: LoggedRun, *, say: Callable[[str], None]) -> None:
+    def __init__(self, libraries: Mapping[str, Any], run: LoggedRun, *, say: Callable[[str], None]) -> None:
         self._say, self._open = say, dict[str, Backend]()
-        for name, library in found.items():
+        for name, library in libraries.items():
             self._trying(name, self._begin, name, library, run)
 
     def __enter__(self) -> Loggers:
@@ -213,8 +213,8 @@ class Loggers:
                 action(*arguments)
         except Exception as error:  # any error of these libraries matters less than the run
             self._open.pop(name, None)
-            told = str(error).strip().partition("\n")[0] or type(error).__name__
-            self._say(f"note: the logger {name} failed, and the run goes on without it: {told}")
+            message = str(error).strip().partition("\n")[0] or type(error).__name__
+            self._say(f"note: the logger {name} failed, and the run goes on without it: {message}")
 
 
 def figures(report: StepReport) -> dict[str, float]:

@@ -46,7 +46,7 @@ def read(directory: Path, count: int) -> tuple[list[float], str]:
         problem = "" if len(content) == count * _ITEM.size else "it is too short"
     except OSError as error:
         content, problem = b"", error.strerror or "it cannot be read"
-    whole = content[: len(content) // _ITEM.size * _ITEM.size]
-    found = [value for (value,) in _ITEM.iter_unpack(whole)]
+    items = content[: len(content) // _ITEM.size * _ITEM.size]
+    losses = [value for (value,) in _ITEM.iter_unpack(items)]
     note = f"{path}: {problem}; the losses of earlier steps are not known" if problem and count else ""
-    return found + [math.nan] * (count - len(found)), note
+    return losses + [math.nan] * (count - len(losses)), note

@@ -41,6 +41,7 @@ from ..swap.arena import Arena
 from ..swap.daemon import DaemonOptions, SwapDaemon
 from .evaluation import AnyReport, Evaluations
 from .limits import gpu_most
+from .memory_watch import MemoryWatch, Trimming
 from .prepared import Planned, Ready
 from .rates import learning_rate
 from .report import RunReport, StepReport, Steps, run_report, settling_steps
@@ -52,9 +53,8 @@ from .state.parts import write_parts
 from .state.places import remember
 from .state.saver import Saver, Standing
 from .state.storage import StageFiles
-from .step_meter import MemoryWatch, StepMeter
+from .step_meter import StepMeter
 from .trace import Trace
-from .trimming import Trimming
 
 _FIRST = 3  # steps within which every parameter should get a gradient
 _NAMED = 5  # parameters without a gradient that a note names

@@ -156,7 +156,7 @@ class JsonlLog:
 
 
 def holds_a_run(path: Path) -> bool:
-    """Tells whether a log holds more than runs that ended before their first step."""
+    """Returns whether a log holds more than runs that ended before their first step."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -165,8 +165,8 @@ def holds_a_run(path: Path) -> bool:
 
 def read_log(path: Path) -> list[dict[str, object]]:
     """Returns every whole record of the log, in order. A torn last line is left out."""
-    whole, _, _ = path.read_bytes().rpartition(b"\n")
-    return [json.loads(line) for line in whole.splitlines()]
+    lines, _, _ = path.read_bytes().rpartition(b"\n")
+    return [json.loads(line) for line in lines.splitlines()]
 
 
 def _set_aside(path: Path) -> None:
@@ -195,15 +195,15 @@ def _opened(path: Path) -> int:
 
 def _drop_torn_line(file: int) -> None:
     """Cuts the file after its last newline."""
-    whole = size = os.fstat(file).st_size
-    while whole:
-        begin = max(0, whole - _PIECE)
-        line_end = os.pread(file, whole - begin, begin).rfind(b"\n") + 1
-        whole = begin + line_end
+    end = size = os.fstat(file).st_size
+    while end:
+        begin = max(0, end - _PIECE)
+        line_end = os.pread(file, end - begin, begin).rfind(b"\n") + 1
+        end = begin + line_end
         if line_end:
             break
-    if whole < size:
-        os.ftruncate(file, whole)
+    if end < size:
+        os.ftruncate(file, end)
 
 
 def finite(value: object) -> object:

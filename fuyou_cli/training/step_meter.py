@@ -1,10 +1,9 @@
-"""Measures a run: the process's memory, each step's seconds, bytes and waits, and when each resource was busy."""
+"""Measures a run's steps: seconds, bytes and waits of each, and when each resource was busy."""
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from ..engine.computing import Computing, MicroBatch
@@ -14,51 +13,11 @@ from ..engine.moves import Wait
 from ..engine.visits import Visits
 from ..spec.model import ModelSpec
 from ..swap.daemon import Event, SwapDaemon
+from .memory_watch import MemoryWatch
 from .report import Busy, Spread, StepReport, busy_seconds
 from .trace import Trace
 
 _OF_STORE = {"read": "ssd read", "write": "ssd write", "update": "update", "chunk": "update chunk"}
-_SAMPLE_SECONDS = 0.02
-
-
-class MemoryWatch:
-    """Samples the process's memory in a thread. `highest` returns the most bytes that the kernel saw since the last call (0:
-    not known)."""
-
-    def __init__(self, now: Callable[[], int], highest: Callable[[], int] = lambda: 0) -> None:
-        self._now, self._highest = now, highest
-        highest()  # discards what was before this run
-        self.peak = self._since = now()
-        self._lock = threading.Lock()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="memory-watch", daemon=True)
-
-    def look(self) -> int:
-        """Returns the bytes now and includes them in the peak."""
-        with self._lock:
-            now = self._now()
-            self.peak, self._since = max(self.peak, now), max(self._since, now)
-        return now
-
-    def reached(self) -> int:
-        """Returns the most bytes since the last call."""
-        with self._lock:
-            now = self._now()
-            reached = max(now, self._since, self._highest())
-            self.peak, self._since = max(self.peak, reached), now
-        return reached
-
-    def _watch(self) -> None:
-        while not self._over.wait(_SAMPLE_SECONDS):
-            self.look()
-
-    def __enter__(self) -> MemoryWatch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
 
 
 class StepMeter:
@@ -133,9 +92,9 @@ def timeline(
     outcome: StepOutcome, events: Iterable[Event], copies: Iterable[Copy], *, begin: float, model: ModelSpec
 ) -> tuple[Busy, ...]:
     """Returns when each resource was busy in a step that began at `begin` (monotonic seconds), without chunks of updates."""
-    whole = (event for event in events if event.operation != "chunk")
-    found = intervals(outcome, whole, copies, begin=begin, model=model)
-    return tuple(replace(item, begin=0.0) if item.begin < 0 else item for item in found if item.end > 0)
+    updates = (event for event in events if event.operation != "chunk")
+    items = intervals(outcome, updates, copies, begin=begin, model=model)
+    return tuple(replace(item, begin=0.0) if item.begin < 0 else item for item in items if item.end > 0)
 
 
 def intervals(
@@ -147,22 +106,22 @@ def intervals(
     def busy(resource: str, label: str, since: float, until: float, size: int = 0) -> Busy:
         return Busy(resource=resource, label=label, begin=since - begin, end=until - begin, bytes=size)
 
-    found = [
+    items = [
         busy("compute", f"{_direction(item.phase, model)} {names[item.stage]}", item.begin, item.end)
         for item in outcome.intervals
     ]
     for event in events:
         what = f"{event.operation} {names[event.label]}"
-        found.append(busy(_OF_STORE[event.operation], what, event.begin_ns / 1e9, event.end_ns / 1e9, event.bytes))
+        items.append(busy(_OF_STORE[event.operation], what, event.begin_ns / 1e9, event.end_ns / 1e9, event.bytes))
     for copy in copies:
         resource, to = ("h2d", "device") if copy.up else ("d2h", "host")
-        found.append(busy(resource, f"copy to the {to}", copy.begin, copy.end, copy.bytes))
-    return found
+        items.append(busy(resource, f"copy to the {to}", copy.begin, copy.end, copy.bytes))
+    return items
 
 
 def of_micro_batches(computed: Iterable[MicroBatch], waits: Iterable[Wait], *, begin: float, model: ModelSpec) -> list[Busy]:
     """Returns what only a trace shows: the compute of each micro-batch, and each wait."""
-    found = [
+    items = [
         Busy(
             resource="compute",
             label=f"{item.phase} {model.stages[item.stage].name}, micro-batch {item.number + 1}",
@@ -171,12 +130,12 @@ def of_micro_batches(computed: Iterable[MicroBatch], waits: Iterable[Wait], *, b
         )
         for item in computed
     ]
-    found += [Busy(resource="wait", label=wait.cause, begin=wait.begin - begin, end=wait.end - begin) for wait in waits]
-    return found
+    items += [Busy(resource="wait", label=wait.cause, begin=wait.begin - begin, end=wait.end - begin) for wait in waits]
+    return items
 
 
 def _direction(phase: str, model: ModelSpec) -> str:
-    """Returns the direction that a visit counts for. A whole head, which does both at once, counts as forward."""
+    """Returns the direction that a visit counts as. A whole head, which does both at once, counts as forward."""
     if phase == "head":
         return "backward" if model.head_is_cut else "forward"
     return "forward" if phase == "logits" else phase

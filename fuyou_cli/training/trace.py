@@ -34,7 +34,7 @@ class Trace:
         except OSError as error:
             raise UsageError(f"--trace: {path} cannot be written: {error.strerror}", hint="name another file") from error
         self.seen = 0
-        self.kept: deque[tuple[int, int, bytes]] = deque()  # step, bytes of JSON, packed
+        self.steps: deque[tuple[int, int, bytes]] = deque()  # step, bytes of JSON, packed
         self._zero: float | None = None
         self._lanes: dict[str, list[float]] = {}  # track -> when each lane is free
 
@@ -45,10 +45,10 @@ class Trace:
         try:
             self.write()
         except OSError as failure:
-            told = f"the trace {self.path} cannot be written: {failure.strerror}"
+            message = f"the trace {self.path} cannot be written: {failure.strerror}"
             if error is None:
-                raise FuyouError(told) from failure
-            error.add_note(told)
+                raise FuyouError(message) from failure
+            error.add_note(message)
 
     def step(self, number: int, seconds: float, begin: float, items: Sequence[Busy]) -> None:
         """Adds a step that began at `begin` (monotonic), and its intervals, in seconds from then."""
@@ -58,36 +58,36 @@ class Trace:
         shift = begin - self._zero
         events = [self._event(item, shift, number) for item in sorted((step, *items), key=lambda item: item.begin)]
         data = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events).encode()
-        self.kept.append((number, len(data), zlib.compress(data, level=1)))
+        self.steps.append((number, len(data), zlib.compress(data, level=1)))
         self.seen += 1
-        while len(self.kept) > 1 and (len(self.kept) > MOST_STEPS or sum(size for _, size, _ in self.kept) > MOST_BYTES):
-            self.kept.popleft()
+        while len(self.steps) > 1 and (len(self.steps) > MOST_STEPS or sum(size for _, size, _ in self.steps) > MOST_BYTES):
+            self.steps.popleft()
 
     def write(self) -> None:
         """Writes the steps that are kept."""
         with self.path.open("wb") as file:
             file.write(b"[\n" + ",\n".join(json.dumps(event) for event in self._names()).encode())
-            for _, _, packed in self.kept:
+            for _, _, packed in self.steps:
                 file.write(b",\n" + zlib.decompress(packed))
             file.write(b"\n]\n")
 
     @property
     def told(self) -> str:
         """Returns a line that says what the file holds."""
-        if not self.kept:
+        if not self.steps:
             return f"trace: {self.path} has no step"
-        first, last, left = self.kept[0][0], self.kept[-1][0], self.seen - len(self.kept)
+        first, last, left = self.steps[0][0], self.steps[-1][0], self.seen - len(self.steps)
         steps = f"step {last}" if first == last else f"steps {first} to {last}"
-        if last - first + 1 != len(self.kept):
-            steps = f"the last {len(self.kept)} steps of several runs"
+        if last - first + 1 != len(self.steps):
+            steps = f"the last {len(self.steps)} steps of several runs"
         bound = f" (the newest: at most {MOST_STEPS} steps and {MOST_BYTES >> 20} MiB)" if left else ""
         return f"trace: {self.path} has {steps}{bound}; open it at ui.perfetto.dev"
 
     def _event(self, item: Busy, shift: float, step: int) -> dict[str, object]:
         span = item.end - item.begin
-        found: dict[str, object] = {"bytes": item.bytes} if item.bytes else {}
+        arguments: dict[str, object] = {"bytes": item.bytes} if item.bytes else {}
         if item.bytes and span > 0:
-            found["GB/s"] = round(item.bytes / span / 1e9, 3)
+            arguments["GB/s"] = round(item.bytes / span / 1e9, 3)
         return {
             "name": item.label,
             "cat": item.resource,
@@ -96,7 +96,7 @@ class Trace:
             "dur": round(span * 1e6, 3),
             "pid": 1,
             "tid": self._thread(item.resource, self._lane(item.resource, shift + item.begin, shift + item.end)),
-            "args": {"step": step, **found},
+            "args": {"step": step, **arguments},
         }
 
     def _lane(self, track: str, begin: float, end: float) -> int:

@@ -7,7 +7,8 @@ import mmap
 
 from fuyou_cli.core.units import GiB
 from fuyou_cli.machine import probe
-from fuyou_cli.training.run import MemoryWatch, Run
+from fuyou_cli.training.memory_watch import MemoryWatch
+from fuyou_cli.training.run import Run
 
 from .conftest import NewProject
 from .running import prepared_run

@@ -38,12 +38,9 @@ _TEMPLATE = Path(__file__).with_name("report.html")
 def page(history: History) -> str:
     """Returns the page as text."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, finalize=_shown)
-    template, report, series = (
-        environment.from_string(_TEMPLATE.read_text(encoding="utf-8")),
-        history.report,
-        series_of(history),
-    )
-    first = history.steps[0].step
+    template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
+    report, series = history.report, series_of(history)
+    first, charted = history.steps[0].step, series if history.steps[1:] else []
     last = f"Step {history.steps[-1].step:,}"
     timeline = timeline_svg(report.timeline, title=last, stalls=report.timeline_stalls) if report.timeline else ""
     return template.render(
@@ -51,9 +48,9 @@ def page(history: History) -> str:
         log=str(history.log),
         tiles=_tiles(history),
         about=about(history),
-        charts=[(one.name, one.note, Markup(line_svg(one, first_step=first))) for one in series] if history.steps[1:] else [],
+        charts=[(item.name, item.note, Markup(line_svg(item, first_step=first))) for item in charted],
         columns=COLUMNS,
-        over=[one.row for one in series],
+        over=[item.row for item in series],
         evaluated=EVALUATED,
         evaluations=evaluations(history),
         mixtures=EXPERTS,

@@ -167,7 +167,7 @@ def series_of(history: History) -> list[Series]:
     that is evaluated are marks of the loss."""
     steps, budget = history.steps, history.plan.budget
     judged = history.evaluations[0].name if history.evaluations else ""
-    marks = tuple((one.step, one.loss) for one in history.evaluations if one.name == judged and math.isfinite(one.loss))
+    marks = tuple((item.step, item.loss) for item in history.evaluations if item.name == judged and math.isfinite(item.loss))
     note = f"held-out loss of {judged}" if marks else ""
 
     def each(
@@ -178,7 +178,7 @@ def series_of(history: History) -> list[Series]:
     def per_second(amount: Callable[[StepReport], int]) -> Callable[[StepReport], float | None]:
         return lambda step: amount(step) / step.seconds if step.seconds else None
 
-    found = [
+    figures = [
         Series(
             name="loss",
             values=tuple(step.loss if math.isfinite(step.loss) else None for step in steps),
@@ -200,7 +200,7 @@ def series_of(history: History) -> list[Series]:
         each("entropy of routing", _of_experts("entropy"), "{:.1%}".format, 1.0),
         each("router auxiliary loss", lambda step: step.router_aux_loss, "{:.4g}".format),
     ]
-    return [series for series in found if any(value is not None for value in series.values)]
+    return [series for series in figures if any(value is not None for value in series.values)]
 
 
 def _of_experts(name: str) -> Callable[[StepReport], float | None]:
@@ -249,9 +249,9 @@ def about(history: History) -> Pairs:
         ("placed", plan.choice),
     ]
     if (best := history.best) is not None:
-        kept = f": its weights were not kept: {best.problem}" if best.problem else f", kept in {best.folder}"
-        rows.append(("best", f"loss {best.loss:.4f} after step {best.step:,}{kept}"))
-    rows += [("changed", f"after step {one.step:,}: {in_words([one])}") for one in history.changes]
+        where = f": its weights were not kept: {best.problem}" if best.problem else f", kept in {best.folder}"
+        rows.append(("best", f"loss {best.loss:.4f} after step {best.step:,}{where}"))
+    rows += [("changed", f"after step {change.step:,}: {in_words([change])}") for change in history.changes]
     if skipped := sum(bool(step.skipped) for step in history.steps):
         rows.append(("skipped", f"{some(skipped, 'step')} updated nothing: their losses or gradients were not finite"))
     return [(name, text) for name, text in rows if text]
@@ -286,11 +286,11 @@ def evaluations(history: History) -> list[tuple[str, ...]]:
 
 def samples(history: History) -> list[tuple[str, Pairs]]:
     """Returns each fixed prompt with what the model wrote after it, evaluation by evaluation."""
-    found: dict[tuple[int, str], Pairs] = {}
-    for one in history.samples:
-        text = one.text + " ..." * (one.ended == "length")
-        found.setdefault((one.number, one.prompt), []).append((f"step {one.step:,}", text))
-    return [(prompt, rows) for (_, prompt), rows in sorted(found.items())]
+    by_prompt: dict[tuple[int, str], Pairs] = {}
+    for sample in history.samples:
+        text = sample.text + " ..." * (sample.ended == "length")
+        by_prompt.setdefault((sample.number, sample.prompt), []).append((f"step {sample.step:,}", text))
+    return [(prompt, rows) for (_, prompt), rows in sorted(by_prompt.items())]
 
 
 def memory(history: History) -> list[tuple[str, ...]]:

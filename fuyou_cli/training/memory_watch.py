@@ -1,4 +1,4 @@
-"""Gives the heap's free pages back to the system when the plan's peak needs it, and not earlier.
+"""Watches the process's memory, and gives the heap's free pages back to the system when the plan's peak needs it, not earlier.
 
 Every page given back must be faulted in again, which can cost a small model a tenth of its time. A visit like the one before it
 (the next block of the same pass) finds the free pages that the other left, so it reaches the same peak and a little more. The
@@ -7,6 +7,7 @@ kernel tells what a visit really reached, so that slow growth is seen in time.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 from ..planner.boundary_layout import kept_bytes
@@ -14,6 +15,48 @@ from ..planner.memory import CREEP
 from ..planner.schedule import Visit
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan
+
+_SAMPLE_SECONDS = 0.02
+
+
+class MemoryWatch:
+    """Samples the process's memory in a thread. `highest` returns the most bytes that the kernel saw since the last call (0:
+    not known)."""
+
+    def __init__(self, now: Callable[[], int], highest: Callable[[], int] = lambda: 0) -> None:
+        self._now, self._highest = now, highest
+        highest()  # discards what was before this run
+        self.peak = self._since = now()
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="memory-watch", daemon=True)
+
+    def look(self) -> int:
+        """Returns the bytes now and includes them in the peak."""
+        with self._lock:
+            now = self._now()
+            self.peak, self._since = max(self.peak, now), max(self._since, now)
+        return now
+
+    def reached(self) -> int:
+        """Returns the most bytes since the last call."""
+        with self._lock:
+            now = self._now()
+            reached = max(now, self._since, self._highest())
+            self.peak, self._since = max(self.peak, reached), now
+        return reached
+
+    def _watch(self) -> None:
+        while not self._over.wait(_SAMPLE_SECONDS):
+            self.look()
+
+    def __enter__(self) -> MemoryWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
 
 
 class Trimming:
@@ -70,8 +113,8 @@ class Trimming:
 
     def _takes(self, visit: Visit) -> int:
         """Returns the most bytes of host memory that a visit takes."""
-        beside = self._compute - self._hungriest
-        return beside + self._peaks(visit)[0] if self._hungriest else beside
+        other_compute = self._compute - self._hungriest
+        return other_compute + self._peaks(visit)[0] if self._hungriest else other_compute
 
     def _peaks(self, visit: Visit) -> tuple[int, int]:
         """Returns the bytes of one micro-batch, and how many of them are mapped on their own."""
