@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from proof.on_paper import known_config, recipe_of
 from proof.verdicts import PASS, Row, conclude, holds, plain_parser, say, show_command, unless_noisy
 
-from fuyou_cli.advice.planned import planned_elsewhere
+from fuyou_cli.advice.planning import plan_recipe
 from fuyou_cli.cli.console import write_status
 from fuyou_cli.core.errors import FuyouError
 from fuyou_cli.machine.described import described as machine_of
@@ -93,7 +93,7 @@ def asked_of(case: Case) -> tuple[ModelSpec, HardwareProfile, PlanRequest]:
     """Returns what `fuyou plan --hardware` hands to the search. It also searches once."""
     train = {"max_steps": 1000, "batch_size": 32, "micro_batch_size": 1}
     with recipe_of(known_config(case.model), length=1024, train=train, overrides=case.settings) as loaded:
-        planned = planned_elsewhere(loaded, machine_of(case.machine), say=write_status)
+        planned = plan_recipe(loaded, machine_of(case.machine), say=write_status)
     if not planned.fits_ram:
         raise too_small(planned.model, planned.hardware, planned.request)
     return planned.model, planned.hardware, planned.request

@@ -32,7 +32,10 @@ sys.path.insert(0, sys.argv[sys.argv.index("--checkout") + 1] if "--checkout" in
 from proof.on_paper import known_config, recipe_of
 from proof.verdicts import FAIL, ROOT, Row, commit, conclude, holds, missing, plain_parser, reported, say, show_command
 
-from fuyou_cli.advice.planned import planned_elsewhere
+try:
+    from fuyou_cli.advice.planning import plan_recipe
+except ImportError:  # a checkout of before it
+    from fuyou_cli.advice.planned import planned_elsewhere as plan_recipe  # type: ignore[import-not-found, no-redef]
 from fuyou_cli.cli.console import write_status
 from fuyou_cli.core.errors import FuyouError
 from fuyou_cli.machine.described import described as machine_of
@@ -158,7 +161,7 @@ def figures_of(case: Case, *, dense: bool = False) -> dict[str, Any] | str:
     config = (known_config(name) if name else {}) | differences
     with recipe_of(config, length=case.length, train=train, overrides=overrides, **more) as loaded:
         try:
-            planned = planned_elsewhere(loaded, hardware, say=write_status)
+            planned = plan_recipe(loaded, hardware, say=write_status)
         except FuyouError as error:
             return error.message
     if not planned.fits_ram:

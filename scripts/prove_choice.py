@@ -14,9 +14,7 @@ First each plan runs once; the chosen one runs before, between and after five ot
 fastest by chance, and the machine's speed changes. The result is the chosen plan's time over that of the run between its two,
 as the median of all turns.
 
-All plans are made for 64 MiB less than the recipe's budget, the chosen one too: a plan made elsewhere is refused if the process
-that runs it is a little larger than the one that made it. So the chosen plan is what `fuyou finetune` would choose with that
-budget.
+A plan is run as its candidate (scripts/proof/forced_plan.py): a run places it again in the memory that its own process leaves.
 """
 
 from __future__ import annotations
@@ -105,7 +103,8 @@ class Runs:
     def run(self, number: int) -> float:
         """Runs the plan once more. Returns seconds of a step."""
         plan, done = self._plans[number], self.results[number]
-        its = replace(self._case, plan=plan["plan"], overrides=tuple(plan["overrides"]), turn=len(done))
+        micro = f"train.micro_batch_size={plan['micro']}"
+        its = replace(self._case, plan=plan["plan"], overrides=(*plan["overrides"], micro), turn=len(done))
         done.append(our_run(self._setting, its))
         return statistics.median(seconds_of(done[-1:]))
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from fuyou_cli.core.units import GiB, MiB, align_up
 from fuyou_cli.planner.place import least_memory
-from fuyou_cli.planner.place import plan as first_that_fits
 from fuyou_cli.training.plan_request_of import plan_request
 
 from .planning import Outcome, Replanner, per_token, ranked
@@ -112,7 +111,7 @@ class _Trials:
 
     def _quickly(self, changes: tuple[str, ...]) -> Outcome | None:
         if changes not in self._known:
-            self._known[changes] = self._elsewise.with_keys(changes, choose=first_that_fits)
+            self._known[changes] = self._elsewise.with_keys(changes, effort="fit")
         return self._known[changes]
 
 

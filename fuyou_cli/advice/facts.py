@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fuyou_cli.advice.compare import Row
 from fuyou_cli.advice.planning import Outcome
 from fuyou_cli.advice.room import Room, plan_problems
 from fuyou_cli.advice.wear import Spared, Wear, Writes, spared_of, wear_of, writes_of
@@ -17,7 +16,7 @@ from fuyou_cli.core.units import format_time
 from fuyou_cli.machine.origins import RatedBy, origins_of
 from fuyou_cli.planner.commit_interval import sooner
 from fuyou_cli.planner.evaluation_cost import EvaluationCost, SamplingCost, evaluation_cost, evaluations_left, sampling_cost
-from fuyou_cli.planner.sustained_rates import FastRegion, fast_region
+from fuyou_cli.planner.run_planner import FastRegion, fast_region
 from fuyou_cli.recipe.fields import format_size
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec
@@ -59,7 +58,6 @@ class RunFacts:
     folder: Path = Path()  # folder whose drive would hold the store
     command: str = ""  # command that runs the plan; empty if it cannot be run, or already runs
     refusal: str | None = None  # why the model cannot be trained yet
-    compared: tuple[Row, ...] | None = None  # other choices of the planner
     changes: tuple[Outcome, ...] | None = None  # changes of the recipe that help; None if none were looked for
     tried: int = 0  # plans made to find them
     faster: tuple[Outcome, ...] | None = None  # changes for a run that waits for its drives, best first; None: not looked for

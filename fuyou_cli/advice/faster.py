@@ -7,17 +7,10 @@ the losses, which is said beside it (`planning.altered`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from fuyou_cli.core.errors import PlanError
-from fuyou_cli.planner.plan_request import PlanRequest
-from fuyou_cli.planner.sustained_rates import Choose
-from fuyou_cli.spec.hardware import HardwareProfile
-from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import Plan
-from fuyou_cli.training.plan_step import as_chosen, usual_plan
 
 from .changes import INT8, SMALL_SUMS, may_have_smaller_states, may_have_smaller_sums, same_tokens
 from .planning import WORTH, Outcome, Replanner, per_token, ranked
@@ -41,10 +34,9 @@ def ways_to_be_faster(elsewise: Replanner) -> tuple[Outcome, ...]:
         return ()  # a saved run keeps its numbers
     if prepared.refusal is not None or prepared.hardware.measured == "assumed":
         return ()
-    quick = _quick(prepared)
     best: list[Outcome] = []
     for kind in _kinds(prepared):
-        planned = [one for keys in kind if (one := elsewise.with_keys(keys, choose=quick)) is not None]
+        planned = [one for keys in kind if (one := _quickly(elsewise, keys)) is not None]
         best += ranked(_worth(prepared.plan, planned))[:1]
     searched = (elsewise.with_keys(one.changes) for one in ranked(best)[:_SHOWN])
     return tuple(ranked(_worth(prepared.plan, [one for one in searched if one is not None])))
@@ -77,18 +69,12 @@ def _kinds(prepared: Planned) -> Iterator[tuple[tuple[str, ...], ...]]:
     yield (("train.clip_grad_norm=null",),) if recipe.train.clip_grad_norm is not None else ()
 
 
-def _quick(prepared: Planned) -> Choose:
-    """Returns what plans a changed run with the choice of the plan that is there, or as usual where that does not fit. More
-    sweeps than one may be there only for what a change makes small, so one is tried as well."""
-    assert prepared.found is not None
-    same = replace(prepared.found.best.candidate, norm_first=False)
-    choices = [as_chosen(one) for one in dict.fromkeys((same, replace(same, sweeps=1)))]
-
-    def choose(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
-        plans = []
-        for choice in choices:
-            with suppress(PlanError):
-                plans.append(choice(model, hardware, request))
-        return min(plans, key=per_token) if plans else usual_plan(model, hardware, request)
-
-    return choose
+def _quickly(elsewise: Replanner, keys: tuple[str, ...]) -> Outcome | None:
+    """Plans changed keys with the choice of the plan that is there, or as usual where that does not fit. More sweeps than one
+    may be there only for what a change makes small, so one is tried as well."""
+    found = elsewise.prepared.found
+    assert found is not None
+    same = replace(found.best.candidate, norm_first=False)
+    placed = (elsewise.with_keys(keys, candidate) for candidate in dict.fromkeys((same, replace(same, sweeps=1))))
+    fitting = [outcome for outcome in placed if outcome is not None]
+    return min(fitting, key=lambda one: per_token(one.plan)) if fitting else elsewise.with_keys(keys, effort="usual")

@@ -15,16 +15,7 @@ from fuyou_cli import __version__
 from fuyou_cli.core.errors import FuyouError, UsageError
 
 from . import error_screen
-from .arguments import (
-    Calibrated,
-    Json,
-    OptionalRecipe,
-    Overrides,
-    RecipeArgument,
-    Trace,
-    complete_recipe,
-    loaded_recipe,
-)
+from .arguments import Json, OptionalRecipe, Overrides, RecipeArgument, Trace, complete_recipe, loaded_recipe
 from .console import STDOUT, drop_result, lost_result, prepare_streams, tell_errors, write_result
 
 if TYPE_CHECKING:
@@ -74,10 +65,6 @@ def finetune(
     recipe: RecipeArgument,
     overrides: Overrides = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the plan; measure nothing.")] = False,
-    plan_file: Annotated[
-        Path | None, typer.Option("--plan", help="Run the plan in this file, from `fuyou plan -o`.", show_default=False)
-    ] = None,
-    calibrated: Calibrated = False,
     assume_rates: Annotated[
         bool, typer.Option("--assume-rates", help="Assume rates instead of measuring a new machine.")
     ] = False,
@@ -91,19 +78,14 @@ def finetune(
 
     Run the same command again to resume a stopped run.
     """
-    if dry_run and plan_file is not None:
-        raise UsageError("--dry-run and --plan cannot be used together", hint="to see a plan: fuyou plan RECIPE")
     if dry_run and trace is not None:
         raise UsageError("--dry-run and --trace cannot be used together", hint="a trace needs steps that ran")
     loaded = loaded_recipe(recipe, overrides)
     if dry_run:
-        return _plan(loaded, dry_run=True, calibrated=calibrated, verbose=verbose)
+        return _plan(loaded, dry_run=True, verbose=verbose)
     from .finetune import run_finetune
 
-    return run_finetune(
-        loaded, plan_file=plan_file, calibrated=calibrated, measure=not assume_rates, accept_changes=accept_changes,
-        verbose=verbose, trace=trace,
-    )  # fmt: skip
+    return run_finetune(loaded, measure=not assume_rates, accept_changes=accept_changes, verbose=verbose, trace=trace)
 
 
 @app.command()
@@ -149,11 +131,6 @@ def plan(
         str | None,
         typer.Option(metavar="FILE|PARTS", help="Plan for another machine, e.g. rtx4090,2xgen4,128GiB.", show_default=False),
     ] = None,
-    calibrated: Calibrated = False,
-    compare: Annotated[bool, typer.Option("--compare", help="Also show other choices, and why they lost.")] = False,
-    out: Annotated[
-        Path | None, typer.Option("-o", "--out", help="Write the plan to a file, for `finetune --plan`.", show_default=False)
-    ] = None,
     json_output: Json = False,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Also show every stage, and where rates come from.")] = False,
 ) -> None:
@@ -162,10 +139,7 @@ def plan(
     Shows where everything is kept and how long a step takes; if it does not fit, the changes that help. Trains nothing. The
     first plan on a machine measures it (about a minute). Exit code 3 when the run does not fit.
     """
-    _plan(
-        loaded_recipe(recipe, overrides), dry_run=dry_run, hardware=hardware, calibrated=calibrated, compare=compare, out=out,
-        json_output=json_output, verbose=verbose,
-    )  # fmt: skip
+    _plan(loaded_recipe(recipe, overrides), dry_run=dry_run, hardware=hardware, json_output=json_output, verbose=verbose)
 
 
 @app.command()

@@ -39,7 +39,6 @@ OptionalRecipe = Annotated[str | None, typer.Argument(help=_RECIPE_HELP, show_de
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="key=value", help=_OVERRIDES_HELP, show_default=False, autocompletion=complete_key)
 ]
-Calibrated = Annotated[bool, typer.Option("--calibrated", help="Use the rates that the last run on this machine showed.")]
 Trace = Annotated[
     Path | None,
     typer.Option("--trace", metavar="FILE", help="Write a trace of the newest steps, for ui.perfetto.dev.", show_default=False),

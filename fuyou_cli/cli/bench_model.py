@@ -99,7 +99,7 @@ def _store(places: Sequence[Path]) -> Iterator[str]:
 
 
 def _place(places: Sequence[Path], scratch: Path, trace: Any) -> Place:
-    from fuyou_cli.advice.planned import machine_here
+    from fuyou_cli.advice.planning import machine_here
     from fuyou_cli.machine.allocator import settle_for_training, trim
     from fuyou_cli.training.modelbench.measured import Place
 

@@ -23,6 +23,14 @@ from fuyou_cli.core.errors import NO_THREADS, FuyouError, Interrupted
 from .console import styled, write_status
 
 FAILED, USAGE, DOES_NOT_FIT, OUT_OF_SPACE, INTERRUPTED = 1, 2, 3, 4, 130
+REMOVED_OPTIONS = {  # by the command that had them: what to do instead
+    ("plan", "-o"): "`fuyou plan RECIPE --json` prints the plan; a run plans again, and keeps to the keys that you set",
+    ("plan", "--compare"): "plan with other keys and compare the figures, as `fuyou plan RECIPE optimizer.state_dtype=int8`",
+    ("plan", "--calibrated"): "`fuyou bench` measures this machine again",
+    ("finetune", "--plan"): "leave it out: a run plans by itself, and keeps to the keys that you set, as offload.weights=ssd",
+    ("finetune", "--calibrated"): "`fuyou bench` measures this machine again",
+}
+REMOVED_OPTIONS["plan", "--out"] = REMOVED_OPTIONS["plan", "-o"]
 _NO_THREAD = "cannot start another thread or process"
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -50,6 +58,10 @@ def report_usage(error: Exception, words: Sequence[str]) -> int:
     context = getattr(error, "ctx", None)
     if type(error).__name__ == "NoArgsIsHelpError":
         write_status(message)
+        return USAGE
+    command = context.command_path.rpartition(" ")[2] if context is not None else ""
+    if (instead := REMOVED_OPTIONS.get((command, getattr(error, "option_name", "")))) is not None:
+        write_status(f"error: {getattr(error, 'option_name', '')} was removed from `fuyou {command}`\n  help: {instead}")
         return USAGE
     write_status(f"error: {message}")
     if dashed := next((word for word in words if word.startswith("--") and "." in word.partition("=")[0]), None):

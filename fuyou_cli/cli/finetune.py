@@ -37,8 +37,6 @@ _GOES_ON = "the same command begins again, or goes on with the saved state"
 def run_finetune(
     loaded: LoadedRecipe,
     *,
-    plan_file: Path | None = None,
-    calibrated: bool = False,
     measure: bool = True,
     accept_changes: bool = False,
     verbose: bool = False,
@@ -46,9 +44,8 @@ def run_finetune(
 ) -> None:
     """Runs a recipe.
 
-    `plan_file` holds the plan to run, with its own rates, instead of the plan that is best now. `calibrated` plans with the
-    rates that the last run showed. `measure` measures a new machine first. `accept_changes` resumes a run with another rate,
-    schedule or length. `verbose` shows each step's traffic and waits. `trace` is the file for a trace of the newest steps.
+    `measure` measures a new machine first. `accept_changes` resumes a run with another rate, schedule or length. `verbose`
+    shows each step's traffic and waits. `trace` is the file for a trace of the newest steps.
     """
     from fuyou_cli.machine.allocator import settle_allocator
     from fuyou_cli.machine.libraries import settle_libraries
@@ -56,17 +53,15 @@ def run_finetune(
     offload, repeated = loaded.recipe.offload, loaded.recipe.train.deterministic
     settle_allocator()
     settle_libraries(device=offload.device, expandable_segments=offload.expandable_segments, deterministic=repeated)
-    from fuyou_cli.advice.plan_files import read_plan
     from fuyou_cli.training.loggers import libraries
     from fuyou_cli.training.output_folder import claimed, note_of_an_earlier_run
     from fuyou_cli.training.trace import Trace
 
-    kept = None if plan_file is None else read_plan(plan_file, loaded.recipe)
     check_output(loaded.recipe)
     logging = libraries(loaded.recipe.logging.backends)
     tracing = None if trace is None else Trace(trace)  # raises now if the file cannot be written, before anything is planned
     try:
-        ready = made_ready(loaded, kept, measure=measure, calibrated=calibrated, accept_changes=accept_changes)
+        ready = made_ready(loaded, measure=measure, accept_changes=accept_changes)
     except KeyboardInterrupt:
         told = "stopped before the run began: nothing is lost, and a state that was saved is as it was"
         raise Interrupted(told, hint=_GOES_ON) from None

@@ -9,24 +9,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fuyou_cli.advice.facts import RunFacts, facts_of, with_evaluation
-from fuyou_cli.advice.planned import command_of, machine_here, warn_of_memory
+from fuyou_cli.advice.planning import command_of, machine_here, warn_of_memory
 from fuyou_cli.advice.room import check_export, plan_problems, room_of
 from fuyou_cli.core.errors import PlanError
 
 from .console import status_console, write_status
 
 if TYPE_CHECKING:
-    from fuyou_cli.advice.plan_files import KeptPlan
     from fuyou_cli.data.rows import DataSummary
     from fuyou_cli.recipe.load import LoadedRecipe
     from fuyou_cli.training.prepared import Planned, Ready
 
 
-def made_ready(
-    loaded: LoadedRecipe, kept: KeptPlan | None, *, measure: bool, calibrated: bool, accept_changes: bool = False
-) -> Ready:
-    """Takes every step from the recipe to a run. `kept` is the plan of a file. A saved run's plan is shown only when nothing
-    can refuse the run any more. Raises UsageError or PlanError."""
+def made_ready(loaded: LoadedRecipe, *, measure: bool, accept_changes: bool = False) -> Ready:
+    """Takes every step from the recipe to a run. A saved run's plan is shown only when nothing can refuse the run any more.
+    Raises UsageError or PlanError."""
     from fuyou_cli.machine.probe import process_bytes
     from fuyou_cli.training.length import sampled_epoch
     from fuyou_cli.training.plan_step import plan, plan_downloaded, settle
@@ -35,22 +32,21 @@ def made_ready(
 
     from .render.transfer import Transfers
 
-    say, micro_batch_size = write_status, None if kept is None else kept.micro_batch_size
+    say = write_status
     try:
         with Transfers(status_console()) as progress:
             inspected = inspect(resolve(loaded.recipe, say=say, progress=progress), say=say, process=process_bytes)
             warn_of_memory(loaded, say)
-            machine = machine_here(loaded, inspected, say=say, measure=measure and kept is None, calibrated=calibrated)
-            is_new = kept is None and inspected.resolved.manifest is None
+            machine = machine_here(loaded, inspected, say=say, measure=measure)
+            is_new = inspected.resolved.manifest is None
             epoch = sampled_epoch(inspected.recipe, inspected.resolved.tokenizer_dir, say) if is_new else None
-            planned = plan(inspected, *machine, epoch=epoch, micro_batch_size=micro_batch_size, choose=kept, say=say)
+            planned = plan(inspected, *machine, epoch=epoch, say=say)
             _refuse_unfit(loaded, planned)
             if planned.manifest is None:
                 _show(loaded, planned)
-            fetched = fetch(planned, say=say, progress=progress)
-            fetched = fetched if kept is not None else plan_downloaded(fetched, say=say)
+            fetched = plan_downloaded(fetch(planned, say=say, progress=progress), *machine, say=say)
             tokenised = tokenise(fetched, say=say, accept_changes=accept_changes)
-        ready = settle(tokenised, *machine_here(loaded, inspected, say=say, calibrated=calibrated), choose=kept)
+        ready = settle(tokenised, *machine_here(loaded, inspected, say=say))
         _refuse_unfit(loaded, ready.planned)
     except PlanError as error:
         error.hint = error.hint or _advice(loaded)

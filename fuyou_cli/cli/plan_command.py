@@ -7,11 +7,10 @@ one that cannot be trained yet. A described machine replaces this one completely
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fuyou_cli.advice.room import check_export, check_output, room_of
-from fuyou_cli.core.errors import PlanError, UsageError
+from fuyou_cli.core.errors import PlanError
 
 from .console import result_console, status_console, write_json, write_status
 
@@ -23,26 +22,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanOptions:
-    """Holds the options of the command. `hardware` describes a machine; `out` is the file for the plan."""
+    """Holds the options of the command. `hardware` describes a machine."""
 
     json_output: bool = False
     verbose: bool = False
     dry_run: bool = False
-    calibrated: bool = False
-    compare: bool = False
     hardware: str | None = None
-    out: Path | None = None
 
 
 def run_plan(loaded: LoadedRecipe, options: PlanOptions) -> bool:
-    """Plans, and returns whether the run fits. Raises PlanError if there is no plan (with --json also printed on stdout),
-    and UsageError for options that exclude each other."""
-    from fuyou_cli.advice.plan_files import check_target
-
-    if options.calibrated and options.hardware is not None:
-        raise UsageError("--calibrated is for this machine, --hardware for another: use only one of them")
-    if options.out is not None:
-        check_target(options.out)
+    """Plans, and returns whether the run fits. Raises PlanError if there is no plan (with --json also printed on stdout)."""
     notes = _Notes()
     if options.hardware is None:
         check_output(loaded.recipe)
@@ -65,8 +54,6 @@ def run_plan(loaded: LoadedRecipe, options: PlanOptions) -> bool:
         from .render.plan_screen import show_plan
 
         show_plan(result_console(), facts, verbose=options.verbose)
-    if options.out is not None:
-        _write(options.out, outcome)
     return not outcome.problems
 
 
@@ -90,30 +77,24 @@ class _Notes:
 
 
 def _planned(loaded: LoadedRecipe, options: PlanOptions, notes: _Notes) -> Outcome:
-    from fuyou_cli.advice.planned import planned_elsewhere, planned_here
-    from fuyou_cli.advice.planning import Outcome
+    from fuyou_cli.advice.planning import Outcome, plan_recipe
     from fuyou_cli.machine.described import described
 
     from .render.transfer import Transfers
 
     measured = not options.dry_run
     with Transfers(status_console()) as progress:
-        told: Any = {"count": measured, "say": notes, "progress": progress}
-        if options.hardware is not None:
-            planned = planned_elsewhere(loaded, described(options.hardware), **told)
-        else:
-            planned = planned_here(loaded, measure=measured, calibrated=options.calibrated, **told)
-    return Outcome(changes=(), prepared=planned, room=room_of(planned, described=options.hardware is not None))
+        machine = None if options.hardware is None else described(options.hardware)
+        planned = plan_recipe(loaded, machine, measure=measured, count=measured, say=notes, progress=progress)
+    return Outcome(changes=(), prepared=planned, room=room_of(planned, described=machine is not None))
 
 
 def _facts(loaded: LoadedRecipe, options: PlanOptions, outcome: Outcome) -> RunFacts:
     """Collects what is known about the plan, and plans again to find alternatives."""
     from fuyou_cli.advice.changes import changes_that_help
-    from fuyou_cli.advice.compare import comparison
     from fuyou_cli.advice.facts import facts_of, with_evaluation
     from fuyou_cli.advice.faster import ways_to_be_faster
-    from fuyou_cli.advice.planned import command_of
-    from fuyou_cli.advice.planning import Replanner
+    from fuyou_cli.advice.planning import Replanner, command_of
     from fuyou_cli.training.length import counted_evaluation
 
     prepared, described = outcome.prepared, options.hardware is not None
@@ -130,24 +111,10 @@ def _facts(loaded: LoadedRecipe, options: PlanOptions, outcome: Outcome) -> RunF
     else:
         changes = tuple(changes_that_help(elsewise, fits=not outcome.problems))
         facts = replace(facts, changes=changes, tried=elsewise.plans)
-    if options.compare and prepared.found is not None and prepared.fits_ram:
-        facts = replace(facts, compared=comparison(prepared, prepared.found))
     return facts
 
 
 def _options(options: PlanOptions) -> list[str]:
     """Returns the options that decide a plan, as they were given."""
     given = [] if options.hardware is None else ["--hardware", options.hardware]
-    return given + ["--calibrated"] * options.calibrated + ["--dry-run"] * options.dry_run
-
-
-def _write(path: Path, outcome: Outcome) -> None:
-    from fuyou_cli.advice.plan_files import write_plan
-
-    if outcome.problems:
-        write_status(f"plan: {path} was not written, because the run does not fit")
-        return
-    planned = outcome.prepared
-    assert planned.found is not None
-    write_plan(path, planned, planned.request, planned.found.best.candidate)
-    write_status(f"plan: written to {path}; to run it: fuyou finetune RECIPE --plan {path}")
+    return given + ["--dry-run"] * options.dry_run

@@ -1,13 +1,11 @@
-"""Keeps this machine's profiles for plans: measured by `fuyou bench`, and corrected by runs."""
+"""Keeps this machine's profiles for plans, as `fuyou bench` measured them."""
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import json
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
@@ -71,25 +69,16 @@ def profile_path(*directories: Path, device: str) -> Path:
     return kept_folder() / f"profile-{hashlib.sha256(repr(about).encode()).hexdigest()[:12]}.json"
 
 
-def corrected_path(profile: Path) -> Path:
-    """Returns the file beside the measured `profile` that keeps rates as runs showed them."""
-    return profile.with_name(f"runs-{profile.name}")
-
-
-def hardware_for(*directories: Path, device: str, say: Say, calibrated: bool = False, unloaded: int = 0) -> HardwareProfile:
+def hardware_for(*directories: Path, device: str, say: Say, unloaded: int = 0) -> HardwareProfile:
     """Returns this machine's kept profile, or assumed rates, with memory and disk as they are now.
 
-    The store is striped over `directories`. `calibrated` takes rates as the latest run showed them. `unloaded`: bytes
-    that this process lacks of a run's.
+    The store is striped over `directories`. `unloaded`: bytes that this process lacks of a run's.
     """
     if hidden := probe.hidden_by_proc():
         _note(say, hidden)
     path = profile_path(*directories, device=device)
     name, memory = _device_facts(device)
-    profile = _kept(corrected_path(path)) if calibrated else None
-    if calibrated and profile is None:
-        _note(say, "--calibrated changes nothing: no run has finished since this machine was last measured")
-    profile = profile or _kept(path, say)
+    profile = _kept(path, say)
     if profile is None or (name is not None and profile.device_name != name):  # another card than the measured one
         profile = assumed_hardware(*directories, device=device, device_name=name, device_memory=memory)
         profile = replace(profile, process_bytes=0)  # no process was measured
@@ -154,33 +143,17 @@ def keep(profile: HardwareProfile, *directories: Path, say: Say) -> HardwareProf
     if before is not None and before.device_name == profile.device_name:
         profile = _joined(before, profile)
     _write(profile, path, say)
-    with suppress(OSError):
-        corrected_path(path).unlink()  # it corrected the previous measurement
     return profile
 
 
 def keep_layers(profile: HardwareProfile, *directories: Path, say: Say) -> HardwareProfile:
     """Adds the rates of recipes' own stages in `profile` to what is kept of this machine. Returns what is kept."""
     path = profile_path(*directories, device=profile.device)
-    for each in (corrected_path(path), path):
-        if (before := _kept(each)) is not None:
-            own = tuple(rate for rate in profile.stage_rates if rate.layers)
-            profile = replace(before, stage_rates=merged_rates(before.stage_rates, own))
-            _write(profile, each, say)
+    if (before := _kept(path)) is not None:
+        own = tuple(rate for rate in profile.stage_rates if rate.layers)
+        profile = replace(before, stage_rates=merged_rates(before.stage_rates, own))
+        _write(profile, path, say)
     return profile
-
-
-def keep_corrected(profile: HardwareProfile, *directories: Path, instead_of: HardwareProfile, say: Say) -> None:
-    """Keeps rates as a run showed them `instead_of` the planned ones, unless those were measured again in the meantime."""
-    path = profile_path(*directories, device=profile.device)
-    known = [found for found in map(_kept, (path, corrected_path(path))) if found is not None]
-    if instead_of.digest() not in {found.digest() for found in known}:
-        return
-    today = datetime.date.today().isoformat()
-    measured = f"{profile.measured.partition(',')[0]}, corrected by a run of {today}"
-    # A run's process holds more than the measured one. If that were kept, the next run's would grow by as much again.
-    corrected = replace(profile, measured=measured, process_bytes=known[0].process_bytes)
-    _write(corrected, corrected_path(path), say)
 
 
 def _write(profile: HardwareProfile, path: Path, say: Say) -> None:

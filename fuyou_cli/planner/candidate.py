@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from math import gcd, prod
-from typing import Any
 
 from ..spec.model import ModelSpec
 from .boundary_layout import every_operator
-from .device_fill import SHARES, TURN, may_fill
+from .device_fill import SHARES, may_fill
 from .device_memory import bytes_left
 from .plan_request import PlanRequest
 
@@ -164,30 +163,6 @@ def family(model: ModelSpec, request: PlanRequest) -> Family:
         there=SHARES if may_fill(model, request) else (0.0,),
         fewer=_FEWER if can_move and request.device != "cpu" and request.boundaries not in ("ssd", "gpu") else (),
     )
-
-
-def known_candidate(model: ModelSpec, request: PlanRequest, values: dict[str, Any]) -> Candidate | None:
-    """Returns the candidate with these values, or None if no search for this request comes to it."""
-    knobs = family(model, replace(request, norm_first=bool(values.get("norm_first")) or request.norm_first))
-    possible = {
-        "states": knobs.states, "defer": knobs.defer, "activations": knobs.activations, "swap": knobs.swap,
-        "kept_there": knobs.kept_there, "there": (*knobs.there, *([TURN] if len(knobs.there) > 1 else [])),
-        "sweeps": sweep_counts(model, request), "copied": (1.0, *knobs.fewer),
-        "norm_first": (False, True) if request.norm_first is None and may_measure_first(model, request) else (False,),
-        "free_pages": (False, True) if request.device == "cpu" else (False,),
-    }  # fmt: skip
-    pipeline = (values.get("lookahead"), values.get("gradient_slots"))
-    if pipeline not in knobs.pipelines or not values.keys() <= {"lookahead", "gradient_slots", *possible}:
-        return None
-    if any(type(count) is not int for count in (*pipeline, values.get("sweeps", 1))):  # 2.0 equals 2
-        return None
-    if values.get("norm_first") and (values["norm_first"] is not True or values.get("sweeps", 1) > 1):
-        return None
-    if type(values.get("free_pages", False)) is not bool:
-        return None
-    if any(values[name] not in some for name, some in possible.items() if name in values):
-        return None
-    return Candidate(**values)
 
 
 def may_measure_first(model: ModelSpec, request: PlanRequest) -> bool:

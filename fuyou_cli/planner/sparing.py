@@ -19,7 +19,7 @@ and has the smallest product of time and bytes.
 `ignore` takes the fastest plan. The other two never write more than it. `refinement` compares in the same ways.
 
 Drives with unknown endurance are spared like others. Steps are compared at the rates that the run is planned for
-(`sustained_rates`). If the planner chooses the commit interval, bytes and seconds are compared with the search's estimate of
+(`run_planner`). If the planner chooses the commit interval, bytes and seconds are compared with the search's estimate of
 it.
 """
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -14,18 +13,13 @@ from typing import TYPE_CHECKING
 from ..checkpoint.hub import Hub, Progress
 from ..core.errors import FuyouError, PlanError, UsageError
 from ..planner.candidate import Candidate, may_measure_first
-from ..planner.commit_interval import timed_plan
 from ..planner.memory import code_bytes, range_sizes
-from ..planner.place import least_memory, made_of
-from ..planner.place import plan as first_that_fits
+from ..planner.place import least_memory
 from ..planner.plan_request import PlanRequest
-from ..planner.search import SearchResult, search_timed
-from ..planner.small_banks import ways_to_rest
-from ..planner.store_modes import planned_with_room, rested
-from ..planner.sustained_rates import Choose, planned_for
+from ..planner.run_planner import Effort, RunPlanner
 from ..spec.hardware import HardwareProfile, with_measured_graphs
 from ..spec.model import ModelSpec
-from ..spec.plan import Numerics, Plan
+from ..spec.plan import Numerics
 from .known_model import KnownModel, traced
 from .length import Epoch, steps_of
 from .limits import check_positions
@@ -48,7 +42,6 @@ from .steps import Say, in_place_of, unheard
 if TYPE_CHECKING:
     from ..engine.anatomy import Anatomy
     from ..recipe.schema import Recipe
-    from .state.stored import Manifest
 
 SLOWER = 0.01  # share of the step by which the earlier candidate may be slower after it is placed again
 _NUMBERS = ("seed", "dataset", "train", "precision")  # recipe sections that numerics depend on
@@ -58,76 +51,52 @@ def plan(
     inspected: Inspected,
     hardware: HardwareProfile,
     disks: StoreDisks | None = None,
+    candidate: Candidate | None = None,
     *,
     say: Say,
     epoch: Epoch | None = None,
-    micro_batch_size: int | None = None,
-    choose: Choose | None = None,
+    effort: Effort = "search",
 ) -> Planned:
     """Makes a plan for a machine. Raises PlanError if a run does not fit. If nothing is to run, returns the plan that needs
     least.
 
-    `epoch`: what is known of the rows. `micro_batch_size`: the size chosen for `auto`. `choose`: makes the plan instead of the
-    search.
+    `candidate`: is placed, and nothing is searched. `epoch`: what is known of the rows.
+
+    Where whole blocks do not fit, plans blocks whose experts are stages of their own, in the largest ranges that fit: each
+    weight still passes once.
     """
     if inspected.recipe.dataset.streaming:
         from ..data.stream import Stream
 
         hardware = replace(hardware, process_bytes=hardware.process_bytes + Stream.PEAK_BYTES)
-    return _plan(inspected, hardware, disks, say=say, epoch=epoch, micro_batch_size=micro_batch_size, choose=choose)
-
-
-def _plan(
-    inspected: Inspected,
-    hardware: HardwareProfile,
-    disks: StoreDisks | None,
-    *,
-    say: Say,
-    epoch: Epoch | None = None,
-    micro_batch_size: int | None = None,
-    choose: Choose | None = None,
-) -> Planned:
     inspected = _resumable(inspected, hardware, say)
-    resolved, recipe = inspected.resolved, inspected.recipe
-    is_free = micro_batch_size is None and recipe.train.micro_batch_size == "auto" and resolved.manifest is None
+    resolved = inspected.resolved
 
-    def planner(size: int) -> _Planner:
-        return _Planner(inspected, hardware, disks, epoch, or_least=not resolved.to_run, range_experts=size)
+    def planner(range_experts: int) -> _Planner:
+        return _Planner(
+            inspected, hardware, disks, epoch, candidate=candidate, effort=effort, or_least=not resolved.to_run,
+            range_experts=range_experts,
+        )  # fmt: skip
 
-    def planned(size: int) -> Planned:
-        with_ranges = planner(size)
-        micro = with_ranges.fastest_micro_batch() if is_free else micro_batch_size
-        return with_ranges.planned(with_ranges.numerics(micro, resolved.manifest), choose=choose)
-
-    if resolved.manifest is not None or inspected.known.facts.refusal is not None:
-        return planned(0)
-    return _cut_to_fit(
-        planned, lambda: planner(0).range_sizes(micro_batch_size), lambda: say(f"note: {inspected.known.uncut()}")
-    )
-
-
-def _cut_to_fit(
-    planned: Callable[[int], Planned], sizes: Callable[[], list[int]], cannot: Callable[[], None]
-) -> Planned:  # fmt: skip
-    """Returns the plan of whole blocks. Where it does not fit, returns that of blocks whose experts are stages of their own, in
-    the largest ranges that fit. Each weight still passes once. Calls `cannot` where no block can be cut. Raises PlanError."""
-    refused: PlanError | None = None
     whole: Planned | None = None
+    refused_whole: PlanError | None = None
+    may_be_cut = resolved.manifest is None and inspected.known.facts.refusal is None
     try:
-        whole = planned(0)
+        whole = planner(0).planned()
     except PlanError as error:
-        refused = error
-    for size in sizes() if whole is None or not _fits(whole) else []:
-        with suppress(PlanError):
-            cut = planned(size)
-            if not cut.model.has_ranges:
-                cannot()
-                break
-            if _fits(cut):
-                return cut
-    if whole is None:
-        assert refused is not None
-        raise refused
+        refused_whole = error
+    if may_be_cut and (whole is None or not _fits(whole)):
+        for size in planner(0).range_sizes():
+            with suppress(PlanError):
+                cut = planner(size).planned()
+                if not cut.model.has_ranges:
+                    say(f"note: {inspected.known.uncut()}")
+                    break
+                if _fits(cut):
+                    return cut
+    if refused_whole is not None:
+        raise refused_whole
+    assert whole is not None
     return whole
 
 
@@ -138,70 +107,52 @@ def _fits(planned: Planned) -> bool:
     return on_device and predicted.cpu_peak <= request.cpu_budget
 
 
-def replan(before: Planned, recipe: Recipe, *, choose: Choose | None = None) -> Planned:
+def replan(
+    before: Planned, recipe: Recipe, candidate: Candidate | None = None, *, effort: Effort = "search"
+) -> Planned:  # fmt: skip
     """Plans with changed keys for the same model and machine. Raises PlanError if nothing fits, UsageError if the model refuses
     them."""
     resolved = replace(before.inspected.resolved, recipe=recipe)
     epoch = before.epoch if recipe.dataset == before.recipe.dataset else None
-    planner = _Planner(replace(before.inspected, resolved=resolved), before.hardware, before.disks, epoch)
-    planner.know(before)
-    return planner.planned(_numerics_again(before, recipe), choose=choose)
+    inspected = replace(before.inspected, resolved=resolved)
+    planner = _Planner(
+        inspected, before.hardware, before.disks, epoch, before=before, candidate=candidate, effort=effort
+    )  # fmt: skip
+    return planner.planned(_numerics_again(before, recipe))
 
 
-def plan_downloaded(fetched: Fetched, *, say: Say) -> Fetched:
+def plan_downloaded(fetched: Fetched, hardware: HardwareProfile, disks: StoreDisks | None, *, say: Say) -> Fetched:
     """Plans again if what was said of the model's files is no longer true, because they have been downloaded since: they may be
     read where they are. Raises PlanError."""
-    before = fetched.planned
-    inspected = before.inspected
+    inspected = fetched.planned.inspected
     found = in_place_of(inspected.resolved, inspected.known, inspected.device, say)
     if found == inspected.in_place:
         return fetched
-    return replace(
-        fetched, planned=_plan(replace(inspected, in_place=found), before.hardware, before.disks, say=say, epoch=before.epoch)
-    )
+    planned = plan(replace(inspected, in_place=found), hardware, disks, epoch=fetched.planned.epoch, say=say)
+    return replace(fetched, planned=planned)
 
 
-def settle(ready: Ready, hardware: HardwareProfile, disks: StoreDisks | None = None, *, choose: Choose | None = None) -> Ready:
-    """Places the same candidate for the current rows, process and disks. Searches again only if it does not fit, is slower, or
-    the drives' rates change with the run's length. Raises PlanError."""
+def settle(
+    ready: Ready, hardware: HardwareProfile, disks: StoreDisks | None = None, candidate: Candidate | None = None
+) -> Ready:  # fmt: skip
+    """Places the candidate of the plan again, for the current rows, process and disks. Searches again only if it does not fit,
+    is slower, or the drives' rates change with the run's length. `candidate`: is placed instead, and nothing is searched.
+    Raises PlanError."""
     before = ready.planned
     hardware = replace(hardware, process_bytes=hardware.process_bytes + ready.sampler.peak_bytes)
-    planner = _Planner(before.inspected, hardware, disks, ready.epoch)
-    planner.know(before)
-    planned = None
-    if choose is None and before.found is not None:
-        planned = _placed_anew(planner, before, before.found)
-    return replace(ready, planned=planned or planner.planned(before.plan.numerics, choose=choose))
 
+    def planned(candidate: Candidate | None) -> Planned:
+        planner = _Planner(before.inspected, hardware, disks, ready.epoch, before=before, candidate=candidate)
+        return planner.planned(before.plan.numerics)
 
-def _placed_anew(planner: _Planner, before: Planned, found: SearchResult) -> Planned | None:
-    """Returns the plan of the candidate made before, or None if it is not good enough."""
-    try:
-        planned = planner.planned(before.plan.numerics, choose=as_chosen(found.best.candidate))
-    except PlanError:
-        return None
-    plan, old = planned.plan, before.plan
-    same = plan.sustained == old.sustained and plan.store_mode == old.store_mode
-    is_slower = plan.predicted.step_seconds > old.predicted.step_seconds * (1 + SLOWER)
-    return replace(planned, found=found) if same and not is_slower else None
-
-
-def as_chosen(candidate: Candidate) -> Choose:
-    """Returns a function that places this candidate and no other."""
-
-    def choose(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
-        plan = made_of(model, hardware, request, candidate)
-        if plan is None or not request.has_room_for(plan, hardware):
-            raise PlanError("the plan chosen before does not fit any more")
-        return timed_plan(model, hardware, plan, chosen=request.commit_every == "auto")
-
-    return choose
-
-
-def usual_plan(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
-    """Returns the first plan that fits, with simulated times. Raises PlanError."""
-    plan = first_that_fits(model, hardware, request)
-    return timed_plan(model, hardware, plan, chosen=request.commit_every == "auto")
+    if candidate is not None or before.found is None:
+        return replace(ready, planned=planned(candidate))
+    with suppress(PlanError):
+        again, old = planned(before.found.best.candidate), before.plan
+        is_slower = again.plan.predicted.step_seconds > old.predicted.step_seconds * (1 + SLOWER)
+        if again.plan.sustained == old.sustained and again.plan.store_mode == old.store_mode and not is_slower:
+            return replace(ready, planned=replace(again, found=before.found))
+    return replace(ready, planned=planned(None))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -216,54 +167,45 @@ class _Planner:
 
     def __init__(
         self, inspected: Inspected, hardware: HardwareProfile, disks: StoreDisks | None, epoch: Epoch | None, *,
-        or_least: bool = False, range_experts: int = 0,
+        before: Planned | None = None, candidate: Candidate | None = None, effort: Effort = "search", or_least: bool = False,
+        range_experts: int = 0,
     ) -> None:  # fmt: skip
-        self._inspected, self._hardware, self._disks, self._or_least = inspected, hardware, disks, or_least
+        self._inspected, self._hardware, self._disks = inspected, hardware, disks
         self._epoch, self._range_experts = epoch, range_experts
+        self._runs = RunPlanner(hardware, candidate=candidate, effort=effort, or_least=or_least)
         self._described: dict[tuple[object, ...], ModelSpec] = {}
-        self._found: dict[PlanRequest, SearchResult] = {}
-        self._timed: dict[PlanRequest, Plan] = {}
+        if before is not None:  # of the same model
+            self._described[traced(before.plan.numerics)] = before.model
 
-    def know(self, before: Planned) -> None:
-        """Takes over the specification of an earlier plan for the same model."""
-        self._described[traced(before.plan.numerics)] = before.model
-
-    def planned(self, numerics: Numerics, *, choose: Choose | None = None) -> Planned:
-        """Plans with the store mode that the disks have room for."""
-        inspected, hardware = self._inspected, self._hardware
+    def planned(self, numerics: Numerics | None = None) -> Planned:
+        """Plans with these numerics, or with those of the recipe and the fastest micro-batch."""
+        inspected = self._inspected
+        numerics = numerics or self.numerics(self._micro_batch())
         model = self._specified(numerics)
-        last: list[PlanRequest] = []
-
-        def chosen(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
-            request, plan = rested(choose or self._searched, model, hardware, request)
-            last[:] = [request]
-            return plan
-
         rows = None if self._epoch is None else self._epoch.rows
         steps = steps_left(steps_of(inspected.recipe, rows), inspected.resolved.manifest)
-        asked = self._asked(numerics, model)
-        plan = planned_with_room(chosen, model, hardware, asked, steps=steps)
+        made = self._runs.plan(model, self._asked(numerics, model), steps=steps)
         return Planned(
             inspected=inspected,
-            hardware=hardware,
+            hardware=self._hardware,
             disks=self._disks,
             model=model,
-            request=last[0],
-            plan=plan,
-            found=self._found.get(last[0]) if choose is None else None,
+            request=made.request,
+            plan=made.plan,
+            found=made.search,
             epoch=self._epoch,
         )
 
-    def numerics(self, micro: int | None, saved: Manifest | None = None) -> Numerics:
+    def numerics(self, micro: int | None) -> Numerics:
         """Returns the numerics with micro-batches of `micro` rows (None: the usual ones), or those of a saved run."""
         return numerics_of(
-            self._inspected.recipe, self._inspected.known.facts, self._hardware, saved, micro=micro, epoch=self._epoch,
-            range_experts=self._range_experts,
+            self._inspected.recipe, self._inspected.known.facts, self._hardware, self._inspected.resolved.manifest,
+            micro=micro, epoch=self._epoch, range_experts=self._range_experts,
         )  # fmt: skip
 
-    def range_sizes(self, micro: int | None) -> list[int]:
+    def range_sizes(self) -> list[int]:
         """Returns how many experts a range may have where whole blocks do not fit, the most first."""
-        numerics = self.numerics(micro)
+        numerics = self.numerics(None)
         model = self._specified(numerics)
         return range_sizes(model, self._asked(numerics, model))
 
@@ -305,26 +247,6 @@ class _Planner:
         widths = widths_of(resolved.recipe, numerics) if device == "cpu" else 1
         return replace(asked, code_bytes=code_bytes(model, numerics, widths=widths) if widths > 1 else 0)
 
-    def _searched(self, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
-        if request not in self._found:
-            try:
-                found, plan = search_timed(model, hardware, request)
-            except PlanError:
-                if not self._or_least:
-                    raise
-                least = replace(request, cpu_budget=least_memory(model, hardware, request))
-                found, plan = self._least(model, hardware, least)
-            self._found[request], self._timed[request] = found, replace(plan, cpu_budget=request.cpu_budget)
-        return self._timed[request]
-
-    def _least(self, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> tuple[SearchResult, Plan]:
-        """Searches with the least budget, which fits in one of the ways to rest."""
-        *first, last = ways_to_rest(model, request)
-        for way in first:
-            with suppress(PlanError):
-                return search_timed(model, hardware, way)
-        return search_timed(model, hardware, last)
-
     def _specified(self, numerics: Numerics) -> ModelSpec:
         about, recipe = traced(numerics), self._inspected.recipe
         known = self._described.get(about)
@@ -337,10 +259,12 @@ class _Planner:
         self._described[about] = known if known.layout == layout else known.with_layout(layout)
         return self._described[about]
 
-    def fastest_micro_batch(self) -> int:
-        """Compares the sizes, unless that was done for this very recipe and machine. This machine never counts as the same:
-        its free disk changes."""
+    def _micro_batch(self) -> int | None:
+        """Returns the rows of the fastest micro-batch, None where the recipe or a saved run decides. Sizes are compared, unless
+        that was done for this very recipe and machine. This machine never counts as the same: its free disk changes."""
         inspected = self._inspected
+        if inspected.recipe.train.micro_batch_size != "auto" or inspected.resolved.manifest is not None:
+            return None
         if not inspected.known.is_elsewhere:
             return self._compared_sizes()
         about: tuple[object, ...] = (
@@ -368,23 +292,19 @@ class _Planner:
             numerics = self.numerics(size)
             return numerics, self._specified(numerics)
 
-        def seconds(size: int, choose: Choose) -> float | None:
+        def seconds(size: int, effort: Effort) -> float | None:
             nonlocal is_bound
-            if size * length > MOST_TOKENS and is_bound and choose is usual_plan:
+            if size * length > MOST_TOKENS and is_bound and effort == "usual":
                 return None
             numerics, model = of(size)
             asked = self._asked(numerics, model)
-
-            def chosen(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
-                return rested(choose, model, hardware, request)[1]
-
             try:
-                plan = planned_for(chosen, model, hardware, asked, steps=steps_of(recipe, None))
+                plan = self._runs.at_lasting_rates(model, asked, steps=steps_of(recipe, None), effort=effort).plan
             except PlanError:
                 return None
             on_device = asked.gpu_budget is None or plan.predicted.gpu_peak <= asked.gpu_budget
             fits = on_device and plan.predicted.cpu_peak <= plan.cpu_budget
-            if choose is usual_plan:
+            if effort == "usual":
                 is_bound = plan.predicted.bottleneck != "compute"
             return plan.predicted.step_seconds if fits else None
 
@@ -394,8 +314,8 @@ class _Planner:
             length,
             usual=usual,
             most=MOST_OF_MIXTURES if is_mixture else MOST_TOKENS,
-            planned=lambda size: seconds(size, usual_plan),
-            searched=lambda size: seconds(size, self._searched),
+            planned=lambda size: seconds(size, "usual"),
+            searched=lambda size: seconds(size, "search"),
             needed=self.least_memory,
         )
 

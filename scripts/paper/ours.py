@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 
 from proof.on_paper import recipe_of
 
-from fuyou_cli.advice.planned import planned_elsewhere
-from fuyou_cli.advice.planning import Outcome, Replanner
+from fuyou_cli.advice.planning import Outcome, Replanner, plan_recipe
 from fuyou_cli.advice.room import room_of
 from fuyou_cli.cli.console import write_status
 from fuyou_cli.core.errors import PlanError
@@ -190,7 +189,7 @@ def plan_of(case: Case, *, alone: bool = False) -> Ours:
     uncommitted = {"commit_every_steps": None}  # as there
     with recipe_of(config, length=given.LENGTH, train=train, overrides=case.settings, checkpoint=uncommitted) as loaded:
         try:
-            prepared = planned_elsewhere(loaded, case.hardware, say=write_status)
+            prepared = plan_recipe(loaded, case.hardware, say=write_status)
         except PlanError as error:
             return Ours(**named, problem=error.message)  # type: ignore[arg-type]
         outcome = Outcome(changes=(), prepared=prepared, room=room_of(prepared, described=True))

@@ -56,7 +56,7 @@ def gain_of(case: Case) -> Gain:
     """Plans a setting twice. Raises SystemExit if one of the plans does not fit."""
     clipped, tokens = replace(case, settings=(CLIPPED,)), dict[bool, float]()
     for limited in (True, False):
-        with mock.patch("fuyou_cli.training.plan_step.search_timed", _search) if limited else nullcontext():
+        with mock.patch("fuyou_cli.planner.run_planner.search_timed", _search) if limited else nullcontext():
             found = plan_of(clipped, alone=True)
         if found.problem:
             raise SystemExit(f"{case.model}, {case.where}: {found.problem}")

@@ -64,7 +64,7 @@ class Case:
     compute: str = "bfloat16"
     profiled: bool = False  # `fuyou bench RECIPE` first, under the same limits, and a plan from what it found
     overrides: tuple[str, ...] = ()  # key=value, over the recipe
-    plan: str = ""  # the text of a plan file to run, instead of the plan that is best
+    plan: str = ""  # a candidate as JSON, which is run instead of the plan that is best
     profiles: Mapping[str, str] = field(default_factory=dict)  # files that the run finds, as `kept_profiles` gives them
     commit_every: int | str | None = "auto"  # steps, as in a recipe; None: where the run begins and ends
     late_flush: bool = False  # every flush takes 20 ms more
@@ -202,13 +202,13 @@ def _one_run(setting: Setting, case: Case, pace: Pace | None = None) -> dict[str
 
 
 def _command(setting: Setting, case: Case, recipe: Path) -> list[str]:
-    """Returns the command that runs the case, and writes the plan that it is to run."""
-    command = [*FUYOU, "finetune", str(recipe), *case.overrides]
-    if case.plan:
-        plan = setting.work / "run" / "plan.json"
-        plan.write_text(case.plan, encoding="utf-8")
-        command += ["--plan", str(plan)]
-    return command
+    """Returns the command that runs the case, and writes the candidate that it is to run."""
+    words = ["finetune", str(recipe), *case.overrides]
+    if not case.plan:
+        return [*FUYOU, *words]
+    candidate = setting.work / "run" / "candidate.json"
+    candidate.write_text(case.plan, encoding="utf-8")
+    return [sys.executable, str(ROOT / "scripts" / "proof" / "forced_plan.py"), str(candidate), *words]
 
 
 def _told(log: Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]:

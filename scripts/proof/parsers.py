@@ -14,16 +14,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from fuyou_cli.advice import plan_files
 from fuyou_cli.checkpoint.files import INDEX_NAME, SINGLE_NAME
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.core.json_files import find_text
-from fuyou_cli.planner.candidate import Candidate
-from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.model_facts import ModelFacts
-from fuyou_cli.spec.plan import Numerics, Plan
+from fuyou_cli.spec.plan import Numerics
 from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.parts import PART_FILE, read_part
 from fuyou_cli.training.state.stored import Manifest, StoredExtent, StoredStage, StoredTensor
@@ -149,17 +145,6 @@ def _cleaned(folder: Path) -> object:
 
 def _machine() -> HardwareProfile:
     return replace(example(HardwareProfile), device="cpu")
-
-
-def _plan_bytes() -> list[bytes]:
-    file = plan_files.plan_file(example(Plan), example(ModelSpec), 0, example(PlanRequest), example(Candidate))
-    return [json.dumps(json.loads(plan_files.to_text(file))).encode()]
-
-
-def _planned(folder: Path) -> object:
-    text = find_text(folder / "plan.json", limit=plan_files.LARGEST)
-    assert text is not None
-    return plan_files.from_text(text)
 
 
 def _profile_bytes() -> list[bytes]:
@@ -352,7 +337,6 @@ LIGHT = (
     Parser(name="sealed-manifest", file=manifests.NAME, read=manifests.read, seeds=_manifest_bytes, seal=with_digest),
     Parser(name="clean", file=manifests.NAME, read=_cleaned, seeds=_manifest_bytes),
     Parser(name="part", file=PART_FILE, read=read_part, seeds=_part_bytes),
-    Parser(name="plan", file="plan.json", read=_planned, seeds=_plan_bytes),
     Parser(name="profile", file="profile.json", read=_profiled, seeds=_profile_bytes),
     Parser(name="known", file="known.json", read=_known, seeds=_known_bytes, seal=_with_sum, share=0.2),
     Parser(name="log", file="log.jsonl", read=_history, seeds=_log_bytes, share=0.1),

@@ -21,9 +21,7 @@ from fuyou_cli.machine import profile_store as store
 from fuyou_cli.spec.hardware import Drive, StageRate
 
 NOTES: list[str] = []
-hardware_for, keep, keep_corrected = (
-    partial(function, say=NOTES.append) for function in (store.hardware_for, store.keep, store.keep_corrected)
-)
+hardware_for, keep = (partial(function, say=NOTES.append) for function in (store.hardware_for, store.keep))
 
 
 def rate(tokens: int, forward: float = 1e12) -> StageRate:
@@ -134,40 +132,6 @@ def test_measurements_of_one_machine_add_up(tmp_path: Path, monkeypatch: pytest.
     assert (newer.sustained_write, newer.burst_bytes) == (6e8, 0)  # measured together, replaced together
     other = keep(replace(base, device_name="another processor"), tmp_path)
     assert other.stage_rates == () and other.sustained_write == 0.0
-
-
-def test_rates_of_runs_are_for_plans_that_ask_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    base = replace(profile.assumed_hardware(tmp_path), measured="2026-01-02", store_read=2e9)
-    keep(base, tmp_path)
-    assert hardware_for(tmp_path, device="cpu", calibrated=True).store_read == 2e9
-    assert "--calibrated changes nothing: no run" in NOTES[-1]
-    keep_corrected(replace(base, store_read=1e9), tmp_path, instead_of=replace(base, store_read=3e9))
-    assert hardware_for(tmp_path, device="cpu", calibrated=True).store_read == 2e9  # planned with other rates
-    keep_corrected(replace(base, store_read=1e9), tmp_path, instead_of=base)
-    assert hardware_for(tmp_path, device="cpu").store_read == 2e9
-    found = hardware_for(tmp_path, device="cpu", calibrated=True)
-    assert found.store_read == 1e9 and found.measured.startswith("2026-01-02, corrected by a run of ")
-    keep_corrected(found, tmp_path, instead_of=found)  # of a run that was planned with these
-    assert hardware_for(tmp_path, device="cpu", calibrated=True).measured.count("corrected") == 1
-    keep(base, tmp_path)  # measured anew: what was corrected is no more
-    assert hardware_for(tmp_path, device="cpu", calibrated=True).store_read == 2e9
-
-
-def test_a_process_grows_by_no_correction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans a run's process with more than was measured, as its rows say; that is none of the rates it shows."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(probe, "process_bytes", lambda root=None: 280 * MiB)
-    keep(replace(profile.assumed_hardware(tmp_path), measured="2026-01-02", process_bytes=272 * MiB), tmp_path)
-    planned = []
-    for run in range(3):
-        found = hardware_for(tmp_path, device="cpu", calibrated=run > 0)
-        planned.append(found.process_bytes)
-        shown = replace(found, store_read=1e9 + run, process_bytes=found.process_bytes + 40 * MiB)
-        keep_corrected(shown, tmp_path, instead_of=found)
-        kept = store.corrected_path(store.profile_path(tmp_path, device="cpu"))
-        assert (store.read_profile(kept).store_read, store.read_profile(kept).process_bytes) == (1e9 + run, 272 * MiB)
-    assert planned == [288 * MiB] * 3
 
 
 def test_what_is_free_of_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,22 +17,31 @@ CHANGES = {
 }  # fmt: skip
 
 
+ALTERNATIVES, FORCED = (ROOT / "scripts" / "proof" / f"{name}.py" for name in ("alternatives", "forced_plan"))
+
+
+def script(path: Path, *words: object) -> str:
+    """Returns a program that runs a script with these words."""
+    return (
+        f"import runpy, sys\nsys.argv = {[str(path), *map(str, words)]!r}\nrunpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+
+
 def alternatives(project: Project, seed: int, *, larger: bool = False) -> list[dict[str, Any]]:
     """Returns what the script writes, in a process forked for it; `larger`: with 64 MB more than usual in it."""
-    script, out = ROOT / "scripts" / "proof" / "alternatives.py", project.folder / f"plans-{seed}.json"
-    words = [str(script), "--recipe", str(project.recipe), "--seed", str(seed), "--out", str(out)]
+    out = project.folder / f"plans-{seed}.json"
     more = "more = b'x' * 64_000_000\n" if larger else ""
-    program = f"import runpy, sys\n{more}sys.argv = {words!r}\nrunpy.run_path(sys.argv[0], run_name='__main__')\n"
-    done = ended(project.begin(first=program))
+    done = ended(project.begin(first=more + script(ALTERNATIVES, "--recipe", project.recipe, "--seed", seed, "--out", out)))
     assert done.returncode == 0, done.stderr
     plans: list[dict[str, Any]] = json.loads(out.read_text())
     return plans
 
 
 def run(project: Project, plan: dict[str, Any]) -> dict[int, float]:
-    file: Path = project.folder / "plan.json"
+    file: Path = project.folder / "candidate.json"
     file.write_text(plan["plan"])
-    done = project.fuyou("finetune", project.recipe, *plan["overrides"], "--plan", file)
+    words = ["finetune", project.recipe, *plan["overrides"], f"train.micro_batch_size={plan['micro']}"]
+    done = ended(project.begin(first=script(FORCED, file, *words)))
     assert done.returncode == 0, done.stderr
     return project.losses()
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 from engine.test_configs import CONFIGS
 
-from fuyou_cli.advice.planned import planned_elsewhere
+from fuyou_cli.advice.planning import plan_recipe
 from fuyou_cli.machine.described import described
 from fuyou_cli.machine.profile_store import PROCESS_STEP
 from fuyou_cli.recipe.load import load_recipe
@@ -23,8 +23,6 @@ from fuyou_cli.spec.model_facts import ModelFacts
 from fuyou_cli.training import known_model, plan_step
 from fuyou_cli.training.descriptions import MOST, Descriptions
 from fuyou_cli.training.numerics import fastest_size
-
-from .test_plan_recipes import usual
 
 MACHINE = "rtx4090,2xgen4,128GiB"
 ONE = "train.micro_batch_size=1"
@@ -56,7 +54,7 @@ def planned(folder: Path, *keys: str, recipe: str = FULL, machine: str = MACHINE
     """The plan, what it is made from, and what was said."""
     notes = list[str]()
     loaded = load_recipe(shipped_recipes()[recipe], (f"model.name_or_path={folder}", ONE, *keys))
-    found = planned_elsewhere(loaded, described(machine), choose=usual, say=notes.append)
+    found = plan_recipe(loaded, described(machine), effort="usual", say=notes.append)
     return found.plan, found.model, found.refusal, found.inspected.known.facts, notes
 
 

@@ -12,16 +12,10 @@ import pytest
 from drawn import quick_and_slow
 from engine.test_configs import CONFIGS
 
-from fuyou_cli.advice.planned import planned_elsewhere
+from fuyou_cli.advice.planning import plan_recipe
 from fuyou_cli.machine.described import described
-from fuyou_cli.planner.commit_interval import timed_plan
-from fuyou_cli.planner.place import plan as first_that_fits
-from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.recipe.shipped import shipped_recipes, shipped_shapes
-from fuyou_cli.spec.hardware import HardwareProfile
-from fuyou_cli.spec.model import ModelSpec
-from fuyou_cli.spec.plan import Plan
 from fuyou_cli.training.prepared import Planned
 
 from .conftest import NewProject, ended
@@ -150,11 +144,6 @@ def test_a_plan_without_a_network(new_project: NewProject, tmp_path: Path) -> No
 SEARCHED = ("llama31-405b-qlora-24gb",)
 
 
-def usual(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
-    plan = first_that_fits(model, hardware, request)
-    return timed_plan(model, hardware, plan, chosen=request.commit_every == "auto")
-
-
 def planned(name: str, folder: Path) -> Planned:
     """Plans micro-batches of one row: what `auto` finds for these is the same, after a search for each size."""
     promise = PROMISES[name]
@@ -162,7 +151,7 @@ def planned(name: str, folder: Path) -> Planned:
     (folder / "config.json").write_text(json.dumps(shapes))
     keys = (f"model.name_or_path={folder}", "train.micro_batch_size=1", *promise.overrides)
     loaded = load_recipe(shipped_recipes()[name], keys)
-    return planned_elsewhere(loaded, described(promise.machine), choose=None if name in SEARCHED else usual, say=print)
+    return plan_recipe(loaded, described(promise.machine), effort="search" if name in SEARCHED else "usual", say=print)
 
 
 def test_all_are_planned_here() -> None:

@@ -121,7 +121,7 @@ def test_a_saved_run_is_planned_from_where_it_stands(stopped: Project, command: 
     assert 0 < left < STEPS
     stopped.write_recipe({"train.max_steps": STEPS, "train.micro_batch_size": "auto"})
     fuyou = command(stopped)
-    shown = fuyou.json("--dry-run", "-o", "plan.json")
+    shown = fuyou.json("--dry-run")
     predicted = shown["plan"]["predicted"]
     assert (shown["steps"], shown["done"]) == (STEPS, saved.step)
     assert shown["plan"]["numerics"]["micro_batch_size"] == saved.numerics.micro_batch_size  # a new run would take 4 rows
@@ -141,7 +141,7 @@ def test_a_saved_run_is_planned_from_where_it_stands(stopped: Project, command: 
     assert fuyou.json("--dry-run", "checkpoint.resume=never")["done"] is None
     assert fuyou.json("--hardware", MACHINE, "offload.device=auto")["done"] is None  # nothing of it is there
     assert (store_of(stopped) / manifests.NAME).read_bytes() == kept
-    done = stopped.fuyou("finetune", "recipe.yaml", "--plan", "plan.json")
+    done = stopped.fuyou("finetune", "recipe.yaml")
     assert done.returncode == 0, done.stderr
     finished = fuyou.json("--dry-run")
     assert (finished["done"], finished["run_seconds"], finished["writes"]["steps"]) == (STEPS, 0, 0)

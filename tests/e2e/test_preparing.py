@@ -91,9 +91,9 @@ def test_a_model_just_downloaded_is_read_where_it_lies(new_project: NewProject, 
     recipe = load_recipe(new_project(changes=changes).recipe).recipe
     fetched = fetch(planned(recipe, to_run=True), say=silent)
     assert "not downloaded yet" in fetched.planned.model.imported_because
-    again = plan_downloaded(fetched, say=silent)
+    again = plan_downloaded(fetched, fetched.planned.hardware, None, say=silent)
     assert again.planned.model.sources and not again.planned.model.imported_because
-    assert plan_downloaded(again, say=silent) is again
+    assert plan_downloaded(again, fetched.planned.hardware, None, say=silent) is again
 
 
 def test_a_plan_needs_neither_weights_nor_data(new_project: NewProject, server: Hub) -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuyou_cli.advice.plan_files import KeptPlan, from_text, plan_file, to_text
 from fuyou_cli.core.units import GiB, MiB
 from fuyou_cli.planner.bound import copied_bytes
 from fuyou_cli.planner.costs import Costs
@@ -20,7 +18,7 @@ from fuyou_cli.planner.device_memory import device_memory, most_needed
 from fuyou_cli.planner.place import made_of
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.schedule import plan_schedule
-from fuyou_cli.planner.search import fastest, search, timed
+from fuyou_cli.planner.search import fastest, search
 from fuyou_cli.planner.simulate import simulate
 from fuyou_cli.spec.plan import Plan
 
@@ -94,15 +92,6 @@ def test_boundaries_of_stages_on_the_device_rest_in_ram_like_others() -> None:
     plan = made_of(SPEC, CARD, replace(request, device_states=(2,)), next(iter(_candidates(request))))
     assert plan is not None and _there(plan) == {2}
     assert plan.predicted.written_by["boundaries"] == 0 and plan.stages[2].boundary_ram
-
-
-def test_a_plan_file_keeps_first_stages_on_the_device() -> None:
-    request = replace(_room_for(3), lookahead=3)
-    best = search(SPEC, SLOW_UPDATES, request).best
-    assert best.candidate.there == TURN
-    plan = timed(best, SPEC, SLOW_UPDATES, request)
-    text = to_text(plan_file(plan, SPEC, SLOW_UPDATES.process_bytes, request, best.candidate))
-    assert KeptPlan(Path("plan.json"), from_text(text))(SPEC, SLOW_UPDATES, request) == plan
 
 
 @given(

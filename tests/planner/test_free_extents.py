@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fuyou_cli.planner.free_extents import CommitLedger, left_before
 from fuyou_cli.planner.place import least_memory, plan
 from fuyou_cli.planner.placement_context import PlacementContext
-from fuyou_cli.planner.store_modes import at_rest, planned_with_room, redone, with_fitting_mode
+from fuyou_cli.planner.run_planner import RunPlanner, at_rest, redone, with_fitting_mode
 from fuyou_cli.spec.plan import Ring
 
 from .models import HARDWARE, models, request_for
@@ -76,8 +76,9 @@ def test_redo_is_taken_where_what_a_step_leaves_has_no_room(  # type: ignore[no-
     whole, once = (plan(spec, HARDWARE, asked).store_size for asked in (request, redone(request)))
     disk = (whole, once)[room[0]] + room[1]
     asked = replace(request, ssd_budget=disk)
-    found = planned_with_room(plan, spec, HARDWARE, asked, steps=0)
+    found = RunPlanner(HARDWARE, effort="fit").plan(spec, asked, steps=0).plan
     assert (found.store_size <= disk) == (disk >= min(whole, once))
     if disk >= whole:
         assert found.store_mode == "in_place"
-    assert planned_with_room(plan, spec, HARDWARE, replace(asked, may_redo=False), steps=0).store_mode == "in_place"
+    kept = RunPlanner(HARDWARE, effort="fit").plan(spec, replace(asked, may_redo=False), steps=0).plan
+    assert kept.store_mode == "in_place"

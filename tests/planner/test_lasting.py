@@ -14,10 +14,10 @@ from fuyou_cli.planner.candidate import family
 from fuyou_cli.planner.place import Placing, least_memory
 from fuyou_cli.planner.place import plan as first_that_fits
 from fuyou_cli.planner.plan_request import PlanRequest
+from fuyou_cli.planner.run_planner import RunPlanner, fast_region, least_written
 from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.planner.search import fastest
 from fuyou_cli.planner.simulate import simulate
-from fuyou_cli.planner.sustained_rates import fast_region, least_written, planned_for
 from fuyou_cli.spec.model import ModelSpec
 
 from .models import HARDWARE, NUMERICS, model, models, parts, request_for
@@ -54,9 +54,9 @@ def test_the_region_decides() -> None:
     steps = SLOWING.burst_bytes // first.predicted.written_per_step  # that just fit
     assert steps >= 2 and not first.sustained and later.sustained
     for few in (1, steps):
-        assert planned_for(fastest, SPEC, SLOWING, WISHES, steps=few) == first
+        assert RunPlanner(SLOWING).plan(SPEC, WISHES, steps=few).plan == first
     for many in (0, steps + 1, 100 * steps):  # 0: nobody knows yet
-        assert planned_for(fastest, SPEC, SLOWING, WISHES, steps=many) == later
+        assert RunPlanner(SLOWING).plan(SPEC, WISHES, steps=many).plan == later
     assert later.predicted.step_seconds > 2 * first.predicted.step_seconds
     assert later.predicted.seconds["ssd write"] > 2 * first.predicted.seconds["ssd write"]
 
@@ -77,21 +77,21 @@ def test_a_plan_for_later_rates_is_the_plan_of_a_machine_that_has_no_others() ->
     ids=["not measured", "nothing known but a size", "does not slow down"],
 )
 def test_where_nothing_slows_down_there_is_one_plan(machine: object) -> None:
-    plan = planned_for(first_that_fits, SPEC, machine, WISHES, steps=10**9)  # type: ignore[arg-type]
+    plan = RunPlanner(machine, effort="fit").plan(SPEC, WISHES, steps=10**9).plan  # type: ignore[arg-type]
     assert plan == first_that_fits(SPEC, HARDWARE, WISHES)
     assert fast_region(SPEC, machine, plan) is None  # type: ignore[arg-type]
 
 
 def test_a_region_of_unknown_size_is_not_counted_on() -> None:
     unknown = replace(SLOWING, burst_bytes=0)
-    plan = planned_for(first_that_fits, SPEC, unknown, WISHES, steps=1)
+    plan = RunPlanner(unknown, effort="fit").plan(SPEC, WISHES, steps=1).plan
     assert plan.sustained
     region = fast_region(SPEC, unknown, plan)
     assert region is not None and (region.size, region.steps) == (0, 0.0)
 
 
 def test_both_are_told() -> None:
-    plan = planned_for(fastest, SPEC, SLOWING, WISHES, steps=1000)
+    plan = RunPlanner(SLOWING).plan(SPEC, WISHES, steps=1000).plan
     region = fast_region(SPEC, SLOWING, plan)
     assert region is not None and region.size == 10**10
     assert region.steps == 10**10 / plan.predicted.written_per_step

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -11,8 +10,7 @@ from drawn import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuyou_cli.advice.plan_files import KeptPlan, from_text, plan_file, to_text
-from fuyou_cli.core.errors import PlanError, UsageError
+from fuyou_cli.core.errors import PlanError
 from fuyou_cli.core.units import GiB, MiB
 from fuyou_cli.planner.candidate import Candidate, family, sweep_counts
 from fuyou_cli.planner.place import Placing, least_memory, made_of
@@ -121,18 +119,8 @@ def test_a_batch_that_fits_only_in_parts_is_planned_in_sweeps() -> None:
     best = search(SPEC, HARDWARE, request).best
     plan = timed(best, SPEC, HARDWARE, request)
     assert plan.sweeps == best.candidate.sweeps > 1 and plan.predicted.cpu_peak <= least
-    text = to_text(plan_file(plan, SPEC, HARDWARE.process_bytes, request, best.candidate))
-    assert KeptPlan(Path("plan.json"), from_text(text))(SPEC, HARDWARE, request) == plan
     with pytest.raises(PlanError, match="needs at least"):
         search(SPEC, HARDWARE, replace(request, cpu_budget=least - MiB))
-
-
-def test_a_plan_file_keeps_the_sweeps() -> None:
-    request = _request()
-    best = search(SPEC, HARDWARE, request).best
-    plan = timed(best, SPEC, HARDWARE, request)
-    text = to_text(plan_file(plan, SPEC, HARDWARE.process_bytes, request, best.candidate))
-    assert KeptPlan(Path("plan.json"), from_text(text))(SPEC, HARDWARE, request) == plan
 
 
 @pytest.mark.parametrize(("saved", "frozen", "keeps"), [(0.01, 0.0, True), (0.01, 0.9, False), (0.6, 0.9, True)])
@@ -187,9 +175,6 @@ def test_where_copies_bind_fewer_outputs_are_copied() -> None:
     whole = made_of(spec, card, request, replace(candidate, copied=1.0))
     assert whole is not None
     assert best.seconds < 0.98 * simulate(spec, card, whole, plan_schedule(spec, whole), jobs=False).step_seconds
-    plan = timed(best, spec, card, request)
-    text = to_text(plan_file(plan, spec, card.process_bytes, request, candidate))
-    assert KeptPlan(Path("plan.json"), from_text(text))(spec, card, request) == plan
 
 
 def _bound_by_drives(spare: int) -> tuple[HardwareProfile, PlanRequest]:
@@ -209,10 +194,6 @@ def test_where_the_store_binds_the_norm_is_measured_first() -> None:
     assert plan.norm_first and plan.predicted.cpu_peak <= request.cpu_budget
     assert plan.predicted.written_per_step < waits.best.plan.predicted.written_per_step
     assert plan.predicted.compute_flops > waits.best.plan.predicted.compute_flops
-    text = to_text(plan_file(plan, SPEC, hardware.process_bytes, request, found.best.candidate))
-    assert KeptPlan(Path("plan.json"), from_text(text))(SPEC, hardware, request) == plan
-    with pytest.raises(UsageError, match="gradients"):
-        KeptPlan(Path("plan.json"), from_text(text))(SPEC, hardware, replace(request, gradients="ssd"))
 
 
 @pytest.mark.parametrize("spare", [40, 48])

@@ -14,9 +14,9 @@ from fuyou_cli.core.errors import PlanError
 from fuyou_cli.core.units import MiB, parse_size
 from fuyou_cli.planner.place import least_memory, plan
 from fuyou_cli.planner.plan_request import PlanRequest
-from fuyou_cli.planner.search import NEAR, fastest
+from fuyou_cli.planner.run_planner import RunPlanner
+from fuyou_cli.planner.search import NEAR
 from fuyou_cli.planner.small_banks import WORTH, least_budget_to_rest, rest_in_ram, ways_to_rest
-from fuyou_cli.planner.store_modes import rested
 from fuyou_cli.spec.model import ModelSpec, banks_of
 from fuyou_cli.spec.plan import Plan
 
@@ -49,7 +49,7 @@ def asked(budget: int) -> PlanRequest:
 
 def made(spec: ModelSpec, request: PlanRequest) -> Plan | None:
     try:
-        return rested(plan, spec, HARDWARE, request)[1]
+        return RunPlanner(HARDWARE, effort="fit").plan(spec, request, steps=0).plan
     except PlanError:
         return None
 
@@ -81,7 +81,8 @@ def test_more_memory_never_makes_a_step_slower(blocks: int, frozen: int, trained
     edge = least_budget_to_rest(spec, request)
     assert edge is not None
     budgets = sorted({least, max(least, edge - 1), max(least, edge), *(least + more * MiB // 4 for more in spare)})
-    steps = [rested(fastest, spec, slow, replace(request, cpu_budget=budget))[1].predicted.step_seconds for budget in budgets]
+    requests = [replace(request, cpu_budget=budget) for budget in budgets]
+    steps = [RunPlanner(slow).plan(spec, each, steps=0).plan.predicted.step_seconds for each in requests]
     for number, step in enumerate(steps[1:], 1):
         assert step <= min(steps[:number]) * (1 + WORTH) * (1 + NEAR), list(zip(budgets, steps, strict=True))
 

@@ -11,7 +11,7 @@ from drawn import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuyou_cli.advice.planned import planned_elsewhere
+from fuyou_cli.advice.planning import plan_recipe
 from fuyou_cli.advice.wear import spared_of
 from fuyou_cli.cli.render.traffic import spared_in_words
 from fuyou_cli.core.units import MiB
@@ -19,14 +19,13 @@ from fuyou_cli.machine.described import described
 from fuyou_cli.planner.boundary_layout import kept_bytes
 from fuyou_cli.planner.candidate import Family, family
 from fuyou_cli.planner.place import Placing, least_memory
-from fuyou_cli.planner.place import plan as first_that_fits
 from fuyou_cli.planner.plan_request import PlanRequest, WearPolicy
+from fuyou_cli.planner.run_planner import RunPlanner
 from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.planner.search import fastest, search, timed
 from fuyou_cli.planner.search_state import GAIN, Alternative
 from fuyou_cli.planner.simulate import simulate
 from fuyou_cli.planner.sparing import Sparing
-from fuyou_cli.planner.sustained_rates import planned_for
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.spec.hardware import DRIVE_PRICE, HOUR_PRICE, USUAL_ENDURANCE, Drive, HardwareProfile
 from fuyou_cli.spec.model import ModelSpec, OperatorSpec
@@ -58,7 +57,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelSpec, HardwareP
     (folder / "config.json").write_bytes(CONFIG.read_bytes())
     (folder / "recipe.yaml").write_text(RECIPE.format(folder=folder))
     loaded = load_recipe(folder / "recipe.yaml", ["checkpoint.commit_every_steps=1"])
-    planned = planned_elsewhere(loaded, described("rtx4090,2xgen4,128GiB"), choose=first_that_fits, say=print)
+    planned = plan_recipe(loaded, described("rtx4090,2xgen4,128GiB"), effort="fit", say=print)
     return planned.model, planned.hardware, planned.request
 
 
@@ -197,8 +196,8 @@ def test_a_length_that_nobody_knows_is_planned_for_the_rates_that_last(
     """And a run that is known to end within the fast region for those it has there."""
     model, hardware, request = seen
     asked = replace(request, sustained=False)
-    lengths = {steps: planned_for(first_that_fits, model, hardware, asked, steps=steps).sustained for steps in (0, 1, 1000)}
-    assert lengths == {0: True, 1: False, 1000: True}
+    made = {steps: RunPlanner(hardware, effort="fit").plan(model, asked, steps=steps) for steps in (0, 1, 1000)}
+    assert {steps: one.plan.sustained for steps, one in made.items()} == {0: True, 1: False, 1000: True}
 
 
 @pytest.mark.slow

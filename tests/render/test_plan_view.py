@@ -14,7 +14,7 @@ from fuyou_cli.cli.render.plan_json import plan_json
 from fuyou_cli.cli.render.plan_screen import show_changed
 from fuyou_cli.core.units import GiB, MiB
 from fuyou_cli.planner.evaluation_cost import EvaluationCost
-from fuyou_cli.planner.sustained_rates import FastRegion
+from fuyou_cli.planner.run_planner import FastRegion
 from fuyou_cli.spec.hardware import StageRate
 from fuyou_cli.spec.model import Rule
 from fuyou_cli.spec.plan import MemoryLine, Plan

@@ -170,4 +170,4 @@ def _faster(facts: RunFacts) -> str:
             return f"{facts.advice}: compute waits {waits:.0%} of the step"
         faster = "faster memory" if plan.predicted.bottleneck == "dram" else "more RAM or faster drives"
         return f"try {faster}: compute waits {waits:.0%} of the step"
-    return "no better choice is known (see `fuyou plan --compare`)"
+    return "no better choice is known"

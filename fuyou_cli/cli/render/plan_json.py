@@ -10,7 +10,7 @@ from fuyou_cli.advice.room import Room
 from fuyou_cli.machine.origins import origins_of
 from fuyou_cli.planner.commit_interval import commit_costs
 from fuyou_cli.planner.phases import phase_peaks
-from fuyou_cli.planner.sustained_rates import FastRegion
+from fuyou_cli.planner.run_planner import FastRegion
 from fuyou_cli.spec.plan import Plan
 
 SCHEMA_VERSION = 2
@@ -21,10 +21,6 @@ def plan_json(facts: RunFacts) -> dict[str, object]:
     """Returns bytes as integers, times in seconds, rates per second, shares of one."""
     plan, model, hardware = facts.plan, facts.model, facts.hardware
     problems, writes, wear, origins = facts.problems, facts.writes, facts.wear, origins_of(facts.hardware)
-    compared = [
-        {"words": row.words, "slower": row.slower if row.plan else None, "why": row.why, "figures": _figures(row.plan)}
-        for row in facts.compared or ()
-    ]
 
     def changed(outcome: Outcome) -> dict[str, object]:
         alters = list(altered(outcome, plan))
@@ -62,7 +58,7 @@ def plan_json(facts: RunFacts) -> dict[str, object]:
         "worn_before": None if wear is None else wear.before,
         "worn_after": None if wear is None else wear.after,
         "spared": None if facts.spared is None else asdict(facts.spared),
-        "compared": None if facts.compared is None else compared,
+        "compared": None,  # kept for readers of earlier versions: there is no comparison any more
         "changes": None if facts.changes is None else changes,
         "faster": None if facts.faster is None else [changed(one) for one in facts.faster],
         "faster_command": facts.faster_command or None,
@@ -111,10 +107,8 @@ def _speed(plan: Plan) -> dict[str, object]:
     }
 
 
-def _figures(plan: Plan | None) -> dict[str, object] | None:
-    """Returns the figures that plans are compared by; None for a plan that does not fit."""
-    if plan is None:
-        return None
+def _figures(plan: Plan) -> dict[str, object]:
+    """Returns the figures that plans are compared by."""
     keys = ("step_seconds", "cpu_peak", "gpu_peak", "read_per_step", "written_per_step")
     predicted = {key: getattr(plan.predicted, key) for key in keys}
     return {**predicted, **_speed(plan), "store_size": plan.store_size}

@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from fuyou_cli.advice.compare import LITTLE, Row
 from fuyou_cli.advice.facts import RunFacts
 from fuyou_cli.advice.planning import Outcome
 from fuyou_cli.core.units import GiB, MiB, brief, count, gb, gib
@@ -59,8 +57,6 @@ def show_plan(console: Console, facts: RunFacts, *, verbose: bool) -> None:
     show_traffic(console, facts, shapes)
     if verbose:
         _stages(console, facts.plan, facts.model, shapes)
-    if facts.compared is not None:
-        _comparison(console, facts.plan, facts.compared, shapes)
     if facts.changes is not None:
         _changes(console, facts, facts.changes, shapes)
     if facts.notes:
@@ -327,37 +323,6 @@ def _homes(stage: StagePlan, spec: StageSpec) -> tuple[str, int, tuple[int, int]
 # ---- other plans -----------------------------------------------------------------------------------------------------
 
 
-def _comparison(console: Console, plan: Plan, rows: Sequence[Row], shapes: Symbols) -> None:
-    """Prints the plan, and what each other value of a knob would cost."""
-    heading(console, "Other choices", "the plan with one change, planned and simulated again")
-    content = _plans("choice", shapes)
-    column(content, "result", wrap=True)
-    content.add_row("the plan", *_figures(plan), "chosen", style="bold")
-    content.add_section()
-    for row in rows:
-        content.add_row(Text(row.words), *_figures(row.plan), Text(_result(row)))
-    show(console, content, indent=2)
-
-
-def _plans(title: str, shapes: Symbols) -> Table:
-    content = ruled(shapes)
-    column(content, title, wrap=True)
-    for figure in ("step", "tokens/s", "RAM", "ssd a step"):
-        column(content, figure, right=True)
-    return content
-
-
-def _result(row: Row) -> str:
-    if row.plan is None:
-        return f"does not fit: {row.why}"
-    faster = f"{-row.slower:.1%} faster"
-    if row.slower < -LITTLE and not row.numerics:
-        return f"{faster}, but {row.why}" if row.why else f"{faster}, not found"
-    found = faster if row.slower < -LITTLE else f"{row.slower:.1%} slower" if row.slower > LITTLE else "as fast"
-    found += ", other losses" if row.numerics else ", needs more" if found == "as fast" else ""
-    return f"{found}: {row.why}" if row.why else found
-
-
 def _changes(console: Console, facts: RunFacts, outcomes: Sequence[Outcome], shapes: Symbols) -> None:
     """Prints changes that make the run fit, or spare its drives, to be added to the command."""
     if not outcomes:
@@ -365,7 +330,10 @@ def _changes(console: Console, facts: RunFacts, outcomes: Sequence[Outcome], sha
         say(console, f"{words[0].upper()}{words[1:]}.")  # units stay as they are
         return
     heading(console, "Changes that help", f"the smallest of each kind, planned again ({facts.tried} plans tried)")
-    content = _plans("add", shapes)
+    content = ruled(shapes)
+    column(content, "add", wrap=True)
+    for figure in ("step", "tokens/s", "RAM", "ssd a step"):
+        column(content, figure, right=True)
     for outcome in outcomes:
         content.add_row(Text(" ".join(outcome.overrides)), *_figures(outcome.plan))
     show(console, content, indent=2)
@@ -373,9 +341,7 @@ def _changes(console: Console, facts: RunFacts, outcomes: Sequence[Outcome], sha
         say(console, f"Each of these still writes {min(worn):.0%} or more of a drive's rated writes.", indent=2)
 
 
-def _figures(plan: Plan | None) -> tuple[str, str, str, str]:
-    if plan is None:
-        return "", "", "", ""
+def _figures(plan: Plan) -> tuple[str, str, str, str]:
     predicted = plan.predicted
     per_second = plan.step_tokens / predicted.step_seconds if predicted.step_seconds > 0 else 0.0
     moved = gb(predicted.read_per_step + predicted.written_per_step)

@@ -7,7 +7,7 @@ from rich.text import Text
 
 from fuyou_cli.advice.facts import RunFacts
 from fuyou_cli.core.units import brief, count, gb
-from fuyou_cli.planner.sustained_rates import FastRegion
+from fuyou_cli.planner.run_planner import FastRegion
 
 from .theme import RESOURCE_STYLE, Symbols, bar, column, heading, ordered, pairs, percent, rate, ruled, show, some, speed, tera
 
