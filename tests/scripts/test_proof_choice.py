@@ -19,6 +19,7 @@ from proof.both_sides import Case
 from proof.setting import Setting
 from proof.verdicts import Progress
 
+from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.search import search
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec
@@ -93,16 +94,17 @@ class Planned:
     model: ModelSpec
     hardware: HardwareProfile
     plan: Plan
+    request: PlanRequest
 
 
 def test_a_rival_has_the_room_that_the_chosen_plan_had() -> None:
     """Gives of the disk what the run may have, not all that is free: the search has no more either."""
     roomy = request(weights="ssd", states="ssd", boundaries="cpu", defer=0.0)
     chosen = search(SPEC, HARDWARE, roomy).best
-    prepared = cast("Any", Planned(model=SPEC, hardware=HARDWARE, plan=chosen.plan))
-    best = NamedPlan(name="chosen", prepared=prepared, request=roomy, candidate=chosen.candidate)
-    assert placed(best, roomy, chosen.candidate, "the same") is not None
-    assert near_the_bound(best, roomy, random.Random(0)) != []
-    tight = replace(roomy, ssd_budget=1)
-    assert placed(best, tight, chosen.candidate, "the same") is None
-    assert near_the_bound(best, tight, random.Random(0)) == []
+    prepared = Planned(model=SPEC, hardware=HARDWARE, plan=chosen.plan, request=roomy)
+    best = NamedPlan(name="chosen", prepared=cast("Any", prepared), candidate=chosen.candidate)
+    assert placed(best, chosen.candidate, "the same") is not None
+    assert near_the_bound(best, random.Random(0)) != []
+    tight = replace(best, prepared=cast("Any", replace(prepared, request=replace(roomy, ssd_budget=1))))
+    assert placed(tight, chosen.candidate, "the same") is None
+    assert near_the_bound(tight, random.Random(0)) == []
