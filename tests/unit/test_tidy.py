@@ -22,7 +22,6 @@ LAYERS = {
 PURE = [name for name, layer in LAYERS.items() if layer <= 2]  # neither torch nor the extension, not even inside
 NATIVE = "fuyou_cli._native"
 TERMINAL = {"rich", "typer"}
-MOST_LINES, MOST_FUNCTION_LINES = 800, 80
 BANNED_IMPORTS = {"pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
 BANNED_CALLS = {
     "eval", "exec", "compile", "__import__", "os.system", "os.popen", "subprocess.getoutput",
@@ -55,12 +54,6 @@ class Source:
         """The full name it is imported by; a package's own file has the package's."""
         parts = self.path.relative_to(ROOT).with_suffix("").parts
         return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-    @property
-    def functions(self) -> list[tuple[str, int]]:
-        """Returns name and number of lines of each function, also of those inside others."""
-        nodes = [node for node in ast.walk(self.tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-        return [(node.name, (node.end_lineno or node.lineno) - node.lineno + 1) for node in nodes]
 
     @property
     def layer(self) -> str:
@@ -274,25 +267,6 @@ def _catches_all(node: ast.ExceptHandler) -> bool:
     names = {"" if kind is None else dotted(kind) for kind in kinds}
     raised = any(isinstance(inner, ast.Raise) and inner.exc is None for inner in node.body)
     return "" in names or (bool(names & {"Exception", "BaseException"}) and not raised)
-
-
-def test_short_files_and_functions() -> None:
-    assert long_files() == set()
-    assert long_functions() == set()
-
-
-def long_files() -> set[str]:
-    return {place(source) for source in sources() if len(source.text.splitlines()) > MOST_LINES}
-
-
-def long_functions() -> set[str]:
-    return {
-        f"{place(source)}: {name}" for source in sources() for name, lines in source.functions if lines > MOST_FUNCTION_LINES
-    }
-
-
-def place(source: Source) -> str:
-    return str(source.path.relative_to(PACKAGE).with_suffix(""))
 
 
 def test_no_file_name_twice() -> None:
