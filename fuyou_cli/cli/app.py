@@ -250,18 +250,20 @@ def evaluate(
     source: Annotated[str, typer.Argument(metavar="MODEL|STORE|OUTPUT", help="A model, a run's store, or a run's output_dir.")],
     recipe: OptionalRecipe = None,
     overrides: Overrides = None,
-    choices: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Questions: JSONL of question, choices, answer.", show_default=False),
-    ] = None,
+    choices: Annotated[str | None, typer.Option(hidden=True)] = None,
     json_output: Json = False,
 ) -> None:
     """Show the loss of a model on the eval sets of a recipe.
 
     Loss and perplexity of each set of dataset.eval, and of the samples that dataset.eval_fraction holds back. The weights pass
-    through memory: the model may be larger than offload.max_memory.cpu. Trains and writes nothing. With --choices it answers
-    questions instead: the share answered right by log-likelihood (acc), and by log-likelihood per character (acc_norm).
+    through memory: the model may be larger than offload.max_memory.cpu. Trains and writes nothing. For questions with
+    choices, and other tasks: fuyou lm-eval.
     """
+    if choices is not None:
+        raise UsageError(
+            "fuyou eval --choices is gone: lm-evaluation-harness scores questions with choices",
+            hint="fuyou lm-eval --model_args pretrained=MODEL --tasks TASK; a task may be a YAML file that reads your JSONL",
+        )
     from fuyou_cli.machine.allocator import settle_allocator
     from fuyou_cli.machine.libraries import settle_libraries
 
@@ -270,7 +272,7 @@ def evaluate(
     loaded = loaded_recipe(recipe, overrides)
     settle_allocator()
     settle_libraries(device=loaded.recipe.offload.device)
-    run_eval(source, loaded.recipe, choices=choices, json_output=json_output)
+    run_eval(source, loaded.recipe, json_output=json_output)
 
 
 @app.command("lm-eval", add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

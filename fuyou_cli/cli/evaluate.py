@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from traceback import walk_tb
 from typing import TYPE_CHECKING
 
@@ -19,52 +18,37 @@ from .error_screen import like_ctrl_c
 from .render.theme import some
 
 if TYPE_CHECKING:
-    from fuyou_cli.inference.evaluating import ModelEvaluation
     from fuyou_cli.recipe.schema import Recipe
 
 
 @like_ctrl_c()
-def run_eval(source: str, recipe: Recipe, *, choices: Path | None, json_output: bool) -> None:
-    """Evaluates a model on the recipe's sets, or on the questions of the file `choices`."""
+def run_eval(source: str, recipe: Recipe, *, json_output: bool) -> None:
+    """Shows the loss of a model on each of the recipe's sets."""
     from fuyou_cli.inference.evaluating import evaluate
+    from fuyou_cli.training.run_log import finite
 
     from .render.transfer import Transfers
 
     probe.highest_bytes()  # from here on
     with Transfers(status_console()) as transfers:
-        found = evaluate(source, recipe, choices=choices, say=write_status, progress=transfers, bar=_bar)
-    result, peak = _as_data(found), probe.highest_bytes()
-    if not isinstance(found.result, list) and found.result.cut:
-        cut = some(found.result.cut, "choice")
-        write_status(f"note: {cut} longer than dataset.max_seq_len: the question's beginning is cut")
+        found = evaluate(source, recipe, say=write_status, progress=transfers, bar=_bar)
+    peak = probe.highest_bytes()
     if json_output:
-        where = {"model": source, "dtype": found.dtype, "parameters": found.parameters}
+        sets = [{key: finite(value) for key, value in asdict(report).items() if key != "step"} for report in found.sets]
         memory = {"budget": found.budget, "peak": peak, "weights": found.weights}
-        write_json({**where, **result, "passes": found.passes, "read_bytes": found.read_bytes, "memory": memory})
+        write_json(
+            {
+                "model": source, "dtype": found.dtype, "parameters": found.parameters, "sets": sets,
+                "passes": found.passes, "read_bytes": found.read_bytes, "memory": memory,
+            }
+        )  # fmt: skip
         return
-    for line in _lines(found):
-        write_result(line)
+    for report in found.sets:
+        size = f"{some(report.rows, 'row')}, {report.tokens:,} tokens"
+        write_result(f"{report.name}  loss {report.loss:.6g}  perplexity {report.perplexity:.6g}  {size}")
     each = f"{found.read_bytes / found.parameters / found.passes:.2f} bytes per parameter and pass"
     many = f"{found.passes} pass{'es' * (found.passes != 1)}"
     write_status(f"{many}, {gb(found.read_bytes)} read ({each}); {gib(peak)} of {gib(found.budget)} RAM")
-
-
-def _as_data(found: ModelEvaluation) -> dict[str, object]:
-    from fuyou_cli.training.run_log import finite
-
-    if not isinstance(found.result, list):
-        return {"choices": asdict(found.result)}
-    return {"sets": [{key: finite(value) for key, value in asdict(one).items() if key != "step"} for one in found.result]}
-
-
-def _lines(found: ModelEvaluation) -> list[str]:
-    if not isinstance(found.result, list):
-        score = found.result
-        return [f"acc {score.acc:.4f}  acc_norm {score.acc_norm:.4f}  {some(score.questions, 'question')}"]
-    return [
-        f"{one.name}  loss {one.loss:.6g}  perplexity {one.perplexity:.6g}  {some(one.rows, 'row')}, {one.tokens:,} tokens"
-        for one in found.result
-    ]
 
 
 @contextmanager

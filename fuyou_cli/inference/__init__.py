@@ -1,1 +1,1 @@
-"""Holds what uses a model without training it: losses on a recipe's sets, questions, prompts, and lm-evaluation-harness."""
+"""Holds what uses a model without training it: losses on a recipe's sets, prompts, and lm-evaluation-harness."""

@@ -1,9 +1,9 @@
-"""Evaluates a model that passes through memory: on a recipe's eval sets, or on questions with choices."""
+"""Evaluates a model that passes through memory: on a recipe's eval sets."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,30 +14,26 @@ from fuyou_cli.checkpoint.hub import Progress, resolve
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.paths import expanded
 from fuyou_cli.data.rows import Rows
-from fuyou_cli.data.tokenise import load_tokenizer
 from fuyou_cli.machine import probe
 from fuyou_cli.recipe.schema import Recipe
-from fuyou_cli.spec.plan import Numerics
-from fuyou_cli.training.evaluation import Losses, evaluated
+from fuyou_cli.training.evaluation import evaluated
 from fuyou_cli.training.inference import FoundModel, find, memory_of
 from fuyou_cli.training.length import cache_of, evaluation_rows
 from fuyou_cli.training.limits import check_positions, check_tokens, positions_of
 from fuyou_cli.training.report import EvalReport
 from fuyou_cli.training.steps import device_name, warm_up
 
-from .choices import Continued, Question, Score, encoded, read_questions, scored
 from .streamed_evaluation import open_losses, room_of
 
 Say = Callable[[str], None]
 Bar = Callable[[int], AbstractContextManager[Callable[[int], None]]]  # of so many rows; told how many more are done
-Result = list[EvalReport] | Score
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelEvaluation:
-    """Holds what was found of a model, and what that took."""
+    """The loss of a model on each set, and what computing it took."""
 
-    result: Result
+    sets: list[EvalReport]
     dtype: str
     parameters: int
     passes: int
@@ -46,81 +42,35 @@ class ModelEvaluation:
     weights: int  # bytes of RAM
 
 
-def evaluate(source: str, recipe: Recipe, *, choices: Path | None, say: Say, progress: Progress, bar: Bar) -> ModelEvaluation:
-    """Evaluates the model of `source`: a folder or hub name, a run's store, or a run's output folder. With `choices`, on the
-    questions of that file and not on the recipe's sets."""
+def evaluate(source: str, recipe: Recipe, *, say: Say, progress: Progress, bar: Bar) -> ModelEvaluation:
+    """Evaluates the model of `source`, a folder or hub name, a run's store, or a run's output folder, on the recipe's sets."""
     if (device := device_name(recipe)) == "cuda" and not torch.cuda.is_available():
         raise UsageError("offload.device: torch finds no CUDA device on this machine", hint="add offload.device=cpu")
     found = _find(source, recipe, say, progress)
     warm_up(recipe)
     with ExitStack() as stack:
-        asked = _Sets(_rows(recipe, found, stack, say)) if choices is None else _Questions.read(choices, recipe, found, say)
+        sets = _rows(recipe, found, stack, say)
         budget = recipe.offload.max_memory.cpu.resolve(
             total=probe.memory_limit(), auto=int((probe.memory_available() + probe.process_bytes()) * 0.9)
         )
         room = room_of(
             found, recipe.train, max_len=recipe.dataset.max_seq_len, budget=budget, process=probe.process_bytes(),
-            rows=asked.rows, longest=asked.longest, device=memory_of(torch.device(device), recipe.offload.max_memory.gpu),
+            rows=max(map(len, sets.values())), longest=max(rows.summary.longest_row for rows in sets.values()),
+            device=memory_of(torch.device(device), recipe.offload.max_memory.gpu),
         )  # fmt: skip
         opened, losses = stack.enter_context(open_losses(found, room, device=device, say=say))
-        result = asked.result(losses.losses, bar, room.numerics)
+        *_, last = sets
+        with bar(sum(map(len, sets.values()))) as advance:
+            reports = [
+                evaluated(name, rows, losses.losses, room.numerics, last=name == last, progress=advance)
+                for name, rows in sets.items()
+            ]
         opened.check()
         return ModelEvaluation(
-            result=result, dtype=found.dtype, budget=budget, weights=opened.weights.memory, passes=losses.passes,
+            sets=reports, dtype=found.dtype, budget=budget, weights=opened.weights.memory, passes=losses.passes,
             read_bytes=opened.read_bytes(),
             parameters=sum(tensor.numel for stage in found.anatomy.stages for tensor in stage.tensors),
         )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class _Sets:
-    """Holds the recipe's sets."""
-
-    sets: Mapping[str, Rows]
-
-    @property
-    def rows(self) -> int:
-        return max(map(len, self.sets.values()))
-
-    @property
-    def longest(self) -> int:
-        return max(rows.summary.longest_row for rows in self.sets.values())
-
-    def result(self, losses: Losses, bar: Bar, numerics: Numerics) -> Result:
-        names = list(self.sets)
-        with bar(sum(map(len, self.sets.values()))) as advance:
-            return [
-                evaluated(name, rows, losses, numerics, last=name == names[-1], progress=advance)
-                for name, rows in self.sets.items()
-            ]
-
-
-@dataclass(frozen=True, slots=True)
-class _Questions:
-    """Holds questions, and each of their choices as tokens."""
-
-    questions: list[Question]
-    sequences: list[Continued]
-
-    @classmethod
-    def read(cls, file: Path, recipe: Recipe, found: FoundModel, say: Say) -> _Questions:
-        questions = read_questions(file)
-        tokenizer = load_tokenizer(_tokenizer_dir(recipe, found, say), chat_template=None, pad_token=None)
-        sequences = encoded(questions, lambda text: list(tokenizer.encode(text, add_special_tokens=False)))
-        found.check_ids((token for one in sequences for token in one.ids), str(file))
-        return cls(questions, sequences)
-
-    @property
-    def rows(self) -> int:
-        return len(self.sequences)
-
-    @property
-    def longest(self) -> int:
-        return max(len(one.ids) for one in self.sequences)
-
-    def result(self, losses: Losses, bar: Bar, numerics: Numerics) -> Result:
-        with bar(self.rows) as advance:
-            return scored(self.questions, self.sequences, losses, numerics, progress=advance)
 
 
 def _find(source: str, recipe: Recipe, say: Say, progress: Progress) -> FoundModel:

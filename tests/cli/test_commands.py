@@ -61,6 +61,12 @@ def test_a_command_of_an_extra_says_how_to_install_it():
     assert "lm-evaluation-harness cannot be used" in done.stderr and 'pip install "fuyou[lm-eval]"' in done.stderr
 
 
+def test_scoring_choices_is_a_task_of_the_harness(fuyou, recipe):
+    done = fuyou("eval", "model", recipe, "--choices", "questions.jsonl")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "eval --choices is gone" in done.stderr and "fuyou lm-eval --model_args" in done.stderr
+
+
 def test_validate_says_ok_on_stdout(fuyou, recipe):
     done = fuyou("validate", recipe, "train.batch_size=8")
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{recipe}: ok\n", "")
