@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Prints the lines and files of Python in each folder, and by how much both differ from main. Numbers to look at: nothing is judged."""
+"""Prints the lines and files of Python in each folder, and how both differ from main. Nothing is judged by them."""
 
 from __future__ import annotations
 

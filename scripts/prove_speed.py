@@ -41,8 +41,8 @@ from proof.setting import Setting, parser, run_script, size
 from proof.tiny_runs import ask_for_run, named
 from proof.verdicts import Row, at_least, at_most, missing, reported, say, spread, unless_noisy, unless_recorded, worst
 
+from fuyou_cli.core import probe
 from fuyou_cli.core.units import GiB, gb, gib
-from fuyou_cli.machine import probe
 
 PARTS = ("compute", "ssd", "deepspeed")
 RATIO_IN_MEMORY, OF_BOUND, OF_BOUND_FROZEN, OF_FLOAT32_STATES = 0.93, 1.12, 1.10, 0.62

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, astuple, replace
 from datetime import datetime
 
-from fuyou_cli.core.mounts import file_system_of
+from fuyou_cli.core.probe import file_system_of
 from fuyou_cli.machine.background_load import are_busy
 from fuyou_cli.planner.costs import Costs
 from fuyou_cli.planner.schedule import plan_schedule, weights_left

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from fuyou_cli.core.errors import FuyouError
+from fuyou_cli.core.probe import IN_MEMORY, mount_of, process_bytes
 from fuyou_cli.machine.described import on_described
 from fuyou_cli.machine.first_measurement import measure_once
-from fuyou_cli.machine.probe import IN_MEMORY, mount_of, process_bytes
 from fuyou_cli.machine.profile import core_count
 from fuyou_cli.machine.profile_store import hardware_for
 from fuyou_cli.planner.candidate import Candidate

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fuyou_cli.core import disk
 from fuyou_cli.core.disk import FileSystem, Wanted, existing, file_systems, store_files, taken
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.paths import folder
 from fuyou_cli.core.units import gb, gib
-from fuyou_cli.machine import probe
 from fuyou_cli.planner.phases import phase_peaks
 from fuyou_cli.spec.plan import Plan
 from fuyou_cli.training.best_place import best_copies, best_folder
@@ -67,7 +67,7 @@ def disks_of(resolved: Resolved) -> StoreDisks:
     shares = []
     for directory, system in zip(directories, systems, strict=True):
         held = sum(taken(other / STORE_FILE) for other, on in zip(directories, systems, strict=True) if on == system)
-        free = probe.free_space(directory) + held
+        free = disk.free_space(directory) + held
         shares.append(DiskShare(free=free, files=systems.count(system), has_export=system == exported))
     places = {system: existing(directory) for system, directory in zip(systems, directories, strict=True)}
     return StoreDisks(shares=tuple(shares), total=sum(shutil.disk_usage(place).total for place in places.values()))
@@ -91,7 +91,7 @@ def _disks(prepared: Planned) -> tuple[FileSystem, ...]:
         best = best_folder(prepared.recipe, prepared.model_dir)
         new = plan.predicted.export_bytes * best_copies(prepared.recipe)
         files.append(Wanted(what="the best weights and new ones beside them", path=best, size=new))
-    return tuple(file_systems(files, probe.free_space))
+    return tuple(file_systems(files))
 
 
 def _described_drives(prepared: Planned) -> FileSystem:

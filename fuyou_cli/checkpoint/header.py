@@ -14,7 +14,7 @@ from pathlib import Path
 from fuyou_cli.core.disk import unusable
 from fuyou_cli.core.errors import UnreadableError, UsageError
 from fuyou_cli.core.json_files import shown
-from fuyou_cli.core.plain_files import read_plain
+from fuyou_cli.core.safe_files import read_plain
 from fuyou_cli.spec.packed_tensors import Quantised
 
 NAME_LIMIT = 1024  # characters

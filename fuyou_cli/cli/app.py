@@ -183,7 +183,7 @@ def bench(
         return
     if batch is not None or svg is not None or trace is not None:
         raise UsageError("--batch, --svg and --trace are for --model", hint="name a shape: fuyou bench --model 8b")
-    from fuyou_cli.machine.allocator import settle_allocator
+    from fuyou_cli.core.heap import settle_allocator
     from fuyou_cli.machine.libraries import settle_libraries
 
     from .bench import run_bench
@@ -264,7 +264,7 @@ def evaluate(
             "fuyou eval --choices is gone: lm-evaluation-harness scores questions with choices",
             hint="fuyou lm-eval --model_args pretrained=MODEL --tasks TASK; a task may be a YAML file that reads your JSONL",
         )
-    from fuyou_cli.machine.allocator import settle_allocator
+    from fuyou_cli.core.heap import settle_allocator
     from fuyou_cli.machine.libraries import settle_libraries
 
     from .evaluate import run_eval
@@ -451,7 +451,7 @@ def recipes_cp(
 
 
 def _plan(loaded: LoadedRecipe, **options: Any) -> None:
-    from fuyou_cli.core.collector import uncollected, uncollected_at_exit
+    from fuyou_cli.core.process import uncollected, uncollected_at_exit
 
     from .plan_command import PlanOptions, run_plan
 
@@ -466,7 +466,7 @@ def _bench_model(
     model: str, overrides: Sequence[str], batch: str | None, minutes: float, directory: Path | None, json_output: bool,
     svg: Path | None, trace: Path | None,
 ) -> None:  # fmt: skip
-    from fuyou_cli.machine.allocator import settle_allocator
+    from fuyou_cli.core.heap import settle_allocator
     from fuyou_cli.machine.libraries import settle_libraries
 
     from .bench_model import ModelBenchOptions, parsed_batch_sizes, run_model_bench

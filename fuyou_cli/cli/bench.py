@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from fuyou_cli.core import disk, probe
 from fuyou_cli.core.errors import FuyouError, UsageError
 from fuyou_cli.core.paths import folder
 from fuyou_cli.core.units import gb
-from fuyou_cli.machine import drives, probe
+from fuyou_cli.machine import drives
 from fuyou_cli.machine.background_load import BackgroundLoad, are_busy
 from fuyou_cli.machine.measure.whole import BenchReport, device_named, measure
 from fuyou_cli.machine.profile import assumed_hardware, card
@@ -108,7 +109,7 @@ def _with_recipe(places: tuple[Path, ...], recipe: Recipe, *, quick: bool, devic
 
 def _of_layers(places: tuple[Path, ...], recipe: Recipe | None, *, quick: bool, device: str, progress: Progress) -> BenchReport:
     """Measures a recipe's stages alone, for the profile that is kept."""
-    from fuyou_cli.machine.allocator import settle_for_training
+    from fuyou_cli.core.heap import settle_for_training
 
     if recipe is None:
         raise UsageError("--layers measures a recipe's layers: name the recipe", hint="fuyou bench RECIPE --layers")
@@ -157,7 +158,7 @@ def _with_sustained(report: BenchReport, places: tuple[Path, ...], progress: Pro
     from fuyou_cli.machine.measure.sustained import measure_sustained
 
     progress("sustained writing")
-    free, count = probe.striped_space(*places), _drives_of(places)
+    free, count = disk.striped_space(*places), _drives_of(places)
     return report.with_found(measure_sustained(*places, free=free, count=count, progress=progress))
 
 
@@ -170,7 +171,7 @@ def _agreed(places: tuple[Path, ...], yes: bool) -> bool:
     """Tells what sustained writing costs, and asks. Raises UsageError if nobody can be asked."""
     from fuyou_cli.machine.measure.sustained import most_written
 
-    most = most_written(probe.striped_space(*places), _drives_of(places))
+    most = most_written(disk.striped_space(*places), _drives_of(places))
     rated = sum(drive.rated_bytes for drive in drives.drives_under(*places))
     share = f", {100 * most / rated:.3f} % of its drives' rated writes" if rated else ""
     named = f"{', '.join(map(str, places))}{share}"

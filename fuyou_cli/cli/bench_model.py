@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.paths import folder
-from fuyou_cli.machine import probe
 from fuyou_cli.machine.scratch import scratch_folder
 
 from .console import result_console, write_status
@@ -100,22 +99,15 @@ def _store(places: Sequence[Path]) -> Iterator[str]:
 
 def _place(places: Sequence[Path], scratch: Path, trace: Any) -> Place:
     from fuyou_cli.advice.planning import machine_here
-    from fuyou_cli.machine.allocator import settle_for_training, trim
+    from fuyou_cli.core.heap import settle_for_training
     from fuyou_cli.training.modelbench.measured import Place
 
     settle_for_training()
-    run = {
-        "memory_now": probe.process_bytes,
-        "memory_highest": probe.highest_bytes,
-        "free_space": probe.free_space,
-        "trim": trim,
-        "announce": write_status,
-    }
 
     def machine(loaded: LoadedRecipe, inspected: Any) -> Any:
         return machine_here(loaded, inspected, say=write_status, measure=True)
 
-    return Place(scratch=scratch, store=partial(_store, places), machine=machine, run=run, trace=trace, say=write_status)
+    return Place(scratch=scratch, store=partial(_store, places), machine=machine, trace=trace, say=write_status)
 
 
 def _store_places(options: ModelBenchOptions, *, named: bool) -> tuple[Path, ...]:

@@ -9,9 +9,9 @@ from dataclasses import asdict
 from traceback import walk_tb
 from typing import TYPE_CHECKING
 
+from fuyou_cli.core import probe
 from fuyou_cli.core.errors import UsageError, pip_install
 from fuyou_cli.core.units import gb, gib
-from fuyou_cli.machine import probe
 
 from .console import status_console, write_json, write_result, write_status
 from .error_screen import like_ctrl_c
@@ -64,7 +64,7 @@ def _bar(rows: int) -> Iterator[Callable[[int], None]]:
 
 def run_lm_eval(words: list[str]) -> None:
     """Runs lm-evaluation-harness' own command line with fuyou's model registered."""
-    from fuyou_cli.machine.allocator import settle_allocator
+    from fuyou_cli.core.heap import settle_allocator
     from fuyou_cli.machine.libraries import settle_libraries
 
     settle_allocator()

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from fuyou_cli.advice.room import check_output, export_folder
 from fuyou_cli.core.errors import FuyouError, Interrupted
-from fuyou_cli.core.own_files import open_own
+from fuyou_cli.core.safe_files import open_own
 from fuyou_cli.core.units import gb
-from fuyou_cli.machine import probe
 from fuyou_cli.machine.background_load import BackgroundLoad
 
 from .console import status_console, write_last_result, write_status
@@ -47,7 +46,7 @@ def run_finetune(
     `measure` measures a new machine first. `accept_changes` resumes a run with another rate, schedule or length. `verbose`
     shows each step's traffic and waits. `trace` is the file for a trace of the newest steps.
     """
-    from fuyou_cli.machine.allocator import settle_allocator
+    from fuyou_cli.core.heap import settle_allocator
     from fuyou_cli.machine.libraries import settle_libraries
 
     offload, repeated = loaded.recipe.offload, loaded.recipe.train.deterministic
@@ -103,21 +102,13 @@ def _train(
 ) -> tuple[RunReport, Path, bool]:
     """Trains to the end and saves. Returns the report, the store's folder, and whether to stop before the export."""
     from fuyou_cli.advice.beside_plan import beside_plan
-    from fuyou_cli.machine.allocator import settle_for_training, trim
+    from fuyou_cli.core.heap import settle_for_training
     from fuyou_cli.training.adapting import configuration
     from fuyou_cli.training.run import Run
     from fuyou_cli.training.state.kept_companions import keep_companions
 
     planned = ready.planned
-    with Run(
-        ready,
-        memory_now=probe.process_bytes,
-        memory_highest=probe.highest_bytes,
-        free_space=probe.free_space,
-        trim=trim,
-        announce=write_status,
-        ends_process=True,
-    ) as run:
+    with Run(ready, announce=write_status, ends_process=True) as run:
         write_status(f"swap daemon: {run.daemon.description}")
         _load(planned, run)
         keep_companions(

@@ -34,7 +34,7 @@ def run_generate(source: str, options: GenerateOptions) -> None:
     """Continues prompts, of the command line or of a file; without any, holds a conversation."""
     check_options(options)
     budget = budget_of(options.memory, key="--memory")
-    from fuyou_cli.machine.allocator import settle_allocator
+    from fuyou_cli.core.heap import settle_allocator
     from fuyou_cli.machine.libraries import settle_libraries
 
     settle_allocator()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def made_ready(loaded: LoadedRecipe, *, measure: bool, accept_changes: bool = False) -> Ready:
     """Takes every step from the recipe to a run. A saved run's plan is shown only when nothing can refuse the run any more.
     Raises UsageError or PlanError."""
-    from fuyou_cli.machine.probe import process_bytes
+    from fuyou_cli.core.probe import process_bytes
     from fuyou_cli.training.length import sampled_epoch
     from fuyou_cli.training.plan_step import plan, plan_downloaded, settle
     from fuyou_cli.training.state.recipe_changes import in_words

@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shutil
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,8 +84,8 @@ class FileSystem:
         )
 
 
-def file_systems(files: Sequence[Wanted], free_space: Callable[[Path], int]) -> list[FileSystem]:
-    """Sums up `files` by file system, in their order. `free_space` returns the bytes that can be written at a path."""
+def file_systems(files: Sequence[Wanted]) -> list[FileSystem]:
+    """Sums up `files` by file system, in their order. Raises OSError."""
     together: dict[int, list[Wanted]] = {}
     for file in files:
         together.setdefault(existing(file.path).stat().st_dev, []).append(file)
@@ -99,6 +100,18 @@ def file_systems(files: Sequence[Wanted], free_space: Callable[[Path], int]) -> 
         )
         for device, here in together.items()
     ]
+
+
+def free_space(path: Path) -> int:
+    """Returns the bytes that an ordinary user can still write where `path` is or would be. Raises OSError."""
+    return shutil.disk_usage(existing(path)).free
+
+
+def striped_space(*folders: Path) -> int:
+    """Returns the bytes that files striped evenly over `folders` can have in all. Raises OSError."""
+    systems = [existing(folder).stat().st_dev for folder in folders]
+    shares = [free_space(folder) // systems.count(system) for folder, system in zip(folders, systems, strict=True)]
+    return min(shares) * len(folders)
 
 
 def store_files(paths: Sequence[Path], size: int) -> list[Wanted]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from .disk import unusable
 from .errors import UsageError
-from .plain_files import read_plain
+from .safe_files import read_plain
 
 DEEPEST = 64  # levels of nested objects and lists
 MOST_DIGITS = 300  # of one number; a whole number of this length still fits a float

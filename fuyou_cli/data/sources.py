@@ -14,7 +14,7 @@ from fuyou_cli.core.disk import unusable
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.json_files import find_object
 from fuyou_cli.core.paths import expanded
-from fuyou_cli.core.plain_files import kind_of
+from fuyou_cli.core.safe_files import kind_of
 
 from .data_files import BESIDE, KINDS, PACKED, kind_of_rows, suffixes
 from .formats import RowError, choose_format, loss_target, mapping_hint

@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 
 from fuyou_cli.checkpoint.hub import Progress, resolve
+from fuyou_cli.core import probe
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.paths import expanded
 from fuyou_cli.data.rows import Rows
-from fuyou_cli.machine import probe
 from fuyou_cli.recipe.schema import Recipe
 from fuyou_cli.training.evaluation import evaluated
 from fuyou_cli.training.inference import FoundModel, find, memory_of

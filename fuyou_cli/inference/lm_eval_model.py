@@ -17,6 +17,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from tqdm import tqdm
 
 from fuyou_cli.checkpoint.hub import resolve
+from fuyou_cli.core import probe
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.data.batches import Sequences, passes
 from fuyou_cli.data.rows import NO_LOSS
@@ -24,7 +25,6 @@ from fuyou_cli.data.sandbox import own_class
 from fuyou_cli.data.tokenise import Tokeniser, load_tokenizer
 from fuyou_cli.engine.generating import prompt_step, room
 from fuyou_cli.engine.row_lengths import alike
-from fuyou_cli.machine import probe
 from fuyou_cli.machine.profile import budget_of
 from fuyou_cli.recipe.schema import TrainSection
 from fuyou_cli.spec.micro_batch import rounded_up

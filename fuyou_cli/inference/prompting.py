@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 
 from fuyou_cli.checkpoint.hub import Progress, resolve
+from fuyou_cli.core import probe
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.units import gb, gib
 from fuyou_cli.data.cache import prompt_ids
 from fuyou_cli.data.prompts import Prompt
 from fuyou_cli.data.tokenise import Tokeniser, load_tokenizer
-from fuyou_cli.machine import probe
 from fuyou_cli.training.generation import Extent, Generator, Sampling, generator
 from fuyou_cli.training.inference import FoundModel, find
 

@@ -12,6 +12,7 @@ import torch
 
 from fuyou_cli.checkpoint.reader import PIECE
 from fuyou_cli.core.errors import PlanError
+from fuyou_cli.core.heap import settle_for_training
 from fuyou_cli.core.units import align_up, gib
 from fuyou_cli.engine.describe import Outlined, specified
 from fuyou_cli.engine.isolated import kept_apart_if_possible
@@ -19,7 +20,6 @@ from fuyou_cli.engine.row_lengths import turns
 from fuyou_cli.engine.skeleton import TORCH_DTYPE
 from fuyou_cli.engine.streamed_losses import StreamedLosses
 from fuyou_cli.engine.weight_stream import Visited
-from fuyou_cli.machine.allocator import settle_for_training
 from fuyou_cli.planner.memory import code_bytes
 from fuyou_cli.spec.model import Dtype
 from fuyou_cli.spec.plan import Numerics

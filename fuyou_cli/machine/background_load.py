@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from . import probe
+from fuyou_cli.core import probe
 
 BUSY_CORES, BUSY_SHARE = 0.4, 0.1  # from here on a note says so: share of all cores, but at least the kernel's own work
 LOOK = 1.0  # seconds; the clock counts hundredths

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fuyou_cli.core import disk, probe
 from fuyou_cli.core.errors import FuyouError
 from fuyou_cli.core.units import MiB, gb, gib
 from fuyou_cli.engine.processor import has_fast_bfloat16
 
-from . import drives, probe
+from . import drives
 from .scratch import scratch_folder
 
 _OLDEST = {"torch": (2, 10), "transformers": (5, 17)}
@@ -193,7 +194,7 @@ def _pinned(root: Path = probe.ROOT) -> Check:
 
 
 def _drive(folder: Path) -> Iterator[Check]:
-    place = probe.existing(folder)
+    place = disk.existing(folder)
     if not place.is_dir():
         yield Check("store folder", f"{place} is not a folder", "name a folder (--dir)", is_problem=True)
         return
@@ -205,7 +206,7 @@ def _drive(folder: Path) -> Iterator[Check]:
     elif kind in _REMOTE or kind.startswith("fuse"):
         advice = "not a local drive: slow, and O_DIRECT may not be direct"
     yield Check("store folder", f"{place} ({kind})", advice)
-    free = probe.free_space(place)
+    free = disk.free_space(place)
     remedy = "little space: use another folder (--dir, FUYOU_OFFLOAD_DIR); `fuyou clean` frees old stores"
     yield Check("free space", gb(free), remedy if free < _ROOM else "")
     yield from _store_io(place)

@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.paths import is_file
-from fuyou_cli.core.plain_files import read_plain
+from fuyou_cli.core.safe_files import read_plain
 from fuyou_cli.core.typed import WrongData, from_json
 from fuyou_cli.core.units import LARGEST_SIZE, GiB, gb, parse_size
 from fuyou_cli.recipe.fields import format_size

@@ -12,10 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from fuyou_cli.core.disk import existing
 from fuyou_cli.core.units import gb
 from fuyou_cli.spec.hardware import Drive
-
-from .probe import existing
 
 _SYS_IO_URING_SETUP = 425  # the same number on every architecture but alpha
 _IO_URING_PARAMS = 120  # bytes of struct io_uring_params

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from . import probe
+from fuyou_cli.core import probe
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

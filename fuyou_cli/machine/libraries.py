@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from .probe import ROOT
+from fuyou_cli.core.probe import ROOT
 
 _NVIDIA = ("dev/nvidiactl", "dev/dxg")  # the driver's device; the second is WSL2's
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # torch reads the first that is set

@@ -11,12 +11,13 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from fuyou_cli.core import disk, probe
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.units import GiB, MiB, in_steps
 from fuyou_cli.recipe.fields import Limit, MemoryLimit
 from fuyou_cli.spec.hardware import HardwareProfile
 
-from . import drives, probe
+from . import drives
 
 FILE_KEYS = ("schema_version", "memlock", "memlock_why")  # keys of profile files alone, old versions too
 
@@ -71,7 +72,7 @@ def facts_now(*directories: Path) -> dict[str, Any]:
         "cores": core_count(),
         "ram_total": probe.memory_limit(),
         "ram_available": usable_memory(),
-        "disk_free": probe.striped_space(*directories),
+        "disk_free": disk.striped_space(*directories),
         "drives": drives.drives_under(*directories),
         "pinnable": pinnable,
         "pinnable_why": why,

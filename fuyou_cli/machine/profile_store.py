@@ -11,15 +11,15 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryFile
 
+from fuyou_cli.core import probe
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.json_files import read_object
-from fuyou_cli.core.mounts import file_system_of
 from fuyou_cli.core.paths import kept_folder, machine_id
+from fuyou_cli.core.probe import file_system_of
 from fuyou_cli.core.typed import WrongData, from_json
 from fuyou_cli.core.units import MiB, in_steps
 from fuyou_cli.spec.hardware import SUSTAINED_RATES, HardwareProfile, merged_rates, wrong_rates
 
-from . import probe
 from .background_load import are_busy
 from .profile import FILE_KEYS, LATER_ON_A_GPU, assumed_hardware, card, core_count, cpu_name, facts_now
 

@@ -18,8 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..core.collector import uncollected
 from ..core.errors import PlanError
+from ..core.process import uncollected
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan

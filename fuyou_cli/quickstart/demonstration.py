@@ -16,11 +16,11 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from fuyou_cli.core import probe
 from fuyou_cli.core.errors import FuyouError, Interrupted, OutOfSpaceError, PlanError, UsageError
 from fuyou_cli.core.paths import folder
 from fuyou_cli.core.units import GiB, gib
 from fuyou_cli.engine.processor import has_fast_bfloat16
-from fuyou_cli.machine import probe
 from fuyou_cli.machine.first_measurement import measure_once
 from fuyou_cli.machine.groups import Ended, run_limited
 from fuyou_cli.machine.profile import core_count, usable_memory

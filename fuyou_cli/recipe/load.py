@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ..core.disk import remedy
-from ..core.plain_files import read_plain
+from ..core.safe_files import read_plain
 from ..core.typed import show_path
 from .check import check
 from .diagnostics import Diagnostic, Place, RecipeErrors

@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..core.errors import UsageError
 from ..core.json_files import find_text, object_in
-from ..core.own_files import write_own
 from ..core.paths import kept_folder, machine_id
-from ..core.plain_files import read_plain
+from ..core.safe_files import read_plain, write_own
 from ..core.typed import from_json
 from .stored_quantised import quantised_keys, stored_in
 

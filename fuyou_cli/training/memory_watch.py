@@ -8,8 +8,8 @@ kernel tells what a visit really reached, so that slow growth is seen in time.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
+from ..core import heap, probe
 from ..planner.boundary_layout import kept_bytes
 from ..planner.memory import CREEP
 from ..planner.schedule import Visit
@@ -20,13 +20,11 @@ _SAMPLE_SECONDS = 0.02
 
 
 class MemoryWatch:
-    """Samples the process's memory in a thread. `highest` returns the most bytes that the kernel saw since the last call (0:
-    not known)."""
+    """Samples the process's memory in a thread."""
 
-    def __init__(self, now: Callable[[], int], highest: Callable[[], int] = lambda: 0) -> None:
-        self._now, self._highest = now, highest
-        highest()  # discards what was before this run
-        self.peak = self._since = now()
+    def __init__(self) -> None:
+        probe.highest_bytes()  # discards what was before this run
+        self.peak = self._since = probe.process_bytes()
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="memory-watch", daemon=True)
@@ -34,15 +32,15 @@ class MemoryWatch:
     def look(self) -> int:
         """Returns the bytes now and includes them in the peak."""
         with self._lock:
-            now = self._now()
+            now = probe.process_bytes()
             self.peak, self._since = max(self.peak, now), max(self._since, now)
         return now
 
     def reached(self) -> int:
         """Returns the most bytes since the last call."""
         with self._lock:
-            now = self._now()
-            reached = max(now, self._since, self._highest())
+            now = probe.process_bytes()
+            reached = max(now, self._since, probe.highest_bytes())
             self.peak, self._since = max(self.peak, reached), now
         return reached
 
@@ -60,13 +58,10 @@ class MemoryWatch:
 
 
 class Trimming:
-    """Trims one run's heap. `now` returns the process's bytes. `reached` returns the most bytes since the last call. `trim`
-    gives free pages back; its argument tells whether the next visit needs large blocks to be mapped on their own."""
+    """Trims one run's heap: so that large blocks are mapped on their own, where the next visit needs that."""
 
-    def __init__(
-        self, *, model: ModelSpec, plan: Plan, now: Callable[[], int], reached: Callable[[], int], trim: Callable[[bool], None]
-    ) -> None:
-        self._model, self._plan, self._now, self._reached, self._trim = model, plan, now, reached, trim
+    def __init__(self, model: ModelSpec, plan: Plan, memory: MemoryWatch) -> None:
+        self._model, self._plan, self._memory = model, plan, memory
         self._compute = sum(line.size for line in plan.memory if line.what == "compute" and line.tier == "cpu")
         # Free pages may pile up to here. A visit's memory is known to about a fifth, because of fragmentation.
         self._most = plan.predicted.cpu_peak - self._compute // 5
@@ -78,20 +73,20 @@ class Trimming:
     def between_micro_batches(self) -> None:
         """Trims if the next micro-batch has no room. It reuses the free pages of the one before, except for blocks that are
         mapped on their own."""
-        if self._now() + self._next > self._most:
-            self._trim(self._next > 0)
+        if self._memory.look() + self._next > self._most:
+            heap.trim(apart=self._next > 0)
 
     def between_visits(self, before: Visit, after: Visit) -> None:
         """Trims if the next visit has no room. Unless it is like the one before, it may find no free block that it can use.
         (Relying on similar visits without looking at the peak got a run killed: scripts/results/TRIED.md.)"""
-        reached = self._reached()
+        reached = self._memory.reached()
         if self._shape(before) == self._shape(after):
             # A block that keeps more holds it until forward ends; one that keeps less computes it again in backward.
             room = reached + abs(self._kept(after) - self._kept(before)) <= self._most_alike
         else:
-            room = self._now() + self._takes(after) <= self._most
+            room = self._memory.look() + self._takes(after) <= self._most
         if not room:
-            self._trim(self._peaks(after)[1] > 0)
+            heap.trim(apart=self._peaks(after)[1] > 0)
         self._next = self._takes_again(after)
 
     def _shape(self, visit: Visit) -> tuple[object, ...]:

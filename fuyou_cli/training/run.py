@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 
 import torch
@@ -72,27 +71,20 @@ class Doing:
 
 
 class Run:
-    """An open run. `memory_now` returns the process's anonymous and kernel bytes. `memory_highest` returns the most since
-    the last call (0: not known). `free_space` returns the free bytes of a folder. `ends_process`: signals are ignored once the
-    run has failed, while its opener reports why."""
+    """An open run. `announce` shows a message. `ends_process`: signals are ignored once the run has failed, while its opener
+    reports why."""
 
     def __init__(
         self,
         ready: Ready,
         *,
-        memory_now: Callable[[], int],
-        memory_highest: Callable[[], int] = lambda: 0,
-        free_space: Callable[[Path], int],
-        trim: Callable[[bool], None] = lambda apart: None,
         announce: Callable[[str], None] = lambda text: None,
         ends_process: bool = False,
     ) -> None:
         planned = ready.planned
         self.ready, self.planned, self.plan, self.model = ready, planned, planned.plan, planned.model
-        self.memory = MemoryWatch(memory_now, memory_highest)
-        self._trimming = Trimming(
-            model=self.model, plan=self.plan, now=self.memory.look, reached=self.memory.reached, trim=trim
-        )
+        self.memory = MemoryWatch()
+        self._trimming = Trimming(self.model, self.plan, self.memory)
         self.standing = Standing.of(planned.manifest)
         self._announce = announce
         self.doing = Doing()
@@ -105,7 +97,7 @@ class Run:
             opening.enter_context(self.stopping)  # closed last
             opening.enter_context(self.memory)
             self._stack = opening
-            self._open(free_space)
+            self._open()
             self._stack = opening.pop_all()
 
     @property
@@ -119,12 +111,12 @@ class Run:
 
     # ---- opening and closing -------------------------------------------------------------------------------------
 
-    def _open(self, free_space: Callable[[Path], int]) -> None:
+    def _open(self) -> None:
         plan, planned = self.plan, self.planned
         torch.set_num_threads(plan.numerics.torch_threads)
         random_states.seed(planned.recipe.seed)
         self._folders = RunFolders(planned, self.standing.run)
-        self._folders.claim(free_space)
+        self._folders.claim()
         arena = self._stack.enter_context(Arena(max(plan.arena_size, 1 << 21)))
         self._device_most = gpu_most(planned.recipe, planned.hardware)
         if planned.recipe.train.deterministic and plan.device != "cpu":

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from ..core.errors import UsageError
-from ..core.own_files import own_folder
+from ..core.safe_files import own_folder
 from ..swap.store import Store
 from .prepared import Planned
 from .run_limits import check_loading
@@ -28,7 +27,7 @@ class RunFolders:
         self._paths = [directory / STORE_FILE for directory in planned.directories]
         self._unnamed: list[Path] = []  # files that this run made and no manifest names yet
 
-    def claim(self, free_space: Callable[[Path], int]) -> None:
+    def claim(self) -> None:
         """Checks that a saved run is still the one in the plan, and that the folders have room for the store."""
         planned, plan = self._planned, self._planned.plan
         if planned.manifest is not None:
@@ -40,7 +39,7 @@ class RunFolders:
             own_folder(directory)
             if path.is_file() and path.stat().st_nlink > 1:
                 raise UsageError(f"{path} has a second name (hard link), which would be overwritten", hint="move it away")
-        check_space(self._paths, plan.store_size, free_space)
+        check_space(self._paths, plan.store_size)
 
     def open_store(self, closing: ExitStack) -> Store:
         """Opens and locks the store until `closing` ends. Only then is its manifest sure to stay as it is."""

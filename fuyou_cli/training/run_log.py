@@ -29,7 +29,7 @@ from ..core.disk import failed_writing, unusable
 from ..core.errors import FuyouError, Interrupted, UsageError
 from ..core.json_files import parsed
 from ..core.paths import is_file
-from ..core.plain_files import open_plain
+from ..core.safe_files import open_plain
 from ..core.typed import from_json
 from ..recipe.load import load_recipe
 from ..recipe.named import find_recipe

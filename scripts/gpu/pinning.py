@@ -6,8 +6,8 @@ import time
 
 from proof.verdicts import Row, holds, missing, reported
 
+from fuyou_cli.core import probe
 from fuyou_cli.core.units import MiB, gib
-from fuyou_cli.machine import probe
 
 SPARE = 1.3  # times its size must be available: a machine that swaps measures its drive
 COPIED = 256 * MiB

@@ -15,8 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from fuyou_cli.machine import probe
-from fuyou_cli.machine.probe import OwnGroup
+from fuyou_cli.core import probe
+from fuyou_cli.core.disk import existing
+from fuyou_cli.core.probe import OwnGroup
 
 ROOT = Path("/")
 REMOVAL_SECONDS = 3.0  # how long the kernel may take to let go of a group whose processes have ended
@@ -59,7 +60,7 @@ def parents(tree: OwnGroup) -> list[Path]:
 
 def device_of(path: Path, root: Path = ROOT) -> str:
     """Returns the whole disk that holds `path`, as major:minor. Raises LimitsUnavailable for a file system without one."""
-    number = probe.existing(path).stat().st_dev
+    number = existing(path).stat().st_dev
     if os.major(number) == 0:  # btrfs, overlay and others number themselves: ask what they were mounted from
         mount = probe.mount_of(path, root)
         source = Path(mount.source) if mount else Path()

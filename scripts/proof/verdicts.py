@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from fuyou_cli import __version__
-from fuyou_cli.machine import probe
+from fuyou_cli.core import probe
 from fuyou_cli.machine.profile import core_count, cpu_name
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,9 +14,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fuyou_cli.core import probe
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.units import GiB, MiB
-from fuyou_cli.machine import probe, profile
+from fuyou_cli.machine import profile
 from fuyou_cli.machine import profile_store as store
 from fuyou_cli.spec.hardware import Drive, StageRate
 

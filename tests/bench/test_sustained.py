@@ -132,7 +132,7 @@ def test_what_is_kept_of_drives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
     def kept(rates: list[float], most: int) -> HardwareProfile:
         drive(rates, most=most)
-        monkeypatch.setattr(bench.probe, "striped_space", lambda *places: free_for(12))
+        monkeypatch.setattr(bench.disk, "striped_space", lambda *places: free_for(12))
         monkeypatch.setattr(bench, "_drives_of", lambda places: 1)
         report = BenchReport(profile=profile, rates=(), notes=(), quick=True, seconds=1.0, written_bytes=0)
         return keep(bench._with_sustained(report, (tmp_path,), lambda _: None).profile, tmp_path, say=print)
@@ -164,7 +164,7 @@ def test_nobody_is_asked_nothing_is_written(
     tmp_path: Path, fuyou_there: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
     least = 4 * (measure_sustained.LEAST_WINDOWS + measure_sustained.MIXED_WINDOWS) * measure_sustained.WINDOW
-    if bench.probe.free_space(tmp_path) < least:
+    if bench.disk.free_space(tmp_path) < least:
         pytest.skip("too little is free here for it to ask")
     done = fuyou_there("bench", "--sustained", "--dir", tmp_path / "store")
     assert done.returncode == 2 and "add --yes" in done.stderr
@@ -174,7 +174,7 @@ def test_nobody_is_asked_nothing_is_written(
 
 @pytest.mark.parametrize("said", ["n\n", "\n", ""])
 def test_a_no_is_a_no(said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(bench.probe, "striped_space", lambda *places: 10**12)
+    monkeypatch.setattr(bench.disk, "striped_space", lambda *places: 10**12)
     with pytest.raises(UsageError, match="nothing was measured: there is no terminal"):
         bench.run_bench(tmp_path, quick=True, json_output=False, sustained=True)
     monkeypatch.setattr("sys.stdin", StringIO(said))

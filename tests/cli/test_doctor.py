@@ -13,8 +13,9 @@ from types import SimpleNamespace
 import pytest
 
 from fuyou_cli.cli import doctor
+from fuyou_cli.core import probe
 from fuyou_cli.core.units import GiB
-from fuyou_cli.machine import checks, drives, probe
+from fuyou_cli.machine import checks, drives
 
 from .conftest import tree, with_drive
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fuyou_cli.machine import checks, drives, probe
+from fuyou_cli.core import disk, probe
+from fuyou_cli.machine import checks, drives
 from fuyou_cli.machine.drives import rated_bytes
 from fuyou_cli.machine.profile import core_count
 
@@ -130,7 +131,7 @@ def test_a_real_limit_is_seen_by_a_process_inside_it():
         pytest.skip(f"no cgroup can be made: {error}")
     try:
         enter = "import sys; open(sys.argv[1], 'w').write('0')"
-        code = f"{enter}; from fuyou_cli.machine import probe; print(probe.memory_limit())"
+        code = f"{enter}; from fuyou_cli.core import probe; print(probe.memory_limit())"
         command = [sys.executable, "-c", code, str(folder / "cgroup.procs")]
         done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
         assert int(done.stdout) == limit
@@ -140,7 +141,7 @@ def test_a_real_limit_is_seen_by_a_process_inside_it():
 
 TOUCHING = """
 import ctypes
-from fuyou_cli.machine import probe
+from fuyou_cli.core import disk, probe
 before = probe.process_bytes()
 block = ctypes.create_string_buffer(64 << 20)
 ctypes.memset(block, 1, len(block))
@@ -155,8 +156,8 @@ def test_process_bytes_counts_what_is_touched():
 
 
 def test_free_space_of_a_folder_that_is_not_there_yet(tmp_path):
-    assert probe.free_space(tmp_path / "a" / "b") > 0
-    assert probe.existing(tmp_path / "a" / "b") == tmp_path
+    assert disk.free_space(tmp_path / "a" / "b") > 0
+    assert disk.existing(tmp_path / "a" / "b") == tmp_path
 
 
 def test_wsl_is_recognised_by_its_kernel(tmp_path):

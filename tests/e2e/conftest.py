@@ -165,7 +165,7 @@ class Project:
 
     def fuyou_with_free(self, free: int, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
         """The same on a machine whose disks say that `free` bytes are left."""
-        first = f"from fuyou_cli.machine import probe\nprobe.free_space = lambda path: {free}\n"
+        first = f"from fuyou_cli.core import disk\ndisk.free_space = lambda path: {free}\n"
         return ended(self.begin(*arguments, first=first))
 
     def fuyou_doing(self, action: str, step: int, *arguments: str | Path) -> subprocess.CompletedProcess[str]:

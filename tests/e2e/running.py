@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file
 
 from fuyou_cli.checkpoint.hub import Progress
-from fuyou_cli.machine import probe
 from fuyou_cli.machine.profile import assumed_hardware
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.recipe.schema import Recipe
@@ -59,7 +58,7 @@ def prepared_run(
 def run_of(what: Project | Ready, **options: Any) -> Run:
     """Returns the run of a project, or of one that is prepared. Its user opens and closes it."""
     ready = prepared_run(what) if isinstance(what, Project) else what
-    return Run(ready, memory_now=probe.process_bytes, free_space=probe.free_space, **options)
+    return Run(ready, **options)
 
 
 def resolved_as(planned: Planned, **changes: Any) -> Planned:

@@ -226,8 +226,8 @@ def test_an_export_that_fails_takes_nothing_else(new_project: NewProject) -> Non
 def test_what_ends_a_run_before_its_first_step_is_in_its_log(new_project: NewProject, monkeypatch: pytest.MonkeyPatch) -> None:
     """A log of no step is gone on with, so that trying again leaves one file."""
     project = new_project(changes={"train.max_steps": 2, "export.at_end": False})
-    monkeypatch.setattr("fuyou_cli.machine.allocator.settle_allocator", lambda: None)  # of this process
-    monkeypatch.setattr("fuyou_cli.machine.allocator.settle_for_training", lambda: None)
+    monkeypatch.setattr("fuyou_cli.core.heap.settle_allocator", lambda: None)  # of this process
+    monkeypatch.setattr("fuyou_cli.core.heap.settle_for_training", lambda: None)
     loaded, log = load_recipe(project.recipe), project.out / "log.jsonl"
     (store := where_its_store_is(loaded.recipe)).mkdir(parents=True)
     (store / "store.bin").touch()
@@ -275,8 +275,8 @@ def test_asked_to_stop_after_the_last_step_the_export_waits_for_another_time(
     new_project: NewProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     project = new_project(changes={"train.max_steps": STEPS})
-    monkeypatch.setattr("fuyou_cli.machine.allocator.settle_allocator", lambda: None)  # of this process
-    monkeypatch.setattr("fuyou_cli.machine.allocator.settle_for_training", lambda: None)
+    monkeypatch.setattr("fuyou_cli.core.heap.settle_allocator", lambda: None)  # of this process
+    monkeypatch.setattr("fuyou_cli.core.heap.settle_for_training", lambda: None)
     step = JsonlLog.step
 
     def step_and_stop(log: JsonlLog, report: StepReport) -> None:

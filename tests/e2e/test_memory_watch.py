@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import mmap
 
+import pytest
+
+from fuyou_cli.core import probe
 from fuyou_cli.core.units import GiB
-from fuyou_cli.machine import probe
 from fuyou_cli.training.memory_watch import MemoryWatch
 from fuyou_cli.training.run import Run
 
@@ -14,19 +16,22 @@ from .conftest import NewProject
 from .running import prepared_run
 
 
-def test_a_look_feeds_the_peak() -> None:
+def test_a_look_feeds_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = itertools.chain([5, 9, 7], itertools.repeat(1))
-    watch = MemoryWatch(lambda: next(sizes))  # its thread is not started
+    monkeypatch.setattr(probe, "process_bytes", lambda: next(sizes))
+    watch = MemoryWatch()  # its thread is not started
     assert (watch.look(), watch.peak) == (9, 9)
     assert (watch.look(), watch.peak) == (7, 9)
 
 
-def test_a_run_says_when_it_passes_its_budget(new_project: NewProject) -> None:
+def test_a_run_says_when_it_passes_its_budget(monkeypatch: pytest.MonkeyPatch, new_project: NewProject) -> None:
     """With the number, in the step in which that happens; not again while it does not grow."""
     ready = prepared_run(new_project())
     said, seen = list[str](), list[int]()
     taken = [ready.planned.plan.cpu_budget - GiB]
-    with Run(ready, memory_now=lambda: taken[0], free_space=probe.free_space, announce=said.append) as run:
+    monkeypatch.setattr(probe, "process_bytes", lambda: taken[0])
+    monkeypatch.setattr(probe, "highest_bytes", lambda: 0)
+    with Run(ready, announce=said.append) as run:
         run.load(lambda count: None)
 
         def on_step(report: object) -> None:
@@ -39,9 +44,11 @@ def test_a_run_says_when_it_passes_its_budget(new_project: NewProject) -> None:
     assert told.startswith("note: after step 2 the process has taken") and "512 MiB more" in told
 
 
-def test_what_was_reached_is_since_it_was_asked_last() -> None:
+def test_what_was_reached_is_since_it_was_asked_last(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes, highest = iter([5, 9, 7, 7, 6]), iter([100, 8, 30])
-    watch = MemoryWatch(lambda: next(sizes), lambda: next(highest))  # what was before the run does not count
+    monkeypatch.setattr(probe, "process_bytes", lambda: next(sizes))
+    monkeypatch.setattr(probe, "highest_bytes", lambda: next(highest))
+    watch = MemoryWatch()  # what was before the run does not count
     watch.look()
     assert (watch.reached(), watch.peak) == (9, 9)
     assert (watch.reached(), watch.peak) == (30, 30)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fuyou_cli.advice.room import described_disks, disks_of, plan_problems, room_of
-from fuyou_cli.machine import probe
+from fuyou_cli.core import disk
 from fuyou_cli.machine.described import described
 from fuyou_cli.machine.profile import assumed_hardware
 from fuyou_cli.recipe.load import load_recipe
@@ -33,7 +33,7 @@ def _slow_computer(device: str) -> Any:
 
 def _planned(project: Project, monkeypatch: pytest.MonkeyPatch, free: int, *changes: str) -> Planned:
     """Plans on a machine whose disks say that `free` bytes are left."""
-    monkeypatch.setattr(probe, "free_space", lambda path: free)
+    monkeypatch.setattr(disk, "free_space", lambda path: free)
     recipe = load_recipe(project.recipe, changes).recipe
     inspected = inspect(resolve(recipe, to_run=False, say=silent), say=silent)
     return plan(inspected, _slow_computer(inspected.device), disks_of(inspected.resolved), say=silent)
@@ -70,7 +70,7 @@ def test_a_search_stays_within_what_the_run_may_have(new_project: NewProject, mo
 def test_files_on_one_disk_share_it(new_project: NewProject, monkeypatch: pytest.MonkeyPatch) -> None:
     project = new_project(changes={"offload.dir": ["a", "b"], "export.at_end": False})
     monkeypatch.chdir(project.folder)
-    monkeypatch.setattr(probe, "free_space", lambda path: 6 << 20)
+    monkeypatch.setattr(disk, "free_space", lambda path: 6 << 20)
 
     def room(*changes: str) -> int:
         resolved = resolve(load_recipe(project.recipe, changes).recipe, to_run=False, say=silent)
@@ -81,7 +81,7 @@ def test_files_on_one_disk_share_it(new_project: NewProject, monkeypatch: pytest
     assert room("offload.max_memory.ssd=3MiB") == 3 << 20
     _preallocated(run_directories(load_recipe(project.recipe).recipe)[0] / STORE_FILE, 2 << 20)
     assert room() == 8 << 20 and room("offload.max_memory.ssd=1TB") == 8 << 20
-    monkeypatch.setattr(probe, "free_space", lambda path: 0)
+    monkeypatch.setattr(disk, "free_space", lambda path: 0)
     assert room("export.at_end=true") == 1 << 20
 
 

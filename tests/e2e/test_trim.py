@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from fuyou_cli.machine import probe
+from fuyou_cli.core import heap, probe
 from fuyou_cli.training.run import Run
 
 from .conftest import NewProject, Project
@@ -16,12 +16,15 @@ from .running import prepared_run
 STEPS = 2
 
 
-def calls_of(project: Project, size: Callable[[int], int]) -> tuple[list[str], int]:
+def calls_of(monkeypatch: pytest.MonkeyPatch, project: Project, size: Callable[[int], int]) -> tuple[list[str], int]:
     """Returns what happened, in order, in a process that has size(planned peak) bytes; visits of the run."""
     prepared = prepared_run(project)
     calls: list[str] = []
     now = size(prepared.planned.plan.predicted.cpu_peak)
-    with Run(prepared, memory_now=lambda: now, free_space=probe.free_space, trim=lambda apart: calls.append("trim")) as run:
+    monkeypatch.setattr(probe, "process_bytes", lambda: now)
+    monkeypatch.setattr(probe, "highest_bytes", lambda: 0)
+    monkeypatch.setattr(heap, "trim", lambda apart: calls.append("trim"))
+    with Run(prepared) as run:
         run.load(lambda count: None)
         executor = run.executor
         between, after = executor.between_micro_batches, executor.after_visit
@@ -44,23 +47,23 @@ def project(new_project: NewProject) -> Project:
     return new_project(changes={"train.max_steps": STEPS})
 
 
-def test_a_process_far_below_its_peak_keeps_what_it_has(project: Project) -> None:
-    calls, visits = calls_of(project, lambda peak: 1)
+def test_a_process_far_below_its_peak_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch, project: Project) -> None:
+    calls, visits = calls_of(monkeypatch, project, lambda peak: 1)
     assert calls.count("visit") == visits and calls.count("micro-batch") > visits // 2
     assert "trim" not in calls
 
 
-def test_a_process_at_its_peak_gives_back_all_it_can(project: Project) -> None:
-    calls, visits = calls_of(project, lambda peak: peak)
+def test_a_process_at_its_peak_gives_back_all_it_can(monkeypatch: pytest.MonkeyPatch, project: Project) -> None:
+    calls, visits = calls_of(monkeypatch, project, lambda peak: peak)
     assert calls.count("trim") == calls.count("visit") + calls.count("micro-batch")
     assert calls.count("visit") == visits
 
 
-def test_a_visit_needs_room_for_all_it_takes(project: Project) -> None:
+def test_a_visit_needs_room_for_all_it_takes(monkeypatch: pytest.MonkeyPatch, project: Project) -> None:
     """Leaves room for all that compute takes, of which a fifth is never counted on: the hungriest do not fit."""
     prepared = prepared_run(project)
     compute = sum(line.size for line in prepared.planned.plan.memory if line.what == "compute")
-    calls, visits = calls_of(project, lambda peak: peak - compute)
+    calls, visits = calls_of(monkeypatch, project, lambda peak: peak - compute)
     after_visits = [one for one, before in zip(calls[1:], calls, strict=False) if before == "visit"]
     assert 0 < after_visits.count("trim") < visits
     after_micro_batches = [one for one, before in zip(calls[1:], calls, strict=False) if before == "micro-batch"]

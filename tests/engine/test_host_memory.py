@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from fuyou_cli.core.probe import process_bytes
 from fuyou_cli.core.units import MiB
 from fuyou_cli.engine.host_memory import HostMemory
-from fuyou_cli.machine.probe import process_bytes
 from fuyou_cli.spec.plan import Span
 from fuyou_cli.swap.arena import Arena
 

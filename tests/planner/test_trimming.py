@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from fuyou_cli.core import heap
 from fuyou_cli.core.units import GiB, MiB
 from fuyou_cli.planner.memory import CREEP, DRIFT
 from fuyou_cli.planner.place import plan
@@ -25,11 +26,18 @@ WISHES = PlanRequest(
 
 
 class Heap:
-    """Stands for a process of `size` bytes; trimming takes it to `floor`."""
+    """Stands for a process of `size` bytes that had `most` since the last visit, and for what watches it."""
 
-    def __init__(self, spec: ModelSpec, made: Plan) -> None:
-        self.size, self.reached, self.trims, self.apart = 0, 0, 0, False
-        self.trimming = Trimming(model=spec, plan=made, now=lambda: self.size, reached=lambda: self.reached, trim=self._trim)
+    def __init__(self, spec: ModelSpec, made: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.size, self.most, self.trims, self.apart = 0, 0, 0, False
+        self.trimming = Trimming(spec, made, self)  # type: ignore[arg-type]
+        monkeypatch.setattr(heap, "trim", self._trim)
+
+    def look(self) -> int:
+        return self.size
+
+    def reached(self) -> int:
+        return self.most
 
     def _trim(self, apart: bool) -> None:
         self.trims += 1
@@ -66,54 +74,58 @@ def _visit(spec: ModelSpec, made: Plan, phase: str, kind: str) -> Visit:
     ("phase", "kind", "beside"),
     [("forward", "block", 0), ("forward", "norm", 0), ("backward", "block", 30 * MiB), ("head", "head", HEAD)],
 )
-def test_micro_batches_need_room_for_what_is_mapped(phase: str, kind: str, beside: int, spec: ModelSpec) -> None:
+def test_micro_batches_need_room_for_what_is_mapped(
+    phase: str, kind: str, beside: int, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The rest finds the holes of the one before; a head finds none, nor for what little is not mapped."""
     made = plan(spec, HARDWARE, WISHES)
-    heap, visit = Heap(spec, made), _visit(spec, made, phase, kind)
+    process, visit = Heap(spec, made, monkeypatch), _visit(spec, made, phase, kind)
     compute = sum(line.size for line in made.memory if line.what == "compute")
     whole_batch = compute - HEAD  # what a step's batch takes is there whatever the visit
     limit = made.predicted.cpu_peak - compute // 5 - beside - (whole_batch if kind == "head" else 0)
-    assert not heap.between_micro_batches(visit, limit)
-    assert heap.between_micro_batches(visit, limit + 1)
+    assert not process.between_micro_batches(visit, limit)
+    assert process.between_micro_batches(visit, limit + 1)
 
 
-def test_a_visit_unlike_the_one_before_needs_room_for_all_it_takes(spec: ModelSpec) -> None:
+def test_a_visit_unlike_the_one_before_needs_room_for_all_it_takes(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     made = plan(spec, HARDWARE, WISHES)
-    heap, visit = Heap(spec, made), _visit(spec, made, "backward", "block")
+    process, visit = Heap(spec, made, monkeypatch), _visit(spec, made, "backward", "block")
     before = _visit(spec, made, "backward", "norm")
     compute = sum(line.size for line in made.memory if line.what == "compute")
     limit = made.predicted.cpu_peak - compute // 5 - (compute - HEAD) - BLOCK
-    heap.size = limit
-    heap.trimming.between_visits(before, visit)
-    assert heap.trims == 0
-    heap.size = limit + 1
-    heap.trimming.between_visits(before, visit)
-    assert heap.trims == 1
+    process.size = limit
+    process.trimming.between_visits(before, visit)
+    assert process.trims == 0
+    process.size = limit + 1
+    process.trimming.between_visits(before, visit)
+    assert process.trims == 1
 
 
 @pytest.mark.parametrize(
     ("kind", "phase", "apart"), [("head", "head", True), ("block", "backward", True), ("norm", "forward", False)]
 )
-def test_what_counts_on_mapped_blocks_is_told_to_the_heap(kind: str, phase: str, apart: bool, spec: ModelSpec) -> None:
+def test_what_counts_on_mapped_blocks_is_told_to_the_heap(
+    kind: str, phase: str, apart: bool, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = plan(spec, HARDWARE, WISHES)
-    heap, visit = Heap(spec, made), _visit(spec, made, phase, kind)
+    process, visit = Heap(spec, made, monkeypatch), _visit(spec, made, phase, kind)
     before = _visit(spec, made, "forward", "embedding")
-    heap.size = made.predicted.cpu_peak
-    heap.trimming.between_visits(before, visit)
-    assert heap.trims == 1 and heap.apart == apart
+    process.size = made.predicted.cpu_peak
+    process.trimming.between_visits(before, visit)
+    assert process.trims == 1 and process.apart == apart
 
 
-def test_a_visit_like_the_one_before_reaches_what_that_one_reached(spec: ModelSpec) -> None:
+def test_a_visit_like_the_one_before_reaches_what_that_one_reached(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reaches it whatever there is now, and until that has crept up."""
     made = plan(spec, HARDWARE, WISHES)
-    heap, visit = Heap(spec, made), _visit(spec, made, "backward", "block")
+    process, visit = Heap(spec, made, monkeypatch), _visit(spec, made, "backward", "block")
     compute = sum(line.size for line in made.memory if line.what == "compute")
-    heap.size = heap.reached = made.predicted.cpu_peak - compute // 4
-    heap.trimming.between_visits(visit, visit)
-    assert heap.trims == 0
-    heap.reached += 1
-    heap.trimming.between_visits(visit, visit)
-    assert heap.trims == 1
+    process.size = process.most = made.predicted.cpu_peak - compute // 4
+    process.trimming.between_visits(visit, visit)
+    assert process.trims == 0
+    process.most += 1
+    process.trimming.between_visits(visit, visit)
+    assert process.trims == 1
 
 
 def _keeping(spec: ModelSpec, kept: tuple[int, int]) -> tuple[ModelSpec, Plan]:
@@ -131,29 +143,29 @@ def _keeping(spec: ModelSpec, kept: tuple[int, int]) -> tuple[ModelSpec, Plan]:
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize("kept", [(MiB, 9 * MiB), (9 * MiB, MiB)])
 def test_a_block_that_keeps_other_outputs_needs_room_for_the_difference(
-    phase: str, kept: tuple[int, int], spec: ModelSpec
+    phase: str, kept: tuple[int, int], spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before, the heap was trimmed between any two such blocks: of LoRA of 1.1 B, 13% of a step were page faults."""
     spec, made = _keeping(spec, kept)
     first, second = (visit for visit in plan_schedule(spec, made).visits if visit.phase == phase and visit.stage in (1, 2))
     compute = sum(line.size for line in made.memory if line.what == "compute")
-    heap = Heap(spec, made)
-    heap.size = made.predicted.cpu_peak  # all of it free pages, which the next block takes as they are
+    process = Heap(spec, made, monkeypatch)
+    process.size = made.predicted.cpu_peak  # all of it free pages, which the next block takes as they are
     for beyond in (0, 1):
-        heap.reached = made.predicted.cpu_peak - int(CREEP * compute) - 8 * MiB + beyond
-        heap.trimming.between_visits(first, second)
-        assert heap.trims == beyond
+        process.most = made.predicted.cpu_peak - int(CREEP * compute) - 8 * MiB + beyond
+        process.trimming.between_visits(first, second)
+        assert process.trims == beyond
 
 
-def test_free_pages_are_what_lets_blocks_follow_each_other(spec: ModelSpec) -> None:
+def test_free_pages_are_what_lets_blocks_follow_each_other(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """A heap that drifts by DRIFT is not trimmed where the plan has room for its free pages."""
     spec = replace(spec, stages=tuple(replace(s, backward_peak=BLOCK) if s.kind == "head" else s for s in spec.stages))
     tight, roomy = (plan(spec, HARDWARE, replace(WISHES, free_pages=free)) for free in (False, True))
     line = next(line for line in roomy.memory if line.what == "free pages")
     assert roomy.predicted.cpu_peak == tight.predicted.cpu_peak + line.size
     for made, trims in ((tight, 1), (roomy, 0)):
-        heap = Heap(spec, made)
+        process = Heap(spec, made, monkeypatch)
         before, after = [v for v in plan_schedule(spec, made).visits if v.phase == "forward" and v.stage in (1, 2)]
-        heap.reached = tight.predicted.cpu_peak + int(DRIFT * BLOCK)
-        heap.trimming.between_visits(before, after)
-        assert heap.trims == trims
+        process.most = tight.predicted.cpu_peak + int(DRIFT * BLOCK)
+        process.trimming.between_visits(before, after)
+        assert process.trims == trims

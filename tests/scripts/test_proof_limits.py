@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 from proof import control_groups, watch
 from proof.control_groups import DiskRates, LimitsUnavailable
 
-from fuyou_cli.machine.probe import OwnGroup
+from fuyou_cli.core.probe import OwnGroup
 
 MiB = 1 << 20
 HYBRID_MOUNTS = """\

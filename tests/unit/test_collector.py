@@ -1,4 +1,4 @@
-"""core/collector.py: the cycle collector stays off where it only takes time, and does not make up for it afterwards."""
+"""core/process.py: the cycle collector stays off where it only takes time, and does not make up for it afterwards."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fuyou_cli.core.collector import uncollected
+from fuyou_cli.core.process import uncollected
 
 MANY = 50_000  # more than any threshold
 

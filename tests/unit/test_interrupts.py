@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from fuyou_cli.core.interrupts import uninterrupted
+from fuyou_cli.core.process import uninterrupted
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])

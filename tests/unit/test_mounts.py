@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from faulty_drive import faulty_drive
 
-from fuyou_cli.core.mounts import file_system_of, mount_of, mounts
+from fuyou_cli.core.probe import file_system_of, mount_of, mounts
 
 
 def _run(*words: str | Path) -> None:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from fuyou_cli.core.heap import trim
 from fuyou_cli.core.units import gib
 from fuyou_cli.spec.hardware import RatedKind
 from fuyou_cli.spec.plan import Numerics
 
-from ..allocator import trim
 from .findings import Findings, seconds_of
 from .stages import LEAST_TOKENS, RunStage, Sample, block_stage, head_stage, timed
 

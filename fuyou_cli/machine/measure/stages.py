@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from fuyou_cli.core.heap import trim
 from fuyou_cli.core.units import count
 from fuyou_cli.spec.hardware import RatedKind, StageRate
 from fuyou_cli.spec.model import ITEM_SIZE, Dtype, ModelSpec, StageSpec
 from fuyou_cli.spec.plan import Numerics
 
-from ..allocator import trim
 from .findings import DTYPES, Findings, Rate, launch_seconds
 from .turns import Action, counted, in_turns, left_out, rates_of
 

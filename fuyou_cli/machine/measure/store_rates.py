@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from fuyou_cli.core.errors import OutOfSpaceError
-from fuyou_cli.core.interrupts import uninterrupted
+from fuyou_cli.core.process import uninterrupted
 from fuyou_cli.core.units import GiB, MiB, align_up, gb, gib
 from fuyou_cli.swap.arena import Arena
 from fuyou_cli.swap.daemon import DaemonOptions, SwapDaemon

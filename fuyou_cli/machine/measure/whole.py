@@ -13,13 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fuyou_cli.core import probe
 from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.heap import settle_for_training
 from fuyou_cli.planner.plan_request import update_threads_for
 from fuyou_cli.spec.hardware import HardwareProfile, merged_rates
 from fuyou_cli.spec.model import Dtype
 
-from .. import probe
-from ..allocator import settle_for_training
 from ..drives import drives_under
 from ..profile import assumed_hardware, card, cpu_name
 from .findings import DTYPES, Findings, Rate, each, mean_seconds, rate_of, seconds_of

@@ -44,7 +44,6 @@ class Place:
     # The override that names the folders of one store, which are removed at the end.
     store: Callable[[], AbstractContextManager[str]]
     machine: Machine
-    run: dict[str, Any]  # arguments of `Run`
     trace: Trace | None
     say: Say
     beside: bool = True  # also measures in-memory PyTorch if it fits
@@ -86,7 +85,7 @@ def measure(loaded: LoadedRecipe, planned: Planned, place: Place) -> Measured:
     """Loads random weights, trains, and returns the measured figures."""
     ready = _ready(loaded, planned, place)
     reports: list[StepReport] = []
-    with Run(ready, **place.run) as run:
+    with Run(ready, announce=place.say) as run:
         place.say(f"loading random weights, {count(planned.model.parameters)} parameters, and training {STEPS} steps")
         run.load(lambda count: None)
         if place.trace is not None:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Literal
 
 from ...core.errors import UsageError
-from ...core.interrupts import uninterrupted
 from ...core.patience import SILENT, Patience
+from ...core.process import uninterrupted
 from ...core.units import MiB
 from ...spec.model import SourceFile
 from ...spec.plan import Span

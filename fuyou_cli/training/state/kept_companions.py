@@ -27,8 +27,8 @@ from ...checkpoint.companions import (
 )
 from ...checkpoint.files import inside, read_json
 from ...core.disk import failed_writing, file_size, sync_directory, unreadable
-from ...core.own_files import is_own, own_folder, write_own
 from ...core.paths import expanded
+from ...core.safe_files import is_own, own_folder, write_own
 from .manifest import COMPANIONS
 
 if TYPE_CHECKING:

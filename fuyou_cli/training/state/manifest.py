@@ -23,7 +23,7 @@ from typing import Any
 from ...core.disk import failed_writing, status_of, sync_directory, unreadable
 from ...core.errors import FuyouError, UnreadableError, UsageError
 from ...core.json_files import find_text, has_too_many_values, object_in
-from ...core.own_files import write_own
+from ...core.safe_files import write_own
 from ...core.typed import from_json
 from ...spec.plan import Numerics
 from .manifest_checks import why_not

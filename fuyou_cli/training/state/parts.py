@@ -13,7 +13,7 @@ from ...checkpoint.companions import TEMPLATE_FOLDER
 from ...core.disk import failed_writing, file_size, sync_directory, sync_names_above, unreadable
 from ...core.errors import UsageError
 from ...core.json_files import find_object
-from ...core.own_files import write_own
+from ...core.safe_files import write_own
 from ...core.typed import from_json
 from .. import losses
 from . import manifest as manifests

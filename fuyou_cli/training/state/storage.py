@@ -33,9 +33,9 @@ from .manifest import NAME
 from .stored import TENSORS, Manifest, StoredExtent, StoredStage, StoredTensor
 
 
-def check_space(paths: Sequence[Path], size: int, free_space: Callable[[Path], int]) -> None:
+def check_space(paths: Sequence[Path], size: int) -> None:
     """Raises OutOfSpaceError if the disks have no room for the store, before anything is written."""
-    for disk in file_systems(store_files(paths, size), free_space):
+    for disk in file_systems(store_files(paths, size)):
         if disk.problem:
             raise OutOfSpaceError(
                 disk.problem, hint="free some space, or name another directory in offload.dir; several are striped"
