@@ -2,7 +2,7 @@
 """Shows that this checkout computes what another one computed: losses, exports, evaluations and stores, bit for bit.
 
     python scripts/compare_bits.py --checkout DIR --work DIR [--only WORD ...]
-    DIR: another checkout of fuyou whose C extension is built; some 10 minutes on two cores
+    DIR: another checkout of fuyou whose C extension is built; 20 minutes on two cores, 10 the second time
 
 Each case is a tiny model and a recipe. The other checkout trains it, and this one does. Then the other one is killed in
 mid-run, and this one continues its store. Compared are the losses of every step, the losses of evaluations, and the SHA-256 of
@@ -104,13 +104,19 @@ def compare(name: str, other: Path, work: Path) -> bool:
     train(ROOT, folder / "recipe.yaml")
     continued = results(folder)
 
-    wrong = [f"{what}: {part}" for what, got in (("trained", straight), ("continued", continued)) for part in unequal(expected, got)]
+    wrong = [
+        f"{what}: {part}" for what, got in (("trained", straight), ("continued", continued)) for part in unequal(expected, got)
+    ]
     print(f"{'DIFFERS' if wrong else 'equal  '}  {name}" + "".join(f"\n           {line}" for line in wrong), flush=True)
     return not wrong
 
 
 def unequal(expected: Mapping[str, Any], got: Mapping[str, Any]) -> list[str]:
-    return [f"{key}: {expected.get(key)} and {got.get(key)}" for key in sorted({*expected, *got}) if expected.get(key) != got.get(key)]
+    return [
+        f"{key}: {expected.get(key)} and {got.get(key)}"
+        for key in sorted({*expected, *got})
+        if expected.get(key) != got.get(key)
+    ]
 
 
 def results(folder: Path) -> dict[str, Any]:
@@ -145,7 +151,12 @@ def kill_in_mid_run(checkout: Path, recipe: Path) -> None:
 
 
 def start(checkout: Path, recipe: Path) -> dict[str, Any]:
-    environment = {**os.environ, "PYTHONPATH": str(checkout), "HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(recipe.parent / "cache")}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(checkout),
+        "HF_HUB_OFFLINE": "1",
+        "XDG_CACHE_HOME": str(recipe.parent / "cache"),
+    }
     screen = (recipe.parent / "screen.txt").open("w")
     command = [sys.executable, "-m", "fuyou_cli", "finetune", str(recipe)]
     return {"args": command, "cwd": recipe.parent, "env": environment, "stdout": screen, "stderr": screen}
@@ -179,7 +190,9 @@ def make_materials(work: Path, models: set[str]) -> None:
     rows = work / "rows.jsonl"
     if not rows.exists():
         work.mkdir(parents=True, exist_ok=True)
-        lines = [" ".join(f"w{(row * 7 + place * place) % (WORDS - 2) + 2}" for place in range(5 + row % 23)) for row in range(64)]
+        lines = [
+            " ".join(f"w{(row * 7 + place * place) % (WORDS - 2) + 2}" for place in range(5 + row % 23)) for row in range(64)
+        ]
         rows.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
     for model in sorted(models):
         if not (work / "models" / model / "config.json").exists():

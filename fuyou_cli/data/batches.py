@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -128,7 +129,7 @@ def deal(lengths: Sequence[int], numerics: Numerics, *, most: int | None = None)
 
 def _width(lengths: Sequence[int], numerics: Numerics) -> int:
     """Returns the width of a micro-batch of rows of these lengths."""
-    tokens = sum(lengths) if numerics.padding == "none" else max(lengths)
+    tokens = max(1, sum(lengths)) if numerics.padding == "none" else max(lengths)  # of an empty one there is padding alone
     return min(align_up(tokens, numerics.width_step), numerics.widest)
 
 
@@ -162,26 +163,23 @@ def typical_step(lengths: Sequence[int], numerics: Numerics) -> TypicalStep | No
     return TypicalStep(parts=scaled, tokens=min(tokens, sum(part.tokens for part in scaled)))
 
 
-def _shares(lengths: Sequence[int], numerics: Numerics, sweeps: int) -> list[list[int]]:
-    """Divides a step's rows among its sweeps, by length: each sweep has as many rows."""
-    order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
-    size = len(order) // sweeps
-    assert size * sweeps == len(order), (len(order), sweeps)
-    return [order[first : first + size] for first in range(0, len(order), size)]
+def _shares(dealt: Dealt, sweeps: int) -> list[Dealt]:
+    """Shares a step's micro-batches out among its sweeps, in order. Micro-batches are numerics: they are dealt before, whatever
+    the number of sweeps. Where short rows make fewer of them than there are sweeps, the last sweeps have an empty one."""
+    least, more = divmod(len(dealt), sweeps)
+    ends = [number * least + min(number, more) for number in range(sweeps + 1)]
+    return [dealt[begin:end] or [[]] for begin, end in pairwise(ends)]
 
 
 # ---- laying out ------------------------------------------------------------------------------------------------------
 
 
 def lay_out(rows: RowSource, indices: Sequence[int], *, pad_id: int, numerics: Numerics, sweeps: int = 1) -> Batch:
-    """Returns the arrays of a step with these rows. `sweeps`: passes over the model, each with an equal share of the rows."""
+    """Returns the arrays of a step with these rows. `sweeps`: passes over the model, each with its share of the micro-batches."""
     if numerics.padding == "step":
         return collate(rows, indices, pad_id=pad_id, max_len=numerics.max_seq_len, multiple=numerics.width_step)
     lengths = [_length(rows, index, numerics.max_seq_len) for index in indices]
-    dealt = [
-        [[share[number] for number in micro] for micro in next(deal([lengths[place] for place in share], numerics))]
-        for share in _shares(lengths, numerics, sweeps)
-    ]
+    dealt = _shares(next(deal(lengths, numerics)), sweeps)
     return laid_out(rows, indices, dealt, pad_id=pad_id, numerics=numerics)
 
 
@@ -237,7 +235,7 @@ def laid_out(rows: RowSource, indices: Sequence[int], dealt: Sequence[Dealt], *,
             if apart:
                 documents.append(_padded([places[place].end - places[place].begin for place in micro], width))
                 row += 1
-            parts.append(MicroBatch(first=first, end=row, width=width, longest=longest))
+            parts.append(MicroBatch(first=first, end=row, width=width, longest=longest or width))
         sweeps.append(tuple(parts))
     return Batch(
         input_ids=input_ids,

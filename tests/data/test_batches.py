@@ -58,8 +58,8 @@ def assert_divided(batch: Batch, numerics: Numerics) -> None:
         assert part.tokens <= numerics.micro_batch_tokens
         assert part.width % numerics.width_step == 0 or part.width == numerics.widest
         inside = [place for place in batch.places if part.first <= place.row < part.end]
-        assert max(place.end for place in inside) <= part.width
-        assert part.longest == max(place.end - place.begin for place in inside)
+        assert max((place.end for place in inside), default=0) <= part.width
+        assert part.longest == max((place.end - place.begin for place in inside), default=part.width)
         for row in range(part.first, part.end):
             if batch.documents is not None:
                 sizes = [place.end - place.begin for place in sorted(inside, key=lambda p: p.begin) if place.row == row]
@@ -78,6 +78,10 @@ def test_every_row_is_in_one_micro_batch(padding: Padding, sweeps: int, lengths:
     assert batch.sweeps is not None and len(batch.sweeps) == sweeps
     assert all(1 <= len(sweep) <= numerics.micro_batches // sweeps for sweep in batch.sweeps)  # as planned, or fewer
     assert (batch.documents is not None) == (padding == "none")
+    once = lay_out(rows, range(8), pad_id=0, numerics=numerics)
+    assert batch.places == once.places  # micro-batches are numerics
+    assert np.array_equal(batch.input_ids[: len(once.input_ids)], once.input_ids)
+    assert not batch.input_ids[len(once.input_ids) :].any()  # an empty micro-batch where sweeps are more
 
 
 @pytest.mark.parametrize("padding", [*PADDINGS, "step"])
