@@ -33,8 +33,8 @@ LONGEST_RUN = 600.0  # seconds after which one is taken to hang
 SSD = {f"offload.{kind}": "ssd" for kind in ("weights", "optimizer_states", "gradients", "boundaries")}
 RAM = dict.fromkeys(SSD, "cpu")
 LORA = {"adapter.r": 4, "adapter.lora_alpha": 8, "optimizer.lr": 1e-2}
-# name -> model, keys of its recipe. Every way in which a step's numbers come about is here once, and every family with a part of
-# its own; where things rest is drawn through them.
+# name -> model, keys of its recipe. Every way in which a step's numbers come about is here once, and every family with a part
+# of its own; where things rest varies through them.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "full, on the ssd": ("llama", SSD),
     "full, in ram": ("llama", RAM),
@@ -226,8 +226,8 @@ def make_model(folder: Path, name: str) -> None:
             **sizes, num_local_experts=4, num_experts_per_tok=2, head_dim=16, sliding_window=8
         ),
         "deepseek_v3": lambda: transformers.DeepseekV3Config(
-            **{**sizes, "num_key_value_heads": 4}, **latent, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=64,
-            n_group=1, topk_group=1, first_k_dense_replace=1,
+            **{**sizes, "num_key_value_heads": 4}, **latent, n_routed_experts=4, num_experts_per_tok=2,
+            moe_intermediate_size=64, n_group=1, topk_group=1, first_k_dense_replace=1,
         ),
     }[name]()  # fmt: skip
     torch.manual_seed(11)

@@ -175,7 +175,7 @@ def _shares(dealt: Dealt, sweeps: int) -> list[Dealt]:
 
 
 def lay_out(rows: RowSource, indices: Sequence[int], *, pad_id: int, numerics: Numerics, sweeps: int = 1) -> Batch:
-    """Returns the arrays of a step with these rows. `sweeps`: passes over the model, each with its share of the micro-batches."""
+    """Returns the arrays of a step with these rows. `sweeps`: passes over the model; they share the micro-batches."""
     if numerics.padding == "step":
         return collate(rows, indices, pad_id=pad_id, max_len=numerics.max_seq_len, multiple=numerics.width_step)
     lengths = [_length(rows, index, numerics.max_seq_len) for index in indices]

@@ -181,7 +181,7 @@ def test_the_same_however_bytes_move(family: str, options: dict[str, Any], tmp_p
 @pytest.mark.parametrize("family", ["llama", "dynamic"])  # end to end and padded, both untied: others have one sweep
 @pytest.mark.parametrize("vocabulary", [0, 40])
 def test_sweeps_and_a_cut_vocabulary(family: str, vocabulary: int, tmp_path: Path) -> None:
-    """Micro-batches are those of one sweep, and so is every bit. Three rows' worth of tokens leave the last sweep an empty one."""
+    """Micro-batches are those of one sweep, and so is every bit. Of short rows there are fewer than sweeps."""
     found = []
     for sweeps in (1, 3):
         subject = subject_of(family, replace(SHAPE, vocabulary=vocabulary))
