@@ -94,6 +94,7 @@ def profiled(checkout: Path, recipe: Path, target: Path) -> None:
 
 def recipe_in(folder: Path) -> Path:
     """Makes a model of a million parameters, a text and a recipe whose states rest on the drive."""
+    sys.path.append(str(ROOT))  # works from a checkout that is not installed; the child's path names the checkout it counts
     from proof.materials import model_folder, own_text
 
     text = folder / "text.jsonl"
