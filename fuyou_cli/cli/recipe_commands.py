@@ -1,16 +1,20 @@
-"""Runs the commands about recipes alone: `fuyou init`, `validate`, `schema` and `recipes`."""
+"""Runs the commands that need a recipe and no machine: `fuyou init`, `validate`, `schema`, `recipes` and `data`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.recipe.first_recipe import write_first_recipe
 from fuyou_cli.recipe.named import config_text, find_recipe, listed, shipped_file
 from fuyou_cli.recipe.shipped import shipped_recipes, summary
 
-from .console import asked, write_document, write_json, write_result, write_status
+from .console import asked, result_console, status_console, write_document, write_json, write_result, write_status
+
+if TYPE_CHECKING:
+    from fuyou_cli.recipe.schema import Recipe
 
 # ---- init ----------------------------------------------------------------------------------------------------------------
 
@@ -126,3 +130,21 @@ def run_cp(name: str, target: Path) -> None:
     except OSError as error:
         raise UsageError(f"{place} cannot be written: {error.strerror}") from None
     write_status(f"wrote {place}. Next: fuyou plan {place}")
+
+
+# ---- data ---------------------------------------------------------------------------------------------------------------
+
+
+def run_data(recipe: Recipe, *, number: int, json_output: bool) -> None:
+    """Shows counts, lengths and the first `number` rows of training, made as a run makes them."""
+    from fuyou_cli.training.shown_data import seen
+
+    from .render.data_screen import show_data
+    from .render.transfer import Transfers
+
+    with Transfers(status_console()) as progress:
+        preview = seen(recipe, number, whole=json_output, say=write_status, progress=progress)
+    if json_output:
+        write_json(preview.as_data())
+        return
+    show_data(result_console(), preview)

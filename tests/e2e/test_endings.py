@@ -125,19 +125,15 @@ def test_a_step_whose_updates_have_begun_warns_before_it_is_given_up(
 ) -> None:
     """The first signal of `interrupt`, then others in the same micro-batch."""
     project, heard = new_project(changes=UNCLIPPED), list[str]()
-    with run_of(project, announce=heard.append) as run:
-        run.load(lambda count: None)
-        press, look = interrupt(3, "backward"), run.executor.between_micro_batches
+    press = interrupt(3, "backward")
 
-        def between() -> None:
-            press(run)
-            for _ in range(presses - 1 if run.stopping.requested and len(heard) < 2 else 0):
-                os.kill(os.getpid(), signal.SIGINT)
-            look()
+    def between(run: Run) -> None:
+        press(run)
+        for _ in range(presses - 1 if run.stopping.requested and len(heard) < 2 else 0):
+            os.kill(os.getpid(), signal.SIGINT)
 
-        run.executor.between_micro_batches = between
-        with pytest.raises(Interrupted) as ended:
-            run.train(lambda report: None)
+    with pytest.raises(Interrupted) as ended:
+        train(project, between, say=heard.append)
     assert "updates have begun" in heard[0] and "loses this step" in heard[0]
     assert ended.value.exit_code == 130 and "the state after step 2 is saved" in str(ended.value.hint)
     assert train(project)[0] == whole(UNCLIPPED).losses
@@ -150,19 +146,15 @@ def test_a_second_signal_stops_at_once(
     """Signals in the middle of a backward that could still be given up at the next micro-batch."""
     changes = {"train.max_steps": STEPS, "checkpoint.commit_every_steps": every}
     project, heard = new_project(changes=changes), list[str]()
-    with run_of(project, announce=heard.append) as run:
-        run.load(lambda count: None)
-        press, look = interrupt(4, "backward"), run.executor.between_micro_batches
+    press = interrupt(4, "backward")
 
-        def between() -> None:
-            press(run)
-            if run.stopping.requested:
-                os.kill(os.getpid(), signal.SIGTERM)
-            look()
+    def between(run: Run) -> None:
+        press(run)
+        if run.stopping.requested:
+            os.kill(os.getpid(), signal.SIGTERM)
 
-        run.executor.between_micro_batches = between
-        with pytest.raises(Interrupted, match="stopped at once in step 4") as ended:
-            run.train(lambda report: None)
+    with pytest.raises(Interrupted, match="stopped at once in step 4") as ended:
+        train(project, between, say=heard.append)
     asked, _, lost = heard[0].partition(";\na second Ctrl-C loses ")
     assert asked == "stopping at the next micro-batch, then saving the state" and len(heard) == 1
     known = ("this step", "2 steps: the last saved step is 2")  # the commit of step 3 may be under way
@@ -223,11 +215,17 @@ def test_an_export_that_fails_takes_nothing_else(new_project: NewProject) -> Non
     assert thesis.read_text() == "precious"
 
 
-def test_what_ends_a_run_before_its_first_step_is_in_its_log(new_project: NewProject, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def untuned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves this process's allocator as it is when a command runs in it."""
+    for name in ("settle_allocator", "settle_for_training"):
+        monkeypatch.setattr(f"fuyou_cli.core.heap.{name}", lambda: None)
+
+
+@pytest.mark.usefixtures("untuned")
+def test_what_ends_a_run_before_its_first_step_is_in_its_log(new_project: NewProject) -> None:
     """A log of no step is gone on with, so that trying again leaves one file."""
     project = new_project(changes={"train.max_steps": 2, "export.at_end": False})
-    monkeypatch.setattr("fuyou_cli.core.heap.settle_allocator", lambda: None)  # of this process
-    monkeypatch.setattr("fuyou_cli.core.heap.settle_for_training", lambda: None)
     loaded, log = load_recipe(project.recipe), project.out / "log.jsonl"
     (store := where_its_store_is(loaded.recipe)).mkdir(parents=True)
     (store / "store.bin").touch()
@@ -237,16 +235,8 @@ def test_what_ends_a_run_before_its_first_step_is_in_its_log(new_project: NewPro
     assert [record["event"] for record in read_log(log)] == ["plan", "failed"]
     (store / "store.bin").unlink()
     run_finetune(loaded)
-    assert [record["event"] for record in read_log(log)] == [
-        "plan",
-        "failed",
-        "plan",
-        "loaded",
-        "step",
-        "step",
-        "timeline",
-        "end",
-    ]
+    events = ["plan", "failed", "plan", "loaded", "step", "step", "timeline", "end"]
+    assert [record["event"] for record in read_log(log)] == events
     assert not log.with_name("log.jsonl.1").exists()
 
 
@@ -271,12 +261,11 @@ def test_asked_to_stop_after_the_last_step_the_run_has_its_report(new_project: N
     assert manifest_of(project).step == STEPS
 
 
+@pytest.mark.usefixtures("untuned")
 def test_asked_to_stop_after_the_last_step_the_export_waits_for_another_time(
     new_project: NewProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     project = new_project(changes={"train.max_steps": STEPS})
-    monkeypatch.setattr("fuyou_cli.core.heap.settle_allocator", lambda: None)  # of this process
-    monkeypatch.setattr("fuyou_cli.core.heap.settle_for_training", lambda: None)
     step = JsonlLog.step
 
     def step_and_stop(log: JsonlLog, report: StepReport) -> None:
