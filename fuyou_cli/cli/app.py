@@ -15,7 +15,6 @@ from fuyou_cli import __version__
 from fuyou_cli.core.errors import FuyouError, UsageError
 
 from . import error_screen
-from .arguments import Json, OptionalRecipe, Overrides, RecipeArgument, Trace, complete_recipe, loaded_recipe
 from .console import STDOUT, drop_result, lost_result, prepare_streams, tell_errors, write_result
 
 if TYPE_CHECKING:
@@ -35,6 +34,45 @@ Environment:
   NO_COLOR              plain text
   CUDA_VISIBLE_DEVICES  which GPU
 """
+
+# ---- arguments that several commands share ----------------------------------------------------------------------------
+
+_RECIPE_HELP = "A recipe file, or the name of a shipped one (default: ./recipe.yaml)."
+_OVERRIDES_HELP = "Change keys of the recipe, e.g. optimizer.lr=3e-6; key=null clears one."
+
+
+def _complete_recipe(incomplete: str) -> list[str]:
+    """Lists shipped recipes and the recipes in this folder, for shell completion."""
+    from fuyou_cli.recipe.shipped import shipped_recipes
+
+    here = (str(path) for pattern in ("*.yaml", "*.yml") for path in Path().glob(pattern))
+    return sorted(name for name in (*shipped_recipes(), *here) if name.startswith(incomplete))
+
+
+def _complete_key(incomplete: str) -> list[str]:
+    """Lists the keys of a recipe, for shell completion."""
+    from fuyou_cli.recipe.suggest import known_keys
+
+    keys = known_keys()
+    leaves = (key for key in keys if not any(other.startswith(f"{key}.") for other in keys))
+    return [f"{key}=" for key in leaves if key.startswith(incomplete)]
+
+
+_Recipe = Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped one.", autocompletion=_complete_recipe)]
+_OptionalRecipe = Annotated[str | None, typer.Argument(help=_RECIPE_HELP, show_default=False, autocompletion=_complete_recipe)]
+_Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="key=value", help=_OVERRIDES_HELP, show_default=False, autocompletion=_complete_key),
+]
+_Trace = Annotated[
+    Path | None,
+    typer.Option("--trace", metavar="FILE", help="Write a trace of the newest steps, for ui.perfetto.dev.", show_default=False),
+]
+_Json = Annotated[bool, typer.Option("--json", help="Write the result as JSON.")]
+
+
+# ---- commands ---------------------------------------------------------------------------------------------------------
+
 
 # Rich help takes as long to import as everything else together.
 app = typer.Typer(
@@ -62,8 +100,8 @@ def _root(
 
 @app.command()
 def finetune(
-    recipe: RecipeArgument,
-    overrides: Overrides = None,
+    recipe: _Recipe,
+    overrides: _Overrides = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the plan; measure nothing.")] = False,
     assume_rates: Annotated[
         bool, typer.Option("--assume-rates", help="Assume rates instead of measuring a new machine.")
@@ -72,7 +110,7 @@ def finetune(
         bool, typer.Option("--accept-changes", help="Resume with the recipe's other lr, schedule, max_steps or epochs.")
     ] = False,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Also show each step's traffic and waits.")] = False,
-    trace: Trace = None,
+    trace: _Trace = None,
 ) -> None:
     """Fine-tune a model as a recipe says.
 
@@ -80,7 +118,7 @@ def finetune(
     """
     if dry_run and trace is not None:
         raise UsageError("--dry-run and --trace cannot be used together", hint="a trace needs steps that ran")
-    loaded = loaded_recipe(recipe, overrides)
+    loaded = _loaded_recipe(recipe, overrides)
     if dry_run:
         return _plan(loaded, dry_run=True, verbose=verbose)
     from .finetune import run_finetune
@@ -89,7 +127,7 @@ def finetune(
 
 
 @app.command()
-def quickstart(overrides: Overrides = None) -> None:
+def quickstart(overrides: _Overrides = None) -> None:
     """See it work on a small model.
 
     Makes a model, fine-tunes it in less memory than its states need, and compares the losses with plain PyTorch. Needs no
@@ -124,14 +162,14 @@ def init(
 
 @app.command()
 def plan(
-    recipe: OptionalRecipe = None,
-    overrides: Overrides = None,
+    recipe: _OptionalRecipe = None,
+    overrides: _Overrides = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure nothing; assume unknown rates.")] = False,
     hardware: Annotated[
         str | None,
         typer.Option(metavar="FILE|PARTS", help="Plan for another machine, e.g. rtx4090,2xgen4,128GiB.", show_default=False),
     ] = None,
-    json_output: Json = False,
+    json_output: _Json = False,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Also show every stage, and where rates come from.")] = False,
 ) -> None:
     """Show what a run needs, and whether it fits.
@@ -139,7 +177,7 @@ def plan(
     Shows where everything is kept and how long a step takes; if it does not fit, the changes that help. Trains nothing. The
     first plan on a machine measures it (about a minute). Exit code 3 when the run does not fit.
     """
-    _plan(loaded_recipe(recipe, overrides), dry_run=dry_run, hardware=hardware, json_output=json_output, verbose=verbose)
+    _plan(_loaded_recipe(recipe, overrides), dry_run=dry_run, hardware=hardware, json_output=json_output, verbose=verbose)
 
 
 @app.command()
@@ -147,9 +185,9 @@ def bench(
     recipe: Annotated[
         str | None, typer.Argument(help="Also measure the block and head of this recipe.", show_default=False)
     ] = None,
-    overrides: Overrides = None,
+    overrides: _Overrides = None,
     quick: Annotated[bool, typer.Option("--quick/--full", help="Quick: 15 s (with a recipe a minute), 2 GB written.")] = True,
-    json_output: Json = False,
+    json_output: _Json = False,
     directory: Annotated[
         Path | None,
         typer.Option("--dir", help="The folder whose drive is measured (default: the recipe's).", show_default=False),
@@ -170,7 +208,7 @@ def bench(
     ] = None,
     minutes: Annotated[float, typer.Option(help="With --model: extrapolate runs that take longer.")] = 10.0,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="With --model: a chart.", show_default=False)] = None,
-    trace: Trace = None,
+    trace: _Trace = None,
 ) -> None:
     """Measure this machine, or with --model how fast it trains.
 
@@ -190,7 +228,7 @@ def bench(
 
     if layers and sustained:
         raise UsageError("--layers measures no drive, --sustained does: use only one of them")
-    loaded = loaded_recipe(recipe, overrides) if recipe is not None else None
+    loaded = _loaded_recipe(recipe, overrides) if recipe is not None else None
     settle_allocator()
     settle_libraries(device=loaded.recipe.offload.device if loaded is not None else "auto")
     run_bench(directory, quick=quick, json_output=json_output, loaded=loaded, sustained=sustained, layers=layers, yes=yes)
@@ -198,9 +236,9 @@ def bench(
 
 @app.command()
 def validate(
-    recipe: OptionalRecipe = None,
-    overrides: Overrides = None,
-    json_output: Json = False,
+    recipe: _OptionalRecipe = None,
+    overrides: _Overrides = None,
+    json_output: _Json = False,
     show_config: Annotated[bool, typer.Option("--show-config", help="Print the recipe with every default.")] = False,
 ) -> None:
     """Check a recipe, and show all wrong keys and values at once.
@@ -230,10 +268,10 @@ def schema(
 
 @app.command()
 def data(
-    recipe: OptionalRecipe = None,
-    overrides: Overrides = None,
+    recipe: _OptionalRecipe = None,
+    overrides: _Overrides = None,
     number: Annotated[int, typer.Option("-n", min=0, help="Rows to show, in the order of training.")] = 2,
-    json_output: Json = False,
+    json_output: _Json = False,
 ) -> None:
     """Show the data of a recipe as the model will see it.
 
@@ -242,16 +280,16 @@ def data(
     """
     from .recipe_commands import run_data
 
-    run_data(loaded_recipe(recipe, overrides).recipe, number=number, json_output=json_output)
+    run_data(_loaded_recipe(recipe, overrides).recipe, number=number, json_output=json_output)
 
 
 @app.command("eval")
 def evaluate(
     source: Annotated[str, typer.Argument(metavar="MODEL|STORE|OUTPUT", help="A model, a run's store, or a run's output_dir.")],
-    recipe: OptionalRecipe = None,
-    overrides: Overrides = None,
+    recipe: _OptionalRecipe = None,
+    overrides: _Overrides = None,
     choices: Annotated[str | None, typer.Option(hidden=True)] = None,
-    json_output: Json = False,
+    json_output: _Json = False,
 ) -> None:
     """Show the loss of a model on the eval sets of a recipe.
 
@@ -269,7 +307,7 @@ def evaluate(
 
     from .evaluate import run_eval
 
-    loaded = loaded_recipe(recipe, overrides)
+    loaded = _loaded_recipe(recipe, overrides)
     settle_allocator()
     settle_libraries(device=loaded.recipe.offload.device)
     run_eval(source, loaded.recipe, json_output=json_output)
@@ -294,7 +332,7 @@ def lm_eval(context: typer.Context) -> None:
 
 @app.command()
 def doctor(
-    json_output: Json = False,
+    json_output: _Json = False,
     directory: Annotated[Path | None, typer.Option("--dir", help="The folder a store would use.", show_default=False)] = None,
 ) -> None:
     """Check this machine.
@@ -310,7 +348,7 @@ def doctor(
 @app.command()
 def report(
     source: Annotated[Path, typer.Argument(metavar="RUN", help="A run's output_dir, its recipe, or its log.jsonl.")],
-    json_output: Json = False,
+    json_output: _Json = False,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write one page that opens in any browser.", show_default=False)
     ] = None,
@@ -329,7 +367,7 @@ def report(
 def export(
     source: Annotated[Path, typer.Argument(metavar="STORE|RECIPE|OUTPUT", help="A run's store, recipe or output_dir.")],
     out: Annotated[Path, typer.Argument(help="The folder to write.")],
-    overrides: Overrides = None,
+    overrides: _Overrides = None,
     dtype: Annotated[
         Literal["bfloat16", "float32"] | None,
         typer.Option(help="Type of the weights (default: the recipe's, or what the run computed in)."),
@@ -367,7 +405,7 @@ def generate(
     memory: Annotated[str, typer.Option(help="RAM for the whole process: 16GiB, 50%, auto.")] = "auto",
     dtype: Annotated[Literal["auto", "bfloat16", "float32"], typer.Option(help="What to compute in.")] = "auto",
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute.")] = "auto",
-    json_output: Json = False,
+    json_output: _Json = False,
 ) -> None:
     """Let a model write.
 
@@ -388,7 +426,7 @@ def generate(
 @app.command()
 def verify(
     source: Annotated[Path, typer.Argument(metavar="STORE", help="A run's store, a folder with one, or its output_dir.")],
-    json_output: Json = False,
+    json_output: _Json = False,
 ) -> None:
     """Read a store and check it.
 
@@ -417,11 +455,11 @@ def clean(
 
 # ---- fuyou recipes ---------------------------------------------------------------------------------------------------
 
-_ShippedName = Annotated[str, typer.Argument(help="A name from `recipes ls`.", autocompletion=complete_recipe)]
+_ShippedName = Annotated[str, typer.Argument(help="A name from `recipes ls`.", autocompletion=_complete_recipe)]
 
 
 @recipes.command("ls")
-def recipes_ls(json_output: Json = False) -> None:
+def recipes_ls(json_output: _Json = False) -> None:
     """List the shipped recipes."""
     from .recipe_commands import run_ls
 
@@ -429,7 +467,7 @@ def recipes_ls(json_output: Json = False) -> None:
 
 
 @recipes.command("show")
-def recipes_show(name: _ShippedName, json_output: Json = False) -> None:
+def recipes_show(name: _ShippedName, json_output: _Json = False) -> None:
     """Print a shipped recipe."""
     from .recipe_commands import run_show
 
@@ -448,6 +486,17 @@ def recipes_cp(
 
 
 # ---- what the commands call ------------------------------------------------------------------------------------------
+
+
+def _loaded_recipe(recipe: str | None, overrides: Sequence[str] | None) -> LoadedRecipe:
+    """Loads the recipe of a command line. Raises RecipeErrors if it has errors, UsageError if there is none."""
+    from fuyou_cli.recipe.load import load_recipe
+    from fuyou_cli.recipe.named import find_recipe, refuse_unmade
+
+    path, texts = find_recipe(recipe, overrides or [])
+    loaded = load_recipe(path, texts)
+    refuse_unmade(loaded)
+    return loaded
 
 
 def _plan(loaded: LoadedRecipe, **options: Any) -> None:

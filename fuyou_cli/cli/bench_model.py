@@ -78,7 +78,7 @@ def run_model_bench(options: ModelBenchOptions) -> None:
         options.svg.write_text(bench_svg(options.model, points), encoding="utf-8")
         write_status(f"chart: {options.svg}")
     if trace is not None:
-        write_status(trace.told)
+        write_status(trace.summary)
 
 
 def _swept(options: ModelBenchOptions, load: Loaded, config: PreTrainedConfig, place: Place) -> Any:

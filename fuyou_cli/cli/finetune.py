@@ -1,25 +1,28 @@
-"""Runs `fuyou finetune`: plans, shows, loads, trains, reports, exports."""
+"""Runs `fuyou finetune`: plans, shows the plan before anything is downloaded or tokenised, loads, trains, reports, exports."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fuyou_cli.advice.room import check_output, export_folder
-from fuyou_cli.core.errors import FuyouError, Interrupted
+from fuyou_cli.advice.facts import RunFacts, facts_of, with_evaluation
+from fuyou_cli.advice.planning import command_of, machine_here, warn_of_memory
+from fuyou_cli.advice.room import check_export, check_output, export_folder, plan_problems, room_of
+from fuyou_cli.core import probe
+from fuyou_cli.core.errors import FuyouError, Interrupted, PlanError
 from fuyou_cli.core.safe_files import open_own
 from fuyou_cli.core.units import gb
 from fuyou_cli.machine.background_load import BackgroundLoad
 
 from .console import status_console, write_last_result, write_status
 from .error_screen import like_ctrl_c
-from .introduction import made_ready
 
 if TYPE_CHECKING:
+    from fuyou_cli.data.rows import DataSummary
     from fuyou_cli.recipe.load import LoadedRecipe
     from fuyou_cli.swap.daemon import Counters
     from fuyou_cli.training.evaluation import AnyReport
@@ -60,10 +63,10 @@ def run_finetune(
     logging = libraries(loaded.recipe.logging.backends)
     tracing = None if trace is None else Trace(trace)  # raises now if the file cannot be written, before anything is planned
     try:
-        ready = made_ready(loaded, measure=measure, accept_changes=accept_changes)
+        ready = _made_ready(loaded, measure=measure, accept_changes=accept_changes)
     except KeyboardInterrupt:
-        told = "stopped before the run began: nothing is lost, and a state that was saved is as it was"
-        raise Interrupted(told, hint=_GOES_ON) from None
+        message = "stopped before the run began: nothing is lost, and a state that was saved is as it was"
+        raise Interrupted(message, hint=_GOES_ON) from None
     planned = ready.planned
     with claimed(Path(planned.recipe.output_dir).expanduser(), say=write_status), ExitStack() as stack:
         if note := note_of_an_earlier_run(planned):
@@ -72,8 +75,8 @@ def run_finetune(
         try:
             report, source, stopped = _train(ready, log, logging, verbose=verbose, trace=tracing)
         except KeyboardInterrupt:  # one during its steps is the run's own
-            told = "stopped before the first step or after the last: nothing that the run has saved is lost"
-            raise Interrupted(told, hint=_GOES_ON) from None
+            message = "stopped before the first step or after the last: nothing that the run has saved is lost"
+            raise Interrupted(message, hint=_GOES_ON) from None
         try:
             _conclude(planned, report)
             if stopped:
@@ -84,14 +87,113 @@ def run_finetune(
             raise Interrupted("interrupted after the last step, before the export", hint=_again(source)) from None
 
 
+# ---- from the recipe to a run -----------------------------------------------------------------------------------------
+
+
+def _made_ready(loaded: LoadedRecipe, *, measure: bool, accept_changes: bool) -> Ready:
+    """Takes every step from the recipe to a run. A saved run's plan is shown only when nothing can refuse the run any more.
+    Raises UsageError or PlanError."""
+    from fuyou_cli.training.length import sampled_epoch
+    from fuyou_cli.training.plan_step import plan, plan_downloaded, settle
+    from fuyou_cli.training.state.recipe_changes import in_words
+    from fuyou_cli.training.steps import fetch, inspect, resolve, tokenise
+
+    from .render.transfer import Transfers
+
+    say = write_status
+    try:
+        with Transfers(status_console()) as progress:
+            inspected = inspect(resolve(loaded.recipe, say=say, progress=progress), say=say, process=probe.process_bytes)
+            warn_of_memory(loaded, say)
+            machine = machine_here(loaded, inspected, say=say, measure=measure)
+            is_new = inspected.resolved.manifest is None
+            epoch = sampled_epoch(inspected.recipe, inspected.resolved.tokenizer_dir, say) if is_new else None
+            planned = plan(inspected, *machine, epoch=epoch, say=say)
+            _refuse_unfit(loaded, planned)
+            if planned.manifest is None:
+                _show(loaded, planned)
+            fetched = plan_downloaded(fetch(planned, say=say, progress=progress), *machine, say=say)
+            tokenised = tokenise(fetched, say=say, accept_changes=accept_changes)
+        ready = settle(tokenised, *machine_here(loaded, inspected, say=say))
+        _refuse_unfit(loaded, ready.planned)
+    except PlanError as error:
+        error.hint = error.hint or _advice(loaded)
+        raise
+    evaluated = [len(rows) for rows in ready.evaluated.values()]
+    if planned.manifest is None:
+        _show_changes(loaded, planned, ready.planned, evaluated)
+    else:
+        _show(loaded, ready.planned, evaluated)
+    _show_data(tokenised.rows.summary)
+    if planned.manifest is not None:
+        write_status(f"resuming after step {planned.manifest.step}: weights, states, schedule and data position")
+        if ready.changes:
+            write_status(f"changed: {in_words(ready.changes)}")
+    return ready
+
+
+def _advice(loaded: LoadedRecipe) -> str:
+    """Names the command that searches for changes that help. It plans each change, which takes a while."""
+    return f"`{command_of(loaded, 'plan')}` finds the smallest changes that help"
+
+
+def _refuse_unfit(loaded: LoadedRecipe, planned: Planned) -> None:
+    """Shows a plan that does not fit, and raises."""
+    check_export(planned.recipe, planned.model_dir)
+    if problems := plan_problems(planned.plan, room_of(planned)):
+        _show(loaded, planned)
+        raise PlanError("the run does not fit: " + "; ".join(problems))
+
+
+def _show(loaded: LoadedRecipe, planned: Planned, evaluated: Sequence[int] | None = None) -> None:
+    """Shows the plan. `evaluated`: rows of each set to evaluate, once they are known."""
+    from .render.plan_screen import show_plan
+
+    show_plan(status_console(), _facts(loaded, planned, evaluated), verbose=False)
+
+
+def _facts(loaded: LoadedRecipe, planned: Planned, evaluated: Sequence[int] | None) -> RunFacts:
+    facts = with_evaluation(facts_of(planned, room_of(planned)), planned, evaluated)
+    return replace(facts, advice=_advice(loaded))
+
+
+def _show_changes(loaded: LoadedRecipe, shown: Planned, now: Planned, evaluated: Sequence[int]) -> None:
+    """Says what differs from the plan shown before, without the process's own growth, and what the number of steps decides."""
+    from .render.plan_screen import show_changed, show_length
+
+    same: dict[str, Any] = {"memory": (), "predicted": now.plan.predicted, "cpu_budget": now.plan.cpu_budget}
+    if replace(shown.plan, **same) != replace(now.plan, memory=()):
+        show_changed(status_console(), shown.plan, now.plan)
+    if shown.total_steps != now.total_steps:  # the data decides it
+        show_length(status_console(), _facts(loaded, now, evaluated))
+
+
+def _show_data(summary: DataSummary) -> None:
+    """Prints the numbers of samples, rows and tokens, and one decoded sample with its mask."""
+    from .render.sample import show_sample
+    from .render.theme import some
+
+    formats = ", ".join(f"{Path(path).name}: {name}" for path, name in summary.formats)
+    data = "the first part of the data" if summary.streamed else "data"
+    write_status(
+        f"{data}: {some(summary.samples, 'sample')} ({formats}) in {some(summary.rows, 'row')}, "
+        f"{some(summary.tokens, 'token')}, {summary.label_tokens:,} with loss; {summary.truncated:,} truncated, "
+        f"{summary.split:,} split, {summary.dropped:,} dropped, {some(summary.without_loss, 'row')} without loss skipped"
+    )
+    show_sample(status_console(), summary.preview)
+
+
+# ---- the run ----------------------------------------------------------------------------------------------------------
+
+
 def _open_log(planned: Planned, stack: ExitStack) -> JsonlLog | None:
     """Opens the log where the recipe asks for it, and writes what is planned."""
     from fuyou_cli.advice.beside_plan import promises
-    from fuyou_cli.training.run_log import JsonlLog
+    from fuyou_cli.training.run_log import LOG, JsonlLog
 
     if "jsonl" not in planned.recipe.logging.backends:
         return None
-    path = Path(planned.recipe.output_dir).expanduser() / "log.jsonl"
+    path = Path(planned.recipe.output_dir).expanduser() / LOG
     log = stack.enter_context(JsonlLog(path, anew=planned.manifest is None))
     log.write("plan", promises(planned))
     return log
@@ -127,7 +229,7 @@ def _train(
         with ExitStack() as traced:
             if trace is not None:
                 run.trace(trace)
-                traced.callback(lambda: write_status(trace.told))
+                traced.callback(lambda: write_status(trace.summary))
                 traced.enter_context(trace)  # written however the steps end
             _steps(planned, run, log, logging, verbose=verbose)
         gpu_peak = run.device.peak_memory() if run.plan.device == "cuda" else 0  # other devices do not count freed memory
@@ -180,8 +282,8 @@ def _steps(planned: Planned, run: Run, log: JsonlLog | None, libraries: Mapping[
         display = None
         if "console" in logging.backends:
             total, done = planned.total_steps, run.step
-            shown = RunDisplay(status_console(), total_steps=total, plan=planned.plan, resumed=done, verbose=verbose)
-            display = stack.enter_context(shown)
+            live = RunDisplay(status_console(), total_steps=total, plan=planned.plan, resumed=done, verbose=verbose)
+            display = stack.enter_context(live)
 
         def on_step(report: StepReport) -> None:
             if log is not None:
@@ -205,6 +307,9 @@ def _steps(planned: Planned, run: Run, log: JsonlLog | None, libraries: Mapping[
         run.train(on_step, on_evaluation)
 
 
+# ---- after the last step ----------------------------------------------------------------------------------------------
+
+
 def _export(planned: Planned, source: Path) -> None:
     """Writes the model. A failure leaves the trained state unharmed: the export can be repeated without training."""
     from fuyou_cli.training.adapter_exporting import export_trained, how_to_load
@@ -214,9 +319,9 @@ def _export(planned: Planned, source: Path) -> None:
 
     out, options, again = export_folder(planned.recipe, planned.model_dir), planned.recipe.export, _again(source)
     try:
-        with exporting(out) as told:
+        with exporting(out) as callbacks:
             shard = options.max_shard_size
-            export_trained(source, out, dtype=options.dtype, max_shard_size=shard, model_dir=planned.model_dir, **told)
+            export_trained(source, out, dtype=options.dtype, max_shard_size=shard, model_dir=planned.model_dir, **callbacks)
     except KeyboardInterrupt:
         raise Interrupted("interrupted while writing the model", hint=again) from None
     except FuyouError as error:

@@ -72,7 +72,7 @@ class Trace:
             file.write(b"\n]\n")
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """Returns a line that says what the file holds."""
         if not self.steps:
             return f"trace: {self.path} has no step"

@@ -80,7 +80,7 @@ def test_only_the_newest_steps_are_kept(tmp_path: Path, monkeypatch: pytest.Monk
             trace.step(number, 1.0, begin=100.0 + number, items=[compute, early])
     _, events = _read(tmp_path / "many.json")
     assert {event["args"]["step"] for event in events} == set(range(26 - tracing.MOST_STEPS, 26))
-    assert "steps 16 to 25 (the newest: at most 10 steps" in trace.told
+    assert "steps 16 to 25 (the newest: at most 10 steps" in trace.summary
     assert {event["ts"] for event in events if event["cat"] == "ssd write"} >= {15.0e6, 24.0e6}  # the first begins at 0
     assert next(event for event in events if event["cat"] == "ssd write")["args"]["GB/s"] == 2.0
     monkeypatch.setattr(tracing, "MOST_BYTES", 1)
