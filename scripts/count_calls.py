@@ -6,8 +6,9 @@
 
 A tiny model is trained for three steps on the CPU under `sys.setprofile`, so what is counted is what ran, not what the source
 may call. A file counts once a function of it has run: importing it alone does not count. A *climb* is a pair of functions of
-which the first, in a lower layer, has called the second, in a higher one (a callback). Layers are those of the checkout's
-tests/unit/test_tidy.py. Compute begins with the first `Executor.step`. Only the main thread is counted.
+which the first, in a lower layer, has called the second, in a higher one (a callback): those that end in cli/ are messages and
+progress. Layers are those of the checkout's tests/unit/test_tidy.py. Compute begins with the first `Executor.step`. Only the
+main thread is counted.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ class Profile:
         return {
             "files": len(self.files), "calls": sum(self.files.values()),
             "climbs": len(self.climbs), "climbing calls": self.climbs.total(),
+            "climbs to cli": sum(callee[0].startswith("cli/") for _, callee in self.climbs),
         }  # fmt: skip
 
 

@@ -146,6 +146,6 @@ def test_count_calls_tells_a_callback_from_a_call(tmp_path: Path) -> None:
         names["Executor"]().step(names["ask"])
     finally:
         sys.setprofile(None)
-    assert profile.before == {"files": 0, "calls": 0, "climbs": 0, "climbing calls": 0}
-    assert profile.counted() == {"files": 2, "calls": 3, "climbs": 1, "climbing calls": 1}
+    assert profile.before == {"files": 0, "calls": 0, "climbs": 0, "climbing calls": 0, "climbs to cli": 0}
+    assert profile.counted() == {"files": 2, "calls": 3, "climbs": 1, "climbing calls": 1, "climbs to cli": 1}
     assert list(profile.climbs) == [(("core/low.py", "ask"), ("cli/high.py", "Executor.step.<locals>.<lambda>"))]
