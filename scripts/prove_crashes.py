@@ -3,7 +3,7 @@
 
     python scripts/prove_crashes.py --work DIR
     200 kills of each kind, one to two hours on two cores; the same command continues where it was
-    to try the script itself: --kills 8; only kinds whose names begin so: --kinds redo snapshot
+    to try the script itself: --kills 8; only kinds whose names begin so: --kinds io_uring
     runs that train an adapter, have int8 states or train a mixture: --run lora, qlora, int8, moe, moe-lora
 
 A run of 60 tiny steps (`--steps`) commits every step. It is killed (SIGKILL) at random moments between its first byte in the

@@ -5,13 +5,13 @@
     about ten minutes on two cores; the same command continues; to try the script itself: --flips 20
     other runs: --run lora, qlora, int8, moe or moe-lora
 
-Tiny runs are stopped, one for each kind of store: in place, striped over two folders, snapshots, redo, and redo killed while
-updates of its newest state were still to be done. Then the script flips one bit after another in an extent of the newest state,
-drawn by the seed. `fuyou verify` (the function behind it) must name that tensor of that stage and nothing else. Every
+Tiny runs come to their end, one for each kind of store: in one folder, striped over two, and committed every second step. Then
+the script flips one bit after another in an extent of the newest state, drawn by the seed. `fuyou verify` (the function behind
+it) must name that tensor of that stage and nothing else. Every
 `--resumed-every`-th time the run is started again. It must say what is damaged, fall back to the state before and end as it had
 ended, to the last bit. If that state is damaged too, it must refuse and leave both as they are.
 
-Bits of the newest manifest are flipped as well, in the stores whose runs had ended. A damaged manifest must never be used. The
+Bits of the newest manifest are flipped as well. A damaged manifest must never be used. The
 one before it is, and a resumed run continues from there to the same end. A flipped bit in the manifest before harms nothing.
 """
 
@@ -27,13 +27,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from proof import flips
 from proof.common_recipe import fresh
-from proof.flips import AMID_UPDATES, STORES, TWICE, Found, FoundManifests
+from proof.flips import STORES, Found, FoundManifests
 from proof.setting import Setting, lost_row, parser, run_script
 from proof.tiny_runs import Place, ask_for_run, named, placed
 from proof.verdicts import Row, holds
 
 AT_ONCE = 100  # flips that are kept together
-OVER = [kind for kind in STORES if kind != AMID_UPDATES]  # stores of runs that came to their end
 
 
 def arguments() -> argparse.Namespace:
@@ -73,7 +72,7 @@ def judged(kind: str, result: dict[str, Any], asked: int, *, frozen: bool) -> Ro
         return lost_row(what, str(asked), result)
     went_back, refused = result["went_back"], result["refused"]
     note = f"started again, {went_back} went back and ended bitwise the same, {refused} had nothing to go back to and said so"
-    started = went_back if kind in TWICE and not frozen else went_back + refused
+    started = went_back if not frozen else went_back + refused
     return holds(what, str(asked), str(made), made == asked and started > 0, note=note, values=result)
 
 
@@ -91,9 +90,9 @@ def prove(setting: Setting, options: argparse.Namespace) -> int:
     rows: list[Row] = []
     with placed(fresh(setting.work / "flips"), run=options.run) as place:
         frozen = place.is_adapter  # then two stages are trained, and no update waits for another
-        for kind, count in shares(options.flips, OVER if frozen else [*STORES]).items():
+        for kind, count in shares(options.flips, [*STORES]).items():
             rows.append(judged(kind, flipped(setting, options, place, kind, "bits", count), count, frozen=frozen))
-        for kind, count in shares(options.flips, OVER).items():
+        for kind, count in shares(options.flips, [*STORES]).items():
             rows.append(judged_manifests(kind, flipped(setting, options, place, kind, "manifests", count), count))
     found = sum(int(str(row.values.get("flips", 0))) for row in rows)
     rows.append(holds("all of it", f"{2 * options.flips} found", str(found), found == 2 * options.flips))

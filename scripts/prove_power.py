@@ -2,11 +2,12 @@
 """Replays power cuts from a log: no commit is lost, whichever unflushed writes the disk has kept.
 
     python scripts/prove_power.py --work DIR
-    500 cuts of five recorded runs, about 40 minutes on two cores; the same command continues
+    500 cuts of four recorded runs, about 40 minutes on two cores; the same command continues
     to try the script itself: --points 10; other runs: --run lora, qlora, int8, moe or moe-lora
 
-Every call below the folder of a run's store is recorded, with its data. The runs are: in place, redo, snapshots and striped
-over two folders from their beginning, and one that continues a stopped run. Cuts are drawn in turn from all moments of the log
+Every call below the folder of a run's store is recorded, with its data. The runs are: one that commits every
+step, one every second, and one striped over two folders from their beginning, and one that continues a stopped run.
+Cuts are drawn in turn from all moments of the log
 and from those of its commits. For each cut the folder is rebuilt as a disk could hold it (scripts/proof/disk_model.py): flushed
 writes are there; others are there, missing or torn; names are certain once their folder was flushed. The real command then
 continues from it to the end.
@@ -28,13 +29,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from proof import power
 from proof.common_recipe import fresh
 from proof.setting import Setting, lost_row, parser, run_script
-from proof.tiny_runs import ANY_LENGTH, IN_RAM, REDO, SNAPSHOTS, TWO_FOLDERS, UNCLIPPED, Place, ask_for_run, named, placed
+from proof.tiny_runs import ANY_LENGTH, IN_RAM, TWO_FOLDERS, UNCLIPPED, Place, ask_for_run, named, placed
 from proof.verdicts import Row, holds, reported
 
 RUNS: dict[str, tuple[dict[str, Any], int]] = {  # changes of the recipe, and the step it goes on from
     "a new run, on the ssd, clipped": ({}, 0),
-    "a new run, redone, on the ssd, clipped": (REDO, 0),
-    "a new run, snapshots, on the ssd, clipped": (SNAPSHOTS, 0),
+    "a new run, every second step, on the ssd, clipped": ({"checkpoint.commit_every_steps": 2}, 0),
     "a new run, over two folders, clipped": (TWO_FOLDERS, 0),
     "a resumed run, in RAM": ({**IN_RAM, **UNCLIPPED, **ANY_LENGTH}, 4),
 }

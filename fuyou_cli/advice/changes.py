@@ -140,8 +140,6 @@ def _of_placement(prepared: Planned, *, fits: bool) -> Iterator[Kind]:
     yield Kind(steps=_memory(prepared))
     if not fits:
         yield Kind(steps=_if(recipe.export.at_end, "export.at_end=false"))
-        yield Kind(steps=_fewer_snapshots(prepared))
-        yield Kind(steps=_redo(prepared))
     yield Kind(steps=_rarer_commits(prepared))
     yield Kind(steps=_if(recipe.offload.wear != "spare", "offload.wear=spare"))
     yield Kind(steps=_if(keeps, "offload.activations=recompute"))
@@ -204,34 +202,13 @@ def _memory(prepared: Planned) -> Steps:
     return tuple((change,) for change in (*less, *(f"offload.max_memory.cpu={size}GiB" for size in sizes)))
 
 
-def _fewer_snapshots(prepared: Planned) -> Steps:
-    checkpoint = prepared.recipe.checkpoint
-    if checkpoint.mode != "snapshot" or prepared.manifest is not None:  # a saved run keeps its store
-        return ()
-    fewer = [kept for kept in (checkpoint.keep_last - 1, *_halved(checkpoint.keep_last, 1)) if kept]
-    return tuple((f"checkpoint.keep_last={kept}",) for kept in dict.fromkeys(fewer))
-
-
-def _redo(prepared: Planned) -> Steps:
-    """Returns the change to the redo store, which keeps one extent of everything. Returns none if the planner may choose it
-    anyway."""
-    checkpoint = prepared.recipe.checkpoint
-    every_step = checkpoint.mode != "snapshot" and checkpoint.commit_every_steps in (1, "auto")
-    if prepared.plan.store_mode == "redo" or prepared.manifest is not None or (checkpoint.mode == "auto" and every_step):
-        return ()
-    if checkpoint.mode == "snapshot":
-        return (("checkpoint.mode=redo", "checkpoint.snapshot_every_steps=null"),)
-    return (("checkpoint.mode=redo",) if every_step else ("checkpoint.mode=redo", "checkpoint.commit_every_steps=1"),)
-
-
 def _rarer_commits(prepared: Planned) -> Steps:
     """Returns fewer commits, because each writes what rests in RAM."""
-    checkpoint, plan = prepared.recipe.checkpoint, prepared.plan
-    every, key = plan.commit_every, "snapshot" if checkpoint.mode == "snapshot" else "commit"
+    plan, every = prepared.plan, prepared.plan.commit_every
     resting = any("cpu" in (stage.weights, stage.states) for stage in plan.stages)
-    if every is None or not resting or plan.store_mode == "redo":
+    if every is None or not resting:
         return ()
-    return tuple((f"checkpoint.{key}_every_steps={factor * every}",) for factor in (10, 100))
+    return tuple((f"checkpoint.commit_every_steps={factor * every}",) for factor in (10, 100))
 
 
 def _spills(prepared: Planned) -> bool:

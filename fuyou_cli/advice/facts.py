@@ -62,7 +62,6 @@ class RunFacts:
     tried: int = 0  # plans made to find them
     faster: tuple[Outcome, ...] | None = None  # changes for a run that waits for its drives, best first; None: not looked for
     faster_command: str = ""  # command that plans the first of them
-    commit_key: str = "checkpoint.commit_every_steps"
     sooner: Plan | None = None  # the same plan, committed so often that a crash loses little, if now it loses much
     advice: str = ""  # what to do if no changes were looked for
     region: FastRegion | None = None  # of the drives; None if they are not known to slow down
@@ -147,7 +146,6 @@ def facts_of(prepared: Planned, room: Room, *, described: bool = False, command:
         spared=_spared(prepared),
         kernels=_kernels(prepared),
         may_compile=_may_compile(prepared),
-        commit_key=f"checkpoint.{'snapshot' if prepared.recipe.checkpoint.mode == 'snapshot' else 'commit'}_every_steps",
         sooner=sooner(prepared.model, prepared.hardware, prepared.plan) if prepared.fits_ram else None,
     )
 

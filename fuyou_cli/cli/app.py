@@ -490,11 +490,14 @@ def recipes_cp(
 
 def _loaded_recipe(recipe: str | None, overrides: Sequence[str] | None) -> LoadedRecipe:
     """Loads the recipe of a command line. Raises RecipeErrors if it has errors, UsageError if there is none."""
+    from fuyou_cli.cli.console import write_status
     from fuyou_cli.recipe.load import load_recipe
     from fuyou_cli.recipe.named import find_recipe, refuse_unmade
 
     path, texts = find_recipe(recipe, overrides or [])
     loaded = load_recipe(path, texts)
+    for note in loaded.notes:
+        write_status(note)
     refuse_unmade(loaded)
     return loaded
 

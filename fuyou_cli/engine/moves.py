@@ -69,10 +69,6 @@ class Committing(Protocol):
         """Returns the turn at which the newest manifest on stable storage names the stage. Raises if committing failed."""
         ...
 
-    def blocked(self) -> None:
-        """Takes note that an update waits until a manifest names the generation that other stages have reached."""
-        ...
-
 
 class Unkept:
     """Keeps no states: they are lost when the process ends."""
@@ -82,9 +78,6 @@ class Unkept:
 
     def durable(self, stage: int) -> int:
         return FOREVER
-
-    def blocked(self) -> None:
-        pass
 
 
 class DaemonMoves:
@@ -157,17 +150,11 @@ class DaemonMoves:
         arena = self._memory.arena
         arena.view(slot.offset, home.size)[:] = arena.view(home.offset, home.size)
 
-    def rested(self, record: Record, result: Result) -> None:
-        record.gradients_sum = result.data_sum if self.plan.store_mode == "redo" else None
-
     def completed(self, generation: int) -> None:
         self.committing.complete(generation)
 
     def durable(self, stage: int) -> int:
         return self.committing.durable(stage)
-
-    def blocked(self) -> None:
-        self.committing.blocked()
 
     def wait(self, done: Callable[[], bool], cause: str) -> None:
         with self.waiting(cause):

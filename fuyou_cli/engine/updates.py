@@ -37,7 +37,7 @@ def build_update(
     record: Record, stage: StageSpec, plan: StagePlan, *, numerics: Numerics, layout: StateLayout, target: int, copied: bool
 ) -> Update:
     """Returns the request for the update of one stage, whose `record.due` holds its `Scalars`. `target`: the place of the
-    stage's ring to write; `copied`: also write what rests in RAM."""
+    stage's pair to write; `copied`: also write what rests in RAM."""
     at = plan.trained_ram or record.span
     assert at is not None
     scalars: Scalars = record.due

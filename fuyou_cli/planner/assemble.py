@@ -59,8 +59,6 @@ def assembled(costs: Costs, request: PlanRequest, placed: Layout, schedule: Sche
         store_size=placed.store_size,
         cpu_budget=request.cpu_budget,
         commit_every=request.asked_interval,
-        store_mode=request.store_mode,
-        keep=request.keep,
         memory=_memory_lines(costs.model, costs.hardware, request, placed, device),
         predicted=_predict(costs, request, placed, schedule, device),
         sustained=request.sustained,
@@ -105,12 +103,12 @@ def _memory_lines(
     slots = sum(span.size for slot in placed.slot_classes for span in slot.weight_slots)
     weights_ram = sum(span.size for stage in placed.stages for span in (stage.weights_ram, stage.trained_ram) if span)
     add("weights", "cpu", weights_ram + slots, weights, "home and slots")
-    often, why = _places(placed, request)
+    often, why = 2, "two extents"
     once = ", frozen ones once" if imported else ", frozen ones in the model's files" if frozen else ""
-    add("weights", "ssd", int(often * (weights - frozen)) + imported, weights, why + once)
+    add("weights", "ssd", often * (weights - frozen) + imported, weights, why + once)
     in_ram = sum(model.stages[stage.stage].state_bytes for stage in placed.stages if stage.states == "cpu")
     add("optimizer states", "cpu", in_ram, states, "home")
-    add("optimizer states", "ssd", int(often * states), states, why)
+    add("optimizer states", "ssd", often * states, states, why)
     gradient_slots = sum(span.size for slot in placed.slot_classes for span in slot.gradient_slots)
     resting = sum(stage.gradients_ram.size for stage in placed.stages if stage.gradients_ram)
     on_ssd = sum(stage.gradients_extent.size for stage in placed.stages if stage.gradients_extent)
@@ -171,16 +169,6 @@ def _device_lines(model: ModelSpec, request: PlanRequest, device: DeviceMemory) 
     return [MemoryLine(what=what, tier="gpu", size=size, total=total, policy=why) for what, size, total, why in found if size]
 
 
-def _places(placed: Layout, request: PlanRequest) -> tuple[float, str]:
-    """Returns how many copies the store has of what survives a run, and why."""
-    if request.store_mode == "in_place":
-        return 1 + request.keep, "two extents" if request.keep == 1 else f"{1 + request.keep} extents"
-    rings = {stage.ring.offset: stage.ring for stage in placed.stages if stage.ring.size}.values()
-    once = sum(ring.stages * ring.size for ring in rings)
-    spare = sum(ring.spares * ring.size for ring in rings)
-    return 1 + spare / once if once else 1.0, "one extent and spare ones"
-
-
 def _boundaries_policies(model: ModelSpec, placed: Layout, in_turns: int) -> tuple[str, str]:
     """Returns what is beside boundaries in RAM and on the ssd. `in_turns`: bytes that lie where gradients will."""
     swapped = any(stage.kept for stage in placed.stages)
@@ -192,8 +180,6 @@ def _boundaries_policies(model: ModelSpec, placed: Layout, in_turns: int) -> tup
 
 
 def _gradients_policy(model: ModelSpec, request: PlanRequest, placed: Layout) -> str:
-    if request.store_mode == "redo":
-        return "durable, until a step is updated"
     if request.clip_grad_norm is not None and not request.norm_first:
         return "rest until the norm is known" + ", and between sweeps" * request.is_swept
     deferred = sum(model.stages[stage.stage].trained for stage in placed.stages if stage.deferred)

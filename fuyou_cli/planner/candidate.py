@@ -171,7 +171,6 @@ def may_measure_first(model: ModelSpec, request: PlanRequest) -> bool:
     output, which both backwards may be given."""
     return (
         request.clip_grad_norm is not None
-        and request.store_mode != "redo"
         and not request.is_swept
         and request.gradients is None
         and request.defer is None
@@ -184,7 +183,7 @@ def may_measure_first(model: ModelSpec, request: PlanRequest) -> bool:
 def sweep_counts(model: ModelSpec, request: PlanRequest) -> tuple[int, ...]:
     """Returns the numbers of sweeps that the planner may choose. Each divides a step's micro-batches and is at least twice the
     one before."""
-    if request.sweeps is not None or request.norm_first or not model.may_sweep or request.store_mode == "redo":
+    if request.sweeps is not None or request.norm_first or not model.may_sweep:
         return (1,)
     if request.numerics.router_aux_loss:  # whose slope is known once all rows were forward
         return (1,)

@@ -58,7 +58,7 @@ def sooner(model: ModelSpec, hardware: HardwareProfile, plan: Plan) -> Plan | No
     """Returns the same plan with the most steps between commits with which a kill costs LITTLE_LOST, or with a commit every
     step where no longer interval does. Returns None for a plan whose kill costs no more, or only a step."""
     told, step = commit_costs(plan), plan.plain_seconds
-    if step <= 0 or plan.store_mode == "redo" or plan.commit_every == 1 or (told is not None and told.lost <= LITTLE_LOST):
+    if step <= 0 or plan.commit_every == 1 or (told is not None and told.lost <= LITTLE_LOST):
         return None
     costs = Costs.of(model, hardware, plan)
     commit = _alone(costs, plan) if told is None else plan.predicted.commit_seconds

@@ -16,8 +16,6 @@ from .plan_request import PlanRequest
 
 def deferrals(model: ModelSpec, request: PlanRequest) -> tuple[bool, ...]:
     """Tells, per stage, whether its update waits for the next forward. It is False while the planner still has to choose."""
-    if request.store_mode == "redo":  # gradients make the step durable
-        return deferred_stages(model, 1.0)
     waits = request.clip_grad_norm is not None and not request.norm_first
     return deferred_stages(model, 1.0 if waits else request.defer or 0.0)
 

@@ -19,7 +19,7 @@ TURN = -1.0  # another value of `Candidate.there`: only stages at the turn of a 
 def may_fill(model: ModelSpec, request: PlanRequest) -> bool:
     """Tells whether the planner chooses which stages rest on the device, and has room for one of them."""
     asked = (request.weights, request.states, request.gradients, request.device_states)
-    if request.device == "cpu" or request.gpu_budget is None or request.store_mode == "redo" or any(asked):
+    if request.device == "cpu" or request.gpu_budget is None or any(asked):
         return False
     if request.kept_there == "room":  # the recipe wants all spare memory for outputs
         return False

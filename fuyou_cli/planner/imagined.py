@@ -67,7 +67,7 @@ class Imagined:
         # The backward of an embedding is taken to need no time, but it runs after the updates submitted before it.
         self._least = _MOMENT if any(stage.updated_there for stage in plan.stages) else 0.0
         # What all visits depend on, beside the classes of stages and visits (`scenes`), where the costs are the same.
-        self.setting: tuple[object, ...] = (plan.lookahead, plan.batch_on_device, plan.store_mode)
+        self.setting: tuple[object, ...] = (plan.lookahead, plan.batch_on_device)
         self.setting += (state_bytes, batch_on_device, self._looks, self._least)
 
     def let_go(self) -> None:
@@ -122,17 +122,11 @@ class Imagined:
     def join(self, record: Record) -> None:
         pass  # a copy of little
 
-    def rested(self, record: Record, result: object) -> None:
-        pass
-
     def completed(self, generation: int) -> None:
         pass
 
     def durable(self, stage: int) -> int:
         return FOREVER  # flushing and writing a manifest is short and delays nothing
-
-    def blocked(self) -> None:
-        pass
 
     def pass_time(self) -> None:
         """Advances to the next completion."""

@@ -277,12 +277,11 @@ def may_take_turns(context: PlacementContext, request: PlanRequest, stage: int, 
     """Tells whether a stage's boundary and its resting gradients may lie in the same memory: the boundary from forward to
     backward, the gradients from there to their deferred update, which ends before the next forward computes. A separate device
     fills a boundary while the stage computes, and sums gradients elsewhere; on device cpu both would be in the way. Sums that
-    another visit or sweep resumes rest in forward too, and gradients of redo until a commit. Of adapters they are too small."""
+    another visit or sweep resumes rest in forward too. Of adapters they are too small."""
     return (
         request.device != "cpu"
         and deferred
         and not request.is_swept
-        and request.store_mode != "redo"
         and not context.has_two_users[stage]
         and not context.trained_in_ram
     )
@@ -328,14 +327,14 @@ def _stage(
         boundary=homes.boundaries[index],
         slot_class=context.classes[index],
         deferred=deferred,
-        ring=at_rest.ring,
+        pair=at_rest.pair,
         frozen_extent=at_rest.frozen,
         frozen_source=stage.source,
         weights_at=at_rest.weights,
         remainder_at=at_rest.remainder,
         momentum_at=at_rest.momentum,
         variance_at=at_rest.variance,
-        gradients_extent=at_rest.gradients or transient.take_if(is_resting and homes.gradients[index] == "ssd", gradient_size),
+        gradients_extent=transient.take_if(is_resting and homes.gradients[index] == "ssd", gradient_size),
         boundary_extent=transient.take_if(homes.boundaries[index] == "ssd", boundary),
         weights_ram=arena.take_if(weights_home != "ssd" and states_home != "gpu", stage.weight_bytes),
         looked_up=context.looked_up[index] if is_far else 0,

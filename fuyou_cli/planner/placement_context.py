@@ -6,14 +6,13 @@ from dataclasses import dataclass
 
 from ..core.units import align_up
 from ..spec.model import STATE_NAMES, ModelSpec, StageSpec
-from ..spec.plan import Ring, Span
+from ..spec.plan import ExtentPair, Span
 from .boundary_layout import filled_boundary, outputs_size, planned_boundary
 from .looked_up import most_read
 from .plan_request import PlanRequest
 from .small_banks import rest_in_ram
 
 STORE_UNIT = 4096
-MOST_SPARES = 2  # spare places for updates while their old places are not free yet: one is written while another is committed
 
 
 @dataclass(slots=True)
@@ -34,36 +33,30 @@ class SpanAllocator:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AtRest:
-    """Describes what survives a run, for one stage: spans within a place of its ring, its frozen weights and, in redo, its
-    durable gradients."""
+    """Describes what survives a run, for one stage: spans within a place of its pair, and its frozen weights."""
 
-    ring: Ring
+    pair: ExtentPair
     frozen: Span | None  # of the store: written once; None also where they are read from the checkpoint's files
     weights: Span
     remainder: Span | None  # only with bfloat16 weights
     momentum: Span
     variance: Span | None  # of AdamW
-    gradients: Span | None  # a span of the store
 
 
 class PlacementContext:
     """Holds slot classes, what survives a run, the sizes of boundaries."""
 
     def __init__(self, model: ModelSpec, request: PlanRequest) -> None:
-        self.model, self.numerics, is_redo = model, request.group, request.store_mode == "redo"
+        self.model, self.numerics = model, request.group
         self.classes = _classes(model)
         self.trained_in_ram = rest_in_ram(model, request)  # what updates touch
         room = SpanAllocator(STORE_UNIT)
-        rings = _shared_rings(room, model, self.classes) if is_redo else _own_rings(room, model, request.keep)
-        dtype = self.numerics.accumulate_dtype
-        self.at_rest = tuple(
-            _at_rest(room, stage, ring, stage.gradient_bytes(dtype) if is_redo else 0)
-            for stage, ring in zip(model.stages, rings, strict=True)
-        )
+        pairs = [_extent_pair(room, stage) for stage in model.stages]
+        self.at_rest = tuple(_at_rest(room, stage, pair) for stage, pair in zip(model.stages, pairs, strict=True))
         self.durable_size = room.used  # bytes of the store that survive a run
         # By stage: bytes of its states, in the order of `STATE_NAMES`, and of its gradients.
         self.state_sizes = tuple(tuple(map(stage.state_size, STATE_NAMES)) for stage in model.stages)
-        self.gradient_sizes = tuple(stage.gradient_bytes(dtype) for stage in model.stages)
+        self.gradient_sizes = tuple(stage.gradient_bytes(self.numerics.accumulate_dtype) for stage in model.stages)
         self.looked_up = most_read(model, request)
         self.has_two_users = tuple(model.has_two_users(stage.index) for stage in model.stages)
         # By stage, a number for what its boundary depends on beside the kept outputs. Equal blocks share their operators.
@@ -107,46 +100,22 @@ def _classes(model: ModelSpec) -> tuple[int, ...]:
     return tuple(classes)
 
 
-def _place_size(stage: StageSpec) -> int:
-    """Returns bytes of what one update writes."""
+def _extent_pair(room: SpanAllocator, stage: StageSpec) -> ExtentPair:
+    """Takes two places for what one update of a stage writes."""
     place = SpanAllocator(STORE_UNIT)
     for size in (stage.trained_weight_bytes, *map(stage.state_size, STATE_NAMES)):
         place.take(size)
-    return place.used
+    return ExtentPair(offset=room.take(2 * place.used).offset, size=place.used)
 
 
-def _own_rings(room: SpanAllocator, model: ModelSpec, keep: int) -> list[Ring]:
-    """Returns one ring for each stage, with a spare place for every state that is kept."""
-    sizes = [_place_size(stage) for stage in model.stages]
-    return [Ring(offset=room.take((1 + keep) * size).offset, size=size, index=0, stages=1, spares=keep) for size in sizes]
-
-
-def _shared_rings(room: SpanAllocator, model: ModelSpec, classes: tuple[int, ...]) -> list[Ring]:
-    """Returns one ring for each slot class. Its stages are updated one after the other, into places that others have just
-    left."""
-    found: dict[int, Ring] = {}
-    for number in range(max(classes) + 1):
-        members = [index for index, one in enumerate(classes) if one == number and model.stages[index].trained]
-        if not members:
-            continue
-        size = max(_place_size(model.stages[index]) for index in members)
-        spares = min(MOST_SPARES, len(members))
-        offset = room.take((len(members) + spares) * size).offset
-        for place, index in enumerate(members):
-            found[index] = Ring(offset=offset, size=size, index=place, stages=len(members), spares=spares)
-    nothing = Ring(offset=room.used, size=0, index=0, stages=1, spares=1)  # the ring of a stage that nothing updates
-    return [found.get(index, nothing) for index in range(len(classes))]
-
-
-def _at_rest(room: SpanAllocator, stage: StageSpec, ring: Ring, gradients: int) -> AtRest:
+def _at_rest(room: SpanAllocator, stage: StageSpec, pair: ExtentPair) -> AtRest:
     place = SpanAllocator(STORE_UNIT)
     weights = place.take(stage.trained_weight_bytes)
     return AtRest(
-        ring=ring,
+        pair=pair,
         frozen=room.take_if(True, stage.imported_bytes),
         weights=weights,
         remainder=place.take_if(True, stage.state_size("remainder")),
         momentum=place.take(stage.state_size("momentum")),
         variance=place.take_if(True, stage.state_size("variance")),
-        gradients=room.take_if(True, gradients),
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..spec.hardware import HardwareProfile
-from ..spec.plan import Numerics, Plan, StoreMode, Tier, TypicalStep
+from ..spec.plan import Numerics, Plan, Tier, TypicalStep
 from .boundary_layout import Kept
 
 WearPolicy = Literal["spare", "balanced", "ignore"]
@@ -51,9 +51,6 @@ class PlanRequest:
     exports_trained: bool = False  # an adapter is exported, so frozen weights are not
     sustained: bool = False  # the run writes past the drives' fast regions
     commit_every: int | Literal["auto"] | None = None  # steps between commits; None: only at the end of the run
-    store_mode: StoreMode = "in_place"
-    may_redo: bool = False  # use the mode `redo` if this one has no room
-    keep: int = 1  # committed states that are complete at any time (store mode `in_place`)
     wear: WearPolicy = "ignore"  # when a plan may write more to the drives (`sparing`)
     # Whether a first backward measures the norm, so that updates run beside the second (`candidate.may_measure_first`).
     norm_first: bool | None = None

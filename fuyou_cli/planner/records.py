@@ -39,10 +39,6 @@ class Runner(Protocol):
         """Copies trained weights from their own home in RAM into the record's slot, in front of the frozen ones."""
         ...
 
-    def rested(self, record: Record, result: Any) -> None:
-        """Takes note that the stage's gradients rest on the ssd."""
-        ...
-
     def completed(self, generation: int) -> None:
         """Takes note that every stage has reached this generation, which will be committed. No stage goes on before it is
         durable."""
@@ -50,10 +46,6 @@ class Runner(Protocol):
 
     def durable(self, stage: int) -> int:
         """Returns the turn at which the newest manifest names the stage. Raises if committing failed."""
-        ...
-
-    def blocked(self) -> None:
-        """Takes note that an update waits until a manifest names the generation that other stages have reached."""
         ...
 
     def wait(self, done: Callable[[], bool], cause: str) -> None:
@@ -69,9 +61,8 @@ class Record:
 
     stage: int
     generation: int = 0  # generation of the weights, once `update` has finished
-    turn: int = 0  # turn of the stage's ring: where this generation rests
+    turn: int = 0  # which place of the stage's pair this generation rests in
     sums: Any = None  # checksums of what was written there; the runner's type
-    gradients_sum: int | None = None  # checksum of gradients that rest on the ssd to make their step durable
     zero_moments: bool = True  # momentum and variance were never written
     zero_remainder: bool = True
     span: Span | None = None  # where the weights are in the arena

@@ -8,13 +8,12 @@ it waits and between micro-batches (`advance`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan, Span, StagePlan
-from .free_extents import CommitLedger, left_before
+from .free_extents import CommitLedger
 from .records import ON_DEVICE, Record, Runner, Transfers
 from .schedule import Visit
 
@@ -33,9 +32,7 @@ class Residency:
         self.free_gradients = [list(slots.gradient_slots) for slots in plan.slot_classes]
         self.commits = CommitLedger(every=plan.commit_every)
         self.stalls: dict[str, float] = {}
-        self.due: Any = None  # what deferred updates of the last such step need
         self._owners = sum(stage.trained > 0 for stage in model.stages)
-        self._sharing = _sharing(model, plan)
         self._reached: dict[int, int] = {}  # generation -> stages that have come to it, while some have not
         self.moving: set[int] = set()  # stages with something under way or due; only these are looked at
         for record, stage in zip(self.records, plan.stages, strict=True):
@@ -65,12 +62,9 @@ class Residency:
                 self.moving.discard(stage)
 
     def _advance(self, record: Record) -> None:
-        if record.gradient_write is not None:
-            result = self.transfers.poll(record.gradient_write)
-            if result is not None:
-                record.gradient_write = None
-                self._runner.rested(record, result)
-                self._free_gradient_slot(record)
+        if record.gradient_write is not None and self.transfers.poll(record.gradient_write) is not None:
+            record.gradient_write = None
+            self._free_gradient_slot(record)
         if record.gradient_read is not None and self.transfers.poll(record.gradient_read) is not None:
             record.gradient_read = None
         if record.fetches:
@@ -201,8 +195,6 @@ class Residency:
         record.gradients = "resting"
         if plan.gradients_extent is None or record.gradient_slot is None:
             return
-        if self.plan.store_mode == "redo":  # a manifest may still name the gradients that rest there
-            self.wait_until(lambda: self._runner.durable(stage) >= record.turn, "commit of the step before")
         self.moving.add(stage)
         record.gradient_write = self.transfers.write(
             record.gradient_slot.offset,
@@ -268,20 +260,10 @@ class Residency:
 
     def update_later(self, due: object) -> None:
         """Defers the update of every such stage to its first visit in the next step, or to `drain`."""
-        self.due = due
         for record, stage in zip(self.records, self.model.stages, strict=True):
             if stage.trained and self.plan.stages[stage.index].deferred:
                 record.due = due
                 self.moving.add(record.stage)
-
-    def update_again(self, stages: Collection[int], due: object) -> None:
-        """Repeats updates of stages of a resumed run, with their gradients, which rest on the ssd."""
-        self.due = due
-        self._reached[self.commits.base] = self._owners - len(stages)
-        for stage in stages:
-            record = self.records[stage]
-            record.due, record.gradients = due, "resting"
-            self.moving.add(stage)
 
     def _may_update(self, record: Record) -> bool:
         in_slot = record.held > 0 and record.span is not None and not record.fetches
@@ -294,14 +276,7 @@ class Residency:
 
     def _may_follow(self, record: Record) -> bool:
         """Tells whether what the record's update overwrites is no longer needed."""
-        if not self.commits.is_named(record.generation):
-            return True
-        ring = self.plan.stages[record.stage].ring
-        index, turn = left_before(ring, record.turn)
-        if self._runner.durable(self._sharing[record.stage][index]) >= turn:
-            return True
-        self._runner.blocked()
-        return False
+        return not self.commits.is_named(record.generation) or self._runner.durable(record.stage) >= record.turn
 
     def _submit_due(self, record: Record) -> None:
         self.moving.add(record.stage)
@@ -378,15 +353,6 @@ def update_priority(plan: StagePlan) -> int:
 def _gradients_home(plan: StagePlan) -> Span | None:
     """Returns where a stage's gradients are summed if they have a home; None if they take a slot."""
     return ON_DEVICE if plan.updated_there else plan.gradients_ram
-
-
-def _sharing(model: ModelSpec, plan: Plan) -> dict[int, list[int]]:
-    """Returns, by stage, the stages that share its ring, in the ring's order."""
-    rings: dict[int, list[int]] = {}
-    for stage in model.stages:
-        if stage.trained:
-            rings.setdefault(plan.stages[stage.index].ring.offset, []).append(stage.index)
-    return {stage: together for together in rings.values() for stage in together}
 
 
 def _has_work(record: Record) -> bool:

@@ -1,11 +1,8 @@
-"""Plans a whole run: which of a drive's two write rates count, how its steps become durable, where small trained banks rest.
+"""Plans a whole run: which of a drive's two write rates count, and where small trained banks rest.
 
 A drive writes fast until its fast region is full. A run is planned with the sustained rate from its first step on, unless it
 will certainly end before the region is full. A run of unknown length counts as long. Idle time or a trim may free space again;
 this is not counted, because nobody has measured how much.
-
-`in_place` costs no traffic, but twice the disk space. `redo` stores everything once. The gradients of a step go to the ssd, as
-they do with clipping anyway, and after a crash the missing updates are repeated.
 """
 
 from __future__ import annotations
@@ -17,12 +14,11 @@ from typing import Literal
 from ..core.errors import PlanError
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ModelSpec
-from ..spec.plan import Plan, StoreMode
+from ..spec.plan import Plan
 from .candidate import Candidate
 from .commit_interval import timed_plan
 from .place import least_memory, made_of
 from .place import plan as first_that_fits
-from .placement_context import PlacementContext
 from .plan_request import PlanRequest
 from .search import SearchResult, search_timed
 from .small_banks import WORTH, ways_to_rest
@@ -34,7 +30,7 @@ Effort = Literal["search", "usual", "fit"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanMade:
-    """Holds a plan, the request that it fulfils (with its store mode and rates), and the search that found it, if any."""
+    """Holds a plan, the request that it fulfils (with its rates), and the search that found it, if any."""
 
     request: PlanRequest
     plan: Plan
@@ -58,23 +54,7 @@ class RunPlanner:
         self._hardware, self._candidate, self._effort, self._or_least = hardware, candidate, effort, or_least
         self._searches: dict[PlanRequest, PlanMade] = {}
 
-    def plan(self, model: ModelSpec, request: PlanRequest, *, steps: int) -> PlanMade:
-        """Returns the plan of a run of `steps` in the store mode that its disks have room for. Only a plan knows what a step
-        stores in addition to the extents (gradients and boundaries). If no in_place plan fits with these, it returns the redo
-        plan if that fits. Raises PlanError."""
-        disk = request.disk(self._hardware)
-        made = self.at_lasting_rates(model, with_fitting_mode(model, request, disk), steps=steps)
-        if made.plan.store_mode == "redo" or made.plan.store_size <= disk or not _may_be_redone(model, request, disk):
-            return made
-        with suppress(PlanError):
-            other = self.at_lasting_rates(model, redone(request), steps=steps)
-            if other.plan.store_size <= disk:
-                return other
-        return made
-
-    def at_lasting_rates(
-        self, model: ModelSpec, request: PlanRequest, *, steps: int, effort: Effort | None = None
-    ) -> PlanMade:  # fmt: skip
+    def plan(self, model: ModelSpec, request: PlanRequest, *, steps: int, effort: Effort | None = None) -> PlanMade:
         """Returns the plan at the rates that the drives have for most of a run of `steps` (0: unknown, counts as many). These
         are the sustained rates if the best plan at first rates would write past the fast region. `effort`: instead of the
         planner's own way. Raises PlanError."""
@@ -183,31 +163,3 @@ def fast_region(model: ModelSpec, hardware: HardwareProfile, plan: Plan) -> Fast
         return timed_plan(model, hardware, other, chosen=False).predicted.step_seconds
 
     return FastRegion(size=hardware.burst_bytes, steps=hardware.burst_bytes / written, first=step(False), later=step(True))
-
-
-# ---- store modes -----------------------------------------------------------------------------------------------------
-
-
-def at_rest(model: ModelSpec, request: PlanRequest, mode: StoreMode) -> int:
-    """Returns the bytes of the store that survive a run, with the gradients of redo."""
-    return PlacementContext(model, replace(request, store_mode=mode)).durable_size
-
-
-def redone(request: PlanRequest) -> PlanRequest:
-    """Returns the same run with one extent of everything and its gradients on the ssd."""
-    every = 1 if request.commit_every == "auto" else request.commit_every
-    return replace(request, store_mode="redo", gradients="ssd", device_states=(), commit_every=every, norm_first=None)
-
-
-def with_fitting_mode(model: ModelSpec, request: PlanRequest, disk: int) -> PlanRequest:
-    """Chooses redo if the recipe allows it and `disk` (bytes) has room only for its extents. Otherwise keeps in_place."""
-    if not _may_be_redone(model, request, disk) or at_rest(model, request, "in_place") <= disk:
-        return request
-    return redone(request)
-
-
-def _may_be_redone(model: ModelSpec, request: PlanRequest, disk: int) -> bool:
-    is_free = (
-        request.gradients != "cpu" and request.states != "gpu" and not request.norm_first
-    )  # with states on the device, gradients never leave it
-    return request.may_redo and not request.is_swept and is_free and at_rest(model, request, "redo") <= disk

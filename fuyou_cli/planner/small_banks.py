@@ -39,7 +39,7 @@ def least_budget_to_rest(model: ModelSpec, request: PlanRequest) -> int | None:
 
 
 def _may_rest(model: ModelSpec, request: PlanRequest) -> bool:
-    return request.states in (None, "cpu") and request.store_mode != "redo" and model.frozen_parameters > 0
+    return request.states in (None, "cpu") and model.frozen_parameters > 0
 
 
 def _touched(model: ModelSpec, request: PlanRequest) -> int:

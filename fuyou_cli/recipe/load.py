@@ -16,10 +16,11 @@ from ..core.disk import remedy
 from ..core.safe_files import read_plain
 from ..core.typed import show_path
 from .check import check
-from .diagnostics import Diagnostic, Place, RecipeErrors
+from .diagnostics import COMMAND_LINE, Diagnostic, Place, RecipeErrors
 from .diagnostics import Path as Keys
 from .marks import MAX_BYTES, Source, scan, syntax_error
 from .overrides import Override, apply_override, first_line, parse_overrides
+from .removed import take_removed
 from .schema import Recipe
 
 _MOST_REFERENCES = 8  # `${...}`: enough for any recipe, too few to multiply a text beyond memory
@@ -27,12 +28,13 @@ _MOST_REFERENCES = 8  # `${...}`: enough for any recipe, too few to multiply a t
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedRecipe:
-    """Holds a recipe with its source: the text as written, and the overrides applied to it."""
+    """Holds a recipe with its source: the text as written, the overrides applied to it, and notes for the user."""
 
     recipe: Recipe
     path: Path
     text: str
     overrides: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> LoadedRecipe:
@@ -52,12 +54,19 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> LoadedRecipe
         wrong += [problem] if problem is not None else []
         applied += [override] if problem is None else []
     references = _resolve(data)
+    notes, removed = take_removed(data)
     recipe, findings = check(data, ignore=frozenset(finding.path for finding in references))
-    located = [replace(found, place=_place(found, source, applied), at_key=False) for found in [*references, *findings]]
+    findings = [*references, *removed, *findings]
+    located = [replace(found, place=_place(found, source, applied), at_key=False) for found in findings]
     wrong = sorted({diagnostic: None for diagnostic in located}, key=lambda found: _order(found, name)) + wrong
     if recipe is None or wrong:
         raise RecipeErrors(wrong, name=name)
-    return LoadedRecipe(recipe=recipe, path=Path(path), text=source.text, overrides=tuple(overrides))
+    told = tuple(f"{_where(_place(note, source, applied))}: note: {note.message}" for note in notes)
+    return LoadedRecipe(recipe=recipe, path=Path(path), text=source.text, overrides=tuple(overrides), notes=told)
+
+
+def _where(place: Place) -> str:
+    return place.file if place.source is None or place.file == COMMAND_LINE else f"{place.file}:{place.line + 1}"
 
 
 def _order(diagnostic: Diagnostic, name: str) -> tuple[bool, int, int]:

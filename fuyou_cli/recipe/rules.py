@@ -164,9 +164,6 @@ def _together(recipe: Recipe) -> Broken:
     elif (states := recipe.optimizer.state_dtype) != "float32":
         message = f"`offload.optimizer_states: gpu` but `optimizer.state_dtype: {states}` is updated on the CPU only"
         yield "offload.optimizer_states", message, "use cpu, ssd or auto, or `optimizer.state_dtype: float32`"
-    if recipe.checkpoint.mode == "redo":
-        message = "`offload.optimizer_states: gpu` but `checkpoint.mode: redo` keeps gradients on the ssd"
-        yield "offload.optimizer_states", message, "use cpu, or `checkpoint.mode: in_place`"
 
 
 def _strategy(recipe: Recipe) -> Broken:
@@ -194,7 +191,6 @@ def _norm_first(recipe: Recipe) -> Broken:
         return
     others = {
         "train.clip_grad_norm: null": recipe.train.clip_grad_norm is None,
-        "checkpoint.mode: redo": recipe.checkpoint.mode == "redo",
         "train.sweep_tokens": recipe.train.sweep_tokens != "auto",
         "offload.gradients": offload.gradients != "auto",
         "offload.strategy: none": offload.strategy == "none",
@@ -206,25 +202,6 @@ def _norm_first(recipe: Recipe) -> Broken:
     }
     for other in (name for name, is_set in others.items() if is_set):
         yield key, f"`{key}: always` does not go with `{other}`", "leave it auto"
-
-
-def _commits(recipe: Recipe) -> Broken:
-    snapshots, commits = "checkpoint.snapshot_every_steps", "checkpoint.commit_every_steps"
-    mode, apart, every = recipe.checkpoint.mode, recipe.checkpoint.snapshot_every_steps, recipe.checkpoint.commit_every_steps
-    if mode == "snapshot" and apart is None:
-        yield "checkpoint.mode", f"`checkpoint.mode: snapshot` without `{snapshots}`", "set the steps between snapshots"
-    leave_out = "leave it out, or use `checkpoint.mode: in_place`"
-    if mode == "snapshot" and every not in (None, "auto"):
-        yield commits, f"with snapshots, `{snapshots}` sets the steps between commits", leave_out
-    if mode != "snapshot" and apart is not None:
-        yield snapshots, f"`{snapshots}` is set, but the mode is not snapshot", "add `checkpoint.mode: snapshot`"
-    if mode == "redo" and every not in (1, "auto"):
-        yield commits, "`checkpoint.mode: redo` commits every step by its gradients", leave_out
-    if mode == "redo" and recipe.train.sweep_tokens != "auto":
-        message = "`train.sweep_tokens` is set, but `checkpoint.mode: redo` keeps the gradients of only one sweep"
-        yield "train.sweep_tokens", message, "leave it auto, or use `checkpoint.mode: in_place`"
-    if mode == "redo" and recipe.offload.gradients == "cpu":
-        yield "offload.gradients", "`offload.gradients: cpu`, but `checkpoint.mode: redo` keeps them on the ssd", "use ssd"
 
 
 def _skipping(recipe: Recipe) -> Broken:
@@ -298,5 +275,5 @@ def _backends(recipe: Recipe) -> Broken:
 
 _RULES: tuple[Callable[[Recipe], Broken], ...] = (
     _revision, _length, _warmup, _decay, _batch, _mixture, _streaming, _evaluation, _device, _optimizer, _together, _strategy,
-    _deferral, _norm_first, _commits, _skipping, _balanced, _compiled, _adapter, _quantised, _kernels, _backends,
+    _deferral, _norm_first, _skipping, _balanced, _compiled, _adapter, _quantised, _kernels, _backends,
 )  # fmt: skip

@@ -221,11 +221,8 @@ class OffloadSection(Section):
 
 
 class CheckpointSection(Section):
-    mode: Literal["auto", "in_place", "redo", "snapshot"] = "auto"
     # auto: as often as it costs little; null: when a run begins, stops and ends
     commit_every_steps: AutoPositive | None = "auto"
-    snapshot_every_steps: Positive | None = None
-    keep_last: Annotated[int, Field(ge=1, le=16)] = 2  # complete snapshots
     resume: Text = "auto"  # auto | never | a path
 
 

@@ -55,7 +55,6 @@ _OTHER_NAMES = {
     "offload.dir": "nvme_path offload_folder",
     "checkpoint.resume": "resume_from_checkpoint auto_resume_from_checkpoints",
     "checkpoint.commit_every_steps": "save_steps save_strategy saves_per_epoch save_every",
-    "checkpoint.keep_last": "save_total_limit",
     "eval.every_steps": "eval_steps evals_per_epoch",
     "eval": "eval_strategy evaluation_strategy do_eval per_device_eval_batch_size",
     "eval.keep_best": "load_best_model_at_end",

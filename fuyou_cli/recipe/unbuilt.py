@@ -45,7 +45,7 @@ UNBUILT: tuple[Unbuilt, ...] = (
 def unbuilt_keys(data: dict[str, Any]) -> Iterator[Diagnostic]:
     """Finds every such key in the recipe, also when other keys are wrong."""
     for row in UNBUILT:
-        for path, value in _written(data, row.path):
+        for path, value in written(data, row.path):
             if row.asks(value):
                 key = row.path.replace(".*", "")
                 shown = key if isinstance(value, (list, dict)) else f"{key}: {show_value(value)}"
@@ -54,7 +54,7 @@ def unbuilt_keys(data: dict[str, Any]) -> Iterator[Diagnostic]:
                 )
 
 
-def _written(data: dict[str, Any], dotted: str) -> list[tuple[Path, Any]]:
+def written(data: dict[str, Any], dotted: str) -> list[tuple[Path, Any]]:
     """Lists everything written at a path, where `*` stands for each entry of a list."""
     found: list[tuple[Path, Any]] = [((), data)]
     for part in dotted.split("."):

@@ -13,7 +13,6 @@ from .model import Dtype, Piece
 
 Tier = Literal["gpu", "cpu", "ssd"]
 StateTensor = Literal["weights", "frozen", "remainder", "momentum", "variance"]  # what survives a run; `frozen`: weights
-StoreMode = Literal["in_place", "redo"]
 # Which rows are padded to one length: all of a step, those of a micro-batch, or none, as rows are laid end to end.
 Padding = Literal["step", "micro_batch", "none"]
 
@@ -98,22 +97,16 @@ class Span:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ring:
-    """Describes places of the store that `stages` stages of equal size share, with `spares` more. Each turn moves a stage back
-    by `spares` places.
+class ExtentPair:
+    """Describes the two places of the store in which a stage's states lie in turn: what is committed is in one, and the next
+    commit is written to the other."""
 
-    A stage with its own ring has one spare place for each state kept beside the newest. With one, two extents alternate.
-    """
-
-    offset: int  # offset of the first place
-    size: int  # size of a place
-    index: int  # of the stage among those that share the ring
-    stages: int
-    spares: int
+    offset: int  # of the first place; the second lies behind it
+    size: int  # of each
 
     def place(self, turn: int) -> int:
-        """Returns the offset of the stage's place at a turn."""
-        return self.offset + self.size * ((self.index - self.spares * turn) % (self.stages + self.spares))
+        """Returns the offset of the place at a turn."""
+        return self.offset + self.size * (turn % 2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,7 +127,7 @@ class StagePlan:
     boundary: Tier  # the stage's input, kept for backward; cpu if the stage keeps none
     slot_class: int  # which weight and gradient slots it uses
     deferred: bool  # True: its update waits for the next forward, just before its use; False: it follows its backward at once
-    ring: Ring
+    pair: ExtentPair
     weights_at: Span
     remainder_at: Span | None
     momentum_at: Span
@@ -172,11 +165,11 @@ class StagePlan:
         return self.states == "gpu"
 
     def extent(self, tensor: StateTensor, turn: int) -> Span | None:
-        """Returns where a tensor lies at a turn of the ring; None where there is no such tensor."""
+        """Returns where a tensor lies at a turn; None where there is no such tensor."""
         if tensor == "frozen":
             return self.frozen_extent
         at: Span | None = getattr(self, f"{tensor}_at")
-        return None if at is None or not at.size else Span(offset=self.ring.place(turn) + at.offset, size=at.size)
+        return None if at is None or not at.size else Span(offset=self.pair.place(turn) + at.offset, size=at.size)
 
     def ram(self, tensor: StateTensor) -> Span | None:
         """Returns where a tensor rests in RAM; None where it does not, or there is no such tensor."""
@@ -289,8 +282,6 @@ class Plan:
     predicted: Predicted
     sustained: bool = False  # True: predicted with the rates of drives whose fast region is full
     commit_every: int | None = None  # steps between commits; None: only where the run ends
-    store_mode: StoreMode = "in_place"  # what makes a step durable: other extents, or its gradients
-    keep: int = 1  # whole committed states kept at any time
     # For the whole batch's outputs between stages, beside a device with its own memory: spans of the arena, or of the device.
     batch_slots: tuple[Span, ...] = ()
     batch_on_device: bool = False  # True: stages pass outputs on in device memory, and only what is kept for backward crosses

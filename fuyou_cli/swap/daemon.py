@@ -179,7 +179,7 @@ def _native_options(options: DaemonOptions) -> Any:
     native = ffi.new("fy_options *", {name: getattr(options, name) for name in _SAME_NAME})
     native.backend = _BACKENDS[options.backend]
     native.update_threads = options.update_threads if options.scratch_size else 0
-    native.flags = options.data_sums * lib.FY_DAEMON_DATA_SUMS | options.write_sums * lib.FY_DAEMON_WRITE_SUMS
+    native.flags = options.data_sums * lib.FY_DAEMON_DATA_SUMS
     return native
 
 

@@ -30,11 +30,10 @@ class DaemonOptions:
     block_size: int = 1 << 20  # most bytes of one I/O; a multiple of 4096
     scratch_offset: int = 0  # arena span of the update chunks
     scratch_size: int = 0  # from kernels.scratch_size(); 0: no updates
-    data_sums: bool = False  # reads are checksummed and compared with what was written
-    write_sums: bool = False  # writes are checksummed in any case
+    data_sums: bool = False  # reads and writes are checksummed, reads compared with what was written
 
     @classmethod
-    def of(cls, io: IoPlan, *, data_sums: bool, write_sums: bool) -> DaemonOptions:
+    def of(cls, io: IoPlan, *, data_sums: bool) -> DaemonOptions:
         """Returns the options for a run's plan."""
         same = {name: getattr(io, name) for name in _OF_A_PLAN}
         return cls(
@@ -43,7 +42,6 @@ class DaemonOptions:
             scratch_size=io.scratch.size,
             requests=_REQUESTS,
             data_sums=data_sums,
-            write_sums=write_sums,
         )
 
 
@@ -105,8 +103,8 @@ class Update:
 class Result(NamedTuple):
     """Holds the results of a finished request.
 
-    `*_sum` are checksums of the bytes written to the store, 0 where none were written. `data_sum` is the checksum of a read, or
-    of a write with `write_sums`; it needs `data_sums`. `*_read` are those of an update's reads.
+    `*_sum` are checksums of the bytes written to the store, 0 where none were written. `data_sum` is the checksum of a read
+    or write; it needs `data_sums`. `*_read` are those of an update's reads.
     """
 
     nonfinite: int

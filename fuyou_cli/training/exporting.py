@@ -20,10 +20,10 @@ from ..checkpoint.companions import ADAPTER_CONFIG_NAME, companion_files
 from ..checkpoint.writer import OutTensor, write_checkpoint
 from ..core.errors import SwapError, UsageError
 from ..core.units import MiB, align_up
-from ..spec.model import ITEM_SIZE, STATE_NAMES, STATE_TILE
+from ..spec.model import ITEM_SIZE
 from ..swap.arena import Arena
-from ..swap.daemon import Segment, SwapDaemon, Update
-from ..swap.kernels import CHECKSUM_BLOCK, adamw, checksum, join
+from ..swap.daemon import SwapDaemon
+from ..swap.kernels import CHECKSUM_BLOCK, checksum, join
 from .packed_reading import PackedReader
 from .state.at_rest import at_rest
 from .state.extent_checks import MODULUS, not_as_named
@@ -37,11 +37,8 @@ if TYPE_CHECKING:
 
 _PIECE = 16 * MiB
 _WINDOW = _PIECE + MiB  # one piece, and room for the store's alignment
-_UPDATED = 1 << 20  # elements updated at once
-_UPDATE_WINDOW = 4 * _UPDATED + MiB
-_TENSORS = 5  # of an update: weights, remainder, moments, gradients
 STEP = "fuyou_step"  # in a file's metadata: the steps after which it was written
-READ_ARENA = max(2 * _WINDOW, _TENSORS * _UPDATE_WINDOW)  # bytes of the arena that `StoreWeights` reads through
+READ_ARENA = 2 * _WINDOW  # bytes of the arena that `StoreWeights` reads through
 
 
 class Written(Protocol):
@@ -129,16 +126,13 @@ class StoreWeights:
         """Returns elements [first, end) of the whole tensor in `dtype`; all of them are in one stage."""
         begin, count = stored.offset + first - stored.first, end - first
         compute, is_trained = self.manifest.compute_dtype, stored.offset < stage.trained
-        remainder: Buffer | None = None
         if begin >= stage.params - stage.quantised:
             weights: Buffer = self._decoded(stage, stored, first - stored.first, count)
         elif not is_trained:
             weights = self._frozen(stage, begin - stage.trained, count, ITEM_SIZE[compute])
-        elif stage.gradients is None:
+        else:
             assert stage.weights is not None
             weights = self._elements(stage.weights, begin, count, ITEM_SIZE[compute])
-        else:
-            weights, remainder = self._updated(stage, stored, begin, count)
         if compute == dtype:
             return memoryview(weights)
         if compute == "float32":
@@ -147,10 +141,9 @@ class StoreWeights:
             rounded = torch.frombuffer(weights, dtype=torch.bfloat16)
             if (values := self._own.read(stored.stored_as, first, rounded)) is not None:
                 return bytes_of(values)
-        if is_trained and stage.gradients is None and stage.remainder is not None:
-            remainder = self._elements(stage.remainder, begin, count, 2, window=_WINDOW)
-        if remainder is None:
+        if not is_trained or stage.remainder is None:
             return bytes_of(torch.frombuffer(weights, dtype=torch.bfloat16).float())
+        remainder = self._elements(stage.remainder, begin, count, 2, window=_WINDOW)
         master = torch.empty(count, dtype=torch.float32)
         join(weights, remainder, master.numpy().data)
         return bytes_of(master)
@@ -169,49 +162,6 @@ class StoreWeights:
             reader = PackedReader(kind, stage.packed(kind)[0][stored.name], read, compute)
             self._packed = stored.name, reader
         return reader.elements(first, count)
-
-    def _updated(self, stage: StoredStage, stored: StoredTensor, begin: int, count: int) -> tuple[bytearray, bytearray | None]:
-        """Applies the due update to elements [begin, begin + count), as a resumed run would. Returns weights and remainders."""
-        weights, remainder = bytearray(), bytearray()
-        piece, first, end = STATE_TILE if self.manifest.state_dtype == "int8" else _UPDATED, begin, begin + count
-        while first < end:
-            upto = min(first // piece * piece + piece, end)
-            new, rest = self._update(stage, stored, first, upto)
-            weights += new
-            remainder += rest
-            first = upto
-        return weights, remainder if self.manifest.compute_dtype == "bfloat16" else None
-
-    def _update(self, stage: StoredStage, stored: StoredTensor, first: int, end: int) -> tuple[memoryview, memoryview]:
-        """Updates elements [first, end) of a stage; of int8 states the whole tile that holds them, since it begins with their
-        scales. States are rounded only after weights are made of them, so the draws do not matter here."""
-        due, numerics, layout = self.manifest.due, self.manifest.numerics, self.manifest.layout
-        assert due is not None and stage.gradients is not None
-        tile = STATE_TILE if layout.dtype == "int8" else 1
-        begin, last = first // tile * tile, min(align_up(end, tile), stage.trained)
-        items = {"weights": ITEM_SIZE[numerics.compute_dtype], "gradients": ITEM_SIZE[numerics.accumulate_dtype]}
-        places = {name: (begin * item, last * item) for name, item in items.items()}
-        places |= {name: (layout.size(name, begin), layout.size(name, last)) for name in STATE_NAMES}
-        extents, held, count = dict(stage.extents()), dict[str, bytearray](), last - begin
-        for number, (name, (low, high)) in enumerate(places.items()):
-            known = extents.get(name)
-            window = number * _UPDATE_WINDOW
-            held[name] = bytearray(self._bytes(known, low, high, window, is_tile=tile > 1) if known else high - low)
-        if not due.skipped:
-            decay = due.weight_decay if stored.decay else 0.0
-            update = Update(
-                params=count, weights_dtype=numerics.compute_dtype, gradients_dtype=numerics.accumulate_dtype, weights=0,
-                lr=due.lr, beta1=due.beta1, beta2=due.beta2, epsilon=due.epsilon, gradient_scale=due.gradient_scale,
-                step=due.step, segments=[Segment(first=0, count=count, weight_decay=decay)], states_dtype=layout.dtype,
-                rule=layout.rule,
-            )  # fmt: skip
-            adamw(update, **{name: values for name, values in held.items() if values})
-
-        def part(name: str) -> memoryview:
-            item = len(held[name]) // count  # 0 where there is no remainder
-            return memoryview(held[name])[item * (first - begin) : item * (end - begin)]
-
-        return part("weights"), part("remainder")
 
     def _frozen(self, stage: StoredStage, begin: int, count: int, item: int) -> memoryview:
         """Returns the bytes of `count` frozen elements, of the store or of the checkpoint's files."""

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Literal, TypedDict, cast
 from ..core.errors import UsageError
 from ..planner.plan_request import PlanRequest, update_chunks_for, update_threads_for
 from ..spec.hardware import HardwareProfile
-from ..spec.plan import Numerics, StoreMode, Tier
+from ..spec.plan import Numerics, Tier
 from .best_place import best_copies
 from .limits import gpu_limit
-from .state.resume import commit_interval
 from .state.stored import Manifest
 
 if TYPE_CHECKING:
@@ -92,8 +91,7 @@ def plan_request(
     of this many `parameters`; None: the free disk in the machine's profile."""
     from ..swap.kernels import scratch_size
 
-    offload, checkpoint = recipe.offload, recipe.checkpoint
-    mode: StoreMode = saved.mode if saved is not None else "redo" if checkpoint.mode == "redo" else "in_place"
+    offload = recipe.offload
     everything: Tier | None = "cpu" if offload.strategy == "none" else None
     depth = 16 if offload.io.queue_depth == "auto" else offload.io.queue_depth
     threads = update_threads_for(hardware, device=device, torch_threads=numerics.torch_threads)
@@ -108,7 +106,7 @@ def plan_request(
         ssd_budget=None if disks is None else disks.budget(recipe, parameters * exported["export_item"]),
         weights=_tier(offload.weights, device) or everything,
         states=_tier(offload.optimizer_states, device) or everything,
-        gradients="ssd" if mode == "redo" else _tier(offload.gradients, device) or everything,
+        gradients=_tier(offload.gradients, device) or everything,
         boundaries=_tier(offload.boundaries, device) or everything,
         **_kept(offload.activations, device),
         lookahead=None if offload.lookahead == "auto" else offload.lookahead,
@@ -121,12 +119,9 @@ def plan_request(
         chunk_params=CHUNK_PARAMS,
         scratch_size=scratch_size(CHUNK_PARAMS, update_chunks_for(threads)),
         **exported,
-        commit_every=commit_interval(checkpoint, mode),
-        store_mode=mode,
-        may_redo=checkpoint.mode == "auto" and checkpoint.commit_every_steps in (1, "auto") and saved is None,
-        keep=saved.keep if saved is not None else checkpoint.keep_last if checkpoint.mode == "snapshot" else 1,
+        commit_every=recipe.checkpoint.commit_every_steps,
         wear=offload.wear,
-        sweeps=_sweeps(recipe.train.sweep_tokens, numerics, mode),
+        sweeps=_sweeps(recipe.train.sweep_tokens, numerics),
     )
 
 
@@ -141,7 +136,7 @@ def _exported(recipe: Recipe) -> _Exported:
     return {"export_item": 2 if recipe.export.dtype == "bfloat16" else 4, "exports_trained": recipe.adapter is not None}
 
 
-def _sweeps(asked: int | Literal["auto"], numerics: Numerics, mode: StoreMode) -> int | None:
+def _sweeps(asked: int | Literal["auto"], numerics: Numerics) -> int | None:
     """Returns the number of equal sweeps of at most `asked` tokens. None leaves it to the planner."""
     if asked == "auto":
         return None
@@ -151,13 +146,7 @@ def _sweeps(asked: int | Literal["auto"], numerics: Numerics, mode: StoreMode) -
             f"train.sweep_tokens: {asked:,} is less than a micro-batch of {one:,} tokens",
             hint="use auto or more, or set train.micro_batch_size",
         )
-    sweeps = next(count for count in range(1, whole + 1) if whole % count == 0 and whole // count * one <= asked)
-    if sweeps > 1 and mode == "redo":
-        raise UsageError(
-            "train.sweep_tokens: the saved run uses checkpoint.mode=redo, which allows one sweep only",
-            hint="leave train.sweep_tokens auto",
-        )
-    return sweeps
+    return next(count for count in range(1, whole + 1) if whole % count == 0 and whole // count * one <= asked)
 
 
 def _tier(value: str, device: str) -> Tier | None:

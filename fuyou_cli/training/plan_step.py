@@ -150,7 +150,7 @@ def settle(
     with suppress(PlanError):
         again, old = planned(before.found.best.candidate), before.plan
         is_slower = again.plan.predicted.step_seconds > old.predicted.step_seconds * (1 + SLOWER)
-        if again.plan.sustained == old.sustained and again.plan.store_mode == old.store_mode and not is_slower:
+        if again.plan.sustained == old.sustained and not is_slower:
             return replace(ready, planned=replace(again, found=before.found))
     return replace(ready, planned=planned(None))
 
@@ -232,13 +232,9 @@ class _Planner:
                 hint="leave it auto: the model sums or draws random numbers over all rows, in its embedding or between layers",
             )
         if asked.norm_first and not may_measure_first(model, asked):
-            redo = asked.store_mode == "redo"
-            why = "the saved run's store is of checkpoint.mode redo" if redo else (
-                "the head is tied, some weights are frozen, or the model writes into outputs"
-            )  # fmt: skip
             raise UsageError(
                 f"offload.norm_first: {model.architecture} cannot measure the norm first as it is trained here",
-                hint=f"leave it auto: {why}",
+                hint="leave it auto: the head is tied, some weights are frozen, or the model writes into outputs",
             )
         if self._epoch is not None:
             from ..data.batches import typical_step  # with numpy
@@ -299,7 +295,7 @@ class _Planner:
             numerics, model = of(size)
             asked = self._asked(numerics, model)
             try:
-                plan = self._runs.at_lasting_rates(model, asked, steps=steps_of(recipe, None), effort=effort).plan
+                plan = self._runs.plan(model, asked, steps=steps_of(recipe, None), effort=effort).plan
             except PlanError:
                 return None
             on_device = asked.gpu_budget is None or plan.predicted.gpu_peak <= asked.gpu_budget

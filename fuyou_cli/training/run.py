@@ -126,8 +126,7 @@ class Run:
         self.store = self._folders.open_store(self._stack)
         names = {stage.index: stage.name for stage in self.model.stages}
         patience = Patience(self._announce, progress=self._moved, where=self._where)
-        redo = plan.store_mode == "redo"  # redo's manifests name the written gradients
-        options = DaemonOptions.of(plan.io, data_sums=planned.recipe.offload.verify_reads, write_sums=redo)
+        options = DaemonOptions.of(plan.io, data_sums=planned.recipe.offload.verify_reads)
         self.daemon = self._stack.enter_context(SwapDaemon(arena, self.store, options, label_names=names, patience=patience))
         self.host_memory = HostMemory(arena)
         self._open_engine(patience)

@@ -44,7 +44,6 @@
 #define FY_STORE_BUFFERED 2
 #define FY_STORE_READ_ONLY 4
 #define FY_DAEMON_DATA_SUMS 1
-#define FY_DAEMON_WRITE_SUMS 2
 
 typedef struct fy_arena fy_arena;
 typedef struct fy_store fy_store;
@@ -107,8 +106,7 @@ typedef struct {
     uint64_t scratch_offset;  /* arena span for update chunks, the daemon's own until stop; size from */
     uint64_t scratch_size;    /*   fy_scratch_size(); two chunks at least, more overlap better. 0 and 0: no updates */
     uint32_t flags;           /* FY_DAEMON_DATA_SUMS: what a read or write moved is summed, and what updates read, by the
-                               * update threads; where there are none, by the thread in fy_wait().
-                               * FY_DAEMON_WRITE_SUMS: the same of writes alone */
+                               * update threads; where there are none, by the thread in fy_wait() */
     uint32_t reserved;
 } fy_options;
 
@@ -199,7 +197,7 @@ typedef struct {
     uint64_t momentum_sum;
     uint64_t variance_sum;
     /* With FY_DAEMON_DATA_SUMS, else 0: fy_checksum() of the span of a read or write that worked, and of what an update read
-     * of each tensor. With FY_DAEMON_WRITE_SUMS of a write's span. */
+     * of each tensor. */
     uint64_t data_sum;
     uint64_t remainder_read;
     uint64_t momentum_read;

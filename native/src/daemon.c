@@ -47,7 +47,7 @@ static uint32_t options_wrong(const fy_options *options, const fy_arena *arena)
         return 9;
     if (updates && options->scratch_size / 2 < one_chunk)
         return 9;
-    if ((options->flags & ~(uint32_t)(FY_DAEMON_DATA_SUMS | FY_DAEMON_WRITE_SUMS)) != 0)
+    if ((options->flags & ~(uint32_t)FY_DAEMON_DATA_SUMS) != 0)
         return 10;
     return options->reserved != 0 ? 11 : 0;
 }

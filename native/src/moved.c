@@ -22,8 +22,7 @@ bool fy__moved_wants_checksum(const fy_daemon *daemon, const struct fy__request 
 {
     assert(daemon->locked);
     assert(request->ticket != 0);
-    const uint32_t writes = request->operation == FY_OP_WRITE ? FY_DAEMON_WRITE_SUMS : 0;
-    return (daemon->options.flags & (FY_DAEMON_DATA_SUMS | writes)) != 0 && request->operation != FY_OP_UPDATE &&
+    return (daemon->options.flags & FY_DAEMON_DATA_SUMS) != 0 && request->operation != FY_OP_UPDATE &&
            !fy__request_failed(request);
 }
 

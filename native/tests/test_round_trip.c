@@ -77,8 +77,8 @@ int main(void)
     for (const uint32_t *backend = testing_backends(); *backend != FY_BACKEND_AUTO; backend++) {
         for (uint32_t files = 1; files <= 3; files += 2) {
             round_trip(*backend, files, 64 << 10, 64 << 10, 0, FY_DAEMON_DATA_SUMS);
-            round_trip(*backend, files, 40 << 10, 1 << 20, 1, FY_DAEMON_WRITE_SUMS);
-            round_trip(*backend, files, 1 << 20, 12 << 10, 3, FY_DAEMON_DATA_SUMS | FY_DAEMON_WRITE_SUMS);
+            round_trip(*backend, files, 40 << 10, 1 << 20, 1, 0);
+            round_trip(*backend, files, 1 << 20, 12 << 10, 3, FY_DAEMON_DATA_SUMS);
         }
     }
     return 0;

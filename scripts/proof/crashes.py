@@ -36,7 +36,7 @@ from fuyou_cli.training.state.stored import Manifest
 from .nursery import Child, Ended
 from .setting import Lost
 from .shim import Call, Trace, namings
-from .tiny_runs import IN_RAM, REDO, SNAPSHOTS, STEPS, TWO_FOLDERS, UNCLIPPED, Place
+from .tiny_runs import IN_RAM, STEPS, TWO_FOLDERS, UNCLIPPED, Place
 
 _PATIENCE = 600.0  # seconds for one run
 _LOOKS = (0, 1, 1, 1, 1, 2, 2, 3, 5)  # times that a run is seen within a commit or an update before it is killed; one is drawn
@@ -45,25 +45,20 @@ _WINDOW = 8 * MiB  # of memory, to read extents with
 _BACKEND, _NORM_FIRST = "offload.io.backend", "offload.norm_first"
 _IO_URING = {_BACKEND: "io_uring"}
 VARIANTS: dict[str, dict[str, Any]] = {
-    "in_place, on the ssd, clipped": {},
-    "in_place, on the ssd, half deferred": {**UNCLIPPED, "offload.defer_updates": 0.5},
-    "in_place, in RAM": {**IN_RAM, **UNCLIPPED, "checkpoint.commit_every_steps": 1},
-    "in_place, in RAM, committed as planned": {
+    "on the ssd, clipped": {},
+    "on the ssd, half deferred": {**UNCLIPPED, "offload.defer_updates": 0.5},
+    "in RAM": {**IN_RAM, **UNCLIPPED, "checkpoint.commit_every_steps": 1},
+    "in RAM, committed as planned": {
         **IN_RAM,
         "offload.gradients": "ssd",
         "offload.boundaries": "ssd",
         "train.batch_size": 48,
         "train.micro_batch_size": 8,
     },
-    "in_place, every third step": {**UNCLIPPED, "checkpoint.commit_every_steps": 3},
-    "in_place, over two folders": TWO_FOLDERS,
-    "redo, on the ssd, clipped": REDO,
-    "redo, in RAM": {**UNCLIPPED, **REDO, "offload.weights": "cpu", "offload.optimizer_states": "cpu"},
-    "snapshot, every second step": SNAPSHOTS,
-    "in_place, io_uring": _IO_URING,
-    "redo, io_uring": {**REDO, **_IO_URING},
-    "snapshot, io_uring": {**SNAPSHOTS, **_IO_URING},
-    "in_place, on the ssd, the norm measured first": {_NORM_FIRST: "always", "offload.gradients": "auto"},
+    "every third step": {**UNCLIPPED, "checkpoint.commit_every_steps": 3},
+    "over two folders": TWO_FOLDERS,
+    "io_uring": _IO_URING,
+    "on the ssd, the norm measured first": {_NORM_FIRST: "always", "offload.gradients": "auto"},
 }
 # Said where the newest state is not whole.
 _FELL_BACK = ("falling back to the state after step", "; continuing from the state after step")
@@ -184,8 +179,7 @@ def compare(ours: Ending, theirs: Ending, what: str) -> None:
 
 
 def damaged(store: Path) -> tuple[tuple[Damage, ...], tuple[Damage, ...]]:
-    """Returns what is damaged in the newest committed state and in the one named before it: redo may have named the same step
-    twice."""
+    """Returns what is damaged in the newest committed state and in the one named before it."""
     window = Span(offset=0, size=_WINDOW)
     with at_rest(store, arena_size=_WINDOW) as opened:
         older = manifests.read(store, manifests.BEFORE)
@@ -344,8 +338,8 @@ def _bytes(file: BinaryIO, call: Call) -> bytes:
 
 
 def _durable_size(calls: list[Call], manifests_written: Path, saved: Manifest) -> int:
-    """Returns bytes of each of the store's files that hold extents of any generation, or gradients that redo names. Of a
-    stripe's files that hold any it is the fewest: already a little of one may be what one step needs."""
+    """Returns bytes of each of the store's files that hold extents of any generation. Of a stripe's files that hold any it is
+    the fewest: already a little of one may be what one step needs."""
     stages = (stage for content in _named(calls, manifests_written) for stage in content["stages"])
     extents = (value for stage in stages for value in stage.values() if isinstance(value, dict))
     size = max(extent["offset"] + extent["size"] for extent in extents)

@@ -1,9 +1,6 @@
 """Flips single bits in what a run has committed: each is found and named, and the run falls back to the state before.
 
-The stores are of every mode, striped too. All but one are of runs that came to their end. The last is of a redo run that was
-killed while its newest state has gradients whose updates are still to be done, so that the flipped bit may be one of them.
-There the state before may be written over already, and then nothing is left to fall back to. The two states of redo share most
-of their extents; damage in both is refused.
+The stores are of runs that came to their end; one is striped.
 """
 
 from __future__ import annotations
@@ -24,32 +21,26 @@ from fuyou_cli.training.state.stored import Manifest, StoredExtent
 from .crashes import Ending, check_went_on, compare, damaged, ending, finished, store_of
 from .nursery import Ended
 from .setting import Lost
-from .tiny_runs import REDO, SNAPSHOTS, TWO_FOLDERS, Place
+from .tiny_runs import TWO_FOLDERS, Place
 
 _STEPS = 3
-_TRIES = 50  # of a run that is to be killed between a step's gradients and its updates
 STORES: dict[str, Mapping[str, Any]] = {
-    "in_place": {},
-    "in_place, over two folders": TWO_FOLDERS,
-    "snapshot": SNAPSHOTS,
-    "redo": REDO,
-    "redo, killed amid updates": REDO,
+    "one folder": {},
+    "two folders": TWO_FOLDERS,
+    "every second step": {"checkpoint.commit_every_steps": 2},
 }
-AMID_UPDATES = "redo, killed amid updates"
-TWICE = [kind for kind, changes in STORES.items() if changes is not REDO]  # states that have nothing in common
 Names = tuple[tuple[str, str], ...]  # stage and tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stopped:
-    """Holds a run that is over or killed, and whose two states are there."""
+    """Holds a run that is over, and whose two states are there."""
 
     recipe: Path
     folders: tuple[Path, ...]  # of the store; the first has the manifests
     copies: tuple[Path, ...]  # of these
     newest: Manifest
     older: Manifest
-    stale: Names  # what of the older state has been written over
     end: Ending  # of the run
 
     @property
@@ -108,18 +99,16 @@ def _extents(saved: Manifest) -> list[tuple[str, str, StoredExtent]]:
 # ---- stores ----------------------------------------------------------------------------------------------------------
 
 
-def stopped(place: Place, name: str = "flips", kind: str = "in_place") -> Stopped:
+def stopped(place: Place, name: str = "flips", kind: str = "one folder") -> Stopped:
     """Makes the store of a run of three steps."""
     recipe = place.recipe(name, {**STORES[kind], "export.at_end": False}, steps=_STEPS)
     end = finished(place, recipe)
-    if kind == AMID_UPDATES:
-        _kill_amid_updates(place, recipe)
     store = store_of(recipe)
     newest, older = manifests.read(store), manifests.read(store, manifests.BEFORE)
     if newest is None or older is None:
         raise Lost(f"{store}: two states are wanted")
     harmed, stale = damaged(store)
-    if harmed or (stale and kind != AMID_UPDATES):
+    if harmed or stale:
         raise Lost(f"{store}: damaged before anything was flipped: {(harmed or stale)[0]}")
     folders = tuple(Path(file).parent for file in newest.files)
     # Not beside the recipe: its folder has one store.
@@ -127,30 +116,8 @@ def stopped(place: Place, name: str = "flips", kind: str = "in_place") -> Stoppe
     for folder, copy in zip(folders, copies, strict=True):
         shutil.copytree(folder, copy)
     return Stopped(
-        recipe=recipe, folders=folders, copies=copies, newest=newest, older=older, end=end,
-        stale=tuple((damage.stage, damage.tensor) for damage in stale),
+        recipe=recipe, folders=folders, copies=copies, newest=newest, older=older, end=end
     )  # fmt: skip
-
-
-def _kill_amid_updates(place: Place, recipe: Path) -> None:
-    """Runs again from the beginning until the newest state of a killed run has gradients."""
-    for _ in range(_TRIES):
-        shutil.rmtree(recipe.parent / "out")
-        child = place.begin("finetune", recipe)
-        while not child.is_over(0.001):
-            if _has_gradients(recipe):
-                child.kill()
-        child.wait()
-        if _has_gradients(recipe):
-            return
-    raise Lost(f"{recipe}: {_TRIES} runs, and none was killed between a step's gradients and its updates")
-
-
-def _has_gradients(recipe: Path) -> bool:
-    """Tells whether the state of its second step or later has gradients: two states are wanted."""
-    folders = [path.parent for path in (recipe.parent / "out").glob(f"store/*/{manifests.NAME}")]
-    saved = manifests.read(folders[0]) if folders else None
-    return saved is not None and saved.step > 1 and saved.due is not None
 
 
 def _put_back(run: Stopped) -> None:
@@ -189,7 +156,7 @@ def flip_bits(place: Place, run: Stopped, *, flips: int, seed: int, resumed_ever
         if both:
             drawn(run.older, draw).flip()
         end = place.begin("finetune", run.recipe).wait()
-        if both or run.stale or bit.harmed(run.older):
+        if both or bit.harmed(run.older):
             _check_refused(run, end, what)
             found.refused += 1
         else:
@@ -202,14 +169,12 @@ def flip_bits(place: Place, run: Stopped, *, flips: int, seed: int, resumed_ever
 
 
 def _check_named(run: Stopped, states: list[Verified], bit: Bit, what: str) -> None:
-    """Checks that the newest state has only that one tensor damaged, and the one before only what was so before, unless both
-    have it."""
+    """Checks that the newest state has only that one tensor damaged, and the one before none, unless both have it."""
     newest, *older = (tuple((damage.stage, damage.tensor) for damage in state.damages) for state in states)
     if newest != bit.harmed(run.newest) or len(newest) != 1:
         raise Lost(f"{what}: verified as {newest}")
-    for names in older:  # redo may have named one step twice, and only the newest of a step is verified
-        if set(names) != {*run.stale, *bit.harmed(run.older)}:
-            raise Lost(f"{what}: {names} of the state before")
+    if older != [bit.harmed(run.older)]:
+        raise Lost(f"{what}: {older} of the state before")
 
 
 def _check_went_back(run: Stopped, end: Ended, bit: Bit, what: str) -> None:

@@ -84,7 +84,7 @@ def manifest() -> Manifest:
         example(StoredStage), name="layers.0", params=params, trained=params, generation=3, zero_moments=False,
         zero_remainder=False, quantised=0, frozen=None, weights=StoredExtent(offset=4096, size=2 * params, sum=7),
         remainder=StoredExtent(offset=8192, size=2 * params, sum=8),
-        momentum=moments[0], variance=moments[1], gradients=None, tensors=(tensor, head), pieces=(), piece_sums=(),
+        momentum=moments[0], variance=moments[1], tensors=(tensor, head), pieces=(), piece_sums=(),
     )  # fmt: skip
     bare = replace(
         stage,
@@ -101,7 +101,7 @@ def manifest() -> Manifest:
     return replace(
         example(Manifest), files=("/nowhere/run/store.bin",), parts=("/nowhere/run/part.json",),
         companions=("/nowhere/run/companions/config.json", "/nowhere/run/spare"), stripe=1 << 22, store_size=1 << 23,
-        state="committed", step=3, model_dir="/nowhere/model", compute_dtype="bfloat16", mode="in_place", due=None,
+        state="committed", step=3, model_dir="/nowhere/model", compute_dtype="bfloat16",
         sources=(), numerics=replace(example(Numerics), compute_dtype="bfloat16"), fingerprints={"model": "00", "data": "11"},
         random={"python": [3, [1, 2, 3], None], "torch": "00ff"}, stages=(stage, bare),
     )  # fmt: skip

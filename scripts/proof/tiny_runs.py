@@ -24,10 +24,6 @@ IN_RAM = {f"offload.{kind}": "cpu" for kind in ("weights", "optimizer_states", "
 UNCLIPPED = {"train.clip_grad_norm": None}
 ANY_LENGTH = {"lr_scheduler.name": "constant", "lr_scheduler.warmup_steps": 0}  # a stopped run may be made longer
 TWO_FOLDERS = {"offload.dir": ["{folder}/first", "{folder}/second"]}  # {folder}: the recipe's own
-# Two layers have a spare place each, and no update waits for another. Of a vocabulary that is cut into many stages some do, and
-# a step is durable by its gradients while others have been updated: what redo is about.
-REDO = {"checkpoint.mode": "redo", "train.head_chunk_vocab": 512}
-SNAPSHOTS = {"checkpoint.mode": "snapshot", "checkpoint.snapshot_every_steps": 2, "checkpoint.commit_every_steps": "auto"}
 # Kinds of runs. An adapter is small: it rests in RAM with its states where a variant does not say otherwise, and commits write
 # it. The model's weights are read from its own files, or, quantised, from the store.
 _LORA = {"adapter.r": 4, "offload.optimizer_states": "auto", "offload.gradients": "auto", "checkpoint.commit_every_steps": 1}

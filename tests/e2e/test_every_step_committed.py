@@ -54,14 +54,6 @@ PLACES: dict[str, dict[str, Any]] = {
     "emulated device": {**UNCLIPPED, "offload.device": "emulated"},
     "on the device": {**THERE, **UNCLIPPED},
     "on the device, clipped, every second step": {**THERE, "checkpoint.commit_every_steps": 2},
-    "redo": {"checkpoint.mode": "redo"},
-    "redo, states in RAM": {
-        **UNCLIPPED,
-        "checkpoint.mode": "redo",
-        "offload.optimizer_states": "cpu",
-        "offload.weights": "cpu",
-    },
-    "snapshots": {"checkpoint.mode": "snapshot", "checkpoint.snapshot_every_steps": 2},
 }
 
 
@@ -134,8 +126,8 @@ def test_a_step_that_measures_its_norm_first_may_end_at_any_visit(
     "changes",
     [
         {"optimizer.state_dtype": "int8", "offload.device": "emulated"},
-        {"optimizer.state_dtype": "bfloat16", "checkpoint.mode": "redo", **UNCLIPPED},
-        {"optimizer.name": "lion", "checkpoint.mode": "redo", "offload.optimizer_states": "cpu"},
+        {"optimizer.state_dtype": "bfloat16", **UNCLIPPED},
+        {"optimizer.name": "lion", "offload.optimizer_states": "cpu"},
         {"optimizer.name": "sgd", **UNCLIPPED},
     ],
     ids=["int8", "bfloat16", "lion", "sgd"],

@@ -18,14 +18,10 @@ from fuyou_cli.core.errors import SwapError, UsageError
 from fuyou_cli.training.report import StepReport
 from fuyou_cli.training.state import extent_checks as verify
 from fuyou_cli.training.state import manifest as manifests
-from fuyou_cli.training.state.at_rest import verify_store
-from tests.damage import flip
 
 from .conftest import ROOT, NewProject, Project, Whole
-from .running import STEPS, interrupt, manifest_of, prepared_run, run_of, store_of, train
+from .running import STEPS, interrupt, manifest_of, run_of, store_of, train
 from .test_every_step_committed import Died, _dies_at
-
-REDO = {"checkpoint.mode": "redo", "train.max_steps": STEPS}
 
 
 def _stopped(project: Project) -> Project:
@@ -43,13 +39,9 @@ def _damage_manifest(store: Path) -> None:
 # ---- the newest manifest is damaged --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changes", [{}, REDO], ids=["in_place", "redo"])
-def test_verify_tells_of_a_damaged_manifest_and_the_run_goes_on(
-    changes: dict[str, Any], new_project: NewProject, whole: Callable[..., Whole]
-) -> None:
-    """Checks that in redo the state before is of the same step, and as whole."""
+def test_verify_tells_of_a_damaged_manifest_and_the_run_goes_on(new_project: NewProject, whole: Callable[..., Whole]) -> None:
     expected = whole().losses
-    project = _stopped(new_project("stopped", {"train.max_steps": STEPS, **changes}))
+    project = _stopped(new_project("stopped", {"train.max_steps": STEPS}))
     store = store_of(project)
     _damage_manifest(store)
     done = project.fuyou("verify", store)
@@ -61,24 +53,6 @@ def test_verify_tells_of_a_damaged_manifest_and_the_run_goes_on(
     assert str(store / manifests.NAME) in told["states"][0]["problem"] and not told["states"][0]["older"]
     assert train(project)[0] == expected
     assert (store / manifests.DAMAGED).exists()
-
-
-def test_in_redo_the_state_before_is_gone_back_to(new_project: NewProject, whole: Callable[..., Whole]) -> None:
-    expected = whole().losses
-    project = _stopped(new_project("stopped", REDO))
-    states = verify_store(store_of(project))
-    assert [(state.manifest.step, state.damages) for state in states] == [(2, ()), (2, ())]
-    newest, older = (state.manifest for state in states)
-    moved = next(
-        (ours.momentum, theirs.momentum)
-        for ours, theirs in zip(newest.stages, older.stages, strict=True)
-        if ours.momentum != theirs.momentum and ours.momentum is not None
-    )
-    flip(Path(newest.files[0]), moved[0].offset)
-    with run_of(project) as run:
-        run.load(lambda count: None)
-        run.train(lambda report: None)
-        assert run.losses == expected
 
 
 def test_a_manifest_that_cannot_be_read_now_is_not_gone_back_behind(new_project: NewProject) -> None:
@@ -112,21 +86,6 @@ def test_what_is_read_wrong_once_is_read_again(
 
 
 # ---- what a saved run does not go on with ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("every", [None, 3])
-def test_a_redo_store_takes_no_steps_that_nothing_names(
-    every: int | None, new_project: NewProject, whole: Callable[..., Whole]
-) -> None:
-    """It has everything once: whatever is written between two commits is written over the last one."""
-    project = new_project("redo", REDO)
-    with pytest.raises(Died):
-        train(project, _dies_at(3, 3))
-    project.write_recipe({"train.max_steps": STEPS, "checkpoint.commit_every_steps": every})
-    with pytest.raises(UsageError, match=r"checkpoint\.commit_every_steps: the saved run uses checkpoint.mode=redo"):
-        prepared_run(project)
-    project.write_recipe({"train.max_steps": STEPS})
-    assert train(project)[0] == whole().losses
 
 
 def test_another_kind_of_device_is_named(new_project: NewProject) -> None:

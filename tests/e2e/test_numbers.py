@@ -67,7 +67,6 @@ PLACES: dict[str, dict[str, Any]] = {
     "ssd": {},
     "RAM, every second step": {**RAM, "checkpoint.commit_every_steps": 2},
     "emulated device": {"offload.device": "emulated"},
-    "redo": {"checkpoint.mode": "redo"},
 }
 
 

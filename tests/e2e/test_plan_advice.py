@@ -23,44 +23,11 @@ from .test_store_room import PLENTY, _planned
 pytestmark = pytest.mark.usefixtures("served_here")
 
 
-def test_a_store_of_another_kind_fits_the_disk(new_project: NewProject, command: Callable[[Project], Command]) -> None:
-    """Nothing else of the run changes."""
-    snapshots = {"mode": "snapshot", "snapshot_every_steps": 2, "keep_last": 16}
-    fuyou = command(new_project(changes={"checkpoint": snapshots}))
-    whole = fuyou.json("--dry-run")["plan"]["store_size"]
-    limit = f"offload.max_memory.ssd={whole - 1}"
-    shown = fuyou.json("--dry-run", limit, code=3)["changes"]
-    changes = [tuple(change["overrides"]) for change in shown]
-    assert ("checkpoint.mode=redo", "checkpoint.snapshot_every_steps=null") in changes
-    (fewer,) = (change for change in changes if change[0].startswith("checkpoint.keep_last="))
-    assert fewer in (("checkpoint.keep_last=15",), ("checkpoint.keep_last=8",))  # a store is whole stripes
-    for change in shown:
-        assert fuyou.json("--dry-run", limit, *change["overrides"])["plan"]["store_size"] == change["figures"]["store_size"]
-
-
-def test_ways_to_one_extent(new_project: NewProject, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives none where the planner chooses it by itself, or the store is there already."""
-
-    def ways(*changes: str) -> list[tuple[str, ...]]:
-        prepared = _planned(project, monkeypatch, PLENTY, *changes)
-        kinds = candidates(prepared, fits=False)
-        return [step for kind in kinds for step in kind.steps if "checkpoint.mode=redo" in step]
-
-    project = new_project()
-    assert ways() == ways("checkpoint.mode=redo") == []
-    rare = ways("checkpoint.commit_every_steps=10")
-    assert rare == [("checkpoint.mode=redo", "checkpoint.commit_every_steps=1")]
-    snapshots = ways("checkpoint.mode=snapshot", "checkpoint.snapshot_every_steps=2")
-    assert snapshots == [("checkpoint.mode=redo", "checkpoint.snapshot_every_steps=null")]
-    for (way,) in (rare, snapshots):
-        assert _planned(project, monkeypatch, PLENTY, *way).plan.store_mode == "redo"
-
-
 def test_a_saved_run_keeps_its_numbers_and_its_store(stopped: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     stopped.write_recipe({"train.max_steps": manifest_of(stopped).step + 100})
     prepared = _planned(stopped, monkeypatch, PLENTY)
     assert prepared.manifest is not None
-    fixed = ("train.", "dataset.", "precision.", "checkpoint.mode", "checkpoint.keep_last")
+    fixed = ("train.", "dataset.", "precision.")
     for fits in (True, False):
         found = [key for kind in candidates(prepared, fits=fits) for step in kind.steps for key in step]
         assert found and not [key for key in found if key.startswith(fixed)]

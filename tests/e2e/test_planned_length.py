@@ -136,8 +136,6 @@ def test_a_saved_run_is_planned_from_where_it_stands(stopped: Project, command: 
     assert code == 0 and "train.batch_size was 4, is 8" in said and "A run would be refused" in said
     assert "see the notes below" in said and "Run: fuyou" not in said
     assert fuyou.json("--dry-run", "train.batch_size=8")["done"] is None
-    other_mode = fuyou.json("--dry-run", "checkpoint.mode=redo")
-    assert other_mode["done"] is None and other_mode["commits"]["mode"] == "redo"
     assert fuyou.json("--dry-run", "checkpoint.resume=never")["done"] is None
     assert fuyou.json("--hardware", MACHINE, "offload.device=auto")["done"] is None  # nothing of it is there
     assert (store_of(stopped) / manifests.NAME).read_bytes() == kept

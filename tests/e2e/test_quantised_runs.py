@@ -172,7 +172,7 @@ def test_a_store_is_not_opened_as_another_format(qlora: NewProject) -> None:
 @pytest.mark.parametrize(("kind", "most"), every(2, [("nf4", 1.2), ("int8", 2.3)]))
 def test_a_step_reads_what_rests_and_writes_nothing(kind: str, most: float, qlora: NewProject) -> None:
     """Reads a weight forward and backward. most: bytes of it in a step, with the scales and padding of these tiny blocks."""
-    changes = {"checkpoint.commit_every_steps": 100, "checkpoint.mode": "in_place", "train.clip_grad_norm": None}
+    changes = {"checkpoint.commit_every_steps": 100, "train.clip_grad_norm": None}
     changes["dataset.packing"] = "concat"  # whole rows: others move what they have, a plan what a typical step has
     moved = list[tuple[int, int]]()
     with run_of(qlora(kind, changes=changes)) as run:

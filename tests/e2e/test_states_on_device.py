@@ -88,7 +88,6 @@ def test_a_device_is_filled_and_never_passed(
         ({"offload.optimizer_states": "cpu"}, "gradients: gpu` also needs the optimizer states"),
         ({"offload.weights": "cpu"}, "weights: cpu` but `offload.optimizer_states: gpu`"),
         ({"offload.gradients": "ssd"}, "gradients: ssd` but `offload.optimizer_states: gpu`"),
-        ({"checkpoint.mode": "redo", "offload.gradients": "auto"}, "redo` keeps gradients on the ssd"),
         ({"offload.device": "cpu", "offload.optimizer_states": "gpu"}, "gpu` needs a GPU, but"),
         ({"optimizer.state_dtype": "int8"}, "state_dtype: int8` is updated on the CPU only"),
         ({"optimizer.name": "lion"}, "name: lion` is updated on the CPU only"),

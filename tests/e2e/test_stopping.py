@@ -131,10 +131,6 @@ def _digest(project: Project) -> dict[str, bytes]:
         ({"model.attn_implementation": "eager"}, "model.attn_implementation was sdpa, is eager"),
         ({"adapter": {"r": 4}}, "adapter.r was null, is 4"),
         ({"freeze": ["transformer.wte"]}, 'freeze was [], is ["transformer.wte"]'),
-        (
-            {"checkpoint.mode": "snapshot", "checkpoint.snapshot_every_steps": 2},
-            "in_place, not snapshot with the last 2 states",
-        ),
     ],
     ids=str,
 )

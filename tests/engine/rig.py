@@ -212,7 +212,6 @@ class Rig:
         boundaries: Tier | None = None,
         kept: Kept | Literal["all"] | None = None,
         kept_there: Kept | Literal["room"] | None = None,
-        store_mode: Literal["in_place", "redo"] = "in_place",
         sweeps: int | None = None,
         norm_first: bool | None = None,
         opened: Device | None = None,  # instead of one that is opened by its name
@@ -230,7 +229,7 @@ class Rig:
             numerics=subject.numerics, model_name="tiny", device=device, clip_grad_norm=clip, cpu_budget=budget,
             gpu_budget=gpu_budget, batch_on_device=batch_on_device and device != "cpu",
             weights=home, states=states or home, gradients=gradients or home, boundaries=boundaries or home, kept=kept,
-            kept_there=kept_there, store_mode=store_mode, device_states=device_states, sweeps=sweeps, norm_first=norm_first,
+            kept_there=kept_there, device_states=device_states, sweeps=sweeps, norm_first=norm_first,
             lookahead=lookahead, defer=defer, io_backend=backend, update_threads=update_threads, chunk_params=chunk,
             scratch_size=scratch_size(chunk, chunks), read_depth=4, write_depth=4, block_size=64 << 10, stripe=64 << 10,
         )  # fmt: skip
@@ -253,7 +252,7 @@ class Rig:
             path.parent.mkdir(parents=True)
             self._stack.callback(path.unlink, missing_ok=True)  # pytest keeps folders for days, stores are large
         store = self._stack.enter_context(Store.open(paths, stripe=plan.io.stripe, size=plan.store_size, create=True))
-        options = DaemonOptions.of(plan.io, data_sums=data_sums, write_sums=plan.store_mode == "redo")
+        options = DaemonOptions.of(plan.io, data_sums=data_sums)
         self.daemon = self._stack.enter_context(SwapDaemon(arena, store, options))
         self.memory = HostMemory(arena)
         self.unpinned = self.device.pin(self.memory.tensor(Span(offset=0, size=arena.size), torch.uint8))

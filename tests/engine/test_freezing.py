@@ -40,7 +40,7 @@ RUNS: dict[str, tuple[PreTrainedConfig, Shape, tuple[str, ...], dict[str, Any]]]
     "tied, cut, in two sweeps": (TIED, Shape(vocabulary=40), ("model.layers.*.mlp",), {"sweeps": 2}),
     "tied, cut, states on the device": (TIED, Shape(vocabulary=40), ("*_proj",), {"device": "emulated", "home": "gpu"}),
     "gpt2, cut, swapped": (gpt2(), Shape(vocabulary=40), ("transformer.wpe", "*.mlp"), {"kept": "all"}),
-    "redo": (llama(), Shape(), LOWER, {"store_mode": "redo"}),
+    "whole": (llama(), Shape(), LOWER, {}),
 }
 
 

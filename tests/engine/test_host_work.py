@@ -35,10 +35,8 @@ class _Watched:
         return getattr(self._library, name)
 
 
-@pytest.mark.parametrize("mode", ["in_place", "redo"])
-def test_the_launching_thread_sums_nothing(mode: Any, subject: Subject, tmp_path: Path, monkeypatch: Any) -> None:
-    """In redo what was written of gradients is named by its sum, which the daemon makes."""
-    with Rig(subject, tmp_path, device="emulated", gradients="ssd", store_mode=mode) as rig:
+def test_the_launching_thread_sums_nothing(subject: Subject, tmp_path: Path, monkeypatch: Any) -> None:
+    with Rig(subject, tmp_path, device="emulated", gradients="ssd") as rig:
         watched = _Watched(kernels.lib)
         monkeypatch.setattr(kernels, "lib", watched)
         rig.step(*next(subject.batches(1)), 1, last=True)
@@ -47,12 +45,6 @@ def test_the_launching_thread_sums_nothing(mode: Any, subject: Subject, tmp_path
         monkeypatch.undo()
         assert watched.callers.keys() == {"fy_sum_squares"}
         assert threading.get_ident() not in watched.callers["fy_sum_squares"]
-        for stage in rig.owning_stages():
-            extent = rig.plan.stages[stage.index].gradients_extent
-            assert extent is not None
-            rig.daemon.wait(rig.daemon.read(rig._window.offset, extent.offset, extent.size))
-            total = kernels.checksum(rig.memory.arena.view(rig._window.offset, extent.size))
-            assert records[stage.index].gradients_sum == (total if mode == "redo" else None)
         rig.executor.drain()
 
 

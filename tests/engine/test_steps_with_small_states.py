@@ -75,7 +75,7 @@ def test_homes_chunks_threads_and_devices_change_no_bit(
 ) -> None:
     ways: list[dict[str, Any]] = [
         {"home": "cpu", "update_threads": 2, "chunk": STATE_TILE},
-        {"device": "emulated", "chunk": 4 * STATE_TILE, "store_mode": "redo", "gradients": "ssd"},
+        {"device": "emulated", "chunk": 4 * STATE_TILE, "gradients": "ssd"},
         {"device": "emulated", "home": "cpu", "defer": None if clip else 0.5},
     ]
     here = Subject(CONFIG, Shape(dtype=dtype, states=subject.shape.states))

@@ -10,7 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, asdict, fields, replace
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-from proof.examples import example
 from proof.parsers import manifest, with_digest
 
 from fuyou_cli.core import json_files
@@ -29,7 +28,7 @@ from fuyou_cli.training import losses
 from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.parts import PART_FILE, lacking, part_size, read_part
 from fuyou_cli.training.state.removal import read_store
-from fuyou_cli.training.state.stored import DueUpdate, Manifest, StoredStage
+from fuyou_cli.training.state.stored import Manifest, StoredStage
 
 Change = Callable[[dict[str, Any]], object]
 
@@ -58,23 +57,11 @@ def _set(*way: Any) -> Change:
 
 STAGE: tuple[Any, ...] = ("stages", 0)
 TENSOR: tuple[Any, ...] = (*STAGE, "tensors", 0)
-GRADIENTS = {"offset": 1 << 22, "size": 8192, "sum": 1}
-DUE = asdict(replace(example(DueUpdate), lr=1e-5))
 
 
 def _sized(params: int) -> Change:
     """Makes a stage of so many trained parameters."""
     return lambda content: content["stages"][0].update(params=params, trained=params)
-
-
-def _due(*, gradients: object, mode: str = "redo", generation: int = 2) -> Change:
-    """Makes a stage whose update of the last step is to be done."""
-
-    def change(content: dict[str, Any]) -> None:
-        content.update(mode=mode, due=DUE)
-        content["stages"][0].update(gradients=gradients, generation=generation)
-
-    return change
 
 
 def _striped_over(count: int) -> Change:
@@ -90,6 +77,35 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert manifest().stages[0].momentum is not None and manifest().stages[0].momentum.sum > 1 << 63
 
 
+def _in_version(version: int, **said: object) -> Change:
+    """Has a manifest say what one of this version does."""
+
+    def change(content: dict[str, Any]) -> None:
+        content.update({"fuyou_store": version, "mode": "in_place", "keep": 1, "due": None} | said)
+        for stage in content["stages"]:
+            stage["gradients"] = None
+
+    return change
+
+
+def test_the_version_before_is_read(tmp_path: Path) -> None:
+    _written(tmp_path, _in_version(7))
+    assert manifests.read(tmp_path) == manifest()
+
+
+@pytest.mark.parametrize(
+    ("said", "name"), [({"mode": "redo"}, "redo"), ({"keep": 2}, "snapshot with the last 2 states")], ids=["redo", "snapshot"]
+)
+def test_a_store_of_another_mode_is_refused_by_name(said: dict[str, object], name: str, tmp_path: Path) -> None:
+    path = _written(tmp_path, _in_version(7, **said))
+    (tmp_path / manifests.BEFORE).write_bytes(path.read_bytes())
+    for read in (manifests.read, manifests.newest):
+        with pytest.raises(UsageError, match=f"is of a store of checkpoint.mode {name}, which this version") as refused:
+            read(tmp_path)
+        assert "checkpoint.resume=never" in str(refused.value.hint)
+        assert not isinstance(refused.value, manifests.DamagedManifest)
+
+
 @pytest.mark.parametrize("version", [5, 6])
 def test_versions_before_are_read(version: int, tmp_path: Path) -> None:
     """They lack the keys that came later. In the first, every parameter was trained, and no stage said so."""
@@ -97,7 +113,7 @@ def test_versions_before_are_read(version: int, tmp_path: Path) -> None:
     whole = manifest()
 
     def before(content: dict[str, Any]) -> None:
-        content["fuyou_store"] = version
+        _in_version(version)(content)
         for key in later[Manifest]:
             del content[key]
         for stage in content["stages"]:
@@ -108,12 +124,6 @@ def test_versions_before_are_read(version: int, tmp_path: Path) -> None:
     found = manifests.read(tmp_path)
     assert found is not None and found.stages == whole.stages
     assert found == replace(whole, **{item.name: item.default for item in fields(Manifest) if item.name in later[Manifest]})
-
-
-def test_a_step_that_is_durable_by_its_gradients_is_read(tmp_path: Path) -> None:
-    _written(tmp_path, _due(gradients=GRADIENTS))
-    found = manifests.read(tmp_path)
-    assert found is not None and found.due is not None and asdict(found.due) == DUE and found.stages[0].gradients is not None
 
 
 def _in_a_file(*, head: int = 2048, sums: Sequence[int] = (), **piece: int) -> Change:
@@ -291,21 +301,12 @@ def test_a_folder_whose_name_is_no_text(tmp_path: Path) -> None:
         (_set(*STAGE, "zero_moments", 1), "stages[0].zero_moments: expected true or false"),
         (_set(*STAGE, "remainder", None), "stages[0]: its remainder must have an extent"),
         (_set(*STAGE, "tensors", [{}]), "stages[0].tensors[0].name: missing"),
-        (_set("keep", 0), "keep: must be at least 1, got 0"),
-        (_set("mode", "both"), "mode: "),
-        (_set("due", DUE), "gradients without an update that is due, or one without gradients"),
-        (_set("due", {**DUE, "lr": -1.0}), "due.lr: must be at least 0"),
-        (_set("due", {"lr": 1.0}), "due.gradient_scale: missing"),
-        (_set(*STAGE, "gradients", GRADIENTS), "gradients without an update that is due, or one without gradients"),
         (_set("skipped", 4), "it counts 4 skipped steps of 3, the last 1 in a row"),
         (_set("skipped_in_row", 2), "it counts 1 skipped steps of 3, the last 2 in a row"),
         (
             _set("evaluated", {"step": 4, "best": 1.5, "best_step": 0, "worse": 0}),
             "evaluated after step 4, best after step 0",
         ),
-        (_due(gradients=GRADIENTS, mode="in_place"), "stages[0]: has gradients of a due step, which mode in_place never has"),
-        (_due(gradients=GRADIENTS, generation=3), "stages[0]: generation 3 after step 3"),
-        (_due(gradients={**GRADIENTS, "size": 4096}), "stages[0]: gradients: has 4096 bytes, but should have 8192"),
         (_set(*STAGE, "turn", -1), "stages[0].turn: must be at least 0"),
         (_set(*TENSOR, "offset", 2048), "stages[0]: tensors[0]: takes elements 2048 to 3072 of a stage of 2048"),
         (_set(*TENSOR, "first", 1), "stages[0]: tensors[0]: holds elements 1 to 1025 of a tensor of 1024"),

@@ -129,9 +129,7 @@ def test_more_memory_makes_no_step_slower(clip: float | None) -> None:
     assert steps[-1] < steps[0]
 
 
-@pytest.mark.parametrize(
-    "fixed", [dict(states="cpu"), dict(weights="ssd"), dict(gradients="cpu"), dict(store_mode="redo"), dict(device="cpu")]
-)
+@pytest.mark.parametrize("fixed", [dict(states="cpu"), dict(weights="ssd"), dict(gradients="cpu"), dict(device="cpu")])
 def test_what_the_recipe_says_stays_so(fixed: dict[str, object]) -> None:
     request = _request(8 * GiB, **fixed)
     assert not may_fill(SPEC, request)

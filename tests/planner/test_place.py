@@ -68,7 +68,7 @@ def durable(stage: StagePlan, turn: int = 0) -> list[Span]:
 
 
 def in_store(chosen: Plan, turn: int = 0) -> list[Span]:
-    """Returns what is there once stages have come to this turn, and what the last ones of a shared ring have still to leave."""
+    """Returns what is there once stages have come to this turn."""
     passing = [span for stage in chosen.stages for span in (stage.gradients_extent, stage.boundary_extent) if span]
     return [extent for stage in chosen.stages for extent in durable(stage, turn)] + passing
 

@@ -60,10 +60,9 @@ def test_boundaries_that_have_no_room_are_worth_sweeps() -> None:
     [
         (replace(SPEC, may_sweep=False), {}),
         (SPEC, {"sweeps": 1}),
-        (SPEC, {"store_mode": "redo", "gradients": "ssd"}),
         (SPEC, {"numerics": replace(LARGE_BATCH, micro_batch_size=48)}),
     ],
-    ids=["another model", "asked for", "redo", "one micro-batch"],
+    ids=["another model", "asked for", "one micro-batch"],
 )
 def test_one_sweep_where_no_other_is_open(spec: ModelSpec, changes: dict[str, object]) -> None:
     request = replace(_request(), **changes)  # type: ignore[arg-type]

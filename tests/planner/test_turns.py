@@ -50,7 +50,6 @@ def test_blocks_take_turns_and_the_memory_counts_once() -> None:
         {"device": "cpu"},  # gradients are summed where they rest, while the boundary is read
         {"clip_grad_norm": None, "defer": 0.0},  # no gradients rest
         {"sweeps": 2},  # a sweep's sums rest while the next one keeps its boundaries
-        {"store_mode": "redo"},  # gradients are what a commit needs
     ],
     ids=str,
 )

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.recipe.suggest import known_keys
 from fuyou_cli.recipe.unbuilt import UNBUILT
+
+from .conftest import VALID
 
 
 @pytest.mark.parametrize(
@@ -29,12 +32,6 @@ from fuyou_cli.recipe.unbuilt import UNBUILT
         ("train: {clip_grad_norm: 2}\noffload: {defer_updates: 0}\n", "offload.defer_updates"),
         ("train: {clip_grad_norm: null}\noffload: {norm_first: always}\n", "offload.norm_first"),
         ("adapter: {r: 4}\noffload: {norm_first: always}\n", "offload.norm_first"),
-        ("checkpoint: {mode: snapshot}\n", "checkpoint.mode"),
-        ("checkpoint: {mode: snapshot, snapshot_every_steps: 5, commit_every_steps: 1}\n", "checkpoint.commit_every_steps"),
-        ("checkpoint: {snapshot_every_steps: 5}\n", "checkpoint.snapshot_every_steps"),
-        ("checkpoint: {mode: redo, commit_every_steps: 2}\n", "checkpoint.commit_every_steps"),
-        ("checkpoint: {mode: redo, commit_every_steps: null}\n", "checkpoint.commit_every_steps"),
-        ("checkpoint: {mode: redo}\noffload: {gradients: cpu}\n", "offload.gradients"),
         ("train: {clip_grad_norm: null, skip_nonfinite: 2}\n", "train.skip_nonfinite"),
         ("train: {compile: true}\noffload: {activations: swap}\n", "offload.activations"),
         ("offload: {device: cuda, boundaries: gpu, activations: swap}\n", "offload.boundaries"),
@@ -155,9 +152,35 @@ def test_keys_whose_feature_is_not_built_are_errors_that_name_them(refused, key,
 def test_neutral_values_of_such_keys_are_fine(load):
     neutral = [
         "adapter=null", "dataset.eval=[]", "dataset.eval_fraction=0",
-        "offload.activations=keep", "offload.defer_updates=1", "checkpoint.mode=auto", "train.max_time=null",
+        "offload.activations=keep", "offload.defer_updates=1", "train.max_time=null",
         "precision.compute=float32", "dataset.packing=concat", "dataset.train[0].weight=1",
         "precision.allow_tf32=false", "offload.weights=gpu", "offload.gradients=ssd", "export.private=true",
         "dataset.train[0].split=validation",
     ]  # fmt: skip
     assert load("", *neutral).precision.compute == "float32"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "remedy"),
+    [
+        ("mode", "redo", "12.3 with `optimizer.state_dtype: int8`"),
+        ("mode", "snapshot", "`fuyou export`"),
+        ("mode", "other", "delete the key"),
+        ("snapshot_every_steps", "5", "`checkpoint.commit_every_steps` sets the interval"),
+        ("keep_last", "3", "`eval.keep_best` keep copies"),
+    ],
+)
+def test_a_key_that_is_gone_is_one_error_with_the_way_out(refused, key, value, remedy):
+    for text, override in ((f"checkpoint: {{{key}: {value}}}\n", []), ("", [f"checkpoint.{key}={value}"])):
+        ((name, found),) = refused(text, *override).items()
+        assert (name, found.code) == (f"checkpoint.{key}", "removed")
+        assert found.message.startswith(f"`checkpoint.{key}: {value}` is gone: ") and remedy in found.help
+        assert found.place.line == (6 if text else 0)
+
+
+@pytest.mark.parametrize("said", ["mode: in_place", "mode: auto", "snapshot_every_steps: null", "keep_last: 2"])
+def test_a_key_that_is_gone_may_say_what_is_so_anyway(write, said):
+    (note,) = load_recipe(write(f"{VALID}checkpoint:\n  {said}\n")).notes
+    assert note.endswith(
+        f"recipe.yaml:8: note: `checkpoint.{said}` has no effect any more, as fuyou always does that: delete the key"
+    )

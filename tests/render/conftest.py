@@ -16,7 +16,7 @@ from fuyou_cli.core.disk import FileSystem
 from fuyou_cli.core.units import GiB, MiB
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec, StageKind, StageSpec, TensorSpec, banks_of
-from fuyou_cli.spec.plan import IoPlan, MemoryLine, Numerics, Plan, Predicted, Ring, Span, StagePlan, Tier
+from fuyou_cli.spec.plan import ExtentPair, IoPlan, MemoryLine, Numerics, Plan, Predicted, Span, StagePlan, Tier
 from fuyou_cli.training.report import Busy, Compared, RunReport
 
 Printer = Callable[..., tuple[Console, Callable[[], str]]]
@@ -155,7 +155,7 @@ def _homes(index: int, kind: str) -> StagePlan:
         boundary="cpu",
         slot_class=0,
         deferred=True,
-        ring=Ring(offset=0, size=4096, index=0, stages=1, spares=1),
+        pair=ExtentPair(offset=0, size=4096),
         weights_at=_SPAN,
         remainder_at=_SPAN,
         momentum_at=_SPAN,

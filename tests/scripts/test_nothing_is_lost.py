@@ -18,7 +18,7 @@ from proof import crashes, faults, flips, loads_and_exports, power, steady
 from proof.faults import FROM_THEN_ON, ONCE, Scenario
 from proof.setting import Lost
 from proof.steady import Sample
-from proof.tiny_runs import SNAPSHOTS, TWO_FOLDERS, Place, placed
+from proof.tiny_runs import TWO_FOLDERS, Place, placed
 
 from fuyou_cli.core.units import MiB
 from fuyou_cli.training.state import manifest as manifests
@@ -41,12 +41,10 @@ KILLED_STEPS = 7
     every(
         5,
         [
-            "in_place, in RAM",
-            "in_place, over two folders",
-            "redo, on the ssd, clipped",
-            "snapshot, every second step",
-            "in_place, io_uring",
-            "in_place, on the ssd, the norm measured first",
+            "in RAM",
+            "over two folders",
+            "io_uring",
+            "on the ssd, the norm measured first",
         ],
     ),
 )
@@ -93,14 +91,16 @@ def test_a_lost_commit_would_be_noticed(place: Place) -> None:
     store = crashes.store_of(recipe)
     newest = manifests.read(store)
     assert newest is not None
-    manifests.go_back(store, next(manifests.before(store, newest)))
+    older = manifests.before(store, newest)
+    assert older is not None
+    manifests.go_back(store, older)
     with pytest.raises(crashes.Lost, match="step 6 was committed, step 5 is what is left"):
         crashes.check_kept(recipe, calls, place.manifests, tally)
 
 
 def test_a_newest_state_that_is_not_whole_would_be_noticed(place: Place) -> None:
     """The run goes back to the state before and ends well, with the right bytes."""
-    run = flips.stopped(place, "torn", "in_place, over two folders")
+    run = flips.stopped(place, "torn", "two folders")
     assert crashes.damaged(run.store) == ((), ())
     bit = flips.drawn(run.newest, random.Random(1))
     bit.flip()
@@ -117,7 +117,7 @@ def test_a_newest_state_that_is_not_whole_would_be_noticed(place: Place) -> None
 def test_after_power_cuts_runs_go_on(place: Place) -> None:
     """Leaves nothing under way in a few of them, so that nothing could be lost."""
     lost = 0
-    for name, changes in (("in_place", {}), ("snapshot", SNAPSHOTS), ("striped", TWO_FOLDERS)):
+    for name, changes in (("every", {}), ("second", {"checkpoint.commit_every_steps": 2}), ("striped", TWO_FOLDERS)):
         recording = power.recorded(place, f"power-{name}", changes, steps=4)
         assert len({call.file for call in recording.calls if call.file.endswith("store.bin")}) == 1 + (name == "striped")
         cuts = power.cut_power(place, recording, points=2, seed=3)
@@ -159,17 +159,14 @@ def test_flipped_bits_are_found_and_gone_back_behind(place: Place) -> None:
     assert (found.flips, found.went_back, found.refused) == (10, 3, 1)
 
 
-@pytest.mark.parametrize("kind", every(2, [kind for kind in flips.STORES if kind != "in_place"]))
+@pytest.mark.parametrize("kind", every(2, [kind for kind in flips.STORES if kind != "one folder"]))
 @pytest.mark.slow
 def test_flipped_bits_are_found_in_every_kind_of_store(kind: str, place: Place) -> None:
     run = flips.stopped(place, kind.replace(", ", "-").replace(" ", "-"), kind)
     found = flips.flip_bits(place, run, flips=6, seed=1, resumed_every=6)
-    assert (found.flips, found.went_back + found.refused) == (6, 1)
-    if kind in flips.TWICE:
-        assert found.went_back == 1
-    if kind != flips.AMID_UPDATES:
-        manifests = flips.flip_manifests(place, run, flips=40, seed=1, resumed_every=40)
-        assert (manifests.flips, manifests.gone_on) == (40, 1)
+    assert (found.flips, found.went_back) == (6, 1)
+    manifests = flips.flip_manifests(place, run, flips=40, seed=1, resumed_every=40)
+    assert (manifests.flips, manifests.gone_on) == (40, 1)
 
 
 def test_a_run_does_not_miss_the_manifest_before_the_newest(place: Place) -> None:

@@ -90,10 +90,10 @@ def _region(region: FastRegion, plan: Plan) -> dict[str, object]:
 
 
 def _commits(plan: Plan) -> dict[str, object]:
-    """Returns the mode, and `costs`: shares of the time and of the writes, and the most seconds of work that a crash loses."""
+    """Returns the interval, and `costs`: shares of the time and of the writes, and the most seconds that a crash loses."""
     costs = commit_costs(plan)
     costed = None if costs is None else asdict(costs)
-    return {"mode": plan.store_mode, "every_steps": plan.commit_every, "kept": plan.keep, "costs": costed}
+    return {"every_steps": plan.commit_every, "costs": costed}
 
 
 def _speed(plan: Plan) -> dict[str, object]:

@@ -37,23 +37,12 @@ def show_traffic(console: Console, facts: RunFacts, shapes: Symbols) -> None:
 def _commits(facts: RunFacts) -> str:
     """Tells how often the run's state is committed, what that costs, and the most work that a crash loses."""
     plan, costs = facts.plan, commit_costs(facts.plan)
-    rings = {stage.ring.offset: stage.ring for stage in plan.stages if stage.ring.size}.values()
-    once, spare = (sum(getattr(ring, key) * ring.size for ring in rings) for key in ("stages", "spares"))
-    if plan.store_mode == "redo":
-        durable = sum(stage.gradients_extent.size for stage in plan.stages if stage.gradients_extent is not None)
-        return (
-            f"every step, by its gradients (redo): {gb(once)} of states, {gb(spare)} spare, {gb(durable)} of gradients; "
-            f"two full copies would take {gb(2 * once)}"
-        )
-    places = f"two copies of {gb(once)}, written in turn"
+    places = f"two copies of {gb(sum(stage.pair.size for stage in plan.stages))}, written in turn"
     if plan.commit_every is None:
         return f"only at the start and the end: a crash loses the whole run{_sooner(facts)}; {places}"
-    if plan.commit_every == 1 and plan.keep == 1:
+    if plan.commit_every == 1:
         return f"every step; a crash loses only the running step; {places}"
     often = "every step" if plan.commit_every == 1 else f"every {plan.commit_every:,} steps"
-    if plan.keep > 1:
-        often = f"a snapshot {often}, the last {plan.keep} kept"
-        places = f"{1 + plan.keep} copies of {gb(once)}"
     if costs is None or plan.predicted.step_seconds <= 0:
         return f"{often}; {places}"
     lost = costs.lost if facts.run_seconds is None else min(costs.lost, facts.run_seconds)
@@ -73,7 +62,7 @@ def _sooner(facts: RunFacts) -> str:
         return ""
     loses = "the running step" if again.commit_every == 1 else duration(costs.lost)
     takes = max(0.0, 1 - plan.plain_seconds / again.predicted.step_seconds)
-    return f"; with {facts.commit_key}={again.commit_every} at most {loses}, for {takes:.1%} of the time"
+    return f"; with checkpoint.commit_every_steps={again.commit_every} at most {loses}, for {takes:.1%} of the time"
 
 
 def _disk(disk: FileSystem) -> tuple[str, str]:

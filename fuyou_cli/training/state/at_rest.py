@@ -116,12 +116,13 @@ def at_rest(
 def verify_store(
     source: Path, *, progress: Progress = lambda size: None, say: Callable[[str], None] | None = None
 ) -> list[Verified]:
-    """Reads and checks every extent of the newest committed state and of the older ones that are kept, and what the newest one
+    """Reads and checks every extent of the newest committed state and of the one before, and what the newest one
     reads of the model's own files. Extents of an older state that the current step has overwritten count as damage."""
     with at_rest(source, arena_size=_ARENA, say=say, model_files="there") as store:
         window = Span(offset=0, size=_ARENA)
         files = checked_files(store.manifest, store.sources, store.daemon, store.arena, window, progress)
-        states = [store.manifest, *manifests.before(source, store.manifest)]
+        older = manifests.before(source, store.manifest)
+        states = [store.manifest, *([older] if older is not None else [])]
         return [
             Verified(
                 manifest=state,

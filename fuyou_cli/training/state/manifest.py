@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
@@ -27,20 +26,19 @@ from ...core.safe_files import write_own
 from ...core.typed import from_json
 from ...spec.plan import Numerics
 from .manifest_checks import why_not
-from .stored import MOST_KEPT, Evaluated, Manifest, StoredStage
+from .stored import Evaluated, Manifest, StoredStage
 
 NAME = "manifest.json"
 BEFORE = "manifest.before.json"  # of the commit before
 DAMAGED = "manifest.damaged.json"  # was the newest, until the run fell back to an older one
 COMPANIONS = "companions"  # the folder beside it with what an export needs besides weights
-VERSION = 7
+VERSION = 8
 _DIVISION = ("padding", "width_step", "document_step", "router_aux_loss")  # numerics that some of this version do not name
-_UPGRADED = (5, 6)  # versions before; in the first, every parameter of a stage was trained
+_UPGRADED = (5, 6, 7)  # versions before; in the first, every parameter of a stage was trained
 _NEW = ".manifest.new"  # fixed names: what a killed run leaves is written over by the next
 _NEW_BEFORE = ".manifest.before.new"
-_BEFORE = (BEFORE, *(f"manifest.before-{number}.json" for number in range(2, MOST_KEPT)))  # newest first
-EVERY_NAME = (NAME, *_BEFORE, DAMAGED)  # names of manifests
-BESIDE = (*_BEFORE, DAMAGED, _NEW, _NEW_BEFORE)  # other files that may be beside a manifest
+EVERY_NAME = (NAME, BEFORE, DAMAGED)  # names of manifests
+BESIDE = (BEFORE, DAMAGED, _NEW, _NEW_BEFORE)  # other files that may be beside a manifest
 _DIGEST = ',\n"digest": '
 LARGEST = 64 << 20  # bytes; a mixture of experts with a hundred thousand tensors takes a third of it
 _START_OVER = "put a copy of it back, or start over with checkpoint.resume=never"
@@ -62,10 +60,9 @@ def write(directory: Path, manifest: Manifest, *, keep: bool = False) -> None:
     try:
         write_own(directory / _NEW, [text.encode()])
         if keep:
-            _move_on(directory, _BEFORE[: max(1, manifest.keep - 1)])
             _set_aside(path, directory)
         else:
-            for name in (*_BEFORE, DAMAGED):
+            for name in (BEFORE, DAMAGED):
                 (directory / name).unlink(missing_ok=True)
         (directory / _NEW).replace(path)
         sync_directory(directory)
@@ -117,24 +114,14 @@ def _set_aside(path: Path, directory: Path) -> None:
         new.replace(directory / BEFORE)
 
 
-def _move_on(directory: Path, names: tuple[str, ...]) -> None:
-    """Renames each manifest to the next older name, starting with the oldest. One may be missing, but none is there twice."""
-    for newer, older in zip(names[-2::-1], names[:0:-1], strict=True):
-        if (directory / newer).exists():
-            (directory / newer).replace(directory / older)
-
-
 def go_back(directory: Path, older: Manifest) -> None:
-    """Makes an older manifest the newest again. The newest is kept aside; those between are removed."""
-    place = next((place for place, found in _readable(directory) if found == older), None)
-    if place is None:  # it was there a moment ago
+    """Makes the manifest before the newest again. The newest is kept aside."""
+    if _readable_before(directory) != older:  # it was there a moment ago
         raise FuyouError(f"{directory}: the manifest of the state after step {older.step} cannot be read any more")
     try:
         with suppress(FileNotFoundError):
             (directory / NAME).replace(directory / DAMAGED)
-        (directory / _BEFORE[place]).replace(directory / NAME)
-        for name in _BEFORE[:place]:
-            (directory / name).unlink(missing_ok=True)
+        (directory / BEFORE).replace(directory / NAME)
         sync_directory(directory)
     except OSError as error:
         raise failed_writing(directory / NAME, error) from error
@@ -171,7 +158,7 @@ def newest(directory: Path) -> tuple[Manifest | None, str]:
     Raises like `read`: a manifest that cannot be read now may be whole, so no older one takes its place.
     """
     first: DamagedManifest | None = None
-    for name in (NAME, *_BEFORE):
+    for name in (NAME, BEFORE):
         try:
             if (found := read(directory, name)) is None:
                 continue
@@ -186,19 +173,18 @@ def newest(directory: Path) -> tuple[Manifest | None, str]:
     return None, ""
 
 
-def before(directory: Path, manifest: Manifest) -> Iterator[Manifest]:
-    """Yields the older states of the run that are kept, newest first, whether whole or not. In redo one step has several."""
-    for _, older in _readable(directory):
-        if older.run == manifest.run and older.step <= manifest.step and older != manifest:
-            yield older
+def before(directory: Path, manifest: Manifest) -> Manifest | None:
+    """Returns the state of the run before this one, whether its data is whole or not; None if there is none or it is
+    unreadable."""
+    older = _readable_before(directory)
+    is_older = older is not None and older.run == manifest.run and older.step <= manifest.step and older != manifest
+    return older if is_older else None
 
 
-def _readable(directory: Path) -> Iterator[tuple[int, Manifest]]:
-    """Yields the older manifests that can be read, and their positions in `_BEFORE`."""
-    for place, name in enumerate(_BEFORE):
-        with suppress(UsageError):
-            if (found := read(directory, name)) is not None:
-                yield place, found
+def _readable_before(directory: Path) -> Manifest | None:
+    with suppress(UsageError):
+        return read(directory, BEFORE)
+    return None
 
 
 def read(directory: Path, name: str = NAME) -> Manifest | None:
@@ -228,7 +214,7 @@ def _parsed(path: Path, text: str) -> Manifest:
     body, _, _ = text.rpartition(_DIGEST)
     is_sealed = content.pop("digest", None) == _digest(body)
     if is_sealed and version in _UPGRADED:
-        version = _upgraded(content)
+        version = _upgraded(path, content)
     if type(version) is not int or version != VERSION:
         kind = UsageError if is_sealed else DamagedManifest
         raise kind(f"{path} is not a manifest of version {VERSION}", hint="another version of fuyou wrote it")
@@ -253,11 +239,20 @@ def _parsed(path: Path, text: str) -> Manifest:
     return found
 
 
-def _upgraded(content: dict[str, Any]) -> int:
-    """Adds what a version before did not say; returns the version it is of then."""
-    stages = content.get("stages")
+def _upgraded(path: Path, content: dict[str, Any]) -> int:
+    """Adds what a version before did not say; returns the version it is of then. Raises UsageError for a store that is kept in
+    another way than two extents of everything."""
+    mode, states, stages = content.pop("mode", "in_place"), content.pop("keep", 1), content.get("stages")
+    if (mode, states) != ("in_place", 1):
+        name = "redo" if mode == "redo" else f"snapshot with the last {states} states"
+        raise UsageError(
+            f"{path} is of a store of checkpoint.mode {name}, which this version of fuyou does not read",
+            hint="finish or export the run with the version that made it, or start over with checkpoint.resume=never",
+        )
+    content.pop("due", None)
     for stage in stages if isinstance(stages, list) else ():
         if isinstance(stage, dict) and "params" in stage:
+            stage.pop("gradients", None)
             stage |= {"trained": stage["params"], "frozen": None, **_usual(StoredStage), **stage}
     content |= {**_usual(Manifest), **content}
     return VERSION

@@ -51,8 +51,6 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
         yield "it has no committed tensor"
     if manifest.state == "committed" and not manifest.random:
         yield "it has no states of random generators"
-    if (manifest.due is not None) != any(stage.gradients is not None for stage in manifest.stages):
-        yield "gradients without an update that is due, or one without gradients"
     for one in (*manifest.evaluated_before, *([manifest.evaluated] if manifest.evaluated is not None else ())):
         if not one.best_step <= one.step <= manifest.step:
             yield f"evaluated after step {one.step}, best after step {one.best_step}"
@@ -103,10 +101,8 @@ def _of_stage(stage: StoredStage, manifest: Manifest) -> Iterator[str]:
     if stage.trained > stage.params:
         yield f"has {stage.trained} trained parameters of {stage.params}"
         return
-    if stage.trained and stage.generation + ("gradients" in named) != manifest.step:
+    if stage.trained and stage.generation != manifest.step:
         yield f"generation {stage.generation} after step {manifest.step}"
-    if "gradients" in named and manifest.mode != "redo":
-        yield f"has gradients of a due step, which mode {manifest.mode} never has"
     has_frozen = "frozen" in named or bool(stage.pieces)
     if ("weights" in named, has_frozen) != (stage.trained > 0, stage.trained < stage.params):
         yield "its extents of weights must match its trained and frozen parameters"
@@ -155,8 +151,6 @@ def _bytes_of(name: str, stage: StoredStage, manifest: Manifest) -> int:
     """Returns the bytes that an extent of this name must have."""
     if name in STATE_NAMES:
         return manifest.layout.size(name, stage.trained)
-    if name == "gradients":
-        return ITEM_SIZE[manifest.numerics.accumulate_dtype] * stage.trained
     item = ITEM_SIZE[manifest.compute_dtype]
     if name != "frozen":
         return item * stage.trained

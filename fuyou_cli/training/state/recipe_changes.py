@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...core.printable import one_line
 from ...recipe.overrides import as_override, spelt
+from ...recipe.removed import REMOVED_KEYS
 from .stored import Change
 
 if TYPE_CHECKING:
@@ -70,7 +71,8 @@ def changed_keys(before: Mapping[str, Any] | None, now: Mapping[str, Any] | None
     """Returns every key whose value is another one than `before`; none if what was is not known."""
     if before is None or now is None:
         return []
-    old, new = dict(_apart(before)), dict(_apart(now))
+    kept = {key: value for key, value in before.items() if key not in REMOVED_KEYS}
+    old, new = dict(_apart(kept)), dict(_apart(now))
     names = dict.fromkeys((*new, *old))
     pairs = [(name, old.get(name), new.get(name)) for name in names]
     return [Change(step=step, key=name, before=was, now=is_now) for name, was, is_now in pairs if was != is_now]

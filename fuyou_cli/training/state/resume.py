@@ -12,13 +12,12 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from ...checkpoint.files import name_list
 from ...core.disk import file_size, status_of, unreadable
 from ...core.errors import FuyouError, UnreadableError, UsageError
 from ...core.paths import folder, is_same_folder
-from ...spec.plan import StoreMode
 from . import manifest as manifests
 from .parts import PART_FILE, STORE_FILE, lacking, read_part
 from .places import check_mounted
@@ -27,7 +26,7 @@ from .source_checks import changed_files
 from .stored import Change, Manifest
 
 if TYPE_CHECKING:
-    from ...recipe.schema import CheckpointSection, Recipe
+    from ...recipe.schema import Recipe
 
 Say = Callable[[str], None]
 
@@ -65,8 +64,6 @@ def saved_state(
     resume it could not."""
     try:
         manifest = find_saved(recipe.checkpoint.resume, directories, say=say) if here else None
-        if manifest is not None:
-            _check_same_mode(manifest, recipe.checkpoint)
     except FuyouError as error:
         if must:
             raise
@@ -268,30 +265,6 @@ def check_same_store(saved: Manifest, paths: Sequence[Path], *, stripe: int) -> 
         was, now = ", ".join(saved.files), ", ".join(map(str, paths))
         what = f"the saved run is striped over {was} by {saved.stripe} bytes, not over {now} by {stripe}"
         raise _kept(what, "name the same folders in offload.dir, in the same order")
-
-
-def commit_interval(checkpoint: CheckpointSection, mode: StoreMode) -> int | Literal["auto"] | None:
-    """Returns the steps between commits that a recipe asks for in a store of this mode. None means only where a run ends."""
-    if checkpoint.mode == "snapshot":
-        return checkpoint.snapshot_every_steps
-    return 1 if mode == "redo" and checkpoint.commit_every_steps == "auto" else checkpoint.commit_every_steps
-
-
-def _check_same_mode(saved: Manifest, checkpoint: CheckpointSection) -> None:
-    """Raises UsageError if the recipe asks for another kind of store than the run has."""
-    every, mode = commit_interval(checkpoint, saved.mode), checkpoint.mode
-    if saved.mode == "redo" and every != 1:  # it keeps one copy of everything, so an uncommitted step would overwrite it
-        raise UsageError(
-            f"checkpoint.commit_every_steps: the saved run uses checkpoint.mode=redo, which commits every step, not "
-            f"{'none' if every is None else f'every {every}th'}",
-            hint="leave it out, or start over with checkpoint.resume=never and checkpoint.mode=in_place",
-        )
-    asked = {"in_place": ("in_place", 1), "redo": ("redo", 1), "snapshot": ("in_place", checkpoint.keep_last)}.get(mode)
-    if asked is not None and asked != (saved.mode, saved.keep):
-        was, now = (
-            f"snapshot with the last {kept} states" if kept > 1 else name for name, kept in ((saved.mode, saved.keep), asked)
-        )
-        raise _kept(f"checkpoint.mode: the saved run uses {was}, not {now}: its store has room for that", "leave it auto")
 
 
 def check_unchanged_run(

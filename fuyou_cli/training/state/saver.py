@@ -10,7 +10,7 @@ import errno
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...core.disk import REMEDIES
@@ -20,7 +20,6 @@ from ...core.safe_files import open_own
 from ...core.units import align_up
 from ...engine.devices.base import Device
 from ...engine.host_memory import PAGE
-from ...engine.updates import Optimizer, Scalars
 from ...planner.residency import Residency
 from ...spec.plan import Span
 from ...swap.store import Store
@@ -34,7 +33,7 @@ from .kept_companions import written_companions
 from .parts import NEW_PART, PART_FILE, SPARE
 from .source_checks import compare
 from .storage import StageFiles
-from .stored import MOST_CHANGES, Change, DueUpdate, Evaluated, Manifest, State
+from .stored import MOST_CHANGES, Change, Evaluated, Manifest, State
 
 _SPARE_BYTES = 4 << 20  # disk reserved for the last manifest and its losses
 _SPARE_PER_STEP = 8  # bytes of one loss
@@ -130,14 +129,6 @@ class Saver:
         saved = self.commits.durable()
         return -1 if saved is None else saved.stages[stage].turn
 
-    def blocked(self) -> None:
-        """Commits what each stage has reached, when stages that share places wait for each other. Includes the gradients of the
-        other stages."""
-        if self.files.plan.store_mode != "redo" or self.commits.is_busy:
-            return
-        if all(record.gradient_write is None for record in self.residency.records) and self._is_news():
-            self.commits.begin(self._manifest("committed"))
-
     def _is_news(self) -> bool:
         """Tells whether a stage has a newer generation than the last manifest names."""
         newest = self.commits.newest
@@ -171,10 +162,9 @@ class Saver:
         self._release_disk()
 
     def _add_evaluation(self) -> None:
-        """Commits an evaluation that ended after the commit of its step. Where older states are kept, one more name would take
-        the place of one of them: the evaluation is done again then."""
+        """Commits an evaluation that ended after the commit of its step."""
         newest, standing = self.commits.newest, self.standing
-        if newest is not None and newest.keep == 1 and newest.evaluated != standing.evaluated:
+        if newest is not None and newest.evaluated != standing.evaluated:
             self.commits.begin(replace(newest, evaluated=standing.evaluated, evaluated_before=standing.evaluated_before))
             self.commits.finish()
 
@@ -192,9 +182,6 @@ class Saver:
             self.say(f"note: {note}")
         self.commits.restart(self._as_it_goes_on(saved))
         self.residency.commits.base = saved.step
-        if saved.due is not None:  # the step was committed by its gradients, so its updates must be applied
-            pending = [index for index, stage in enumerate(saved.stages) if stage.gradients is not None]
-            self.residency.update_again(pending, _scalars(saved.due))
         random_states.restore(saved.random, self.device.torch_device)
 
     def _as_it_goes_on(self, saved: Manifest) -> Manifest:
@@ -216,7 +203,7 @@ class Saver:
         if damage is None:
             return saved
         unreadable = damage.unreadable
-        for older in manifests.before(self.folder, saved):
+        if (older := manifests.before(self.folder, saved)) is not None:
             if (other := self._first_damage(older)) is None:
                 self.say(f"the state after step {saved.step} is damaged: {damage}")
                 self.say(f"falling back to the state after step {older.step}, which is intact")
@@ -261,8 +248,7 @@ class Saver:
         names = (SPARE, loss_files.NAME, *manifests.BESIDE)
         beside = [*(self.folder / name for name in names), *(path.with_name(NEW_PART) for path in self.paths)]
         is_whole = state == "committed"
-        stages = self.files.describe(self.residency.records, ready.stored_as, step=standing.step) if is_whole else ()
-        is_due = any(stage.gradients is not None for stage in stages)
+        stages = self.files.describe(self.residency.records, ready.stored_as) if is_whole else ()
         return Manifest(
             run=standing.run,
             files=tuple(str(path) for path in self.paths),
@@ -284,9 +270,6 @@ class Saver:
             fingerprints=ready.fingerprints,
             libraries=fingerprints.versions(ready.planned.recipe),
             random=standing.random,
-            mode=plan.store_mode,
-            keep=plan.keep,
-            due=_due(self.residency.due) if is_due else None,
             stages=stages,
             skipped=standing.skipped,
             skipped_in_row=standing.skipped_in_row,
@@ -316,13 +299,3 @@ class Saver:
         # The manifest counts these losses.
         loss_files.write(self.folder, self.standing.losses[known : manifest.step], first=known)
         manifests.write(self.folder, manifest, keep=last is not None)
-
-
-def _due(scalars: Scalars) -> DueUpdate:
-    fields = asdict(scalars)
-    return DueUpdate(**{**fields.pop("optimizer"), **fields})  # the step's learning rate replaces the optimizer's
-
-
-def _scalars(due: DueUpdate) -> Scalars:
-    optimizer = Optimizer(lr=due.lr, beta1=due.beta1, beta2=due.beta2, epsilon=due.epsilon, weight_decay=due.weight_decay)
-    return Scalars(optimizer=optimizer, lr=due.lr, step=due.step, gradient_scale=due.gradient_scale, skipped=due.skipped)

@@ -53,7 +53,7 @@ def check_stages(saved: Manifest, model: ModelSpec, plan: Plan) -> None:
             hint="name the model that the run was started with, or start over with checkpoint.resume=never",
         )
     for stage_plan, stage in zip(plan.stages, saved.stages, strict=True):
-        places = {name: stage_plan.extent(name, stage.turn) for name in TENSORS} | {"gradients": stage_plan.gradients_extent}
+        places = {name: stage_plan.extent(name, stage.turn) for name in TENSORS}
         if any(places[name] != Span(offset=extent.offset, size=extent.size) for name, extent in stage.extents()):
             raise UsageError(
                 f"the saved {stage.name} is not where this version of fuyou would put it",
@@ -207,7 +207,6 @@ class StageFiles:
             record.generation, record.turn = stage.generation, stage.turn
             record.sums = Sums(**{name: None if (at := getattr(stage, name)) is None else at.sum for name in TENSORS})
             record.zero_moments, record.zero_remainder = stage.zero_moments, stage.zero_remainder
-            record.gradients_sum = None if stage.gradients is None else stage.gradients.sum
             if self.daemon.written is not None:  # from now on each read of its extents is checked
                 for extent in (*(extent for _, extent in stage.extents()), *stage.summed_pieces):
                     self.daemon.written.expect(Span(offset=extent.offset, size=extent.size), extent.sum)
@@ -222,16 +221,11 @@ class StageFiles:
                 if self.states.copies.fetch(record.stage, target, there) != getattr(record.sums, name):
                     raise SwapError(f"{name} of {stage.name} changed between two reads of the store")
 
-    def describe(self, records: Sequence[Record], stored_as: Mapping[str, str], *, step: int) -> tuple[StoredStage, ...]:
-        """Describes where every stage rests now. A stage that has not reached `step` is described with the gradients of its
-        update.
-
-        `stored_as`: names of the model's tensors in the checkpoint they came from.
-        """
+    def describe(self, records: Sequence[Record], stored_as: Mapping[str, str]) -> tuple[StoredStage, ...]:
+        """Describes where every stage rests now. `stored_as`: names of the model's tensors in the checkpoint they came from."""
         together = zip(self.model.stages, self.plan.stages, records, strict=True)
         return tuple(
-            _stored(stage, plan, record, stored_as, step=step, piece_sums=self._sums_of_pieces(stage))
-            for stage, plan, record in together
+            _stored(stage, plan, record, stored_as, piece_sums=self._sums_of_pieces(stage)) for stage, plan, record in together
         )
 
     def _sums_of_pieces(self, stage: StageSpec) -> tuple[int, ...]:
@@ -267,15 +261,12 @@ def _at_rest(record: Record) -> Iterator[StateTensor]:
 
 
 def _stored(
-    stage: StageSpec, plan: StagePlan, record: Record, stored_as: Mapping[str, str], *, step: int, piece_sums: tuple[int, ...]
+    stage: StageSpec, plan: StagePlan, record: Record, stored_as: Mapping[str, str], *, piece_sums: tuple[int, ...]
 ) -> StoredStage:
-    found: dict[str, StoredExtent | None] = {**dict.fromkeys(TENSORS), "gradients": None}
+    found: dict[str, StoredExtent | None] = dict.fromkeys(TENSORS)
     for name in _at_rest(record) if stage.params else ():
         if (extent := plan.extent(name, record.turn)) is not None:
             found[name] = _summed(extent, getattr(record.sums, name))
-    if stage.trained and record.generation < step:
-        assert plan.gradients_extent is not None and record.generation == step - 1, (stage.name, record.generation, step)
-        found["gradients"] = _summed(plan.gradients_extent, record.gradients_sum)
     return StoredStage(
         name=stage.name,
         params=stage.params,

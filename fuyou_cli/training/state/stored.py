@@ -12,16 +12,14 @@ from pydantic import Field
 from ...checkpoint.header import NAME_LIMIT
 from ...spec.model import Piece, Rule, SourceFile, StateDtype, StateLayout
 from ...spec.packed_tensors import PackedTensor, Quantised, packed_bank
-from ...spec.plan import Numerics, StateTensor, StoreMode
+from ...spec.plan import Numerics, StateTensor
 
 State = Literal["loading", "committed"]
 
 TENSORS = get_args(StateTensor)  # tensors of a stage, in the order of a place
-_EXTENTS = (*TENSORS, "gradients")
 ALIGN = 4096  # alignment of stripes and extents for direct I/O
 MOST_CHANGES = 1000  # that are recorded; the newest ones
 MOST_SETS = 16  # most sets whose losses are put aside
-MOST_KEPT = 16  # most states that a store keeps; recipe/schema has the same limit
 
 Aligned = Annotated[int, Field(multiple_of=ALIGN)]
 Sum = Annotated[int, Field(le=(1 << 64) - 1)]
@@ -63,7 +61,7 @@ class StoredStage:
     params: int
     trained: int  # of these, in the order of offsets: the first ones; the others are frozen
     generation: int
-    turn: int  # turn of its ring (spec.plan.Ring), which gives the place
+    turn: int  # which place of its pair (spec.plan.ExtentPair) it rests in
     zero_moments: bool
     zero_remainder: bool
     weights: StoredExtent | None  # trained ones
@@ -71,7 +69,6 @@ class StoredStage:
     remainder: StoredExtent | None
     momentum: StoredExtent | None
     variance: StoredExtent | None
-    gradients: StoredExtent | None  # of the step after `generation`, whose update is due
     tensors: tuple[StoredTensor, ...]
     pieces: tuple[Piece, ...] = ()  # of the checkpoint's files that hold the frozen parameters instead of an extent
     piece_sums: tuple[Sum, ...] = ()  # checksum of each piece as it was first read; none: not all were read, or none was summed
@@ -84,7 +81,7 @@ class StoredStage:
 
     def extents(self) -> list[tuple[str, StoredExtent]]:
         """Returns the stage's tensors on the store, by name."""
-        named = [(name, getattr(self, name)) for name in _EXTENTS]
+        named = [(name, getattr(self, name)) for name in TENSORS]
         return [(name, extent) for name, extent in named if extent is not None]
 
     @property
@@ -92,20 +89,6 @@ class StoredStage:
         """Returns its pieces of the checkpoint's files, as far as their checksums are known."""
         together = zip(self.pieces, self.piece_sums, strict=False)
         return [StoredExtent(offset=piece.offset, size=piece.size, sum=total) for piece, total in together]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DueUpdate:
-    """Holds the optimizer's settings of a due update: of the stages whose gradients commit a step."""
-
-    lr: float
-    gradient_scale: float  # clipping factor
-    step: Annotated[int, Field(ge=1)]  # the first is 1; for the bias corrections
-    skipped: bool  # if True, every value stays as it is
-    beta1: float
-    beta2: float
-    epsilon: float
-    weight_decay: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,7 +133,7 @@ class Manifest:
     stripe: Annotated[int, Field(ge=ALIGN, multiple_of=ALIGN)]
     store_size: int
     state: State
-    step: int  # finished steps: the generation of every stage without gradients, and the number of losses
+    step: int  # finished steps: the generation of every stage, and the number of losses
     written_total: int
     model_dir: str
     architecture: str
@@ -159,9 +142,6 @@ class Manifest:
     fingerprints: dict[str, str]  # digests of what a resumed run must agree on
     libraries: dict[str, str]  # versions of the libraries that computed it (state/fingerprints.py)
     random: dict[str, Any]  # states of random generators (state/random_states.py)
-    mode: StoreMode
-    keep: Annotated[int, Field(ge=1, le=MOST_KEPT)]  # whole states kept at any time, including this one
-    due: DueUpdate | None  # for stages with gradients
     stages: tuple[StoredStage, ...]
     skipped: int = 0  # steps that updated nothing (train.skip_nonfinite)
     skipped_in_row: int = 0  # of these, the last ones
