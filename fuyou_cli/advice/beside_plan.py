@@ -13,7 +13,7 @@ from fuyou_cli.planner.schedule import plan_schedule, weights_left
 from fuyou_cli.planner.simulate import simulate
 from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import Plan
-from fuyou_cli.training.prepared import Planned
+from fuyou_cli.training.prepare import Planned
 from fuyou_cli.training.report import RunReport, compared, through_memory
 
 from .room import export_folder

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 from fuyou_cli.core.units import GiB, MiB, align_up
 from fuyou_cli.planner.place import least_memory
-from fuyou_cli.training.plan_request_of import plan_request
+from fuyou_cli.training.plan_step import plan_request
 
 from .planning import Outcome, Replanner, per_token, ranked
 
 if TYPE_CHECKING:
-    from fuyou_cli.training.prepared import Planned
+    from fuyou_cli.training.prepare import Planned
 
 SHOWN = 5
 _MOST_QUICK = 40  # plans made only to see whether they fit

@@ -24,7 +24,7 @@ from fuyou_cli.spec.plan import Plan
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.schema import SamplesSection
-    from fuyou_cli.training.prepared import Planned
+    from fuyou_cli.training.prepare import Planned
 
 USUAL = 1000  # steps for which writes are shown if the run's length is not known
 _CLOSE = 0.9  # share of the busiest resource's seconds; one this busy also decides
@@ -231,7 +231,7 @@ def endings(prepared: Planned, region: FastRegion | None) -> tuple[Ending, ...]:
 
 
 def _limits(prepared: Planned, region: FastRegion | None) -> Iterator[Ending]:
-    from fuyou_cli.training.run_limits import loaded, steps_within_writes
+    from fuyou_cli.training.length import loaded, steps_within_writes
 
     plan, recipe, saved = prepared.plan, prepared.recipe, prepared.manifest
     done = saved.step if saved is not None else 0

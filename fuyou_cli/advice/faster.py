@@ -16,7 +16,7 @@ from .changes import INT8, SMALL_SUMS, may_have_smaller_states, may_have_smaller
 from .planning import WORTH, Outcome, Replanner, per_token, ranked
 
 if TYPE_CHECKING:
-    from fuyou_cli.training.prepared import Planned
+    from fuyou_cli.training.prepare import Planned
 
 _WAITS = 0.1  # share of a step that compute waits from which changes are planned
 _LARGER = (4, 2)  # times the rows of a step; many more would be another training

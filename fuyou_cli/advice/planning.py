@@ -17,10 +17,8 @@ from fuyou_cli.recipe.load import LoadedRecipe, load_recipe
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.plan import Plan
 from fuyou_cli.training.length import Epoch, epoch_of, sampled_epoch
-from fuyou_cli.training.plan_request_of import StoreDisks
 from fuyou_cli.training.plan_step import layers_of, plan, replan
-from fuyou_cli.training.prepared import Inspected, Planned
-from fuyou_cli.training.steps import inspect, resolve, run_directories, unheard
+from fuyou_cli.training.prepare import Inspected, Planned, StoreDisks, inspect, resolve, run_directories, unheard
 
 from .room import Room, described_disks, disks_of, plan_problems, room_of
 from .wear import Wear, wear_of, writes_of

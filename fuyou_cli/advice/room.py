@@ -15,14 +15,13 @@ from fuyou_cli.core.paths import folder
 from fuyou_cli.core.units import gb, gib
 from fuyou_cli.planner.phases import phase_peaks
 from fuyou_cli.spec.plan import Plan
-from fuyou_cli.training.best_place import best_copies, best_folder
-from fuyou_cli.training.limits import gpu_limit
-from fuyou_cli.training.plan_request_of import DiskShare, StoreDisks
+from fuyou_cli.training.numerics import gpu_limit
+from fuyou_cli.training.prepare import DiskShare, StoreDisks, best_copies, best_folder
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.schema import Recipe
     from fuyou_cli.spec.hardware import HardwareProfile
-    from fuyou_cli.training.prepared import Planned, Resolved
+    from fuyou_cli.training.prepare import Planned, Resolved
 
 
 CLEARLY = 1.05  # tolerance for free RAM, which changes; the limits of a machine or control group have none

@@ -31,7 +31,7 @@ class Writes:
 
 def writes_of(plan: Plan, room: Room, *, steps: float, resumed: bool = False) -> Writes:
     """Returns the writes of this many steps to the run's end. A `resumed` run loads nothing."""
-    from fuyou_cli.training.run_limits import loaded, saved_where_it_stops
+    from fuyou_cli.training.length import loaded, saved_where_it_stops
 
     beside = any({"the store", "the exported model"} <= set(disk.what) for disk in room.disks)
     return Writes(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fuyou_cli.recipe.load import LoadedRecipe
     from fuyou_cli.swap.daemon import Counters
     from fuyou_cli.training.evaluation import AnyReport
-    from fuyou_cli.training.prepared import Planned, Ready
+    from fuyou_cli.training.prepare import Planned, Ready
     from fuyou_cli.training.report import RunReport, StepReport
     from fuyou_cli.training.run import Run
     from fuyou_cli.training.run_log import JsonlLog
@@ -96,7 +96,7 @@ def _made_ready(loaded: LoadedRecipe, *, measure: bool, accept_changes: bool) ->
     from fuyou_cli.training.length import sampled_epoch
     from fuyou_cli.training.plan_step import plan, plan_downloaded, settle
     from fuyou_cli.training.state.recipe_changes import in_words
-    from fuyou_cli.training.steps import fetch, inspect, resolve, tokenise
+    from fuyou_cli.training.prepare import fetch, inspect, resolve, tokenise
 
     from .render.transfer import Transfers
 

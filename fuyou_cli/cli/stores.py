@@ -34,10 +34,10 @@ def run_export(source: Path, out: Path, overrides: Sequence[str], *, dtype: Expo
     recipe = _recipe_of(source, overrides)
     export = None if recipe is None else recipe.export
     from fuyou_cli.training.adapter_exporting import export_trained, how_to_load
+    from fuyou_cli.training.prepare import store_of
     from fuyou_cli.training.state import manifest as manifests
     from fuyou_cli.training.state.at_rest import find_store
     from fuyou_cli.training.state.kept_companions import kept_adapter
-    from fuyou_cli.training.steps import store_of
 
     store = find_store(source if recipe is None else store_of(recipe))
     manifest, problem = manifests.newest(store)

@@ -19,9 +19,9 @@ from fuyou_cli.recipe.schema import Recipe
 from fuyou_cli.training.evaluation import evaluated
 from fuyou_cli.training.inference import FoundModel, find, memory_of
 from fuyou_cli.training.length import cache_of, evaluation_rows
-from fuyou_cli.training.limits import check_positions, check_tokens, positions_of
+from fuyou_cli.training.numerics import check_positions, check_tokens, positions_of
+from fuyou_cli.training.prepare import device_name, warm_up
 from fuyou_cli.training.report import EvalReport
-from fuyou_cli.training.steps import device_name, warm_up
 
 from .streamed_evaluation import open_losses, room_of
 

@@ -29,9 +29,9 @@ from fuyou_cli.recipe.schema import Recipe
 from fuyou_cli.recipe.shipped import shipped_recipes
 from fuyou_cli.training import losses
 from fuyou_cli.training.plan_step import layers_of
+from fuyou_cli.training.prepare import run_directories
 from fuyou_cli.training.run_log import read_log
 from fuyou_cli.training.state import manifest as manifests
-from fuyou_cli.training.steps import run_directories
 
 from .toy import CORPUS
 

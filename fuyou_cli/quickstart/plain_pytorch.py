@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM
 from fuyou_cli.data.batches import Batch, collate
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.recipe.schema import Recipe
-from fuyou_cli.training.length import fed
-from fuyou_cli.training.rates import learning_rate
+from fuyou_cli.training.length import fed, learning_rate
 
 
 def in_memory_losses(recipe: Recipe, steps: int, *, micro_batch_size: int, total_steps: int) -> Iterator[float]:

@@ -22,13 +22,13 @@ from ..engine.skeleton import TORCH_DTYPE
 from ..spec.model import ModelSpec, TensorSpec
 from .adapter_exporting import write_adapter
 from .adapting import configuration
-from .best_place import best_folder
 from .exporting import STEP, bytes_of, write_model
+from .prepare import best_folder
 from .report import BestReport
 from .state.kept_companions import kept_companions
 
 if TYPE_CHECKING:
-    from .prepared import Ready
+    from .prepare import Ready
 
 _RUN = "fuyou_run"  # in a copy's metadata: the name of the run, as in its manifest
 Passing = Iterator[tuple[int, torch.Tensor]]  # stages that own parameters, in running order, each with its weights

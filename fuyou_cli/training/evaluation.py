@@ -20,7 +20,7 @@ from ..engine.forward_only import ForwardOnly
 from ..engine.row_lengths import turns
 from ..spec.plan import Numerics
 from .best_copy import BestCopy
-from .prepared import Ready
+from .prepare import Ready
 from .report import BestReport, EvalReport, SampleReport
 from .state.saver import Standing
 from .state.stored import MOST_SETS, Evaluated

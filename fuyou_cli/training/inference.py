@@ -32,7 +32,7 @@ from ..spec.model_facts import InPlace
 from .adapter_exporting import MergedWeights, as_trained
 from .exporting import READ_ARENA, StoreWeights
 from .in_place_files import GPU_ALIGNMENT, addresses, lying_in
-from .limits import for_tensors
+from .numerics import for_tensors
 from .packed_reading import DecodingReader
 from .run_log import LOG, saved_of
 from .state import manifest as manifests

@@ -1,8 +1,11 @@
-"""Finds the number of steps of a run: from the recipe, or from its epochs and the number of rows."""
+"""Finds how long a run is: its rows and steps, its learning rate at each, and the limits that end it early."""
 
 from __future__ import annotations
 
+import math
 import tempfile
+from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -11,8 +14,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ..core.errors import FuyouError, UsageError
 from ..core.paths import expanded, folder
-from ..core.units import MiB, gb
+from ..core.units import MiB, duration, format_time, gb
 from ..data.named_sets import unsaid
+from ..recipe.fields import format_size
+from ..spec.plan import Plan
+from .state.stored import TENSORS
 
 if TYPE_CHECKING:
     from ..data.holding_back import Part
@@ -20,6 +26,7 @@ if TYPE_CHECKING:
     from ..data.sampler import Sampler
     from ..data.stream import Stream
     from ..recipe.schema import DatasetSection, Recipe
+    from .report import StepReport
 
 HELD_BACK = "held-back"  # the name of the set of `dataset.eval_fraction`
 _ALONE: dict[str, object] = {"eval": (), "packing": False, "streaming": False}  # of a set to evaluate
@@ -274,3 +281,163 @@ def _asked(recipe: Recipe, tokenizer_dir: Path) -> dict[str, Any]:
 def cache_of(recipe: Recipe) -> Path:
     """Returns the folder that keeps tokenised rows."""
     return folder(recipe.dataset.cache_dir or Path(recipe.output_dir, "data"), key="dataset.cache_dir")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LearningRate:
+    """Computes a linear warm-up, then a constant, linear, cosine or wsd schedule (constant, then linear decay over
+    `decay_steps`).
+
+    The step after the warm-up has the peak: step s has transformers' factor at index s - 1, so no step of a run has the rate 0,
+    and the least rate is what a step after the last would have. Runs that builds before this rule began keep theirs
+    (`peak_after_warmup` False: index s), whose last step has the least rate.
+    """
+
+    name: str
+    peak: float
+    warmup_steps: int
+    total_steps: int
+    min_ratio: float
+    decay_steps: int = 0
+    peak_after_warmup: bool = True
+
+    def at(self, step: int) -> float:
+        """Returns the rate of step `step` (1 is the first)."""
+        if step <= self.warmup_steps:
+            return self.peak * step / self.warmup_steps
+        index = step - 1 if self.peak_after_warmup else step
+        progress = min(1.0, (index - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
+        if self.name == "constant":
+            factor = 1.0
+        elif self.name == "linear":
+            factor = 1.0 - (1.0 - self.min_ratio) * progress
+        elif self.name == "cosine":
+            factor = self.min_ratio + (1.0 - self.min_ratio) * 0.5 * (1.0 + math.cos(math.pi * progress))
+        else:
+            into_decay = index - (self.total_steps - self.decay_steps)
+            decayed = max(0.0, into_decay / self.decay_steps) if self.decay_steps else 0.0
+            factor = 1.0 - (1.0 - self.min_ratio) * min(1.0, decayed)
+        return self.peak * factor
+
+
+def learning_rate(recipe: Recipe, total_steps: int, *, peak_after_warmup: bool = True) -> LearningRate:
+    """Returns the learning rate of a run of `total_steps`. `peak_after_warmup`: what a saved run began with. Raises UsageError
+    if the warm-up is longer than the run."""
+    schedule, warmup = recipe.lr_scheduler, recipe.lr_scheduler.warmup_steps
+    if warmup is None:
+        warmup = round((schedule.warmup_ratio or 0.0) * total_steps)
+    if warmup > total_steps:
+        raise UsageError(
+            f"lr_scheduler.warmup_steps: a warm-up of {warmup:,} steps is longer than the run's {total_steps:,} steps",
+            hint="lower it, raise train.epochs, or write lr_scheduler.warmup_ratio",
+        )
+    decay = max(1, total_steps // 10) if schedule.name == "wsd" else 0
+    return LearningRate(
+        name=schedule.name,
+        peak=recipe.optimizer.lr,
+        warmup_steps=warmup,
+        total_steps=total_steps,
+        min_ratio=schedule.min_lr_ratio,
+        decay_steps=min(decay, total_steps - warmup) if peak_after_warmup else decay,
+        peak_after_warmup=peak_after_warmup,
+    )
+
+
+class RunLimits:
+    """Checks the limits of one process. Call `begin` before its first step, and `took` after each step."""
+
+    def __init__(self, recipe: Recipe, plan: Plan) -> None:
+        self._plan, self._seconds, self._bytes = plan, recipe.train.max_time, recipe.offload.ssd_write_limit
+        self._interval = (plan.commit_every if plan.has_apart_commits else None) or 1
+        self._took: deque[float] = deque(maxlen=self._interval)  # seconds of the last steps, including one with a commit
+        self._first = self._step = self._begin = 0
+
+    def begin(self, done: int, written: int) -> None:
+        """Begins after step `done`. `written`: bytes that the run has written to the store so far, in all its processes."""
+        self._first = self._step = done
+        self._begin = written
+
+    def took(self, step: StepReport) -> None:
+        self._step = step.step
+        self._took.append(step.seconds)
+
+    def reached(self, *, seconds: float, written: int) -> str | None:
+        """Returns a message with the limit that another step would exceed, or None if the step may begin. `seconds`: since the
+        run was opened."""
+        return self._time(seconds) or self._writes(written)
+
+    def _time(self, seconds: float) -> str | None:
+        following = max(self._took, default=0.0)
+        if len(self._took) < self._interval:  # no step with a commit was seen yet
+            following += self._plan.predicted.commit_seconds
+        if self._seconds is None or seconds + following <= self._seconds:
+            return None
+        step = f", and the next step may take {duration(following)}" if following else ""
+        return f"train.max_time={format_time(self._seconds)}: {duration(seconds)} have passed{step}"
+
+    def _writes(self, written: int) -> str | None:
+        plan, step = self._plan, written_by_step(self._plan)
+        if self._bytes is None:
+            return None
+        due = self._begin + _written(plan, self._step - self._first, done=self._first)
+        if max(written, due) + step + saved_where_it_stops(plan) <= self._bytes:
+            return None
+        return f"offload.ssd_write_limit={format_size(self._bytes)}: {gb(written)} were written, and a step writes {gb(step)}"
+
+
+def check_loading(recipe: Recipe, plan: Plan) -> None:
+    """Raises UsageError if a new run may not even write the loaded model and one step: it could never make progress."""
+    most, saved = recipe.offload.ssd_write_limit, saved_where_it_stops(plan)
+    step = written_by_step(plan) + saved
+    if most is None or loaded(plan) + step <= most:
+        return
+    raise UsageError(
+        f"offload.ssd_write_limit={format_size(most)} is too small: loading the model writes {gb(loaded(plan))}, "
+        f"a step{' and saving it' if saved else ''} {gb(step)}",
+        hint="raise it, or leave it out",
+    )
+
+
+def loaded(plan: Plan) -> int:
+    """Returns the bytes that loading writes, wherever the weights rest later. Moments are written by the first updates."""
+    frozen = sum(stage.frozen_extent.size for stage in plan.stages if stage.frozen_extent is not None)
+    return frozen + sum(stage.weights_at.size for stage in plan.stages)
+
+
+def written_by_step(plan: Plan) -> int:
+    """Returns the bytes that a step writes. If only some steps are committed, returns those of a step that is not. Averages are
+    rounded down."""
+    predicted = plan.predicted
+    if not plan.has_apart_commits or plan.commit_every is None:
+        return predicted.written_per_step
+    return max(0, predicted.written_per_step - saved_where_it_stops(plan) // plan.commit_every)
+
+
+def steps_within_writes(plan: Plan, room: int, *, done: int) -> int:
+    """Returns how many steps after step `done` write at most `room` bytes, including the save at the end."""
+    step, saved = written_by_step(plan), saved_where_it_stops(plan)
+    interval = (plan.commit_every if plan.has_apart_commits else None) or 1
+    in_one = _written(plan, interval, done=0)
+    most = interval * (room // in_one + 2) if in_one else 0
+    return bisect_right(range(most), room - step - saved, key=lambda steps: _written(plan, steps, done=done))
+
+
+def _written(plan: Plan, steps: int, *, done: int) -> int:
+    """Returns the bytes that this many steps after step `done` write, with their commits."""
+    every = plan.commit_every if plan.has_apart_commits else None
+    commits = (done + steps) // every - done // every if every else 0
+    return steps * written_by_step(plan) + commits * saved_where_it_stops(plan)
+
+
+def saved_where_it_stops(plan: Plan) -> int:
+    """Returns the bytes that saving writes beside the updates: tensors that rest in RAM or on the device, unless every step's
+    update writes them."""
+    if plan.commit_every == 1:
+        return 0
+    return sum(
+        extent.size
+        for stage in plan.stages
+        for name in TENSORS
+        if name != "frozen" and (stage.updated_there or stage.ram(name) is not None)
+        if (extent := stage.extent(name, 0)) is not None
+    )

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..core.errors import UsageError
-from .prepared import Planned
+from .prepare import Planned
 from .run_log import holds_a_run, read_logged_plan
 from .state.places import check_same_drive
 

@@ -8,25 +8,26 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypedDict, cast
 
 from ..checkpoint.hub import Hub, Progress
 from ..core.errors import FuyouError, PlanError, UsageError
 from ..planner.candidate import Candidate, may_measure_first
 from ..planner.memory import code_bytes, range_sizes
 from ..planner.place import least_memory
-from ..planner.plan_request import PlanRequest
+from ..planner.plan_request import PlanRequest, update_chunks_for, update_threads_for
 from ..planner.run_planner import Effort, RunPlanner
 from ..spec.hardware import HardwareProfile, with_measured_graphs
 from ..spec.model import ModelSpec
-from ..spec.plan import Numerics
+from ..spec.plan import Numerics, Tier
 from .known_model import KnownModel, traced
 from .length import Epoch, steps_of
-from .limits import check_positions
 from .numerics import (
     MOST_OF_MIXTURES,
     MOST_TOKENS,
+    check_positions,
     fastest_size,
+    gpu_limit,
     likely_sizes,
     numerics_of,
     sizes_of,
@@ -34,10 +35,9 @@ from .numerics import (
     usual_tokens,
     widths_of,
 )
-from .plan_request_of import StoreDisks, plan_request
-from .prepared import Fetched, Inspected, Planned, Ready
+from .prepare import Fetched, Inspected, Planned, Ready, Say, StoreDisks, in_place_of, unheard
 from .state.resume import refused, steps_left
-from .steps import Say, in_place_of, unheard
+from .state.stored import Manifest
 
 if TYPE_CHECKING:
     from ..engine.anatomy import Anatomy
@@ -399,3 +399,128 @@ def layers_of(recipe: Recipe, model_dir: Path, *, cores: int) -> str:
         version("torch"),
     ]
     return f"{sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:12]}/{recipe.dataset.max_seq_len}"
+
+
+CHUNK_PARAMS = 1 << 19
+
+
+class _Kept(TypedDict):
+    """Holds the arguments of `PlanRequest` about outputs."""
+
+    kept: Literal["all", "none"] | None
+    kept_there: Literal["room"] | None
+
+
+class _Updates(TypedDict):
+    """Holds the arguments of `PlanRequest` about when updates run."""
+
+    defer: float | None
+    norm_first: bool | None
+
+
+class _Exported(TypedDict):
+    """Holds the arguments of `PlanRequest` about the export."""
+
+    export_item: int
+    exports_trained: bool
+
+
+_KEPT: dict[str, _Kept] = {
+    "auto": {"kept": None, "kept_there": None},
+    "keep": {"kept": "none", "kept_there": "room"},
+    "swap": {"kept": "all", "kept_there": None},
+    "recompute": {"kept": "none", "kept_there": None},
+}
+
+
+def plan_request(
+    recipe: Recipe,
+    numerics: Numerics,
+    hardware: HardwareProfile,
+    *,
+    device: str,
+    saved: Manifest | None = None,
+    disks: StoreDisks | None = None,
+    parameters: int = 0,
+) -> PlanRequest:
+    """Resolves the keys to numbers. A `saved` run keeps its kind of store. `disks`: the room for the store, beside the export
+    of this many `parameters`; None: the free disk in the machine's profile."""
+    from ..swap.kernels import scratch_size
+
+    offload = recipe.offload
+    everything: Tier | None = "cpu" if offload.strategy == "none" else None
+    depth = 16 if offload.io.queue_depth == "auto" else offload.io.queue_depth
+    threads = update_threads_for(hardware, device=device, torch_threads=numerics.torch_threads)
+    exported = _exported(recipe)
+    return PlanRequest(
+        numerics=numerics,
+        model_name=recipe.model.name_or_path,
+        device=device,
+        clip_grad_norm=recipe.train.clip_grad_norm,
+        gpu_budget=gpu_limit(recipe, hardware),
+        cpu_budget=offload.max_memory.cpu.resolve(total=hardware.ram_total, auto=_usual_budget(hardware, device)),
+        ssd_budget=None if disks is None else disks.budget(recipe, parameters * exported["export_item"]),
+        weights=_tier(offload.weights, device) or everything,
+        states=_tier(offload.optimizer_states, device) or everything,
+        gradients=_tier(offload.gradients, device) or everything,
+        boundaries=_tier(offload.boundaries, device) or everything,
+        **_kept(offload.activations, device),
+        lookahead=None if offload.lookahead == "auto" else offload.lookahead,
+        **_updates(recipe),
+        io_backend=offload.io.backend,
+        read_depth=depth,
+        write_depth=depth,
+        block_size=1 << 20 if offload.io.block_size == "auto" else offload.io.block_size,
+        update_threads=threads,
+        chunk_params=CHUNK_PARAMS,
+        scratch_size=scratch_size(CHUNK_PARAMS, update_chunks_for(threads)),
+        **exported,
+        commit_every=recipe.checkpoint.commit_every_steps,
+        wear=offload.wear,
+        sweeps=_sweeps(recipe.train.sweep_tokens, numerics),
+    )
+
+
+def _updates(recipe: Recipe) -> _Updates:
+    offload, measures = recipe.offload, {"auto": None, "always": True, "never": False}[recipe.offload.norm_first]
+    if recipe.model.kernels == "liger" or recipe.model.trust_remote_code:
+        measures = False  # their backward may write into what forward saved, and a second one would be given that
+    return {"defer": None if offload.defer_updates == "auto" else offload.defer_updates, "norm_first": measures}
+
+
+def _exported(recipe: Recipe) -> _Exported:
+    return {"export_item": 2 if recipe.export.dtype == "bfloat16" else 4, "exports_trained": recipe.adapter is not None}
+
+
+def _sweeps(asked: int | Literal["auto"], numerics: Numerics) -> int | None:
+    """Returns the number of equal sweeps of at most `asked` tokens. None leaves it to the planner."""
+    if asked == "auto":
+        return None
+    whole, one = numerics.micro_batches, numerics.micro_batch_tokens
+    if asked < one:
+        raise UsageError(
+            f"train.sweep_tokens: {asked:,} is less than a micro-batch of {one:,} tokens",
+            hint="use auto or more, or set train.micro_batch_size",
+        )
+    return next(count for count in range(1, whole + 1) if whole % count == 0 and whole // count * one <= asked)
+
+
+def _tier(value: str, device: str) -> Tier | None:
+    if value == "gpu" and device == "cpu":
+        raise UsageError("a tensor is placed on gpu, but offload.device is cpu", hint="use cpu, ssd or auto")
+    return None if value == "auto" else cast(Tier, value)
+
+
+def _kept(activations: str, device: str) -> _Kept:
+    if activations == "keep" and device == "cpu":
+        raise UsageError(
+            "offload.activations is keep, but offload.device is cpu, which has no memory of its own", hint="use auto"
+        )
+    return _KEPT[activations]
+
+
+def _usual_budget(hardware: HardwareProfile, device: str) -> int:
+    """Returns nine tenths of the available RAM. Beside a GPU nearly all of it is pinned, so it is at most what the driver may
+    pin."""
+    most = int(hardware.ram_available * 0.9)
+    return min(most, hardware.pinnable) if device == "cuda" and hardware.pinnable else most

@@ -39,14 +39,13 @@ from ..spec.plan import Span
 from ..swap.arena import Arena
 from ..swap.daemon import DaemonOptions, SwapDaemon
 from .evaluation import AnyReport, Evaluations
-from .limits import gpu_most
+from .length import RunLimits, learning_rate
 from .memory_watch import MemoryWatch, Trimming
-from .prepared import Planned, Ready
-from .rates import learning_rate
+from .numerics import gpu_most
+from .prepare import Planned, Ready
 from .report import RunReport, StepReport, Steps, run_report, settling_steps
 from .run_endings import StopRequests, add_what_is_saved, naming_device_errors, unpinned, what_is_saved
 from .run_folders import RunFolders
-from .run_limits import RunLimits
 from .state import random_states
 from .state.parts import write_parts
 from .state.places import remember

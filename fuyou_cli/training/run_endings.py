@@ -28,7 +28,7 @@ from ..core.errors import (
 from ..core.units import gib
 from ..engine.devices.base import Device
 from ..spec.plan import Plan
-from .prepared import Planned
+from .prepare import Planned
 from .state.saver import Saver
 
 Activity = Literal["nothing", "loading", "training", "saving", "ended"]

@@ -10,8 +10,8 @@ from pathlib import Path
 from ..core.errors import UsageError
 from ..core.safe_files import own_folder
 from ..swap.store import Store
-from .prepared import Planned
-from .run_limits import check_loading
+from .length import check_loading
+from .prepare import Planned
 from .state import manifest as manifests
 from .state.parts import STORE_FILE, begin_parts, discard
 from .state.resume import check_same_store, check_unchanged

@@ -31,7 +31,7 @@ from fuyou_cli.planner.place import made_of
 from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.spec.plan import Plan
-from fuyou_cli.training.prepared import Planned
+from fuyou_cli.training.prepare import Planned
 
 ALL, AMONG = 10, 30
 DRAWN = 5

@@ -168,7 +168,7 @@ def _facts() -> ModelFacts:
 
 def _known(folder: Path) -> object:
     """Reads a kept description as a plan does, of either kind."""
-    from fuyou_cli.training.descriptions import read_description
+    from fuyou_cli.training.known_model import read_description
 
     try:
         return read_description(ModelFacts, folder / "known.json")
@@ -177,7 +177,7 @@ def _known(folder: Path) -> object:
 
 
 def _known_bytes() -> list[bytes]:
-    from fuyou_cli.training.descriptions import written
+    from fuyou_cli.training.known_model import written
 
     return [written(value).partition(b"\n")[2] for value in (_facts(), example(ModelSpec))]
 

@@ -19,11 +19,10 @@ from fuyou_cli.recipe.schema import Recipe
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.training.exporting import export_store
 from fuyou_cli.training.plan_step import plan, settle
-from fuyou_cli.training.prepared import Planned, Ready
+from fuyou_cli.training.prepare import Planned, Ready, fetch, inspect, resolve, tokenise, unheard
 from fuyou_cli.training.run import Run
 from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.stored import Manifest
-from fuyou_cli.training.steps import fetch, inspect, resolve, tokenise, unheard
 from tests.engine.comparing import unequal
 
 from .conftest import Project

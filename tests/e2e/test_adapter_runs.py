@@ -18,9 +18,8 @@ from fuyou_cli.core.errors import Interrupted, UsageError
 from fuyou_cli.data.batches import collate
 from fuyou_cli.training.adapter_exporting import AdapterWeights
 from fuyou_cli.training.exporting import stored_weights
-from fuyou_cli.training.prepared import Ready
-from fuyou_cli.training.rates import learning_rate
-from fuyou_cli.training.run_limits import loaded
+from fuyou_cli.training.length import learning_rate, loaded
+from fuyou_cli.training.prepare import Ready
 
 from .conftest import NewProject, Project, Whole
 from .running import interrupt, manifest_of, prepared_run, run_of, store_of, sums, train

@@ -11,8 +11,8 @@ from fuyou_cli.engine.processor import has_fast_bfloat16
 from fuyou_cli.machine.described import described
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.spec.plan import Numerics
-from fuyou_cli.training.limits import gpu_limit, gpu_most, note_slow_products
-from fuyou_cli.training.plan_request_of import plan_request
+from fuyou_cli.training.numerics import gpu_limit, gpu_most, note_slow_products
+from fuyou_cli.training.plan_step import plan_request
 
 from .conftest import NewProject
 

@@ -17,7 +17,7 @@ from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.spec.hardware import StageRate
 from fuyou_cli.training import run as runs
 from fuyou_cli.training.plan_step import settle
-from fuyou_cli.training.steps import fetch, tokenise
+from fuyou_cli.training.prepare import fetch, tokenise
 
 from .conftest import NewProject, Whole
 from .running import STEPS, interrupt, planned, run_of, silent, train

@@ -18,10 +18,10 @@ from hooks import doing
 from fuyou_cli.cli.finetune import run_finetune
 from fuyou_cli.core.errors import Interrupted, NumericsError, OutOfSpaceError, UsageError
 from fuyou_cli.recipe.load import load_recipe
+from fuyou_cli.training.prepare import store_of as where_its_store_is
 from fuyou_cli.training.report import StepReport
 from fuyou_cli.training.run import Run
 from fuyou_cli.training.run_log import JsonlLog, read_log
-from fuyou_cli.training.steps import store_of as where_its_store_is
 
 from .conftest import HANGS, NewProject, Project, Whole, ended
 from .running import STEPS, exported, interrupt, manifest_of, run_of, store_of, train

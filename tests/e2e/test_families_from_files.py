@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.recipe.load import load_recipe
-from fuyou_cli.training.rates import learning_rate
+from fuyou_cli.training.length import learning_rate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 

@@ -31,10 +31,10 @@ from fuyou_cli.machine.measure.store_rates import new_store
 from fuyou_cli.machine.scratch import scratch_folder
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.swap.store import Store
+from fuyou_cli.training.prepare import run_directories
 from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.parts import begin_parts, read_part
 from fuyou_cli.training.state.resume import find_saved
-from fuyou_cli.training.steps import run_directories
 
 from .conftest import Command, NewProject, Project, Whole
 from .running import STEPS, interrupt, run_of, train

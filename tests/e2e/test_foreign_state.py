@@ -15,6 +15,7 @@ import pytest
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training import run as runs
+from fuyou_cli.training.prepare import run_directories
 from fuyou_cli.training.run import Run
 from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state import resume
@@ -22,7 +23,6 @@ from fuyou_cli.training.state.kept_companions import keep_companions
 from fuyou_cli.training.state.parts import is_written
 from fuyou_cli.training.state.removal import read_store
 from fuyou_cli.training.state.stored import Manifest, StoredStage
-from fuyou_cli.training.steps import run_directories
 
 from .conftest import NewProject, Project, Whole
 from .running import STEPS, manifest_of, run_of, store_of, train

@@ -21,7 +21,7 @@ from fuyou_cli.recipe.shipped import shipped_recipes
 from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.model_facts import ModelFacts
 from fuyou_cli.training import known_model, plan_step
-from fuyou_cli.training.descriptions import MOST, Descriptions
+from fuyou_cli.training.known_model import MOST, Descriptions
 from fuyou_cli.training.numerics import fastest_size
 
 MACHINE = "rtx4090,2xgen4,128GiB"
@@ -94,7 +94,7 @@ def test_what_it_depends_on(folder: Path, built: list[str], monkeypatch: pytest.
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
     planned(folder)
     assert len(built) == 2 + len(changes)
-    monkeypatch.setattr("fuyou_cli.training.descriptions._DESCRIBING", ("engine",))  # as if the code were another
+    monkeypatch.setattr("fuyou_cli.training.known_model._DESCRIBING", ("engine",))  # as if the code were another
     planned(folder)
     assert len(built) == 3 + len(changes)
 

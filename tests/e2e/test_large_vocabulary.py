@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fuyou_cli.recipe.load import load_recipe
-from fuyou_cli.training.prepared import Planned
+from fuyou_cli.training.prepare import Planned
 
 from .conftest import NewProject, Project
 from .running import planned

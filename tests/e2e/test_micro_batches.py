@@ -15,12 +15,12 @@ from fuyou_cli.machine.described import described
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.spec.plan import Numerics
 from fuyou_cli.training import numerics
-from fuyou_cli.training.limits import gpu_limit
 from fuyou_cli.training.numerics import (
     MOST_OF_MIXTURES,
     MOST_TOKENS,
     USUAL_TOKENS,
     fastest_size,
+    gpu_limit,
     head_chunk,
     head_piece,
     sizes_of,

@@ -10,9 +10,9 @@ import pytest
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.recipe.load import load_recipe
+from fuyou_cli.training.prepare import run_directories
 from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.resume import find_saved
-from fuyou_cli.training.steps import run_directories
 
 from .conftest import NewProject, ended
 

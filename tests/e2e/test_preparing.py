@@ -15,8 +15,7 @@ from checkpoint.test_hub import Hub
 from fuyou_cli.core.errors import PlanError, UsageError
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training.plan_step import plan_downloaded
-from fuyou_cli.training.prepared import Planned
-from fuyou_cli.training.steps import fetch
+from fuyou_cli.training.prepare import Planned, fetch
 
 from .conftest import NewProject, Project
 from .running import planned, prepared_run, silent

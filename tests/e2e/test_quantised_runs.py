@@ -15,9 +15,9 @@ from drawn import every
 
 from fuyou_cli.cli.stores import run_export
 from fuyou_cli.core.errors import Interrupted, UsageError
-from fuyou_cli.training.prepared import Ready
+from fuyou_cli.training.length import loaded
+from fuyou_cli.training.prepare import Ready
 from fuyou_cli.training.report import StepReport
-from fuyou_cli.training.run_limits import loaded
 from fuyou_cli.training.state import manifest as manifests
 from tests.swap import quantised_reference as reference
 

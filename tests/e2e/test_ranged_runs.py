@@ -17,7 +17,7 @@ from fuyou_cli.core.units import GiB, MiB
 from fuyou_cli.machine.described import described
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training.exporting import export_store
-from fuyou_cli.training.prepared import Ready
+from fuyou_cli.training.prepare import Ready
 
 from .conftest import NewProject, Project
 from .running import interrupt, planned, prepared_run, sums, train

@@ -10,7 +10,7 @@ import pytest
 from drawn import every
 
 from fuyou_cli.core.errors import Interrupted, UsageError
-from fuyou_cli.training.run_limits import loaded
+from fuyou_cli.training.length import loaded
 
 from .conftest import NewProject, Whole
 from .running import STEPS, manifest_of, prepared_run, run_of, train

@@ -19,10 +19,10 @@ from fuyou_cli.core.errors import Interrupted, UsageError
 from fuyou_cli.data import sandbox
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training.adapting import configuration
+from fuyou_cli.training.prepare import inspect, resolve
 from fuyou_cli.training.report import SampleReport
 from fuyou_cli.training.run import Run
 from fuyou_cli.training.state.kept_companions import keep_companions
-from fuyou_cli.training.steps import inspect, resolve
 
 from .conftest import NewProject, Project, Whole
 from .running import STEPS, exported, prepared_run, run_of, silent, train

@@ -17,12 +17,12 @@ from proof.parsers import with_digest
 
 from fuyou_cli.core.errors import FuyouError, Interrupted, NumericsError, UsageError
 from fuyou_cli.recipe.load import load_recipe
-from fuyou_cli.training.rates import LearningRate
+from fuyou_cli.training.length import LearningRate
+from fuyou_cli.training.prepare import run_directories
 from fuyou_cli.training.report import StepReport
 from fuyou_cli.training.run import Run
 from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.parts import PART_FILE
-from fuyou_cli.training.steps import run_directories
 
 from .conftest import NewProject, Project, Whole
 from .running import STEPS, exported, interrupt, manifest_of, prepared_run, run_of, store_of, train

@@ -14,11 +14,9 @@ from fuyou_cli.core import disk
 from fuyou_cli.machine.described import described
 from fuyou_cli.machine.profile import assumed_hardware
 from fuyou_cli.recipe.load import load_recipe
-from fuyou_cli.training.plan_request_of import DiskShare, StoreDisks
 from fuyou_cli.training.plan_step import plan
-from fuyou_cli.training.prepared import Planned
+from fuyou_cli.training.prepare import DiskShare, Planned, StoreDisks, inspect, resolve, run_directories
 from fuyou_cli.training.state.parts import STORE_FILE
-from fuyou_cli.training.steps import inspect, resolve, run_directories
 
 from .conftest import NewProject, Project
 from .running import silent

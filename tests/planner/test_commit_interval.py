@@ -29,7 +29,7 @@ from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.planner.simulate import STEPS, simulate
 from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import Plan, Tier
-from fuyou_cli.training.run_limits import RunLimits, saved_where_it_stops, steps_within_writes, written_by_step
+from fuyou_cli.training.length import RunLimits, saved_where_it_stops, steps_within_writes, written_by_step
 
 from .models import HARDWARE, models, request_for
 

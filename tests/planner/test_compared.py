@@ -19,6 +19,7 @@ from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.planner.simulate import simulate
 from fuyou_cli.planner.timeline import Timeline
 from fuyou_cli.spec.plan import Plan
+from fuyou_cli.training.length import written_by_step
 from fuyou_cli.training.report import (
     LATEST,
     Busy,
@@ -30,7 +31,6 @@ from fuyou_cli.training.report import (
     settling_steps,
     through_memory,
 )
-from fuyou_cli.training.run_limits import written_by_step
 from tests.step_reports import report_of_run, step_report
 
 from .models import HARDWARE, SPEC, request

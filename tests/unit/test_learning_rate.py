@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuyou_cli.recipe.schema import Recipe
-from fuyou_cli.training.rates import LearningRate, learning_rate
+from fuyou_cli.training.length import LearningRate, learning_rate
 
 NAMES = ["constant", "linear", "cosine", "wsd"]
 BASE: dict[str, Any] = {"model": {"name_or_path": "x"}, "dataset": {"train": [{"path": "x"}]}, "output_dir": "x"}

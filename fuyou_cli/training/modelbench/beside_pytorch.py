@@ -10,7 +10,7 @@ import torch
 from ...core.errors import FuyouError
 from ...core.units import gib
 from ...data.batches import collate
-from ..prepared import Planned
+from ..prepare import Planned
 from .measured import Place, rows_of
 
 _BYTES = 20  # per trained parameter: weights and gradients in bf16, fp32 master, its gradient and two moments

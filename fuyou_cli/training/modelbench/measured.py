@@ -16,14 +16,12 @@ from ...planner.costs import Costs
 from ...planner.schedule import plan_schedule
 from ...spec.hardware import HardwareProfile
 from ..length import sampler_of
-from ..plan_request_of import StoreDisks
 from ..plan_step import plan, settle
-from ..prepared import Inspected, Planned, Ready, Resolved
+from ..prepare import Inspected, Planned, Ready, Resolved, StoreDisks, inspect, run_directories
 from ..report import StepReport, medians, settling_steps
 from ..run import Run
 from ..state import fingerprints
 from ..state.places import forget
-from ..steps import inspect, run_directories
 from ..trace import Trace
 from .synthetic import random_entries, random_rows
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ...core.errors import PlanError, UsageError
 from ...core.units import gb, gib
-from ..run_limits import loaded as loaded_bytes
+from ..length import loaded as loaded_bytes
 from .beside_pytorch import tokens_per_second as in_memory
 from .measured import STEPS, Measured, Place, bound_of, measure, planned_of
 from .synthetic import write_config
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from ...recipe.load import LoadedRecipe
-    from ..prepared import Planned
+    from ..prepare import Planned
 
 SAMPLES = ((4, 8), (2, 4))  # blocks of two runs; more tell more, where time and disk allow
 AGREE = 0.05  # largest difference between the samples' estimates of the whole step, as a share

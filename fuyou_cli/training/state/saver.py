@@ -24,7 +24,7 @@ from ...planner.residency import Residency
 from ...spec.plan import Span
 from ...swap.store import Store
 from .. import losses as loss_files
-from ..prepared import Ready
+from ..prepare import Ready
 from . import fingerprints, random_states
 from . import manifest as manifests
 from .commit_thread import Commits

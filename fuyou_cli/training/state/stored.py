@@ -154,7 +154,7 @@ class Manifest:
     quantisation: Quantised | None = None  # how frozen weights of stages with such parameters rest
     sources: tuple[SourceFile, ...] = ()  # files of the checkpoint that frozen parameters are read from
     untouched: Untouched | None = None  # None: a model of text alone
-    peak_after_warmup: bool = False  # the rule of its learning rates (training/rates.py)
+    peak_after_warmup: bool = False  # the rule of its learning rates (training/length)
     settings: dict[str, Any] | None = None  # keys of the recipe it goes by (state/recipe_changes.py); None: not recorded
     changes: Annotated[tuple[Change, ...], Field(max_length=MOST_CHANGES)] = ()  # of these, in order
 
