@@ -20,8 +20,7 @@ from fuyou_cli.training.length import Epoch, epoch_of, sampled_epoch
 from fuyou_cli.training.plan_step import layers_of, plan, replan
 from fuyou_cli.training.prepare import Inspected, Planned, StoreDisks, inspect, resolve, run_directories, unheard
 
-from .room import Room, described_disks, disks_of, plan_problems, room_of
-from .wear import Wear, wear_of, writes_of
+from .room import Room, Wear, described_disks, disks_of, plan_problems, room_of, wear_of, writes_of
 
 Say = Callable[[str], None]
 Progress = Callable[[str, int, int], None]

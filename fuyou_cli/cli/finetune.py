@@ -188,7 +188,7 @@ def _show_data(summary: DataSummary) -> None:
 
 def _open_log(planned: Planned, stack: ExitStack) -> JsonlLog | None:
     """Opens the log where the recipe asks for it, and writes what is planned."""
-    from fuyou_cli.advice.beside_plan import promises
+    from fuyou_cli.advice.facts import promises
     from fuyou_cli.training.run_log import LOG, JsonlLog
 
     if "jsonl" not in planned.recipe.logging.backends:
@@ -203,7 +203,7 @@ def _train(
     ready: Ready, log: JsonlLog | None, logging: Mapping[str, Any], *, verbose: bool, trace: Trace | None
 ) -> tuple[RunReport, Path, bool]:
     """Trains to the end and saves. Returns the report, the store's folder, and whether to stop before the export."""
-    from fuyou_cli.advice.beside_plan import beside_plan
+    from fuyou_cli.advice.facts import beside_plan
     from fuyou_cli.core.heap import settle_for_training
     from fuyou_cli.training.adapting import configuration
     from fuyou_cli.training.run import Run

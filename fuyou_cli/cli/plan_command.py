@@ -91,9 +91,8 @@ def _planned(loaded: LoadedRecipe, options: PlanOptions, notes: _Notes) -> Outco
 
 def _facts(loaded: LoadedRecipe, options: PlanOptions, outcome: Outcome) -> RunFacts:
     """Collects what is known about the plan, and plans again to find alternatives."""
-    from fuyou_cli.advice.changes import changes_that_help
+    from fuyou_cli.advice.changes import changes_that_help, ways_to_be_faster
     from fuyou_cli.advice.facts import facts_of, with_evaluation
-    from fuyou_cli.advice.faster import ways_to_be_faster
     from fuyou_cli.advice.planning import Replanner, command_of
     from fuyou_cli.training.length import counted_evaluation
 

@@ -19,8 +19,8 @@ from ..checkpoint.files import has_weights
 from ..checkpoint.names import is_in
 from ..core.errors import UsageError
 from ..core.json_files import find_text, object_in
-from ..core.safe_files import read_plain, write_own
 from ..core.paths import kept_folder, machine_id
+from ..core.safe_files import read_plain, write_own
 from ..core.typed import from_json
 from ..spec.model import ModelSpec, OperatorSpec, StageSpec
 from ..spec.model_facts import InPlace, ModelFacts

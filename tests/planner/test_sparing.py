@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuyou_cli.advice.planning import plan_recipe
-from fuyou_cli.advice.wear import spared_of
+from fuyou_cli.advice.room import spared_of
 from fuyou_cli.cli.render.traffic import spared_in_words
 from fuyou_cli.core.units import MiB
 from fuyou_cli.machine.described import described

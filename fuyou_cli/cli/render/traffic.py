@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.text import Text
 
 from fuyou_cli.advice.facts import USUAL, RunFacts
-from fuyou_cli.advice.wear import WORN, Spared, wear_of
+from fuyou_cli.advice.room import WORN, Spared, wear_of
 from fuyou_cli.core.disk import FileSystem
 from fuyou_cli.core.units import duration, gb
 from fuyou_cli.machine.drives import nearly_worn
