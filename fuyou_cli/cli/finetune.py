@@ -95,8 +95,8 @@ def _made_ready(loaded: LoadedRecipe, *, measure: bool, accept_changes: bool) ->
     Raises UsageError or PlanError."""
     from fuyou_cli.training.length import sampled_epoch
     from fuyou_cli.training.plan_step import plan, plan_downloaded, settle
-    from fuyou_cli.training.state.recipe_changes import in_words
     from fuyou_cli.training.prepare import fetch, inspect, resolve, tokenise
+    from fuyou_cli.training.state.recipe_changes import in_words
 
     from .render.transfer import Transfers
 
