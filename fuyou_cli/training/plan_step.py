@@ -222,7 +222,6 @@ class _Planner:
             numerics,
             self._hardware,
             device=device,
-            saved=resolved.manifest,
             disks=self._disks,
             parameters=model.parameters if resolved.recipe.adapter is None else model.trained_parameters,
         )
@@ -439,11 +438,10 @@ def plan_request(
     hardware: HardwareProfile,
     *,
     device: str,
-    saved: Manifest | None = None,
     disks: StoreDisks | None = None,
     parameters: int = 0,
 ) -> PlanRequest:
-    """Resolves the keys to numbers. A `saved` run keeps its kind of store. `disks`: the room for the store, beside the export
+    """Resolves the keys to numbers. `disks`: the room for the store, beside the export
     of this many `parameters`; None: the free disk in the machine's profile."""
     from ..swap.kernels import scratch_size
 
