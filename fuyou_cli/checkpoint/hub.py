@@ -53,7 +53,7 @@ class Hub:
         try:
             return self.model(need_weights=False)
         except UsageError as error:
-            from fuyou_cli.recipe.shipped import shipped_shapes
+            from fuyou_cli.recipe.named import shipped_shapes
 
             shapes = shipped_shapes(name) if self._model.revision is None else None
             if shapes is None:

@@ -43,7 +43,7 @@ _OVERRIDES_HELP = "Change keys of the recipe, e.g. optimizer.lr=3e-6; key=null c
 
 def _complete_recipe(incomplete: str) -> list[str]:
     """Lists shipped recipes and the recipes in this folder, for shell completion."""
-    from fuyou_cli.recipe.shipped import shipped_recipes
+    from fuyou_cli.recipe.named import shipped_recipes
 
     here = (str(path) for pattern in ("*.yaml", "*.yml") for path in Path().glob(pattern))
     return sorted(name for name in (*shipped_recipes(), *here) if name.startswith(incomplete))

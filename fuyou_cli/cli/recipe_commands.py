@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.recipe.first_recipe import write_first_recipe
-from fuyou_cli.recipe.named import config_text, find_recipe, listed, shipped_file
-from fuyou_cli.recipe.shipped import shipped_recipes, summary
+from fuyou_cli.recipe.named import config_text, find_recipe, listed, shipped_file, shipped_recipes, summary, write_first_recipe
 
 from .console import asked, result_console, status_console, write_document, write_json, write_result, write_status
 
@@ -96,7 +94,7 @@ def run_schema(*, as_reference: bool) -> None:
 
         write_document(reference())
         return
-    from fuyou_cli.recipe.json_schema import recipe_schema
+    from fuyou_cli.recipe.reference import recipe_schema
 
     write_document(json.dumps(recipe_schema(), indent=2))
 

@@ -74,7 +74,7 @@ def exporting(out: Path) -> Iterator[ExportCallbacks]:
 
 def _is_recipe(source: Path) -> bool:
     """Tells a recipe (a file or a shipped name) from a folder (a store, or a folder of stores)."""
-    from fuyou_cli.recipe.shipped import shipped_recipes
+    from fuyou_cli.recipe.named import shipped_recipes
 
     if source.is_dir():
         return False

@@ -25,8 +25,8 @@ from fuyou_cli.machine.first_measurement import measure_once
 from fuyou_cli.machine.groups import Ended, run_limited
 from fuyou_cli.machine.profile import core_count, usable_memory
 from fuyou_cli.recipe.load import LoadedRecipe, load_recipe
+from fuyou_cli.recipe.named import shipped_recipes
 from fuyou_cli.recipe.schema import Recipe
-from fuyou_cli.recipe.shipped import shipped_recipes
 from fuyou_cli.training import losses
 from fuyou_cli.training.plan_step import layers_of
 from fuyou_cli.training.prepare import run_directories

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.printable import one_line
@@ -15,6 +17,7 @@ Path = tuple[str | int, ...]  # of keys, and positions in lists
 COMMAND_LINE = "<command line>"
 SHOWN_AT_MOST = 40  # most diagnostics shown; a file of another program would produce pages of them
 _WIDTH = 96  # columns of a source line
+_SHOWN = 60  # characters of a value
 _LEAD = 32  # columns kept left of the caret when a long line is cut
 
 
@@ -107,3 +110,9 @@ def _crop(text: str, column: int) -> tuple[str, int]:
 
 def _columns(text: str) -> int:
     return sum(2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in text)
+
+
+def spelt(value: Any) -> str:
+    """Shows a value as a recipe has it, on one short line."""
+    text = one_line(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +22,17 @@ from ..core.typed import show_path
 from .check import check
 from .diagnostics import COMMAND_LINE, Diagnostic, Place, RecipeErrors
 from .diagnostics import Path as Keys
-from .marks import MAX_BYTES, Source, scan, syntax_error
-from .overrides import Override, apply_override, first_line, parse_overrides
 from .removed import take_removed
 from .schema import Recipe
 
 _MOST_REFERENCES = 8  # `${...}`: enough for any recipe, too few to multiply a text beyond memory
+MAX_BYTES = 256 * 1024
+_MAX_DEPTH = 24
+_MAX_NODES = 20_000
+_STRING = "tag:yaml.org,2002:str"
+_LINE_ENDS = re.compile("\r\n|[\n\r\x85\u2028\u2029]")  # line ends of YAML
+_KEY = re.compile(r"[A-Za-z_][\w-]*(?:\.[\w-]+|\[\d{1,6}\])*")
+_PART = re.compile(r"[\w-]+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,3 +196,285 @@ def _place(finding: Diagnostic, source: Source, overrides: list[Override]) -> Pl
 def _same(one: Keys, other: Keys) -> bool:
     """Compares paths. Overrides write list indices as keys: train.0.path."""
     return tuple(map(str, one)) == tuple(map(str, other))
+
+
+# ---- places in a text, and its structure -----------------------------------------------------------------------------
+
+
+# The check reads parser events, without recursion. It refuses hostile nesting, anchors (which multiply) and tags that name
+# Python objects, before a loader sees them.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mark:
+    key: Place | None  # None for entries of a list
+    value: Place
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Holds a YAML text and the places of its keys and values. `file` is its name in diagnostics."""
+
+    file: str
+    text: str
+    marks: dict[Keys, Mark] = field(default_factory=dict)
+
+    @cached_property
+    def lines(self) -> list[str]:
+        return _LINE_ENDS.split(self.text)
+
+    def place(self, start: yaml.Mark | None, end: yaml.Mark | None = None) -> Place:
+        """Returns the part of the first line between two of the parser's marks."""
+        if self.file == COMMAND_LINE:
+            return Place(file=COMMAND_LINE, source=self.text)
+        if start is None:
+            return Place(file=self.file)
+        lines = self.lines
+        line = min(start.line, len(lines) - 1)  # the mark "end of text" may be after the last line
+        source = lines[line]
+        column = min(start.column, len(source))
+        stop = column + 1 if end is None else end.column if end.line == start.line else len(source.rstrip())
+        return Place(file=self.file, line=line, column=column, end=stop, source=source)
+
+
+def scan(source: Source) -> list[Diagnostic]:
+    """Fills `source.marks` and returns everything that makes the text unusable as a recipe, as far as possible."""
+    try:
+        found = list(_scan_events(source))
+        if found:
+            return found
+        root = yaml.compose(source.text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        return [syntax_error(source, error)]
+    except (ValueError, OverflowError, RecursionError) as error:  # escapes such as "\UFFFFFFFF" end up in chr()
+        return [Diagnostic(place=Place(file=source.file), code="syntax", message=f"not valid YAML: {error}")]
+    if root is None:
+        return []
+    return list(_walk(source, root, (), None))
+
+
+def syntax_error(source: Source, error: yaml.YAMLError) -> Diagnostic:
+    """Makes a diagnostic from a loader's error. OmegaConf's error has no snippet, so the place comes from the mark."""
+    if isinstance(error, yaml.MarkedYAMLError):
+        mark = error.problem_mark or error.context_mark
+        message = ", ".join(part for part in (error.problem, error.context) if part) or "not valid YAML"
+        if repr("\t") in message:
+            message = "found a tab where YAML allows only spaces"
+        return Diagnostic(place=source.place(mark), code="syntax", message=message, help=_syntax_help(source, mark))
+    if isinstance(error, yaml.reader.ReaderError):
+        before = _LINE_ENDS.split(source.text[: error.position])
+        mark = yaml.Mark(source.file, error.position, len(before) - 1, len(before[-1]), None, None)
+        code = ord(error.character) if isinstance(error.character, str) else error.character
+        message, remedy = f"character U+{code:04X} is not allowed in YAML", "save the recipe as plain UTF-8 text"
+        return Diagnostic(place=source.place(mark), code="syntax", message=message, help=remedy)
+    return Diagnostic(place=source.place(None), code="syntax", message="not valid YAML")
+
+
+def _syntax_help(source: Source, mark: yaml.Mark | None) -> str | None:
+    lines = source.lines
+    if mark is not None and mark.line < len(lines) and "\t" in lines[mark.line][: mark.column + 1]:
+        return "YAML does not indent with tabs; use spaces"
+    return None
+
+
+def _scan_events(source: Source) -> Iterator[Diagnostic]:
+    nodes = depth = 0
+    for event in yaml.parse(source.text, Loader=yaml.SafeLoader):
+        if isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        if not isinstance(event, yaml.NodeEvent):
+            continue
+        place = source.place(event.start_mark, event.end_mark)
+        if event.anchor is not None:
+            help_ = "write the value itself, or `${section.key}` for the value of another key"
+            yield Diagnostic(place=place, code="syntax", message="a recipe must not have YAML anchors or aliases", help=help_)
+        tag = getattr(event, "tag", None)
+        if tag not in (None, "!"):
+            yield Diagnostic(place=place, code="syntax", message=f"a recipe must not have YAML tags, found {tag}")
+        nodes += 1
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        if depth > _MAX_DEPTH or nodes > _MAX_NODES:
+            message = f"this is not a recipe: more than {_MAX_NODES} values or {_MAX_DEPTH} levels"
+            yield Diagnostic(place=place, code="too-large", message=message)
+            return
+
+
+def _walk(source: Source, node: yaml.Node, path: Keys, key: Place | None) -> Iterator[Diagnostic]:
+    """Records the place of `node` and of everything below it, and reports duplicate and unusable keys on the way."""
+    source.marks[path] = Mark(key=key, value=_value_place(source, node, key))
+    if isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            yield from _walk(source, item, (*path, index), None)
+    elif isinstance(node, yaml.MappingNode):
+        yield from _walk_mapping(source, node, path)
+    elif isinstance(node, yaml.ScalarNode) and any("\ud800" <= character <= "\udfff" for character in node.value):
+        yield Diagnostic(place=source.marks[path].value, code="syntax", message="half of a surrogate pair is not a character")
+
+
+def _walk_mapping(source: Source, node: yaml.MappingNode, path: Keys) -> Iterator[Diagnostic]:
+    first: dict[str, Place] = {}
+    for name, value in node.value:
+        place = source.place(name.start_mark, name.end_mark)
+        if not isinstance(name, yaml.ScalarNode) or name.tag != _STRING:
+            shown = f"`{name.value}`" if isinstance(name, yaml.ScalarNode) else "this"
+            yield Diagnostic(place=place, code="bad-key", message=f"{shown} is not a key: keys are words")
+            continue
+        below = (*path, name.value)
+        if name.value in first:
+            earlier = f"first written in line {first[name.value].line + 1}; keep one of them"
+            yield Diagnostic(
+                place=place, code="duplicate-key", message=f"`{show_path(below)}` is written twice", path=below,
+                help=earlier if source.file != COMMAND_LINE else None,
+            )  # fmt: skip
+        else:
+            first[name.value] = place
+            yield from _walk(source, value, below, place)
+
+
+def _value_place(source: Source, node: yaml.Node, key: Place | None) -> Place:
+    """Points at the key for a block of lines or a missing value."""
+    block = isinstance(node, yaml.CollectionNode) and not node.flow_style
+    empty = isinstance(node, yaml.ScalarNode) and node.start_mark.index == node.end_mark.index
+    if key is not None and (block or empty):
+        return key
+    return source.place(node.start_mark, node.end_mark)
+
+
+# ---- `key=value` on the command line ---------------------------------------------------------------------------------
+
+
+# `key=null` clears a key and `key=""` is the empty text. `key=`, or an empty value inside one, is refused: a shell makes it
+# from an unset variable, and it must not silently restore a default.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Override:
+    text: str
+    path: Keys
+    value: Any
+
+    @property
+    def place(self) -> Place:
+        return Place(file=COMMAND_LINE, source=self.text)
+
+
+def parse_overrides(texts: Sequence[str]) -> tuple[list[Override], list[Diagnostic]]:
+    """Returns the overrides that can be read, and the errors in the others."""
+    overrides, wrong = [], []
+    for text in texts:
+        found = _parse(text)
+        if isinstance(found, Override):
+            overrides.append(found)
+        else:
+            wrong += found
+    return overrides, wrong
+
+
+def _parse(text: str) -> Override | list[Diagnostic]:
+    key, separator, value = text.partition("=")
+    if not separator or not _KEY.fullmatch(key):
+        return [_problem(text, "expected key=value, such as optimizer.lr=3e-6", _help(text))]
+    source = Source(file=COMMAND_LINE, text=value)
+    if wrong := scan(source):
+        return [
+            _problem(text, f"the value is not valid: {problem.message}", 'quote it for YAML: key="text"', problem.code)
+            for problem in wrong
+        ]
+    for path in _unwritten(yaml.compose(value, Loader=yaml.SafeLoader), ()):
+        what = f"the value of `{show_path(path)}`" if path else "the value"
+        null = f"{show_path(path)}: null" if path else f"{key}=null"
+        remedy = f"write `{null}` to clear the key, or give a value (is a shell variable unset?)"
+        return [_problem(text, f"{what} is empty", remedy)]
+    try:
+        loaded = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=False)
+    except yaml.YAMLError as error:
+        return [_problem(text, f"the value is not valid: {syntax_error(source, error).message}")]
+    except (OmegaConfBaseException, ValueError, OverflowError, RecursionError) as error:
+        return [_problem(text, f"the value is not valid: {first_line(error)}")]
+    at = tuple(int(part) if part.isdecimal() and part.isascii() else part for part in _PART.findall(key))
+    return Override(text=text, path=at, value=loaded["value"] if isinstance(loaded, dict) else None)
+
+
+def _unwritten(node: yaml.Node | None, path: Keys) -> Iterator[Keys]:
+    """Lists the places with no value at all. A quoted empty text is a value."""
+    if node is None or (isinstance(node, yaml.ScalarNode) and not node.value and node.style is None):
+        yield path
+    elif isinstance(node, yaml.MappingNode):
+        for name, value in node.value:
+            yield from _unwritten(value, (*path, str(name.value)))
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            yield from _unwritten(value, (*path, index))
+
+
+def _problem(text: str, message: str, remedy: str | None = None, code: str = "override") -> Diagnostic:
+    return Diagnostic(place=Place(file=COMMAND_LINE, source=text), code=code, message=message, help=remedy)
+
+
+def _help(text: str) -> str | None:
+    bare = text.lstrip("-")
+    if bare != text and "=" in bare:
+        return f"write overrides without dashes: {bare}"
+    if ":" in text and "=" not in text:
+        return f"write {text.replace(': ', '=').replace(':', '=', 1)}"
+    return None
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def apply_override(data: dict[str, Any], override: Override) -> Diagnostic | None:
+    """Changes `data` in place. Merges sections, replaces lists and values, and creates missing sections."""
+    at: Any = data
+    for depth, part in enumerate(override.path[:-1], start=1):
+        if isinstance(at, dict) and at.get(str(part)) is None:
+            at[str(part)] = {}
+        below = _step(at, part)
+        if not isinstance(below, (dict, list)):
+            return _no_way(override, depth, at, below)
+        at = below
+    last = override.path[-1]
+    if isinstance(at, list) and (not isinstance(last, int) or last >= len(at)):
+        return _no_way(override, len(override.path), at, None)
+    here: Any = last if isinstance(at, list) else str(last)
+    old = _step(at, last)
+    at[here] = _merged(old, override.value) if isinstance(old, dict) and isinstance(override.value, dict) else override.value
+    return None
+
+
+def as_override(key: str, value: Any) -> str:
+    """Returns the word of a shell's command line that gives a key this value."""
+    value = None if value == {} else value  # sections are merged, so an empty one changes nothing
+    return shlex.quote(f"{key}={value if _is_plain(value) else json.dumps(value)}")
+
+
+def _is_plain(value: Any) -> bool:
+    """Tells whether YAML reads a text as itself without quotes."""
+    try:
+        return isinstance(value, str) and value.isprintable() and bool(yaml.safe_load(value) == value)
+    except yaml.YAMLError:
+        return False
+
+
+def _step(at: Any, part: str | int) -> Any:
+    if isinstance(at, list):
+        return at[part] if isinstance(part, int) and part < len(at) else None
+    return at.get(str(part))
+
+
+def _merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(old)
+    for key, value in new.items():
+        before = merged.get(key)
+        merged[key] = _merged(before, value) if isinstance(before, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _no_way(override: Override, depth: int, at: Any, below: Any) -> Diagnostic:
+    shown = show_path(override.path[:depth])
+    if isinstance(at, list):
+        message = f"`{show_path(override.path[: depth - 1])}` is a list of {len(at)}, counted from 0"
+        remedy = f"write `{show_path((*override.path[: depth - 1], 0))}` for the first" if at else None
+        return _problem(override.text, message, remedy)
+    return _problem(override.text, f"`{shown}` is a value and has no keys below it")

@@ -1,17 +1,54 @@
-"""Finds the recipe that a command names: a file, or a shipped one."""
+"""Finds the recipe that a command names, a file or a shipped one, and writes a first one from four answers."""
 
 from __future__ import annotations
 
 import difflib
+import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from ..core.errors import UsageError
-from ..core.printable import printable
-from .load import LoadedRecipe
-from .shipped import shipped_recipes, summary
+from ..core.printable import one_line, printable
+from .load import LoadedRecipe, load_recipe
 
 DEFAULT = Path("recipe.yaml")
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Lists them as name -> file, sorted by name. Empty if the installation has none."""
+    return _named(Path())
+
+
+def shipped_hardware() -> dict[str, Path]:
+    """Finds the lists of parts that describe a machine: name (gpus, drives, hosts) -> file."""
+    return _named(Path("hardware"))
+
+
+def shipped_shapes(model: str) -> dict[str, Any] | None:
+    """Returns what config.json says of the shapes of a model of the hub that a shipped recipe names; None of any other."""
+    file = _named(Path("models")).get("shapes")
+    found = None if file is None else yaml.safe_load(file.read_text(encoding="utf-8")).get(model)
+    return None if found is None else dict(found)
+
+
+def _named(inside: Path) -> dict[str, Path]:
+    for folder in (_PACKAGE / "recipes", _PACKAGE / "shipped_recipes", _PACKAGE.parent / "recipes"):
+        if folder.is_dir():
+            return {path.stem: path for path in sorted((folder / inside).glob("*.yaml"))}
+    return {}
+
+
+def summary(path: Path) -> str:
+    """Returns the first comment line of a shipped recipe, which says what it is for."""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith("# "):
+            return line.removeprefix("# ").strip()
+    return ""
 
 
 def find_recipe(recipe: str | None, overrides: Sequence[str]) -> tuple[Path, list[str]]:
@@ -60,7 +97,6 @@ def listed() -> list[str]:
 def config_text(loaded: LoadedRecipe) -> str:
     """Formats every key with its value, defaults included, as a recipe that loads again. YAML itself spells unprintable
     characters."""
-    import yaml
 
     def text(*, unicode: bool) -> str:
         values = loaded.recipe.model_dump(mode="json")
@@ -76,3 +112,66 @@ def shipped_file(name: str) -> Path:
     if path is None:
         raise UsageError(f"no such shipped recipe: {name!r}", hint=_offer(name))
     return path
+
+
+# ---- a first recipe --------------------------------------------------------------------------------------------------
+
+
+_TEMPLATE = """# What to train, on what, and where. All keys: fuyou validate {file} --show-config
+output_dir: {output}
+
+model:
+  name_or_path: {model}  # a folder, or a hub id
+
+dataset:
+  train:
+    - path: {data}  # its format is seen by its columns
+  max_seq_len: 2048  # tokens of a row; longer ones are cut
+
+train:
+  epochs: 1
+  batch_size: 32  # rows of one optimizer step; how many are computed at once is chosen
+
+optimizer:
+  lr: 1e-5
+
+offload:
+  max_memory: {{cpu: {memory}}}
+{place}"""
+
+_HERE = "  # dir: /mnt/nvme/fuyou  # a folder on the fastest drive; else beside the results\n"
+
+
+def _text(target: Path, model: str, data: str, memory: str, directory: str | None) -> str:
+    name = re.sub(r"[^\w.-]+", "-", Path(model).name).strip(".-") or "model"
+    place = _HERE if directory is None else f"  dir: {_quoted(directory)}\n"
+    return _TEMPLATE.format(
+        file=one_line(target.name), output=_quoted(f"outputs/{name}"), model=_quoted(model), data=_quoted(data),
+        memory=_quoted(memory), place=place,
+    )  # fmt: skip
+
+
+def _quoted(text: str) -> str:
+    """Formats text as YAML: plain if that reads back as the same text, otherwise as JSON, which is valid YAML."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"{text}: the name is not UTF-8, so a recipe cannot hold it", hint="rename it") from None
+    is_plain = re.fullmatch(r"[A-Za-z][\w./-]*", text) is not None and yaml.safe_load(text) == text
+    return text if is_plain else json.dumps(text, ensure_ascii=False)
+
+
+def write_first_recipe(target: Path, model: str, data: str, memory: str, directory: str | None) -> None:
+    """Writes a recipe. Raises UsageError if it cannot be written, RecipeErrors if an answer is not valid; then no file is
+    left."""
+    text = _text(target, model, data, memory, directory)
+    try:
+        with target.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise UsageError(f"{target} cannot be written: {error.strerror}") from None
+    try:
+        load_recipe(target)
+    except BaseException:
+        target.unlink()
+        raise

@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from .diagnostics import Diagnostic
-from .overrides import spelt
+from .diagnostics import Diagnostic, spelt
 from .unbuilt import written
 
 

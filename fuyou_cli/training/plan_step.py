@@ -37,7 +37,6 @@ from .numerics import (
 )
 from .prepare import Fetched, Inspected, Planned, Ready, Say, StoreDisks, in_place_of, unheard
 from .state.resume import refused, steps_left
-from .state.stored import Manifest
 
 if TYPE_CHECKING:
     from ..engine.anatomy import Anatomy

@@ -32,8 +32,7 @@ from ..core.paths import is_file
 from ..core.safe_files import open_plain
 from ..core.typed import from_json
 from ..recipe.load import load_recipe
-from ..recipe.named import find_recipe
-from ..recipe.shipped import shipped_recipes
+from ..recipe.named import find_recipe, shipped_recipes
 from .report import BestReport, Busy, Compared, EvalReport, RunReport, SampleReport, Seconds, StepReport, Steps, run_report
 from .state import manifest as manifests
 from .state.stored import Change

@@ -21,7 +21,8 @@ from ..core.errors import UsageError
 from ..core.json_files import read_object, shown
 from ..core.paths import expanded
 from ..core.typed import from_json
-from ..recipe.overrides import as_override, spelt
+from ..recipe.diagnostics import spelt
+from ..recipe.load import as_override
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -17,7 +17,7 @@ from fuyou_cli.advice.planning import plan_recipe
 from fuyou_cli.machine.described import described
 from fuyou_cli.machine.profile_store import PROCESS_STEP
 from fuyou_cli.recipe.load import load_recipe
-from fuyou_cli.recipe.shipped import shipped_recipes
+from fuyou_cli.recipe.named import shipped_recipes
 from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.model_facts import ModelFacts
 from fuyou_cli.training import known_model, plan_step

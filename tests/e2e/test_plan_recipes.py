@@ -15,7 +15,7 @@ from engine.test_configs import CONFIGS
 from fuyou_cli.advice.planning import plan_recipe
 from fuyou_cli.machine.described import described
 from fuyou_cli.recipe.load import load_recipe
-from fuyou_cli.recipe.shipped import shipped_recipes, shipped_shapes
+from fuyou_cli.recipe.named import shipped_recipes, shipped_shapes
 from fuyou_cli.training.prepare import Planned
 
 from .conftest import NewProject, ended

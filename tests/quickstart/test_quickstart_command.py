@@ -20,7 +20,7 @@ from fuyou_cli.core.errors import FuyouError, UsageError
 from fuyou_cli.machine.groups import Ended
 from fuyou_cli.quickstart import demonstration, toy
 from fuyou_cli.recipe.load import load_recipe
-from fuyou_cli.recipe.shipped import shipped_recipes
+from fuyou_cli.recipe.named import shipped_recipes
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = [

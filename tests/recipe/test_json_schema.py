@@ -9,10 +9,9 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from fuyou_cli.recipe.json_schema import recipe_schema
 from fuyou_cli.recipe.load import load_recipe
-from fuyou_cli.recipe.reference import reference
-from fuyou_cli.recipe.shipped import shipped_recipes
+from fuyou_cli.recipe.named import shipped_recipes
+from fuyou_cli.recipe.reference import recipe_schema, reference
 from fuyou_cli.recipe.suggest import known_keys
 from fuyou_cli.recipe.unbuilt import UNBUILT
 

@@ -11,8 +11,7 @@ from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.units import format_time, parse_size, parse_time
 from fuyou_cli.recipe.fields import format_size
 from fuyou_cli.recipe.load import load_recipe
-from fuyou_cli.recipe.named import find_recipe
-from fuyou_cli.recipe.shipped import shipped_recipes, summary
+from fuyou_cli.recipe.named import find_recipe, shipped_recipes, summary
 
 
 def test_three_keys_are_enough(load):

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...core.printable import one_line
-from ...recipe.overrides import as_override, spelt
+from ...recipe.diagnostics import spelt
+from ...recipe.load import as_override
 from ...recipe.removed import REMOVED_KEYS
 from .stored import Change
 
