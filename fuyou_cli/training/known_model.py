@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -22,7 +23,7 @@ from ..core.json_files import find_text, object_in
 from ..core.paths import kept_folder, machine_id
 from ..core.safe_files import read_plain, write_own
 from ..core.typed import from_json
-from ..spec.model import ModelSpec, OperatorSpec, StageSpec
+from ..spec.model import ModelSpec, OperatorSpec, StageSpec, TensorSpec
 from ..spec.model_facts import InPlace, ModelFacts
 from .adapting import adapt
 from .numerics import positions_of
@@ -99,12 +100,7 @@ class KnownModel:
         """Returns the model's specification at micro-batches of this shape, kept or traced. Raises UsageError if it cannot be
         traced."""
         about = (traced(numerics), compiled, repr(files))
-        known = self.descriptions.find(ModelSpec, *about)
-        if known is not None:
-            return _shared(known)
-        known = self._traced(numerics, files, compiled=compiled)
-        self.descriptions.keep(known, *about)
-        return known
+        return _shared(self.descriptions.once(ModelSpec, lambda: self._traced(numerics, files, compiled=compiled), *about))
 
     def _traced(self, numerics: Numerics, files: InPlace | None, *, compiled: bool) -> ModelSpec:
         from ..engine.compiled import as_compiled
@@ -229,6 +225,8 @@ def _rows(module: object) -> int:
 Kind = TypeVar("Kind")
 LARGEST = 32 << 20  # bytes of a file; the one of 405B parameters with an adapter has under 1 MB
 _PLAIN = (str, int, float, type(None))
+_EXPERT = re.compile(r"(.+\.experts\.)([0-9]{1,6})(\..+)")  # a tensor's name up to the expert's number, and after it
+_MOST_TENSORS = 1 << 20  # of one model
 MOST = 100  # files; more push out those that were not used for longest
 _DESCRIBING = (
     "adapters",
@@ -287,6 +285,14 @@ class Descriptions:
                 whole.unlink(missing_ok=True)
             _remove_oldest(path.parent)
 
+    def once(self, kind: type[Kind], make: Callable[[], Kind], *about: object) -> Kind:
+        """Returns what was kept under `about`, or makes it and keeps it."""
+        value = self.find(kind, *about)
+        if value is None:
+            value = make()
+            self.keep(value, *about)
+        return value
+
     def _path(self, kind: type[Any], about: tuple[object, ...]) -> Path:
         return kept_folder() / "models" / f"{_digest([self._key, kind.__name__, *map(repr, about)])[:32]}.json"
 
@@ -305,20 +311,73 @@ def read_description(kind: type[Kind], path: Path) -> Kind | None:
     digest, _, body = text.partition("\n")
     if hashlib.sha256(body.encode()).hexdigest() != digest:
         raise UsageError(f"{path}: is damaged")
-    return from_json(kind, object_in(path, body), defaults=True)
+    data = object_in(path, body)
+    _expand_experts(data.get("stages"))
+    return from_json(kind, data, defaults=True)
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, tuple):
-        return [_plain(one) for one in value]
+        plain = [_plain(item) for item in value]
+        return _with_runs_of_experts(plain) if value and isinstance(value[0], TensorSpec) else plain
     found = {}
     for name, default in _fields(type(value)):  # type: ignore[arg-type]  # mypy takes the class for an instance
         one = getattr(value, name)
         if one is None or one != default:
             found[name] = _plain(one)
     return found
+
+
+def _with_runs_of_experts(tensors: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Writes tensors that differ only in the number of their expert, one after the other, as the first of them with
+    `experts: [how many, elements from one to the next]`. DeepSeek-V3 has 74,000 tensors, of which 3,000 are left."""
+    runs: list[dict[str, Any]] = []
+    last, expert = "", 0  # name of the run's tensors without the expert's number, and the last expert in it
+    for tensor in tensors:
+        name = _EXPERT.fullmatch(tensor["name"])
+        pattern, number = ("", 0) if name is None else (f"{name[1]}*{name[3]}", int(name[2]))
+        if pattern and pattern == last and number == expert + 1:
+            run = runs[-1]
+            count, apart = run.get("experts", (1, tensor["offset"] - run["offset"]))
+            same = {**tensor, "name": run["name"], "offset": run["offset"]} == {k: v for k, v in run.items() if k != "experts"}
+            if same and tensor["offset"] == run["offset"] + count * apart:
+                run["experts"], expert = [count + 1, apart], number
+                continue
+        runs.append(tensor)
+        last, expert = pattern, number
+    return runs
+
+
+def _expand_experts(stages: object) -> None:
+    """Puts every expert's tensors in place of runs of them (`_with_runs_of_experts`). Raises UsageError for a damaged run."""
+    left = _MOST_TENSORS
+    for stage in stages if isinstance(stages, list) else ():
+        if not isinstance(stage, dict) or not isinstance(stage.get("tensors"), list):
+            continue
+        tensors: list[object] = []
+        for tensor in stage["tensors"]:
+            run = tensor.pop("experts", None) if isinstance(tensor, dict) else None
+            if run is None:
+                tensors.append(tensor)
+                continue
+            first = from_json(TensorSpec, tensor, defaults=True)
+            name = _EXPERT.fullmatch(first.name)
+            if (
+                name is None
+                or not isinstance(run, list)
+                or [type(part) for part in run] != [int, int]
+                or not 0 < run[0] <= left
+            ):
+                raise UsageError("stages.tensors.experts: is no run of experts")
+            left -= run[0]
+            same = {key: getattr(first, key) for key, _ in _fields(TensorSpec)}
+            for number in range(run[0]):
+                same["name"] = f"{name[1]}{int(name[2]) + number}{name[3]}"
+                same["offset"] = first.offset + number * run[1]
+                tensors.append(TensorSpec(**same))
+        stage["tensors"] = tensors
 
 
 @cache  # a large model has a hundred thousand of a kind

@@ -269,11 +269,7 @@ class _Planner:
             repr(self._epoch),
         )
         about += (self._range_experts,) if self._range_experts else ()
-        kept = inspected.known.descriptions.find(FastestSize, *about)
-        if kept is None:
-            kept = FastestSize(rows=self._compared_sizes())
-            inspected.known.descriptions.keep(kept, *about)
-        return kept.rows
+        return inspected.known.descriptions.once(FastestSize, lambda: FastestSize(rows=self._compared_sizes()), *about).rows
 
     def _compared_sizes(self) -> int:
         """Compares the simulated usual plans of the sizes, then the searched plans of the best two. Those of a mixture may be

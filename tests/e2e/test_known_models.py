@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from engine.test_configs import CONFIGS
+from planner.models import SPEC
 
 from fuyou_cli.advice.planning import plan_recipe
+from fuyou_cli.core.errors import UsageError
 from fuyou_cli.machine.described import described
 from fuyou_cli.machine.profile_store import PROCESS_STEP
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.recipe.named import shipped_recipes
-from fuyou_cli.spec.model import ModelSpec
+from fuyou_cli.spec.model import ModelSpec, TensorSpec
 from fuyou_cli.spec.model_facts import ModelFacts
 from fuyou_cli.training import known_model, plan_step
-from fuyou_cli.training.known_model import MOST, Descriptions
+from fuyou_cli.training.known_model import MOST, Descriptions, read_description, written
 from fuyou_cli.training.numerics import fastest_size
 
 MACHINE = "rtx4090,2xgen4,128GiB"
@@ -158,6 +163,29 @@ def test_only_some_are_kept(folder: Path) -> None:
     assert of.find(ModelFacts, "other") is None and Descriptions("other").find(ModelFacts, 4) is None
     Descriptions("").keep(facts)
     assert Descriptions("").find(ModelFacts) is None and len(kept(folder)) == MOST + 1
+
+
+def test_experts_are_kept_as_runs(tmp_path: Path) -> None:
+    """Of experts that are alike one tensor is written, with how many there are; nothing else is taken for one."""
+    named = [(f"mlp.experts.{number}.{what}.weight", (4, 8)) for what in ("up", "down") for number in range(9)]
+    odd = [("mlp.experts.11.up.weight", (4, 8)), ("mlp.experts.12.up.weight", (2, 8)), ("norm.weight", (8,))]
+    tensors, offset = list[TensorSpec](), 0
+    for name, shape in [*named, *odd]:
+        tensors.append(TensorSpec(name=name, shape=shape, offset=offset, numel=prod(shape), decay=True, routed=True))
+        offset += prod(shape)
+    stage = replace(SPEC.stages[1], tensors=tuple(tensors))
+    spec = replace(SPEC, stages=(SPEC.stages[0], stage, *SPEC.stages[2:]))
+    file = tmp_path / "model.json"
+    file.write_bytes(written(spec))
+    assert read_description(ModelSpec, file) == spec
+    content = file.read_text().partition("\n")[2]
+    assert [len(stage["tensors"]) for stage in json.loads(content)["stages"]][1] == 2 + len(odd)
+    for damage in ('"experts":[9,32,1]', '"experts":[0,32]', '"experts":[9,true]', '"experts":7', f'"experts":[{1 << 40},1]'):
+        body = content.replace('"experts":[9,32]', damage).encode()
+        assert body != content.encode()
+        file.write_bytes(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
+        with pytest.raises(UsageError, match="experts"):
+            read_description(ModelSpec, file)
 
 
 def told(folder: Path, *words: str) -> tuple[dict[str, Any], str]:
