@@ -36,8 +36,8 @@ from proof.verdicts import Row, at_most, described, exit_code, reported, table
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuyou_cli.engine.devices.base import PIECE
-from fuyou_cli.engine.devices.emulated import EmulatedDevice, Rates
 from fuyou_cli.planner.schedule import Visit
+from tests.emulated import EmulatedDevice, Rates
 
 ROOT = Path(__file__).resolve().parents[1]
 PARAMETERS, MICRO_BOUNDARY = 218_112_000, 2048 * 4096 * 2  # of a Llama-3-8B block; bytes of 2,048 tokens of its boundary

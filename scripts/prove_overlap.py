@@ -45,7 +45,6 @@ from proof.paced import Clockwork, PacedCopies, PacedDaemon, RandomDelays, RealT
 from proof.verdicts import Progress, Row, at_least, at_most, conclude, holds, plain_parser, spread
 
 from fuyou_cli.engine.devices.base import PIECE
-from fuyou_cli.engine.devices.emulated import EmulatedDevice
 from fuyou_cli.machine.described import described
 from fuyou_cli.planner.bound import lower_bound
 from fuyou_cli.planner.boundary_layout import kept_bytes
@@ -61,6 +60,7 @@ from fuyou_cli.spec.hardware import STORE_RATES, HardwareProfile
 from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import Plan, Tier
 from fuyou_cli.swap.daemon import SwapDaemon
+from tests.emulated import EmulatedDevice
 
 HIDDEN, INTERMEDIATE, HEAD_ROWS, BLOCKS = 128, 384, 1024, 6
 REAL_TOKENS = 2048  # of a micro-batch

@@ -11,8 +11,10 @@ import pytest
 from drawn import load_profile
 
 from fuyou_cli.core.paths import kept_folder
+from tests import emulated
 
 load_profile()
+emulated.register()
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts: products give the same bits every time
 
 # A shell's background job ignores Ctrl-C, and one under nohup a closed terminal: so would every command that the tests start.

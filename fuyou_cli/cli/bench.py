@@ -21,6 +21,7 @@ from fuyou_cli.machine.background_load import BackgroundLoad, are_busy
 from fuyou_cli.machine.measure.whole import BenchReport, device_named, measure
 from fuyou_cli.machine.profile import assumed_hardware, card
 from fuyou_cli.machine.profile_store import keep, keep_layers, kept_profile
+from fuyou_cli.spec.hardware import ON_PROCESSOR
 
 from .console import agreed, result_console, status_console, write_status
 from .error_screen import like_ctrl_c
@@ -62,7 +63,7 @@ def run_bench(
     if sustained and not _agreed(places, yes):
         return None
     chosen = device or (recipe.offload.device if recipe is not None else "auto")
-    chosen = "cpu" if chosen == "emulated" else chosen  # an emulated device computes on the processor
+    chosen = "cpu" if chosen in ON_PROCESSOR else chosen
     begin, others = time.monotonic(), BackgroundLoad()
     with status_console().status("starting", spinner="line") as status:
 

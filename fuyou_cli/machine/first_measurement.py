@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from fuyou_cli.core.errors import FuyouError, UsageError
 from fuyou_cli.core.units import duration
+from fuyou_cli.spec.hardware import ON_PROCESSOR
 
 from .background_load import are_busy, cores_now
 from .profile_store import kept_profile, why_not_kept
@@ -34,7 +35,7 @@ def measure_once(loaded: LoadedRecipe, device: str, *, layers: str = "", say: Ca
     and leaves the known or assumed rates.
     """
     directories = loaded.recipe.offload_directories(os.environ)
-    device = "cpu" if device == "emulated" else device
+    device = "cpu" if device in ON_PROCESSOR else device
     kept = kept_profile(*directories, device=device)
     before = None if kept is None else kept.others_cores
     if whole := before is None or _is_due(before, say):

@@ -18,7 +18,7 @@ from fuyou_cli.core.paths import kept_folder, machine_id
 from fuyou_cli.core.probe import file_system_of
 from fuyou_cli.core.typed import WrongData, from_json
 from fuyou_cli.core.units import MiB, in_steps
-from fuyou_cli.spec.hardware import SUSTAINED_RATES, HardwareProfile, merged_rates, wrong_rates
+from fuyou_cli.spec.hardware import ON_PROCESSOR, SUSTAINED_RATES, HardwareProfile, merged_rates, wrong_rates
 
 from .background_load import are_busy
 from .profile import FILE_KEYS, LATER_ON_A_GPU, assumed_hardware, card, core_count, cpu_name, facts_now
@@ -64,7 +64,7 @@ def profile_path(*directories: Path, device: str) -> Path:
     """Returns the file that keeps the profile of this machine's `device` with the drives behind `directories`."""
     # Machines may share a home folder, and change their name: all that rates depend on counts.
     drives_there = sorted({file_system_of(directory).identity for directory in directories})
-    computes_on = "cpu" if device == "emulated" else device
+    computes_on = "cpu" if device in ON_PROCESSOR else device
     about = (machine_id(), cpu_name(), core_count(), computes_on, *drives_there)
     return kept_folder() / f"profile-{hashlib.sha256(repr(about).encode()).hexdigest()[:12]}.json"
 

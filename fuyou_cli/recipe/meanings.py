@@ -91,7 +91,7 @@ MEANINGS = {
     "precision.grad_accum": "What gradients of micro-batches are summed in.",
     "precision.allow_tf32": "Lets a GPU round the inputs of float32 products.",
     "offload.strategy": "`none`: nothing on the ssd; `manual`: you name the tiers of weights and states.",
-    "offload.device": "Where to compute. `emulated`: a device for tests, on the CPU.",
+    "offload.device": "Where to compute.",
     "offload.dir": "A folder on the fastest local drive, or several, which are striped.",
     "offload.max_memory.gpu": "GPU memory that the run may take. `auto`: what is free.",
     "offload.max_memory.cpu": "RAM that the whole process may take. `auto`: what is free, less a margin.",

@@ -201,7 +201,7 @@ class IoSection(Section):
 
 class OffloadSection(Section):
     strategy: Literal["auto", "none", "manual"] = "auto"
-    device: Literal["auto", "cpu", "cuda", "emulated"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     dir: Folders = ()  # empty: see directories()
     max_memory: MaxMemory = MaxMemory()
     weights: AnyTier = "auto"

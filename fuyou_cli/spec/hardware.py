@@ -54,6 +54,7 @@ _NOT_RATES = (
 )  # fmt: skip
 
 # What writing costs beside time (`offload.wear: balanced`). These are assumptions, in one currency.
+ON_PROCESSOR = {"cpu"}  # devices that compute on this machine's processor; tests add one of theirs
 DRIVE_PRICE = 85.0  # per TB of capacity
 HOUR_PRICE = 0.60  # per hour of the machine and of the person who waits for it
 USUAL_ENDURANCE = 600  # full writes of a drive over its life, if its maker's rating is not known
@@ -108,7 +109,7 @@ class Drive:
 class HardwareProfile:
     """Describes one machine, one of its devices, and the drives for a store."""
 
-    device: str  # cpu | emulated | cuda
+    device: str  # cpu | cuda
     device_name: str
     cores: Count
     ram_total: Size  # of the machine, or of its control group if that allows less
@@ -282,8 +283,8 @@ def wrong_rates(profile: HardwareProfile, *, sizes: bool = True) -> list[str]:
     needed = [*_ALWAYS, *(_BESIDE_A_GPU if profile.device == "cuda" else ())]
     left_out = () if sizes else _NOT_RATES
     wrong = [f"{key}: must be more than 0" for key in needed if key not in left_out and not getattr(profile, key)]
-    if profile.device not in ("cpu", "cuda", "emulated"):
-        wrong.append(f"device: must be cpu, cuda or emulated, not {profile.device!r}")
+    if profile.device not in {*ON_PROCESSOR, "cuda"}:
+        wrong.append(f"device: must be cpu or cuda, not {profile.device!r}")
     threads = [count for count, _ in profile.adamw]
     if 1 not in threads or threads != sorted(set(threads)) or not all(rate > 0 for _, rate in profile.adamw):
         wrong.append("adamw: must give a rate for 1 thread, and ascending numbers of threads")

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from proof.both_sides import FUYOU, STEP_FIELDS, InMemory, end_of, started
+from proof.both_sides import STEP_FIELDS, InMemory, end_of, fuyou_on, started
 from proof.common_recipe import fresh, recipe_in
 from proof.materials import model_folder, own_text, rows_folder
 from proof.verdicts import ROOT
@@ -92,7 +92,7 @@ def finetune(place: Place, case: Case, *, words: Sequence[str] = (), saves: floa
     """The case through `fuyou finetune`: its plan, its steps and what it compared at its end. `failed` says why where it did
     not do all of them. `words`: the command to put before the recipe, instead of ours."""
     recipe = write_recipe(place, case)
-    command = [*(words or (*FUYOU, "finetune")), str(recipe)]
+    command = [*(words or (*fuyou_on(place.device), "finetune")), str(recipe)]
     log, output = recipe.parent / "log.jsonl", place.work / "run.txt"
     begun, cut, late = time.monotonic(), False, False
     with output.open("wb") as file, started(command, None, file, **place.environment) as child:

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from proof.both_sides import FUYOU, child_environment
+from proof.both_sides import FUYOU, child_environment, fuyou_on
 from proof.verdicts import ROOT, at_least, at_most, holds, missing, reported
 
 from fuyou_cli.core.units import GiB, MiB, gib, parse_size
@@ -141,7 +141,7 @@ def bench(context: Context) -> None:
 
 def _bench(context: Context, case: Case) -> None:
     """Measures the machine for this case's recipe. Runs after it are planned with these rates."""
-    done = _command(context, [*FUYOU, "bench", str(write_recipe(context.place, case)), "--quick", "--json"])
+    done = _command(context, [*fuyou_on(context.device), "bench", str(write_recipe(context.place, case)), "--quick", "--json"])
     if done.returncode != 0:
         context.record.add(holds("bench", "exit code 0", str(done.returncode), False, note=done.stderr[-2000:]))
         return

@@ -151,6 +151,11 @@ def main() -> None:
     Profiler(options).watch()
     from fuyou_cli.cli.app import main as fuyou
 
+    if options.device == "emulated":
+        from tests import emulated
+
+        emulated.register()
+
     fuyou(["finetune", *options.words])
 
 

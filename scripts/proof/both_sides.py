@@ -30,6 +30,13 @@ from .verdicts import ROOT, say
 
 THREADS = 2
 FUYOU = (sys.executable, "-m", "fuyou_cli")
+
+
+def fuyou_on(device: str) -> tuple[str, ...]:
+    """Returns the command, which knows the emulated device only where tests register it."""
+    return (sys.executable, str(ROOT / "tests" / "emulated.py")) if device == "emulated" else FUYOU
+
+
 NOISE_CORES = 0.4  # used by others over a run: more and its times mean little (the kernel's own I/O work is in it)
 MOVED = 0.08  # by how much the machine's own speed may change from a bench to the run that is planned with it
 TRIES = 3  # until a bench and its run found the same machine
@@ -205,7 +212,7 @@ def _command(setting: Setting, case: Case, recipe: Path) -> list[str]:
     """Returns the command that runs the case, and writes the candidate that it is to run."""
     words = ["finetune", str(recipe), *case.overrides]
     if not case.plan:
-        return [*FUYOU, *words]
+        return [*fuyou_on("emulated" if "offload.device=emulated" in words else ""), *words]
     candidate = setting.work / "run" / "candidate.json"
     candidate.write_text(case.plan, encoding="utf-8")
     return [sys.executable, str(ROOT / "scripts" / "proof" / "forced_plan.py"), str(candidate), *words]

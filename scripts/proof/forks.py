@@ -33,11 +33,13 @@ from fuyou_cli.engine.describe import outlined, specified
 from fuyou_cli.engine.skeleton import build
 from fuyou_cli.swap.arena import Arena
 from fuyou_cli.swap.daemon import SwapDaemon
+from tests import emulated
 
 _NO_END = 70  # the command returned instead of ending the process
 
 
 def main() -> None:
+    emulated.register()
     _warm_up(json.loads(sys.argv[1]))
     print("ready", flush=True)
     for line in sys.stdin:

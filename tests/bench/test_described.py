@@ -195,7 +195,7 @@ def test_everything_wrong_with_a_file_at_once(tmp_path: Path) -> None:
         ("parts: rtx4090,gen4,64GiB\nram_available: 65GiB", "ram_available: larger than ram_total"),
         ("parts: rtx4090,gen4,64GiB\nadamw: {4: 8GB/s, 2: 9GB/s}", "adamw: must give a rate for 1 thread, and ascending"),
         ("parts: rtx4090,gen4,64GiB\nshared_compute: 1.5", "shared_compute: must be a share"),
-        ("parts: rtx4090,gen4,64GiB\ndevice: tpu", "device: must be cpu, cuda or emulated"),
+        ("parts: rtx4090,gen4,64GiB\ndevice: tpu", "device: must be cpu or cuda"),
         ("parts: rtx4090,gen4,64GiB\ndevice_memory: 0", "device_memory: must be more than 0"),
         ("parts: rtx4090,gen4,64GiB\nstore_write_mixed: 0", "store_write_mixed: must be more than 0"),
         ("parts: rtx4090,gen4,64GiB\nsustained_write: 7GB/s", "sustained_write: more than store_write"),

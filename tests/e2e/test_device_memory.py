@@ -12,10 +12,10 @@ import torch
 from fuyou_cli.cli import error_screen
 from fuyou_cli.core.errors import DeviceMemoryError
 from fuyou_cli.core.units import gib
-from fuyou_cli.engine.devices.emulated import EmulatedDevice
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training.run import Run
 from fuyou_cli.training.run_endings import naming_device_errors
+from tests.emulated import EmulatedDevice
 
 from .conftest import NewProject, Whole
 from .running import STEPS, prepared_run, resolved_as, run_of, train

@@ -12,10 +12,10 @@ import pytest
 from drawn import every
 
 from fuyou_cli.core.errors import Interrupted, UsageError
-from fuyou_cli.engine.devices.emulated import EmulatedDevice
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training.plan_step import plan
 from fuyou_cli.training.state.stored import TENSORS
+from tests.emulated import EmulatedDevice
 
 from .conftest import NewProject, Whole
 from .running import STEPS, interrupt, prepared_run, run_of, sums, train

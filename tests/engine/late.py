@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fuyou_cli.engine.devices.base import Device, Event, Run, Squares, squares_of
-from fuyou_cli.engine.devices.emulated import EmulatedDevice, poison
+from tests.emulated import EmulatedDevice, poison
 
 from . import rig as rigs
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from fuyou_cli.engine.devices.emulated import EmulatedDevice
 from fuyou_cli.planner.boundary_layout import every_operator
 from fuyou_cli.planner.device_memory import device_memory
+from tests.emulated import EmulatedDevice
 
 from .comparing import assert_same
 from .families import gpt2, llama

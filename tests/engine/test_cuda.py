@@ -17,9 +17,9 @@ import torch
 from drawn import every
 
 from fuyou_cli.engine.devices import cuda
-from fuyou_cli.engine.devices.emulated import EmulatedDevice
 from fuyou_cli.engine.executor import StepAbandoned
 from fuyou_cli.recipe.schema import AdapterSection
+from tests.emulated import EmulatedDevice
 
 from .comparing import Outcome, assert_same, unequal
 from .families import gpt2, llama

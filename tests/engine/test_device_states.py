@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 
 from fuyou_cli.core.errors import NumericsError
 from fuyou_cli.engine.devices.base import Event
-from fuyou_cli.engine.devices.emulated import EmulatedDevice
 from fuyou_cli.engine.staged_copies import StagedCopies
 from fuyou_cli.planner.bound import copied_bytes
 from fuyou_cli.planner.costs import Costs
 from fuyou_cli.spec.model import Dtype
 from fuyou_cli.spec.plan import Span, Tier
 from fuyou_cli.swap.kernels import checksum
+from tests.emulated import EmulatedDevice
 
 from .comparing import Outcome, unequal
 from .families import llama

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from fuyou_cli.engine.devices import cuda_copies, open_device
 from fuyou_cli.engine.devices.cuda import CudaDevice, free_memory
 from fuyou_cli.engine.devices.cuda_copies import BulkCopies, CudaCopies
-from fuyou_cli.engine.devices.emulated import ComputeClock, CopyEngine, EmulatedDevice
 from fuyou_cli.engine.devices.pinned import STAGING, PinnedMemory, Staging
+from tests.emulated import ComputeClock, CopyEngine, EmulatedDevice
 
 from . import rig as rigs
 from .comparing import unequal

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from fuyou_cli.engine.devices import open_device
 from fuyou_cli.engine.devices.base import PIECE as LARGE_PIECE
 from fuyou_cli.engine.devices.base import Device, Event, in_pieces
-from fuyou_cli.engine.devices.emulated import ComputeClock, CopyEngine, CopyEvent, EmulatedDevice
 from fuyou_cli.planner.schedule import Visit
+from tests.emulated import ComputeClock, CopyEngine, CopyEvent, EmulatedDevice
 
 from . import rig as rigs
 from .comparing import unequal

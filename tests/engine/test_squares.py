@@ -20,12 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fuyou_cli.engine.devices import lanes, open_device, square_kernel
 from fuyou_cli.engine.devices.base import Event, Run, Squares
 from fuyou_cli.engine.devices.cuda import CudaDevice
-from fuyou_cli.engine.devices.emulated import EmulatedDevice
 from fuyou_cli.engine.devices.lanes import squares_in_lanes
 from fuyou_cli.planner import device as device_rules
 from fuyou_cli.planner.device import square_lanes
 from fuyou_cli.planner.schedule import Visit
 from fuyou_cli.swap import kernels
+from tests.emulated import EmulatedDevice
 
 from . import rig as rigs
 from .families import llama

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from drawn import crossed
 
-from fuyou_cli.engine.devices.emulated import EmulatedDevice, Rates
 from fuyou_cli.spec.plan import Span
+from tests.emulated import EmulatedDevice, Rates
 
 from .families import llama
 from .rig import Rig, Shape, Subject

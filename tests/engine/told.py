@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fuyou_cli.engine.devices.base import Device, Event
-from fuyou_cli.engine.devices.emulated import EmulatedDevice
+from tests.emulated import EmulatedDevice
 
 
 class Told(EmulatedDevice):

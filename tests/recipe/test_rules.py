@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from fuyou_cli.recipe.load import load_recipe
@@ -24,7 +27,6 @@ from .conftest import VALID
         ("offload: {device: cpu, weights: gpu}\n", "offload.weights"),
         ("offload: {device: cpu, activations: keep}\n", "offload.activations"),
         ("offload: {device: cpu, max_memory: {gpu: 1GiB}}\n", "offload.max_memory.gpu"),
-        ("offload: {device: emulated, max_memory: {gpu: 50%}}\n", "offload.max_memory.gpu"),
         ("offload: {strategy: none, optimizer_states: ssd}\n", "offload.optimizer_states"),
         ("offload: {strategy: manual, weights: cpu}\n", "offload.strategy"),
         ("offload: {dir: [/a, /a]}\n", "offload.dir"),
@@ -105,6 +107,15 @@ def test_kernels_that_need_a_gpu(write):
     with pytest.raises(RecipeErrors, match="Liger's kernels do not run on"):
         load_recipe(path, ["model.kernels=liger", "offload.device=cpu"])
     assert load_recipe(path, ["model.kernels=liger"]).recipe.model.kernels == "liger"
+
+
+def test_the_device_of_tests_is_unknown_to_the_command(tmp_path):
+    """`tests/emulated.py` registers it in its own process alone."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"output_dir: o\nmodel: {{name_or_path: {tmp_path}}}\ndataset: {{train: [{{path: a}}]}}\n")
+    words = ["-m", "fuyou_cli", "plan", str(recipe), "offload.device=emulated"]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "expected auto, cpu or cuda, got 'emulated'" in done.stderr, done.stderr
 
 
 def test_a_divisor_is_suggested(refused):

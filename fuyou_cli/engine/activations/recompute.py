@@ -36,7 +36,7 @@ def without_saving(run: Run, x: torch.Tensor) -> torch.Tensor:
 
 class Recompute:
     """Implements `Activations` for a stage that keeps only its input. `as_backward`: of a block on a GPU, where attention takes
-    other kernels without gradients. The emulated device does the same. On a processor forward is faster without."""
+    other kernels without gradients. On a processor forward is faster without."""
 
     def __init__(self, stage: StageSpec, *, as_backward: bool = False) -> None:
         self._stage, self.as_backward = stage, as_backward

@@ -7,10 +7,16 @@ code that does not wait for a copy is found.
 
 With a pace it also takes time like a GPU whose host runs ahead. Copies take the time that the pace says. Compute is told how
 long it takes (`takes`); copies after it wait that long, and the launching thread does not.
+
+`register` has recipes, plans and runs of this process accept `offload.device: emulated`. As a program this file is the command
+`fuyou` with that device:
+
+    python tests/emulated.py finetune RECIPE offload.device=emulated
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import weakref
@@ -19,13 +25,19 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from pathlib import Path
+from typing import Literal, Protocol
 
 import torch
 
-from ...core.units import gib
-from .base import MOST_COPIES, PIECE, Copy, Device, Event, Moment, Run, Squares, in_pieces, squares_of
-from .pinned import STAGING, PinnedMemory, Staging
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a program
+
+from fuyou_cli.core.units import gib
+from fuyou_cli.engine.devices import OPENERS
+from fuyou_cli.engine.devices.base import MOST_COPIES, PIECE, Copy, Device, Event, Moment, Run, Squares, in_pieces, squares_of
+from fuyou_cli.engine.devices.pinned import STAGING, PinnedMemory, Staging
+from fuyou_cli.recipe.schema import OffloadSection, Recipe
+from fuyou_cli.spec.hardware import ON_PROCESSOR
 
 
 class Pace(Protocol):
@@ -360,3 +372,19 @@ class EmulatedDevice(Device):
         self._down.close()
         self._summing.shutdown()
         self._host.close()
+
+
+def register() -> None:
+    """Makes `emulated` a device of this process, as cpu and cuda are."""
+    OPENERS["emulated"] = EmulatedDevice
+    ON_PROCESSOR.add("emulated")
+    OffloadSection.model_fields["device"].annotation = Literal["auto", "cpu", "cuda", "emulated"]  # type: ignore[assignment]
+    OffloadSection.model_rebuild(force=True)
+    Recipe.model_rebuild(force=True)
+
+
+if __name__ == "__main__":
+    from fuyou_cli.cli.app import main
+
+    register()
+    main()
