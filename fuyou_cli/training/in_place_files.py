@@ -17,7 +17,6 @@ from ..core.units import align_up
 from ..spec.model import PAGE, SOURCES_AT, SourceFile
 from ..spec.model_facts import InPlace, Lying
 from .adapting import entries_of
-from .state.manifest_checks import MOST_SOURCES
 from .state.source_checks import how_to_put_back
 
 if TYPE_CHECKING:
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
     from .state.stored import Manifest
 
 GPU_ALIGNMENT = 16  # bytes: the fast kernels of a GPU load as many at once
+
+MOST_SOURCES = 1024  # FY_MAX_SOURCES in native/include/fuyou.h
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

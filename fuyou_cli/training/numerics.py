@@ -17,7 +17,6 @@ from ..spec.hardware import HardwareProfile
 from ..spec.model import Dtype
 from ..spec.model_facts import ModelFacts
 from ..spec.plan import Numerics, Padding
-from .state.manifest_checks import MOST_THREADS
 from .state.recipe_changes import changed_keys, in_words, is_rate, put_back, refused_later, settings_of
 from .state.stored import Manifest
 
@@ -41,6 +40,7 @@ DOCUMENT_STEP = 64  # tokens; attention's own blocks are of 64
 MOSTLY = 0.9  # of `max_seq_len`: rows that are as long in the mean are whole enough
 MOST_OF_MIXTURES = 4 * MOST_TOKENS  # on a GPU: each of many experts gets few of them
 GAIN = 0.02
+MOST_THREADS = 1024  # torch crashes if the system runs out of threads; a recipe's limit is the same
 _NEAR = 1.25  # times the fastest usual plan; a search does not make a slower size the fastest
 
 Seconds = Callable[[int], float | None]  # of a step with micro-batches of this many rows; None if it does not fit

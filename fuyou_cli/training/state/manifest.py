@@ -25,7 +25,6 @@ from ...core.json_files import find_text, has_too_many_values, object_in
 from ...core.safe_files import write_own
 from ...core.typed import from_json
 from ...spec.plan import Numerics
-from .manifest_checks import why_not
 from .stored import Evaluated, Manifest, StoredStage
 
 NAME = "manifest.json"
@@ -205,7 +204,7 @@ def read(directory: Path, name: str = NAME) -> Manifest | None:
 
 
 def _parsed(path: Path, text: str) -> Manifest:
-    """Checks every value as if anybody had written it. The digest shows that a manifest is whole, not who wrote it."""
+    """Checks the digest, then the type of every value. That values fit together the digest stands for: a run wrote them."""
     try:
         content = object_in(path, text, names=True)
     except UsageError as error:
@@ -230,13 +229,9 @@ def _parsed(path: Path, text: str) -> Manifest:
     if isinstance(evaluated := content.get("evaluated"), dict):  # some of this version do not name the set
         content["evaluated"] = {**_usual(Evaluated), **evaluated}
     try:
-        found = from_json(Manifest, content)
-        wrong = why_not(found)
+        return from_json(Manifest, content)
     except UsageError as error:
-        wrong = error.message
-    if wrong:
-        raise DamagedManifest(f"{path} is damaged: {wrong}", hint=_START_OVER)
-    return found
+        raise DamagedManifest(f"{path} is damaged: {error.message}", hint=_START_OVER) from None
 
 
 def _upgraded(path: Path, content: dict[str, Any]) -> int:

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from ...checkpoint.companions import TEMPLATE_FOLDER
 from ...core.disk import failed_writing, file_size, sync_directory, sync_names_above, unreadable
@@ -18,7 +18,6 @@ from ...core.typed import from_json
 from .. import losses
 from . import manifest as manifests
 from .kept_companions import is_kept
-from .manifest_checks import is_plain
 from .stored import Manifest
 
 STORE_FILE = "store.bin"
@@ -38,6 +37,11 @@ class Part:
     index: int
     count: int
     first: str
+
+
+def is_plain(path: str) -> bool:
+    """Tells whether a part file may name this path: it must be absolute and without `..`."""
+    return "\0" not in path and PurePath(path).is_absolute() and ".." not in PurePath(path).parts
 
 
 def is_written(path: Path) -> bool:
