@@ -412,9 +412,7 @@ def generate(
     The model may be larger than memory: its weights stay in RAM as far as --memory goes, and the rest is read once for each
     token, for all prompts of a batch.
     """
-    from fuyou_cli.inference.generate_options import GenerateOptions
-
-    from .generate import run_generate
+    from .generate import GenerateOptions, run_generate
 
     asked = GenerateOptions(
         prompts=tuple(prompts or ()), file=file, chat=chat, new=max_new_tokens, temperature=temperature, top_p=top_p,

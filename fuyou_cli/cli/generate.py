@@ -7,14 +7,15 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.printable import printable
 from fuyou_cli.core.units import duration
-from fuyou_cli.inference.generate_options import GenerateOptions, check_options
 from fuyou_cli.machine.profile import budget_of
 
 from .console import status_console, write_document, write_json, write_status
@@ -22,11 +23,63 @@ from .error_screen import like_ctrl_c
 
 if TYPE_CHECKING:
     from fuyou_cli.data.prompts import Prompt
-    from fuyou_cli.inference.prompting import Prompter
-    from fuyou_cli.training.generation import Continued
+    from fuyou_cli.inference.prompting import Extent, Generator, Prompter
+    from fuyou_cli.training.fixed_prompts import Continued
 
 _CONVERSATION = 2048  # tokens of a conversation at the terminal, at most: their memory is set aside when it begins
 _ANSWER = 256  # tokens of one answer, where nobody says how many
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerateOptions:
+    """What the command line asks for. Options that are None were not given."""
+
+    prompts: tuple[str, ...] = ()
+    file: Path | None = None
+    chat: bool = False
+    new: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int = 0
+    batch_size: int = 8
+    memory: str = "auto"
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    json_output: bool = False
+
+
+def check_options(options: GenerateOptions) -> None:
+    """Raises UsageError for options that contradict each other, or a number out of its range."""
+    if options.prompts and options.file is not None:
+        raise UsageError("--prompt and --file cannot be used together", hint="add the prompt to the file")
+    if not options.prompts and options.file is None and not options.chat:
+        raise UsageError("there is nothing to continue", hint="give --prompt TEXT, --file prompts.jsonl, or --chat")
+    if options.json_output and len(options.prompts) != 1:
+        raise UsageError("--json is for one --prompt", hint="several, and --file, write one JSON object per line without it")
+    if not all(map(_is_text, options.prompts)):
+        raise UsageError("--prompt: not valid UTF-8", hint="give the text in UTF-8, or in a file by --file")
+    if options.temperature == 0 and (options.top_p is not None or options.top_k is not None):
+        raise UsageError(
+            "--temperature 0 takes the likeliest token, --top-p and --top-k draw one",
+            hint="give a temperature above 0, or none",
+        )
+    ranges: tuple[tuple[str, float | None, float, float], ...] = (
+        ("--temperature", options.temperature, 0, 100),
+        ("--top-p", options.top_p, 1e-6, 1),
+        ("--top-k", options.top_k, 1, 1 << 31),
+        ("--max-new-tokens", options.new, 1, 1 << 31),
+        ("--batch-size", options.batch_size, 1, 1 << 16),
+        ("--seed", options.seed, 0, (1 << 63) - 1),
+    )
+    for name, value, least, most in ranges:
+        if value is not None and not least <= value <= most:
+            raise UsageError(f"{name}: {value:g} is not between {least:g} and {most:g}")
+
+
+def _is_text(text: str) -> bool:
+    """Returns whether the shell gave text: other bytes come as halves of surrogates."""
+    return not any("\ud800" <= one <= "\udfff" for one in text)
 
 
 @like_ctrl_c()
@@ -48,33 +101,44 @@ def run_generate(source: str, options: GenerateOptions) -> None:
     from .render.transfer import Transfers
 
     with Transfers(status_console()) as transfers:
-        given = Prompter.found_in(source, options, budget, say=write_status, progress=transfers)
+        given = Prompter.found_in(source, options.dtype, budget, say=write_status, progress=transfers)
     if len(options.prompts) == 1:
-        _one(given, options.prompts[0])
+        _one(given, options, options.prompts[0])
     elif options.prompts:
         _all_of(
-            given, [(f"--prompt {n}", {"prompt": one}, _prompt(given, one)) for n, one in enumerate(options.prompts, start=1)]
+            given,
+            options,
+            [(f"--prompt {n}", {"prompt": one}, _prompt(options, one)) for n, one in enumerate(options.prompts, start=1)],
         )
     elif options.file is not None:
-        _all_of(given, read_prompts(options.file, chat=options.chat))
+        _all_of(given, options, read_prompts(options.file, chat=options.chat))
     else:
-        _conversation(given)
+        _conversation(given, options)
 
 
-def _prompt(given: Prompter, text: str) -> Prompt:
+def _prompt(options: GenerateOptions, text: str) -> Prompt:
     from fuyou_cli.data.prompts import said, written
 
-    return said(text) if given.options.chat else written(text)
+    return said(text) if options.chat else written(text)
 
 
-def _one(given: Prompter, text: str) -> None:
+def _opened(given: Prompter, options: GenerateOptions, most: Extent) -> AbstractContextManager[Generator]:
+    from fuyou_cli.training.fixed_prompts import Sampling
+
+    sampling = Sampling(
+        temperature=options.temperature or None, top_p=options.top_p, top_k=options.top_k, seed=options.seed
+    )  # fmt: skip
+    return given.opened(most, sampling, options.device)
+
+
+def _one(given: Prompter, options: GenerateOptions, text: str) -> None:
     """Continues one text, and shows it as it comes."""
-    from fuyou_cli.training.generation import extent
+    from fuyou_cli.inference.prompting import extent
 
-    ids = given.ids(_prompt(given, text), "--prompt")
-    most = extent(given.found, prompts=[ids], rows=1, new=given.options.new)
-    with given.opened(most) as generator:
-        begin, quiet = time.monotonic(), given.options.json_output
+    ids = given.ids(_prompt(options, text), "--prompt")
+    most = extent(given.found, prompts=[ids], rows=1, new=options.new)
+    with _opened(given, options, most) as generator:
+        begin, quiet = time.monotonic(), options.json_output
         (found,) = generator.run([ids], new=most.new, show=None if quiet else _show)
         _show("" if quiet else "\n")
         _tell_speed(found.tokens, begin)
@@ -82,17 +146,17 @@ def _one(given: Prompter, text: str) -> None:
             write_json({"prompt": text, **_as_data(found)})
 
 
-def _all_of(given: Prompter, rows: Sequence[tuple[str, dict[str, Any], Prompt]]) -> None:
+def _all_of(given: Prompter, options: GenerateOptions, rows: Sequence[tuple[str, dict[str, Any], Prompt]]) -> None:
     """Continues the prompt of every row, which has a place; writes rows with what was generated, one JSON object per line."""
     from rich.progress import Progress
 
-    from fuyou_cli.training.generation import extent
+    from fuyou_cli.inference.prompting import extent
 
     prompts = given.all_ids([(place, prompt) for place, _, prompt in rows])
-    most = extent(given.found, prompts=prompts, rows=given.options.batch_size, new=given.options.new)
+    most = extent(given.found, prompts=prompts, rows=options.batch_size, new=options.new)
     begin, tokens, console = time.monotonic(), 0, status_console()
     bar = Progress(console=console, transient=True, disable=not console.is_terminal)
-    with given.opened(most) as generator, bar as progress:
+    with _opened(given, options, most) as generator, bar as progress:
         for first in range(0, len(rows), most.rows):
             batch = slice(first, first + most.rows)
             task = progress.add_task(f"prompts {first + 1} to {min(batch.stop, len(rows))} of {len(rows)}", total=most.new)
@@ -104,19 +168,19 @@ def _all_of(given: Prompter, rows: Sequence[tuple[str, dict[str, Any], Prompt]])
     _tell_speed(tokens, begin)
 
 
-def _conversation(given: Prompter) -> None:
+def _conversation(given: Prompter, options: GenerateOptions) -> None:
     """Answers line after line of the terminal, until it is closed."""
     from fuyou_cli.data.formats import Chat
     from fuyou_cli.data.prompts import said
-    from fuyou_cli.training.generation import Extent, positions
+    from fuyou_cli.inference.prompting import Extent, positions
 
     most = min(_CONVERSATION, positions(given.found) or _CONVERSATION)
-    new = given.options.new or min(_ANSWER, most // 2)
+    new = options.new or min(_ANSWER, most // 2)
     if (longest := most - new) < 1:
         raise UsageError(f"--max-new-tokens: {new} leaves no room for a conversation", hint="give a smaller number")
     given.ids(said("?"), "--chat")  # refuses a tokenizer without a template before anything is opened
     chat = Chat(messages=())
-    with given.opened(Extent(rows=1, prompt=longest, new=new)) as generator:
+    with _opened(given, options, Extent(rows=1, prompt=longest, new=new)) as generator:
         write_status("end with Ctrl-D or Ctrl-C")
         for line in _lines():
             told = replace(chat, messages=(*chat.messages, *said(line).messages))

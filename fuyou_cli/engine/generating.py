@@ -21,7 +21,7 @@ from ..core.errors import UsageError
 from ..planner.memory import MOST_PRODUCTS, PRODUCT_CODE
 from ..spec.micro_batch import lengths_up_to
 from .anatomy import Anatomy
-from .calls import only_refusals, own_forward, replaced_forwards, with_fake_parameters
+from .calls import boundary_of, only_refusals, own_forward, replaced_forwards, with_fake_parameters
 from .inspect import LiveBytes
 from .lookup import holding
 from .loss import regular
@@ -85,7 +85,11 @@ def _prepared(model: PreTrainedModel) -> Callable[..., Any]:
 def _forwards(anatomy: Anatomy, stream: WeightStream) -> dict[nn.Module, Callable[..., Any]]:
     """Returns what replaces the forward of every module that is a stage, or the last one's linear layer."""
     head = anatomy.model.get_output_embeddings()
-    numbered = [(head if stage.module is None else stage.module, number) for number, stage in enumerate(anatomy.stages)]
+    numbered = [
+        (head if stage.module is None else stage.module, number)
+        for number, stage in enumerate(anatomy.stages)
+        if stage.expert_range is None  # visited with its block
+    ]
     return {
         module: _forward(stream, own_forward(module), [number for _, number in numbers])
         for module, numbers in groupby(numbered, key=lambda one: one[0])
@@ -94,11 +98,19 @@ def _forwards(anatomy: Anatomy, stream: WeightStream) -> dict[nn.Module, Callabl
 
 def _forward(stream: WeightStream, own: Callable[..., Any], stages: list[int]) -> Callable[..., Any]:
     """Returns a forward with weights. Of a head that is cut along the vocabulary, each of its `stages` gives some logits."""
+    name = stream.anatomy.stages[stages[0]].name
 
     def with_weights(*args: Any, **kwargs: Any) -> Any:
         args = tuple(regular(arg) if isinstance(arg, torch.Tensor) and arg.dim() else arg for arg in args)
         if stages[0] in stream.by_rows:
             return stream.looked_up(stages[0], own, *args, **kwargs)
+        if ranges := stream.ranges(stages[0]):
+            with stream.installed(stages[0]) as parameters:
+                out = own(*args, **kwargs)
+                sent = stream.sent(parameters)
+            y, (sums,) = boundary_of(out, name), stream.expert_sums(ranges, [sent])
+            y = (y + sums.view(y.shape)).to(y.dtype)
+            return (y, *out[1:]) if isinstance(out, tuple) else y
         outputs = []
         for stage in stages:
             with stream.installed(stage):

@@ -71,6 +71,9 @@ class Sent:
         columns = self.hidden.detach(), chosen, self.weights.detach().contiguous().view(dtype)
         return torch.cat(columns, dim=1).view(rows, self.hidden.shape[0] // rows, -1)
 
+    def to(self, device: torch.device) -> Sent:
+        return Sent(self.hidden.to(device), self.chosen.to(device), self.weights.to(device))
+
     def roots(self, sums: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Returns where the block's backward begins beside its output. `sums`: of `differentiate`, for its tokens."""
         of_hidden, of_weights = sums.reshape(len(self.hidden), -1).split((self.hidden.shape[1], self.weights.shape[1]), 1)

@@ -1,4 +1,5 @@
-"""Passes the weights of a model larger than memory through it, stage by stage, to compute forward alone.
+"""Passes the weights of a model larger than memory through it, stage by stage, to compute forward alone: losses here, tokens in
+`engine/generating`.
 
 Nothing trains, so there are no states, no generations and no plan: as many stages as the given memory has room for are read
 once and stay, on the device where it has memory of its own, then in RAM. The others take turns in two slots, and one thread
@@ -24,9 +25,16 @@ from torch import nn
 
 from ..core.errors import PlanError
 from ..core.units import gib
+from ..spec.micro_batch import MicroBatch, even
 from ..spec.model import Piece
-from .anatomy import Anatomy
+from ..spec.plan import Numerics
+from .anatomy import Anatomy, Installed
+from .experts import Bank, Noting
+from .forward_only import Rows
 from .lookup import holding, is_lookup, scales_rows
+from .loss import Head, Part, TokenLoss, pieces, shifted
+from .ranges import Sent, add_outputs
+from .streamed import Call, StreamedModel
 
 # Fills a contiguous 1-D host tensor with elements of the named tensor of the model, from the given one on.
 ReadInto = Callable[[str, torch.Tensor, int], None]
@@ -57,8 +65,8 @@ class Visited:
         return cls(by_rows, tuple(order), sizes, frozenset(i for i in sizes if anatomy.stages[i].kind == "block"))
 
     @property
-    def whole(self) -> int:
-        """Counts all of them."""
+    def total_bytes(self) -> int:
+        """Returns the bytes of all stages that a pass reads whole."""
         return sum(self.sizes.values())
 
     @property
@@ -90,8 +98,10 @@ class Visited:
         return max(fitting, key=lambda choice: choice[0])[1]
 
     def _choices(self, slots: int, elsewhere: frozenset[int] = frozenset()) -> Iterator[tuple[int, int, frozenset[int]]]:
-        """Yields what stays, with the memory needed and the bytes that stay: first what is no block, as it makes slots large,
-        then blocks spread evenly, so that reads never pause for long."""
+        """Yields (memory needed, resident bytes, resident stages) for 0, 1, 2 ... resident stages.
+
+        What is no block comes first: left outside, a head would set the size of the slots. Then blocks spread evenly over the
+        model, so that the drive never pauses for a long run of resident ones."""
         free = self.sizes.keys() - elsewhere
         order = sorted(free, key=lambda i: (i in self.blocks, i * _SPREAD % 1 if i in self.blocks else i))
         for count in range(len(order) + 1):
@@ -162,23 +172,57 @@ class WeightStream:
         self._ask()
 
     @contextmanager
-    def installed(self, stage: int) -> Iterator[None]:
+    def installed(self, stage: int) -> Iterator[Installed]:
         """Installs the weights of the next stage in the model, inside. May wait for their read. Raises what reading raised."""
         owner = _owner(self.anatomy, stage, self.by_rows)
         if owner is None:
-            yield
+            yield Installed()
             return
         assert owner == self._order[self._place % len(self._order)], (stage, self._place)
         self._place += 1
         flat = self._there[owner] if owner in self._there else self._arrived(owner)
         weights = flat[: self.anatomy.stages[owner].params].to(self.device)
         try:
-            with self.anatomy.stages[owner].installed(weights):
-                yield
+            with self.anatomy.stages[owner].installed(weights) as parameters:
+                yield parameters
         finally:
             if owner not in self._held:
                 self._free.append(flat)
             self._ask()
+
+    # ---- experts that are stages of their own --------------------------------------------------------------------------
+
+    def ranges(self, stage: int) -> range:
+        """Returns the stages that hold the experts of a block; none where the block holds them itself."""
+        end = stage + 1
+        if self.anatomy.stages[stage].cut is not None:
+            while end < len(self.anatomy.stages) and self.anatomy.stages[end].expert_range is not None:
+                end += 1
+        return range(stage + 1, end)
+
+    @staticmethod
+    def sent(parameters: Installed) -> Sent:
+        """Returns what the block that has just computed sent to its experts."""
+        (noting,) = parameters.banks
+        assert isinstance(noting, Noting)
+        return Sent.by(noting)
+
+    def expert_sums(self, ranges: range, sent: Sequence[Sent]) -> list[torch.Tensor]:
+        """Visits ranges of experts, each for all that was `sent`, where it lies. Returns the weighted outputs of each part's
+        tokens, (tokens, width) float32: rounded after each range, they would depend on where a block is cut."""
+        sums = [torch.zeros(part.hidden.shape, dtype=torch.float32, device=part.hidden.device) for part in sent]
+        for stage in ranges:
+            with self.installed(stage) as parameters, torch.no_grad():
+                (bank,) = parameters.banks
+                assert isinstance(bank, Bank)
+                for part, total in zip(sent, sums, strict=True):
+                    computed = total.to(self.device)
+                    add_outputs(self.anatomy.stages[stage], bank, part.to(self.device), computed)
+                    if computed is not total:
+                        total.copy_(computed)
+        return sums
+
+    # ---- reading ---------------------------------------------------------------------------------------------------------
 
     def _arrived(self, owner: int) -> torch.Tensor:
         """Waits for the read of a stage that is not there. What stays on the device is copied there, and leaves its slot."""
@@ -246,6 +290,90 @@ class WeightStream:
             if end == len(ids) or ids[end] != ids[end - 1] + 1:
                 self._read_into(name, rows[begin:end].view(-1), ids[begin] * rows.shape[1])
                 begin = end
+
+
+class StreamedLosses:
+    """Computes losses: the model's own forward, stage by stage, for all rows of a pass. The model is in evaluation mode; its
+    stages' forwards are replaced until this is closed.
+
+    Inside a stage rows are computed micro-batch by micro-batch. Two boundaries of all rows are in host memory at most: the one
+    that goes into a stage and the one that comes out."""
+
+    def __init__(self, weights: WeightStream, numerics: Numerics) -> None:
+        self.weights, self._numerics = weights, numerics
+        self._parts: tuple[MicroBatch, ...] = ()
+        self.passes = 0  # so far
+        self._head = Head(weights.anatomy.model)
+        self._streamed = StreamedModel(weights.anatomy, self, weights.device, None)
+        self._shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by identity of the source, which is kept with it
+
+    def __enter__(self) -> StreamedLosses:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._streamed.close()
+
+    def losses(self, batch: Rows, *, last: bool) -> torch.Tensor:
+        """Runs one pass over the model. Returns the loss of every token, 0 where it is no label: (rows, tokens) float64, in
+        host memory. `last`: no pass follows."""
+        return self.folded(batch, shifted(batch.tensors()[1]), last=last).by_token()
+
+    def folded(self, batch: Rows, targets: torch.Tensor, *, last: bool) -> TokenLoss:
+        """Runs one pass over the model, for what each token's logits say of its target. targets: (rows, tokens) int64."""
+        anatomy, device, numerics = self.weights.anatomy, self.weights.device, self._numerics
+        input_ids, _ = batch.tensors()
+        rows, width = input_ids.shape
+        self.weights.begin_pass(last=last)
+        self.passes += 1
+        self._shared.clear()
+        self._parts = even(rows, numerics.micro_batch_size, width) if batch.sweeps is None else batch.sweeps[0]
+        divided = self._streamed.divided(self._parts, batch.documents, width, step=numerics.document_step)
+        with torch.no_grad():
+            hidden = self._streamed.hidden(input_ids, torch.arange(width).unsqueeze(0), divided)
+        self._streamed.tape.forget()
+        tokens = TokenLoss.of(targets.to(device))
+        for index, stage in enumerate(anatomy.stages):
+            if stage.kind == "head":
+                self._fold(index, hidden, tokens, first=stage.vocabulary[0] if stage.vocabulary else 0)
+        return tokens
+
+    def forward(self, call: Call, x: torch.Tensor) -> torch.Tensor:
+        """Returns a stage's output for all rows, in host memory. x: (rows, tokens, ...), ids or a boundary."""
+        weights = self.weights
+        if call.stage in weights.by_rows:
+            rows: torch.Tensor = weights.looked_up(call.stage, call.run, x)
+            return rows.cpu()
+        ranges, sent = weights.ranges(call.stage), list[Sent]()
+        with weights.installed(call.stage) as parameters:
+            if not x.is_floating_point():  # all rows may share the ids
+                return call.run(x.to(weights.device)).cpu()
+            y: torch.Tensor | None = None
+            for number, part in enumerate(self._parts):
+                out = call.of(number)(part.of(x).contiguous().to(weights.device))
+                if y is None:
+                    y = torch.zeros(*x.shape[:2], *out.shape[2:], dtype=out.dtype)
+                part.of(y).copy_(out)
+                if ranges:
+                    sent.append(weights.sent(parameters).to(x.device))
+        assert y is not None
+        for part, sums in zip(self._parts, weights.expert_sums(ranges, sent), strict=False):
+            part.of(y).copy_(part.of(y) + sums.view(*part.of(y).shape))
+        return y
+
+    def backward(self, call: Call, ids: torch.Tensor | None, grad_y: torch.Tensor) -> torch.Tensor | None:
+        raise AssertionError("nothing goes back")
+
+    def shared(self, value: torch.Tensor) -> torch.Tensor:
+        if id(value) not in self._shared:
+            self._shared[id(value)] = (value, value.to(self.weights.device))
+        return self._shared[id(value)][1]
+
+    def _fold(self, stage: int, hidden: torch.Tensor, tokens: TokenLoss, *, first: int) -> None:
+        with torch.no_grad(), self._head.stubbed(), self.weights.installed(stage):
+            for part in self._parts:
+                batch = part.of(hidden).contiguous().to(self.weights.device)
+                for cut in pieces(batch.shape[0], batch.shape[1], self._numerics.head_chunk_tokens):
+                    tokens.fold(Part(part, cut), self._head.logits(batch[cut]), first=first)
 
 
 def _mapped(size: int, *, huge: bool = False) -> torch.Tensor:

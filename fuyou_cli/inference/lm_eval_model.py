@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from tqdm import tqdm
 
-from fuyou_cli.checkpoint.hub import resolve
 from fuyou_cli.core import probe
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.data.batches import Sequences, passes
@@ -28,10 +26,11 @@ from fuyou_cli.engine.row_lengths import alike
 from fuyou_cli.machine.profile import budget_of
 from fuyou_cli.recipe.schema import TrainSection
 from fuyou_cli.spec.micro_batch import rounded_up
-from fuyou_cli.training.generation import Extent, Sampling, generator, own_settings, refused_settings
-from fuyou_cli.training.inference import find, memory_of
+from fuyou_cli.training.fixed_prompts import Sampling, own_settings, refused_settings
 
-from .streamed_evaluation import open_losses, room_of
+from .evaluating import open_losses, room_of
+from .models import memory_of, open_source
+from .prompting import Extent, generator
 
 _OF_HF = (
     "max_length",
@@ -63,10 +62,8 @@ class StreamedLM(HFLM):  # type: ignore[misc]
         if dtype not in ("auto", "bfloat16", "float32"):
             raise UsageError(f"--model_args: dtype is {dtype}", hint="auto, bfloat16 or float32")
         where = _device_of(device, say=self.say)
-        self._memory, folder = budget_of(memory, key="--model_args memory"), Path(pretrained).expanduser()
-        if not folder.is_dir():
-            folder = resolve(pretrained, trust_remote_code=trust_remote_code, say=self.say)
-        self._found = found = find(folder, dtype=dtype, trusted=trust_remote_code)
+        self._memory = budget_of(memory, key="--model_args memory")
+        self._found = found = open_source(pretrained, dtype=dtype, trusted=trust_remote_code, say=self.say)
         model, log = found.anatomy.model, logging.getLogger(HFLM.__module__)
         level = log.level
         log.setLevel(logging.ERROR)  # it warns of a model that was made elsewhere
@@ -101,7 +98,7 @@ class StreamedLM(HFLM):  # type: ignore[misc]
             rows=min(len(rows), self._most_rows or _ALL), longest=longest, device=memory_of(self._device),
         )  # fmt: skip
         with (
-            open_losses(self._found, space, device=self._device.type, say=self.say) as (opened, losses),
+            open_losses(space, device=self._device.type, say=self.say) as (opened, losses),
             tqdm(total=len(rows), disable=disable_tqdm, desc="log-likelihoods") as bar,
         ):
             given, done = Sequences([ids[:-1] for ids, _ in rows]), 0

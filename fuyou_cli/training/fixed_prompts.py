@@ -1,39 +1,47 @@
-"""Continues a recipe's fixed prompts between the steps of a run, so that people see what the model says by now.
+"""Continues a recipe's fixed prompts between the steps of a run, so that people see what the model says by now; and what
+`fuyou generate` shares with that: settings, and reading what was generated.
 
-Loop and choice of tokens are transformers' own, as in `generation`. The passes are those of an evaluation: all tokens so far
-go through the model for each new one. So no keys and values are kept, and it takes no memory beside a step's.
+Loop and choice of tokens are transformers' own. The passes are those of an evaluation: all tokens so far go through the model
+for each new one. So no keys and values are kept, and it takes no memory beside a step's.
 """
 
 from __future__ import annotations
 
 import copy
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StopStringCriteria
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import CausalLMOutput
 
 from ..core.errors import UsageError
+from ..core.json_files import read_object
 from ..core.paths import expanded
 from ..data.batches import Sequences, lay_out
 from ..data.cache import prompt_ids, read_template
 from ..data.prompts import said, written
-from ..data.tokenise import Tokeniser, load_tokenizer
+from ..data.sandbox import LibraryErrors
+from ..data.tokenise import LARGEST_SETTINGS, Tokeniser, load_tokenizer
 from ..engine.forward_only import ForwardOnly
 from ..engine.lookup import holding
 from ..engine.row_lengths import alike
 from ..recipe.schema import Recipe
 from ..spec.model import ModelSpec
 from ..spec.plan import Numerics
-from .generation import Sampling, continued, naming_settings, settings
 from .report import SampleReport
 
 KEY = "eval.samples.prompts"
 _OF_A_CHOICE = 16  # bytes per row and token of the vocabulary: logits and what transformers makes of them
+_SETTINGS = "generation_config.json"
+_MOST_KEYS = 256  # of that file: transformers knows 80
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,3 +166,155 @@ class Continuations:
             return CausalLMOutput(logits=self._forward.next_logits(batch, at, last=tokens == end - 1).unsqueeze(1))
 
         return forward
+
+
+# ---- settings, and what was generated -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """Says how the next token is chosen: the likeliest one, or drawn as soon as one of the numbers is given."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int = 0
+
+    @property
+    def draws(self) -> bool:
+        return any(value is not None for value in (self.temperature, self.top_p, self.top_k))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Continued:
+    """Holds what a model made of one prompt. `ended`: by its end token or a stop string, or by the length."""
+
+    text: str
+    tokens: int  # new ones, the end token included
+    ended: Literal["end", "length"]
+
+
+def continued(grown: torch.Tensor, begin: int, config: GenerationConfig, tokeniser: Tokeniser) -> list[Continued]:
+    """Reads what `generate` wrote from position `begin` on, up to each row's end token or stop string. `grown`: int64
+    [rows, tokens]."""
+    ends = config.eos_token_id
+    known, found = ends if isinstance(ends, list) else [] if ends is None else [ends], list[Continued]()
+    for row, stop in zip(grown[:, begin:].tolist(), _stops(grown, begin, config, tokeniser), strict=True):
+        places = [place for place, token in enumerate(row) if token in known]
+        at = min(places if stop is None else [*places, stop], default=None)
+        kept = row if at is None else row[: at + 1]
+        text = tokeniser.tokenizer.decode(kept, skip_special_tokens=True)
+        found.append(Continued(text=text, tokens=len(kept), ended="length" if at is None else "end"))
+    return found
+
+
+def _stops(grown: torch.Tensor, begin: int, config: GenerationConfig, tokeniser: Tokeniser) -> list[int | None]:
+    """Finds where behind `begin` each row completes one of the stop strings, by the check that ended it: `generate` fills up
+    a row that has ended, and does not say where."""
+    found: list[int | None] = [None] * len(grown)
+    if config.stop_strings is None:
+        return found
+    completes = StopStringCriteria(tokeniser.tokenizer, config.stop_strings)
+    for place in range(grown.shape[1] - begin):
+        for row, done in enumerate(completes(grown[:, : begin + place + 1], None).tolist()):
+            found[row] = place if done and found[row] is None else found[row]
+    return found
+
+
+def settings(folder: Path, model: PreTrainedModel, tokeniser: Tokeniser, sampling: Sampling) -> GenerationConfig:
+    """Returns the model's own settings, of its folder, with this sampling: the likeliest token unless asked otherwise. Raises
+    UsageError for settings that `generate` refuses."""
+    asked = {name: value for name, value in asdict(sampling).items() if name != "seed"}
+    known = {name: value for name, value in asked.items() if value is not None or not sampling.draws}
+    pad = tokeniser.pad_id if tokeniser.pad_id < model.get_input_embeddings().num_embeddings else 0  # nothing attends to it
+
+    def tried(config: GenerationConfig) -> GenerationConfig:
+        config.update(
+            **known, do_sample=sampling.draws, num_beams=1, num_return_sequences=1, cache_implementation=None, use_cache=True,
+            max_length=None, pad_token_id=pad, return_dict_in_generate=False, prefill_chunk_size=None,
+        )  # fmt: skip
+        if config.eos_token_id is None:
+            config.eos_token_id = tokeniser.eos_id
+        if config.stop_strings == "" or (isinstance(config.stop_strings, list) and "" in config.stop_strings):
+            raise ValueError("a stop string is empty, and every text ends with nothing")
+        if (folder / _SETTINGS).is_file():
+            _try(config, model, tokeniser)
+        return config
+
+    with refused_settings(folder, lambda: _refused_key(folder / _SETTINGS, tried)):
+        return tried(own_settings(folder, model))
+
+
+def refused_settings(folder: Path, key: Callable[[], str] = str) -> LibraryErrors:
+    """Names the file of settings in whatever transformers raises about them, and what `key` finds to be the cause."""
+    file, hint = folder / _SETTINGS, "correct the file, or remove it"
+
+    def as_error(why: str) -> UsageError:
+        named = key()
+        return UsageError(f"{file}: {named}{' ' * bool(named)}cannot be used: {why}", hint=hint)
+
+    return LibraryErrors(as_error)
+
+
+def _refused_key(file: Path, tried: Callable[[GenerationConfig], GenerationConfig]) -> str:
+    """Finds the key of a file of settings without which they are not refused. Empty where there is no single one."""
+    given = read_object(file, limit=LARGEST_SETTINGS, finite=False)
+    for key in sorted(given)[:_MOST_KEYS]:
+        with suppress(ValueError), LibraryErrors(ValueError):
+            tried(GenerationConfig.from_dict({other: value for other, value in given.items() if other != key}))
+            return key
+    return ""
+
+
+def own_settings(folder: Path, model: PreTrainedModel) -> GenerationConfig:
+    """Returns the settings in the model's folder, or those that its configuration gives. Raises what transformers raises."""
+    if (folder / _SETTINGS).is_file():
+        return GenerationConfig.from_pretrained(folder, local_files_only=True)
+    assert model.generation_config is not None
+    return model.generation_config
+
+
+def _try(config: GenerationConfig, model: PreTrainedModel, tokeniser: Tokeniser) -> None:
+    """Lets `generate` write two tokens by these settings, with logits that are all alike: it looks at some of them only when
+    it needs them, which may be after hours. Raises what it raises."""
+    mode = config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise ValueError(f"it asks for {mode.value.replace('_', ' ')}, but one token after another is written here")
+    if config.guidance_scale not in (None, 1):
+        raise ValueError("it asks for a second pass over each text without its prompt, and no memory is planned for that")
+    embedding, called, tried = model.get_input_embeddings(), copy.copy(model), copy.deepcopy(config)
+    tried.update(use_cache=False, max_new_tokens=2)
+    logits = torch.zeros(1, 1, model.config.get_text_config().vocab_size)
+    called.forward = lambda **_: CausalLMOutput(logits=logits.clone())
+    with (
+        holding(embedding, torch.empty(0, embedding.embedding_dim), padding=None), torch.no_grad(), warnings.catch_warnings(),
+    ):  # fmt: skip
+        warnings.simplefilter("ignore")  # of lengths, which are not those of the run
+        called.generate(input_ids=torch.zeros(1, 1, dtype=torch.long), generation_config=tried, tokenizer=tokeniser.tokenizer)
+
+
+@contextmanager
+def naming_settings(model: PreTrainedModel, folder: Path) -> Iterator[None]:
+    """Names the file of settings inside, where one fails at a later token than was tried."""
+    own = model._get_logits_processor
+
+    def processors(*args: Any, **kwargs: Any) -> LogitsProcessorList:
+        return _Named(folder, own(*args, **kwargs))
+
+    vars(model)["_get_logits_processor"] = processors
+    try:
+        yield
+    finally:
+        del vars(model)["_get_logits_processor"]
+
+
+class _Named(LogitsProcessorList):  # type: ignore[misc]
+    def __init__(self, folder: Path, of_settings: LogitsProcessorList) -> None:
+        super().__init__(of_settings)
+        self._folder = folder
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        for one in self:
+            with refused_settings(self._folder, partial(str, type(one).__name__)):
+                scores = LogitsProcessorList([one])(input_ids, scores, **kwargs)
+        return scores

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +18,12 @@ from fuyou_cli.core.errors import DeviceMemoryError, PlanError, UsageError
 from fuyou_cli.core.units import MiB
 from fuyou_cli.data.batches import Sequences, lay_out
 from fuyou_cli.engine.generating import GenerationMemory
-from fuyou_cli.engine.streamed_losses import StreamedLosses
-from fuyou_cli.inference.streamed_evaluation import room_of
+from fuyou_cli.engine.weight_stream import StreamedLosses, Visited
+from fuyou_cli.inference.evaluating import room_of
+from fuyou_cli.inference.models import find, open_for_inference
+from fuyou_cli.inference.prompting import Generator, left_for_weights
 from fuyou_cli.recipe.schema import TrainSection
 from fuyou_cli.spec.plan import Numerics
-from fuyou_cli.training.generation import Generator, left_for_weights
-from fuyou_cli.training.inference import find, open_for_inference
 from fuyou_cli.training.run_log import JsonlLog
 from fuyou_cli.training.state.at_rest import find_store
 
@@ -102,6 +103,30 @@ def test_what_takes_turns_is_read_by_the_stage(materials: Path, tmp_path: Path) 
 def _reads() -> int:
     """Returns how often this process has read."""
     return int(re.search(r"syscr: (\d+)", Path("/proc/self/io").read_text())[1])  # type: ignore[index]
+
+
+def test_a_block_of_which_two_do_not_fit_passes_in_ranges_of_its_experts(materials: Path, tmp_path: Path) -> None:
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=320, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        intermediate_size=64, moe_intermediate_size=256, num_experts=16, num_experts_per_tok=2, max_position_embeddings=64,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(4)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    found, sizes = find(tmp_path), {"max_len": 20, "process": 0, "rows": 2, "longest": 20}
+    least, plenty = Visited.of(found.anatomy, torch.float32).least, room_of(found, TrainSection(), **sizes, budget=1 << 34)
+    assert plenty.found.anatomy.stages == found.anatomy.stages
+    room = room_of(found, TrainSection(), **sizes, budget=(1 << 34) - plenty.weights + least // 2)
+    with pytest.raises(PlanError), open_for_inference(found, memory=room.weights):
+        pass
+    assert any(stage.expert_range for stage in room.found.anatomy.stages)
+    with (
+        open_for_inference(room.found, memory=room.weights) as model,
+        StreamedLosses(model.weights, replace(room.numerics, micro_batch_size=1)) as losses,
+    ):
+        rows = losses.losses(lay_out(ROWS, range(2), pad_id=0, numerics=NUMERICS), last=True).sum(-1).tolist()
+        assert model.weights.memory <= room.weights < least
+    assert rows == pytest.approx(in_memory(tmp_path), rel=1e-6)
 
 
 def test_rows_and_weights_share_a_devices_memory(materials: Path) -> None:

@@ -14,14 +14,16 @@ from drawn import every, quick_and_slow
 
 from fuyou_cli.core import heap
 from fuyou_cli.engine.anatomy import dissect
+from fuyou_cli.engine.generating import passing
 from fuyou_cli.engine.ranges import cut_experts, obstacles
 from fuyou_cli.engine.skeleton import build
+from fuyou_cli.engine.weight_stream import Visited, WeightStream
 from fuyou_cli.planner.memory import compute_memory
 from fuyou_cli.recipe.schema import AdapterSection
 
 from .comparing import Outcome, assert_same, distance, relative
 from .late import make_late
-from .rig import OPTIMIZER, Rig, Shape, Subject, assert_moves_as_planned, outcome
+from .rig import OPTIMIZER, Rectangle, Rig, Shape, Subject, assert_moves_as_planned, outcome
 from .test_compute_memory import LiveOutside
 from .test_expert_lora import Adapted
 from .test_forward_only import assert_as_in_memory
@@ -30,6 +32,9 @@ from .test_mixtures import FAMILIES as MIXTURES
 from .test_unlike_rows import SHAPE as UNLIKE_ROWS
 from .test_unlike_rows import numerics_of as unlike_numerics
 from .test_unlike_rows import run as run_unlike
+from .test_weight_stream import Counted
+from .test_weight_stream import opened as streamed
+from .test_weight_stream import plain as plain_losses
 
 MANY = "qwen3_moe, many"  # outputs of a token, whose sum depends on their order
 FAMILIES = MIXTURES | {MANY: _config("Qwen3MoeConfig", GATED, EXPERTS, head_dim=8, num_experts=8, num_experts_per_tok=4)}
@@ -169,6 +174,28 @@ def test_rows_of_unlike_length(apart: bool, way: dict[str, Any], tmp_path: Path)
 
 def test_evaluated_as_transformers_in_memory(tmp_path: Path) -> None:
     assert_as_in_memory(Decided(FAMILIES["deepseek_v3, groups"], Shape(experts=2)), tmp_path)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3, groups", "qwen3_moe", "gpt_oss"])
+@torch.no_grad()
+def test_weights_that_pass_through_memory_do_so_range_by_range(family: str) -> None:
+    """Losses and generated tokens are those in memory, the same bits wherever a block is cut. Slots hold no whole block."""
+    found, slots, tokens = [], [], []
+    for size in (0, 1, 2):
+        subject = Decided(FAMILIES[family], Shape(experts=size))
+        ids, labels = next(subject.batches(1))
+        with streamed(subject, 1 << 40) as (losses, _, _):
+            found.append(losses.losses(Rectangle(ids, labels), last=True).sum(-1).tolist())
+        slots.append(Visited.of(subject.anatomy, torch.float32).least)
+        with (
+            WeightStream(subject.anatomy, Counted(subject), dtype=torch.float32, memory=slots[-1]) as weights,
+            passing(subject.anatomy, weights) as model,
+        ):
+            tokens.append(model.generate(input_ids=ids[:, :6], max_new_tokens=5, do_sample=False, pad_token_id=0).tolist())
+    assert relative(found[1], plain_losses(subject, ids, labels)) <= 1e-6
+    assert relative(found[1], found[0]) <= 1e-6 and found[1] == found[2]
+    assert tokens[0] == tokens[1] == tokens[2]
+    assert slots[1] <= slots[2] < slots[0]
 
 
 # ---- what is cut -----------------------------------------------------------------------------------------------------------

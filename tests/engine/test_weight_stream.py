@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from fuyou_cli.core.errors import PlanError
-from fuyou_cli.engine.streamed_losses import StreamedLosses
-from fuyou_cli.engine.weight_stream import Visited, WeightStream
+from fuyou_cli.engine.weight_stream import StreamedLosses, Visited, WeightStream
 
 from .comparing import relative
 from .families import FAMILIES, llama
@@ -25,7 +24,7 @@ class Counted:
     """Reads from memory, and counts."""
 
     def __init__(self, subject: Subject) -> None:
-        self._weights, self.elements = subject.initial, 0
+        self._weights, self.elements = subject.stored(subject.initial), 0
         self.whole = sum(stage.numel for stage in subject.spec.stages)
 
     def __call__(self, name: str, into: torch.Tensor, first: int) -> None:

@@ -12,40 +12,42 @@ from typing import Literal
 
 import torch
 
-from ..adapters.adapter_names import base_name
-from ..checkpoint.companions import ADAPTER_CONFIG_NAME, CONFIG_NAME
-from ..checkpoint.files import an_adapter, open_checkpoint
-from ..checkpoint.header import TensorEntry
-from ..checkpoint.names import entries_for
-from ..checkpoint.reader import PIECE, TensorReader
-from ..core.disk import status_of
-from ..core.errors import UsageError
-from ..engine.anatomy import Anatomy, Slotted, dissect
-from ..engine.devices.cuda import free_memory
-from ..engine.in_place import whole_in_place
-from ..engine.skeleton import TORCH_DTYPE, build, load_config
-from ..engine.vocabulary import cut_vocabulary, resolved_rows
-from ..engine.weight_stream import HUGE_PAGE, SLOTS, ReadInto, ReadPages, Visited, WeightStream
-from ..recipe.fields import MemoryLimit
-from ..spec.model import Piece
-from ..spec.model_facts import InPlace
-from .adapter_exporting import MergedWeights, as_trained
-from .exporting import READ_ARENA, StoreWeights
-from .in_place_files import GPU_ALIGNMENT, addresses, lying_in
-from .numerics import for_tensors
-from .packed_reading import DecodingReader
-from .run_log import LOG, saved_of
-from .state import manifest as manifests
-from .state.at_rest import AtRest, at_rest, find_store
-from .state.kept_companions import kept_adapter, kept_companions
-from .untouched import left_alone
+from fuyou_cli.adapters.adapter_names import base_name
+from fuyou_cli.checkpoint.companions import ADAPTER_CONFIG_NAME, CONFIG_NAME
+from fuyou_cli.checkpoint.files import an_adapter, open_checkpoint
+from fuyou_cli.checkpoint.header import TensorEntry
+from fuyou_cli.checkpoint.hub import Progress, resolve
+from fuyou_cli.checkpoint.names import entries_for
+from fuyou_cli.checkpoint.reader import PIECE, TensorReader
+from fuyou_cli.core.disk import status_of
+from fuyou_cli.core.errors import UsageError
+from fuyou_cli.engine.anatomy import Anatomy, Slotted, dissect
+from fuyou_cli.engine.devices.cuda import free_memory
+from fuyou_cli.engine.in_place import whole_in_place
+from fuyou_cli.engine.ranges import cut_experts
+from fuyou_cli.engine.skeleton import TORCH_DTYPE, build, load_config
+from fuyou_cli.engine.vocabulary import cut_vocabulary, resolved_rows
+from fuyou_cli.engine.weight_stream import HUGE_PAGE, SLOTS, ReadInto, ReadPages, Visited, WeightStream
+from fuyou_cli.recipe.fields import MemoryLimit
+from fuyou_cli.spec.model import Piece
+from fuyou_cli.spec.model_facts import InPlace
+from fuyou_cli.training.adapter_exporting import MergedWeights, as_trained
+from fuyou_cli.training.exporting import READ_ARENA, StoreWeights
+from fuyou_cli.training.in_place_files import GPU_ALIGNMENT, addresses, lying_in
+from fuyou_cli.training.numerics import for_tensors
+from fuyou_cli.training.packed_reading import DecodingReader
+from fuyou_cli.training.run_log import LOG, saved_of
+from fuyou_cli.training.state import manifest as manifests
+from fuyou_cli.training.state.at_rest import AtRest, at_rest, find_store
+from fuyou_cli.training.state.kept_companions import kept_adapter, kept_companions
+from fuyou_cli.training.untouched import left_alone
 
 _READ = 1 << 21  # elements of a store at once: no more than a store's window holds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoundModel:
-    """Holds a model without its weights: as it is before `opened` reads any. `store`: its weights are a run's."""
+    """A model without its weights: as it is before `open_for_inference` reads any. `store`: its weights are a run's."""
 
     folder: Path  # config.json and the tokenizer
     store: Path | None
@@ -64,13 +66,45 @@ class FoundModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Opened:
-    """Holds a model with the weights that pass through it. `check` raises SwapError if a store's bytes are not those written;
+    """A model with the weights that pass through it. `check` raises SwapError if a store's bytes are not those written;
     call it after a pass. `read_bytes` returns the bytes of weights read so far."""
 
     anatomy: Anatomy
     weights: WeightStream
     check: Callable[[], None]
     read_bytes: Callable[[], int]
+
+
+def open_source(
+    source: str, *, dtype: Literal["auto", "float32", "bfloat16"] = "auto", attention: str = "sdpa", trusted: bool = False,
+    say: Callable[[str], None], progress: Progress = lambda name, done, total: None,
+) -> FoundModel:  # fmt: skip
+    """Opens what a command names: a model's folder or hub name, a run's store, or a run's output folder. A model of the hub is
+    fetched if it is not here. Otherwise as `find`."""
+    if not source.strip():
+        raise UsageError("the model has no name", hint="give a model's folder or hub name, a run's store or its output_dir")
+    folder = Path(source).expanduser()
+    if not folder.is_dir():
+        folder = resolve(source, trust_remote_code=trusted, say=say, progress=progress)
+    return find(folder, dtype=dtype, attention=attention, trusted=trusted)
+
+
+def cut_to_fit(found: FoundModel, memory: int) -> FoundModel:
+    """Returns the model with blocks cut into ranges of their experts (`engine/ranges`), as large as two of them fit `memory`
+    bytes of RAM. As it is where whole blocks fit, where it was cut before, or where its experts cannot be stages."""
+    dtype = TORCH_DTYPE[found.dtype]
+    mixtures = [stage for stage in found.anatomy.stages if stage.kind == "block" and stage.experts]
+    if not mixtures or Visited.of(found.anatomy, dtype).least <= memory or any(s.expert_range for s in mixtures):
+        return found
+    counts = [next(iter(stage.experts[0][1].values())).experts for stage in mixtures]
+    routed = [sum(tensor.numel for tensor in stage.tensors if tensor.routed) for stage in mixtures]
+    largest = max(-(-elements // count) for elements, count in zip(routed, counts, strict=True)) * dtype.itemsize
+    size = max(1, min(max(counts) - 1, max(0, memory) // (SLOTS * largest)))
+    while (anatomy := cut_experts(found.anatomy, size)) and size > 1 and Visited.of(anatomy, dtype).least > memory:
+        size //= 2
+    if not any(stage.expert_range for stage in anatomy.stages):
+        return found
+    return replace(found, anatomy=anatomy)
 
 
 def is_store(source: Path) -> bool:
@@ -232,7 +266,7 @@ def _in_place(found: FoundModel, entries: Mapping[str, TensorEntry], device: tor
     if (anatomy := whole_in_place(found.anatomy, files, found.dtype)) is None:
         return None
     own, lying = (Visited.of(one, TORCH_DTYPE[found.dtype]) for one in (found.anatomy, anatomy))
-    more = max(0, lying.whole - own.whole) + SLOTS * max(0, lying.largest - own.largest)
+    more = max(0, lying.total_bytes - own.total_bytes) + SLOTS * max(0, lying.largest - own.largest)
     return _InPlace(anatomy=anatomy, begins=begins, more=more) if more + HUGE_PAGE <= PIECE else None
 
 
