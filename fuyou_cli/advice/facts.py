@@ -22,7 +22,7 @@ from fuyou_cli.planner.evaluation_cost import EvaluationCost, SamplingCost, eval
 from fuyou_cli.planner.run_planner import FastRegion, fast_region
 from fuyou_cli.planner.schedule import plan_schedule, weights_left
 from fuyou_cli.planner.simulate import simulate
-from fuyou_cli.recipe.fields import format_size
+from fuyou_cli.recipe.schema import format_size
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import Plan

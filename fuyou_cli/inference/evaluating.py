@@ -63,7 +63,6 @@ def evaluate(source: str, recipe: Recipe, *, say: Say, progress: Progress, bar: 
     if source.endswith((".yaml", ".yml")):
         raise UsageError(f"{source} is a recipe, not a model", hint="fuyou eval MODEL RECIPE")
     dtype = recipe.precision.compute
-    assert dtype != "float16", "a recipe's rules refuse it"
     found = open_source(
         source, dtype=dtype, attention=recipe.model.attn_implementation, trusted=recipe.model.trust_remote_code, say=say,
         progress=progress,

@@ -28,7 +28,7 @@ from fuyou_cli.engine.ranges import cut_experts
 from fuyou_cli.engine.skeleton import TORCH_DTYPE, build, load_config
 from fuyou_cli.engine.vocabulary import cut_vocabulary, resolved_rows
 from fuyou_cli.engine.weight_stream import HUGE_PAGE, SLOTS, ReadInto, ReadPages, Visited, WeightStream
-from fuyou_cli.recipe.fields import MemoryLimit
+from fuyou_cli.recipe.schema import MemoryLimit
 from fuyou_cli.spec.model import Piece
 from fuyou_cli.spec.model_facts import InPlace
 from fuyou_cli.training.adapter_exporting import MergedWeights, as_trained

@@ -22,9 +22,9 @@ from fuyou_cli.core.paths import is_file
 from fuyou_cli.core.safe_files import read_plain
 from fuyou_cli.core.typed import WrongData, from_json
 from fuyou_cli.core.units import LARGEST_SIZE, GiB, gb, parse_size
-from fuyou_cli.recipe.fields import format_size
 from fuyou_cli.recipe.load import LoadedRecipe, yaml_to_data
 from fuyou_cli.recipe.named import shipped_hardware
+from fuyou_cli.recipe.schema import format_size
 from fuyou_cli.spec.hardware import (
     STORE_RATES,
     Bandwidth,

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from fuyou_cli.core import disk, probe
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.units import GiB, MiB, in_steps
-from fuyou_cli.recipe.fields import Limit, MemoryLimit
+from fuyou_cli.recipe.schema import Limit, MemoryLimit
 from fuyou_cli.spec.hardware import HardwareProfile
 
 from . import drives

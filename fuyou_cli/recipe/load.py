@@ -19,10 +19,9 @@ from omegaconf.errors import OmegaConfBaseException
 from ..core.disk import remedy
 from ..core.safe_files import read_plain
 from ..core.typed import show_path
-from .check import check
 from .diagnostics import COMMAND_LINE, Diagnostic, Place, RecipeErrors
 from .diagnostics import Path as Keys
-from .removed import take_removed
+from .rules import check, take_removed
 from .schema import Recipe
 
 _MOST_REFERENCES = 8  # `${...}`: enough for any recipe, too few to multiply a text beyond memory

@@ -1,23 +1,127 @@
-"""Checks rules between keys: pairs that exclude each other, numbers that must divide, places that a device does not have.
+"""Makes a `Recipe` from plain data, or lists everything that is wrong with it.
 
-They are checked after every single key is right.
+Rules between keys are checked after every single key is right. Keys that are gone are taken out first: one that says what fuyou
+does anyway gives a note, any other value is an error that says what to write instead.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from ..core.typed import show_value
-from .diagnostics import Diagnostic
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from ..core.typed import reason, show_path, show_value
+from .diagnostics import Diagnostic, spelt
+from .diagnostics import Path as Keys
 from .schema import LrSchedulerSection, OptimizerSection, Recipe
+from .suggest import suggest_choice, suggest_key
 
+_NEEDED = {"model": "model.name_or_path", "dataset": "dataset.train"}  # a missing section lacks this key
+_EXAMPLES = {
+    "output_dir": "write `output_dir: outputs/my-run`",
+    "model.name_or_path": "write the folder of a model, or its hub id",
+    "dataset.train": "write a list of files: `train: [{path: data.jsonl}]`",
+}
+_FIRST = {  # main keys
+    "model": "name_or_path", "tokenizer": "name_or_path", "adapter": "type", "optimizer": "name", "lr_scheduler": "name",
+}  # fmt: skip
+_TRUE = {"dataset.packing": "write `concat`, or `isolated` to keep the samples of a row apart"}  # other tools' true
+_OUT_OF_RANGE = {
+    "greater_than", "greater_than_equal", "less_than", "less_than_equal", "too_short", "too_long", "string_too_short",
+}  # fmt: skip
 _TIERS = ("weights", "gradients", "optimizer_states", "boundaries")
 _OPTIMIZERS_WITH = {"betas": ("adamw", "lion"), "momentum": ("sgd",), "eps": ("adamw",)}
 _KEEP_ONE = "keep one; `key=null` clears the other on the command line"
 
 Broken = Iterator[tuple[str, str, str | None]]  # the key to point at, what is wrong, what to do
+
+
+def check(data: dict[str, Any], *, ignore: frozenset[Keys] = frozenset()) -> tuple[Recipe | None, list[Diagnostic]]:
+    """Returns the recipe, or None and the findings. Does not report keys at or below `ignore` again."""
+    findings: list[Diagnostic] = []
+    recipe = None
+    try:
+        recipe = Recipe.model_validate(data)
+    except ValidationError as error:
+        findings += [_finding(detail) for detail in error.errors(include_url=False)]
+    findings += list(broken_rules(recipe)) if recipe is not None else []
+    findings = [finding for finding in findings if not any(finding.path[: len(path)] == path for path in ignore)]
+    return (None if findings else recipe), findings
+
+
+def _finding(detail: ErrorDetails) -> Diagnostic:
+    path: Keys = tuple(part for part in detail["loc"] if part != "[key]")
+    kind, shown = detail["type"], show_path(path)
+    if kind == "extra_forbidden":
+        dotted = ".".join(part for part in path if isinstance(part, str))
+        found = suggest_key(dotted, shown_section=show_path(path[:-1]))
+        return Diagnostic(path=path, code="unknown-key", message=f"unknown key `{shown}`", help=found, at_key=True)
+    if kind == "missing":
+        return _missing(path)
+    if kind == "literal_error":
+        return _choice(path, detail["input"], str(detail["ctx"]["expected"]))
+    remedy = _type_help(kind, detail["input"])
+    if kind == "model_type" and shown in _FIRST and isinstance(detail["input"], str):
+        remedy = f"write `{shown}: {{{_FIRST[shown]}: {show_value(detail['input'])}}}`"
+        if (shown, detail["input"]) == ("adapter", "qlora"):
+            remedy = "write `adapter: {type: lora}` and `model.quantize: nf4`"
+    return Diagnostic(path=path, code=_code(kind), message=f"`{shown}`: {reason(detail)}", help=remedy)
+
+
+def _code(kind: str) -> str:
+    if kind.endswith("_type") or kind == "finite_number":
+        return "wrong-type"
+    return "out-of-range" if kind in _OUT_OF_RANGE else kind.replace("_", "-")
+
+
+def _missing(path: Keys) -> Diagnostic:
+    if path and isinstance(path[-1], int):  # a pair with only one value
+        shown = show_path(path[:-1])
+        return Diagnostic(path=path[:-1], code="out-of-range", message=f"`{shown}`: expected two values, got one")
+    key = _NEEDED.get(show_path(path), show_path(path))
+    return Diagnostic(path=path, code="missing-key", message=f"`{key}` is missing", help=_EXAMPLES.get(key), at_key=True)
+
+
+def _choice(path: Keys, value: Any, expected: str) -> Diagnostic:
+    choices = [choice.strip("'") for choice in expected.replace(" or ", ", ").split(", ")]
+    choices = [choice.lower() if choice in ("True", "False") else choice for choice in choices]
+    listed = choices[0] if len(choices) == 1 else f"{', '.join(choices[:-1])} or {choices[-1]}"
+    return Diagnostic(
+        path=path,
+        code="not-a-choice",
+        message=f"`{show_path(path)}`: expected {listed}, got {show_value(value)}",
+        help=suggest_choice(value, choices) or _type_help("literal_error", value, show_path(path)),
+    )
+
+
+def _type_help(kind: str, value: Any, key: str = "") -> str | None:
+    if value is True and key in _TRUE:
+        return _TRUE[key]
+    if isinstance(value, bool) and kind in ("string_type", "literal_error"):
+        return "YAML reads yes, no, on and off as true and false; quote the word"
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and kind == "string_type":
+        return "quote it"
+    if isinstance(value, str) and value.lower() == "none":
+        return "in YAML, write `null` for no value"
+    if isinstance(value, str) and kind in ("float_type", "int_type") and _is_number(value):
+        return "write it without quotes"
+    if isinstance(value, str) and kind == "tuple_type":
+        return "write a list as [a, b]"
+    return None
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
+
+
+# ---- rules between keys ----------------------------------------------------------------------------------------------
 
 
 def broken_rules(recipe: Recipe) -> Iterator[Diagnostic]:
@@ -274,3 +378,78 @@ _RULES: tuple[Callable[[Recipe], Broken], ...] = (
     _revision, _length, _warmup, _decay, _batch, _mixture, _streaming, _evaluation, _device, _optimizer, _together, _strategy,
     _deferral, _norm_first, _skipping, _balanced, _compiled, _adapter, _quantised, _kernels, _backends,
 )  # fmt: skip
+
+
+# ---- keys that are gone ----------------------------------------------------------------------------------------------
+
+
+class Removed(NamedTuple):
+    """Says what became of the key at `path`: of all its values, or of `values` only if the key is still there."""
+
+    path: str  # dotted; * is each entry of a list
+    same: tuple[object, ...]  # values that ask for what fuyou does now
+    why: Mapping[object, str] | str  # what became of it, by value or for all
+    instead: Mapping[object, str] | str
+    values: tuple[object, ...] | None = None
+
+
+_INT8 = (
+    "delete the key: two extents of everything take 24 bytes per parameter on the drives (bfloat16), or 12.3 with "
+    "`optimizer.state_dtype: int8`"
+)
+_COPIES = "delete the key: `checkpoint.commit_every_steps` sets the interval; `fuyou export` and `eval.keep_best` keep copies"
+
+REMOVED: tuple[Removed, ...] = (
+    Removed(
+        "checkpoint.mode", ("auto", "in_place"),
+        {"redo": "a store always keeps two extents of everything", "snapshot": "a store keeps its last two states"},
+        {"redo": _INT8, "snapshot": _COPIES},
+    ),
+    Removed("checkpoint.snapshot_every_steps", (None,), "stores of snapshots are gone", _COPIES),
+    Removed("checkpoint.keep_last", (2,), "a store keeps its last two states", _COPIES),
+    Removed("precision.master", ("float32",), "the master is always float32", "delete the key"),
+    Removed("precision.allow_tf32", (False,), "float32 is computed in float32", "delete the key"),
+    Removed("export.push_to_hub", (None,), "fuyou does not upload", "delete the key, and upload the exported folder yourself"),
+    Removed("export.private", (True,), "fuyou does not upload", "delete the key"),
+)  # fmt: skip
+
+REMOVED_KEYS = frozenset(row.path for row in REMOVED if row.values is None)
+
+
+def take_removed(data: dict[str, Any]) -> tuple[list[Diagnostic], list[Diagnostic]]:
+    """Takes what is gone out of a recipe's data. Returns notes, and errors."""
+    notes, errors = [], []
+    for row in REMOVED:
+        for path, value in written(data, row.path):
+            if row.values is not None and value not in row.values:
+                continue
+            section: Any = data
+            for part in path[:-1]:
+                section = section[part]
+            del section[path[-1]]
+            shown = f"{row.path.replace('.*', '')}: {spelt(value)}"
+            if value in row.same:
+                what = f"`{shown}` has no effect any more, as fuyou always does that: delete the key"
+                notes.append(Diagnostic(path=path, code="removed", message=what))
+                continue
+            why, instead = (_of(value, text) for text in (row.why, row.instead))
+            errors.append(Diagnostic(path=path, code="removed", message=f"`{shown}` is gone: {why}", help=instead))
+    return notes, errors
+
+
+def _of(value: object, texts: Mapping[object, str] | str) -> str:
+    """Returns the text for a value. One that the key never had gets the first."""
+    if isinstance(texts, str):
+        return texts
+    return next((text for of_value, text in texts.items() if of_value == value), next(iter(texts.values())))
+
+
+def written(data: dict[str, Any], dotted: str) -> list[tuple[Keys, Any]]:
+    """Lists everything written at a path, where `*` stands for each entry of a list."""
+    found: list[tuple[Keys, Any]] = [((), data)]
+    for part in dotted.split("."):
+        if part == "*":
+            found = [((*path, i), item) for path, at in found if isinstance(at, list) for i, item in enumerate(at)]
+        else:
+            found = [((*path, part), at[part]) for path, at in found if isinstance(at, dict) and part in at]
+    return found

@@ -6,9 +6,7 @@ import difflib
 from functools import cache
 from typing import Any, get_args
 
-from .fields import Section
-from .schema import Recipe
-from .unbuilt import UNBUILT
+from .schema import Recipe, Section
 
 # Names that other trainers use for the same idea, by their last part. They are suggested but never accepted, so that
 # recipes read the same for all users.
@@ -44,7 +42,6 @@ _OTHER_NAMES = {
     "lr_scheduler.min_lr_ratio": "min_lr cosine_min_lr_ratio",
     "lr_scheduler.warmup_steps": "num_warmup_steps lr_warmup_steps",
     "precision.compute": "dtype torch_dtype bf16 fp16",
-    "precision.allow_tf32": "tf32",
     "offload.activations": (
         "gradient_checkpointing enable_activation_checkpointing enable_activation_offloading "
         "activation_offloading use_unsloth_gc"
@@ -63,7 +60,6 @@ _OTHER_NAMES = {
     "logging.wandb.project": "wandb_project",
     "logging.wandb.name": "wandb_name wandb_run_id run_name",
     "output_dir": "output_path save_dir logging_dir",
-    "export.push_to_hub": "hub_model_id hub_id",
     "adapter": "use_peft use_lora lora qlora peft_config finetuning_type",
     "model.quantize": "load_in_4bit load_in_8bit quantization_bit quantization bnb_4bit_quant_type",
     "model.double_quant": "bnb_4bit_use_double_quant double_quantization",
@@ -145,12 +141,10 @@ def suggest_key(dotted: str, *, shown_section: str) -> str:
 
 
 def _ours(name: str) -> str:
-    """Names fuyou's key for another trainer's key, with its meaning, or what to do if the feature does not exist yet."""
+    """Names fuyou's key for another trainer's key, with its meaning."""
     key = ALIASES[name]
     meaning = f": {_MEANINGS[name]}" if name in _MEANINGS else ""
-    row = next((row for row in UNBUILT if f"{key}.".startswith(f"{row.path}.") and row.asks("a value")), None)
-    later = f"; {row.feature} are not built yet, so {row.instead}" if row is not None else ""
-    return f"fuyou calls this `{key}`{meaning}{later}"
+    return f"fuyou calls this `{key}`{meaning}"
 
 
 def suggest_choice(value: object, choices: list[str]) -> str | None:

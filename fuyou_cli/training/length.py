@@ -16,7 +16,7 @@ from ..core.errors import FuyouError, UsageError
 from ..core.paths import expanded, folder
 from ..core.units import MiB, duration, format_time, gb
 from ..data.named_sets import unsaid
-from ..recipe.fields import format_size
+from ..recipe.schema import format_size
 from ..spec.plan import Plan
 from .state.stored import TENSORS
 

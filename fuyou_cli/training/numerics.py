@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from statistics import fmean
-from typing import TYPE_CHECKING, Literal, TypedDict, cast
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 from ..core.errors import UsageError
 from ..core.units import GiB, MiB, align_up
@@ -96,7 +96,7 @@ def usual_numerics(recipe: Recipe, *, apart: bool) -> Numerics:
     train, length, on_cpu = recipe.train, recipe.dataset.max_seq_len, recipe.offload.device != "cuda"
     usual = USUAL_TOKENS if on_cpu else MOST_TOKENS
     micro = sizes_of(train.batch_size, length, usual=usual)[1] if train.micro_batch_size == "auto" else train.micro_batch_size
-    compute = cast(Dtype, recipe.precision.compute)
+    compute: Dtype = recipe.precision.compute
     return Numerics(
         compute_dtype=compute, accumulate_dtype=compute, batch_size=train.batch_size, micro_batch_size=micro,
         max_seq_len=length, head_chunk_tokens=0, torch_threads=1, seed=recipe.seed,
@@ -131,7 +131,7 @@ def numerics_of(
         chunk = head_chunk(train, micro * length, columns, piece=head_piece(recipe, hardware))
     # Beside a GPU, torch only copies rows. A few threads reach the memory's bandwidth, and the update needs the cores.
     usual_threads = THREADS_BESIDE_A_GPU if hardware.device == "cuda" else MOST_THREADS
-    compute = cast(Dtype, recipe.precision.compute)
+    compute: Dtype = recipe.precision.compute
     # With one piece nothing is summed, so a wider dtype would hold the same numbers. The exception is a tied head and its
     # embedding, whose two gradients plain PyTorch also adds in the compute dtype.
     one_piece = train.batch_size == micro and chunk == 0

@@ -8,8 +8,6 @@ import sys
 import pytest
 
 from fuyou_cli.recipe.load import load_recipe
-from fuyou_cli.recipe.suggest import known_keys
-from fuyou_cli.recipe.unbuilt import UNBUILT
 
 from .conftest import VALID
 
@@ -138,29 +136,23 @@ def test_an_empty_list_of_data_sets(write):
         load_recipe(write("output_dir: o\nmodel: {name_or_path: m}\ndataset: {train: []}\n"))
 
 
-NOT_BUILT = {
-    "precision.compute": "precision.compute=float16",
-    "precision.master": "precision.master=bfloat16",
-    "precision.allow_tf32": "precision.allow_tf32=true",
-    "export.push_to_hub": "export.push_to_hub=me/model",
-    "export.private": "export.private=false",
-}
+@pytest.mark.parametrize("override", [
+    "precision.master=bfloat16", "precision.allow_tf32=true", "export.push_to_hub=me/model", "export.private=false",
+])  # fmt: skip
+def test_keys_that_did_nothing_are_refused_unless_they_ask_for_nothing(refused, override):
+    key = override.partition("=")[0]
+    ((name, found),) = refused("", override).items()
+    assert (name, found.code) == (key, "removed") and f"`{override.replace('=', ': ')}` is gone" in found.message
+    assert "delete the key" in found.help
 
 
-def test_every_row_of_the_table_has_an_example_here():
-    assert {row.path.replace("*", "0") for row in UNBUILT} == {key.replace("[0]", ".0") for key in NOT_BUILT}
-    assert {row.path.replace(".*", "") for row in UNBUILT} <= set(known_keys())
+def test_float16_is_no_choice(refused):
+    ((name, found),) = refused("", "precision.compute=float16").items()
+    assert (name, found.code) == ("precision.compute", "not-a-choice")
+    assert "expected bfloat16 or float32, got 'float16'" in found.message
 
 
-@pytest.mark.parametrize(("key", "override"), NOT_BUILT.items())
-def test_keys_whose_feature_is_not_built_are_errors_that_name_them(refused, key, override):
-    found = refused("", override)
-    assert {path: diagnostic.code for path, diagnostic in found.items()} == {key: "not-built"}
-    assert key.replace("[0]", "") in found[key].message
-    assert found[key].help
-
-
-def test_neutral_values_of_such_keys_are_fine(load):
+def test_neutral_values_are_fine(load):
     neutral = [
         "adapter=null", "dataset.eval=[]", "dataset.eval_fraction=0",
         "offload.activations=keep", "offload.defer_updates=1", "train.max_time=null",

@@ -9,9 +9,9 @@ import yaml
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.units import format_time, parse_size, parse_time
-from fuyou_cli.recipe.fields import format_size
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.recipe.named import find_recipe, shipped_recipes, summary
+from fuyou_cli.recipe.schema import format_size
 
 
 def test_three_keys_are_enough(load):

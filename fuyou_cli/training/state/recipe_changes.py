@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ...core.printable import one_line
 from ...recipe.diagnostics import spelt
 from ...recipe.load import as_override
-from ...recipe.removed import REMOVED_KEYS
+from ...recipe.rules import REMOVED_KEYS
 from .stored import Change
 
 if TYPE_CHECKING:
