@@ -22,7 +22,7 @@ from .console import status_console, write_document, write_json, write_status
 from .error_screen import like_ctrl_c
 
 if TYPE_CHECKING:
-    from fuyou_cli.data.prompts import Prompt
+    from fuyou_cli.data.reading import Prompt
     from fuyou_cli.inference.prompting import Extent, Generator, Prompter
     from fuyou_cli.training.fixed_prompts import Continued
 
@@ -95,7 +95,7 @@ def run_generate(source: str, options: GenerateOptions) -> None:
     import transformers
 
     transformers.logging.set_verbosity_error()  # its advice is for programs
-    from fuyou_cli.data.prompts import read_prompts
+    from fuyou_cli.data.reading import read_prompts
     from fuyou_cli.inference.prompting import Prompter
 
     from .render.transfer import Transfers
@@ -117,7 +117,7 @@ def run_generate(source: str, options: GenerateOptions) -> None:
 
 
 def _prompt(options: GenerateOptions, text: str) -> Prompt:
-    from fuyou_cli.data.prompts import said, written
+    from fuyou_cli.data.reading import said, written
 
     return said(text) if options.chat else written(text)
 
@@ -171,7 +171,7 @@ def _all_of(given: Prompter, options: GenerateOptions, rows: Sequence[tuple[str,
 def _conversation(given: Prompter, options: GenerateOptions) -> None:
     """Answers line after line of the terminal, until it is closed."""
     from fuyou_cli.data.formats import Chat
-    from fuyou_cli.data.prompts import said
+    from fuyou_cli.data.reading import said
     from fuyou_cli.inference.prompting import Extent, positions
 
     most = min(_CONVERSATION, positions(given.found) or _CONVERSATION)

@@ -26,14 +26,11 @@ from fuyou_cli.core.safe_files import read_plain
 from fuyou_cli.core.units import MiB, gb
 
 from . import sandbox
-from .data_files import suffixes
-from .holding_back import Part
 from .locked_folders import scratch_in
-from .named_sets import Say, unsaid
-from .prompts import Prompt, as_data
-from .reading import first_bad_line
+from .reading import Prompt, as_data, first_bad_line, suffixes
 from .rows import TOKEN_BYTES, TOKENS, Rows
-from .sources import find_sources, size_of
+from .sampler import Part
+from .sources import Say, find_sources, size_of, unsaid
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.schema import DatasetSection

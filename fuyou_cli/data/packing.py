@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 
 from fuyou_cli.core.errors import UsageError
 
-Tokens = NDArray[np.int32]
 Mask = NDArray[np.uint8]
-Row = tuple[Tokens, Mask]
+Row = tuple[NDArray[np.int32], Mask]
 
 LABEL, BEGINS = 1, 2  # bits of a mask
 OPEN_ROWS = 32  # rows that `isolated` fills at a time
@@ -26,7 +25,7 @@ OPEN_ROWS = 32  # rows that `isolated` fills at a time
 class Sample:
     """Holds one tokenised sample. `place` says where it came from. `ends` is False for all but the last piece of a document."""
 
-    tokens: Tokens
+    tokens: NDArray[np.int32]
     mask: Mask
     place: str
     ends: bool = True

@@ -1,27 +1,82 @@
 """Reads the rows of a data file as a stream with bounded memory, each with its place ("train.jsonl:17").
 
-CSV cells stay text, and JSON is read line by line. Readers that guess a type per column would turn text that looks like a date
-into a date, refuse a file because of a column that is not used, and name no line.
+These readers are fuyou's own, because those of `datasets` change what is learnt: JSON text "2024-01-01" becomes a time, the CSV
+cell 3.50 a number and NA a null, and a bad row is named by neither file nor line. Here CSV cells stay text, JSON is read line
+by line, and columns that are not used are never a reason to refuse a file.
 """
 
 from __future__ import annotations
 
+import bz2
 import csv
+import gzip
 import io
 import json
+import lzma
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from fuyou_cli.core.disk import unusable
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.json_files import parsed
 
-from .data_files import kind_of_rows, opened, suffixes
+from .formats import Chat, RowError, Texts, read_example
 from .sandbox import reason
+
+KINDS = {
+    ".jsonl": "json", ".ndjson": "json", ".json": "json", ".txt": "text", ".csv": "csv",
+    ".parquet": "columns", ".arrow": "columns",
+}  # fmt: skip
+PACKED = (".gz", ".zst", ".bz2", ".xz")  # may follow the other suffixes, such as .jsonl.gz; column files are compressed inside
+BESIDE = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}  # of `datasets`: files without rows
+_DAMAGED = (OSError, EOFError, zlib.error, lzma.LZMAError)
+
+
+def suffixes(file: Path) -> tuple[str, str]:
+    """Returns the suffixes of a file's name, such as (".jsonl", ".gz"). The second is empty if the file is not compressed."""
+    packing = file.suffix.lower()
+    if packing not in PACKED:
+        return packing, ""
+    return Path(file.stem).suffix.lower(), packing
+
+
+def kind_of_rows(file: Path) -> str | None:
+    """Returns how the rows of a file are read: json, text, csv or columns. None for an unknown suffix."""
+    suffix, packing = suffixes(file)
+    kind = KINDS.get(suffix)
+    return None if packing and kind == "columns" else kind
+
+
+@contextmanager
+def opened(file: Path) -> Iterator[IO[bytes]]:
+    """Opens a file and returns its bytes, decompressed. Raises UsageError if they cannot be decompressed."""
+    packing = suffixes(file)[1]
+    try:
+        with _stream(file, packing) as stream:
+            yield stream
+    except _DAMAGED as error:
+        if not packing:
+            raise
+        raise UsageError(f"{file}: not valid {packing[1:]}: {reason(error)}", hint="is the file complete?") from error
+
+
+def _stream(file: Path, packing: str) -> Any:
+    if packing == ".zst":
+        import pyarrow as pa  # type: ignore[import-untyped,unused-ignore]
+
+        return pa.input_stream(str(file), compression="zstd")
+    openers: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+    return openers[packing](file, "rb") if packing else file.open("rb")
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
 
 LARGEST_ROW = 1 << 24  # most characters of a file held at once
 Placed = tuple[str, dict[str, Any]]  # "train.jsonl:17" and the row
@@ -83,7 +138,7 @@ def _json_rows(file: Path, skipped: int) -> Iterator[Placed]:
         head = stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
     if head.startswith(b"["):
         with _text(file, newline="") as text:
-            yield from islice(_Array(file, text.read).rows(), skipped, None)
+            yield from islice(_JsonArray(file, text.read).rows(), skipped, None)
         return
     if suffixes(file)[0] == ".json" and head.split(b"\n", 1)[0].strip() == b"{":
         raise UsageError(
@@ -124,7 +179,7 @@ def _json_row(text: str, place: str) -> dict[str, Any]:
     return row
 
 
-class _Array:
+class _JsonArray:
     """Reads a file with one array, and holds no more of it than the largest element needs. `_at` is the parsed position."""
 
     def __init__(self, file: Path, read: Callable[[int], str]) -> None:
@@ -336,3 +391,75 @@ def _place_to_cut(text: str, begin: int) -> int:
         return line + 1
     space = text.rfind(" ", least, most)
     return space if space >= 0 else most
+
+
+# ---- prompts: rows whose answer the model is to write ----------------------------------------------------------------
+
+
+Prompt = Texts | Chat
+_ANSWERS = {"messages": "", "conversations": "", "prompt": "completion", "instruction": "output"}  # column -> of the answer
+_FORMATS = {
+    "messages": "messages", "conversations": "sharegpt", "prompt": "prompt_completion", "instruction": "alpaca",
+}  # fmt: skip
+
+
+def read_prompts(file: Path, *, chat: bool) -> list[tuple[str, dict[str, Any], Prompt]]:
+    """Returns place, row and prompt of every row of a file. `chat`: a prompt that is a text is a user's message.
+
+    Raises UsageError that names the file, and the line."""
+    if not file.is_file() or kind_of_rows(file) is None:
+        what = "no such file" if not file.exists() else "not a file of rows"
+        raise UsageError(f"{file}: {what}", hint='give a file of lines such as {"prompt": "..."} with the suffix .jsonl')
+    found = []
+    for place, row in read_rows(file):
+        try:
+            found.append((place, row, prompt_of(row, chat=chat)))
+        except RowError as error:
+            raise UsageError(f"{place}: {error}") from None
+    if not found:
+        raise UsageError(f"{file}: the file has no rows", hint='give lines such as {"prompt": "..."}')
+    return found
+
+
+def prompt_of(row: dict[str, Any], *, chat: bool) -> Prompt:
+    """Returns the prompt of a row. Raises RowError where it has none."""
+    column = next((name for name in _FORMATS if name in row), None)
+    if column is None:
+        raise RowError(f"the row has none of the columns {', '.join(_FORMATS)}")
+    if column == "prompt" and isinstance(row[column], list):  # of messages
+        row, column = {"messages": row[column], "tools": row.get("tools")}, "messages"
+    answer = _ANSWERS[column]
+    example = read_example({**row, answer: ""} if answer else row, _FORMATS[column], {})
+    if isinstance(example, Chat):
+        messages = example.messages
+        while messages and messages[-1]["role"] == "assistant":
+            messages = messages[:-1]
+        if not messages:
+            raise RowError("the conversation has no message to answer")
+        return replace(example, messages=messages, unlearnt=frozenset())
+    assert isinstance(example, Texts)
+    text = "".join(text for text, learnt in example.parts if not learnt)
+    return said(text) if chat else written(text)
+
+
+def as_data(prompt: Prompt) -> tuple[str, dict[str, Any]]:
+    """Returns a prompt as JSON can hold it; `as_prompt` makes the same of it."""
+    if isinstance(prompt, Texts):
+        return "Texts", {"parts": prompt.parts, "begins": prompt.begins, "ends": prompt.ends, "bare": prompt.bare}
+    return "Chat", {"messages": prompt.messages, "tools": prompt.tools, "options": dict(prompt.options)}
+
+
+def as_prompt(kind: str, fields: dict[str, Any]) -> Prompt:
+    if kind == "Texts":
+        return Texts(**{**fields, "parts": tuple((text, learnt) for text, learnt in fields["parts"])})
+    return Chat(messages=tuple(fields["messages"]), tools=tuple(fields["tools"]), options=fields["options"])
+
+
+def written(text: str) -> Texts:
+    """Returns the text that the model goes on writing."""
+    return Texts(parts=((text, True),), ends=False)
+
+
+def said(text: str) -> Chat:
+    """Returns the conversation that begins with this message of a user."""
+    return Chat(messages=({"role": "user", "content": text},))

@@ -108,7 +108,7 @@ class DataSummary:
         return (*(note for note, found in told if found), *kinds)
 
 
-class _Array:
+class _StoredArray:
     """Reads parts of an array in a file: one without a header, or of numpy's format."""
 
     def __init__(self, path: Path, dtype: type[np.generic]) -> None:
@@ -156,8 +156,11 @@ class Rows:
         self.fingerprint = directory.name
         try:
             self.summary = _read_summary(directory / "summary.json", paths)
-            self._tokens, self._mask = _Array(directory / TOKENS, np.int32), _Array(directory / "mask.bin", np.uint8)
-            self._offsets = _Array(directory / "offsets.npy", np.int64)
+            self._tokens, self._mask = (
+                _StoredArray(directory / TOKENS, np.int32),
+                _StoredArray(directory / "mask.bin", np.uint8),
+            )
+            self._offsets = _StoredArray(directory / "offsets.npy", np.int64)
             last = int(self._offsets.part(self._offsets.size - 1, self._offsets.size)[0])
         except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise damaged(directory, error) from error

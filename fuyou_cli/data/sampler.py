@@ -1,14 +1,17 @@
-"""Chooses the rows of step n. The step number is the position in the data: a resumed run replays nothing."""
+"""Chooses the rows of step n, and which samples are held back. The step number is the position in the data: a resumed run
+replays nothing."""
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from fractions import Fraction
 from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
-
-from .mixture import Mixture
 
 
 def permutation(rows: int, *, seed: int, epoch: int, entry: int, part: int = 0) -> NDArray[np.int64]:
@@ -137,3 +140,88 @@ class Sampler:
         given, entries = self._mixture.picks(position, self.batch_size)
         parts = [iter(order.take(given[n], entries.count(n))) for n, order in enumerate(self._orders)]
         return [next(parts[entry]) for entry in entries]
+
+
+# ---- mixtures --------------------------------------------------------------------------------------------------------
+
+
+class Mixture:
+    """Deals positions 0, 1, 2, ... to entries. After any n of them each entry has had its share of n, to within one.
+
+    The rule is Tijdeman's for the chairman assignment problem (Discrete Mathematics 32, 1980): of the entries that are owed
+    enough, it takes the one whose share would be overdue first. Weights are taken as written decimals, so all arithmetic is on
+    whole numbers. The order repeats after the shares' common denominator, and a position is reached from the last repetition
+    before it. There are at least two weights.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        exact = [Fraction(str(weight)) for weight in weights]
+        shares = [weight / sum(exact) for weight in exact]
+        self._period = math.lcm(*(share.denominator for share in shares))
+        self._parts = [int(share * self._period) for share in shares]  # of a period
+        common = math.lcm(*self._parts)
+        self._urgency = [common // part for part in self._parts]
+        self._begin(0)
+
+    def picks(self, position: int, count: int) -> tuple[list[int], list[int]]:
+        """Returns how many rows each entry gave before `position`, and the entries of the next `count` positions."""
+        if position < self._position or position - self._position >= self._period:
+            self._begin(position // self._period)
+        while self._position < position:
+            self._next()
+        return list(self._given), [self._next() for _ in range(count)]
+
+    def before(self, position: int) -> list[int]:
+        """Returns each entry's share of this many positions, in rows, to within one."""
+        return [position * part // self._period for part in self._parts]
+
+    def _begin(self, periods: int) -> None:
+        self._position = periods * self._period
+        self._given = [periods * part for part in self._parts]
+        self._owed = [0] * len(self._parts)  # in parts of a row: a period of them is one row
+
+    def _next(self) -> int:
+        for entry, part in enumerate(self._parts):
+            self._owed[entry] += part
+        slices = 2 * len(self._parts) - 2  # slices of a row: an entry owed one slice may be chosen
+        ready = [entry for entry, owed in enumerate(self._owed) if owed * slices >= self._period]
+        chosen = min(ready, key=self._time_left)
+        self._owed[chosen] -= self._period
+        self._given[chosen] += 1
+        self._position += 1
+        return chosen
+
+    def _time_left(self, entry: int) -> int:
+        """Returns how long the entry can still wait, in a unit common to all entries."""
+        slices = 2 * len(self._parts) - 2
+        return (self._period * (slices - 1) - self._owed[entry] * slices) * self._urgency[entry]
+
+
+# ---- samples held back (dataset.eval_fraction) -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """Names the samples held back, or the others. A worker is asked for one part in its own process."""
+
+    fraction: float
+    seed: int
+    held: bool
+
+    def takes(self, entry: int, number: int) -> bool:
+        """Tells whether a sample of an entry of the recipe is in this part. Both count from 0."""
+        return is_held(self.fraction, seed=self.seed, entry=entry, number=number) == self.held
+
+    def asked(self) -> dict[str, object]:
+        """Returns it as part of a request."""
+        return {"part": asdict(self)}
+
+
+def is_held(fraction: float, *, seed: int, entry: int, number: int) -> bool:
+    """Tells whether a sample is held back: one of every 1/`fraction`, drawn among these. So of any first samples as many are
+    held as the fraction says, to within one, and none depends on those after it."""
+    share = Fraction(str(fraction))
+    run = math.ceil((number + 1) * share) - 1
+    first, end = math.floor(run / share), math.floor((run + 1) / share)
+    drawn = hashlib.sha256(f"{seed} {entry} {run}".encode()).digest()
+    return number == first + int.from_bytes(drawn[:8], "little") % (end - first)

@@ -1,6 +1,6 @@
 """Feeds a run with rows that are made while it trains (`dataset.streaming`): the first step does not wait for all the data.
 
-The samples of an entry become parts (`stream_parts`), in the order of its files. A part is the folder
+The samples of an entry become parts (`worker.Parts`), in the order of its files. A part is the folder
 `<fingerprint>/<entry>-<part>` below the cache. Rows are shuffled within a part, and the entry's files among each other. One
 part is made ahead. So the rows of step n are a function of seed and data. A resumed run finds the parts of an earlier process.
 """
@@ -34,12 +34,10 @@ from fuyou_cli.core.errors import DataError, FuyouError, OutOfSpaceError, UsageE
 from fuyou_cli.core.units import MiB, gb
 
 from .cache import as_asked, fingerprint, naming_space, refuse_failed, replied, request_for, scratch_of, worker_command
-from .mixture import Mixture
-from .named_sets import Say, is_remote, may_ask
 from .rows import DataSummary, Rows
-from .sampler import Sampler, permutation
-from .samples import Position
-from .stream_parts import PART_SAMPLES, PART_TOKENS, read_next
+from .sampler import Mixture, Sampler, permutation
+from .sources import Say, is_remote, may_ask
+from .worker import PART_SAMPLES, PART_TOKENS, Position, read_next
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.schema import DatasetSection

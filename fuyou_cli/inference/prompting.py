@@ -17,7 +17,7 @@ from fuyou_cli.core import probe
 from fuyou_cli.core.errors import DeviceMemoryError, PlanError, UsageError
 from fuyou_cli.core.units import MiB, gb, gib
 from fuyou_cli.data.cache import prompt_ids
-from fuyou_cli.data.prompts import Prompt
+from fuyou_cli.data.reading import Prompt
 from fuyou_cli.data.tokenise import Tokeniser, load_tokenizer
 from fuyou_cli.engine.generating import GenerationMemory, generation_code, passing, prompt_step, room
 from fuyou_cli.engine.row_lengths import alike, turns

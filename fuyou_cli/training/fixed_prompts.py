@@ -27,7 +27,7 @@ from ..core.json_files import read_object
 from ..core.paths import expanded
 from ..data.batches import Sequences, lay_out
 from ..data.cache import prompt_ids, read_template
-from ..data.prompts import said, written
+from ..data.reading import said, written
 from ..data.sandbox import LibraryErrors
 from ..data.tokenise import LARGEST_SETTINGS, Tokeniser, load_tokenizer
 from ..engine.forward_only import ForwardOnly

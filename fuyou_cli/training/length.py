@@ -15,15 +15,14 @@ from typing import TYPE_CHECKING, Any, cast
 from ..core.errors import FuyouError, UsageError
 from ..core.paths import expanded, folder
 from ..core.units import MiB, duration, format_time, gb
-from ..data.named_sets import unsaid
+from ..data.sources import unsaid
 from ..recipe.schema import format_size
 from ..spec.plan import Plan
 from .state.stored import TENSORS
 
 if TYPE_CHECKING:
-    from ..data.holding_back import Part
     from ..data.rows import DataSummary, Rows
-    from ..data.sampler import Sampler
+    from ..data.sampler import Part, Sampler
     from ..data.stream import Stream
     from ..recipe.schema import DatasetSection, Recipe
     from .report import StepReport
@@ -100,7 +99,7 @@ def evaluation_rows(
 
 
 def _part(recipe: Recipe, *, held: bool) -> Part | None:
-    from ..data.holding_back import Part
+    from ..data.sampler import Part
 
     fraction = recipe.dataset.eval_fraction
     return Part(fraction=fraction, seed=recipe.seed, held=held) if fraction else None

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.data.holding_back import Part, is_held
 from fuyou_cli.data.rows import Rows
+from fuyou_cli.data.sampler import Part, is_held
 
 TEXTS = [f"sample {number} of {number * 7} words" for number in range(40)]
 

@@ -16,12 +16,10 @@ from typing import Any
 import pytest
 
 from fuyou_cli.core.errors import FuyouError, UsageError
-from fuyou_cli.data.named_sets import is_remote, present
 from fuyou_cli.data.rows import Rows
-from fuyou_cli.data.set_worker import load
-from fuyou_cli.data.sources import look
-from fuyou_cli.data.stream_parts import NEXT, Parts
+from fuyou_cli.data.sources import is_remote, load_set, look, present
 from fuyou_cli.data.tokenise import Tokeniser
+from fuyou_cli.data.worker import NEXT, Parts
 from tests.hub_server import COMMIT, Hub
 
 from .conftest import OPTION_DEFAULTS, SOURCE_DEFAULTS, section
@@ -127,7 +125,7 @@ def test_a_full_disk_is_told_from_other_failures(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("huggingface_hub.hf_hub_download", failing)
     asked = {"path": "o/set", "commit": "main", "file": "a.jsonl", "out": str(tmp_path)}
     for code, kind in ((errno.EDQUOT, "disk"), (errno.EIO, "usage")):  # noqa: B007
-        assert load(asked) == {"error": "while downloading", "kind": kind}
+        assert load_set(asked) == {"error": "while downloading", "kind": kind}
 
 
 @pytest.mark.slow

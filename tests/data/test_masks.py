@@ -12,7 +12,7 @@ import pytest
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.data.formats import Chat
-from fuyou_cli.data.prompts import prompt_of
+from fuyou_cli.data.reading import prompt_of
 from fuyou_cli.data.rows import Rows
 from fuyou_cli.data.tokenise import Tokeniser
 

@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.data.mixture import Mixture
 from fuyou_cli.data.rows import Rows
-from fuyou_cli.data.sampler import Sampler
+from fuyou_cli.data.sampler import Mixture, Sampler
 
 weights = some.lists(
     some.one_of(some.floats(0.001, 1000), some.sampled_from([0.1, 0.3, 1.0, 7.0, 1e-9, 3e5])), min_size=2, max_size=9

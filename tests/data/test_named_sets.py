@@ -12,10 +12,9 @@ import pytest
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.data.cache import prepare, request_for
-from fuyou_cli.data.named_sets import is_on_hub, unsaid
 from fuyou_cli.data.reading import read_rows
 from fuyou_cli.data.rows import Rows
-from fuyou_cli.data.sources import MissingDataError, find_sources, look, size_of
+from fuyou_cli.data.sources import MissingDataError, find_sources, is_on_hub, look, size_of, unsaid
 from fuyou_cli.data.worker import build
 
 from .conftest import section
@@ -66,7 +65,7 @@ def test_it_is_fetched_once_and_only_for_a_run(
     made = {"tokenizer_dir": tokenizer_dir, "chat_template": None, "pad_token": None, "cache_dir": tmp_path / "rows"}
     rows = prepare(dataset=dataset, **made)
     assert len(rows) == 3 and size_of(dataset) > 0
-    monkeypatch.setattr("fuyou_cli.data.named_sets._ask", lambda *_, **__: pytest.fail("asked again"))
+    monkeypatch.setattr("fuyou_cli.data.sources._ask", lambda *_, **__: pytest.fail("asked again"))
     assert prepare(dataset=dataset, **made).summary.digest == rows.summary.digest
     assert ": 1 file in " in str(look(dataset)[0].choice)
     (data_set / "en" / "train.jsonl").write_text('{"text": "changed"}\n')  # a folder is looked at again

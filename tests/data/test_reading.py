@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.data import reading, samples
+from fuyou_cli.data import reading, worker
 from fuyou_cli.data.formats import RowError, read_example
 from fuyou_cli.data.reading import PIECE_CHARS, pieces_of, read_document, read_rows
 from fuyou_cli.data.sources import find_sources, locate
@@ -354,7 +354,7 @@ def test_records_and_paragraphs_have_a_largest_size(tmp_path: Path, monkeypatch:
 def test_a_sample_that_cannot_be_cut_has_a_largest_size(
     write: Write, tokenise: Tokenise, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(samples, "LARGEST_SAMPLE", 1000)
+    monkeypatch.setattr(worker, "LARGEST_SAMPLE", 1000)
     message = {"role": "user", "content": [{"type": "text", "text": "a" * 999}]}
     for row in ({"text": "a" * 1001}, {"prompt": "a" * 900, "completion": "b" * 101}, {"messages": [message]}):
         with pytest.raises(UsageError, match=r"rows.jsonl:1: the sample has 1,0\d\d characters, more than 1,000"):

@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 
 from fuyou_cli.core.errors import DataError, DataSpaceError, UsageError
-from fuyou_cli.data import samples
+from fuyou_cli.data import worker
 from fuyou_cli.data.rows import Rows
 from fuyou_cli.data.stream import Stream, _Worker
-from fuyou_cli.data.stream_parts import NEXT, Parts
 from fuyou_cli.data.tokenise import Tokeniser
+from fuyou_cli.data.worker import NEXT, Parts
 from fuyou_cli.recipe.schema import DatasetEntry, DatasetSection
 
 from .conftest import OPTION_DEFAULTS, Write, section
@@ -70,7 +70,7 @@ def test_parts_are_the_rows_and_another_process_makes_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each part by a process that has not made the one before, as after a crash, and by one that has."""
-    monkeypatch.setattr(samples, "BATCH_EXAMPLES", 16)  # what is tokenised together is not cut
+    monkeypatch.setattr(worker, "BATCH_EXAMPLES", 16)  # what is tokenised together is not cut
     cut = options.get("packing") == "concat"
     file = _file(tmp_path, kind, LONG if cut else TEXTS)
     whole = _rows(tokenise(file, **options))
