@@ -10,7 +10,7 @@ from fuyou_cli.data import cache, worker
 
 def serve(request: dict[str, Any], **options: Any) -> dict[str, Any]:
     """Stands in for `cache._serve`, and replies as over its pipe."""
-    asked, told = json.loads(cache.as_asked(request)), list[str]()
+    asked, told = json.loads(cache.request_line(request)), list[str]()
     work = worker.continue_prompts if "prompts" in asked else worker.build
     worker._answered(lambda: work(asked), told.append)
-    return cache.replied(told[0])
+    return cache.read_reply(told[0])

@@ -30,7 +30,7 @@ from .locked_folders import scratch_in
 from .reading import Prompt, as_data, first_bad_line, suffixes
 from .rows import TOKEN_BYTES, TOKENS, Rows
 from .sampler import Part
-from .sources import Say, find_sources, size_of, unsaid
+from .sources import Say, find_sources, say_nothing, size_of
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.schema import DatasetSection
@@ -53,7 +53,7 @@ def prepare(
     pad_token: str | None,
     cache_dir: Path,
     part: Part | None = None,
-    say: Say = unsaid,
+    say: Say = say_nothing,
 ) -> Rows:
     """Finds the rows of `dataset` that an earlier run made, or tokenises now. `part`: of its samples; None: all.
 
@@ -88,7 +88,7 @@ def prompt_ids(
             "prompts": [(place, *as_data(prompt)) for place, prompt in prompts], "tokenizer_dir": str(tokenizer_dir),
             "chat_template": chat_template, "pad_token": pad_token, "out": str(Path(scratch, "rows")),
         }  # fmt: skip
-        ids: list[list[int]] = _serve(request, threads=1, say=unsaid)["ids"]
+        ids: list[list[int]] = _serve(request, threads=1, say=say_nothing)["ids"]
     return ids
 
 
@@ -119,13 +119,13 @@ def request_for(
     """Returns the request for the worker, and the recipe's paths."""
     sources = find_sources(dataset, fetching=fetching)
     return {
-        "sources": [source.asked for source in sources],
+        "sources": [source.request for source in sources],
         "tokenizer_dir": str(tokenizer_dir),
         "chat_template": read_template(chat_template),
         "pad_token": pad_token,
         "mixed": bool(dataset.weights),
         **dataset.model_dump(include={"packing", "overlong", "max_seq_len", "loss_on"}),
-        **(part.asked() if part is not None else {}),
+        **(part.as_request() if part is not None else {}),
         **({"paragraphs": True} if part is not None and dataset.packing == "concat" else {}),  # which are held back, or not
     }, [source.entry.path for source in sources]
 
@@ -220,15 +220,15 @@ def _serve(request: dict[str, Any], *, threads: int, say: Say) -> dict[str, Any]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, env=environment, text=True, stdin=pipe, stdout=pipe, stderr=pipe) as worker:
         try:
-            reply, trace = _heard(worker, as_asked(request), out / TOKENS, say)
+            reply, trace = _communicate(worker, request_line(request), out / TOKENS, say)
         except BaseException:
             worker.kill()
             raise
-    refuse_failed(worker.returncode, reply, trace, at=out.with_name("at"))
-    return replied(reply)
+    raise_failed(worker.returncode, reply, trace, at=out.with_name("at"))
+    return read_reply(reply)
 
 
-def _heard(worker: subprocess.Popen[str], asked: str, tokens: Path, say: Say) -> tuple[str, str]:
+def _communicate(worker: subprocess.Popen[str], asked: str, tokens: Path, say: Say) -> tuple[str, str]:
     """Returns what the worker prints on both outputs. Meanwhile tells the tokens it has written, less and less often."""
     words: str | None = asked
     seconds = _TOLD_AFTER
@@ -254,12 +254,12 @@ def worker_command(threads: int) -> tuple[list[str], dict[str, str]]:
     return [sys.executable, "-P", "-m", "fuyou_cli.data.worker"], environment
 
 
-def as_asked(request: dict[str, Any]) -> str:
+def request_line(request: dict[str, Any]) -> str:
     """Returns the first line for a worker."""
     return json.dumps({**request, "seconds": sandbox.SECONDS, "bytes": sandbox.BYTES}, default=str) + "\n"
 
 
-def replied(line: str) -> dict[str, Any]:
+def read_reply(line: str) -> dict[str, Any]:
     """Returns a worker's reply. Raises its error with the same text."""
     reply: dict[str, Any] = json.loads(line)
     if "error" in reply:
@@ -267,7 +267,7 @@ def replied(line: str) -> dict[str, Any]:
     return reply
 
 
-def refuse_failed(code: int, last_words: str, trace: str, *, at: Path) -> None:
+def raise_failed(code: int, last_words: str, trace: str, *, at: Path) -> None:
     """Raises the error of a worker that ended otherwise than with 0. `at`: the file that says what it was doing."""
     doing = sandbox.noted(at)
     if code == -sandbox.OVERDUE:

@@ -39,7 +39,7 @@ class RowError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Texts:
-    """Holds texts that follow one another with nothing between them, and whether each carries loss.
+    """Texts that follow one another with nothing between them, and whether each carries loss.
 
     Of a document cut into pieces, only the first piece gets the start token and only the last the end token. `bare` texts get
     neither: they hold their special tokens themselves.
@@ -56,13 +56,13 @@ class Texts:
 
     @property
     def runs_together(self) -> bool:
-        """Tells whether two texts meet without white space, as in "...in May?Natalia sold". That is seldom meant, so a note
+        """Whether two texts meet without white space, as in "...in May?Natalia sold". That is seldom meant, so a note
         reports it."""
         pairs = () if self.bare else pairwise(self.texts())
         return any(one and two and not (one[-1].isspace() or two[0].isspace()) for one, two in pairs)
 
     def answers_nothing(self, target: str) -> bool:
-        """Tells whether an answer is asked for and has no text."""
+        """Whether an answer is asked for and has no text."""
         answers = [text for text, learnt in self.parts if learnt]
         return not self.bare and len(answers) < len(self.parts) and not any(map(str.strip, answers))
 
@@ -74,8 +74,8 @@ class Texts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chat:
-    """Holds a conversation for the tokenizer's chat template. `unlearnt` are the assistant's messages (by position) that
-    carry no loss, whatever `loss_on` says. `prompt`: so many messages come before the completion. `options` are variables for
+    """A conversation for the tokenizer's chat template. `unlearnt` are the assistant's messages (by position) that carry no
+    loss, whatever `loss_on` says. `prompt`: so many messages come before the completion. `options` are variables for
     the template. `noted` are kinds of `rows.NOTES`."""
 
     messages: tuple[dict[str, object], ...]
@@ -89,7 +89,7 @@ class Chat:
     runs_together: ClassVar[bool] = False
 
     def answers_nothing(self, target: str) -> bool:
-        """Tells whether a message of the assistant that carries loss says nothing and calls no tool."""
+        """Whether a message of the assistant that carries loss says nothing and calls no tool."""
         learnt = [turn for turn in self.answers(target) if turn not in self.unlearnt]
         said = ([value for key, value in self.messages[turn].items() if key != "role"] for turn in learnt)
         return any(not any(map(str.strip, _texts(values))) for values in said)
@@ -113,7 +113,7 @@ class Chat:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tokens:
-    """Holds tokens made elsewhere, and which of them carry loss."""
+    """Tokens made elsewhere, and which of them carry loss."""
 
     ids: NDArray[np.int64]  # [n]
     learnt: NDArray[np.bool_]  # [n]

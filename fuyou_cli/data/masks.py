@@ -38,7 +38,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spans:
-    """Holds a rendered conversation and, by the template's marks, the characters that the assistant says; none: by prefixes.
+    """A rendered conversation and, by the template's marks, the characters that the assistant says; none: by prefixes.
 
     `turns` are the marks of each of the assistant's messages by its position, None where they cannot be told apart. `noted` are
     kinds of `rows.NOTES`.
@@ -154,7 +154,7 @@ class Conversations:
         return self._compared(by_marks, by_prefixes, answers)
 
     def _is_marked(self, chat: Chat) -> bool:
-        """Tells whether the template of this conversation marks anything: with tools it may be another one."""
+        """Whether the template of this conversation marks anything: with tools it may be another one."""
         with LibraryErrors(lambda why: UsageError(f"{self._template} cannot be used: {why}")):
             return _GENERATION.search(self._tokenizer.get_chat_template(tools=list(chat.tools) or None)) is not None
 
@@ -177,7 +177,7 @@ class Conversations:
         return merged
 
     def _follow_the_prompt(self, chat: Chat, text: str, marks: Sequence[Span]) -> bool:
-        """Tells whether every mark begins where generation would: behind the text that asks for an answer."""
+        """Whether every mark begins where generation would: behind the text that asks for an answer."""
         try:
             asked = self.render(chat, chat.messages, add_generation_prompt=True)
         except RowError:
@@ -210,7 +210,7 @@ class Conversations:
         return replace(by_marks, turns=turns, noted=frozenset(noted))
 
     def _marks_in_macro(self, chat: Chat) -> bool:
-        """Tells whether the template marks inside of a block whose output is not written where it stands."""
+        """Whether the template marks inside of a block whose output is not written where it stands."""
         depth = 0
         for tag in _TAG.finditer(self._tokenizer.get_chat_template(tools=list(chat.tools) or None)):
             name, rest = tag.groups()
@@ -354,7 +354,7 @@ def _in_json(arguments: object) -> str:
 
 
 def _is_json(arguments: object) -> bool:
-    """Tells whether arguments are the JSON text of an object, valid or not."""
+    """Whether arguments are the JSON text of an object, valid or not."""
     return isinstance(arguments, str) and arguments.lstrip().startswith("{")
 
 

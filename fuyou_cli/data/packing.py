@@ -23,7 +23,7 @@ OPEN_ROWS = 32  # rows that `isolated` fills at a time
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """Holds one tokenised sample. `place` says where it came from. `ends` is False for all but the last piece of a document."""
+    """One tokenised sample. `place` says where it came from. `ends` is False for all but the last piece of a document."""
 
     tokens: NDArray[np.int32]
     mask: Mask
@@ -65,7 +65,7 @@ class Counts:
 
 
 def has_loss(mask: Mask) -> bool:
-    """Tells whether any label of the row counts."""
+    """Whether any label of the row counts."""
     return bool((mask[1:] & LABEL).any())
 
 
@@ -167,7 +167,7 @@ def isolated(documents: Iterable[Row], *, max_seq_len: int) -> Iterator[Row]:
 
 @dataclass(slots=True, eq=False)
 class _Filling:
-    """Holds a row that has room left, and the tokens in it."""
+    """A row that has room left, and the tokens in it."""
 
     documents: list[Row] = field(default_factory=list)
     size: int = 0

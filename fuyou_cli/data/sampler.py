@@ -25,7 +25,7 @@ def permutation(rows: int, *, seed: int, epoch: int, entry: int, part: int = 0) 
 
 
 class _Order:
-    """Holds the endless order of one entry's rows, from `first` on: every epoch is a permutation of all of them.
+    """The endless order of one entry's rows, from `first` on: every epoch is a permutation of all of them.
 
     One permutation is held: 8 bytes per row.
     """
@@ -209,16 +209,16 @@ class Part:
     held: bool
 
     def takes(self, entry: int, number: int) -> bool:
-        """Tells whether a sample of an entry of the recipe is in this part. Both count from 0."""
+        """Whether a sample of an entry of the recipe is in this part. Both count from 0."""
         return is_held(self.fraction, seed=self.seed, entry=entry, number=number) == self.held
 
-    def asked(self) -> dict[str, object]:
-        """Returns it as part of a request."""
+    def as_request(self) -> dict[str, object]:
+        """The part of a worker's request."""
         return {"part": asdict(self)}
 
 
 def is_held(fraction: float, *, seed: int, entry: int, number: int) -> bool:
-    """Tells whether a sample is held back: one of every 1/`fraction`, drawn among these. So of any first samples as many are
+    """Whether a sample is held back: one of every 1/`fraction`, drawn among these. So of any first samples as many are
     held as the fraction says, to within one, and none depends on those after it."""
     share = Fraction(str(fraction))
     run = math.ceil((number + 1) * share) - 1

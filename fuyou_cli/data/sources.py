@@ -48,16 +48,16 @@ _SPLIT_WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Holds one entry of `dataset.train` with the files found for it."""
+    """One entry of `dataset.train` with the files found for it."""
 
     entry: DatasetEntry
     files: tuple[Path, ...]  # none: the data set is not fetched yet
     skipped: tuple[Path, ...]  # data files of the directory that belong to other splits or are none of the set's
 
     @property
-    def asked(self) -> dict[str, Any]:
-        """Returns it as part of a request. In a text file of a set, every line is a row, as for `datasets`."""
-        by_line = is_named(self.entry) and self._has_text
+    def request(self) -> dict[str, Any]:
+        """The part of a worker's request. In a text file of a set, every line is a row, as for `datasets`."""
+        by_line = needs_datasets(self.entry) and self._has_text
         options = self.entry.model_dump(include={"format", "columns", "max_samples"})
         return {"files": list(map(str, self.files)), **options, **({"by_line": True} if by_line else {})}
 
@@ -67,13 +67,13 @@ class Source:
 
     @property
     def has_paragraphs(self) -> bool:
-        """Tells whether it has .txt files that are not read line by line."""
-        return self._has_text and not is_named(self.entry)
+        """Whether it has .txt files that are not read line by line."""
+        return self._has_text and not needs_datasets(self.entry)
 
     @property
     def choice(self) -> str | None:
         """Tells which files were taken and which were not, if the path alone does not show it."""
-        if is_named(self.entry):
+        if needs_datasets(self.entry):
             name = "" if self.entry.name is None else f", subset {self.entry.name}"
             many = f"{len(self.files)} file{'s' * (len(self.files) != 1)}"
             when = f"{many} in {self.files[0].parent}" if self.files else "fetched when a run begins"
@@ -92,7 +92,7 @@ class Source:
 
 
 def is_read_whole(dataset: DatasetSection) -> bool:
-    """Tells whether a .txt file is one document, which rows are cut from; otherwise each of its paragraphs is a sample, as
+    """Whether a .txt file is one document, which rows are cut from; otherwise each of its paragraphs is a sample, as
     where some are held back."""
     return dataset.packing == "concat" and dataset.overlong in ("truncate", "split") and not dataset.eval_fraction
 
@@ -142,7 +142,7 @@ def _present(path: str, here: Path) -> list[Path]:
 
 
 def _is_saved(file: Path) -> bool:
-    """Tells whether a file in a folder of the library `datasets` holds rows of the set: results of its later calls, such as
+    """Whether a file in a folder of the library `datasets` holds rows of the set: results of its later calls, such as
     `map` and `shuffle`, lie beside them. Raises UsageError for a set saved as a selection of rows."""
     if file.suffix.lower() != ".arrow":
         return True
@@ -201,8 +201,8 @@ def size_of(dataset: DatasetSection) -> int:
 
 
 def _source(entry: DatasetEntry, fetching: Say | None, streamed: bool) -> Source:
-    if is_named(entry):
-        files = fetched(entry, streamed=streamed) if fetching is None else fetch(entry, fetching, streamed=streamed)
+    if needs_datasets(entry):
+        files = recorded_files(entry, streamed=streamed) if fetching is None else fetch(entry, fetching, streamed=streamed)
         return Source(entry, files, ())
     return Source(entry, *locate(entry.path, entry.split))
 
@@ -237,12 +237,12 @@ _ELSEWHERE = "set the environment variable XDG_CACHE_HOME to another folder"
 Say = Callable[[str], None]
 
 
-def unsaid(text: str) -> None:
-    """Tells nobody."""
+def say_nothing(text: str) -> None:
+    """For callers that show no progress."""
 
 
-def is_named(entry: DatasetEntry) -> bool:
-    """Tells whether an entry is read through `datasets`. Raises UsageError for a subset or a slice of plain files, and
+def needs_datasets(entry: DatasetEntry) -> bool:
+    """Whether an entry is read through `datasets`. Raises UsageError for a subset or a slice of plain files, and
     for a revision of what is on this disk."""
     if is_on_hub(entry.path):
         return True
@@ -259,19 +259,19 @@ def is_named(entry: DatasetEntry) -> bool:
 
 
 def is_on_hub(path: str) -> bool:
-    """Tells whether a path names a data set of the hub: owner/name, without a file or folder of that name and without a data
+    """Whether a path names a data set of the hub: owner/name, without a file or folder of that name and without a data
     file's suffix."""
     here = Path(path)
     return _HUB_NAME.fullmatch(path) is not None and kind_of_rows(here) is None and not here.exists()
 
 
 def is_remote(file: Path) -> bool:
-    """Tells whether a file is one of the hub, to be fetched when it is read. A name that leads out of its folder is none: what
+    """Whether a file is one of the hub, to be fetched when it is read. A name that leads out of its folder is none: what
     is fetched is removed later."""
     return _REMOTE.fullmatch(str(file)) is not None and ".." not in file.parts
 
 
-def fetched(entry: DatasetEntry, *, streamed: bool = False) -> tuple[Path, ...]:
+def recorded_files(entry: DatasetEntry, *, streamed: bool = False) -> tuple[Path, ...]:
     """Returns the files with the entry's rows, or with `streamed` their names; none if they are not known or are gone."""
     try:
         files = json.loads((_folder(entry) / (_LISTED if streamed else _RECORD)).read_text(encoding="utf-8"))
@@ -284,7 +284,7 @@ def fetched(entry: DatasetEntry, *, streamed: bool = False) -> tuple[Path, ...]:
 def fetch(entry: DatasetEntry, say: Say, *, streamed: bool = False) -> tuple[Path, ...]:
     """Returns the same files, and fetches them or their names first if needed, which may take long. Raises UsageError with the
     library's error text."""
-    if found := fetched(entry, streamed=streamed):
+    if found := recorded_files(entry, streamed=streamed):
         return found
     if streamed and re.search(r"[\[+]", entry.split):
         hint = "name a whole split and set max_samples, or set dataset.streaming=false"
@@ -294,17 +294,21 @@ def fetch(entry: DatasetEntry, say: Say, *, streamed: bool = False) -> tuple[Pat
         request: dict[str, Any] = {"path": str(here), "name": entry.name, "split": entry.split, "revision": entry.revision}
         request |= {"out": str(rows), "listing": streamed}
         named = entry.revision is not None  # the library's own cache does not know which revision it holds
-        reply = {"error": "its revision is not here yet, and HF_HUB_OFFLINE is set"} if named else _ask(request, offline=True)
+        reply = (
+            {"error": "its revision is not here yet, and HF_HUB_OFFLINE is set"}
+            if named
+            else _call_datasets(request, offline=True)
+        )
         if "error" in reply and not here.is_dir() and may_ask():
             say(f"asking the hub for the files of {entry.path}" if streamed else f"fetching the data set {entry.path}")
-            reply = _ask(request, offline=False)
+            reply = _call_datasets(request, offline=False)
         if reply.get("kind") == "disk":
             hint = "free some space, or set HF_HOME (and XDG_CACHE_HOME for slices) to a folder on another disk"
             raise OutOfSpaceError(f"dataset.train: {entry.path}: no room to fetch it: {reply['error']}", hint=hint)
         if "error" in reply:
             hint = "check path, `name`, `split` and `revision`; for a gated set, run `hf auth login` or set HF_TOKEN"
             raise UsageError(f"dataset.train: {entry.path}: {reply['error']}", hint=reply.get("hint") or hint)
-        files = [_kept(Path(file), rows, folder) for file in reply["files"]]
+        files = [_moved(Path(file), rows, folder) for file in reply["files"]]
         if streamed and (strange := [file.name for file in files if kind_of_rows(file) is None]):
             hint = "set dataset.streaming=false: the library `datasets` may read it"
             raise UsageError(f"dataset.train: {entry.path}: dataset.streaming cannot read {strange[0]}", hint=hint)
@@ -315,12 +319,12 @@ def fetch(entry: DatasetEntry, say: Say, *, streamed: bool = False) -> tuple[Pat
 
 
 def may_ask() -> bool:
-    """Tells whether the network may be used."""
+    """Whether the network may be used."""
     return os.environ.get("HF_HUB_OFFLINE", "") in ("", "0")
 
 
 @contextmanager
-def present(file: Path, remote: Mapping[str, Any] | None) -> Iterator[Path]:
+def local_copy(file: Path, remote: Mapping[str, Any] | None) -> Iterator[Path]:
     """Gives a file that can be opened. One of the hub is fetched into the folder of `remote`, and removed when it is read; a
     stream that ends before removes the folder. Raises FuyouError if the hub cannot be reached."""
     named = _REMOTE.fullmatch(str(file))
@@ -332,7 +336,7 @@ def present(file: Path, remote: Mapping[str, Any] | None) -> Iterator[Path]:
     local = place / named["file"]
     if not local.is_file():
         request = {"path": named["set"], "commit": named["commit"], "file": named["file"], "out": str(place)}
-        reply = _ask(request, offline=remote["offline"])
+        reply = _call_datasets(request, offline=remote["offline"])
         if reply.get("kind") == "disk":
             raise DataSpaceError(f"{named['set']}: {named['file']}: {reply['error']}")
         if "error" in reply:
@@ -343,7 +347,7 @@ def present(file: Path, remote: Mapping[str, Any] | None) -> Iterator[Path]:
     local.unlink(missing_ok=True)
 
 
-def _kept(file: Path, rows: Path, folder: Path) -> Path:
+def _moved(file: Path, rows: Path, folder: Path) -> Path:
     """Moves a file that was copied for us to its final place. Leaves one of the library's own files where it is."""
     return file.replace(folder / file.name) if file.parent == rows else file
 
@@ -358,7 +362,7 @@ def _folder(entry: DatasetEntry) -> Path:
     return kept_folder() / "sets" / key
 
 
-def _ask(request: dict[str, Any], *, offline: bool) -> dict[str, Any]:
+def _call_datasets(request: dict[str, Any], *, offline: bool) -> dict[str, Any]:
     package_root = str(Path(__file__).resolve().parents[2])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))}
     environment["HF_HUB_OFFLINE"] = "1" if offline else "0"
@@ -407,7 +411,7 @@ def load_set(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_full(error: BaseException | None) -> bool:
-    """Tells whether a full disk is the cause of an error."""
+    """Whether a full disk is the cause of an error."""
     while error is not None and not (isinstance(error, OSError) and error.errno in FULL):
         error = error.__cause__ or error.__context__
     return error is not None

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from fuyou_cli.core.errors import DataError, FuyouError, OutOfSpaceError, UsageError
 from fuyou_cli.core.units import MiB, gb
 
-from .cache import as_asked, fingerprint, naming_space, refuse_failed, replied, request_for, scratch_of, worker_command
+from .cache import fingerprint, naming_space, raise_failed, read_reply, request_for, request_line, scratch_of, worker_command
 from .rows import DataSummary, Rows
 from .sampler import Mixture, Sampler, permutation
 from .sources import Say, is_remote, may_ask
@@ -71,7 +71,7 @@ class Stream:
         request["part_tokens"] = part_tokens
         if dataset.shuffle:
             _shuffle_files(request["sources"], seed)
-        self.fingerprint = fingerprint(request, _glimpsed)
+        self.fingerprint = fingerprint(request, _sampled_content)
         numbers = list(range(len(request["sources"])))
         groups = [[number] for number in numbers] if dataset.weights else [numbers]
         folder = cache_dir / self.fingerprint
@@ -143,7 +143,7 @@ class Stream:
 
 
 class _Entry:
-    """Holds the parts of one entry that are made so far, and has the next one made ahead."""
+    """The parts of one entry that are made so far. The next one is made ahead."""
 
     def __init__(
         self,
@@ -239,7 +239,7 @@ class _PartOrder:
 
 
 class _Worker:
-    """Holds the process that makes parts, started when the first is asked for."""
+    """The process that makes parts, started when the first is asked for."""
 
     def __init__(self, request: dict[str, Any], scratch: Path, takes: str, *, threads: int) -> None:
         self._request, self._threads = request, threads
@@ -302,7 +302,7 @@ class _Worker:
             out.mkdir()
             if self._process is None:
                 self._process = self._started()
-                self._answer(as_asked({**self._request, "at": str(out.with_name("at"))}), at=out.with_name("at"))
+                self._answer(request_line({**self._request, "at": str(out.with_name("at"))}), at=out.with_name("at"))
             rows = int(self._answer(json.dumps({**asked, "out": str(out)}) + "\n", at=out.with_name("at"))["rows"])
             try:
                 if rows:
@@ -327,10 +327,10 @@ class _Worker:
             process.stdin.write(line)
             process.stdin.flush()
             words = process.stdout.readline()
-            return replied(words)
+            return read_reply(words)
         except (BrokenPipeError, ValueError):  # it has ended, or said what ends it
             self._trace.seek(0)
-            refuse_failed(process.wait(), words, self._trace.read(), at=at)
+            raise_failed(process.wait(), words, self._trace.read(), at=at)
             raise
 
 
@@ -340,7 +340,7 @@ def _shuffle_files(sources: list[dict[str, Any]], seed: int) -> None:
         source["files"] = [source["files"][place] for place in order]
 
 
-def _glimpsed(file: Path) -> str:
+def _sampled_content(file: Path) -> str:
     """Names a file by its size and some of its bytes: reading all of a large one takes minutes. The name of one of the hub says
     which it is."""
     if is_remote(file):

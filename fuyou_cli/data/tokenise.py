@@ -31,7 +31,7 @@ LARGEST_SETTINGS = 16 << 20  # bytes of generation_config.json
 
 
 class Encoded(NamedTuple):
-    """Holds the tokens of an example, where loss is, and what was noted about it: kinds of `rows.NOTES`, and the way in which
+    """The tokens of an example, where loss is, and what was noted about it: kinds of `rows.NOTES`, and the way in which
     the mask of a conversation was found."""
 
     tokens: NDArray[np.int32]

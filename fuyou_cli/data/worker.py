@@ -41,7 +41,7 @@ from .reading import as_prompt, kind_of_rows, pieces_of, read_document, read_row
 from .rows import TOKENS, damaged
 from .sampler import Part
 from .sandbox import Watch, limit_memory, reason, watched
-from .sources import is_remote, present
+from .sources import is_remote, local_copy
 from .tokenise import LARGEST_SAMPLE, Tokeniser, decode_pieces, load_tokenizer
 
 BATCH_EXAMPLES = 256  # examples tokenised together: the tokenizer's threads share a batch
@@ -129,7 +129,7 @@ class Reading:
                 if place > at.file:
                     at = replace(at, file=place, rows=0, pieces=0)
                 named = Path(source["files"][place])
-                with present(named, self._request.get("remote")) as file:
+                with local_copy(named, self._request.get("remote")) as file:
                     if is_remote(named) and not file.stat().st_size:  # nobody here can mend it
                         continue
                     examples = self._examples(file, source, number, at.rows)
@@ -512,7 +512,7 @@ def _answered(work: Callable[[], Reply | None], tell: Callable[[str], object]) -
 
 
 def _kind(error: FuyouError) -> str:
-    """Names the kind of an error for `cache.replied`."""
+    """Names the kind of an error for `cache.read_reply`."""
     kinds = {"unreadable": UnreadableError, "usage": UsageError, "disk": DataSpaceError}
     return next((kind for kind, one in kinds.items() if isinstance(error, one)), "network")
 

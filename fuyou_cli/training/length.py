@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ..core.errors import FuyouError, UsageError
 from ..core.paths import expanded, folder
 from ..core.units import MiB, duration, format_time, gb
-from ..data.sources import unsaid
+from ..data.sources import say_nothing
 from ..recipe.schema import format_size
 from ..spec.plan import Plan
 from .state.stored import TENSORS
@@ -37,7 +37,7 @@ COUNTED = 64 * MiB  # bytes of data files; tokenising more for a plan would take
 
 
 def tokenised_rows(
-    recipe: Recipe, tokenizer_dir: Path, *, cache: Path | None = None, say: Callable[[str], None] = unsaid
+    recipe: Recipe, tokenizer_dir: Path, *, cache: Path | None = None, say: Callable[[str], None] = say_nothing
 ) -> Rows:
     """Returns the data as rows of tokens. They are made once in `cache` (default: the run's own), and found again while what
     they depend on is the same."""
@@ -79,7 +79,7 @@ def fed(
 
 
 def evaluation_rows(
-    recipe: Recipe, tokenizer_dir: Path, *, cache: Path | None = None, say: Callable[[str], None] = unsaid
+    recipe: Recipe, tokenizer_dir: Path, *, cache: Path | None = None, say: Callable[[str], None] = say_nothing
 ) -> dict[str, Rows]:
     """Returns the rows of each set to evaluate by its name, tokenised like those to train on, but never packed: those of
     `dataset.eval`, then the samples of `dataset.train` that `dataset.eval_fraction` holds back."""

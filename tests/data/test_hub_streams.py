@@ -17,7 +17,7 @@ import pytest
 
 from fuyou_cli.core.errors import FuyouError, UsageError
 from fuyou_cli.data.rows import Rows
-from fuyou_cli.data.sources import is_remote, load_set, look, present
+from fuyou_cli.data.sources import is_remote, load_set, local_copy, look
 from fuyou_cli.data.tokenise import Tokeniser
 from fuyou_cli.data.worker import NEXT, Parts
 from tests.hub_server import COMMIT, Hub
@@ -110,7 +110,7 @@ def test_a_name_that_leads_out_of_its_folder_is_not_of_the_hub(tmp_path: Path) -
     (kept := tmp_path / "kept.jsonl").write_text("{}")
     (tmp_path / "o" / "set@main").mkdir(parents=True)
     name = Path("hf:/datasets/o/set@main/../../kept.jsonl")
-    with present(name, {"folder": str(tmp_path), "offline": True}) as file:
+    with local_copy(name, {"folder": str(tmp_path), "offline": True}) as file:
         assert file == name
     assert not is_remote(name) and kept.exists()
 

@@ -14,7 +14,7 @@ from fuyou_cli.core.errors import UsageError
 from fuyou_cli.data.cache import prepare, request_for
 from fuyou_cli.data.reading import read_rows
 from fuyou_cli.data.rows import Rows
-from fuyou_cli.data.sources import MissingDataError, find_sources, is_on_hub, look, size_of, unsaid
+from fuyou_cli.data.sources import MissingDataError, find_sources, is_on_hub, look, say_nothing, size_of
 from fuyou_cli.data.worker import build
 
 from .conftest import section
@@ -41,7 +41,7 @@ def data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def taken(folder: Path, **entry: str) -> list[str]:
-    [source] = find_sources(section(folder, entry=entry), fetching=unsaid)
+    [source] = find_sources(section(folder, entry=entry), fetching=say_nothing)
     return [row["text"] for file in source.files for _, row in read_rows(file)]
 
 
@@ -65,7 +65,7 @@ def test_it_is_fetched_once_and_only_for_a_run(
     made = {"tokenizer_dir": tokenizer_dir, "chat_template": None, "pad_token": None, "cache_dir": tmp_path / "rows"}
     rows = prepare(dataset=dataset, **made)
     assert len(rows) == 3 and size_of(dataset) > 0
-    monkeypatch.setattr("fuyou_cli.data.sources._ask", lambda *_, **__: pytest.fail("asked again"))
+    monkeypatch.setattr("fuyou_cli.data.sources._call_datasets", lambda *_, **__: pytest.fail("asked again"))
     assert prepare(dataset=dataset, **made).summary.digest == rows.summary.digest
     assert ": 1 file in " in str(look(dataset)[0].choice)
     (data_set / "en" / "train.jsonl").write_text('{"text": "changed"}\n')  # a folder is looked at again
@@ -78,13 +78,13 @@ def test_a_line_of_text_is_a_row_streamed_or_not(data_set: Path, tokenizer_dir: 
     readme.write_text(readme.read_text().removesuffix("---\n") + config)
     (data_set / "train.txt").write_bytes("\ufeffone apple\r\ntwo\n\n four \rfive\u2028\nlast".encode())
     with pytest.raises(UsageError, match=r"it reads train\.txt as Json, which dataset\.streaming does not"):
-        find_sources(section(data_set, entry={"name": "plain"}, streaming=True), fetching=unsaid)
+        find_sources(section(data_set, entry={"name": "plain"}, streaming=True), fetching=say_nothing)
     readme.write_text(f"---\nconfigs:\n{config}")
     made: list[list[list[int]]] = []
     for number, (packing, streaming) in enumerate(product((False, "concat"), (False, True))):
         dataset = section(data_set, entry={"name": "plain"}, packing=packing, streaming=streaming)
         (out := tmp_path / f"rows-{number}").mkdir()
-        request, _ = request_for(dataset, tokenizer_dir, None, None, fetching=unsaid)
+        request, _ = request_for(dataset, tokenizer_dir, None, None, fetching=say_nothing)
         build({**request, "out": str(out), "seconds": 60})
         rows = Rows(out)
         made.append([rows.tokens(row).tolist() for row in range(len(rows))])
