@@ -190,12 +190,12 @@ def _sampling(prepared: Planned, asked: SamplesSection) -> SamplingCost:
 
 def _kernels(prepared: Planned) -> str:
     """Says what computes the blocks. For sdpa, includes the kernels that torch chooses from."""
-    train, model, plan = prepared.recipe.train, prepared.recipe.model, prepared.plan
+    train, plan = prepared.recipe.train, prepared.plan
     attention = prepared.inspected.known.facts.attention
     if attention == "sdpa":
         allowed = allowed_kernels(plan.device, plan.numerics.compute_dtype, deterministic=train.deterministic)
         attention += f" ({' or '.join(allowed)})"
-    others = {"Liger": model.kernels == "liger", "blocks compiled": train.compile, "deterministic": train.deterministic}
+    others = {"blocks compiled": train.compile, "deterministic": train.deterministic}
     return ", ".join([f"attention by {attention}", *(name for name, chosen in others.items() if chosen)])
 
 
@@ -203,7 +203,7 @@ def _may_compile(prepared: Planned) -> bool:
     """Tells whether to try compiled blocks: where it was measured, on a GPU and with all weights trained. A saved run keeps to
     what it began with."""
     recipe = prepared.recipe
-    asked = recipe.train.compile or recipe.model.kernels != "torch" or recipe.offload.activations == "swap"
+    asked = recipe.train.compile or recipe.offload.activations == "swap"
     possible = prepared.plan.device == "cuda" and recipe.dataset.packing != "isolated" and prepared.manifest is None
     return possible and not asked and not prepared.model.frozen_parameters
 

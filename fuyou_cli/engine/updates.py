@@ -13,7 +13,7 @@ from ..swap.daemon import Home, Result, Segment, Update
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Optimizer:
-    """Describes the optimizer as the recipe asks for it. `beta1` is also SGD's momentum. Lion and SGD have no epsilon."""
+    """Describes the optimizer as the recipe asks for it. Lion has no epsilon."""
 
     lr: float
     beta1: float

@@ -34,7 +34,7 @@ _OUT_OF_RANGE = {
     "greater_than", "greater_than_equal", "less_than", "less_than_equal", "too_short", "too_long", "string_too_short",
 }  # fmt: skip
 _TIERS = ("weights", "gradients", "optimizer_states", "boundaries")
-_OPTIMIZERS_WITH = {"betas": ("adamw", "lion"), "momentum": ("sgd",), "eps": ("adamw",)}
+_OPTIMIZERS_WITH = {"betas": ("adamw", "lion"), "eps": ("adamw",)}
 _KEEP_ONE = "keep one; `key=null` clears the other on the command line"
 
 Broken = Iterator[tuple[str, str, str | None]]  # the key to point at, what is wrong, what to do
@@ -229,8 +229,6 @@ def _device(recipe: Recipe) -> Broken:
         yield "offload.max_memory.gpu", "`offload.device: cpu` has no gpu memory to limit", "leave it auto"
     if recipe.model.attn_implementation == "flash_attention_2":
         yield "model.attn_implementation", "flash_attention_2 does not run on `offload.device: cpu`", "use sdpa"
-    if recipe.model.kernels == "liger":
-        yield "model.kernels", "Liger's kernels do not run on `offload.device: cpu`", "use torch"
 
 
 def _optimizer(recipe: Recipe) -> Broken:
@@ -298,7 +296,6 @@ def _norm_first(recipe: Recipe) -> Broken:
         "offload.defer_updates": offload.defer_updates != "auto",
         "adapter": recipe.adapter is not None,
         "freeze": bool(recipe.freeze),
-        "model.kernels: liger": recipe.model.kernels == "liger",
         "model.trust_remote_code": recipe.model.trust_remote_code,
     }
     for other in (name for name, is_set in others.items() if is_set):
@@ -407,6 +404,12 @@ REMOVED: tuple[Removed, ...] = (
     ),
     Removed("checkpoint.snapshot_every_steps", (None,), "stores of snapshots are gone", _COPIES),
     Removed("checkpoint.keep_last", (2,), "a store keeps its last two states", _COPIES),
+    Removed(
+        "model.kernels", ("torch",), "compiled blocks do what Liger's kernels did",
+        "delete the key and write `train.compile: true`",
+    ),
+    Removed("optimizer.name", (), "SGD is no optimizer of fuyou's any more", "write `adamw` or `lion`", values=("sgd",)),
+    Removed("optimizer.momentum", (0.9,), "only SGD had it", "delete the key; `optimizer.betas` is Lion's and AdamW's"),
     Removed("precision.master", ("float32",), "the master is always float32", "delete the key"),
     Removed("precision.allow_tf32", (False,), "float32 is computed in float32", "delete the key"),
     Removed("export.push_to_hub", (None,), "fuyou does not upload", "delete the key, and upload the exported folder yourself"),

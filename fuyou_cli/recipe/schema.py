@@ -315,9 +315,6 @@ class ModelSection(Section):
     attn_implementation: Literal["sdpa", "flash_attention_2", "eager"] = key(
         "sdpa", "What computes attention. `eager` is slower; `flash_attention_2` is an extra package."
     )
-    kernels: Literal["torch", "liger"] = key(
-        "torch", "`liger`: fused norms and gated products on a GPU, from an extra package."
-    )
     trust_remote_code: bool = key(False, "Lets the model's own code run. That of a tokenizer is never run.")
     quantize: Literal["none", "nf4", "int8", "mxfp4", "fp8"] = key(
         "none", "How frozen weights of the blocks' linear layers rest: as in bitsandbytes, or as in the model's files."
@@ -433,7 +430,7 @@ class AdapterSection(Section):
 
 
 class OptimizerSection(Section):
-    name: Literal["adamw", "lion", "sgd"] = key("adamw", "The update: AdamW, Lion, or SGD with momentum.")
+    name: Literal["adamw", "lion"] = key("adamw", "The update: AdamW or Lion.")
     lr: PositiveFloat = key(1e-5, "Learning rate after the warm-up. LoRA wants about ten times that of a full run.")
     betas: Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Field(strict=False)] = (
         key(
@@ -444,7 +441,6 @@ class OptimizerSection(Section):
             "Decay of the running means of AdamW and Lion (Lion's default: `[0.9, 0.99]`).",
         )
     )
-    momentum: Annotated[float, Field(ge=0, lt=1)] = key(0.9, "Share of the momentum that a step of SGD keeps.")
     eps: PositiveFloat = key(1e-8, "What AdamW adds to the root of the variance, so that it divides by more than zero.")
     weight_decay: Annotated[float, Field(ge=0)] = key(0.0, "Weight decay. It applies to matrices only.")
     state_dtype: Literal["float32", "bfloat16", "int8"] = key(

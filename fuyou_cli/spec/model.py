@@ -26,7 +26,7 @@ StageKind = Literal["embedding", "block", "norm", "head"]
 Dtype = Literal["float32", "bfloat16"]
 StateName = Literal["remainder", "momentum", "variance"]  # what an update keeps beside the weights
 StateDtype = Literal["float32", "bfloat16", "int8"]  # of momentum and variance
-Rule = Literal["adamw", "lion", "sgd"]  # the optimizer
+Rule = Literal["adamw", "lion"]  # the optimizer
 
 ITEM_SIZE: dict[str, int] = {"float32": 4, "bfloat16": 2, "int16": 2}
 TENSOR_ALIGN = 64  # elements

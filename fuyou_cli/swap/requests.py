@@ -96,7 +96,7 @@ class Update:
     label: int = 0  # the stage
     seed: int = 0  # of the draws that round small states
     states_dtype: StateDtype = "float32"
-    rule: Rule = "adamw"  # lion and sgd keep no variance
+    rule: Rule = "adamw"  # lion keeps no variance
     segments: Sequence[Segment] = ()
 
 
@@ -181,6 +181,6 @@ def native_update(update: Update) -> tuple[Any, Any]:
         values[name] = {"arena": _place(home.arena), "source": _place(home.source), "target": _place(home.target)}
     values |= {"weights_dtype": DTYPES[update.weights_dtype], "gradients_dtype": DTYPES[update.gradients_dtype]}
     states = lib.FY_INT8 if update.states_dtype == "int8" else DTYPES[update.states_dtype]
-    rule = {"adamw": lib.FY_ADAMW, "lion": lib.FY_LION, "sgd": lib.FY_SGD}[update.rule]
+    rule = {"adamw": lib.FY_ADAMW, "lion": lib.FY_LION}[update.rule]
     values |= {"states_dtype": states, "rule": rule, "segment_count": len(update.segments)}
     return ffi.new("fy_update *", values), segments

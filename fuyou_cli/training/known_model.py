@@ -162,10 +162,6 @@ def outline_of(recipe: Recipe, model_dir: Path, *, strict: bool) -> Outlined:
         trust_remote_code=trusted,
     )
     adapt(model, recipe)
-    if strict and recipe.model.kernels == "liger":
-        from ..engine.liger import check_liger
-
-        check_liger(model)
     return _with_frozen(recipe, model, model_dir, strict=strict)
 
 
@@ -402,7 +398,7 @@ def _key(recipe: Recipe, model_dir: Path) -> str:
     return _digest(
         [
             {file.name: _sum(file) for file in sorted(model_dir.glob("config*.json"))},
-            [model.attn_implementation, model.quantisation, model.kernels, recipe.precision.compute, train.head_chunk_vocab],
+            [model.attn_implementation, model.quantisation, recipe.precision.compute, train.head_chunk_vocab],
             [recipe.dataset.packing == "isolated", list(recipe.freeze)],
             quantised_keys(model_dir) if stored_in(model_dir) is not None else None,
             None if recipe.adapter is None else recipe.adapter.model_dump(mode="json", exclude={"start"}),

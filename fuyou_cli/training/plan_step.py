@@ -386,7 +386,7 @@ def layers_of(recipe: Recipe, model_dir: Path, *, cores: int) -> str:
     model, train, precision = recipe.model, recipe.train, recipe.precision
     about = [
         {file.name: sha256(file.read_bytes()).hexdigest() for file in sorted(model_dir.glob("config*.json"))},
-        [model.attn_implementation, model.kernels, precision.compute, precision.grad_accum],
+        [model.attn_implementation, "torch", precision.compute, precision.grad_accum],
         [train.threads, cores, train.compile, train.head_chunk_tokens, train.head_chunk_vocab],
         recipe.dataset.packing == "concat",  # else attention is computed for each row or document
         None if recipe.adapter is None else recipe.adapter.model_dump(mode="json", exclude={"start"}),
@@ -476,8 +476,8 @@ def plan_request(
 
 def _updates(recipe: Recipe) -> _Updates:
     offload, measures = recipe.offload, {"auto": None, "always": True, "never": False}[recipe.offload.norm_first]
-    if recipe.model.kernels == "liger" or recipe.model.trust_remote_code:
-        measures = False  # their backward may write into what forward saved, and a second one would be given that
+    if recipe.model.trust_remote_code:
+        measures = False  # its backward may write into what forward saved, and a second one would be given that
     return {"defer": None if offload.defer_updates == "auto" else offload.defer_updates, "norm_first": measures}
 
 

@@ -31,7 +31,6 @@ from ..engine.devices import open_device
 from ..engine.devices.repeatable import compute_repeatably, naming_operators
 from ..engine.executor import Executor, StepAbandoned
 from ..engine.host_memory import HostMemory
-from ..engine.liger import apply_liger
 from ..engine.updates import Optimizer
 from ..planner.schedule import Visit
 from ..spec.model import ModelSpec
@@ -135,8 +134,6 @@ class Run:
         plan, planned, memory = self.plan, self.planned, self.host_memory
         if refused := self.device.pin(memory.tensor(Span(offset=0, size=memory.arena.size), torch.uint8)):
             self._announce(unpinned(refused, memory.arena.size))
-        if planned.recipe.model.kernels == "liger":
-            apply_liger(planned.anatomy.model)
         with self._naming_device_errors():
             self.executor = Executor(
                 anatomy=planned.anatomy,
@@ -444,7 +441,7 @@ def _optimizer(planned: Planned) -> Optimizer:
     optimizer = planned.recipe.optimizer
     return Optimizer(
         lr=optimizer.lr,
-        beta1=optimizer.momentum if optimizer.name == "sgd" else optimizer.betas[0],
+        beta1=optimizer.betas[0],
         beta2=optimizer.betas[1],
         epsilon=optimizer.eps,
         weight_decay=optimizer.weight_decay,

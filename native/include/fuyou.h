@@ -52,7 +52,7 @@ typedef uint64_t fy_ticket;
 
 enum fy_backend { FY_BACKEND_AUTO = 0, FY_BACKEND_IO_URING = 1, FY_BACKEND_THREADS = 2 };
 enum fy_dtype { FY_FLOAT32 = 0, FY_BFLOAT16 = 1, FY_INT8 = 2 };
-enum fy_rule { FY_ADAMW = 0, FY_LION = 1, FY_SGD = 2 };
+enum fy_rule { FY_ADAMW = 0, FY_LION = 1 };
 enum fy_operation { FY_OP_NONE = 0, FY_OP_OPEN = 1, FY_OP_READ = 2, FY_OP_WRITE = 3, FY_OP_SYNC = 4, FY_OP_UPDATE = 5,
                     FY_OP_ALLOCATE = 6, FY_OP_SETUP = 7, FY_OP_CHUNK = 8 };
 
@@ -150,8 +150,7 @@ typedef struct {
     uint32_t reserved;
 } fy_segment;
 
-/* One step of an optimizer over one stage. Lion and SGD keep float32 momentum and no variance; `variance` is unused then.
- * SGD's momentum is beta1, and its weight decay is a part of the gradient, as in torch.optim.SGD.
+/* One step of an optimizer over one stage. Lion keeps float32 momentum and no variance; `variance` is unused then.
  * weights: arena offset of `params` weights, old on entry, new when the ticket completes. With weights_dtype bfloat16
  * the master is (weights << 16) + remainder; with float32 the weights are the master and remainder is unused.
  * weights_target: store offset the new weights are written to, or FY_NOWHERE.

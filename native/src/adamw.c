@@ -111,7 +111,6 @@ static struct fy__scalars segment_scalars(const fy_update *update, const fy_segm
         .beta1 = (float)update->beta1,
         .one_less_beta1 = (float)(1.0 - update->beta1),
         .negative_lr = (float)-lr,
-        .added_decay = (float)(double)segment->weight_decay,
         .key = (uint32_t)mixed(mixed(mixed(update->seed) + update->step) + update->label),
     };
 }
@@ -180,7 +179,7 @@ static uint64_t segment_run(const fy_update *update, const fy_segment *segment, 
     const struct fy__scalars s = segment_scalars(update, segment);
     if (update->rule != FY_ADAMW) {
         const struct fy__run run = run_of(update, chunk, at, count, sizeof(float) * at);
-        return fy__one_state(&s, &run, update->rule, update->weights_dtype, update->gradients_dtype);
+        return fy__lion(&s, &run, update->weights_dtype, update->gradients_dtype);
     }
     if (update->states_dtype == FY_FLOAT32) {
         return adamw_run(update, &s, chunk, at, count);
@@ -230,7 +229,7 @@ bool fy__update_good(const fy_update *update, const fy_segment *segments)
 {
     assert(update != NULL);
     if (update->weights_dtype > FY_BFLOAT16 || update->gradients_dtype > FY_BFLOAT16 || update->step == 0 ||
-        update->states_dtype > FY_INT8 || update->rule > FY_SGD) {
+        update->states_dtype > FY_INT8 || update->rule > FY_LION) {
         return false;
     }
     if (update->rule != FY_ADAMW && update->states_dtype != FY_FLOAT32) {

@@ -22,10 +22,9 @@ struct fy__scalars {
     float epsilon;
     float negative_step; /* -lr / (1 - beta1^step) */
     uint32_t key;        /* of the draws that small states are rounded with */
-    float beta1;         /* of Lion and SGD, as they are */
+    float beta1;         /* of Lion, as it is */
     float one_less_beta1;
     float negative_lr;
-    float added_decay;   /* SGD adds this share of the master to the gradient */
 };
 
 /* 1 when the master is not finite, or becomes infinite when rounded to bfloat16. */
@@ -102,9 +101,8 @@ INLINE float gradient_of(int narrow, const void *restrict gradients, uint64_t i)
     return narrow ? float_of((uint32_t)((const uint16_t *)gradients)[i] << 16) : ((const float *)gradients)[i];
 }
 
-/* Lion or SGD with momentum, in float32 (one_state.c). `rule` is one of enum fy_rule. */
-uint64_t fy__one_state(const struct fy__scalars *s, const struct fy__run *run, uint32_t rule, uint32_t weights,
-                       uint32_t gradients);
+/* Lion, in float32 (lion.c). */
+uint64_t fy__lion(const struct fy__scalars *s, const struct fy__run *run, uint32_t weights, uint32_t gradients);
 
 /* AdamW with states in bfloat16 or int8 (small_states.c). Dtypes are those of enum fy_dtype. */
 uint64_t fy__adamw_small(const struct fy__scalars *s, const struct fy__run *run, uint32_t states, uint32_t weights,

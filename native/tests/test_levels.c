@@ -71,8 +71,8 @@ struct outcome {
     float small_masters[2][COUNT];
     float small_momentum[2][COUNT]; /* floats for their alignment; bfloat16 and int8 take less */
     float small_variance[2][COUNT];
-    float one_state_masters[2][COUNT];
-    float one_state_momentum[2][COUNT];
+    float lion_master[COUNT];
+    float lion_momentum[COUNT];
     double sums[2];
     uint8_t packed[2][(COUNT + 1) / 2];
     int8_t codes[2][COUNT];
@@ -142,17 +142,13 @@ static int small_states(const struct level *level, fy_update update, const fy_se
     return bad;
 }
 
-/* The same step by the rules without a variance. */
-static int one_state(const struct level *level, fy_update update, const fy_segment *segments, struct outcome *out)
+/* The same step by Lion. */
+static int lion(const struct level *level, fy_update update, const fy_segment *segments, struct outcome *out)
 {
-    int bad = 0;
-    for (uint32_t i = 0; i < 2; i++) {
-        uint64_t lost = 0;
-        update.rule = FY_LION + i;
-        bad |= level->adamw(&update, segments, out->one_state_masters[i], NULL, out->one_state_momentum[i], NULL, gradients32,
-                            &lost);
-        out->lost += lost;
-    }
+    uint64_t lost = 0;
+    update.rule = FY_LION;
+    const int bad = level->adamw(&update, segments, out->lion_master, NULL, out->lion_momentum, NULL, gradients32, &lost);
+    out->lost += lost;
     return bad;
 }
 
@@ -163,7 +159,7 @@ static int run(const struct level *level, struct outcome *out)
     for (uint32_t i = 0; i < COUNT; i++) {
         out->master[i] = next_float(&state);
         out->small_masters[0][i] = out->small_masters[1][i] = out->master[i];
-        out->one_state_masters[0][i] = out->one_state_masters[1][i] = out->master[i];
+        out->lion_master[i] = out->master[i];
     }
     int bad = level->split(out->master, out->weights, out->remainder16, COUNT, &out->lost);
     const fy_segment segments[2] = {
@@ -182,7 +178,7 @@ static int run(const struct level *level, struct outcome *out)
         bad |= level->adamw(&update, segments, out->master, NULL, out->momentum[0], out->variance[0], gradients32,
                             &lost);
         bad |= small_states(level, update, segments, out);
-        bad |= one_state(level, update, segments, out);
+        bad |= lion(level, update, segments, out);
         update.weights_dtype = FY_BFLOAT16;
         update.gradients_dtype = step % 2 ? FY_BFLOAT16 : FY_FLOAT32;
         bad |= level->adamw(&update, segments, out->weights, out->remainder16, out->momentum[1], out->variance[1],

@@ -51,10 +51,8 @@ int main(void)
         steps(*backend, FY_FLOAT32, FY_INT8, FY_ADAMW);
         steps(*backend, FY_BFLOAT16, FY_INT8, FY_ADAMW);
         steps(*backend, FY_BFLOAT16, FY_BFLOAT16, FY_ADAMW);
-        for (uint32_t rule = FY_LION; rule <= FY_SGD; rule++) {
-            steps(*backend, FY_FLOAT32, FY_FLOAT32, rule);
-            steps(*backend, FY_BFLOAT16, FY_FLOAT32, rule);
-        }
+        steps(*backend, FY_FLOAT32, FY_FLOAT32, FY_LION);
+        steps(*backend, FY_BFLOAT16, FY_FLOAT32, FY_LION);
     }
     return 0;
 }

@@ -28,8 +28,7 @@ def plain_run(
     model = subject.fresh()
     model.load_state_dict(subject.initial)
     prepare(model.to(DEVICE))
-    torch_rule = torch_sgd if subject.shape.rule == "sgd" else torch_adamw
-    by_torch = torch_rule(learning(model), optimizer)
+    by_torch = (Lion if subject.shape.rule == "lion" else torch_adamw)(learning(model), optimizer)
     losses: list[float] = []
     for ids, labels in subject.batches(steps):
         losses.append(sum(micro_losses(model, ids, labels, subject.shape.micro)))
@@ -59,8 +58,21 @@ def _decays(parameter: torch.Tensor) -> bool:
     return parameter.dim() >= 2 and not getattr(parameter, "is_bias", False)
 
 
-def torch_sgd(parameters: Sequence[torch.Tensor], optimizer: Optimizer) -> torch.optim.Optimizer:
-    return torch.optim.SGD(_groups(parameters, optimizer), lr=optimizer.lr, momentum=optimizer.beta1)
+class Lion(torch.optim.Optimizer):
+    """Lion as its authors print it (arXiv 2302.06675, algorithm 2), with decoupled weight decay."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor], optimizer: Optimizer) -> None:
+        super().__init__(_groups(parameters, optimizer), {})
+        self._lr, self._betas = optimizer.lr, (optimizer.beta1, optimizer.beta2)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        (beta1, beta2), lr = self._betas, self._lr
+        for group in self.param_groups:
+            for p in group["params"]:
+                m = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                p.mul_(1 - lr * group["weight_decay"]).sub_(lr * torch.sign(beta1 * m + (1 - beta1) * p.grad))
+                m.mul_(beta2).add_(p.grad, alpha=1 - beta2)
 
 
 def torch_adamw(parameters: Sequence[torch.Tensor], optimizer: Optimizer) -> torch.optim.Optimizer:

@@ -66,10 +66,10 @@ def test_unclipped(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("clip", [0.5, None])
-def test_sgd(clip: float | None, tmp_path: Path) -> None:
+def test_lion(clip: float | None, tmp_path: Path) -> None:
     """Runs with no variance on the store."""
-    optimizer = replace(OPTIMIZER, lr=0.05)
-    subject = Subject(llama(), Shape(rule="sgd"))
+    optimizer = replace(OPTIMIZER, lr=1e-3)
+    subject = Subject(llama(), Shape(rule="lion"))
     with Rig(subject, tmp_path, home="ssd", clip=clip, optimizer=optimizer) as rig:
         losses, weights = rig.run(STEPS), rig.weights()
     plain_losses, plain_weights = plain_run(subject, STEPS, clip=clip, optimizer=optimizer)

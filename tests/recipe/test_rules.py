@@ -38,9 +38,7 @@ from .conftest import VALID
         ("adapter: {r: 4}\nfreeze: [lm_head]\n", "freeze"),
         ("adapter: {experts: true, use_dora: true}\n", "adapter.use_dora"),
         ("adapter: {experts: true, lora_dropout: 0.1}\n", "adapter.lora_dropout"),
-        ("optimizer: {name: sgd, betas: [0.9, 0.99]}\n", "optimizer.betas"),
         ("optimizer: {name: lion, eps: 1e-6}\n", "optimizer.eps"),
-        ("optimizer: {momentum: 0.5}\n", "optimizer.momentum"),
         ("logging: {backends: [jsonl, jsonl]}\n", "logging.backends"),
         ("eval: {every_steps: 2}\n", "eval.every_steps"),
         ("train: {early_stopping: {patience: 2}}\n", "train.early_stopping"),
@@ -102,9 +100,6 @@ def test_kernels_that_need_a_gpu(write):
     assert load_recipe(path, [flash, "offload.device=cuda"]).recipe.model.attn_implementation == "flash_attention_2"
     with pytest.raises(RecipeErrors, match="cannot compute in"):
         load_recipe(path, [flash, "offload.device=cuda", "precision.compute=float32"])
-    with pytest.raises(RecipeErrors, match="Liger's kernels do not run on"):
-        load_recipe(path, ["model.kernels=liger", "offload.device=cpu"])
-    assert load_recipe(path, ["model.kernels=liger"]).recipe.model.kernels == "liger"
 
 
 def test_the_device_of_tests_is_unknown_to_the_command(tmp_path):
@@ -187,3 +182,17 @@ def test_a_key_that_is_gone_may_say_what_is_so_anyway(write, said):
     assert note.endswith(
         f"recipe.yaml:8: note: `checkpoint.{said}` has no effect any more, as fuyou always does that: delete the key"
     )
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "remedy"),
+    [
+        ("model.kernels", "liger", "train.compile: true"),
+        ("optimizer.name", "sgd", "lion"),
+        ("optimizer.momentum", "0.5", "betas"),
+    ],
+)
+def test_optimizers_and_kernels_that_are_gone(load, refused, key, value, remedy):
+    ((name, found),) = refused("", f"{key}={value}").items()
+    assert (name, found.code) == (key, "removed") and remedy in found.help
+    assert load("", "model.kernels=torch", "optimizer.momentum=0.9").optimizer.name == "adamw"

@@ -100,7 +100,7 @@ def test_what_makes_a_crash_cheaper_is_said_where_it_costs_much(screen: Screen, 
     assert "commit_every_steps" not in told(100, 5, steps=6)  # the whole run takes less than ten minutes
 
 
-@pytest.mark.parametrize(("rule", "said"), [("adamw", "float32 AdamW;"), ("lion", "float32 Lion;"), ("sgd", "float32 SGD;")])
+@pytest.mark.parametrize(("rule", "said"), [("adamw", "float32 AdamW;"), ("lion", "float32 Lion;")])
 def test_the_method_names_the_recipes_optimizer(screen: Screen, facts: RunFacts, rule: Rule, said: str) -> None:
     model = facts.model.with_layout(replace(facts.model.layout, rule=rule))
     assert said in words(screen(replace(facts, model=model), 120))

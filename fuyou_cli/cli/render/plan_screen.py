@@ -39,7 +39,7 @@ from .traffic import show_traffic, warn_of_wear, wear_in_full
 
 POLICY_WIDTH = 96  # columns from which the policy column is shown
 _TITLE: dict[Tier, str] = {"gpu": "GPU", "cpu": "RAM", "ssd": "SSD"}
-_OPTIMIZER: dict[Rule, str] = {"adamw": "AdamW", "lion": "Lion", "sgd": "SGD"}
+_OPTIMIZER: dict[Rule, str] = {"adamw": "AdamW", "lion": "Lion"}
 
 
 def show_plan(console: Console, facts: RunFacts, *, verbose: bool) -> None:

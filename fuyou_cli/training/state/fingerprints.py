@@ -29,7 +29,7 @@ def of(
             {key: value for key, value in config.items() if not key.startswith("_") and key != "transformers_version"},
         ],
         "attention": recipe.model.attn_implementation,
-        "optimizer": recipe.optimizer.model_dump(mode="json"),
+        "optimizer": {**recipe.optimizer.model_dump(mode="json"), "momentum": 0.9},  # a key of earlier builds: digests stay
         "schedule": [recipe.lr_scheduler.model_dump(mode="json"), _schedule_length(recipe, total_steps)],
         "clipping": recipe.train.clip_grad_norm,
         "shuffle": recipe.dataset.shuffle,
@@ -37,8 +37,6 @@ def of(
     }
     if recipe.train.deterministic and device != "cpu":
         described["deterministic"] = True
-    if recipe.model.kernels != "torch":
-        described["kernels"] = recipe.model.kernels
     if recipe.train.compile:
         described["compile"] = True
     if recipe.dataset.weights:

@@ -244,6 +244,11 @@ def _upgraded(path: Path, content: dict[str, Any]) -> int:
             f"{path} is of a store of checkpoint.mode {name}, which this version of fuyou does not read",
             hint="finish or export the run with the version that made it, or start over with checkpoint.resume=never",
         )
+    if content.get("rule") == "sgd":
+        raise UsageError(
+            f"{path} is of a run of optimizer.name sgd, which this version of fuyou does not have",
+            hint="finish or export the run with the version that made it, or start over with checkpoint.resume=never",
+        )
     content.pop("due", None)
     for stage in stages if isinstance(stages, list) else ():
         if isinstance(stage, dict) and "params" in stage:

@@ -1,19 +1,16 @@
-"""Lion and SGD in C: bit for bit a numpy reference, for every pair of dtypes; SGD is close to torch's own."""
+"""Lion in C: bit for bit a numpy reference, for every pair of dtypes."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from fuyou_cli.swap import kernels
-from fuyou_cli.swap.requests import Segment, Update
+from fuyou_cli.swap.requests import Update
 
 from . import adamw_reference as reference
 from .adamw_reference import F, State
 from .test_adamw import COUNT, UNTOUCHED, an_update
-
-RULES = ["lion", "sgd"]
 
 
 def _step(update: Update, state: State, gradients: np.ndarray) -> None:
@@ -25,21 +22,16 @@ def _step(update: Update, state: State, gradients: np.ndarray) -> None:
         part = slice(segment.first, segment.first + segment.count)
         lr, decay = update.lr * float(F(segment.lr_scale)), float(F(segment.weight_decay))
         g, p, m = values[part] * F(update.gradient_scale), state.master[part], state.momentum[part]
-        if update.rule == "lion":
-            sign = np.sign(m * F(update.beta1) + F(1.0 - update.beta1) * g)
-            m = m * F(update.beta2) + F(1.0 - update.beta2) * g
-            p = p * F(1.0 - lr * decay) + F(-lr) * sign
-        else:
-            m = m * F(update.beta1) + (g + F(decay) * p)
-            p = p + F(-lr) * m
+        sign = np.sign(m * F(update.beta1) + F(1.0 - update.beta1) * g)
+        m = m * F(update.beta2) + F(1.0 - update.beta2) * g
+        p = p * F(1.0 - lr * decay) + F(-lr) * sign
         assert p.dtype == m.dtype == F
         state.master[part], state.momentum[part] = p, m
 
 
-@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("weights_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("gradients_dtype", ["float32", "bfloat16"])
-def test_matches_the_numpy_reference_bit_for_bit(rule: str, weights_dtype: str, gradients_dtype: str) -> None:
+def test_matches_the_numpy_reference_bit_for_bit(weights_dtype: str, gradients_dtype: str) -> None:
     expected = reference.random_state(COUNT, seed=1)
     start, master, momentum = expected.master.copy(), expected.master.copy(), expected.momentum.copy()
     weights, remainder = expected.split()
@@ -47,7 +39,7 @@ def test_matches_the_numpy_reference_bit_for_bit(rule: str, weights_dtype: str, 
         gradients = reference.random_gradients(COUNT, step, gradients_dtype)
         gradients[:7] = 0
         update = an_update(
-            step, weights_dtype=weights_dtype, gradients_dtype=gradients_dtype, rule=rule, gradient_scale=0.37, beta2=0.99
+            step, weights_dtype=weights_dtype, gradients_dtype=gradients_dtype, rule="lion", gradient_scale=0.37, beta2=0.99
         )
         _step(update, expected, gradients)
         narrow = weights_dtype == "bfloat16"
@@ -63,29 +55,13 @@ def test_matches_the_numpy_reference_bit_for_bit(rule: str, weights_dtype: str, 
     assert all(np.array_equal(master[part], start[part]) for part in UNTOUCHED)
 
 
-def test_sgd_stays_close_to_torch() -> None:
-    start = reference.random_state(COUNT, seed=2)
-    parameter = torch.nn.Parameter(torch.from_numpy(start.master.copy()))
-    theirs = torch.optim.SGD([parameter], lr=0.1, momentum=0.9, weight_decay=0.1, foreach=False)
-    master, momentum = start.master.copy(), np.zeros(COUNT, F)
-    segments = (Segment(first=0, count=COUNT, weight_decay=0.1),)
-    for step in range(1, 21):
-        gradients = reference.random_gradients(COUNT, step, "float32")
-        parameter.grad = torch.from_numpy(gradients.copy())
-        theirs.step()
-        update = an_update(step, rule="sgd", lr=0.1, segments=segments)
-        kernels.adamw(update, weights=master, momentum=momentum, gradients=gradients)
-    np.testing.assert_allclose(master, parameter.detach().numpy(), rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
-def test_what_is_not_finite_is_counted(rule: str, value: float) -> None:
-    """Counts by Lion's momentum alone, as it moves as far whatever the gradient."""
+def test_what_is_not_finite_is_counted(value: float) -> None:
+    """Counts by the momentum alone, as Lion moves as far whatever the gradient."""
     state = reference.random_state(COUNT, seed=3)
     gradients = np.zeros(COUNT, F)
     gradients[[5, 3000]] = value
-    assert kernels.adamw(an_update(rule=rule), weights=state.master, momentum=state.momentum, gradients=gradients) == 2
+    assert kernels.adamw(an_update(rule="lion"), weights=state.master, momentum=state.momentum, gradients=gradients) == 2
 
 
 def test_the_states_of_other_rules_are_refused() -> None:
