@@ -1,8 +1,8 @@
-"""Compiles AdamW for NVIDIA GPUs: one kernel that reads and writes every value once, with the library's bits.
+"""AdamW: one kernel that reads and writes every value once, with the library's bits.
 
-The same update as tensor operations (`device_adamw`) takes about 25 launches for each million parameters, and the host needs
+The same update as tensor operations (`device_states.DeviceAdamW`) takes about 25 launches for each million parameters, and the host needs
 longer to launch them than the device to run them. Every operation here is an intrinsic with one rounding, which the compiler
-never fuses (`devices/nvrtc` compiles it).
+never fuses.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import astuple, dataclass
 
 import torch
 
-from .devices import nvrtc
+from .devices.nvrtc import make_kernel
 
 THREADS = 256  # of a block
 MOST_BLOCKS = 1 << 13  # more values than threads: a thread takes several
 
-SOURCE = r"""
+ADAMW = r"""
 #ifndef KERNEL
 #define KERNEL extern "C" __global__
 #endif
@@ -86,17 +86,17 @@ class Rounded:
 
 Launch = Callable[..., None]
 _POINTER, _FLOAT = ctypes.c_void_p, ctypes.c_float
-_TYPES = (*[_POINTER] * 6, ctypes.c_ulonglong, *[_FLOAT] * 3, ctypes.c_int, *[_FLOAT] * 5)
+_ADAMW_TYPES = (*[_POINTER] * 6, ctypes.c_ulonglong, *[_FLOAT] * 3, ctypes.c_int, *[_FLOAT] * 5)
 
 
-def kernel(device: torch.device, *, narrow_weights: bool, narrow_gradients: bool) -> Launch | None:
+def adamw_kernel(device: torch.device, *, narrow_weights: bool, narrow_gradients: bool) -> Launch | None:
     """Returns a function that updates values of these dtypes on a CUDA device (`narrow`: bfloat16). Returns None if there is no
     compiler for it, as in builds of torch for other GPUs, and warns if one fails; tensor operations then do the same.
 
     The function takes weights, remainder (None with float32 weights), momentum, variance, gradients and the largest bits of a
     master so far (0-D int32), all on the device, and the `Rounded` scalars. It runs after the compute submitted so far."""
     try:
-        made = nvrtc.made(device, "adamw", SOURCE, definitions(narrow_weights, narrow_gradients))
+        made = make_kernel(device, "adamw", ADAMW, adamw_definitions(narrow_weights, narrow_gradients))
     except RuntimeError as error:
         warnings.warn(f"tensor operations update what rests on the GPU, several times slower: {error}", stacklevel=2)
         return None
@@ -110,12 +110,12 @@ def kernel(device: torch.device, *, narrow_weights: bool, narrow_gradients: bool
         tensors = (weights, remainder, momentum, variance, gradients, worst)
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         values = (*addresses, weights.numel(), *astuple(rounded))
-        made.launch(values, _TYPES, blocks=min(MOST_BLOCKS, -(-weights.numel() // THREADS)), threads=(THREADS, 1))
+        made.launch(values, _ADAMW_TYPES, blocks=min(MOST_BLOCKS, -(-weights.numel() // THREADS)), threads=(THREADS, 1))
 
     return launch
 
 
-def definitions(narrow_weights: bool, narrow_gradients: bool) -> list[str]:
+def adamw_definitions(narrow_weights: bool, narrow_gradients: bool) -> list[str]:
     """Returns the compiler's options that choose the dtypes."""
     kinds = [("WEIGHT", narrow_weights), ("GRADIENT", narrow_gradients)]
     types = [f"-D{name}={'short' if narrow else 'float'}" for name, narrow in kinds]

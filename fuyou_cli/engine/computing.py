@@ -10,7 +10,7 @@ _MOST = 1 << 16  # micro-batches of a step that are remembered at most
 
 
 @dataclass(frozen=True, slots=True)
-class MicroBatch:
+class ComputedMicroBatch:
     """Tells when one micro-batch computed, in monotonic seconds. `number`: its place in the visit."""
 
     phase: str
@@ -46,7 +46,7 @@ class Computing:
         self._seen += [(phase, stage, number, *marks) for number, marks in enumerate(self._visit[: max(0, room)])]
         self._visit.clear()
 
-    def take(self) -> list[MicroBatch]:
+    def take(self) -> list[ComputedMicroBatch]:
         """Returns the micro-batches recorded since the last call. Waits for those that the device is still computing."""
         seen, self._seen = self._seen, []
-        return [MicroBatch(phase, stage, number, begin(), end()) for phase, stage, number, begin, end in seen]
+        return [ComputedMicroBatch(phase, stage, number, begin(), end()) for phase, stage, number, begin, end in seen]

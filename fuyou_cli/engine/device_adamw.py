@@ -1,7 +1,7 @@
 """Updates weights and states that rest on a device, on that device, bit for bit like the library in host memory
 (native/src/adamw.c).
 
-On an NVIDIA GPU it is one kernel (`adamw_kernel`), elsewhere tensor operations. Every operation has one rounding, in the
+On an NVIDIA GPU it is one kernel (`devices/kernels`), elsewhere tensor operations. Every operation has one rounding, in the
 library's order. None is fused with another: there is no multiply-add, and no multiplication by a reciprocal in place of a
 division (torch does that on a GPU for a divisor on the host). Products, sums, quotients and roots of float32 are rounded alike
 everywhere, denormals included.
@@ -19,7 +19,7 @@ import torch
 
 from ..planner.device import UPDATE_SCRATCH
 from ..swap.daemon import Segment
-from .adamw_kernel import Launch, Rounded, kernel
+from .adamw_kernel import Launch, Rounded, adamw_kernel
 from .updates import Scalars
 
 _LOST = 0x7F800000 - 0x8000  # bits of a master without the sign; from this value on it is not finite when rounded to bfloat16
@@ -65,7 +65,7 @@ def rounded_scalars(scalars: Scalars, weight_decay: float) -> Rounded:
 
 
 class DeviceAdamW:
-    """Runs AdamW: as one kernel where there is one for the device (`adamw_kernel`), otherwise as tensor operations, chunk by
+    """Runs AdamW: as one kernel where there is one for the device (`devices/kernels`), otherwise as tensor operations, chunk by
     chunk in `scratch` (uint8, device memory; four values of 4 bytes for each parameter of a chunk). `fused`: whether to look
     for a kernel."""
 
@@ -100,7 +100,9 @@ class DeviceAdamW:
     def _kernel(self, narrow_weights: bool, narrow_gradients: bool) -> Launch | None:
         key = narrow_weights, narrow_gradients
         if self._fused and key not in self._kernels:
-            self._kernels[key] = kernel(self._worst.device, narrow_weights=narrow_weights, narrow_gradients=narrow_gradients)
+            self._kernels[key] = adamw_kernel(
+                self._worst.device, narrow_weights=narrow_weights, narrow_gradients=narrow_gradients
+            )
         return self._kernels.get(key)
 
     def _chunk(self, state: DeviceState, gradients: torch.Tensor, k: Rounded) -> None:

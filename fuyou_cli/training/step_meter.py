@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from ..engine.computing import Computing, MicroBatch
+from ..engine.computing import ComputedMicroBatch, Computing
 from ..engine.devices.base import Copy, Device
 from ..engine.executor import StepOutcome
 from ..engine.moves import Wait
@@ -119,7 +119,9 @@ def intervals(
     return items
 
 
-def of_micro_batches(computed: Iterable[MicroBatch], waits: Iterable[Wait], *, begin: float, model: ModelSpec) -> list[Busy]:
+def of_micro_batches(
+    computed: Iterable[ComputedMicroBatch], waits: Iterable[Wait], *, begin: float, model: ModelSpec
+) -> list[Busy]:
     """Returns what only a trace shows: the compute of each micro-batch, and each wait."""
     items = [
         Busy(

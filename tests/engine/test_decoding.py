@@ -19,7 +19,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from fuyou_cli.checkpoint.files import open_checkpoint
 from fuyou_cli.checkpoint.reader import TensorReader
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.engine import decoding
+from fuyou_cli.engine import compute_weights
 from fuyou_cli.engine.decoding import DeviceDecoder, HostDecoder, part
 from fuyou_cli.engine.devices import open_device
 from fuyou_cli.engine.skeleton import TORCH_DTYPE
@@ -85,7 +85,7 @@ def drawn(kind: Quantised, stage: StageSpec, bank: torch.Tensor) -> torch.Tensor
 @pytest.mark.parametrize("kind", QUANTISED)
 def test_every_side_decodes_the_same_bits(kind: Quantised, dtype: Dtype, on: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantised_import, "PIECE", 64 * 100)
-    monkeypatch.setattr(decoding, "_AT_ONCE", 64 * 256)
+    monkeypatch.setattr(compute_weights, "_AT_ONCE", 64 * 256)
     stage, bank = packed(kind, dtype)
     host, device = HostDecoder(dtype, threads=2), open_device(on)
     there, bank_there = DeviceDecoder(device, 64 * 256), device.told(bank)

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from fuyou_cli.engine import adamw_kernel, device_adamw
+from fuyou_cli.engine import device_states
 from fuyou_cli.engine.device_adamw import DeviceAdamW, DeviceState, is_lost
-from fuyou_cli.engine.devices import nvrtc
+from fuyou_cli.engine.devices import kernels as gpu_kernels
 from fuyou_cli.engine.skeleton import TORCH_DTYPE
 from fuyou_cli.engine.updates import Optimizer, Scalars
 from fuyou_cli.planner.device import UPDATE_SCRATCH
@@ -131,12 +131,12 @@ void update(WEIGHT *w, short *r, float *m, float *v, const GRADIENT *g, int *wor
 def kernel_in_c(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool, bool], Callable[..., None]]:
     """Compiles the kernel's own source for the processor, as one thread: its arithmetic without a GPU."""
     folder = tmp_path_factory.mktemp("kernel")
-    (folder / "adamw.c").write_text(_IN_C % adamw_kernel.SOURCE)
+    (folder / "adamw.c").write_text(_IN_C % gpu_kernels.ADAMW)
 
     def compiled(narrow_weights: bool, narrow_gradients: bool) -> Callable[..., None]:
         library = folder / f"{narrow_weights}-{narrow_gradients}.so"
         words = ["cc", "-O2", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC"]
-        words += adamw_kernel.definitions(narrow_weights, narrow_gradients)
+        words += gpu_kernels.adamw_definitions(narrow_weights, narrow_gradients)
         subprocess.run([*words, "-o", str(library), str(folder / "adamw.c")], check=True)
         update = ctypes.CDLL(str(library)).update
         update.argtypes = [*[ctypes.c_void_p] * 6, ctypes.c_ulonglong, ctypes.c_void_p]
@@ -159,7 +159,7 @@ def test_the_kernels_source_is_the_librarys(
     weights: Dtype, summed_in: Dtype, way: dict[str, Any], kernel_in_c: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled = kernel_in_c(weights == "bfloat16", summed_in == "bfloat16")
-    monkeypatch.setattr(device_adamw, "kernel", lambda device, **_: compiled)
+    monkeypatch.setattr(device_states, "adamw_kernel", lambda device, **_: compiled)
     monkeypatch.setattr(DeviceAdamW, "_chunk", lambda *_: pytest.fail("not by the kernel"))
     test_it_is_the_librarys(weights, summed_in, way, "cpu", 700, True)
 
@@ -189,12 +189,12 @@ def test_a_kernel_that_cannot_be_made_is_told_and_none_at_all_is_no_error(monkey
     def refuse(*_: object) -> None:
         raise RuntimeError("no such architecture")
 
-    made = partial(adamw_kernel.kernel, torch.device("cuda"), narrow_weights=True, narrow_gradients=False)
+    made = partial(gpu_kernels.adamw_kernel, torch.device("cuda"), narrow_weights=True, narrow_gradients=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)  # not installed
     assert made() is None
     monkeypatch.setitem(sys.modules, "cuda", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=None, nvrtc=None))
-    monkeypatch.setattr(nvrtc, "compiled", refuse)
+    monkeypatch.setattr(gpu_kernels, "cubin", refuse)
     with pytest.warns(UserWarning, match="several times slower: no such architecture"):
         assert made() is None

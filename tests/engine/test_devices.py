@@ -17,7 +17,7 @@ from drawn import crossed
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuyou_cli.engine.devices import cuda_copies, open_device
+from fuyou_cli.engine.devices import cuda, open_device
 from fuyou_cli.engine.devices.cuda import CudaDevice, free_memory
 from fuyou_cli.engine.devices.cuda_copies import BulkCopies, CudaCopies
 from fuyou_cli.engine.devices.pinned import STAGING, PinnedMemory, Staging
@@ -198,7 +198,7 @@ def test_a_large_copy_of_a_gpu_is_told_as_one_from_its_first_piece_to_its_last(m
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
-    monkeypatch.setattr(cuda_copies, "PIECE", 2048)
+    monkeypatch.setattr(cuda, "PIECE", 2048)
     monkeypatch.setattr(_Noted, "of_stream", events := list[_Noted]())
     copies, source, target = CudaCopies(), torch.randn(600), torch.zeros(600)
     bulk = BulkCopies(torch.device("cuda", 0), copies, up=True)

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.engine.activations import outputs
+from fuyou_cli.engine import activations
 from fuyou_cli.engine.activations.called import InAttention
 from fuyou_cli.engine.activations.operators import Operators
 from fuyou_cli.engine.activations.resting import Resting, Views
@@ -234,7 +234,7 @@ def test_attention_that_calls_torchs_by_another_name_stays_in_the_mode(
     expected = outcome(subject, tmp_path / "recomputed", 2, home="cpu", device="emulated")
     with Rig(subject, tmp_path / "kept", home="cpu", device="emulated", kept="all") as rig:
         assert_same((rig.run(2), rig.weights()), expected)
-        stages = [own for own in rig.executor.activations if isinstance(own, outputs.KeptOutputs)]
+        stages = [own for own in rig.executor.activations if isinstance(own, activations.KeptOutputs)]
         assert stages and all((known is not None) == by_name for own in stages for known in own._known.values())
 
 
@@ -285,7 +285,7 @@ def test_a_block_that_computes_otherwise_stays_in_the_mode(
         head_chunk_tokens=0,
     )  # fmt: skip
     expected = _outcome(subject, tmp_path / "recompute")
-    monkeypatch.setattr(outputs, "_KeepingCalls", None)
+    monkeypatch.setattr(activations, "_KeepingCalls", None)
     for place in ("kept", "kept_there"):
         way: Any = {place: {"kept": "all", "kept_there": "room"}[place]}
         assert_same(_outcome(subject, tmp_path / place, device="emulated", **way), expected)

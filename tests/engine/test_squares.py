@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fuyou_cli.engine.devices import lanes, open_device, square_kernel
+from fuyou_cli.engine.devices import kernels as square_kernels
+from fuyou_cli.engine.devices import open_device
 from fuyou_cli.engine.devices.base import Event, Run, Squares
 from fuyou_cli.engine.devices.cuda import CudaDevice
 from fuyou_cli.engine.devices.lanes import squares_in_lanes
@@ -128,13 +129,13 @@ def test_the_kernels_source_gives_the_bits_of_the_lanes(
 ) -> None:
     """Compiles it for the processor, with fewer lanes: its arithmetic and its order without a GPU."""
     few, most = 32, 32 * 32 * 4
-    (tmp_path / "squares.c").write_text(_IN_C % square_kernel.SOURCE)
+    (tmp_path / "squares.c").write_text(_IN_C % square_kernels.SQUARES)
     words = ["cc", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-pthread", "-Wno-unknown-pragmas"]
-    words += square_kernel.definitions(narrow=dtype == torch.bfloat16, few=few, most=most)
+    words += square_kernels.square_definitions(narrow=dtype == torch.bfloat16, few=few, most=most)
     subprocess.run([*words, "-o", str(tmp_path / "squares.so"), str(tmp_path / "squares.c")], check=True)
     launch = ctypes.CDLL(str(tmp_path / "squares.so")).launch
     launch.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_ulonglong, ctypes.c_uint]
-    monkeypatch.setattr(lanes, "FEW", few)
+    monkeypatch.setattr(square_kernels, "FEW", few)
     monkeypatch.setattr(device_rules, "SQUARE_LANES", most)
     counts = [33, 64, 65, 700, 2048, 4097, 3 * most + 5]
     flat = (torch.randn(sum(counts), generator=torch.Generator().manual_seed(1)) * 1e3).to(dtype)
@@ -148,9 +149,9 @@ def test_the_kernels_source_gives_the_bits_of_the_lanes(
 
     found = squares_in_lanes(flat, runs, room, kernel=kernel)
     assert torch.equal(found, squares_in_lanes(flat, runs, room)) and launched == [64, 64, 128, 1024, 2048, most, most]
-    monkeypatch.setattr(square_kernel, "SQUARE_LANES", most)
-    assert square_kernel.agrees(kernel, dtype, room)
-    assert not square_kernel.agrees(lambda values, few, width: kernel(values[:-1], few, width), dtype, room)
+    monkeypatch.setattr(square_kernels, "SQUARE_LANES", most)
+    assert square_kernels.agrees(kernel, dtype, room)
+    assert not square_kernels.agrees(lambda values, few, width: kernel(values[:-1], few, width), dtype, room)
 
 
 @pytest.mark.gpu

@@ -23,7 +23,7 @@ class Kernel:
         _checked(self._driver.cuLaunchKernel(self._function, blocks, 1, 1, *threads, 1, 0, stream, given, 0))
 
 
-def made(device: torch.device, name: str, source: str, definitions: Sequence[str]) -> Kernel | None:
+def make_kernel(device: torch.device, name: str, source: str, definitions: Sequence[str]) -> Kernel | None:
     """Compiles the kernel `name` of CUDA C for a device. Returns None if there is no compiler for it, as in builds of torch for
     other GPUs. Raises RuntimeError with the compiler's words if it fails: too old for the card, say, or too new for the driver.
     """
@@ -34,12 +34,12 @@ def made(device: torch.device, name: str, source: str, definitions: Sequence[str
     except ImportError:
         return None
     major, minor = torch.cuda.get_device_capability(device)
-    binary = compiled(nvrtc, f"sm_{major}{minor}", name, source, tuple(definitions))
+    binary = cubin(nvrtc, f"sm_{major}{minor}", name, source, tuple(definitions))
     return Kernel(driver, _checked(driver.cuModuleGetFunction(_checked(driver.cuModuleLoadData(binary)), name.encode())))
 
 
 @cache
-def compiled(nvrtc: Any, architecture: str, name: str, source: str, definitions: tuple[str, ...]) -> bytes:
+def cubin(nvrtc: Any, architecture: str, name: str, source: str, definitions: tuple[str, ...]) -> bytes:
     """Compiles for an architecture such as "sm_89". Fuses nothing that the source does not fuse. Raises RuntimeError with the
     compiler's words."""
     options = [word.encode() for word in (f"--gpu-architecture={architecture}", "-fmad=false", *definitions)]

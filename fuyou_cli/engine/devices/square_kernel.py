@@ -12,13 +12,13 @@ import warnings
 import torch
 
 from ...planner.device import SQUARE_LANES
-from . import nvrtc
 from .lanes import FEW, Square, squares_in_lanes
+from .nvrtc import make_kernel
 
 _COLUMNS, _ROWS = 16, 32  # threads of a block; neighbours in x read neighbouring values
-_TYPES = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_ulonglong, ctypes.c_uint)
+_SQUARE_TYPES = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_ulonglong, ctypes.c_uint)
 
-SOURCE = r"""
+SQUARES = r"""
 #ifndef KERNEL
 #define KERNEL extern "C" __global__ void __launch_bounds__(ROWS *COLUMNS)
 #endif
@@ -67,14 +67,14 @@ def square_kernel(dtype: torch.dtype, lanes: torch.Tensor) -> Square | None:
     submitted so far. Returns None if there is no compiler for it. Warns if one fails, or if what it sums is not what tensor
     operations sum in `lanes` (float64); these do it then."""
     try:
-        made = nvrtc.made(lanes.device, "squares", SOURCE, definitions(narrow=dtype == torch.bfloat16))
+        made = make_kernel(lanes.device, "squares", SQUARES, square_definitions(narrow=dtype == torch.bfloat16))
         if made is None:
             return None
 
         def launch(values: torch.Tensor, few: torch.Tensor, width: int) -> None:
             assert values.dtype == dtype and few.dtype == torch.float64 and few.is_contiguous() and len(few) == FEW < width
             given = (values.data_ptr(), few.data_ptr(), values.numel(), width)
-            made.launch(given, _TYPES, blocks=FEW // _COLUMNS, threads=(_COLUMNS, _ROWS))
+            made.launch(given, _SQUARE_TYPES, blocks=FEW // _COLUMNS, threads=(_COLUMNS, _ROWS))
 
         if agrees(launch, dtype, lanes):
             return launch
@@ -94,7 +94,7 @@ def agrees(kernel: Square, dtype: torch.dtype, lanes: torch.Tensor) -> bool:
     return torch.equal(one, other)
 
 
-def definitions(*, narrow: bool, few: int = FEW, most: int = SQUARE_LANES) -> list[str]:
+def square_definitions(*, narrow: bool, few: int = FEW, most: int = SQUARE_LANES) -> list[str]:
     """Returns the compiler's options for these sizes and values."""
     sizes = {"COLUMNS": _COLUMNS, "ROWS": _ROWS, "FEW": few, "GROUPS": most // few // _ROWS, "NARROW": int(narrow)}
     return [*(f"-D{name}={size}" for name, size in sizes.items()), f"-DVALUE={'short' if narrow else 'float'}"]
