@@ -14,16 +14,14 @@ from torch import nn
 from ..core.errors import UsageError
 from ..spec.micro_batch import rounded_up, whole_rows
 from ..spec.model import Dtype, StageSpec
-from .activations.called import Known, Notes, handing_over, numbers_of
-from .activations.graphs import graph_bytes
-from .activations.outputs import Arrived, GivingBack, Outputs
-from .activations.recompute import Sparing, sparing, without_saving
+from .activations import Arrived, GivingBack, Outputs, Sparing, sparing, without_saving
 from .anatomy import Anatomy
 from .calls import StageCall, one_row_masks, only_refusals, own_forward, put_back, replaced_forwards
-from .compiled import CompiledBlocks
+from .compiled import CompiledBlocks, graph_bytes
 from .gradients import GradientSum
 from .loss import Head, Part, TokenLoss, pieces
 from .module_state import ModuleState
+from .operators import Known, Notes, handing_over, numbers_of
 from .skeleton import TORCH_DTYPE
 
 MOST_ROOM = 96 << 20  # bytes of weights and sums that no CPU cache holds; more would waste memory

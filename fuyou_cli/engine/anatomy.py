@@ -7,7 +7,8 @@ outside the base model (the language-model head) belong to the head stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -18,6 +19,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.pytorch_utils import Conv1D
 
 from ..core.errors import UsageError
 from ..core.units import align_up
@@ -26,6 +28,7 @@ from ..spec.model import (
     TENSOR_ALIGN,
     BankSpec,
     Dtype,
+    ModelSpec,
     Piece,
     SourceFile,
     StageKind,
@@ -33,7 +36,7 @@ from ..spec.model import (
     TensorSpec,
     banks_of,
 )
-from ..spec.packed_tensors import Quantised, packed_bank
+from ..spec.packed_tensors import TRANSPOSED, Quantised, packed_bank
 from .calls import TRIED, WORKING, refuse_by_configuration, stage_calls
 from .experts import Bank, Layout, NamedPart, Noting, Part, is_experts, laid_out, named_parts, place
 from .experts import Tensor as ExpertTensor
@@ -382,3 +385,188 @@ def _taken(
             decays = parameter.dim() >= (3 if routed else 2)  # a bias of each expert is one row of two dimensions
             spec = TensorSpec(name=name, shape=shape, offset=0, numel=prod(shape), decay=decays, routed=routed)
             yield Slotted(spec, places)
+
+
+# ---- what is frozen -----------------------------------------------------------------------------------------------
+# Freezes parameters by the patterns of a recipe, and says what backward is spared by that.
+
+_PART = re.compile(r"\*|\[(\d+)-(\d+)\]|[^*\[]+|\[")
+
+
+def frozen(anatomy: Anatomy, patterns: Sequence[str]) -> Anatomy:
+    """Returns the anatomy with the matching parameters frozen, behind the others of their stages.
+
+    A pattern is the name of a parameter or of a module, which stands for all in it; `*` is any text, `[0-15]` any number of
+    these. Raises UsageError for a pattern that matches nothing, and where nothing is left to train."""
+    if not patterns:
+        return anatomy
+    names, unmatched = _every_name(anatomy), dict.fromkeys(patterns)
+
+    def of(slotted: Slotted) -> Slotted:
+        every = [*names[_identity(slotted)], slotted.spec.name] if slotted.part else names[_identity(slotted)]
+        matching = [pattern for pattern in patterns if any(_matches(pattern, name) for name in every)]
+        for pattern in matching:
+            unmatched.pop(pattern, None)
+        return replace(slotted, spec=replace(slotted.spec, frozen=bool(matching)))
+
+    packed = _with_parameters(anatomy, of)
+    for pattern in [one for one in unmatched if any(_matches(one, name) for every in names.values() for name in every)]:
+        unmatched.pop(pattern)  # a part that is left alone anyway
+    if unmatched:
+        some = ", ".join(dict.fromkeys(_pattern_of(stage) for stage in anatomy.stages if stage.parameters))
+        wrong = ", ".join(f"`{pattern}`" for pattern in unmatched)
+        raise UsageError(f"freeze: no parameter of {type(anatomy.model).__name__} matches {wrong}", hint=f"it has {some}")
+    if not any(stage.trained for stage in packed.stages):
+        raise UsageError(
+            f"freeze: every parameter of {type(anatomy.model).__name__} matches, so nothing is left to train",
+            hint="leave out the pattern of what is to be trained",
+        )
+    return packed
+
+
+def frozen_with_others(anatomy: Anatomy, patterns: Sequence[str]) -> list[tuple[str, str]]:
+    """Returns names that no pattern matches, each with the name of what it is tied to and frozen with."""
+    found = []
+    for names in _every_name(anatomy).values():
+        meant = [name for name in names if any(_matches(pattern, name) for pattern in patterns)]
+        found += [(name, meant[0]) for name in names if meant and name not in meant]
+    return found
+
+
+def as_marked(anatomy: Anatomy) -> Anatomy:
+    """Returns the anatomy with frozen exactly those parameters that require no gradient, as peft leaves a model."""
+
+    def of(slotted: Slotted) -> Slotted:
+        holder, attribute = slotted.places[0]
+        parameter = holder._parameters[attribute]
+        assert parameter is not None
+        if slotted.spec.frozen == (not parameter.requires_grad):
+            return slotted
+        return replace(slotted, spec=replace(slotted.spec, frozen=not parameter.requires_grad))
+
+    return _with_parameters(anatomy, of)
+
+
+def _with_parameters(anatomy: Anatomy, of: Callable[[Slotted], Slotted]) -> Anatomy:
+    """Returns the anatomy with changed parameters, its stages packed anew: trained ones come first."""
+    stages = tuple(
+        Stage.packed(stage.name, stage.kind, stage.module, list(map(of, stage.parameters)), stage.vocabulary)
+        for stage in anatomy.stages
+    )
+    return replace(anatomy, stages=stages)
+
+
+def _every_name(anatomy: Anatomy) -> dict[int, list[str]]:
+    """Returns all names of each parameter, by identity: tied weights have several."""
+    found: dict[int, list[str]] = {}
+    for name, parameter in anatomy.model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), []).append(name)
+    return found
+
+
+def _identity(slotted: Slotted) -> int:
+    holder, attribute = slotted.places[0]
+    return id(holder._parameters[attribute])
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """Tells whether a pattern is of this parameter, or of a module that it is in."""
+    ranges: list[range] = []
+    expression = ""
+    for part in _PART.finditer(pattern):
+        if part[0] == "*":
+            expression += ".*"
+        elif part[1] is not None:
+            ranges.append(range(int(part[1]), int(part[2]) + 1))
+            expression += r"(\d+)"
+        else:
+            expression += re.escape(part[0])
+    found = re.fullmatch(rf"{expression}(?:\..*)?", name)
+    return found is not None and all(int(text) in numbers for text, numbers in zip(found.groups(), ranges, strict=True))
+
+
+def _pattern_of(stage: Stage) -> str:
+    """Returns a pattern that matches the stage, one for all blocks."""
+    before, name, _ = stage.parameters[0].spec.name.partition(stage.name)
+    return re.sub(r"\.\d+$", ".*", before + name)
+
+
+# ---- what backward is spared ------------------------------------------------------------------------------------------
+
+
+def with_frozen_work(model: ModelSpec, *, tokens: int) -> ModelSpec:
+    """Says which stages backward visits and what it computes there. `tokens`: of a micro-batch.
+
+    It ends at the lowest stage with something to learn. Nothing is kept of the stages below."""
+    lowest = next(_learning(model), 0)
+    stages = []
+    for stage in model.stages:
+        learns = model.stages[model.owner(stage.index)].trained > 0
+        goes_back = stage.index >= lowest and (stage.kind != "embedding" or learns)
+        spared = replace(
+            stage, goes_back=goes_back, passes_on=stage.index > lowest, frozen_flops=_frozen_flops(model, stage, tokens)
+        )
+        if not goes_back:
+            spared = replace(
+                spared, operators=(), unneeded=(), backward_peak=stage.forward_peak, backward_mapped=stage.forward_mapped
+            )
+        stages.append(spared)
+    return replace(model, stages=tuple(stages))
+
+
+def _learning(model: ModelSpec) -> Iterator[int]:
+    """Yields the stages that compute with a trained parameter, the lowest first."""
+    return (stage.index for stage in model.stages if model.stages[model.owner(stage.index)].trained)
+
+
+def _frozen_flops(model: ModelSpec, stage: StageSpec, tokens: int) -> float:
+    """Counts 2 per token and element of a frozen matrix; an embedding has no products, of a head all are of its weights. Those
+    of frozen experts were found by the trace, since not every token goes there."""
+    owner = model.stages[model.owner(stage.index)]
+    if stage.kind == "head":
+        return stage.forward_flops if owner.frozen_weight_bytes and not owner.trained else 0.0
+    if stage.kind == "embedding":
+        return 0.0
+    frozen = sum(t.numel for t in stage.tensors if t.frozen and len(t.shape) > 1 and not t.routed)
+    of_experts = 0.0 if stage.expert_work is None else stage.expert_work.frozen_flops
+    return min(stage.forward_flops, of_experts + 2.0 * frozen * tokens)
+
+
+# ---- what rests quantised -----------------------------------------------------------------------------------------
+# Marks which weights of a model rest quantised: frozen matrices of linear layers in its blocks, as bitsandbytes chooses, and
+# of their experts.
+
+
+def quantised(anatomy: Anatomy, quantisation: Quantised | None, names: Container[str] | None = None) -> Anatomy:
+    """Returns the anatomy with these weights behind all others of their stages. Embeddings, the head, norms and biases stay as
+    they are. `names`: others do too; None: none of them does, and a UsageError says where there is no such weight."""
+    if quantisation is None:
+        return anatomy
+    stages = tuple(_marked(stage, quantisation, names) if stage.kind == "block" else stage for stage in anatomy.stages)
+    if names is None and not any(stage.quantised for stage in stages):
+        other = any(isinstance(module, Conv1D) for module in anatomy.model.modules())
+        raise UsageError(
+            f"model.quantize: the blocks of {type(anatomy.model).__name__} have no frozen matrix in a torch.nn.Linear",
+            hint="set model.quantize=none"
+            + (": a Conv1D is never quantised, but may have LoRA" if other else
+               ", or freeze some layers: only their weights are quantised"),
+        )  # fmt: skip
+    return replace(anatomy, stages=stages)
+
+
+def _marked(stage: Stage, quantisation: Quantised, names: Container[str] | None) -> Stage:
+    def of(slotted: Slotted) -> Slotted:
+        transposed = quantisation in TRANSPOSED  # and of no linear layer, but of experts
+        can_be = slotted.spec.frozen if transposed else _can_be(slotted)
+        chosen = can_be and (names is None or slotted.spec.name in names)
+        return replace(slotted, spec=replace(slotted.spec, quantised=chosen, transposed=chosen and transposed))
+
+    return Stage.packed(stage.name, stage.kind, stage.module, map(of, stage.parameters), stage.vocabulary, quantisation)
+
+
+def _can_be(slotted: Slotted) -> bool:
+    dimensions, frozen = len(slotted.spec.shape), slotted.spec.frozen
+    if all(is_experts(holder) for holder, _ in slotted.places):
+        return frozen and dimensions == (3 if slotted.part is None else 2)  # the matrices of all experts, or one of them
+    of_linear = all(isinstance(holder, nn.Linear) and attribute == "weight" for holder, attribute in slotted.places)
+    return frozen and of_linear and dimensions == 2

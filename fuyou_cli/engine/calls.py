@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from ..core.errors import UsageError
-from .documents import Documents, attending_apart, check_arguments, laid_out
+from .attention import Documents, attending_apart, check_arguments, laid_out
 from .experts import is_experts
 from .module_state import tracing
 from .skeleton import EXPERT_KEYS, LIBRARY_ERRORS, said, setting, stays_float32

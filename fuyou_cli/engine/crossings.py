@@ -11,23 +11,24 @@ If the plan has room for the batch on the device, whole-batch tensors stay there
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from ..core.units import align_up
 from ..planner.device import BOUNDARIES_ACROSS
 from ..planner.memory import COPY_ALIGN
 from ..spec.micro_batch import MicroBatch
 from ..spec.model import ModelSpec
-from ..spec.plan import Plan
-from .computing import Computing
-from .devices.base import Device, Event
-from .host_memory import HostMemory
+from ..spec.plan import Plan, Span
+from .devices.base import Device, Event, Moment
+from .host_memory import HostMemory, whole_batch
 from .moves import Waiting
-from .whole_batches import WholeBatches
 
 Source = Callable[[], list[torch.Tensor]]  # gives a micro-batch's inputs in host memory; called once
 Beside = Callable[[int], None]
@@ -306,3 +307,128 @@ class Gathering:
         self.leaving.settle()
         assert self._whole is not None
         return self._whole
+
+
+# ---- memory of whole batches --------------------------------------------------------------------------------------
+# Lends memory for whole-batch tensors between stages, in spans of the arena or the device that are reused.
+
+Shape = tuple[int, ...]
+Lent = tuple[torch.Tensor, weakref.ref[object]]  # a span as bytes, and an object that lives as long as a view of that tensor
+
+
+class WholeBatches:
+    """Holds spans. Each is lent as one tensor at a time, until its last view is gone, wherever the model's own forward keeps
+    one. If all are lent or too small, a tensor gets its own memory."""
+
+    def __init__(
+        self,
+        spans: tuple[Span, ...],
+        made: Callable[[Span, int], Lent],
+        beside: Callable[[Shape, torch.dtype], torch.Tensor],
+        whole: torch.Tensor | None = None,
+    ) -> None:
+        """Takes two functions: `made` lends a span, `beside` makes a tensor if none is free. `whole`: the device memory that
+        the spans are part of."""
+        self._spans, self._made, self._beside, self.whole = list(spans), made, beside, whole
+        self._lent: dict[int, weakref.ref[object]] = {}  # by offset: the object that lives as long as the loan
+        self._read: dict[int, list[Event]] = {}  # copies out of a span, which must end before it is written again
+
+    @classmethod
+    def in_arena(cls, memory: HostMemory, spans: tuple[Span, ...]) -> WholeBatches:
+        def made(span: Span, size: int) -> Lent:
+            view = memory.arena.view(span.offset, size)
+            return torch.frombuffer(view, dtype=torch.uint8), weakref.ref(view)  # only the tensor's memory holds it
+
+        return cls(spans, made, whole_batch)
+
+    @classmethod
+    def on_device(cls, device: Device, spans: tuple[Span, ...]) -> WholeBatches:
+        whole = device.empty(max(span.offset + span.size for span in spans))
+
+        def made(span: Span, size: int) -> Lent:
+            # A tensor over the same memory with its own storage, which lives as long as the tensor's last view.
+            flat = from_dlpack(whole[span.offset : span.offset + size])
+            return flat, weakref.ref(flat.untyped_storage())
+
+        def beside(shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+            return device.empty(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+
+        return cls(spans, made, beside, whole)
+
+    def lend(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+        """Returns a tensor of the whole batch, zeros or uninitialized, for compute submitted from now on. It lies in the free
+        span lent longest ago."""
+        size = math.prod(shape) * dtype.itemsize
+        for number, span in enumerate(self._spans):
+            lent = self._lent.get(span.offset)
+            # Small tensors, like those that all rows share, take no span of a whole batch.
+            fills = span.size / 2 < size <= span.size
+            if fills and (lent is None or lent() is None):
+                self._spans.append(self._spans.pop(number))
+                for event in self._read.pop(span.offset, []):
+                    event.wait()
+                flat, self._lent[span.offset] = self._made(span, size)
+                return flat.view(dtype).view(shape)
+        return self._beside(shape, dtype)
+
+    def copied(self, part: torch.Tensor, copy: Callable[[torch.Tensor], Event]) -> Event:
+        """Notes a copy from what may be a part of a span (contiguous). The next user of the span waits for the copy."""
+        if self.whole is None:
+            return copy(part)
+        place = part.data_ptr() - self.whole.data_ptr()
+        for span in self._spans:
+            if span.offset <= place < span.offset + span.size:
+                size = part.numel() * part.element_size()
+                event = copy(self.whole[place : place + size].view(part.dtype).view(part.shape))
+                self._read.setdefault(span.offset, []).append(event)
+                return event
+        return copy(part)
+
+
+# ---- when each micro-batch computed -------------------------------------------------------------------------------
+# Records when each micro-batch of each visit computed, on the device's own time.
+
+_MOST = 1 << 16  # micro-batches of a step that are remembered at most
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedMicroBatch:
+    """Tells when one micro-batch computed, in monotonic seconds. `number`: its place in the visit."""
+
+    phase: str
+    stage: int
+    number: int
+    begin: float
+    end: float
+
+
+class Computing:
+    """Records a visit's micro-batches. Each begins when its inputs are there, and ends when the next is asked for or the visit
+    is left."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._began: Moment | None = None
+        self._visit: list[tuple[Moment, Moment]] = []
+        self._seen: list[tuple[str, int, int, Moment, Moment]] = []
+
+    def begin(self) -> None:
+        self._began = self._device.mark()
+
+    def end(self) -> None:
+        """Ends the micro-batch under way, if there is one."""
+        if self._began is not None:
+            self._visit.append((self._began, self._device.mark()))
+            self._began = None
+
+    def leave(self, phase: str, stage: int) -> None:
+        """Ends the visit."""
+        self.end()
+        room = _MOST - len(self._seen)
+        self._seen += [(phase, stage, number, *marks) for number, marks in enumerate(self._visit[: max(0, room)])]
+        self._visit.clear()
+
+    def take(self) -> list[ComputedMicroBatch]:
+        """Returns the micro-batches recorded since the last call. Waits for those that the device is still computing."""
+        seen, self._seen = self._seen, []
+        return [ComputedMicroBatch(phase, stage, number, begin(), end()) for phase, stage, number, begin, end in seen]

@@ -1,27 +1,466 @@
-"""Describes a model for planning, whether or not the engine can train it.
+"""Describes a model for planning, as a ModelSpec, whether or not the engine can train it.
 
 `fuyou plan` answers for causal language models whose blocks can be found and whose forward can be traced. If `dissect` refuses
 a model, its stages are outlined and their costs estimated, and the plan shows the refusal.
+
+A model that can be trained is inspected at one batch shape, without weights and without computing. Every stage runs forward and
+backward on fake tensors of one micro-batch. A dispatch mode tracks which storages are alive, so the peak of what a stage
+allocates beside its weights is known in advance. What kernels allocate inside is not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..core.errors import UsageError
-from ..spec.model import ModelSpec, StageSpec, TensorSpec
-from .anatomy import Anatomy, dissect, outline
-from .calls import Between, stage_calls
-from .freezing import with_frozen_work
-from .inspect import Short, inspect
+from ..core.heap import MAPPED, alive, worked_on
+from ..spec.micro_batch import whole_rows
+from ..spec.model import Dtype, ExpertWork, ModelSpec, StageSpec, TensorSpec
+from .anatomy import Anatomy, Installed, Stage, dissect, outline, with_frozen_work
+from .calls import Between, StageCall, only_refusals, stage_calls
+from .experts import Bank, Noting
 from .isolated import isolated as kept_apart
 from .isolated import kept_apart_if_possible
-from .skeleton import EXPERT_KEYS, setting, stays_float32
+from .loss import Head, Part, TokenLoss, pieces
+from .module_state import tracing
+from .operators import OperatorTrace
+from .ranges import Sent, add_outputs, differentiate
+from .skeleton import EXPERT_KEYS, TORCH_DTYPE, setting, stays_float32
+from .vocabulary import is_lookup, is_plain, scales_rows
+
+_aten = torch.ops.aten
+_WITHOUT_ROOM = {
+    _aten._log_softmax, _aten._log_softmax_backward_data, _aten.nll_loss_forward, _aten.nll_loss_backward, _aten._to_copy,
+    _aten.empty_like,
+}  # fmt: skip
+_OPERATORS = 4  # that a range runs for one product of an expert: it gathers and adds rows expert by expert, too
+_NUMBERS = ("layer_idx", "layer_id", "layer_number", "block_idx", "training")
+
+
+@dataclass(frozen=True, slots=True)
+class Short:
+    """Describes rows that a longer row of a recurrent block is cut into. Such a block makes some tensors for all of a row, and
+    others token by token: these are as much larger here as there are more rows, and `longer` times as many in the long row."""
+
+    rows: int
+    tokens: int  # a prime number, which the size of a tensor that is made token by token is no multiple of
+    longer: int
+
+    @classmethod
+    def of(cls, shape: tuple[int, int], sizes: Iterable[int]) -> Short | None:
+        """Cuts rows of `shape`. `sizes`: of the model. None: they are short already."""
+        rows, tokens = shape
+        for short in sorted((17, 19, 23, 29), key=lambda prime: -tokens % prime):
+            longer = -(-tokens // short)
+            if longer > 1 and all(size % short for size in (rows, longer, *sizes)):
+                return cls(rows * longer, short, longer)
+        return None
+
+    def charged(self, size: int) -> tuple[int, int]:
+        """Returns the bytes of a storage in the long row, and how many of them there are."""
+        return (size, 1) if size % self.tokens == 0 else (size // self.longer, self.longer)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes charged for storages that were created inside and are still alive. `peak` is their maximum,
+    `mapped_peak` that of the storages that the allocator maps separately. `held` existed before."""
+
+    def __init__(self, *held: torch.Tensor, short: Short | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._short = short
+        self.live = self._mapped = 0
+        self.peak: int = 0
+        self.mapped_peak: int = 0
+        self._known: set[int] = {tensor.untyped_storage()._cdata for tensor in held}
+
+    def _taken(self, size: int, mapped: int) -> None:
+        self.live += size
+        self._mapped += mapped
+        self.mapped_peak = max(self.mapped_peak, self._mapped)
+
+    def _dropped(self, key: int, size: int, mapped: int = 0) -> None:
+        self.live -= size
+        self._mapped -= mapped
+        self._known.discard(key)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for value in tree_leaves(out):
+            if isinstance(value, torch.Tensor):
+                storage = value.untyped_storage()
+                key = storage._cdata
+                if key not in self._known:
+                    self._known.add(key)
+                    one, number = (storage.nbytes(), 1) if self._short is None else self._short.charged(storage.nbytes())
+                    size = number * alive(one)
+                    mapped = size if one >= MAPPED else 0
+                    self._taken(size, mapped)
+                    weakref.finalize(storage, self._dropped, key, size, mapped)
+        self.peak = max(self.peak, self.live + _beside(func, (args, kwargs, out)))
+        return out
+
+
+def _beside(func: Any, values: object) -> int:
+    """Returns the bytes that a kernel takes for itself while it works on these tensors. Pointwise kernels and the loss take
+    none."""
+    if func.is_view or torch.Tag.pointwise in func.tags or func.overloadpacket in _WITHOUT_ROOM:
+        return 0
+    sizes = {
+        value.untyped_storage()._cdata: value.untyped_storage().nbytes()
+        for value in tree_leaves(values)
+        if isinstance(value, torch.Tensor)
+    }
+    return sum(worked_on(size) - alive(size) for size in sizes.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Peak:
+    """Holds the most bytes charged for live storages; `mapped`: those of blocks that are mapped separately."""
+
+    total: int
+    mapped: int
+
+    @classmethod
+    def of(cls, size: int, blocks: int = 1) -> _Peak:
+        """Returns the peak of this many blocks of `size` bytes."""
+        taken = blocks * alive(size)
+        return cls(taken, taken if size >= MAPPED else 0)
+
+
+Roots = Sequence[tuple[torch.Tensor, torch.Tensor]]  # where backward begins beside an output, with their gradients
+Costs = dict[str, Any]  # fields of a StageSpec, by name
+
+
+def _costs(flops: float, forward: _Peak, backward: _Peak, **more: object) -> Costs:
+    peaks = {"forward_peak": forward.total, "forward_mapped": forward.mapped}
+    return {"forward_flops": flops, **peaks, "backward_peak": backward.total, "backward_mapped": backward.mapped, **more}
+
+
+def inspect(
+    anatomy: Anatomy,
+    *,
+    dtype: str,
+    micro_batch_size: int,
+    max_seq_len: int,
+    head_chunk_tokens: int,
+    short: Short | None = None,
+) -> ModelSpec:
+    """Returns the model's specification at micro-batches of (micro_batch_size, max_seq_len). `short`: rows that its blocks are
+    traced in instead."""
+    shape, text = (micro_batch_size, max_seq_len), anatomy.model.config.get_text_config()
+    between = Between()
+    with only_refusals(anatomy.model, shape=shape):
+        costs, widest, sent = _all_costs(
+            anatomy, between, dtype=dtype, shape=shape, head_chunk_tokens=head_chunk_tokens, short=short
+        )
+    embeddings = {stage.module for stage in anatomy.stages if stage.kind == "embedding"}
+    boundary = max(text.hidden_size, widest) * TORCH_DTYPE[dtype].itemsize
+    compute_dtype: Dtype = "bfloat16" if dtype == "bfloat16" else "float32"
+    model = ModelSpec(
+        architecture=type(anatomy.model).__name__,
+        compute_dtype=compute_dtype,
+        hidden_size=text.hidden_size,
+        vocab_size=text.vocab_size,
+        stages=tuple(
+            stage.specified(
+                index,
+                dtype=compute_dtype,
+                looked_up=_is_looked_up(anatomy, stage),
+                weights_in_backward=stage.kind != "embedding" or not _is_by_row(stage),
+                **costs[index],
+            )
+            for index, stage in enumerate(anatomy.stages)
+        ),
+        tied_head=anatomy.tied_head,
+        sources=anatomy.sources,
+        imported_because=anatomy.imported_because,
+        boundary_bytes_per_token=boundary,
+        sent_bytes_per_token=sent * TORCH_DTYPE[dtype].itemsize,
+        # If several embeddings are added, or dropout follows, the model's own backward keeps a boundary and a mask.
+        choreography_bytes_per_token=boundary * (2 if len(embeddings) > 1 else 1),
+        may_sweep=not (anatomy.tied_head or between.draws or len(embeddings) > 1) and all(map(_is_by_row, anatomy.stages)),
+    )
+    return with_frozen_work(model, tokens=micro_batch_size * max_seq_len)
+
+
+def _is_by_row(stage: Stage) -> bool:
+    """Tells whether the gradients of an embedding are summed micro-batch by micro-batch, like those of all other stages."""
+    return stage.kind != "embedding" or stage.vocabulary is not None or _is_table(stage.module)
+
+
+def _is_looked_up(anatomy: Anatomy, stage: Stage) -> bool:
+    """Tells whether a stage is frozen and holds only rows that are looked up by token, whole or cut."""
+    if anatomy.tied_head or stage.module is not anatomy.model.get_input_embeddings() or not _is_table(stage.module):
+        return False
+    return len(stage.parameters) == 1 and stage.params == stage.frozen
+
+
+def _is_table(module: nn.Module | None) -> bool:
+    return is_plain(module) or (is_lookup(module) and scales_rows(module))
+
+
+def _all_costs(
+    anatomy: Anatomy,
+    between: Between,
+    *,
+    dtype: str,
+    shape: tuple[int, int],
+    head_chunk_tokens: int,
+    short: Short | None,
+) -> tuple[list[Costs], int, int]:
+    """Finds the costs of every stage, and the elements of a token's widest boundary: some blocks pass several streams on. Then
+    those of what a block sends to its experts where these are stages of their own. Equal blocks run once."""
+    rows = shape if short is None else (short.rows, short.tokens)
+    found = stage_calls(anatomy.model, anatomy.modules(), shape=rows, between=between, isolated=anatomy.isolated, again=True)
+    calls = {call.name: (call, x) for call, x in found}
+    seen: dict[object, Costs] = {}
+    costs: list[Costs] = []
+    sent: dict[object, Sent] = {}
+    to_experts: Sent | None = None  # by the last block that was cut
+    for index, stage in enumerate(anatomy.stages):
+        shapes = tuple((tensor.shape, tensor.frozen, tensor.quantised) for tensor in anatomy.owner(index).tensors)
+        key = (stage.kind, type(stage.module), shapes, _settings(stage))
+        if key not in seen:
+            if stage.kind == "head":
+                seen[key] = _head_cost(anatomy, index, dtype=dtype, shape=shape, chunk=head_chunk_tokens)
+            elif stage.kind == "embedding":
+                size = shape[0] * shape[1] * stage.tensors[0].shape[-1] * TORCH_DTYPE[dtype].itemsize
+                seen[key] = _costs(0.0, _Peak.of(size), _Peak.of(size, 3))
+            elif stage.expert_range is not None:
+                assert to_experts is not None
+                seen[key] = _range_cost(stage, to_experts, dtype=dtype)
+            else:
+                seen[key] = _stage_cost(anatomy, stage, *calls[stage.name], dtype=dtype, short=short)
+                if stage.cut is not None:
+                    sent[key] = _sent(stage, *calls[stage.name], dtype=dtype)
+        if stage.cut is not None:
+            to_experts = sent[key]
+        costs.append(seen[key])
+    widest = max((prod(x.shape[2:]) for _, x in found if x.is_floating_point()), default=0)
+    return costs, widest, max((one.columns for one in sent.values()), default=0)
+
+
+def _settings(stage: Stage) -> object:
+    """Returns what blocks of one class and shape may still differ in: the classes and plain attributes of their modules."""
+    plain = (bool, int, float, str)
+    if stage.module is None or stage.kind != "block":
+        return ()
+    parts = dict(stage.module.named_modules())
+    return tuple((name, type(part)) for name, part in parts.items()), tuple(
+        (name, key, value)
+        for name, part in parts.items()
+        for key, value in sorted(vars(part).items())
+        if isinstance(value, plain) and key not in _NUMBERS
+    )
+
+
+def _stage_cost(anatomy: Anatomy, stage: Stage, call: StageCall, x: torch.Tensor, *, dtype: str, short: Short | None) -> Costs:
+    assert isinstance(x, FakeTensor) and stage.module is not None
+    with tracing(stage.module, mode=x.fake_mode, length=x.shape[1]):
+        x = x.detach()
+        flat = torch.empty(stage.params, dtype=TORCH_DTYPE[dtype])
+
+        def one(parameters: Installed) -> None:
+            y = call.run(x)
+            if stage.cut is not None:
+                _packed(parameters, x.shape[0])
+            del y
+
+        forward = _peak(stage, flat, one, gradients=False, short=short)
+
+        def both(parameters: Installed) -> None:
+            leaf = x.clone().requires_grad_(True)
+            y = call.run(leaf)
+            beside = [] if stage.cut is None else _roots(parameters, x.shape[:2])
+            _backward(y, torch.empty_like(y), [leaf, *parameters], beside)
+
+        backward = _peak(stage, flat, both, gradients=True, short=short)
+        trace = _look(stage, flat, call, x)
+    routed = {"choices": trace.choices, "experts": trace.experts, "expert_work": trace.expert_work}
+    if stage.kind != "block" or short is not None:  # operators of short rows are not those of a long one
+        return _costs(trace.flops, forward, backward, **routed)
+    unneeded, saved = (trace.unneeded, trace.saved_bytes) if _is_librarys(anatomy) else ((), 0)
+    kept = tuple(operator for operator in trace.found if operator not in unneeded)
+    more = {"operators": kept, "unneeded": unneeded, "graph_bytes": saved}
+    return _costs(trace.flops, forward, backward, **routed, **more)
+
+
+def _is_librarys(anatomy: Anatomy) -> bool:
+    """Tells whether the model's code is transformers' own. Other code may keep tensors for backward that no autograd hook
+    sees."""
+    return type(anatomy.model).__module__.startswith("transformers.")
+
+
+def _look(stage: Stage, flat: torch.Tensor, call: StageCall, x: torch.Tensor) -> OperatorTrace:
+    """Finds the operators of one forward as it is recomputed for backward, and which of them backward reads."""
+    leaf = x.clone().requires_grad_(True)
+    names = tuple(tensor.name.partition(f"{call.name}.")[2] for tensor in stage.tensors)
+    trace = OperatorTrace(leaf, flat, stage.tensors, names)
+    hooks = torch.autograd.graph.saved_tensors_hooks(trace.saved, lambda unsaved: unsaved)
+    with stage.installed(flat) as parameters, torch.enable_grad(), hooks, trace:
+        for bank in parameters.banks:
+            bank.routes = trace
+        y = call.run(leaf)
+        beside = [root for root, _ in _roots(parameters, x.shape[:2])] if stage.cut is not None else []
+    if _has_own_backward(y, *beside):
+        trace.needs_all()
+    return trace
+
+
+def _has_own_backward(*roots: torch.Tensor) -> bool:
+    """Tells whether some function on the way to `roots` was written in Python. Its backward may read anything, unless it says
+    that autograd's hooks see all of it (`saves_by_hooks`)."""
+    waiting, seen = [root.grad_fn for root in roots], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            function: Any = type(node)._forward_cls
+            if not getattr(function, "saves_by_hooks", False):
+                return True
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
+    return False
+
+
+# ---- a block without its experts, and these --------------------------------------------------------------------------------
+
+
+def _packed(parameters: Installed, rows: int) -> torch.Tensor:
+    """Returns what a block that was cut has sent to its experts, as a visit keeps it."""
+    (noting,) = parameters.banks
+    assert isinstance(noting, Noting)
+    return Sent.by(noting).packed(rows)
+
+
+def _roots(parameters: Installed, shape: tuple[int, ...]) -> Roots:
+    """Returns where the backward of such a block begins beside its output."""
+    (noting,) = parameters.banks
+    assert isinstance(noting, Noting)
+    sent = Sent.by(noting)
+    return sent.roots(torch.empty(*shape, sent.hidden.shape[1] + sent.weights.shape[1]))
+
+
+def _sent(stage: Stage, call: StageCall, x: torch.Tensor, *, dtype: str) -> Sent:
+    """Returns what such a block sends to its experts, on fake tensors."""
+    assert isinstance(x, FakeTensor) and stage.module is not None
+    with tracing(stage.module, mode=x.fake_mode, length=x.shape[1]), torch.no_grad():
+        flat = torch.empty(stage.params, dtype=TORCH_DTYPE[dtype])
+        with stage.installed(flat) as parameters:
+            call.run(x.detach())
+        (noting,) = parameters.banks
+        assert isinstance(noting, Noting)
+        return Sent.by(noting)
+
+
+def _range_cost(stage: Stage, sent: Sent, *, dtype: str) -> Costs:
+    """Returns the cost of a range of experts. Peaks are those where all tokens go to one of them, work where they are sent to
+    all alike."""
+    assert isinstance(sent.hidden, FakeTensor) and stage.module is not None and stage.expert_range is not None
+    (tokens, each), experts = sent.chosen.shape, stage.expert_range[-1]
+    with tracing(stage.module, mode=sent.hidden.fake_mode):
+        flat, packed = torch.empty(stage.params, dtype=TORCH_DTYPE[dtype]), sent.packed(1)
+        width = sent.hidden.shape[1]
+
+        def forward(parameters: Installed) -> None:
+            (bank,) = parameters.banks
+            assert isinstance(bank, Bank)
+            add_outputs(stage, bank, Sent.of(packed, width, each), torch.empty(tokens, width))
+            torch.empty(tokens, width, dtype=sent.hidden.dtype)
+
+        def both(parameters: Installed) -> None:
+            (bank,) = parameters.banks
+            assert isinstance(bank, Bank)
+            grad, sums = torch.empty(tokens, width, dtype=sent.hidden.dtype), torch.empty(tokens, width + each)
+            differentiate(stage, bank, Sent.of(packed, width, each), grad, sums)
+
+        peaks = [_peak(stage, flat, run, gradients=False) for run in (forward, both)]
+    matrices = [tensor for tensor in stage.tensors if tensor.routed and len(tensor.shape) == (2 if tensor.whole is None else 3)]
+    of_each = 2.0 * tokens * each / experts
+    flops, frozen = (of_each * sum(t.numel for t in matrices if all_of or t.frozen) for all_of in (True, False))
+    launches = _OPERATORS * len(matrices)
+    work = ExpertWork(flops=flops, rows=tokens * each / experts, products=launches, frozen_flops=frozen)
+    return _costs(flops, *peaks, expert_work=work)
+
+
+def _head_cost(anatomy: Anatomy, index: int, *, dtype: str, shape: tuple[int, int], chunk: int) -> Costs:
+    """Returns the cost of one chunk of tokens. For a whole head: the loss and its gradients at once. For a piece of the
+    vocabulary: folding its logits into the loss, and computing them again for the gradients."""
+    stage, owner, head = anatomy.stages[index], anatomy.owner(index), Head(anatomy.model)
+    width = anatomy.model.get_output_embeddings().in_features
+    first, end = stage.vocabulary or (0, anatomy.model.config.get_text_config().vocab_size)
+    part = Part(whole_rows(*shape), next(pieces(*shape, chunk)))
+    with tracing(anatomy.model, length=shape[1]), head.stubbed():
+        flat = torch.empty(owner.params, dtype=TORCH_DTYPE[dtype])
+        hidden = torch.empty(*shape, width, dtype=TORCH_DTYPE[dtype])
+        tokens = TokenLoss.of(torch.zeros(shape, dtype=torch.long))
+        size = [cut.stop for cut in part.cut]
+        piece, targets = torch.empty(*size, width, dtype=TORCH_DTYPE[dtype]), torch.zeros(size, dtype=torch.long)
+
+        def fold(parameters: list[nn.Parameter]) -> None:
+            tokens.fold(part, head.logits(hidden[part.cut]), first=first)
+
+        def both(parameters: list[nn.Parameter]) -> None:
+            if stage.vocabulary is None:
+                leaf = piece.clone().requires_grad_(True)
+                y, slope = head.loss(leaf, targets, normaliser=1), None
+            else:
+                leaf = hidden[part.cut].clone().requires_grad_(True)
+                y = head.logits(leaf)
+                slope = tokens.gradient(part, y, first=first, normaliser=1)
+            _backward(y, slope, [leaf, *parameters])
+
+        forward = _Peak(0, 0) if stage.vocabulary is None else _peak(owner, flat, fold, gradients=False)
+        backward = _peak(owner, flat, both, gradients=True)
+    larger = _Peak(max(forward.total, backward.total), max(forward.mapped, backward.mapped))
+    return _costs(
+        2.0 * (end - first) * width * shape[0] * shape[1], larger if stage.vocabulary is None else forward, larger
+    )  # fmt: skip
+
+
+def _backward(y: torch.Tensor, grad: torch.Tensor | None, leaves: list[torch.Tensor], beside: Roots = ()) -> None:
+    """Runs backward like the executor: a parameter's gradient is dropped as soon as it exists. `beside`: where else it
+    begins."""
+
+    def drop(parameter: torch.Tensor) -> None:
+        parameter.grad = None
+
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    for leaf in wanted:
+        if isinstance(leaf, nn.Parameter):
+            leaf.register_post_accumulate_grad_hook(drop)
+    roots, gradients = [y, *(root for root, _ in beside)], [grad, *(gradient for _, gradient in beside)]
+    torch.autograd.backward(roots, None if grad is None else gradients, inputs=wanted)
+
+
+def _peak(
+    stage: Stage,
+    flat: torch.Tensor,
+    run: Callable[[Installed], object],
+    *,
+    gradients: bool,
+    short: Short | None = None,
+) -> _Peak:
+    live = LiveBytes(flat, short=short)
+    with stage.installed(flat) as parameters, torch.set_grad_enabled(gradients), live:
+        run(parameters)
+    return _Peak(live.peak, live.mapped_peak)
+
+
+# ---- a model that can, or cannot, be trained ----------------------------------------------------------------------
+
 
 _STEPS = 64  # tokens, a whole chunk where blocks without attention compute in chunks
 _FEW = 16  # operators per token: one chunk has fewer (xLSTM: 7), a scan has more (Mamba: 34)

@@ -24,19 +24,16 @@ from ..spec.plan import Plan
 from ..swap.daemon import SwapDaemon
 from .activations import open_activations
 from .anatomy import Anatomy
-from .attention import AttentionSeen
+from .attention import AttentionSeen, Documents
 from .compiled import CompiledBlocks
 from .devices.base import Device
-from .divided import Divided
-from .documents import Documents
 from .gradients import LOOK, squared_norm
+from .head import HeadPasses
 from .host_memory import HostMemory
 from .loss import IGNORED, shifted
-from .passes.embedding import EmbeddingPasses
-from .passes.head import HeadPasses
-from .passes.ranged import RangedPasses
+from .passes import EmbeddingPasses, RangedPasses
 from .routing import Routing
-from .streamed import Call, StreamedModel
+from .streamed import Call, Divided, StreamedModel
 from .updates import Optimizer, Scalars
 from .visits import BETWEEN_STAGES, VisitInterval, Visits
 

@@ -17,11 +17,11 @@ import torch
 
 from ..planner.evaluation_schedule import evaluation_schedule
 from ..spec.micro_batch import MicroBatch, even
-from .activations.recompute import Recompute
-from .documents import Documents
+from .activations import Recompute
+from .attention import Documents
 from .executor import Executor
 from .loss import shifted
-from .passes.ranged import RangedPasses
+from .passes import RangedPasses
 
 
 class Rows(Protocol):

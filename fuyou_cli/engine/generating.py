@@ -22,12 +22,12 @@ from ..planner.memory import MOST_PRODUCTS, PRODUCT_CODE
 from ..spec.micro_batch import lengths_up_to
 from .anatomy import Anatomy
 from .calls import boundary_of, only_refusals, own_forward, replaced_forwards, with_fake_parameters
-from .inspect import LiveBytes
-from .lookup import holding
+from .describe import LiveBytes
+from .isolated import turns
 from .loss import regular
 from .module_state import LastPosition, ModuleState, tracing
-from .row_lengths import turns
 from .streamed import place_buffers, put_back
+from .vocabulary import holding
 from .weight_stream import WeightStream
 
 PROMPT_STEP = 32  # tokens

@@ -211,6 +211,6 @@ def _unfused(
     return nn.functional.dropout(weights, dropout_p).to(value.dtype) @ value
 
 
-computed = attention_with_sinks  # what `attend` calls: `called.InAttention` puts another there for a while
+computed = attention_with_sinks  # what `attend` calls: `operators.InAttention` puts another there for a while
 ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
 ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)

@@ -24,8 +24,8 @@ from ..spec.micro_batch import MicroBatch, even
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan
 from ..swap.daemon import SwapDaemon
+from .activations import Boundaries
 from .anatomy import Anatomy, Installed
-from .boundaries import Boundaries
 from .compute_weights import ComputeWeights
 from .crossings import Arriving, Beside, Crossings, Source, nothing_beside
 from .device_states import DeviceStates

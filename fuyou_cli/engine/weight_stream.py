@@ -31,10 +31,10 @@ from ..spec.plan import Numerics
 from .anatomy import Anatomy, Installed
 from .experts import Bank, Noting
 from .forward_only import Rows
-from .lookup import holding, is_lookup, scales_rows
 from .loss import Head, Part, TokenLoss, pieces, shifted
 from .ranges import Sent, add_outputs
 from .streamed import Call, StreamedModel
+from .vocabulary import holding, is_lookup, scales_rows
 
 # Fills a contiguous 1-D host tensor with elements of the named tensor of the model, from the given one on.
 ReadInto = Callable[[str, torch.Tensor, int], None]

@@ -19,8 +19,7 @@ from fuyou_cli.core.heap import settle_for_training
 from fuyou_cli.core.units import align_up, gib
 from fuyou_cli.data.rows import Rows
 from fuyou_cli.engine.describe import Outlined, specified
-from fuyou_cli.engine.isolated import kept_apart_if_possible
-from fuyou_cli.engine.row_lengths import turns
+from fuyou_cli.engine.isolated import kept_apart_if_possible, turns
 from fuyou_cli.engine.skeleton import TORCH_DTYPE
 from fuyou_cli.engine.weight_stream import StreamedLosses, Visited
 from fuyou_cli.planner.memory import code_bytes

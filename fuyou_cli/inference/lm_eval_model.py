@@ -22,7 +22,7 @@ from fuyou_cli.data.rows import NO_LOSS
 from fuyou_cli.data.sandbox import own_class
 from fuyou_cli.data.tokenise import Tokeniser, load_tokenizer
 from fuyou_cli.engine.generating import prompt_step, room
-from fuyou_cli.engine.row_lengths import alike
+from fuyou_cli.engine.isolated import alike
 from fuyou_cli.machine.profile import budget_of
 from fuyou_cli.recipe.schema import TrainSection
 from fuyou_cli.spec.micro_batch import rounded_up

@@ -20,7 +20,7 @@ from fuyou_cli.data.cache import prompt_ids
 from fuyou_cli.data.reading import Prompt
 from fuyou_cli.data.tokenise import Tokeniser, load_tokenizer
 from fuyou_cli.engine.generating import GenerationMemory, generation_code, passing, prompt_step, room
-from fuyou_cli.engine.row_lengths import alike, turns
+from fuyou_cli.engine.isolated import alike, turns
 from fuyou_cli.engine.skeleton import TORCH_DTYPE
 from fuyou_cli.engine.weight_stream import Visited
 from fuyou_cli.spec.micro_batch import rounded_up

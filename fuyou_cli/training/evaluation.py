@@ -17,7 +17,7 @@ from ..data.batches import passes
 from ..data.rows import Rows
 from ..engine.executor import Executor
 from ..engine.forward_only import ForwardOnly
-from ..engine.row_lengths import turns
+from ..engine.isolated import turns
 from ..spec.plan import Numerics
 from .best_copy import BestCopy
 from .prepare import Ready

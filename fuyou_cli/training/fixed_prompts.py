@@ -31,8 +31,8 @@ from ..data.reading import said, written
 from ..data.sandbox import LibraryErrors
 from ..data.tokenise import LARGEST_SETTINGS, Tokeniser, load_tokenizer
 from ..engine.forward_only import ForwardOnly
-from ..engine.lookup import holding
-from ..engine.row_lengths import alike
+from ..engine.isolated import alike
+from ..engine.vocabulary import holding
 from ..recipe.schema import Recipe
 from ..spec.model import ModelSpec
 from ..spec.plan import Numerics

@@ -167,9 +167,8 @@ def outline_of(recipe: Recipe, model_dir: Path, *, strict: bool) -> Outlined:
 
 def _with_frozen(recipe: Recipe, model: PreTrainedModel, model_dir: Path, *, strict: bool) -> Outlined:
     """Finds the stages of a model, freezes what the recipe does not train, and marks what of it rests quantised."""
+    from ..engine.anatomy import as_marked, frozen, quantised
     from ..engine.describe import outlined
-    from ..engine.freezing import as_marked, frozen
-    from ..engine.quantising import quantised
 
     outline = outlined(model, strict=strict, isolated=recipe.dataset.packing == "isolated")
     anatomy = frozen(outline.anatomy, recipe.freeze) if recipe.adapter is None else as_marked(outline.anatomy)
@@ -186,7 +185,7 @@ def _with_frozen(recipe: Recipe, model: PreTrainedModel, model_dir: Path, *, str
 def facts_of(outline: Outlined, recipe: Recipe) -> ModelFacts:
     """Finds out what a plan needs to know of a model that was built. Raises UsageError if its vocabulary cannot be cut as the
     recipe says."""
-    from ..engine.freezing import frozen_with_others
+    from ..engine.anatomy import frozen_with_others
     from ..engine.routing import without_aux_loss
     from ..engine.vocabulary import resolved_rows
 

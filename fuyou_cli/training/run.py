@@ -27,8 +27,7 @@ from ..core.patience import Patience
 from ..core.units import gib
 from ..data.batches import lay_out
 from ..engine.compiled import CompiledBlocks
-from ..engine.devices import open_device
-from ..engine.devices.repeatable import compute_repeatably, naming_operators
+from ..engine.devices import compute_repeatably, naming_operators, open_device
 from ..engine.executor import Executor, StepAbandoned
 from ..engine.host_memory import HostMemory
 from ..engine.updates import Optimizer

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from ..engine.computing import ComputedMicroBatch, Computing
+from ..engine.crossings import ComputedMicroBatch, Computing
 from ..engine.devices.base import Copy, Device
 from ..engine.executor import StepOutcome
 from ..engine.moves import Wait

@@ -9,7 +9,7 @@ from functools import cache
 from transformers import GPT2Config
 
 from fuyou_cli.engine.anatomy import dissect
-from fuyou_cli.engine.inspect import inspect
+from fuyou_cli.engine.describe import inspect
 from fuyou_cli.engine.skeleton import build
 from fuyou_cli.planner.candidate import Candidate
 from fuyou_cli.planner.place import made_of

@@ -17,10 +17,9 @@ from fuyou_cli.cli.bench import run_bench
 from fuyou_cli.core.units import GiB
 from fuyou_cli.engine import compiled
 from fuyou_cli.engine.alone import BlockAlone
-from fuyou_cli.engine.anatomy import Anatomy, dissect
+from fuyou_cli.engine.anatomy import Anatomy, dissect, frozen
 from fuyou_cli.engine.compiled import CompiledBlocks
-from fuyou_cli.engine.freezing import frozen
-from fuyou_cli.engine.inspect import inspect
+from fuyou_cli.engine.describe import inspect
 from fuyou_cli.engine.skeleton import build
 from fuyou_cli.engine.vocabulary import cut_vocabulary
 from fuyou_cli.machine.measure import recipe_stages

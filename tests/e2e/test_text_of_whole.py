@@ -16,8 +16,7 @@ from fuyou_cli.cli.app import main
 from fuyou_cli.cli.stores import run_export
 from fuyou_cli.core.errors import Interrupted, UsageError
 from fuyou_cli.data.batches import collate
-from fuyou_cli.engine.anatomy import dissect
-from fuyou_cli.engine.freezing import as_marked, frozen
+from fuyou_cli.engine.anatomy import as_marked, dissect, frozen
 from fuyou_cli.engine.skeleton import build, load_config
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.recipe.schema import AdapterSection

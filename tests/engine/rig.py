@@ -26,13 +26,12 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from fuyou_cli.engine.anatomy import dissect
+from fuyou_cli.engine.anatomy import as_marked, dissect, frozen
 from fuyou_cli.engine.compiled import CompiledBlocks, as_compiled
+from fuyou_cli.engine.describe import inspect
 from fuyou_cli.engine.devices import Device, open_device
 from fuyou_cli.engine.executor import Executor, StepOutcome
-from fuyou_cli.engine.freezing import as_marked, frozen
 from fuyou_cli.engine.host_memory import HostMemory
-from fuyou_cli.engine.inspect import inspect
 from fuyou_cli.engine.isolated import isolated
 from fuyou_cli.engine.ranges import cut_experts
 from fuyou_cli.engine.skeleton import TORCH_DTYPE, auto_class, build

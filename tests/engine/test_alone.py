@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from fuyou_cli.engine.alone import BlockAlone, HeadAlone
 from fuyou_cli.engine.anatomy import Anatomy, dissect
 from fuyou_cli.engine.calls import StageCall
-from fuyou_cli.engine.inspect import inspect
+from fuyou_cli.engine.describe import inspect
 from fuyou_cli.engine.skeleton import build
 from fuyou_cli.engine.vocabulary import cut_vocabulary
 from fuyou_cli.spec.model import ModelSpec, StageSpec

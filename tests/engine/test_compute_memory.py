@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import GPT2Config, LlamaConfig
 
 from fuyou_cli.core import heap
-from fuyou_cli.engine.inspect import LiveBytes
+from fuyou_cli.engine.describe import LiveBytes
 from fuyou_cli.planner.memory import compute_memory
 from fuyou_cli.swap.arena import Arena
 from fuyou_cli.swap.native import ffi

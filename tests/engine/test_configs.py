@@ -21,10 +21,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.heap import alive
-from fuyou_cli.engine.anatomy import dissect, outline
-from fuyou_cli.engine.describe import Mixture, Outlined, outlined, specified, traced
-from fuyou_cli.engine.freezing import frozen
-from fuyou_cli.engine.inspect import inspect
+from fuyou_cli.engine.anatomy import dissect, frozen, outline
+from fuyou_cli.engine.describe import Mixture, Outlined, inspect, outlined, specified, traced
 from fuyou_cli.engine.skeleton import build
 from fuyou_cli.spec.model import ExpertWork, ModelSpec, StageSpec, TensorSpec
 

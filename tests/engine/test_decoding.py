@@ -20,7 +20,7 @@ from fuyou_cli.checkpoint.files import open_checkpoint
 from fuyou_cli.checkpoint.reader import TensorReader
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.engine import compute_weights
-from fuyou_cli.engine.decoding import DeviceDecoder, HostDecoder, part
+from fuyou_cli.engine.compute_weights import DeviceDecoder, HostDecoder, part
 from fuyou_cli.engine.devices import open_device
 from fuyou_cli.engine.skeleton import TORCH_DTYPE
 from fuyou_cli.spec.model import BankSpec, Dtype, StageSpec, TensorSpec, banks_of

@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuyou_cli.core.errors import NumericsError
+from fuyou_cli.engine.device_states import StagedCopies
 from fuyou_cli.engine.devices.base import Event
-from fuyou_cli.engine.staged_copies import StagedCopies
 from fuyou_cli.planner.bound import copied_bytes
 from fuyou_cli.planner.costs import Costs
 from fuyou_cli.spec.model import Dtype

@@ -18,8 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuyou_cli.engine.devices import cuda, open_device
-from fuyou_cli.engine.devices.cuda import CudaDevice, free_memory
-from fuyou_cli.engine.devices.cuda_copies import BulkCopies, CudaCopies
+from fuyou_cli.engine.devices.cuda import BulkCopies, CudaCopies, CudaDevice, free_memory
 from fuyou_cli.engine.devices.pinned import STAGING, PinnedMemory, Staging
 from tests.emulated import ComputeClock, CopyEngine, EmulatedDevice
 

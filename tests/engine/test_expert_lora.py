@@ -20,9 +20,8 @@ from torch.nn.utils import parametrize
 
 from fuyou_cli.core import heap
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.engine.anatomy import dissect
+from fuyou_cli.engine.anatomy import as_marked, dissect
 from fuyou_cli.engine.experts import is_experts
-from fuyou_cli.engine.freezing import as_marked
 from fuyou_cli.engine.skeleton import build
 from fuyou_cli.planner.memory import compute_memory
 from fuyou_cli.recipe.schema import AdapterSection

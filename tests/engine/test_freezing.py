@@ -12,8 +12,7 @@ from drawn import crossed, every
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.engine.anatomy import dissect
-from fuyou_cli.engine.freezing import frozen
+from fuyou_cli.engine.anatomy import dissect, frozen
 from fuyou_cli.engine.skeleton import build
 
 from .comparing import distance, relative, unequal

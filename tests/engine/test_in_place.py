@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from fuyou_cli.checkpoint.header import parse_file
-from fuyou_cli.engine.anatomy import Anatomy, dissect
-from fuyou_cli.engine.freezing import frozen
+from fuyou_cli.engine.anatomy import Anatomy, dissect, frozen
 from fuyou_cli.engine.in_place import read_in_place, whole_in_place
 from fuyou_cli.engine.skeleton import build
 from fuyou_cli.engine.vocabulary import cut_vocabulary

@@ -16,8 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from fuyou_cli.engine.activations.graphs import KeptGraphs, graph_bytes
-from fuyou_cli.engine.compiled import CompiledBlocks, as_compiled, load_compiler
+from fuyou_cli.engine.compiled import CompiledBlocks, KeptGraphs, as_compiled, graph_bytes, load_compiler
 from fuyou_cli.engine.executor import StepAbandoned
 from fuyou_cli.engine.forward_only import ForwardOnly
 from fuyou_cli.planner.boundary_layout import every_operator

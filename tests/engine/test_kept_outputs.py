@@ -20,12 +20,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.engine import activations
-from fuyou_cli.engine.activations.called import InAttention
-from fuyou_cli.engine.activations.operators import Operators
-from fuyou_cli.engine.activations.resting import Resting, Views
 from fuyou_cli.engine.attention import SDPA
+from fuyou_cli.engine.describe import inspect
 from fuyou_cli.engine.executor import StepAbandoned
-from fuyou_cli.engine.inspect import inspect
+from fuyou_cli.engine.operators import InAttention, Operators, Resting, Views
 from fuyou_cli.planner.boundary_layout import Kept
 from fuyou_cli.planner.schedule import plan_schedule
 

@@ -14,8 +14,8 @@ from transformers import PreTrainedConfig
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.engine.anatomy import dissect
+from fuyou_cli.engine.describe import inspect
 from fuyou_cli.engine.generating import room
-from fuyou_cli.engine.inspect import inspect
 from fuyou_cli.engine.module_state import ModuleState, check_no_fakes, tracing
 from fuyou_cli.engine.skeleton import build
 

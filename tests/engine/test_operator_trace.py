@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fuyou_cli.engine.operator_trace import OperatorTrace
+from fuyou_cli.engine.operators import OperatorTrace
 
 from .families import FAMILIES
 from .rig import Shape, Subject

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.engine.inspect import inspect
+from fuyou_cli.engine.describe import inspect
 from fuyou_cli.planner.boundary_layout import every_operator
 from fuyou_cli.planner.device_memory import device_memory
 from fuyou_cli.spec.model import Dtype

@@ -12,8 +12,8 @@ import pytest
 import torch
 from drawn import every
 
-from fuyou_cli.engine.activations.called import linear_inside, numbers_of
-from fuyou_cli.engine.activations.recompute import sparing, without_saving
+from fuyou_cli.engine.activations import sparing, without_saving
+from fuyou_cli.engine.operators import linear_inside, numbers_of
 from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.spec.model import ModelSpec, OperatorSpec
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.engine.anatomy import dissect
-from fuyou_cli.engine.inspect import inspect
+from fuyou_cli.engine.describe import inspect
 from fuyou_cli.engine.skeleton import build
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))

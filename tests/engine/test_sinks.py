@@ -19,7 +19,7 @@ from transformers.models.granite_swa import modeling_granite_swa
 from transformers.models.granitemoe_swa import modeling_granitemoe_swa
 
 from fuyou_cli.engine.compiled import CompiledBlocks, load_compiler
-from fuyou_cli.engine.inspect import LiveBytes
+from fuyou_cli.engine.describe import LiveBytes
 from fuyou_cli.engine.sinks import FAMILIES, NAME, WithSinks, attend, attention_with_sinks, kernel_of
 from fuyou_cli.engine.skeleton import auto_class
 from fuyou_cli.recipe.schema import AdapterSection

@@ -21,7 +21,7 @@ from fuyou_cli.engine.devices import kernels as square_kernels
 from fuyou_cli.engine.devices import open_device
 from fuyou_cli.engine.devices.base import Event, Run, Squares
 from fuyou_cli.engine.devices.cuda import CudaDevice
-from fuyou_cli.engine.devices.lanes import squares_in_lanes
+from fuyou_cli.engine.devices.kernels import squares_in_lanes
 from fuyou_cli.planner import device as device_rules
 from fuyou_cli.planner.device import square_lanes
 from fuyou_cli.planner.schedule import Visit

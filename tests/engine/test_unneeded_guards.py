@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from fuyou_cli.engine.anatomy import dissect
-from fuyou_cli.engine.inspect import inspect
+from fuyou_cli.engine.describe import inspect
 from fuyou_cli.engine.skeleton import build
 
 from .families import llama

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 
 from fuyou_cli.core.errors import NumericsError, PlanError, UsageError
 from fuyou_cli.engine.executor import Executor, StepAbandoned
-from fuyou_cli.engine.lookup import is_plain
+from fuyou_cli.engine.vocabulary import is_plain
 from fuyou_cli.planner.place import least_memory, plan
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.spec.model import StageKind

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fuyou_cli.core.probe import process_bytes
+from fuyou_cli.engine.crossings import WholeBatches
 from fuyou_cli.engine.host_memory import HostMemory, whole_batch
-from fuyou_cli.engine.whole_batches import WholeBatches
 from fuyou_cli.spec.plan import Span
 from fuyou_cli.swap.arena import Arena
 

@@ -177,7 +177,7 @@ def _weights(stage: StageSpec, numerics: Numerics) -> tuple[int, int]:
 
 
 def _inspected(anatomy: Anatomy, numerics: Numerics, shape: tuple[int, int]) -> ModelSpec:
-    from fuyou_cli.engine.inspect import inspect
+    from fuyou_cli.engine.describe import inspect
 
     return inspect(
         anatomy, dtype=numerics.compute_dtype, micro_batch_size=shape[0], max_seq_len=shape[1],

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ...core.errors import UsageError
-from ...engine.decoding import part
+from ...engine.compute_weights import part
 from ...spec.model import Dtype, StageSpec
 from ...spec.packed_tensors import NF4_BLOCK, READ_ONLY, PackedTensor, Quantised
 from ...swap.quantised import Workers, dynamic_encode, int8_encode, nf4_encode

@@ -17,10 +17,9 @@ from ...checkpoint.header import TensorEntry
 from ...checkpoint.reader import TensorReader
 from ...core.disk import file_systems, store_files
 from ...core.errors import OutOfSpaceError, SwapError, UsageError
-from ...engine.device_states import DeviceStates
+from ...engine.device_states import MODULUS, DeviceStates, Extents
 from ...engine.host_memory import HostMemory
 from ...engine.skeleton import TORCH_DTYPE
-from ...engine.staged_copies import MODULUS, Extents
 from ...engine.updates import Sums
 from ...planner.records import Record
 from ...spec.model import ITEM_SIZE, MOMENTS, ModelSpec, StageSpec

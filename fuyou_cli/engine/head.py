@@ -14,14 +14,14 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
-from ...core.errors import UsageError
-from ...planner.schedule import Visit
-from ...spec.micro_batch import MicroBatch
-from ..crossings import Leaving, clear_padding
-from ..devices.base import Squares
-from ..gradients import add_in_pieces
-from ..loss import Head, Part, TokenLoss, mean, pieces
-from ..visits import Visits
+from ..core.errors import UsageError
+from ..planner.schedule import Visit
+from ..spec.micro_batch import MicroBatch
+from .crossings import Leaving, clear_padding
+from .devices.base import Squares
+from .gradients import add_in_pieces
+from .loss import Head, Part, TokenLoss, mean, pieces
+from .visits import Visits
 
 
 class HeadPasses:

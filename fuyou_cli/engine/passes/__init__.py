@@ -1,1 +1,0 @@
-"""Computes visits, by the kind of their stage: `block` (also norms and projections), `embedding`, `head`."""
