@@ -123,7 +123,7 @@ def test_the_same_steps_as_on_the_cpu(subject: Subject, device: Any, clip: float
     assert ours == pytest.approx(theirs, rel=1e-4 if exact else 3e-2)  # other kernels, other order of sums
 
 
-# The emulated device has each way with every second one; its other combinations are those of `test_same_everywhere`.
+# The emulated device has each way with every second one; its other combinations are those of `test_equal_bits`.
 PLACES = every(2, [(name, "emulated", way) for m, way in enumerate(WAYS) for n, name in enumerate(PLACED) if (m + n) % 2])
 PLACES += [pytest.param(name, "cuda", way, marks=pytest.mark.gpu) for way in WAYS for name in PLACED]
 

@@ -6,15 +6,11 @@ import gc
 import weakref
 from contextlib import nullcontext
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
-import transformers
-from drawn import every, examples
-from hypothesis import given
-from hypothesis import strategies as st
+from drawn import every
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -24,11 +20,11 @@ from fuyou_cli.engine.attention import SDPA
 from fuyou_cli.engine.describe import inspect
 from fuyou_cli.engine.executor import StepAbandoned
 from fuyou_cli.engine.operators import InAttention, Operators, Resting, Views
-from fuyou_cli.planner.boundary_layout import Kept
+from fuyou_cli.planner.boundary_layout import Kept, every_operator
 from fuyou_cli.planner.schedule import plan_schedule
 
 from .comparing import Outcome, assert_same, unequal
-from .families import FAMILIES, VOCABULARY, gpt2, llama
+from .families import FAMILIES, gpt2, llama
 from .late import make_late
 from .rig import Rig, Shape, Subject, assert_moves_as_planned, outcome
 from .test_compute_memory import LiveOutside
@@ -37,56 +33,16 @@ STEPS = 2
 
 # Three micro-batches, the last one of a single row.
 UNEVEN = {"batch": 5, "micro": 2}
-WHOLE = {"batch": 2, "micro": 2}
 
 
 def _outcome(subject: Subject, folder: Path, **way: Any) -> Outcome:
     return outcome(subject, folder, STEPS, **{"home": "cpu", **way})
 
 
-@pytest.mark.parametrize("family", every(2, reversed(FAMILIES)))
-def test_bitwise_recompute(family: str, tmp_path: Path) -> None:
-    """Every operator of every family, each in some dtype, place and cut of the batch."""
-    number = list(FAMILIES).index(family)
-    dtype: Any = ("float32", "bfloat16")[number % 2]
-    shape = Shape(dtype=dtype, accumulate=dtype, **(UNEVEN, WHOLE)[number // 2 % 2])
-    subject = Subject(FAMILIES[family], shape)
-    expected = _outcome(subject, tmp_path / "recompute")
-    device, other = ("cpu", "emulated") if number % 3 else ("emulated", "cpu")
-    assert_same(_outcome(subject, tmp_path / "cpu", boundaries="cpu", device=device, kept="all"), expected)
-    assert_same(_outcome(subject, tmp_path / "ssd", boundaries="ssd", device=other, kept="all"), expected)
-
-
-def test_forward_multiplies_as_backward_does(tmp_path: Path) -> None:
-    """Of an input whose rows are not contiguous, torch takes another product for a weight that wants no gradient."""
-    mamba = transformers.MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=4)
-    subject = Subject(mamba, Shape(**WHOLE))
-    assert_same(_outcome(subject, tmp_path / "kept", kept="all"), _outcome(subject, tmp_path / "recompute"))
-
-
 @pytest.fixture(scope="module")
 def dropping() -> Subject:
     """Makes a GPT-2 that draws random numbers between its operators, and inside its attention."""
     return Subject(gpt2(dropout=0.1), Shape(**UNEVEN))
-
-
-@pytest.fixture(scope="module")
-def recomputed(dropping: Subject, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    return _outcome(dropping, tmp_path_factory.mktemp("recompute"))
-
-
-@examples(8, share_fixtures=True)
-@given(data=st.data())
-def test_any_choice_of_operators(
-    data: st.DataObject, dropping: Subject, recomputed: Outcome, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """Keeps any of the operators: there are 256 ways."""
-    kept: Kept = tuple(
-        tuple(operator.index for operator in stage.operators if data.draw(st.booleans())) for stage in dropping.spec.stages
-    )
-    way = {"boundaries": data.draw(st.sampled_from(["cpu", "ssd"])), "device": data.draw(st.sampled_from(["cpu", "emulated"]))}
-    with TemporaryDirectory(dir=tmp_path_factory.getbasetemp()) as folder:
-        assert_same(_outcome(dropping, Path(folder), kept=kept, **way), recomputed)
 
 
 class _Multiplied(TorchDispatchMode):
@@ -318,11 +274,19 @@ def test_remembered_views_hold_no_memory_until_the_collector_runs() -> None:
         gc.enable()
 
 
-@pytest.mark.parametrize("place", ["cpu", "ssd"])
-def test_a_step_given_up_leaves_nothing_behind(place: Any, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory: pytest.TempPathFactory) -> tuple[Subject, Outcome]:
     subject = Subject(llama(), Shape())
-    expected = _outcome(subject, tmp_path / "whole")
-    with Rig(subject, tmp_path / "broken", home="cpu", boundaries=place, device="emulated", kept="all") as rig:
+    return subject, _outcome(subject, tmp_path_factory.mktemp("whole"))
+
+
+@pytest.mark.parametrize("place", ["cpu", "ssd", "outputs there", "boundaries there"])
+def test_a_step_given_up_leaves_nothing_behind(place: Any, two_steps: tuple[Subject, Outcome], tmp_path: Path) -> None:
+    subject, expected = two_steps
+    way: dict[str, Any] = {
+        "outputs there": {"kept_there": every_operator(subject.spec)}, "boundaries there": {"boundaries": "gpu"},
+    }.get(place, {"boundaries": place, "kept": "all"})  # fmt: skip
+    with Rig(subject, tmp_path, home="cpu", device="emulated", **way) as rig:
         _two_steps_one_given_up(rig, subject)
         assert_same((rig.losses, rig.weights()), expected)
         assert len(rig.executor.visits.boundaries.ledger.free) == len(rig.plan.boundary_slots)

@@ -9,15 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drawn import every
 from swap import small_states_reference
 
 from fuyou_cli.spec.model import STATE_TILE, StateDtype, StateLayout
 from fuyou_cli.swap.daemon import SwapDaemon, Update
 
-from .comparing import assert_same, distance, relative
+from .comparing import Outcome, distance, relative
 from .families import llama
-from .rig import Rig, Shape, Subject, assert_moves_as_planned
+from .rig import Rig, Shape, Subject, assert_moves_as_planned, outcome
 
 STEPS = 4
 SMALL: tuple[StateDtype, ...] = ("bfloat16", "int8")
@@ -69,31 +68,17 @@ def test_every_update_is_that_of_numpy(subject: Subject, tmp_path: Path) -> None
                 np.testing.assert_array_equal(got, expected.view(np.uint8))
 
 
-@pytest.mark.parametrize(("dtype", "clip"), every(2, [("float32", 0.5), ("bfloat16", None)]))
-def test_homes_chunks_threads_and_devices_change_no_bit(
-    subject: Subject, dtype: Any, clip: float | None, tmp_path: Path
-) -> None:
-    ways: list[dict[str, Any]] = [
-        {"home": "cpu", "update_threads": 2, "chunk": STATE_TILE},
-        {"device": "emulated", "chunk": 4 * STATE_TILE, "gradients": "ssd"},
-        {"device": "emulated", "home": "cpu", "defer": None if clip else 0.5},
-    ]
-    here = Subject(CONFIG, Shape(dtype=dtype, states=subject.shape.states))
-    found = []
-    for number, way in enumerate([{}, *ways]):
-        with Rig(here, tmp_path / str(number), clip=clip, **{"chunk": 2 * STATE_TILE, **way}) as rig:
-            found.append((rig.run(STEPS), rig.weights()))
-    for losses, weights in found[1:]:
-        assert_same((losses, weights), found[0])
+@pytest.fixture(scope="module")
+def with_float32_states(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return outcome(Subject(llama(), Shape()), tmp_path_factory.mktemp("float32"), 20, home="cpu")
 
 
-def test_they_learn_as_float32_states_do(subject: Subject, tmp_path: Path) -> None:
+def test_they_learn_as_float32_states_do(subject: Subject, with_float32_states: Outcome, tmp_path: Path) -> None:
     """bfloat16 keeps 8 bits of a state, int8 about 7 of its root: a step differs by percents, and errors of steps add up to
     little, as they have no direction."""
-    with Rig(Subject(llama(), Shape(states=subject.shape.states)), tmp_path / "small", home="cpu", chunk=STATE_TILE) as rig:
-        losses, weights = rig.run(20), rig.weights()
-    with Rig(Subject(llama(), Shape()), tmp_path / "whole", home="cpu") as rig:
-        whole, expected = rig.run(20), rig.weights()
+    small = Subject(llama(), Shape(states=subject.shape.states))
+    losses, weights = outcome(small, tmp_path / "small", 20, home="cpu", chunk=STATE_TILE)
+    whole, expected = with_float32_states
     assert whole[-1] < 0.9 * whole[0]
     assert relative(losses, whole) < 0.02
     assert 0 < distance(weights, expected) < 0.02

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from drawn import every, quick_and_slow
+from drawn import every
 from transformers import PreTrainedConfig
 
 from fuyou_cli.engine.executor import StepAbandoned
@@ -19,30 +19,11 @@ from .families import gpt2, gptj, llama
 from .rig import SPARE, Rig, Shape, Subject, assert_moves_as_planned
 
 STEPS = 3
-SWEEPS = (2, 3, 6)
 SHAPES = {
     "plain": Shape(batch=6, micro=1),
     "pieces": Shape(batch=6, micro=1, vocabulary=40, chunk=8),
     "bf16": Shape(batch=12, micro=2, dtype="bfloat16"),
     "bf16 pieces": Shape(batch=12, micro=2, dtype="bfloat16", vocabulary=40, accumulate="bfloat16"),
-}
-WAYS: dict[str, dict[str, Any]] = {
-    "on the ssd": dict(clip=0.5),
-    "updated at once": dict(clip=None),
-    "some updated at once": dict(clip=None, defer=0.5, lookahead=1),
-    "lookahead 4": dict(clip=0.5, lookahead=4),
-    "lookahead further than the step": dict(clip=None, lookahead=1000),
-    "gradients in RAM": dict(clip=None, gradients="cpu"),
-    "outputs kept": dict(clip=None, home="cpu", kept="all"),
-    "outputs kept on the ssd": dict(clip=0.5, kept="all"),
-    "emulated": dict(clip=0.5, device="emulated"),
-    "emulated, updated at once": dict(clip=None, device="emulated", lookahead=2),
-    "emulated, across": dict(clip=0.5, device="emulated", batch_on_device=False, home="cpu"),
-    "emulated, outputs kept": dict(clip=None, device="emulated", kept="all", home="cpu"),
-    "emulated, states there": dict(clip=0.5, device="emulated", states="gpu"),
-    "emulated, some states there": dict(clip=None, device="emulated", device_states=(0, 2), defer=0.5),
-    "emulated, outputs kept there": dict(clip=0.5, device="emulated", kept_there="room", home="cpu"),
-    "emulated, outputs kept, across": dict(clip=None, device="emulated", kept="all", batch_on_device=False),
 }
 
 InOne = Callable[[Subject, float | None], Outcome]
@@ -72,20 +53,6 @@ def _outcome(subject: Subject, folder: Path, **way: Any) -> Outcome:
         losses = rig.run(STEPS)
         assert rig.device.peak_memory() <= rig.plan.predicted.gpu_peak + SPARE
         return losses, rig.weights()
-
-
-def _cases() -> list[Any]:
-    """Every way with two shapes, the quick one first in turn, and of sweeps one."""
-    pairs = [(shape, way) for first, shape in enumerate(SHAPES) for way in list(WAYS)[first % 2 :: 2]]
-    cases = [(*pair, SWEEPS[number % len(SWEEPS)]) for number, pair in enumerate(pairs)]
-    return quick_and_slow(cases, lambda number: number % 4 == number // (len(cases) // 4))
-
-
-@pytest.mark.parametrize(("subject", "way", "sweeps"), _cases(), indirect=["subject"])
-def test_bitwise_as_in_one_sweep(subject: Subject, way: str, sweeps: int, in_one: InOne, tmp_path: Path) -> None:
-    expected = in_one(subject, WAYS[way]["clip"])
-    losses, weights = _outcome(subject, tmp_path, sweeps=sweeps, **WAYS[way])
-    assert_same((losses, weights), expected)
 
 
 @pytest.mark.parametrize(

@@ -1,83 +1,29 @@
-"""Outputs that stay in the device's memory: not a bit of the result changes, nothing crosses for them, and no byte is taken
-that the plan does not charge."""
+"""Tests outputs and boundaries that stay in the device's memory: nothing crosses for them, and no byte is taken that the plan
+does not charge. That no bit differs is shown by `test_equal_bits`."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
-from drawn import every, examples
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.engine.describe import inspect
 from fuyou_cli.planner.boundary_layout import every_operator
 from fuyou_cli.planner.device_memory import device_memory
-from fuyou_cli.spec.model import Dtype
 from tests.emulated import EmulatedDevice
 
-from .comparing import Outcome, assert_same
-from .families import FAMILIES, gpt2, llama
+from .comparing import assert_same
+from .families import llama
 from .late import make_late
 from .rig import Rig, Shape, Subject
-from .test_kept_outputs import UNEVEN, _changing, _outcome, _two_steps_one_given_up
+from .test_kept_outputs import UNEVEN, _changing, _outcome
 
-
-@pytest.mark.parametrize("family", every(3, FAMILIES))
-def test_bitwise_recompute(family: str, tmp_path: Path) -> None:
-    dtype: Dtype = ("float32", "bfloat16")[list(FAMILIES).index(family) % 2]  # type: ignore[assignment]
-    subject = Subject(FAMILIES[family], Shape(dtype=dtype, accumulate=dtype, **UNEVEN))
-    expected = _outcome(subject, tmp_path / "recompute")
-    every = every_operator(subject.spec)
-    assert_same(_outcome(subject, tmp_path / "kept", kept_there=every, device="emulated"), expected)
-
-
-class _Recomputed:
-    """Returns outcomes of recompute, made once, of a model that draws random numbers between its operators."""
-
-    def __init__(self, folder: Callable[[str], Path]) -> None:
-        self._folder = folder
-        self._subjects: dict[Dtype, Subject] = {}
-        self._outcomes: dict[tuple[Dtype, float | None], Outcome] = {}
-
-    def subject(self, dtype: Dtype) -> Subject:
-        if dtype not in self._subjects:
-            self._subjects[dtype] = Subject(gpt2(dropout=0.1), Shape(dtype=dtype, **UNEVEN))
-        return self._subjects[dtype]
-
-    def outcome(self, dtype: Dtype, clip: float | None) -> Outcome:
-        if (dtype, clip) not in self._outcomes:
-            self._outcomes[dtype, clip] = _outcome(self.subject(dtype), self._folder("recompute"), clip=clip)
-        return self._outcomes[dtype, clip]
-
-
-@pytest.fixture(scope="module")
-def recomputed(tmp_path_factory: pytest.TempPathFactory) -> _Recomputed:
-    return _Recomputed(tmp_path_factory.mktemp)
-
-
-@examples(8, share_fixtures=True)
-@given(data=st.data())
-def test_any_places(data: st.DataObject, recomputed: _Recomputed, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Keeps each operator's output on the device, with the boundary, or nowhere: there are 5,832 ways."""
-    clip = data.draw(st.sampled_from([0.5, None]))
-    dtype: Dtype = "bfloat16" if clip else "float32"
-    subject = recomputed.subject(dtype)
-    places = [[(o.index, data.draw(st.sampled_from("dbn"))) for o in stage.operators] for stage in subject.spec.stages]
-    kept_there, kept = (tuple(tuple(o for o, place in some if place == name) for some in places) for name in "db")
-    way = {
-        "boundaries": data.draw(st.sampled_from(["cpu", "ssd"])), "batch_on_device": data.draw(st.booleans()),
-        "device": "emulated", "clip": clip, "kept": kept, "kept_there": kept_there,
-    }  # fmt: skip
-    with TemporaryDirectory(dir=tmp_path_factory.getbasetemp()) as folder:
-        assert_same(_outcome(subject, Path(folder), **way), recomputed.outcome(dtype, clip))
+THERE: dict[str, Any] = {"home": "cpu", "device": "emulated", "boundaries": "gpu"}
 
 
 def test_an_output_changed_in_place_is_kept_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +75,7 @@ def test_products_are_computed_where_they_are_kept(tmp_path: Path) -> None:
     assert counts[0]["aten.mm.default"] - counts[1]["aten.mm.default"] == 2 * 2 * len(products)  # recomputed, and in forward
 
 
-def test_nothing_crosses_for_them(tmp_path: Path) -> None:
+def test_no_output_crosses(tmp_path: Path) -> None:
     """Bytes each way are those of recompute; where outputs rest with the boundary they are those and every output, once: no
     parameter that backward looks at is among them."""
     subject = Subject(llama(num_hidden_layers=3), Shape(batch=4, micro=2, tokens=32))  # no kernel pads
@@ -150,7 +96,7 @@ def test_nothing_crosses_for_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", [Shape(**UNEVEN), Shape(batch=2, micro=2, dtype="bfloat16")], ids=["uneven", "one"])
-def test_memory_is_what_the_plan_charges(shape: Shape, tmp_path: Path) -> None:
+def test_memory_of_outputs_is_what_the_plan_charges(shape: Shape, tmp_path: Path) -> None:
     """Takes to the byte more than without, and never more than the plan."""
     subject = Subject(llama(), shape)
     every, way = every_operator(subject.spec), {"home": "cpu", "device": "emulated"}
@@ -187,10 +133,37 @@ def test_as_many_as_there_is_room_for(share: float, tmp_path: Path) -> None:
     assert bool(found) == bool(share)
 
 
-def test_a_step_given_up_leaves_nothing_behind(tmp_path: Path) -> None:
-    subject = Subject(llama(), Shape())
-    expected = _outcome(subject, tmp_path / "whole")
-    every = every_operator(subject.spec)
-    with Rig(subject, tmp_path / "broken", home="cpu", device="emulated", kept_there=every) as rig:
-        _two_steps_one_given_up(rig, subject)
-        assert_same((rig.losses, rig.weights()), expected)
+def test_no_boundary_crosses(tmp_path: Path) -> None:
+    """Counts what crosses: less by every boundary, once each way."""
+    subject = Subject(llama(num_hidden_layers=3), Shape(batch=4, micro=2, tokens=32))
+    moved = []
+    for boundaries in ("cpu", "gpu"):
+        with Rig(subject, tmp_path / boundaries, **{**THERE, "boundaries": boundaries}) as rig:
+            rig.step(*next(subject.batches(1)), 1, last=True)
+            rig.executor.drain()
+            rig.device.synchronize()
+            copies = rig.device.copies()
+            moved.append([sum(copy.bytes for copy in copies if copy.up == up) for up in (True, False)])
+    one = subject.spec.boundary_bytes_per_token * subject.numerics.tokens
+    every = one * sum(stage.keeps_input for stage in subject.spec.stages)
+    stashed = one * sum(visit.stash for visit in rig.executor.schedule.visits)
+    assert moved[0] == [moved[1][0] + every, moved[1][1] + stashed] and stashed
+
+
+@pytest.mark.parametrize("kept_there", [False, True])
+def test_memory_of_boundaries_is_what_the_plan_charges(kept_there: bool, tmp_path: Path) -> None:
+    """Takes to the byte more than without, and never more than the plan; nothing in RAM."""
+    subject = Subject(llama(), Shape(**UNEVEN))
+    there = every_operator(subject.spec) if kept_there else None
+    peaks, charged, limit = [], [], 0
+    for boundaries in ("cpu", "gpu"):
+        with Rig(subject, tmp_path / boundaries, kept_there=there, **{**THERE, "boundaries": boundaries}) as rig:
+            rig.run(1)
+            peaks.append(rig.device.peak_memory())
+            charged.append(device_memory(subject.spec, rig.request, rig.plan.stages).boundaries)
+            limit = rig.plan.predicted.gpu_peak
+            in_ram = sum(line.size for line in rig.plan.memory if (line.what, line.tier) == ("boundaries", "cpu"))
+            assert bool(in_ram) == (boundaries == "cpu")
+    assert peaks[1] - peaks[0] == charged[1] > charged[0] == 0
+    with Rig(subject, tmp_path / "limit", kept_there=there, opened=EmulatedDevice(limit), **THERE) as rig:
+        rig.run(1)
