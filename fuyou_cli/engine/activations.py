@@ -31,9 +31,9 @@ from ..planner.boundary_layout import (
 from ..planner.boundary_ledger import BoundaryLedger, Wait
 from ..planner.device import BOUNDARIES_ACROSS
 from ..spec.micro_batch import MicroBatch
-from ..spec.model import ModelSpec, OperatorSpec, StageSpec
-from ..spec.plan import Plan, Span
-from ..swap.daemon import SwapDaemon
+from ..spec.model import OperatorSpec, StageSpec
+from ..spec.plan import Span
+from .context import Context
 from .devices.base import Device, Event
 from .experts import first_matrix, is_product, outputs_of
 from .host_memory import HostMemory
@@ -79,15 +79,14 @@ class Activations(Protocol):
         """Gives up a step. No copy may be under way."""
 
 
-def open_activations(
-    *, model: ModelSpec, plan: Plan, boundaries: Boundaries, memory: HostMemory, device: Device, waiting: Waiting
-) -> list[Activations]:
+def open_activations(context: Context, *, boundaries: Boundaries, waiting: Waiting) -> list[Activations]:
     """Returns the activations that the plan chose for each stage."""
+    model, plan, device = context.model, context.plan, context.device
     leaving: Leaving = []
-    kept_there = keep_places(model, plan, device)
+    kept_there = keep_places(context)
 
     def of(stage: int) -> Activations:
-        with_boundary: Place = Swap(stage, boundaries=boundaries, memory=memory, device=device)
+        with_boundary: Place = Swap(stage, boundaries=boundaries, memory=context.memory, device=device)
         places = dict.fromkeys(plan.stages[stage].kept, with_boundary) | kept_there[stage]
         if not places:
             return Recompute(model.stages[stage], as_backward=device.separate and model.stages[stage].kind == "block")
@@ -550,12 +549,13 @@ class _Kind:
 class Boundaries:
     """Keeps boundaries: in forward `stash`, or `room` and `rows` to be filled, then `seal`. In backward `take`, then `drop`."""
 
-    def __init__(self, *, model: ModelSpec, plan: Plan, daemon: SwapDaemon, memory: HostMemory, device: Device) -> None:
-        self.model, self.plan, self.memory = model, plan, memory
+    def __init__(self, context: Context) -> None:
+        model, plan = context.model, context.plan
+        self.model, self.plan, self.memory = model, plan, context.memory
         resting = [stage.stage for stage in plan.stages if stage.boundary == "gpu"]
         self._places, size = device_boundaries(model, plan.group, resting)
-        self._there = device.empty(size) if size else None
-        self.ledger = BoundaryLedger(plan=plan, transfers=daemon)
+        self._there = context.device.empty(size) if size else None
+        self.ledger = BoundaryLedger(plan=plan, transfers=context.daemon)
         self._kinds: dict[int, _Kind] = {}
         self._unsealed: set[int] = set()
         self._copies: dict[int, deque[Event]] = {}  # by stage: copies into its place in forward, out of it in backward
@@ -739,13 +739,14 @@ class Keep:
         raise AssertionError("compute reads outputs in the device's own memory")
 
 
-def keep_places(model: ModelSpec, plan: Plan, device: Device) -> list[dict[int, Place]]:
+def keep_places(context: Context) -> list[dict[int, Place]]:
     """Allocates the plan's memory for outputs on the device. Returns their places by stage and operator."""
+    model, plan = context.model, context.plan
     every = tuple(() if model.compiled else stage.kept_there for stage in plan.stages)  # compute allocates a graph
     layouts = device_layouts(model, plan.group, every)
     size = sum(layout.size for _, layout in layouts)
     if not size:
         return [{} for _ in layouts]
-    memory = device.empty(size)
+    memory = context.device.empty(size)
     places: list[Place] = [Keep(memory[begin : begin + layout.size], layout) for begin, layout in layouts]
     return [dict.fromkeys(kept, place) for kept, place in zip(every, places, strict=True)]

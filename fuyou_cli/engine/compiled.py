@@ -24,8 +24,8 @@ from ..core.errors import UsageError
 from ..core.units import align_up, gib
 from ..planner.boundary_layout import DEVICE_ALIGN, device_layouts
 from ..spec.model import ITEM_SIZE, ModelSpec, OperatorSpec, StageSpec
-from ..spec.plan import Plan
 from .activations import Activations, Run
+from .context import Context
 
 
 def load_compiler() -> None:
@@ -73,9 +73,9 @@ class CompiledBlocks:
         """Returns the replacement for the block's own forward."""
         return partial(self._call, block)
 
-    def activations(self, model: ModelSpec, plan: Plan, others: Sequence[Activations]) -> list[Activations]:
+    def activations(self, context: Context, others: Sequence[Activations]) -> list[Activations]:
         """Returns the activations of every stage. `others`: of those that are no blocks."""
-
+        model, plan = context.model, context.plan
         layouts = device_layouts(model, plan.group, tuple(stage.kept_there for stage in plan.stages))
 
         def of(stage: StageSpec, other: Activations) -> Activations:

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 
 from ..planner.device import WEIGHTS_UP, decode_scratch, decoded_at_once
-from ..spec.model import ITEM_SIZE, Dtype, ModelSpec, StageSpec
+from ..spec.model import ITEM_SIZE, Dtype, StageSpec
 from ..spec.packed_tensors import DYNAMIC_BLOCK, FP8_BLOCK, MXFP4_BLOCK, NF4_BLOCK, PackedTensor, Quantised
-from ..spec.plan import Plan, Span
+from ..spec.plan import Span
 from ..swap.quantised import Workers, dynamic_decode, dynamic_levels, fp8_decode, int8_decode, mxfp4_decode, nf4_decode
+from .context import Context
 from .device_states import DeviceStates
 from .devices.base import Device, Event
-from .host_memory import HostMemory
 from .moves import Waiting
 from .skeleton import TORCH_DTYPE
 
@@ -35,15 +35,14 @@ class ComputeWeights:
     Stages whose weights have their home on the device keep their own span. They are uploaded again only when there is a new
     generation, or never if they are updated there (`states`)."""
 
-    def __init__(
-        self, *, model: ModelSpec, plan: Plan, memory: HostMemory, device: Device, states: DeviceStates, waiting: Waiting
-    ) -> None:
-        self.model, self.memory, self.device, self._waiting = model, memory, device, waiting
-        self._states = states
+    def __init__(self, context: Context, *, states: DeviceStates, waiting: Waiting) -> None:
+        model, plan, device = context.model, context.plan, context.device
+        self.model, self.memory, self.device = model, context.memory, device
+        self._states, self._waiting = states, waiting
         self.dtype = TORCH_DTYPE[model.compute_dtype]
         self._decoded = None
         if model.decoded_bytes:
-            self._decoded = DecodedWeights(model=model, plan=plan, memory=memory, device=device)
+            self._decoded = DecodedWeights(context)
         self.homes: dict[int, _Uploaded] = {}
         self.turns: list[_Uploaded] = []
         if device.separate:
@@ -160,7 +159,8 @@ class DecodedWeights:
     """Holds the weights of one stage as compute needs them: quantised ones decoded, behind copies of all others. It stays until
     another such stage computes."""
 
-    def __init__(self, *, model: ModelSpec, plan: Plan, memory: HostMemory, device: Device) -> None:
+    def __init__(self, context: Context) -> None:
+        model, plan, device = context.model, context.plan, context.device
         self._dtype, self._item = TORCH_DTYPE[model.compute_dtype], ITEM_SIZE[model.compute_dtype]
         self._decoder: Decoder
         self._held: tuple[int, int] | None = None
@@ -168,7 +168,7 @@ class DecodedWeights:
             self._flat = device.empty(model.decoded_bytes).view(self._dtype)
             self._decoder = DeviceDecoder(device, decoded_at_once(model))
         elif plan.decoded is not None:
-            self._flat = memory.tensor(plan.decoded, self._dtype)
+            self._flat = context.memory.tensor(plan.decoded, self._dtype)
             self._decoder = HostDecoder(model.compute_dtype, threads=plan.numerics.torch_threads)
         self._packed = {stage.index: stage.packed() for stage in model.stages if stage.quantised}
 

@@ -24,8 +24,8 @@ from ..core.units import align_up
 from ..planner.device import BOUNDARIES_ACROSS
 from ..planner.memory import COPY_ALIGN
 from ..spec.micro_batch import MicroBatch
-from ..spec.model import ModelSpec
-from ..spec.plan import Plan, Span
+from ..spec.plan import Span
+from .context import Context
 from .devices.base import Device, Event, Moment
 from .host_memory import HostMemory, whole_batch
 from .moves import Waiting
@@ -50,7 +50,8 @@ class Crossings:
     """Makes copies of one visit at a time. `staged`: bytes read and written to bring inputs to pinned memory, as a plan
     charges."""
 
-    def __init__(self, *, model: ModelSpec, plan: Plan, memory: HostMemory, device: Device, waiting: Waiting) -> None:
+    def __init__(self, context: Context, *, waiting: Waiting) -> None:
+        plan, memory, device = context.plan, context.memory, context.device
         self.memory, self.device, self.waiting = memory, device, waiting
         self.on_device = plan.batch_on_device
         self.across = device.separate and not self.on_device  # tensors between stages pass through the host
@@ -58,7 +59,7 @@ class Crossings:
         self.inputs: Inputs | None = None
         if self.on_device:
             numerics = plan.numerics
-            boundary = model.widest_bytes_per_token * numerics.micro_batch_tokens
+            boundary = context.model.widest_bytes_per_token * numerics.micro_batch_tokens
             # Kept outputs that are uploaded for a micro-batch have their own memory, so fewer may be under way.
             ahead = 1 if any(stage.kept for stage in plan.stages) else 2
             self.inputs = Inputs(device, boundary, min(2, numerics.micro_batches), ahead=ahead)

@@ -25,10 +25,11 @@ from ..planner.device import UPDATE_SCRATCH
 from ..planner.device_homes import gradients_rest, update_scratch
 from ..planner.records import Record
 from ..planner.residency import UPDATE_PRIORITY
-from ..spec.model import STATE_NAMES, ModelSpec, StageSpec
-from ..spec.plan import Plan, Span, StateTensor
+from ..spec.model import STATE_NAMES, StageSpec
+from ..spec.plan import Span, StateTensor
 from ..swap.daemon import Result, Segment, SwapDaemon
 from ..swap.kernels import checksum
+from .context import Context
 from .devices.base import Device, Event, Squares
 from .devices.kernels import Launch, Rounded, adamw_kernel
 from .host_memory import HostMemory
@@ -89,7 +90,8 @@ def lost(what: str, *, generation: int) -> NumericsError:
 class DeviceStates:
     """Holds the stages' memory on the device. Does nothing for a plan without such stages."""
 
-    def __init__(self, *, model: ModelSpec, plan: Plan, daemon: SwapDaemon, memory: HostMemory, device: Device) -> None:
+    def __init__(self, context: Context) -> None:
+        model, plan, device = context.model, context.plan, context.device
         self.model, self.plan, self.device = model, plan, device
         self._narrow = model.compute_dtype == "bfloat16"
         there = [stage for stage in plan.stages if stage.updated_there]
@@ -99,7 +101,7 @@ class DeviceStates:
         }
         largest = max((model.stages[stage].trained for stage in self.homes), default=0)
         self._adamw = DeviceAdamW(device.empty(update_scratch(largest))) if there else None
-        self.copies = StagedCopies(slots=plan.staging_slots, daemon=daemon, memory=memory, device=device)
+        self.copies = StagedCopies(slots=plan.staging_slots, daemon=context.daemon, memory=context.memory, device=device)
         self._tickets = count(-1, -1)  # negative, so that they differ from the daemon's tickets
         self._updating: dict[int, _Updating | None] = {}
         self._unknown: deque[_Finite] = deque()

@@ -26,6 +26,7 @@ from .activations import open_activations
 from .anatomy import Anatomy
 from .attention import AttentionSeen, Documents
 from .compiled import CompiledBlocks
+from .context import Context
 from .devices.base import Device
 from .gradients import LOOK, squared_norm
 from .head import HeadPasses
@@ -73,21 +74,17 @@ class Executor:
     ) -> None:
         self.anatomy, self.model, self.plan, self.device, self.optimizer = anatomy, model, plan, device, optimizer
         self.between_micro_batches, self.after_visit = between_micro_batches, after_visit
-        self.visits = visits = Visits(
-            anatomy=anatomy, model=model, plan=plan, daemon=daemon, memory=memory, device=device,
-            hand_over=self._hand_over, watcher=self, patience=patience,
-        )  # fmt: skip
+        context = Context(anatomy=anatomy, model=model, plan=plan, daemon=daemon, memory=memory, device=device)
+        self.visits = visits = Visits(context, hand_over=self._hand_over, watcher=self, patience=patience)
         self.schedule, self.lookahead, self.moves, self.residency = (
             visits.schedule, visits.lookahead, visits.moves, visits.residency
         )  # fmt: skip
         self.shared = visits.shared
-        self.activations = open_activations(
-            model=model, plan=plan, boundaries=visits.boundaries, memory=memory, device=device, waiting=visits.moves.waiting
-        )
+        self.activations = open_activations(context, boundaries=visits.boundaries, waiting=visits.moves.waiting)
         self.compiled = compiled
         if compiled is not None:
-            self.activations = compiled.activations(model, plan, self.activations)
-        self.routing = Routing(anatomy=anatomy, model=model, plan=plan, device=device)
+            self.activations = compiled.activations(context, self.activations)
+        self.routing = Routing(context)
         self.blocks = RangedPasses(visits, self.activations, self.routing)
         self.embeddings = EmbeddingPasses(visits, self.activations, anatomy.model.get_input_embeddings())
         self.head = HeadPasses(visits, anatomy.model, self._check_loss)

@@ -23,12 +23,12 @@ from ..planner.device import GRADIENTS_ACROSS, square_lanes
 from ..planner.device_homes import summing_spans
 from ..planner.residency import Residency
 from ..planner.schedule import Visit
-from ..spec.model import ITEM_SIZE, ModelSpec, StageSpec, TensorSpec
-from ..spec.plan import Plan, Span
+from ..spec.model import ITEM_SIZE, StageSpec, TensorSpec
+from ..spec.plan import Span
 from .anatomy import Installed
+from .context import Context
 from .device_states import DeviceStates
-from .devices.base import Device, Event, Squares
-from .host_memory import HostMemory
+from .devices.base import Event, Squares
 from .moves import Waiting
 from .skeleton import TORCH_DTYPE
 
@@ -219,20 +219,11 @@ class GradientSums:
     """Holds the sums under way, by stage. Passes complete ones to `hand_over`."""
 
     def __init__(
-        self,
-        *,
-        model: ModelSpec,
-        plan: Plan,
-        residency: Residency,
-        memory: HostMemory,
-        device: Device,
-        states: DeviceStates,
-        hand_over: HandOver,
-        waiting: Waiting,
+        self, context: Context, *, residency: Residency, states: DeviceStates, hand_over: HandOver, waiting: Waiting
     ) -> None:
-        self.model, self.residency, self.memory, self.device = model, residency, memory, device
-        self._states = states
-        self._hand_over, self._waiting = hand_over, waiting
+        model, plan, device = context.model, context.plan, context.device
+        self.model, self.memory, self.device = model, context.memory, device
+        self.residency, self._states, self._hand_over, self._waiting = residency, states, hand_over, waiting
         self._dtype = TORCH_DTYPE[plan.numerics.accumulate_dtype]
         self._sums: dict[int, GradientSum] = {}
         self._touched: dict[int, set[int]] = {}  # sums that rest: the parameters that have a gradient

@@ -13,12 +13,10 @@ from ..core.patience import SILENT, Patience
 from ..planner.free_extents import FOREVER
 from ..planner.records import Record
 from ..planner.residency import Residency
-from ..spec.model import ModelSpec
-from ..spec.plan import Plan
-from ..swap.daemon import Result, SwapDaemon
+from ..swap.daemon import Result
+from .context import Context
 from .device_states import DeviceStates, lost
-from .devices.base import Device, Moment
-from .host_memory import HostMemory
+from .devices.base import Moment
 from .looked_up_rows import FIRST_TICKET, LookedUpRows
 from .updates import build_update, sums_of
 
@@ -84,21 +82,14 @@ class DaemonMoves:
     """Keeps `residency` for one executor; `tick` moves everything that can move."""
 
     def __init__(
-        self,
-        *,
-        model: ModelSpec,
-        plan: Plan,
-        daemon: SwapDaemon,
-        memory: HostMemory,
-        device: Device,
-        states: DeviceStates,
-        tick: Callable[[], None],
-        patience: Patience = SILENT,
+        self, context: Context, *, states: DeviceStates, tick: Callable[[], None], patience: Patience = SILENT
     ) -> None:
-        self.model, self.plan, self.daemon, self._tick, self._patience = model, plan, daemon, tick, patience
-        self._mark, self._memory, self.states = device.mark, memory, states
+        model, plan, daemon = context.model, context.plan, context.daemon
+        self.model, self.plan, self.daemon = model, plan, daemon
+        self._mark, self._memory, self.states = context.device.mark, context.memory, states
+        self._tick, self._patience = tick, patience
         self.committing: Committing = Unkept()
-        self.rows = LookedUpRows(model=model, plan=plan, daemon=daemon, memory=memory)
+        self.rows = LookedUpRows(model=model, plan=plan, daemon=daemon, memory=context.memory)
         self._open: deque[_HostWait] = deque()
         self._waits: deque[Wait] = deque(maxlen=_MOST_WAITS)
         self.residency = Residency(model=model, plan=plan, transfers=self, runner=self)

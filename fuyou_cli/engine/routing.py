@@ -27,9 +27,8 @@ from transformers import PreTrainedModel
 from ..core.errors import RecomputeError
 from ..planner.memory import kept_choices
 from ..spec.micro_batch import MicroBatch
-from ..spec.model import ModelSpec
-from ..spec.plan import Plan
 from .anatomy import Anatomy, Installed
+from .context import Context
 from .devices.base import Device, Squares
 from .experts import Route
 
@@ -82,7 +81,8 @@ class RoutedVisit:
 class Routing:
     """Watches the mixtures of one model. Close it to remove its hooks."""
 
-    def __init__(self, *, anatomy: Anatomy, model: ModelSpec, plan: Plan, device: Device) -> None:
+    def __init__(self, context: Context) -> None:
+        model, plan, device, network = context.model, context.plan, context.device, context.anatomy.model
         self._model, self._device, numerics = model, device, plan.numerics
         self._mixtures = [stage for stage in model.stages if stage.choices]
         self._begins, end = dict[int, int](), 0  # where the choices of each stage's micro-batches lie
@@ -101,10 +101,8 @@ class Routing:
         self._balance: Balance | None = None
         if coefficient := numerics.router_aux_loss:
             assert plan.sweeps == 1, plan.sweeps
-            self._balance = Balance(anatomy.model, coefficient, device)
-        self._hooks = (
-            [] if self._balance is None else [each.register_forward_hook(self._saw) for each in routers(anatomy.model)]
-        )
+            self._balance = Balance(network, coefficient, device)
+        self._hooks = [] if self._balance is None else [each.register_forward_hook(self._saw) for each in routers(network)]
 
     def close(self) -> None:
         for handle in self._hooks:

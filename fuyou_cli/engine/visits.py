@@ -21,17 +21,14 @@ from ..core.patience import Patience
 from ..planner.lookahead import Lookahead
 from ..planner.schedule import Schedule, Visit, plan_schedule
 from ..spec.micro_batch import MicroBatch, even
-from ..spec.model import ModelSpec
-from ..spec.plan import Plan
-from ..swap.daemon import SwapDaemon
 from .activations import Boundaries
-from .anatomy import Anatomy, Installed
+from .anatomy import Installed
 from .compute_weights import ComputeWeights
+from .context import Context
 from .crossings import Arriving, Beside, Crossings, Source, nothing_beside
 from .device_states import DeviceStates
-from .devices.base import Device, Moment
+from .devices.base import Moment
 from .gradients import GradientSum, GradientSums, HandOver
-from .host_memory import HostMemory
 from .moves import DaemonMoves
 
 BETWEEN_STAGES = 1 << 30  # the stage number of random streams in the model's own forward
@@ -63,35 +60,18 @@ def _shown_phase(visit: Visit) -> str:
 class Visits:
     """Runs everything that moves around compute. The passes compute; they hold nothing from one visit to the next."""
 
-    def __init__(
-        self,
-        *,
-        anatomy: Anatomy,
-        model: ModelSpec,
-        plan: Plan,
-        daemon: SwapDaemon,
-        memory: HostMemory,
-        device: Device,
-        hand_over: HandOver,
-        watcher: Watcher,
-        patience: Patience,
-    ) -> None:
-        self.model, self.plan, self.stages, self.device = model, plan, anatomy.stages, device
-        self.schedule = plan_schedule(model, plan)
-        self.states = DeviceStates(model=model, plan=plan, daemon=daemon, memory=memory, device=device)
-        self.moves = DaemonMoves(
-            model=model, plan=plan, daemon=daemon, memory=memory, device=device, states=self.states, tick=self.tick,
-            patience=patience,
-        )  # fmt: skip
+    def __init__(self, context: Context, *, hand_over: HandOver, watcher: Watcher, patience: Patience) -> None:
+        self.model, self.plan, self.device = context.model, context.plan, context.device
+        self.stages = context.anatomy.stages
+        self.schedule = plan_schedule(self.model, self.plan)
+        self.states = DeviceStates(context)
+        self.moves = DaemonMoves(context, states=self.states, tick=self.tick, patience=patience)
         self.residency, waiting = self.moves.residency, self.moves.waiting
-        self.boundaries = Boundaries(model=model, plan=plan, daemon=daemon, memory=memory, device=device)
+        self.boundaries = Boundaries(context)
         self.lookahead = self._lookahead(self.schedule)
-        self.crossings = Crossings(model=model, plan=plan, memory=memory, device=device, waiting=waiting)
-        self.weights = ComputeWeights(model=model, plan=plan, memory=memory, device=device, states=self.states, waiting=waiting)
-        self.sums = GradientSums(
-            model=model, plan=plan, residency=self.residency, memory=memory, device=device, states=self.states,
-            hand_over=hand_over, waiting=waiting,
-        )  # fmt: skip
+        self.crossings = Crossings(context, waiting=waiting)
+        self.weights = ComputeWeights(context, states=self.states, waiting=waiting)
+        self.sums = GradientSums(context, residency=self.residency, states=self.states, hand_over=hand_over, waiting=waiting)
         self.step = 0
         self._before = 0  # micro-batches of the step before this sweep
         self._parts: tuple[MicroBatch, ...] = ()  # the micro-batches of this sweep, if they are of unlike length
