@@ -1,1 +1,1 @@
-"""Holds stages, devices and the executor (layer 4): one training step."""
+"""Stages, devices and the executor (layer 4): one training step."""

@@ -617,7 +617,7 @@ class Boundaries:
         self.ledger.advance()
 
     def _are_over(self, stage: int) -> bool:
-        """Tells whether the stage's copies have ended. Finished copies are not asked again, because this runs after every
+        """Whether the stage's copies have ended. Finished copies are not asked again, because this runs after every
         layer."""
         left = self._copies.get(stage, ())
         while left and left[0].done():

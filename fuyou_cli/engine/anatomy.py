@@ -210,7 +210,7 @@ class Anatomy:
 
     @property
     def has_experts(self) -> bool:
-        """Tells whether tokens are sent to experts in some of its blocks."""
+        """Whether tokens are sent to experts in some of its blocks."""
         return any(stage.experts for stage in self.stages)
 
     @property
@@ -470,7 +470,7 @@ def _identity(slotted: Slotted) -> int:
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """Tells whether a pattern is of this parameter, or of a module that it is in."""
+    """Whether a pattern is of this parameter, or of a module that it is in."""
     ranges: list[range] = []
     expression = ""
     for part in _PART.finditer(pattern):

@@ -88,7 +88,7 @@ class StageCall:
 
 
 def _is_by_head(key: str, value: Any) -> bool:
-    """Tells whether an argument holds distances between tokens by head, and for all rows: constants, made of no input."""
+    """Whether an argument holds distances between tokens by head, and for all rows: constants, made of no input."""
     return key in _BY_HEAD and isinstance(value, torch.Tensor) and value.dim() == 3 and not value.requires_grad
 
 

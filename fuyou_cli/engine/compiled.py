@@ -60,7 +60,7 @@ def as_compiled(model: ModelSpec) -> ModelSpec:
 
 
 class CompiledBlocks:
-    """Holds the compiled forwards of one model's blocks, by class. Implements `Activations` for those that keep nothing.
+    """The compiled forwards of one model's blocks, by class. Implements `Activations` for those that keep nothing.
     `graphs`: compiled so far, forward and backward together. torch compiles again for a block that differs in what its code
     looks at. `say` gets a note, once, if a graph is larger than planned."""
 
@@ -210,7 +210,7 @@ class _Entering(torch.autograd.Function):
 
 @dataclass(slots=True)
 class _Graph:
-    """Holds the graph of one micro-batch by its ends: its output (`shape`), its input, and its parameters."""
+    """The graph of one micro-batch by its ends: its output (`shape`), its input, and its parameters."""
 
     saved: _Saved
     shape: torch.Size

@@ -31,7 +31,7 @@ class _Uploaded:
 
 
 class ComputeWeights:
-    """Holds weights for compute. Two device spans are used in turn, so that one stage's upload runs beside another's compute.
+    """Weights for compute. Two device spans are used in turn, so that one stage's upload runs beside another's compute.
     Stages whose weights have their home on the device keep their own span. They are uploaded again only when there is a new
     generation, or never if they are updated there (`states`)."""
 
@@ -76,7 +76,7 @@ class ComputeWeights:
             self._upload(owner, self._at_rest(owner, span), generation)
 
     def _has(self, owner: int, generation: int) -> bool:
-        """Tells whether this generation is on the device, or on its way there."""
+        """Whether this generation is on the device, or on its way there."""
         home = self.homes.get(owner)
         places = self.turns if home is None else (home,)
         return any((place.owner, place.generation) == (owner, generation) for place in places)
@@ -156,7 +156,7 @@ class Decoder(Protocol):
 
 
 class DecodedWeights:
-    """Holds the weights of one stage as compute needs them: quantised ones decoded, behind copies of all others. It stays until
+    """The weights of one stage as compute needs them: quantised ones decoded, behind copies of all others. It stays until
     another such stage computes."""
 
     def __init__(self, context: Context) -> None:

@@ -98,7 +98,7 @@ class Crossings:
 
 @dataclass(slots=True)
 class _Input:
-    """Holds device memory for one micro-batch's boundary. `used`: the end of the last compute that read it."""
+    """Device memory for one micro-batch's boundary. `used`: the end of the last compute that read it."""
 
     memory: torch.Tensor  # uint8
     used: Event | None = None
@@ -318,7 +318,7 @@ Lent = tuple[torch.Tensor, weakref.ref[object]]  # a span as bytes, and an objec
 
 
 class WholeBatches:
-    """Holds spans. Each is lent as one tensor at a time, until its last view is gone, wherever the model's own forward keeps
+    """Spans. Each is lent as one tensor at a time, until its last view is gone, wherever the model's own forward keeps
     one. If all are lent or too small, a tensor gets its own memory."""
 
     def __init__(
@@ -394,7 +394,7 @@ _MOST = 1 << 16  # micro-batches of a step that are remembered at most
 
 @dataclass(frozen=True, slots=True)
 class ComputedMicroBatch:
-    """Tells when one micro-batch computed, in monotonic seconds. `number`: its place in the visit."""
+    """When one micro-batch computed, in monotonic seconds. `number`: its place in the visit."""
 
     phase: str
     stage: int

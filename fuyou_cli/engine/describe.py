@@ -126,7 +126,7 @@ def _beside(func: Any, values: object) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Peak:
-    """Holds the most bytes charged for live storages; `mapped`: those of blocks that are mapped separately."""
+    """The most bytes charged for live storages; `mapped`: those of blocks that are mapped separately."""
 
     total: int
     mapped: int
@@ -195,12 +195,12 @@ def inspect(
 
 
 def _is_by_row(stage: Stage) -> bool:
-    """Tells whether the gradients of an embedding are summed micro-batch by micro-batch, like those of all other stages."""
+    """Whether the gradients of an embedding are summed micro-batch by micro-batch, like those of all other stages."""
     return stage.kind != "embedding" or stage.vocabulary is not None or _is_table(stage.module)
 
 
 def _is_looked_up(anatomy: Anatomy, stage: Stage) -> bool:
-    """Tells whether a stage is frozen and holds only rows that are looked up by token, whole or cut."""
+    """Whether a stage is frozen and holds only rows that are looked up by token, whole or cut."""
     if anatomy.tied_head or stage.module is not anatomy.model.get_input_embeddings() or not _is_table(stage.module):
         return False
     return len(stage.parameters) == 1 and stage.params == stage.frozen
@@ -297,7 +297,7 @@ def _stage_cost(anatomy: Anatomy, stage: Stage, call: StageCall, x: torch.Tensor
 
 
 def _is_librarys(anatomy: Anatomy) -> bool:
-    """Tells whether the model's code is transformers' own. Other code may keep tensors for backward that no autograd hook
+    """Whether the model's code is transformers' own. Other code may keep tensors for backward that no autograd hook
     sees."""
     return type(anatomy.model).__module__.startswith("transformers.")
 
@@ -319,7 +319,7 @@ def _look(stage: Stage, flat: torch.Tensor, call: StageCall, x: torch.Tensor) ->
 
 
 def _has_own_backward(*roots: torch.Tensor) -> bool:
-    """Tells whether some function on the way to `roots` was written in Python. Its backward may read anything, unless it says
+    """Whether some function on the way to `roots` was written in Python. Its backward may read anything, unless it says
     that autograd's hooks see all of it (`saves_by_hooks`)."""
     waiting, seen = [root.grad_fn for root in roots], set()
     while waiting:
@@ -469,7 +469,7 @@ _CHOSEN_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outlined:
-    """Holds stages, and why they cannot be trained yet (None if no reason is known)."""
+    """Stages, and why they cannot be trained yet (None if no reason is known)."""
 
     anatomy: Anatomy
     refusal: str | None
@@ -544,7 +544,7 @@ def _short(anatomy: Anatomy, shape: tuple[int, int]) -> Short | None:
 
 
 def _is_unrolled(anatomy: Anatomy) -> bool:
-    """Tells whether a model without attention has operators for every token of a row."""
+    """Whether a model without attention has operators for every token of a row."""
     if setting(anatomy.model.config.get_text_config(), "num_attention_heads"):
         return False
     between = Between()
@@ -571,7 +571,7 @@ def estimate(anatomy: Anatomy, *, dtype: str, micro_batch_size: int, max_seq_len
 
 
 def _is_recurrent(anatomy: Anatomy) -> bool:
-    """Tells whether some block may process one token after the other: it has no attention, or a convolution over the last few
+    """Whether some block may process one token after the other: it has no attention, or a convolution over the last few
     tokens."""
     modules = (module for block in anatomy.modules() for module in block.modules())
     text = anatomy.model.config.get_text_config()
@@ -591,7 +591,7 @@ def _block_flops(stage: StageSpec, layer: int, text: PreTrainedConfig, shape: tu
 
 
 def _attends(text: PreTrainedConfig, layer: int) -> bool:
-    """Tells whether a block reads all earlier tokens, by the configuration's list of layer types if it has one."""
+    """Whether a block reads all earlier tokens, by the configuration's list of layer types if it has one."""
     types = getattr(text, "layer_types", None)
     if isinstance(types, (list, tuple)) and layer < len(types):
         return "attention" in types[layer] and not types[layer].startswith("linear")
@@ -635,7 +635,7 @@ class Mixture:
         return tensor.routed or self.is_fused(tensor) or _below_experts(tensor).partition(".")[0].isdigit()
 
     def is_fused(self, tensor: TensorSpec) -> bool:
-        """Tells whether `tensor` holds all experts, one slice each: a matrix of each, or a bias by its place."""
+        """Whether `tensor` holds all experts, one slice each: a matrix of each, or a bias by its place."""
         of_each = len(tensor.shape) > 2 or bool(_below_experts(tensor))
         return self.experts > 1 and of_each and tensor.shape[0] == self.experts
 

@@ -1,4 +1,4 @@
-"""Holds weights, states and gradients of the stages that rest on the device, updates them there, and copies them to the store
+"""Keeps weights, states and gradients of stages on the device, updates them there, and copies them to the store
 when a commit names them.
 
 The device runs an update in order with its other work. Whatever computes with the new weights runs later, so an update's ticket
@@ -41,7 +41,7 @@ _NOTHING = Result(*[0] * len(Result._fields))
 
 @dataclass(slots=True, eq=False)
 class _Home:
-    """Holds one stage's memory on the device."""
+    """One stage's memory on the device."""
 
     weights: torch.Tensor  # trained ones, which `state` has too, then frozen ones
     state: DeviceState
@@ -58,7 +58,7 @@ class _Home:
 
 @dataclass(slots=True)
 class _Updating:
-    """Holds an update that ends with a copy on the store."""
+    """An update that ends with a copy on the store."""
 
     finite: _Finite
     copy: StageCopy
@@ -66,7 +66,7 @@ class _Updating:
 
 @dataclass(frozen=True, slots=True)
 class _Finite:
-    """Holds the check of whether an update's masters are finite, on its way to the host."""
+    """The check of whether an update's masters are finite, on its way to the host."""
 
     stage: StageSpec
     generation: int
@@ -88,7 +88,7 @@ def lost(what: str, *, generation: int) -> NumericsError:
 
 
 class DeviceStates:
-    """Holds the stages' memory on the device. Does nothing for a plan without such stages."""
+    """The stages' memory on the device. Does nothing for a plan without such stages."""
 
     def __init__(self, context: Context) -> None:
         model, plan, device = context.model, context.plan, context.device
@@ -229,7 +229,7 @@ _LOST_WIDE = 0x7F800000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceState:
-    """Holds what one update of a stage reads and writes: 1-D tensors of the same length on the device."""
+    """What one update of a stage reads and writes: 1-D tensors of the same length on the device."""
 
     weights: torch.Tensor  # bfloat16, or float32 (then they are the masters)
     remainder: torch.Tensor | None  # int16, only with bfloat16 weights
@@ -333,7 +333,7 @@ class DeviceAdamW:
 
 
 def is_lost(worst: int, *, narrow: bool) -> bool:
-    """Tells whether a master with these bits is not finite, or not finite as bfloat16 (`narrow`)."""
+    """Whether a master with these bits is not finite, or not finite as bfloat16 (`narrow`)."""
     return worst >= (_LOST if narrow else _LOST_WIDE)
 
 
@@ -393,7 +393,7 @@ class _Piece:
 
 
 class StagedCopies:
-    """Holds the slots that the copies under way share. `daemon` reads and writes."""
+    """The slots that the copies under way share. `daemon` reads and writes."""
 
     def __init__(self, *, slots: tuple[Span, ...], daemon: SwapDaemon, memory: HostMemory, device: Device) -> None:
         self.daemon, self.memory, self.device = daemon, memory, device

@@ -215,7 +215,7 @@ class Executor:
         self.visits.drain()
 
     def may_abandon(self) -> bool:
-        """Tells whether the step under way can be given up: no update of it has begun, and none begins at the end of this
+        """Whether the step under way can be given up: no update of it has begun, and none begins at the end of this
         visit."""
         return self.lookahead.cursor < self._first_update
 

@@ -14,9 +14,8 @@ library keeps compiled code for each shape, and memory must not depend on where 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -38,7 +37,7 @@ _LOW_RANK = re.compile(rf"({'|'.join(_PRODUCTS)})_lora_[AB]\d+")  # parameters t
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Tells whether transformers lets this module's experts be computed by a function of somebody else."""
+    """Whether transformers lets this module's experts be computed by a function of somebody else."""
     return {"has_gate", "has_bias", "is_transposed", "is_concatenated"} <= vars(module).keys()
 
 
@@ -111,7 +110,7 @@ class Matrices:
 
     @property
     def learns(self) -> bool:
-        """Tells whether backward has a gradient to hand over."""
+        """Whether backward has a gradient to hand over."""
         return any(self.trained) or self.trains_biases
 
 
@@ -157,7 +156,7 @@ class Routes(Protocol):
 
 @dataclass(slots=True)
 class Bank:
-    """Holds the weights of one experts module during a visit. `anchor`: makes autograd run the products that learn, also where
+    """The weights of one experts module during a visit. `anchor`: makes autograd run the products that learn, also where
     nothing below them does; None: none of them learns."""
 
     products: Mapping[str, Matrices]
@@ -284,20 +283,17 @@ def routed(module: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: tor
     bank, each = _bank_of(module), chosen.shape[-1]
     with torch.no_grad():
         route = (Route if bank.routes is None else bank.routes).of(chosen, bank.experts)
-    shares = partial(_rows, weights.reshape(-1, 1), route.order, route.back)
-    y = outputs(module, bank, _rows(hidden, route.order, route.back, each), shares, route)
+    x = _rows(hidden, route.order, route.back, each)
+    y = outputs(module, bank, x, _rows(weights.reshape(-1, 1), route.order, route.back), route)
     y = _rows(y, route.back, route.order).view(*chosen.shape, -1)
     return y.sum(1).to(hidden.dtype)
 
 
-def outputs(
-    module: Any, bank: Bank, x: torch.Tensor, weighted: Callable[[], torch.Tensor], route: Route
-) -> torch.Tensor:  # fmt: skip
-    """Returns the weighted outputs of experts for sorted rows `x`. `weighted`: gives the weight of each row, (rows, 1)."""
+def outputs(module: Any, bank: Bank, x: torch.Tensor, shares: torch.Tensor, route: Route) -> torch.Tensor:
+    """Returns the weighted outputs of experts for sorted rows `x`. `shares`: the weight of each row, (rows, 1)."""
     added: LowRank | None = vars(module).get(LOW_RANK)
     x = _adapted(x, bank, bank.first, route, added)
     x = module._apply_gate(x) if module.has_gate else module.act_fn(x)
-    shares = weighted()
     if getattr(module, "has_post_expert_norm", False):
         normed: torch.Tensor = module.post_expert_norm(_adapted(x, bank, "down_proj", route, added)) * shares
         return normed
@@ -432,7 +428,7 @@ def _groups(counts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 
 def _is_whole(x: torch.Tensor) -> bool:
-    """Tells whether an expert's rows are multiplied in one piece: on a GPU, where each product is a launch, and in float32. On
+    """Whether an expert's rows are multiplied in one piece: on a GPU, where each product is a launch, and in float32. On
     a processor the library for bfloat16 keeps compiled code for each number of rows."""
     return x.is_cuda or x.dtype == torch.float32
 
@@ -540,7 +536,7 @@ torch.library.register_fake("fuyou::experts_back", _experts_back_shape, lib=_LIB
 
 
 def is_product(func: Any) -> bool:
-    """Tells whether an operator is a forward product with all experts."""
+    """Whether an operator is a forward product with all experts."""
     return func is torch.ops.fuyou.experts.default
 
 

@@ -41,7 +41,7 @@ HandOver = Callable[[int, torch.Tensor, list[float] | None], None]
 
 @dataclass(slots=True)
 class GradientSum:
-    """Holds the gradients of one stage in one flat tensor (host or device memory), laid out like its trained weights."""
+    """The gradients of one stage in one flat tensor (host or device memory), laid out like its trained weights."""
 
     stage: StageSpec
     flat: torch.Tensor
@@ -183,7 +183,7 @@ def _nonfinite(spec: TensorSpec, summed: torch.Tensor) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Holds device memory (uint8) for one sum. `used`: the end of the last compute that read or wrote it."""
+    """Device memory (uint8) for one sum. `used`: the end of the last compute that read or wrote it."""
 
     memory: torch.Tensor
     used: Event | None = None
@@ -216,7 +216,7 @@ class _Download:
 
 
 class GradientSums:
-    """Holds the sums under way, by stage. Passes complete ones to `hand_over`."""
+    """The sums under way, by stage. Passes complete ones to `hand_over`."""
 
     def __init__(
         self, context: Context, *, residency: Residency, states: DeviceStates, hand_over: HandOver, waiting: Waiting

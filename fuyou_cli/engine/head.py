@@ -241,6 +241,6 @@ def _put_last(parts: list[torch.Tensor], part: Part, logits: torch.Tensor) -> No
 
 
 def _add(sums: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Adds whole rows, or some tokens of one row."""
+    """Adds the gradient of a piece (rows, tokens, width) to `sums`, flattened over tokens."""
     flat = sums.view(-1, sums.shape[-1])
     add_in_pieces(flat, gradient.reshape(flat.shape))

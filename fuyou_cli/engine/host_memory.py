@@ -40,7 +40,7 @@ class HostMemory:
         return self._whole[dtype]
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Tells whether the tensor is in the arena, which a device may have pinned."""
+        """Whether the tensor is in the arena, which a device may have pinned."""
         return self._begin <= tensor.data_ptr() < self._begin + self.arena.size
 
     def take(self) -> None:

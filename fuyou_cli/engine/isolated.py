@@ -21,7 +21,7 @@ _HINT = "use dataset.packing: concat, or false"
 
 
 class _Attended(TorchFunctionMode):
-    """Tells whether attention was computed document by document inside the context."""
+    """Whether attention was computed document by document inside the context."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -38,7 +38,7 @@ def regular(x: torch.Tensor) -> torch.Tensor:
 
 
 class _OnlyPiece(BaseModelOutputWithPastAndCrossAttentions):  # type: ignore[misc]
-    """Holds what the stubbed base model returns. Everything else that a family's head passes on (caches, router logits) is
+    """What the stubbed base model returns. Everything else that a family's head passes on (caches, router logits) is
     None."""
 
     def __getattr__(self, name: str) -> None:

@@ -30,7 +30,7 @@ _FIRST_POLL_SECONDS, _POLL_SECONDS = 50e-6, 0.002  # a wait polls often at first
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Tells when compute waited, in monotonic seconds."""
+    """When compute waited, in monotonic seconds."""
 
     cause: str
     begin: float
@@ -39,7 +39,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class _HostWait:
-    """Holds a wait of the host from `begin` on, the end of the compute submitted before it, and the earliest begin of compute
+    """A wait of the host from `begin` on, the end of the compute submitted before it, and the earliest begin of compute
     after it.
 
     Compute waited only between these two. The host may wait while the device still has work.
@@ -68,7 +68,7 @@ class Committing(Protocol):
         ...
 
 
-class Unkept:
+class NoCheckpoints:
     """Keeps no states: they are lost when the process ends."""
 
     def complete(self, generation: int) -> None:
@@ -88,7 +88,7 @@ class DaemonMoves:
         self.model, self.plan, self.daemon = model, plan, daemon
         self._mark, self._memory, self.states = context.device.mark, context.memory, states
         self._tick, self._patience = tick, patience
-        self.committing: Committing = Unkept()
+        self.committing: Committing = NoCheckpoints()
         self.rows = LookedUpRows(model=model, plan=plan, daemon=daemon, memory=context.memory)
         self._open: deque[_HostWait] = deque()
         self._waits: deque[Wait] = deque(maxlen=_MOST_WAITS)

@@ -85,7 +85,7 @@ def product_into(func: Any, args: Sequence[Any], kwargs: Any, there: torch.Tenso
 
 
 def is_exact(function: Any, args: Sequence[Any], kwargs: Any) -> bool:
-    """Tells whether a call is attention whose result is exactly repeatable: it draws no random numbers."""
+    """Whether a call is attention whose result is exactly repeatable: it draws no random numbers."""
     if function not in ATTENTIONS:
         return False
     return not kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
@@ -264,7 +264,7 @@ class Watched(nn.Parameter):
 
 
 def is_linear(handed: Handed) -> bool:
-    """Tells whether a call is torch's linear function without a bias."""
+    """Whether a call is torch's linear function without a bias."""
     args = handed.args
     return handed.func is nn.functional.linear and (len(args) == 2 or (len(args) == 3 and args[2] is None))
 

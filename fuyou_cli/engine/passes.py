@@ -62,16 +62,19 @@ class BlockPasses:
 
     def __init__(self, visits: Visits, activations: Sequence[Activations], routing: Routing | None = None) -> None:
         self.visits, self.activations, self._routing = visits, activations, routing
-        self._begins: Beside | None = None  # of the backward under way
 
     def forward(self, call: Call, x: torch.Tensor) -> torch.Tensor:
         """Returns the stage's output for the whole batch. x: (batch, tokens, ...)."""
+        return self._forward(call, x)
+
+    def _forward(self, call: Call, x: torch.Tensor, sent: Gathering | None = None) -> torch.Tensor:
+        """Does so in one visit. `sent` is filled with what the block sends to experts that are stages of their own."""
         visits = self.visits
         visit, flat = visits.enter("forward", call.stage, x)
         begin = time.monotonic()
         state = visits.device.random_state()
         with torch.no_grad(), visits.installed(call.stage, flat) as parameters:
-            y = self.computed(call, x, parameters, stash=visit.stash and visits.device.separate)
+            y = self.computed(call, x, parameters, stash=visit.stash and visits.device.separate, sent=sent)
         visits.device.restore_random_state(state)
         visits.boundaries.seal(call.stage)
         visits.leave(visit, begin)
@@ -80,7 +83,9 @@ class BlockPasses:
     def _routed(self, stage: int, parameters: Installed, *, again: bool) -> AbstractContextManager[RoutedVisit | None]:
         return nullcontext() if self._routing is None else self._routing.visit(stage, parameters, again=again)
 
-    def computed(self, call: Call, x: torch.Tensor, parameters: Installed, *, stash: bool) -> torch.Tensor:
+    def computed(
+        self, call: Call, x: torch.Tensor, parameters: Installed, *, stash: bool, sent: Gathering | None = None
+    ) -> torch.Tensor:
         """Computes a visit. `stash`: the boundary is copied to its place from the device, by micro-batch."""
         visits, activations = self.visits, self.activations[call.stage]
         y = Gathering(visits.crossings, x.shape)
@@ -99,13 +104,11 @@ class BlockPasses:
                 y.put(micro_batch, activations.forward(call.of(number), part, number, parameters))
                 if stash and part._version != version:
                     raise self._written_into(call.stage, call.of(number), part)
-                self._computed(micro_batch, parameters)
+                if sent is not None:
+                    sent.put(micro_batch, _noted(parameters).packed(micro_batch.end - micro_batch.first))
                 if len(micro_batches) > 1:
                     visits.between()
         return y.settled()
-
-    def _computed(self, part: MicroBatch, parameters: Installed) -> None:
-        """Called after each micro-batch of a forward."""
 
     def _written_into(self, number: int, run: Run, x: torch.Tensor) -> UsageError:
         """Returns the error for a model that writes into a stage's input: the copy of the input on the host may contain what
@@ -124,12 +127,18 @@ class BlockPasses:
     def backward(self, call: Call, ids: torch.Tensor | None, grad_y: torch.Tensor) -> torch.Tensor | None:
         """Returns the gradient of the stage's input for the whole batch, and sums the stage's own. Returns None for `ids`, and
         where no stage below learns anything."""
+        return self._backward(call, ids, grad_y)
+
+    def _backward(
+        self, call: Call, ids: torch.Tensor | None, grad_y: torch.Tensor, beside: Beside | None = None
+    ) -> torch.Tensor | None:
+        """Does so in one visit, which also begins `beside` the stage's output."""
         visits = self.visits
         visit, flat = visits.enter("backward", call.stage)
         boundary = visits.boundaries.take(call.stage, visits.residency.wait_until) if visit.take else []
         total = visits.sums.open(call.stage, resume=visit.resume)
         begin = time.monotonic()
-        grad_x = self.differentiated(call, boundary if ids is None else [ids], grad_y, flat, total)
+        grad_x = self.differentiated(call, boundary if ids is None else [ids], grad_y, flat, total, beside)
         if visit.take:
             (visits.boundaries.leave if visit.measures else visits.boundaries.drop)(call.stage)
         visits.sums.end(visit, call.stage, total)
@@ -137,12 +146,13 @@ class BlockPasses:
         return grad_x
 
     def differentiated(
-        self, call: Call, x: list[torch.Tensor], grad_y: torch.Tensor, flat: torch.Tensor | None, total: GradientSum | None
-    ) -> torch.Tensor | None:
+        self, call: Call, x: list[torch.Tensor], grad_y: torch.Tensor, flat: torch.Tensor | None, total: GradientSum | None,
+        beside: Beside | None = None,
+    ) -> torch.Tensor | None:  # fmt: skip
         """Differentiates a visit. x: the boundary by micro-batch."""
         visits, activations = self.visits, self.activations[call.stage]
         micro_batches = visits.micro_batches(grad_y)
-        given = [grad_y] if self._begins is None else [grad_y, self._begins.gradients]
+        given = [grad_y] if beside is None else [grad_y, beside.gradients]
         sources = (
             partial(lambda n, each: [x[n], *(each.of(whole).contiguous() for whole in given)], *each)
             for each in enumerate(micro_batches)
@@ -162,11 +172,11 @@ class BlockPasses:
                     routed.begin(number, micro_batch)
                 with torch.enable_grad():
                     y = activations.again(call.of(number), part, number, flat, parameters)
-                    beside = [] if routed is None else routed.roots()
-                    if self._begins is not None:
-                        beside += self._begins.roots(parameters, *more)
-                    visits.differentiate(y, grad, [part, *parameters] if passes_on else parameters, beside)
-                del y, grad, more, beside
+                    roots = [] if routed is None else routed.roots()
+                    if beside is not None:
+                        roots += beside.roots(parameters, *more)
+                    visits.differentiate(y, grad, [part, *parameters] if passes_on else parameters, roots)
+                del y, grad, more, roots  # each is as large as a micro-batch's boundary
                 if passes_on:
                     assert part.grad is not None
                     grad_x.put(micro_batch, part.grad)
@@ -183,8 +193,6 @@ class BlockPasses:
 class RangedPasses(BlockPasses):
     """Computes stages whose input is a boundary, and with a block the ranges of its experts that follow."""
 
-    _sent: Gathering | None = None  # what the block under way sends to its experts
-
     def first_in_backward(self, stage: int) -> int:
         """Returns the stage whose visit begins the backward of a call of `stage`."""
         return self.visits.model.ranges(stage).stop - 1
@@ -193,20 +201,13 @@ class RangedPasses(BlockPasses):
         ranges = self.visits.model.ranges(call.stage)
         if not ranges:
             return super().forward(call, x)
-        self._sent = sent = Gathering(self.visits.crossings, x.shape)
-        try:
-            y = super().forward(call, x)
-        finally:
-            self._sent = None
+        sent = Gathering(self.visits.crossings, x.shape)
+        y = self._forward(call, x, sent)
         whole = sent.settled()
         sums = self._room(y, y.shape[-1])
         for stage in ranges:
             self._add(stage, whole, sums, y, each=self._each(call.stage))
         return y
-
-    def _computed(self, part: MicroBatch, parameters: Installed) -> None:
-        if self._sent is not None:
-            self._sent.put(part, _noted(parameters).packed(part.end - part.first))
 
     def backward(self, call: Call, ids: torch.Tensor | None, grad_y: torch.Tensor) -> torch.Tensor | None:
         model = self.visits.model
@@ -223,11 +224,7 @@ class RangedPasses(BlockPasses):
         del sent
         if sums is None:
             return None
-        self._begins = Beside(sums, lambda parameters, sums: _noted(parameters).roots(sums))
-        try:
-            return super().backward(call, ids, grad_y)
-        finally:
-            self._begins = None
+        return self._backward(call, ids, grad_y, Beside(sums, lambda parameters, sums: _noted(parameters).roots(sums)))
 
     def _each(self, block: int) -> int:
         """Returns how many experts of a block a token is sent to."""
@@ -410,7 +407,9 @@ class EmbeddingPasses(BlockPasses):
 
     # ---- whole -----------------------------------------------------------------------------------------------------
 
-    def computed(self, call: Call, x: torch.Tensor, parameters: Installed, *, stash: bool) -> torch.Tensor:
+    def computed(
+        self, call: Call, x: torch.Tensor, parameters: Installed, *, stash: bool, sent: Gathering | None = None
+    ) -> torch.Tensor:
         """Computes a visit. All rows may share the ids. If memory is the host's, one lookup does all."""
         visits = self.visits
         if visits.device.separate and call.stage in self._lookups:
@@ -422,8 +421,9 @@ class EmbeddingPasses(BlockPasses):
         return y.settled()
 
     def differentiated(
-        self, call: Call, x: list[torch.Tensor], grad_y: torch.Tensor, flat: torch.Tensor | None, total: GradientSum | None
-    ) -> None:
+        self, call: Call, x: list[torch.Tensor], grad_y: torch.Tensor, flat: torch.Tensor | None, total: GradientSum | None,
+        beside: Beside | None = None,
+    ) -> None:  # fmt: skip
         """Differentiates a visit. x: all ids (batch, tokens); grad_y: (batch, tokens, width)."""
         visits, (ids,) = self.visits, x
         assert total is not None

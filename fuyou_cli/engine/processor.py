@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def has_fast_bfloat16() -> bool:
-    """Tells whether torch multiplies bfloat16 matrices by kernels of their own on this processor."""
+    """Whether torch multiplies bfloat16 matrices by kernels of their own on this processor."""
     import torch
 
     try:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ _SUMS = {_aten.add, _aten.add_}
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Holds what a block sends to its experts: hidden (tokens, width); chosen, weights: (tokens, experts of a token)."""
+    """What a block sends to its experts: hidden (tokens, width); chosen, weights: (tokens, experts of a token)."""
 
     hidden: torch.Tensor
     chosen: torch.Tensor
@@ -111,10 +110,6 @@ class Rows:
             first += count
 
 
-def _itself(shares: torch.Tensor) -> torch.Tensor:
-    return shares
-
-
 def add_outputs(
     stage: Stage, bank: Bank, sent: Sent, sums: torch.Tensor, inside: Callable[[], object] = lambda: None
 ) -> None:  # fmt: skip
@@ -122,7 +117,7 @@ def add_outputs(
     assert stage.expert_range is not None and stage.module is not None
     for rows in Rows.each(sent.chosen, *stage.expert_range):
         shares = sent.weights[rows.tokens, rows.places].unsqueeze(1)
-        found = outputs(stage.module, bank, sent.hidden.index_select(0, rows.tokens), partial(_itself, shares), rows.route)
+        found = outputs(stage.module, bank, sent.hidden.index_select(0, rows.tokens), shares, rows.route)
         sums.index_add_(0, rows.tokens, found.to(sums.dtype))  # no token twice
         inside()
 
@@ -140,7 +135,7 @@ def differentiate(
         x = sent.hidden.index_select(0, rows.tokens).requires_grad_(wanted)
         shares = sent.weights[rows.tokens, rows.places].unsqueeze(1).requires_grad_(wanted)
         with torch.enable_grad():
-            found = outputs(stage.module, bank, x, partial(_itself, shares), rows.route)
+            found = outputs(stage.module, bank, x, shares, rows.route)
         leaves = [leaf for leaf in (x, shares, bank.anchor) if leaf is not None and leaf.requires_grad]
         if not leaves:
             return

@@ -170,7 +170,7 @@ def _widen_buffers(model: PreTrainedModel) -> None:
 
 
 def stays_float32(model: PreTrainedModel, name: str) -> bool:
-    """Tells whether the family keeps a parameter or buffer in float32 whatever the compute dtype."""
+    """Whether the family keeps a parameter or buffer in float32 whatever the compute dtype."""
     listed = model._keep_in_fp32_modules_strict or ()
     return any(re.search(re.escape(part).replace(r"\*", ".*"), name) for part in listed)
 
@@ -185,7 +185,7 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
 
 def _supports_sdpa(config: PreTrainedConfig) -> bool:
-    """Tells whether sdpa computes the model correctly. It does not if attention logits are capped: sdpa leaves the cap out,
+    """Whether sdpa computes the model correctly. It does not if attention logits are capped: sdpa leaves the cap out,
     whatever the model's class in transformers 5.17 says."""
     if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:
         return False

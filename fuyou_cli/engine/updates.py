@@ -24,7 +24,7 @@ class Optimizer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scalars:
-    """Holds what one step's updates need besides tensors."""
+    """What one step's updates need besides tensors."""
 
     optimizer: Optimizer
     lr: float
@@ -83,7 +83,7 @@ def build_update(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sums:
-    """Holds checksums of one stage as it rests on the store (`kernels.checksum`). A sum is None if that tensor is not there in
+    """Checksums of one stage as it rests on the store (`kernels.checksum`). A sum is None if that tensor is not there in
     this generation."""
 
     weights: int | None = None

@@ -37,7 +37,7 @@ INSIDE = 5e-4  # seconds between looks inside a stage's forward: its layers take
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VisitInterval:
-    """Tells when a visit computed, on the monotonic clock (seconds). `phase`: of the visit, or "norm" if it only measures."""
+    """When a visit computed, on the monotonic clock (seconds). `phase`: of the visit, or "norm" if it only measures."""
 
     phase: str
     stage: int

@@ -24,12 +24,12 @@ from .skeleton import LIBRARY_ERRORS
 
 
 def is_lookup(module: nn.Module | None) -> TypeGuard[nn.Embedding]:
-    """Tells whether the module is an embedding whose rows and gradients do not depend on how often each row is looked up."""
+    """Whether the module is an embedding whose rows and gradients do not depend on how often each row is looked up."""
     return isinstance(module, nn.Embedding) and module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
 
 
 def is_plain(module: nn.Module | None) -> bool:
-    """Tells whether the module is only a lookup, so that its gradient is a sum of rows."""
+    """Whether the module is only a lookup, so that its gradient is a sum of rows."""
     return (
         isinstance(module, nn.Embedding)
         and type(module).forward is nn.Embedding.forward
@@ -51,7 +51,7 @@ OfMicroBatches = Sequence[Sequence[Looked]]  # indexed by micro-batch and piece
 
 
 class StepIds:
-    """Holds what all micro-batches of a step look up, found on the host and placed on the device at once. `ids`: the ids in the
+    """What all micro-batches of a step look up, found on the host and placed on the device at once. `ids`: the ids in the
     form that the model's forward is given."""
 
     def __init__(
@@ -160,7 +160,7 @@ def looked_up(
 
 
 def scales_rows(embedding: nn.Embedding) -> bool:
-    """Tells whether the module's own forward gives a linear image of each id's row that does not depend on the id's number or
+    """Whether the module's own forward gives a linear image of each id's row that does not depend on the id's number or
     its neighbours."""
     if type(embedding).forward is nn.Embedding.forward:
         return True
@@ -289,7 +289,7 @@ def obstacle(anatomy: Anatomy) -> str | None:
 
 
 def _logits_are_independent(model: PreTrainedModel, head: nn.Linear) -> bool:
-    """Tells whether the model's own forward treats each column of the logits by itself. A softmax, or a mask over some columns,
+    """Whether the model's own forward treats each column of the logits by itself. A softmax, or a mask over some columns,
     does not."""
     if model not in _INDEPENDENT:
         _INDEPENDENT[model] = _are_independent(model, head)

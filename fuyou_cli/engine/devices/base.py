@@ -45,15 +45,15 @@ class Event:
         """Waits until this point has passed."""
 
     def done(self) -> bool:
-        """Tells whether this point has passed already. Never waits."""
+        """Whether this point has passed already. Never waits."""
         return True
 
 
 class Squares(Protocol):
-    """Holds sums of squares of runs of values, in double. A sum is infinite or NaN if a value is not finite."""
+    """Sums of squares of runs of values, in double. A sum is infinite or NaN if a value is not finite."""
 
     def done(self) -> bool:
-        """Tells whether the sums are there. Never waits."""
+        """Whether the sums are there. Never waits."""
 
     def result(self) -> list[float]:
         """Returns one sum per run, in order. Waits until they are there."""

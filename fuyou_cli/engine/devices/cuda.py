@@ -84,7 +84,7 @@ class BulkEvent(Event):
 
 
 class CudaCopies:
-    """Holds the copies that a device was asked for, with when they ran: up, from, to, bytes. Threads add to them. A large copy
+    """The copies that a device was asked for, with when they ran: up, from, to, bytes. Threads add to them. A large copy
     counts as one, whatever its pieces: to ask when a copy ran costs the launching thread time at the end of each step."""
 
     def __init__(self) -> None:
@@ -175,7 +175,7 @@ def _unregister(address: int) -> None:
 
 
 class CudaSquares:
-    """Holds squares on their way to their own pinned memory."""
+    """Squares on their way to their own pinned memory."""
 
     def __init__(self, host: torch.Tensor, arrived: CudaEvent) -> None:
         self._host, self._arrived = host, arrived

@@ -54,7 +54,7 @@ def _folded(sums: torch.Tensor, width: int) -> torch.Tensor:
 
 
 class Kernel:
-    """Holds a compiled kernel, loaded into torch's context for as long as the process lives."""
+    """A compiled kernel, loaded into torch's context for as long as the process lives."""
 
     def __init__(self, driver: Any, function: Any) -> None:
         self._driver, self._function = driver, function
@@ -183,7 +183,7 @@ def square_kernel(dtype: torch.dtype, lanes: torch.Tensor) -> Square | None:
 
 
 def agrees(kernel: Square, dtype: torch.dtype, lanes: torch.Tensor) -> bool:
-    """Tells whether a kernel gives the bits of tensor operations, for a drawn run that fills these lanes. If they are as many
+    """Whether a kernel gives the bits of tensor operations, for a drawn run that fills these lanes. If they are as many
     as a run ever has, values are left for another pass."""
     count = len(lanes) if len(lanes) < SQUARE_LANES else 2 * SQUARE_LANES + 77
     values = torch.randn(count, generator=torch.Generator().manual_seed(1), dtype=torch.float32).to(lanes.device, dtype)
@@ -259,7 +259,7 @@ KERNEL void adamw(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rounded:
-    """Holds the scalars of one segment, computed in double and rounded to float32 once (`segment_scalars` in adamw.c)."""
+    """The scalars of one segment, computed in double and rounded to float32 once (`segment_scalars` in adamw.c)."""
 
     scale: float
     decay: float

@@ -1,4 +1,4 @@
-"""Holds host memory that a device copies from and to directly, and the staging buffers for memory that cannot be registered."""
+"""Host memory that a device copies from and to directly, and the staging buffers for memory that cannot be registered."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Copy = Callable[[torch.Tensor, torch.Tensor], Event]  # the device's own copy of
 
 
 class PinnedMemory:
-    """Holds registered memory in as few pieces as possible. A copy is direct only if it lies within one of them, because a
+    """Registered memory in as few pieces as possible. A copy is direct only if it lies within one of them, because a
     driver may refuse to copy across the edge of a registration."""
 
     def __init__(self, register: Callable[[int, int], bool], unregister: Callable[[int], None]) -> None:
@@ -49,7 +49,7 @@ class PinnedMemory:
         return left
 
     def refuses(self, host: torch.Tensor) -> bool:
-        """Tells whether registering `host` as a whole was requested and failed."""
+        """Whether registering `host` as a whole was requested and failed."""
         if not self._incomplete:  # asked for every copy
             return False
         begin, end = _extent(host)
