@@ -107,6 +107,7 @@ class DaemonMoves:
     def poll(self, ticket: int) -> object | None:
         if ticket >= FIRST_TICKET:
             return self.rows.poll(ticket)
+        # One number space for three sources: the daemon counts from 0 up, the device's updates from -1 down.
         return self.daemon.poll(ticket) if ticket >= 0 else self.states.poll(ticket)
 
     # ---- updates ---------------------------------------------------------------------------------------------------
@@ -115,7 +116,7 @@ class DaemonMoves:
         """Starts the AdamW of one stage, in the daemon or on the device. Returns its ticket."""
         commits = self.residency.commits
         target, copied = commits.next_turn(record.turn, record.generation), commits.is_written(record.generation + 1)
-        if self.plan.stages[record.stage].updated_there:
+        if self.plan.stages[record.stage].updated_there:  # gradients are there too: nothing crosses
             return self.states.update(record, target=target, copied=copied)
         request = build_update(
             record,
@@ -148,6 +149,8 @@ class DaemonMoves:
         return self.committing.durable(stage)
 
     def wait(self, done: Callable[[], bool], cause: str) -> None:
+        # Nothing wakes this thread: it waits for drives, update threads and copies at once, and every look may begin work that
+        # others wait for (`tick`). So it polls.
         with self.waiting(cause):
             pause, waiting = _FIRST_POLL_SECONDS, self._patience.waiting(cause)
             while not done():
@@ -162,6 +165,7 @@ class DaemonMoves:
         begin, over = time.monotonic(), self._mark()
         yield  # do not ask a device that has failed
         self._open.append(_HostWait(cause, begin, over, self._mark()))
+        # To read a mark's time waits for the device, and would take away the host's lead. Old waits have passed anyway.
         self.book_waits(but=_OPEN_WAITS)
 
     def book_waits(self, *, but: int = 0) -> None:

@@ -114,9 +114,9 @@ class Visits:
 
     def drain(self) -> None:
         """Ends every update and every transfer. Afterwards all stages rest at the same generation."""
-        self.sums.settle()
+        self.sums.settle()  # a sum still under way may begin an update, which is waited for below
         self.lookahead.pause()
-        self.weights.settle_all()
+        self.weights.settle_all()  # uploads read slots that are given up next
         self.moves.rows.give_up()
         self.lookahead.give_up()
         self.residency.drain()
@@ -127,7 +127,7 @@ class Visits:
         """Forgets the step under way (or what was prefetched for the next). Updates of earlier steps stay due."""
         self.device.synchronize()  # sync: copies under way, because their memory is reused from now on
         self.sums.forget()
-        self.lookahead.pause()
+        self.lookahead.pause()  # otherwise waiting below would prefetch for the step that is given up
         self.lookahead.forget()
         self.boundaries.forget(self.residency.wait_until)
         self.weights.settle_all()
@@ -162,7 +162,7 @@ class Visits:
         if span is not None:
             assert visit.owner is not None
             flat = self.weights.flat(visit.owner, span, self.residency.records[visit.owner].generation)
-        if not self.device.separate:
+        if not self.device.separate:  # elsewhere the next upload waits for the visit's own inputs (`inputs`)
             self.lookahead.on_device()
         return visit, flat
 
@@ -211,6 +211,7 @@ class Visits:
             self.crossings.computing.leave(_shown_phase(visit), visit.stage)
         if visit.owner is not None:
             self.weights.computed(visit.owner)
+            # The release lets a fetch or an update overwrite the slot, which the upload may still read.
             self.weights.settle(visit.owner)
         self.residency.release(visit)
         self._watcher.after_visit(visit)
@@ -278,6 +279,7 @@ class Visits:
     def tick(self) -> None:
         """Moves everything that can move. Called whenever something may have finished. Never waits."""
         self._looked = time.monotonic()
+        # What ends frees slots, so prefetching comes last and takes them in the same call.
         self.residency.advance()
         self.states.look()
         self.boundaries.advance()
@@ -292,7 +294,7 @@ class Visits:
     def _begin_upload(self, visit: Visit, next_step: bool) -> None:
         if not self.device.separate:
             return
-        if visit.sweep and visit.resume:
+        if visit.sweep and visit.resume:  # a later sweep goes on with the sum, which goes up before the weights
             self.sums.begin(visit.stage if visit.owner is None else visit.owner)
         if visit.owner is None:
             return
@@ -300,6 +302,7 @@ class Visits:
         trained = self.model.stages[visit.owner].trained > 0
         if next_step and trained and record.generation < self.step:  # this step's update is still to come
             return
+        # Weights go up early only if nothing will change them before the visit: no fetch and no update, begun or due.
         if record.span is not None and not record.fetches and record.update is None and record.due is None:
             self.weights.begin(visit.owner, record.span, record.generation)
 
