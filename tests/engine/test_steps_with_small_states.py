@@ -18,7 +18,7 @@ from .comparing import Outcome, distance, relative
 from .families import llama
 from .rig import Rig, Shape, Subject, assert_moves_as_planned, outcome
 
-STEPS = 4
+STEPS = 3
 SMALL: tuple[StateDtype, ...] = ("bfloat16", "int8")
 CONFIG = llama(hidden_size=128, intermediate_size=256)  # 164,000 parameters a block: two tiles, and one that ends early
 
