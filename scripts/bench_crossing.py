@@ -138,7 +138,7 @@ def _take_their_time(rig: Rig, device: EmulatedDevice, slower: float) -> None:
     differentiate = executor.visits.differentiate
 
     def in_block() -> bool:
-        return stages[executor.schedule.visits[executor.lookahead.cursor].stage].kind == "block"
+        return stages[executor.visits.schedule.visits[executor.visits.lookahead.cursor].stage].kind == "block"
 
     def taking_its_time(forward: Any) -> Any:
         def timed(*given: Any) -> torch.Tensor:

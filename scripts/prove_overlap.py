@@ -168,7 +168,7 @@ class Paced:
         differentiate, update = visits.differentiate, visits.states.update
 
         def takes() -> None:
-            visit = executor.schedule.visits[executor.lookahead.cursor]
+            visit = executor.visits.schedule.visits[executor.visits.lookahead.cursor]
             kept = kept_bytes(self.model.stages[visit.stage], self.plan.stages[visit.stage].given)
             self.device.takes(self.costs.compute_seconds(visit, kept) / self.costs.micro_batches)
 

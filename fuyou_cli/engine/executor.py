@@ -76,9 +76,6 @@ class Executor:
         self.between_micro_batches, self.after_visit = between_micro_batches, after_visit
         context = Context(anatomy=anatomy, model=model, plan=plan, daemon=daemon, memory=memory, device=device)
         self.visits = visits = Visits(context, hand_over=self._hand_over, watcher=self, patience=patience)
-        self.schedule, self.lookahead, self.moves, self.residency = (
-            visits.schedule, visits.lookahead, visits.moves, visits.residency
-        )  # fmt: skip
         self.shared = visits.shared
         self.activations = open_activations(context, boundaries=visits.boundaries, waiting=visits.moves.waiting)
         self.compiled = compiled
@@ -156,7 +153,7 @@ class Executor:
         self._outcome.sent, self._outcome.aux_loss = self.routing.counts(), self.routing.aux_loss()
         self._outcome.intervals = self.visits.intervals()
         self.skipped += bool(self._outcome.skipped)
-        self.residency.update_later(self._scalars)
+        self.visits.residency.update_later(self._scalars)
         return self._outcome
 
     def _divided(
@@ -217,7 +214,7 @@ class Executor:
     def may_abandon(self) -> bool:
         """Whether the step under way can be given up: no update of it has begun, and none begins at the end of this
         visit."""
-        return self.lookahead.cursor < self._first_update
+        return self.visits.lookahead.cursor < self._first_update
 
     def abandon(self) -> None:
         """Forgets the step under way (or what was prefetched for the next). Updates of earlier steps stay due."""
@@ -243,10 +240,10 @@ class Executor:
         if self._measures:
             return
         if self.plan.stages[stage].deferred:
-            self.residency.rest_gradients(stage)
+            self.visits.residency.rest_gradients(stage)
         else:
             self._updating = True
-            self.residency.update_now(stage, self._scalars)
+            self.visits.residency.update_now(stage, self._scalars)
 
     def _squared(self, stage: int, gradients: torch.Tensor, squares: list[float]) -> float:
         """Returns the sum of a stage's squares. It is looked at without clipping too: otherwise NaN or Inf would be found only

@@ -154,7 +154,7 @@ class Run:
             self.ready,
             self.standing,
             files=self.files,
-            residency=self.executor.residency,
+            residency=self.executor.visits.residency,
             store=self.store,
             device=self.device,
             say=self._announce,
@@ -162,9 +162,13 @@ class Run:
         )
         self._stack.callback(self.saver.commits.close)
         # The ledger asks the saver which generation is durable, and the saver reads the ledger: one must come after the other.
-        self.executor.moves.committing = self.saver
+        self.executor.visits.moves.committing = self.saver
         self._meter = StepMeter(
-            model=self.model, daemon=self.daemon, device=self.device, stalls=self.executor.residency.stalls, memory=self.memory
+            model=self.model,
+            daemon=self.daemon,
+            device=self.device,
+            stalls=self.executor.visits.residency.stalls,
+            memory=self.memory,
         )
         self.rates = learning_rate(planned.recipe, planned.total_steps, peak_after_warmup=self.standing.peak_after_warmup)
         self._evaluations = Evaluations(self.ready, self.standing, self.executor, store=self.store.paths[0].parent)
@@ -192,7 +196,7 @@ class Run:
                 return
             self.saver.give_up_what_was()
             write_parts(self.standing.run, self.planned.directories)
-            self.files.load(self.ready.entries, self.ready.added, self.executor.residency.records, progress)
+            self.files.load(self.ready.entries, self.ready.added, self.executor.visits.residency.records, progress)
 
     def trace(self, trace: Trace) -> None:
         """Passes every later step to `trace`."""
@@ -277,7 +281,7 @@ class Run:
             return "loading"
         if not self.doing.step:
             return f"{'evaluating ' if self.doing.evaluating else ''}after step {self.step}"
-        visit = self.executor.schedule.visits[self.executor.lookahead.cursor]
+        visit = self.executor.visits.schedule.visits[self.executor.visits.lookahead.cursor]
         return f"step {self.step + 1}, {visit.phase} of {self.model.stages[visit.stage].name}"
 
     def _one_step(self) -> StepReport | None:

@@ -91,7 +91,7 @@ def interrupt(step: int, phase: str) -> Between:
     seen: list[int] = []
 
     def between(run: Run) -> None:
-        visit = run.executor.schedule.visits[run.executor.lookahead.cursor]
+        visit = run.executor.visits.schedule.visits[run.executor.visits.lookahead.cursor]
         kind = "head" if phase in ("logits", "head") else "block"
         stages = [stage.index for stage in run.model.stages if stage.kind == kind]
         if run.step + 1 == step and visit.phase == phase and visit.stage == stages[kind == "head"]:

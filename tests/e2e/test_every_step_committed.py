@@ -65,7 +65,7 @@ def _dies_at(step: int, visit: int) -> Callable[[Run], None]:
     """Ends the run at the first look from visit `visit` of step `step` on (1 for the first)."""
 
     def look(run: Run) -> None:
-        if run.step + 1 == step and run.executor.lookahead.cursor >= visit:
+        if run.step + 1 == step and run.executor.visits.lookahead.cursor >= visit:
             raise Died
 
     return look

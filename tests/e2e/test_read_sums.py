@@ -28,12 +28,12 @@ def _at_rest(run: Run, tensor: str) -> Span | None:
         return None
     blocks = [stage.index for stage in run.model.stages if stage.kind == "block"]
     stage = blocks[0] if tensor == "boundary" else blocks[-1]
-    record, plan = run.executor.residency.records[stage], run.plan.stages[stage]
+    record, plan = run.executor.visits.residency.records[stage], run.plan.stages[stage]
     if tensor == "boundary":
         kept = run.executor.visits.boundaries.ledger.kept.get(stage)
         return plan.boundary_extent if kept is not None and kept.span is None else None
     if tensor == "gradients":
-        visit = run.executor.schedule.visits[run.executor.lookahead.cursor]
+        visit = run.executor.visits.schedule.visits[run.executor.visits.lookahead.cursor]
         is_there = record.gradients == "resting" and visit.phase == "backward" and visit.stage < stage  # of this very step
         return plan.gradients_extent if is_there and record.gradient_slot is None and record.update is None else None
     if record.slotted or record.update is not None:

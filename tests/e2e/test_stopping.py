@@ -291,7 +291,7 @@ def test_the_export_computes_what_the_store_holds(new_project: NewProject, tmp_p
         run.load(lambda count: None)
         run.train(lambda report: None)
         weights: dict[str, torch.Tensor] = {}
-        records = run.executor.residency.records
+        records = run.executor.visits.residency.records
         for stage, placed, record in zip(run.model.stages, run.plan.stages, records, strict=True):
             if stage.params == 0:
                 continue

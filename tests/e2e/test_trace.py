@@ -62,7 +62,7 @@ def test_every_interval_is_on_a_track_of_its_own(new_project: NewProject, tmp_pa
     for report in reports:
         of_step = [event for event in events if event["args"]["step"] == report.step]
         visits = [event for event in of_step if event["cat"] == "visit"]
-        assert len(visits) == len(run.executor.schedule.visits)
+        assert len(visits) == len(run.executor.visits.schedule.visits)
         blocks = [stage.name for stage in run.model.stages if stage.kind == "block"]
         for name in blocks:
             for phase in ("forward", "backward"):

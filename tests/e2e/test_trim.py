@@ -39,7 +39,7 @@ def calls_of(monkeypatch: pytest.MonkeyPatch, project: Project, size: Callable[[
 
         executor.between_micro_batches, executor.after_visit = counted_between, counted_after
         run.train(lambda report: None)
-        return calls, STEPS * len(executor.schedule.visits)
+        return calls, STEPS * len(executor.visits.schedule.visits)
 
 
 @pytest.fixture

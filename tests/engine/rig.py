@@ -272,11 +272,11 @@ class Rig:
 
     def run(self, steps: int, *, settle: bool = False) -> list[float]:
         """Runs steps 1 to `steps`, then drains; returns the losses. `settle` lets every update finish before the next step."""
-        records = self.executor.residency.records
+        records = self.executor.visits.residency.records
         for number, (ids, labels) in enumerate(self.subject.batches(steps), start=1):
             self.step(ids, labels, number, last=number == steps)
             if settle:
-                self.executor.residency.wait_until(lambda: all(r.update is None for r in records), "the test")
+                self.executor.visits.residency.wait_until(lambda: all(r.update is None for r in records), "the test")
         self.executor.drain()
         return self.losses
 
@@ -295,7 +295,7 @@ class Rig:
     @property
     def generations(self) -> set[int]:
         """Returns the generations of all stages that own trained parameters."""
-        records = self.executor.residency.records
+        records = self.executor.visits.residency.records
         return {record.generation for record, stage in zip(records, self.spec.stages, strict=True) if stage.trained}
 
     def put_weights(self, weights: dict[str, torch.Tensor]) -> None:
@@ -369,7 +369,7 @@ class Rig:
         if stage.index in self.executor.visits.states.homes:
             return self.executor.visits.states.at_rest(stage.index, 0)[tensor][0].view(dtype).cpu().clone()
         if ram is None:
-            extent = self.plan.stages[stage.index].extent(tensor, self.executor.residency.records[stage.index].turn)
+            extent = self.plan.stages[stage.index].extent(tensor, self.executor.visits.residency.records[stage.index].turn)
             assert extent is not None
             self.daemon.wait(self.daemon.read(self._window.offset, extent.offset, extent.size))
             ram = self._window

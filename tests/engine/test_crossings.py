@@ -279,7 +279,9 @@ def test_next_weights_go_up_behind_the_first_micro_batch(tmp_path: Path, monkeyp
         middle: list[list[int]] = []
         rig.executor.after_visit = lambda visit: middle.append(asked[:]) or asked.clear()  # type: ignore[func-returns-value]
         rig.run(1)
-        forward = [found for visit, found in zip(rig.executor.schedule.visits, middle, strict=True) if visit.phase == "forward"]
+        forward = [
+            found for visit, found in zip(rig.executor.visits.schedule.visits, middle, strict=True) if visit.phase == "forward"
+        ]
     assert forward[2].index(3) < forward[2].index(1)  # a block's rows before the weights of the one behind it
 
 
@@ -304,7 +306,7 @@ def test_a_step_given_up_with_copies_under_way(
     with Rig(subject, tmp_path / "late", kept="all", batch_on_device=stays, **make_late(monkeypatch)) as rig:
 
         def give_up() -> None:
-            visit = rig.executor.schedule.visits[rig.executor.lookahead.cursor]
+            visit = rig.executor.visits.schedule.visits[rig.executor.visits.lookahead.cursor]
             if visit.phase == phase and visit.stage != 0:
                 raise StepAbandoned
 

@@ -160,7 +160,7 @@ def test_a_step_given_up_leaves_no_trace(subject: Subject, device: Any, phase: s
     with Rig(subject, tmp_path / "again", device=device, kept="all") as rig:
 
         def give_up() -> None:
-            if rig.executor.schedule.visits[rig.executor.lookahead.cursor].phase == phase:
+            if rig.executor.visits.schedule.visits[rig.executor.visits.lookahead.cursor].phase == phase:
                 raise StepAbandoned
 
         for number, (ids, labels) in enumerate(subject.batches(STEPS), start=1):

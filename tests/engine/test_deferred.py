@@ -66,7 +66,7 @@ def test_deferred_means_not_before_the_next_forward(tmp_path: Path) -> None:
     """Leaves half of the stages waiting when a step has ended, with the step's own rate and no clipping; then they are updated
     one after the other, each before its own use."""
     with Rig(_subject("untied"), tmp_path, clip=None, defer=0.5) as rig:
-        records, stages = rig.executor.residency.records, rig.plan.stages
+        records, stages = rig.executor.visits.residency.records, rig.plan.stages
         batches = list(rig.subject.batches(2))
         rig.step(*batches[0], 1)
         waiting = {stage.index for stage in rig.owning_stages() if stages[stage.index].deferred}
@@ -76,7 +76,7 @@ def test_deferred_means_not_before_the_next_forward(tmp_path: Path) -> None:
         seen: dict[int, int] = {}
 
         def look() -> None:
-            visit = rig.executor.schedule.visits[rig.executor.lookahead.cursor]
+            visit = rig.executor.visits.schedule.visits[rig.executor.visits.lookahead.cursor]
             if visit.phase == "forward" and visit.owner is not None:
                 seen[visit.owner] = records[visit.owner].generation
 
@@ -104,7 +104,7 @@ def test_a_step_given_up_can_be_done_again(
         rig.step(*batches[0], 1)
 
         def give_up() -> None:
-            visit = rig.executor.schedule.visits[rig.executor.lookahead.cursor]
+            visit = rig.executor.visits.schedule.visits[rig.executor.visits.lookahead.cursor]
             if visit.phase == phase and rig.spec.stages[visit.stage].kind == "block":
                 assert rig.executor.may_abandon()
                 raise StepAbandoned
@@ -127,13 +127,13 @@ def test_a_step_given_up_can_be_done_again(
 @pytest.mark.parametrize("share", [0.0, *SHARES])
 def test_a_step_can_be_given_up_until_its_first_update(share: float, subject: Subject, tmp_path: Path) -> None:
     with Rig(subject, tmp_path, clip=None, defer=share) as rig:
-        records = rig.executor.residency.records
+        records = rig.executor.visits.residency.records
 
         def look(*_: object) -> None:
             begun = any(r.update is not None or r.generation > 0 for r in records)
             assert not (begun and rig.executor.may_abandon())
-            at_once = [v.index for v in rig.executor.schedule.visits if v.update == "after"]
-            assert rig.executor.may_abandon() == (rig.executor.lookahead.cursor < min(at_once, default=1000))
+            at_once = [v.index for v in rig.executor.visits.schedule.visits if v.update == "after"]
+            assert rig.executor.may_abandon() == (rig.executor.visits.lookahead.cursor < min(at_once, default=1000))
 
         rig.executor.between_micro_batches = rig.executor.after_visit = look
         rig.run(1)

@@ -51,18 +51,18 @@ def test_waiting_for_copies_is_told_by_cause(subject: Subject, tmp_path: Path) -
         batches = subject.batches(2)
         rig.step(*next(batches), 1)
         rig.device.copies()
-        before = dict(rig.executor.residency.stalls)
+        before = dict(rig.executor.visits.residency.stalls)
 
         def crowd(visit: Visit) -> None:
             if (visit.phase, visit.stage) == ("forward", 1):
                 rig.device.upload(heavy, target)
-            if visit.index == len(rig.executor.schedule.visits) - 2:
+            if visit.index == len(rig.executor.visits.schedule.visits) - 2:
                 rig.device.download(target, heavy)
 
         rig.executor.after_visit = crowd
         rig.step(*next(batches), 2)
         for cause in (WEIGHTS_UP, BOUNDARIES_ACROSS, GRADIENTS_ACROSS):  # how much of it depends on what runs beside it
-            assert rig.executor.residency.stalls[cause] > before.get(cause, 0.0), cause
+            assert rig.executor.visits.residency.stalls[cause] > before.get(cause, 0.0), cause
         rig.executor.drain()
 
 
@@ -70,7 +70,7 @@ def test_on_device_cpu_nothing_is_copied(subject: Subject, tmp_path: Path) -> No
     with Rig(subject, tmp_path, device="cpu") as rig:
         rig.run(2)
         assert open_device("cpu").copies() == rig.device.copies() == []
-        assert not {WEIGHTS_UP, BOUNDARIES_ACROSS, GRADIENTS_ACROSS} & set(rig.executor.residency.stalls)
+        assert not {WEIGHTS_UP, BOUNDARIES_ACROSS, GRADIENTS_ACROSS} & set(rig.executor.visits.residency.stalls)
 
 
 def _counted(rig: Rig) -> tuple[int, int]:
@@ -103,7 +103,9 @@ def test_a_step_copies_what_its_plan_says(case: tuple[Shape, bool], way: dict[st
     moved = dict[bool, tuple[int, int]]()
     for stays in (True, False):
         with Rig(subject, tmp_path / str(stays), device="emulated", batch_on_device=stays, **way) as rig:
-            charged = copied_bytes(Costs.of(rig.spec, HARDWARE, rig.plan), rig.executor.schedule.visits, stages=rig.plan.stages)
+            charged = copied_bytes(
+                Costs.of(rig.spec, HARDWARE, rig.plan), rig.executor.visits.schedule.visits, stages=rig.plan.stages
+            )
             up, down = _counted(rig)
         ids = 8 * shape.batch * shape.tokens * (not stays)
         up -= 2 * ids * sum(stage.kind == "embedding" for stage in subject.spec.stages) + ids * (not shape.vocabulary)

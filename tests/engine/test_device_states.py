@@ -113,7 +113,9 @@ def test_a_step_copies_what_its_plan_says(there: tuple[int, ...], clip: float | 
     """Of stages that rest there, nothing but what their blocks keep for backward; the update reads and writes there."""
     subject = Subject(llama(num_hidden_layers=3), Shape(dtype="bfloat16"))
     with Rig(subject, tmp_path, device="emulated", home="cpu", device_states=there, clip=clip) as rig:
-        charged = copied_bytes(Costs.of(rig.spec, HARDWARE, rig.plan), rig.executor.schedule.visits, stages=rig.plan.stages)
+        charged = copied_bytes(
+            Costs.of(rig.spec, HARDWARE, rig.plan), rig.executor.visits.schedule.visits, stages=rig.plan.stages
+        )
         first, second = subject.batches(2)
         rig.step(*first, 1)
         rig.executor.drain()

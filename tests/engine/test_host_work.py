@@ -40,8 +40,8 @@ def test_the_launching_thread_sums_nothing(subject: Subject, tmp_path: Path, mon
         watched = _Watched(kernels.lib)
         monkeypatch.setattr(kernels, "lib", watched)
         rig.step(*next(subject.batches(1)), 1, last=True)
-        records = rig.executor.residency.records
-        rig.executor.residency.wait_until(lambda: all(r.gradient_write is None for r in records), "the test")
+        records = rig.executor.visits.residency.records
+        rig.executor.visits.residency.wait_until(lambda: all(r.gradient_write is None for r in records), "the test")
         monkeypatch.undo()
         assert watched.callers.keys() == {"fy_sum_squares"}
         assert threading.get_ident() not in watched.callers["fy_sum_squares"]
@@ -54,7 +54,7 @@ def test_the_launching_thread_sums_nothing(subject: Subject, tmp_path: Path, mon
 def _by_place(rig: Rig, work: dict[int, int]) -> dict[tuple[str, str], int]:
     """Sums by phase and stage; pieces of an embedding together, for what is in which depends on the ids."""
     found = Counter[tuple[str, str]]()
-    for visit in rig.executor.schedule.visits:
+    for visit in rig.executor.visits.schedule.visits:
         stage = rig.spec.stages[visit.stage]
         found[visit.phase, "embedding" if stage.kind == "embedding" else stage.name] += work[visit.index]
     return dict(found)
@@ -80,6 +80,6 @@ def test_the_plan_charges_what_the_launching_thread_does(
         rig.executor.after_visit = after
         rig.run(2)
         assert before == crossings.staged
-        visits = rig.executor.schedule.visits
+        visits = rig.executor.visits.schedule.visits
         charged = {visit.index: staged_bytes(rig.spec, subject.numerics, visit, on_device=on_device) for visit in visits}
         assert _by_place(rig, counted) == _by_place(rig, charged)

@@ -146,7 +146,7 @@ def test_no_boundary_crosses(tmp_path: Path) -> None:
             moved.append([sum(copy.bytes for copy in copies if copy.up == up) for up in (True, False)])
     one = subject.spec.boundary_bytes_per_token * subject.numerics.tokens
     every = one * sum(stage.keeps_input for stage in subject.spec.stages)
-    stashed = one * sum(visit.stash for visit in rig.executor.schedule.visits)
+    stashed = one * sum(visit.stash for visit in rig.executor.visits.schedule.visits)
     assert moved[0] == [moved[1][0] + every, moved[1][1] + stashed] and stashed
 
 

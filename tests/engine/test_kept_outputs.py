@@ -97,7 +97,7 @@ def test_backward_uses_what_was_kept(device: Any, tmp_path: Path) -> None:
 
 
 def _spoil_first_output(rig: Rig) -> None:
-    visit = rig.executor.schedule.visits[rig.executor.lookahead.cursor]
+    visit = rig.executor.visits.schedule.visits[rig.executor.visits.lookahead.cursor]
     if (visit.phase, visit.stage) == ("forward", 1):
         for operator in rig.spec.stages[1].operators:
             if operator.name == "mm mlp.up_proj":
@@ -307,7 +307,7 @@ def _two_steps_one_given_up(rig: Rig, subject: Subject) -> None:
 
 
 def _give_up(rig: Rig, phase: str) -> None:
-    visit = rig.executor.schedule.visits[rig.executor.lookahead.cursor]
+    visit = rig.executor.visits.schedule.visits[rig.executor.visits.lookahead.cursor]
     if (visit.phase, visit.stage) == (phase, 1):
         raise StepAbandoned
 

@@ -41,7 +41,7 @@ class Shadow:
         """Follows a clipped step: gradients rest, updates are due."""
         self.step += 1
         for stage in self.rig.owning_stages():
-            due = self.rig.executor.residency.records[stage.index].due
+            due = self.rig.executor.visits.residency.records[stage.index].due
             assert due is not None and due.step == self.step
             update = Update(
                 params=stage.params, weights_dtype="float32", weights=0, lr=OPTIMIZER.lr, beta1=OPTIMIZER.beta1,

@@ -56,12 +56,12 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def test_no_update_begins_before_the_norm_is_known(subjects: Callable[[str], Subject], tmp_path: Path) -> None:
     with Rig(subjects("llama"), tmp_path, norm_first=True) as rig:
-        visits, residency = rig.executor.schedule.visits, rig.executor.residency
+        visits, residency = rig.executor.visits.schedule.visits, rig.executor.visits.residency
         begun, update = list[tuple[int, float]](), residency.update_now
 
         def begins(stage: int, due: Scalars) -> None:
             begun.append((stage, due.gradient_scale))
-            assert visits[rig.executor.lookahead.cursor].again
+            assert visits[rig.executor.visits.lookahead.cursor].again
             update(stage, due)
 
         residency.update_now = begins  # type: ignore[method-assign,assignment]
@@ -87,7 +87,7 @@ def test_a_step_given_up_before_its_second_backward_changes_nothing(
     subject = subjects("llama")
     usual = outcome(subject, tmp_path / "usual", STEPS, clip=0.5)
     with Rig(subject, tmp_path / "first", norm_first=True, **WAYS[way]) as rig:
-        first = min(visit.index for visit in rig.executor.schedule.visits if visit.again)
+        first = min(visit.index for visit in rig.executor.visits.schedule.visits if visit.again)
         batches = list(subject.batches(STEPS))
         rig.step(*batches[0], 1)
         for place in range(0, first, 3):

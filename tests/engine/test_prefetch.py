@@ -99,8 +99,8 @@ def test_the_next_stage_is_fetched_while_one_is_waited_for(
         daemon = HeldBack(rig, monkeypatch, held, awaited)
         daemon.holds = updates == "at once"  # the update of the step before is under way until then
         rig.step(*batches[0], 1)
-        others = [record for record in rig.executor.residency.records if ("update", record.stage) != held]
-        rig.executor.residency.wait_until(lambda: all(record.update is None for record in others), "the test")
+        others = [record for record in rig.executor.visits.residency.records if ("update", record.stage) != held]
+        rig.executor.visits.residency.wait_until(lambda: all(record.update is None for record in others), "the test")
         daemon.holds, daemon.asked = False, []
         rig.step(*batches[1], 2)
         rig.step(*batches[2], 3, last=True)
@@ -172,7 +172,7 @@ def test_a_deferred_update_begins_inside_the_visit_before(tmp_path: Path, monkey
         rig.step(*batches[0], 1)
         daemon = HeldBack(rig, monkeypatch, ("read", 3), ("read", 3))
         daemon.holds = True
-        record = rig.executor.residency.records[3]
+        record = rig.executor.visits.residency.records[3]
         seen: list[bool] = []
 
         def arrives(*_: Any) -> None:

@@ -79,7 +79,7 @@ def _really(subject: Subject, folder: Path, **options: Any) -> tuple[Plan, Asked
     with Rig(subject, folder, **options) as rig:
         heard = _Heard(rig.daemon, rig.plan)
         rig.executor.visits.boundaries.ledger.transfers = heard
-        rig.executor.moves.daemon = heard  # type: ignore[assignment]  # which the residency ledger asks by way of the moves
+        rig.executor.visits.moves.daemon = heard  # type: ignore[assignment]  # which the residency ledger asks by way of the moves
         _hear_updates_there(rig, heard)
         asked: Asked = {}
         for number, (ids, labels) in enumerate(subject.batches(STEPS), start=1):

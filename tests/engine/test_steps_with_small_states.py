@@ -56,7 +56,7 @@ def test_every_update_is_that_of_numpy(subject: Subject, tmp_path: Path) -> None
     """Compares bit for bit, weights and states."""
     with Rig(subject, tmp_path, home="cpu", chunk=STATE_TILE, through=Reference) as rig:
         rig.run(STEPS)
-        reference = rig.executor.moves.daemon
+        reference = rig.executor.visits.moves.daemon
         assert sorted(reference.states) == [stage.index for stage in rig.owning_stages()]
         assert reference.seeds == {subject.numerics.seed}
         for stage in rig.owning_stages():

@@ -256,9 +256,9 @@ def test_lookups_and_their_gradients_are_those_of_the_whole_embedding(
 def _go_to(executor: Executor, phase: str, rows: tuple[int, int] | None) -> None:
     """Goes there as if everything before the visit of this piece had happened."""
     stages = executor.model.stages
-    visits = executor.schedule.visits
+    visits = executor.visits.schedule.visits
     found = [v.index for v in visits if v.phase == phase and stages[v.stage].vocabulary == rows]
-    executor.lookahead.cursor = found[0] - 1
+    executor.visits.lookahead.cursor = found[0] - 1
 
 
 def test_an_id_outside_of_the_vocabulary_is_refused(tmp_path: Path) -> None:
@@ -333,7 +333,7 @@ def test_a_step_given_up_in_any_pass_can_be_done_again(
         middle = pieces_of(subject, "head")[1]
 
         def give_up() -> None:
-            visit = rig.executor.schedule.visits[rig.executor.lookahead.cursor]
+            visit = rig.executor.visits.schedule.visits[rig.executor.visits.lookahead.cursor]
             rows = subject.spec.stages[visit.stage].vocabulary
             if visit.phase == phase and rows == middle:
                 raise StepAbandoned
@@ -361,7 +361,7 @@ def test_unclipped_a_step_can_be_given_up_until_its_first_update(phase: str, nam
         seen: dict[str, bool] = {}
 
         def look() -> None:
-            seen[rig.executor.schedule.visits[rig.executor.lookahead.cursor].phase] = rig.executor.may_abandon()
+            seen[rig.executor.visits.schedule.visits[rig.executor.visits.lookahead.cursor].phase] = rig.executor.may_abandon()
 
         rig.executor.between_micro_batches = look
         rig.run(1)

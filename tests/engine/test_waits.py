@@ -21,17 +21,17 @@ BUSY = 0.05  # seconds
 
 
 def _waited(rig: Rig, cause: str) -> float:
-    rig.executor.moves.book_waits()
-    return rig.executor.residency.stalls.get(cause, 0.0)
+    rig.executor.visits.moves.book_waits()
+    return rig.executor.visits.residency.stalls.get(cause, 0.0)
 
 
 def test_the_host_waits_while_the_device_computes(tmp_path: Path) -> None:
     device = EmulatedDevice()
     with Rig(Subject(llama(), Shape()), tmp_path, device="emulated", home="cpu", opened=device) as rig:
-        moves, begin = rig.executor.moves, time.monotonic()
+        moves, begin = rig.executor.visits.moves, time.monotonic()
         with moves.waiting("a copy"):
             time.sleep(BUSY)
-        rig.executor.residency.wait_until(lambda: time.monotonic() > begin + 2 * BUSY, "weights")
+        rig.executor.visits.residency.wait_until(lambda: time.monotonic() > begin + 2 * BUSY, "weights")
         copy, weights = _waited(rig, "a copy"), _waited(rig, "weights")
         assert BUSY <= copy <= copy + weights <= time.monotonic() - begin
         assert [wait.cause for wait in moves.waits()] == ["a copy", "weights"]
@@ -39,7 +39,7 @@ def test_the_host_waits_while_the_device_computes(tmp_path: Path) -> None:
         with moves.waiting("a copy"):
             time.sleep(BUSY)
         begin = time.monotonic()
-        rig.executor.residency.wait_until(lambda: time.monotonic() > begin + BUSY, "weights")
+        rig.executor.visits.residency.wait_until(lambda: time.monotonic() > begin + BUSY, "weights")
         assert (_waited(rig, "a copy"), _waited(rig, "weights")) == (copy, weights)
         assert moves.waits() == []
 
@@ -53,7 +53,7 @@ def test_compute_waits_for_a_copy_that_the_host_does_not_wait_for(tmp_path: Path
         device.mark()
         device.takes(BUSY)
         event = device.upload(source, target)  # behind that
-        with rig.executor.moves.waiting("a copy"):
+        with rig.executor.visits.moves.waiting("a copy"):
             event.wait()
         assert BUSY <= _waited(rig, "a copy") <= time.monotonic() - begin - BUSY
 
@@ -76,8 +76,8 @@ def test_compute_and_its_waits_fit_into_a_step(stays: bool, way: dict[str, Any],
         rig.run(1)
         device.synchronize()
         seconds = time.monotonic() - begin
-        stalls = rig.executor.residency.stalls
-        rig.executor.moves.book_waits()
+        stalls = rig.executor.visits.residency.stalls
+        rig.executor.visits.moves.book_waits()
         assert computed > 0.1
         assert computed + sum(stalls.values()) <= seconds, stalls
         assert sum(stalls.values()) > 0
