@@ -33,6 +33,7 @@ STEPS = 2
 
 # Three micro-batches, the last one of a single row.
 UNEVEN = {"batch": 5, "micro": 2}
+WHOLE = {"batch": 2, "micro": 2}
 
 
 def _outcome(subject: Subject, folder: Path, **way: Any) -> Outcome:
