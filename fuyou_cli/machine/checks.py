@@ -137,7 +137,7 @@ def _gpu_check(index: int, found: str, knows: str, torch: Any) -> Check:
 
 
 def _kernel(torch: Any) -> Iterator[Check]:
-    """Tells whether stages that rest on the GPU are updated by one kernel (`engine/devices/kernels`)."""
+    """Tells whether stages that rest on the GPU are updated by one kernel (`engine/devices/gpu_kernels`)."""
     if torch is None or not torch.version.cuda:
         return
     try:

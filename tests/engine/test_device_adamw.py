@@ -17,7 +17,7 @@ import torch
 
 from fuyou_cli.engine import device_states
 from fuyou_cli.engine.device_states import DeviceAdamW, DeviceState, is_lost
-from fuyou_cli.engine.devices import kernels as gpu_kernels
+from fuyou_cli.engine.devices import gpu_kernels
 from fuyou_cli.engine.skeleton import TORCH_DTYPE
 from fuyou_cli.engine.updates import Optimizer, Scalars
 from fuyou_cli.planner.device import UPDATE_SCRATCH

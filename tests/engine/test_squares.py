@@ -17,11 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fuyou_cli.engine.devices import kernels as square_kernels
+from fuyou_cli.engine.devices import gpu_kernels as square_kernels
 from fuyou_cli.engine.devices import open_device
 from fuyou_cli.engine.devices.base import Event, Run, Squares
 from fuyou_cli.engine.devices.cuda import CudaDevice
-from fuyou_cli.engine.devices.kernels import squares_in_lanes
+from fuyou_cli.engine.devices.gpu_kernels import squares_in_lanes
 from fuyou_cli.planner import device as device_rules
 from fuyou_cli.planner.device import square_lanes
 from fuyou_cli.planner.schedule import Visit

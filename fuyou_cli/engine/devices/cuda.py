@@ -19,7 +19,7 @@ import torch
 
 from ...core.errors import FuyouError
 from .base import MOST_COPIES, PIECE, Copy, Device, Event, Moment, Run, Squares, in_pieces
-from .kernels import Square, square_kernel, squares_in_lanes
+from .gpu_kernels import Square, square_kernel, squares_in_lanes
 from .pinned import STAGING, PinnedMemory, Staging
 
 _HALVES = 2
