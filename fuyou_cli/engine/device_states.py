@@ -218,7 +218,7 @@ _TENSORS: tuple[StateTensor, ...] = get_args(StateTensor)
 # Updates weights and states that rest on a device, on that device, bit for bit like the library in host memory
 # (native/src/adamw.c).
 #
-# On an NVIDIA GPU it is one kernel (`devices/gpu_kernels`), elsewhere tensor operations. Every operation has one rounding, in the
+# On an NVIDIA GPU it is one kernel (`gpu_kernels`), elsewhere tensor operations. Every operation has one rounding, in the
 # library's order. None is fused with another: there is no multiply-add, and no multiplication by a reciprocal in place of a
 # division (torch does that on a GPU for a divisor on the host). Products, sums, quotients and roots of float32 are rounded
 # alike everywhere, denormals included.
@@ -266,7 +266,7 @@ def rounded_scalars(scalars: Scalars, weight_decay: float) -> Rounded:
 
 
 class DeviceAdamW:
-    """Runs AdamW: as one kernel where there is one for the device (`devices/gpu_kernels`), otherwise as tensor operations, chunk by
+    """Runs AdamW: as one kernel where there is one for the device (`gpu_kernels`), otherwise as tensor operations, chunk by
     chunk in `scratch` (uint8, device memory; four values of 4 bytes for each parameter of a chunk). `fused`: whether to look
     for a kernel."""
 
