@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -35,6 +35,10 @@ FUYOU = (sys.executable, "-m", "fuyou_cli")
 def fuyou_on(device: str) -> tuple[str, ...]:
     """Returns the command, which knows the emulated device only where tests register it."""
     return (sys.executable, str(ROOT / "tests" / "emulated.py")) if device == "emulated" else FUYOU
+
+
+def _fuyou_for(overrides: Sequence[str]) -> tuple[str, ...]:
+    return fuyou_on("emulated" if "offload.device=emulated" in overrides else "")
 
 
 NOISE_CORES = 0.4  # used by others over a run: more and its times mean little (the kernel's own I/O work is in it)
@@ -212,7 +216,7 @@ def _command(setting: Setting, case: Case, recipe: Path) -> list[str]:
     """Returns the command that runs the case, and writes the candidate that it is to run."""
     words = ["finetune", str(recipe), *case.overrides]
     if not case.plan:
-        return [*fuyou_on("emulated" if "offload.device=emulated" in words else ""), *words]
+        return [*_fuyou_for(case.overrides), *words]
     candidate = setting.work / "run" / "candidate.json"
     candidate.write_text(case.plan, encoding="utf-8")
     return [sys.executable, str(ROOT / "scripts" / "proof" / "forced_plan.py"), str(candidate), *words]
@@ -275,7 +279,7 @@ def profile(setting: Setting, recipe: Path, held: Group | None, case: Case) -> d
     """Runs `fuyou bench RECIPE` inside the group, with the case's keys. Returns the environment of those who are to find its
     profile. Nothing is taken from the machine's own profiles, or left there. Raises RunFailed, also if others keep the
     processor busy: beside a second process with as many threads a block was measured at a tenth of its rate."""
-    bench = [*FUYOU, "bench", str(recipe), *case.overrides]
+    bench = [*_fuyou_for(case.overrides), "bench", str(recipe), *case.overrides]
     for _ in range(BENCHES):
         environment, others = _own_cache(setting, {}), BackgroundLoad()
         with (setting.work / "bench.txt").open("wb") as file, started(bench, held, file, **environment) as child:

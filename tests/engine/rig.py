@@ -48,8 +48,11 @@ from fuyou_cli.swap.arena import Arena
 from fuyou_cli.swap.daemon import Counters, DaemonOptions, SwapDaemon
 from fuyou_cli.swap.kernels import join, scratch_size
 from fuyou_cli.swap.store import Store
+from tests import emulated
 
 from .comparing import Outcome
+
+emulated.register()  # scripts that take steps with it have no conftest
 
 EVERYWHERE: Any = os.environ.get("FUYOU_TEST_DEVICE")
 if EVERYWHERE == "cuda":  # attention too: with `warn_only` its backward still gives other bits every time
