@@ -60,7 +60,7 @@ int main(void)
                 .states_dtype = case_number / 2 % 3,
                 .gradients_on_store = (kinds & 4) != 0,
                 .weights_written = (kinds & 8) != 0,
-                .rule = case_number / 2 % 3 == FY_FLOAT32 ? case_number / 6 % 3 : FY_ADAMW,
+                .rule = case_number / 2 % 3 == FY_FLOAT32 ? case_number / 6 % 2 : FY_ADAMW,
                 .in_place = case_number % 3 == 0,
                 .remainder = (enum home)(homes & 3),
                 .momentum = (enum home)((homes >> 2) & 3),
