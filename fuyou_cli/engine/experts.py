@@ -467,22 +467,16 @@ def _experts(
     x: torch.Tensor, flat: torch.Tensor, offsets: Sequence[int], counts: Sequence[int], sizes: Sequence[int], inputs: int,
     turned: bool, biases: int, shares: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    experts, outputs = len(counts), sum(sizes)
-    out = x.new_empty(x.shape[0], outputs)
-    for expert, begin, count in _groups(counts):
-        for first, rows, real in _pieces(begin, count, whole=_is_whole(x)):
-            some, at = _filled(x, first, rows, real), 0
-            there = out[first : first + rows] if real == rows else x.new_empty(rows, outputs)
-            for part, size in enumerate(sizes):
-                weight = _matrix(flat, offsets[part * experts + expert], inputs, size, turned=turned)
-                torch.mm(some, weight, out=there[:, at : at + size])
-                at += size
-            if real < rows:
-                out[first : first + real] = there[:real]
-        if biases >= 0:
-            bias = _bias(flat, biases, expert, out)
-            out[begin : begin + count] += bias if shares is None else shares[begin : begin + count] * bias
-    out[sum(counts) :] = 0
+    experts, out = len(counts), x.new_empty(x.shape[0], sum(sizes))
+    for expert, some, results in _by_expert(x, out, counts):
+        at = 0
+        for part, size in enumerate(sizes):
+            weight = _matrix(flat, offsets[part * experts + expert], inputs, size, turned=turned)
+            torch.mm(some, weight, out=results[:, at : at + size])
+            at += size
+    for expert, begin, count in _groups(counts) if biases >= 0 else ():
+        bias = _bias(flat, biases, expert, out)
+        out[begin : begin + count] += bias if shares is None else shares[begin : begin + count] * bias
     return out
 
 
@@ -490,23 +484,29 @@ def _experts_back(
     grad: torch.Tensor, flat: torch.Tensor, offsets: Sequence[int], counts: Sequence[int], sizes: Sequence[int], inputs: int,
     turned: bool,
 ) -> torch.Tensor:  # fmt: skip
-    experts = len(counts)
-    out = grad.new_empty(grad.shape[0], inputs)
-    for expert, begin, count in _groups(counts):
-        for first, rows, real in _pieces(begin, count, whole=_is_whole(grad)):
-            some, at = _filled(grad, first, rows, real), 0
-            there = out[first : first + rows] if real == rows else grad.new_empty(rows, inputs)
-            for part, size in enumerate(sizes):
-                weight = _matrix(flat, offsets[part * experts + expert], inputs, size, turned=turned).t()
-                if part:
-                    there.addmm_(some[:, at : at + size], weight)
-                else:
-                    torch.mm(some[:, :size], weight, out=there)
-                at += size
-            if real < rows:
-                out[first : first + real] = there[:real]
-    out[sum(counts) :] = 0
+    experts, out = len(counts), grad.new_empty(grad.shape[0], inputs)
+    for expert, some, results in _by_expert(grad, out, counts):
+        at = 0
+        for part, size in enumerate(sizes):
+            weight = _matrix(flat, offsets[part * experts + expert], inputs, size, turned=turned).t()
+            if part:
+                results.addmm_(some[:, at : at + size], weight)
+            else:
+                torch.mm(some[:, :size], weight, out=results)
+            at += size
     return out
+
+
+def _by_expert(x: torch.Tensor, out: torch.Tensor, counts: Sequence[int]) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Yields every expert that has rows, with a piece of its rows of `x` and where their results go, which lands in `out`. Rows
+    of `out` behind all of them are zero."""
+    for expert, begin, count in _groups(counts):
+        for first, rows, real in _pieces(begin, count, whole=_is_whole(x)):
+            results = out[first : first + rows] if real == rows else x.new_empty(rows, out.shape[1])
+            yield expert, _filled(x, first, rows, real), results
+            if real < rows:
+                out[first : first + real] = results[:real]
+    out[sum(counts) :] = 0
 
 
 # As operators of torch, the products of all experts are one call: modes that look at operators see no single product, of which
