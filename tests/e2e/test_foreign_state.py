@@ -108,9 +108,7 @@ def test_a_manifest_names_what_the_run_wrote_alone(stopped: Project) -> None:
 
 def _empty(like: StoredStage) -> StoredStage:
     """Makes a stage of no parameters, which a manifest may have."""
-    return replace(
-        like, name="extra", params=0, weights=None, remainder=None, momentum=None, variance=None, gradients=None, tensors=()
-    )
+    return replace(like, name="extra", params=0, weights=None, remainder=None, momentum=None, variance=None, tensors=())
 
 
 def _moved(stage: StoredStage, by: int) -> StoredStage:
