@@ -88,7 +88,7 @@ def write_store(folder: Path, masters: dict[str, torch.Tensor], frozen: dict[str
     bank, _, behind = packed(frozen, dtype, first=len(weights))
     parts = {"weights": weights, "frozen": bank, "remainder": remainder if dtype == "bfloat16" else None}
     folder.mkdir()
-    content, extents = bytearray(), dict.fromkeys(("weights", "frozen", "remainder", "momentum", "variance", "gradients"))
+    content, extents = bytearray(), dict.fromkeys(("weights", "frozen", "remainder", "momentum", "variance"))
     for name, part in parts.items():
         if part is not None:
             data = part.view(torch.uint8).numpy().data
