@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
@@ -77,6 +77,8 @@ def main() -> None:
     cases = {name: case for name, case in CASES.items() if not asked.only or any(word in name for word in asked.only)}
     work = asked.work.resolve()
     make_materials(work, {model for model, _ in cases.values()})
+    if not cases:
+        options.error("no case has one of these words in its name")
     differ = [name for name in cases if not compare(name, asked.checkout.resolve(), work)]
     print(f"{len(cases) - len(differ)} of {len(cases)} cases equal" + "".join(f"\n  differs: {name}" for name in differ))
     sys.exit(1 if differ else 0)
@@ -85,10 +87,12 @@ def main() -> None:
 def compare(name: str, other: Path, work: Path) -> bool:
     """Runs a case in both checkouts and continues a killed run of the other one. Prints what differs."""
     kept = work / "other" / name.replace(" ", "_")
+    aside, folder = kept / "aside", kept / "killed"
     if not (kept / "done").exists():
         shutil.rmtree(kept, ignore_errors=True)
         train(other, write_recipe(name, kept / "straight", work))
-        kill_in_mid_run(other, write_recipe(name, kept / "killed", work))
+        kill_in_mid_run(other, write_recipe(name, folder, work))
+        shutil.copytree(folder, aside)
         (kept / "done").touch()
     expected = results(kept / "straight")
 
@@ -96,10 +100,7 @@ def compare(name: str, other: Path, work: Path) -> bool:
     train(ROOT, write_recipe(name, work / "this" / "straight", work))
     straight = results(work / "this" / "straight")
     # The store of the other checkout stays as it was: a copy of it is continued, in the place that its manifest names.
-    aside, folder = kept / "aside", kept / "killed"
-    if not aside.exists():
-        shutil.copytree(folder, aside)
-    shutil.rmtree(folder)
+    shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(aside, folder)
     train(ROOT, folder / "recipe.yaml")
     continued = results(folder)
@@ -133,33 +134,44 @@ def results(folder: Path) -> dict[str, Any]:
 
 
 def train(checkout: Path, recipe: Path) -> None:
-    done = subprocess.run(**start(checkout, recipe), timeout=LONGEST_RUN, check=False)  # type: ignore[call-overload]
-    if done.returncode:
-        sys.exit(f"{recipe}: exit code {done.returncode} of {checkout}\n{(recipe.parent / 'screen.txt').read_text()[-3000:]}")
+    child = start(checkout, recipe)
+    try:
+        code = child.wait(LONGEST_RUN)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        code = child.wait()
+    if code:
+        give_up(checkout, recipe, f"exit code {code}")
 
 
 def kill_in_mid_run(checkout: Path, recipe: Path) -> None:
     """Kills a run as soon as it has logged a few steps."""
-    child = subprocess.Popen(**start(checkout, recipe))  # type: ignore[call-overload]
+    child = start(checkout, recipe)
     log, deadline = recipe.parent / "out" / "log.jsonl", time.monotonic() + LONGEST_RUN
-    while child.poll() is None and time.monotonic() < deadline:
-        if log.exists() and log.read_text().count('"loss"') >= KILLED_AFTER:
-            child.send_signal(signal.SIGKILL)
+    while child.poll() is None:
+        if time.monotonic() > deadline or (log.exists() and log.read_text().count('"loss"') >= KILLED_AFTER):
+            child.kill()
         time.sleep(0.005)
-    if child.wait() not in (0, -signal.SIGKILL):
-        sys.exit(f"{recipe}: exit code {child.returncode} of {checkout}\n{(recipe.parent / 'screen.txt').read_text()[-3000:]}")
+    if child.returncode != -signal.SIGKILL:
+        give_up(checkout, recipe, f"exit code {child.returncode}, before it could be killed")
+    if not log.exists() or log.read_text().count('"loss"') >= STEPS:
+        give_up(checkout, recipe, "not killed in mid-run")
 
 
-def start(checkout: Path, recipe: Path) -> dict[str, Any]:
+def give_up(checkout: Path, recipe: Path, why: str) -> NoReturn:
+    sys.exit(f"{recipe}: {why}, of {checkout}\n{(recipe.parent / 'screen.txt').read_text()[-3000:]}")
+
+
+def start(checkout: Path, recipe: Path) -> subprocess.Popen[bytes]:
     environment = {
         **os.environ,
         "PYTHONPATH": str(checkout),
         "HF_HUB_OFFLINE": "1",
         "XDG_CACHE_HOME": str(recipe.parent / "cache"),
     }
-    screen = (recipe.parent / "screen.txt").open("w")
     command = [sys.executable, "-m", "fuyou_cli", "finetune", str(recipe)]
-    return {"args": command, "cwd": recipe.parent, "env": environment, "stdout": screen, "stderr": screen}
+    with (recipe.parent / "screen.txt").open("w") as screen:
+        return subprocess.Popen(command, cwd=recipe.parent, env=environment, stdout=screen, stderr=screen)
 
 
 def write_recipe(name: str, folder: Path, work: Path) -> Path:

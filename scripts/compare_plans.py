@@ -10,7 +10,7 @@ cases are those of plan_table with its `--others` and `--mixtures`, the paper's 
 recipes, budgets of RAM where a processor computes, and cards of 8, 12 and 80 GB, for all weights, LoRA and QLoRA.
 
 Both sides are scored by one objective: a step's seconds, and what it writes as `offload.wear: spare` counts it. No plan may be
-more than 0.3 % worse, and all together have to be better.
+more than 0.3 % worse, and all together not worse.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 WORSE = 0.003  # of the objective, at most
-WORTH = 0.05  # share of the step that writing twice as much has to save, as `planner/search` has it
+WORTH = 0.05  # share of the step that writing twice as much has to save, as `planner/sparing` has it
 LEAST_WRITTEN = 0.01  # of all weights and states: fewer bytes need no sparing
 ADAPTER = {"r": 16, "lora_alpha": 32}
 METHODS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
@@ -233,8 +233,8 @@ def change(before: Mapping[str, Any], after: Mapping[str, Any]) -> float:
 
 def compare(before: Path, after: Path) -> int:
     sides = [{row["name"]: row for row in json.loads(path.read_text(encoding="utf-8"))["plans"]} for path in (before, after)]
-    changes, failed = dict[str, float](), list[str]()
-    for name in sides[0].keys() & sides[1].keys():
+    changes, failed = dict[str, float](), [f"{name}: in one record alone" for name in sorted(sides[0].keys() ^ sides[1].keys())]
+    for name in sorted(sides[0].keys() & sides[1].keys()):
         old, new = sides[0][name], sides[1][name]
         if "problem" in old or "problem" in new:
             if "problem" in new and "problem" not in old:
@@ -250,6 +250,9 @@ def compare(before: Path, after: Path) -> int:
             )
         if worse > WORSE:
             failed.append(f"{name}: {100 * worse:.2f} % worse")
+    if not changes:
+        print("".join(f"FAIL {line}\n" for line in failed) + "the records have no plan in common")
+        return 2
     total, both = sum(changes.values()), len(changes)
     longest = [max((side[name]["longest_search"], name) for name in changes) for side in sides]
     spent = [sum(side[name]["search_seconds"] for name in changes) for side in sides]
@@ -271,8 +274,10 @@ def main(words: Sequence[str] | None = None) -> int:
     if given.make:
         make_plans(given.make)
         return 0
-    if given.sources:
+    if given.sources and given.out:
         return record(given.sources, given.out, given.only)
+    if given.sources or len(given.records) != 2:
+        options.error("name two records, or --sources and --out")
     return compare(*given.records)
 
 

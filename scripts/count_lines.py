@@ -1,4 +1,4 @@
-#!/usr/bin/env python
+#!/usr/bin/env python3
 """Prints the lines and files of Python in each folder, and how both differ from main. Nothing is judged by them."""
 
 from __future__ import annotations

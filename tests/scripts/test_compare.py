@@ -1,0 +1,77 @@
+"""The scripts that compare two checkouts: their cases are recipes, and what is worse, missing or other is said."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+import compare_bits
+import compare_plans
+
+from fuyou_cli.recipe.load import load_recipe
+
+PLAN = {"name": "8B", "seconds": 10.0, "written": 10**9, "stored": 10**11, "search_seconds": 1.0, "longest_search": 0.5}
+Recorded = Callable[..., Path]
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Recorded:
+    def record(*plans: dict[str, Any]) -> Path:
+        path = tmp_path / f"{len(list(tmp_path.iterdir()))}.json"
+        path.write_text(json.dumps({"plans": plans}))
+        return path
+
+    return record
+
+
+@pytest.mark.parametrize("name", compare_bits.CASES)
+def test_every_case_is_a_recipe(name: str, tmp_path: Path) -> None:
+    assert load_recipe(compare_bits.write_recipe(name, tmp_path / "run", tmp_path)).recipe.train.max_steps == compare_bits.STEPS
+
+
+def test_every_difference_is_said(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / "log.jsonl").write_text('{"step": 1, "loss": 2.0, "seconds": 3}\n{"step": 2, "loss": 1.5}\n')
+    (folder / "model.safetensors").write_bytes(b"weights")
+    expected = compare_bits.results(tmp_path)
+    assert set(expected) == {"step 1 loss", "step 2 loss", "model.safetensors"}
+    (folder / "log.jsonl").write_text('{"step": 1, "loss": 2.0000001}\n')
+    (folder / "model.safetensors").write_bytes(b"weight5")
+    differences = compare_bits.unequal(expected, compare_bits.results(tmp_path))
+    assert [line.split(":")[0] for line in differences] == ["model.safetensors", "step 1 loss", "step 2 loss"]
+    assert compare_bits.unequal(expected, expected) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "said"),
+    [
+        ({}, 0, "in the mean +0.000 %"),
+        ({"seconds": 9.0}, 0, "-10.00 %  8B"),
+        ({"seconds": 10.02}, 1, "in the mean +0.200 %"),  # all together are worse
+        ({"seconds": 10.04}, 1, "FAIL 8B: 0.40 % worse"),
+        ({"written": 2 * 10**9}, 1, "FAIL 8B: 5.00 % worse"),  # written twice as much
+        ({"written": 10**6}, 0, "in the mean +0.000 %"),  # below a hundredth of all weights and states nothing is spared
+        ({"problem": "does not fit"}, 2, "FAIL 8B: no plan any more: does not fit"),
+        ({"name": "9B"}, 2, "FAIL 9B: in one record alone"),
+    ],
+)
+def test_one_objective_judges_both_sides(
+    changes: dict[str, Any], code: int, said: str, recorded: Recorded, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compare_plans.main([str(recorded(PLAN)), str(recorded({**PLAN, **changes}))]) == code
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [[], ["one.json"], ["--sources", "."]])
+def test_half_a_command_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        compare_plans.main(words)
+    assert "name two records" in capsys.readouterr().err
