@@ -76,6 +76,8 @@ def run_validate(recipe: str | None, overrides: Sequence[str], *, json_output: b
             errors = [diagnostic.as_dict() for diagnostic in error.diagnostics]
             write_json({"valid": False, "recipe": str(path), "errors": errors})
         raise
+    for note in loaded.notes:
+        write_status(note)
     if json_output:
         write_json({"valid": True, "recipe": str(path), "errors": [], "config": loaded.recipe.model_dump(mode="json")})
     elif show_config:

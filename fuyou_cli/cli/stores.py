@@ -87,7 +87,10 @@ def _recipe_of(source: Path, overrides: Sequence[str]) -> Recipe | None:
     from fuyou_cli.recipe.named import find_recipe
 
     if _is_recipe(source):
-        return load_recipe(*find_recipe(str(source), overrides)).recipe
+        loaded = load_recipe(*find_recipe(str(source), overrides))
+        for note in loaded.notes:
+            write_status(note)
+        return loaded.recipe
     if overrides:
         raise UsageError(f"{source} is not a recipe, so {overrides[0]} changes nothing", hint="use --dtype")
     return None

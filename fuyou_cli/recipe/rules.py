@@ -383,8 +383,8 @@ _RULES: tuple[Callable[[Recipe], Broken], ...] = (
 class Removed(NamedTuple):
     """Says what became of the key at `path`: of all its values, or of `values` only if the key is still there."""
 
-    path: str  # dotted; * is each entry of a list
-    same: tuple[object, ...]  # values that ask for what fuyou does now
+    path: str  # dotted
+    same: tuple[object, ...]  # values that change nothing: they ask for what fuyou does now, or were for what is gone
     why: Mapping[object, str] | str  # what became of it, by value or for all
     instead: Mapping[object, str] | str
     values: tuple[object, ...] | None = None
@@ -423,20 +423,22 @@ def take_removed(data: dict[str, Any]) -> tuple[list[Diagnostic], list[Diagnosti
     """Takes what is gone out of a recipe's data. Returns notes, and errors."""
     notes, errors = [], []
     for row in REMOVED:
-        for path, value in written(data, row.path):
-            if row.values is not None and value not in row.values:
-                continue
-            section: Any = data
-            for part in path[:-1]:
-                section = section[part]
-            del section[path[-1]]
-            shown = f"{row.path.replace('.*', '')}: {spelt(value)}"
-            if value in row.same:
-                what = f"`{shown}` has no effect any more, as fuyou always does that: delete the key"
-                notes.append(Diagnostic(path=path, code="removed", message=what))
-                continue
-            why, instead = (_of(value, text) for text in (row.why, row.instead))
-            errors.append(Diagnostic(path=path, code="removed", message=f"`{shown}` is gone: {why}", help=instead))
+        path = tuple(row.path.split("."))
+        section: Any = data
+        for part in path[:-1]:
+            section = section.get(part) if isinstance(section, dict) else None
+        if not isinstance(section, dict) or path[-1] not in section:
+            continue
+        value = section[path[-1]]
+        if row.values is not None and value not in row.values:
+            continue
+        del section[path[-1]]
+        shown = f"{row.path}: {spelt(value)}"
+        if value in row.same:
+            notes.append(Diagnostic(path=path, code="removed", message=f"`{shown}` has no effect any more: delete the key"))
+            continue
+        why, instead = (_of(value, text) for text in (row.why, row.instead))
+        errors.append(Diagnostic(path=path, code="removed", message=f"`{shown}` is gone: {why}", help=instead))
     return notes, errors
 
 
@@ -445,14 +447,3 @@ def _of(value: object, texts: Mapping[object, str] | str) -> str:
     if isinstance(texts, str):
         return texts
     return next((text for of_value, text in texts.items() if of_value == value), next(iter(texts.values())))
-
-
-def written(data: dict[str, Any], dotted: str) -> list[tuple[Keys, Any]]:
-    """Lists everything written at a path, where `*` stands for each entry of a list."""
-    found: list[tuple[Keys, Any]] = [((), data)]
-    for part in dotted.split("."):
-        if part == "*":
-            found = [((*path, i), item) for path, at in found if isinstance(at, list) for i, item in enumerate(at)]
-        else:
-            found = [((*path, part), at[part]) for path, at in found if isinstance(at, dict) and part in at]
-    return found

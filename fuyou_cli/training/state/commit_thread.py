@@ -61,10 +61,6 @@ class Commits:
             waiting.look()
         self._raise_failure()
 
-    @property
-    def is_busy(self) -> bool:
-        return self._under_way is not None and not self._under_way.done()
-
     def close(self) -> None:
         """Waits until the thread has ended. A commit that has not begun never will."""
         self._thread.shutdown(wait=True, cancel_futures=True)
