@@ -436,7 +436,7 @@ class OperatorTrace(Operators):
         self.choices = self.experts = 0  # that a token is sent to, of all mixtures; in one of them at most
         self.found: list[OperatorSpec] = []
         self._weights = flat.untyped_storage()  # held, so that no other storage gets its address
-        self._influence = _Influence()
+        self._influence = _Influence(self._weights)
         self._input, self._saved = x.untyped_storage(), dict[int, Any]()  # storages, by address
         # By storage (held, so that no other gets its address): indexes in `found`.
         self._outputs: dict[int, tuple[Any, int]] = {}
@@ -473,11 +473,11 @@ class OperatorTrace(Operators):
     def operator(self, index: int, kind: str, func: Any, args: Any, kwargs: Any) -> Any:
         flops, weight, offset = self._work(func, args)
         out = func(*args, **kwargs)
-        self._influence.pass_on((args, kwargs), out, by=index)
+        of_weights = not self._influence.pass_on((args, kwargs), out, by=index)
         name = f"{kind} {weight.removesuffix('.weight')}" if weight else kind
         size = _attention_bytes(args[0], out) if kind == "attention" else _bytes(out)
         self._outputs |= {leaf.untyped_storage()._cdata: (leaf.untyped_storage(), len(self.found)) for leaf in _tensors(out)}
-        self.found.append(OperatorSpec(index=index, name=name, flops=flops, bytes=size, weight=offset))
+        self.found.append(OperatorSpec(index=index, name=name, flops=flops, bytes=size, weight=offset, of_weights=of_weights))
         return out
 
     def beside(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -530,24 +530,30 @@ class OperatorTrace(Operators):
 
 
 class _Influence:
-    """Tracks which operators the values in a storage depend on, and which of them a saved tensor depends on."""
+    """Tracks which operators the values in a storage depend on, whether on anything but `weights`, and which operators a saved
+    tensor depends on."""
 
-    def __init__(self) -> None:
+    _GIVEN = -1  # stands for the stage's input and what else it was called with
+
+    def __init__(self, weights: Any) -> None:
         self.needed: set[int] = set()
-        self._of: dict[int, tuple[Any, frozenset[int]]] = {}  # by storage, held so that no other gets its address
+        # By storage, held so that no other gets its address.
+        self._of: dict[int, tuple[Any, frozenset[int]]] = {weights._cdata: (weights, frozenset())}
 
-    def pass_on(self, given: Any, made: Any, *, by: int | None = None) -> None:
-        """Notes that an operator made `made` from `given`, or wrote into it."""
+    def pass_on(self, given: Any, made: Any, *, by: int | None = None) -> bool:
+        """Notes that an operator made `made` from `given`, or wrote into it. Returns whether that is of more than weights."""
         passed = frozenset().union(*(self._on(leaf) for leaf in _tensors(given)), () if by is None else (by,))
         for leaf in _tensors(made):
             storage = leaf.untyped_storage()
-            self._of[storage._cdata] = (storage, self._on(leaf) | passed)
+            before = self._of.get(storage._cdata, (None, frozenset[int]()))[1]
+            self._of[storage._cdata] = (storage, before | passed)
+        return self._GIVEN in passed
 
     def look_at(self, tensor: torch.Tensor) -> None:
         self.needed |= self._on(tensor)
 
     def _on(self, tensor: torch.Tensor) -> frozenset[int]:
-        return self._of.get(tensor.untyped_storage()._cdata, (None, frozenset()))[1]
+        return self._of.get(tensor.untyped_storage()._cdata, (None, frozenset((self._GIVEN,))))[1]
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

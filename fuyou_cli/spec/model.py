@@ -104,6 +104,7 @@ class OperatorSpec:
     bytes: int  # of its output and of what its own backward needs beside it
     weight: int = -1  # where its weight begins, in elements of the stage; -1 if it uses none
     overwritten: bool = False  # whether the model's code writes into its output
+    of_weights: bool = False  # whether it depends on weights alone, as products of DoRA's norm do: as large for any tokens
 
     @property
     def kind(self) -> str:
@@ -113,7 +114,7 @@ class OperatorSpec:
     def follows_tokens(self) -> bool:
         """Tells whether half of the tokens make half of the output. A product of activations may be of chunks of tokens, the
         last one padded, or of one more than there are."""
-        return self.weight >= 0 or self.kind == "attention"
+        return (self.weight >= 0 and not self.of_weights) or self.kind == "attention"
 
     @property
     def stays(self) -> bool:

@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig
 from fuyou_cli.data.batches import Batch, Sequences, lay_out, passes
 from fuyou_cli.engine.forward_only import ForwardOnly
 from fuyou_cli.engine.updates import Optimizer
+from fuyou_cli.recipe.schema import AdapterSection
 from fuyou_cli.spec.plan import Numerics
 
 from .comparing import distance, relative, unequal
@@ -175,6 +176,22 @@ def test_the_same_however_bytes_move(family: str, options: dict[str, Any], tmp_p
     found = []
     for number, chosen in enumerate(({}, options)):
         with Rig(subject_of(family), tmp_path / str(number), **chosen) as rig:
+            found.append((run(rig), rig.weights()))
+    (losses, weights), (others, moved) = found
+    assert losses == others
+    assert unequal(weights, moved) == []
+
+
+def test_what_dora_makes_of_weights_alone_has_one_size(tmp_path: Path) -> None:
+    """Its norm multiplies A and B with no token: kept outputs of short rows are as large as those of long ones."""
+    pytest.importorskip("peft", reason="peft comes with the extra lora")
+    found = []
+    for number, options in enumerate(({}, {"kept": "all", "home": "cpu"})):
+        subject = Subject(UNLIKE["llama"], SHAPE, apart=True, adapter=AdapterSection(r=4, use_dora=True))
+        subject.numerics = numerics_of(subject)
+        of_weights = {o.name for stage in subject.spec.stages for o in stage.operators if o.of_weights}
+        assert of_weights == {name for name in of_weights if "lora_" in name} != set()
+        with Rig(subject, tmp_path / str(number), **options) as rig:
             found.append((run(rig), rig.weights()))
     (losses, weights), (others, moved) = found
     assert losses == others
