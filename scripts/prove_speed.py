@@ -19,6 +19,9 @@ error if others keep it from that. Sides take turns (ABAB). A turn is one warm-u
 `--measured` steps in a new process. Each of our runs must stay within its budget, by its own memory samples. The bars are for
 clipping off; the same is reported with clipping (--clipping off leaves that out). A run of either side during which others were
 busy says so and is not kept: the same command measures it again.
+
+--checkout DIR: `compute` and `ssd` compare this checkout with another one instead, whose C extension is built: the same runs,
+planned for the same machine, one after the other. A step of this one may take SLOWER more than a step of the other.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +63,7 @@ CLIPPED_WARM_UP = 2  # steps: the second runs the first update, whose moments ar
 # Steps before one moves the bytes of all later ones: the first updates read no moments, and the second step does what of
 # them the first left undone, so that it reads less and its bound is lower (1.1b in 2 GiB: 12.6 of 13.6 GB).
 SETTLED = 2
+SLOWER = 0.03  # of a step, beside another checkout: medians of as few steps differ by as much
 SAME_LOSS = 2e-3  # relative, of the first step: the same rows and weights, bf16 on both sides
 
 
@@ -72,11 +76,14 @@ def arguments() -> argparse.Namespace:
     options.add_argument("--clipping", choices=("off", "both"), default="both")
     options.add_argument("--rows", type=int, default=16, help="of 512 tokens, in a step of `compute`")
     options.add_argument("--keep-activations", action="store_true", help="the other side of `compute` recomputes nothing")
+    options.add_argument("--checkout", type=Path, help="the other side of `compute` and `ssd` is this checkout's")
     options.add_argument("--disk", type=size, help="bytes/s that it is held at, read and written (default: 0.6GB)")
     options.add_argument("--budget", type=size, help="of our side (default: 1 GiB for adapters, else 2 GiB)")
     asked = options.parse_args()
     if asked.run != "full" and "deepspeed" in asked.parts:
         options.error("--run: DeepSpeed's side trains everything, with float32 states")
+    if asked.checkout and not (asked.checkout / "fuyou_cli").is_dir():
+        options.error(f"--checkout: there is no fuyou_cli in {asked.checkout}")
     asked.adapter = asked.run in ("lora", "qlora")
     if asked.disk and "deepspeed" in asked.parts:
         options.error("--disk: DeepSpeed's recorded figures are of 0.6 GB/s")
@@ -111,6 +118,34 @@ def median_of(steps: list[dict[str, Any]], name: str) -> float:
     return statistics.median(step[name] for step in steps)
 
 
+# ---- beside another checkout -----------------------------------------------------------------------------------------
+
+
+def beside_checkout(setting: Setting, options: argparse.Namespace, part: str) -> list[Row]:
+    """Runs the part's case here and by the other checkout, in turns."""
+    rows: list[Row] = []
+    for clip in clippings(options):
+        here, there = [], []
+        for turn in range(options.turns):
+            if part == "ssd":
+                case = ssd_case(setting, options, turn=turn, clip=clip, warm_up=SETTLED)
+            else:
+                case = compute_case(setting, options, setting.shape, clip, turn)
+            case = on_measured_machine(setting, case)
+            here.append(our_run(setting, case))
+            there.append(our_run(setting, replace(case, checkout=str(options.checkout.resolve()))))
+        what = f"{setting.shape}, {case.rows * LENGTH:,} tokens a step in {gib(options.budget)}, {part}"
+        what += f", clipping {'off' if clip is None else 'on'}: step here / there"
+        sides = [[step["seconds"] for step in measured_steps(side, tail=part == "ssd")] for side in (here, there)]
+        ratio = statistics.median(sides[0]) / statistics.median(sides[1])
+        losses = [[step["loss"] for result in side for step in result["steps"]] for side in (here, there)]
+        note = f"steps {spread(sides[0])} s here, {spread(sides[1])} s there; {quiet([*here, *there])}"
+        note += f"; losses {'equal' if losses[0] == losses[1] else 'differ'}"
+        row = at_most(what, ratio, 1 + SLOWER, note=note, values={"here": sides[0], "there": sides[1]})
+        rows.append(unless_noisy(row, [*here, *there]))
+    return rows
+
+
 # ---- compute-bound -------------------------------------------------------------------------------------------------
 
 
@@ -120,11 +155,7 @@ def compute(setting: Setting, options: argparse.Namespace) -> list[Row]:
     for clip in clippings(options):
         mine, theirs = [], []
         for turn in range(options.turns):
-            warm_up = 1 if clip is None else CLIPPED_WARM_UP
-            case = Case(
-                shape=shape, budget=options.budget, steps=warm_up + options.measured, warm_up=warm_up, micro=setting.micro,
-                rows=options.rows, clip=clip, turn=turn, timed=True, **limits(options),
-            )  # fmt: skip
+            case = compute_case(setting, options, shape, clip, turn)
             mine.append(our_run(setting, on_measured_machine(setting, case)))
             peers = [
                 InMemory(
@@ -137,6 +168,14 @@ def compute(setting: Setting, options: argparse.Namespace) -> list[Row]:
         fastest = min(zip(*theirs, strict=True), key=lambda one: median_of(measured_steps(one, tail=False), "seconds"))
         rows += compute_rows(shape, clip, mine, list(fastest), note, tokens=options.rows * LENGTH)
     return rows
+
+
+def compute_case(setting: Setting, options: argparse.Namespace, shape: str, clip: float | None, turn: int) -> Case:
+    warm_up = 1 if clip is None else CLIPPED_WARM_UP
+    return Case(
+        shape=shape, budget=options.budget, steps=warm_up + options.measured, warm_up=warm_up, micro=setting.micro,
+        rows=options.rows, clip=clip, turn=turn, timed=True, **limits(options),
+    )  # fmt: skip
 
 
 def compute_rows(
@@ -355,11 +394,13 @@ def prove(setting: Setting, options: argparse.Namespace) -> int:
     proofs = {"compute": compute, "ssd": ssd, "deepspeed": deepspeed}
     codes = []
     for part in [part for part in PARTS if part in options.parts]:
-        rows = proofs[part](setting, options)
+        compared = options.checkout is not None and part != "deepspeed"
+        rows = beside_checkout(setting, options, part) if compared else proofs[part](setting, options)
         settings = {name: getattr(options, name) for name in ("turns", "measured", "budget", "run", "rates")}
         settings = {**setting.described(), **settings, "peers": options.peers is not None}
         notes = [] if options.peers else ["no --peers: DeepSpeed is not run"] if part == "deepspeed" else []
-        codes.append(setting.conclude(named(f"prove_speed-{part}-{setting.shape}", options.run), rows, settings, notes))
+        name = f"prove_speed-{part}-{setting.shape}{'-beside' if compared else ''}"
+        codes.append(setting.conclude(named(name, options.run), rows, settings, notes))
     return worst(codes)
 
 

@@ -76,6 +76,7 @@ class Case:
     profiled: bool = False  # `fuyou bench RECIPE` first, under the same limits, and a plan from what it found
     overrides: tuple[str, ...] = ()  # key=value, over the recipe
     plan: str = ""  # a candidate as JSON, which is run instead of the plan that is best
+    checkout: str = ""  # folder of another checkout whose C extension is built; "": this one runs
     profiles: Mapping[str, str] = field(default_factory=dict)  # files that the run finds, as `kept_profiles` gives them
     commit_every: int | str | None = "auto"  # steps, as in a recipe; None: where the run begins and ends
     late_flush: bool = False  # every flush takes 20 ms more
@@ -103,6 +104,7 @@ class Case:
         words += [f"plan {hashlib.sha256(self.plan.encode()).hexdigest()[:8]}"] if self.plan else []
         words += [f"inside {gib(self.limit)}"] if self.limit is not None else []
         words += [f"disk {self.throttle[0] / 1e9:g}+{self.throttle[1] / 1e9:g} GB/s"] if self.throttle else []
+        words += [f"by {self.checkout}"] if self.checkout else []
         words += [f"commits {self.commit_every or 'never'}"]
         words += ["flushes 20 ms late"] if self.late_flush else []
         words += ["exported"] if self.export else []
@@ -172,6 +174,7 @@ def _one_run(setting: Setting, case: Case, pace: Pace | None = None) -> dict[str
     with limited(setting.work, memory=case.limit, throttle=case.throttle, wanted=case.watch_memory) as (held, why):
         environment = profile(setting, recipe, held, case) if case.profiled else _own_cache(setting, case.profiles)
         environment |= _late_flushes(setting.work) if case.late_flush else {}
+        environment |= {"PYTHONPATH": case.checkout} if case.checkout else {}
         benched = time.monotonic()
         with output.open("wb") as file, started(command, held, file, **environment) as child:
             seen = watch.follow(
