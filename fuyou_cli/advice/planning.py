@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+from typing import TYPE_CHECKING
 
 from fuyou_cli.core.errors import FuyouError
 from fuyou_cli.core.probe import IN_MEMORY, mount_of, process_bytes
+from fuyou_cli.core.units import GiB, MiB, align_up
 from fuyou_cli.machine.described import on_described
 from fuyou_cli.machine.first_measurement import measure_once
 from fuyou_cli.machine.profile import core_count
 from fuyou_cli.machine.profile_store import hardware_for
 from fuyou_cli.planner.candidate import Candidate
+from fuyou_cli.planner.place import least_memory
 from fuyou_cli.planner.run_planner import Effort
 from fuyou_cli.recipe.load import LoadedRecipe, load_recipe
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.plan import Plan
 from fuyou_cli.training.length import Epoch, epoch_of, sampled_epoch
-from fuyou_cli.training.plan_step import layers_of, plan, replan
+from fuyou_cli.training.plan_step import layers_of, plan, plan_request, replan
 from fuyou_cli.training.prepare import Inspected, Planned, StoreDisks, inspect, resolve, run_directories, unheard
 
 from .room import Room, Wear, described_disks, disks_of, plan_problems, room_of, wear_of, writes_of
+
+if TYPE_CHECKING:
+    from fuyou_cli.training.prepare import Planned
 
 Say = Callable[[str], None]
 Progress = Callable[[str, int, int], None]
@@ -207,3 +214,288 @@ class Replanner:
         automatic = loaded.recipe.train.micro_batch_size == "auto"
         pinned = (f"train.micro_batch_size={prepared.plan.numerics.micro_batch_size}",) if automatic else ()
         return Outcome(changes=tuple(changes), prepared=prepared, room=room, pinned=pinned)
+
+
+# ---- changes that help -----------------------------------------------------------------------------------------------
+
+
+SHOWN, SHOWN_FASTER = 5, 2
+_WAITS = 0.1  # share of a step that compute waits from which changes are planned
+_LARGER = (4, 2)  # times the rows of a step; many more would be another training
+_MOST_MICRO_BATCHES = 64  # of a larger batch; plans of more take many seconds
+_MOST_QUICK = 40  # plans made only to see whether they fit
+_LEAST_CHUNK, _LEAST_ROW = 64, 128  # tokens; a smaller head piece or row makes no sense
+_HALVINGS = 8
+_FINER, _FEW = 64 * MiB, 4 * GiB  # steps of RAM if there is little of it
+INT8, SMALL_SUMS = "optimizer.state_dtype=int8", "precision.grad_accum=bfloat16"
+_PINS = ("weights", "gradients", "optimizer_states", "boundaries", "activations", "lookahead", "defer_updates", "norm_first")
+
+Steps = tuple[tuple[str, ...], ...]  # each is one change: key=value of one or two keys
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kind:
+    """Holds the changes of one kind, smallest first. `numerics`: they change the run's numerics."""
+
+    steps: Steps
+    numerics: bool = False
+
+
+def changes_that_help(elsewise: Replanner, *, fits: bool) -> list[Outcome]:
+    """Returns up to SHOWN changes, best first. `fits`: the run fits and only wears its drives too much; what spares them is
+    `ranked`. Else few keys go before many, the same numerics before others, then the faster per token. If no change both fits
+    and spares the drives, returns changes that fit."""
+    trials = _Trials(elsewise)
+    kinds = list(candidates(elsewise.prepared, fits=fits))
+    found = _found(trials, kinds)
+    if not found and not fits:
+        trials.spare_drives = False
+        found = _found(trials, kinds)
+    if fits:
+        return ranked(outcome for _, outcome in found)[:SHOWN]
+    found.sort(key=lambda pair: _order(*pair))
+    return [outcome for _, outcome in found[:SHOWN]]
+
+
+def _found(trials: _Trials, kinds: list[Kind]) -> list[tuple[bool, Outcome]]:
+    """Returns the changes that help, each with whether it changes the run's numerics."""
+    found = [(kind.numerics, outcome) for kind in kinds if (outcome := trials.first(kind))]
+    for one, other in combinations(kinds, 2) if not found else ():
+        if len(found) >= SHOWN or trials.exhausted:
+            break
+        if outcome := trials.pair(one, other):
+            found.append((one.numerics or other.numerics, outcome))
+    return found
+
+
+def _order(numerics: bool, outcome: Outcome) -> tuple[int, bool, float, tuple[str, ...]]:
+    return len(outcome.changes), numerics, per_token(outcome.plan), outcome.changes
+
+
+class _Trials:
+    """Finds which changes help: tries each with the first plan that fits, then plans it in full."""
+
+    def __init__(self, elsewise: Replanner) -> None:
+        self._elsewise = elsewise
+        self.spare_drives = True
+        self._trained = _trained(elsewise.prepared)
+        self._known: dict[tuple[str, ...], Outcome | None] = {}
+
+    @property
+    def exhausted(self) -> bool:
+        return len(self._known) >= _MOST_QUICK
+
+    def first(self, kind: Kind) -> Outcome | None:
+        """Returns the smallest of its changes that helps. If neither the smallest nor the largest fits, none between does."""
+        ends = (self._quickly(changes) for changes in (kind.steps[-1], kind.steps[0]))
+        return self._least(kind.steps) if any(end is not None and not end.problems for end in ends) else None
+
+    def pair(self, one: Kind, other: Kind) -> Outcome | None:
+        """Returns a pair of changes, each as small as possible, if both at their largest help."""
+        if not self._passes((*one.steps[-1], *other.steps[-1])):
+            return None
+        least = next(step for step in one.steps if self._passes((*step, *other.steps[-1])))
+        return self._least((*least, *step) for step in other.steps)
+
+    def _least(self, steps: Iterable[tuple[str, ...]]) -> Outcome | None:
+        full = (self._elsewise.with_keys(changes) for changes in steps if self._passes(changes))
+        return next((outcome for outcome in full if outcome is not None and self._helps(outcome)), None)
+
+    def _helps(self, outcome: Outcome) -> bool:
+        """Tells whether it fits and wears the drives little enough for as many tokens as the recipe trains on. Training less
+        does not count as a remedy."""
+        trained = _trained(outcome.prepared)
+        return outcome.passes(self._trained / trained if trained else 1.0) if self.spare_drives else not outcome.problems
+
+    def _passes(self, changes: tuple[str, ...]) -> bool:
+        outcome = self._quickly(changes)
+        return outcome is not None and self._helps(outcome)
+
+    def _quickly(self, changes: tuple[str, ...]) -> Outcome | None:
+        if changes not in self._known:
+            self._known[changes] = self._elsewise.with_keys(changes, effort="fit")
+        return self._known[changes]
+
+
+def _trained(prepared: Planned) -> int:
+    """Returns the tokens of the whole run. 0 means that the data decides."""
+    return prepared.total_steps * prepared.plan.step_tokens
+
+
+# ---- what may be changed ---------------------------------------------------------------------------------------------
+
+
+def candidates(prepared: Planned, *, fits: bool) -> Iterator[Kind]:
+    """Yields every kind of change that this recipe allows. A run that `fits` only needs to write less, for as many tokens. A
+    saved run keeps its numerics."""
+    kinds = [*_of_placement(prepared, fits=fits)]
+    if prepared.manifest is None:
+        kinds += [Kind(steps=steps, numerics=True) for steps in _of_numbers(prepared, fits=fits)]
+    yield from (kind for kind in kinds if kind.steps)
+
+
+def _of_placement(prepared: Planned, *, fits: bool) -> Iterator[Kind]:
+    """Yields the changes that keep every loss the same."""
+    recipe, plan = prepared.recipe, prepared.plan
+    keeps = any(stage.kept for stage in plan.stages) and recipe.offload.activations == "auto"
+    pinned = tuple(f"offload.{key}=auto" for key in _PINS if getattr(recipe.offload, key) != "auto")
+    yield Kind(steps=_memory(prepared))
+    if not fits:
+        yield Kind(steps=_if(recipe.export.at_end, "export.at_end=false"))
+    yield Kind(steps=_rarer_commits(prepared))
+    yield Kind(steps=_if(recipe.offload.wear != "spare", "offload.wear=spare"))
+    yield Kind(steps=_if(keeps, "offload.activations=recompute"))
+    yield Kind(steps=(*((pin,) for pin in pinned), *([pinned] if len(pinned) > 1 else [])))
+    for key in ("cpu", "gpu", "ssd"):
+        yield Kind(steps=_if(not getattr(recipe.offload.max_memory, key).is_auto, f"offload.max_memory.{key}=auto"))
+
+
+def _of_numbers(prepared: Planned, *, fits: bool) -> Iterator[Steps]:
+    """Yields the changes that change the losses."""
+    recipe, numerics = prepared.recipe, prepared.plan.numerics
+    batch, micro, length = numerics.batch_size, numerics.micro_batch_size, numerics.max_seq_len
+    smaller = list(dict.fromkeys(size // micro * micro for size in _halved(batch, micro)))
+    if fits:
+        yield same_tokens(prepared, smaller) if _spills(prepared) else ()
+    else:
+        yield tuple((f"train.micro_batch_size={size}",) for size in _halved(micro, 1) if batch % size == 0)
+        chunk = numerics.head_chunk_tokens or micro * length
+        yield tuple((f"train.head_chunk_tokens={size}",) for size in _halved(chunk, _LEAST_CHUNK))
+        yield _if(recipe.train.head_chunk_vocab != "auto", "train.head_chunk_vocab=auto")
+        yield tuple((f"dataset.max_seq_len={size}",) for size in _halved(length, _LEAST_ROW))
+        yield tuple((f"train.batch_size={size}",) for size in smaller)
+    yield _if(recipe.train.clip_grad_norm is not None, "train.clip_grad_norm=null")
+    yield _if(may_have_smaller_sums(prepared), SMALL_SUMS)
+    states = may_have_smaller_states(prepared)
+    yield _if(states, INT8)
+    yield ((INT8, SMALL_SUMS),) if fits and states and may_have_smaller_sums(prepared) else ()
+    yield same_tokens(prepared, [batch * factor for factor in (2, 4, 8, 16) if prepared.total_steps >= factor])
+
+
+def _if(possible: bool, change: str) -> Steps:
+    return ((change,),) if possible else ()
+
+
+def may_have_smaller_states(prepared: Planned) -> bool:
+    recipe = prepared.recipe
+    usual = (recipe.optimizer.name, recipe.optimizer.state_dtype) == ("adamw", "float32")
+    return usual and recipe.offload.optimizer_states != "gpu" and prepared.manifest is None
+
+
+def may_have_smaller_sums(prepared: Planned) -> bool:
+    precision = prepared.recipe.precision
+    return precision.compute == "bfloat16" != precision.grad_accum
+
+
+def _memory(prepared: Planned) -> Steps:
+    """Returns more RAM for the process, up to the machine's: the smallest size that is enough, then larger steps."""
+    plan, hardware = prepared.plan, prepared.hardware
+    asked = plan_request(prepared.recipe, plan.numerics, hardware, device=plan.device)
+    asked = replace(asked, code_bytes=prepared.request.code_bytes)
+    enough = max(least_memory(prepared.model, hardware, asked), plan.cpu_budget + 1)
+    size, most, sizes = -(-enough // GiB), hardware.ram_available // GiB, []
+    finer = align_up(enough, _FINER)
+    less = (f"offload.max_memory.cpu={finer // MiB}MiB",) if finer < min(size * GiB, _FEW) else ()
+    while size <= most:
+        sizes.append(size)
+        size += max(1, size // 2)
+    if sizes and sizes[-1] < most:
+        sizes.append(most)
+    return tuple((change,) for change in (*less, *(f"offload.max_memory.cpu={size}GiB" for size in sizes)))
+
+
+def _rarer_commits(prepared: Planned) -> Steps:
+    """Returns fewer commits, because each writes what rests in RAM."""
+    plan, every = prepared.plan, prepared.plan.commit_every
+    resting = any("cpu" in (stage.weights, stage.states) for stage in plan.stages)
+    if every is None or not resting:
+        return ()
+    return tuple((f"checkpoint.commit_every_steps={factor * every}",) for factor in (10, 100))
+
+
+def _spills(prepared: Planned) -> bool:
+    """Tells whether the ssd holds anything that grows with the batch, or that the batch displaces."""
+    return any("ssd" in (stage.boundary, stage.gradients, stage.states) for stage in prepared.plan.stages)
+
+
+def same_tokens(prepared: Planned, batches: Iterable[int]) -> Steps:
+    """Returns other batch sizes for the same training. A step writes its states once, whatever its batch."""
+    train, trained = prepared.recipe.train, prepared.total_steps * prepared.plan.numerics.batch_size
+    by_epochs = train.max_steps is None  # the number of steps then follows
+    return tuple(
+        (f"train.batch_size={batch}",)
+        if by_epochs
+        else (f"train.batch_size={batch}", f"train.max_steps={-(-trained // batch)}")
+        for batch in batches
+    )
+
+
+def _halved(value: int, least: int) -> Iterator[int]:
+    for _ in range(_HALVINGS):
+        value //= 2
+        if value < least:
+            return
+        yield value
+
+
+# ---- what makes it faster --------------------------------------------------------------------------------------------
+
+
+def ways_to_be_faster(elsewise: Replanner) -> tuple[Outcome, ...]:
+    """Returns the two best kinds of change, best first; none for a run that hardly waits for drives, or that nothing makes
+    clearly faster. Each is searched as the recipe with its overrides is, and so has the figures of that plan.
+
+    The changes of a kind, and the kinds, are compared by quick plans with the choice of the plan that is there."""
+    prepared = elsewise.prepared
+    if prepared.manifest is not None or prepared.found is None or not waits_for_drives(prepared.plan):
+        return ()  # a saved run keeps its numbers
+    if prepared.refusal is not None or prepared.hardware.measured == "assumed":
+        return ()
+    best: list[Outcome] = []
+    for kind in _kinds(prepared):
+        planned = [one for keys in kind if (one := _quickly(elsewise, keys)) is not None]
+        best += ranked(_worth(prepared.plan, planned))[:1]
+    searched = (elsewise.with_keys(one.changes) for one in ranked(best)[:SHOWN_FASTER])
+    return tuple(ranked(_worth(prepared.plan, [one for one in searched if one is not None])))
+
+
+def waits_for_drives(plan: Plan) -> bool:
+    """Tells whether the store, or the host's memory, makes a step longer. A plan that computes a backward twice, to measure the
+    norm first, does so because they would."""
+    predicted = plan.predicted
+    waits = sum(predicted.stalls.values()) > _WAITS * predicted.step_seconds
+    return waits or plan.norm_first or predicted.bottleneck.startswith(("ssd", "dram"))
+
+
+def _worth(plan: Plan, outcomes: Iterable[Outcome]) -> list[Outcome]:
+    most = WORTH * per_token(plan)
+    return [one for one in outcomes if not one.problems and per_token(one.plan) <= most]
+
+
+def _kinds(prepared: Planned) -> Iterator[tuple[tuple[str, ...], ...]]:
+    """Yields the changes of each kind that the recipe allows."""
+    recipe = prepared.recipe
+    states, sums = may_have_smaller_states(prepared), may_have_smaller_sums(prepared)
+    if states:
+        yield ((INT8,), (INT8, SMALL_SUMS)) if sums else ((INT8,),)
+    elif sums:
+        yield ((SMALL_SUMS,),)
+    numerics, by_epochs = prepared.plan.numerics, recipe.train.max_steps is None
+    times = [
+        one
+        for one in _LARGER
+        if one * numerics.micro_batches <= _MOST_MICRO_BATCHES and (by_epochs or prepared.total_steps >= one)
+    ]
+    yield same_tokens(prepared, [one * numerics.batch_size for one in times[:1]])
+    yield (("train.clip_grad_norm=null",),) if recipe.train.clip_grad_norm is not None else ()
+
+
+def _quickly(elsewise: Replanner, keys: tuple[str, ...]) -> Outcome | None:
+    """Plans changed keys with the choice of the plan that is there, or as usual where that does not fit. More sweeps than one
+    may be there only for what a change makes small, so one is tried as well."""
+    found = elsewise.prepared.found
+    assert found is not None
+    same = replace(found.best.candidate, norm_first=False)
+    placed = (elsewise.with_keys(keys, candidate) for candidate in dict.fromkeys((same, replace(same, sweeps=1))))
+    fitting = [outcome for outcome in placed if outcome is not None]
+    return min(fitting, key=lambda one: per_token(one.plan)) if fitting else elsewise.with_keys(keys, effort="usual")

@@ -51,7 +51,7 @@ def _complete_recipe(incomplete: str) -> list[str]:
 
 def _complete_key(incomplete: str) -> list[str]:
     """Lists the keys of a recipe, for shell completion."""
-    from fuyou_cli.recipe.suggest import known_keys
+    from fuyou_cli.recipe.rules import known_keys
 
     keys = known_keys()
     leaves = (key for key in keys if not any(other.startswith(f"{key}.") for other in keys))
@@ -133,7 +133,7 @@ def quickstart(overrides: _Overrides = None) -> None:
     Makes a model, fine-tunes it in less memory than its states need, and compares the losses with plain PyTorch. Needs no
     network and no GPU.
     """
-    from .quickstart_command import run_quickstart
+    from .finetune import run_quickstart
 
     if code := run_quickstart(overrides or []):
         raise typer.Exit(code)
@@ -305,7 +305,7 @@ def evaluate(
     from fuyou_cli.core.heap import settle_allocator
     from fuyou_cli.machine.libraries import settle_libraries
 
-    from .evaluate import run_eval
+    from .inference_commands import run_eval
 
     loaded = _loaded_recipe(recipe, overrides)
     settle_allocator()
@@ -325,7 +325,7 @@ def lm_eval(context: typer.Context) -> None:
     if words in ([], ["-h"], ["--help"]):
         typer.echo(context.get_help())
         return
-    from .evaluate import run_lm_eval
+    from .inference_commands import run_lm_eval
 
     run_lm_eval(words)
 
@@ -339,7 +339,7 @@ def doctor(
 
     Shows what works, what does not, and how to fix it. Exit code 1 if something must be fixed.
     """
-    from .doctor import run_doctor
+    from .bench import run_doctor
 
     if not run_doctor(directory, json_output=json_output):
         raise typer.Exit(error_screen.FAILED)
@@ -358,7 +358,7 @@ def report(
     Shows loss, learning rate and speed over the steps, memory, the ssd and its wear, and predictions next to measurements.
     Works during a run too.
     """
-    from .report_command import run_report
+    from .stores import run_report
 
     run_report(source, json_output=json_output, html=html)
 
@@ -412,7 +412,7 @@ def generate(
     The model may be larger than memory: its weights stay in RAM as far as --memory goes, and the rest is read once for each
     token, for all prompts of a batch.
     """
-    from .generate import GenerateOptions, run_generate
+    from .inference_commands import GenerateOptions, run_generate
 
     asked = GenerateOptions(
         prompts=tuple(prompts or ()), file=file, chat=chat, new=max_new_tokens, temperature=temperature, top_p=top_p,
@@ -446,7 +446,7 @@ def clean(
 
     Lists the files that manifests in DIR name, and asks before it removes them. Removes nothing else.
     """
-    from .clean import run_clean
+    from .stores import run_clean
 
     run_clean(directory, yes=yes)
 

@@ -6,26 +6,32 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
+from fuyou_cli import __version__
 from fuyou_cli.core import disk, probe
 from fuyou_cli.core.errors import FuyouError, UsageError
 from fuyou_cli.core.paths import folder
-from fuyou_cli.core.units import gb
+from fuyou_cli.core.printable import one_line
+from fuyou_cli.core.units import duration, gb, gib
 from fuyou_cli.machine import drives
 from fuyou_cli.machine.background_load import BackgroundLoad, are_busy
+from fuyou_cli.machine.checks import examine
+from fuyou_cli.machine.drives import endurance
 from fuyou_cli.machine.measure.whole import BenchReport, device_named, measure
 from fuyou_cli.machine.profile import assumed_hardware, card
 from fuyou_cli.machine.profile_store import keep, keep_layers, kept_profile
-from fuyou_cli.spec.hardware import ON_PROCESSOR
+from fuyou_cli.spec.hardware import ON_PROCESSOR, HardwareProfile
 
-from .console import agreed, result_console, status_console, write_status
+from .console import agreed, result_console, status_console, write_json, write_status
 from .error_screen import like_ctrl_c
-from .render.bench_screen import bench_json, show_bench
+from .render.theme import Symbols, column, heading, machine_in_words, pairs, ruled, say, show, symbols, tera
 
 if TYPE_CHECKING:
     import torch
@@ -187,3 +193,82 @@ def _places(directory: Path | None, recipe: Recipe | None) -> tuple[Path, ...]:
     if recipe is not None:
         return recipe.offload_directories(os.environ)
     return (folder(os.environ.get("FUYOU_OFFLOAD_DIR") or ".", key="FUYOU_OFFLOAD_DIR"),)
+
+
+# ---- what is shown ---------------------------------------------------------------------------------------------------
+
+
+SCHEMA_VERSION = 2
+
+
+def show_bench(console: Console, report: BenchReport) -> None:
+    """Prints the machine, then every rate: median and range of the repeats."""
+    shapes, profile = symbols(console), report.profile
+    say(console, Text.assemble(("fuyou bench", "bold"), f"  {'quick' if report.quick else 'full'}"))
+    pairs(console, _machine(profile, f" {shapes.dot} "))
+    _rates(console, report, "Arithmetic", "FLOP/s", shapes)
+    _rates(console, report, "Moving bytes", "B/s", shapes)
+    if report.notes:
+        heading(console, "Notes")
+        for note in report.notes:
+            say(console, f"- {note}", indent=2)
+    console.print()
+    say(console, f"{duration(report.seconds)}, {gb(report.written_bytes)} written, nothing left behind", style="dim")
+
+
+def _machine(profile: HardwareProfile, dot: str) -> list[tuple[str, str]]:
+    rows = [("machine", dot.join(machine_in_words(profile)))]
+    if profile.pinnable:
+        rows.append(("pinned", f"at most {gib(profile.pinnable)}: {profile.pinnable_why}"))
+    rows += [("drive", f"{d.model}, {gb(d.capacity)}, {endurance(d)}") for d in profile.drives if d.model]
+    rows.append(("process", f"{gib(profile.process_bytes)} with torch and transformers loaded, before the model"))
+    if profile.device == "cpu":
+        kept = f"compute keeps {profile.shared_compute:.0%} and the update {profile.shared_adamw:.0%} of its rate alone"
+        rows.append(("at once", f"beside one update thread, {kept}"))
+    return rows
+
+
+def bench_json(report: BenchReport) -> dict[str, object]:
+    """Returns the same as data: rates per second, and `profile` as `fuyou plan` reads it."""
+    return {"schema_version": SCHEMA_VERSION, "digest": report.profile.digest(), **asdict(report)}
+
+
+def _rates(console: Console, report: BenchReport, title: str, unit: str, shapes: Symbols) -> None:
+    rates = [rate for rate in report.rates if rate.unit == unit]
+    scale, name = (1, "TFLOPS") if unit == "FLOP/s" else (1000, "GB/s")
+    least = min((rate.repeats for rate in rates), default=0)
+    heading(console, f"{title} ({name})", f"median of at least {least} repeats (stages: mean), and their range")
+    content = ruled(shapes)
+    column(content, "what", wrap=True)
+    column(content, "rate", right=True)
+    column(content, "range", right=True)
+    column(content, "measured on", wrap=True, style="dim")
+    for rate in rates:
+        value, low, high = (tera(one * scale) for one in (rate.value, rate.low, rate.high))
+        content.add_row(Text(rate.name), Text(value, style="bold"), f"{low} to {high}", Text(rate.note))
+    show(console, content, indent=2)
+
+
+# ---- doctor ----------------------------------------------------------------------------------------------------------
+
+
+_COLOUR = {"ok": "green", "note": "yellow", "problem": "bold red"}
+
+
+def run_doctor(directory: Path | None, *, json_output: bool) -> bool:
+    """Prints the checks, and returns whether none is a problem."""
+    checks = list(examine(directory or Path(os.environ.get("FUYOU_OFFLOAD_DIR") or ".")))
+    fine = not any(check.is_problem for check in checks)
+    if json_output:
+        write_json({"ok": fine, "fuyou": __version__, "checks": [check.as_dict() for check in checks]})
+        return fine
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    column(grid)
+    column(grid)
+    column(grid, wrap=True)
+    for check in checks:
+        grid.add_row(Text(check.status, _COLOUR[check.status]), check.name, Text(one_line(check.found)))
+        if check.advice:
+            grid.add_row("", "", Text(one_line(f"-> {check.advice}")))
+    show(result_console(), grid)
+    return fine

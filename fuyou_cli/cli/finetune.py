@@ -15,11 +15,13 @@ from fuyou_cli.advice.room import check_export, check_output, export_folder, pla
 from fuyou_cli.core import probe
 from fuyou_cli.core.errors import FuyouError, Interrupted, PlanError
 from fuyou_cli.core.safe_files import open_own
-from fuyou_cli.core.units import gb
+from fuyou_cli.core.units import duration, gb, gib
 from fuyou_cli.machine.background_load import BackgroundLoad
+from fuyou_cli.quickstart.demonstration import PROMPT, Shown, demonstrate
 
 from .console import status_console, write_last_result, write_status
 from .error_screen import like_ctrl_c
+from .render.theme import heading, pairs, say, some
 
 if TYPE_CHECKING:
     from fuyou_cli.data.rows import DataSummary
@@ -98,7 +100,7 @@ def _made_ready(loaded: LoadedRecipe, *, measure: bool, accept_changes: bool) ->
     from fuyou_cli.training.prepare import fetch, inspect, resolve, tokenise
     from fuyou_cli.training.state.recipe_changes import in_words
 
-    from .render.transfer import Transfers
+    from .render.progress import Transfers
 
     say = write_status
     try:
@@ -170,7 +172,7 @@ def _show_changes(loaded: LoadedRecipe, shown: Planned, now: Planned, evaluated:
 
 def _show_data(summary: DataSummary) -> None:
     """Prints the numbers of samples, rows and tokens, and one decoded sample with its mask."""
-    from .render.sample import show_sample
+    from .render.data_screen import show_sample
     from .render.theme import some
 
     formats = ", ".join(f"{Path(path).name}: {name}" for path, name in summary.formats)
@@ -360,3 +362,35 @@ def _conclude(planned: Planned, report: RunReport) -> None:
         write_status(f"timeline: {out}")
     except OSError as error:
         write_status(f"note: cannot write the timeline to {out}: {error.strerror}")
+
+
+# ---- quickstart ------------------------------------------------------------------------------------------------------
+
+
+STATE_BYTES = 16  # per parameter in memory: weights and gradients 4 with fp32 masters 4, or 8 in fp32; momentum and variance 8
+
+
+def run_quickstart(overrides: Sequence[str]) -> int:
+    """Returns the exit code: 0, or the code of a training that ended early and has printed why."""
+    shown = demonstrate(overrides, say=write_status)
+    if isinstance(shown, int):
+        return shown
+    _last_screen(shown)
+    return 0
+
+
+def _last_screen(shown: Shown) -> None:
+    console, done = status_console(), shown.done
+    heading(console, f"Quickstart  {duration(shown.seconds)}")
+    in_memory = STATE_BYTES * done.plan["parameters"]
+    rows = [
+        ("in memory needs", f"{gib(in_memory)} for weights, gradients and optimizer states alone"),
+        ("budget", f"{gib(done.plan['budget'])} for the whole process, {shown.held}"),
+        ("peak", gib(done.peak) if done.peak else "not measured: no step was left to run"),
+        ("loss", f"{done.losses[0]:.4f} to {done.losses[-1]:.4f} in {some(len(done.losses), 'step')}"),
+    ]
+    pairs(console, [*rows, ("plain PyTorch", shown.compared)] if shown.compared else rows)
+    say(console, PROMPT.replace("\n", "  "), indent=2)
+    for when, sample in shown.samples.items():
+        say(console, f"{when} {' '.join(sample.split())[:100]}", indent=4)
+    write_last_result(f"the fine-tuned model is in {done.plan['export']}: AutoModelForCausalLM.from_pretrained loads it")

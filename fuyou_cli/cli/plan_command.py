@@ -46,7 +46,7 @@ def run_plan(loaded: LoadedRecipe, options: PlanOptions) -> bool:
         check_export(loaded.recipe, outcome.prepared.model_dir)  # before any output: a refused export does not fit
     facts = replace(_facts(loaded, options, outcome), notes=tuple(notes.kept))
     if options.json_output:
-        from .render.plan_json import plan_json
+        from .render.plan_screen import plan_json
 
         notes.write()
         write_json(plan_json(facts))
@@ -80,7 +80,7 @@ def _planned(loaded: LoadedRecipe, options: PlanOptions, notes: _Notes) -> Outco
     from fuyou_cli.advice.planning import Outcome, plan_recipe
     from fuyou_cli.machine.described import described
 
-    from .render.transfer import Transfers
+    from .render.progress import Transfers
 
     measured = not options.dry_run
     with Transfers(status_console()) as progress:
@@ -91,9 +91,8 @@ def _planned(loaded: LoadedRecipe, options: PlanOptions, notes: _Notes) -> Outco
 
 def _facts(loaded: LoadedRecipe, options: PlanOptions, outcome: Outcome) -> RunFacts:
     """Collects what is known about the plan, and plans again to find alternatives."""
-    from fuyou_cli.advice.changes import changes_that_help, ways_to_be_faster
     from fuyou_cli.advice.facts import facts_of, with_evaluation
-    from fuyou_cli.advice.planning import Replanner, command_of
+    from fuyou_cli.advice.planning import Replanner, changes_that_help, command_of, ways_to_be_faster
     from fuyou_cli.training.length import counted_evaluation
 
     prepared, described = outcome.prepared, options.hardware is not None

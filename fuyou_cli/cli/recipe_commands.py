@@ -92,11 +92,11 @@ def run_schema(*, as_reference: bool) -> None:
     import json
 
     if as_reference:
-        from fuyou_cli.recipe.reference import reference
+        from fuyou_cli.recipe.schema import reference
 
         write_document(reference())
         return
-    from fuyou_cli.recipe.reference import recipe_schema
+    from fuyou_cli.recipe.schema import recipe_schema
 
     write_document(json.dumps(recipe_schema(), indent=2))
 
@@ -140,7 +140,7 @@ def run_data(recipe: Recipe, *, number: int, json_output: bool) -> None:
     from fuyou_cli.training.shown_data import seen
 
     from .render.data_screen import show_data
-    from .render.transfer import Transfers
+    from .render.progress import Transfers
 
     with Transfers(status_console()) as progress:
         preview = seen(recipe, number, whole=json_output, say=write_status, progress=progress)

@@ -8,17 +8,24 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from fuyou_cli.core.disk import REMEDIES
-from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.errors import FuyouError, UsageError
 from fuyou_cli.core.paths import expanded
-from fuyou_cli.core.units import gb
+from fuyou_cli.core.printable import one_line
+from fuyou_cli.core.units import gb, gib
+from fuyou_cli.training.run_log import History, find_log, finite, read_history
+from fuyou_cli.training.state.manifest import BEFORE
+from fuyou_cli.training.state.manifest import NAME as MANIFEST
+from fuyou_cli.training.state.parts import read_part
+from fuyou_cli.training.state.removal import StoreFiles, find_manifests, find_unnamed, read_store, remove_store
 
-from .console import status_console, write_json, write_last_result, write_result, write_status
+from .console import agreed, result_console, status_console, write_json, write_last_result, write_result, write_status
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.schema import Recipe
+    from fuyou_cli.training.report import RunReport, StepReport
     from fuyou_cli.training.state.at_rest import Verified
     from fuyou_cli.training.state.source_checks import FileCheck
     from fuyou_cli.training.state.stored import Manifest
@@ -66,7 +73,7 @@ class ExportCallbacks(TypedDict):
 @contextmanager
 def exporting(out: Path) -> Iterator[ExportCallbacks]:
     """Shows the progress of an export to `out`."""
-    from .render.transfer import Transfers
+    from .render.progress import Transfers
 
     with Transfers(status_console()) as transfers:
         yield {"progress": partial(transfers, f"exporting to {out.name}"), "say": write_status}
@@ -106,7 +113,7 @@ def _model_of(recipe: Recipe) -> Path:
     """Finds the model that a recipe names, with its weights."""
     from fuyou_cli.checkpoint.hub import Hub
 
-    from .render.transfer import Transfers
+    from .render.progress import Transfers
 
     with Transfers(status_console()) as transfers:
         return Hub(recipe, say=write_status, progress=transfers).model(need_weights=True)
@@ -185,3 +192,109 @@ def _as_data(state: Verified) -> dict[str, object]:
         "damages": [asdict(damage) for damage in state.damages],
         "files": [asdict(file) for file in state.files],
     }
+
+
+# ---- clean -----------------------------------------------------------------------------------------------------------
+
+
+def run_clean(directory: Path, *, yes: bool) -> None:
+    """Shows the stores in `directory` and removes their files if the user agrees. Raises FuyouError if a store is left."""
+    stores = [read_store(manifest) for manifest in find_manifests(directory)]
+    unnamed = find_unnamed(directory, stores)
+    for store in stores:
+        _show_store(store)
+    for file in unnamed:
+        _show_unnamed(file)
+    removable = [store for store in stores if not store.refused]
+    total = sum(file.taken for store in removable for file in store.files)
+    question = f"Remove these files and their manifests, {gib(total)}?"
+    if removable and agreed(question, yes=yes, otherwise="nothing was removed"):
+        freed = sum(remove_store(store) for store in removable)
+        write_last_result(f"removed {gib(freed)} ({freed:,} bytes)")
+    if len(removable) < len(stores):
+        raise FuyouError(f"{len(stores) - len(removable)} of {len(stores)} stores were not removed, see above")
+    if not stores:
+        raise UsageError(f"no store under {directory}: no {MANIFEST} in it or one level below")
+
+
+def _show_store(store: StoreFiles) -> None:
+    write_result(f"{store.manifest.parent}")
+    for file in store.files:
+        write_result(f"  {gib(file.taken):>12}  {file.path}  ({file.taken:,} bytes)")
+    if store.missing:
+        write_result(f"  {store.missing} named files are gone already")
+    for reason in store.refused:
+        write_status(f"  refused: {reason}")
+
+
+def _show_unnamed(file: Path) -> None:
+    """Shows a store file that has no manifest. It is not removed, because a run may still need it."""
+    taken, part = file.stat().st_blocks * 512, read_part(file.parent)
+    if part is not None and part.index:
+        first = one_line(str(part.first))
+        why = f"part {part.index + 1} of {part.count} of the store in {first}: name that one, or mount its drive"
+    else:
+        why = f"its run was killed at its start, or continues from {BEFORE}: run its recipe again, or remove the file by hand"
+    write_status(f"{file.parent}\n  {gib(taken):>12}  {file}  ({taken:,} bytes)")
+    write_status(f"  not removed, because no {MANIFEST} names it: {why}")
+
+
+# ---- report ----------------------------------------------------------------------------------------------------------
+
+
+def run_report(source: Path, *, json_output: bool, html: Path | None) -> None:
+    """Shows a run's log. With `html`, writes a page to that file instead."""
+    history = read_history(find_log(source))
+    if json_output:
+        write_json(_run_as_data(history))
+    if html is not None:
+        _write_page(html, history)
+    elif not json_output:
+        from .render.report_screen import show_report
+
+        show_report(result_console(), history)
+
+
+def _run_as_data(history: History) -> dict[str, Any]:
+    report: RunReport = history.report
+    left_out = ("losses", "timeline", "timeline_stalls", "compared", "waits", "update_cpu")
+    best = history.best
+    data = {
+        "log": str(history.log),
+        "ended": history.ended,
+        "failed": history.failed or None,
+        "stopped": history.stopped,
+        "planned": asdict(history.plan),
+        "measured": {name: value for name, value in asdict(report).items() if name not in left_out},
+        "compared": [line.as_data() for line in report.compared],
+        "evaluations": [asdict(evaluation) for evaluation in history.evaluations],
+        "best": None if best is None else {name: getattr(best, name) for name in ("step", "loss", "folder", "problem")},
+        "changes": [asdict(change) for change in history.changes],
+        "samples": [asdict(sample) for sample in history.samples],
+        "steps": [_step(step) for step in history.steps],
+        **({} if history.sent is None else {"experts": asdict(history.sent)}),
+    }
+    return {name: finite(value) for name, value in data.items()}
+
+
+def _step(step: StepReport) -> dict[str, Any]:
+    """Returns a step's figures. Those of mixtures are left out where there is none."""
+    names = (
+        "step", "loss", "lr", "grad_norm", "batch_tokens", "seconds", "ram_peak", "read_bytes", "written_bytes", "stalls",
+        "skipped", "busy",
+    )  # fmt: skip
+    of_mixtures = {"experts": step.experts and asdict(step.experts), "router_aux_loss": step.router_aux_loss}
+    return {name: getattr(step, name) for name in names} | {
+        name: value for name, value in of_mixtures.items() if value is not None
+    }
+
+
+def _write_page(path: Path, history: History) -> None:
+    from .render.report_screen import page
+
+    text = page(history)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}", hint="name another file") from None
+    write_status(f"wrote {path}")

@@ -194,7 +194,7 @@ def _described(folder: Path) -> object:
 
 def _history(folder: Path) -> object:
     """Reads a log as `fuyou report` does, up to what it shows."""
-    from fuyou_cli.cli.render.report_page import page
+    from fuyou_cli.cli.render.report_screen import page
     from fuyou_cli.training.run_log import read_history
 
     return page(read_history(folder / "log.jsonl"))

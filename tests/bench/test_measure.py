@@ -15,8 +15,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from fuyou_cli.cli.bench import run_bench
-from fuyou_cli.cli.render.bench_screen import bench_json, show_bench
+from fuyou_cli.cli.bench import bench_json, run_bench, show_bench
 from fuyou_cli.core.errors import OutOfSpaceError, UsageError
 from fuyou_cli.core.units import MiB, gib
 from fuyou_cli.machine import profile

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fuyou_cli.cli import clean
-from fuyou_cli.cli.clean import run_clean
+from fuyou_cli.cli.stores import run_clean
 from fuyou_cli.core.errors import FuyouError, UsageError
 from fuyou_cli.training.state.manifest import BEFORE, BESIDE, NAME, VERSION
 from fuyou_cli.training.state.removal import find_manifests, read_store

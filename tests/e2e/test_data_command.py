@@ -17,7 +17,7 @@ from fuyou_cli.cli.app import main
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.data.tokenise import load_tokenizer
 from fuyou_cli.recipe.load import load_recipe
-from fuyou_cli.recipe.reference import reference
+from fuyou_cli.recipe.schema import reference
 from fuyou_cli.training.length import tokenised_rows
 
 from .conftest import PLACES, NewProject, Project

@@ -11,8 +11,8 @@ import pytest
 import yaml
 from transformers import LlamaConfig
 
-from fuyou_cli.advice.changes import candidates
 from fuyou_cli.advice.facts import facts_of
+from fuyou_cli.advice.planning import candidates
 from fuyou_cli.advice.room import room_of
 
 from .conftest import Command, Project

@@ -19,8 +19,8 @@ from rich.text import Text
 
 from fuyou_cli.cli import console as consoles
 from fuyou_cli.cli.app import main
+from fuyou_cli.cli.render.progress import Transfers
 from fuyou_cli.cli.render.theme import SafeConsole, column, pairs, ruled, safe, say, show, symbols
-from fuyou_cli.cli.render.transfer import Transfers
 from fuyou_cli.core.printable import one_line, printable
 
 from .conftest import Run

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fuyou_cli.advice.planning import plan_recipe
 from fuyou_cli.advice.room import spared_of
-from fuyou_cli.cli.render.traffic import spared_in_words
+from fuyou_cli.cli.render.plan_screen import spared_in_words
 from fuyou_cli.core.units import MiB
 from fuyou_cli.machine.described import described
 from fuyou_cli.planner.boundary_layout import kept_bytes

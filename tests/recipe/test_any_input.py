@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fuyou_cli.recipe.diagnostics import RecipeErrors
 from fuyou_cli.recipe.load import load_recipe
-from fuyou_cli.recipe.suggest import known_keys
+from fuyou_cli.recipe.rules import known_keys
 
 from .conftest import VALID
 

@@ -9,7 +9,7 @@ import pytest
 
 from fuyou_cli.recipe.diagnostics import RecipeErrors
 from fuyou_cli.recipe.load import load_recipe
-from fuyou_cli.recipe.suggest import ALIASES, known_keys, suggest_key
+from fuyou_cli.recipe.rules import ALIASES, known_keys, suggest_key
 
 from .conftest import VALID
 

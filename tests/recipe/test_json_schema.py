@@ -11,8 +11,8 @@ from omegaconf import OmegaConf
 
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.recipe.named import shipped_recipes
-from fuyou_cli.recipe.reference import recipe_schema, reference
-from fuyou_cli.recipe.suggest import known_keys
+from fuyou_cli.recipe.rules import known_keys
+from fuyou_cli.recipe.schema import recipe_schema, reference
 
 from .conftest import VALID
 

@@ -8,7 +8,7 @@ import pytest
 
 from fuyou_cli.advice.facts import RunFacts
 from fuyou_cli.advice.room import Wear, Writes, wear_of, writes_of
-from fuyou_cli.cli.render.plan_json import plan_json
+from fuyou_cli.cli.render.plan_screen import plan_json
 from fuyou_cli.core.units import gb
 from fuyou_cli.spec.hardware import Drive, HardwareProfile
 

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from fuyou_cli.cli.render.charts import line_svg
-from fuyou_cli.cli.render.report_page import page
-from fuyou_cli.cli.render.report_screen import Series, about, evaluations, experts, series_of, show_report
-from fuyou_cli.cli.report_command import run_report
+from fuyou_cli.cli.render.report_screen import Series, about, evaluations, experts, page, series_of, show_report
+from fuyou_cli.cli.stores import run_report
 from fuyou_cli.core.errors import Interrupted, SwapError, UsageError
 from fuyou_cli.core.units import GiB, MiB
 from fuyou_cli.training.report import RunReport, Spread, StepReport

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from rich.cells import cell_len
 
+from fuyou_cli.cli.render.data_screen import show_sample
 from fuyou_cli.cli.render.report_screen import show_summary
-from fuyou_cli.cli.render.sample import show_sample
 from fuyou_cli.core.units import GiB
 from fuyou_cli.training.report import RunReport
 

@@ -7,7 +7,7 @@ import io
 
 from rich.console import Console
 
-from fuyou_cli.cli.render.transfer import LINE_SECONDS, Transfers
+from fuyou_cli.cli.render.progress import LINE_SECONDS, Transfers
 
 
 def test_a_pipe_gets_a_line_now_and_then() -> None:

@@ -6,17 +6,20 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from datetime import datetime
+from pathlib import Path
 
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
 from rich.console import Console
 from rich.text import Text
 
-from fuyou_cli.core.printable import one_line
+from fuyou_cli.core.printable import one_line, printable
 from fuyou_cli.core.units import brief, duration, gb, gib
 from fuyou_cli.training.report import Compared, EvalReport, RunReport, Spread, StepReport
 from fuyou_cli.training.run_log import History
 from fuyou_cli.training.state.recipe_changes import in_words
 
-from .charts import Series, show_loss, show_timeline, waiting
+from .charts import Series, line_svg, shares_svg, show_loss, show_timeline, timeline_svg, waiting
 from .theme import column, heading, pairs, percent, rate, ruled, say, show, some, speed, symbols, tera
 
 Pairs = list[tuple[str, str]]
@@ -339,3 +342,64 @@ def wear(history: History) -> Pairs:
         share = f"{100 * each / drive.rated_bytes:.2g}% of its {gb(drive.rated_bytes)} of rated writes"
         rows.append((drive.model or "drive", share + more))
     return rows
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+
+_TEMPLATE = Path(__file__).with_name("report.html")
+
+
+def page(history: History) -> str:
+    """Returns the page as text."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, finalize=_shown)
+    template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
+    report, series = history.report, series_of(history)
+    first, charted = history.steps[0].step, series if history.steps[1:] else []
+    last = f"Step {history.steps[-1].step:,}"
+    timeline = timeline_svg(report.timeline, title=last, stalls=report.timeline_stalls) if report.timeline else ""
+    return template.render(
+        model=history.plan.model,
+        log=str(history.log),
+        tiles=_tiles(history),
+        about=about(history),
+        charts=[(item.name, item.note, Markup(line_svg(item, first_step=first))) for item in charted],
+        columns=COLUMNS,
+        over=[item.row for item in series],
+        evaluated=EVALUATED,
+        evaluations=evaluations(history),
+        mixtures=EXPERTS,
+        experts=[(row, Markup(shares_svg(counts))) for row, counts in _drawn(history)],
+        sent_in=history.sent.step if history.sent is not None else 0,
+        samples=samples(history),
+        compared=compared_rows(report),
+        typical=typical(report).removeprefix("of one step, "),
+        verdict=verdict(report),
+        memory=memory(history),
+        ssd=[*store(history), *wear(history)],
+        timeline=Markup(timeline),
+    )
+
+
+def _drawn(history: History) -> list[tuple[tuple[str, ...], tuple[int, ...]]]:
+    """Returns the row of each mixture with the tokens of its experts."""
+    sent = {} if history.sent is None else history.sent.sent
+    return list(zip(experts(history), filter(None, sent.values()), strict=True))
+
+
+def _shown(value: object) -> object:
+    """Spells out control characters of text from a log, but for newlines."""
+    return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+def _tiles(history: History) -> list[tuple[str, str]]:
+    """Returns the most wanted figures."""
+    report, known = history.report, [step.loss for step in history.steps if math.isfinite(step.loss)]
+    return [
+        ("loss of the last step", f"{known[-1]:.4f}" if known else "?"),
+        ("loss of the first step", f"{known[0]:.4f}" if known else "?"),
+        ("tokens per second", speed(report.tokens_per_second)),
+        ("one step", brief(report.step_seconds)),
+        (f"peak RAM, {gib(report.ram_budget)} allowed", gib(report.ram_peak)),
+        ("written to the ssd", gb(report.written_total)),
+    ]

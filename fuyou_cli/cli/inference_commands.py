@@ -6,24 +6,28 @@ import io
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Any, Literal
 
-from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core import probe
+from fuyou_cli.core.errors import UsageError, pip_install
 from fuyou_cli.core.printable import printable
-from fuyou_cli.core.units import duration
+from fuyou_cli.core.units import duration, gb, gib
 from fuyou_cli.machine.profile import budget_of
 
-from .console import status_console, write_document, write_json, write_status
+from .console import status_console, write_document, write_json, write_result, write_status
 from .error_screen import like_ctrl_c
+from .render.theme import some
 
 if TYPE_CHECKING:
     from fuyou_cli.data.reading import Prompt
     from fuyou_cli.inference.prompting import Extent, Generator, Prompter
+    from fuyou_cli.recipe.schema import Recipe
     from fuyou_cli.training.fixed_prompts import Continued
 
 _CONVERSATION = 2048  # tokens of a conversation at the terminal, at most: their memory is set aside when it begins
@@ -98,7 +102,7 @@ def run_generate(source: str, options: GenerateOptions) -> None:
     from fuyou_cli.data.reading import read_prompts
     from fuyou_cli.inference.prompting import Prompter
 
-    from .render.transfer import Transfers
+    from .render.progress import Transfers
 
     with Transfers(status_console()) as transfers:
         given = Prompter.found_in(source, options.dtype, budget, say=write_status, progress=transfers)
@@ -222,3 +226,76 @@ def _as_data(found: Continued) -> dict[str, Any]:
 def _tell_speed(tokens: int, begin: float) -> None:
     seconds = time.monotonic() - begin
     write_status(f"{tokens} tokens in {duration(seconds)}: {tokens / max(seconds, 1e-9):.3g} tokens/s")
+
+
+# ---- eval and lm-eval ------------------------------------------------------------------------------------------------
+
+
+@like_ctrl_c()
+def run_eval(source: str, recipe: Recipe, *, json_output: bool) -> None:
+    """Shows the loss of a model on each of the recipe's sets."""
+    from fuyou_cli.inference.evaluating import evaluate
+    from fuyou_cli.training.run_log import finite
+
+    from .render.progress import Transfers
+
+    probe.highest_bytes()  # from here on
+    with Transfers(status_console()) as transfers:
+        found = evaluate(source, recipe, say=write_status, progress=transfers, bar=_bar)
+    peak = probe.highest_bytes()
+    if json_output:
+        sets = [{key: finite(value) for key, value in asdict(report).items() if key != "step"} for report in found.sets]
+        memory = {"budget": found.budget, "peak": peak, "weights": found.weights}
+        write_json(
+            {
+                "model": source, "dtype": found.dtype, "parameters": found.parameters, "sets": sets,
+                "passes": found.passes, "read_bytes": found.read_bytes, "memory": memory,
+            }
+        )  # fmt: skip
+        return
+    for report in found.sets:
+        size = f"{some(report.rows, 'row')}, {report.tokens:,} tokens"
+        write_result(f"{report.name}  loss {report.loss:.6g}  perplexity {report.perplexity:.6g}  {size}")
+    each = f"{found.read_bytes / found.parameters / found.passes:.2f} bytes per parameter and pass"
+    many = f"{found.passes} pass{'es' * (found.passes != 1)}"
+    write_status(f"{many}, {gb(found.read_bytes)} read ({each}); {gib(peak)} of {gib(found.budget)} RAM")
+
+
+@contextmanager
+def _bar(rows: int) -> Iterator[Callable[[int], None]]:
+    """Shows how many rows are done; gives what is told of each pass."""
+    from rich.progress import Progress
+
+    console = status_console()
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("evaluating", total=rows)
+        yield lambda count: progress.advance(task, count)
+
+
+def run_lm_eval(words: list[str]) -> None:
+    """Runs lm-evaluation-harness' own command line with fuyou's model registered."""
+    from fuyou_cli.core.heap import settle_allocator
+    from fuyou_cli.machine.libraries import settle_libraries
+
+    settle_allocator()
+    settle_libraries(device="auto")
+    try:
+        from lm_eval.__main__ import cli_evaluate
+        from lm_eval.api.registry import model_registry
+
+        from fuyou_cli.inference.lm_eval_model import StreamedLM
+    except ImportError as error:
+        raise UsageError(f"lm-evaluation-harness cannot be used: {error}", hint=pip_install("fuyou[lm-eval]")) from None
+    StreamedLM.say = staticmethod(write_status)
+    model_registry.register("fuyou", target=StreamedLM)
+    runs = words[0] == "run" or words[0].startswith("-")
+    rest = words[words[0] == "run" :] if runs else words
+    named = any(word == "--model" or word.startswith("--model=") for word in rest)
+    sys.argv = ["fuyou lm-eval", *(["run", *(() if named else ("--model", "fuyou"))] if runs else ()), *rest]
+    try:
+        cli_evaluate()
+    except ValueError as error:
+        innermost = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)][-1]
+        if not innermost.startswith("lm_eval."):
+            raise
+        raise UsageError(f"lm-evaluation-harness: {error}", hint="`fuyou lm-eval ls tasks` lists the tasks") from error
