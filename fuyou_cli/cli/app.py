@@ -133,7 +133,7 @@ def quickstart(overrides: _Overrides = None) -> None:
     Makes a model, fine-tunes it in less memory than its states need, and compares the losses with plain PyTorch. Needs no
     network and no GPU.
     """
-    from .finetune import run_quickstart
+    from .recipe_commands import run_quickstart
 
     if code := run_quickstart(overrides or []):
         raise typer.Exit(code)
@@ -221,16 +221,12 @@ def bench(
         return
     if batch is not None or svg is not None or trace is not None:
         raise UsageError("--batch, --svg and --trace are for --model", hint="name a shape: fuyou bench --model 8b")
-    from fuyou_cli.core.heap import settle_allocator
-    from fuyou_cli.machine.libraries import settle_libraries
-
-    from .bench import run_bench
-
     if layers and sustained:
         raise UsageError("--layers measures no drive, --sustained does: use only one of them")
     loaded = _loaded_recipe(recipe, overrides) if recipe is not None else None
-    settle_allocator()
-    settle_libraries(device=loaded.recipe.offload.device if loaded is not None else "auto")
+    _before_torch(loaded.recipe.offload.device if loaded is not None else "auto")
+    from .bench import run_bench
+
     run_bench(directory, quick=quick, json_output=json_output, loaded=loaded, sustained=sustained, layers=layers, yes=yes)
 
 
@@ -302,14 +298,10 @@ def evaluate(
             "fuyou eval --choices is gone: lm-evaluation-harness scores questions with choices",
             hint="fuyou lm-eval --model_args pretrained=MODEL --tasks TASK; a task may be a YAML file that reads your JSONL",
         )
-    from fuyou_cli.core.heap import settle_allocator
-    from fuyou_cli.machine.libraries import settle_libraries
-
+    loaded = _loaded_recipe(recipe, overrides)
+    _before_torch(loaded.recipe.offload.device)
     from .inference_commands import run_eval
 
-    loaded = _loaded_recipe(recipe, overrides)
-    settle_allocator()
-    settle_libraries(device=loaded.recipe.offload.device)
     run_eval(source, loaded.recipe, json_output=json_output)
 
 
@@ -325,6 +317,7 @@ def lm_eval(context: typer.Context) -> None:
     if words in ([], ["-h"], ["--help"]):
         typer.echo(context.get_help())
         return
+    _before_torch()
     from .inference_commands import run_lm_eval
 
     run_lm_eval(words)
@@ -412,6 +405,7 @@ def generate(
     The model may be larger than memory: its weights stay in RAM as far as --memory goes, and the rest is read once for each
     token, for all prompts of a batch.
     """
+    _before_torch(device)
     from .inference_commands import GenerateOptions, run_generate
 
     asked = GenerateOptions(
@@ -488,25 +482,31 @@ def recipes_cp(
 
 def _loaded_recipe(recipe: str | None, overrides: Sequence[str] | None) -> LoadedRecipe:
     """Loads the recipe of a command line. Raises RecipeErrors if it has errors, UsageError if there is none."""
-    from fuyou_cli.cli.console import write_status
-    from fuyou_cli.recipe.load import load_recipe
-    from fuyou_cli.recipe.named import find_recipe, refuse_unmade
+    from fuyou_cli.recipe.named import refuse_unmade
 
-    path, texts = find_recipe(recipe, overrides or [])
-    loaded = load_recipe(path, texts)
-    for note in loaded.notes:
-        write_status(note)
+    from .recipe_commands import loaded_with_notes
+
+    loaded = loaded_with_notes(recipe, overrides or [])
     refuse_unmade(loaded)
     return loaded
+
+
+def _before_torch(device: str = "auto") -> None:
+    """Sets what libraries read when they are loaded."""
+    from fuyou_cli.core.heap import settle_allocator
+    from fuyou_cli.machine.libraries import settle_libraries
+
+    settle_allocator()
+    settle_libraries(device=device)
 
 
 def _plan(loaded: LoadedRecipe, **options: Any) -> None:
     from fuyou_cli.core.process import uncollected, uncollected_at_exit
 
-    from .plan_command import PlanOptions, run_plan
+    from .plan_command import run_plan
 
     with uncollected():
-        fits = run_plan(loaded, PlanOptions(**options))
+        fits = run_plan(loaded, **options)
         uncollected_at_exit()
     if not fits:
         raise typer.Exit(error_screen.DOES_NOT_FIT)
@@ -516,13 +516,9 @@ def _bench_model(
     model: str, overrides: Sequence[str], batch: str | None, minutes: float, directory: Path | None, json_output: bool,
     svg: Path | None, trace: Path | None,
 ) -> None:  # fmt: skip
-    from fuyou_cli.core.heap import settle_allocator
-    from fuyou_cli.machine.libraries import settle_libraries
-
+    _before_torch()
     from .bench_model import ModelBenchOptions, parsed_batch_sizes, run_model_bench
 
-    settle_allocator()
-    settle_libraries(device="auto")
     run_model_bench(
         ModelBenchOptions(
             model=model, overrides=overrides, batch_sizes=parsed_batch_sizes(batch), minutes=minutes, directory=directory,

@@ -1,4 +1,5 @@
-"""Runs `fuyou bench`: measures this machine, prints the results, and keeps them for later plans."""
+"""Runs `fuyou bench`, which measures this machine, prints the results and keeps them for later plans, and `fuyou doctor`, which
+prints a line for each thing that a run depends on, with the fix if it is not right."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from rich.text import Text
 from fuyou_cli import __version__
 from fuyou_cli.core import disk, probe
 from fuyou_cli.core.errors import FuyouError, UsageError
+from fuyou_cli.core.heap import settle_for_training
 from fuyou_cli.core.paths import folder
 from fuyou_cli.core.printable import one_line
 from fuyou_cli.core.units import duration, gb, gib
@@ -28,6 +30,7 @@ from fuyou_cli.machine.measure.whole import BenchReport, device_named, measure
 from fuyou_cli.machine.profile import assumed_hardware, card
 from fuyou_cli.machine.profile_store import keep, keep_layers, kept_profile
 from fuyou_cli.spec.hardware import ON_PROCESSOR, HardwareProfile
+from fuyou_cli.training.plan_step import own_layers
 
 from .console import agreed, result_console, status_console, write_json, write_status
 from .error_screen import like_ctrl_c
@@ -116,8 +119,6 @@ def _with_recipe(places: tuple[Path, ...], recipe: Recipe, *, quick: bool, devic
 
 def _of_layers(places: tuple[Path, ...], recipe: Recipe | None, *, quick: bool, device: str, progress: Progress) -> BenchReport:
     """Measures a recipe's stages alone, for the profile that is kept."""
-    from fuyou_cli.core.heap import settle_for_training
-
     if recipe is None:
         raise UsageError("--layers measures a recipe's layers: name the recipe", hint="fuyou bench RECIPE --layers")
     target, own = _own_layers(places, recipe, device, progress)
@@ -133,8 +134,6 @@ def _of_layers(places: tuple[Path, ...], recipe: Recipe | None, *, quick: bool, 
 
 
 def _own_layers(places: tuple[Path, ...], recipe: Recipe, device: str, progress: Progress) -> tuple[torch.device, OwnLayers]:
-    from fuyou_cli.training.plan_step import own_layers
-
     target = device_named(device)
     progress("the recipe's model")
     memory = card()[1] if target.type == "cuda" else 0

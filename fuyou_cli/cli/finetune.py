@@ -6,22 +6,43 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fuyou_cli.advice.facts import RunFacts, facts_of, with_evaluation
+from fuyou_cli.advice.facts import RunFacts, beside_plan, facts_of, promises, with_evaluation
 from fuyou_cli.advice.planning import command_of, machine_here, warn_of_memory
 from fuyou_cli.advice.room import check_export, check_output, export_folder, plan_problems, room_of
 from fuyou_cli.core import probe
 from fuyou_cli.core.errors import FuyouError, Interrupted, PlanError
+from fuyou_cli.core.heap import settle_allocator, settle_for_training
 from fuyou_cli.core.safe_files import open_own
-from fuyou_cli.core.units import duration, gb, gib
+from fuyou_cli.core.units import gb
 from fuyou_cli.machine.background_load import BackgroundLoad
-from fuyou_cli.quickstart.demonstration import PROMPT, Shown, demonstrate
+from fuyou_cli.machine.libraries import settle_libraries
+from fuyou_cli.training.adapting import configuration
+from fuyou_cli.training.length import sampled_epoch
+from fuyou_cli.training.loggers import LoggedRun, Loggers, libraries
+from fuyou_cli.training.output_folder import claimed, note_of_an_earlier_run
+from fuyou_cli.training.plan_step import plan, plan_downloaded, settle
+from fuyou_cli.training.prepare import fetch, inspect, resolve, tokenise
+from fuyou_cli.training.report import EvalReport
+from fuyou_cli.training.run_log import LOG, JsonlLog
+from fuyou_cli.training.state.extent_checks import size_of
+from fuyou_cli.training.state.kept_companions import keep_companions
+from fuyou_cli.training.state.recipe_changes import in_words
+from fuyou_cli.training.state.source_checks import to_compare
+from fuyou_cli.training.trace import Trace
+from fuyou_cli.training.untouched import UntouchedError
 
 from .console import status_console, write_last_result, write_status
 from .error_screen import like_ctrl_c
-from .render.theme import heading, pairs, say, some
+from .render.charts import timeline_svg
+from .render.data_screen import show_sample
+from .render.plan_screen import show_changed, show_length, show_plan
+from .render.progress import RunDisplay, Transfers, counting
+from .render.report_screen import from_to, show_summary
+from .render.theme import some
 
 if TYPE_CHECKING:
     from fuyou_cli.data.rows import DataSummary
@@ -51,15 +72,10 @@ def run_finetune(
     `measure` measures a new machine first. `accept_changes` resumes a run with another rate, schedule or length. `verbose`
     shows each step's traffic and waits. `trace` is the file for a trace of the newest steps.
     """
-    from fuyou_cli.core.heap import settle_allocator
-    from fuyou_cli.machine.libraries import settle_libraries
 
     offload, repeated = loaded.recipe.offload, loaded.recipe.train.deterministic
     settle_allocator()
     settle_libraries(device=offload.device, expandable_segments=offload.expandable_segments, deterministic=repeated)
-    from fuyou_cli.training.loggers import libraries
-    from fuyou_cli.training.output_folder import claimed, note_of_an_earlier_run
-    from fuyou_cli.training.trace import Trace
 
     check_output(loaded.recipe)
     logging = libraries(loaded.recipe.logging.backends)
@@ -95,13 +111,6 @@ def run_finetune(
 def _made_ready(loaded: LoadedRecipe, *, measure: bool, accept_changes: bool) -> Ready:
     """Takes every step from the recipe to a run. A saved run's plan is shown only when nothing can refuse the run any more.
     Raises UsageError or PlanError."""
-    from fuyou_cli.training.length import sampled_epoch
-    from fuyou_cli.training.plan_step import plan, plan_downloaded, settle
-    from fuyou_cli.training.prepare import fetch, inspect, resolve, tokenise
-    from fuyou_cli.training.state.recipe_changes import in_words
-
-    from .render.progress import Transfers
-
     say = write_status
     try:
         with Transfers(status_console()) as progress:
@@ -149,8 +158,6 @@ def _refuse_unfit(loaded: LoadedRecipe, planned: Planned) -> None:
 
 def _show(loaded: LoadedRecipe, planned: Planned, evaluated: Sequence[int] | None = None) -> None:
     """Shows the plan. `evaluated`: rows of each set to evaluate, once they are known."""
-    from .render.plan_screen import show_plan
-
     show_plan(status_console(), _facts(loaded, planned, evaluated), verbose=False)
 
 
@@ -161,8 +168,6 @@ def _facts(loaded: LoadedRecipe, planned: Planned, evaluated: Sequence[int] | No
 
 def _show_changes(loaded: LoadedRecipe, shown: Planned, now: Planned, evaluated: Sequence[int]) -> None:
     """Says what differs from the plan shown before, without the process's own growth, and what the number of steps decides."""
-    from .render.plan_screen import show_changed, show_length
-
     same: dict[str, Any] = {"memory": (), "predicted": now.plan.predicted, "cpu_budget": now.plan.cpu_budget}
     if replace(shown.plan, **same) != replace(now.plan, memory=()):
         show_changed(status_console(), shown.plan, now.plan)
@@ -172,9 +177,6 @@ def _show_changes(loaded: LoadedRecipe, shown: Planned, now: Planned, evaluated:
 
 def _show_data(summary: DataSummary) -> None:
     """Prints the numbers of samples, rows and tokens, and one decoded sample with its mask."""
-    from .render.data_screen import show_sample
-    from .render.theme import some
-
     formats = ", ".join(f"{Path(path).name}: {name}" for path, name in summary.formats)
     data = "the first part of the data" if summary.streamed else "data"
     write_status(
@@ -190,9 +192,6 @@ def _show_data(summary: DataSummary) -> None:
 
 def _open_log(planned: Planned, stack: ExitStack) -> JsonlLog | None:
     """Opens the log where the recipe asks for it, and writes what is planned."""
-    from fuyou_cli.advice.facts import promises
-    from fuyou_cli.training.run_log import LOG, JsonlLog
-
     if "jsonl" not in planned.recipe.logging.backends:
         return None
     path = Path(planned.recipe.output_dir).expanduser() / LOG
@@ -205,11 +204,7 @@ def _train(
     ready: Ready, log: JsonlLog | None, logging: Mapping[str, Any], *, verbose: bool, trace: Trace | None
 ) -> tuple[RunReport, Path, bool]:
     """Trains to the end and saves. Returns the report, the store's folder, and whether to stop before the export."""
-    from fuyou_cli.advice.facts import beside_plan
-    from fuyou_cli.core.heap import settle_for_training
-    from fuyou_cli.training.adapting import configuration
     from fuyou_cli.training.run import Run
-    from fuyou_cli.training.state.kept_companions import keep_companions
 
     planned = ready.planned
     with Run(ready, announce=write_status, ends_process=True) as run:
@@ -253,17 +248,11 @@ def _end_log(log: JsonlLog, run: Run, before: Counters, report: RunReport) -> No
 
 
 def _load(planned: Planned, run: Run) -> None:
-    from rich.progress import Progress
-
-    from fuyou_cli.training.state.extent_checks import size_of
-    from fuyou_cli.training.state.source_checks import to_compare
-
     saved, model = planned.manifest, planned.model
     total = model.parameters if saved is None else size_of(saved) + to_compare(saved, model.sources)
     what = "loading weights" if saved is None else "reading the saved state"
-    with Progress(console=status_console(), transient=True) as progress:
-        task = progress.add_task(what, total=total)
-        run.load(lambda count: progress.advance(task, count))
+    with counting(what, total) as progress:
+        run.load(progress)
     if saved is None:
         write_status(f"{what}: done, {gb(run.daemon.counters().written_bytes)} written")
     else:
@@ -272,11 +261,6 @@ def _load(planned: Planned, run: Run) -> None:
 
 def _steps(planned: Planned, run: Run, log: JsonlLog | None, libraries: Mapping[str, Any], *, verbose: bool) -> None:
     """Sends every step to the backends that the recipe names."""
-    from fuyou_cli.training.loggers import LoggedRun, Loggers
-    from fuyou_cli.training.report import EvalReport
-
-    from .render.progress import RunDisplay
-
     logging = planned.recipe.logging
     with ExitStack() as stack:
         logged = LoggedRun(recipe=planned.recipe, identity=run.standing.run, done=run.step)
@@ -315,15 +299,14 @@ def _steps(planned: Planned, run: Run, log: JsonlLog | None, libraries: Mapping[
 def _export(planned: Planned, source: Path) -> None:
     """Writes the model. A failure leaves the trained state unharmed: the export can be repeated without training."""
     from fuyou_cli.training.adapter_exporting import export_trained, how_to_load
-    from fuyou_cli.training.untouched import UntouchedError
-
-    from .stores import exporting
 
     out, options, again = export_folder(planned.recipe, planned.model_dir), planned.recipe.export, _again(source)
     try:
-        with exporting(out) as callbacks:
-            shard = options.max_shard_size
-            export_trained(source, out, dtype=options.dtype, max_shard_size=shard, model_dir=planned.model_dir, **callbacks)
+        with Transfers(status_console()) as transfers:
+            export_trained(
+                source, out, dtype=options.dtype, max_shard_size=options.max_shard_size, model_dir=planned.model_dir,
+                progress=partial(transfers, f"exporting to {out.name}"), say=write_status,
+            )  # fmt: skip
     except KeyboardInterrupt:
         raise Interrupted("interrupted while writing the model", hint=again) from None
     except FuyouError as error:
@@ -345,9 +328,6 @@ def _again(source: Path) -> str:
 
 
 def _conclude(planned: Planned, report: RunReport) -> None:
-    from .render.charts import timeline_svg
-    from .render.report_screen import from_to, show_summary
-
     if not report.steps:  # nothing was measured, and the earlier run's timeline is still right
         write_status(
             f"the run is already finished: all {len(report.losses)} steps are done, loss {from_to(report.losses)}; "
@@ -362,35 +342,3 @@ def _conclude(planned: Planned, report: RunReport) -> None:
         write_status(f"timeline: {out}")
     except OSError as error:
         write_status(f"note: cannot write the timeline to {out}: {error.strerror}")
-
-
-# ---- quickstart ------------------------------------------------------------------------------------------------------
-
-
-STATE_BYTES = 16  # per parameter in memory: weights and gradients 4 with fp32 masters 4, or 8 in fp32; momentum and variance 8
-
-
-def run_quickstart(overrides: Sequence[str]) -> int:
-    """Returns the exit code: 0, or the code of a training that ended early and has printed why."""
-    shown = demonstrate(overrides, say=write_status)
-    if isinstance(shown, int):
-        return shown
-    _last_screen(shown)
-    return 0
-
-
-def _last_screen(shown: Shown) -> None:
-    console, done = status_console(), shown.done
-    heading(console, f"Quickstart  {duration(shown.seconds)}")
-    in_memory = STATE_BYTES * done.plan["parameters"]
-    rows = [
-        ("in memory needs", f"{gib(in_memory)} for weights, gradients and optimizer states alone"),
-        ("budget", f"{gib(done.plan['budget'])} for the whole process, {shown.held}"),
-        ("peak", gib(done.peak) if done.peak else "not measured: no step was left to run"),
-        ("loss", f"{done.losses[0]:.4f} to {done.losses[-1]:.4f} in {some(len(done.losses), 'step')}"),
-    ]
-    pairs(console, [*rows, ("plain PyTorch", shown.compared)] if shown.compared else rows)
-    say(console, PROMPT.replace("\n", "  "), indent=2)
-    for when, sample in shown.samples.items():
-        say(console, f"{when} {' '.join(sample.split())[:100]}", indent=4)
-    write_last_result(f"the fine-tuned model is in {done.plan['export']}: AutoModelForCausalLM.from_pretrained loads it")

@@ -1,4 +1,4 @@
-"""Runs `fuyou generate`: continues prompts by a model that may be larger than memory, or answers at the terminal."""
+"""Runs the commands that only compute forward: `fuyou generate`, which may answer at the terminal, `eval` and `lm-eval`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import io
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,10 +18,14 @@ from fuyou_cli.core import probe
 from fuyou_cli.core.errors import UsageError, pip_install
 from fuyou_cli.core.printable import printable
 from fuyou_cli.core.units import duration, gb, gib
+from fuyou_cli.data.formats import Chat
+from fuyou_cli.data.reading import read_prompts, said, written
 from fuyou_cli.machine.profile import budget_of
+from fuyou_cli.training.run_log import finite
 
 from .console import status_console, write_document, write_json, write_result, write_status
 from .error_screen import like_ctrl_c
+from .render.progress import Transfers, counting
 from .render.theme import some
 
 if TYPE_CHECKING:
@@ -91,18 +95,10 @@ def run_generate(source: str, options: GenerateOptions) -> None:
     """Continues prompts, of the command line or of a file; without any, holds a conversation."""
     check_options(options)
     budget = budget_of(options.memory, key="--memory")
-    from fuyou_cli.core.heap import settle_allocator
-    from fuyou_cli.machine.libraries import settle_libraries
-
-    settle_allocator()
-    settle_libraries(device=options.device)
     import transformers
 
     transformers.logging.set_verbosity_error()  # its advice is for programs
-    from fuyou_cli.data.reading import read_prompts
     from fuyou_cli.inference.prompting import Prompter
-
-    from .render.progress import Transfers
 
     with Transfers(status_console()) as transfers:
         given = Prompter.found_in(source, options.dtype, budget, say=write_status, progress=transfers)
@@ -121,8 +117,6 @@ def run_generate(source: str, options: GenerateOptions) -> None:
 
 
 def _prompt(options: GenerateOptions, text: str) -> Prompt:
-    from fuyou_cli.data.reading import said, written
-
     return said(text) if options.chat else written(text)
 
 
@@ -152,30 +146,24 @@ def _one(given: Prompter, options: GenerateOptions, text: str) -> None:
 
 def _all_of(given: Prompter, options: GenerateOptions, rows: Sequence[tuple[str, dict[str, Any], Prompt]]) -> None:
     """Continues the prompt of every row, which has a place; writes rows with what was generated, one JSON object per line."""
-    from rich.progress import Progress
-
     from fuyou_cli.inference.prompting import extent
 
     prompts = given.all_ids([(place, prompt) for place, _, prompt in rows])
     most = extent(given.found, prompts=prompts, rows=options.batch_size, new=options.new)
-    begin, tokens, console = time.monotonic(), 0, status_console()
-    bar = Progress(console=console, transient=True, disable=not console.is_terminal)
-    with _opened(given, options, most) as generator, bar as progress:
+    begin, tokens = time.monotonic(), 0
+    with _opened(given, options, most) as generator:
         for first in range(0, len(rows), most.rows):
             batch = slice(first, first + most.rows)
-            task = progress.add_task(f"prompts {first + 1} to {min(batch.stop, len(rows))} of {len(rows)}", total=most.new)
-            found = generator.run(prompts[batch], new=most.new, step=partial(progress.advance, task))
+            with counting(f"prompts {first + 1} to {min(batch.stop, len(rows))} of {len(rows)}", most.new) as progress:
+                found = generator.run(prompts[batch], new=most.new, step=partial(progress, 1))
             for (_, row, _), continued in zip(rows[batch], found, strict=True):
                 write_document(json.dumps({**row, **_as_data(continued)}, default=str))  # a date of a Parquet file
                 tokens += continued.tokens
-            progress.remove_task(task)
     _tell_speed(tokens, begin)
 
 
 def _conversation(given: Prompter, options: GenerateOptions) -> None:
     """Answers line after line of the terminal, until it is closed."""
-    from fuyou_cli.data.formats import Chat
-    from fuyou_cli.data.reading import said
     from fuyou_cli.inference.prompting import Extent, positions
 
     most = min(_CONVERSATION, positions(given.found) or _CONVERSATION)
@@ -235,13 +223,10 @@ def _tell_speed(tokens: int, begin: float) -> None:
 def run_eval(source: str, recipe: Recipe, *, json_output: bool) -> None:
     """Shows the loss of a model on each of the recipe's sets."""
     from fuyou_cli.inference.evaluating import evaluate
-    from fuyou_cli.training.run_log import finite
-
-    from .render.progress import Transfers
 
     probe.highest_bytes()  # from here on
     with Transfers(status_console()) as transfers:
-        found = evaluate(source, recipe, say=write_status, progress=transfers, bar=_bar)
+        found = evaluate(source, recipe, say=write_status, progress=transfers, bar=partial(counting, "evaluating"))
     peak = probe.highest_bytes()
     if json_output:
         sets = [{key: finite(value) for key, value in asdict(report).items() if key != "step"} for report in found.sets]
@@ -261,24 +246,8 @@ def run_eval(source: str, recipe: Recipe, *, json_output: bool) -> None:
     write_status(f"{many}, {gb(found.read_bytes)} read ({each}); {gib(peak)} of {gib(found.budget)} RAM")
 
 
-@contextmanager
-def _bar(rows: int) -> Iterator[Callable[[int], None]]:
-    """Shows how many rows are done; gives what is told of each pass."""
-    from rich.progress import Progress
-
-    console = status_console()
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("evaluating", total=rows)
-        yield lambda count: progress.advance(task, count)
-
-
 def run_lm_eval(words: list[str]) -> None:
     """Runs lm-evaluation-harness' own command line with fuyou's model registered."""
-    from fuyou_cli.core.heap import settle_allocator
-    from fuyou_cli.machine.libraries import settle_libraries
-
-    settle_allocator()
-    settle_libraries(device="auto")
     try:
         from lm_eval.__main__ import cli_evaluate
         from lm_eval.api.registry import model_registry

@@ -6,13 +6,19 @@ one that cannot be trained yet. A described machine replaces this one completely
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from fuyou_cli.advice.facts import facts_of, with_evaluation
+from fuyou_cli.advice.planning import Outcome, Replanner, changes_that_help, command_of, plan_recipe, ways_to_be_faster
 from fuyou_cli.advice.room import check_export, check_output, room_of
 from fuyou_cli.core.errors import PlanError
+from fuyou_cli.machine.described import described
+from fuyou_cli.training.length import counted_evaluation
 
 from .console import result_console, status_console, write_json, write_status
+from .render.plan_screen import plan_json, show_plan
+from .render.progress import Transfers
 
 if TYPE_CHECKING:
     from fuyou_cli.advice.facts import RunFacts
@@ -20,40 +26,37 @@ if TYPE_CHECKING:
     from fuyou_cli.recipe.load import LoadedRecipe
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlanOptions:
-    """Holds the options of the command. `hardware` describes a machine."""
-
-    json_output: bool = False
-    verbose: bool = False
-    dry_run: bool = False
-    hardware: str | None = None
-
-
-def run_plan(loaded: LoadedRecipe, options: PlanOptions) -> bool:
-    """Plans, and returns whether the run fits. Raises PlanError if there is no plan (with --json also printed on stdout)."""
+def run_plan(
+    loaded: LoadedRecipe,
+    *,
+    dry_run: bool = False,
+    hardware: str | None = None,
+    json_output: bool = False,
+    verbose: bool = False,
+) -> bool:
+    """Plans, and returns whether the run fits. `hardware` describes a machine; without it, this one is planned for. Raises
+    PlanError if there is no plan (with --json also printed on stdout)."""
     notes = _Notes()
-    if options.hardware is None:
+    if hardware is None:
         check_output(loaded.recipe)
     try:
-        outcome = _planned(loaded, options, notes)
+        outcome = _planned(loaded, hardware, notes, measured=not dry_run)
     except PlanError as error:
         notes.write()
-        if options.json_output:
+        if json_output:
             write_json({"fits": False, "problems": [error.message], "help": error.hint, "plan": None})
         raise
-    if options.hardware is None:
+    if hardware is None:
         check_export(loaded.recipe, outcome.prepared.model_dir)  # before any output: a refused export does not fit
-    facts = replace(_facts(loaded, options, outcome), notes=tuple(notes.kept))
-    if options.json_output:
-        from .render.plan_screen import plan_json
+    options = [*([] if hardware is None else ["--hardware", hardware]), *["--dry-run"] * dry_run]
+    facts = _facts(loaded, options, outcome, described=hardware is not None, counted=not dry_run)
+    facts = replace(facts, notes=tuple(notes.kept))
 
+    if json_output:
         notes.write()
         write_json(plan_json(facts))
     else:
-        from .render.plan_screen import show_plan
-
-        show_plan(result_console(), facts, verbose=options.verbose)
+        show_plan(result_console(), facts, verbose=verbose)
     return not outcome.problems
 
 
@@ -76,43 +79,27 @@ class _Notes:
             write_status(note if note.startswith("warning: ") else f"note: {note}")
 
 
-def _planned(loaded: LoadedRecipe, options: PlanOptions, notes: _Notes) -> Outcome:
-    from fuyou_cli.advice.planning import Outcome, plan_recipe
-    from fuyou_cli.machine.described import described
-
-    from .render.progress import Transfers
-
-    measured = not options.dry_run
+def _planned(loaded: LoadedRecipe, hardware: str | None, notes: _Notes, *, measured: bool) -> Outcome:
     with Transfers(status_console()) as progress:
-        machine = None if options.hardware is None else described(options.hardware)
+        machine = None if hardware is None else described(hardware)
         planned = plan_recipe(loaded, machine, measure=measured, count=measured, say=notes, progress=progress)
     return Outcome(changes=(), prepared=planned, room=room_of(planned, described=machine is not None))
 
 
-def _facts(loaded: LoadedRecipe, options: PlanOptions, outcome: Outcome) -> RunFacts:
-    """Collects what is known about the plan, and plans again to find alternatives."""
-    from fuyou_cli.advice.facts import facts_of, with_evaluation
-    from fuyou_cli.advice.planning import Replanner, changes_that_help, command_of, ways_to_be_faster
-    from fuyou_cli.training.length import counted_evaluation
-
-    prepared, described = outcome.prepared, options.hardware is not None
+def _facts(loaded: LoadedRecipe, options: list[str], outcome: Outcome, *, described: bool, counted: bool) -> RunFacts:
+    """Collects what is known about the plan, and plans again to find alternatives. `options` of the command decide a plan;
+    `counted`: the rows to evaluate are read."""
+    prepared = outcome.prepared
     facts = facts_of(prepared, outcome.room, described=described, command=command_of(loaded))
     tokenizer_dir = prepared.inspected.resolved.tokenizer_dir
-    rows = None if options.dry_run else counted_evaluation(prepared.recipe, tokenizer_dir)
-    facts = with_evaluation(facts, prepared, rows)
+    facts = with_evaluation(facts, prepared, counted_evaluation(prepared.recipe, tokenizer_dir) if counted else None)
     elsewise = Replanner(loaded=loaded, prepared=prepared, described=described)
     if outcome.passes():
         faster = ways_to_be_faster(elsewise)
         added = faster[0].overrides if faster else ()
-        again = command_of(loaded, "plan", changes=added, options=_options(options)) if faster else ""
+        again = command_of(loaded, "plan", changes=added, options=options) if faster else ""
         facts = replace(facts, faster=faster, faster_command=again)
     else:
         changes = tuple(changes_that_help(elsewise, fits=not outcome.problems))
         facts = replace(facts, changes=changes, tried=elsewise.plans)
     return facts
-
-
-def _options(options: PlanOptions) -> list[str]:
-    """Returns the options that decide a plan, as they were given."""
-    given = [] if options.hardware is None else ["--hardware", options.hardware]
-    return given + ["--dry-run"] * options.dry_run

@@ -1,18 +1,39 @@
-"""Runs the commands that need a recipe and no machine: `fuyou init`, `validate`, `schema`, `recipes` and `data`."""
+"""Runs the commands that are about recipes: `fuyou init`, `validate`, `schema`, `recipes`, `data` and `quickstart`."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.units import duration, gib
+from fuyou_cli.data.sources import look
+from fuyou_cli.recipe.diagnostics import RecipeErrors
+from fuyou_cli.recipe.load import LoadedRecipe, load_recipe
 from fuyou_cli.recipe.named import config_text, find_recipe, listed, shipped_file, shipped_recipes, summary, write_first_recipe
+from fuyou_cli.recipe.schema import Recipe, recipe_schema, reference
 
-from .console import asked, result_console, status_console, write_document, write_json, write_result, write_status
+from .console import (
+    asked,
+    result_console,
+    status_console,
+    write_document,
+    write_json,
+    write_last_result,
+    write_result,
+    write_status,
+)
 
-if TYPE_CHECKING:
-    from fuyou_cli.recipe.schema import Recipe
+
+def loaded_with_notes(recipe: str | None, overrides: Sequence[str]) -> LoadedRecipe:
+    """Loads the recipe that a command names, and shows its notes. Raises RecipeErrors if it has errors, UsageError if there is
+    none."""
+    loaded = load_recipe(*find_recipe(recipe, overrides))
+    for note in loaded.notes:
+        write_status(note)
+    return loaded
+
 
 # ---- init ----------------------------------------------------------------------------------------------------------------
 
@@ -34,9 +55,6 @@ def run_init(target: Path, *, model: str | None, data: str | None, memory: str |
 
 def _flaw(recipe: Path) -> str:
     """Says what a run would say of the data, if it would refuse it."""
-    from fuyou_cli.data.sources import look
-    from fuyou_cli.recipe.load import load_recipe
-
     try:
         look(load_recipe(recipe).recipe.dataset)
     except UsageError as error:
@@ -65,19 +83,14 @@ def _answers(
 
 def run_validate(recipe: str | None, overrides: Sequence[str], *, json_output: bool, show_config: bool) -> None:
     """Checks a recipe. Raises RecipeErrors if it has errors; with JSON they are also on stdout."""
-    from fuyou_cli.recipe.diagnostics import RecipeErrors
-    from fuyou_cli.recipe.load import load_recipe
-
-    path, texts = find_recipe(recipe, overrides)
     try:
-        loaded = load_recipe(path, texts)
+        loaded = loaded_with_notes(recipe, overrides)
     except RecipeErrors as error:
         if json_output:
             errors = [diagnostic.as_dict() for diagnostic in error.diagnostics]
-            write_json({"valid": False, "recipe": str(path), "errors": errors})
+            write_json({"valid": False, "recipe": error.name, "errors": errors})
         raise
-    for note in loaded.notes:
-        write_status(note)
+    path = loaded.path
     if json_output:
         write_json({"valid": True, "recipe": str(path), "errors": [], "config": loaded.recipe.model_dump(mode="json")})
     elif show_config:
@@ -89,16 +102,7 @@ def run_validate(recipe: str | None, overrides: Sequence[str], *, json_output: b
 
 def run_schema(*, as_reference: bool) -> None:
     """Prints the schema unchanged, because editors accept no other layout; or the reference page made of it."""
-    import json
-
-    if as_reference:
-        from fuyou_cli.recipe.schema import reference
-
-        write_document(reference())
-        return
-    from fuyou_cli.recipe.schema import recipe_schema
-
-    write_document(json.dumps(recipe_schema(), indent=2))
+    write_document(reference() if as_reference else json.dumps(recipe_schema(), indent=2))
 
 
 def run_ls(*, json_output: bool) -> None:
@@ -148,3 +152,36 @@ def run_data(recipe: Recipe, *, number: int, json_output: bool) -> None:
         write_json(preview.as_data())
         return
     show_data(result_console(), preview)
+
+
+# ---- quickstart ------------------------------------------------------------------------------------------------------
+
+
+STATE_BYTES = 16  # per parameter in memory: weights and gradients 4 with fp32 masters 4, or 8 in fp32; momentum and variance 8
+
+
+def run_quickstart(overrides: Sequence[str]) -> int:
+    """Shows on one screen what the quickstart proved. Returns the exit code: 0, or the code of a training that ended early and
+    has printed why."""
+    from fuyou_cli.quickstart.demonstration import PROMPT, demonstrate
+
+    from .render.theme import heading, pairs, say, some
+
+    shown = demonstrate(overrides, say=write_status)
+    if isinstance(shown, int):
+        return shown
+    console, done = status_console(), shown.done
+    heading(console, f"Quickstart  {duration(shown.seconds)}")
+    in_memory = STATE_BYTES * done.plan["parameters"]
+    rows = [
+        ("in memory needs", f"{gib(in_memory)} for weights, gradients and optimizer states alone"),
+        ("budget", f"{gib(done.plan['budget'])} for the whole process, {shown.held}"),
+        ("peak", gib(done.peak) if done.peak else "not measured: no step was left to run"),
+        ("loss", f"{done.losses[0]:.4f} to {done.losses[-1]:.4f} in {some(len(done.losses), 'step')}"),
+    ]
+    pairs(console, [*rows, ("plain PyTorch", shown.compared)] if shown.compared else rows)
+    say(console, PROMPT.replace("\n", "  "), indent=2)
+    for when, sample in shown.samples.items():
+        say(console, f"{when} {' '.join(sample.split())[:100]}", indent=4)
+    write_last_result(f"the fine-tuned model is in {done.plan['export']}: AutoModelForCausalLM.from_pretrained loads it")
+    return 0

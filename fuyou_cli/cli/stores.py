@@ -1,27 +1,38 @@
-"""Runs `fuyou export` and `fuyou verify`: writes a committed store for transformers, or compares it with its checksums."""
+"""Runs the commands on what a run has left: `fuyou export` writes its store for transformers, `verify` compares it with its
+checksums, `clean` removes it, and `report` shows the run's log."""
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal
 
+from fuyou_cli.checkpoint.hub import Hub
 from fuyou_cli.core.disk import REMEDIES
 from fuyou_cli.core.errors import FuyouError, UsageError
 from fuyou_cli.core.paths import expanded
 from fuyou_cli.core.printable import one_line
 from fuyou_cli.core.units import gb, gib
+from fuyou_cli.recipe.named import shipped_recipes
+from fuyou_cli.training.prepare import store_of
 from fuyou_cli.training.run_log import History, find_log, finite, read_history
+from fuyou_cli.training.state import manifest as manifests
+from fuyou_cli.training.state.at_rest import find_store, verify_store
+from fuyou_cli.training.state.extent_checks import size_of
+from fuyou_cli.training.state.kept_companions import kept_adapter
 from fuyou_cli.training.state.manifest import BEFORE
 from fuyou_cli.training.state.manifest import NAME as MANIFEST
 from fuyou_cli.training.state.parts import read_part
 from fuyou_cli.training.state.removal import StoreFiles, find_manifests, find_unnamed, read_store, remove_store
+from fuyou_cli.training.state.source_checks import to_check
 
 from .console import agreed, result_console, status_console, write_json, write_last_result, write_result, write_status
+from .recipe_commands import loaded_with_notes
+from .render.progress import Transfers, counting
+from .render.report_screen import page, show_report
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.schema import Recipe
@@ -30,21 +41,17 @@ if TYPE_CHECKING:
     from fuyou_cli.training.state.source_checks import FileCheck
     from fuyou_cli.training.state.stored import Manifest
 
-_SHARD = 5_000_000_000
-
-ExportDtype = Literal["bfloat16", "float32"]
+_SHARD = 5_000_000_000  # bytes of a file of an export, unless a recipe says otherwise
 
 
-def run_export(source: Path, out: Path, overrides: Sequence[str], *, dtype: ExportDtype | None, merged: bool = False) -> None:
+def run_export(
+    source: Path, out: Path, overrides: Sequence[str], *, dtype: Literal["bfloat16", "float32"] | None, merged: bool = False
+) -> None:
     """Exports as `dtype`; by default as the recipe says, or in the type that the run computed in. `merged`: an adapter is
     merged into its model."""
     recipe = _recipe_of(source, overrides)
     export = None if recipe is None else recipe.export
     from fuyou_cli.training.adapter_exporting import export_trained, how_to_load
-    from fuyou_cli.training.prepare import store_of
-    from fuyou_cli.training.state import manifest as manifests
-    from fuyou_cli.training.state.at_rest import find_store
-    from fuyou_cli.training.state.kept_companions import kept_adapter
 
     store = find_store(source if recipe is None else store_of(recipe))
     manifest, problem = manifests.newest(store)
@@ -55,49 +62,23 @@ def run_export(source: Path, out: Path, overrides: Sequence[str], *, dtype: Expo
     shard = _SHARD if export is None else export.max_shard_size
     copied = manifest.untouched is not None and (merged or kept_adapter(store) is None)  # from the model's checkpoint
     model_dir = None if recipe is None else _model_of(recipe) if copied else _moved(manifest, recipe)
-    with exporting(out) as told:
-        paths = export_trained(store, out, dtype=written, max_shard_size=shard, merged=merged, model_dir=model_dir, **told)
+    with Transfers(status_console()) as transfers:
+        progress = partial(transfers, f"exporting to {out.name}")
+        paths = export_trained(
+            store, out, dtype=written, max_shard_size=shard, merged=merged, model_dir=model_dir, progress=progress,
+            say=write_status,
+        )  # fmt: skip
     total = sum(path.stat().st_size for path in paths)
     write_last_result(f"{out}: {len(paths)} file{'s' * (len(paths) != 1)}, {total:,} bytes of {written} weights")
     if how := how_to_load(out, store):
         write_status(how)
 
 
-class ExportCallbacks(TypedDict):
-    """Holds what an export tells while it goes on."""
-
-    progress: Callable[[int, int], None]
-    say: Callable[[str], None]
-
-
-@contextmanager
-def exporting(out: Path) -> Iterator[ExportCallbacks]:
-    """Shows the progress of an export to `out`."""
-    from .render.progress import Transfers
-
-    with Transfers(status_console()) as transfers:
-        yield {"progress": partial(transfers, f"exporting to {out.name}"), "say": write_status}
-
-
-def _is_recipe(source: Path) -> bool:
-    """Tells a recipe (a file or a shipped name) from a folder (a store, or a folder of stores)."""
-    from fuyou_cli.recipe.named import shipped_recipes
-
-    if source.is_dir():
-        return False
-    return source.suffix in (".yaml", ".yml") or source.is_file() or str(source) in shipped_recipes()
-
-
 def _recipe_of(source: Path, overrides: Sequence[str]) -> Recipe | None:
-    """Loads the recipe that is to be exported. None: it is a store."""
-    from fuyou_cli.recipe.load import load_recipe
-    from fuyou_cli.recipe.named import find_recipe
-
-    if _is_recipe(source):
-        loaded = load_recipe(*find_recipe(str(source), overrides))
-        for note in loaded.notes:
-            write_status(note)
-        return loaded.recipe
+    """Loads the recipe that is to be exported, a file or a shipped name. None: it is a folder, of a store or of several."""
+    named = source.suffix in (".yaml", ".yml") or source.is_file() or str(source) in shipped_recipes()
+    if named and not source.is_dir():
+        return loaded_with_notes(str(source), overrides).recipe
     if overrides:
         raise UsageError(f"{source} is not a recipe, so {overrides[0]} changes nothing", hint="use --dtype")
     return None
@@ -111,29 +92,17 @@ def _moved(manifest: Manifest, recipe: Recipe) -> Path | None:
 
 def _model_of(recipe: Recipe) -> Path:
     """Finds the model that a recipe names, with its weights."""
-    from fuyou_cli.checkpoint.hub import Hub
-
-    from .render.progress import Transfers
-
     with Transfers(status_console()) as transfers:
         return Hub(recipe, say=write_status, progress=transfers).model(need_weights=True)
 
 
 def run_verify(source: Path, *, json_output: bool) -> bool:
     """Prints what is intact in a store, and returns whether the newest state is."""
-    from rich.progress import Progress
-
-    from fuyou_cli.training.state import manifest as manifests
-    from fuyou_cli.training.state.at_rest import find_store, verify_store
-    from fuyou_cli.training.state.extent_checks import size_of
-    from fuyou_cli.training.state.source_checks import to_check
-
     store = find_store(source)
     newest, _ = manifests.newest(store)
     total = 2 * size_of(newest) + to_check(newest) if newest is not None else None
-    with Progress(console=status_console(), transient=True) as progress:
-        task = progress.add_task("reading", total=total)
-        found = verify_store(store, progress=lambda size: progress.advance(task, size), say=write_status)
+    with counting("reading", total) as progress:
+        found = verify_store(store, progress=progress, say=write_status)
     if json_output:
         write_json({"store": str(store), "states": [_as_data(state) for state in found]})
         return found[0].is_whole
@@ -248,10 +217,13 @@ def run_report(source: Path, *, json_output: bool, html: Path | None) -> None:
     if json_output:
         write_json(_run_as_data(history))
     if html is not None:
-        _write_page(html, history)
+        text = page(history)
+        try:
+            html.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"{html} cannot be written: {error.strerror}", hint="name another file") from None
+        write_status(f"wrote {html}")
     elif not json_output:
-        from .render.report_screen import show_report
-
         show_report(result_console(), history)
 
 
@@ -287,14 +259,3 @@ def _step(step: StepReport) -> dict[str, Any]:
     return {name: getattr(step, name) for name in names} | {
         name: value for name, value in of_mixtures.items() if value is not None
     }
-
-
-def _write_page(path: Path, history: History) -> None:
-    from .render.report_screen import page
-
-    text = page(history)
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}", hint="name another file") from None
-    write_status(f"wrote {path}")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fuyou_cli.cli import clean
+from fuyou_cli.cli import stores
 from fuyou_cli.cli.stores import run_clean
 from fuyou_cli.core.errors import FuyouError, UsageError
 from fuyou_cli.training.state.manifest import BEFORE, BESIDE, NAME, VERSION
@@ -293,7 +293,7 @@ def test_what_changed_since_it_was_listed_is_left(tmp_path, capsys, monkeypatch,
         left.update(path.name for path in folder.iterdir())
         return True
 
-    monkeypatch.setattr(clean, "agreed", answer)
+    monkeypatch.setattr(stores, "agreed", answer)
     with pytest.raises(FuyouError, match="has changed since it was listed"):
         run_clean(tmp_path, yes=False)
     assert {path.name for path in folder.iterdir()} == left

@@ -10,8 +10,8 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from datetime import datetime
 
 from rich.console import Console, Group
@@ -24,6 +24,7 @@ from fuyou_cli.core.units import GiB, duration, gb
 from fuyou_cli.spec.plan import Plan
 from fuyou_cli.training.report import BestReport, EvalReport, SampleReport, StepReport
 
+from ..console import status_console
 from .charts import worth_saying
 from .theme import bar, encodable, speed, symbols, tera
 
@@ -234,7 +235,15 @@ def _packed(fields: list[str], width: int) -> list[str]:
     return [row.rstrip()[:width] for row in rows]
 
 
-# ---- downloads and exports -------------------------------------------------------------------------------------------
+# ---- other work -------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def counting(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """Shows a bar on a terminal, which goes away at the end. Gives what is told of each part that is done."""
+    with Progress(console=status_console(), transient=True) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda count: progress.advance(task, count)
 
 
 LINE_SECONDS = 10.0  # between two lines without a terminal; a shorter transfer prints none

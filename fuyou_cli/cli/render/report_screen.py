@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup
 from rich.console import Console
 from rich.text import Text
 
@@ -347,17 +345,22 @@ def wear(history: History) -> Pairs:
 # ---- the page --------------------------------------------------------------------------------------------------------
 
 
-_TEMPLATE = Path(__file__).with_name("report.html")
-
-
 def page(history: History) -> str:
-    """Returns the page as text."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, finalize=_shown)
-    template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
+    """Returns one self-contained HTML page: no network, no script, light or dark as the system is. Text from the log is
+    escaped, and its control characters are spelt out, but for newlines. The template is report.html."""
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+
+    def shown(value: object) -> object:
+        return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+    environment = Environment(autoescape=True, undefined=StrictUndefined, finalize=shown)
+    template = environment.from_string(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
     report, series = history.report, series_of(history)
     first, charted = history.steps[0].step, series if history.steps[1:] else []
     last = f"Step {history.steps[-1].step:,}"
     timeline = timeline_svg(report.timeline, title=last, stalls=report.timeline_stalls) if report.timeline else ""
+    sent = () if history.sent is None else filter(None, history.sent.sent.values())  # tokens of each mixture's experts
     return template.render(
         model=history.plan.model,
         log=str(history.log),
@@ -369,7 +372,7 @@ def page(history: History) -> str:
         evaluated=EVALUATED,
         evaluations=evaluations(history),
         mixtures=EXPERTS,
-        experts=[(row, Markup(shares_svg(counts))) for row, counts in _drawn(history)],
+        experts=[(row, Markup(shares_svg(counts))) for row, counts in zip(experts(history), sent, strict=True)],
         sent_in=history.sent.step if history.sent is not None else 0,
         samples=samples(history),
         compared=compared_rows(report),
@@ -379,17 +382,6 @@ def page(history: History) -> str:
         ssd=[*store(history), *wear(history)],
         timeline=Markup(timeline),
     )
-
-
-def _drawn(history: History) -> list[tuple[tuple[str, ...], tuple[int, ...]]]:
-    """Returns the row of each mixture with the tokens of its experts."""
-    sent = {} if history.sent is None else history.sent.sent
-    return list(zip(experts(history), filter(None, sent.values()), strict=True))
-
-
-def _shown(value: object) -> object:
-    """Spells out control characters of text from a log, but for newlines."""
-    return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def _tiles(history: History) -> list[tuple[str, str]]:
