@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fuyou_cli.advice.planning import Outcome
-from fuyou_cli.advice.room import Room, Spared, Wear, Writes, plan_problems, spared_of, wear_of, writes_of
 from fuyou_cli.core.disk import existing
 from fuyou_cli.core.probe import file_system_of
 from fuyou_cli.core.units import format_time
@@ -26,14 +24,15 @@ from fuyou_cli.recipe.schema import format_size
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import Plan
+from fuyou_cli.training.length import loaded, steps_within_writes
 from fuyou_cli.training.prepare import Planned
 from fuyou_cli.training.report import RunReport, compared, through_memory
 
-from .room import export_folder
+from .planning import Outcome
+from .room import Room, Spared, Wear, Writes, export_folder, plan_problems, spared_of, wear_of, writes_of
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.schema import SamplesSection
-    from fuyou_cli.training.prepare import Planned
 
 USUAL = 1000  # steps for which writes are shown if the run's length is not known
 _CLOSE = 0.9  # share of the busiest resource's seconds; one this busy also decides
@@ -138,7 +137,9 @@ def facts_of(prepared: Planned, room: Room, *, described: bool = False, command:
     """Collects the facts beside the plan. `described`: for another machine, on which nothing can be run."""
     from fuyou_cli.swap.kernels import has_io_uring
 
-    region = fast_region(prepared.model, prepared.hardware, prepared.plan)
+    region, spared = fast_region(prepared.model, prepared.hardware, prepared.plan), None
+    if prepared.found is not None and prepared.fits_ram:
+        spared = spared_of(prepared.found, prepared.plan, prepared.model, prepared.hardware, prepared.request)
     return RunFacts(
         plan=prepared.plan,
         model=prepared.model,
@@ -152,7 +153,7 @@ def facts_of(prepared: Planned, room: Room, *, described: bool = False, command:
         refusal=prepared.refusal,
         region=region,
         endings=endings(prepared, region),
-        spared=_spared(prepared),
+        spared=spared,
         kernels=_kernels(prepared),
         may_compile=_may_compile(prepared),
         sooner=sooner(prepared.model, prepared.hardware, prepared.plan) if prepared.fits_ram else None,
@@ -174,7 +175,7 @@ def with_evaluation(facts: RunFacts, prepared: Planned, rows: Sequence[int] | No
 
 
 def _sampling(prepared: Planned, asked: SamplesSection) -> SamplingCost:
-    from fuyou_cli.training.fixed_prompts import rows_at_once
+    from fuyou_cli.training.fixed_prompts import rows_at_once  # loads torch
 
     longest, model, plan = max(map(len, asked.prompts)) // _CHARACTERS, prepared.model, prepared.plan
     return sampling_cost(
@@ -227,30 +228,19 @@ def allowed_kernels(device: str, dtype: str, *, deterministic: bool = False) -> 
     return tuple(name for name, is_allowed in allowed.items() if is_allowed)
 
 
-def _spared(prepared: Planned) -> Spared | None:
-    if prepared.found is None or not prepared.fits_ram:
-        return None
-    return spared_of(prepared.found, prepared.plan, prepared.model, prepared.hardware, prepared.request)
-
-
 def endings(prepared: Planned, region: FastRegion | None) -> tuple[Ending, ...]:
     """Returns the limits that stop this process before the run's last step, as planned. Loading does not count."""
-    steps = prepared.total_steps
-    return tuple(ending for ending in _limits(prepared, region) if not steps or ending.step < steps)
-
-
-def _limits(prepared: Planned, region: FastRegion | None) -> Iterator[Ending]:
-    from fuyou_cli.training.length import loaded, steps_within_writes
-
-    plan, recipe, saved = prepared.plan, prepared.recipe, prepared.manifest
+    plan, recipe, saved, ends = prepared.plan, prepared.recipe, prepared.manifest, list[Ending]()
     done = saved.step if saved is not None else 0
     seconds, most = recipe.train.max_time, recipe.offload.ssd_write_limit
     if seconds is not None and plan.predicted.step_seconds > 0:
         step = done + steps_within(seconds, plan, region)
-        yield Ending(limit=f"train.max_time={format_time(seconds)}", step=step, again="run the same command again to continue")
+        again = "run the same command again to continue"
+        ends.append(Ending(limit=f"train.max_time={format_time(seconds)}", step=step, again=again))
     if most is not None and plan.predicted.written_per_step:
         step = done + steps_within_writes(plan, most - (saved.written_total if saved is not None else loaded(plan)), done=done)
-        yield Ending(limit=f"offload.ssd_write_limit={format_size(most)}", step=step, again="raise it to continue")
+        ends.append(Ending(limit=f"offload.ssd_write_limit={format_size(most)}", step=step, again="raise it to continue"))
+    return tuple(end for end in ends if not prepared.total_steps or end.step < prepared.total_steps)
 
 
 def steps_within(seconds: float, plan: Plan, region: FastRegion | None) -> int:
@@ -315,7 +305,10 @@ def placed_in_words(plan: Plan, model: ModelSpec) -> str:
     params, trained = [stage.params for stage in model.stages], [stage.trained for stage in model.stages]
     slots = max(len(slots.gradient_slots) for slots in plan.slot_classes)
     deferred = sum(trained[stage.stage] for stage in plan.stages if stage.deferred) / (sum(trained) or 1)
-    parts = [_pipeline(plan.lookahead, slots), _defer(deferred)]
+    parts = [
+        f"{plan.lookahead} stage{'s' * (plan.lookahead != 1)} fetched early, {slots} gradient slot{'s' * (slots != 1)}",
+        f"{deferred:.1%} of the updates in forward".replace(".0%", "%") if deferred else "every update in backward",
+    ]
     for what in ("weights", "states"):
         in_ram = [stage for stage in plan.stages if getattr(stage, what) != "ssd" and not stage.updated_there]
         share = sum(params[stage.stage] for stage in in_ram) / (sum(params) or 1)
@@ -329,22 +322,6 @@ def placed_in_words(plan: Plan, model: ModelSpec) -> str:
     kept = sum(len(stage.given) for stage in plan.stages)
     parts.append(f"{kept} graphs kept" if model.compiled else f"{kept} outputs kept")
     parts += [f"{kept_there} of them on the GPU"] if kept_there and not model.compiled else []
-    parts += [_sweeps(plan.sweeps)] if plan.sweeps > 1 else []
-    parts += [_norm_first(True)] if plan.norm_first else []
+    parts += [f"{plan.sweeps} sweeps over the model"] if plan.sweeps > 1 else []
+    parts += ["a first backward for the norm"] if plan.norm_first else []
     return ", ".join(parts)
-
-
-def _pipeline(lookahead: int, slots: int) -> str:
-    return f"{lookahead} stage{'s' * (lookahead != 1)} fetched early, {slots} gradient slot{'s' * (slots != 1)}"
-
-
-def _sweeps(count: int) -> str:
-    return f"{count} sweeps over the model" if count > 1 else "one sweep over the model"
-
-
-def _norm_first(measured: bool) -> str:
-    return "a first backward for the norm" if measured else "updates that wait for the norm"
-
-
-def _defer(share: float) -> str:
-    return f"{share:.1%} of the updates in forward".replace(".0%", "%") if share else "every update in backward"

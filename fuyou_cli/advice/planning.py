@@ -1,11 +1,17 @@
-"""Plans without a run: a recipe on this machine or on a described one, and the same recipe with some keys changed."""
+"""Plans without a run: a recipe on this machine or on a described one, and the same recipe with some keys changed.
+
+Changes that help are the smallest that make it fit or spare its drives, and those that make it faster. Each is planned again, so
+nothing untried is suggested. They come from the recipe and its plan: every key that costs memory, disk or wear, in steps from the
+smallest change on. Of each kind the first step that helps is kept. If no single kind helps, pairs are tried. What makes a run
+faster that waits for its drives is planned for the same tokens.
+"""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
-from typing import TYPE_CHECKING
 
 from fuyou_cli.core.errors import FuyouError
 from fuyou_cli.core.probe import IN_MEMORY, mount_of, process_bytes
@@ -20,18 +26,14 @@ from fuyou_cli.planner.run_planner import Effort
 from fuyou_cli.recipe.load import LoadedRecipe, load_recipe
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.plan import Plan
-from fuyou_cli.training.length import Epoch, epoch_of, sampled_epoch
+from fuyou_cli.training.length import epoch_of, sampled_epoch
 from fuyou_cli.training.plan_step import layers_of, plan, plan_request, replan
 from fuyou_cli.training.prepare import Inspected, Planned, StoreDisks, inspect, resolve, run_directories, unheard
 
 from .room import Room, Wear, described_disks, disks_of, plan_problems, room_of, wear_of, writes_of
 
-if TYPE_CHECKING:
-    from fuyou_cli.training.prepare import Planned
-
 Say = Callable[[str], None]
 Progress = Callable[[str, int, int], None]
-
 
 WORTH = 0.95  # of the time of a token; other losses for less are not worth it
 _NEARLY = 0.9  # the same for a great change of the result in place of a small one
@@ -61,7 +63,8 @@ def plan_recipe(
         hardware, disks = machine_here(loaded, inspected, say=say, measure=measure)
     else:
         hardware, disks = described, described_disks(described)
-    epoch = epoch_to_plan(inspected, say) if count else None
+    look = epoch_of if inspected.recipe.train.max_steps is None else sampled_epoch  # how many steps, and how long one is
+    epoch = look(inspected.recipe, inspected.resolved.tokenizer_dir, say) if count else None
     return plan(inspected, hardware, disks, epoch=epoch, effort=effort, say=say)
 
 
@@ -80,17 +83,12 @@ def machine_here(
 ) -> tuple[HardwareProfile, StoreDisks]:
     """Looks at this machine as it is now. `measure` measures a new machine first."""
     if measure and loaded.recipe.offload.measure:
-        measure_once(loaded, inspected.device, layers=_layers(inspected), say=say)
+        refused = inspected.known.facts.refusal  # none of its layers are computed
+        layers = "" if refused else layers_of(inspected.recipe, inspected.resolved.model_dir, cores=core_count())
+        measure_once(loaded, inspected.device, layers=layers, say=say)
     directories = run_directories(loaded.recipe)
     hardware = hardware_for(*directories, device=inspected.device, say=say, unloaded=inspected.known.unloaded_bytes)
     return hardware, disks_of(inspected.resolved)
-
-
-def _layers(inspected: Inspected) -> str:
-    """Identifies the layers to time for this recipe. Empty for a model that cannot be trained: none of its are computed."""
-    if inspected.known.facts.refusal:
-        return ""
-    return layers_of(inspected.recipe, inspected.resolved.model_dir, cores=core_count())
 
 
 def command_of(
@@ -98,17 +96,9 @@ def command_of(
 ) -> str:
     """Returns the command line that runs (or plans) this recipe with its overrides, and with `changes` in place of those of the
     same keys."""
-    import shlex
-
     changed = {change.split("=")[0] for change in changes}
     kept = [one for one in loaded.overrides if one.split("=")[0] not in changed]
     return shlex.join(["fuyou", command, str(loaded.path), *kept, *changes, *options])
-
-
-def epoch_to_plan(inspected: Inspected, say: Say) -> Epoch | None:
-    """Looks at the rows, which say how many steps an epoch has and how long a step is."""
-    look = epoch_of if inspected.recipe.train.max_steps is None else sampled_epoch
-    return look(inspected.recipe, inspected.resolved.tokenizer_dir, say)
 
 
 # ---- the same recipe with other keys ---------------------------------------------------------------------------------
@@ -163,7 +153,7 @@ def ranked(outcomes: Iterable[Outcome]) -> list[Outcome]:
     left, found = sorted(outcomes, key=lambda one: (per_token(one.plan), one.changes)), list[Outcome]()
     while left:
         near = [one for one in left if _NEARLY * per_token(one.plan) <= per_token(left[0].plan)]
-        found.append(min(near, key=lambda one: _rank(one.changes)))
+        found.append(min(near, key=lambda one: sum(_RANKS.get(change.split("=")[0], 0) for change in one.changes)))
         left.remove(found[-1])
     return found
 
@@ -182,10 +172,6 @@ def altered(outcome: Outcome, before: Plan) -> tuple[str, ...]:
     said = [words[key] for key in keys if key in words]
     others = any(key.startswith(("train.", "dataset.", "precision.", "optimizer.")) for key in keys if key not in words)
     return tuple(said or (["other last bits"] if others else []))
-
-
-def _rank(changes: Iterable[str]) -> int:
-    return sum(_RANKS.get(change.split("=")[0], 0) for change in changes)
 
 
 @dataclass(slots=True)
@@ -217,7 +203,6 @@ class Replanner:
 
 
 # ---- changes that help -----------------------------------------------------------------------------------------------
-
 
 SHOWN, SHOWN_FASTER = 5, 2
 _WAITS = 0.1  # share of a step that compute waits from which changes are planned
@@ -253,7 +238,7 @@ def changes_that_help(elsewise: Replanner, *, fits: bool) -> list[Outcome]:
         found = _found(trials, kinds)
     if fits:
         return ranked(outcome for _, outcome in found)[:SHOWN]
-    found.sort(key=lambda pair: _order(*pair))
+    found.sort(key=lambda pair: (len(pair[1].changes), pair[0], per_token(pair[1].plan), pair[1].changes))
     return [outcome for _, outcome in found[:SHOWN]]
 
 
@@ -266,10 +251,6 @@ def _found(trials: _Trials, kinds: list[Kind]) -> list[tuple[bool, Outcome]]:
         if outcome := trials.pair(one, other):
             found.append((one.numerics or other.numerics, outcome))
     return found
-
-
-def _order(numerics: bool, outcome: Outcome) -> tuple[int, bool, float, tuple[str, ...]]:
-    return len(outcome.changes), numerics, per_token(outcome.plan), outcome.changes
 
 
 class _Trials:
@@ -356,7 +337,9 @@ def _of_numbers(prepared: Planned, *, fits: bool) -> Iterator[Steps]:
     batch, micro, length = numerics.batch_size, numerics.micro_batch_size, numerics.max_seq_len
     smaller = list(dict.fromkeys(size // micro * micro for size in _halved(batch, micro)))
     if fits:
-        yield same_tokens(prepared, smaller) if _spills(prepared) else ()
+        # the ssd holds anything that grows with the batch, or that the batch displaces
+        spills = any("ssd" in (stage.boundary, stage.gradients, stage.states) for stage in prepared.plan.stages)
+        yield same_tokens(prepared, smaller) if spills else ()
     else:
         yield tuple((f"train.micro_batch_size={size}",) for size in _halved(micro, 1) if batch % size == 0)
         chunk = numerics.head_chunk_tokens or micro * length
@@ -411,11 +394,6 @@ def _rarer_commits(prepared: Planned) -> Steps:
     if every is None or not resting:
         return ()
     return tuple((f"checkpoint.commit_every_steps={factor * every}",) for factor in (10, 100))
-
-
-def _spills(prepared: Planned) -> bool:
-    """Tells whether the ssd holds anything that grows with the batch, or that the batch displaces."""
-    return any("ssd" in (stage.boundary, stage.gradients, stage.states) for stage in prepared.plan.stages)
 
 
 def same_tokens(prepared: Planned, batches: Iterable[int]) -> Steps:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fuyou_cli.checkpoint.placement import refuse_foreign
 from fuyou_cli.core import disk
 from fuyou_cli.core.disk import FileSystem, Wanted, existing, file_systems, store_files, taken
 from fuyou_cli.core.errors import UsageError
@@ -19,13 +20,13 @@ from fuyou_cli.planner.search import SearchResult, timed
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import Plan
+from fuyou_cli.training.length import loaded, saved_where_it_stops
 from fuyou_cli.training.numerics import gpu_limit
-from fuyou_cli.training.prepare import DiskShare, StoreDisks, best_copies, best_folder
+from fuyou_cli.training.prepare import DiskShare, Planned, Resolved, StoreDisks, best_copies, best_folder
+from fuyou_cli.training.state.parts import STORE_FILE
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.schema import Recipe
-    from fuyou_cli.spec.hardware import HardwareProfile
-    from fuyou_cli.training.prepare import Planned, Resolved
 
 CLEARLY = 1.05  # tolerance for free RAM, which changes; the limits of a machine or control group have none
 
@@ -61,8 +62,6 @@ def room_of(prepared: Planned, *, described: bool = False) -> Room:
 
 def disks_of(resolved: Resolved) -> StoreDisks:
     """Returns the room on the disks under the run's store: free, or already the store's."""
-    from fuyou_cli.training.state.parts import STORE_FILE
-
     directories = resolved.directories
     systems = [existing(directory).stat().st_dev for directory in directories]
     exported = existing(export_folder(resolved.recipe, resolved.model_dir)).stat().st_dev
@@ -82,8 +81,6 @@ def described_disks(hardware: HardwareProfile) -> StoreDisks:
 
 
 def _disks(prepared: Planned) -> tuple[FileSystem, ...]:
-    from fuyou_cli.training.state.parts import STORE_FILE
-
     plan = prepared.plan
     files = store_files([directory / STORE_FILE for directory in prepared.directories], plan.store_size)
     if prepared.recipe.export.at_end:
@@ -131,8 +128,6 @@ def check_output(recipe: Recipe) -> None:
 
 def check_export(recipe: Recipe, model_dir: Path) -> None:
     """Raises UsageError if the export at the end, or the best weights, would replace something that is not ours."""
-    from fuyou_cli.checkpoint.placement import refuse_foreign
-
     folders = [(export_folder(recipe, model_dir), "export.at_end")] if recipe.export.at_end else []
     if recipe.eval.keep_best:
         folders.append((best_folder(recipe, model_dir), "eval.keep_best"))
@@ -191,8 +186,6 @@ class Writes:
 
 def writes_of(plan: Plan, room: Room, *, steps: float, resumed: bool = False) -> Writes:
     """Returns the writes of this many steps to the run's end. A `resumed` run loads nothing."""
-    from fuyou_cli.training.length import loaded, saved_where_it_stops
-
     beside = any({"the store", "the exported model"} <= set(disk.what) for disk in room.disks)
     return Writes(
         loading=0 if resumed else loaded(plan),

@@ -1,4 +1,4 @@
-"""Makes a `Recipe` from plain data, or lists everything that is wrong with it.
+"""Makes a `Recipe` from plain data, or lists everything that is wrong with it, with what was probably meant by an unknown key.
 
 Rules between keys are checked after every single key is right. Keys that are gone are taken out first: one that says what fuyou
 does anyway gives a note, any other value is an error that says what to write instead.

@@ -1,4 +1,5 @@
-"""Defines `Recipe`: the whole schema, its types, ranges, defaults, and what every key does.
+"""Defines `Recipe`: the whole schema, its types, ranges, defaults, and what every key does; for editors as JSON Schema, for
+people as a page in Markdown.
 
 Rules between keys are in `rules`. YAML has no sizes, memory limits and `auto`: they are types of their own. One function checks
 each, so that a wrong value gives one error and not one per member of a union.

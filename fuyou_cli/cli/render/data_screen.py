@@ -1,4 +1,5 @@
-"""Shows what a recipe's data becomes: counts, the lengths of samples, and rows with what of them is trained."""
+"""Shows what a recipe's data becomes: counts, the lengths of samples, and rows with what of them is trained, readable without
+colour: a terminal underlines trained text, elsewhere a line of marks runs under it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Shows a plan on the screen: what was understood, the machine, where everything is kept, and what one step costs."""
+"""Shows a plan, on the screen or as data: the answer in five lines, then what was understood, the machine, where everything is
+kept, what one step costs (seconds by resource, what compute waits for, how long the run takes), and what the run does to its
+drives (traffic of a step, wear, commits, the disk it needs)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Shows the progress of a run: a live block of lines on a terminal, one plain line per step elsewhere.
+"""Shows the progress of a run, a live block of lines on a terminal, one plain line per step elsewhere; and that of a download
+or an export, a bar on a terminal, elsewhere a line from time to time.
 
 The block never loses a line, and fields have room to grow, so nothing jumps. Between reports only the clock and the share of
 the running step change.
