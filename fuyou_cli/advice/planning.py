@@ -1,9 +1,9 @@
 """Plans without a run: a recipe on this machine or on a described one, and the same recipe with some keys changed.
 
-Changes that help are the smallest that make it fit or spare its drives, and those that make it faster. Each is planned again, so
-nothing untried is suggested. They come from the recipe and its plan: every key that costs memory, disk or wear, in steps from the
-smallest change on. Of each kind the first step that helps is kept. If no single kind helps, pairs are tried. What makes a run
-faster that waits for its drives is planned for the same tokens.
+Changes that help are the smallest that make it fit or spare its drives, and those that make it faster. Each is planned again,
+so nothing untried is suggested. They come from the recipe and its plan: all keys that cost memory, disk or wear, in steps from
+the smallest change on. Of each kind the first step that helps is kept. If no single kind helps, pairs are tried. What makes a
+run faster that waits for its drives is planned for the same tokens.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ from .theme import (
     tera,
 )
 
-POLICY_WIDTH = 96  # columns from which the policy column is shown
+WIDE = 96  # columns from which bars are long and the policy of a placement is shown
 _TITLE: dict[Tier, str] = {"gpu": "GPU", "cpu": "RAM", "ssd": "SSD"}
 _OPTIMIZER: dict[Rule, str] = {"adamw": "AdamW", "lion": "Lion"}
 
@@ -266,7 +266,7 @@ def _placement(console: Console, facts: RunFacts, shapes: Symbols) -> None:
     def number(size: int) -> str:
         return f"{size / unit:,.2f}" if size else shapes.none
 
-    with_policy = console.width >= POLICY_WIDTH
+    with_policy = console.width >= WIDE
     heading(console, f"Placement ({name})")
     content = ruled(shapes)
     column(content, "what", wrap=True)
@@ -521,7 +521,6 @@ def _faster(facts: RunFacts) -> str:
 # ---- one step --------------------------------------------------------------------------------------------------------
 
 
-WIDE = 96  # columns; wider consoles get long bars
 _CAUSES = 4  # most causes of waiting that are named
 _NOTHING = 1e-4  # share of a step; shorter waits are not shown
 
