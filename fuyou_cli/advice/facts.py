@@ -29,7 +29,7 @@ from fuyou_cli.training.prepare import Planned
 from fuyou_cli.training.report import RunReport, compared, through_memory
 
 from .planning import Outcome
-from .room import Room, Spared, Wear, Writes, export_folder, plan_problems, spared_of, wear_of, writes_of
+from .room import Room, RunWear, Spared, Writes, export_folder, plan_problems, spared_of, wear_of, writes_of
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.schema import SamplesSection
@@ -117,7 +117,7 @@ class RunFacts:
         return writes_of(self.plan, self.room, steps=steps, resumed=self.done is not None)
 
     @property
-    def wear(self) -> Wear | None:
+    def wear(self) -> RunWear | None:
         return wear_of(self.hardware, self.writes)
 
     @property

@@ -30,7 +30,7 @@ from fuyou_cli.training.length import epoch_of, sampled_epoch
 from fuyou_cli.training.plan_step import layers_of, plan, plan_request, replan
 from fuyou_cli.training.prepare import Inspected, Planned, StoreDisks, inspect, resolve, run_directories, unheard
 
-from .room import Room, Wear, described_disks, disks_of, plan_problems, room_of, wear_of, writes_of
+from .room import Room, RunWear, described_disks, disks_of, plan_problems, room_of, wear_of, writes_of
 
 Say = Callable[[str], None]
 Progress = Callable[[str, int, int], None]
@@ -135,7 +135,7 @@ class Outcome:
     def tokens(self) -> int:
         return self.plan.step_tokens
 
-    def wear(self, times: float = 1.0) -> Wear | None:
+    def wear(self, times: float = 1.0) -> RunWear | None:
         """Returns the wear of the run, or of one `times` as long. Returns None if the data decides its length."""
         prepared, resumed = self.prepared, self.prepared.manifest is not None
         if not prepared.total_steps:

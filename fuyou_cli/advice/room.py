@@ -196,7 +196,7 @@ def writes_of(plan: Plan, room: Room, *, steps: float, resumed: bool = False) ->
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wear:
+class RunWear:
     """Holds shares of the drives' rated writes."""
 
     run: float  # what the run uses of the drive with the lowest rating
@@ -210,7 +210,7 @@ class Wear:
         return self.run <= WORN and not self.before < 1 < self.after
 
 
-def wear_of(hardware: HardwareProfile, writes: Writes | None) -> Wear | None:
+def wear_of(hardware: HardwareProfile, writes: Writes | None) -> RunWear | None:
     """Returns the wear of writes spread evenly over the drives. Returns None if the writes or all ratings are unknown."""
     rated = [drive for drive in hardware.drives if drive.rated_bytes]
     if writes is None or not rated:
@@ -218,7 +218,7 @@ def wear_of(hardware: HardwareProfile, writes: Writes | None) -> Wear | None:
     each = writes.total / len(hardware.drives)
     least = min(drive.rated_bytes for drive in rated)
     worst = max(rated, key=lambda drive: (drive.used_bytes + each) / drive.rated_bytes)
-    return Wear(
+    return RunWear(
         run=each / least,
         rated=least,
         before=worst.used_bytes / worst.rated_bytes,

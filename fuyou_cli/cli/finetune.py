@@ -40,7 +40,7 @@ from .error_screen import like_ctrl_c
 from .render.charts import timeline_svg
 from .render.data_screen import show_sample
 from .render.plan_screen import show_changed, show_length, show_plan
-from .render.progress import RunDisplay, Transfers, counting
+from .render.progress import RunDisplay, TransferDisplay, counting
 from .render.report_screen import from_to, show_summary
 from .render.theme import some
 
@@ -113,7 +113,7 @@ def _made_ready(loaded: LoadedRecipe, *, measure: bool, accept_changes: bool) ->
     Raises UsageError or PlanError."""
     say = write_status
     try:
-        with Transfers(status_console()) as progress:
+        with TransferDisplay(status_console()) as progress:
             inspected = inspect(resolve(loaded.recipe, say=say, progress=progress), say=say, process=probe.process_bytes)
             warn_of_memory(loaded, say)
             machine = machine_here(loaded, inspected, say=say, measure=measure)
@@ -302,7 +302,7 @@ def _export(planned: Planned, source: Path) -> None:
 
     out, options, again = export_folder(planned.recipe, planned.model_dir), planned.recipe.export, _again(source)
     try:
-        with Transfers(status_console()) as transfers:
+        with TransferDisplay(status_console()) as transfers:
             export_trained(
                 source, out, dtype=options.dtype, max_shard_size=options.max_shard_size, model_dir=planned.model_dir,
                 progress=partial(transfers, f"exporting to {out.name}"), say=write_status,

@@ -25,7 +25,7 @@ from fuyou_cli.training.run_log import finite
 
 from .console import status_console, write_document, write_json, write_result, write_status
 from .error_screen import like_ctrl_c
-from .render.progress import Transfers, counting
+from .render.progress import TransferDisplay, counting
 from .render.theme import some
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def run_generate(source: str, options: GenerateOptions) -> None:
     transformers.logging.set_verbosity_error()  # its advice is for programs
     from fuyou_cli.inference.prompting import Prompter
 
-    with Transfers(status_console()) as transfers:
+    with TransferDisplay(status_console()) as transfers:
         given = Prompter.found_in(source, options.dtype, budget, say=write_status, progress=transfers)
     if len(options.prompts) == 1:
         _one(given, options, options.prompts[0])
@@ -225,7 +225,7 @@ def run_eval(source: str, recipe: Recipe, *, json_output: bool) -> None:
     from fuyou_cli.inference.evaluating import evaluate
 
     probe.highest_bytes()  # from here on
-    with Transfers(status_console()) as transfers:
+    with TransferDisplay(status_console()) as transfers:
         found = evaluate(source, recipe, say=write_status, progress=transfers, bar=partial(counting, "evaluating"))
     peak = probe.highest_bytes()
     if json_output:

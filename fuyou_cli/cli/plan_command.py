@@ -18,7 +18,7 @@ from fuyou_cli.training.length import counted_evaluation
 
 from .console import result_console, status_console, write_json, write_status
 from .render.plan_screen import plan_json, show_plan
-from .render.progress import Transfers
+from .render.progress import TransferDisplay
 
 if TYPE_CHECKING:
     from fuyou_cli.advice.facts import RunFacts
@@ -80,7 +80,7 @@ class _Notes:
 
 
 def _planned(loaded: LoadedRecipe, hardware: str | None, notes: _Notes, *, measured: bool) -> Outcome:
-    with Transfers(status_console()) as progress:
+    with TransferDisplay(status_console()) as progress:
         machine = None if hardware is None else described(hardware)
         planned = plan_recipe(loaded, machine, measure=measured, count=measured, say=notes, progress=progress)
     return Outcome(changes=(), prepared=planned, room=room_of(planned, described=machine is not None))

@@ -144,9 +144,9 @@ def run_data(recipe: Recipe, *, number: int, json_output: bool) -> None:
     from fuyou_cli.training.shown_data import seen
 
     from .render.data_screen import show_data
-    from .render.progress import Transfers
+    from .render.progress import TransferDisplay
 
-    with Transfers(status_console()) as progress:
+    with TransferDisplay(status_console()) as progress:
         preview = seen(recipe, number, whole=json_output, say=write_status, progress=progress)
     if json_output:
         write_json(preview.as_data())

@@ -31,7 +31,7 @@ from fuyou_cli.training.state.source_checks import to_check
 
 from .console import agreed, result_console, status_console, write_json, write_last_result, write_result, write_status
 from .recipe_commands import loaded_with_notes
-from .render.progress import Transfers, counting
+from .render.progress import TransferDisplay, counting
 from .render.report_screen import page, show_report
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def run_export(
     shard = _SHARD if export is None else export.max_shard_size
     copied = manifest.untouched is not None and (merged or kept_adapter(store) is None)  # from the model's checkpoint
     model_dir = None if recipe is None else _model_of(recipe) if copied else _moved(manifest, recipe)
-    with Transfers(status_console()) as transfers:
+    with TransferDisplay(status_console()) as transfers:
         progress = partial(transfers, f"exporting to {out.name}")
         paths = export_trained(
             store, out, dtype=written, max_shard_size=shard, merged=merged, model_dir=model_dir, progress=progress,
@@ -92,7 +92,7 @@ def _moved(manifest: Manifest, recipe: Recipe) -> Path | None:
 
 def _model_of(recipe: Recipe) -> Path:
     """Finds the model that a recipe names, with its weights."""
-    with Transfers(status_console()) as transfers:
+    with TransferDisplay(status_console()) as transfers:
         return Hub(recipe, say=write_status, progress=transfers).model(need_weights=True)
 
 

@@ -12,7 +12,7 @@ from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.printable import one_line
 from fuyou_cli.core.typed import show_path
 
-Path = tuple[str | int, ...]  # of keys, and positions in lists
+Keys = tuple[str | int, ...]  # of keys, and positions in lists
 
 COMMAND_LINE = "<command line>"
 SHOWN_AT_MOST = 40  # most diagnostics shown; a file of another program would produce pages of them
@@ -22,7 +22,7 @@ _LEAD = 32  # columns kept left of the caret when a long line is cut
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class TextPlace:
     """Marks columns [column, end) of one line of a file, all counted from 0; of an override if `file` is COMMAND_LINE."""
 
     file: str
@@ -32,7 +32,7 @@ class Place:
     source: str | None = None  # None: the place is the whole file
 
 
-NOWHERE = Place(file="")
+NOWHERE = TextPlace(file="")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,9 +42,9 @@ class Diagnostic:
     code: str
     message: str
     help: str | None = None
-    path: Path = ()
+    path: Keys = ()
     at_key: bool = False  # point at the key, not at its value
-    place: Place = NOWHERE
+    place: TextPlace = NOWHERE
 
     def as_dict(self) -> dict[str, object]:
         """Returns it for --json. Lines and columns count from 1; null if there are none."""
@@ -91,7 +91,7 @@ def _render_one(diagnostic: Diagnostic) -> str:
     return "\n".join(lines)
 
 
-def _snippet(place: Place, source: str) -> list[str]:
+def _snippet(place: TextPlace, source: str) -> list[str]:
     number = str(place.line + 1)
     source = source.replace("\t", " ")
     column, end = (len(one_line(source[:at])) for at in (place.column, max(place.end, place.column + 1)))

@@ -19,8 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ..core.disk import remedy
 from ..core.safe_files import read_plain
 from ..core.typed import show_path
-from .diagnostics import COMMAND_LINE, Diagnostic, Place, RecipeErrors
-from .diagnostics import Path as Keys
+from .diagnostics import COMMAND_LINE, Diagnostic, Keys, RecipeErrors, TextPlace
 from .rules import check, take_removed
 from .schema import Recipe
 
@@ -48,37 +47,32 @@ class LoadedRecipe:
 def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> LoadedRecipe:
     """Loads a recipe. Raises RecipeErrors with everything that is wrong, each with its place."""
     name = os.fspath(path)
-    source = Source(file=name, text=_read(name))
+    source = RecipeText(file=name, text=_read(name))
     parsed, wrong = parse_overrides(overrides)
-    structure = scan(source)
-    if structure:
-        raise RecipeErrors([*structure, *wrong], name=name)
-    data, unread = _build(source)
+    unread = scan(source)
+    data, unread = ({}, unread) if unread else _build(source)
     if unread:
         raise RecipeErrors([*unread, *wrong], name=name)
     applied = []
     for override in parsed:
-        problem = apply_override(data, override)
-        wrong += [problem] if problem is not None else []
-        applied += [override] if problem is None else []
+        if (problem := apply_override(data, override)) is not None:
+            wrong.append(problem)
+        else:
+            applied.append(override)
     references = _resolve(data)
     notes, removed = take_removed(data)
     recipe, findings = check(data, ignore=frozenset(finding.path for finding in references))
     findings = [*references, *removed, *findings]
     located = [replace(found, place=_place(found, source, applied), at_key=False) for found in findings]
-    wrong = sorted({diagnostic: None for diagnostic in located}, key=lambda found: _order(found, name)) + wrong
+    wrong = sorted(dict.fromkeys(located), key=lambda one: (one.place.file != name, one.place.line, one.place.column)) + wrong
     if recipe is None or wrong:
         raise RecipeErrors(wrong, name=name)
-    told = tuple(f"{_where(_place(note, source, applied))}: note: {note.message}" for note in notes)
-    return LoadedRecipe(recipe=recipe, path=Path(path), text=source.text, overrides=tuple(overrides), notes=told)
-
-
-def _where(place: Place) -> str:
-    return place.file if place.source is None or place.file == COMMAND_LINE else f"{place.file}:{place.line + 1}"
-
-
-def _order(diagnostic: Diagnostic, name: str) -> tuple[bool, int, int]:
-    return (diagnostic.place.file != name, diagnostic.place.line, diagnostic.place.column)
+    shown = []
+    for note in notes:
+        place = _place(note, source, applied)
+        line = "" if place.source is None or place.file == COMMAND_LINE else f":{place.line + 1}"
+        shown.append(f"{place.file}{line}: note: {note.message}")
+    return LoadedRecipe(recipe=recipe, path=Path(path), text=source.text, overrides=tuple(overrides), notes=tuple(shown))
 
 
 def _read(name: str) -> str:
@@ -103,10 +97,10 @@ def _read(name: str) -> str:
 
 
 def _refused(name: str, code: str, message: str, remedy: str | None = None) -> RecipeErrors:
-    return RecipeErrors([Diagnostic(place=Place(file=name), code=code, message=message, help=remedy)], name=name)
+    return RecipeErrors([Diagnostic(place=TextPlace(file=name), code=code, message=message, help=remedy)], name=name)
 
 
-def _build(source: Source) -> tuple[dict[str, Any], list[Diagnostic]]:
+def _build(source: RecipeText) -> tuple[dict[str, Any], list[Diagnostic]]:
     """Reads the text as plain data without resolving references. OmegaConf reads numbers as people write them (1e-5)."""
     root = source.marks.get(())
     if root is None:
@@ -175,7 +169,7 @@ def _resolve_one(data: Any, config: Any, path: Keys, text: str) -> Diagnostic | 
     return None
 
 
-def _place(finding: Diagnostic, source: Source, overrides: list[Override]) -> Place:
+def _place(finding: Diagnostic, source: RecipeText, overrides: list[Override]) -> TextPlace:
     """Finds the override that wrote the key, else its line in the file, else the nearest override, else the nearest section."""
     path = finding.path
     for override in reversed(overrides):
@@ -189,7 +183,7 @@ def _place(finding: Diagnostic, source: Source, overrides: list[Override]) -> Pl
     for end in range(len(path) - 1, 0, -1):
         if mark := source.marks.get(path[:end]):
             return mark.key or mark.value
-    return Place(file=source.file)
+    return TextPlace(file=source.file)
 
 
 def _same(one: Keys, other: Keys) -> bool:
@@ -206,12 +200,12 @@ def _same(one: Keys, other: Keys) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mark:
-    key: Place | None  # None for entries of a list
-    value: Place
+    key: TextPlace | None  # None for entries of a list
+    value: TextPlace
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class RecipeText:
     """Holds a YAML text and the places of its keys and values. `file` is its name in diagnostics."""
 
     file: str
@@ -222,21 +216,21 @@ class Source:
     def lines(self) -> list[str]:
         return _LINE_ENDS.split(self.text)
 
-    def place(self, start: yaml.Mark | None, end: yaml.Mark | None = None) -> Place:
+    def place(self, start: yaml.Mark | None, end: yaml.Mark | None = None) -> TextPlace:
         """Returns the part of the first line between two of the parser's marks."""
         if self.file == COMMAND_LINE:
-            return Place(file=COMMAND_LINE, source=self.text)
+            return TextPlace(file=COMMAND_LINE, source=self.text)
         if start is None:
-            return Place(file=self.file)
+            return TextPlace(file=self.file)
         lines = self.lines
         line = min(start.line, len(lines) - 1)  # the mark "end of text" may be after the last line
         source = lines[line]
         column = min(start.column, len(source))
         stop = column + 1 if end is None else end.column if end.line == start.line else len(source.rstrip())
-        return Place(file=self.file, line=line, column=column, end=stop, source=source)
+        return TextPlace(file=self.file, line=line, column=column, end=stop, source=source)
 
 
-def scan(source: Source) -> list[Diagnostic]:
+def scan(source: RecipeText) -> list[Diagnostic]:
     """Fills `source.marks` and returns everything that makes the text unusable as a recipe, as far as possible."""
     try:
         found = list(_scan_events(source))
@@ -246,20 +240,22 @@ def scan(source: Source) -> list[Diagnostic]:
     except yaml.YAMLError as error:
         return [syntax_error(source, error)]
     except (ValueError, OverflowError, RecursionError) as error:  # escapes such as "\UFFFFFFFF" end up in chr()
-        return [Diagnostic(place=Place(file=source.file), code="syntax", message=f"not valid YAML: {error}")]
+        return [Diagnostic(place=TextPlace(file=source.file), code="syntax", message=f"not valid YAML: {error}")]
     if root is None:
         return []
     return list(_walk(source, root, (), None))
 
 
-def syntax_error(source: Source, error: yaml.YAMLError) -> Diagnostic:
+def syntax_error(source: RecipeText, error: yaml.YAMLError) -> Diagnostic:
     """Makes a diagnostic from a loader's error. OmegaConf's error has no snippet, so the place comes from the mark."""
     if isinstance(error, yaml.MarkedYAMLError):
         mark = error.problem_mark or error.context_mark
         message = ", ".join(part for part in (error.problem, error.context) if part) or "not valid YAML"
         if repr("\t") in message:
             message = "found a tab where YAML allows only spaces"
-        return Diagnostic(place=source.place(mark), code="syntax", message=message, help=_syntax_help(source, mark))
+        tab = mark is not None and mark.line < len(source.lines) and "\t" in source.lines[mark.line][: mark.column + 1]
+        remedy = "YAML does not indent with tabs; use spaces" if tab else None
+        return Diagnostic(place=source.place(mark), code="syntax", message=message, help=remedy)
     if isinstance(error, yaml.reader.ReaderError):
         before = _LINE_ENDS.split(source.text[: error.position])
         mark = yaml.Mark(source.file, error.position, len(before) - 1, len(before[-1]), None, None)
@@ -269,14 +265,7 @@ def syntax_error(source: Source, error: yaml.YAMLError) -> Diagnostic:
     return Diagnostic(place=source.place(None), code="syntax", message="not valid YAML")
 
 
-def _syntax_help(source: Source, mark: yaml.Mark | None) -> str | None:
-    lines = source.lines
-    if mark is not None and mark.line < len(lines) and "\t" in lines[mark.line][: mark.column + 1]:
-        return "YAML does not indent with tabs; use spaces"
-    return None
-
-
-def _scan_events(source: Source) -> Iterator[Diagnostic]:
+def _scan_events(source: RecipeText) -> Iterator[Diagnostic]:
     nodes = depth = 0
     for event in yaml.parse(source.text, Loader=yaml.SafeLoader):
         if isinstance(event, yaml.CollectionEndEvent):
@@ -298,7 +287,7 @@ def _scan_events(source: Source) -> Iterator[Diagnostic]:
             return
 
 
-def _walk(source: Source, node: yaml.Node, path: Keys, key: Place | None) -> Iterator[Diagnostic]:
+def _walk(source: RecipeText, node: yaml.Node, path: Keys, key: TextPlace | None) -> Iterator[Diagnostic]:
     """Records the place of `node` and of everything below it, and reports duplicate and unusable keys on the way."""
     source.marks[path] = Mark(key=key, value=_value_place(source, node, key))
     if isinstance(node, yaml.SequenceNode):
@@ -310,8 +299,8 @@ def _walk(source: Source, node: yaml.Node, path: Keys, key: Place | None) -> Ite
         yield Diagnostic(place=source.marks[path].value, code="syntax", message="half of a surrogate pair is not a character")
 
 
-def _walk_mapping(source: Source, node: yaml.MappingNode, path: Keys) -> Iterator[Diagnostic]:
-    first: dict[str, Place] = {}
+def _walk_mapping(source: RecipeText, node: yaml.MappingNode, path: Keys) -> Iterator[Diagnostic]:
+    first: dict[str, TextPlace] = {}
     for name, value in node.value:
         place = source.place(name.start_mark, name.end_mark)
         if not isinstance(name, yaml.ScalarNode) or name.tag != _STRING:
@@ -330,7 +319,7 @@ def _walk_mapping(source: Source, node: yaml.MappingNode, path: Keys) -> Iterato
             yield from _walk(source, value, below, place)
 
 
-def _value_place(source: Source, node: yaml.Node, key: Place | None) -> Place:
+def _value_place(source: RecipeText, node: yaml.Node, key: TextPlace | None) -> TextPlace:
     """Points at the key for a block of lines or a missing value."""
     block = isinstance(node, yaml.CollectionNode) and not node.flow_style
     empty = isinstance(node, yaml.ScalarNode) and node.start_mark.index == node.end_mark.index
@@ -353,8 +342,8 @@ class Override:
     value: Any
 
     @property
-    def place(self) -> Place:
-        return Place(file=COMMAND_LINE, source=self.text)
+    def place(self) -> TextPlace:
+        return TextPlace(file=COMMAND_LINE, source=self.text)
 
 
 def parse_overrides(texts: Sequence[str]) -> tuple[list[Override], list[Diagnostic]]:
@@ -373,7 +362,7 @@ def _parse(text: str) -> Override | list[Diagnostic]:
     key, separator, value = text.partition("=")
     if not separator or not _KEY.fullmatch(key):
         return [_problem(text, "expected key=value, such as optimizer.lr=3e-6", _help(text))]
-    source = Source(file=COMMAND_LINE, text=value)
+    source = RecipeText(file=COMMAND_LINE, text=value)
     if wrong := scan(source):
         return [
             _problem(text, f"the value is not valid: {problem.message}", 'quote it for YAML: key="text"', problem.code)
@@ -407,7 +396,7 @@ def _unwritten(node: yaml.Node | None, path: Keys) -> Iterator[Keys]:
 
 
 def _problem(text: str, message: str, remedy: str | None = None, code: str = "override") -> Diagnostic:
-    return Diagnostic(place=Place(file=COMMAND_LINE, source=text), code=code, message=message, help=remedy)
+    return Diagnostic(place=TextPlace(file=COMMAND_LINE, source=text), code=code, message=message, help=remedy)
 
 
 def _help(text: str) -> str | None:

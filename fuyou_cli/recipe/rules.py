@@ -17,8 +17,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from ..core.typed import reason, show_path, show_value
-from .diagnostics import Diagnostic, spelt
-from .diagnostics import Path as Keys
+from .diagnostics import Diagnostic, Keys, spelt
 from .schema import LrSchedulerSection, OptimizerSection, Recipe, Section
 
 _NEEDED = {"model": "model.name_or_path", "dataset": "dataset.train"}  # a missing section lacks this key

@@ -304,15 +304,18 @@ Text = Annotated[str, Field(min_length=1), AfterValidator(without_null)]
 Positive = Annotated[int, Field(ge=1, lt=2**31)]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 Share = Annotated[float, Field(ge=0, le=1)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
+AtLeastZero = Annotated[float, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 AnyTier = Literal["auto", "gpu", "cpu", "ssd"]
 
 _AUTO = MemoryLimit(text="auto")
+_LIST = Field(strict=False)  # YAML has lists, not tuples
 _FEW = Field(strict=False, json_schema_extra={"minItems": 1, "maxItems": 16})  # `not_empty` and `few`, for editors
 
 
 class ModelSection(Section):
-    name_or_path: Text = Field(description="A folder with a model of safetensors, or a name on the hub.")
+    name_or_path: Text = key(..., "A folder with a model of safetensors, or a name on the hub.")
     revision: Text | None = key(None, "A branch, tag or commit on the hub.")
     attn_implementation: Literal["sdpa", "flash_attention_2", "eager"] = key(
         "sdpa", "What computes attention. `eager` is slower; `flash_attention_2` is an extra package."
@@ -338,10 +341,11 @@ class TokenizerSection(Section):
 
 
 class DatasetEntry(Section):
-    path: Text = Field(
-        description="A file, folder or glob of json, jsonl, parquet, csv, arrow or txt, also compressed; or a data set of"
+    path: Text = key(
+        ...,
+        "A file, folder or glob of json, jsonl, parquet, csv, arrow or txt, also compressed; or a data set of"
         " the hub. A .txt file is cut at blank lines: each paragraph is a sample (to train on, `packing: "
-        "concat` takes it whole, but for `eval_fraction`)."
+        "concat` takes it whole, but for `eval_fraction`).",
     )
     name: Text | None = key(None, "The subset of a hub data set.")
     revision: Text | None = key(
@@ -362,15 +366,11 @@ class DatasetEntry(Section):
 
 
 class DatasetSection(Section):
-    train: Annotated[tuple[DatasetEntry, ...], Field(strict=False), AfterValidator(not_empty)] = Field(
-        description="What is trained on."
-    )
-    eval: Annotated[tuple[DatasetEntry, ...], Field(strict=False)] = key(
+    train: Annotated[tuple[DatasetEntry, ...], _LIST, AfterValidator(not_empty)] = key(..., "What is trained on.")
+    eval: Annotated[tuple[DatasetEntry, ...], _LIST] = key(
         (), "Sets whose loss and perplexity the run tells. Each is a set of its own, and never packed."
     )
-    eval_fraction: Annotated[float, Field(ge=0, lt=1)] = key(
-        0.0, "Share of the training samples that is held back, to be evaluated; never packed."
-    )
+    eval_fraction: BelowOne = key(0.0, "Share of the training samples that is held back, to be evaluated; never packed.")
     max_seq_len: Annotated[int, Field(ge=2, le=2**24)] = key(
         4096, "Tokens of a row at most. Attention and boundaries grow with it."
     )
@@ -411,7 +411,7 @@ class AdapterSection(Section):
     )
     r: Positive = key(8, "Rank of LoRA's matrices.")
     lora_alpha: Positive = key(8, "LoRA's scale is `lora_alpha / r`.")
-    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = key(0.0, "Dropout before LoRA's first matrix.")
+    lora_dropout: BelowOne = key(0.0, "Dropout before LoRA's first matrix.")
     target_modules: ModuleNames = key(
         "all-linear", "`all-linear`, names of linear layers (or ends of them), or one regular expression."
     )
@@ -420,7 +420,7 @@ class AdapterSection(Section):
     experts: Annotated[bool, Field(exclude_if=lambda value: not value)] = key(
         False, "Trains A and B for each matrix of each expert of a mixture as well, with `r` and `lora_alpha`."
     )
-    modules_to_save: Annotated[tuple[Text, ...], Field(strict=False), AfterValidator(of_patterns)] = key(
+    modules_to_save: Annotated[tuple[Text, ...], _LIST, AfterValidator(of_patterns)] = key(
         (), "Names of modules that are trained in full beside the adapter."
     )
     rank_pattern: Annotated[dict[str, Positive], AfterValidator(of_patterns)] = Field(
@@ -434,17 +434,11 @@ class AdapterSection(Section):
 class OptimizerSection(Section):
     name: Literal["adamw", "lion"] = key("adamw", "The update: AdamW or Lion.")
     lr: PositiveFloat = key(1e-5, "Learning rate after the warm-up. LoRA wants about ten times that of a full run.")
-    betas: Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Field(strict=False)] = (
-        key(
-            (
-                0.9,
-                0.95,
-            ),
-            "Decay of the running means of AdamW and Lion (Lion's default: `[0.9, 0.99]`).",
-        )
+    betas: Annotated[tuple[BelowOne, BelowOne], _LIST] = key(
+        (0.9, 0.95), "Decay of the running means of AdamW and Lion (Lion's default: `[0.9, 0.99]`)."
     )
     eps: PositiveFloat = key(1e-8, "What AdamW adds to the root of the variance, so that it divides by more than zero.")
-    weight_decay: Annotated[float, Field(ge=0)] = key(0.0, "Weight decay. It applies to matrices only.")
+    weight_decay: AtLeastZero = key(0.0, "Weight decay. It applies to matrices only.")
     state_dtype: Literal["float32", "bfloat16", "int8"] = key(
         "float32", "How momentum and variance are kept. `int8` halves traffic and wear, `bfloat16` saves a third."
     )
@@ -475,7 +469,7 @@ class LrSchedulerSection(Section):
 
 class EarlyStoppingSection(Section):
     patience: Positive = key(3, "Evaluations in a row without a better loss, after which the run ends.")
-    min_delta: Annotated[float, Field(ge=0)] = key(0.0, "By how much a loss must be lower to count as better for `patience`.")
+    min_delta: AtLeastZero = key(0.0, "By how much a loss must be lower to count as better for `patience`.")
 
 
 class TrainSection(Section):
@@ -560,8 +554,8 @@ class CheckpointSection(Section):
 
 
 class SamplesSection(Section):
-    prompts: Annotated[tuple[Text, ...], _FEW, AfterValidator(not_empty), AfterValidator(few)] = Field(
-        description="At most 16 texts to continue, with the likeliest token each time."
+    prompts: Annotated[tuple[Text, ...], _FEW, AfterValidator(not_empty), AfterValidator(few)] = key(
+        ..., "At most 16 texts to continue, with the likeliest token each time."
     )
     max_new_tokens: Positive = key(64, "Tokens after each prompt at most: so many passes over the weights.")
     chat: bool = key(False, "Puts each prompt into the chat template, as a user's message.")
@@ -605,7 +599,7 @@ LogBackend = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "trac
 
 class LoggingSection(Section):
     every_steps: Positive = key(1, "Steps between lines on the console and for other loggers; the JSON log has every step.")
-    backends: Annotated[tuple[LogBackend, ...], Field(strict=False)] = key(
+    backends: Annotated[tuple[LogBackend, ...], _LIST] = key(
         ("console", "jsonl"), "Where figures go. All but the first two are extra packages."
     )
     wandb: WandbSection = WandbSection()
@@ -617,7 +611,7 @@ class Recipe(Section):
     """Describes the run that the user asks for. Only `output_dir`, `model.name_or_path` and `dataset.train` have no default."""
 
     version: Literal[1] = key(1, "Version of the schema.")
-    output_dir: Text = Field(description="Where the log, the export and, without `offload.dir`, the store go.")
+    output_dir: Text = key(..., "Where the log, the export and, without `offload.dir`, the store go.")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = key(
         42, "Decides the shuffling, dropout, held-back rows and what an adapter begins with. The same seed gives the same run."
     )
@@ -626,7 +620,7 @@ class Recipe(Section):
     adapter: AdapterSection | None = key(
         None, "Trains a LoRA adapter, in the names of peft. `null`: every parameter is trained."
     )
-    freeze: Annotated[tuple[Text, ...], Field(strict=False)] = key(
+    freeze: Annotated[tuple[Text, ...], _LIST] = key(
         (), "Names or patterns of parameters that are not trained: no states, no gradients, no writes."
     )
     dataset: DatasetSection

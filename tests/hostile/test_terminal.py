@@ -19,7 +19,7 @@ from rich.text import Text
 
 from fuyou_cli.cli import console as consoles
 from fuyou_cli.cli.app import main
-from fuyou_cli.cli.render.progress import Transfers
+from fuyou_cli.cli.render.progress import TransferDisplay
 from fuyou_cli.cli.render.theme import SafeConsole, column, pairs, ruled, safe, say, show, symbols
 from fuyou_cli.core.printable import one_line, printable
 
@@ -95,7 +95,7 @@ def test_a_bar_of_a_hostile_name_is_drawn() -> None:
     """Draws neither its controls nor what Rich would take for markup of its own."""
     drawn = io.StringIO()
     console = SafeConsole(file=drawn, width=80, force_terminal=True, color_system=None)
-    with Transfers(console) as transfers:
+    with TransferDisplay(console) as transfers:
         transfers(f"[/red]{RETITLED}", 1, 2)
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", drawn.getvalue())  # Rich's own, to move the cursor
     assert "\x1b" not in plain and "\x07" not in plain and r"[/red]\x1b]0;t\x07" in plain

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fuyou_cli.advice.facts import RunFacts
-from fuyou_cli.advice.room import Wear, Writes, wear_of, writes_of
+from fuyou_cli.advice.room import RunWear, Writes, wear_of, writes_of
 from fuyou_cli.cli.render.plan_screen import plan_json
 from fuyou_cli.core.units import gb
 from fuyou_cli.spec.hardware import Drive, HardwareProfile
@@ -61,7 +61,7 @@ def test_every_drive_wears_by_itself(hardware: HardwareProfile) -> None:
     """Writes are spread evenly, also over one whose rating nobody knows. The one that is rated for least counts, whatever
     larger ones beside it are rated for, and the one that is worn most."""
 
-    def wear(*drives: tuple[int, int]) -> Wear | None:
+    def wear(*drives: tuple[int, int]) -> RunWear | None:
         made = tuple(Drive(model="d", capacity=1, rated_bytes=rated, used_bytes=used) for rated, used in drives)
         writes = Writes(loading=10**14, steps=10**14, saving=5 * 10**13, export=5 * 10**13)
         return wear_of(replace(hardware, drives=made), writes)

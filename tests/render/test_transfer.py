@@ -7,12 +7,12 @@ import io
 
 from rich.console import Console
 
-from fuyou_cli.cli.render.progress import LINE_SECONDS, Transfers
+from fuyou_cli.cli.render.progress import LINE_SECONDS, TransferDisplay
 
 
 def test_a_pipe_gets_a_line_now_and_then() -> None:
     stream, now = io.StringIO(), [0.0]
-    with Transfers(Console(file=stream, width=100), clock=lambda: now[0]) as transfers:
+    with TransferDisplay(Console(file=stream, width=100), clock=lambda: now[0]) as transfers:
         transfers("downloading o/small", 0, 10)
         transfers("downloading o/small", 10, 10)
         for second in range(101):
@@ -26,7 +26,7 @@ def test_a_pipe_gets_a_line_now_and_then() -> None:
 def test_a_terminal_gets_a_bar_that_goes_away() -> None:
     stream = io.StringIO()
     console = Console(file=stream, width=100, force_terminal=True, color_system=None)
-    with Transfers(console) as transfers:
+    with TransferDisplay(console) as transfers:
         transfers("downloading o/model", 5 * 10**8, 10**9)
         assert "downloading o/model" in stream.getvalue() and "/1.0 GB" in stream.getvalue()
         transfers("downloading o/model", 10**9, 10**9)

@@ -250,7 +250,7 @@ def counting(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
 LINE_SECONDS = 10.0  # between two lines without a terminal; a shorter transfer prints none
 
 
-class Transfers(AbstractContextManager["Transfers"]):
+class TransferDisplay(AbstractContextManager["TransferDisplay"]):
     """Shows the running transfers with bytes so far and in all. Call it from any thread inside its context."""
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
