@@ -332,7 +332,7 @@ def doctor(
 
     Shows what works, what does not, and how to fix it. Exit code 1 if something must be fixed.
     """
-    from .bench import run_doctor
+    from .doctor import run_doctor
 
     if not run_doctor(directory, json_output=json_output):
         raise typer.Exit(error_screen.FAILED)

@@ -1,5 +1,4 @@
-"""Runs `fuyou bench`, which measures this machine, prints the results and keeps them for later plans, and `fuyou doctor`, which
-prints a line for each thing that a run depends on, with the fix if it is not right."""
+"""Runs `fuyou bench`: measures this machine, prints the results, and keeps them for later plans."""
 
 from __future__ import annotations
 
@@ -12,19 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from fuyou_cli import __version__
 from fuyou_cli.core import disk, probe
 from fuyou_cli.core.errors import FuyouError, UsageError
 from fuyou_cli.core.heap import settle_for_training
 from fuyou_cli.core.paths import folder
-from fuyou_cli.core.printable import one_line
 from fuyou_cli.core.units import duration, gb, gib
 from fuyou_cli.machine import drives
 from fuyou_cli.machine.background_load import BackgroundLoad, are_busy
-from fuyou_cli.machine.checks import examine
 from fuyou_cli.machine.drives import endurance
 from fuyou_cli.machine.measure.whole import BenchReport, device_named, measure
 from fuyou_cli.machine.profile import assumed_hardware, card
@@ -32,7 +27,7 @@ from fuyou_cli.machine.profile_store import keep, keep_layers, kept_profile
 from fuyou_cli.spec.hardware import ON_PROCESSOR, HardwareProfile
 from fuyou_cli.training.plan_step import own_layers
 
-from .console import agreed, result_console, status_console, write_json, write_status
+from .console import agreed, result_console, status_console, write_status
 from .error_screen import like_ctrl_c
 from .render.theme import Symbols, column, heading, machine_in_words, pairs, ruled, say, show, symbols, tera
 
@@ -246,28 +241,3 @@ def _rates(console: Console, report: BenchReport, title: str, unit: str, shapes:
         value, low, high = (tera(one * scale) for one in (rate.value, rate.low, rate.high))
         content.add_row(Text(rate.name), Text(value, style="bold"), f"{low} to {high}", Text(rate.note))
     show(console, content, indent=2)
-
-
-# ---- doctor ----------------------------------------------------------------------------------------------------------
-
-
-_COLOUR = {"ok": "green", "note": "yellow", "problem": "bold red"}
-
-
-def run_doctor(directory: Path | None, *, json_output: bool) -> bool:
-    """Prints the checks, and returns whether none is a problem."""
-    checks = list(examine(directory or Path(os.environ.get("FUYOU_OFFLOAD_DIR") or ".")))
-    fine = not any(check.is_problem for check in checks)
-    if json_output:
-        write_json({"ok": fine, "fuyou": __version__, "checks": [check.as_dict() for check in checks]})
-        return fine
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    column(grid)
-    column(grid)
-    column(grid, wrap=True)
-    for check in checks:
-        grid.add_row(Text(check.status, _COLOUR[check.status]), check.name, Text(one_line(check.found)))
-        if check.advice:
-            grid.add_row("", "", Text(one_line(f"-> {check.advice}")))
-    show(result_console(), grid)
-    return fine

@@ -1,5 +1,5 @@
 """Runs the commands on what a run has left: `fuyou export` writes its store for transformers, `verify` compares it with its
-checksums, `clean` removes it, and `report` shows the run's log."""
+checksums, `clean` removes it, and `report` shows the run's log. The last two need no extension."""
 
 from __future__ import annotations
 
@@ -17,17 +17,13 @@ from fuyou_cli.core.paths import expanded
 from fuyou_cli.core.printable import one_line
 from fuyou_cli.core.units import gb, gib
 from fuyou_cli.recipe.named import shipped_recipes
-from fuyou_cli.training.prepare import store_of
 from fuyou_cli.training.run_log import History, find_log, finite, read_history
 from fuyou_cli.training.state import manifest as manifests
-from fuyou_cli.training.state.at_rest import find_store, verify_store
-from fuyou_cli.training.state.extent_checks import size_of
 from fuyou_cli.training.state.kept_companions import kept_adapter
 from fuyou_cli.training.state.manifest import BEFORE
 from fuyou_cli.training.state.manifest import NAME as MANIFEST
 from fuyou_cli.training.state.parts import read_part
 from fuyou_cli.training.state.removal import StoreFiles, find_manifests, find_unnamed, read_store, remove_store
-from fuyou_cli.training.state.source_checks import to_check
 
 from .console import agreed, result_console, status_console, write_json, write_last_result, write_result, write_status
 from .recipe_commands import loaded_with_notes
@@ -52,6 +48,8 @@ def run_export(
     recipe = _recipe_of(source, overrides)
     export = None if recipe is None else recipe.export
     from fuyou_cli.training.adapter_exporting import export_trained, how_to_load
+    from fuyou_cli.training.prepare import store_of
+    from fuyou_cli.training.state.at_rest import find_store
 
     store = find_store(source if recipe is None else store_of(recipe))
     manifest, problem = manifests.newest(store)
@@ -98,6 +96,10 @@ def _model_of(recipe: Recipe) -> Path:
 
 def run_verify(source: Path, *, json_output: bool) -> bool:
     """Prints what is intact in a store, and returns whether the newest state is."""
+    from fuyou_cli.training.state.at_rest import find_store, verify_store
+    from fuyou_cli.training.state.extent_checks import size_of
+    from fuyou_cli.training.state.source_checks import to_check
+
     store = find_store(source)
     newest, _ = manifests.newest(store)
     total = 2 * size_of(newest) + to_check(newest) if newest is not None else None

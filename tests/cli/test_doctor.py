@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fuyou_cli.cli import bench
+from fuyou_cli.cli import doctor
 from fuyou_cli.core import probe
 from fuyou_cli.core.units import GiB
 from fuyou_cli.machine import checks, drives
@@ -46,9 +46,9 @@ def test_doctor_as_lines_and_as_json(fuyou, tmp_path):
 @pytest.mark.parametrize("columns", [80, 100])
 def test_doctor_breaks_between_words(columns, monkeypatch, capsys):
     check = checks.Check("memory", "some words " * 20, "what to do " * 20)
-    monkeypatch.setattr(bench, "examine", lambda folder: [check])
+    monkeypatch.setattr(doctor, "examine", lambda folder: [check])
     monkeypatch.setenv("COLUMNS", str(columns))
-    assert bench.run_doctor(None, json_output=False)
+    assert doctor.run_doctor(None, json_output=False)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= columns and " ".join(" ".join(lines).split()) == (
         "note memory " + "some words " * 20 + "-> " + ("what to do " * 20).strip()

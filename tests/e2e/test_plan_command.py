@@ -172,25 +172,6 @@ def test_the_plan_that_is_shown_is_run(new_project: NewProject, command: Callabl
     assert lines["compute under way"]["measured"] == step["busy"]["compute"] > 0
 
 
-@pytest.mark.parametrize(
-    ("words", "instead"),
-    [
-        (("plan", "recipe.yaml", "-o", "plan.json"), "fuyou plan RECIPE --json"),
-        (("plan", "recipe.yaml", "--out=plan.json"), "fuyou plan RECIPE --json"),
-        (("plan", "recipe.yaml", "--compare"), "optimizer.state_dtype=int8"),
-        (("plan", "recipe.yaml", "--calibrated"), "`fuyou bench` measures"),
-        (("finetune", "recipe.yaml", "--calibrated"), "`fuyou bench` measures"),
-        (("finetune", "recipe.yaml", "--plan", "plan.json"), "a run plans by itself"),
-    ],
-)
-def test_a_removed_option_says_what_to_do_instead(
-    words: tuple[str, ...], instead: str, new_project: NewProject, command: Callable[[Project], Command]
-) -> None:
-    code, out, err = command(new_project())(*words)
-    assert (code, out) == (2, "") and "was removed" in err and instead in err and "No such option" not in err
-    assert len(err.splitlines()) == 2
-
-
 def test_what_a_run_would_be_refused_for_is_said_before_the_plan(
     new_project: NewProject, command: Callable[[Project], Command]
 ) -> None:
