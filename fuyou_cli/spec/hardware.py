@@ -64,7 +64,7 @@ USUAL_ENDURANCE = 600  # full writes of a drive over its life, if its maker's ra
 class StageRate:
     """Holds the compute rates of one stage at micro-batches of `tokens` tokens, in FLOPs as `StageSpec` counts them.
 
-    Of a recipe's own stage on a processor several shapes are timed, and `planner/stage_times` makes seconds of any shape from
+    Of a recipe's own stage on a processor several shapes are timed, and `planner/costs` makes seconds of any shape from
     them. These rates say how many FLOPs were timed."""
 
     kind: RatedKind

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuyou_cli.planner.costs import Costs
-from fuyou_cli.planner.stage_times import Shaped, fitted
+from fuyou_cli.planner.costs import Costs, Shaped, fitted
 from fuyou_cli.spec.hardware import HardwareProfile, StageRate
 from fuyou_cli.spec.model import StageSpec
 from fuyou_cli.spec.plan import Computed, TypicalStep
