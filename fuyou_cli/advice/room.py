@@ -14,7 +14,7 @@ from fuyou_cli.core.disk import FileSystem, Wanted, existing, file_systems, stor
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.paths import folder
 from fuyou_cli.core.units import gb, gib
-from fuyou_cli.planner.phases import phase_peaks
+from fuyou_cli.planner.memory import phase_peaks
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.search import SearchResult, timed
 from fuyou_cli.spec.hardware import HardwareProfile

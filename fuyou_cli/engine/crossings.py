@@ -21,8 +21,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from ..core.units import align_up
-from ..planner.device import BOUNDARIES_ACROSS
-from ..planner.memory import COPY_ALIGN
+from ..planner.device import BOUNDARIES_ACROSS, COPY_ALIGN
 from ..spec.micro_batch import MicroBatch
 from ..spec.plan import Span
 from .context import Context

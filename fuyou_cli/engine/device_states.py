@@ -22,7 +22,7 @@ import torch
 
 from ..core.errors import NumericsError
 from ..planner.device import UPDATE_SCRATCH
-from ..planner.device_homes import gradients_rest, update_scratch
+from ..planner.memory import gradients_rest, update_scratch
 from ..planner.records import Record
 from ..planner.residency import UPDATE_PRIORITY
 from ..spec.model import STATE_NAMES, StageSpec

@@ -9,8 +9,8 @@ from math import gcd, prod
 
 from ..spec.model import ModelSpec
 from .boundary_layout import every_operator
-from .device_fill import SHARES, may_fill
-from .device_memory import bytes_left
+from .fill import SHARES, may_fill
+from .memory import bytes_left
 from .plan_request import PlanRequest
 
 _PIPELINES = ((1, 1), (1, 2), (2, 2), (2, 3), (3, 3), (3, 4), (3, 6), (4, 8))  # (lookahead, gradient slots), least memory first

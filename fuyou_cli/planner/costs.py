@@ -24,6 +24,7 @@ from ..spec.hardware import HardwareProfile, StageRate, rated_kind
 from ..spec.model import ITEM_SIZE, Dtype, ExpertWork, ModelSpec, StageSpec, StateLayout
 from ..spec.plan import Numerics, Plan, StagePlan, TypicalStep
 from .boundary_layout import kept_bytes
+from .device import begins_table, staged_bytes
 from .plan_request import PlanRequest
 from .schedule import Visit
 from .simulated_machine import KnownSpeeds
@@ -32,7 +33,6 @@ _Visits = tuple[Visit, ...]
 _Stages = tuple[StagePlan, ...]
 _Value = TypeVar("_Value")
 
-_ID = 8  # bytes of a token's id, or of its target
 # Bytes of a device's memory per parameter that it updates. A GPU runs one kernel, which reads and writes everything once.
 # Tensor operations move 200 bytes through the cache as well, which the rest stands for.
 _GPU_UPDATE_BYTES, _DEVICE_UPDATE_BYTES = 28, 80
@@ -374,7 +374,7 @@ class Costs:
         """Returns the bytes of boundaries, and of what norms compute from them."""
         stage = self.model.stages[visit.stage]
         whole = self.boundary
-        first_piece = _begins_table(stage)
+        first_piece = begins_table(stage)
         here = self.device == "cpu"  # on another device the copy engine moves them
         moved = float(whole * 2 * visit.stash * here)  # the copy of the input that is kept
         if stage.kind == "embedding":
@@ -398,43 +398,6 @@ class Costs:
         times = {"embedding": int(not visit.sweep), "norm": self.micro_batches}.get(stage.kind, 0)
         summed = params * times * (ITEM_SIZE[self.model.compute_dtype] + 2 * item)
         return float(summed + params * item * (self.device == "cpu" and visit.is_final))
-
-
-def staged_bytes(model: ModelSpec, numerics: Numerics, visit: Visit, *, on_device: bool = False, sweeps: int = 1) -> int:
-    """Returns the bytes that the thread that feeds a device reads and writes itself: ids, targets, and what the model's own
-    operators compute between stages. They are copied to pinned memory. A run counts them as well (`engine/crossings`).
-
-    Targets of a cut head go to the device before the first visit of a step, those of a whole head with its visit. A model with
-    several tables adds up their outputs. `on_device`: the batch stays on the device, with ids, positions and targets from the
-    first visit on.
-    """
-    stage, is_first = model.stages[visit.stage], not visit.index
-    step, positions = 2 * _ID * numerics.tokens, 2 * _ID * numerics.max_seq_len
-    ids = step // sweeps
-    targets = step * is_first if on_device or model.head_is_cut else ids * (visit.phase == "head")
-    if is_first:
-        targets += 2 * looked_up_bytes(model, numerics)
-    if on_device:
-        return targets + (step + positions) * is_first
-    if stage.kind == "embedding" and stage.index and _begins_table(stage):  # a table of positions, which all rows share
-        rows = 2 * model.boundary_bytes_per_token * numerics.max_seq_len
-        return positions if visit.phase == "forward" else positions + rows
-    if stage.kind == "embedding":
-        return ids + targets
-    before = model.stages[stage.index - 1]
-    if visit.phase == "forward" and before.kind == "embedding" and before.index and _begins_table(before):
-        return 2 * model.boundary_bytes_per_token * numerics.tokens // sweeps
-    return targets
-
-
-def looked_up_bytes(model: ModelSpec, numerics: Numerics) -> int:
-    """Returns the bytes on a device for the tables of distinct ids of a step, and of the ids in each piece of a vocabulary."""
-    more = any(stage.kind == "embedding" and stage.index and _begins_table(stage) for stage in model.stages)
-    return _ID * (numerics.tokens * (1 if model.stages[0].vocabulary is None else 2) + numerics.max_seq_len * more)
-
-
-def _begins_table(stage: StageSpec) -> bool:
-    return stage.vocabulary is None or stage.vocabulary[0] == 0
 
 
 def _backward_flops(stage: StageSpec) -> tuple[float, float]:

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..core.units import align_up
-from ..spec.model import ITEM_SIZE, ModelSpec
+from ..spec.model import ITEM_SIZE, ModelSpec, StageSpec
 from ..spec.packed_tensors import DYNAMIC_BLOCK, FP8_BLOCK, NF4_BLOCK
-from ..spec.plan import StagePlan
+from ..spec.plan import Numerics, StagePlan
+from .schedule import Visit
 
 # What compute waits for. The simulation and a run use the same names.
 WEIGHTS_UP = "copies of weights to the device"
@@ -18,6 +19,9 @@ GRADIENTS_ACROSS = "copies of gradients"
 # Priority of weights and gradients. They are copied in pieces, after boundaries (priority 0). In the simulation a boundary
 # starts at once; in a run it may wait 1.5 ms for the piece under way.
 BULK_PRIORITY = 1
+
+COPY_ALIGN = 64  # bytes: alignment of tensors that are copied together
+_ID = 8  # bytes of a token's id, or of its target
 
 SQUARE_LANES = 1 << 21  # at most; float64 lanes in which squares of gradients are summed
 
@@ -142,3 +146,40 @@ def crossing(
         sums = ITEM_SIZE["float32"] // ITEM_SIZE[model.compute_dtype]
         return (1, 2 + stash) if phase == "forward" else (2 + sums, int(stage.passes_on))
     return {"forward": (1, 1 + stash), "logits": (1, 0), "head": (1, 1), "backward": (2, int(stage.passes_on))}[phase]
+
+
+def staged_bytes(model: ModelSpec, numerics: Numerics, visit: Visit, *, on_device: bool = False, sweeps: int = 1) -> int:
+    """Returns the bytes that the thread that feeds a device reads and writes itself: ids, targets, and what the model's own
+    operators compute between stages. They are copied to pinned memory. A run counts them as well (`engine/crossings`).
+
+    Targets of a cut head go to the device before the first visit of a step, those of a whole head with its visit. A model with
+    several tables adds up their outputs. `on_device`: the batch stays on the device, with ids, positions and targets from the
+    first visit on.
+    """
+    stage, is_first = model.stages[visit.stage], not visit.index
+    step, positions = 2 * _ID * numerics.tokens, 2 * _ID * numerics.max_seq_len
+    ids = step // sweeps
+    targets = step * is_first if on_device or model.head_is_cut else ids * (visit.phase == "head")
+    if is_first:
+        targets += 2 * looked_up_bytes(model, numerics)
+    if on_device:
+        return targets + (step + positions) * is_first
+    if stage.kind == "embedding" and stage.index and begins_table(stage):  # a table of positions, which all rows share
+        rows = 2 * model.boundary_bytes_per_token * numerics.max_seq_len
+        return positions if visit.phase == "forward" else positions + rows
+    if stage.kind == "embedding":
+        return ids + targets
+    before = model.stages[stage.index - 1]
+    if visit.phase == "forward" and before.kind == "embedding" and before.index and begins_table(before):
+        return 2 * model.boundary_bytes_per_token * numerics.tokens // sweeps
+    return targets
+
+
+def looked_up_bytes(model: ModelSpec, numerics: Numerics) -> int:
+    """Returns the bytes on a device for the tables of distinct ids of a step, and of the ids in each piece of a vocabulary."""
+    more = any(stage.kind == "embedding" and stage.index and begins_table(stage) for stage in model.stages)
+    return _ID * (numerics.tokens * (1 if model.stages[0].vocabulary is None else 2) + numerics.max_seq_len * more)
+
+
+def begins_table(stage: StageSpec) -> bool:
+    return stage.vocabulary is None or stage.vocabulary[0] == 0

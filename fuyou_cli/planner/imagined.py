@@ -15,10 +15,9 @@ from .bound import micro_batch_crossing
 from .boundary_ledger import BoundaryLedger
 from .costs import Costs
 from .device import BOUNDARIES_ACROSS, BULK_PRIORITY, GRADIENTS_ACROSS, WEIGHTS_UP, DeviceSide
-from .free_extents import FOREVER
 from .lookahead import Lookahead
 from .records import Record
-from .residency import Residency, update_priority
+from .residency import FOREVER, Residency, update_priority
 from .schedule import Schedule, Visit, filled, written_by_update
 from .simulated_machine import Parts, VirtualMachine
 from .timeline import Asked

@@ -1,31 +1,44 @@
-"""Computes how much memory a placement takes: slots, homes, what compute allocates, and the process itself.
+"""Sums up the memory that a plan takes: of the process in each phase of a run, and of a device with memory of its own.
 
-Only `layout` gives out spans, for the arena and for the store. The run uses the same spans, so the sums here are the plan's
-peaks.
-"""
+What has a span of the arena is in `layout`; here is also what compute allocates, and the table of what takes how much in which
+tier."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 
 from ..core.heap import held
-from ..core.units import MiB, align_up
+from ..core.units import MiB, align_up, gib
+from ..spec.hardware import HardwareProfile
 from ..spec.micro_batch import lengths_up_to
 from ..spec.model import ITEM_SIZE, ModelSpec, StageSpec
-from ..spec.plan import IoPlan, Numerics, SlotClass, Span, StagePlan, Tier
-from .boundary_layout import Kept
-from .defer import deferrals
-from .device import WEIGHTS_ON_DEVICE
-from .device_homes import staging_slots
-from .placement_context import STORE_UNIT, PlacementContext, SpanAllocator
+from ..spec.plan import MemoryLine, Numerics, Plan, Span, StagePlan, Tier
+from .boundary_layout import Kept, device_boundaries, device_bytes, every_operator, kept_bytes
+from .device import (
+    UPDATE_CHUNK,
+    UPDATE_SCRATCH,
+    WEIGHTS_ON_DEVICE,
+    decode_scratch,
+    decoded_at_once,
+    looked_up_bytes,
+    square_lanes,
+)
+from .layout import (
+    ARENA_UNIT,
+    DEVICE_UNIT,
+    SUMMED,
+    Layout,
+    SpanAllocator,
+    batch_boundary,
+    batch_slots,
+    micro_boundary,
+    need_rest,
+    range_sums,
+)
 from .plan_request import PlanRequest
-from .small_banks import has_home
 
-ARENA_UNIT = 2 * MiB  # bytes: hugepages round up to this
-DEVICE_UNIT = 512  # bytes: a device's allocator rounds up to this
-COPY_ALIGN = 64  # bytes: alignment of tensors that are copied together
-_SUM = ITEM_SIZE["float32"]  # bytes per value that a cut head sums, or a router's probabilities
 _CHOICE = 2  # bytes per kept choice of an expert
 # Of a cut head on the device: target, maximum, sum, the target's logit, and a new copy of one of these.
 HEAD_BYTES_PER_TOKEN = 8 + 4 * 4
@@ -45,85 +58,62 @@ MOST_PRODUCTS = 1024  # oneDNN forgets older ones
 # What a stage takes in the heap is known to about these shares of it. A visit passes the peak of one like it by CREEP at most.
 # Where no visit gives pages back, the heap grows by DRIFT beyond what is charged. Measured: scripts/results/TRIED.md.
 CREEP, DRIFT = 0.25, 0.35
+READ_BACK = 32 * MiB  # of the arena, through which a saved state is read and compared with its sums
+_CHOSEN = "of every token, from forward to backward"
+
+
+# ---- RAM ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Homes:
-    """Tells where each stage's tensors rest. `kept`: operators whose outputs rest with the boundary; `kept_there`: operators
-    whose outputs stay on the device."""
+class ComputeMemory:
+    """Holds the most bytes that compute allocates on the host, outside the arena."""
 
-    weights: tuple[Tier, ...]
-    states: tuple[Tier, ...]
-    gradients: tuple[Tier, ...]
-    boundaries: tuple[Tier, ...]
-    kept: Kept
-    kept_there: Kept
+    whole_batch: int
+    stage: int
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
-    """Holds every span of arena and store."""
-
-    stages: tuple[StagePlan, ...]
-    slot_classes: tuple[SlotClass, ...]
-    boundary_slots: tuple[Span, ...]
-    upload_slots: tuple[Span, ...]
-    batch_slots: tuple[Span, ...]
-    staging_slots: tuple[Span, ...]
-    decoded: Span | None
-    io: IoPlan
-    arena_size: int
-    store_size: int
+    @property
+    def total(self) -> int:
+        return self.whole_batch + self.stage
 
 
-def layout(context: PlacementContext, request: PlanRequest, homes: Homes, *, lookahead: int, gradient_slots: int) -> Layout:
-    """Returns every span of arena and store for this placement."""
-    model = context.model
-    arena = SpanAllocator(ARENA_UNIT)
-    # What survives a run comes first and depends only on the model. So a resumed run may place everything else differently.
-    transient = SpanAllocator(STORE_UNIT, used=context.durable_size)
-    classes = context.classes
-    boundaries = [context.boundary_size(index, kept) for index, kept in enumerate(homes.kept)]
-    deferred = deferrals(model, request)
-    slot_classes = tuple(
-        _slot_class(arena, model, request, homes, deferred, classes, number, lookahead=lookahead, gradient_slots=gradient_slots)
-        for number in range(max(classes) + 1)
-    )
-    on_ssd = sum(tier == "ssd" for tier in homes.boundaries)
-    slots = min(lookahead + 2, on_ssd + 1) if on_ssd else 0
-    largest = max((boundaries[i] for i, tier in enumerate(homes.boundaries) if tier == "ssd"), default=0)
-    boundary_slots = tuple(arena.take(largest) for _ in range(slots))
-    up = _upload_slots(arena, model, request)
-    batches = batch_slots(SpanAllocator(DEVICE_UNIT) if request.batch_on_device else arena, model, request)
-    staging = staging_slots(arena, model, homes.states)
-    decoded = arena.take_if(request.device == "cpu", model.decoded_bytes)
-    scratch = arena.take(request.scratch_size)
-    # Many small homes lie closely together.
-    at_rest = SpanAllocator(STORE_UNIT, used=arena.used) if context.trained_in_ram else arena
-    place = partial(_stage, at_rest, transient, context, request, homes, is_far=lookahead < len(model.stages))
-    stages = tuple(place(index, boundary=boundaries[index], deferred=deferred[index]) for index in range(len(model.stages)))
-    arena.used = align_up(at_rest.used, ARENA_UNIT)
-    return Layout(
-        stages=stages,
-        slot_classes=slot_classes,
-        boundary_slots=boundary_slots,
-        upload_slots=up,
-        batch_slots=batches,
-        staging_slots=staging,
-        decoded=decoded,
-        io=IoPlan(
-            backend=request.io_backend,  # type: ignore[arg-type]
-            read_depth=request.read_depth,
-            write_depth=request.write_depth,
-            block_size=request.block_size,
-            stripe=request.stripe,
-            update_threads=request.update_threads,
-            chunk_params=request.chunk_params,
-            scratch=scratch,
-        ),
-        arena_size=arena.used,
-        store_size=align_up(transient.used, request.stripe),
-    )
+def compute_memory(model: ModelSpec, request: PlanRequest) -> ComputeMemory:
+    """Returns the most bytes that compute allocates on the host, outside the arena.
+
+    It counts two boundaries of a sweep's rows (in and out, or their gradients), a third if the norm is measured first, and what
+    the model's own forward holds between stages. A separate device has such boundaries in the arena, or all of this in its own
+    memory. On device cpu it also counts the stage that needs most. A cut head has the last hidden state, its gradient in
+    float32 and at the end in the compute dtype, and maximum, sum and target of every token. Ranges of experts hold one more
+    boundary, what they are sent, and sums in float32.
+    """
+    numerics, step_tokens = request.group, request.numerics.tokens
+    tokens = numerics.tokens
+    boundary, hidden = batch_boundary(model, request), SUMMED * model.hidden_size * tokens
+    between, sums = model.choreography_bytes_per_token * tokens, range_sums(model, request)
+    if request.device != "cpu":
+        boundary, hidden, between = 0, 0, 0 if request.batch_on_device else max(0, between - boundary)
+        sums = 0
+    if numerics.batch_size <= numerics.micro_batch_size:  # else they have their own mapping (engine/host_memory.py)
+        boundary, hidden = held(boundary), held(hidden)
+    whole = held(between)
+    if model.head_is_cut:  # the model's own forward has ended by then
+        # Losses of every token, summed at the end in the order of one sweep.
+        losses = 4 * step_tokens if request.is_swept else 0
+        whole = max(whole, hidden + held(12 * tokens) + losses)
+    whole += (2 + bool(request.norm_first) + model.has_ranges) * boundary + sums + 64 * step_tokens
+    stage = max(stage.backward_peak + balance_bytes(stage, numerics) for stage in model.stages)
+    return ComputeMemory(whole_batch=whole, stage=0 if request.device == "cuda" else stage)
+
+
+def free_pages(model: ModelSpec, request: PlanRequest) -> int:
+    """Returns the bytes, beyond `compute_memory`, with which one block's visit may leave the heap's pages as they are for the
+    next. Without them, each visit gives its pages back to the system and faults them in again (`training/memory_watch.py`)."""
+    if not request.free_pages or request.device != "cpu":
+        return 0
+    compute = compute_memory(model, request)
+    block = max((stage.backward_peak for stage in model.stages if stage.kind == "block"), default=0)
+    wanted = compute.whole_batch + int((1 + DRIFT) * block + CREEP * compute.total)
+    return align_up(max(0, wanted - compute.total), ARENA_UNIT)
 
 
 def code_bytes(model: ModelSpec, numerics: Numerics, *, widths: int, trains: bool = True) -> int:
@@ -144,16 +134,6 @@ def code_bytes(model: ModelSpec, numerics: Numerics, *, widths: int, trains: boo
     return min(products, MOST_PRODUCTS) * PRODUCT_CODE + (lengths - 1) * ATTENTION_CODE
 
 
-def micro_boundary(model: ModelSpec, request: PlanRequest) -> int:
-    """Returns the bytes of one micro-batch's boundary."""
-    return model.widest_bytes_per_token * request.numerics.micro_batch_tokens
-
-
-def batch_boundary(model: ModelSpec, request: PlanRequest) -> int:
-    """Returns the bytes of one boundary for all rows of a sweep."""
-    return model.widest_bytes_per_token * request.group.tokens
-
-
 def kept_choices(stage: StageSpec, group: Numerics) -> int:
     """Returns how many choices of experts a stage keeps from forward to backward, for all rows of a sweep."""
     return stage.choices * group.micro_batches * group.micro_batch_tokens
@@ -169,38 +149,7 @@ def balance_bytes(stage: StageSpec, numerics: Numerics) -> int:
     copies in float32, and the chosen experts."""
     if not numerics.router_aux_loss:
         return 0
-    return numerics.micro_batch_tokens * (3 * _SUM * stage.experts + 3 * 8 * stage.choices)
-
-
-def micro_sums(model: ModelSpec, request: PlanRequest) -> int:
-    """Returns the bytes of one micro-batch's gradient of the last hidden state, which the pieces of a cut head sum in
-    float32."""
-    return _SUM * model.hidden_size * request.numerics.micro_batch_tokens
-
-
-def _upload_slots(arena: SpanAllocator, model: ModelSpec, request: PlanRequest) -> tuple[Span, ...]:
-    """Returns slots for uploads from memory that is not pinned. Copies beside compute need pinned memory. The arena is pinned,
-    but ids, targets and what the model's own operators compute between stages are not. These pass through the slots: one is
-    filled while the other is copied."""
-    if request.device == "cpu" or request.batch_on_device:
-        return ()
-    numerics = request.group
-    size = align_up(micro_boundary(model, request), COPY_ALIGN) + 8 * numerics.micro_batch_tokens
-    return tuple(arena.take(size) for _ in range(min(2, numerics.micro_batches)))
-
-
-def batch_slots(room: SpanAllocator, model: ModelSpec, request: PlanRequest) -> tuple[Span, ...]:
-    """Returns slots for whole-batch tensors between stages, on a separate device or in the arena that it copies to and from.
-    Input and output of a stage use two in turn, and the model's own forward holds the embedding's. A cut head sums in one of
-    them if it is in float32, else in one larger slot. A step that measures the norm first needs the last hidden state twice.
-    Ranges of experts hold what they are sent, and sum in a larger slot."""
-    if request.device == "cpu":
-        return ()
-    boundaries = 3 + bool(request.norm_first) + model.has_ranges
-    spans = [room.take(batch_boundary(model, request)) for _ in range(boundaries)]
-    if model.has_ranges or (model.head_is_cut and model.compute_dtype != "float32"):
-        spans.append(room.take(range_sums(model, request) or _SUM * model.hidden_size * request.group.tokens))
-    return tuple(spans)
+    return numerics.micro_batch_tokens * (3 * SUMMED * stage.experts + 3 * 8 * stage.choices)
 
 
 def range_sizes(model: ModelSpec, request: PlanRequest) -> list[int]:
@@ -222,184 +171,338 @@ def range_sizes(model: ModelSpec, request: PlanRequest) -> list[int]:
     return found
 
 
-def range_sums(model: ModelSpec, request: PlanRequest) -> int:
-    """Returns the bytes in which ranges of experts sum outputs, or gradients, of all rows of a sweep; 0: there are none."""
-    each = max((stage.choices for stage in model.stages), default=0)
-    return _SUM * (model.hidden_size + each) * request.group.tokens if model.has_ranges else 0
+def outside_arena(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, arena_size: int) -> dict[str, int]:
+    """Returns, by line of the table, the anonymous and kernel bytes that a training process takes beside its arena."""
+    return {
+        "compute": compute_memory(model, request).total,
+        "chosen experts": routing_bytes(model, request) if request.device == "cpu" else 0,
+        "free pages": free_pages(model, request),
+        "compiled products": request.code_bytes,
+        "process": hardware.process_bytes + BASE_SLACK + arena_size // 512,  # with the arena's page tables
+    }
 
 
-def _slot_class(
-    arena: SpanAllocator,
-    model: ModelSpec,
-    request: PlanRequest,
-    homes: Homes,
-    deferred: tuple[bool, ...],
-    classes: tuple[int, ...],
-    number: int,
-    *,
-    lookahead: int,
-    gradient_slots: int,
-) -> SlotClass:
-    """Counts and sizes the slots of a class.
+def host_peaks(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, placed: Layout) -> dict[str, int]:
+    """Returns, by phase, the most anonymous and kernel bytes that the process takes."""
+    largest_slot = max((slots.weight_size for slots in placed.slot_classes), default=0)
+    load = hardware.process_bytes + BASE_SLACK + _loaded(placed.stages) + 2 * largest_slot + 64 * MiB
+    train = placed.arena_size + sum(outside_arena(model, hardware, request, placed.arena_size).values())
+    return {"load": load, "train": train, "export": train}
 
-    Weights: one slot computes, `lookahead` slots are being filled, and each update that runs after backward has one. A deferred
-    update uses the slot of the visit that follows it. Gradients: one slot is being summed, the others are being updated or
-    written. One more holds the gradients of a tied head that is not cut, through backward.
+
+def _loaded(stages: Iterable[StagePlan]) -> int:
+    """Returns the bytes of the homes that a checkpoint or a store is read into."""
+    return sum(
+        span.size
+        for stage in stages
+        for span in (stage.weights_ram, stage.trained_ram, stage.remainder_ram, stage.momentum_ram, stage.variance_ram)
+        if span is not None
+    )
+
+
+def phase_peaks(plan: Plan) -> dict[str, int]:
+    """Returns phase -> bytes of RAM at most, in the order of a run.
+
+    Saving has all of the arena; resuming reads everything through a window of it, then what rests in RAM into its place.
     """
-    members = [i for i, c in enumerate(classes) if c == number and model.stages[i].params]
-    updated = [i for i in members if model.stages[i].trained]
-    weight_size = max((model.stages[i].weight_bytes for i in members), default=0)
-    dtype = request.numerics.accumulate_dtype
-    gradient_size = max((model.stages[i].gradient_bytes(dtype) for i in members), default=0)
-    streamed = sum(homes.weights[i] == "ssd" for i in members)
-    in_update = 0 if all(deferred[i] for i in updated) else gradient_slots - 1
-    weights = min(streamed, 1 + lookahead + in_update)
-    through_host = [i for i in updated if homes.states[i] != "gpu"]
-    passing = sum(not rests(model, request, i, deferred[i]) or homes.gradients[i] == "ssd" for i in through_host)
-    gradients = min(passing, gradient_slots)
-    if model.tied_head and not model.head_is_cut and 0 in through_host and passing > gradients and gradients:
-        gradients += 1
-    return SlotClass(
-        weight_size=weight_size,
-        gradient_size=gradient_size,
-        weight_slots=tuple(arena.take(weight_size) for _ in range(weights)),
-        gradient_slots=tuple(arena.take(gradient_size) for _ in range(gradients)),
-    )
+    peaks = dict(plan.predicted.cpu_peaks)
+    computing = sum(line.size for line in plan.memory if line.what == "compute" and line.tier == "cpu")
+    process = sum(line.size for line in plan.memory if line.what == "process")
+    arena, homes = plan.arena_size, _loaded(plan.stages)
+    around = {
+        "save": max(process, peaks.get("train", 0) - computing),
+        "resume": process + homes + min(READ_BACK, max(0, arena - homes)),
+    }
+    order = ("load", "train", "save", "resume", "export")
+    known = {**peaks, **around}
+    return {name: known[name] for name in (*order, *known) if name in known}
 
 
-def rests(model: ModelSpec, request: PlanRequest, stage: int, deferred: bool) -> bool:
-    """Tells whether the stage's gradients, if it has any, need a home: until a deferred update, from a tied head's backward to
-    the embedding's, or from sweep to sweep."""
-    return deferred or model.has_two_users(stage) or request.is_swept
-
-
-def may_take_turns(context: PlacementContext, request: PlanRequest, stage: int, deferred: bool) -> bool:
-    """Tells whether a stage's boundary and its resting gradients may lie in the same memory: the boundary from forward to
-    backward, the gradients from there to their deferred update, which ends before the next forward computes. A separate device
-    fills a boundary while the stage computes, and sums gradients elsewhere; on device cpu both would be in the way. Sums that
-    another visit or sweep resumes rest in forward too. Of adapters they are too small."""
-    return (
-        request.device != "cpu"
-        and deferred
-        and not request.is_swept
-        and not context.has_two_users[stage]
-        and not context.trained_in_ram
-    )
-
-
-def _resting(
-    arena: SpanAllocator, context: PlacementContext, request: PlanRequest, homes: Homes, index: int, *, sizes: tuple[int, int],
-    deferred: bool,
-) -> tuple[Span | None, Span | None]:  # fmt: skip
-    """Returns the homes in RAM of a stage's resting gradients and of its boundary, of these sizes (bytes)."""
-    places = homes.gradients[index], homes.boundaries[index]
-    gradients, boundary = (size if place == "cpu" else 0 for size, place in zip(sizes, places, strict=True))
-    if not (gradients and boundary and may_take_turns(context, request, index, deferred)):
-        return arena.take_if(True, gradients), arena.take_if(True, boundary)
-    start = arena.take(max(gradients, boundary)).offset
-    return Span(offset=start, size=gradients), Span(offset=start, size=boundary)
-
-
-def _stage(
-    arena: SpanAllocator,
-    transient: SpanAllocator,
-    context: PlacementContext,
-    request: PlanRequest,
-    homes: Homes,
-    index: int,
-    *,
-    boundary: int,
-    deferred: bool,
-    is_far: bool,
-) -> StagePlan:
-    stage, at_rest = context.model.stages[index], context.at_rest[index]
-    is_resting = deferred or context.has_two_users[index] or request.is_swept
-    gradient_size, (remainder, momentum, variance) = context.gradient_sizes[index], context.state_sizes[index]
-    weights_home, states_home = homes.weights[index], homes.states[index]
-    in_ram = states_home == "cpu"
-    sizes = (gradient_size if is_resting else 0, boundary)
-    gradients_ram, boundary_ram = _resting(arena, context, request, homes, index, sizes=sizes, deferred=deferred)
-    return StagePlan(
-        stage=index,
-        weights=weights_home,
-        states=states_home,
-        gradients=homes.gradients[index],
-        boundary=homes.boundaries[index],
-        slot_class=context.classes[index],
-        deferred=deferred,
-        pair=at_rest.pair,
-        frozen_extent=at_rest.frozen,
-        frozen_source=stage.source,
-        weights_at=at_rest.weights,
-        remainder_at=at_rest.remainder,
-        momentum_at=at_rest.momentum,
-        variance_at=at_rest.variance,
-        gradients_extent=transient.take_if(is_resting and homes.gradients[index] == "ssd", gradient_size),
-        boundary_extent=transient.take_if(homes.boundaries[index] == "ssd", boundary),
-        weights_ram=arena.take_if(weights_home != "ssd" and states_home != "gpu", stage.weight_bytes),
-        looked_up=context.looked_up[index] if is_far else 0,
-        trained_ram=arena.take_if(
-            context.trained_in_ram and has_home(stage, weights_home, states_home), stage.trained_weight_bytes
-        ),
-        remainder_ram=arena.take_if(in_ram, remainder),
-        momentum_ram=arena.take_if(in_ram, momentum),
-        variance_ram=arena.take_if(in_ram, variance),
-        gradients_ram=gradients_ram,
-        boundary_ram=boundary_ram,
-        kept=homes.kept[index],
-        kept_there=homes.kept_there[index],
-    )
+# ---- a device's own memory -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ComputeMemory:
-    """Holds the most bytes that compute allocates on the host, outside the arena."""
+class DeviceMemory:
+    """Holds the most bytes that a plan takes of the device's memory."""
 
-    whole_batch: int
-    stage: int
-    name: str = field(default="")
+    homes: int = 0  # weights that rest there; if updates run in RAM, a copy is there too
+    turns: int = 0  # spans for the weights of all other stages, used in turn
+    decoded: int = 0  # quantised weights of the stage that computes, and memory to decode them in
+    sums: int = 0  # spans in which gradients are summed (`summing_spans`), and the lanes of their squares
+    states: int = 0  # states of stages that are updated there
+    gradients: int = 0  # gradients of these stages that rest
+    scratch: int = 0  # memory in which their updates are computed
+    outputs: int = 0  # outputs of operators for all rows of a sweep, from forward to backward
+    boundaries: int = 0  # inputs of stages for all rows of a sweep, from forward to backward
+    routing: int = 0  # experts that tokens were sent to, for all rows of a sweep, from forward to backward
+    # Whole-batch tensors between stages, if the batch stays there, and what the model's own forward makes of them.
+    batch: int = 0
+    compute: int = 0  # the pass that needs most for one micro-batch, with copies for its neighbours, and values for every token
 
     @property
     def total(self) -> int:
-        return self.whole_batch + self.stage
+        updated = self.states + self.gradients + self.scratch
+        weights = self.homes + self.turns + self.decoded
+        return weights + self.sums + updated + self.outputs + self.boundaries + self.routing + self.batch + self.compute
 
 
-def compute_memory(model: ModelSpec, request: PlanRequest) -> ComputeMemory:
-    """Returns the most bytes that compute allocates on the host, outside the arena.
-
-    It counts two boundaries of a sweep's rows (in and out, or their gradients), a third if the norm is measured first, and what
-    the model's own forward holds between stages. A separate device has such boundaries in the arena, or all of this in its own
-    memory. On device cpu it also counts the stage that needs most. A cut head has the last hidden state, its gradient in
-    float32 and at the end in the compute dtype, and maximum, sum and target of every token. Ranges of experts hold one more
-    boundary, what they are sent, and sums in float32.
-    """
-    numerics, step_tokens = request.group, request.numerics.tokens
-    tokens = numerics.tokens
-    boundary, hidden = batch_boundary(model, request), _SUM * model.hidden_size * tokens
-    between, sums = model.choreography_bytes_per_token * tokens, range_sums(model, request)
-    if request.device != "cpu":
-        boundary, hidden, between = 0, 0, 0 if request.batch_on_device else max(0, between - boundary)
-        sums = 0
-    if numerics.batch_size <= numerics.micro_batch_size:  # else they have their own mapping (engine/host_memory.py)
-        boundary, hidden = held(boundary), held(hidden)
-    whole = held(between)
-    if model.head_is_cut:  # the model's own forward has ended by then
-        # Losses of every token, summed at the end in the order of one sweep.
-        losses = 4 * step_tokens if request.is_swept else 0
-        whole = max(whole, hidden + held(12 * tokens) + losses)
-    whole += (2 + bool(request.norm_first) + model.has_ranges) * boundary + sums + 64 * step_tokens
-    peaks = {stage.index: stage.backward_peak + balance_bytes(stage, numerics) for stage in model.stages}
-    hungriest = max(model.stages, key=lambda stage: (peaks[stage.index], stage.index))
-    stage = 0 if request.device == "cuda" else peaks[hungriest.index]
-    return ComputeMemory(whole_batch=whole, stage=stage, name=hungriest.name)
+def device_memory(model: ModelSpec, request: PlanRequest, stages: tuple[StagePlan, ...]) -> DeviceMemory:
+    """Returns the device memory that these stages take, by kind."""
+    found = _memory(
+        model,
+        request,
+        {stage.stage for stage in stages if stage.weights == "gpu"},
+        tuple(stage.kept for stage in stages),
+        updated={stage.stage for stage in stages if stage.updated_there},
+        resting={stage.stage for stage in stages if gradients_rest(model, stage, request.sweeps or 1)},
+    )
+    return replace(found, outputs=device_bytes(model, request.group, tuple(stage.kept_there for stage in stages)))
 
 
-def free_pages(model: ModelSpec, request: PlanRequest) -> int:
-    """Returns the bytes, beyond `compute_memory`, with which one block's visit may leave the heap's pages as they are for the
-    next. Without them, each visit gives its pages back to the system and faults them in again (`training/memory_watch.py`)."""
-    if not request.free_pages or request.device != "cpu":
+def _memory(
+    model: ModelSpec,
+    request: PlanRequest,
+    at_home: Iterable[int],
+    every_kept: Kept,
+    *,
+    updated: set[int],
+    resting: set[int],
+) -> DeviceMemory:
+    """Sums up the memory without outputs that stay there. `at_home`: stages whose weights rest there; `every_kept`: the
+    operators of each stage whose outputs rest with its boundary; `updated`: stages that are updated there; `resting`: those of
+    them whose gradients rest."""
+    if request.device == "cpu":
+        return DeviceMemory()
+    dtype = request.numerics.accumulate_dtype
+    gradients = [stage.gradient_bytes(dtype) for stage in model.stages]
+    decoded, lanes = _of_model(_Same(model))
+    sums = summing_spans(model, resting, request.sweeps or 1) * max(
+        (size for stage, size in enumerate(gradients) if stage not in resting), default=0
+    )
+    targets = HEAD_BYTES_PER_TOKEN * request.group.tokens if model.head_is_cut else 0
+    if request.is_swept and model.head_is_cut:  # targets and losses of the whole step
+        targets += HEAD_STEP_BYTES_PER_TOKEN * request.numerics.tokens
+    targets += looked_up_bytes(model, request.numerics)
+    if any(stage.choices for stage in model.stages):  # which tokens of the step are no padding
+        targets += request.numerics.tokens
+    # Boundaries rest there where the recipe says so, all of them.
+    boundaries = [stage.index for stage in model.stages if stage.keeps_input and request.boundaries == "gpu"]
+    batch = 0
+    if request.batch_on_device:
+        batch_slots(room := SpanAllocator(DEVICE_UNIT), model, request)
+        batch = room.used + model.choreography_bytes_per_token * request.group.tokens
+    return DeviceMemory(
+        homes=sum(model.stages[stage].weight_bytes for stage in at_home),
+        turns=WEIGHTS_ON_DEVICE * max((stage.weight_bytes for stage in model.stages if stage.index not in at_home), default=0),
+        decoded=decoded,
+        sums=sums + 8 * lanes,
+        states=sum(model.stages[stage].state_bytes for stage in updated),
+        gradients=sum(gradients[stage] for stage in updated & resting),
+        scratch=update_scratch(max((model.stages[stage].trained for stage in updated), default=0)),
+        boundaries=device_boundaries(model, request.group, boundaries)[1],
+        routing=routing_bytes(model, request),
+        batch=batch,
+        compute=targets + max(map(partial(_pass_peak, model, request), model.stages, every_kept)),
+    )
+
+
+class _Same:
+    """Stands for a model in a cache, where the model itself is compared and not what is in it."""
+
+    def __init__(self, model: ModelSpec) -> None:
+        self.model = model
+
+    def __hash__(self) -> int:
+        return id(self.model)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.model is other.model
+
+
+@lru_cache(maxsize=4)
+def _of_model(same: _Same) -> tuple[int, int]:
+    """Returns the bytes in which quantised weights are decoded, and the lanes for the squares of its largest tensor."""
+    model = same.model
+    lanes = square_lanes(max(tensor.numel for stage in model.stages for tensor in stage.tensors))
+    return model.decoded_bytes + decode_scratch(decoded_at_once(model)), lanes
+
+
+def with_batch(model: ModelSpec, request: PlanRequest) -> PlanRequest:
+    """Decides whether the batch stays on the device. It stays if it fits beside spans for weights, sums, and the pass that
+    needs most, whatever that pass keeps. Nothing else on the device saves more copies per byte. If the device's memory is not
+    known, the batch does not stay. It always stays if boundaries rest there."""
+    if request.batch_on_device is not None or request.device == "cpu":
+        return request
+    staying = replace(request, batch_on_device=True)
+    if request.boundaries == "gpu":
+        return staying
+    if request.gpu_budget is None:
+        return request
+    fits = most_needed(model, staying).total <= request.gpu_budget
+    return staying if fits else replace(request, batch_on_device=False)
+
+
+def most_needed(model: ModelSpec, request: PlanRequest) -> DeviceMemory:
+    """Returns the memory that a plan needs on the device at most, without what it may leave out. It is enough for any outputs
+    that are kept with boundaries."""
+    at_home = range(len(model.stages)) if request.weights == "gpu" else ()
+    every_kept = request.kept if isinstance(request.kept, tuple) else every_operator(model)
+    if request.kept == "none":
+        every_kept = ((),) * len(model.stages)
+    updated, rest = stages_there(model, request), need_rest(model, request)
+    resting = {stage for stage in updated if rest[stage]}
+    return _memory(model, request, {*at_home, *updated}, every_kept, updated=updated, resting=resting)
+
+
+def bytes_left(model: ModelSpec, request: PlanRequest) -> int:
+    """Returns the bytes of the device that a plan may fill, whatever it keeps in RAM. It is 0 on device cpu, whose memory is
+    RAM, and for a device whose memory is not known."""
+    if request.device == "cpu" or request.gpu_budget is None:
         return 0
-    compute = compute_memory(model, request)
-    block = max((stage.backward_peak for stage in model.stages if stage.kind == "block"), default=0)
-    wanted = compute.whole_batch + int((1 + DRIFT) * block + CREEP * compute.total)
-    return align_up(max(0, wanted - compute.total), ARENA_UNIT)
+    return max(0, request.gpu_budget - most_needed(model, request).total)
+
+
+def _pass_peak(model: ModelSpec, request: PlanRequest, spec: StageSpec, outputs: tuple[int, ...]) -> int:
+    """Returns the most bytes that a pass of one micro-batch needs: what it allocates itself, and what is copied for its
+    neighbours at the same time.
+
+    In backward, the next micro-batch's boundary, gradient and kept outputs arrive, and the gradient of the one before leaves.
+    In forward, this input (which the stage does not allocate) and the next input are there, and the input, output and kept
+    outputs of the one before leave. A cut head has the sums of all three, and the inputs of this one and the next. So have
+    ranges of experts, and the block before them. If the batch stays on the device, only kept boundaries and outputs are copied.
+    """
+    one = request.group.batch_size <= request.numerics.micro_batch_size
+    kept, boundary, balance = kept_bytes(spec, outputs), micro_boundary(model, request), balance_bytes(spec, request.numerics)
+    if request.batch_on_device:
+        arriving = (1 if one else 2) * boundary * spec.keeps_input
+        # One more set of kept outputs than micro-batches that compute: a set is freed only after its copies end.
+        return balance + max(
+            spec.backward_peak + arriving + kept * (1 if one else 2), spec.forward_peak + kept * (1 if one else 2)
+        )
+    if spec.kind == "head" and model.head_is_cut:
+        sums = SUMMED * model.hidden_size * request.numerics.micro_batch_tokens
+        return spec.backward_peak + 2 * boundary + sums * (1 if one else 3)
+    if spec.expert_range is not None or model.ranges(spec.index):
+        balance += boundary + 2 * range_sums(model, request) // request.group.micro_batches
+    if one:
+        return balance + max(spec.backward_peak, spec.forward_peak + kept) + boundary
+    return balance + max(spec.backward_peak + 3 * boundary + kept, spec.forward_peak + 4 * boundary + 2 * kept)
+
+
+def update_scratch(largest: int) -> int:
+    """Returns the bytes of the device in which updates are computed. `largest`: parameters of the largest stage that is updated
+    there."""
+    return 4 * UPDATE_SCRATCH * min(largest, UPDATE_CHUNK)
+
+
+def gradients_rest(model: ModelSpec, stage: StagePlan, sweeps: int) -> bool:
+    """Tells whether the stage's gradients need a home on the device."""
+    return stage.updated_there and (stage.deferred or model.has_two_users(stage.stage) or sweeps > 1)
+
+
+def summing_spans(model: ModelSpec, resting: set[int], sweeps: int) -> int:
+    """Returns how many spans sum gradients that do not rest on the device. Stages use two in turn. A tied head that is not cut
+    holds one more. With several sweeps one more is uploaded for the next visit."""
+    stays = model.tied_head and not model.head_is_cut and 0 not in resting
+    return 2 + int(stays) + int(sweeps > 1)
+
+
+def stages_there(model: ModelSpec, request: PlanRequest) -> set[int]:
+    """Returns the stages that the request puts on the device."""
+    if request.device_states is not None:
+        return {stage for stage in request.device_states if model.stages[stage].params}
+    return {stage.index for stage in model.stages if stage.params} if request.states == "gpu" else set()
+
+
+# ---- the table ---------------------------------------------------------------------------------------------------------
+
+
+def memory_lines(
+    model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, placed: Layout, device: DeviceMemory
+) -> tuple[MemoryLine, ...]:
+    """Lists what each kind takes in each tier. Weights with a home on a device are in RAM as well, where updates write them."""
+    stages, often = placed.stages, 2  # extents of what is updated
+    weights, states = model.stored_weight_bytes, model.stored_state_bytes
+    frozen = sum(stage.frozen_weight_bytes for stage in model.stages)
+    imported = sum(stage.imported_bytes for stage in model.stages)
+    once = ", frozen ones once" if imported else ", frozen ones in the model's files" if frozen else ""
+    weights_in_ram = _total(span for stage in stages for span in (stage.weights_ram, stage.trained_ram))
+    states_in_ram = sum(model.stages[stage.stage].state_bytes for stage in stages if stage.states == "cpu")
+    gradients = sum(stage.gradient_bytes(request.numerics.accumulate_dtype) for stage in model.stages)
+    updates = _gradients_policy(model, request, placed)
+    kept, in_turns = _total(stage.boundary_ram for stage in stages), sum(map(_in_turns, stages))
+    written = _total(stage.boundary_extent for stage in stages)
+    in_ram, on_ssd = _boundaries_policies(model, placed, in_turns)
+    crossing = (*placed.upload_slots, *(() if request.batch_on_device else placed.batch_slots))
+    beside = outside_arena(model, hardware, request, placed.arena_size)
+    weight_slots = _total(span for slots in placed.slot_classes for span in slots.weight_slots)
+    gradient_slots = _total(span for slots in placed.slot_classes for span in slots.gradient_slots)
+    lines: tuple[tuple[str, Tier, int, int, str], ...] = (  # what, tier, bytes, bytes of all of it anywhere (0: only here), why
+        ("weights", "cpu", weights_in_ram + weight_slots, weights, "home and slots"),
+        ("weights", "ssd", often * (weights - frozen) + imported, weights, "two extents" + once),
+        ("optimizer states", "cpu", states_in_ram, states, "home"),
+        ("optimizer states", "ssd", often * states, states, "two extents"),
+        ("gradients", "cpu", gradient_slots + _total(stage.gradients_ram for stage in stages), gradients, updates),
+        ("gradients", "ssd", _total(stage.gradients_extent for stage in stages), gradients, updates),
+        ("boundaries", "cpu", kept - in_turns + _total(placed.boundary_slots), kept + written, in_ram),
+        ("boundaries", "ssd", written, kept + written, on_ssd),
+        ("decoded weights", "cpu", _total((placed.decoded,)), 0, "of the block that computes"),
+        ("staging", "cpu", _total(placed.staging_slots), 0, "commits of what rests on the GPU"),
+        ("crossing", "cpu", _total(crossing), 0, "the batch between stages, to and from the device"),
+        ("compute", "cpu", beside["compute"], 0, "activations of one micro-batch"),
+        ("chosen experts", "cpu", beside["chosen experts"], 0, _CHOSEN),
+        ("free pages", "cpu", beside["free pages"], 0, "of the heap, from one block to the next"),
+        ("compiled products", "cpu", beside["compiled products"], 0, "of libraries, for micro-batches of other widths"),
+        ("update chunks", "cpu", placed.io.scratch.size, 0, "read, update, write"),
+        ("process", "cpu", beside["process"], 0, "Python, torch, threads"),
+        ("weights", "gpu", device.homes + device.turns, weights, "on the GPU home and two turns"),
+        ("decoded weights", "gpu", device.decoded, 0, "of the block that computes"),
+        ("optimizer states", "gpu", device.states, states, "home, updated there"),
+        ("gradients", "gpu", device.sums + device.gradients, gradients, "sums on the GPU"),
+        (
+            "kept graphs" if model.compiled else "kept outputs", "gpu",
+            device.outputs, 0, "from forward to backward, never copied",
+        ),
+        ("chosen experts", "gpu", device.routing, 0, _CHOSEN),
+        ("boundaries", "gpu", device.boundaries, device.boundaries, "from forward to backward, never copied"),
+        ("crossing", "gpu", device.batch, 0, "the batch between stages, on the device"),
+        ("update chunks", "gpu", device.scratch, 0, "AdamW on the GPU"),
+        ("compute", "gpu", device.compute, 0, "a micro-batch and its neighbours"),
+    )  # fmt: skip
+    return tuple(
+        MemoryLine(what=what, tier=tier, size=size, total=total, policy=why) for what, tier, size, total, why in lines if size
+    )
+
+
+def _total(spans: Iterable[Span | None]) -> int:
+    return sum(span.size for span in spans if span is not None)
+
+
+def _in_turns(stage: StagePlan) -> int:
+    """Returns the bytes of a boundary that lie where its stage's gradients will rest."""
+    if not stage.takes_turns:
+        return 0
+    assert stage.boundary_ram is not None and stage.gradients_ram is not None
+    return min(stage.boundary_ram.size, stage.gradients_ram.size)
+
+
+def _boundaries_policies(model: ModelSpec, placed: Layout, in_turns: int) -> tuple[str, str]:
+    """Returns what is beside boundaries in RAM and on the ssd. `in_turns`: bytes that lie where gradients will."""
+    swapped = any(stage.kept for stage in placed.stages)
+    policies = ("with kept outputs", "with kept outputs") if swapped else ("recompute the rest", "recompute")
+    graphs = [stage.kept_there for stage in placed.stages if model.stages[stage.stage].operators]
+    if model.compiled and graphs and all(graphs):
+        policies = ("beside kept graphs", "beside kept graphs")
+    return (f"{policies[0]}, {gib(in_turns)} more in the place of gradients",) * 2 if in_turns else policies
+
+
+def _gradients_policy(model: ModelSpec, request: PlanRequest, placed: Layout) -> str:
+    deferred = sum(model.stages[stage.stage].trained for stage in placed.stages if stage.deferred)
+    if request.clip_grad_norm is not None and not request.norm_first:
+        policy = "rest until the norm is known" + ", and between sweeps" * request.is_swept
+    elif request.is_swept:
+        policy = f"rest between {request.sweeps} sweeps" + ", some until the next forward" * (deferred > 0)
+    else:
+        policy = f"{deferred / model.updated_parameters:.0%} rest until the next forward" if deferred else "updated at once"
+    tied = any(model.has_two_users(stage.index) for stage in model.stages)
+    return policy + "; tied pieces rest from head to embedding" * tied

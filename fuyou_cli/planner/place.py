@@ -2,7 +2,7 @@
 
 Everything rests on the ssd first. Outputs of operators get their share of the spare RAM (the paper's Algorithm 1: the most
 FLOPs saved per byte first). Then tensors move to RAM in a fixed order, those first that save most bytes of traffic per byte
-(`greedy_fill`). Outputs get what is left. `plan` returns the first candidate that fits, without a search.
+(`fill`). Outputs get what is left. `plan` returns the first candidate that fits, without a search.
 """
 
 from __future__ import annotations
@@ -16,23 +16,20 @@ from ..core.errors import PlanError
 from ..core.units import GiB, MiB, align_up, gib
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ModelSpec, OperatorSpec
-from ..spec.plan import Plan, Tier
-from .assemble import assembled, host_peaks
-from .bound import lower_bound, phase_estimate
+from ..spec.plan import Plan, Predicted, Tier
+from .bound import busy_seconds, lower_bound, phase_estimate
 from .boundary_layout import Kept, every_operator, of_each
 from .candidate import NONE_KEPT, Candidate, pipelines, sweep_counts
 from .commit_interval import guessed_interval, with_commits
 from .costs import Costs
 from .defer import deferrals
-from .device_fill import stages_filling
-from .device_homes import stages_there
-from .device_memory import bytes_left, with_batch, with_homes_on_device
-from .greedy_fill import KINDS, GreedyFill, Item, fitting, outputs_of, traffic_items, worth_most
-from .memory import Homes, Layout, layout, rests
-from .placement_context import PlacementContext
-from .plan_request import PlanRequest
+from .fill import KINDS, GreedyFill, Item, fitting, outputs_of, stages_filling, traffic_items, with_homes_on_device, worth_most
+from .layout import Homes, Layout, SharedSizes, layout, need_rest
+from .memory import DeviceMemory, bytes_left, device_memory, host_peaks, memory_lines, stages_there, with_batch
+from .plan_request import PlanRequest, least_budget_to_rest, rest_in_ram
 from .schedule import Schedule, expand, recommitted
-from .small_banks import least_budget_to_rest, rest_in_ram
+
+PLAN_VERSION = 1
 
 
 def plan(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
@@ -82,7 +79,7 @@ class Placing:
         self.asked, request = request, with_batch(model, request)
         self.model, self.hardware, self.request = model, hardware, request
         self.costs = Costs.of(model, hardware, request)
-        self._context = PlacementContext(model, request)
+        self._shared = SharedSizes(model, request)
         self._outputs = outputs_of(model, request)
         self._movable = [output for output in self._outputs if not output.operator.stays]
         self._starts: dict[tuple[object, ...], _Start | None] = {}
@@ -141,7 +138,7 @@ class Placing:
             fill=self.costs.fill,
         )
         spans = replace(spans, stages=with_homes_on_device(self.model, asked, schedule, spans.stages))
-        plan = assembled(self.costs, plain, spans, schedule, lookahead=candidate.lookahead)
+        plan = _assembled(self.costs, plain, spans, schedule, lookahead=candidate.lookahead)
         return self._bounded(plan, schedule) if at_most_one else self._committing(asked, plan, schedule)
 
     def _bounded(self, plan: Plan, schedule: Schedule) -> Placed:
@@ -162,7 +159,7 @@ class Placing:
         return Placed(plan=plan, schedule=schedule, bound=bound + each, estimate=estimate + each, commits=each)
 
     def _layout(self, asked: PlanRequest, homes: Homes, candidate: Candidate) -> Layout:
-        return layout(self._context, asked, homes, lookahead=candidate.lookahead, gradient_slots=candidate.gradient_slots)
+        return layout(self._shared, asked, homes, lookahead=candidate.lookahead, gradient_slots=candidate.gradient_slots)
 
     def _started(self, asked: PlanRequest, candidate: Candidate, pipeline: tuple[object, ...]) -> _Start | None:
         """Returns homes with nothing moved to RAM yet, or None if even that does not fit."""
@@ -191,9 +188,9 @@ class Placing:
         return fitting(self.model, self._outputs, asked.group, room)
 
     def _begun(self, asked: PlanRequest, candidate: Candidate, homes: Homes, spans: Layout, peaks: dict[str, int]) -> _Start:
-        items = sorted(traffic_items(self._context, asked, homes, spans), key=lambda item: item.order)
+        items = sorted(traffic_items(self._shared, asked, homes, spans), key=lambda item: item.order)
         return _Start(
-            nothing=GreedyFill.of(self._context, asked, homes, peaks),
+            nothing=GreedyFill.of(self._shared, asked, homes, peaks),
             items=tuple(items),
             everything=self._everything(asked, candidate, homes, items),
         )
@@ -206,7 +203,7 @@ class Placing:
             return None  # quicker than laying it all out
         everything = replace(homes, weights=weights, boundaries=boundaries, gradients=gradients, states=states)
         peaks = host_peaks(self.model, self.hardware, asked, self._layout(asked, everything, candidate))
-        return GreedyFill.of(self._context, asked, everything, peaks) if max(peaks.values()) <= asked.cpu_budget else None
+        return GreedyFill.of(self._shared, asked, everything, peaks) if max(peaks.values()) <= asked.cpu_budget else None
 
     def _fill(self, asked: PlanRequest, candidate: Candidate, start: _Start) -> GreedyFill:
         movable = self._movable if candidate.copied == 1 else worth_most(self._movable, candidate.copied)
@@ -249,9 +246,9 @@ def least_memory(model: ModelSpec, hardware: HardwareProfile, request: PlanReque
         return min(elsewhere, max(there, first))
     request = with_batch(model, request)
     nothing: Kept = ((),) * len(model.stages)
-    context, homes = PlacementContext(model, request), _start(model, request, _kept(model, request, 0.0), nothing)
+    shared, homes = SharedSizes(model, request), _start(model, request, _kept(model, request, 0.0), nothing)
     spans = (
-        layout(context, request, homes, lookahead=lookahead, gradient_slots=slots)
+        layout(shared, request, homes, lookahead=lookahead, gradient_slots=slots)
         for lookahead, slots in pipelines(request, stages=len(model.stages))
     )
     return min(max(host_peaks(model, hardware, request, some).values()) for some in spans)
@@ -264,6 +261,60 @@ def too_small(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest)
     smallest = align_up(smallest, MiB) if smallest < GiB - MiB else ceil(100 * smallest / GiB) * GiB // 100
     return PlanError(
         f"does not fit: the run needs at least {gib(smallest)} of RAM, but offload.max_memory.cpu is {gib(request.cpu_budget)}"
+    )
+
+
+def _assembled(costs: Costs, request: PlanRequest, placed: Layout, schedule: Schedule, *, lookahead: int) -> Plan:
+    """Builds the plan of these spans, with the closed form's figures for one step."""
+    device = device_memory(costs.model, request, placed.stages)
+    return Plan(
+        version=PLAN_VERSION,
+        model=request.model_name,
+        device=request.device,
+        numerics=request.numerics,
+        clip_grad_norm=request.clip_grad_norm,
+        stages=placed.stages,
+        slot_classes=placed.slot_classes,
+        boundary_slots=placed.boundary_slots,
+        upload_slots=placed.upload_slots,
+        batch_slots=placed.batch_slots,
+        staging_slots=placed.staging_slots,
+        decoded=placed.decoded,
+        batch_on_device=bool(request.batch_on_device),
+        sweeps=request.sweeps or 1,
+        free_pages=request.free_pages,
+        norm_first=bool(request.norm_first),
+        lookahead=lookahead,
+        io=placed.io,
+        arena_size=placed.arena_size,
+        store_size=placed.store_size,
+        cpu_budget=request.cpu_budget,
+        commit_every=request.asked_interval,
+        memory=memory_lines(costs.model, costs.hardware, request, placed, device),
+        predicted=_predict(costs, request, placed, schedule, device),
+        sustained=request.sustained,
+        typical=request.typical,
+    )
+
+
+def _predict(costs: Costs, request: PlanRequest, placed: Layout, schedule: Schedule, device: DeviceMemory) -> Predicted:
+    model, numerics = costs.model, request.numerics
+    seconds = busy_seconds(costs, schedule, stages=placed.stages, device=request.device)
+    bottleneck = max(sorted(seconds), key=lambda name: seconds[name])
+    return Predicted(
+        cpu_peaks=host_peaks(model, costs.hardware, request, placed),
+        gpu_peak=device.total,
+        ssd_bytes=placed.store_size,
+        export_bytes=request.export_item * (model.trained_parameters if request.exports_trained else model.parameters),
+        read_per_step=schedule.traffic.read_total,
+        written_per_step=schedule.traffic.written_total,
+        read_by=schedule.traffic.read,
+        written_by=schedule.traffic.written,
+        step_flops=model.flops_per_token * (numerics.tokens if request.typical is None else request.typical.tokens),
+        compute_flops=costs.fill * sum(visit.flops for visit in schedule.visits),
+        seconds=seconds,
+        step_seconds=seconds[bottleneck],
+        bottleneck=bottleneck,
     )
 
 
@@ -287,12 +338,11 @@ def _start(model: ModelSpec, request: PlanRequest, kept: Kept, kept_there: Kept)
     """Puts everything on the ssd except what the recipe fixes, with these outputs. A stage without a tensor of some kind says
     cpu for it."""
     count = len(model.stages)
-    keeps = [stage.keeps_input for stage in model.stages]
-    deferred = deferrals(model, request)
-    boundaries: tuple[Tier, ...] = tuple((request.boundaries or "ssd") if keep else "cpu" for keep in keeps)
-    resting = [rests(model, request, index, deferred[index]) for index in range(count)]
+    boundaries: tuple[Tier, ...] = tuple((request.boundaries or "ssd") if s.keeps_input else "cpu" for s in model.stages)
     first: Tier = "cpu" if rest_in_ram(model, request) else "ssd"
-    gradients: list[Tier] = [_beside(request.gradients, first) if is_resting else "cpu" for is_resting in resting]
+    gradients: list[Tier] = [
+        _beside(request.gradients, first) if is_resting else "cpu" for is_resting in need_rest(model, request)
+    ]
     there = stages_there(model, request)
     return Homes(
         weights=tuple("gpu" if index in there else request.weights or "ssd" for index in range(count)),

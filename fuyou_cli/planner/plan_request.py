@@ -1,11 +1,13 @@
-"""Defines `PlanRequest`: the recipe's placement and batch keys as numbers, without the recipe's types."""
+"""Defines `PlanRequest`, the recipe's placement and batch keys as numbers, and what follows from it alone."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import ceil
 from typing import Literal
 
 from ..spec.hardware import HardwareProfile
+from ..spec.model import ModelSpec, StageSpec
 from ..spec.plan import Numerics, Plan, Tier, TypicalStep
 from .boundary_layout import Kept
 
@@ -13,6 +15,9 @@ WearPolicy = Literal["spare", "balanced", "ignore"]
 
 MOST_UPDATE_THREADS = 64  # update threads that the daemon can have
 NEARLY_BEST = 0.9  # share of AdamW's best rate that is enough: more threads would only wait for memory
+WORTH_WRITING = 0.05  # share of the step that writing trained banks to the ssd in every step has to save
+_TRAINED_SHARE = 1 / 8  # of the RAM budget, at most: what updates touch then rests there
+_LITTLE_TRAINED = 1 / 64  # of the RAM budget; so little room takes nothing from a step
 _CHUNKS_ON_THE_WAY = 5  # chunks being read or written while every update thread has one
 
 
@@ -58,7 +63,7 @@ class PlanRequest:
     typical: TypicalStep | None = None  # what steps hold; None: rows of `max_seq_len` tokens
     free_pages: bool = False  # a block finds its pages in the heap as the one before left them (`memory.free_pages`)
     code_bytes: int = 0  # of RAM, that libraries take for products of other shapes than the largest micro-batch's
-    # Whether trained banks beside frozen ones rest in RAM before anything else does (`small_banks`).
+    # Whether trained banks beside frozen ones rest in RAM before anything else does (`rest_in_ram`).
     trained_in_ram: bool | None = None
 
     @property
@@ -99,3 +104,46 @@ def update_threads_for(hardware: HardwareProfile, *, device: str, torch_threads:
 def update_chunks_for(threads: int) -> int:
     """Returns how many chunks the daemon's scratch holds, so that reading, computing and writing overlap."""
     return threads + _CHUNKS_ON_THE_WAY
+
+
+# ---- small trained banks -------------------------------------------------------------------------------------------------
+#
+# Where all that updates touch is little beside the frozen weights, as an adapter is, it rests in RAM. Such banks get homes of
+# their own: weights, gradients and states rest in RAM while the frozen weights of the same stages are read from the ssd, and
+# nothing is written but commits.
+
+
+def rest_in_ram(model: ModelSpec, request: PlanRequest) -> bool:
+    """Tells whether trained banks rest in RAM with their gradients and states, if the recipe lets the states."""
+    if request.trained_in_ram is not None and _may_rest(model, request):
+        return request.trained_in_ram
+    return _may_rest(model, request) and _touched(model, request) <= _TRAINED_SHARE * request.cpu_budget
+
+
+def ways_to_rest(model: ModelSpec, request: PlanRequest) -> tuple[PlanRequest, ...]:
+    """Returns the requests to choose from: where banks that may rest in RAM are not very little, what they take there may be
+    worth more to boundaries or outputs, or too much for the run to fit. The one preferred comes first."""
+    if request.trained_in_ram is not None or not rest_in_ram(model, request):
+        return (request,)
+    there, elsewhere = (replace(request, trained_in_ram=rests) for rests in (True, False))
+    return (there,) if _touched(model, request) <= _LITTLE_TRAINED * request.cpu_budget else (there, elsewhere)
+
+
+def least_budget_to_rest(model: ModelSpec, request: PlanRequest) -> int | None:
+    """Returns the bytes of RAM from which on trained banks may rest there; None: they never do."""
+    return ceil(_touched(model, request) / _TRAINED_SHARE) if _may_rest(model, request) else None
+
+
+def _may_rest(model: ModelSpec, request: PlanRequest) -> bool:
+    return request.states in (None, "cpu") and model.frozen_parameters > 0
+
+
+def _touched(model: ModelSpec, request: PlanRequest) -> int:
+    """Returns the bytes that updates touch."""
+    dtype = request.numerics.accumulate_dtype
+    return sum(s.trained_weight_bytes + s.state_bytes + s.gradient_bytes(dtype) for s in model.stages)
+
+
+def has_home(stage: StageSpec, weights: Tier, states: Tier) -> bool:
+    """Tells whether the stage's trained bank has a home of its own, if trained banks rest in RAM."""
+    return weights == "ssd" and states == "cpu" and stage.trained > 0 and stage.frozen_weight_bytes > 0

@@ -1,7 +1,7 @@
 """Refines the best plan in ways that are too dear for every candidate: stages on the device, fewer copies, more sweeps, the
 norm first.
 
-First it tries that plan with the stages at a step's turn on the device (`device_fill.TURN`). In the family, such plans would
+First it tries that plan with the stages at a step's turn on the device (`fill.TURN`). In the family, such plans would
 take the place of others that a limited search looks at.
 
 Then, where a device copies outputs to RAM, it copies fewer of them while that is faster: copies may take longer than compute,
@@ -28,7 +28,7 @@ from typing import Any
 
 from ..spec.model import ModelSpec
 from .candidate import NONE_KEPT, Candidate, Family, family, may_measure_first, sweep_counts
-from .device_fill import TURN
+from .fill import TURN
 from .place import Placed, Placing, asked_with
 from .plan_request import PlanRequest
 from .search_state import GAIN, MOST_PLACED, SMALL_STAGES, Alternative, counted

@@ -9,17 +9,44 @@ it waits and between micro-batches (`advance`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan, Span, StagePlan
-from .free_extents import CommitLedger
 from .records import ON_DEVICE, Record, Runner, Transfers
 from .schedule import Visit
 
 FETCH_PRIORITY = 0  # before any update: compute waits for it
 UPDATE_PRIORITY = 1 << 16  # plus what `update_priority` says
 IN_RAM_PRIORITY = 1 << 17  # of updates in backward without traffic to the store but that of commits
+
+FOREVER = 1 << 62  # a turn that is never reached: nothing waits for it
+
+
+@dataclass(slots=True)
+class CommitLedger:
+    """Knows which generations a run commits, and therefore which places of the store may be overwritten: `base`, where the run
+    begins (0, or what it resumes from), and each `every`-th (None: no other until the run ends).
+
+    A committed generation is named by a manifest on stable storage. The update to it moves its stage to the other place of its
+    pair (`spec.plan.ExtentPair`), as soon as its last committed generation is durable. Generations between commits are updated
+    in place. What was committed last is never touched."""
+
+    every: int | None
+    base: int = 0
+
+    def is_named(self, generation: int) -> bool:
+        """Tells whether a manifest names this generation before the run continues from it."""
+        return generation == self.base or self.is_written(generation)
+
+    def is_written(self, generation: int) -> bool:
+        """Tells whether the update to this generation also writes what rests in RAM."""
+        return self.every is not None and generation % self.every == 0
+
+    def next_turn(self, turn: int, generation: int) -> int:
+        """Returns the turn of the generation after this one."""
+        return turn + 1 if self.is_named(generation) else turn
 
 
 class Residency:

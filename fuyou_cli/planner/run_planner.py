@@ -19,9 +19,8 @@ from .candidate import Candidate
 from .commit_interval import timed_plan
 from .place import least_memory, made_of
 from .place import plan as first_that_fits
-from .plan_request import PlanRequest
+from .plan_request import WORTH_WRITING, PlanRequest, ways_to_rest
 from .search import SearchResult, search_timed
-from .small_banks import WORTH, ways_to_rest
 
 # "search": the best plan. "usual": the first that fits, with simulated times. "fit": the same without times, which only tells
 # whether one fits.
@@ -80,7 +79,7 @@ class RunPlanner:
                 continue
             predicted = made.plan.predicted
             fits = predicted.cpu_peak <= made.plan.cpu_budget  # a plan that only says what it needs does not
-            seconds = predicted.step_seconds * (1 - WORTH if way is ways[0] else 1)
+            seconds = predicted.step_seconds * (1 - WORTH_WRITING if way is ways[0] else 1)
             seen.append(((not fits, seconds if fits else float(predicted.cpu_peak)), made))
         return min(seen, key=lambda pair: pair[0])[1]
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from drawn import every
 
-from fuyou_cli.planner.costs import staged_bytes
+from fuyou_cli.planner.device import staged_bytes
 from fuyou_cli.planner.schedule import Visit
 from fuyou_cli.swap import kernels
 

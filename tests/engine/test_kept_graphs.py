@@ -20,7 +20,7 @@ from fuyou_cli.engine.compiled import CompiledBlocks, KeptGraphs, as_compiled, g
 from fuyou_cli.engine.executor import StepAbandoned
 from fuyou_cli.engine.forward_only import ForwardOnly
 from fuyou_cli.planner.boundary_layout import every_operator
-from fuyou_cli.planner.device_memory import device_memory
+from fuyou_cli.planner.memory import device_memory
 from fuyou_cli.planner.schedule import Visit
 from fuyou_cli.recipe.schema import AdapterSection
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.engine.describe import inspect
 from fuyou_cli.planner.boundary_layout import every_operator
-from fuyou_cli.planner.device_memory import device_memory
+from fuyou_cli.planner.memory import device_memory
 from tests.emulated import EmulatedDevice
 
 from .comparing import assert_same

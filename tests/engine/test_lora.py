@@ -12,9 +12,8 @@ import pytest
 import torch
 from drawn import every
 
-from fuyou_cli.planner.plan_request import PlanRequest
+from fuyou_cli.planner.plan_request import PlanRequest, rest_in_ram
 from fuyou_cli.planner.schedule import plan_schedule
-from fuyou_cli.planner.small_banks import rest_in_ram
 from fuyou_cli.recipe.schema import AdapterSection
 
 from .comparing import distance, relative, unequal

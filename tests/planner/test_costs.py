@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuyou_cli.machine.described import described
-from fuyou_cli.planner.costs import Costs, staged_bytes
-from fuyou_cli.planner.device import crossing
+from fuyou_cli.planner.costs import Costs
+from fuyou_cli.planner.device import crossing, staged_bytes
 from fuyou_cli.planner.place import plan
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.schedule import Visit, plan_schedule

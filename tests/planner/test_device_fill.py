@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from fuyou_cli.core.units import GiB, MiB
 from fuyou_cli.planner.bound import copied_bytes
 from fuyou_cli.planner.costs import Costs
-from fuyou_cli.planner.device_fill import TURN, may_fill, stages_filling
-from fuyou_cli.planner.device_homes import update_scratch
-from fuyou_cli.planner.device_memory import device_memory, most_needed
+from fuyou_cli.planner.fill import TURN, may_fill, stages_filling
+from fuyou_cli.planner.memory import device_memory, most_needed, update_scratch
 from fuyou_cli.planner.place import made_of
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.schedule import plan_schedule

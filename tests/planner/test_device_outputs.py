@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fuyou_cli.core.units import align_up
 from fuyou_cli.planner.boundary_layout import RECORD_ALIGN, device_bytes, device_layouts, every_operator
 from fuyou_cli.planner.candidate import Family, family
-from fuyou_cli.planner.device_memory import bytes_left, device_memory
+from fuyou_cli.planner.memory import bytes_left, device_memory
 from fuyou_cli.planner.place import plan
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.schedule import plan_schedule

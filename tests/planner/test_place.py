@@ -16,10 +16,9 @@ from fuyou_cli.core.errors import PlanError
 from fuyou_cli.core.units import GiB, MiB, align_up, parse_size
 from fuyou_cli.planner.boundary_layout import Kept, planned_boundary
 from fuyou_cli.planner.candidate import Candidate
-from fuyou_cli.planner.greedy_fill import GreedyFill, Output, outputs_of
-from fuyou_cli.planner.memory import ARENA_UNIT, Homes
+from fuyou_cli.planner.fill import GreedyFill, Output, outputs_of
+from fuyou_cli.planner.layout import ARENA_UNIT, Homes, SharedSizes
 from fuyou_cli.planner.place import least_memory, made_of, plan
-from fuyou_cli.planner.placement_context import PlacementContext
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.spec.model import ITEM_SIZE, ModelSpec, OperatorSpec
 from fuyou_cli.spec.plan import Plan, Span, StagePlan, StateTensor, Tier
@@ -231,7 +230,7 @@ def plainly_kept(fill: GreedyFill, outputs: list[Output], share: float) -> tuple
         if index in (*kept[stage], *homes.kept_there[stage]) or (not at_home and fill.request.boundaries is not None):
             continue
         whole, before = (
-            align_up(planned_boundary(fill.context.model, fill.request.group, stage, some).size, ARENA_UNIT)
+            align_up(planned_boundary(fill.shared.model, fill.request.group, stage, some).size, ARENA_UNIT)
             for some in (taken, kept[stage])
         )
         in_turns = fill.turns[stage] if homes.gradients[stage] == "cpu" else 0
@@ -261,7 +260,7 @@ def test_outputs_are_kept_as_if_each_were_laid_out(data: st.DataObject, spare: i
         boundaries=tuple(home or data.draw(st.sampled_from(("ssd", "cpu"))) for _ in spec.stages),
         kept=some, kept_there=((),) * len(spec.stages),
     )  # fmt: skip
-    fill = GreedyFill.of(PlacementContext(spec, asked), asked, homes, {"train": 0, "load": 0})
+    fill = GreedyFill.of(SharedSizes(spec, asked), asked, homes, {"train": 0, "load": 0})
     fill.spare = spare
     outputs = outputs_of(spec, asked)
     expected = plainly_kept(fill, outputs, share)

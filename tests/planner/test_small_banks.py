@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from fuyou_cli.core.errors import PlanError
 from fuyou_cli.core.units import MiB, parse_size
 from fuyou_cli.planner.place import least_memory, plan
-from fuyou_cli.planner.plan_request import PlanRequest
+from fuyou_cli.planner.plan_request import WORTH_WRITING, PlanRequest, least_budget_to_rest, rest_in_ram, ways_to_rest
 from fuyou_cli.planner.run_planner import RunPlanner
 from fuyou_cli.planner.search import NEAR
-from fuyou_cli.planner.small_banks import WORTH, least_budget_to_rest, rest_in_ram, ways_to_rest
 from fuyou_cli.spec.model import ModelSpec, banks_of
 from fuyou_cli.spec.plan import Plan
 
@@ -84,7 +83,7 @@ def test_more_memory_never_makes_a_step_slower(blocks: int, frozen: int, trained
     requests = [replace(request, cpu_budget=budget) for budget in budgets]
     steps = [RunPlanner(slow).plan(spec, each, steps=0).plan.predicted.step_seconds for each in requests]
     for number, step in enumerate(steps[1:], 1):
-        assert step <= min(steps[:number]) * (1 + WORTH) * (1 + NEAR), list(zip(budgets, steps, strict=True))
+        assert step <= min(steps[:number]) * (1 + WORTH_WRITING) * (1 + NEAR), list(zip(budgets, steps, strict=True))
 
 
 def test_little_rests_in_ram_and_is_compared_with_the_ssd_unless_it_is_very_little() -> None:

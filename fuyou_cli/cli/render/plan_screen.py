@@ -21,7 +21,7 @@ from fuyou_cli.machine.background_load import are_busy
 from fuyou_cli.machine.drives import nearly_worn
 from fuyou_cli.machine.origins import origins_of
 from fuyou_cli.planner.commit_interval import LITTLE_LOST, commit_costs
-from fuyou_cli.planner.phases import phase_peaks
+from fuyou_cli.planner.memory import phase_peaks
 from fuyou_cli.planner.run_planner import FastRegion
 from fuyou_cli.spec.model import ModelSpec, Rule, StageSpec
 from fuyou_cli.spec.plan import Plan, StagePlan, Tier

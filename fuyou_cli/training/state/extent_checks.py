@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ...core.errors import SwapError
-from ...planner.phases import READ_BACK
+from ...planner.memory import READ_BACK
 from ...spec.plan import Span
 from ...swap.arena import Arena
 from ...swap.daemon import SwapDaemon

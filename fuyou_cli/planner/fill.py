@@ -12,12 +12,17 @@ from typing import Any
 from ..core.units import align_up
 from ..spec.model import ModelSpec, OperatorSpec, StageSpec
 from ..spec.plan import Numerics, StagePlan
-from .boundary_layout import OUTPUT_ALIGN, RECORD_ALIGN, Kept
+from .bound import uploads
+from .boundary_layout import OUTPUT_ALIGN, RECORD_ALIGN, Kept, device_bytes
 from .defer import deferrals
-from .memory import ARENA_UNIT, Homes, Layout, may_take_turns
-from .placement_context import PlacementContext
+from .device import WEIGHTS_ON_DEVICE, stages_at_turn
+from .layout import ARENA_UNIT, Homes, Layout, SharedSizes, may_take_turns, need_rest
+from .memory import device_memory, most_needed, update_scratch
 from .plan_request import PlanRequest
+from .schedule import Schedule
 
+SHARES = (0.0, 0.5, 1.0)  # shares of the device's spare memory
+TURN = -1.0  # another value of `Candidate.there`: only stages at the turn of a step, whose updates nothing else hides
 KINDS = ("weights", "boundaries", "gradients", "states")  # fields of `Homes`
 _LOADED = ("weights", "states")
 _HUGE_PAGES = 1 + 1 / 512  # adds the page tables of the arena
@@ -48,26 +53,24 @@ def spread(stage: int) -> int:
     return int(f"{stage:016b}"[::-1], 2)
 
 
-def traffic_items(context: PlacementContext, request: PlanRequest, homes: Homes, spans: Layout) -> list[Item]:
+def traffic_items(shared: SharedSizes, request: PlanRequest, homes: Homes, spans: Layout) -> list[Item]:
     """Returns the tensors that may move to RAM."""
     single = [
         item
-        for stage in context.model.stages
+        for stage in shared.model.stages
         if stage.params
-        for item in _items_of(context, request, homes, spans.stages[stage.index], stage)
+        for item in _items_of(shared, request, homes, spans.stages[stage.index], stage)
         if item.kind == "boundaries" or homes.states[stage.index] != "gpu"
     ]
     return [*single, *_together(single, homes, spans)]
 
 
-def _items_of(
-    context: PlacementContext, request: PlanRequest, homes: Homes, plan: StagePlan, stage: StageSpec
-) -> Iterator[Item]:
+def _items_of(shared: SharedSizes, request: PlanRequest, homes: Homes, plan: StagePlan, stage: StageSpec) -> Iterator[Item]:
     index = stage.index
-    weights, gradients, states = stage.weight_bytes, context.gradient_sizes[index], context.state_sizes[index]
+    weights, gradients, states = stage.weight_bytes, shared.gradient_sizes[index], shared.state_sizes[index]
     sweeps = request.sweeps or 1
-    rests = int(plan.deferred) + sweeps * int(context.has_two_users[index]) + sweeps - 1
-    boundary = context.boundary_size(index, homes.kept[index])
+    rests = int(plan.deferred) + sweeps * int(shared.has_two_users[index]) + sweeps - 1
+    boundary = shared.boundary_size(index, homes.kept[index])
     # Used in forward and in backward. Weights that two visits in a row need are kept, at a sweep's end too.
     uses = sweeps * (2 if stage.keeps_input else 1) + int(bool(request.norm_first) and stage.weights_in_backward)
     # If the planner chooses the commit interval, the order is the one for frequent commits. Candidates that put states first
@@ -189,7 +192,7 @@ class _Filled:
 class GreedyFill:
     """Moves tensors to RAM while there is room. `moves` remembers what each move changed, so that moves can be undone."""
 
-    context: PlacementContext
+    shared: SharedSizes
     request: PlanRequest
     fields: dict[str, list[Any]]  # fields of `Homes`
     spare: int
@@ -198,16 +201,16 @@ class GreedyFill:
     moves: list[list[tuple[str, int, Any]]] = field(default_factory=list)  # each a list of (field, stage, value before)
 
     @classmethod
-    def of(cls, context: PlacementContext, request: PlanRequest, homes: Homes, peaks: dict[str, int]) -> GreedyFill:
+    def of(cls, shared: SharedSizes, request: PlanRequest, homes: Homes, peaks: dict[str, int]) -> GreedyFill:
         """Begins with homes that take `peaks`."""
         return cls(
-            context=context,
+            shared=shared,
             request=request,
             fields={name.name: list(getattr(homes, name.name)) for name in fields(Homes)},
             turns=tuple(
-                size if may_take_turns(context, request, index, deferred) else 0
+                size if may_take_turns(shared, request, index, deferred) else 0
                 for index, (size, deferred) in enumerate(
-                    zip(context.gradient_sizes, deferrals(context.model, request), strict=True)
+                    zip(shared.gradient_sizes, deferrals(shared.model, request), strict=True)
                 )
             ),
             spare=int((request.cpu_budget - peaks["train"]) / _HUGE_PAGES),
@@ -254,7 +257,7 @@ class GreedyFill:
             at_home = boundaries[stage] == "cpu"
             if not at_home and self.request.boundaries is not None:
                 continue
-            whole = align_up(self.context.filled_size(stage, filled.outputs + output.record), ARENA_UNIT)
+            whole = align_up(self.shared.filled_size(stage, filled.outputs + output.record), ARENA_UNIT)
             in_turns = self.turns[stage] if gradients[stage] == "cpu" else 0
             size = max(whole, in_turns) - max(filled.size if at_home else 0, in_turns)
             if self.spare - size < limit:
@@ -273,7 +276,7 @@ class GreedyFill:
         kept = self.fields["kept"][stage]
         return _Filled(
             there={*kept, *self.fields["kept_there"][stage]},
-            outputs=self.context.outputs_size(stage, kept),
+            outputs=self.shared.outputs_size(stage, kept),
             size=self._size(stage, kept),
         )
 
@@ -285,7 +288,7 @@ class GreedyFill:
 
     def _size(self, stage: int, kept: tuple[int, ...]) -> int:
         """Returns the bytes of RAM that the stage's boundary takes with these outputs."""
-        return align_up(self.context.boundary_size(stage, kept), ARENA_UNIT)
+        return align_up(self.shared.boundary_size(stage, kept), ARENA_UNIT)
 
     def _take(self, size: int, moved: list[tuple[str, int, Any]]) -> None:
         self.moves.append([(name, stage, self.fields[name][stage]) for name, stage, _ in moved])
@@ -302,3 +305,71 @@ class GreedyFill:
     def _put(self, values: list[tuple[str, int, Any]]) -> None:
         for name, stage, value in values:
             self.fields[name][stage] = value
+
+
+# ---- a device's own memory -------------------------------------------------------------------------------------------
+
+
+def may_fill(model: ModelSpec, request: PlanRequest) -> bool:
+    """Tells whether the planner chooses which stages rest on the device, and has room for one of them."""
+    asked = (request.weights, request.states, request.gradients, request.device_states)
+    if request.device == "cpu" or request.gpu_budget is None or any(asked):
+        return False
+    if request.kept_there == "room":  # the recipe wants all spare memory for outputs
+        return False
+    return bool(request.device_states is None and stages_filling(model, request, 1.0))
+
+
+def stages_filling(model: ModelSpec, request: PlanRequest, share: float) -> tuple[int, ...]:
+    """Returns the stages that fill `share` of the device's spare memory. Blocks and the head come first: their weights are
+    needed twice in a step, an embedding's once. Stages of one kind are spread over the step, as they are for RAM. If all stages
+    fit, all are taken: then weights and sums need no other memory.
+
+    `TURN` takes embeddings and the first block, as far as they fit. Their gradients come last, and the next forward needs them
+    first. On the host, compute waits while they come down, are updated and go up."""
+    every = [stage.index for stage in model.stages if stage.params]
+    if share == 0 or request.gpu_budget is None or not model.layout.on_device or model.quantisation is not None:
+        return ()
+    outputs = device_bytes(model, request.group, request.kept_there) if isinstance(request.kept_there, tuple) else 0
+    everything = replace(request, device_states=tuple(every))
+    if share >= 1 and most_needed(model, everything).total + outputs <= request.gpu_budget:
+        return tuple(every)
+    left = abs(share) * (request.gpu_budget - outputs - most_needed(model, replace(request, device_states=())).total)
+    left -= update_scratch(max(model.stages[stage].trained for stage in every))
+    rest, chosen = need_rest(model, request), list[int]()
+    for stage in stages_at_turn(model) if share == TURN else _by_traffic(model, every):
+        spec = model.stages[stage]
+        size = spec.weight_bytes + spec.state_bytes + spec.gradient_bytes(request.numerics.accumulate_dtype) * rest[stage]
+        if size <= left:
+            chosen.append(stage)
+            left -= size
+    return tuple(sorted(chosen))
+
+
+def _by_traffic(model: ModelSpec, every: list[int]) -> list[int]:
+    return sorted(every, key=lambda stage: (model.stages[stage].kind == "embedding", spread(stage)))
+
+
+def with_homes_on_device(
+    model: ModelSpec, request: PlanRequest, schedule: Schedule, stages: tuple[StagePlan, ...]
+) -> tuple[StagePlan, ...]:
+    """Lets weights that rest in RAM also stay on the device, as far as it has room beside all else. Weights that would be
+    uploaded most often come first. It takes no room from anything else, so the plan is no slower. It changes nothing that the
+    recipe pins, and keeps nothing on a device whose memory is not known."""
+    if request.device == "cpu" or request.gpu_budget is None or request.weights is not None:
+        return stages
+    sizes = [stage.weight_bytes for stage in model.stages]
+    again = {owner: times for owner, times in uploads(model, schedule.visits, stages).items() if times > 1}
+    movable = [owner for owner in again if stages[owner].weights == "cpu"]
+    order = sorted(movable, key=lambda owner: (-again[owner], sizes[owner], owner))
+    turning = [size for owner, size in enumerate(sizes) if owner not in movable and stages[owner].weights != "gpu"]
+    streamed = max(turning, default=0)
+    beside = device_memory(model, request, stages)
+    homes, left = sum(sizes[owner] for owner in order), request.gpu_budget - (beside.total - beside.turns)
+    count = len(order)  # how many stay; with fewer streamed stages the spans may be smaller
+    while count and homes + WEIGHTS_ON_DEVICE * streamed > left:
+        count -= 1
+        homes -= sizes[order[count]]
+        streamed = max(streamed, sizes[order[count]])
+    chosen = set(order[:count])
+    return tuple(replace(stage, weights="gpu") if stage.stage in chosen else stage for stage in stages)
