@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ..core.units import MiB, align_up
-from ..spec.model import ITEM_SIZE, STATE_NAMES, ModelSpec, StageSpec
+from ..spec.model import ITEM_SIZE, STATE_NAMES, ModelSpec
 from ..spec.plan import ExtentPair, IoPlan, SlotClass, Span, StagePlan, Tier
 from .boundary_layout import Kept, filled_boundary, outputs_size, planned_boundary
 from .defer import deferrals
@@ -60,8 +60,7 @@ class SharedSizes:
         self.classes = _classes(model)
         self.trained_in_ram = rest_in_ram(model, request)  # what updates touch
         room = SpanAllocator(STORE_UNIT)
-        pairs = [_extent_pair(room, stage) for stage in model.stages]
-        self.at_rest = tuple(_at_rest(room, stage, pair) for stage, pair in zip(model.stages, pairs, strict=True))
+        self.at_rest = _at_rest(room, model)
         self.durable_size = room.used  # bytes of the store that survive a run
         # By stage: bytes of its states, in the order of `STATE_NAMES`, and of its gradients.
         self.state_sizes = tuple(tuple(map(stage.state_size, STATE_NAMES)) for stage in model.stages)
@@ -109,24 +108,23 @@ def _classes(model: ModelSpec) -> tuple[int, ...]:
     return tuple(classes)
 
 
-def _extent_pair(room: SpanAllocator, stage: StageSpec) -> ExtentPair:
-    """Takes two places for what one update of a stage writes."""
-    place = SpanAllocator(STORE_UNIT)
-    for size in (stage.trained_weight_bytes, *map(stage.state_size, STATE_NAMES)):
-        place.take(size)
-    return ExtentPair(offset=room.take(2 * place.used).offset, size=place.used)
-
-
-def _at_rest(room: SpanAllocator, stage: StageSpec, pair: ExtentPair) -> AtRest:
-    place = SpanAllocator(STORE_UNIT)
-    weights = place.take(stage.trained_weight_bytes)
-    return AtRest(
-        pair=pair,
-        frozen=room.take_if(True, stage.imported_bytes),
-        weights=weights,
-        remainder=place.take_if(True, stage.state_size("remainder")),
-        momentum=place.take(stage.state_size("momentum")),
-        variance=place.take_if(True, stage.state_size("variance")),
+def _at_rest(room: SpanAllocator, model: ModelSpec) -> tuple[AtRest, ...]:
+    """Takes two places for what one update of each stage writes, then room for frozen weights."""
+    pairs, within = list[ExtentPair](), list[list[Span]]()
+    for stage in model.stages:
+        place = SpanAllocator(STORE_UNIT)
+        within.append([place.take(size) for size in (stage.trained_weight_bytes, *map(stage.state_size, STATE_NAMES))])
+        pairs.append(ExtentPair(offset=room.take(2 * place.used).offset, size=place.used))
+    return tuple(
+        AtRest(
+            pair=pair,
+            frozen=room.take_if(True, stage.imported_bytes),
+            weights=weights,
+            remainder=remainder if remainder.size else None,
+            momentum=momentum,
+            variance=variance if variance.size else None,
+        )
+        for stage, pair, (weights, remainder, momentum, variance) in zip(model.stages, pairs, within, strict=True)
     )
 
 

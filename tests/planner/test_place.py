@@ -80,17 +80,13 @@ def assert_apart(spans: Iterable[Span], size: int) -> None:
     assert taken[0][0] >= 0 and taken[-1][1] <= size
 
 
-@given(planned())
-def test_spans_and_extents_never_overlap(case: tuple[ModelSpec, PlanRequest, Plan]) -> None:
-    _, _, chosen = case
+def assert_spans_and_extents_never_overlap(chosen: Plan) -> None:
     assert_apart(in_arena(chosen), chosen.arena_size)
     for turn in (0, 1, 2, 7):
         assert_apart(in_store(chosen, turn), chosen.store_size)
 
 
-@given(planned())
-def test_every_stage_has_room_for_what_it_needs(case: tuple[ModelSpec, PlanRequest, Plan]) -> None:
-    spec, request, chosen = case
+def assert_every_stage_has_room_for_what_it_needs(spec: ModelSpec, request: PlanRequest, chosen: Plan) -> None:
     weight, gradient = ITEM_SIZE[spec.compute_dtype], ITEM_SIZE[request.numerics.accumulate_dtype]
     for stage, placed in zip(spec.stages, chosen.stages, strict=True):
         slots = chosen.slot_classes[placed.slot_class]
@@ -112,16 +108,12 @@ def test_every_stage_has_room_for_what_it_needs(case: tuple[ModelSpec, PlanReque
             assert (placed.boundary_extent is not None) == (placed.boundary == "ssd")
 
 
-@given(planned())
-def test_the_predicted_peak_is_inside_the_budget(case: tuple[ModelSpec, PlanRequest, Plan]) -> None:
-    _, request, chosen = case
+def assert_the_predicted_peak_is_inside_the_budget(request: PlanRequest, chosen: Plan) -> None:
     assert chosen.arena_size + HARDWARE.process_bytes < chosen.predicted.cpu_peak <= request.cpu_budget
     assert chosen.predicted.ssd_bytes == chosen.store_size
 
 
-@given(planned())
-def test_pins_are_kept(case: tuple[ModelSpec, PlanRequest, Plan]) -> None:
-    spec, request, chosen = case
+def assert_pins_are_kept(spec: ModelSpec, request: PlanRequest, chosen: Plan) -> None:
     for stage, placed in zip(spec.stages, chosen.stages, strict=True):
         assert request.weights in (None, placed.weights)
         assert request.states in (None, placed.states)
@@ -132,11 +124,23 @@ def test_pins_are_kept(case: tuple[ModelSpec, PlanRequest, Plan]) -> None:
     assert request.lookahead in (None, chosen.lookahead)
 
 
-@given(planned())
-def test_the_same_inputs_give_the_same_plan(case: tuple[ModelSpec, PlanRequest, Plan]) -> None:
+@given(planned(), st.integers(1, 4))
+def test_what_holds_for_every_plan(case: tuple[ModelSpec, PlanRequest, Plan], lookahead: int) -> None:
+    """The same inputs give the same plan. What survives a run is the same for a stopped run resumed with another budget, other
+    pins, another lookahead."""
     spec, request, chosen = case
+    assert_spans_and_extents_never_overlap(chosen)
+    assert_every_stage_has_room_for_what_it_needs(spec, request, chosen)
+    assert_the_predicted_peak_is_inside_the_budget(request, chosen)
+    assert_pins_are_kept(spec, request, chosen)
     again = plan(spec, HARDWARE, request)
     assert again == chosen and repr(again) == repr(chosen)
+    other = PlanRequest(
+        numerics=request.numerics, model_name="test", device="cpu", clip_grad_norm=request.clip_grad_norm,
+        cpu_budget=ROOMY, lookahead=lookahead,
+    )  # fmt: skip
+    elsewhere = plan(spec, HARDWARE, other)
+    assert [durable(stage) for stage in chosen.stages] == [durable(stage) for stage in elsewhere.stages]
 
 
 @given(models().flatmap(lambda spec: st.tuples(st.just(spec), request_for(spec))))
@@ -147,20 +151,6 @@ def test_a_refusal_names_enough_memory(case: tuple[ModelSpec, PlanRequest]) -> N
     with pytest.raises(PlanError, match="the run needs at least") as refused:
         plan(spec, HARDWARE, with_budget(request, enough - 2 * MiB))
     assert refused.value.exit_code == 3 and refused.value.hint is None  # what would help has to be planned first
-
-
-@given(planned(), st.integers(1, 4))
-def test_what_survives_a_run_does_not_depend_on_the_placement(
-    case: tuple[ModelSpec, PlanRequest, Plan], lookahead: int
-) -> None:
-    """Resumes a stopped run with another budget, other pins, another lookahead."""
-    spec, request, chosen = case
-    other = PlanRequest(
-        numerics=request.numerics, model_name="test", device="cpu", clip_grad_norm=request.clip_grad_norm,
-        cpu_budget=ROOMY, lookahead=lookahead,
-    )  # fmt: skip
-    elsewhere = plan(spec, HARDWARE, other)
-    assert [durable(stage) for stage in chosen.stages] == [durable(stage) for stage in elsewhere.stages]
 
 
 @given(models(unit=2 << 20, most=64 << 20).flatmap(lambda s: st.tuples(st.just(s), request_for(s))), st.data())
@@ -184,22 +174,19 @@ def test_more_memory_does_not_mean_more_traffic(case: tuple[ModelSpec, PlanReque
         assert traffic[1] <= traffic[0] + 3 * 8 * max(stage.params for stage in spec.stages)
 
 
-@given(models(unit=2 << 20, most=64 << 20).flatmap(lambda s: st.tuples(st.just(s), request_for(s, pinned=False))), st.data())
-def test_where_everything_fits_it_is_in_memory(case: tuple[ModelSpec, PlanRequest], data: st.DataObject) -> None:
-    """Plans in any budget from what that takes on, at equal overlap."""
-    spec, request = case
+@given(st.one_of(models(), models(unit=2 << 20, most=64 << 20)), st.data())
+def test_where_everything_fits_it_is_in_memory(spec: ModelSpec, data: st.DataObject) -> None:
+    """Plans with plenty, and in any budget from what that takes on at equal overlap."""
+    request = data.draw(request_for(spec, pinned=False))
+    assert _moves_nothing(plan(spec, HARDWARE, with_budget(request, ROOMY)))
     request = replace(request, lookahead=request.lookahead or 1)
     enough = plan(spec, HARDWARE, with_budget(request, ROOMY))
     budget = enough.predicted.cpu_peak + data.draw(st.integers(0, 1 << 30))
-    chosen = plan(spec, HARDWARE, with_budget(request, budget))
-    assert chosen.predicted.read_per_step == chosen.predicted.written_per_step == 0
+    assert _moves_nothing(plan(spec, HARDWARE, with_budget(request, budget)))
 
 
-@given(models().flatmap(lambda spec: st.tuples(st.just(spec), request_for(spec, pinned=False))))
-def test_with_room_for_everything_nothing_moves(case: tuple[ModelSpec, PlanRequest]) -> None:
-    spec, request = case
-    chosen = plan(spec, HARDWARE, with_budget(request, ROOMY))
-    assert chosen.predicted.read_per_step == chosen.predicted.written_per_step == 0
+def _moves_nothing(chosen: Plan) -> bool:
+    return chosen.predicted.read_per_step == chosen.predicted.written_per_step == 0
 
 
 def test_memory_goes_where_it_saves_most() -> None:

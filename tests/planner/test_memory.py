@@ -1,4 +1,4 @@
-"""A stage's boundary and its resting gradients in one memory: where that is so, what it saves, and when it is used."""
+"""Tests what a plan charges where two things lie in one memory, and for the code that libraries keep for each shape."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from fuyou_cli.core.units import GiB
+from fuyou_cli.planner.memory import ATTENTION_CODE, MOST_PRODUCTS, PRODUCT_CODE, code_bytes
 from fuyou_cli.planner.place import plan
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.spec.plan import Plan
 
 from .models import HARDWARE, NUMERICS, model
+from .models import SPEC as SMALL
 
 SPEC = model(64 << 20, *[64 << 20] * 4, 2048, 64 << 20, hidden=64)
 REQUEST = PlanRequest(
@@ -30,6 +32,7 @@ def taking_turns(chosen: Plan) -> list[int]:
 
 
 def test_blocks_take_turns_and_the_memory_counts_once() -> None:
+    """A stage's resting gradients lie where its boundary was."""
     chosen, apart = planned(), planned(gradients="ssd")
     blocks = [stage.index for stage in SPEC.stages if stage.kind == "block"]
     assert set(blocks) <= set(taking_turns(chosen)) and taking_turns(apart) == []
@@ -55,3 +58,27 @@ def test_blocks_take_turns_and_the_memory_counts_once() -> None:
 )
 def test_others_do_not(changes: dict[str, Any]) -> None:
     assert taking_turns(planned(**changes)) == []
+
+
+# ---- code of libraries -------------------------------------------------------------------------------------------------
+
+STAGES = tuple(
+    replace(stage, tensors=tuple(replace(tensor, shape=(8 + stage.index, tensor.numel)) for tensor in stage.tensors))
+    for stage in SMALL.stages
+)
+MATRICES = replace(SMALL, stages=STAGES)
+SHAPES = {tensor.shape for stage in STAGES if stage.kind != "embedding" for tensor in stage.tensors}
+BFLOAT16 = replace(NUMERICS, compute_dtype="bfloat16", max_seq_len=512, document_step=64)
+
+
+def test_each_width_more_has_its_products() -> None:
+    """Three of each trained matrix (forward, and two of backward), one of each where nothing is trained."""
+    one, two, eight = (code_bytes(MATRICES, BFLOAT16, widths=widths) for widths in (1, 2, 8))
+    assert one == 7 * ATTENTION_CODE and len(SHAPES) > 2  # eight lengths of documents
+    assert two - one == 3 * len(SHAPES) * PRODUCT_CODE and eight - one == 7 * (two - one)
+    forward = code_bytes(MATRICES, BFLOAT16, widths=2, trains=False)
+    assert forward - one == len(SHAPES) * PRODUCT_CODE
+    assert code_bytes(MATRICES, BFLOAT16, widths=1 << 20) == one + MOST_PRODUCTS * PRODUCT_CODE
+    assert code_bytes(MATRICES, replace(BFLOAT16, compute_dtype="float32"), widths=8) == 0
+    whole = replace(BFLOAT16, document_step=0)
+    assert code_bytes(MATRICES, whole, widths=8) - 7 * (two - one) == 7 * ATTENTION_CODE  # as many lengths as widths
