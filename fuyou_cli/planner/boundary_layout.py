@@ -50,13 +50,7 @@ class BoundaryLayout:
 
 
 def boundary_layout(
-    stage: StageSpec,
-    kept: tuple[int, ...],
-    *,
-    rows: int,
-    row_bytes: int,
-    micro_batch_size: int,
-    align: int = OUTPUT_ALIGN,
+    stage: StageSpec, kept: tuple[int, ...], *, rows: int, row_bytes: int, micro_batch_size: int, align: int = OUTPUT_ALIGN
 ) -> BoundaryLayout:
     """Lays out a batch of `rows` rows of `row_bytes` each. `align`: the alignment of outputs, in bytes."""
     micro_batch = micro_batch_size * row_bytes

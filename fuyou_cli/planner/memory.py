@@ -260,13 +260,7 @@ def device_memory(model: ModelSpec, request: PlanRequest, stages: tuple[StagePla
 
 
 def _memory(
-    model: ModelSpec,
-    request: PlanRequest,
-    at_home: Iterable[int],
-    every_kept: Kept,
-    *,
-    updated: set[int],
-    resting: set[int],
+    model: ModelSpec, request: PlanRequest, at_home: Iterable[int], every_kept: Kept, *, updated: set[int], resting: set[int]
 ) -> DeviceMemory:
     """Sums up the memory without outputs that stay there. `at_home`: stages whose weights rest there; `every_kept`: the
     operators of each stage whose outputs rest with its boundary; `updated`: stages that are updated there; `resting`: those of
