@@ -16,7 +16,7 @@ from fuyou_cli.machine.background_load import are_busy
 from fuyou_cli.machine.origins import RatedBy, origins_of
 from fuyou_cli.planner.commit_interval import sooner
 from fuyou_cli.planner.costs import Costs
-from fuyou_cli.planner.evaluation import EvaluationCost, SamplingCost, evaluation_cost, evaluations_left, sampling_cost
+from fuyou_cli.planner.evaluation_schedule import EvaluationCost, SamplingCost, evaluation_cost, evaluations_left, sampling_cost
 from fuyou_cli.planner.run_planner import FastRegion, fast_region
 from fuyou_cli.planner.schedule import plan_schedule, weights_left
 from fuyou_cli.planner.simulate import simulate

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from ..planner.evaluation import evaluation_schedule
+from ..planner.evaluation_schedule import evaluation_schedule
 from ..spec.micro_batch import MicroBatch, even
 from .activations import Recompute
 from .attention import Documents

@@ -9,7 +9,7 @@ from drawn import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuyou_cli.planner.evaluation import evaluation_cost, evaluation_schedule, evaluations_left
+from fuyou_cli.planner.evaluation_schedule import evaluation_cost, evaluation_schedule, evaluations_left
 from fuyou_cli.planner.place import plan
 from fuyou_cli.spec.model import ModelSpec
 

@@ -12,7 +12,7 @@ from fuyou_cli.advice.facts import Ending, RunFacts, steps_within
 from fuyou_cli.advice.room import plan_problems
 from fuyou_cli.cli.render.plan_screen import plan_json, show_changed
 from fuyou_cli.core.units import GiB, MiB
-from fuyou_cli.planner.evaluation import EvaluationCost
+from fuyou_cli.planner.evaluation_schedule import EvaluationCost
 from fuyou_cli.planner.run_planner import FastRegion
 from fuyou_cli.spec.hardware import StageRate
 from fuyou_cli.spec.model import Rule
