@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ..core.errors import UsageError
-from ..planner.looked_up import row_span
+from ..planner.layout import row_span
 from ..planner.residency import FETCH_PRIORITY
 from ..spec.model import ITEM_SIZE, PAGE, ModelSpec, StageSpec
 from ..spec.plan import Plan, Span

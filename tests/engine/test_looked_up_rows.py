@@ -17,8 +17,8 @@ from transformers import PreTrainedConfig
 from fuyou_cli.core.errors import SwapError, UsageError
 from fuyou_cli.engine.forward_only import ForwardOnly
 from fuyou_cli.engine.looked_up_rows import Table
-from fuyou_cli.planner import looked_up
-from fuyou_cli.planner.looked_up import ROW_COST
+from fuyou_cli.planner import layout
+from fuyou_cli.planner.layout import ROW_COST
 from fuyou_cli.planner.place import plan
 from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.recipe.schema import AdapterSection
@@ -37,7 +37,7 @@ TABLE = ("model.embed_tokens",)
 @pytest.fixture(autouse=True)
 def _small_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets tables of a few hundred KiB be read by rows: to ask for one takes no time here."""
-    monkeypatch.setattr(looked_up, "ROW_COST", 0)
+    monkeypatch.setattr(layout, "ROW_COST", 0)
 
 
 def large(**changes: object) -> PreTrainedConfig:
@@ -206,7 +206,7 @@ def test_what_cannot_be_read_is_named(fault: str, tmp_path: Path) -> None:
 
 
 def test_a_small_table_is_read_whole_as_asking_for_rows_takes_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(looked_up, "ROW_COST", ROW_COST)
+    monkeypatch.setattr(layout, "ROW_COST", ROW_COST)
     with Rig(frozen(), tmp_path) as run:
         assert tables(run) == []
 
