@@ -40,11 +40,11 @@ PLANNER = (
         "planner/test_costs.py planner/test_compared.py",
     ),
     Mutation("return max(tile, rows + tile // 2) / rows if rows else 1.0", "return 1.0", "planner/test_costs.py"),
-    Mutation("return turn + 1 if self.is_named(generation) else turn", "return turn + 1", "planner/test_free_extents.py"),
+    Mutation("return turn + 1 if self.is_named(generation) else turn", "return turn + 1", "planner/test_residency.py"),
     Mutation(
         "return generation == self.base or self.is_written(generation)",
         "return self.is_written(generation)",
-        "planner/test_free_extents.py",
+        "planner/test_residency.py",
     ),
     Mutation(
         "if self._reached[generation] < self._owners:",
@@ -60,8 +60,8 @@ PLANNER = (
         "if not kept.sealed or kept.write is not None:", "if not kept.sealed:", "engine/test_waits.py engine/test_equal_bits.py"
     ),
     Mutation(
-        "boundaries = [context.boundary_size(index, kept) for",
-        "boundaries = [context.boundary_size(index, kept) // 2 for",
+        "boundaries = [shared.boundary_size(index, kept) for",
+        "boundaries = [shared.boundary_size(index, kept) // 2 for",
         "planner/test_place.py planner/test_boundary_layout.py",
     ),
     Mutation(
