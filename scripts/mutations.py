@@ -40,11 +40,11 @@ PLANNER = (
         "planner/test_costs.py planner/test_compared.py",
     ),
     Mutation("return max(tile, rows + tile // 2) / rows if rows else 1.0", "return 1.0", "planner/test_costs.py"),
-    Mutation("return turn + 1 if self.is_named(generation) else turn", "return turn + 1", "planner/test_residency.py"),
+    Mutation("return turn + 1 if self.is_named(generation) else turn", "return turn + 1", "planner/test_ledgers.py"),
     Mutation(
         "return generation == self.base or self.is_written(generation)",
         "return self.is_written(generation)",
-        "planner/test_residency.py",
+        "planner/test_ledgers.py",
     ),
     Mutation(
         "if self._reached[generation] < self._owners:",

@@ -28,8 +28,8 @@ from ..planner.boundary_layout import (
     device_layouts,
     uneven_layout,
 )
-from ..planner.boundary_ledger import BoundaryLedger, Wait
 from ..planner.device import BOUNDARIES_ACROSS
+from ..planner.ledgers import BoundaryLedger, Wait
 from ..spec.micro_batch import MicroBatch
 from ..spec.model import OperatorSpec, StageSpec
 from ..spec.plan import Span

@@ -20,8 +20,8 @@ import torch
 
 from ..core.errors import NumericsError
 from ..planner.device import GRADIENTS_ACROSS, square_lanes
+from ..planner.ledgers import Residency
 from ..planner.memory import summing_spans
-from ..planner.residency import Residency
 from ..planner.schedule import Visit
 from ..spec.model import ITEM_SIZE, StageSpec, TensorSpec
 from ..spec.plan import Span

@@ -16,7 +16,7 @@ import torch
 
 from ..core.errors import UsageError
 from ..planner.layout import row_span
-from ..planner.residency import FETCH_PRIORITY
+from ..planner.ledgers import FETCH_PRIORITY
 from ..spec.model import ITEM_SIZE, PAGE, ModelSpec, StageSpec
 from ..spec.plan import Plan, Span
 from ..swap.daemon import SwapDaemon

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..core.patience import SILENT, Patience
+from ..planner.ledgers import FOREVER, Residency
 from ..planner.records import Record
-from ..planner.residency import FOREVER, Residency
 from ..swap.daemon import Result
 from .context import Context
 from .device_states import DeviceStates, lost

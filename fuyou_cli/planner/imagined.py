@@ -12,12 +12,11 @@ from collections.abc import Callable
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan, StagePlan
 from .bound import micro_batch_crossing
-from .boundary_ledger import BoundaryLedger
 from .costs import Costs
 from .device import BOUNDARIES_ACROSS, BULK_PRIORITY, GRADIENTS_ACROSS, WEIGHTS_UP, DeviceSide
+from .ledgers import FOREVER, BoundaryLedger, Residency, update_priority
 from .lookahead import Lookahead
 from .records import Record
-from .residency import FOREVER, Residency, update_priority
 from .schedule import Schedule, Visit, filled, written_by_update
 from .simulated_machine import Parts, VirtualMachine
 from .timeline import Asked

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .boundary_ledger import BoundaryLedger
-from .residency import Residency
+from .ledgers import BoundaryLedger, Residency
 from .schedule import Schedule, Visit
 
 _BEYOND = 6  # visits beyond the lookahead that may be prefetched if slots are free. More made no simulated step faster.

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..spec.plan import Span
-from .boundary_ledger import KeptBoundary
 from .device import There
 from .imagined import Imagined
+from .ledgers import IN_RAM_PRIORITY, UPDATE_PRIORITY, KeptBoundary, update_priority
 from .records import ON_DEVICE, Record
-from .residency import IN_RAM_PRIORITY, UPDATE_PRIORITY, update_priority
 from .schedule import Visit
 
 _DONE = -1  # instead of the place of a job that is done

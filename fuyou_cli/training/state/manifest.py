@@ -2,7 +2,7 @@
 
 A manifest is written, synced and renamed once the data it names is on stable storage. While a store is filled its state is
 `loading`. No update overwrites what a `committed` manifest names before the next one is on stable storage (`CommitLedger` in
-planner/residency.py). So the newest manifest is true wherever a run ends. Older ones are kept beside it, in case the newest
+planner/ledgers.py). So the newest manifest is true wherever a run ends. Older ones are kept beside it, in case the newest
 state becomes unreadable; so is a damaged one that an older one replaced. The last line holds a digest of the other lines, so
 that a changed manifest is never taken for a whole one.
 """

@@ -20,7 +20,7 @@ from ...core.safe_files import open_own
 from ...core.units import align_up
 from ...engine.devices.base import Device
 from ...engine.host_memory import PAGE
-from ...planner.residency import Residency
+from ...planner.ledgers import Residency
 from ...spec.plan import Span
 from ...swap.store import Store
 from .. import losses as loss_files

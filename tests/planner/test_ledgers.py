@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fuyou_cli.planner.residency import CommitLedger
+from fuyou_cli.planner.ledgers import CommitLedger
 from fuyou_cli.spec.plan import ExtentPair
 
 
