@@ -26,7 +26,7 @@ Kept = tuple[tuple[int, ...], ...]  # per stage, the indexes of the operators wh
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BoundaryLayout:
-    """Describes where rows and kept outputs lie. The record of each micro-batch takes `record` bytes: its rows first, then
+    """Where rows and kept outputs lie. The record of each micro-batch takes `record` bytes: its rows first, then
     outputs by operator index (spans within the record). If no output is kept, the rows of the whole batch are contiguous."""
 
     size: int  # bytes of all records, a multiple of RECORD_ALIGN
@@ -116,12 +116,12 @@ def filled_boundary(model: ModelSpec, numerics: Numerics, outputs: int) -> int:
 def device_layouts(model: ModelSpec, numerics: Numerics, every: Kept) -> list[tuple[int, BoundaryLayout]]:
     """Returns where each stage's outputs lie in the device's memory for outputs: an offset and a layout, for all rows of a
     batch or of a sweep. `every`: the kept operators of each stage."""
-    found, end = [], 0
+    places, end = [], 0
     for stage, kept in zip(model.stages, every, strict=True):
         layout = _device_layout(stage, numerics, kept)
-        found.append((end, layout))
+        places.append((end, layout))
         end += layout.size
-    return found
+    return places
 
 
 def _device_layout(stage: StageSpec, numerics: Numerics, kept: tuple[int, ...]) -> BoundaryLayout:
@@ -132,15 +132,15 @@ def _device_layout(stage: StageSpec, numerics: Numerics, kept: tuple[int, ...]) 
 def device_bytes(model: ModelSpec, numerics: Numerics, every: Kept) -> int:
     """Returns the bytes that these outputs take on the device."""
     sizes: dict[tuple[int, tuple[int, ...]], int] = {}  # equal blocks share their operators
-    found = 0
+    total = 0
     for stage, kept in zip(model.stages, every, strict=True):
         if not kept:
             continue
         key = (id(stage.operators), kept)
         if key not in sizes:
             sizes[key] = _device_layout(stage, numerics, kept).size
-        found += sizes[key]
-    return found
+        total += sizes[key]
+    return total
 
 
 def device_boundaries(model: ModelSpec, numerics: Numerics, there: Iterable[int]) -> tuple[dict[int, int], int]:
@@ -153,16 +153,16 @@ def device_boundaries(model: ModelSpec, numerics: Numerics, there: Iterable[int]
 
 def every_operator(model: ModelSpec, *, there: bool = False) -> Kept:
     """Returns, by stage, every operator whose output can be kept with the boundary, or `there`: on the device."""
-    return of_each(model, lambda operators: tuple([one.index for one in operators if there or not one.stays]))
+    return of_each(model, lambda operators: tuple([operator.index for operator in operators if there or not operator.stays]))
 
 
 def of_each(model: ModelSpec, chosen: Callable[[Sequence[OperatorSpec]], tuple[int, ...]]) -> Kept:
     """Returns, by stage, what is `chosen` of its operators, once for equal blocks: they share their operators."""
-    found: dict[int, tuple[int, ...]] = {}
+    by_operators: dict[int, tuple[int, ...]] = {}
     for stage in model.stages:
-        if id(stage.operators) not in found:
-            found[id(stage.operators)] = chosen(stage.operators)
-    return tuple(found[id(stage.operators)] for stage in model.stages)
+        if id(stage.operators) not in by_operators:
+            by_operators[id(stage.operators)] = chosen(stage.operators)
+    return tuple(by_operators[id(stage.operators)] for stage in model.stages)
 
 
 def spared_flops(stage: StageSpec, kept: tuple[int, ...]) -> float:

@@ -51,7 +51,7 @@ def update_bytes(layout: StateLayout, gradients: Dtype, params: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Costs:
-    """Holds how long visits and updates of one model and batch take on one machine."""
+    """How long visits and updates of one model and batch take on one machine."""
 
     model: ModelSpec
     hardware: HardwareProfile
@@ -109,8 +109,8 @@ class Costs:
         last = self._last.get(what)
         if last is None or last[0] is not visits or last[1] is not stages:
             last = self._last[what] = (visits, stages, compute())
-        found: _Value = last[2]
-        return found
+        value: _Value = last[2]
+        return value
 
     def seconds_of(self, visits: _Visits, stages: _Stages) -> tuple[float, ...]:
         """Returns the seconds of compute of each visit of a step, in order."""
@@ -215,9 +215,9 @@ class Costs:
     def updates_at_once(self) -> float:
         """Returns how much faster all update threads are than one. They share memory bandwidth, so it is less than their
         number."""
-        one = self.hardware.adamw_bytes
+        single = self.hardware.adamw_bytes
         rates = [rate for threads, rate in self.hardware.adamw if threads <= self.update_threads]
-        return max(rates) / one if one and rates else 1.0
+        return max(rates) / single if single and rates else 1.0
 
     @property
     def _memory_rate(self) -> float:
@@ -426,7 +426,7 @@ def _in_at_least(rate: float, flops: float, seconds: float) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shaped:
-    """Holds an amount (seconds, or FLOPs) as a function of a micro-batch's shape."""
+    """An amount (seconds, or FLOPs) as a function of a micro-batch's shape."""
 
     fixed: float = 0.0
     per_token: float = 0.0
@@ -442,7 +442,7 @@ class Shaped:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassTime:
-    """Holds the seconds and the FLOPs of one pass over a stage, both by the micro-batch's shape."""
+    """The seconds and the FLOPs of one pass over a stage, both by the micro-batch's shape."""
 
     seconds: Shaped
     flops: Shaped
@@ -455,7 +455,7 @@ class PassTime:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageTimes:
-    """Holds what was timed of one stage: forward (of a head: its "logits" pass), backward with its recompute (of a head: its
+    """What was timed of one stage: forward (of a head: its "logits" pass), backward with its recompute (of a head: its
     visit), and backward with every output kept that can be (None: none can)."""
 
     forward: PassTime
@@ -483,8 +483,8 @@ def _pass_time(rates: Iterable[StageRate], amounts: Callable[[StageRate], tuple[
     )
 
 
-def fitted(found: Sequence[tuple[int, int, float]]) -> Shaped:
-    """Fits the amounts found at (tokens, width): the least sum of squared relative errors, where no part is negative. Of too
+def fitted(timed: Sequence[tuple[int, int, float]]) -> Shaped:
+    """Fits the amounts at (tokens, width): the least sum of squared relative errors, where no part is negative. Of too
     few shapes to tell the parts apart, the amount is in proportion to tokens first, then has a fixed part."""
     columns: tuple[Callable[[int, int], float], ...] = (
         lambda tokens, _: float(tokens),
@@ -493,11 +493,11 @@ def fitted(found: Sequence[tuple[int, int, float]]) -> Shaped:
         lambda tokens, width: tokens / width,
     )
     best, least = Shaped(), float("inf")
-    most = min(len(columns), len({(tokens, width) for tokens, width, _ in found}))
+    most = min(len(columns), len({(tokens, width) for tokens, width, _ in timed}))
     for count in range(1, most + 1):
         for chosen in combinations(range(len(columns)), count):
             # Divided by the amount, so that each shape's relative error counts alike: the wanted value of each is 1.
-            rows = [[columns[column](tokens, width) / amount for column in chosen] for tokens, width, amount in found]
+            rows = [[columns[column](tokens, width) / amount for column in chosen] for tokens, width, amount in timed]
             parts = _least_squares(rows)
             if parts is None or 0 not in chosen:
                 continue

@@ -39,7 +39,7 @@ def _visit(model: ModelSpec, plan: Plan, index: int, stage: int) -> Visit:
 
 
 def _stays_for_head(model: ModelSpec, plan: Plan, owner: int) -> bool:
-    """Tells whether a tied embedding stays in its slot until the head: where no other stage needs a slot of that class."""
+    """Whether a tied embedding stays in its slot until the head: where no other stage needs a slot of that class."""
     if not model.tied_head or model.head_is_cut or owner != 0:
         return False
     number = plan.stages[owner].slot_class

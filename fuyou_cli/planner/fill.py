@@ -31,7 +31,7 @@ _IN_TURNS = {"gradients": "boundaries", "boundaries": "gradients"}  # kinds that
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Item:
-    """Describes tensors of one kind that can rest in RAM instead of on the ssd: one stage's, or those of all stages that share
+    """Tensors of one kind that can rest in RAM instead of on the ssd: one stage's, or those of all stages that share
     slots."""
 
     kind: str
@@ -123,7 +123,7 @@ def _together(single: list[Item], homes: Homes, spans: Layout) -> Iterator[Item]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Output:
-    """Describes an operator's output for all rows of a sweep."""
+    """An operator's output for all rows of a sweep."""
 
     stage: int
     operator: OperatorSpec
@@ -137,7 +137,7 @@ class Output:
 
 def outputs_of(model: ModelSpec, request: PlanRequest) -> list[Output]:
     """Lists outputs, the most FLOPs saved per byte first."""
-    found = [
+    outputs = [
         Output(
             stage=stage.index,
             operator=operator,
@@ -147,7 +147,7 @@ def outputs_of(model: ModelSpec, request: PlanRequest) -> list[Output]:
         for stage in model.stages
         for operator in stage.operators
     ]
-    return sorted(found, key=lambda output: output.order)
+    return sorted(outputs, key=lambda output: output.order)
 
 
 def worth_most(outputs: list[Output], share: float) -> list[Output]:
@@ -169,13 +169,13 @@ def worth_most(outputs: list[Output], share: float) -> list[Output]:
 
 def fitting(model: ModelSpec, outputs: list[Output], numerics: Numerics, room: int) -> Kept:
     """Returns, by stage, the outputs that fit in `room` bytes of the device, taken in order."""
-    found: list[list[int]] = [[] for _ in model.stages]
+    chosen: list[list[int]] = [[] for _ in model.stages]
     for output in outputs:
         size = align_up(output.operator.bytes, RECORD_ALIGN) * numerics.micro_batches
         if size <= room:
             room -= size
-            found[output.stage].append(output.operator.index)
-    return tuple(tuple(sorted(kept)) for kept in found)
+            chosen[output.stage].append(output.operator.index)
+    return tuple(tuple(sorted(kept)) for kept in chosen)
 
 
 @dataclass(slots=True)
@@ -311,7 +311,7 @@ class GreedyFill:
 
 
 def may_fill(model: ModelSpec, request: PlanRequest) -> bool:
-    """Tells whether the planner chooses which stages rest on the device, and has room for one of them."""
+    """Whether the planner chooses which stages rest on the device, and has room for one of them."""
     asked = (request.weights, request.states, request.gradients, request.device_states)
     if request.device == "cpu" or request.gpu_budget is None or any(asked):
         return False

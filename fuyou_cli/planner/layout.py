@@ -42,7 +42,7 @@ class SpanAllocator:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AtRest:
-    """Describes what survives a run, for one stage: spans within a place of its pair, and its frozen weights."""
+    """What survives a run, for one stage: spans within a place of its pair, and its frozen weights."""
 
     pair: ExtentPair
     frozen: Span | None  # of the store: written once; None also where they are read from the checkpoint's files
@@ -144,7 +144,7 @@ class Homes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Holds every span of arena and store."""
+    """Every span of arena and store."""
 
     stages: tuple[StagePlan, ...]
     slot_classes: tuple[SlotClass, ...]
@@ -297,7 +297,7 @@ def need_rest(model: ModelSpec, request: PlanRequest) -> tuple[bool, ...]:
 
 
 def may_take_turns(shared: SharedSizes, request: PlanRequest, stage: int, deferred: bool) -> bool:
-    """Tells whether a stage's boundary and its resting gradients may lie in the same memory: the boundary from forward to
+    """Whether a stage's boundary and its resting gradients may lie in the same memory: the boundary from forward to
     backward, the gradients from there to their deferred update, which ends before the next forward computes. A separate device
     fills a boundary while the stage computes, and sums gradients elsewhere; on device cpu both would be in the way. Sums that
     another visit or sweep resumes rest in forward too. Of adapters they are too small."""
@@ -377,15 +377,15 @@ def most_read(model: ModelSpec, request: PlanRequest) -> tuple[int, ...]:
     A step reads a row once. How many rows it looks up is known only when it begins, so a plan counts a row for every token, but
     no row twice. A cut table is taken to be looked up evenly: its pieces together never read more, but a single one may."""
     tables = [stage for stage in model.stages if stage.looked_up]
-    found, rows = [0] * len(model.stages), sum(stage.tensors[0].shape[0] for stage in tables)
+    most, rows = [0] * len(model.stages), sum(stage.tensors[0].shape[0] for stage in tables)
     if request.is_swept:  # every sweep looks up its own rows
-        return tuple(found)
+        return tuple(most)
     tokens = min(request.numerics.tokens, rows)
     for stage in tables:
         share = -(-tokens * stage.tensors[0].shape[0] // rows)
         pages, whole = _row_pages(model, stage), sum(piece.size for piece in stage.source) or stage.weight_bytes
-        found[stage.index] = share * pages if 2 * share * (pages + ROW_COST) <= whole else 0
-    return tuple(found) if all(found[stage.index] for stage in tables) else (0,) * len(found)
+        most[stage.index] = share * pages if 2 * share * (pages + ROW_COST) <= whole else 0
+    return tuple(most) if all(most[stage.index] for stage in tables) else (0,) * len(most)
 
 
 def row_span(first: int, size: int, row: int) -> tuple[int, int]:

@@ -41,11 +41,11 @@ class CommitLedger:
     base: int = 0
 
     def is_named(self, generation: int) -> bool:
-        """Tells whether a manifest names this generation before the run continues from it."""
+        """Whether a manifest names this generation before the run continues from it."""
         return generation == self.base or self.is_written(generation)
 
     def is_written(self, generation: int) -> bool:
-        """Tells whether the update to this generation also writes what rests in RAM."""
+        """Whether the update to this generation also writes what rests in RAM."""
         return self.every is not None and generation % self.every == 0
 
     def next_turn(self, turn: int, generation: int) -> int:
@@ -131,12 +131,12 @@ class Residency:
         return None if visit.owner is None or not self.model.stages[visit.owner].params else self.records[visit.owner]
 
     def needs_slot(self, visit: Visit) -> bool:
-        """Tells whether the visit computes with weights that rest on the ssd."""
+        """Whether the visit computes with weights that rest on the ssd."""
         record = self._computed_with(visit)
         return record is not None and self.plan.stages[record.stage].weights == "ssd"
 
     def in_slot(self, visit: Visit) -> bool:
-        """Tells whether a slot holds, or is to hold, the weights of the visit's stage."""
+        """Whether a slot holds, or is to hold, the weights of the visit's stage."""
         return visit.owner is not None and self.records[visit.owner].slotted
 
     def take_slot(self, visit: Visit) -> None:
@@ -156,7 +156,7 @@ class Residency:
         return record.span
 
     def is_current(self, stage: int) -> bool:
-        """Tells whether no update of the stage is due or under way."""
+        """Whether no update of the stage is due or under way."""
         record = self.records[stage]
         return record.due is None and record.update is None
 
@@ -309,7 +309,7 @@ class Residency:
         )
 
     def _may_follow(self, record: Record) -> bool:
-        """Tells whether what the record's update overwrites is no longer needed."""
+        """Whether what the record's update overwrites is no longer needed."""
         return not self.commits.is_named(record.generation) or self._runner.durable(record.stage) >= record.turn
 
     def _submit_due(self, record: Record) -> None:
@@ -390,7 +390,7 @@ def _gradients_home(plan: StagePlan) -> Span | None:
 
 
 def _has_work(record: Record) -> bool:
-    """Tells whether a transfer of the record is under way, or an update is due and something holds its span."""
+    """Whether a transfer of the record is under way, or an update is due and something holds its span."""
     if record.fetches or record.update is not None or record.gradient_write is not None or record.gradient_read is not None:
         return True
     return record.due is not None and record.held > 0

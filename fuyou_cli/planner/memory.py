@@ -1,7 +1,8 @@
 """Sums up the memory that a plan takes: of the process in each phase of a run, and of a device with memory of its own.
 
-What has a span of the arena is in `layout`; here is also what compute allocates, and the table of what takes how much in which
-tier."""
+Spans of the arena come from `layout`. Here is what compute allocates beside them, and the one table of what takes how much in
+which tier (`memory_lines`).
+"""
 
 from __future__ import annotations
 
@@ -67,7 +68,7 @@ _CHOSEN = "of every token, from forward to backward"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComputeMemory:
-    """Holds the most bytes that compute allocates on the host, outside the arena."""
+    """The most bytes that compute allocates on the host, outside the arena."""
 
     whole_batch: int
     stage: int
@@ -163,12 +164,12 @@ def range_sizes(model: ModelSpec, request: PlanRequest) -> list[int]:
     item, summed = ITEM_SIZE[model.compute_dtype], ITEM_SIZE[request.numerics.accumulate_dtype]
     taken = sum(tensor.numel * (item + (0 if tensor.frozen else summed)) for tensor in routed)  # by all experts
     most = request.cpu_budget if request.gpu_budget is None else min(request.cpu_budget, request.gpu_budget)
-    found, size = list[int](), largest.experts
+    sizes, size = list[int](), largest.experts
     while size > 1 and taken * size > _RANGE_SHARE * most * largest.experts:
         size = -(-size // 2)
         if WEIGHTS_ON_DEVICE * taken * size <= most * largest.experts:
-            found.append(size)
-    return found
+            sizes.append(size)
+    return sizes
 
 
 def outside_arena(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, arena_size: int) -> dict[str, int]:
@@ -214,8 +215,8 @@ def phase_peaks(plan: Plan) -> dict[str, int]:
         "resume": process + homes + min(READ_BACK, max(0, arena - homes)),
     }
     order = ("load", "train", "save", "resume", "export")
-    known = {**peaks, **around}
-    return {name: known[name] for name in (*order, *known) if name in known}
+    by_phase = {**peaks, **around}
+    return {name: by_phase[name] for name in (*order, *by_phase) if name in by_phase}
 
 
 # ---- a device's own memory -------------------------------------------------------------------------------------------
@@ -223,7 +224,7 @@ def phase_peaks(plan: Plan) -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceMemory:
-    """Holds the most bytes that a plan takes of the device's memory."""
+    """The most bytes that a plan takes of the device's memory."""
 
     homes: int = 0  # weights that rest there; if updates run in RAM, a copy is there too
     turns: int = 0  # spans for the weights of all other stages, used in turn
@@ -248,7 +249,7 @@ class DeviceMemory:
 
 def device_memory(model: ModelSpec, request: PlanRequest, stages: tuple[StagePlan, ...]) -> DeviceMemory:
     """Returns the device memory that these stages take, by kind."""
-    found = _memory(
+    memory = _memory(
         model,
         request,
         {stage.stage for stage in stages if stage.weights == "gpu"},
@@ -256,7 +257,7 @@ def device_memory(model: ModelSpec, request: PlanRequest, stages: tuple[StagePla
         updated={stage.stage for stage in stages if stage.updated_there},
         resting={stage.stage for stage in stages if gradients_rest(model, stage, request.sweeps or 1)},
     )
-    return replace(found, outputs=device_bytes(model, request.group, tuple(stage.kept_there for stage in stages)))
+    return replace(memory, outputs=device_bytes(model, request.group, tuple(stage.kept_there for stage in stages)))
 
 
 def _memory(
@@ -390,7 +391,7 @@ def update_scratch(largest: int) -> int:
 
 
 def gradients_rest(model: ModelSpec, stage: StagePlan, sweeps: int) -> bool:
-    """Tells whether the stage's gradients need a home on the device."""
+    """Whether the stage's gradients need a home on the device."""
     return stage.updated_there and (stage.deferred or model.has_two_users(stage.stage) or sweeps > 1)
 
 

@@ -46,8 +46,8 @@ def plan(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> P
 
 def made_of(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, candidate: Candidate) -> Plan | None:
     """Returns the plan of this candidate, or None if it does not fit."""
-    found = Placing(model, hardware, asked_with(request, candidate)).placed(candidate)
-    return found.plan if found is not None else None
+    placed = Placing(model, hardware, asked_with(request, candidate)).placed(candidate)
+    return placed.plan if placed is not None else None
 
 
 def asked_with(request: PlanRequest, candidate: Candidate) -> PlanRequest:
@@ -62,7 +62,7 @@ def asked_with(request: PlanRequest, candidate: Candidate) -> PlanRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Placed:
-    """Holds a plan, and what the closed form says about its step. Times are in seconds."""
+    """A plan, and what the closed form says about its step. Times are in seconds."""
 
     plan: Plan
     schedule: Schedule
@@ -320,7 +320,7 @@ def _predict(costs: Costs, request: PlanRequest, placed: Layout, schedule: Sched
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Start:
-    """Describes where filling RAM begins, and what may move there, in order."""
+    """Where filling RAM begins, and what may move there, in order."""
 
     nothing: GreedyFill  # homes with nothing in RAM yet
     everything: GreedyFill | None  # homes with everything in RAM; None if that does not fit
@@ -361,7 +361,7 @@ def _beside(asked: Tier | None, first: Tier) -> Tier:
 
 def _without(kept: Kept, others: Kept) -> Kept:
     pairs = zip(kept, map(frozenset, others), strict=True)
-    return tuple(tuple([one for one in some if one not in beside]) for some, beside in pairs)
+    return tuple(tuple([index for index in some if index not in beside]) for some, beside in pairs)
 
 
 def _kept(model: ModelSpec, request: PlanRequest, swap: float) -> Kept:
@@ -373,7 +373,7 @@ def _kept(model: ModelSpec, request: PlanRequest, swap: float) -> Kept:
     if request.kept is not None:
         assert all(set(some) <= set(known) for some, known in zip(request.kept, every, strict=True)), (request.kept, every)
         return request.kept
-    return of_each(model, lambda operators: _swapped([one for one in operators if not one.stays], swap))
+    return of_each(model, lambda operators: _swapped([operator for operator in operators if not operator.stays], swap))
 
 
 def _swapped(operators: Sequence[OperatorSpec], share: float) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ _CHUNKS_ON_THE_WAY = 5  # chunks being read or written while every update thread
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanRequest:
-    """Describes what a plan must fulfil. `None` leaves the choice to the planner. Sizes are bytes."""
+    """What a plan must fulfil. `None` leaves the choice to the planner. Sizes are bytes."""
 
     numerics: Numerics
     model_name: str
@@ -73,7 +73,7 @@ class PlanRequest:
 
     @property
     def is_swept(self) -> bool:
-        """Tells whether the step has several sweeps, so that gradients rest between them."""
+        """Whether the step has several sweeps, so that gradients rest between them."""
         return (self.sweeps or 1) > 1
 
     @property
@@ -86,7 +86,7 @@ class PlanRequest:
         return hardware.disk_free if self.ssd_budget is None else self.ssd_budget
 
     def has_room_for(self, plan: Plan, hardware: HardwareProfile) -> bool:
-        """Tells whether the disk and the device have room. RAM was checked when the plan was placed."""
+        """Whether the disk and the device have room. RAM was checked when the plan was placed."""
         on_device = self.gpu_budget is None or plan.predicted.gpu_peak <= self.gpu_budget
         return on_device and plan.store_size <= self.disk(hardware)
 
@@ -114,7 +114,7 @@ def update_chunks_for(threads: int) -> int:
 
 
 def rest_in_ram(model: ModelSpec, request: PlanRequest) -> bool:
-    """Tells whether trained banks rest in RAM with their gradients and states, if the recipe lets the states."""
+    """Whether trained banks rest in RAM with their gradients and states, if the recipe lets the states."""
     if request.trained_in_ram is not None and _may_rest(model, request):
         return request.trained_in_ram
     return _may_rest(model, request) and _touched(model, request) <= _TRAINED_SHARE * request.cpu_budget
@@ -145,5 +145,5 @@ def _touched(model: ModelSpec, request: PlanRequest) -> int:
 
 
 def has_home(stage: StageSpec, weights: Tier, states: Tier) -> bool:
-    """Tells whether the stage's trained bank has a home of its own, if trained banks rest in RAM."""
+    """Whether the stage's trained bank has a home of its own, if trained banks rest in RAM."""
     return weights == "ssd" and states == "cpu" and stage.trained > 0 and stage.frozen_weight_bytes > 0

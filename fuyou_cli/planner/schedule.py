@@ -28,7 +28,7 @@ Pass = Literal["forward", "logits", "head", "backward"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Visit:
-    """Describes one pass over one stage in a steady-state step. `owner` is the stage whose weights compute uses (the embedding
+    """One pass over one stage in a steady-state step. `owner` is the stage whose weights compute uses (the embedding
     for a tied head). Byte counts are store traffic."""
 
     index: int
@@ -55,7 +55,7 @@ _visit = lru_cache(maxsize=1 << 14)(Visit)  # the schedules of a search's plans 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """Holds store bytes of one step by kind."""
+    """Store bytes of one step by kind."""
 
     read: dict[str, int]
     written: dict[str, int]
@@ -71,7 +71,7 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """Holds the visits of a step, and the store bytes that they move."""
+    """The visits of a step, and the store bytes that they move."""
 
     visits: tuple[Visit, ...]
     traffic: Traffic
@@ -204,7 +204,7 @@ def _kept(model: ModelSpec, stages: tuple[StagePlan, ...], owners: Sequence[int 
 def _update(
     model: ModelSpec, stages: tuple[StagePlan, ...], owner: int | None, uses: list[int], index: int
 ) -> Literal["none", "before", "after"]:
-    """Tells whether AdamW runs before this visit (if deferred: before its first of the step) or after it (its last), or
+    """Whether AdamW runs before this visit (if deferred: before its first of the step) or after it (its last), or
     neither."""
     if owner is None or model.stages[owner].trained == 0:
         return "none"
@@ -247,8 +247,8 @@ def weights_left(model: ModelSpec, plan: Plan, visits: Sequence[Visit]) -> int:
     """Returns the bytes of weights that a step finds in their slots as the step before left them. A run's first step reads
     them."""
     first = {visit.owner: visit for visit in reversed(visits) if visit.owner is not None}
-    found = [owner for owner, visit in first.items() if plan.stages[owner].weights == "ssd" and not visit.fetch]
-    return sum(fetched_bytes(model, plan.stages[owner]) for owner in found)
+    owners = [owner for owner, visit in first.items() if plan.stages[owner].weights == "ssd" and not visit.fetch]
+    return sum(fetched_bytes(model, plan.stages[owner]) for owner in owners)
 
 
 def filled(size: int, fill: float) -> int:

@@ -27,9 +27,7 @@ def scheduled(draw: st.DrawFn) -> tuple[ModelSpec, Plan, Schedule]:
     return spec, chosen, plan_schedule(spec, chosen)
 
 
-@given(scheduled())
-def test_two_passes_over_the_head_the_second_one_back(case: tuple[ModelSpec, Plan, Schedule]) -> None:
-    spec, _, schedule = case
+def assert_two_passes_over_the_head_the_second_one_back(spec: ModelSpec, schedule: Schedule) -> None:
     body = [stage.index for stage in spec.stages if stage.kind != "head"]
     heads = [stage.index for stage in spec.stages if stage.kind == "head"]
     assert len(heads) >= 2
@@ -41,10 +39,8 @@ def test_two_passes_over_the_head_the_second_one_back(case: tuple[ModelSpec, Pla
     assert [visit.phase for visit in turn] == ["logits", "head"] and not turn[1].fetch
 
 
-@given(scheduled())
-def test_every_piece_is_updated_once_and_each_sum_is_finished_once(case: tuple[ModelSpec, Plan, Schedule]) -> None:
+def assert_every_piece_is_updated_once_and_each_sum_is_finished_once(spec: ModelSpec, schedule: Schedule) -> None:
     """Rests gradients of a piece with two users after the head, and resumes them by the embedding; of any other, never."""
-    spec, _, schedule = case
     updated = [visit.owner for visit in schedule.visits if visit.update != "none"]
     assert sorted(owner for owner in updated if owner is not None) == [s.index for s in spec.stages if s.params]
     resting = [visit.owner for visit in schedule.visits if visit.rest]
@@ -60,9 +56,7 @@ def test_every_piece_is_updated_once_and_each_sum_is_finished_once(case: tuple[M
             assert (visit.owner == visit.stage) == (not spec.tied_head)
 
 
-@given(scheduled())
-def test_gradients_that_rest_have_a_home_and_are_charged(case: tuple[ModelSpec, Plan, Schedule]) -> None:
-    spec, chosen, schedule = case
+def assert_gradients_that_rest_have_a_home_and_are_charged(spec: ModelSpec, chosen: Plan, schedule: Schedule) -> None:
     item, moved = ITEM_SIZE[chosen.numerics.accumulate_dtype], 0
     for stage, placed in zip(spec.stages, chosen.stages, strict=True):
         times = int(placed.deferred) + int(spec.tied_head and stage.kind == "embedding")
@@ -76,13 +70,20 @@ def test_gradients_that_rest_have_a_home_and_are_charged(case: tuple[ModelSpec, 
     assert chosen.predicted.read_by == schedule.traffic.read
 
 
-@given(scheduled())
-def test_no_more_slots_than_computing_and_updating_take(case: tuple[ModelSpec, Plan, Schedule]) -> None:
+def assert_no_more_slots_than_computing_and_updating_take(chosen: Plan) -> None:
     """Keeps one more slot of gradients through backward for a tied head that is not cut: pieces rest instead."""
-    _, chosen, _ = case
     for slots in chosen.slot_classes:
         assert len(slots.gradient_slots) <= 2
         assert len(slots.weight_slots) <= 1 + chosen.lookahead + 1
+
+
+@given(scheduled())
+def test_what_holds_where_a_vocabulary_is_cut(case: tuple[ModelSpec, Plan, Schedule]) -> None:
+    spec, chosen, schedule = case
+    assert_two_passes_over_the_head_the_second_one_back(spec, schedule)
+    assert_every_piece_is_updated_once_and_each_sum_is_finished_once(spec, schedule)
+    assert_gradients_that_rest_have_a_home_and_are_charged(spec, chosen, schedule)
+    assert_no_more_slots_than_computing_and_updating_take(chosen)
 
 
 @given(cut_models().flatmap(lambda spec: st.tuples(st.just(spec), request_for(spec))), st.data())

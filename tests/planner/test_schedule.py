@@ -27,20 +27,16 @@ def scheduled(draw: st.DrawFn) -> tuple[ModelSpec, Plan, Schedule]:
     return spec, chosen, plan_schedule(spec, chosen)
 
 
-@given(scheduled())
-def test_every_stage_is_visited_in_order(case: tuple[ModelSpec, Plan, Schedule]) -> None:
-    spec, _, schedule = case
+def assert_every_stage_is_visited_in_order(spec: ModelSpec, schedule: Schedule) -> None:
     body, head = list(range(len(spec.stages) - 1)), len(spec.stages) - 1
     expected = [("forward", i) for i in body] + [("head", head)] + [("backward", i) for i in reversed(body)]
     assert [(visit.phase, visit.stage) for visit in schedule.visits] == expected
     assert [visit.index for visit in schedule.visits] == list(range(len(expected)))
 
 
-@given(scheduled())
-def test_every_stage_is_updated_exactly_once(case: tuple[ModelSpec, Plan, Schedule]) -> None:
+def assert_every_stage_is_updated_exactly_once(spec: ModelSpec, chosen: Plan, schedule: Schedule) -> None:
     """After its last use when its update follows backward, before its first when it is deferred; always on a visit that
     has the weights."""
-    spec, chosen, schedule = case
     updates = [visit for visit in schedule.visits if visit.update != "none"]
     assert sorted(visit.owner for visit in updates if visit.owner is not None) == [
         stage.index for stage in spec.stages if stage.params
@@ -53,9 +49,7 @@ def test_every_stage_is_updated_exactly_once(case: tuple[ModelSpec, Plan, Schedu
         assert visit.index == (min(uses) if deferred else max(uses))
 
 
-@given(scheduled())
-def test_boundaries_are_kept_once_and_taken_once(case: tuple[ModelSpec, Plan, Schedule]) -> None:
-    spec, _, schedule = case
+def assert_boundaries_are_kept_once_and_taken_once(spec: ModelSpec, schedule: Schedule) -> None:
     keeping = {stage.index for stage in spec.stages if stage.kind in ("block", "norm")}
     assert {visit.stage for visit in schedule.visits if visit.stash} == keeping
     assert {visit.stage for visit in schedule.visits if visit.take} == keeping
@@ -63,11 +57,9 @@ def test_boundaries_are_kept_once_and_taken_once(case: tuple[ModelSpec, Plan, Sc
     assert all(visit.phase == "backward" for visit in schedule.visits if visit.take)
 
 
-@given(scheduled())
-def test_weights_are_fetched_unless_kept_or_at_home(case: tuple[ModelSpec, Plan, Schedule]) -> None:
+def assert_weights_are_fetched_unless_kept_or_at_home(spec: ModelSpec, chosen: Plan, schedule: Schedule) -> None:
     """A kept span is handed to the owner's next visit, which then fetches nothing; steps follow one another. What is kept, and
     the visit under way, take no more slots of a class than those of the lookahead and one."""
-    spec, chosen, schedule = case
     visits = schedule.visits
     slotted = [stage.weights == "ssd" and spec.stages[stage.stage].params > 0 for stage in chosen.stages]
     held: list[set[int]] = [set() for _ in visits]
@@ -94,9 +86,7 @@ def test_weights_are_fetched_unless_kept_or_at_home(case: tuple[ModelSpec, Plan,
         assert all(numbers.count(number) <= chosen.lookahead + 1 for number in numbers)
 
 
-@given(scheduled())
-def test_traffic_is_the_sum_over_visits_and_stages(case: tuple[ModelSpec, Plan, Schedule]) -> None:
-    spec, chosen, schedule = case
+def assert_traffic_is_the_sum_over_visits_and_stages(spec: ModelSpec, chosen: Plan, schedule: Schedule) -> None:
     item, numerics = ITEM_SIZE[spec.compute_dtype], chosen.numerics
     states = 10 if spec.compute_dtype == "bfloat16" else 8
     gradient = ITEM_SIZE[numerics.accumulate_dtype]
@@ -117,6 +107,16 @@ def test_traffic_is_the_sum_over_visits_and_stages(case: tuple[ModelSpec, Plan, 
     assert chosen.predicted.read_by == schedule.traffic.read
     assert chosen.predicted.written_by == schedule.traffic.written
     assert chosen.predicted.read_per_step == schedule.traffic.read_total
+
+
+@given(scheduled())
+def test_what_holds_for_every_step(case: tuple[ModelSpec, Plan, Schedule]) -> None:
+    spec, chosen, schedule = case
+    assert_every_stage_is_visited_in_order(spec, schedule)
+    assert_every_stage_is_updated_exactly_once(spec, chosen, schedule)
+    assert_boundaries_are_kept_once_and_taken_once(spec, schedule)
+    assert_weights_are_fetched_unless_kept_or_at_home(spec, chosen, schedule)
+    assert_traffic_is_the_sum_over_visits_and_stages(spec, chosen, schedule)
 
 
 BLOCK, LEAF, NORM = 1 << 20, 1 << 19, 2048
