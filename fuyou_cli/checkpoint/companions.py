@@ -14,7 +14,7 @@ from typing import Any
 
 from fuyou_cli.core.disk import unusable
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.spec.quantisation_config import CONFIG_KEY
+from fuyou_cli.spec.packed_tensors import CONFIG_KEY
 
 from .files import inside, read_json
 

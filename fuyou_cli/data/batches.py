@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fuyou_cli.core.units import align_up
-from fuyou_cli.spec.micro_batch import MicroBatch
-from fuyou_cli.spec.plan import Computed, Numerics, TypicalStep
+from fuyou_cli.spec.plan import Computed, MicroBatch, Numerics, TypicalStep
 
 from .rows import NO_LOSS, RowSource
 

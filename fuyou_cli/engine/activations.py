@@ -30,9 +30,8 @@ from ..planner.boundary_layout import (
 )
 from ..planner.device import BOUNDARIES_ACROSS
 from ..planner.ledgers import BoundaryLedger, Wait
-from ..spec.micro_batch import MicroBatch
 from ..spec.model import OperatorSpec, StageSpec
-from ..spec.plan import Span
+from ..spec.plan import MicroBatch, Span
 from .context import Context
 from .devices.base import Device, Event
 from .experts import first_matrix, is_product, outputs_of

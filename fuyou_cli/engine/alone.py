@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from ..core.errors import UsageError
-from ..spec.micro_batch import rounded_up, whole_rows
 from ..spec.model import Dtype, StageSpec
+from ..spec.plan import rounded_up, whole_rows
 from .activations import Arrived, GivingBack, Outputs, Sparing, sparing, without_saving
 from .anatomy import Anatomy
 from .calls import StageCall, one_row_masks, only_refusals, own_forward, put_back, replaced_forwards

@@ -20,7 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..core.errors import UsageError
-from ..spec.micro_batch import rounded_up
+from ..spec.plan import rounded_up
 from .sinks import attention_with_sinks, kernel_of
 
 Documents = Sequence[Sequence[int]]  # for each row, the tokens of its documents. They fill the row: padding is the last one.

@@ -22,8 +22,7 @@ from torch.utils.dlpack import from_dlpack
 
 from ..core.units import align_up
 from ..planner.device import BOUNDARIES_ACROSS, COPY_ALIGN
-from ..spec.micro_batch import MicroBatch
-from ..spec.plan import Span
+from ..spec.plan import MicroBatch, Span
 from .context import Context
 from .devices.base import Device, Event, Moment
 from .host_memory import HostMemory, whole_batch

@@ -25,8 +25,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..core.errors import UsageError
 from ..core.heap import MAPPED, alive, worked_on
-from ..spec.micro_batch import whole_rows
 from ..spec.model import Dtype, ExpertWork, ModelSpec, StageSpec, TensorSpec
+from ..spec.plan import whole_rows
 from .anatomy import Anatomy, Installed, Stage, dissect, outline, with_frozen_work
 from .calls import Between, StageCall, only_refusals, stage_calls
 from .experts import Bank, Noting

@@ -18,9 +18,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ..core.errors import NumericsError
 from ..core.patience import SILENT, Patience
 from ..planner.schedule import Visit
-from ..spec.micro_batch import MicroBatch, even
 from ..spec.model import ModelSpec
-from ..spec.plan import Plan
+from ..spec.plan import MicroBatch, Plan, even
 from ..swap.daemon import SwapDaemon
 from .activations import open_activations
 from .anatomy import Anatomy

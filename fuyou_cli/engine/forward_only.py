@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from ..planner.evaluation_schedule import evaluation_schedule
-from ..spec.micro_batch import MicroBatch, even
+from ..spec.plan import MicroBatch, even
 from .activations import Recompute
 from .attention import Documents
 from .executor import Executor

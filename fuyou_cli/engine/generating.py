@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from ..core.errors import UsageError
 from ..planner.memory import MOST_PRODUCTS, PRODUCT_CODE
-from ..spec.micro_batch import lengths_up_to
+from ..spec.plan import lengths_up_to
 from .anatomy import Anatomy
 from .calls import boundary_of, only_refusals, own_forward, replaced_forwards, with_fake_parameters
 from .describe import LiveBytes

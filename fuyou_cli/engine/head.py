@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from ..core.errors import UsageError
 from ..planner.schedule import Visit
-from ..spec.micro_batch import MicroBatch
+from ..spec.plan import MicroBatch
 from .crossings import Leaving, clear_padding
 from .devices.base import Squares
 from .gradients import add_in_pieces

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..core.units import align_up
-from ..spec.model import ITEM_SIZE, PAGE, STAGE_ALIGN, Dtype, Piece, TensorSpec
-from ..spec.model_facts import InPlace, Lying
+from ..spec.model import ITEM_SIZE, PAGE, STAGE_ALIGN, Dtype, InPlace, Lying, Piece, TensorSpec
 from .anatomy import Anatomy, Stage
 
 

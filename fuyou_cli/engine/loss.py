@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
-from ..spec.micro_batch import MicroBatch
+from ..spec.plan import MicroBatch
 from .calls import replaced_forwards
 
 IGNORED = -100

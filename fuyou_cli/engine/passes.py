@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..core.errors import UsageError
-from ..spec.micro_batch import MicroBatch, whole_rows
+from ..spec.plan import MicroBatch, whole_rows
 from .activations import Activations, Run
 from .anatomy import Installed
 from .crossings import Gathering, Leaving, clear_padding

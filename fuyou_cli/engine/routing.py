@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from ..core.errors import RecomputeError
 from ..planner.memory import kept_choices
-from ..spec.micro_batch import MicroBatch
+from ..spec.plan import MicroBatch
 from .anatomy import Anatomy, Installed
 from .context import Context
 from .devices.base import Device, Squares

@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from ..core.errors import UsageError, pip_install
 from ..core.json_files import find_object
-from ..spec.quantisation_config import CONFIG_KEY, stored_quantisation
+from ..spec.packed_tensors import CONFIG_KEY, stored_quantisation
 from . import sinks
 from .attention import rows_are_whole
 from .experts import use_in

@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from ..spec.micro_batch import MicroBatch
+from ..spec.plan import MicroBatch
 from .anatomy import Anatomy
 from .attention import Documents, longest
 from .calls import Made, StageCall, boundary_of, one_row_masks, own_forward, stage_calls, with_boundary

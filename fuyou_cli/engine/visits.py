@@ -20,7 +20,7 @@ import torch
 from ..core.patience import Patience
 from ..planner.lookahead import Lookahead
 from ..planner.schedule import Schedule, Visit, plan_schedule
-from ..spec.micro_batch import MicroBatch, even
+from ..spec.plan import MicroBatch, even
 from .activations import Boundaries
 from .anatomy import Installed
 from .compute_weights import ComputeWeights

@@ -25,9 +25,8 @@ from torch import nn
 
 from ..core.errors import PlanError
 from ..core.units import gib
-from ..spec.micro_batch import MicroBatch, even
 from ..spec.model import Piece
-from ..spec.plan import Numerics
+from ..spec.plan import MicroBatch, Numerics, even
 from .anatomy import Anatomy, Installed
 from .experts import Bank, Noting
 from .forward_only import Rows

@@ -25,7 +25,7 @@ from fuyou_cli.engine.generating import prompt_step, room
 from fuyou_cli.engine.isolated import alike
 from fuyou_cli.machine.profile import budget_of
 from fuyou_cli.recipe.schema import TrainSection
-from fuyou_cli.spec.micro_batch import rounded_up
+from fuyou_cli.spec.plan import rounded_up
 from fuyou_cli.training.fixed_prompts import Sampling, own_settings, refused_settings
 
 from .evaluating import open_losses, room_of

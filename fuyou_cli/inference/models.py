@@ -29,8 +29,7 @@ from fuyou_cli.engine.skeleton import TORCH_DTYPE, build, load_config
 from fuyou_cli.engine.vocabulary import cut_vocabulary, resolved_rows
 from fuyou_cli.engine.weight_stream import HUGE_PAGE, SLOTS, ReadInto, ReadPages, Visited, WeightStream
 from fuyou_cli.recipe.schema import MemoryLimit
-from fuyou_cli.spec.model import Piece
-from fuyou_cli.spec.model_facts import InPlace
+from fuyou_cli.spec.model import InPlace, Piece
 from fuyou_cli.training.adapter_exporting import MergedWeights, as_trained
 from fuyou_cli.training.exporting import READ_ARENA, StoreWeights
 from fuyou_cli.training.in_place_files import GPU_ALIGNMENT, addresses, lying_in

@@ -23,7 +23,7 @@ from fuyou_cli.engine.generating import GenerationMemory, generation_code, passi
 from fuyou_cli.engine.isolated import alike, turns
 from fuyou_cli.engine.skeleton import TORCH_DTYPE
 from fuyou_cli.engine.weight_stream import Visited
-from fuyou_cli.spec.micro_batch import rounded_up
+from fuyou_cli.spec.plan import rounded_up
 from fuyou_cli.training.exporting import READ_ARENA
 from fuyou_cli.training.fixed_prompts import Continued, Sampling, continued, naming_settings, settings
 

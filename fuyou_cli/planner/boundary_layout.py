@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ..core.units import align_up
-from ..spec.micro_batch import MicroBatch
 from ..spec.model import ModelSpec, OperatorSpec, StageSpec
-from ..spec.plan import Numerics, Span
+from ..spec.plan import MicroBatch, Numerics, Span
 
 OUTPUT_ALIGN = 64  # bytes: a cache line, which also aligns any dtype
 # Bytes, for outputs that stay on a device: the allocator's own alignment, because libraries choose kernels by alignment.

@@ -13,9 +13,8 @@ from functools import lru_cache, partial
 from ..core.heap import held
 from ..core.units import MiB, align_up, gib
 from ..spec.hardware import HardwareProfile
-from ..spec.micro_batch import lengths_up_to
 from ..spec.model import ITEM_SIZE, ModelSpec, StageSpec
-from ..spec.plan import MemoryLine, Numerics, Plan, Span, StagePlan, Tier
+from ..spec.plan import MemoryLine, Numerics, Plan, Span, StagePlan, Tier, lengths_up_to
 from .boundary_layout import Kept, device_boundaries, device_bytes, every_operator, kept_bytes
 from .device import (
     UPDATE_CHUNK,

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 from ..core.errors import UnreadableError, UsageError
 from ..core.units import align_up
-from ..spec.model import PAGE, SOURCES_AT, SourceFile
-from ..spec.model_facts import InPlace, Lying
+from ..spec.model import PAGE, SOURCES_AT, InPlace, Lying, SourceFile
 from .adapting import entries_of
 from .state.source_checks import how_to_put_back
 

@@ -23,8 +23,7 @@ from ..core.json_files import find_text, object_in
 from ..core.paths import kept_folder, machine_id
 from ..core.safe_files import read_plain, write_own
 from ..core.typed import from_json
-from ..spec.model import ModelSpec, OperatorSpec, StageSpec, TensorSpec
-from ..spec.model_facts import InPlace, ModelFacts
+from ..spec.model import InPlace, ModelFacts, ModelSpec, OperatorSpec, StageSpec, TensorSpec
 from .adapting import adapt
 from .numerics import positions_of
 from .stored_quantised import check_marked, quantised_keys, quantised_names, stored_in

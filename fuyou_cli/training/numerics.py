@@ -14,8 +14,7 @@ from ..core.errors import UsageError
 from ..core.units import GiB, MiB, align_up
 from ..engine.processor import has_fast_bfloat16
 from ..spec.hardware import HardwareProfile
-from ..spec.model import Dtype
-from ..spec.model_facts import ModelFacts
+from ..spec.model import Dtype, ModelFacts
 from ..spec.plan import Numerics, Padding
 from .state.recipe_changes import changed_keys, in_words, is_rate, put_back, refused_later, settings_of
 from .state.stored import Manifest

@@ -20,8 +20,7 @@ from ..core.errors import UsageError
 from ..core.paths import folder
 from ..core.units import count
 from ..spec.hardware import HardwareProfile
-from ..spec.model import ModelSpec
-from ..spec.model_facts import InPlace
+from ..spec.model import InPlace, ModelSpec
 from ..spec.plan import Plan
 from .adapting import added_values, as_started, check_peft, check_start, entries_of, starting_entries, stored_names
 from .known_model import KnownModel

@@ -12,8 +12,7 @@ from ..checkpoint.files import has_weights, name_list, open_checkpoint
 from ..core.errors import UsageError
 from ..core.json_files import find_object
 from ..recipe.rules import broken_rules
-from ..spec.packed_tensors import READ_ONLY, Quantised
-from ..spec.quantisation_config import StoredQuantisation, stored_quantisation
+from ..spec.packed_tensors import READ_ONLY, Quantised, StoredQuantisation, stored_quantisation
 from .adapting import entries_of
 
 if TYPE_CHECKING:

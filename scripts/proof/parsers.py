@@ -17,8 +17,7 @@ from typing import Any
 from fuyou_cli.checkpoint.files import INDEX_NAME, SINGLE_NAME
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.spec.hardware import HardwareProfile
-from fuyou_cli.spec.model import ModelSpec
-from fuyou_cli.spec.model_facts import ModelFacts
+from fuyou_cli.spec.model import ModelFacts, ModelSpec
 from fuyou_cli.spec.plan import Numerics
 from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.parts import PART_FILE, read_part

@@ -13,8 +13,7 @@ from hypothesis import strategies as some
 
 from fuyou_cli.data.batches import Batch, Sequences, deal, lay_out, passes, typical_step
 from fuyou_cli.data.rows import NO_LOSS
-from fuyou_cli.spec.micro_batch import lengths_up_to, rounded_up
-from fuyou_cli.spec.plan import Numerics, Padding
+from fuyou_cli.spec.plan import Numerics, Padding, lengths_up_to, rounded_up
 from fuyou_cli.training.numerics import division
 
 NUMERICS = Numerics(

@@ -23,8 +23,7 @@ from fuyou_cli.machine.described import described
 from fuyou_cli.machine.profile_store import PROCESS_STEP
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.recipe.named import shipped_recipes
-from fuyou_cli.spec.model import ModelSpec, TensorSpec
-from fuyou_cli.spec.model_facts import ModelFacts
+from fuyou_cli.spec.model import ModelFacts, ModelSpec, TensorSpec
 from fuyou_cli.training import known_model, plan_step
 from fuyou_cli.training.known_model import MOST, Descriptions, read_description, written
 from fuyou_cli.training.numerics import fastest_size

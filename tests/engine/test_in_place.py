@@ -13,8 +13,7 @@ from fuyou_cli.engine.anatomy import Anatomy, dissect, frozen
 from fuyou_cli.engine.in_place import read_in_place, whole_in_place
 from fuyou_cli.engine.skeleton import build
 from fuyou_cli.engine.vocabulary import cut_vocabulary
-from fuyou_cli.spec.model import PAGE, SOURCES_AT, SourceFile
-from fuyou_cli.spec.model_facts import InPlace, Lying
+from fuyou_cli.spec.model import PAGE, SOURCES_AT, InPlace, Lying, SourceFile
 
 CONFIG = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 PATTERNS = ["model.embed_tokens", "model.layers.0.*", "model.layers.1.self_attn.*"]
