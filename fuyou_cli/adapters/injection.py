@@ -1,7 +1,8 @@
 """Puts peft's LoRA layers into a skeleton: peft decides which modules are targets, and its layers compute.
 
 Nothing is allocated: the layers' parameters are on the meta device too, in the dtype of the weights beside them. Afterwards a
-parameter requires a gradient exactly if it is to be trained.
+parameter requires a gradient exactly if it is to be trained. What they begin with is given stage after stage (`FirstValues`),
+so that memory stays bounded.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from ..engine.anatomy import beside_text, blocks_of
 from ..engine.experts import LOW_RANK, LowRank, add_low_rank, is_experts, named_parts
 from ..engine.skeleton import LIBRARY_ERRORS, said
 from ..recipe.schema import AdapterSection
-from .adapter_names import ADAPTER, OF_EXPERTS, alpha_of_fused, file_name
+from .adapter_names import ADAPTER, OF_EXPERTS, alpha_of_fused, file_name, is_added, lora_names
+from .merging import LoraWeights
 
 _SAVED = "it names modules by the end of their names, as norm or lm_head"
 
@@ -63,7 +65,9 @@ def inject(model: PreTrainedModel, section: AdapterSection) -> LoraConfig:
                 f"adapter.target_modules: {name} is not a linear layer of a decoder block, so it cannot have LoRA yet",
                 hint="leave it out" if shared else "leave it out; adapter.modules_to_save trains it in full",
             )
-        _match_dtype(layer)
+        dtype = layer.get_base_layer().weight.dtype
+        for name in (*layer.adapter_layer_names, "lora_magnitude_vector"):
+            getattr(layer, name).to(dtype)  # they are computed with together
     if lost := sorted(_lost_by_peft(model, [name for name, _ in lora_layers(model)])):
         raise UsageError(f"adapter.target_modules: peft does not find LoRA of {lost[0]} when it loads it", hint="leave it out")
     in_full = _train_in_full(model, tied)
@@ -151,13 +155,11 @@ def _targets(section: AdapterSection, model: PreTrainedModel, blocks: Iterable[n
     inside = [(name, module) for block in blocks for name, module in block.named_modules()]
     if targets != "all-linear" or not any(is_experts(module) for _, module in inside):
         return targets if isinstance(targets, str) else list(targets)
-    routers = {
-        part
-        for _, module in inside
-        if any(is_experts(child) for child in module.children())
-        for part in module.modules()
-        if isinstance(part, nn.Linear) and part.out_features in (1, *_experts_of(module))
-    }
+    routers = set()
+    for _, module in inside:
+        experts = {len(weight) for child in module.children() if is_experts(child) for weight in child.parameters()}
+        if experts:
+            routers |= {p for p in module.modules() if isinstance(p, nn.Linear) and p.out_features in (1, *experts)}
     linear = [(name.rpartition(".")[2], part) for name, part in inside if isinstance(part, (nn.Linear, Conv1D))]
     whole = {part: name for name, part in model.named_modules()}
     lost = _lost_by_peft(model, [whole[part] for _, part in linear])
@@ -165,11 +167,6 @@ def _targets(section: AdapterSection, model: PreTrainedModel, blocks: Iterable[n
     blockwise, apart = {part for _, part in inside}, {part for one in beside_text(model) for part in one.modules()}
     outside = {name.rpartition(".")[2] for part, name in whole.items() if part not in blockwise | apart}
     return sorted({name for name, _ in linear} - left - outside - _joined_by_peft(model))
-
-
-def _experts_of(module: nn.Module) -> set[int]:
-    """Returns how many experts the experts modules in `module` have."""
-    return {len(weight) for part in module.children() if is_experts(part) for weight in part.parameters()}
 
 
 def _linear_names(blocks: Iterable[nn.Module]) -> list[str]:
@@ -209,13 +206,6 @@ def _refuse_unused(section: AdapterSection, adapted: list[str], in_full: list[st
 
 def _unused(written: Iterable[str], names: list[str], before: str, spelt: Callable[[str], str]) -> list[str]:
     return [one for one in written if not any(re.fullmatch(f"{before}({spelt(one)})", name) for name in names)]
-
-
-def _match_dtype(layer: LoraLayer) -> None:
-    """Gives the layer's own parameters the dtype of the weights beside them: they are computed with together."""
-    dtype = layer.get_base_layer().weight.dtype
-    for name in (*layer.adapter_layer_names, "lora_magnitude_vector"):
-        getattr(layer, name).to(dtype)
 
 
 def _train_in_full(model: PreTrainedModel, tied: set[int]) -> list[str]:
@@ -268,3 +258,43 @@ def initial_values_of_experts(model: nn.Module, *, seed: int) -> Iterator[tuple[
                 if name.endswith(OF_EXPERTS[0]):
                     nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
                 yield name, value.to(dtype)
+
+
+# Yields a parameter of the base model as 1-D pieces of the compute dtype, from its beginning.
+Pieces = Callable[[str], Iterator[torch.Tensor]]
+
+
+class FirstValues:
+    """Gives the values after `torch.manual_seed(seed)` of the adapter in `model`, as peft would make them."""
+
+    def __init__(self, model: nn.Module, *, seed: int) -> None:
+        self._layers = dict(lora_layers(model))
+        self._drawn = initial_values(model, seed=seed)
+        self._of_experts = initial_values_of_experts(model, seed=seed)
+        self._held: dict[str, torch.Tensor] = {}  # drawn before they were asked for
+
+    def of(self, names: Iterable[str], pieces: Pieces) -> dict[str, torch.Tensor]:
+        """Returns the values of those of `names` that the adapter has. Each can be asked for once.
+
+        They are drawn in the order of the model's modules. So names are best asked for in this order."""
+        added = {name for name in names if is_added(name)}
+        found: dict[str, torch.Tensor] = {}
+        for layer in self._layers:
+            a, b, magnitude = lora_names(layer)
+            if a in added:
+                found |= {a: self._take(a, self._drawn), b: self._take(b, self._drawn)}
+            if magnitude in added:
+                found[magnitude] = self._norms(layer, found[a], found[b], pieces)
+        return found | {name: self._take(name, self._of_experts) for name in sorted(added - found.keys())}
+
+    def _take(self, name: str, drawn: Iterator[tuple[str, torch.Tensor]]) -> torch.Tensor:
+        while name not in self._held:
+            one, value = next(drawn)
+            self._held[one] = value
+        return self._held.pop(name)
+
+    def _norms(self, layer: str, a: torch.Tensor, b: torch.Tensor, pieces: Pieces) -> torch.Tensor:
+        """Returns the norms of the weights of each output, which DoRA's magnitudes begin as. Nothing is added to them yet: B is
+        zero."""
+        lora = LoraWeights(a=a.float(), b=b.float(), scaling=1.0, transposed=self._layers[layer].fan_in_fan_out)
+        return lora.output_norms(pieces(f"{layer}.base_layer.weight")).to(a.dtype)

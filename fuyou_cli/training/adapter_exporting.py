@@ -11,8 +11,7 @@ from zlib import crc32
 import torch
 
 from ..adapters.adapter_names import adapted_layer, file_name, is_added, lora_names
-from ..adapters.merging import LoraWeights
-from ..adapters.settings import LoraSettings, read_settings
+from ..adapters.merging import LoraSettings, LoraWeights, read_settings
 from ..checkpoint.companions import (
     ADAPTER_CONFIG_NAME,
     CODE_PATTERN,

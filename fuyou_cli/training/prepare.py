@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -228,9 +229,13 @@ def resolve(recipe: Recipe, *, to_run: bool = True, here: bool = True, say: Say,
     hub = Hub(recipe, say=say, progress=progress)
     model_dir = hub.model(need_weights=False) if to_run else hub.model_or_shapes()
     recipe = as_stored(recipe, model_dir, say=say)
-    recipe = _started(recipe, manifest, model_dir, say, needed=to_run)
+    with _noted(say, unless=to_run):  # a plan can do without the adapter that it starts from
+        recipe = as_started(recipe, manifest)
+        if manifest is None:
+            check_start(recipe, model_dir, say=say)
     tokenizer_dir = hub.tokenizer(model_dir, needed=to_run)
-    _look_at_tokenizer(tokenizer_dir, say, needed=to_run)
+    with _noted(say, unless=to_run):
+        _look_at_tokenizer(tokenizer_dir, say)
     _look_at_data(recipe, say, needed=to_run)
     return Resolved(
         recipe=recipe,
@@ -271,33 +276,26 @@ def store_of(recipe: Recipe) -> Path:
     return folder(recipe.checkpoint.resume, key="checkpoint.resume")
 
 
-def _look_at_tokenizer(directory: Path, say: Say, *, needed: bool) -> None:
+@contextmanager
+def _noted(say: Say, *, unless: bool) -> Iterator[None]:
+    """Says why a run would be refused, and goes on. Raises it `unless` there is only a plan to make."""
+    try:
+        yield
+    except UsageError as error:
+        if unless:
+            raise
+        say(f"note: {error.message}. {REFUSED}{f' ({error.hint})' if error.hint else ''}")
+
+
+def _look_at_tokenizer(directory: Path, say: Say) -> None:
     """Says that a tokenizer's own code is not run. Raises UsageError if it cannot be loaded without, before a plan is made."""
     from ..data.sandbox import own_class
 
-    try:
-        if own := own_class(directory):
-            from ..data.tokenise import load_tokenizer
+    if own := own_class(directory):
+        from ..data.tokenise import load_tokenizer
 
-            kind = type(load_tokenizer(directory, chat_template=None, pad_token=None)).__name__
-            say(f"note: the tokenizer's own code ({own}) is not run: transformers has {kind} for it")
-    except UsageError as error:
-        if needed:
-            raise
-        say(f"note: {error.message}. {REFUSED}{f' ({error.hint})' if error.hint else ''}")
-
-
-def _started(recipe: Recipe, manifest: Manifest | None, model_dir: Path, say: Say, *, needed: bool) -> Recipe:
-    """Looks at the adapter to start from, and takes what the recipe leaves out from it. A plan can do without."""
-    try:
-        recipe = as_started(recipe, manifest)
-        if manifest is None:
-            check_start(recipe, model_dir, say=say)
-    except UsageError as error:
-        if needed:
-            raise
-        say(f"note: {error.message}. {REFUSED}{f' ({error.hint})' if error.hint else ''}")
-    return recipe
+        kind = type(load_tokenizer(directory, chat_template=None, pad_token=None)).__name__
+        say(f"note: the tokenizer's own code ({own}) is not run: transformers has {kind} for it")
 
 
 def _look_at_data(recipe: Recipe, say: Say, *, needed: bool) -> None:
@@ -358,13 +356,9 @@ def _prompts(resolved: Resolved, known: KnownModel, say: Say) -> FixedPrompts | 
     from .fixed_prompts import fixed_prompts
 
     places = {"model_dir": resolved.model_dir, "tokenizer_dir": resolved.tokenizer_dir}
-    try:
+    with _noted(say, unless=resolved.to_run):
         return fixed_prompts(resolved.recipe, known.build().anatomy.model, **places)
-    except UsageError as error:
-        if resolved.to_run:
-            raise
-        say(f"note: {error.message}. {REFUSED}{f' ({error.hint})' if error.hint else ''}")
-        return None
+    return None
 
 
 def _look_at_weights(recipe: Recipe, known: KnownModel, model_dir: Path, say: Say) -> None:
@@ -377,10 +371,8 @@ def _look_at_weights(recipe: Recipe, known: KnownModel, model_dir: Path, say: Sa
         or not any(model_dir.glob("*.safetensors"))
     ):
         return
-    try:
+    with _noted(say, unless=False):
         places_of(recipe, known, model_dir)
-    except UsageError as error:
-        say(f"note: {error.message}. {REFUSED}{f' ({error.hint})' if error.hint else ''}")
 
 
 def in_place_of(resolved: Resolved, known: KnownModel, device: str, say: Say) -> InPlace | None:

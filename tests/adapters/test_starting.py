@@ -14,7 +14,7 @@ from fuyou_cli.adapters.injection import inject
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.engine.skeleton import build
 from fuyou_cli.recipe.schema import AdapterSection
-from fuyou_cli.training.starting import keys_of, read_start, tensors_of, with_keys
+from fuyou_cli.training.adapting import keys_of, read_start, tensors_of, with_keys
 from tests.engine.families import FAMILIES
 
 from .test_peft import by_peft, plain

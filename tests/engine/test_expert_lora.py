@@ -180,8 +180,7 @@ def test_a_step_reads_writes_and_takes_what_is_planned(tmp_path: Path, monkeypat
 
 def test_first_values() -> None:
     """A is drawn as peft draws a linear layer's, each another one, B is zero; what others begin with does not depend on it."""
-    from fuyou_cli.adapters.beginning import FirstValues
-    from fuyou_cli.adapters.injection import inject
+    from fuyou_cli.adapters.injection import FirstValues, inject
 
     begun = {}
     for experts in (False, True):
