@@ -51,7 +51,7 @@ def settle_allocator() -> None:
 
 
 def settle_for_training() -> None:
-    """Lets activations share the heap from now on. training/memory_watch.py trims it."""
+    """Lets activations share the heap from now on. training/step_meter.py trims it."""
     trim()
     _mallopt(_M_MMAP_THRESHOLD, MAPPED)
 

@@ -107,7 +107,7 @@ def compute_memory(model: ModelSpec, request: PlanRequest) -> ComputeMemory:
 
 def free_pages(model: ModelSpec, request: PlanRequest) -> int:
     """Returns the bytes, beyond `compute_memory`, with which one block's visit may leave the heap's pages as they are for the
-    next. Without them, each visit gives its pages back to the system and faults them in again (`training/memory_watch.py`)."""
+    next. Without them, each visit gives its pages back to the system and faults them in again (`training/step_meter.py`)."""
     if not request.free_pages or request.device != "cpu":
         return 0
     compute = compute_memory(model, request)

@@ -1,70 +1,73 @@
 """Runs a recipe: opens store, daemon, device and executor, runs the steps, saves, and closes everything in order.
 
-`train` is the loop. A step can be given up until its first update begins; whatever ends the run, the last whole state is saved.
+`Run.train` is the loop. A step can be given up until its first update begins; whatever ends the run, the last whole state is
+saved. Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 (Slurm's, before a job's time is over) are handled by what the run is doing
+(`StopRequests`): nothing that could be saved is lost without a warning.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from types import TracebackType
+from contextlib import ExitStack, contextmanager, suppress
+from types import FrameType, TracebackType
+from typing import Any, Literal
 
 import torch
 
 from ..core.errors import (
+    DamagedStateError,
+    DataError,
     DataSpaceError,
     DeviceMemoryError,
     FuyouError,
     Interrupted,
+    ModelFileError,
     NumericsError,
     OutOfSpaceError,
     RecomputeError,
     SwapError,
+    UsageError,
 )
 from ..core.patience import Patience
 from ..core.units import gib
 from ..data.batches import lay_out
 from ..engine.compiled import CompiledBlocks
 from ..engine.devices import compute_repeatably, naming_operators, open_device
+from ..engine.devices.base import Device
 from ..engine.executor import Executor, StepAbandoned
 from ..engine.host_memory import HostMemory
 from ..engine.updates import Optimizer
 from ..planner.schedule import Visit
 from ..spec.model import ModelSpec
-from ..spec.plan import Span
+from ..spec.plan import Plan, Span
 from ..swap.arena import Arena
 from ..swap.daemon import DaemonOptions, SwapDaemon
 from .evaluation import AnyReport, Evaluations
 from .length import RunLimits, learning_rate
-from .memory_watch import MemoryWatch, Trimming
 from .numerics import gpu_most
 from .prepare import Planned, Ready
 from .report import RunReport, StepReport, Steps, run_report, settling_steps
-from .run_endings import StopRequests, add_what_is_saved, naming_device_errors, unpinned, what_is_saved
 from .run_folders import RunFolders
 from .state import random_states
 from .state.parts import write_parts
 from .state.places import remember
 from .state.saver import Saver, Standing
 from .state.storage import StageFiles
-from .step_meter import StepMeter
+from .step_meter import MemoryWatch, StepMeter, Trimming
 from .trace import Trace
 
+# What a run is doing, or was doing when an error ended it. "over": it has trained to its end.
+Activity = Literal["loading", "between steps", "step", "evaluating", "reporting", "saving", "over"]
 _FIRST = 3  # steps within which every parameter should get a gradient
 _NAMED = 5  # parameters without a gradient that a note names
-
-
-@dataclass(slots=True)
-class Doing:
-    """What a run is doing at the moment."""
-
-    training: bool = False  # False: it loads
-    step: bool = False  # one is under way
-    evaluating: bool = False  # between two steps
-    reporting: bool = False  # a log or a display hears of the last step
-    saving: bool = False
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_KEY = "offload.max_memory.gpu"
+_MORE = 1.02  # a smaller excess over the limit does not count as free memory
+# Messages of libraries that do not use torch's allocator.
+_OUT_OF_MEMORY = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 
 
 class Run:
@@ -72,11 +75,7 @@ class Run:
     reports why."""
 
     def __init__(
-        self,
-        ready: Ready,
-        *,
-        announce: Callable[[str], None] = lambda text: None,
-        ends_process: bool = False,
+        self, ready: Ready, *, announce: Callable[[str], None] = lambda text: None, ends_process: bool = False
     ) -> None:
         planned = ready.planned
         self.ready, self.planned, self.plan, self.model = ready, planned, planned.plan, planned.model
@@ -84,7 +83,6 @@ class Run:
         self._trimming = Trimming(self.model, self.plan, self.memory)
         self.standing = Standing.of(planned.manifest)
         self._announce = announce
-        self.doing = Doing()
         self.stopping = StopRequests(announce, may_abandon=self._may_abandon, at_stake=self._at_stake, to_the_end=ends_process)
         self._limits = RunLimits(planned.recipe, planned.plan)
         self._steps = Steps(settling=settling_steps(planned.plan, resumed=planned.manifest is not None))
@@ -133,43 +131,28 @@ class Run:
         plan, planned, memory = self.plan, self.planned, self.host_memory
         if refused := self.device.pin(memory.tensor(Span(offset=0, size=memory.arena.size), torch.uint8)):
             self._announce(unpinned(refused, memory.arena.size))
+        asked = planned.recipe.optimizer
+        beta1, beta2 = asked.betas
+        rule = Optimizer(lr=asked.lr, beta1=beta1, beta2=beta2, epsilon=asked.eps, weight_decay=asked.weight_decay)
         with self._naming_device_errors():
             self.executor = Executor(
-                anatomy=planned.anatomy,
-                model=self.model,
-                plan=plan,
-                daemon=self.daemon,
-                memory=memory,
-                device=self.device,
-                optimizer=_optimizer(planned),
-                patience=patience,
+                anatomy=planned.anatomy, model=self.model, plan=plan, daemon=self.daemon, memory=memory, device=self.device,
+                optimizer=rule, patience=patience,
                 compiled=CompiledBlocks(say=self._announce) if planned.recipe.train.compile else None,
-                between_micro_batches=self._between_micro_batches,
-                after_visit=self._after_visit,
-            )
+                between_micro_batches=self._between_micro_batches, after_visit=self._after_visit,
+            )  # fmt: skip
         self._stack.callback(self.executor.close)
-        states = self.executor.visits.states
-        self.files = StageFiles(model=self.model, plan=plan, daemon=self.daemon, memory=memory, states=states)
+        visits = self.executor.visits
+        self.files = StageFiles(model=self.model, plan=plan, daemon=self.daemon, memory=memory, states=visits.states)
         self.saver = Saver(
-            self.ready,
-            self.standing,
-            files=self.files,
-            residency=self.executor.visits.residency,
-            store=self.store,
-            device=self.device,
-            say=self._announce,
-            patience=patience,
-        )
+            self.ready, self.standing, files=self.files, residency=visits.residency, store=self.store, device=self.device,
+            say=self._announce, patience=patience,
+        )  # fmt: skip
         self._stack.callback(self.saver.commits.close)
         # The ledger asks the saver which generation is durable, and the saver reads the ledger: one must come after the other.
-        self.executor.visits.moves.committing = self.saver
-        self._meter = StepMeter(
-            model=self.model,
-            daemon=self.daemon,
-            device=self.device,
-            stalls=self.executor.visits.residency.stalls,
-            memory=self.memory,
-        )
+        visits.moves.committing = self.saver
+        stalls = visits.residency.stalls
+        self._meter = StepMeter(model=self.model, daemon=self.daemon, device=self.device, stalls=stalls, memory=self.memory)
         self.rates = learning_rate(planned.recipe, planned.total_steps, peak_after_warmup=self.standing.peak_after_warmup)
         self._evaluations = Evaluations(self.ready, self.standing, self.executor, store=self.store.paths[0].parent)
 
@@ -188,7 +171,7 @@ class Run:
         """Loads the model's weights as generation 0, or restores the saved state. `progress` gets the parameters loaded, or the
         bytes of saved state that were read and checked."""
         saved = self.planned.manifest
-        with self.stopping.during("loading"), self._saving_what_is_whole():
+        with self._saving_what_is_whole():
             self._folders.keep()
             remember(self.planned.directories, say=self._announce)
             if saved is not None:
@@ -208,8 +191,8 @@ class Run:
         """Trains until the last step. Raises Interrupted, state saved, after a request to stop with steps left to do, or where
         the next one would pass a limit of the recipe; what `on_step` or `on_evaluation` raises ends the run in the same
         way."""
-        self.doing.training = True
-        with self.stopping.during("training"), self._saving_what_is_whole():
+        self.stopping.doing = "between steps"
+        with self._saving_what_is_whole():
             self.host_memory.take()
             self.saver.begin_training()
             self.executor.skipped = self.standing.skipped
@@ -227,9 +210,9 @@ class Run:
                     break
                 self._steps.add(report)
                 self._limits.took(report)
-                self.doing.reporting = True
+                self.stopping.doing = "reporting"
                 on_step(report)
-                self.doing.reporting = False
+                self.stopping.doing = "between steps"
                 self._evaluate(on_evaluation)
                 self._announce_over_budget()
             self.save()
@@ -238,22 +221,22 @@ class Run:
             elif self.step < self.planned.total_steps:
                 why = f": {limit}" if limit else ""
                 raise Interrupted(f"stopped after step {self.step} of {self.planned.total_steps}{why}")
+        self.stopping.doing = "over"
 
     def _evaluate(self, on_evaluation: Callable[[AnyReport], None]) -> None:
         """Evaluates where that is due after the last step; a request to stop ends it at once."""
         for part in self._evaluations.due(self.step):
-            self.doing.evaluating = True
+            self.stopping.doing = "evaluating"
             try:
                 with self._naming_device_errors():
                     reports = part(self.step)
             except StepAbandoned:
+                self.stopping.doing = "between steps"
                 return
-            finally:
-                self.doing.evaluating = False
-            self.doing.reporting = True
+            self.stopping.doing = "reporting"
             for report in reports:
                 on_evaluation(report)
-            self.doing.reporting = False
+            self.stopping.doing = "between steps"
 
     def _announce_over_budget(self) -> None:
         """Says that the process takes more than it may, when that happens, and again when it has grown by a tenth."""
@@ -277,10 +260,11 @@ class Run:
 
     def _where(self) -> str:
         """Says what the run is doing."""
-        if not self.doing.training:
-            return "loading"
-        if not self.doing.step:
-            return f"{'evaluating ' if self.doing.evaluating else ''}after step {self.step}"
+        doing = self.stopping.doing
+        if doing == "loading":
+            return doing
+        if doing != "step":
+            return f"{'evaluating ' if doing == 'evaluating' else ''}after step {self.step}"
         visit = self.executor.visits.schedule.visits[self.executor.visits.lookahead.cursor]
         return f"step {self.step + 1}, {visit.phase} of {self.model.stages[visit.stage].name}"
 
@@ -295,7 +279,7 @@ class Run:
         number, lr = self.step + 1, self.rates.at(self.step + 1)
         last = number == planned.total_steps or bool(self._evaluations.due(number))
         self._meter.begin()
-        self.doing.step = True
+        self.stopping.doing = "step"
         self.executor.may_skip = self.standing.skipped_in_row < planned.recipe.train.skip_nonfinite
         try:
             with self._naming_device_errors():
@@ -304,11 +288,11 @@ class Run:
                     real=batch.real() if self.executor.anatomy.has_experts else None,
                 )  # fmt: skip
         except StepAbandoned:
-            self.doing.step = False
+            self.stopping.doing = "between steps"
             return None
         self._meter.end()
         self.standing.is_over(skipped=bool(outcome.skipped))
-        self.doing.step = False
+        self.stopping.doing = "between steps"
         self.losses.append(outcome.loss)
         self.saver.step_is_over()
         is_new = planned.manifest is None
@@ -326,7 +310,7 @@ class Run:
         self._stop_here()
 
     def _stop_here(self) -> None:
-        if self.stopping.requested and (self.doing.evaluating or self.executor.may_abandon()):
+        if self.stopping.requested and (self.stopping.doing == "evaluating" or self.executor.may_abandon()):
             raise StepAbandoned
 
     def _after_visit(self, visit: Visit) -> None:
@@ -352,13 +336,13 @@ class Run:
             raise Interrupted(self._stopped_where(), hint=hint, lost=self._unsaved_steps > 1) from None
         except Exception as error:
             self.stopping.end()
-            add_what_is_saved(error, self.planned, self.saver, training=self.doing.training)
+            add_what_is_saved(error, self.planned, self.saver, training=self.stopping.doing != "loading")
             raise
 
     def _rescue(self, error: Exception) -> None:
         """Saves the last whole step when an error ends the training, unless the error may have damaged the state."""
-        doing, interrupted = self.doing, isinstance(error, Interrupted)
-        if not doing.training or doing.saving or self.saver.commits.has_failed or interrupted or not self._is_whole(error):
+        is_in_vain = self.stopping.doing in ("loading", "saving") or self.saver.commits.has_failed
+        if is_in_vain or isinstance(error, Interrupted) or not self._is_whole(error):
             return
         try:
             self.executor.abandon()
@@ -375,12 +359,13 @@ class Run:
         if isinstance(error, DeviceMemoryError):
             return self._may_abandon()
         if isinstance(error, SwapError | OutOfSpaceError) and not isinstance(error, DataSpaceError):
-            return self.doing.reporting  # an error of a log is harmless; after one of the store its content is not known
-        return not self.doing.step or (self.executor.may_abandon() and not isinstance(error, FuyouError))
+            # An error of a log is harmless; after one of the store its content is not known.
+            return self.stopping.doing == "reporting"
+        return self.stopping.doing != "step" or (self.executor.may_abandon() and not isinstance(error, FuyouError))
 
     def _may_abandon(self) -> bool:
         """Returns whether the state can be saved once the micro-batch under way is done."""
-        return not self.doing.step or self.executor.may_abandon()
+        return self.stopping.doing != "step" or self.executor.may_abandon()
 
     @property
     def _unsaved_steps(self) -> int:
@@ -389,13 +374,13 @@ class Run:
 
     def _at_stake(self) -> str:
         """Says what stopping at once would lose: the steps to compute again, including the one under way."""
-        lost = self._unsaved_steps + self.doing.step
+        lost = self._unsaved_steps + (self.stopping.doing == "step")
         return "this step" if lost <= 1 else f"{lost} steps: the last saved step is {self.saver.saved_step or 0}"
 
     def _stopped_where(self) -> str:
-        if not self.doing.training:
+        if self.stopping.doing == "loading":
             return "stopped while loading"
-        if self.doing.saving:
+        if self.stopping.doing == "saving":
             return f"stopped while saving the state after step {self.step}"
         return f"stopped at once in step {self.step + 1}"
 
@@ -403,14 +388,14 @@ class Run:
 
     def save(self) -> None:
         """Brings all stages to one generation, on stable storage, with a manifest that names it."""
-        self.doing.saving = True
-        with self.stopping.during("saving"):
-            self.executor.drain()
-            self.saver.save()
-        self.doing.saving = False
+        self.stopping.doing = "saving"
+        self.executor.drain()
+        self.saver.save()
+        self.stopping.doing = "between steps"
 
     def report(self) -> RunReport:
         """Sums up the run."""
+        implementation, kernel = self.planned.anatomy.model.config._attn_implementation, self.executor.attention.kernel
         return run_report(
             self._steps,
             losses=self.losses,
@@ -421,14 +406,9 @@ class Run:
             written_total=self._written,
             output_dir=self.planned.recipe.output_dir,
             commit_interval=self.plan.commit_every if self.plan.has_apart_commits else None,
-            attention=self._attention(),
+            attention=f"{implementation}, {kernel}" if kernel else str(implementation),
             best=self._evaluations.best,
         )
-
-    def _attention(self) -> str:
-        """Says what computed attention. For sdpa this includes the kernel, if it was seen."""
-        implementation, kernel = self.planned.anatomy.model.config._attn_implementation, self.executor.attention.kernel
-        return f"{implementation}, {kernel}" if kernel else str(implementation)
 
 
 def _unreached(model: ModelSpec, reached: set[str]) -> str:
@@ -440,12 +420,176 @@ def _unreached(model: ModelSpec, reached: set[str]) -> str:
     return f"note: {listed} got no gradient in {_FIRST} steps, so they are not trained" if names else ""
 
 
-def _optimizer(planned: Planned) -> Optimizer:
-    optimizer = planned.recipe.optimizer
-    return Optimizer(
-        lr=optimizer.lr,
-        beta1=optimizer.betas[0],
-        beta2=optimizer.betas[1],
-        epsilon=optimizer.eps,
-        weight_decay=optimizer.weight_decay,
+# ---- signals -----------------------------------------------------------------------------------------------------------
+
+
+class StopRequests:
+    """Sets `requested` at the first signal while training or saving, and says what a second one would lose. A second one raises
+    KeyboardInterrupt, wherever the run is. While loading nothing can be lost, so the first one raises it.
+
+    `doing` decides what a signal means. `may_abandon` tells whether the step under way can be given up, `at_stake` what a
+    second signal would lose: both are asked while training. Signals are caught from enter to exit. With `to_the_end`, an exit
+    by an error leaves them ignored, because the process is about to report how it ended, and to end.
+    """
+
+    def __init__(
+        self, announce: Callable[[str], None], *, may_abandon: Callable[[], bool], at_stake: Callable[[], str],
+        to_the_end: bool = False,
+    ) -> None:  # fmt: skip
+        self.requested = False
+        self.doing: Activity = "loading"
+        self._announce, self._may_abandon, self._at_stake, self._to_the_end = announce, may_abandon, at_stake, to_the_end
+        self._before: dict[int, Any] = {}
+        self._has_ended, self._insisted = False, 0  # signals since `end`
+
+    def __enter__(self) -> StopRequests:
+        for number in _SIGNALS:
+            # nohup sets SIGHUP to be ignored
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._request)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        ignored = kind is not None and self._to_the_end  # set in the system, because Python removes its own handlers as it ends
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_IGN if ignored else handler)
+
+    def end(self) -> None:
+        """Ignores signals from now on, because all that can be saved is saved. Two more Ctrl-C end a wait for a drive that may
+        never answer."""
+        self._has_ended = True
+
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        hung_up = number == signal.SIGHUP  # a closing terminal may send it twice
+        if self._has_ended and not hung_up:
+            self._insisted += 1
+            if self._insisted > 1:
+                os._exit(Interrupted.exit_code)
+            self._say("waiting for the drives; a second Ctrl-C ends the process at once (the committed state is safe)")
+        elif not self._has_ended and (self.doing in ("loading", "over") or (self.requested and not hung_up)):
+            raise KeyboardInterrupt
+        elif not self._has_ended and not self.requested:
+            self.requested = True
+            self._say(f"{self._what_follows()};\na second Ctrl-C loses {self._at_stake()}")
+
+    def _what_follows(self) -> str:
+        if self.doing == "saving":
+            return "saving the state"
+        if self._may_abandon():
+            return "stopping at the next micro-batch, then saving the state"
+        return "finishing this step, whose updates have begun, then saving the state"
+
+    def _say(self, text: str) -> None:
+        with suppress(RuntimeError):  # the signal came while Python was writing another line; it cannot write now
+            self._announce(text)
+
+
+# ---- device memory -----------------------------------------------------------------------------------------------------
+
+
+def unpinned(refused: int, size: int) -> str:
+    """Explains the effect of host memory that could not be pinned. Sizes are in bytes."""
+    return (
+        f"note: {gib(refused)} of {gib(size)} of host memory could not be pinned. Copies between it and the device go through "
+        "small pinned buffers, and the CPU copies each byte once more, so they are slower than planned. `fuyou doctor` "
+        "shows how much can be pinned; offload.max_memory.cpu sets how much is used"
     )
+
+
+@contextmanager
+def naming_device_errors(device: Device, plan: Plan, most: int | None, where: Callable[[], str]) -> Iterator[None]:
+    """Turns a lack of device memory inside the context into an error that says what to do. `most`: bytes allowed."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not _is_out_of_memory(error):
+            raise
+        raise _out_of_memory(error, device, plan, most, where()) from error
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in _OUT_OF_MEMORY)
+
+
+def _out_of_memory(error: RuntimeError, device: Device, plan: Plan, most: int | None, where: str) -> DeviceMemoryError:
+    used, free = 0, None
+    with suppress(RuntimeError):  # the device's context may have failed
+        used, free = device.memory(), device.free_memory()
+    said = (str(error).strip().splitlines() or ["no details"])[0].partition(". GPU ")[0].rstrip(".")
+    allowed = f", {gib(most)} are allowed ({_KEY})" if most is not None else f" ({_KEY} sets no limit)"
+    numbers = f"{gib(plan.predicted.gpu_peak)} are planned, {gib(used)} in use{allowed}"
+    return DeviceMemoryError(f"{where}: out of device memory: {said}; {numbers}", hint=_advice(plan, used, free, most))
+
+
+def _advice(plan: Plan, used: int, free: int | None, most: int | None) -> str:
+    available = used + free if free is not None else None
+    if most is not None and available is not None and available < most / _MORE:
+        return f"other processes now use some of the GPU's memory: set {_KEY} to less than {gib(available)}, or end them"
+    if most is not None and available is not None and available > most * _MORE:
+        return f"raise {_KEY}: this process can use {gib(available)} of the GPU"
+    if any(stage.weights == "gpu" for stage in plan.stages):
+        return f"the step needs more than planned, and {_KEY} is all the GPU has: offload.weights=cpu keeps no weights there"
+    return f"the step needs more than planned, and {_KEY} is all the GPU has: start a new run with a smaller micro-batch"
+
+
+# ---- what is saved -----------------------------------------------------------------------------------------------------
+
+
+def what_is_saved(planned: Planned, saver: Saver) -> str:
+    """Says what the same command will continue from."""
+    step = saver.saved_step
+    if not step:
+        nothing = "no step is saved" if saver.standing.step else "nothing was trained yet"
+        return f"{nothing}: the same command starts from the beginning"
+    return f"the state after step {step} is saved in {saver.folder}: the same command{_without(planned)} continues from there"
+
+
+def add_what_is_saved(error: Exception, planned: Planned, saver: Saver, *, training: bool) -> None:
+    """Adds to an error that ended the run what is saved of it, and how to go on."""
+    if isinstance(error, NumericsError):
+        error.hint = _after_bad_numbers(error, planned, saver)
+    elif isinstance(error, UsageError) and not training:
+        return  # the same command finds this error again
+    elif isinstance(error, DamagedStateError):
+        return  # what is saved is what is damaged
+    elif isinstance(error, ModelFileError):
+        error.hint = _after_a_changed_file(planned, saver)
+    elif isinstance(error, FuyouError):
+        added = _after_bad_data(planned, saver) if isinstance(error, DataError) else what_is_saved(planned, saver)
+        error.hint = f"{error.hint}; {added}" if error.hint else added
+    else:
+        error.add_note(what_is_saved(planned, saver))
+
+
+def _after_bad_numbers(error: NumericsError, planned: Planned, saver: Saver) -> str:
+    """Says what to do: the same command would compute the same numbers, and a saved run accepts no other rate or data."""
+    step, row = saver.saved_step or 0, saver.standing.skipped_in_row
+    hint = f"{error.hint}; both need checkpoint.resume=never, which starts over"
+    if error.changed:
+        hint = f"updates of the step had begun, so the run goes back to its last commit, after step {step}; {hint}"
+    elif planned.plan.clip_grad_norm is not None:
+        skipping = f"the {row} steps before were skipped too" if row else "nothing was updated"
+        hint = f"{skipping}: train.skip_nonfinite={row + 1} skips such a step and goes on; or {hint}"
+    return f"{hint} (the state after step {step} is saved: fuyou export {saver.folder} OUT)"
+
+
+def _after_a_changed_file(planned: Planned, saver: Saver) -> str:
+    """Says what to do: what is saved was computed with the file as it was."""
+    saved = saver.commits.last
+    compared = saved is None or saved.knows_pieces
+    back = "put the file back as it was" + ("" if compared else ", with its time of change (cp -p)")
+    where = f"continues from the state after step {saved.step}" if saved is not None and saved.step else "starts over"
+    return f"{back}: then the same command{_without(planned)} {where}. With another file, start over: checkpoint.resume=never"
+
+
+def _after_bad_data(planned: Planned, saver: Saver) -> str:
+    """Says what to do: the same command would find the same data, and a saved run accepts no other."""
+    step = saver.saved_step or 0
+    saved = f"the state after step {step} is saved: fuyou export {saver.folder} OUT; " if step else ""
+    onward = ", and model.name_or_path=OUT to begin with that model" if step and planned.recipe.adapter is None else ""
+    return f"{saved}with other data a run starts over: checkpoint.resume=never{onward}"
+
+
+def _without(planned: Planned) -> str:
+    """Names the option that the same command must leave out to go on."""
+    return ", without checkpoint.resume=never," if planned.recipe.checkpoint.resume == "never" else ""

@@ -13,8 +13,7 @@ from fuyou_cli.cli import error_screen
 from fuyou_cli.core.errors import DeviceMemoryError
 from fuyou_cli.core.units import gib
 from fuyou_cli.recipe.load import load_recipe
-from fuyou_cli.training.run import Run
-from fuyou_cli.training.run_endings import naming_device_errors
+from fuyou_cli.training.run import Run, naming_device_errors
 from tests.emulated import EmulatedDevice
 
 from .conftest import NewProject, Whole

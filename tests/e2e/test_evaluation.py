@@ -91,7 +91,7 @@ def test_stopped_in_an_evaluation(new_project: NewProject, whole: Callable[..., 
     seen: list[int] = []
 
     def stop(run: Run) -> None:
-        if run.doing.evaluating and run.step == 2 and not seen:
+        if run.stopping.doing == "evaluating" and run.step == 2 and not seen:
             seen.append(run.step)
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -113,7 +113,7 @@ def test_early_stopping_goes_on_from_where_it_was(
     with_sets(project, changes)
 
     def stop(run: Run) -> None:
-        if not seen and run.doing.evaluating == (run.step % 2 == 0) and run.step == stopped_after:
+        if not seen and (run.stopping.doing == "evaluating") == (run.step % 2 == 0) and run.step == stopped_after:
             seen.append(run.step)
             os.kill(os.getpid(), signal.SIGINT)
 

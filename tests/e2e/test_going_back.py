@@ -155,7 +155,7 @@ def test_the_states_of_generators_are_there_from_the_first_commit_on(new_project
 def test_who_insists_leaves_at_once() -> None:
     program = (
         "import os, signal\n"
-        "from fuyou_cli.training.run_endings import StopRequests\n"
+        "from fuyou_cli.training.run import StopRequests\n"
         "with StopRequests(print, may_abandon=bool, at_stake=str) as stopping:\n"
         "    stopping.end()\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"

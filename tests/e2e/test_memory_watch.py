@@ -9,8 +9,8 @@ import pytest
 
 from fuyou_cli.core import probe
 from fuyou_cli.core.units import GiB
-from fuyou_cli.training.memory_watch import MemoryWatch
 from fuyou_cli.training.run import Run
+from fuyou_cli.training.step_meter import MemoryWatch
 
 from .conftest import NewProject
 from .running import prepared_run

@@ -85,7 +85,7 @@ def test_stopped_and_asked_for_other_prompts(new_project: NewProject, whole: Cal
     project, seen = new_project(changes=SAMPLED), list[int]()
 
     def stop(run: Run) -> None:
-        if run.doing.evaluating and run.step == 3 and not seen:
+        if run.stopping.doing == "evaluating" and run.step == 3 and not seen:
             seen.append(run.step)
             os.kill(os.getpid(), signal.SIGINT)
 

@@ -14,7 +14,7 @@ from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.schedule import Visit, plan_schedule
 from fuyou_cli.spec.model import ModelSpec, OperatorSpec
 from fuyou_cli.spec.plan import Plan
-from fuyou_cli.training.memory_watch import Trimming
+from fuyou_cli.training.step_meter import Trimming
 
 from .models import HARDWARE, NUMERICS, model
 
