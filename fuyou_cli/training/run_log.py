@@ -19,6 +19,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Any, Literal, TypeVar
@@ -287,42 +288,28 @@ class LoggedTimeline:
     stalls: dict[str, Seconds]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Failure:
-    message: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class History:
-    """A run as its log shows it."""
+    """A run as its log shows it, record by record. A resumed run takes some steps again: the last ones count."""
 
-    log: Path
-    plan: LoggedPlan
-    steps: tuple[StepReport, ...]  # in order; a repeated step counts as it was the last time
-    report: RunReport
-    ended: bool
-    failed: str = ""  # the error that ended its last process
-    stopped: bool = False  # by a person or a limit
-    evaluations: tuple[EvalReport, ...] = ()  # in order; a repeated one counts as it was the last time
-    samples: tuple[SampleReport, ...] = ()  # the same
-    best: BestReport | None = None  # the last one, kept or not
-    sent: ExpertTokens | None = None  # in the last step of a process that was not killed
-    changes: tuple[Change, ...] = ()  # of the recipe, with which it went on
-
-
-class _Reading:
-    """Takes one record after another."""
-
-    def __init__(self) -> None:
-        self.plan, self.end, self.timeline = LoggedPlan(), LoggedEnd(), LoggedTimeline(intervals=(), stalls={})
-        self.compared: tuple[Compared, ...] = ()
+    def __init__(self, log: Path) -> None:
+        self.log = log
+        self.plan, self._end, self._timeline = LoggedPlan(), LoggedEnd(), LoggedTimeline(intervals=(), stalls={})
         self.steps: list[StepReport] = []
-        self.evaluations: dict[tuple[int, str], EvalReport] = {}
-        self.samples: dict[tuple[int, int], SampleReport] = {}
-        self.best: BestReport | None = None
-        self.sent: ExpertTokens | None = None
-        self.changes: list[Change] = []
-        self.ended, self.failed, self.stopped = False, "", False
+        self._compared: tuple[Compared, ...] = ()
+        self._evaluations: dict[tuple[int, str], EvalReport] = {}  # by step and name
+        self._samples: dict[tuple[int, int], SampleReport] = {}  # by step and number
+        self.best: BestReport | None = None  # the last one, kept or not
+        self.sent: ExpertTokens | None = None  # in the last step of a process that was not killed
+        self.changes: list[Change] = []  # of the recipe, with which it went on
+        self.ended, self.stopped, self.failed = False, False, ""  # how its last process ended: well, by request, by what error
+
+    @property
+    def evaluations(self) -> list[EvalReport]:
+        return list(self._evaluations.values())
+
+    @property
+    def samples(self) -> list[SampleReport]:
+        return list(self._samples.values())
 
     def take(self, record: dict[str, Any]) -> None:
         event = record.get("event")
@@ -330,20 +317,20 @@ class _Reading:
             self.plan, self.ended, self.failed, self.stopped = _read_as(LoggedPlan, record), False, "", False
         elif event == "step":
             step = _read_as(StepReport, record)
-            self.end, self.compared = LoggedEnd(), ()
+            self._end, self._compared = LoggedEnd(), ()
             while self.steps and self.steps[-1].step >= step.step:  # a resumed run goes back to the saved step
                 self.steps.pop()
             self.steps.append(step)
-            _go_back(self.evaluations, step.step)
-            _go_back(self.samples, step.step)
+            _go_back(self._evaluations, step.step)
+            _go_back(self._samples, step.step)
         elif event == "eval":
             evaluation = _read_as(EvalReport, record)
-            _go_back(self.evaluations, evaluation.step + 1)
-            self.evaluations[evaluation.step, evaluation.name] = evaluation
+            _go_back(self._evaluations, evaluation.step + 1)
+            self._evaluations[evaluation.step, evaluation.name] = evaluation
         elif event == "sample":
             sample = _read_as(SampleReport, record)
-            _go_back(self.samples, sample.step + 1)
-            self.samples[sample.step, sample.number] = sample
+            _go_back(self._samples, sample.step + 1)
+            self._samples[sample.step, sample.number] = sample
         elif event == "changed":
             self.changes.append(_read_as(Change, record))
         elif event == "best":
@@ -352,15 +339,46 @@ class _Reading:
             self.sent = _read_as(ExpertTokens, record)
         elif event == "timeline":
             timeline = _read_as(LoggedTimeline, record)
-            self.timeline = timeline if timeline.intervals else self.timeline
+            self._timeline = timeline if timeline.intervals else self._timeline
         elif event == "end":
             end, self.ended = _read_as(LoggedEnd, record), True
             if end.compared:  # a finished run that is begun again measures nothing
-                self.end, self.compared = end, tuple(_compared_line(line) for line in end.compared)
+                self._end, self._compared = end, tuple(map(_compared_line, end.compared))
         elif event == "failed":
-            self.failed = _read_as(_Failure, record).message
+            self.failed = from_json(str, record.get("message"))
         elif event == "stopped":
             self.stopped = True
+
+    @cached_property
+    def report(self) -> RunReport:
+        """Sums up the steps as the run itself does at its end. Read it once all records are taken."""
+        plan, steps = self.plan, Steps(settling=max(0, len(self.steps) - self._end.settled), most=None)
+        for step in self.steps:
+            steps.add(step)
+        report = run_report(
+            steps,
+            losses=[step.loss for step in self.steps],
+            flops_per_token=6.0 * plan.parameters - 2.0 * plan.frozen_parameters,
+            seconds=sum(step.seconds for step in self.steps),
+            ram_budget=plan.budget,
+            ram_peak=max(step.ram_peak for step in self.steps),
+            written_total=self._end.written_total or sum(step.written_bytes for step in self.steps),
+            output_dir=str(self.log.parent),
+        )
+        compared = self._compared
+        if not compared and plan.predicted_step_seconds:
+            pairs = (
+                ("peak RAM", plan.predicted_cpu_peak, report.ram_peak),
+                ("step", plan.predicted_step_seconds, report.step_seconds),
+                ("ssd read", plan.predicted_read_per_step, report.read_per_step),
+                ("ssd written", plan.predicted_written_per_step, report.written_per_step),
+            )
+            compared = tuple(
+                Compared(what=what, unit="seconds" if what == "step" else "bytes", predicted=predicted, measured=measured)
+                for what, predicted, measured in pairs
+            )
+        timeline, stalls = self._timeline.intervals, self._timeline.stalls
+        return replace(report, timeline=timeline, timeline_stalls=stalls, assumed=plan.assumed, compared=compared)
 
 
 def _read_as(kind: type[Record], record: dict[str, Any]) -> Record:
@@ -382,33 +400,15 @@ def _go_back(reports: dict[tuple[int, Any], Any], step: int) -> None:
 
 def read_history(log: Path) -> History:
     """Reads a log. Raises UsageError if it does not exist, has no step, or has a line that is no record."""
-    reading = _read(log)
-    if not reading.steps:
-        raise _without_steps(log, reading)
-    return History(
-        log=log,
-        plan=reading.plan,
-        steps=tuple(reading.steps),
-        report=_report(reading, log),
-        ended=reading.ended,
-        failed=reading.failed,
-        stopped=reading.stopped,
-        evaluations=tuple(reading.evaluations.values()),
-        samples=tuple(reading.samples.values()),
-        best=reading.best,
-        sent=reading.sent,
-        changes=tuple(reading.changes),
-    )
-
-
-def _without_steps(log: Path, reading: _Reading) -> UsageError:
-    """Says why there is nothing to report."""
-    if reading.failed:
-        why = f"an error ended its run before the first step: {' '.join(reading.failed.split())}"
-        return UsageError(f"{log}: {why}", hint="what to do is in its output; then run the recipe again")
-    if reading.stopped:
-        return UsageError(f"{log}: its run was stopped before the first step", hint="run the recipe again")
-    return UsageError(f"{log} has no step yet", hint="a run logs its first figures after its first step")
+    history = _read(log)
+    if history.steps:
+        return history
+    if history.failed:
+        why = f"an error ended its run before the first step: {' '.join(history.failed.split())}"
+        raise UsageError(f"{log}: {why}", hint="what to do is in its output; then run the recipe again")
+    if history.stopped:
+        raise UsageError(f"{log}: its run was stopped before the first step", hint="run the recipe again")
+    raise UsageError(f"{log} has no step yet", hint="a run logs its first figures after its first step")
 
 
 def read_logged_plan(log: Path) -> LoggedPlan:
@@ -425,20 +425,20 @@ def saved_of(output_dir: Path) -> Path | None:
     return min(stores) if len(stores) == 1 else None
 
 
-def _read(log: Path) -> _Reading:
-    reading = _Reading()
+def _read(log: Path) -> History:
+    history = History(log)
     for number, line in enumerate(_lines(log), start=1):
         try:
             record = parsed(line.decode(), names=True)
             if not isinstance(record, dict):
                 raise UsageError("this line is not a JSON object")
-            reading.take(record)
+            history.take(record)
         except (UsageError, UnicodeDecodeError) as error:
             why = error.message if isinstance(error, UsageError) else "this line is not UTF-8"
             raise UsageError(
                 f"{log}:{number}: {why}", hint="this is not the log of a fuyou run, or somebody changed it"
             ) from None
-    return reading
+    return history
 
 
 def _lines(log: Path) -> Iterator[bytes]:
@@ -456,41 +456,6 @@ def _lines(log: Path) -> Iterator[bytes]:
         raise UsageError(f"{log} does not exist", hint=hint) from None
     except (OSError, ValueError) as error:
         raise unusable(f"{log} cannot be read: {getattr(error, 'strerror', None) or error}", error) from None
-
-
-def _report(reading: _Reading, log: Path) -> RunReport:
-    """Sums up the steps as the run itself does at its end."""
-    plan, steps = reading.plan, Steps(settling=max(0, len(reading.steps) - reading.end.settled), most=None)
-    for step in reading.steps:
-        steps.add(step)
-    report = run_report(
-        steps,
-        losses=[step.loss for step in reading.steps],
-        flops_per_token=6.0 * plan.parameters - 2.0 * plan.frozen_parameters,
-        seconds=sum(step.seconds for step in reading.steps),
-        ram_budget=plan.budget,
-        ram_peak=max(step.ram_peak for step in reading.steps),
-        written_total=reading.end.written_total or sum(step.written_bytes for step in reading.steps),
-        output_dir=str(log.parent),
-    )
-    compared = reading.compared
-    if not compared and plan.predicted_step_seconds:
-        predicted = (
-            plan.predicted_cpu_peak,
-            plan.predicted_step_seconds,
-            plan.predicted_read_per_step,
-            plan.predicted_written_per_step,
-        )
-        measured = report.ram_peak, report.step_seconds, report.read_per_step, report.written_per_step
-        what = "peak RAM", "step", "ssd read", "ssd written"
-        compared = tuple(
-            Compared(what=name, unit="seconds" if name == "step" else "bytes", predicted=ours, measured=theirs)
-            for name, ours, theirs in zip(what, predicted, measured, strict=True)
-        )
-    timeline = reading.timeline
-    return replace(
-        report, timeline=timeline.intervals, timeline_stalls=timeline.stalls, assumed=plan.assumed, compared=compared
-    )
 
 
 def find_log(source: Path) -> Path:
