@@ -38,21 +38,18 @@ if TYPE_CHECKING:
 
 
 class KnownModel:
-    """Holds what is known of a model. `strict`: a model that cannot be trained is refused once it is built. `process` returns
-    the bytes of this process; None: they do not matter."""
+    """Holds what is known of a model, whether from its description or from its skeleton. `strict`: a model that cannot be
+    trained is refused once it is built. `process` returns the bytes of this process; None: the plan is for another machine."""
 
     def __init__(self, recipe: Recipe, model_dir: Path, *, strict: bool, process: Callable[[], int] | None = None) -> None:
         self._recipe, self._folder, self._strict, self._process = recipe, model_dir, strict, process
         self._before = None if process is None or "torch" in sys.modules else process()
         self.descriptions = Descriptions.of(recipe, model_dir)
         self._kept = self.descriptions.find(ModelFacts)
+        self._knows_process = self._kept is not None and self._kept.loaded_bytes is not None
+        self._facts = self._kept if process is None or self._knows_process else None
         self._outline: Outlined | None = None
         self._cut: dict[tuple[int, int, str, bool], tuple[InPlace | None, Anatomy]] = {}
-        self._facts = self._kept if process is None or self._knows_process else None
-
-    @property
-    def _knows_process(self) -> bool:
-        return self._kept is not None and self._kept.loaded_bytes is not None
 
     @property
     def is_built(self) -> bool:
@@ -64,9 +61,12 @@ class KnownModel:
         return self._process is None
 
     def build(self) -> Outlined:
-        """Returns the model's stages before the vocabulary is cut. The first call builds the model."""
+        """Returns the model's stages before the vocabulary is cut. The first call builds the model, and has torch start its
+        threads and first kernels, so that the process's memory is measured as it will be."""
         if self._outline is None:
             self._outline = outline_of(self._recipe, self._folder, strict=self._strict)
+            if self._process is not None:
+                warm_up(self._recipe)
         return self._outline
 
     @property
@@ -128,6 +128,23 @@ class KnownModel:
             anatomy = cut_experts(anatomy, numerics.range_experts)
             self._cut[about] = files, anatomy if files is None else read_in_place(anatomy, files, numerics.compute_dtype)
         return self._cut[about][1]
+
+
+def warm_up(recipe: Recipe) -> None:
+    """Makes torch start its threads and build its first kernels."""
+    import torch
+
+    if recipe.train.threads != "auto":
+        torch.set_num_threads(recipe.train.threads)
+    if recipe.train.compile:
+        from ..engine.compiled import load_compiler
+
+        load_compiler()
+    dtype = torch.bfloat16 if recipe.precision.compute == "bfloat16" else torch.float32
+    x = torch.zeros(1, 4, 64, 64, dtype=dtype, requires_grad=True)
+    weight = torch.zeros(64, 64, dtype=dtype, requires_grad=True)
+    y = torch.nn.functional.scaled_dot_product_attention(x @ weight, x, x, is_causal=True)
+    torch.nn.functional.silu(y).float().sum().backward()
 
 
 def _shared(model: ModelSpec) -> ModelSpec:
@@ -220,18 +237,8 @@ Kind = TypeVar("Kind")
 LARGEST = 32 << 20  # bytes of a file; the one of 405B parameters with an adapter has under 1 MB
 _PLAIN = (str, int, float, type(None))
 _EXPERT = re.compile(r"(.+\.experts\.)([0-9]{1,6})(\..+)")  # a tensor's name up to the expert's number, and after it
-_MOST_TENSORS = 1 << 20  # of one model
 MOST = 100  # files; more push out those that were not used for longest
-_DESCRIBING = (
-    "adapters",
-    "checkpoint",
-    "core",
-    "engine",
-    "planner",
-    "recipe",
-    "spec",
-    "training",
-)  # folders with the code that makes what is kept
+_DESCRIBING = ("adapters", "checkpoint", "core", "engine", "planner", "recipe", "spec", "training")  # make what is kept
 
 
 class Descriptions:
@@ -298,7 +305,7 @@ def written(value: Any) -> bytes:
 
 
 def read_description(kind: type[Kind], path: Path) -> Kind | None:
-    """Reads such a file. Returns None if there is none. Raises UsageError for one that is damaged."""
+    """Reads such a file. Returns None if there is none. Raises UsageError for one that is damaged, which its digest decides."""
     text = find_text(path, limit=LARGEST)
     if text is None:
         return None
@@ -306,7 +313,7 @@ def read_description(kind: type[Kind], path: Path) -> Kind | None:
     if hashlib.sha256(body.encode()).hexdigest() != digest:
         raise UsageError(f"{path}: is damaged")
     data = object_in(path, body)
-    _expand_experts(data.get("stages"))
+    _expand_experts(data.get("stages", []))
     return from_json(kind, data, defaults=True)
 
 
@@ -344,33 +351,21 @@ def _with_runs_of_experts(tensors: list[dict[str, Any]]) -> list[dict[str, Any]]
     return runs
 
 
-def _expand_experts(stages: object) -> None:
-    """Puts every expert's tensors in place of runs of them (`_with_runs_of_experts`). Raises UsageError for a damaged run."""
-    left = _MOST_TENSORS
-    for stage in stages if isinstance(stages, list) else ():
-        if not isinstance(stage, dict) or not isinstance(stage.get("tensors"), list):
-            continue
+def _expand_experts(stages: list[dict[str, Any]]) -> None:
+    """Puts every expert's tensors in place of runs of them (`_with_runs_of_experts`)."""
+    for stage in stages:
         tensors: list[object] = []
         for tensor in stage["tensors"]:
-            run = tensor.pop("experts", None) if isinstance(tensor, dict) else None
-            if run is None:
+            count, apart = tensor.pop("experts", (1, 0))
+            if count == 1:
                 tensors.append(tensor)
                 continue
             first = from_json(TensorSpec, tensor, defaults=True)
-            name = _EXPERT.fullmatch(first.name)
-            if (
-                name is None
-                or not isinstance(run, list)
-                or [type(part) for part in run] != [int, int]
-                or not 0 < run[0] <= left
-            ):
-                raise UsageError("stages.tensors.experts: is no run of experts")
-            left -= run[0]
-            same = {key: getattr(first, key) for key, _ in _fields(TensorSpec)}
-            for number in range(run[0]):
-                same["name"] = f"{name[1]}{int(name[2]) + number}{name[3]}"
-                same["offset"] = first.offset + number * run[1]
-                tensors.append(TensorSpec(**same))
+            before, number, after = _EXPERT.fullmatch(first.name).groups()  # type: ignore[union-attr]  # as it was written
+            fields_of_all = {key: getattr(first, key) for key, _ in _fields(TensorSpec)}
+            for expert in range(count):
+                own = {"name": f"{before}{int(number) + expert}{after}", "offset": first.offset + expert * apart}
+                tensors.append(TensorSpec(**fields_of_all | own))
         stage["tensors"] = tensors
 
 

@@ -341,8 +341,6 @@ def inspect(resolved: Resolved, *, say: Say, process: Callable[[], int] | None =
     if not resolved.to_run and resolved.manifest is None:
         _look_at_weights(recipe, known, resolved.model_dir, say)
     in_place = in_place_of(resolved, known, device, say)
-    if known.is_built:
-        warm_up(recipe)
     known.keep()
     prompts = _prompts(resolved, known, say)
     return Inspected(resolved=resolved, device=device, known=known, in_place=in_place, prompts=prompts)
@@ -403,23 +401,6 @@ def device_name(recipe: Recipe) -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def warm_up(recipe: Recipe) -> None:
-    """Makes torch start its threads and build its first kernels, so that the process's memory is measured as it will be."""
-    import torch
-
-    if recipe.train.threads != "auto":
-        torch.set_num_threads(recipe.train.threads)
-    if recipe.train.compile:
-        from ..engine.compiled import load_compiler
-
-        load_compiler()
-    dtype = torch.bfloat16 if recipe.precision.compute == "bfloat16" else torch.float32
-    x = torch.zeros(1, 4, 64, 64, dtype=dtype, requires_grad=True)
-    weight = torch.zeros(64, 64, dtype=dtype, requires_grad=True)
-    y = torch.nn.functional.scaled_dot_product_attention(x @ weight, x, x, is_causal=True)
-    torch.nn.functional.silu(y).float().sum().backward()
 
 
 def fetch(planned: Planned, *, say: Say, progress: Progress = unheard) -> Fetched:

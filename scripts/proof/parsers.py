@@ -178,11 +178,7 @@ def _known(folder: Path) -> object:
 def _known_bytes() -> list[bytes]:
     from fuyou_cli.training.known_model import written
 
-    return [written(value).partition(b"\n")[2] for value in (_facts(), example(ModelSpec))]
-
-
-def _with_sum(data: bytes) -> bytes:
-    return sha256(data).hexdigest().encode() + b"\n" + data
+    return [written(value) for value in (_facts(), example(ModelSpec))]
 
 
 def _described(folder: Path) -> object:
@@ -337,7 +333,7 @@ LIGHT = (
     Parser(name="clean", file=manifests.NAME, read=_cleaned, seeds=_manifest_bytes),
     Parser(name="part", file=PART_FILE, read=read_part, seeds=_part_bytes),
     Parser(name="profile", file="profile.json", read=_profiled, seeds=_profile_bytes),
-    Parser(name="known", file="known.json", read=_known, seeds=_known_bytes, seal=_with_sum, share=0.2),
+    Parser(name="known", file="known.json", read=_known, seeds=_known_bytes, share=0.2),
     Parser(name="log", file="log.jsonl", read=_history, seeds=_log_bytes, share=0.1),
     Parser(
         name="index", file=INDEX_NAME, read=read_index, seeds=index_bytes,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -18,7 +17,6 @@ from engine.test_configs import CONFIGS
 from planner.models import SPEC
 
 from fuyou_cli.advice.planning import plan_recipe
-from fuyou_cli.core.errors import UsageError
 from fuyou_cli.machine.described import described
 from fuyou_cli.machine.profile_store import PROCESS_STEP
 from fuyou_cli.recipe.load import load_recipe
@@ -177,14 +175,8 @@ def test_experts_are_kept_as_runs(tmp_path: Path) -> None:
     file = tmp_path / "model.json"
     file.write_bytes(written(spec))
     assert read_description(ModelSpec, file) == spec
-    content = file.read_text().partition("\n")[2]
-    assert [len(stage["tensors"]) for stage in json.loads(content)["stages"]][1] == 2 + len(odd)
-    for damage in ('"experts":[9,32,1]', '"experts":[0,32]', '"experts":[9,true]', '"experts":7', f'"experts":[{1 << 40},1]'):
-        body = content.replace('"experts":[9,32]', damage).encode()
-        assert body != content.encode()
-        file.write_bytes(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
-        with pytest.raises(UsageError, match="experts"):
-            read_description(ModelSpec, file)
+    content = json.loads(file.read_text().partition("\n")[2])
+    assert [len(stage["tensors"]) for stage in content["stages"]][1] == 2 + len(odd)
 
 
 def told(folder: Path, *words: str) -> tuple[dict[str, Any], str]:
