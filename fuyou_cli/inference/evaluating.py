@@ -28,9 +28,10 @@ from fuyou_cli.spec.model import Dtype
 from fuyou_cli.spec.plan import Numerics
 from fuyou_cli.training.evaluation import evaluated
 from fuyou_cli.training.exporting import READ_ARENA
+from fuyou_cli.training.known_model import warm_up
 from fuyou_cli.training.length import cache_of, evaluation_rows
 from fuyou_cli.training.numerics import USUAL_TOKENS, check_positions, check_tokens, division, head_chunk, positions_of
-from fuyou_cli.training.prepare import device_name, warm_up
+from fuyou_cli.training.prepare import device_name
 from fuyou_cli.training.report import EvalReport
 
 from .models import FoundModel, Opened, cut_to_fit, memory_of, open_for_inference, open_source

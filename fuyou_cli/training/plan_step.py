@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypedDict, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 from ..checkpoint.hub import Hub, Progress
 from ..core.errors import FuyouError, PlanError, UsageError
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from ..engine.anatomy import Anatomy
     from ..recipe.schema import Recipe
 
+CHUNK_PARAMS = 1 << 19
 SLOWER = 0.01  # share of the step by which the earlier candidate may be slower after it is placed again
 _NUMBERS = ("seed", "dataset", "train", "precision")  # recipe sections that numerics depend on
 
@@ -106,18 +107,20 @@ def _fits(planned: Planned) -> bool:
     return on_device and predicted.cpu_peak <= request.cpu_budget
 
 
-def replan(
-    before: Planned, recipe: Recipe, candidate: Candidate | None = None, *, effort: Effort = "search"
-) -> Planned:  # fmt: skip
+def replan(before: Planned, recipe: Recipe, candidate: Candidate | None = None, *, effort: Effort = "search") -> Planned:
     """Plans with changed keys for the same model and machine. Raises PlanError if nothing fits, UsageError if the model refuses
     them."""
-    resolved = replace(before.inspected.resolved, recipe=recipe)
     epoch = before.epoch if recipe.dataset == before.recipe.dataset else None
-    inspected = replace(before.inspected, resolved=resolved)
-    planner = _Planner(
-        inspected, before.hardware, before.disks, epoch, before=before, candidate=candidate, effort=effort
-    )  # fmt: skip
-    return planner.planned(_numerics_again(before, recipe))
+    inspected = replace(before.inspected, resolved=replace(before.inspected.resolved, recipe=recipe))
+    planner = _Planner(inspected, before.hardware, before.disks, epoch, before=before, candidate=candidate, effort=effort)
+    numerics = before.plan.numerics  # even of a saved run, if none of their settings changed
+    if any(getattr(recipe, section) != getattr(before.recipe, section) for section in _NUMBERS):
+        micro = numerics.micro_batch_size if recipe.train.batch_size % numerics.micro_batch_size == 0 else None
+        numerics = numerics_of(
+            recipe, inspected.known.facts, before.hardware, None, micro=micro, epoch=before.epoch,
+            range_experts=numerics.range_experts,
+        )  # fmt: skip
+    return planner.planned(numerics)
 
 
 def plan_downloaded(fetched: Fetched, hardware: HardwareProfile, disks: StoreDisks | None, *, say: Say) -> Fetched:
@@ -133,7 +136,7 @@ def plan_downloaded(fetched: Fetched, hardware: HardwareProfile, disks: StoreDis
 
 def settle(
     ready: Ready, hardware: HardwareProfile, disks: StoreDisks | None = None, candidate: Candidate | None = None
-) -> Ready:  # fmt: skip
+) -> Ready:
     """Places the candidate of the plan again, for the current rows, process and disks. Searches again only if it does not fit,
     is slower, or the drives' rates change with the run's length. `candidate`: is placed instead, and nothing is searched.
     Raises PlanError."""
@@ -323,19 +326,6 @@ def _resumable(inspected: Inspected, hardware: HardwareProfile, say: Say) -> Ins
     return inspected
 
 
-def _numerics_again(before: Planned, recipe: Recipe) -> Numerics:
-    """Keeps the numerics if none of their settings changed, even those of a saved run. Otherwise resolves them as for a new
-    run."""
-    now = before.plan.numerics
-    if all(getattr(recipe, section) == getattr(before.recipe, section) for section in _NUMBERS):
-        return now
-    micro = now.micro_batch_size if recipe.train.batch_size % now.micro_batch_size == 0 else None
-    return numerics_of(
-        recipe, before.inspected.known.facts, before.hardware, None, micro=micro, epoch=before.epoch,
-        range_experts=now.range_experts,
-    )  # fmt: skip
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnLayers:
     """Holds a recipe's stages as a run would compute them, the numerics of each micro-batch to time them at, those first that
@@ -395,71 +385,51 @@ def layers_of(recipe: Recipe, model_dir: Path, *, cores: int) -> str:
     return f"{sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:12]}/{recipe.dataset.max_seq_len}"
 
 
-CHUNK_PARAMS = 1 << 19
-
-
-class _Kept(TypedDict):
-    """Holds the arguments of `PlanRequest` about outputs."""
-
-    kept: Literal["all", "none"] | None
-    kept_there: Literal["room"] | None
-
-
-class _Updates(TypedDict):
-    """Holds the arguments of `PlanRequest` about when updates run."""
-
-    defer: float | None
-    norm_first: bool | None
-
-
-class _Exported(TypedDict):
-    """Holds the arguments of `PlanRequest` about the export."""
-
-    export_item: int
-    exports_trained: bool
-
-
-_KEPT: dict[str, _Kept] = {
-    "auto": {"kept": None, "kept_there": None},
-    "keep": {"kept": "none", "kept_there": "room"},
-    "swap": {"kept": "all", "kept_there": None},
-    "recompute": {"kept": "none", "kept_there": None},
-}
-
-
 def plan_request(
-    recipe: Recipe,
-    numerics: Numerics,
-    hardware: HardwareProfile,
-    *,
-    device: str,
-    disks: StoreDisks | None = None,
+    recipe: Recipe, numerics: Numerics, hardware: HardwareProfile, *, device: str, disks: StoreDisks | None = None,
     parameters: int = 0,
-) -> PlanRequest:
+) -> PlanRequest:  # fmt: skip
     """Resolves the keys to numbers. `disks`: the room for the store, beside the export
     of this many `parameters`; None: the free disk in the machine's profile."""
     from ..swap.kernels import scratch_size
 
-    offload = recipe.offload
-    everything: Tier | None = "cpu" if offload.strategy == "none" else None
+    offload, export_item = recipe.offload, 2 if recipe.export.dtype == "bfloat16" else 4
     depth = 16 if offload.io.queue_depth == "auto" else offload.io.queue_depth
     threads = update_threads_for(hardware, device=device, torch_threads=numerics.torch_threads)
-    exported = _exported(recipe)
+    # Beside a GPU nearly all of the RAM is pinned, so a budget is at most what the driver may pin.
+    most = int(hardware.ram_available * 0.9)
+    most = min(most, hardware.pinnable) if device == "cuda" and hardware.pinnable else most
+
+    def home(value: str) -> Tier | None:
+        if value == "gpu" and device == "cpu":
+            raise UsageError("a tensor is placed on gpu, but offload.device is cpu", hint="use cpu, ssd or auto")
+        usual: Tier | None = "cpu" if offload.strategy == "none" else None
+        return usual if value == "auto" else cast(Tier, value)
+
+    if (keeps := offload.activations == "keep") and device == "cpu":
+        what = "offload.activations is keep, but offload.device is cpu, which has no memory of its own"
+        raise UsageError(what, hint="use auto")
+    kept: dict[str, Literal["all", "none"] | None] = {"auto": None, "keep": "none", "swap": "all", "recompute": "none"}
+    measures_first = {"auto": None, "always": True, "never": False}[offload.norm_first]
+    if recipe.model.trust_remote_code:
+        measures_first = False  # its backward may write into what forward saved, and a second one would be given that
     return PlanRequest(
         numerics=numerics,
         model_name=recipe.model.name_or_path,
         device=device,
         clip_grad_norm=recipe.train.clip_grad_norm,
         gpu_budget=gpu_limit(recipe, hardware),
-        cpu_budget=offload.max_memory.cpu.resolve(total=hardware.ram_total, auto=_usual_budget(hardware, device)),
-        ssd_budget=None if disks is None else disks.budget(recipe, parameters * exported["export_item"]),
-        weights=_tier(offload.weights, device) or everything,
-        states=_tier(offload.optimizer_states, device) or everything,
-        gradients=_tier(offload.gradients, device) or everything,
-        boundaries=_tier(offload.boundaries, device) or everything,
-        **_kept(offload.activations, device),
+        cpu_budget=offload.max_memory.cpu.resolve(total=hardware.ram_total, auto=most),
+        ssd_budget=None if disks is None else disks.budget(recipe, parameters * export_item),
+        weights=home(offload.weights),
+        states=home(offload.optimizer_states),
+        gradients=home(offload.gradients),
+        boundaries=home(offload.boundaries),
+        kept=kept[offload.activations],
+        kept_there="room" if keeps else None,
         lookahead=None if offload.lookahead == "auto" else offload.lookahead,
-        **_updates(recipe),
+        defer=None if offload.defer_updates == "auto" else offload.defer_updates,
+        norm_first=measures_first,
         io_backend=offload.io.backend,
         read_depth=depth,
         write_depth=depth,
@@ -467,53 +437,22 @@ def plan_request(
         update_threads=threads,
         chunk_params=CHUNK_PARAMS,
         scratch_size=scratch_size(CHUNK_PARAMS, update_chunks_for(threads)),
-        **exported,
+        export_item=export_item,
+        exports_trained=recipe.adapter is not None,
         commit_every=recipe.checkpoint.commit_every_steps,
         wear=offload.wear,
         sweeps=_sweeps(recipe.train.sweep_tokens, numerics),
     )
 
 
-def _updates(recipe: Recipe) -> _Updates:
-    offload, measures = recipe.offload, {"auto": None, "always": True, "never": False}[recipe.offload.norm_first]
-    if recipe.model.trust_remote_code:
-        measures = False  # its backward may write into what forward saved, and a second one would be given that
-    return {"defer": None if offload.defer_updates == "auto" else offload.defer_updates, "norm_first": measures}
-
-
-def _exported(recipe: Recipe) -> _Exported:
-    return {"export_item": 2 if recipe.export.dtype == "bfloat16" else 4, "exports_trained": recipe.adapter is not None}
-
-
 def _sweeps(asked: int | Literal["auto"], numerics: Numerics) -> int | None:
     """Returns the number of equal sweeps of at most `asked` tokens. None leaves it to the planner."""
     if asked == "auto":
         return None
-    whole, one = numerics.micro_batches, numerics.micro_batch_tokens
+    total, one = numerics.micro_batches, numerics.micro_batch_tokens
     if asked < one:
         raise UsageError(
             f"train.sweep_tokens: {asked:,} is less than a micro-batch of {one:,} tokens",
             hint="use auto or more, or set train.micro_batch_size",
         )
-    return next(count for count in range(1, whole + 1) if whole % count == 0 and whole // count * one <= asked)
-
-
-def _tier(value: str, device: str) -> Tier | None:
-    if value == "gpu" and device == "cpu":
-        raise UsageError("a tensor is placed on gpu, but offload.device is cpu", hint="use cpu, ssd or auto")
-    return None if value == "auto" else cast(Tier, value)
-
-
-def _kept(activations: str, device: str) -> _Kept:
-    if activations == "keep" and device == "cpu":
-        raise UsageError(
-            "offload.activations is keep, but offload.device is cpu, which has no memory of its own", hint="use auto"
-        )
-    return _KEPT[activations]
-
-
-def _usual_budget(hardware: HardwareProfile, device: str) -> int:
-    """Returns nine tenths of the available RAM. Beside a GPU nearly all of it is pinned, so it is at most what the driver may
-    pin."""
-    most = int(hardware.ram_available * 0.9)
-    return min(most, hardware.pinnable) if device == "cuda" and hardware.pinnable else most
+    return next(count for count in range(1, total + 1) if total % count == 0 and total // count * one <= asked)
