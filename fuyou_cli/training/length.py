@@ -68,12 +68,7 @@ def fed(
         return rows, sampler_of(recipe, len(rows), entry_rows=rows.summary.entry_rows)
     asked = {name: value for name, value in _asked(recipe, tokenizer_dir).items() if name != "part"}
     stream = Stream(
-        **asked,
-        cache_dir=cache or cache_of(recipe),
-        batch_size=recipe.train.batch_size,
-        seed=recipe.seed,
-        check=check,
-        say=say,
+        **asked, cache_dir=cache or cache_of(recipe), batch_size=recipe.train.batch_size, seed=recipe.seed, check=check, say=say
     )
     return stream, stream
 
