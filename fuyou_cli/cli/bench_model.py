@@ -54,9 +54,9 @@ def parsed_batch_sizes(text: str | None) -> tuple[int, ...]:
 @like_ctrl_c()  # so that its files are removed however it ends
 def run_model_bench(options: ModelBenchOptions) -> None:
     """Measures, and prints a table or one JSON object. --svg and --trace write files."""
+    from fuyou_cli.training.loggers import Trace
     from fuyou_cli.training.modelbench.recipes import shape_of
     from fuyou_cli.training.modelbench.synthetic import NAMES
-    from fuyou_cli.training.trace import Trace
 
     from .render.model_bench_screen import model_bench_json, show_model_bench
 

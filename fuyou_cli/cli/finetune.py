@@ -22,7 +22,7 @@ from fuyou_cli.machine.background_load import BackgroundLoad
 from fuyou_cli.machine.libraries import settle_libraries
 from fuyou_cli.training.adapting import configuration
 from fuyou_cli.training.length import sampled_epoch
-from fuyou_cli.training.loggers import LoggedRun, Loggers, libraries
+from fuyou_cli.training.loggers import LoggedRun, Loggers, Trace, libraries
 from fuyou_cli.training.output_folder import claimed, note_of_an_earlier_run
 from fuyou_cli.training.plan_step import plan, plan_downloaded, settle
 from fuyou_cli.training.prepare import fetch, inspect, resolve, tokenise
@@ -32,7 +32,6 @@ from fuyou_cli.training.state.extent_checks import size_of
 from fuyou_cli.training.state.kept_companions import keep_companions
 from fuyou_cli.training.state.recipe_changes import in_words
 from fuyou_cli.training.state.source_checks import to_compare
-from fuyou_cli.training.trace import Trace
 from fuyou_cli.training.untouched import UntouchedError
 
 from .console import status_console, write_last_result, write_status
@@ -52,8 +51,6 @@ if TYPE_CHECKING:
     from fuyou_cli.training.prepare import Planned, Ready
     from fuyou_cli.training.report import RunReport, StepReport
     from fuyou_cli.training.run import Run
-    from fuyou_cli.training.run_log import JsonlLog
-    from fuyou_cli.training.trace import Trace
 
 _GOES_ON = "the same command begins again, or goes on with the saved state"
 

@@ -47,6 +47,7 @@ from ..swap.arena import Arena
 from ..swap.daemon import DaemonOptions, SwapDaemon
 from .evaluation import AnyReport, Evaluations
 from .length import RunLimits, learning_rate
+from .loggers import Trace
 from .numerics import gpu_most
 from .prepare import Planned, Ready
 from .report import RunReport, StepReport, Steps, run_report, settling_steps
@@ -57,7 +58,6 @@ from .state.places import remember
 from .state.saver import Saver, Standing
 from .state.storage import StageFiles
 from .step_meter import MemoryWatch, StepMeter, Trimming
-from .trace import Trace
 
 # What a run is doing, or was doing when an error ended it. "over": it has trained to its end.
 Activity = Literal["loading", "between steps", "step", "evaluating", "reporting", "saving", "over"]

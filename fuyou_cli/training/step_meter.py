@@ -25,8 +25,8 @@ from ..planner.schedule import Visit
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan
 from ..swap.daemon import Event, SwapDaemon
+from .loggers import Trace
 from .report import Busy, Spread, StepReport, busy_seconds
-from .trace import Trace
 
 _SAMPLE_SECONDS = 0.02  # between looks at the process's memory
 _OF_STORE = {"read": "ssd read", "write": "ssd write", "update": "update", "chunk": "update chunk"}

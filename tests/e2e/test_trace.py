@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.training import trace as tracing
+from fuyou_cli.training import loggers as tracing
+from fuyou_cli.training.loggers import Trace
 from fuyou_cli.training.report import Busy, StepReport
 from fuyou_cli.training.run import Run
-from fuyou_cli.training.trace import Trace
 
 from .conftest import NewProject, Project
 from .running import STEPS, run_of

@@ -16,13 +16,13 @@ from ...planner.costs import Costs
 from ...planner.schedule import plan_schedule
 from ...spec.hardware import HardwareProfile
 from ..length import sampler_of
+from ..loggers import Trace
 from ..plan_step import plan, settle
 from ..prepare import Inspected, Planned, Ready, Resolved, StoreDisks, inspect, run_directories
 from ..report import StepReport, medians, settling_steps
 from ..run import Run
 from ..state import fingerprints
 from ..state.places import forget
-from ..trace import Trace
 from .synthetic import random_entries, random_rows
 
 if TYPE_CHECKING:
