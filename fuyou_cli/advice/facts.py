@@ -183,7 +183,7 @@ def _sampling(prepared: Planned, asked: SamplesSection) -> SamplingCost:
         prepared.hardware,
         plan,
         prompts=len(asked.prompts),
-        at_once=rows_at_once(model, most=plan.group.batch_size, vocabulary=prepared.inspected.known.facts.head_rows),
+        at_once=rows_at_once(model, most=plan.group.batch_size, vocabulary=prepared.known.facts.head_rows),
         tokens=longest + asked.max_new_tokens // 2,
         new=asked.max_new_tokens,
     )
@@ -192,7 +192,7 @@ def _sampling(prepared: Planned, asked: SamplesSection) -> SamplingCost:
 def _kernels(prepared: Planned) -> str:
     """Says what computes the blocks. For sdpa, includes the kernels that torch chooses from."""
     train, plan = prepared.recipe.train, prepared.plan
-    attention = prepared.inspected.known.facts.attention
+    attention = prepared.known.facts.attention
     if attention == "sdpa":
         allowed = allowed_kernels(plan.device, plan.numerics.compute_dtype, deterministic=train.deterministic)
         attention += f" ({' or '.join(allowed)})"

@@ -64,7 +64,7 @@ def plan_recipe(
     else:
         hardware, disks = described, described_disks(described)
     look = epoch_of if inspected.recipe.train.max_steps is None else sampled_epoch  # how many steps, and how long one is
-    epoch = look(inspected.recipe, inspected.resolved.tokenizer_dir, say) if count else None
+    epoch = look(inspected.recipe, inspected.tokenizer_dir, say) if count else None
     return plan(inspected, hardware, disks, epoch=epoch, effort=effort, say=say)
 
 
@@ -84,11 +84,11 @@ def machine_here(
     """Looks at this machine as it is now. `measure` measures a new machine first."""
     if measure and loaded.recipe.offload.measure:
         refused = inspected.known.facts.refusal  # none of its layers are computed
-        layers = "" if refused else layers_of(inspected.recipe, inspected.resolved.model_dir, cores=core_count())
+        layers = "" if refused else layers_of(inspected.recipe, inspected.model_dir, cores=core_count())
         measure_once(loaded, inspected.device, layers=layers, say=say)
     directories = run_directories(loaded.recipe)
     hardware = hardware_for(*directories, device=inspected.device, say=say, unloaded=inspected.known.unloaded_bytes)
-    return hardware, disks_of(inspected.resolved)
+    return hardware, disks_of(inspected)
 
 
 def command_of(

@@ -114,8 +114,8 @@ def _made_ready(loaded: LoadedRecipe, *, measure: bool, accept_changes: bool) ->
             inspected = inspect(resolve(loaded.recipe, say=say, progress=progress), say=say, process=probe.process_bytes)
             warn_of_memory(loaded, say)
             machine = machine_here(loaded, inspected, say=say, measure=measure)
-            is_new = inspected.resolved.manifest is None
-            epoch = sampled_epoch(inspected.recipe, inspected.resolved.tokenizer_dir, say) if is_new else None
+            is_new = inspected.manifest is None
+            epoch = sampled_epoch(inspected.recipe, inspected.tokenizer_dir, say) if is_new else None
             planned = plan(inspected, *machine, epoch=epoch, say=say)
             _refuse_unfit(loaded, planned)
             if planned.manifest is None:
@@ -211,7 +211,7 @@ def _train(
             run.store.paths[0].parent,
             planned.recipe.tokenizer,
             model_dir=planned.model_dir,
-            tokenizer_dir=planned.inspected.resolved.tokenizer_dir,
+            tokenizer_dir=planned.tokenizer_dir,
             adapter=configuration(planned.recipe, planned.anatomy.model, planned.model_dir),
         )
         if log is not None:

@@ -91,7 +91,7 @@ def _facts(loaded: LoadedRecipe, options: list[str], outcome: Outcome, *, descri
     `counted`: the rows to evaluate are read."""
     prepared = outcome.prepared
     facts = facts_of(prepared, outcome.room, described=described, command=command_of(loaded))
-    tokenizer_dir = prepared.inspected.resolved.tokenizer_dir
+    tokenizer_dir = prepared.tokenizer_dir
     facts = with_evaluation(facts, prepared, counted_evaluation(prepared.recipe, tokenizer_dir) if counted else None)
     elsewise = Replanner(loaded=loaded, prepared=prepared, described=described)
     if outcome.passes():

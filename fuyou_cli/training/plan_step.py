@@ -35,7 +35,7 @@ from .numerics import (
     usual_tokens,
     widths_of,
 )
-from .prepare import Fetched, Inspected, Planned, Ready, Say, StoreDisks, in_place_of, unheard
+from .prepare import Fetched, Inspected, Planned, Ready, Say, StoreDisks, fields_of, in_place_of, unheard
 from .state.resume import refused, steps_left
 
 if TYPE_CHECKING:
@@ -70,17 +70,16 @@ def plan(
 
         hardware = replace(hardware, process_bytes=hardware.process_bytes + Stream.PEAK_BYTES)
     inspected = _resumable(inspected, hardware, say)
-    resolved = inspected.resolved
 
     def planner(range_experts: int) -> _Planner:
         return _Planner(
-            inspected, hardware, disks, epoch, candidate=candidate, effort=effort, or_least=not resolved.to_run,
+            inspected, hardware, disks, epoch, candidate=candidate, effort=effort, or_least=not inspected.to_run,
             range_experts=range_experts,
         )  # fmt: skip
 
     whole: Planned | None = None
     refused_whole: PlanError | None = None
-    may_be_cut = resolved.manifest is None and inspected.known.facts.refusal is None
+    may_be_cut = inspected.manifest is None and inspected.known.facts.refusal is None
     try:
         whole = planner(0).planned()
     except PlanError as error:
@@ -111,7 +110,7 @@ def replan(before: Planned, recipe: Recipe, candidate: Candidate | None = None, 
     """Plans with changed keys for the same model and machine. Raises PlanError if nothing fits, UsageError if the model refuses
     them."""
     epoch = before.epoch if recipe.dataset == before.recipe.dataset else None
-    inspected = replace(before.inspected, resolved=replace(before.inspected.resolved, recipe=recipe))
+    inspected = replace(before, recipe=recipe)
     planner = _Planner(inspected, before.hardware, before.disks, epoch, before=before, candidate=candidate, effort=effort)
     numerics = before.plan.numerics  # even of a saved run, if none of their settings changed
     if any(getattr(recipe, section) != getattr(before.recipe, section) for section in _NUMBERS):
@@ -126,11 +125,11 @@ def replan(before: Planned, recipe: Recipe, candidate: Candidate | None = None, 
 def plan_downloaded(fetched: Fetched, hardware: HardwareProfile, disks: StoreDisks | None, *, say: Say) -> Fetched:
     """Plans again if what was said of the model's files is no longer true, because they have been downloaded since: they may be
     read where they are. Raises PlanError."""
-    inspected = fetched.planned.inspected
-    found = in_place_of(inspected.resolved, inspected.known, inspected.device, say)
-    if found == inspected.in_place:
+    before = fetched.planned
+    found = in_place_of(before, before.known, before.device, say)
+    if found == before.in_place:
         return fetched
-    planned = plan(replace(inspected, in_place=found), hardware, disks, epoch=fetched.planned.epoch, say=say)
+    planned = plan(replace(before, in_place=found), hardware, disks, epoch=before.epoch, say=say)
     return replace(fetched, planned=planned)
 
 
@@ -144,7 +143,7 @@ def settle(
     hardware = replace(hardware, process_bytes=hardware.process_bytes + ready.sampler.peak_bytes)
 
     def planned(candidate: Candidate | None) -> Planned:
-        planner = _Planner(before.inspected, hardware, disks, ready.epoch, before=before, candidate=candidate)
+        planner = _Planner(before, hardware, disks, ready.epoch, before=before, candidate=candidate)
         return planner.planned(before.plan.numerics)
 
     if candidate is not None or before.found is None:
@@ -185,10 +184,10 @@ class _Planner:
         numerics = numerics or self.numerics(self._micro_batch())
         model = self._specified(numerics)
         rows = None if self._epoch is None else self._epoch.rows
-        steps = steps_left(steps_of(inspected.recipe, rows), inspected.resolved.manifest)
+        steps = steps_left(steps_of(inspected.recipe, rows), inspected.manifest)
         made = self._runs.plan(model, self._asked(numerics, model), steps=steps)
         return Planned(
-            inspected=inspected,
+            **fields_of(inspected, Inspected),
             hardware=self._hardware,
             disks=self._disks,
             model=model,
@@ -201,7 +200,7 @@ class _Planner:
     def numerics(self, micro: int | None) -> Numerics:
         """Returns the numerics with micro-batches of `micro` rows (None: the usual ones), or those of a saved run."""
         return numerics_of(
-            self._inspected.recipe, self._inspected.known.facts, self._hardware, self._inspected.resolved.manifest,
+            self._inspected.recipe, self._inspected.known.facts, self._hardware, self._inspected.manifest,
             micro=micro, epoch=self._epoch, range_experts=self._range_experts,
         )  # fmt: skip
 
@@ -218,14 +217,14 @@ class _Planner:
         return least_memory(model, self._hardware, self._asked(numerics, model))
 
     def _asked(self, numerics: Numerics, model: ModelSpec) -> PlanRequest:
-        resolved, device = self._inspected.resolved, self._inspected.device
+        inspected, device = self._inspected, self._inspected.device
         asked = plan_request(
-            resolved.recipe,
+            inspected.recipe,
             numerics,
             self._hardware,
             device=device,
             disks=self._disks,
-            parameters=model.parameters if resolved.recipe.adapter is None else model.trained_parameters,
+            parameters=model.parameters if inspected.recipe.adapter is None else model.trained_parameters,
         )
         if asked.is_swept and not model.may_sweep:
             raise UsageError(
@@ -241,7 +240,7 @@ class _Planner:
             from ..data.batches import typical_step  # with numpy
 
             asked = replace(asked, typical=typical_step(self._epoch.lengths, numerics))
-        widths = widths_of(resolved.recipe, numerics) if device == "cpu" else 1
+        widths = widths_of(inspected.recipe, numerics) if device == "cpu" else 1
         return replace(asked, code_bytes=code_bytes(model, numerics, widths=widths) if widths > 1 else 0)
 
     def _specified(self, numerics: Numerics) -> ModelSpec:
@@ -260,7 +259,7 @@ class _Planner:
         """Returns the rows of the fastest micro-batch, None where the recipe or a saved run decides. Sizes are compared, unless
         that was done for this very recipe and machine. This machine never counts as the same: its free disk changes."""
         inspected = self._inspected
-        if inspected.recipe.train.micro_batch_size != "auto" or inspected.resolved.manifest is not None:
+        if inspected.recipe.train.micro_batch_size != "auto" or inspected.manifest is not None:
             return None
         if not inspected.known.is_elsewhere:
             return self._compared_sizes()
@@ -315,14 +314,13 @@ class _Planner:
 
 def _resumable(inspected: Inspected, hardware: HardwareProfile, say: Say) -> Inspected:
     """Drops the saved run if it cannot be resumed with these numerics, and plans as for a new run. A run would be refused."""
-    resolved = inspected.resolved
-    if resolved.to_run or resolved.manifest is None:
+    if inspected.to_run or inspected.manifest is None:
         return inspected
     try:
-        numerics_of(resolved.recipe, inspected.known.facts, hardware, resolved.manifest)
+        numerics_of(inspected.recipe, inspected.known.facts, hardware, inspected.manifest)
     except FuyouError as error:
         say(refused(error))
-        return replace(inspected, resolved=replace(resolved, manifest=None))
+        return replace(inspected, manifest=None)
     return inspected
 
 

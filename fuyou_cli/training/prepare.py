@@ -1,6 +1,6 @@
 """Takes a recipe to a run in steps: resolve, inspect, plan (`plan_step`), fetch, tokenise, settle (`plan_step`), run (`run`).
 
-Each step takes what the one before it returned (Resolved, Inspected, Planned, Fetched), adds what it found, or raises
+Each step takes what the one before it returned (Resolved, Inspected, Planned, Fetched) and adds what it found, or raises
 UsageError. Cheap steps come first, and nothing of the run is written before it runs. `say` gets notes and what takes a while.
 """
 
@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,25 +106,19 @@ class Resolved:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Inspected:
+class Inspected(Resolved):
     """Holds the stages of the model, without its weights."""
 
-    resolved: Resolved
     device: str
     known: KnownModel
     in_place: InPlace | None  # where frozen weights lie in the model's files; None: no matter, or nothing is frozen
     prompts: FixedPrompts | None  # of `eval.samples`
 
-    @property
-    def recipe(self) -> Recipe:
-        return self.resolved.recipe
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Planned:
+class Planned(Inspected):
     """Holds a plan for a machine, and what it was made from."""
 
-    inspected: Inspected
     hardware: HardwareProfile
     disks: StoreDisks | None  # None: the free disk in the profile
     model: ModelSpec
@@ -134,30 +128,14 @@ class Planned:
     epoch: Epoch | None  # None: not looked at yet
 
     @property
-    def recipe(self) -> Recipe:
-        return self.inspected.recipe
-
-    @property
     def anatomy(self) -> Anatomy:
         """Returns the stages that a run computes. The first call builds the model, unless `inspect` has."""
-        return self.inspected.known.stages(self.plan.numerics, self.inspected.in_place)
+        return self.known.stages(self.plan.numerics, self.in_place)
 
     @property
     def refusal(self) -> str | None:
         """Returns why the model cannot be trained yet. It is None for a model that can be run."""
-        return self.inspected.known.facts.refusal
-
-    @property
-    def model_dir(self) -> Path:
-        return self.inspected.resolved.model_dir
-
-    @property
-    def directories(self) -> tuple[Path, ...]:
-        return self.inspected.resolved.directories
-
-    @property
-    def manifest(self) -> Manifest | None:
-        return self.inspected.resolved.manifest
+        return self.known.facts.refusal
 
     @property
     def total_steps(self) -> int:
@@ -173,6 +151,11 @@ class Planned:
     def fits_ram(self) -> bool:
         """Tells whether the plan fits its RAM budget. Only the smallest plan, made if nothing fits, does not."""
         return self.plan.predicted.cpu_peak <= self.plan.cpu_budget
+
+
+def fields_of(found: Resolved, kind: type[Resolved]) -> dict[str, Any]:
+    """Returns what a step of this kind has found, to make the next one's result of it."""
+    return {item.name: getattr(found, item.name) for item in fields(kind)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -343,7 +326,7 @@ def inspect(resolved: Resolved, *, say: Say, process: Callable[[], int] | None =
     in_place = in_place_of(resolved, known, device, say)
     known.keep()
     prompts = _prompts(resolved, known, say)
-    return Inspected(resolved=resolved, device=device, known=known, in_place=in_place, prompts=prompts)
+    return Inspected(**fields_of(resolved, Resolved), device=device, known=known, in_place=in_place, prompts=prompts)
 
 
 def _prompts(resolved: Resolved, known: KnownModel, say: Say) -> FixedPrompts | None:
@@ -434,8 +417,8 @@ def tokenise(fetched: Fetched, *, say: Say, accept_changes: bool = False) -> Rea
     planned = fetched.planned
     recipe, saved = planned.recipe, planned.manifest
     say("reading and tokenising the data")
-    tokenizer_dir = planned.inspected.resolved.tokenizer_dir
-    check = partial(check_tokens, recipe, planned.inspected.known.facts.embeddings)
+    tokenizer_dir = planned.tokenizer_dir
+    check = partial(check_tokens, recipe, planned.known.facts.embeddings)
     rows, sampler = fed(recipe, tokenizer_dir, check=check, say=say)
     evaluated = evaluation_rows(recipe, tokenizer_dir, say=say)
     for found in evaluated.values():
@@ -452,12 +435,12 @@ def tokenise(fetched: Fetched, *, say: Say, accept_changes: bool = False) -> Rea
         recipe,
         planned.model_dir,
         planned.model,
-        device=planned.inspected.device,
+        device=planned.device,
         weights_mark=fetched.mark,
         data=rows.summary.digest,
         total_steps=total,
     )
-    settings = settings_of(recipe, device=planned.inspected.device)
+    settings = settings_of(recipe, device=planned.device)
     changes: tuple[Change, ...] = ()
     if saved is not None:
         changes = check_unchanged_run(saved, made_of, total_steps=total, settings=settings, accepted=accept_changes)
@@ -471,7 +454,7 @@ def tokenise(fetched: Fetched, *, say: Say, accept_changes: bool = False) -> Rea
         sampler=sampler,
         fingerprints=made_of,
         evaluated=evaluated,
-        prompts=planned.inspected.prompts,
+        prompts=planned.prompts,
         untouched=untouched_of(planned.anatomy, fetched.entries) if saved is None else saved.untouched,
         settings=settings,
         changes=changes,

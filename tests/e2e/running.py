@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +57,6 @@ def run_of(what: Project | Ready, **options: Any) -> Run:
     """Returns the run of a project, or of one that is prepared. Its user opens and closes it."""
     ready = prepared_run(what) if isinstance(what, Project) else what
     return Run(ready, **options)
-
-
-def resolved_as(planned: Planned, **changes: Any) -> Planned:
-    """The same plan, with other fields of what was resolved."""
-    resolved = replace(planned.inspected.resolved, **changes)
-    return replace(planned, inspected=replace(planned.inspected, resolved=resolved))
 
 
 def train(

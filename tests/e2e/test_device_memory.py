@@ -17,7 +17,7 @@ from fuyou_cli.training.run import Run, naming_device_errors
 from tests.emulated import EmulatedDevice
 
 from .conftest import NewProject, Whole
-from .running import STEPS, prepared_run, resolved_as, run_of, train
+from .running import STEPS, prepared_run, run_of, train
 
 MiB = 1 << 20
 EMULATED = {"train.max_steps": STEPS, "offload.device": "emulated"}
@@ -62,7 +62,7 @@ def test_a_run_does_not_open_beyond_its_limit(new_project: NewProject) -> None:
     project = new_project(changes=EMULATED)
     less = load_recipe(project.recipe, ["offload.max_memory.gpu=1KiB"]).recipe
     prepared = prepared_run(project)
-    prepared = replace(prepared, planned=resolved_as(prepared.planned, recipe=less))
+    prepared = replace(prepared, planned=replace(prepared.planned, recipe=less))
     with (
         pytest.raises(DeviceMemoryError, match=r"^loading: out of device memory: .*offload\.max_memory\.gpu"),
         run_of(prepared),

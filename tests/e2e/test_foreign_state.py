@@ -29,7 +29,7 @@ from .running import STEPS, manifest_of, run_of, store_of, train
 
 
 def _keep_companions(run: Run) -> None:
-    found = run.planned.inspected.resolved
+    found = run.planned
     keep_companions(
         run.store.paths[0].parent, found.recipe.tokenizer, model_dir=found.model_dir, tokenizer_dir=found.tokenizer_dir
     )

@@ -57,7 +57,7 @@ def planned(folder: Path, *keys: str, recipe: str = FULL, machine: str = MACHINE
     notes = list[str]()
     loaded = load_recipe(shipped_recipes()[recipe], (f"model.name_or_path={folder}", ONE, *keys))
     found = plan_recipe(loaded, described(machine), effort="usual", say=notes.append)
-    return found.plan, found.model, found.refusal, found.inspected.known.facts, notes
+    return found.plan, found.model, found.refusal, found.known.facts, notes
 
 
 def kept(folder: Path) -> list[Path]:

@@ -16,7 +16,7 @@ from fuyou_cli.advice.planning import candidates
 from fuyou_cli.advice.room import room_of
 
 from .conftest import Command, Project
-from .running import manifest_of, resolved_as
+from .running import manifest_of
 from .test_plan_command import HERE, NewProject
 from .test_store_room import PLENTY, _planned
 
@@ -31,10 +31,10 @@ def test_a_saved_run_keeps_its_numbers_and_its_store(stopped: Project, monkeypat
     for fits in (True, False):
         found = [key for kind in candidates(prepared, fits=fits) for step in kind.steps for key in step]
         assert found and not [key for key in found if key.startswith(fixed)]
-    anew = list(candidates(resolved_as(prepared, manifest=None), fits=False))
+    anew = list(candidates(replace(prepared, manifest=None), fits=False))
     assert any(key.startswith("train.") for kind in anew for step in kind.steps for key in step)
     there = replace(prepared, plan=replace(prepared.plan, device="cuda"))
-    advised = [facts_of(one, room_of(one)).may_compile for one in (there, resolved_as(there, manifest=None))]
+    advised = [facts_of(one, room_of(one)).may_compile for one in (there, replace(there, manifest=None))]
     assert advised == [False, True]
 
 

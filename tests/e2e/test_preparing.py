@@ -80,9 +80,8 @@ def test_a_download_is_announced_and_followed(new_project: NewProject, server: H
     assert {what for what, _, _ in heard} == {"downloading o/model", "downloading o/tokenizer"}
     assert f"downloading o/model: 1 files, {size:,} bytes" in said
     assert any(text.startswith("downloading o/tokenizer: 2 files") for text in said)
-    resolved = found.planned.inspected.resolved
     assert len(found.rows) == 64 and found.entries
-    assert resolved.tokenizer_dir != resolved.model_dir
+    assert found.planned.tokenizer_dir != found.planned.model_dir
 
 
 def test_a_model_just_downloaded_is_read_where_it_lies(new_project: NewProject, server: Hub) -> None:

@@ -71,7 +71,7 @@ def test_a_device_is_filled_and_never_passed(
     project = new_project(changes={**THERE, **auto, **same, "offload.max_memory.gpu": limit})
     ready = prepared_run(project)
     slow = replace(ready.planned.hardware, h2d=1e6, d2h=1e6, measured="described")
-    ready = replace(ready, planned=plan(ready.planned.inspected, slow, say=lambda text: None))
+    ready = replace(ready, planned=plan(ready.planned, slow, say=lambda text: None))
     with run_of(ready) as run:
         run.load(lambda count: None)
         run.train(lambda report: None)

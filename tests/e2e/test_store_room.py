@@ -34,7 +34,7 @@ def _planned(project: Project, monkeypatch: pytest.MonkeyPatch, free: int, *chan
     monkeypatch.setattr(disk, "free_space", lambda path: free)
     recipe = load_recipe(project.recipe, changes).recipe
     inspected = inspect(resolve(recipe, to_run=False, say=silent), say=silent)
-    return plan(inspected, _slow_computer(inspected.device), disks_of(inspected.resolved), say=silent)
+    return plan(inspected, _slow_computer(inspected.device), disks_of(inspected), say=silent)
 
 
 def _preallocated(path: Path, size: int) -> None:

@@ -124,7 +124,7 @@ def _ready(loaded: LoadedRecipe, planned: Planned, place: Place) -> Ready:
         recipe,
         planned.model_dir,
         planned.model,
-        device=planned.inspected.device,
+        device=planned.device,
         weights_mark="random",
         data=rows.summary.digest,
         total_steps=STEPS,
@@ -140,7 +140,7 @@ def _ready(loaded: LoadedRecipe, planned: Planned, place: Place) -> Ready:
         prompts=None,
         untouched=None,  # nothing is exported
     )
-    return settle(ready, *place.machine(loaded, planned.inspected))
+    return settle(ready, *place.machine(loaded, planned))
 
 
 def rows_of(planned: Planned, place: Place) -> Rows:
