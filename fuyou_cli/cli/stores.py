@@ -231,7 +231,7 @@ def run_report(source: Path, *, json_output: bool, html: Path | None) -> None:
 
 def _run_as_data(history: History) -> dict[str, Any]:
     report: RunReport = history.report
-    left_out = ("losses", "timeline", "timeline_stalls", "compared", "waits", "update_cpu")
+    left_out = ("losses", "timeline", "timeline_stalls", "compared", "waits")
     best = history.best
     data = {
         "log": str(history.log),

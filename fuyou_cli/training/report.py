@@ -183,7 +183,6 @@ class RunReport:
     output_dir: str
     busy: dict[str, float] = field(default_factory=dict)  # resource -> seconds per step, median
     waits: dict[str, float] = field(default_factory=dict)  # cause -> seconds per step, median
-    update_cpu: float = 0.0  # CPU seconds of the update threads per step, median
     compared: tuple[Compared, ...] = ()  # the run's figures and the plan's
     assumed: bool = False  # whether the plan's rates were assumed
     attention: str = ""  # what computed attention; empty if not known
@@ -305,7 +304,6 @@ def run_report(
         output_dir=str(Path(output_dir).expanduser()),
         busy=medians([step.busy for step in typical]),
         waits=medians([step.stalls for step in typical]),
-        update_cpu=_median([step.update_cpu_seconds for step in typical]),
         attention=attention,
         best=best,
     )
