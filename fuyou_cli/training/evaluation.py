@@ -51,7 +51,7 @@ class Evaluations:
         self._result: Evaluated | None = None  # of the evaluation under way
 
     def _of_prompts(self, ready: Ready, executor: Executor) -> Continuations | None:
-        prompts, model = ready.prompts, executor.anatomy.model
+        prompts, model = ready.planned.prompts, executor.anatomy.model
         if prompts is None:
             return None
         from .fixed_prompts import Continuations, rows_at_once

@@ -143,7 +143,7 @@ def settle(
     hardware = replace(hardware, process_bytes=hardware.process_bytes + ready.sampler.peak_bytes)
 
     def planned(candidate: Candidate | None) -> Planned:
-        planner = _Planner(before, hardware, disks, ready.epoch, before=before, candidate=candidate)
+        planner = _Planner(before, hardware, disks, Epoch.of(ready.rows), before=before, candidate=candidate)
         return planner.planned(before.plan.numerics)
 
     if candidate is not None or before.found is None:

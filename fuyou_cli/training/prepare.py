@@ -23,7 +23,7 @@ from ..core.units import count
 from ..spec.hardware import HardwareProfile
 from ..spec.model import InPlace, ModelSpec
 from ..spec.plan import Plan
-from .adapting import added_values, as_started, check_peft, check_start, entries_of, starting_entries, stored_names
+from .adapting import as_started, check_peft, check_start, entries_of, starting_entries, stored_names
 from .known_model import KnownModel
 from .length import Epoch, evaluation_rows, evaluation_sets, fed, learning_rate, mixture_of, naming_evaluation, steps_of
 from .numerics import check_positions, check_tokens, note_slow_products
@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from ..planner.search import SearchResult
     from ..recipe.schema import Recipe
     from .fixed_prompts import FixedPrompts
-    from .state.first_weights import Added
-    from .state.stored import Change, Manifest
 
 _NAME = "best"
 
@@ -153,7 +151,7 @@ class Planned(Inspected):
         return self.plan.predicted.cpu_peak <= self.plan.cpu_budget
 
 
-def fields_of(found: Resolved, kind: type[Resolved]) -> dict[str, Any]:
+def fields_of(found: object, kind: type[Resolved | Fetched]) -> dict[str, Any]:
     """Returns what a step of this kind has found, to make the next one's result of it."""
     return {item.name: getattr(found, item.name) for item in fields(kind)}
 
@@ -169,30 +167,16 @@ class Fetched:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ready:
+class Ready(Fetched):
     """Holds all that a run needs. Once it is settled, `planned` includes the rows and the process as they are then."""
 
-    planned: Planned
-    entries: Mapping[str, TensorEntry]
-    stored_as: Mapping[str, str]
     rows: Rows | Stream  # the tokenised data
     sampler: Sampler | Stream  # the order of the rows
     fingerprints: dict[str, str]
     evaluated: Mapping[str, Rows]  # sets of rows, by name, whose loss the run tells
-    prompts: FixedPrompts | None  # that the run continues where it evaluates
     untouched: Untouched | None  # what the run leaves alone of the model's checkpoint, as it was when the run began
     settings: dict[str, Any] | None = None  # keys of the recipe that the run goes by (`state/recipe_changes.py`)
     changes: tuple[Change, ...] = ()  # of these, since the run was saved
-
-    @property
-    def epoch(self) -> Epoch:
-        """Returns what a plan needs to know of the rows."""
-        return Epoch.of(self.rows)
-
-    @property
-    def added(self) -> Added:
-        """Returns what gives the values that an adapter's parameters begin with."""
-        return added_values(self.planned.recipe, self.planned.anatomy.model)
 
 
 Say = Callable[[str], None]
@@ -447,14 +431,11 @@ def tokenise(fetched: Fetched, *, say: Say, accept_changes: bool = False) -> Rea
         if changed := fingerprints.change_of(saved.libraries, fingerprints.versions(recipe)):
             say(f"note: {changed}")
     return Ready(
-        planned=planned,
-        entries=fetched.entries,
-        stored_as=fetched.stored_as,
+        **fields_of(fetched, Fetched),
         rows=rows,
         sampler=sampler,
         fingerprints=made_of,
         evaluated=evaluated,
-        prompts=planned.prompts,
         untouched=untouched_of(planned.anatomy, fetched.entries) if saved is None else saved.untouched,
         settings=settings,
         changes=changes,

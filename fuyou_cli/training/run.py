@@ -45,6 +45,7 @@ from ..spec.model import ModelSpec
 from ..spec.plan import Plan, Span
 from ..swap.arena import Arena
 from ..swap.daemon import DaemonOptions, SwapDaemon
+from .adapting import added_values
 from .evaluation import AnyReport, Evaluations
 from .length import RunLimits, learning_rate
 from .loggers import Trace
@@ -179,7 +180,8 @@ class Run:
                 return
             self.saver.give_up_what_was()
             write_parts(self.standing.run, self.planned.directories)
-            self.files.load(self.ready.entries, self.ready.added, self.executor.visits.residency.records, progress)
+            added = added_values(self.planned.recipe, self.planned.anatomy.model)
+            self.files.load(self.ready.entries, added, self.executor.visits.residency.records, progress)
 
     def trace(self, trace: Trace) -> None:
         """Passes every later step to `trace`."""

@@ -133,11 +133,11 @@ def _ready(loaded: LoadedRecipe, planned: Planned, place: Place) -> Ready:
         planned=planned,
         entries=entries,
         stored_as={name: name for name in entries},
+        mark="random",
         rows=rows,
         sampler=sampler_of(recipe, len(rows)),
         fingerprints=made_of,
         evaluated={},
-        prompts=None,
         untouched=None,  # nothing is exported
     )
     return settle(ready, *place.machine(loaded, planned))
