@@ -141,17 +141,17 @@ def run_cp(name: str, target: Path) -> None:
 
 def run_data(recipe: Recipe, *, number: int, json_output: bool) -> None:
     """Shows counts, lengths and the first `number` rows of training, made as a run makes them."""
-    from fuyou_cli.training.shown_data import seen
+    from fuyou_cli.training.shown_data import preview
 
     from .render.data_screen import show_data
     from .render.progress import TransferDisplay
 
     with TransferDisplay(status_console()) as progress:
-        preview = seen(recipe, number, whole=json_output, say=write_status, progress=progress)
+        found = preview(recipe, number, whole=json_output, say=write_status, progress=progress)
     if json_output:
-        write_json(preview.as_data())
+        write_json(found.as_data())
         return
-    show_data(result_console(), preview)
+    show_data(result_console(), found)
 
 
 # ---- quickstart ------------------------------------------------------------------------------------------------------

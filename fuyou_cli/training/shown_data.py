@@ -31,7 +31,7 @@ Pieces = Sequence[tuple[str, bool]]  # texts, and whether they are trained
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shown:
+class ShownRow:
     """Holds one row, decoded. `documents`: of each document that is kept apart, or of the whole row."""
 
     row: int  # from 0
@@ -46,7 +46,7 @@ class Shown:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Padding:
+class PaddingShares:
     """Says how much of what a typical step computes is padding. Shares of all tokens, but for `step_tokens`."""
 
     step_tokens: int  # without padding
@@ -55,7 +55,7 @@ class Padding:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Seen:
+class DataPreview:
     """Holds what is told about a recipe's data."""
 
     recipe: Recipe
@@ -65,8 +65,8 @@ class Seen:
     sources: Sequence[Source]  # of training, then of the sets to evaluate
     notes: Sequence[str]  # on how often rows are seen, where texts are cut, and what is not packed
     mixture: str | None
-    padding: Padding | None  # None: all rows are whole
-    shown: Sequence[Shown]
+    padding: PaddingShares | None  # None: all rows are whole
+    shown: Sequence[ShownRow]
 
     def as_data(self) -> dict[str, Any]:
         """Returns it for JSON."""
@@ -86,10 +86,27 @@ class Seen:
         }
 
 
-def seen(recipe: Recipe, number: int, *, whole: bool, say: Say, progress: Progress) -> Seen:
+def preview(recipe: Recipe, number: int, *, whole: bool, say: Say, progress: Progress) -> DataPreview:
     """Looks at the data of a recipe, and at the first `number` rows of training. `whole`: all of each document."""
     with _folder(recipe, say) as cache:
-        return _seen(recipe, cache, number, whole=whole, say=say, progress=progress)
+        tokenizer_dir = Hub(recipe, say=say, progress=progress).tokenizer_alone()
+        say("reading and tokenising the data")
+        rows, sampler = fed(recipe, tokenizer_dir, cache=cache, check=lambda summary: None, say=say)
+        sets = evaluation_rows(recipe, tokenizer_dir, cache=cache, say=say)
+        steps = steps_of(recipe, rows.summary.rows)
+        order = chain.from_iterable(map(sampler.batch, count()))
+        seen_often = sampler.note(steps, recipe.train.epochs)
+        return DataPreview(
+            recipe=recipe,
+            summary=rows.summary,
+            sets={name: found.summary for name, found in sets.items()},
+            steps=steps,
+            sources=[source for one in (recipe.dataset, *evaluation_sets(recipe).values()) for source in find_sources(one)],
+            notes=[*([seen_often] if seen_often else []), *_cuts(recipe)],
+            mixture=mixture_of(recipe, sampler, steps),
+            padding=_padding(recipe, Epoch.of(rows)),
+            shown=_decoded(recipe, tokenizer_dir, rows, list(islice(order, min(number, rows.summary.rows))), whole=whole),
+        )
 
 
 @contextmanager
@@ -108,28 +125,6 @@ def _folder(recipe: Recipe, say: Say) -> Iterator[Path]:
         yield folder
 
 
-def _seen(recipe: Recipe, cache: Path, number: int, *, whole: bool, say: Say, progress: Progress) -> Seen:
-
-    tokenizer_dir = Hub(recipe, say=say, progress=progress).tokenizer_alone()
-    say("reading and tokenising the data")
-    rows, sampler = fed(recipe, tokenizer_dir, cache=cache, check=lambda summary: None, say=say)
-    sets = evaluation_rows(recipe, tokenizer_dir, cache=cache, say=say)
-    steps = steps_of(recipe, rows.summary.rows)
-    order = chain.from_iterable(map(sampler.batch, count()))
-    seen_often = sampler.note(steps, recipe.train.epochs)
-    return Seen(
-        recipe=recipe,
-        summary=rows.summary,
-        sets={name: found.summary for name, found in sets.items()},
-        steps=steps,
-        sources=[source for one in (recipe.dataset, *evaluation_sets(recipe).values()) for source in find_sources(one)],
-        notes=[*([seen_often] if seen_often else []), *_cuts(recipe)],
-        mixture=mixture_of(recipe, sampler, steps),
-        padding=_padding(recipe, Epoch.of(rows)),
-        shown=_decoded(recipe, tokenizer_dir, rows, list(islice(order, min(number, rows.summary.rows))), whole=whole),
-    )
-
-
 def _cuts(recipe: Recipe) -> Iterator[str]:
     """Says where .txt files are cut, and that sets to evaluate are not packed."""
     sets, packing = list(evaluation_sets(recipe).values()), recipe.dataset.packing
@@ -142,7 +137,7 @@ def _cuts(recipe: Recipe) -> Iterator[str]:
         yield f"dataset.packing={packing} is for rows to train on: each sample to evaluate is a row of its own"
 
 
-def _padding(recipe: Recipe, epoch: Epoch) -> Padding | None:
+def _padding(recipe: Recipe, epoch: Epoch) -> PaddingShares | None:
     """Finds what a typical step holds, with micro-batches as they usually are: a plan may choose others."""
     from ..data.batches import typical_step
 
@@ -153,10 +148,10 @@ def _padding(recipe: Recipe, epoch: Epoch) -> Padding | None:
             return None
         shares.append(typical)
     end_to_end, padded = (1 - typical.tokens / typical.computed for typical in shares)
-    return Padding(step_tokens=shares[0].tokens, end_to_end=end_to_end, padded=padded)
+    return PaddingShares(step_tokens=shares[0].tokens, end_to_end=end_to_end, padded=padded)
 
 
-def _decoded(recipe: Recipe, tokenizer_dir: Path, rows: Feed, chosen: Sequence[int], *, whole: bool) -> list[Shown]:
+def _decoded(recipe: Recipe, tokenizer_dir: Path, rows: Feed, chosen: Sequence[int], *, whole: bool) -> list[ShownRow]:
     """Decodes rows; of each document the first tokens, unless it is to be shown `whole`."""
     if not chosen:
         return []
@@ -167,5 +162,5 @@ def _decoded(recipe: Recipe, tokenizer_dir: Path, rows: Feed, chosen: Sequence[i
         bounds = pairwise(accumulate(rows.documents(row) or [len(tokens)], initial=0))
         most = len(tokens) if whole else PREVIEW_TOKENS
         documents = [decode_pieces(tokenizer, (tokens[a:b], mask[a:b]), at_most=most) for a, b in bounds]
-        shown.append(Shown(row=row, tokens=len(tokens), trained=int(mask[1:].sum()), documents=documents))
+        shown.append(ShownRow(row=row, tokens=len(tokens), trained=int(mask[1:].sum()), documents=documents))
     return shown

@@ -16,7 +16,7 @@ from fuyou_cli.core.printable import printable
 from .theme import bar, column, encodable, heading, pairs, percent, say, show, some, symbols
 
 if TYPE_CHECKING:
-    from fuyou_cli.training.shown_data import Seen, Shown
+    from fuyou_cli.training.shown_data import DataPreview, ShownRow
 
 _BAR = 30  # columns
 _WAYS = {
@@ -26,7 +26,7 @@ _WAYS = {
 _DOCUMENTS = 3  # of a row that are shown
 
 
-def show_data(console: Console, seen: Seen) -> None:
+def show_data(console: Console, seen: DataPreview) -> None:
     """Prints counts, a histogram and the decoded rows, in the order of training."""
     heading(console, "Data", "the first part; a run makes the others while it trains" if seen.summary.streamed else "")
     pairs(console, [*_made(seen), *_left_out(seen), *_used(seen)])
@@ -39,7 +39,7 @@ def show_data(console: Console, seen: Seen) -> None:
         show_key(console)
 
 
-def _made(seen: Seen) -> Iterator[tuple[str, str]]:
+def _made(seen: DataPreview) -> Iterator[tuple[str, str]]:
     summary, packing = seen.summary, seen.recipe.dataset.packing
     formats = ", ".join(f"{path} ({name})" for path, name in summary.formats)
     yield "read", f"{some(summary.samples, 'sample')} of {formats}"
@@ -53,7 +53,7 @@ def _made(seen: Seen) -> Iterator[tuple[str, str]]:
     yield "tokens", f"{summary.tokens:,}, trained {summary.label_tokens:,} ({percent(summary.label_tokens, summary.tokens)})"
 
 
-def _left_out(seen: Seen) -> Iterator[tuple[str, str]]:
+def _left_out(seen: DataPreview) -> Iterator[tuple[str, str]]:
     """Says what was cut or dropped, and why."""
     summary, dataset = seen.summary, seen.recipe.dataset
     longer = f"longer than max_seq_len {dataset.max_seq_len:,}"
@@ -74,7 +74,7 @@ def _left_out(seen: Seen) -> Iterator[tuple[str, str]]:
         yield "left out", "nothing"
 
 
-def _used(seen: Seen) -> Iterator[tuple[str, str]]:
+def _used(seen: DataPreview) -> Iterator[tuple[str, str]]:
     batch = seen.recipe.train.batch_size
     epochs = f"{seen.steps * batch / seen.summary.rows:,.2f}".rstrip("0").rstrip(".")
     seen_times = "of a stream" if seen.summary.streamed else f"{epochs} epoch{'s' * (epochs != '1')}"
@@ -92,7 +92,7 @@ def _used(seen: Seen) -> Iterator[tuple[str, str]]:
         yield "eval", f"{name}: {some(found.rows, 'row')}, {found.tokens:,} tokens, {found.label_tokens:,} of them count"
 
 
-def _show_lengths(console: Console, seen: Seen) -> None:
+def _show_lengths(console: Console, seen: DataPreview) -> None:
     """Draws how many samples have how many tokens, before anything is cut."""
     shapes, lengths, limit = symbols(console), seen.summary.lengths, seen.recipe.dataset.max_seq_len
     heading(console, "Tokens of a sample", f"the longest has {seen.summary.longest:,}, before anything is cut")
@@ -111,7 +111,7 @@ def _show_lengths(console: Console, seen: Seen) -> None:
     show(console, table, indent=2)
 
 
-def _show_row(console: Console, row: Shown) -> None:
+def _show_row(console: Console, row: ShownRow) -> None:
     apart = f", {len(row.documents)} documents that do not see each other" if len(row.documents) > 1 else ""
     heading(console, f"Row {row.row + 1:,}", f"{some(row.tokens, 'token')}, {row.trained:,} trained{apart}")
     for number, pieces in enumerate(row.documents[:_DOCUMENTS], start=1):
