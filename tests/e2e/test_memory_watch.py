@@ -1,19 +1,23 @@
-"""Tests that what is shown as memory now is never above the peak beside it."""
+"""Tests that what is shown as memory now is never above the peak beside it, and that freed memory goes back to the system where
+a visit might not find it again within the plan's peak, and nowhere else."""
 
 from __future__ import annotations
 
 import itertools
 import mmap
+from collections.abc import Callable
 
 import pytest
 
-from fuyou_cli.core import probe
+from fuyou_cli.core import heap, probe
 from fuyou_cli.core.units import GiB
 from fuyou_cli.training.run import Run
 from fuyou_cli.training.step_meter import MemoryWatch
 
-from .conftest import NewProject
+from .conftest import NewProject, Project
 from .running import prepared_run
+
+STEPS = 2
 
 
 def test_a_look_feeds_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,3 +66,57 @@ def test_the_kernel_tells_what_a_look_misses() -> None:
         block[::4096] = b"x" * (size // 4096)
     assert probe.highest_bytes() >= probe.process_bytes() + size // 2
     assert probe.highest_bytes() < probe.process_bytes() + size // 2
+
+
+def calls_of(monkeypatch: pytest.MonkeyPatch, project: Project, size: Callable[[int], int]) -> tuple[list[str], int]:
+    """Returns what happened, in order, in a process that has size(planned peak) bytes; visits of the run."""
+    prepared = prepared_run(project)
+    calls: list[str] = []
+    now = size(prepared.planned.plan.predicted.cpu_peak)
+    monkeypatch.setattr(probe, "process_bytes", lambda: now)
+    monkeypatch.setattr(probe, "highest_bytes", lambda: 0)
+    monkeypatch.setattr(heap, "trim", lambda apart: calls.append("trim"))
+    with Run(prepared) as run:
+        run.load(lambda count: None)
+        executor = run.executor
+        between, after = executor.between_micro_batches, executor.after_visit
+
+        def counted_between() -> None:
+            calls.append("micro-batch")
+            between()
+
+        def counted_after(visit: object) -> None:
+            calls.append("visit")
+            after(visit)  # type: ignore[arg-type]
+
+        executor.between_micro_batches, executor.after_visit = counted_between, counted_after
+        run.train(lambda report: None)
+        return calls, STEPS * len(executor.visits.schedule.visits)
+
+
+@pytest.fixture
+def project(new_project: NewProject) -> Project:
+    return new_project(changes={"train.max_steps": STEPS})
+
+
+def test_a_process_far_below_its_peak_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch, project: Project) -> None:
+    calls, visits = calls_of(monkeypatch, project, lambda peak: 1)
+    assert calls.count("visit") == visits and calls.count("micro-batch") > visits // 2
+    assert "trim" not in calls
+
+
+def test_a_process_at_its_peak_gives_back_all_it_can(monkeypatch: pytest.MonkeyPatch, project: Project) -> None:
+    calls, visits = calls_of(monkeypatch, project, lambda peak: peak)
+    assert calls.count("trim") == calls.count("visit") + calls.count("micro-batch")
+    assert calls.count("visit") == visits
+
+
+def test_a_visit_needs_room_for_all_it_takes(monkeypatch: pytest.MonkeyPatch, project: Project) -> None:
+    """Leaves room for all that compute takes, of which a fifth is never counted on: the hungriest do not fit."""
+    prepared = prepared_run(project)
+    compute = sum(line.size for line in prepared.planned.plan.memory if line.what == "compute")
+    calls, visits = calls_of(monkeypatch, project, lambda peak: peak - compute)
+    after_visits = [one for one, before in zip(calls[1:], calls, strict=False) if before == "visit"]
+    assert 0 < after_visits.count("trim") < visits
+    after_micro_batches = [one for one, before in zip(calls[1:], calls, strict=False) if before == "micro-batch"]
+    assert "trim" not in after_micro_batches

@@ -1,43 +1,130 @@
-"""Tests that what a step's timeline says of the ssd is what the counters say: the I/O of updates is most of it."""
+"""Tests what a step's timeline says, beside the counters, and `--trace`: what Perfetto opens has every interval of the newest
+steps, each track without overlaps."""
 
 from __future__ import annotations
 
+import json
+from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from fuyou_cli.training.report import StepReport, phases
+from fuyou_cli.core.errors import UsageError
+from fuyou_cli.training import loggers
+from fuyou_cli.training.loggers import Trace
+from fuyou_cli.training.report import Busy, StepReport, phases
+from fuyou_cli.training.run import Run
 
-from .conftest import NewProject
+from .conftest import NewProject, Project
 from .running import STEPS, run_of
 
+MICRO_BATCHES = 2  # of the recipe's step
 
-@pytest.mark.parametrize("clip", [0.5, None], ids=["clipped", "unclipped"])
-def test_every_byte_is_on_the_timeline(new_project: NewProject, clip: float | None) -> None:
-    project = new_project(changes={"train.max_steps": STEPS, "train.clip_grad_norm": clip})
+
+def _read(path: Path) -> tuple[dict[int, str], list[dict[str, Any]]]:
+    """The names of the tracks, and every interval."""
+    events = json.loads(path.read_text())
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    return names, [event for event in events if event["ph"] == "X"]
+
+
+def _reported(project: Project, trace: Trace | None = None) -> tuple[Run, list[StepReport]]:
     reports: list[StepReport] = []
     with run_of(project) as run:
         run.load(lambda count: None)
+        if trace is not None:
+            run.trace(trace)
         run.train(reports.append)
-    shown, seen = {"ssd read": 0, "ssd write": 0}, set()
-    for report in _with_timelines(reports):
+    return run, reports
+
+
+@pytest.mark.parametrize(("device", "clip"), [("cpu", 0.5), ("cpu", None), ("emulated", None)])
+def test_every_interval_is_there_once(new_project: NewProject, tmp_path: Path, device: str, clip: float | None) -> None:
+    """Compares a run's timelines with its counters, and with its trace."""
+    changes = {"train.max_steps": STEPS, "offload.device": device, "train.clip_grad_norm": clip}
+    with Trace(tmp_path / "trace.json") as trace:
+        run, reports = _reported(new_project(changes=changes), trace)
+    _check_timelines(run, reports, copies={"h2d", "d2h"} if device == "emulated" else set())
+    _check_trace(run, reports, tmp_path / "trace.json")
+
+
+def _check_timelines(run: Run, reports: list[StepReport], *, copies: set[str]) -> None:
+    moved, seen = {"ssd read": 0, "ssd write": 0}, set()
+    weights = sum(stage.weights_at.size for stage in run.plan.stages)
+    assert all(report.timeline for report in reports)
+    for report in reports[1:]:  # updates of the first one have no states to read
         resources = {item.resource for item in report.timeline}
-        assert {"compute", *shown} <= resources
+        assert {"compute", *moved} <= resources
         seen |= resources
         for item in report.timeline:
-            assert 0 <= item.begin <= item.end
-            if item.resource in shown:
-                shown[item.resource] += item.bytes
-    assert seen == {"compute", "update", *shown}  # in all steps: on a busy machine one of them may end before its updates
+            assert 0 <= item.begin <= item.end and item.resource != "update chunk"
+            if item.resource in moved:
+                moved[item.resource] += item.bytes
+        assert all(sum(item.bytes for item in report.timeline if item.resource == way) >= weights for way in copies)
+        assert all(report.busy[way] > 0 for way in copies)
+    assert seen == {"compute", "update", *moved} | copies  # in all steps: of a busy machine one may end before its updates
     counted = [sum(report.read_bytes for report in reports[1:]), sum(report.written_bytes for report in reports[1:])]
     # what a step's end finds under way is told with the next step, or after the last
-    assert list(shown.values()) == pytest.approx(counted, rel=0.25)
+    assert list(moved.values()) == pytest.approx(counted, rel=0.25)
 
 
-def _with_timelines(reports: list[StepReport]) -> list[StepReport]:
-    """Runs steps; the first one is left out, whose updates have no states to read."""
-    assert all(report.timeline for report in reports)
-    return reports[1:]
+def _check_trace(run: Run, reports: list[StepReport], file: Path) -> None:
+    names, events = _read(file)
+    by_track = defaultdict(list)
+    for event in events:
+        assert event["tid"] in names
+        by_track[event["tid"]].append(event)
+    for on_track in by_track.values():
+        for one, other in pairwise(sorted(on_track, key=lambda event: event["ts"])):
+            assert one["ts"] + one["dur"] <= other["ts"] + 0.01  # microseconds, rounded
+    by_kind = {kind: [event for event in events if event["cat"] == kind] for kind in {event["cat"] for event in events}}
+    copies = {"h2d", "d2h"} if run.plan.device == "emulated" else set()
+    waits = {"wait"} if any(sum(report.stalls.values()) > 0 for report in reports) else set[str]()
+    assert set(by_kind) >= {"step", "compute", "visit", "update", "update chunk", "ssd read", "ssd write"} | copies | waits
+    assert [event["name"] for event in by_kind["step"]] == [f"step {step}" for step in range(1, STEPS + 1)]
+    for report in reports:
+        of_step = [event for event in events if event["args"]["step"] == report.step]
+        visits = [event for event in of_step if event["cat"] == "visit"]
+        assert len(visits) == len(run.executor.visits.schedule.visits)
+        blocks = [stage.name for stage in run.model.stages if stage.kind == "block"]
+        for name in blocks:
+            for phase in ("forward", "backward"):
+                parts = [e for e in of_step if e["cat"] == "compute" and e["name"].startswith(f"{phase} {name}, ")]
+                assert [e["name"][-1] for e in parts] == [str(number + 1) for number in range(MICRO_BATCHES)]
+        waited = sum(event["dur"] for event in of_step if event["cat"] == "wait") / 1e6
+        assert waited == pytest.approx(sum(report.stalls.values()), abs=1e-4)
+
+
+def test_only_the_newest_steps_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compute = Busy(resource="compute", label="forward block 0", begin=0.1, end=0.6)
+    early = Busy(resource="ssd write", label="write block 0", begin=-0.2, end=0.3, bytes=10**9)
+    with Trace(tmp_path / "many.json") as trace:
+        for number in range(1, 26):
+            trace.step(number, 1.0, begin=100.0 + number, items=[compute, early])
+    _, events = _read(tmp_path / "many.json")
+    assert {event["args"]["step"] for event in events} == set(range(26 - loggers.MOST_STEPS, 26))
+    assert "steps 16 to 25 (the newest: at most 10 steps" in trace.summary
+    assert {event["ts"] for event in events if event["cat"] == "ssd write"} >= {15.0e6, 24.0e6}  # the first begins at 0
+    assert next(event for event in events if event["cat"] == "ssd write")["args"]["GB/s"] == 2.0
+    monkeypatch.setattr(loggers, "MOST_BYTES", 1)
+    with Trace(tmp_path / "one.json") as trace:
+        for number in range(1, 4):
+            trace.step(number, 1.0, begin=float(number), items=[compute])
+    assert {event["args"]["step"] for event in _read(tmp_path / "one.json")[1]} == {3}
+
+
+def test_a_file_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be written"):
+        Trace(tmp_path / "none" / "trace.json")
+
+
+def test_a_run_that_fails_leaves_its_trace(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), Trace(tmp_path / "trace.json") as trace:
+        trace.step(1, 1.0, begin=5.0, items=[])
+        raise RuntimeError
+    assert [event["name"] for event in _read(tmp_path / "trace.json")[1]] == ["step 1"]
 
 
 def test_what_saving_writes_is_no_part_of_a_step(new_project: NewProject) -> None:
@@ -53,26 +140,7 @@ def test_what_saving_writes_is_no_part_of_a_step(new_project: NewProject) -> Non
     assert trained.read_bytes == loaded.read_bytes
 
 
-def test_copies_to_a_device_of_its_own_are_on_the_timeline(new_project: NewProject) -> None:
-    project = new_project(changes={"train.max_steps": STEPS, "offload.device": "emulated"})
-    reports: list[StepReport] = []
-    with run_of(project) as run:
-        run.load(lambda count: None)
-        run.train(reports.append)
-        report = run.report()
-        weights = sum(stage.weights_at.size for stage in run.plan.stages)
-    for step in _with_timelines(reports):
-        moved = {way: [item for item in step.timeline if item.resource == way] for way in ("h2d", "d2h")}
-        assert sum(item.bytes for item in moved["h2d"]) >= weights <= sum(item.bytes for item in moved["d2h"])
-        assert all(0 <= item.begin <= item.end for items in moved.values() for item in items)
-    assert min(report.busy["h2d"], report.busy["d2h"]) > 0
-
-
 def test_a_backward_that_only_measures_has_its_own_name(new_project: NewProject, llama: Path) -> None:
     changes = {"offload.norm_first": "always", "offload.gradients": "auto", "train.max_steps": 2}
-    reports: list[StepReport] = []
-    with run_of(new_project(changes={"model.name_or_path": str(llama), **changes})) as run:
-        run.load(lambda count: None)
-        run.train(reports.append)
-    for report in reports:
+    for report in _reported(new_project(changes={"model.name_or_path": str(llama), **changes}))[1]:
         assert [name for name, _, _ in phases(report.timeline)] == ["forward", "norm", "backward"]

@@ -1,5 +1,5 @@
-"""Tests how many rows are computed at once where the recipe says auto: the fastest that fits, chosen once, kept with the
-run."""
+"""Tests what `auto` and shares of memory stand for: micro-batches (the fastest that fits, chosen once, kept with the run),
+pieces of logits, threads and budgets, on machines of several kinds."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuyou_cli.core.units import GiB, MiB
+from fuyou_cli.engine.processor import has_fast_bfloat16
 from fuyou_cli.machine.described import described
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.spec.plan import Numerics
@@ -21,10 +22,13 @@ from fuyou_cli.training.numerics import (
     USUAL_TOKENS,
     fastest_size,
     gpu_limit,
+    gpu_most,
     head_chunk,
     head_piece,
+    note_slow_products,
     sizes_of,
 )
+from fuyou_cli.training.plan_step import plan_request
 
 from .conftest import NewProject, Project
 from .running import planned, train
@@ -49,8 +53,12 @@ def test_sizes_of_a_vast_batch() -> None:
     assert (smaller[-1], usual, larger[-1]) == (1, 60, 508) and time.process_time() - begin < 5
 
 
+FOUR_DRIVES = {8: 980.8, 4: 1005.8, 2: 898.7, 1: 1011.2}  # 70B on a 4090 with two drives: of 4 rows gradients wait for updates
+FASTER = {2: 10.0, 4: 9.0, 8: 8.0, 1: 12.0}
+
+
 @pytest.mark.parametrize(
-    ("seconds", "best"),
+    ("planned", "best"),
     [
         ({2: 10.0, 4: 9.9, 8: 9.9, 1: 10.1}, 2),  # hardly faster: the usual one
         ({2: 10.0, 4: 9.0, 8: 9.5, 1: 11.0}, 4),
@@ -60,35 +68,21 @@ def test_sizes_of_a_vast_batch() -> None:
         (dict.fromkeys((1, 2, 4, 8, 16)), 2),  # nothing fits: the one that needs least, and who plans it says how much
     ],
 )
-def test_the_fastest_that_fits(seconds: dict[int, float | None], best: int) -> None:
-    assert (
-        fastest_size(16, 512, usual=USUAL_TOKENS, planned=seconds.__getitem__, searched=seconds.__getitem__, needed=NEEDED)
-        == best
-    )
+def test_the_fastest_that_fits(planned: dict[int, float | None], best: int) -> None:
+    assert _fastest(planned) == best
 
 
-def test_downwards_past_one_that_is_no_faster() -> None:
-    """Has the times of a 70B model, 256 rows a step, on a 4090 with two drives: of four rows, gradients wait for updates."""
-    seconds = {8: 980.8, 4: 1005.8, 2: 898.7, 1: 1011.2}
-    assert (
-        fastest_size(256, 1024, usual=MOST_TOKENS, planned=seconds.__getitem__, searched=seconds.__getitem__, needed=NEEDED)
-        == 2
-    )
-
-
-def test_mixtures_may_have_more_tokens_at_once() -> None:
-    seconds = {2: 10.0, 4: 9.0, 8: 8.0, 1: 12.0}
-    asked = {"usual": MOST_TOKENS, "planned": seconds.__getitem__, "searched": seconds.__getitem__, "needed": NEEDED}
-    assert fastest_size(8, 4096, **asked) == 2  # type: ignore[arg-type]
-    assert fastest_size(8, 4096, most=MOST_OF_MIXTURES, **asked) == 8  # type: ignore[arg-type]
-
-
-def test_downwards_until_one_fits() -> None:
-    """Goes downwards from the usual four rows at a length of 256, to one where the budget holds no more."""
-    seconds = {4: None, 2: None, 1: 3.0}
-    assert (
-        fastest_size(16, 256, usual=USUAL_TOKENS, planned=seconds.__getitem__, searched=seconds.__getitem__, needed=NEEDED) == 1
-    )
+@pytest.mark.parametrize(
+    ("planned", "shape", "best"),
+    [
+        (FOUR_DRIVES, (256, 1024, MOST_TOKENS, MOST_TOKENS), 2),  # downwards past one that is no faster
+        ({4: None, 2: None, 1: 3.0}, (16, 256, USUAL_TOKENS, MOST_TOKENS), 1),  # and until one fits
+        (FASTER, (8, 4096, MOST_TOKENS, MOST_TOKENS), 2),
+        (FASTER, (8, 4096, MOST_TOKENS, MOST_OF_MIXTURES), 8),  # mixtures may have more tokens at once
+    ],
+)
+def test_of_other_batches(planned: dict[int, float | None], shape: tuple[int, int, int, int], best: int) -> None:
+    assert _fastest(planned, shape=shape) == best
 
 
 @pytest.mark.parametrize(
@@ -99,20 +93,23 @@ def test_downwards_until_one_fits() -> None:
         ({2: 10.0, 4: 9.9, 1: 11.0}, {2: 9.0, 4: 8.9}, 2),  # the usual one unless another is clearly faster
         ({2: 10.0, 4: 7.0, 8: 7.0, 1: 20.0}, {4: 6.9, 8: 7.0}, 4),
         ({2: 10.1, 4: 10.0, 1: 10.05}, {2: 10.0, 4: 9.9}, 2),  # of three that are alike the usual one
+        ({2: 10.0, 4: 20.0, 1: 30.0}, {}, 2),  # what is far off is not searched
     ],
 )
 def test_of_the_best_two_the_search_decides(
     planned: dict[int, float | None], searched: dict[int, float | None], best: int
 ) -> None:
-    assert (
-        fastest_size(16, 512, usual=USUAL_TOKENS, planned=planned.__getitem__, searched=searched.__getitem__, needed=NEEDED)
-        == best
-    )
+    assert _fastest(planned, searched) == best
 
 
-def test_what_is_far_off_is_not_searched() -> None:
-    planned = {2: 10.0, 4: 20.0, 1: 30.0}
-    assert fastest_size(16, 512, usual=USUAL_TOKENS, planned=planned.__getitem__, searched={}.__getitem__, needed=NEEDED) == 2
+def _fastest(
+    planned: dict[int, float | None], searched: dict[int, float | None] | None = None, *,
+    shape: tuple[int, int, int, int] = (16, 512, USUAL_TOKENS, MOST_TOKENS),
+) -> int:  # fmt: skip
+    """Chooses among sizes by their seconds. `shape`: rows of a batch; tokens of a row, of the usual micro-batch, at most."""
+    batch, length, usual, most = shape
+    seconds = (planned if searched is None else searched).__getitem__
+    return fastest_size(batch, length, usual=usual, most=most, planned=planned.__getitem__, searched=seconds, needed=NEEDED)
 
 
 def test_chosen_once_and_kept(new_project: NewProject) -> None:
@@ -177,6 +174,79 @@ def test_libraries_have_their_part_of_a_gpu(new_project: NewProject, device: str
     machine = replace(described("rtx4090,gen4,64GiB"), device=device)
     recipe = load_recipe(new_project().recipe, [f"offload.max_memory.gpu={asked}", f"offload.device={device}"]).recipe
     assert gpu_limit(recipe, machine) == planned_with
+
+
+# ---- budgets, and what else `auto` stands for ------------------------------------------------------------------------------
+
+NUMERICS = Numerics(
+    compute_dtype="bfloat16", accumulate_dtype="float32", batch_size=4, micro_batch_size=2, max_seq_len=64, head_chunk_tokens=0,
+    torch_threads=2, seed=0,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("device", "pinnable", "budget", "expected"),
+    [
+        ("cuda", 64 * GiB, "auto", int(0.9 * 62 * GiB)),
+        ("cuda", 32 * GiB, "auto", 32 * GiB),  # WSL: nearly all of a run's memory is pinned
+        ("cpu", 32 * GiB, "auto", int(0.9 * 62 * GiB)),
+        ("cuda", 0, "auto", int(0.9 * 62 * GiB)),  # not known
+        ("cuda", 32 * GiB, "90%", int(0.9 * 64 * GiB)),  # asked for: refused by name where the plan takes it
+        ("cuda", 32 * GiB, "48GiB", 48 * GiB),
+    ],
+)
+def test_the_budget(new_project: NewProject, device: str, pinnable: int, budget: str, expected: int) -> None:
+    machine = replace(described("rtx4090,gen4,64GiB"), device=device, pinnable=pinnable)
+    changes = [f"offload.max_memory.cpu={budget}", "offload.device=auto"]
+    recipe = load_recipe(new_project().recipe, changes).recipe
+    assert plan_request(recipe, NUMERICS, machine, device=device).cpu_budget == expected
+
+
+@pytest.mark.parametrize(
+    ("free", "budget", "expected"),
+    [
+        (0, "auto", int(0.95 * 24 * GiB)),  # described: all of it is
+        (24 * GiB, "auto", int(0.95 * 24 * GiB)),
+        (21 * GiB, "auto", int(0.95 * 21 * GiB)),  # others hold the rest
+        (21 * GiB, "50%", int(0.95 * 12 * GiB)),  # a share is of the card
+        (21 * GiB, "22GiB", int(0.95 * 21 * GiB)),  # more than there is
+        (0, "22GiB", int(0.95 * 22 * GiB)),
+    ],
+)
+def test_the_budget_of_a_card(new_project: NewProject, free: int, budget: str, expected: int) -> None:
+    """Shows that what the process may have is a little more."""
+    machine = replace(described("rtx4090,gen4,64GiB"), device_free=free)
+    recipe = load_recipe(new_project().recipe, [f"offload.max_memory.gpu={budget}", "offload.device=auto"]).recipe
+    assert gpu_limit(recipe, machine) == expected
+    assert int(0.95 * (gpu_most(recipe, machine) or 0)) == expected
+    assert plan_request(recipe, NUMERICS, machine, device="cuda").gpu_budget == expected
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "slow"), [("bfloat16", "cpu", True), ("float32", "cpu", False), ("bfloat16", "cuda", False)]
+)
+def test_slow_products_are_said(new_project: NewProject, dtype: str, device: str, slow: bool) -> None:
+    said = list[str]()
+    recipe = load_recipe(new_project(changes={"precision.compute": dtype}).recipe).recipe
+    note_slow_products(recipe, device, said.append)
+    assert len(said) == (slow and not has_fast_bfloat16())
+    assert all("precision.compute=float32" in text for text in said)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ([], None),
+        (["offload.gradients=auto", "offload.norm_first=always"], True),
+        (["model.trust_remote_code=true"], False),
+    ],
+)
+def test_code_whose_backward_writes_into_outputs_has_one_backward(
+    new_project: NewProject, changes: list[str], expected: bool | None
+) -> None:
+    recipe = load_recipe(new_project().recipe, ["train.clip_grad_norm=1", *changes]).recipe
+    machine = replace(described("rtx4090,gen4,64GiB"), device="cpu")
+    assert plan_request(recipe, NUMERICS, machine, device="cpu").norm_first is expected
 
 
 def _numerics(project: Project, *changes: str) -> Numerics:
