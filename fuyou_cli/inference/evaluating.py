@@ -30,7 +30,7 @@ from fuyou_cli.training.evaluation import evaluated
 from fuyou_cli.training.exporting import READ_ARENA
 from fuyou_cli.training.known_model import warm_up
 from fuyou_cli.training.length import cache_of, evaluation_rows
-from fuyou_cli.training.numerics import USUAL_TOKENS, check_positions, check_tokens, division, head_chunk, positions_of
+from fuyou_cli.training.numerics import USUAL_TOKENS, check_positions, check_tokens, divided, head_chunk, positions_of
 from fuyou_cli.training.prepare import device_name
 from fuyou_cli.training.report import EvalReport
 
@@ -163,8 +163,8 @@ def room_of(
     numerics = Numerics(
         compute_dtype=dtype, accumulate_dtype=dtype, batch_size=micro, micro_batch_size=micro, max_seq_len=length,
         head_chunk_tokens=chunk, torch_threads=1, seed=0,
-        **division(apart=found.anatomy.isolated, on_cpu=device is None, dtype=dtype, micro=micro, length=length),
     )  # fmt: skip
+    numerics = divided(numerics, apart=found.anatomy.isolated, on_cpu=device is None)
     widths = -(-numerics.widest // numerics.width_step) if device is None else 1
     visited = Visited.of(found.anatomy, TORCH_DTYPE[found.dtype])
     per_token = 2 * model.boundary_bytes_per_token + model.choreography_bytes_per_token + _OF_ROWS

@@ -6,16 +6,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from statistics import fmean
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import TYPE_CHECKING, Literal
 
 from ..core.errors import UsageError
 from ..core.units import GiB, MiB, align_up
 from ..engine.processor import has_fast_bfloat16
 from ..spec.hardware import HardwareProfile
 from ..spec.model import Dtype, ModelFacts
-from ..spec.plan import Numerics, Padding
+from ..spec.plan import Numerics
 from .state.recipe_changes import changed_keys, in_words, is_rate, put_back, refused_later, settings_of
 from .state.stored import Manifest
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from ..data.rows import DataSummary
     from ..recipe.schema import Recipe, TrainSection
-    from ..spec.hardware import HardwareProfile
     from .length import Epoch
 
 THREADS_BESIDE_A_GPU = 4
@@ -63,31 +62,20 @@ def head_piece(recipe: Recipe, hardware: HardwareProfile) -> int:
     return max(HEAD_PIECE_BYTES, min(MOST_HEAD_PIECE_BYTES, memory // _GPU_SHARE))
 
 
-class Division(TypedDict):
-    """Holds the numerics that say how rows are divided into micro-batches."""
-
-    padding: Padding
-    width_step: int
-    document_step: int
-
-
-def division(
-    *, apart: bool, on_cpu: bool, dtype: str, micro: int, length: int, packing: str | Literal[False] = False
-) -> Division:
-    """Says how rows of up to `length` tokens are divided into micro-batches of `micro` of them. `apart`: the model keeps
-    documents apart, so rows that are not packed lie end to end.
+def divided(numerics: Numerics, *, apart: bool, on_cpu: bool, packing: str | Literal[False] = False) -> Numerics:
+    """Says how rows are divided into micro-batches. `apart`: the model keeps documents apart, so rows that are not packed lie
+    end to end.
 
     On a CPU oneDNN keeps code for each shape of a product in bfloat16, half a MiB and more: then there are few widths.
     """
-    few = on_cpu and dtype == "bfloat16"
-    padding: Padding = "none" if apart and not packing else "micro_batch"
-    widest = micro * length if padding == "none" else length
-    has_documents = padding == "none" or packing == "isolated"
-    return {
-        "padding": padding,
-        "width_step": align_up(-(-widest // (FEW_WIDTHS if few else MANY_WIDTHS)), 8),
-        "document_step": DOCUMENT_STEP if few and has_documents else 0,
-    }
+    few = on_cpu and numerics.compute_dtype == "bfloat16"
+    numerics = replace(numerics, padding="none" if apart and not packing else "micro_batch")
+    has_documents = numerics.padding == "none" or packing == "isolated"
+    return replace(
+        numerics,
+        width_step=align_up(-(-numerics.widest // (FEW_WIDTHS if few else MANY_WIDTHS)), 8),
+        document_step=DOCUMENT_STEP if few and has_documents else 0,
+    )
 
 
 def usual_numerics(recipe: Recipe, *, apart: bool) -> Numerics:
@@ -96,11 +84,11 @@ def usual_numerics(recipe: Recipe, *, apart: bool) -> Numerics:
     usual = USUAL_TOKENS if on_cpu else MOST_TOKENS
     micro = sizes_of(train.batch_size, length, usual=usual)[1] if train.micro_batch_size == "auto" else train.micro_batch_size
     compute: Dtype = recipe.precision.compute
-    return Numerics(
+    numerics = Numerics(
         compute_dtype=compute, accumulate_dtype=compute, batch_size=train.batch_size, micro_batch_size=micro,
         max_seq_len=length, head_chunk_tokens=0, torch_threads=1, seed=recipe.seed,
-        **division(apart=apart, on_cpu=on_cpu, dtype=compute, micro=micro, length=length, packing=recipe.dataset.packing),
     )  # fmt: skip
+    return divided(numerics, apart=apart, on_cpu=on_cpu, packing=recipe.dataset.packing)
 
 
 def widths_of(recipe: Recipe, numerics: Numerics) -> int:
@@ -147,21 +135,16 @@ def numerics_of(
         vocabulary_rows=facts.vocabulary_rows,
         range_experts=range_experts,
         router_aux_loss=train.router_aux_loss or 0.0,
-        **division(
-            apart=facts.keeps_apart and not train.compile and _is_unlike(epoch, length),
-            on_cpu=hardware.device != "cuda", dtype=compute, micro=micro, length=length, packing=recipe.dataset.packing,
-        ),
-    )  # fmt: skip
+    )
+    # Laid end to end, rows have attention document by document, and its output cannot be kept for backward: worth while for
+    # rows that are unlike.
+    unlike = epoch is not None and fmean(epoch.lengths) < MOSTLY * length
+    apart = facts.keeps_apart and not train.compile and unlike
+    numerics = divided(numerics, apart=apart, on_cpu=hardware.device != "cuda", packing=recipe.dataset.packing)
     if manifest is None:
         return numerics
     _refuse_changed(recipe, manifest, numerics)
     return manifest.numerics
-
-
-def _is_unlike(epoch: Epoch | None, length: int) -> bool:
-    """Tells whether rows are so unlike that it is worth while to lay them end to end. Attention is then computed document by
-    document, and its output cannot be kept for backward."""
-    return epoch is not None and fmean(epoch.lengths) < MOSTLY * length
 
 
 def _refuse_changed(recipe: Recipe, saved: Manifest, asked: Numerics) -> None:

@@ -14,12 +14,13 @@ from hypothesis import strategies as some
 from fuyou_cli.data.batches import Batch, Sequences, deal, lay_out, passes, typical_step
 from fuyou_cli.data.rows import NO_LOSS
 from fuyou_cli.spec.plan import Numerics, Padding, lengths_up_to, rounded_up
-from fuyou_cli.training.numerics import division
+from fuyou_cli.training.numerics import divided
 
 NUMERICS = Numerics(
     compute_dtype="float32", accumulate_dtype="float32", batch_size=8, micro_batch_size=2, max_seq_len=64, head_chunk_tokens=0,
     torch_threads=1, seed=0, padding="none", width_step=16,
 )  # fmt: skip
+PAIRS = replace(NUMERICS, max_seq_len=512)
 PADDINGS: list[Padding] = ["none", "micro_batch"]
 
 lengths_of_rows = some.lists(some.integers(1, 64), min_size=8, max_size=8)
@@ -154,8 +155,7 @@ def test_lengths_are_counted() -> None:
 @given(lengths=some.lists(some.integers(1, 512), min_size=8, max_size=8))
 def test_shapes_are_few_where_libraries_keep_code_for_each(apart: bool, lengths: list[int]) -> None:
     """On a CPU in bfloat16: eight widths of micro-batches, eight lengths of documents up to 512 tokens."""
-    divided = division(apart=apart, on_cpu=True, dtype="bfloat16", micro=2, length=512)
-    numerics = replace(NUMERICS, max_seq_len=512, **divided)
+    numerics = divided(replace(PAIRS, compute_dtype="bfloat16"), apart=apart, on_cpu=True)
     batch = lay_out(rows_of(lengths), range(8), pad_id=0, numerics=numerics)
     assert batch.sweeps is not None
     widths = {part.width for part in batch.sweeps[0]}
@@ -169,10 +169,10 @@ def test_shapes_are_few_where_libraries_keep_code_for_each(apart: bool, lengths:
 
 def test_other_devices_and_dtypes_pad_less() -> None:
     few, many, there = (
-        division(apart=True, on_cpu=on_cpu, dtype=dtype, micro=2, length=512)
+        divided(replace(PAIRS, compute_dtype=dtype), apart=True, on_cpu=on_cpu)
         for on_cpu, dtype in ((True, "bfloat16"), (True, "float32"), (False, "bfloat16"))
     )
-    assert few["width_step"] == 128 and many["width_step"] == there["width_step"] == 32
-    assert few["document_step"] == 64 and many["document_step"] == there["document_step"] == 0
-    packed = division(apart=True, on_cpu=True, dtype="bfloat16", micro=2, length=512, packing="isolated")
-    assert packed == {"padding": "micro_batch", "width_step": 64, "document_step": 64}
+    assert few.width_step == 128 and many.width_step == there.width_step == 32
+    assert few.document_step == 64 and many.document_step == there.document_step == 0
+    packed = divided(replace(PAIRS, compute_dtype="bfloat16"), apart=True, on_cpu=True, packing="isolated")
+    assert (packed.padding, packed.width_step, packed.document_step) == ("micro_batch", 64, 64)
