@@ -227,24 +227,9 @@ class HardwareProfile:
     def digest(self) -> str:
         """Identifies the rates in twelve characters. Equal rates give an equal digest."""
         rates = {key: value for key, value in asdict(self).items() if key not in _NOT_RATES}
-        for later in ("device_memory_rate", "dram"):  # profiles of before they existed keep their digest
-            if not rates[later]:
-                del rates[later]
-        for assumed in ("tile_rows", "product_launch"):
-            if rates[assumed] == HardwareProfile.__dataclass_fields__[assumed].default:
-                del rates[assumed]
-        for rate in rates["stage_rates"]:
-            for later in _LATER_OF_RATES:
-                if not rate[later]:
-                    del rate[later]
         return hashlib.sha256(json.dumps(rates, sort_keys=True).encode()).hexdigest()[:12]
 
 
-# Fields of a rate that profiles of before they existed do not have, so that they keep their digest.
-_LATER_OF_RATES = (
-    "graph", "forward_launch", "backward_launch", "width", "threads", "forward_flops", "backward_flops", "given_flops",
-    "trained", "layers", "expert_rows",
-)  # fmt: skip
 _ALWAYS = (
     "cores", "ram_total", "disk_free", "matmul_flops", "store_read", "store_write", "store_read_mixed", "store_write_mixed",
 )  # fmt: skip
@@ -304,22 +289,21 @@ def merged_rates(kept: tuple[StageRate, ...], found: tuple[StageRate, ...]) -> t
     """Joins both in a fixed order. If a shape was measured twice, `found` counts. A recipe's own stages count instead of all
     that was kept of stages with as many parameters and as many trained, unless those were timed for the same layers at rows of
     another length."""
-    own = {(rate.shape[:4], rate.trained): _layers(rate) for rate in found if rate.layers}
+
+    def layers(rate: StageRate) -> str:  # without the length of rows
+        return rate.layers.partition("/")[0]
+
+    own = {(rate.shape[:4], rate.trained): layers(rate) for rate in found if rate.layers}
     stages = {shape for shape, _ in own}
 
     def stays(rate: StageRate) -> bool:
         if not rate.layers:
             return rate.shape[:4] not in stages
-        return own.get((rate.shape[:4], rate.trained), _layers(rate)) == _layers(rate)
+        return own.get((rate.shape[:4], rate.trained), layers(rate)) == layers(rate)
 
     others = [rate for rate in kept if stays(rate)]
     by_shape = {rate.shape: rate for rate in (*others, *found)}
     return tuple(by_shape[shape] for shape in sorted(by_shape))
-
-
-def _layers(rate: StageRate) -> str:
-    """Returns the digest of the layers that a rate was timed for, without the length of rows."""
-    return rate.layers.partition("/")[0]
 
 
 def _ratio(one: float, other: float) -> float:

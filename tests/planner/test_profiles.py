@@ -80,13 +80,6 @@ def test_a_graph_takes_what_was_measured_of_this_very_block(changes: dict[str, A
     assert len({id(operators) for operators in graphs}) == 1 or size == 2048, "a search relies on it"
 
 
-def test_a_profile_without_graphs_and_launches_keeps_its_digest() -> None:
-    plain = replace(HARDWARE, stage_rates=(rate(1 << 20, 128),))
-    with_graph = replace(HARDWARE, stage_rates=(replace(plain.stage_rates[0], graph=1),))
-    launched = replace(HARDWARE, stage_rates=(replace(plain.stage_rates[0], forward_launch=1.0),))
-    assert plain.digest() == "aeaafdf149f4" and len({each.digest() for each in (plain, with_graph, launched)}) == 3
-
-
 def test_a_frozen_stage_and_a_trained_one_are_told_apart() -> None:
     frozen = replace(rate(10_000_000, 512), width=512, threads=2, layers="lora/512", forward_flops=1.0)
     trained = replace(frozen, trained=10_000_000, layers="full/512")
@@ -144,5 +137,7 @@ def test_the_digest_names_rates_and_nothing_else() -> None:
     assert base.digest() == replace(base).digest() and len(base.digest()) == 12
     same = replace(base, ram_available=1, disk_free=2, name="x", measured="described", drives=(Drive(model="d", capacity=1),))
     assert same.digest() == base.digest()
-    for change in ({"store_read": 1.0}, {"adamw": ((1, 1.0),)}, {"stage_rates": RATES[1:]}, {"shared_compute": 0.5}):
+    graph = (replace(RATES[0], graph=1), *RATES[1:])
+    changes = ({"store_read": 1.0}, {"adamw": ((1, 1.0),)}, {"stage_rates": RATES[1:]}, {"stage_rates": graph}, {"dram": 0.5})
+    for change in changes:
         assert replace(base, **change).digest() != base.digest(), change  # type: ignore[arg-type]
