@@ -232,10 +232,7 @@ def _rates(console: Console, report: BenchReport, title: str, unit: str, shapes:
     scale, name = (1, "TFLOPS") if unit == "FLOP/s" else (1000, "GB/s")
     least = min((rate.repeats for rate in rates), default=0)
     heading(console, f"{title} ({name})", f"median of at least {least} repeats (stages: mean), and their range")
-    content = ruled(shapes)
-    column(content, "what", wrap=True)
-    column(content, "rate", right=True)
-    column(content, "range", right=True)
+    content = ruled(shapes, "what", "rate", "range")
     column(content, "measured on", wrap=True, style="dim")
     for rate in rates:
         value, low, high = (tera(one * scale) for one in (rate.value, rate.low, rate.high))

@@ -243,9 +243,7 @@ def _source(facts: RunFacts) -> str:
 def _rates(console: Console, facts: RunFacts, shapes: Symbols) -> None:
     """Prints every rate of a described machine with its source."""
     heading(console, "Rates of this machine", "none was measured here")
-    content = ruled(shapes)
-    column(content, "rate", wrap=True)
-    column(content, "value", right=True)
+    content = ruled(shapes, "rate", "value")
     column(content, "origin")
     column(content, "source", wrap=True, style="dim")
     plus = " + " if console.width >= WIDE else "\n+ "  # three rates on a line leave sources one word per line
@@ -268,10 +266,7 @@ def _placement(console: Console, facts: RunFacts, shapes: Symbols) -> None:
 
     with_policy = console.width >= WIDE
     heading(console, f"Placement ({name})")
-    content = ruled(shapes)
-    column(content, "what", wrap=True)
-    for title in ("total", *(_TITLE[tier] for tier in room)):
-        column(content, title, right=True)
+    content = ruled(shapes, "what", "total", *(_TITLE[tier] for tier in room))
     if with_policy:
         column(content, "policy", wrap=True, style="dim")
     for what in dict.fromkeys(line.what for line in plan.memory):
@@ -340,10 +335,7 @@ def _changes(console: Console, facts: RunFacts, outcomes: Sequence[Outcome], sha
         say(console, f"{words[0].upper()}{words[1:]}.")  # units stay as they are
         return
     heading(console, "Changes that help", f"the smallest of each kind, planned again ({facts.tried} plans tried)")
-    content = ruled(shapes)
-    column(content, "add", wrap=True)
-    for figure in ("step", "tokens/s", "RAM", "ssd a step"):
-        column(content, figure, right=True)
+    content = ruled(shapes, "add", "step", "tokens/s", "RAM", "ssd a step")
     for outcome in outcomes:
         content.add_row(Text(" ".join(outcome.overrides)), *_figures(outcome.plan))
     show(console, content, indent=2)
@@ -657,10 +649,7 @@ def show_traffic(console: Console, facts: RunFacts, shapes: Symbols) -> None:
     """Prints bytes read and written in a step by kind, then wear, commits and disks."""
     predicted = facts.plan.predicted
     heading(console, "SSD traffic per step")
-    content = ruled(shapes)
-    column(content, "what", wrap=True)
-    column(content, "read", right=True)
-    column(content, "written", right=True)
+    content = ruled(shapes, "what", "read", "written")
     for kind in dict.fromkeys((*predicted.read_by, *predicted.written_by)):
         read, written = predicted.read_by.get(kind, 0), predicted.written_by.get(kind, 0)
         if read or written:

@@ -18,7 +18,7 @@ from fuyou_cli.training.run_log import History
 from fuyou_cli.training.state.recipe_changes import in_words
 
 from .charts import Series, line_svg, shares_svg, show_loss, show_timeline, timeline_svg, waiting
-from .theme import column, heading, pairs, percent, rate, ruled, say, show, some, speed, symbols, tera
+from .theme import heading, pairs, percent, rate, ruled, say, show, some, speed, symbols, tera
 
 Pairs = list[tuple[str, str]]
 _SHOWN = 240  # characters of a prompt or a text
@@ -62,13 +62,7 @@ def show_compared(console: Console, report: RunReport) -> None:
     """Prints a row per figure of the plan, next to the measurement."""
     note = typical(report) + ("; the plan's rates were assumed" if report.assumed else "")
     heading(console, "Predicted and measured", note)
-    content = ruled(symbols(console))
-    column(content, "what", wrap=True)
-    for title in ("predicted", "measured", "difference"):
-        column(content, title, right=True)
-    for what, *figures in compared_rows(report):
-        content.add_row(Text(what), *figures)
-    show(console, content, indent=2)
+    _table(console, ("what", "predicted", "measured", "difference"), compared_rows(report))
     over = report.ram_peak > report.ram_budget
     say(console, verdict(report), style="red" if over else "", indent=2)
     if report.assumed:
@@ -129,7 +123,7 @@ def show_report(console: Console, history: History) -> None:
         show_compared(console, history.report)
     if rows := memory(history):
         heading(console, "Memory", "as planned")
-        _table(console, ("tier", "what", "size", "share"), rows)
+        _table(console, ("tier", "what", "size", "share"), rows, names=2)
     heading(console, "The ssd")
     pairs(console, [*store(history), *wear(history)])
     show_timeline(console, history.report.timeline)
@@ -148,11 +142,9 @@ def _short(text: str) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ..."
 
 
-def _table(console: Console, titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Prints names on the left, figures on the right; the last column may hold text."""
-    content, names = ruled(symbols(console)), 1 if len(titles) > 4 else 2
-    for number, title in enumerate(titles):
-        column(content, title, right=number >= names, wrap=number == names - 1)
+def _table(console: Console, titles: Sequence[str], rows: Sequence[Sequence[str]], names: int = 1) -> None:
+    """Prints `names` columns on the left, figures on the right; the last column may hold text."""
+    content = ruled(symbols(console), *titles, names=names)
     for row in rows:
         content.add_row(*map(Text, row))
     show(console, content, indent=2)

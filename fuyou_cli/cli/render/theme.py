@@ -138,10 +138,14 @@ def bar(share: float, width: int, shapes: Symbols) -> str:
     return shapes.bars[-1] * whole + (shapes.bars[part - 1] if part else "")
 
 
-def ruled(shapes: Symbols) -> Table:
-    """Makes a table with a rule under its header and between sections, and no frame."""
+def ruled(shapes: Symbols, *titles: str, names: int = 1) -> Table:
+    """Makes a table with a rule under its header and between sections, and no frame: `names` columns on the left, the last of
+    which wraps, and figures on the right."""
     box = Box(_RULED.format(shapes.rule * 4), ascii=not shapes.utf8)
-    return Table(box=box, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim", border_style="dim")
+    content = Table(box=box, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim", border_style="dim")
+    for number, title in enumerate(titles):
+        column(content, title, right=number >= names, wrap=number == names - 1)
+    return content
 
 
 def column(content: Table, title: str = "", *, right: bool = False, wrap: bool = False, style: str = "") -> None:
