@@ -90,9 +90,7 @@ app.add_typer(recipes, name="recipes")
 
 
 @app.callback(invoke_without_command=True)
-def _root(
-    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
-) -> None:
+def _root(version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False) -> None:
     if version:
         write_result(f"fuyou {__version__}")
         raise typer.Exit

@@ -17,10 +17,8 @@ ANY = examples(250, share_fixtures=True)
 _values = st.one_of(
     st.sampled_from(["auto", "null", "[]", "{}", "-1", "1e400", "0x_", "0b", "1:99", ".nan", "~", "???", "${seed}", "''"]),
     st.sampled_from(["&a 1", "*a", "[1, {a: 2}]", "{a: [", "!!int x", "| \n  x", "2020-01-01", "<<", "${oc.env:NO}", "%"]),
-    st.text(max_size=12),
-    st.integers().map(str),
-    st.floats().map(str),
-)
+    st.text(max_size=12), st.integers().map(str), st.floats().map(str),
+)  # fmt: skip
 _keys = st.one_of(st.sampled_from(known_keys()), st.text(max_size=8))
 
 

@@ -9,14 +9,9 @@ from fuyou_cli.recipe.diagnostics import COMMAND_LINE
 
 def test_values_are_yaml(load):
     recipe = load(
-        "",
-        "optimizer.lr=3e-6",
-        "offload.dir=[/a, /b]",
-        "offload.max_memory={cpu: 1GiB}",
-        "dataset.train[0].columns={prompt: question}",
-        "output_dir=a=b",
-        "offload.io.backend=threads",
-    )
+        "", "optimizer.lr=3e-6", "offload.dir=[/a, /b]", "offload.max_memory={cpu: 1GiB}",
+        "dataset.train[0].columns={prompt: question}", "output_dir=a=b", "offload.io.backend=threads",
+    )  # fmt: skip
     assert recipe.optimizer.lr == 3e-6
     assert recipe.offload.dir == ("/a", "/b")
     assert recipe.offload.max_memory.cpu.size == 1 << 30

@@ -55,16 +55,9 @@ def words(text: str) -> str:
 def _stage(index: int, kind: StageKind, params: int) -> StageSpec:
     tensor = TensorSpec(name=f"stage{index}.weight", shape=(params,), offset=0, numel=params, decay=True)
     return StageSpec(
-        index=index,
-        kind=kind,
-        name=f"model.{index}",
-        banks=banks_of("bfloat16", trained=params),
-        tensors=(tensor,),
-        forward_flops=1e11,
-        forward_peak=64 * MiB,
-        backward_peak=128 * MiB,
-        weights_in_backward=kind != "embedding",
-    )
+        index=index, kind=kind, name=f"model.{index}", banks=banks_of("bfloat16", trained=params), tensors=(tensor,),
+        forward_flops=1e11, forward_peak=64 * MiB, backward_peak=128 * MiB, weights_in_backward=kind != "embedding",
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -73,38 +66,18 @@ def model() -> ModelSpec:
     kinds.append(("head", 65_536_000))
     stages = tuple(_stage(index, kind, params) for index, (kind, params) in enumerate(kinds))
     return ModelSpec(
-        architecture="LlamaForCausalLM",
-        compute_dtype="bfloat16",
-        hidden_size=2048,
-        vocab_size=32000,
-        stages=stages,
-        tied_head=False,
-        boundary_bytes_per_token=4096,
-        choreography_bytes_per_token=2048,
-    )
+        architecture="LlamaForCausalLM", compute_dtype="bfloat16", hidden_size=2048, vocab_size=32000, stages=stages,
+        tied_head=False, boundary_bytes_per_token=4096, choreography_bytes_per_token=2048,
+    )  # fmt: skip
 
 
 @pytest.fixture
 def hardware() -> HardwareProfile:
     return HardwareProfile(
-        device="cpu",
-        device_name="AMD EPYC",
-        cores=2,
-        ram_total=24 * GiB,
-        ram_available=22 * GiB,
-        process_bytes=420 * MiB,
-        device_memory=0,
-        disk_free=80 * 10**9,
-        matmul_flops=0.861e12,
-        store_read=2.1e9,
-        store_write=1.4e9,
-        store_read_mixed=1.2e9,
-        store_write_mixed=0.9e9,
-        adamw=((1, 12.4e9),),
-        h2d=0.0,
-        d2h=0.0,
-        measured="2026-11-21",
-    )
+        device="cpu", device_name="AMD EPYC", cores=2, ram_total=24 * GiB, ram_available=22 * GiB, process_bytes=420 * MiB,
+        device_memory=0, disk_free=80 * 10**9, matmul_flops=0.861e12, store_read=2.1e9, store_write=1.4e9,
+        store_read_mixed=1.2e9, store_write_mixed=0.9e9, adamw=((1, 12.4e9),), h2d=0.0, d2h=0.0, measured="2026-11-21",
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -127,48 +100,25 @@ _MEMORY = (
     MemoryLine(what="gradients", tier="ssd", size=2_200 * MiB, total=2_200 * MiB, policy="rest until the norm is known"),
     MemoryLine(what="boundaries", tier="cpu", size=800 * MiB, total=800 * MiB, policy="one per stage"),
     MemoryLine(what="interpreter, torch", tier="cpu", size=420 * MiB, total=0, policy="measured"),
-)
+)  # fmt: skip
 _PREDICTED = Predicted(
-    cpu_peaks={"load": 900 * MiB, "train": 1_884 * MiB, "export": 700 * MiB},
-    gpu_peak=0,
-    ssd_bytes=28_600 * MiB,
-    export_bytes=2_200_000_000,
-    read_per_step=17_600_000_000,
-    written_per_step=15_400_000_000,
+    cpu_peaks={"load": 900 * MiB, "train": 1_884 * MiB, "export": 700 * MiB}, gpu_peak=0, ssd_bytes=28_600 * MiB,
+    export_bytes=2_200_000_000, read_per_step=17_600_000_000, written_per_step=15_400_000_000,
     read_by={"weights": 4_400_000_000, "states": 11_000_000_000, "gradients": 2_200_000_000},
-    written_by={"weights": 2_200_000_000, "states": 11_000_000_000, "gradients": 2_200_000_000},
-    step_flops=5.41e13,
-    compute_flops=7.2e13,
-    seconds={"compute": 84.0, "update": 3.1, "ssd read": 14.6, "ssd write": 17.1},
-    step_seconds=88.4,
+    written_by={"weights": 2_200_000_000, "states": 11_000_000_000, "gradients": 2_200_000_000}, step_flops=5.41e13,
+    compute_flops=7.2e13, seconds={"compute": 84.0, "update": 3.1, "ssd read": 14.6, "ssd write": 17.1}, step_seconds=88.4,
     bottleneck="compute",
-)
+)  # fmt: skip
 
 
 def _homes(index: int, kind: str) -> StagePlan:
     tier: Tier = "cpu" if kind == "norm" else "ssd"
     return StagePlan(
-        stage=index,
-        weights=tier,
-        states=tier,
-        gradients="ssd",
-        boundary="cpu",
-        slot_class=0,
-        deferred=True,
-        pair=ExtentPair(offset=0, size=4096),
-        weights_at=_SPAN,
-        remainder_at=_SPAN,
-        momentum_at=_SPAN,
-        variance_at=_SPAN,
-        gradients_extent=_SPAN,
-        boundary_extent=None,
-        weights_ram=None,
-        remainder_ram=None,
-        momentum_ram=None,
-        variance_ram=None,
-        gradients_ram=None,
-        boundary_ram=_SPAN,
-    )
+        stage=index, weights=tier, states=tier, gradients="ssd", boundary="cpu", slot_class=0, deferred=True,
+        pair=ExtentPair(offset=0, size=4096), weights_at=_SPAN, remainder_at=_SPAN, momentum_at=_SPAN, variance_at=_SPAN,
+        gradients_extent=_SPAN, boundary_extent=None, weights_ram=None, remainder_ram=None, momentum_ram=None,
+        variance_ram=None, gradients_ram=None, boundary_ram=_SPAN,
+    )  # fmt: skip
 
 
 @pytest.fixture

@@ -307,10 +307,7 @@ def memory(history: History) -> list[tuple[str, ...]]:
 def store(history: History) -> Pairs:
     """Says how much a step moves to and from the ssd, and how fast."""
     report, rows = history.report, []
-    for name, resource, size in (
-        ("read", "ssd read", report.read_per_step),
-        ("written", "ssd write", report.written_per_step),
-    ):
+    for name, resource, size in (("read", "ssd read", report.read_per_step), ("written", "ssd write", report.written_per_step)):
         busy = report.busy.get(resource, 0.0)
         while_busy = f", {rate(size / busy)} during the {brief(busy)} of transfer" if busy and size else ""
         over = f", {rate(size / report.step_seconds)} over the whole step" if report.step_seconds and size else ""
