@@ -43,13 +43,23 @@ def load(write: Callable[[str], Path]) -> Callable[..., Recipe]:
 
 
 @pytest.fixture
-def refused(write: Callable[[str], Path]) -> Callable[..., dict[str, Diagnostic]]:
-    """Returns what is wrong with VALID, then `text`, then overrides: by key, or by code where no key is concerned."""
+def errors(write: Callable[[str], Path]) -> Callable[..., RecipeErrors]:
+    """Returns the errors of VALID, then `text`, then overrides."""
 
-    def _refused(text: str = "", *overrides: str) -> dict[str, Diagnostic]:
+    def _errors(text: str = "", *overrides: str) -> RecipeErrors:
         with pytest.raises(RecipeErrors) as caught:
             load_recipe(write(VALID + text), overrides)
         assert caught.value.exit_code == 2
-        return {show_path(found.path) or found.code: found for found in caught.value.diagnostics}
+        return caught.value
+
+    return _errors
+
+
+@pytest.fixture
+def refused(errors: Callable[..., RecipeErrors]) -> Callable[..., dict[str, Diagnostic]]:
+    """Returns the same by key, or by code where no key is concerned."""
+
+    def _refused(text: str = "", *overrides: str) -> dict[str, Diagnostic]:
+        return {show_path(found.path) or found.code: found for found in errors(text, *overrides).diagnostics}
 
     return _refused
