@@ -40,13 +40,13 @@ def report(error: BaseException) -> int:
     if os.environ.get("FUYOU_DEBUG", "") not in ("", "0"):
         write_status("".join(traceback.format_exception(error)).rstrip())
     if isinstance(error, (KeyboardInterrupt, Interrupted)) and not _may_start_threads():
-        _say(_NO_THREAD, NO_THREADS)  # OpenBLAS, which numpy loads, sends the process a SIGINT then
+        _write_error(_NO_THREAD, NO_THREADS)  # OpenBLAS, which numpy loads, sends the process a SIGINT then
         return FAILED
     if isinstance(error, KeyboardInterrupt):
         write_status("interrupted")
         return INTERRUPTED
-    message, hint, code = _told(error)
-    _say(message, hint)
+    message, hint, code = _explained(error)
+    _write_error(message, hint)
     for note in getattr(error, "__notes__", ()):
         write_status(f"  note: {note}")
     return code
@@ -72,12 +72,15 @@ def report_usage(error: Exception, words: Sequence[str]) -> int:
     return USAGE
 
 
-def _told(error: BaseException) -> tuple[str, str | None, int]:
+def _explained(error: BaseException) -> tuple[str, str | None, int]:
     """Returns the message, the hint and the exit code."""
     if isinstance(error, FuyouError):
         return error.message, error.hint, error.exit_code
-    if isinstance(error, MemoryError) or _is_out_of_memory(error):
-        which = "gpu" if _is_of_a_device(error) else "cpu"
+    torch = sys.modules.get("torch")  # not imported for this: the device's error has a class, the host's only a text
+    on_device = torch is not None and isinstance(error, torch.OutOfMemoryError)
+    on_host = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    if isinstance(error, MemoryError) or on_device or on_host:
+        which = "gpu" if on_device else "cpu"
         return f"out of memory: {_text(error)}", f"lower offload.max_memory.{which}; see `fuyou plan`", OUT_OF_SPACE
     if _is_out_of_threads(error):
         return _NO_THREAD, NO_THREADS, FAILED
@@ -96,12 +99,6 @@ def excepthook(kind: type[BaseException], error: BaseException, trace: Traceback
     report(error)
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
-    """Recognises torch's out-of-memory errors without importing torch: the device's error has a class, the host's only a
-    text."""
-    return _is_of_a_device(error) or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
-
-
 def _is_out_of_threads(error: BaseException) -> bool:
     """Recognises what Python raises where a thread or a process cannot be started."""
     if isinstance(error, OSError):
@@ -118,18 +115,13 @@ def _may_start_threads() -> bool:
     return True
 
 
-def _is_of_a_device(error: BaseException) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(error, torch.OutOfMemoryError)
-
-
 def _text(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename is not None else error.strerror
     return (str(error).strip().splitlines() or ["no details"])[0]
 
 
-def _say(message: str, hint: str | None) -> None:
+def _write_error(message: str, hint: str | None) -> None:
     if "error[" in message.partition("\n")[0]:  # a recipe's error has its own place and code: shown unchanged
         write_status(message)
     else:

@@ -65,7 +65,7 @@ def check_options(options: GenerateOptions) -> None:
         raise UsageError("there is nothing to continue", hint="give --prompt TEXT, --file prompts.jsonl, or --chat")
     if options.json_output and len(options.prompts) != 1:
         raise UsageError("--json is for one --prompt", hint="several, and --file, write one JSON object per line without it")
-    if not all(map(_is_text, options.prompts)):
+    if any("\ud800" <= letter <= "\udfff" for text in options.prompts for letter in text):  # bytes that are no text
         raise UsageError("--prompt: not valid UTF-8", hint="give the text in UTF-8, or in a file by --file")
     if options.temperature == 0 and (options.top_p is not None or options.top_k is not None):
         raise UsageError(
@@ -83,11 +83,6 @@ def check_options(options: GenerateOptions) -> None:
     for name, value, least, most in ranges:
         if value is not None and not least <= value <= most:
             raise UsageError(f"{name}: {value:g} is not between {least:g} and {most:g}")
-
-
-def _is_text(text: str) -> bool:
-    """Returns whether the shell gave text: other bytes come as halves of surrogates."""
-    return not any("\ud800" <= one <= "\udfff" for one in text)
 
 
 @like_ctrl_c()

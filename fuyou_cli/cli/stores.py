@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from fuyou_cli.training.report import RunReport, StepReport
     from fuyou_cli.training.state.at_rest import Verified
     from fuyou_cli.training.state.source_checks import FileCheck
-    from fuyou_cli.training.state.stored import Manifest
 
 _SHARD = 5_000_000_000  # bytes of a file of an export, unless a recipe says otherwise
 
@@ -59,8 +58,13 @@ def run_export(
     written = dtype or (export and export.dtype) or manifest.compute_dtype
     shard = _SHARD if export is None else export.max_shard_size
     copied = manifest.untouched is not None and (merged or kept_adapter(store) is None)  # from the model's checkpoint
-    model_dir = None if recipe is None else _model_of(recipe) if copied else _moved(manifest, recipe)
     with TransferDisplay(status_console()) as transfers:
+        model_dir = None
+        if recipe is not None and copied:
+            model_dir = Hub(recipe, say=write_status, progress=transfers).model(need_weights=True)
+        elif recipe is not None and not Path(manifest.model_dir).is_dir():  # it has moved: nothing is downloaded
+            named = expanded(recipe.model.name_or_path, key="model.name_or_path")
+            model_dir = named if named.is_dir() else None
         progress = partial(transfers, f"exporting to {out.name}")
         paths = export_trained(
             store, out, dtype=written, max_shard_size=shard, merged=merged, model_dir=model_dir, progress=progress,
@@ -80,18 +84,6 @@ def _recipe_of(source: Path, overrides: Sequence[str]) -> Recipe | None:
     if overrides:
         raise UsageError(f"{source} is not a recipe, so {overrides[0]} changes nothing", hint="use --dtype")
     return None
-
-
-def _moved(manifest: Manifest, recipe: Recipe) -> Path | None:
-    """Returns the folder that a recipe names, if the run's model is no longer where it was. Downloads nothing."""
-    named = expanded(recipe.model.name_or_path, key="model.name_or_path")
-    return named if named.is_dir() and not Path(manifest.model_dir).is_dir() else None
-
-
-def _model_of(recipe: Recipe) -> Path:
-    """Finds the model that a recipe names, with its weights."""
-    with TransferDisplay(status_console()) as transfers:
-        return Hub(recipe, say=write_status, progress=transfers).model(need_weights=True)
 
 
 def run_verify(source: Path, *, json_output: bool) -> bool:

@@ -142,25 +142,19 @@ def _revision(recipe: Recipe) -> Broken:
         yield "model.revision", message, "leave it out, or name a model of the hub"
 
 
-def _length(recipe: Recipe) -> Broken:
-    train = recipe.train
+def _schedule(recipe: Recipe) -> Broken:
+    train, scheduler = recipe.train, recipe.lr_scheduler
     if train.epochs is not None and train.max_steps is not None:
         yield "train.max_steps", "`train.max_steps` and `train.epochs` both set the length of the run", _KEEP_ONE
     if train.epochs is None and train.max_steps is None:
         yield "train.epochs", "the length of the run is not set", "write `train.epochs` or `train.max_steps`"
-
-
-def _warmup(recipe: Recipe) -> Broken:
-    key, steps, last = "lr_scheduler.warmup_steps", recipe.lr_scheduler.warmup_steps, recipe.train.max_steps
-    if steps is not None and recipe.lr_scheduler.warmup_ratio is not None:
+    key, steps, last = "lr_scheduler.warmup_steps", scheduler.warmup_steps, train.max_steps
+    if steps is not None and scheduler.warmup_ratio is not None:
         yield key, f"`{key}` and `lr_scheduler.warmup_ratio` both set the length of the warm-up", _KEEP_ONE
     if steps is not None and last is not None and steps > last:
         yield key, f"a warm-up of {steps} steps does not end within `train.max_steps: {last}`", None
-
-
-def _decay(recipe: Recipe) -> Broken:
     key, usual = "lr_scheduler.min_lr_ratio", LrSchedulerSection.model_fields["min_lr_ratio"].default
-    if recipe.lr_scheduler.name == "constant" and recipe.lr_scheduler.min_lr_ratio not in (1, usual):
+    if scheduler.name == "constant" and scheduler.min_lr_ratio not in (1, usual):
         yield key, f"a constant schedule never decays, so `{key}` has no effect", "leave it out, or use linear, cosine or wsd"
 
 
@@ -177,14 +171,11 @@ def _divisor_near(batch: int, micro: int) -> int:
     return max(divisor for pair in small for divisor in (pair, batch // pair) if divisor <= micro)
 
 
-def _mixture(recipe: Recipe) -> Broken:
+def _data(recipe: Recipe) -> Broken:
     for number, entry in enumerate(recipe.dataset.train):
         if entry.weight is None and any(other.weight is not None for other in recipe.dataset.train):
             message = f"`dataset.train[{number}]` has no weight, but another entry has one"
             yield "dataset.train", message, "give a weight to every entry or to none (then entries are used completely)"
-
-
-def _streaming(recipe: Recipe) -> Broken:
     if recipe.dataset.streaming and recipe.train.max_steps is None:
         message = "`dataset.streaming` does not know how many rows there are, so `train.epochs` gives no number of steps"
         yield "dataset.streaming", message, "set train.max_steps"
@@ -360,20 +351,17 @@ def _quantised(recipe: Recipe) -> Broken:
         yield "offload.optimizer_states", message, "leave it auto: an adapter's states are small, and are updated on the CPU"
 
 
-def _kernels(recipe: Recipe) -> Broken:
+def _others(recipe: Recipe) -> Broken:
     if recipe.model.attn_implementation == "flash_attention_2" and recipe.precision.compute == "float32":
         message = "flash_attention_2 cannot compute in `precision.compute: float32`"
         yield "model.attn_implementation", message, "use sdpa, or compute in bfloat16"
-
-
-def _backends(recipe: Recipe) -> Broken:
     if len(set(recipe.logging.backends)) != len(recipe.logging.backends):
         yield "logging.backends", "`logging.backends` names a backend twice", None
 
 
 _RULES: tuple[Callable[[Recipe], Broken], ...] = (
-    _revision, _length, _warmup, _decay, _batch, _mixture, _streaming, _evaluation, _device, _optimizer, _together, _strategy,
-    _deferral, _norm_first, _skipping, _balanced, _compiled, _adapter, _quantised, _kernels, _backends,
+    _revision, _schedule, _batch, _data, _evaluation, _device, _optimizer, _together, _strategy, _deferral, _norm_first,
+    _skipping, _balanced, _compiled, _adapter, _quantised, _others,
 )  # fmt: skip
 
 

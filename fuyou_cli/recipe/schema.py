@@ -735,23 +735,25 @@ def _values(field: dict[str, Any]) -> str:
         return "share, as `90%`" if "%" in field["pattern"] else "size" if "integer" in kinds else "time"
     if "array" in kinds:
         parts = field.get("prefixItems")
-        return f"list of {len(parts)} numbers" if parts else f"list of {_plural(_values(field.get('items', {})))}"
+        if parts:
+            return f"list of {len(parts)} numbers"
+        each = _values(field.get("items", {}))
+        return "list of " + {"text": "texts", "section": "entries"}.get(each, each)
     words = {"null": "`null`", "boolean": "`true`, `false`", "string": "text", "object": "mapping"}
     return next((words[kind] for kind in kinds if kind in words), None) or _number(field, kinds)
 
 
 def _number(field: dict[str, Any], kinds: list[str]) -> str:
     name = "whole number" if "integer" in kinds else "number" if kinds else "section"
+    # a bound of 2**24 and more says only that a number fits the machine
     low, above = field.get("minimum"), field.get("exclusiveMinimum")
     high, below = field.get("maximum"), field.get("exclusiveMaximum")
     bounds = [f"from {low:,}" if low is not None else "", f"above {above:,}" if above is not None else ""]
-    bounds += [f"to {high:,}" if high is not None and high < 2**24 else "", f"below {below:,}" if _is_near(below) else ""]
+    bounds += [
+        f"to {high:,}" if high is not None and high < 2**24 else "",
+        f"below {below:,}" if below is not None and below < 2**24 else "",
+    ]
     return " ".join(filter(None, (name, *bounds)))
-
-
-def _is_near(bound: float | None) -> bool:
-    """Tells whether a bound says more than that a number fits the machine."""
-    return bound is not None and bound < 2**24
 
 
 def _default(field: dict[str, Any]) -> str:
@@ -759,10 +761,6 @@ def _default(field: dict[str, Any]) -> str:
     value: Any = field.get("default", {} if "object" in _kinds(field) else None)
     is_size = isinstance(value, int) and "pattern" in field
     return _code(format_size(value) if is_size else value)
-
-
-def _plural(word: str) -> str:
-    return {"text": "texts", "section": "entries"}.get(word, word)
 
 
 def _code(value: Any) -> str:

@@ -162,14 +162,11 @@ def _trained(model: ModelSpec) -> str:
     frozen = model.frozen_parameters
     if not frozen:
         return "full fine-tuning"
-    return f"{count(model.parameters - frozen)} parameters trained, {count(frozen)} frozen{_quantised(model)}"
-
-
-def _quantised(model: ModelSpec) -> str:
-    """Says how many of them rest quantised, and how."""
-    kind, many = model.quantisation, model.quantised_parameters
-    words = {"nf4": "nf4", "nf4_double": "nf4 with double quantisation", "int8": "int8", "mxfp4": "mxfp4", "fp8": "fp8"}
-    return "" if kind is None else f" ({count(many)} of them in {words[kind]})"
+    trained = f"{count(model.parameters - frozen)} parameters trained, {count(frozen)} frozen"
+    if model.quantisation is None:
+        return trained
+    kind = "nf4 with double quantisation" if model.quantisation == "nf4_double" else model.quantisation
+    return f"{trained} ({count(model.quantised_parameters)} of them in {kind})"
 
 
 def _frozen(model: ModelSpec) -> str:
@@ -278,15 +275,11 @@ def _placement(console: Console, facts: RunFacts, shapes: Symbols) -> None:
     content.add_section()
     content.add_row("peak", "", *(number(peak) for peak, _ in room.values()), style="bold")
     content.add_row("available", "", *(number(limit) for _, limit in room.values()))
-    content.add_row("used", "", *(_used(peak, limit) for peak, limit in room.values()))
+    used = (percent(peak, limit) + " over" * (peak > limit) for peak, limit in room.values())
+    content.add_row("used", "", *(Text(share, style="red" if share.endswith("over") else "") for share in used))
     show(console, content, indent=2)
     peaks = (f"{phase} {gib(peak)}{' (over budget)' * (peak > plan.cpu_budget)}" for phase, peak in phase_peaks(plan).items())
     pairs(console, [("RAM peaks", f" {shapes.dot} ".join(peaks))])
-
-
-def _used(peak: int, limit: int) -> Text:
-    over = peak > limit
-    return Text(percent(peak, limit) + (" over" if over else ""), style="red" if over else "")
 
 
 def _stages(console: Console, plan: Plan, model: ModelSpec, shapes: Symbols) -> None:
@@ -597,16 +590,12 @@ def _drives(facts: RunFacts) -> list[tuple[str, str]]:
     both = f"a step takes {brief(region.first)} at first, then {brief(region.later)}"
     if not region.size:
         return [("drives", f"{both}; the point where they slow down is not known")]
-    lasts = f"the first {gb(region.size)} of writes ({_lasting(region)}) are fast"
+    steps = f"{region.steps:,.0f}" if region.steps >= 10 else f"{region.steps:,.2g}"
+    lasts = f"the first {gb(region.size)} of writes ({steps} steps, {brief(region.steps * region.first)}) are fast"
     if facts.plan.sustained:
         unknown = "" if facts.left else "; the run's length is not known, so a long run is planned"
         return [("drives", f"{both}: {lasts}{unknown}")]
     return [("drives", f"{lasts}; {'the run stays within them' if facts.left else both}")]
-
-
-def _lasting(region: FastRegion) -> str:
-    steps = f"{region.steps:,.0f}" if region.steps >= 10 else f"{region.steps:,.2g}"
-    return f"{steps} steps, {brief(region.steps * region.first)}"
 
 
 def evaluating(facts: RunFacts) -> list[tuple[str, str]]:
