@@ -59,24 +59,12 @@ def test_without_a_terminal_it_does_not_guess(tmp_path, fuyou):
     assert one.exists()
 
 
-def test_stores_of_older_versions_go_too(tmp_path, capsys):
+@pytest.mark.parametrize(("named", "version"), [(".", 1), ("run", VERSION)], ids=["an older version", "the store itself"])
+def test_other_stores_go_too_and_files_that_are_gone_are_counted(tmp_path, capsys, named, version):
     one = make_file(tmp_path / "run" / "store.bin")
-    make_store(tmp_path / "run", files=[one], version=1)
-    run_clean(tmp_path, yes=True)
-    assert not one.exists()
-
-
-def test_a_store_itself_may_be_named(tmp_path, capsys):
-    one = make_file(tmp_path / "run" / "store.bin")
-    make_store(tmp_path / "run", files=[one])
-    run_clean(tmp_path / "run", yes=True)
-    assert not one.exists()
-
-
-def test_files_that_are_gone_are_counted_not_missed(tmp_path, capsys):
-    make_store(tmp_path / "run", files=[tmp_path / "run" / "store.bin"])
-    run_clean(tmp_path, yes=True)
-    assert "1 named files are gone already" in capsys.readouterr().out
+    make_store(tmp_path / "run", files=[one, tmp_path / "run" / "part.json"], version=version)
+    run_clean(tmp_path / named, yes=True)
+    assert not one.exists() and "1 named files are gone already" in capsys.readouterr().out
 
 
 def test_a_copy_removes_nothing_of_what_it_was_copied_from(tmp_path, capsys):

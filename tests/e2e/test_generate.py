@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from drawn import every
 
 from fuyou_cli.cli.app import main
 from fuyou_cli.data import sandbox
@@ -97,13 +98,13 @@ def test_stop_strings(materials: Path, tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.mark.usefixtures("served_here")
 @pytest.mark.parametrize(
     "settings",
-    [
+    every(3, [
         {"eos_token_id": "<|end|>"}, {"eos_token_id": 10**30}, {"repetition_penalty": -1.0}, {"repetition_penalty": "high"},
         {"bad_words_ids": [[-1]]}, {"bad_words_ids": 7}, {"stop_strings": 7},
         {"stop_strings": []}, {"stop_strings": ["x", ""]}, {"stop_strings": ""},
         {"min_new_tokens": "many"}, {"prompt_lookup_num_tokens": 4}, {"max_time": "8h"},
         {"watermarking_config": {"context_width": "a"}}, {"guidance_scale": 2.0}, {"logits_processor": 1},
-    ],
+    ]),
     ids=str,
 )  # fmt: skip
 def test_settings_that_transformers_refuses(
