@@ -162,30 +162,30 @@ def facts_of(prepared: Planned, room: Room, *, described: bool = False, command:
 
 def with_evaluation(facts: RunFacts, prepared: Planned, rows: Sequence[int] | None) -> RunFacts:
     """Adds what evaluations take. `rows`: of each set; None: not known."""
-    dataset, asked, total = prepared.recipe.dataset, prepared.recipe.eval, prepared.total_steps
+    dataset, settings, total = prepared.recipe.dataset, prepared.recipe.eval, prepared.total_steps
     if facts.refusal is not None or not prepared.fits_ram:
         return facts
-    if asked.samples is not None:
-        facts = replace(facts, sampling=_sampling(prepared, asked.samples))
+    if settings.samples is not None:
+        facts = replace(facts, sampling=_sampling(prepared, settings.samples))
     if not (dataset.eval or dataset.eval_fraction):
         return facts
-    times = evaluations_left(asked.every_steps, at_start=asked.at_start, total=total, done=facts.done) if total else None
+    times = evaluations_left(settings.every_steps, at_start=settings.at_start, total=total, done=facts.done) if total else None
     cost = evaluation_cost(facts.model, facts.hardware, facts.plan, rows=rows, times=times, run_seconds=facts.run_seconds)
-    return replace(facts, evaluation=cost, best_bytes=facts.plan.predicted.export_bytes * asked.keep_best)
+    return replace(facts, evaluation=cost, best_bytes=facts.plan.predicted.export_bytes * settings.keep_best)
 
 
-def _sampling(prepared: Planned, asked: SamplesSection) -> SamplingCost:
+def _sampling(prepared: Planned, settings: SamplesSection) -> SamplingCost:
     from fuyou_cli.training.fixed_prompts import rows_at_once  # loads torch
 
-    longest, model, plan = max(map(len, asked.prompts)) // _CHARACTERS, prepared.model, prepared.plan
+    longest, model, plan = max(map(len, settings.prompts)) // _CHARACTERS, prepared.model, prepared.plan
     return sampling_cost(
         model,
         prepared.hardware,
         plan,
-        prompts=len(asked.prompts),
+        prompts=len(settings.prompts),
         at_once=rows_at_once(model, most=plan.group.batch_size, vocabulary=prepared.known.facts.head_rows),
-        tokens=longest + asked.max_new_tokens // 2,
-        new=asked.max_new_tokens,
+        tokens=longest + settings.max_new_tokens // 2,
+        new=settings.max_new_tokens,
     )
 
 
@@ -204,9 +204,9 @@ def _may_compile(prepared: Planned) -> bool:
     """Tells whether to try compiled blocks: where it was measured, on a GPU and with all weights trained. A saved run keeps to
     what it began with."""
     recipe = prepared.recipe
-    asked = recipe.train.compile or recipe.offload.activations == "swap"
+    chosen = recipe.train.compile or recipe.offload.activations == "swap"
     possible = prepared.plan.device == "cuda" and recipe.dataset.packing != "isolated" and prepared.manifest is None
-    return possible and not asked and not prepared.model.frozen_parameters
+    return possible and not chosen and not prepared.model.frozen_parameters
 
 
 def allowed_kernels(device: str, dtype: str, *, deterministic: bool = False) -> tuple[str, ...]:
@@ -313,14 +313,14 @@ def placed_in_words(plan: Plan, model: ModelSpec) -> str:
         in_ram = [stage for stage in plan.stages if getattr(stage, what) != "ssd" and not stage.updated_there]
         share = sum(params[stage.stage] for stage in in_ram) / (sum(params) or 1)
         parts.append(f"{share:.0%} of the {what} in RAM")
-    there = sum(params[stage.stage] for stage in plan.stages if stage.updated_there)
-    parts += [f"{there / (sum(params) or 1):.0%} of both on the GPU"] if there else []
+    on_gpu = sum(params[stage.stage] for stage in plan.stages if stage.updated_there)
+    parts += [f"{on_gpu / (sum(params) or 1):.0%} of both on the GPU"] if on_gpu else []
     keeping = [stage for stage in plan.stages if stage.boundary_ram or stage.boundary_extent or stage.boundary == "gpu"]
     place = "on the GPU" if any(stage.boundary == "gpu" for stage in keeping) else "in RAM"
     parts.append(f"{sum(stage.boundary != 'ssd' for stage in keeping)} of {len(keeping)} boundaries {place}")
     kept_there = sum(len(stage.kept_there) for stage in plan.stages)
-    kept = sum(len(stage.given) for stage in plan.stages)
-    parts.append(f"{kept} graphs kept" if model.compiled else f"{kept} outputs kept")
+    outputs = sum(len(stage.given) for stage in plan.stages)
+    parts.append(f"{outputs} graphs kept" if model.compiled else f"{outputs} outputs kept")
     parts += [f"{kept_there} of them on the GPU"] if kept_there and not model.compiled else []
     parts += [f"{plan.sweeps} sweeps over the model"] if plan.sweeps > 1 else []
     parts += ["a first backward for the norm"] if plan.norm_first else []

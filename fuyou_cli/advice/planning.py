@@ -150,12 +150,12 @@ class Outcome:
 
 def ranked(outcomes: Iterable[Outcome]) -> list[Outcome]:
     """Sorts by the time of a token. Of those that are about as fast, that which changes the run least goes first."""
-    left, found = sorted(outcomes, key=lambda one: (per_token(one.plan), one.changes)), list[Outcome]()
+    left, best_first = sorted(outcomes, key=lambda outcome: (per_token(outcome.plan), outcome.changes)), list[Outcome]()
     while left:
-        near = [one for one in left if _NEARLY * per_token(one.plan) <= per_token(left[0].plan)]
-        found.append(min(near, key=lambda one: sum(_RANKS.get(change.split("=")[0], 0) for change in one.changes)))
-        left.remove(found[-1])
-    return found
+        near = [outcome for outcome in left if _NEARLY * per_token(outcome.plan) <= per_token(left[0].plan)]
+        best_first.append(min(near, key=lambda outcome: sum(_RANKS.get(change.split("=")[0], 0) for change in outcome.changes)))
+        left.remove(best_first[-1])
+    return best_first
 
 
 def altered(outcome: Outcome, before: Plan) -> tuple[str, ...]:
@@ -169,9 +169,9 @@ def altered(outcome: Outcome, before: Plan) -> tuple[str, ...]:
         "dataset.max_seq_len": f"rows of {now.max_seq_len:,} tokens",
     }
     keys = [change.split("=")[0] for change in outcome.changes]
-    said = [words[key] for key in keys if key in words]
+    in_words = [words[key] for key in keys if key in words]
     others = any(key.startswith(("train.", "dataset.", "precision.", "optimizer.")) for key in keys if key not in words)
-    return tuple(said or (["other last bits"] if others else []))
+    return tuple(in_words or (["other last bits"] if others else []))
 
 
 @dataclass(slots=True)
@@ -232,25 +232,25 @@ def changes_that_help(elsewise: Replanner, *, fits: bool) -> list[Outcome]:
     and spares the drives, returns changes that fit."""
     trials = _Trials(elsewise)
     kinds = list(candidates(elsewise.prepared, fits=fits))
-    found = _found(trials, kinds)
-    if not found and not fits:
+    helping = _helping(trials, kinds)
+    if not helping and not fits:
         trials.spare_drives = False
-        found = _found(trials, kinds)
+        helping = _helping(trials, kinds)
     if fits:
-        return ranked(outcome for _, outcome in found)[:SHOWN]
-    found.sort(key=lambda pair: (len(pair[1].changes), pair[0], per_token(pair[1].plan), pair[1].changes))
-    return [outcome for _, outcome in found[:SHOWN]]
+        return ranked(outcome for _, outcome in helping)[:SHOWN]
+    helping.sort(key=lambda pair: (len(pair[1].changes), pair[0], per_token(pair[1].plan), pair[1].changes))
+    return [outcome for _, outcome in helping[:SHOWN]]
 
 
-def _found(trials: _Trials, kinds: list[Kind]) -> list[tuple[bool, Outcome]]:
+def _helping(trials: _Trials, kinds: list[Kind]) -> list[tuple[bool, Outcome]]:
     """Returns the changes that help, each with whether it changes the run's numerics."""
-    found = [(kind.numerics, outcome) for kind in kinds if (outcome := trials.first(kind))]
-    for one, other in combinations(kinds, 2) if not found else ():
-        if len(found) >= SHOWN or trials.exhausted:
+    helping = [(kind.numerics, outcome) for kind in kinds if (outcome := trials.first(kind))]
+    for one, other in combinations(kinds, 2) if not helping else ():
+        if len(helping) >= SHOWN or trials.exhausted:
             break
         if outcome := trials.pair(one, other):
-            found.append((one.numerics or other.numerics, outcome))
-    return found
+            helping.append((one.numerics or other.numerics, outcome))
+    return helping
 
 
 class _Trials:
@@ -373,9 +373,9 @@ def may_have_smaller_sums(prepared: Planned) -> bool:
 def _memory(prepared: Planned) -> Steps:
     """Returns more RAM for the process, up to the machine's: the smallest size that is enough, then larger steps."""
     plan, hardware = prepared.plan, prepared.hardware
-    asked = plan_request(prepared.recipe, plan.numerics, hardware, device=plan.device)
-    asked = replace(asked, code_bytes=prepared.request.code_bytes)
-    enough = max(least_memory(prepared.model, hardware, asked), plan.cpu_budget + 1)
+    request = plan_request(prepared.recipe, plan.numerics, hardware, device=plan.device)
+    request = replace(request, code_bytes=prepared.request.code_bytes)
+    enough = max(least_memory(prepared.model, hardware, request), plan.cpu_budget + 1)
     size, most, sizes = -(-enough // GiB), hardware.ram_available // GiB, []
     finer = align_up(enough, _FINER)
     less = (f"offload.max_memory.cpu={finer // MiB}MiB",) if finer < min(size * GiB, _FEW) else ()
@@ -447,7 +447,7 @@ def waits_for_drives(plan: Plan) -> bool:
 
 def _worth(plan: Plan, outcomes: Iterable[Outcome]) -> list[Outcome]:
     most = WORTH * per_token(plan)
-    return [one for one in outcomes if not one.problems and per_token(one.plan) <= most]
+    return [outcome for outcome in outcomes if not outcome.problems and per_token(outcome.plan) <= most]
 
 
 def _kinds(prepared: Planned) -> Iterator[tuple[tuple[str, ...], ...]]:

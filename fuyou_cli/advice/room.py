@@ -115,15 +115,15 @@ def export_folder(recipe: Recipe, model_dir: Path) -> Path:
 def check_output(recipe: Recipe) -> None:
     """Raises UsageError unless `output_dir` is a writable folder or can become one."""
     out = folder(recipe.output_dir, key="output_dir")
-    there = existing(out)
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise UsageError(f"output_dir: cannot write to {there}", hint="choose another output_dir, or change its permissions")
+    parent = existing(out)
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise UsageError(f"output_dir: cannot write to {parent}", hint="choose another output_dir, or change its permissions")
     for name in ("log.jsonl", "timeline.svg"):
         path = out / name
         # Writing to a pipe that nobody reads would wait forever.
         if path.is_symlink() or (path.exists() and not path.is_file()):
-            what = "a folder" if path.is_dir() and not path.is_symlink() else "not a regular file"
-            raise UsageError(f"output_dir: {path} is {what}", hint="move it away, or choose another output_dir")
+            kind = "a folder" if path.is_dir() and not path.is_symlink() else "not a regular file"
+            raise UsageError(f"output_dir: {path} is {kind}", hint="move it away, or choose another output_dir")
 
 
 def check_export(recipe: Recipe, model_dir: Path) -> None:
@@ -186,12 +186,12 @@ class Writes:
 
 def writes_of(plan: Plan, room: Room, *, steps: float, resumed: bool = False) -> Writes:
     """Returns the writes of this many steps to the run's end. A `resumed` run loads nothing."""
-    beside = any({"the store", "the exported model"} <= set(disk.what) for disk in room.disks)
+    shares_drives = any({"the store", "the exported model"} <= set(disk.what) for disk in room.disks)
     return Writes(
         loading=0 if resumed else loaded(plan),
         steps=round(steps * plan.predicted.written_per_step),
         saving=saved_where_it_stops(plan) if steps else 0,
-        export=plan.predicted.export_bytes if beside else 0,
+        export=plan.predicted.export_bytes if shares_drives else 0,
     )
 
 
@@ -236,18 +236,18 @@ class Spared:
 
 
 def spared_of(
-    found: SearchResult, plan: Plan, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest
+    result: SearchResult, plan: Plan, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest
 ) -> Spared | None:
     """Compares `plan`, made from a search's result, with the fastest plan. Returns None if they are the same or it is no
     faster."""
-    if found.fastest is found.best:
+    if result.fastest is result.best:
         return None
-    fastest, chosen = timed(found.fastest, model, hardware, request, costs=found.costs).predicted, plan.predicted
+    fastest, chosen = timed(result.fastest, model, hardware, request, costs=result.costs).predicted, plan.predicted
     faster, more = chosen.step_seconds / fastest.step_seconds - 1, fastest.written_per_step - chosen.written_per_step
     if faster <= 0 or more <= 0:
         return None
     most = max(sorted(fastest.written_by), key=lambda kind: fastest.written_by[kind] - chosen.written_by.get(kind, 0))
-    swaps = _swapped(found.fastest.plan) > _swapped(plan)
+    swaps = _swapped(result.fastest.plan) > _swapped(plan)
     instead = "outputs are recomputed instead of swapped" if swaps else f"{most} stay in RAM"
     return Spared(instead=instead, per_step=more, faster=faster)
 

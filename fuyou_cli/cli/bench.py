@@ -117,15 +117,15 @@ def _of_layers(places: tuple[Path, ...], recipe: Recipe | None, *, quick: bool, 
     if recipe is None:
         raise UsageError("--layers measures a recipe's layers: name the recipe", hint="fuyou bench RECIPE --layers")
     target, own = _own_layers(places, recipe, device, progress)
-    kept = kept_profile(*places, device=target.type)
-    if kept is None:
+    profile = kept_profile(*places, device=target.type)
+    if profile is None:
         raise UsageError("--layers: this machine has no profile yet", hint="measure it all: fuyou bench RECIPE")
     settle_for_training()  # stages get their memory as in a run
-    report = BenchReport(profile=kept, rates=(), notes=(), quick=quick, seconds=0.0, written_bytes=0)
-    found = _layers(recipe, own, target, quick=quick, progress=progress)
-    if not found.stage_rates:
-        raise FuyouError("; ".join(found.notes))
-    return report.with_found(found)
+    report = BenchReport(profile=profile, rates=(), notes=(), quick=quick, seconds=0.0, written_bytes=0)
+    findings = _layers(recipe, own, target, quick=quick, progress=progress)
+    if not findings.stage_rates:
+        raise FuyouError("; ".join(findings.notes))
+    return report.with_found(findings)
 
 
 def _own_layers(places: tuple[Path, ...], recipe: Recipe, device: str, progress: Progress) -> tuple[torch.device, OwnLayers]:
@@ -217,8 +217,8 @@ def _machine(profile: HardwareProfile, dot: str) -> list[tuple[str, str]]:
     rows += [("drive", f"{d.model}, {gb(d.capacity)}, {endurance(d)}") for d in profile.drives if d.model]
     rows.append(("process", f"{gib(profile.process_bytes)} with torch and transformers loaded, before the model"))
     if profile.device == "cpu":
-        kept = f"compute keeps {profile.shared_compute:.0%} and the update {profile.shared_adamw:.0%} of its rate alone"
-        rows.append(("at once", f"beside one update thread, {kept}"))
+        shares = f"compute keeps {profile.shared_compute:.0%} and the update {profile.shared_adamw:.0%} of its rate alone"
+        rows.append(("at once", f"beside one update thread, {shares}"))
     return rows
 
 

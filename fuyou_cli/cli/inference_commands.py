@@ -96,90 +96,90 @@ def run_generate(source: str, options: GenerateOptions) -> None:
     from fuyou_cli.inference.prompting import Prompter
 
     with TransferDisplay(status_console()) as transfers:
-        given = Prompter.found_in(source, options.dtype, budget, say=write_status, progress=transfers)
+        prompter = Prompter.found_in(source, options.dtype, budget, say=write_status, progress=transfers)
     if len(options.prompts) == 1:
-        _one(given, options, options.prompts[0])
+        _one(prompter, options, options.prompts[0])
     elif options.prompts:
         _all_of(
-            given,
+            prompter,
             options,
-            [(f"--prompt {n}", {"prompt": one}, _prompt(options, one)) for n, one in enumerate(options.prompts, start=1)],
+            [(f"--prompt {n}", {"prompt": text}, _prompt(options, text)) for n, text in enumerate(options.prompts, start=1)],
         )
     elif options.file is not None:
-        _all_of(given, options, read_prompts(options.file, chat=options.chat))
+        _all_of(prompter, options, read_prompts(options.file, chat=options.chat))
     else:
-        _conversation(given, options)
+        _conversation(prompter, options)
 
 
 def _prompt(options: GenerateOptions, text: str) -> Prompt:
     return said(text) if options.chat else written(text)
 
 
-def _opened(given: Prompter, options: GenerateOptions, most: Extent) -> AbstractContextManager[Generator]:
+def _opened(prompter: Prompter, options: GenerateOptions, most: Extent) -> AbstractContextManager[Generator]:
     from fuyou_cli.training.fixed_prompts import Sampling
 
     sampling = Sampling(
         temperature=options.temperature or None, top_p=options.top_p, top_k=options.top_k, seed=options.seed
     )  # fmt: skip
-    return given.opened(most, sampling, options.device)
+    return prompter.opened(most, sampling, options.device)
 
 
-def _one(given: Prompter, options: GenerateOptions, text: str) -> None:
+def _one(prompter: Prompter, options: GenerateOptions, text: str) -> None:
     """Continues one text, and shows it as it comes."""
     from fuyou_cli.inference.prompting import extent
 
-    ids = given.ids(_prompt(options, text), "--prompt")
-    most = extent(given.found, prompts=[ids], rows=1, new=options.new)
-    with _opened(given, options, most) as generator:
+    ids = prompter.ids(_prompt(options, text), "--prompt")
+    most = extent(prompter.found, prompts=[ids], rows=1, new=options.new)
+    with _opened(prompter, options, most) as generator:
         begin, quiet = time.monotonic(), options.json_output
-        (found,) = generator.run([ids], new=most.new, show=None if quiet else _show)
+        (answer,) = generator.run([ids], new=most.new, show=None if quiet else _show)
         _show("" if quiet else "\n")
-        _tell_speed(found.tokens, begin)
+        _tell_speed(answer.tokens, begin)
         if quiet:
-            write_json({"prompt": text, **_as_data(found)})
+            write_json({"prompt": text, **_as_data(answer)})
 
 
-def _all_of(given: Prompter, options: GenerateOptions, rows: Sequence[tuple[str, dict[str, Any], Prompt]]) -> None:
+def _all_of(prompter: Prompter, options: GenerateOptions, rows: Sequence[tuple[str, dict[str, Any], Prompt]]) -> None:
     """Continues the prompt of every row, which has a place; writes rows with what was generated, one JSON object per line."""
     from fuyou_cli.inference.prompting import extent
 
-    prompts = given.all_ids([(place, prompt) for place, _, prompt in rows])
-    most = extent(given.found, prompts=prompts, rows=options.batch_size, new=options.new)
+    prompts = prompter.all_ids([(place, prompt) for place, _, prompt in rows])
+    most = extent(prompter.found, prompts=prompts, rows=options.batch_size, new=options.new)
     begin, tokens = time.monotonic(), 0
-    with _opened(given, options, most) as generator:
+    with _opened(prompter, options, most) as generator:
         for first in range(0, len(rows), most.rows):
             batch = slice(first, first + most.rows)
             with counting(f"prompts {first + 1} to {min(batch.stop, len(rows))} of {len(rows)}", most.new) as progress:
-                found = generator.run(prompts[batch], new=most.new, step=partial(progress, 1))
-            for (_, row, _), continued in zip(rows[batch], found, strict=True):
+                answers = generator.run(prompts[batch], new=most.new, step=partial(progress, 1))
+            for (_, row, _), continued in zip(rows[batch], answers, strict=True):
                 write_document(json.dumps({**row, **_as_data(continued)}, default=str))  # a date of a Parquet file
                 tokens += continued.tokens
     _tell_speed(tokens, begin)
 
 
-def _conversation(given: Prompter, options: GenerateOptions) -> None:
+def _conversation(prompter: Prompter, options: GenerateOptions) -> None:
     """Answers line after line of the terminal, until it is closed."""
     from fuyou_cli.inference.prompting import Extent, positions
 
-    most = min(_CONVERSATION, positions(given.found) or _CONVERSATION)
+    most = min(_CONVERSATION, positions(prompter.found) or _CONVERSATION)
     new = options.new or min(_ANSWER, most // 2)
     if (longest := most - new) < 1:
         raise UsageError(f"--max-new-tokens: {new} leaves no room for a conversation", hint="give a smaller number")
-    given.ids(said("?"), "--chat")  # refuses a tokenizer without a template before anything is opened
+    prompter.ids(said("?"), "--chat")  # refuses a tokenizer without a template before anything is opened
     chat = Chat(messages=())
-    with _opened(given, options, Extent(rows=1, prompt=longest, new=new)) as generator:
+    with _opened(prompter, options, Extent(rows=1, prompt=longest, new=new)) as generator:
         write_status("end with Ctrl-D or Ctrl-C")
         for line in _lines():
-            told = replace(chat, messages=(*chat.messages, *said(line).messages))
-            if len(ids := given.ids(told, "--chat")) > longest:
+            asked_chat = replace(chat, messages=(*chat.messages, *said(line).messages))
+            if len(ids := prompter.ids(asked_chat, "--chat")) > longest:
                 write_status(f"note: the conversation has more than {longest} tokens: it begins anew with this line")
-                told = said(line)
-                if len(ids := given.ids(told, "--chat")) > longest:
+                asked_chat = said(line)
+                if len(ids := prompter.ids(asked_chat, "--chat")) > longest:
                     write_status(f"note: the line alone has {len(ids)} tokens: write a shorter one")
                     continue
             (answer,) = generator.run([ids], new=new, show=_show)
             _show("\n")
-            chat = replace(told, messages=(*told.messages, {"role": "assistant", "content": answer.text}))
+            chat = replace(asked_chat, messages=(*asked_chat.messages, {"role": "assistant", "content": answer.text}))
 
 
 def _lines() -> Iterator[str]:
@@ -202,8 +202,8 @@ def _show(text: str) -> None:
     print(printable(text), end="", file=sys.stdout, flush=True)
 
 
-def _as_data(found: Continued) -> dict[str, Any]:
-    return {"generated": found.text, "tokens": found.tokens, "ended": found.ended}
+def _as_data(answer: Continued) -> dict[str, Any]:
+    return {"generated": answer.text, "tokens": answer.tokens, "ended": answer.ended}
 
 
 def _tell_speed(tokens: int, begin: float) -> None:
@@ -221,24 +221,24 @@ def run_eval(source: str, recipe: Recipe, *, json_output: bool) -> None:
 
     probe.highest_bytes()  # from here on
     with TransferDisplay(status_console()) as transfers:
-        found = evaluate(source, recipe, say=write_status, progress=transfers, bar=partial(counting, "evaluating"))
+        evaluated = evaluate(source, recipe, say=write_status, progress=transfers, bar=partial(counting, "evaluating"))
     peak = probe.highest_bytes()
     if json_output:
-        sets = [{key: finite(value) for key, value in asdict(report).items() if key != "step"} for report in found.sets]
-        memory = {"budget": found.budget, "peak": peak, "weights": found.weights}
+        sets = [{key: finite(value) for key, value in asdict(report).items() if key != "step"} for report in evaluated.sets]
+        memory = {"budget": evaluated.budget, "peak": peak, "weights": evaluated.weights}
         write_json(
             {
-                "model": source, "dtype": found.dtype, "parameters": found.parameters, "sets": sets,
-                "passes": found.passes, "read_bytes": found.read_bytes, "memory": memory,
+                "model": source, "dtype": evaluated.dtype, "parameters": evaluated.parameters, "sets": sets,
+                "passes": evaluated.passes, "read_bytes": evaluated.read_bytes, "memory": memory,
             }
         )  # fmt: skip
         return
-    for report in found.sets:
+    for report in evaluated.sets:
         size = f"{some(report.rows, 'row')}, {report.tokens:,} tokens"
         write_result(f"{report.name}  loss {report.loss:.6g}  perplexity {report.perplexity:.6g}  {size}")
-    each = f"{found.read_bytes / found.parameters / found.passes:.2f} bytes per parameter and pass"
-    many = f"{found.passes} pass{'es' * (found.passes != 1)}"
-    write_status(f"{many}, {gb(found.read_bytes)} read ({each}); {gib(peak)} of {gib(found.budget)} RAM")
+    each = f"{evaluated.read_bytes / evaluated.parameters / evaluated.passes:.2f} bytes per parameter and pass"
+    many = f"{evaluated.passes} pass{'es' * (evaluated.passes != 1)}"
+    write_status(f"{many}, {gb(evaluated.read_bytes)} read ({each}); {gib(peak)} of {gib(evaluated.budget)} RAM")
 
 
 def run_lm_eval(words: list[str]) -> None:

@@ -96,23 +96,25 @@ def run_verify(source: Path, *, json_output: bool) -> bool:
     newest, _ = manifests.newest(store)
     total = 2 * size_of(newest) + to_check(newest) if newest is not None else None
     with counting("reading", total) as progress:
-        found = verify_store(store, progress=progress, say=write_status)
+        states = verify_store(store, progress=progress, say=write_status)
     if json_output:
-        write_json({"store": str(store), "states": [_as_data(state) for state in found]})
-        return found[0].is_whole
-    for state in found:
+        write_json({"store": str(store), "states": [_as_data(state) for state in states]})
+        return states[0].is_whole
+    for state in states:
         _show(state)
-    for file in found[0].files:
+    for file in states[0].files:
         _show_file(file)
-    if found[0].damages or found[0].problem:
-        whole = next((state for state in found if not state.damages), None)
-        if whole is None and any(damage.unreadable for state in found for damage in state.damages):
+    if states[0].damages or states[0].problem:
+        intact = next((state for state in states if not state.damages), None)
+        if intact is None and any(damage.unreadable for state in states for damage in state.damages):
             write_result(f"no state can be read whole: {REMEDIES[errno.EIO]}; nothing is changed")
-        elif whole is None:
+        elif intact is None:
             write_result("no state is intact: put a copy of the folder back, or start over with checkpoint.resume=never")
         else:
-            write_result(f"a run of the same recipe continues from the state after step {whole.manifest.step}, which is intact")
-    return found[0].is_whole
+            write_result(
+                f"a run of the same recipe continues from the state after step {intact.manifest.step}, which is intact"
+            )
+    return states[0].is_whole
 
 
 def _extents(state: Verified) -> list[int]:

@@ -63,8 +63,14 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> LoadedRecipe
     notes, removed = take_removed(data)
     recipe, findings = check(data, ignore=frozenset(finding.path for finding in references))
     findings = [*references, *removed, *findings]
-    located = [replace(found, place=_place(found, source, applied), at_key=False) for found in findings]
-    wrong = sorted(dict.fromkeys(located), key=lambda one: (one.place.file != name, one.place.line, one.place.column)) + wrong
+    located = [replace(diagnostic, place=_place(diagnostic, source, applied), at_key=False) for diagnostic in findings]
+    wrong = (
+        sorted(
+            dict.fromkeys(located),
+            key=lambda diagnostic: (diagnostic.place.file != name, diagnostic.place.line, diagnostic.place.column),
+        )
+        + wrong
+    )
     if recipe is None or wrong:
         raise RecipeErrors(wrong, name=name)
     shown = []
@@ -142,7 +148,7 @@ def _resolve(data: dict[str, Any]) -> list[Diagnostic]:
         config = OmegaConf.create(data)
     except (OmegaConfBaseException, RecursionError) as error:
         return [Diagnostic(code="reference", message=first_line(error))]
-    return [found for path, text in written if (found := _resolve_one(data, config, path, text)) is not None]
+    return [problem for path, text in written if (problem := _resolve_one(data, config, path, text)) is not None]
 
 
 def _unresolved(value: Any, path: Keys) -> Iterator[tuple[Keys, str]]:
@@ -233,9 +239,9 @@ class RecipeText:
 def scan(source: RecipeText) -> list[Diagnostic]:
     """Fills `source.marks` and returns everything that makes the text unusable as a recipe, as far as possible."""
     try:
-        found = list(_scan_events(source))
-        if found:
-            return found
+        refused = list(_scan_events(source))
+        if refused:
+            return refused
         root = yaml.compose(source.text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
         return [syntax_error(source, error)]
@@ -350,11 +356,11 @@ def parse_overrides(texts: Sequence[str]) -> tuple[list[Override], list[Diagnost
     """Returns the overrides that can be read, and the errors in the others."""
     overrides, wrong = [], []
     for text in texts:
-        found = _parse(text)
-        if isinstance(found, Override):
-            overrides.append(found)
+        parsed = _parse(text)
+        if isinstance(parsed, Override):
+            overrides.append(parsed)
         else:
-            wrong += found
+            wrong += parsed
     return overrides, wrong
 
 

@@ -32,8 +32,8 @@ def shipped_hardware() -> dict[str, Path]:
 def shipped_shapes(model: str) -> dict[str, Any] | None:
     """Returns what config.json says of the shapes of a model of the hub that a shipped recipe names; None of any other."""
     file = _named(Path("models")).get("shapes")
-    found = None if file is None else yaml.safe_load(file.read_text(encoding="utf-8")).get(model)
-    return None if found is None else dict(found)
+    shapes = None if file is None else yaml.safe_load(file.read_text(encoding="utf-8")).get(model)
+    return None if shapes is None else dict(shapes)
 
 
 def _named(inside: Path) -> dict[str, Path]:

@@ -58,8 +58,8 @@ def _finding(detail: ErrorDetails) -> Diagnostic:
     kind, shown = detail["type"], show_path(path)
     if kind == "extra_forbidden":
         dotted = ".".join(part for part in path if isinstance(part, str))
-        found = suggest_key(dotted, shown_section=show_path(path[:-1]))
-        return Diagnostic(path=path, code="unknown-key", message=f"unknown key `{shown}`", help=found, at_key=True)
+        suggestion = suggest_key(dotted, shown_section=show_path(path[:-1]))
+        return Diagnostic(path=path, code="unknown-key", message=f"unknown key `{shown}`", help=suggestion, at_key=True)
     if kind == "missing":
         return _missing(path)
     if kind == "literal_error":
@@ -270,8 +270,8 @@ def _strategy(recipe: Recipe) -> Broken:
 def _deferral(recipe: Recipe) -> Broken:
     share = recipe.offload.defer_updates
     if share != "auto" and share < 1 and recipe.train.clip_grad_norm is not None:
-        asked = f"`offload.defer_updates: {show_value(share)}`"
-        message = f"{asked} but `train.clip_grad_norm` makes every update wait for the norm"
+        setting = f"`offload.defer_updates: {show_value(share)}`"
+        message = f"{setting} but `train.clip_grad_norm` makes every update wait for the norm"
         yield "offload.defer_updates", message, "leave it auto, or turn clipping off with `train.clip_grad_norm: null`"
 
 
@@ -530,7 +530,7 @@ def section_in(annotation: Any) -> type[Section] | None:
     """Finds the section class inside an annotation such as `tuple[DatasetEntry, ...]`."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation
-    return next((found for part in get_args(annotation) if (found := section_in(part)) is not None), None)
+    return next((section for part in get_args(annotation) if (section := section_in(part)) is not None), None)
 
 
 @cache

@@ -712,14 +712,14 @@ def _nested(schema: dict[str, Any], field: dict[str, Any]) -> dict[str, Any] | N
     """Returns the section that a key holds, or each entry of its list."""
     for part in (field, field.get("items", {}), *field.get("anyOf", ())):
         if "$ref" in part:
-            found: dict[str, Any] = schema["$defs"][part["$ref"].rpartition("/")[2]]
-            return found
+            section: dict[str, Any] = schema["$defs"][part["$ref"].rpartition("/")[2]]
+            return section
     return None
 
 
 def _kinds(field: dict[str, Any]) -> list[str]:
-    found = field.get("type", [])
-    return found if isinstance(found, list) else [found]
+    kinds = field.get("type", [])
+    return kinds if isinstance(kinds, list) else [kinds]
 
 
 def _values(field: dict[str, Any]) -> str:

@@ -88,8 +88,11 @@ def _used(seen: DataPreview) -> Iterator[tuple[str, str]]:
             yield "padding", f"{least:.0%} {of}, rows end to end; {most:.0%} with a model that cannot keep rows apart"
     if seen.mixture:
         yield "mixture", seen.mixture
-    for name, found in seen.sets.items():
-        yield "eval", f"{name}: {some(found.rows, 'row')}, {found.tokens:,} tokens, {found.label_tokens:,} of them count"
+    for name, evaluated in seen.sets.items():
+        yield (
+            "eval",
+            f"{name}: {some(evaluated.rows, 'row')}, {evaluated.tokens:,} tokens, {evaluated.label_tokens:,} of them count",
+        )
 
 
 def _show_lengths(console: Console, seen: DataPreview) -> None:
@@ -140,13 +143,13 @@ def show_sample(console: Console, pieces: Sequence[tuple[str, bool]]) -> None:
 def show_pieces(console: Console, pieces: Sequence[tuple[str, bool]]) -> None:
     """Prints the pieces alone."""
     shapes, styled = symbols(console), _is_styled(console)
-    whole = Text()
+    sample = Text()
     for text, in_loss in pieces:
         plain = encodable(printable(text.replace("\t", "    ")), console)
         if in_loss:  # otherwise a trained line end is invisible
             plain = plain.replace("\n", f"{shapes.newline}\n")
-        whole.append(plain, style=_TRAINED if in_loss else "dim")
-    lines = list(whole.wrap(console, max(console.width - 6, 8), overflow="fold"))
+        sample.append(plain, style=_TRAINED if in_loss else "dim")
+    lines = list(sample.wrap(console, max(console.width - 6, 8), overflow="fold"))
     half, left_out = MAX_LINES // 2, len(lines) - MAX_LINES
     for number, line in enumerate(lines):
         if left_out > 0 and half <= number < len(lines) - half:

@@ -148,8 +148,8 @@ def _batch(plan: Plan, shapes: Symbols) -> tuple[str, list[str]]:
     numerics, typical = plan.numerics, plan.typical
     rows = numerics.batch_size
     if typical is None:
-        whole = f"{rows} {shapes.times} {numerics.max_seq_len:,} = {numerics.tokens:,} tokens per step"
-        return whole, [f"micro-batch {numerics.micro_batch_size}"]
+        size = f"{rows} {shapes.times} {numerics.max_seq_len:,} = {numerics.tokens:,} tokens per step"
+        return size, [f"micro-batch {numerics.micro_batch_size}"]
     padding = 1 - typical.tokens / typical.computed
     held = f"{len(typical.parts)} micro-batch{'es' * (len(typical.parts) != 1)}"
     return (
@@ -171,9 +171,9 @@ def _trained(model: ModelSpec) -> str:
 
 def _frozen(model: ModelSpec) -> str:
     """Says where frozen weights are read from, and why some of them are copied first."""
-    there = sum(piece.size for stage in model.stages for piece in stage.source)
+    read = sum(piece.size for stage in model.stages for piece in stage.source)
     copied = sum(stage.imported_bytes for stage in model.stages)
-    parts = [f"{gib(there)} read from the model's own files, not copied"] if there else []
+    parts = [f"{gib(read)} read from the model's own files, not copied"] if read else []
     if copied:
         parts.append(f"{gib(copied)} copied into the store: {model.imported_because}")
     return "; ".join(parts)
@@ -208,7 +208,7 @@ def _machine(facts: RunFacts, shapes: Symbols) -> list[tuple[str, str]]:
 
 def _known_rates(facts: RunFacts) -> list[str]:
     hardware, later = facts.hardware, facts.hardware.lasting()
-    known = [
+    rates = [
         (hardware.matmul_flops, f"matmul {tera(hardware.matmul_flops)} TFLOPS"),
         (hardware.store_read, f"store read {rate(hardware.store_read)}, write {rate(hardware.store_write)}"),
         (hardware.store_read_mixed, f"both at once {rate(hardware.store_read_mixed)} + {rate(hardware.store_write_mixed)}"),
@@ -222,7 +222,7 @@ def _known_rates(facts: RunFacts) -> list[str]:
         (hardware.device_memory_rate, f"GPU memory {rate(hardware.device_memory_rate)}"),
         (hardware.dram, f"dram {rate(hardware.dram)}"),
     ]
-    return [words for value, words in known if value]
+    return [words for value, words in rates if value]
 
 
 def _source(facts: RunFacts) -> str:
@@ -244,9 +244,9 @@ def _rates(console: Console, facts: RunFacts, shapes: Symbols) -> None:
     column(content, "origin")
     column(content, "source", wrap=True, style="dim")
     plus = " + " if console.width >= WIDE else "\n+ "  # three rates on a line leave sources one word per line
-    for one in origins_of(facts.hardware):
-        value = f"{tera(one.values[0])} TFLOPS" if one.flops else plus.join(rate(value) for value in one.values)
-        content.add_row(Text(one.what), value, Text(one.origin), Text(one.source))
+    for origin in origins_of(facts.hardware):
+        value = f"{tera(origin.values[0])} TFLOPS" if origin.flops else plus.join(rate(value) for value in origin.values)
+        content.add_row(Text(origin.what), value, Text(origin.origin), Text(origin.source))
     show(console, content, indent=2)
 
 
@@ -290,7 +290,7 @@ def _stages(console: Console, plan: Plan, model: ModelSpec, shapes: Symbols) -> 
         column(content, title, right=title in ("params", "weights", "states"))
     position = 0
     for homes, same in groupby(map(_homes, plan.stages, model.stages)):
-        kind, params, sizes, weights, states, gradients, boundary, kept, kept_there = homes
+        kind, params, sizes, weights, states, gradients, boundary, kept_in_ram, kept_there = homes
         number = len(list(same))
         content.add_row(
             f"{position}" if number == 1 else f"{position}-{position + number - 1}",
@@ -302,13 +302,13 @@ def _stages(console: Console, plan: Plan, model: ModelSpec, shapes: Symbols) -> 
             _TITLE[states] if sizes[1] or not sizes[0] else "",
             _TITLE[gradients] if sizes[1] else "",
             (_TITLE[boundary] if boundary else "")
-            + (f" +{kept}" if kept else "")
+            + (f" +{kept_in_ram}" if kept_in_ram else "")
             + (f" {_TITLE['gpu']} +{kept_there}" if kept_there else ""),
         )
         position += number
     show(console, content, indent=2)
-    what = "+1: with the graph of a compiled block" if model.compiled else "+n: with the outputs of n operators"
-    outputs = f"; {what}" if any(stage.given for stage in plan.stages) else ""
+    note = "+1: with the graph of a compiled block" if model.compiled else "+n: with the outputs of n operators"
+    outputs = f"; {note}" if any(stage.given for stage in plan.stages) else ""
     say(console, f"Sizes are for one stage{outputs}.", style="dim", indent=2)
 
 
@@ -361,7 +361,7 @@ def show_answer(console: Console, facts: RunFacts, shapes: Symbols) -> None:
         ("next", _next(facts, fits=not problems)),
     ]
     if not problems and _advised(facts):
-        rows += [("or", _changed(one, facts)) for one in _advised(facts)[1:]]
+        rows += [("or", _changed(outcome, facts)) for outcome in _advised(facts)[1:]]
         rows += [("try", facts.faster_command), *([("run", f"{facts.command} (as planned here)")] if facts.command else [])]
     pairs(console, rows)
     for problem in problems[1:]:
@@ -395,14 +395,14 @@ def _step(facts: RunFacts, shapes: Symbols) -> str:
 def _bottleneck(plan: Plan) -> str:
     predicted = plan.predicted
     name, step, stalls = predicted.bottleneck, predicted.step_seconds, predicted.stalls
-    said, waits = f"{name}, {percent(predicted.seconds.get(name, 0.0), step)} of the step", sum(stalls.values())
+    share, waits = f"{name}, {percent(predicted.seconds.get(name, 0.0), step)} of the step", sum(stalls.values())
     if not stalls:
-        return said
+        return share
     if waits < 0.001 * step:
-        return f"{said}; compute hardly waits"
+        return f"{share}; compute hardly waits"
     who = "it" if name == "compute" else "compute"
     worst = max(stalls, key=lambda cause: stalls[cause])
-    return f"{said}; {who} waits {brief(waits)} ({percent(waits, step)}), mostly for {worst}"
+    return f"{share}; {who} waits {brief(waits)} ({percent(waits, step)}), mostly for {worst}"
 
 
 def _next(facts: RunFacts, *, fits: bool) -> str:
@@ -471,8 +471,8 @@ def _knows_compiled(facts: RunFacts) -> bool:
     """Tells whether compiled blocks are planned at rates that were measured of one."""
     model, tokens = facts.model, facts.plan.numerics.micro_batch_tokens
     blocks = (stage for stage in model.stages if stage.kind == "block")
-    asked = ((model.compute_dtype, model.hidden_size, stage.params, tokens) for stage in blocks)
-    return all(facts.hardware.stage_rate("compiled block", *shape).kind == "compiled block" for shape in asked)
+    shapes = ((model.compute_dtype, model.hidden_size, stage.params, tokens) for stage in blocks)
+    return all(facts.hardware.stage_rate("compiled block", *shape).kind == "compiled block" for shape in shapes)
 
 
 def _faster(facts: RunFacts) -> str:
@@ -564,8 +564,8 @@ def _parts(facts: RunFacts, shapes: Symbols) -> list[tuple[str, str]]:
         rows.append(("speed", f"{speed(facts.tokens / step)} tokens/s, {tera(predicted.step_flops / step)} TFLOPS ({six})"))
     if 0 < predicted.forward_seconds < step:
         backward = brief(step - predicted.forward_seconds)
-        what = "head and backward, twice:" if facts.plan.norm_first else "head and backward"
-        rows.append(("step", f"{brief(step)}: forward {brief(predicted.forward_seconds)}, {what} {backward}"))
+        phase = "head and backward, twice:" if facts.plan.norm_first else "head and backward"
+        rows.append(("step", f"{brief(step)}: forward {brief(predicted.forward_seconds)}, {phase} {backward}"))
         rows.append(("waiting", waiting_for(predicted.stalls, step)))
     return rows
 
@@ -662,12 +662,12 @@ def _commits(facts: RunFacts) -> str:
     if costs is None or plan.predicted.step_seconds <= 0:
         return f"{often}; {places}"
     lost = costs.lost if facts.run_seconds is None else min(costs.lost, facts.run_seconds)
-    told = f"a crash loses at most {duration(lost)}"
+    costs_words = f"a crash loses at most {duration(lost)}"
     if facts.steps is not None and facts.steps // plan.commit_every == (facts.done or 0) // plan.commit_every:
         often = f"only at the end, because the run is shorter than an interval of {plan.commit_every:,} steps"
     else:
-        told += f", commits take {100 * costs.time:.1f}% of the time and {100 * costs.written:.0f}% of the writes"
-    return f"{often}: {told}{_sooner(facts) if lost > LITTLE_LOST else ''}; {places}"
+        costs_words += f", commits take {100 * costs.time:.1f}% of the time and {100 * costs.written:.0f}% of the writes"
+    return f"{often}: {costs_words}{_sooner(facts) if lost > LITTLE_LOST else ''}; {places}"
 
 
 def _sooner(facts: RunFacts) -> str:
@@ -689,9 +689,9 @@ def _disk(disk: FileSystem) -> tuple[str, str]:
 def wear_in_brief(facts: RunFacts) -> str:
     """Tells the bytes written in all and the share of a drive's rating, on one line."""
     writes, steps = facts.shown_writes, USUAL if facts.left is None else facts.left
-    said = f"{gb(writes.total) if writes.total else 'nothing'} written in {some(steps, 'step')}"
+    words = f"{gb(writes.total) if writes.total else 'nothing'} written in {some(steps, 'step')}"
     wear = wear_of(facts.hardware, writes)
-    return said if wear is None else f"{said}, {_share(wear.run)} of a drive's rated writes"
+    return words if wear is None else f"{words}, {_share(wear.run)} of a drive's rated writes"
 
 
 def wear_in_full(facts: RunFacts) -> str:
@@ -701,13 +701,13 @@ def wear_in_full(facts: RunFacts) -> str:
     if facts.left is not None and facts.done:
         counted = f"the {facts.left:,} remaining steps write"
     parts = {counted: writes.steps, "loading": writes.loading, "saving": writes.saving, "export": writes.export}
-    said = ", ".join(f"{name} {gb(size)}" for name, size in parts.items() if size) or "nothing is written"
+    words = ", ".join(f"{name} {gb(size)}" for name, size in parts.items() if size) or "nothing is written"
     if wear := wear_of(facts.hardware, writes):
         number = len(facts.hardware.drives)
         each, which = (f" to each of {number} drives", "the least of them") if number > 1 else ("", "the drive")
-        said += f"; {gb(wear.run * wear.rated)}{each} is {_share(wear.run)} of the {gb(wear.rated)} that {which} is rated for"
-        said += f"; the most worn drive: {wear.before:.0%} used before, {_share(wear.after)} after" if wear.before else ""
-    return said
+        words += f"; {gb(wear.run * wear.rated)}{each} is {_share(wear.run)} of the {gb(wear.rated)} that {which} is rated for"
+        words += f"; the most worn drive: {wear.before:.0%} used before, {_share(wear.after)} after" if wear.before else ""
+    return words
 
 
 def _share(part: float) -> str:
@@ -819,12 +819,12 @@ def _commits_json(plan: Plan) -> dict[str, object]:
 
 def _speed(plan: Plan) -> dict[str, object]:
     predicted, tokens = plan.predicted, plan.step_tokens
-    known = predicted.step_seconds > 0
+    simulated = predicted.step_seconds > 0
     return {
         "tokens_per_step": tokens,
         "computed_per_step": plan.numerics.tokens if plan.typical is None else plan.typical.computed,
-        "tokens_per_second": tokens / predicted.step_seconds if known else None,
-        "tflops_6n": predicted.step_flops / predicted.step_seconds / 1e12 if known else None,
+        "tokens_per_second": tokens / predicted.step_seconds if simulated else None,
+        "tflops_6n": predicted.step_flops / predicted.step_seconds / 1e12 if simulated else None,
     }
 
 
