@@ -81,7 +81,11 @@ def run_bench(
         else:
             report = _with_recipe(places, recipe, quick=quick, device=chosen, progress=progress)
         if sustained:
-            report = _with_sustained(report, places, progress)
+            from fuyou_cli.machine.measure.sustained import measure_sustained
+
+            progress("sustained writing")
+            free, count = disk.striped_space(*places), _drives_of(places)
+            report = report.with_found(measure_sustained(*places, free=free, count=count, progress=progress))
     report = replace(report, seconds=time.monotonic() - begin)
     if layers:
         report = replace(report, profile=keep_layers(report.profile, *places, say=write_status))
@@ -153,14 +157,6 @@ def _layers(recipe: Recipe, own: OwnLayers, target: torch.device, *, quick: bool
     return measure_recipe(
         own.anatomy, own.sizes, target, quick=quick, free=free, compiled=compiled, layers=own.layers, progress=progress
     )  # fmt: skip
-
-
-def _with_sustained(report: BenchReport, places: tuple[Path, ...], progress: Progress) -> BenchReport:
-    from fuyou_cli.machine.measure.sustained import measure_sustained
-
-    progress("sustained writing")
-    free, count = disk.striped_space(*places), _drives_of(places)
-    return report.with_found(measure_sustained(*places, free=free, count=count, progress=progress))
 
 
 def _drives_of(places: tuple[Path, ...]) -> int:

@@ -142,15 +142,6 @@ offload:
 _HERE = "  # dir: /mnt/nvme/fuyou  # a folder on the fastest drive; else beside the results\n"
 
 
-def _text(target: Path, model: str, data: str, memory: str, directory: str | None) -> str:
-    name = re.sub(r"[^\w.-]+", "-", Path(model).name).strip(".-") or "model"
-    place = _HERE if directory is None else f"  dir: {_quoted(directory)}\n"
-    return _TEMPLATE.format(
-        file=one_line(target.name), output=_quoted(f"outputs/{name}"), model=_quoted(model), data=_quoted(data),
-        memory=_quoted(memory), place=place,
-    )  # fmt: skip
-
-
 def _quoted(text: str) -> str:
     """Formats text as YAML: plain if that reads back as the same text, otherwise as JSON, which is valid YAML."""
     try:
@@ -164,7 +155,11 @@ def _quoted(text: str) -> str:
 def write_first_recipe(target: Path, model: str, data: str, memory: str, directory: str | None) -> None:
     """Writes a recipe. Raises UsageError if it cannot be written, RecipeErrors if an answer is not valid; then no file is
     left."""
-    text = _text(target, model, data, memory, directory)
+    name = re.sub(r"[^\w.-]+", "-", Path(model).name).strip(".-") or "model"
+    text = _TEMPLATE.format(
+        file=one_line(target.name), output=_quoted(f"outputs/{name}"), model=_quoted(model), data=_quoted(data),
+        memory=_quoted(memory), place=_HERE if directory is None else f"  dir: {_quoted(directory)}\n",
+    )  # fmt: skip
     try:
         with target.open("x", encoding="utf-8") as file:
             file.write(text)
