@@ -186,7 +186,7 @@ STATE = (
     Mutation(
         "is_older = older is not None and older.run == manifest.run and",
         "is_older = older is not None and",
-        "hostile/test_stores.py e2e/test_going_back.py e2e/test_verify.py",
+        "hostile/test_stores.py e2e/test_going_back.py e2e/test_after_a_run.py",
     ),
     Mutation(
         "manifests.write(self.folder, manifest, keep=last is not None)",
