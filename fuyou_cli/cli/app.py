@@ -6,6 +6,7 @@ import errno
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -58,6 +59,7 @@ def _complete_key(incomplete: str) -> list[str]:
     return [f"{key}=" for key in leaves if key.startswith(incomplete)]
 
 
+_option = partial(typer.Option, show_default=False)  # one without a default that is worth showing
 _Recipe = Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped one.", autocompletion=_complete_recipe)]
 _OptionalRecipe = Annotated[str | None, typer.Argument(help=_RECIPE_HELP, show_default=False, autocompletion=_complete_recipe)]
 _Overrides = Annotated[
@@ -65,8 +67,7 @@ _Overrides = Annotated[
     typer.Argument(metavar="key=value", help=_OVERRIDES_HELP, show_default=False, autocompletion=_complete_key),
 ]
 _Trace = Annotated[
-    Path | None,
-    typer.Option("--trace", metavar="FILE", help="Write a trace of the newest steps, for ui.perfetto.dev.", show_default=False),
+    Path | None, _option("--trace", metavar="FILE", help="Write a trace of the newest steps, for ui.perfetto.dev.")
 ]
 _Json = Annotated[bool, typer.Option("--json", help="Write the result as JSON.")]
 
@@ -100,12 +101,10 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Show the vers
 def finetune(
     recipe: _Recipe,
     overrides: _Overrides = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the plan; measure nothing.")] = False,
-    assume_rates: Annotated[
-        bool, typer.Option("--assume-rates", help="Assume rates instead of measuring a new machine.")
-    ] = False,
+    dry_run: Annotated[bool, _option("--dry-run", help="Only show the plan; measure nothing.")] = False,
+    assume_rates: Annotated[bool, _option("--assume-rates", help="Assume rates instead of measuring a new machine.")] = False,
     accept_changes: Annotated[
-        bool, typer.Option("--accept-changes", help="Resume with the recipe's other lr, schedule, max_steps or epochs.")
+        bool, _option("--accept-changes", help="Resume with the recipe's other lr, schedule, max_steps or epochs.")
     ] = False,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Also show each step's traffic and waits.")] = False,
     trace: _Trace = None,
@@ -142,11 +141,11 @@ def init(
     target: Annotated[Path, typer.Argument(metavar="FILE", help="The recipe to write; it must not exist.")] = Path(
         "recipe.yaml"
     ),
-    model: Annotated[str | None, typer.Option(help="A folder, or a hub id.", show_default=False)] = None,
-    data: Annotated[str | None, typer.Option(help="A file of jsonl, json, csv, parquet or txt.", show_default=False)] = None,
-    memory: Annotated[str | None, typer.Option(help="RAM it may take: 16GiB, 50%, auto.", show_default=False)] = None,
+    model: Annotated[str | None, _option(help="A folder, or a hub id.")] = None,
+    data: Annotated[str | None, _option(help="A file of jsonl, json, csv, parquet or txt.")] = None,
+    memory: Annotated[str | None, _option(help="RAM it may take: 16GiB, 50%, auto.")] = None,
     directory: Annotated[
-        str | None, typer.Option("--dir", help="A folder on the fastest drive, for what RAM does not hold.", show_default=False)
+        str | None, _option("--dir", help="A folder on the fastest drive, for what RAM does not hold.")
     ] = None,
 ) -> None:
     """Write a first recipe.
@@ -162,10 +161,9 @@ def init(
 def plan(
     recipe: _OptionalRecipe = None,
     overrides: _Overrides = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure nothing; assume unknown rates.")] = False,
+    dry_run: Annotated[bool, _option("--dry-run", help="Measure nothing; assume unknown rates.")] = False,
     hardware: Annotated[
-        str | None,
-        typer.Option(metavar="FILE|PARTS", help="Plan for another machine, e.g. rtx4090,2xgen4,128GiB.", show_default=False),
+        str | None, _option(metavar="FILE|PARTS", help="Plan for another machine, e.g. rtx4090,2xgen4,128GiB.")
     ] = None,
     json_output: _Json = False,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Also show every stage, and where rates come from.")] = False,
@@ -187,25 +185,21 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick/--full", help="Quick: 15 s (with a recipe a minute), 2 GB written.")] = True,
     json_output: _Json = False,
     directory: Annotated[
-        Path | None,
-        typer.Option("--dir", help="The folder whose drive is measured (default: the recipe's).", show_default=False),
+        Path | None, _option("--dir", help="The folder whose drive is measured (default: the recipe's).")
     ] = None,
     sustained: Annotated[
-        bool, typer.Option("--sustained", help="Also write until the drive slows down: many GB, asks first.")
+        bool, _option("--sustained", help="Also write until the drive slows down: many GB, asks first.")
     ] = False,
     layers: Annotated[
-        bool, typer.Option("--layers", help="Only measure the recipe's layers, as the first plan of a recipe does.")
+        bool, _option("--layers", help="Only measure the recipe's layers, as the first plan of a recipe does.")
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     model: Annotated[
-        str | None,
-        typer.Option(metavar="8b|13b|70b|175b|RECIPE", help="Train a model of these shapes instead.", show_default=False),
+        str | None, _option(metavar="8b|13b|70b|175b|RECIPE", help="Train a model of these shapes instead.")
     ] = None,
-    batch: Annotated[
-        str | None, typer.Option(metavar="8,16,...", help="With --model: batch sizes.", show_default=False)
-    ] = None,
+    batch: Annotated[str | None, _option(metavar="8,16,...", help="With --model: batch sizes.")] = None,
     minutes: Annotated[float, typer.Option(help="With --model: extrapolate runs that take longer.")] = 10.0,
-    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="With --model: a chart.", show_default=False)] = None,
+    svg: Annotated[Path | None, _option(metavar="FILE", help="With --model: a chart.")] = None,
     trace: _Trace = None,
 ) -> None:
     """Measure this machine, or with --model how fast it trains.
@@ -246,9 +240,7 @@ def validate(
 
 @app.command()
 def schema(
-    reference: Annotated[
-        bool, typer.Option("--reference", help="A page in Markdown instead: every key and its default.")
-    ] = False,
+    reference: Annotated[bool, _option("--reference", help="A page in Markdown instead: every key and its default.")] = False,
 ) -> None:
     """Print the JSON Schema of recipes, for editors.
 
@@ -323,8 +315,7 @@ def lm_eval(context: typer.Context) -> None:
 
 @app.command()
 def doctor(
-    json_output: _Json = False,
-    directory: Annotated[Path | None, typer.Option("--dir", help="The folder a store would use.", show_default=False)] = None,
+    json_output: _Json = False, directory: Annotated[Path | None, _option("--dir", help="The folder a store would use.")] = None
 ) -> None:
     """Check this machine.
 
@@ -340,9 +331,7 @@ def doctor(
 def report(
     source: Annotated[Path, typer.Argument(metavar="RUN", help="A run's output_dir, its recipe, or its log.jsonl.")],
     json_output: _Json = False,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write one page that opens in any browser.", show_default=False)
-    ] = None,
+    html: Annotated[Path | None, _option(metavar="FILE", help="Write one page that opens in any browser.")] = None,
 ) -> None:
     """Show what a run did.
 
@@ -363,9 +352,7 @@ def export(
         Literal["bfloat16", "float32"] | None,
         typer.Option(help="Type of the weights (default: the recipe's, or what the run computed in)."),
     ] = None,
-    merged: Annotated[
-        bool, typer.Option("--merged", help="Merge an adapter into its model, and write the whole model.")
-    ] = False,
+    merged: Annotated[bool, _option("--merged", help="Merge an adapter into its model, and write the whole model.")] = False,
 ) -> None:
     """Write a trained model, or an adapter for peft.
 
@@ -380,17 +367,14 @@ def export(
 def generate(
     source: Annotated[str, typer.Argument(metavar="MODEL|STORE|OUTPUT", help="A model, a run's store, or its output_dir.")],
     prompts: Annotated[
-        list[str] | None,
-        typer.Option("--prompt", metavar="TEXT", help="The text to continue; several: as with --file.", show_default=False),
+        list[str] | None, _option("--prompt", metavar="TEXT", help="The text to continue; several: as with --file.")
     ] = None,
-    file: Annotated[
-        Path | None, typer.Option(help="Rows with a prompt or messages; JSON lines go to stdout.", show_default=False)
-    ] = None,
+    file: Annotated[Path | None, _option(help="Rows with a prompt or messages; JSON lines go to stdout.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="The prompt is a user's message; without one, a conversation.")] = False,
-    max_new_tokens: Annotated[int | None, typer.Option(help="At most so many (default: 256).", show_default=False)] = None,
-    temperature: Annotated[float | None, typer.Option(help="Draw tokens instead of the likeliest.", show_default=False)] = None,
-    top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest of this share.", show_default=False)] = None,
-    top_k: Annotated[int | None, typer.Option(help="Draw from so many tokens.", show_default=False)] = None,
+    max_new_tokens: Annotated[int | None, _option(help="At most so many (default: 256).")] = None,
+    temperature: Annotated[float | None, _option(help="Draw tokens instead of the likeliest.")] = None,
+    top_p: Annotated[float | None, _option(help="Draw from the likeliest of this share.")] = None,
+    top_k: Annotated[int | None, _option(help="Draw from so many tokens.")] = None,
     seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
     batch_size: Annotated[int, typer.Option(help="Prompts at once: the weights are read once for all of them.")] = 8,
     memory: Annotated[str, typer.Option(help="RAM for the whole process: 16GiB, 50%, auto.")] = "auto",
