@@ -11,7 +11,7 @@ from ..spec.model import ModelSpec, StageSpec
 from ..spec.plan import Numerics, Plan, Tier, TypicalStep
 from .boundary_layout import Kept
 
-WearPolicy = Literal["spare", "balanced", "ignore"]
+WearPolicy = Literal["spare", "ignore"]
 
 MOST_UPDATE_THREADS = 64  # update threads that the daemon can have
 NEARLY_BEST = 0.9  # share of AdamW's best rate that is enough: more threads would only wait for memory

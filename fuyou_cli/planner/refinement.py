@@ -33,7 +33,7 @@ from .place import Placed, Placing, asked_with
 from .plan_request import PlanRequest
 from .search_state import GAIN, MOST_PLACED, SMALL_STAGES, Alternative, counted
 from .simulate import STEPS, simulate
-from .sparing import WORTH, price, seconds_and_bytes
+from .sparing import WORTH, seconds_and_bytes
 
 MOST_REFINED_VISITS = 5_000  # limit on visits that one refinement simulates
 # Shares of `MOST_PLACED`. A clipped step defers no updates, so that the search has fewer choices, and refinement finds more.
@@ -276,8 +276,6 @@ class Refinement:
         before, request, self._shortest = self.best, self.one.request, min(self._shortest, tried.seconds)
         if request.wear == "ignore":
             better = tried.seconds < before.seconds * (1 - GAIN)
-        elif request.wear == "balanced":
-            better = price(tried, self.one.hardware) < price(before, self.one.hardware) * (1 - GAIN)
         elif max(tried.seconds, before.seconds) <= self._shortest * (1 + WORTH):
             better = seconds_and_bytes(tried) < seconds_and_bytes(before) * (1 - GAIN)
         else:

@@ -33,7 +33,7 @@ from .refinement import MOST_REFINED_VISITS, Refinement, left_for_refining
 from .schedule import plan_schedule
 from .search_state import SMALL_STAGES, Alternative, Effort, SearchState
 from .simulate import STEPS
-from .sparing import WORTH, Sparing, balanced, cost, spared
+from .sparing import WORTH, Sparing, cost, spared
 
 SMALL = 66_000  # stages of all candidates of a small model up to which a whole family is placed, which takes about a second
 NEAR = 0.05  # share of the step; nearly always the search finds the best itself
@@ -102,14 +102,14 @@ def _in_sweeps(placing: Placing, effort: Effort | None, candidates: Family) -> S
         with suppress(PlanError):
             found = _search(Placing(model, hardware, replace(request, sweeps=count)), effort, candidates)
             seen.append(_of_ways(found, sweeps=count))
-        if len(seen) > 1 and _best_of(seen, request.wear, hardware) is not seen[-1]:
+        if len(seen) > 1 and _best_of(seen, request.wear) is not seen[-1]:
             break
-    return _best_of(seen, request.wear, hardware) if seen else None
+    return _best_of(seen, request.wear) if seen else None
 
 
-def _best_of(seen: list[SearchResult], policy: WearPolicy, hardware: HardwareProfile) -> SearchResult:
+def _best_of(seen: list[SearchResult], policy: WearPolicy) -> SearchResult:
     limit = (1 + WORTH) * min(found.best.seconds for found in seen)
-    return min((found for found in seen if found.best.seconds <= limit), key=lambda found: cost(found.best, policy, hardware))
+    return min((found for found in seen if found.best.seconds <= limit), key=lambda found: cost(found.best, policy))
 
 
 def _of_ways(found: SearchResult, **way: Any) -> SearchResult:
@@ -147,7 +147,7 @@ def _in_either_way(model: ModelSpec, hardware: HardwareProfile, request: PlanReq
     except PlanError:
         if not seen:
             raise
-    return _best_of(seen, request.wear, hardware)
+    return _best_of(seen, request.wear)
 
 
 def _may_be_faster(roomy: SearchResult, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> bool:
@@ -173,10 +173,10 @@ def _found(every: SearchState, candidates: Family, *, complete: bool) -> SearchR
     fastest, policy = every.cheapest(), every.placing.request.wear
     best, placed, visits = fastest, every.placed, every.visits
     sparing = Sparing(every.placing, candidates, fastest)
-    if policy == "balanced" or (policy == "spare" and sparing.spends(fastest.candidate, fastest.plan)):
+    if policy == "spare" and sparing.spends(fastest.candidate, fastest.plan):
         frugal = every.among(sparing.allows)
         complete = _explored(frugal, sparing.family) and complete
-        best = (spared if policy == "spare" else balanced)(every, frugal)
+        best = spared(every, frugal)
         every.learn_from(frugal)
         placed, visits = placed + frugal.placed, visits + frugal.visits
     return SearchResult(

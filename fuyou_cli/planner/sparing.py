@@ -13,10 +13,7 @@ is worth it. Then it looks at plans that are at most `WORTH` slower than the fas
 every plan that does not spend. Of these it takes the one that writes least, or one that writes no more boundaries than that one
 and has the smallest product of time and bytes.
 
-`balanced` takes the plan with the smallest sum of its seconds and its written bytes, at a price per byte in seconds
-(`HardwareProfile.seconds_per_byte`).
-
-`ignore` takes the fastest plan. The other two never write more than it. `refinement` compares in the same ways.
+`ignore` takes the fastest plan. `spare` never writes more than it. `refinement` compares in the same ways.
 
 Drives with unknown endurance are spared like others. Steps are compared at the rates that the run is planned for
 (`run_planner`). If the planner chooses the commit interval, bytes and seconds are compared with the search's estimate of
@@ -27,7 +24,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..spec.hardware import HardwareProfile
 from ..spec.plan import Plan
 from .candidate import Candidate, Family
 from .place import Placing
@@ -96,22 +92,9 @@ def seconds_and_bytes(found: Alternative) -> float:
     return found.seconds * max(1, found.plan.predicted.written_per_step)
 
 
-def price(found: Alternative, hardware: HardwareProfile) -> float:
-    """Returns the seconds of a step with those that its written bytes are worth: how `balanced` compares plans."""
-    return found.seconds + hardware.seconds_per_byte * found.plan.predicted.written_per_step
-
-
-def cost(found: Alternative, policy: WearPolicy, hardware: HardwareProfile) -> float:
+def cost(found: Alternative, policy: WearPolicy) -> float:
     """Returns what `offload.wear` compares plans by that are about as fast."""
-    return {"spare": seconds_and_bytes(found), "balanced": price(found, hardware), "ignore": found.seconds}[policy]
-
-
-def balanced(every: SearchState, frugal: SearchState) -> Alternative:
-    """Returns the plan for `balanced`, from the same two searches."""
-    hardware, fastest = every.placing.hardware, every.cheapest()
-    seen = [*every.simulated_within(float("inf")), *frugal.simulated_within(float("inf"))]
-    choices = (fastest, *_no_more_written(seen, fastest))
-    return min(choices, key=lambda found: (price(found, hardware), asked_for(found)))
+    return seconds_and_bytes(found) if policy == "spare" else found.seconds
 
 
 def _no_more_written(seen: list[Alternative], fastest: Alternative) -> list[Alternative]:

@@ -398,6 +398,10 @@ REMOVED: tuple[Removed, ...] = (
     ),
     Removed("optimizer.name", (), "SGD is no optimizer of fuyou's any more", "write `adamw` or `lion`", values=("sgd",)),
     Removed("optimizer.momentum", (0.9,), "only SGD had it", "delete the key; `optimizer.betas` is Lion's and AdamW's"),
+    Removed(
+        "offload.wear", (), "written bytes have no price any more", "write `spare`, or `ignore` for the fastest plan",
+        values=("balanced",),
+    ),
     Removed("precision.master", ("float32",), "the master is always float32", "delete the key"),
     Removed("precision.allow_tf32", (False,), "float32 is computed in float32", "delete the key"),
     Removed("export.push_to_hub", (None,), "fuyou does not upload", "delete the key, and upload the exported folder yourself"),

@@ -540,7 +540,7 @@ class OffloadSection(Section):
     )
     io: IoSection = IoSection()
     verify_reads: bool = key(True, "Compares what training reads with what was written.")
-    wear: Literal["spare", "balanced", "ignore"] = key("spare", "Whether small gains in speed may cost writes to the drives.")
+    wear: Literal["spare", "ignore"] = key("spare", "Whether small gains in speed may cost writes to the drives.")
     ssd_write_limit: Size | None = key(None, "Stops before the step that would write more than this, all of the run counted.")
     expandable_segments: bool = key(True, "Lets segments of torch's allocator grow on a GPU, unless PYTORCH_ALLOC_CONF is set.")
     measure: bool = key(

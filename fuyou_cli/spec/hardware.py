@@ -53,11 +53,7 @@ _NOT_RATES = (
     "measured", "others_cores", "sources", "steady_bytes", "device_free",
 )  # fmt: skip
 
-# What writing costs beside time (`offload.wear: balanced`). These are assumptions, in one currency.
 ON_PROCESSOR = {"cpu"}  # devices that compute on this machine's processor; tests add one of theirs
-DRIVE_PRICE = 85.0  # per TB of capacity
-HOUR_PRICE = 0.60  # per hour of the machine and of the person who waits for it
-USUAL_ENDURANCE = 600  # full writes of a drive over its life, if its maker's rating is not known
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -209,15 +205,6 @@ class HardwareProfile:
             store_read_mixed=self.sustained_read_mixed or self.store_read_mixed,
             store_write_mixed=self.sustained_write_mixed or self.store_write_mixed,
         )
-
-    @property
-    def seconds_per_byte(self) -> float:
-        """Returns the time that a byte written to the store is worth: its share of the drives' price, divided by the price of
-        time."""
-        terabyte = 10**12
-        lives = [drive.rated_bytes / drive.capacity for drive in self.drives if drive.rated_bytes and drive.capacity]
-        endurance = sum(lives) / len(lives) if lives else USUAL_ENDURANCE
-        return DRIVE_PRICE / terabyte / endurance / (HOUR_PRICE / 3600)
 
     @property
     def slows_down(self) -> bool:

@@ -156,9 +156,10 @@ def test_a_key_that_is_gone_may_say_what_is_so_anyway(write, said):
         ("model.kernels", "liger", "train.compile: true"),
         ("optimizer.name", "sgd", "lion"),
         ("optimizer.momentum", "0.5", "betas"),
+        ("offload.wear", "balanced", "spare"),
     ],
 )
-def test_optimizers_and_kernels_that_are_gone(load, refused, key, value, remedy):
+def test_other_keys_and_values_that_are_gone(load, refused, key, value, remedy):
     ((name, found),) = refused("", f"{key}={value}").items()
     assert (name, found.code) == (key, "removed") and remedy in found.help
     assert load("", "model.kernels=torch", "optimizer.momentum=0.9").optimizer.name == "adamw"
