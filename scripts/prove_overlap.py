@@ -284,7 +284,7 @@ def drawn(number: int, seed: int) -> tuple[Size, int, dict[str, Any]]:
     placement = {
         "home": draws.choice(["cpu", "ssd"]), "states": draws.choice(["cpu", "ssd"]), "clip": clip, "sweeps": sweeps,
         "boundaries": draws.choice(["cpu", "ssd"]), "lookahead": draws.choice([1, 2, 3]), **outputs,
-        "defer": None if clip else draws.choice([0.0, 0.5]), "device_states": draws.choice([None, None, (1,), (1, 3)]),
+        "defer": None if clip else draws.choice([False, True]), "device_states": draws.choice([None, None, (1,), (1, 3)]),
         "batch_on_device": draws.choice([True, True, False]), "gpu_budget": 1 << 30,
     }  # fmt: skip
     return draws.choice(SIZES), draws.choice([4, 8, 16]), placement

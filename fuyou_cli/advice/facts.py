@@ -302,12 +302,12 @@ def promises(planned: Planned) -> dict[str, object]:
 
 def placed_in_words(plan: Plan, model: ModelSpec) -> str:
     """Describes any plan by what it does, in a log's few words."""
-    params, trained = [stage.params for stage in model.stages], [stage.trained for stage in model.stages]
+    params = [stage.params for stage in model.stages]
     slots = max(len(slots.gradient_slots) for slots in plan.slot_classes)
-    deferred = sum(trained[stage.stage] for stage in plan.stages if stage.deferred) / (sum(trained) or 1)
+    deferred = any(stage.deferred for stage in plan.stages)
     parts = [
         f"{plan.lookahead} stage{'s' * (plan.lookahead != 1)} fetched early, {slots} gradient slot{'s' * (slots != 1)}",
-        f"{deferred:.1%} of the updates in forward".replace(".0%", "%") if deferred else "every update in backward",
+        "every update in forward" if deferred else "every update in backward",
     ]
     for what in ("weights", "states"):
         in_ram = [stage for stage in plan.stages if getattr(stage, what) != "ssd" and not stage.updated_there]

@@ -15,7 +15,6 @@ from .plan_request import PlanRequest
 
 _PIPELINES = ((1, 1), (1, 2), (2, 2), (2, 3), (3, 3), (3, 4), (3, 6), (4, 8))  # (lookahead, gradient slots), least memory first
 _USUAL = (2, 2)
-_DEFER = tuple(eighth / 8 for eighth in range(9))
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 _FEWER = (0.8, 0.5, 0.9, 0.65, 0.3, 0.85, 0.95, 0.75, 0.7, 0.6, 0.4)  # values of `Candidate.copied`; of a large model the first
 _GOLDEN = 0.618  # the fractional parts of its multiples fill an interval evenly
@@ -31,7 +30,7 @@ class Candidate:
     gradient_slots: int
     # Share of the spare RAM that goes to optimizer states before weights (weights save more traffic per byte).
     states: float = 0.0
-    defer: float = 0.0  # share of the parameters whose updates wait for the next forward; ignored with clipping
+    defer: bool = False  # updates wait for the next forward; ignored with clipping
     # Share of the spare RAM that goes to outputs of operators first; they also get what is left at the end.
     activations: float = 0.0
     swap: float = 0.0  # share of the outputs' bytes that rest with boundaries on the ssd
@@ -56,7 +55,7 @@ class Family:
 
     pipelines: tuple[tuple[int, int], ...]
     states: tuple[float, ...]
-    defer: tuple[float, ...]
+    defer: tuple[bool, ...]
     activations: tuple[float, ...]
     swap: tuple[float, ...]
     kept_there: tuple[float, ...] = (0.0,)
@@ -117,7 +116,7 @@ class Family:
 def _candidate(
     pipeline: tuple[int, int],
     states: float,
-    defer: float,
+    defer: bool,
     activations: float,
     swap: float,
     kept_there: float,
@@ -156,7 +155,7 @@ def family(model: ModelSpec, request: PlanRequest) -> Family:
     return Family(
         pipelines=in_flight,
         states=_SHARES if request.states is None and request.weights is None else (0.0,),
-        defer=_DEFER if may_defer else (request.defer or 0.0,),
+        defer=(False, True) if may_defer else (request.defer or False,),
         activations=(NONE_KEPT, *shares) if can_move and request.boundaries not in ("ssd", "gpu") else (0.0,),
         swap=_SHARES if can_move and request.boundaries not in ("cpu", "gpu") else (0.0,),
         kept_there=(0.0, 1.0) if can_keep and request.kept_there is None and bytes_left(model, request) else (0.0,),

@@ -14,7 +14,6 @@ from ..spec.model import ModelSpec, OperatorSpec, StageSpec
 from ..spec.plan import Numerics, StagePlan
 from .bound import uploads
 from .boundary_layout import OUTPUT_ALIGN, RECORD_ALIGN, Kept, device_bytes
-from .defer import deferrals
 from .device import WEIGHTS_ON_DEVICE, stages_at_turn
 from .layout import ARENA_UNIT, Homes, Layout, SharedSizes, may_take_turns, need_rest
 from .memory import device_memory, most_needed, update_scratch
@@ -208,10 +207,7 @@ class GreedyFill:
             request=request,
             fields={name.name: list(getattr(homes, name.name)) for name in fields(Homes)},
             turns=tuple(
-                size if may_take_turns(shared, request, index, deferred) else 0
-                for index, (size, deferred) in enumerate(
-                    zip(shared.gradient_sizes, deferrals(shared.model, request), strict=True)
-                )
+                size if may_take_turns(shared, request, index) else 0 for index, size in enumerate(shared.gradient_sizes)
             ),
             spare=int((request.cpu_budget - peaks["train"]) / _HUGE_PAGES),
             spare_loading=request.cpu_budget - peaks["load"],

@@ -10,7 +10,6 @@ from ..core.units import MiB, align_up
 from ..spec.model import ITEM_SIZE, PAGE, STATE_NAMES, ModelSpec, StageSpec
 from ..spec.plan import ExtentPair, IoPlan, SlotClass, Span, StagePlan, Tier
 from .boundary_layout import Kept, filled_boundary, outputs_size, planned_boundary
-from .defer import deferrals
 from .device import COPY_ALIGN
 from .plan_request import PlanRequest, has_home, rest_in_ram
 
@@ -165,10 +164,9 @@ def layout(shared: SharedSizes, request: PlanRequest, homes: Homes, *, lookahead
     # What survives a run comes first and depends only on the model. So a resumed run may place everything else differently.
     transient = SpanAllocator(STORE_UNIT, used=shared.durable_size)
     boundaries = [shared.boundary_size(index, kept) for index, kept in enumerate(homes.kept)]
-    deferred = deferrals(model, request)
-    resting = [waits or again or request.is_swept for waits, again in zip(deferred, shared.has_two_users, strict=True)]
+    resting = [request.defers or request.is_swept or again for again in shared.has_two_users]
     slot_classes = tuple(
-        _slot_class(arena, shared, homes, number, deferred, resting, lookahead=lookahead, gradient_slots=gradient_slots)
+        _slot_class(arena, shared, request, homes, number, resting, lookahead=lookahead, gradient_slots=gradient_slots)
         for number in range(max(shared.classes) + 1)
     )
     on_ssd = sum(tier == "ssd" for tier in homes.boundaries)
@@ -183,7 +181,7 @@ def layout(shared: SharedSizes, request: PlanRequest, homes: Homes, *, lookahead
     # Many small homes lie closely together.
     at_rest = SpanAllocator(STORE_UNIT, used=arena.used) if shared.trained_in_ram else arena
     place = partial(_stage, at_rest, transient, shared, request, homes, is_far=lookahead < len(model.stages))
-    stages = tuple(map(place, range(len(model.stages)), boundaries, deferred, resting))
+    stages = tuple(map(place, range(len(model.stages)), boundaries, resting))
     arena.used = align_up(at_rest.used, ARENA_UNIT)
     return Layout(
         stages=stages,
@@ -259,8 +257,8 @@ def _staging_slots(arena: SpanAllocator, model: ModelSpec, states: tuple[Tier, .
 
 
 def _slot_class(
-    arena: SpanAllocator, shared: SharedSizes, homes: Homes, number: int, deferred: Sequence[bool], resting: Sequence[bool],
-    *, lookahead: int, gradient_slots: int,
+    arena: SpanAllocator, shared: SharedSizes, request: PlanRequest, homes: Homes, number: int, resting: Sequence[bool], *,
+    lookahead: int, gradient_slots: int,
 ) -> SlotClass:  # fmt: skip
     """Counts and sizes the slots of a class.
 
@@ -274,7 +272,7 @@ def _slot_class(
     weight_size = max((model.stages[i].weight_bytes for i in members), default=0)
     gradient_size = max((shared.gradient_sizes[i] for i in members), default=0)
     streamed = sum(homes.weights[i] == "ssd" for i in members)
-    in_update = 0 if all(deferred[i] for i in updated) else gradient_slots - 1
+    in_update = 0 if request.defers or not updated else gradient_slots - 1
     weights = min(streamed, 1 + lookahead + in_update)
     through_host = [i for i in updated if homes.states[i] != "gpu"]
     passing = sum(not resting[i] or homes.gradients[i] == "ssd" for i in through_host)
@@ -292,18 +290,18 @@ def _slot_class(
 def need_rest(model: ModelSpec, request: PlanRequest) -> tuple[bool, ...]:
     """Tells, by stage, whether its gradients, if it has any, need a home: until a deferred update, from a tied head's backward
     to the embedding's, or from sweep to sweep."""
-    together = zip(model.stages, deferrals(model, request), strict=True)
-    return tuple(deferred or model.has_two_users(stage.index) or request.is_swept for stage, deferred in together)
+    rest = request.defers or request.is_swept
+    return tuple(rest or model.has_two_users(stage.index) for stage in model.stages)
 
 
-def may_take_turns(shared: SharedSizes, request: PlanRequest, stage: int, deferred: bool) -> bool:
+def may_take_turns(shared: SharedSizes, request: PlanRequest, stage: int) -> bool:
     """Whether a stage's boundary and its resting gradients may lie in the same memory: the boundary from forward to
     backward, the gradients from there to their deferred update, which ends before the next forward computes. A separate device
     fills a boundary while the stage computes, and sums gradients elsewhere; on device cpu both would be in the way. Sums that
     another visit or sweep resumes rest in forward too. Of adapters they are too small."""
     return (
         request.device != "cpu"
-        and deferred
+        and request.defers
         and not request.is_swept
         and not shared.has_two_users[stage]
         and not shared.trained_in_ram
@@ -311,13 +309,12 @@ def may_take_turns(shared: SharedSizes, request: PlanRequest, stage: int, deferr
 
 
 def _turns(
-    arena: SpanAllocator, shared: SharedSizes, request: PlanRequest, homes: Homes, index: int, sizes: tuple[int, int],
-    deferred: bool,
+    arena: SpanAllocator, shared: SharedSizes, request: PlanRequest, homes: Homes, index: int, sizes: tuple[int, int]
 ) -> tuple[Span | None, Span | None]:  # fmt: skip
     """Returns the homes in RAM of a stage's resting gradients and of its boundary, of these sizes (bytes)."""
     places = homes.gradients[index], homes.boundaries[index]
     gradients, boundary = (size if place == "cpu" else 0 for size, place in zip(sizes, places, strict=True))
-    if not (gradients and boundary and may_take_turns(shared, request, index, deferred)):
+    if not (gradients and boundary and may_take_turns(shared, request, index)):
         return arena.take_if(True, gradients), arena.take_if(True, boundary)
     start = arena.take(max(gradients, boundary)).offset
     return Span(offset=start, size=gradients), Span(offset=start, size=boundary)
@@ -325,7 +322,7 @@ def _turns(
 
 def _stage(
     arena: SpanAllocator, transient: SpanAllocator, shared: SharedSizes, request: PlanRequest, homes: Homes,
-    index: int, boundary: int, deferred: bool, resting: bool, *, is_far: bool,
+    index: int, boundary: int, resting: bool, *, is_far: bool,
 ) -> StagePlan:  # fmt: skip
     """Gives a stage its homes. `boundary`: bytes."""
     stage, at_rest = shared.model.stages[index], shared.at_rest[index]
@@ -333,7 +330,7 @@ def _stage(
     weights_home, states_home = homes.weights[index], homes.states[index]
     in_ram = states_home == "cpu"
     sizes = (gradient_size if resting else 0, boundary)
-    gradients_ram, boundary_ram = _turns(arena, shared, request, homes, index, sizes, deferred)
+    gradients_ram, boundary_ram = _turns(arena, shared, request, homes, index, sizes)
     return StagePlan(
         stage=index,
         weights=weights_home,
@@ -341,7 +338,7 @@ def _stage(
         gradients=homes.gradients[index],
         boundary=homes.boundaries[index],
         slot_class=shared.classes[index],
-        deferred=deferred,
+        deferred=request.defers,
         pair=at_rest.pair,
         frozen_extent=at_rest.frozen,
         frozen_source=stage.source,

@@ -423,7 +423,7 @@ def memory_lines(
     weights_in_ram = _total(span for stage in stages for span in (stage.weights_ram, stage.trained_ram))
     states_in_ram = sum(model.stages[stage.stage].state_bytes for stage in stages if stage.states == "cpu")
     gradients = sum(stage.gradient_bytes(request.numerics.accumulate_dtype) for stage in model.stages)
-    updates = _gradients_policy(model, request, placed)
+    updates = _gradients_policy(model, request)
     kept, in_turns = _total(stage.boundary_ram for stage in stages), sum(map(_in_turns, stages))
     written = _total(stage.boundary_extent for stage in stages)
     in_ram, on_ssd = _boundaries_policies(model, placed, in_turns)
@@ -490,13 +490,12 @@ def _boundaries_policies(model: ModelSpec, placed: Layout, in_turns: int) -> tup
     return (f"{policies[0]}, {gib(in_turns)} more in the place of gradients",) * 2 if in_turns else policies
 
 
-def _gradients_policy(model: ModelSpec, request: PlanRequest, placed: Layout) -> str:
-    deferred = sum(model.stages[stage.stage].trained for stage in placed.stages if stage.deferred)
+def _gradients_policy(model: ModelSpec, request: PlanRequest) -> str:
     if request.clip_grad_norm is not None and not request.norm_first:
         policy = "rest until the norm is known" + ", and between sweeps" * request.is_swept
     elif request.is_swept:
-        policy = f"rest between {request.sweeps} sweeps" + ", some until the next forward" * (deferred > 0)
+        policy = f"rest between {request.sweeps} sweeps" + ", and until the next forward" * request.defers
     else:
-        policy = f"{deferred / model.updated_parameters:.0%} rest until the next forward" if deferred else "updated at once"
+        policy = "rest until the next forward" if request.defers else "updated at once"
     tied = any(model.has_two_users(stage.index) for stage in model.stages)
     return policy + "; tied pieces rest from head to embedding" * tied

@@ -22,7 +22,6 @@ from .boundary_layout import Kept, every_operator, of_each
 from .candidate import NONE_KEPT, Candidate, pipelines, sweep_counts
 from .commit_interval import guessed_interval, with_commits
 from .costs import Costs
-from .defer import deferrals
 from .fill import KINDS, GreedyFill, Item, fitting, outputs_of, stages_filling, traffic_items, with_homes_on_device, worth_most
 from .layout import Homes, Layout, SharedSizes, layout, need_rest
 from .memory import DeviceMemory, bytes_left, device_memory, host_peaks, memory_lines, stages_there, with_batch
@@ -37,7 +36,7 @@ def plan(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> P
     PlanError with the memory that would be enough."""
     request = replace(request, kept=request.kept or "none")
     for count, (lookahead, slots) in product(sweep_counts(model, request), pipelines(request, stages=len(model.stages))):
-        candidate = Candidate(lookahead=lookahead, gradient_slots=slots, defer=request.defer or 0.0, sweeps=count)
+        candidate = Candidate(lookahead=lookahead, gradient_slots=slots, defer=request.defer or False, sweeps=count)
         made = made_of(model, hardware, request, candidate)
         if made is not None:
             return made
@@ -85,15 +84,14 @@ class Placing:
         self._starts: dict[tuple[object, ...], _Start | None] = {}
         self._placed: dict[tuple[object, ...], Placed] = {}
         self._filled: dict[tuple[_Start, float, float, float], Placed] = {}
-        # By the shares of `defer` and `there`.
-        self._chosen: dict[tuple[float, float], tuple[PlanRequest, tuple[bool, ...]]] = {}
+        self._chosen: dict[tuple[bool, float], PlanRequest] = {}  # by `defer` and the share of `there`
         # By the shares of `swap` and `kept_there`, and by the stages on the device.
         self._kept: dict[tuple[object, ...], tuple[Kept, Kept]] = {}
 
     def placed(self, candidate: Candidate) -> Placed | None:
         """Returns the plan of this candidate, or None if it does not fit."""
-        asked, deferred = self._asked(candidate)
-        pipeline = (candidate.lookahead, candidate.gradient_slots, deferred)
+        asked = self._asked(candidate)
+        pipeline = (candidate.lookahead, candidate.gradient_slots, asked.defers)
         start = self._started(asked, candidate, pipeline)
         if start is None:
             return None
@@ -104,17 +102,14 @@ class Placing:
             self._filled[known] = self._placed_from(asked, candidate, start, pipeline)
         return self._filled[known]
 
-    def _asked(self, candidate: Candidate) -> tuple[PlanRequest, tuple[bool, ...]]:
-        """Returns the request with the candidate's share of deferred updates and the stages that rest on the device, and which
-        stages are deferred."""
-        shares = (candidate.defer, candidate.there)
-        if shares not in self._chosen:
-            asked = as_chosen(self.model, self.request, candidate)
-            self._chosen[shares] = asked, deferrals(self.model, asked)
-        return self._chosen[shares]
+    def _asked(self, candidate: Candidate) -> PlanRequest:
+        chosen = (candidate.defer, candidate.there)
+        if chosen not in self._chosen:
+            self._chosen[chosen] = as_chosen(self.model, self.request, candidate)
+        return self._chosen[chosen]
 
     def _placed_from(
-        self, asked: PlanRequest, candidate: Candidate, start: _Start, pipeline: tuple[int, int, tuple[bool, ...]]
+        self, asked: PlanRequest, candidate: Candidate, start: _Start, pipeline: tuple[int, int, bool]
     ) -> Placed:
         filling = self._fill(asked, candidate, start)
         key = (filling.homes, pipeline)

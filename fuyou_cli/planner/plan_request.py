@@ -43,7 +43,7 @@ class PlanRequest:
     # as well, otherwise it means none.
     kept_there: Kept | Literal["room"] | None = None
     lookahead: int | None = None
-    defer: float | None = None  # share of the parameters that are updated in the next forward, 0 to 1; clipping defers all
+    defer: bool | None = None  # whether updates wait for the next forward where the norm does not make them wait
     io_backend: str = "auto"
     read_depth: int = 16
     write_depth: int = 16
@@ -70,6 +70,12 @@ class PlanRequest:
     def group(self) -> Numerics:
         """Returns the numerics of one sweep."""
         return self.numerics.of_sweep(self.sweeps or 1)
+
+    @property
+    def defers(self) -> bool:
+        """Tells whether every stage's gradients go to their home, and its update runs in the next forward, before the stage is
+        used: the gradient norm must be known first, or the store has less to do then. The results are the same."""
+        return (self.clip_grad_norm is not None and not self.norm_first) or bool(self.defer)
 
     @property
     def is_swept(self) -> bool:

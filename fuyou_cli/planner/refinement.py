@@ -143,7 +143,7 @@ class Refinement:
         pipelines. If another pipeline is better, it tries the orders again."""
         knobs = family(self.one.model, replace(self.one.request, norm_first=True))
         first = replace(
-            self.best.candidate, norm_first=True, sweeps=1, defer=0.0, activations=knobs.activations[0], swap=knobs.swap[0],
+            self.best.candidate, norm_first=True, sweeps=1, defer=False, activations=knobs.activations[0], swap=knobs.swap[0],
             kept_there=knobs.kept_there[-1], there=knobs.there[-1], copied=1.0,
         )  # fmt: skip
         orders, is_small = _with(first, "states", knobs.states), len(self.one.model.stages) <= SMALL_STAGES

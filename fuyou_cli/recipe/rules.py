@@ -369,13 +369,13 @@ _RULES: tuple[Callable[[Recipe], Broken], ...] = (
 
 
 class Removed(NamedTuple):
-    """Says what became of the key at `path`: of all its values, or of `values` only if the key is still there."""
+    """Says what became of the key at `path`: of all its values, or of those that `values` names if the key is still there."""
 
     path: str  # dotted
     same: tuple[object, ...]  # values that change nothing: they ask for what fuyou does now, or were for what is gone
     why: Mapping[object, str] | str  # what became of it, by value or for all
     instead: Mapping[object, str] | str
-    values: tuple[object, ...] | None = None
+    values: Callable[[object], bool] | None = None
 
 
 _INT8 = (
@@ -396,11 +396,18 @@ REMOVED: tuple[Removed, ...] = (
         "model.kernels", ("torch",), "compiled blocks do what Liger's kernels did",
         "delete the key and write `train.compile: true`",
     ),
-    Removed("optimizer.name", (), "SGD is no optimizer of fuyou's any more", "write `adamw` or `lion`", values=("sgd",)),
+    Removed(
+        "optimizer.name", (), "SGD is no optimizer of fuyou's any more", "write `adamw` or `lion`",
+        values=lambda value: value == "sgd",
+    ),
     Removed("optimizer.momentum", (0.9,), "only SGD had it", "delete the key; `optimizer.betas` is Lion's and AdamW's"),
     Removed(
         "offload.wear", (), "written bytes have no price any more", "write `spare`, or `ignore` for the fastest plan",
-        values=("balanced",),
+        values=lambda value: value == "balanced",
+    ),
+    Removed(
+        "offload.defer_updates", (), "all updates wait for the next forward, or none", "leave it auto, or write 1 or 0",
+        values=lambda value: isinstance(value, float) and 0 < value < 1,
     ),
     Removed("precision.master", ("float32",), "the master is always float32", "delete the key"),
     Removed("precision.allow_tf32", (False,), "float32 is computed in float32", "delete the key"),
@@ -422,7 +429,7 @@ def take_removed(data: dict[str, Any]) -> tuple[list[Diagnostic], list[Diagnosti
         if not isinstance(section, dict) or path[-1] not in section:
             continue
         value = section[path[-1]]
-        if row.values is not None and value not in row.values:
+        if row.values is not None and not row.values(value):
             continue
         del section[path[-1]]
         shown = f"{row.path}: {spelt(value)}"

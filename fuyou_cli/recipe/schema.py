@@ -165,11 +165,11 @@ def _whole(least: int, most: int = _LARGEST_WHOLE) -> Callable[[object], int]:
     return read
 
 
-def _share(value: object) -> float:
+def _all_or_none(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise wrong("wrong_type", "expected auto or a number from 0 to 1")
-    if not 0 <= value <= 1:
-        raise wrong("out_of_range", "must be auto or a number from 0 to 1")
+        raise wrong("wrong_type", "expected auto, 0 or 1")
+    if value not in (0, 1):
+        raise wrong("out_of_range", "must be auto, 0 or 1")
     return float(value)
 
 
@@ -245,7 +245,7 @@ AutoPositive = Annotated[int | Auto, _auto_or(_whole(1)), _auto_spelt("integer",
 AutoDepth = Annotated[int | Auto, _auto_or(_whole(1, _DEEPEST_QUEUE)), _auto_spelt("integer", 1, _DEEPEST_QUEUE)]
 AutoThreads = Annotated[int | Auto, _auto_or(_whole(1, _MOST_THREADS)), _auto_spelt("integer", 1, _MOST_THREADS)]
 AutoCount = Annotated[int | Auto, _auto_or(_whole(0)), _auto_spelt("integer", 0)]
-AutoShare = Annotated[float | Auto, _auto_or(_share), _auto_spelt("number", 0, 1)]
+AllOrNone = Annotated[float | Auto, _auto_or(_all_or_none), _spelt(enum=["auto", 0, 1])]
 AutoBlock = Annotated[
     int | Auto,
     _auto_or(_block),
@@ -534,7 +534,7 @@ class OffloadSection(Section):
     )
     boundaries: AnyTier = key("auto", "Where the stages' inputs wait for backward.")
     lookahead: AutoPositive = key("auto", "Stages fetched early.")
-    defer_updates: AutoShare = key("auto", "Share of the updates that run in the next forward, where clipping is off.")
+    defer_updates: AllOrNone = key("auto", "1: all updates run in the next forward, where clipping is off; 0: none.")
     norm_first: Literal["auto", "always", "never"] = key(
         "auto", "Clips by the norm of a first backward, so that updates run beside a second. Results are the same."
     )

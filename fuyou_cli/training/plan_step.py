@@ -426,7 +426,7 @@ def plan_request(
         kept=kept[offload.activations],
         kept_there="room" if keeps else None,
         lookahead=None if offload.lookahead == "auto" else offload.lookahead,
-        defer=None if offload.defer_updates == "auto" else offload.defer_updates,
+        defer=None if offload.defer_updates == "auto" else bool(offload.defer_updates),
         norm_first=measures_first,
         io_backend=offload.io.backend,
         read_depth=depth,

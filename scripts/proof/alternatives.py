@@ -75,7 +75,7 @@ def named_plans(recipe: Path, seed: int) -> list[NamedPlan]:
     elsewise = Replanner(loaded=loaded, prepared=prepared, described=False)
     plans = [
         changed(elsewise, "all on the ssd", ON_SSD),
-        placed(best, replace(best.candidate, defer=0.0), "no update deferred"),
+        placed(best, replace(best.candidate, defer=False), "no update deferred"),
         *micro_batches(elsewise, best),
         changed(elsewise, "recompute all", RECOMPUTED),
     ]

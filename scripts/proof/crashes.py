@@ -46,7 +46,7 @@ _BACKEND, _NORM_FIRST = "offload.io.backend", "offload.norm_first"
 _IO_URING = {_BACKEND: "io_uring"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "on the ssd, clipped": {},
-    "on the ssd, half deferred": {**UNCLIPPED, "offload.defer_updates": 0.5},
+    "on the ssd, all deferred": {**UNCLIPPED, "offload.defer_updates": 1},
     "in RAM": {**IN_RAM, **UNCLIPPED, "checkpoint.commit_every_steps": 1},
     "in RAM, committed as planned": {
         **IN_RAM,

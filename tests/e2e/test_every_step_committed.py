@@ -46,7 +46,7 @@ THERE = {
 }
 PLACES: dict[str, dict[str, Any]] = {
     "clipped": {},
-    "half deferred": {**UNCLIPPED, "offload.defer_updates": 0.5},
+    "all deferred": {**UNCLIPPED, "offload.defer_updates": 1},
     "every third step": {"checkpoint.commit_every_steps": 3},
     "every second step, in RAM": {**RAM, **UNCLIPPED, "checkpoint.commit_every_steps": 2},
     "at the ends alone": {**UNCLIPPED, "checkpoint.commit_every_steps": None},

@@ -129,7 +129,7 @@ def test_the_weights_it_began_with_are_not_needed_any_more(
 
 def test_an_error_of_the_store_behind_a_step_is_the_one_that_is_told(new_project: NewProject) -> None:
     """Gives up what it has begun to fetch when asked to stop: what becomes of that is no bug of ours."""
-    project = new_project("broken", {"train.max_steps": STEPS, "train.clip_grad_norm": None, "offload.defer_updates": 0.5})
+    project = new_project("broken", {"train.max_steps": STEPS, "train.clip_grad_norm": None, "offload.defer_updates": 1})
 
     def break_and_stop(report: StepReport) -> None:
         if report.step == 3:

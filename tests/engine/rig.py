@@ -201,7 +201,7 @@ class Rig:
         clip: float | None = 0.5,
         device: Literal["cpu", "emulated", "cuda"] = "cpu",
         lookahead: int | None = None,
-        defer: float | None = None,
+        defer: bool | None = None,
         budget: int = 1 << 33,
         gpu_budget: int | None = None,
         batch_on_device: bool = True,  # where it has memory of its own

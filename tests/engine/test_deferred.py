@@ -1,5 +1,5 @@
-"""Updates deferred into the next forward, some or all: not one bit of losses and weights changes, and every byte of the
-gradients' way is planned."""
+"""Updates deferred into the next forward: not one bit of losses and weights changes, and every byte of the gradients' way is
+planned."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from .families import gpt2, llama
 from .rig import Rig, Shape, Subject, assert_moves_as_planned
 
 STEPS = 3
-SHARES = [0.3, 0.5, 1.0]
 
 
 def _subject(name: str) -> Subject:
@@ -50,7 +49,7 @@ def at_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Subject], Out
 
     @cache
     def outcome(subject: Subject) -> Outcome:
-        with Rig(subject, tmp_path_factory.mktemp("store"), clip=None, defer=0.0) as rig:
+        with Rig(subject, tmp_path_factory.mktemp("store"), clip=None, defer=False) as rig:
             assert not any(stage.deferred for stage in rig.plan.stages)
             return rig.run(STEPS), rig.weights()
 
@@ -63,9 +62,9 @@ def expected(subject: Subject, at_once: Callable[[Subject], Outcome]) -> Outcome
 
 
 def test_deferred_means_not_before_the_next_forward(tmp_path: Path) -> None:
-    """Leaves half of the stages waiting when a step has ended, with the step's own rate and no clipping; then they are updated
-    one after the other, each before its own use."""
-    with Rig(_subject("untied"), tmp_path, clip=None, defer=0.5) as rig:
+    """Leaves all stages waiting when a step has ended, with the step's own rate and no clipping; then updates each before its
+    own use."""
+    with Rig(_subject("untied"), tmp_path, clip=None, defer=True) as rig:
         records, stages = rig.executor.visits.residency.records, rig.plan.stages
         batches = list(rig.subject.batches(2))
         rig.step(*batches[0], 1)
@@ -85,21 +84,20 @@ def test_deferred_means_not_before_the_next_forward(tmp_path: Path) -> None:
         assert seen.keys() >= waiting - {rig.spec.stages[-1].index} and set(seen.values()) == {1}
 
 
-@pytest.mark.parametrize("share", [0.5, 1.0])
-def test_one_more_step_moves_exactly_what_was_predicted(share: float, subject: Subject, tmp_path: Path) -> None:
-    plan, updated = assert_moves_as_planned(subject, tmp_path, clip=None, defer=share, lookahead=1)
+def test_one_more_step_moves_exactly_what_was_predicted(subject: Subject, tmp_path: Path) -> None:
+    plan, updated = assert_moves_as_planned(subject, tmp_path, clip=None, defer=True, lookahead=1)
     predicted, waiting = plan.predicted, sum(subject.spec.stages[stage.stage].params for stage in plan.stages if stage.deferred)
     assert updated == subject.spec.stored_parameters
     two_users = sum(stage.params for stage in subject.spec.stages if subject.spec.has_two_users(stage.index))
     assert predicted.read_by["gradients"] == predicted.written_by["gradients"] == 4 * (waiting + two_users)
 
 
-@pytest.mark.parametrize(("share", "phase", "device"), [(0.5, "forward", "cpu"), (1.0, "backward", "emulated")])
+@pytest.mark.parametrize(("phase", "device"), [("forward", "cpu"), ("backward", "emulated")])
 def test_a_step_given_up_can_be_done_again(
-    share: float, phase: str, device: Any, subject: Subject, expected: Outcome, tmp_path: Path
+    phase: str, device: Any, subject: Subject, expected: Outcome, tmp_path: Path
 ) -> None:
     """Keeps updates of the step before due, and does them when the run is drained, as if it were saved and resumed here."""
-    with Rig(subject, tmp_path, clip=None, defer=share, device=device) as rig:
+    with Rig(subject, tmp_path, clip=None, defer=True, device=device) as rig:
         batches = list(subject.batches(STEPS))
         rig.step(*batches[0], 1)
 
@@ -124,9 +122,9 @@ def test_a_step_given_up_can_be_done_again(
         assert_same((rig.losses, rig.weights()), expected)
 
 
-@pytest.mark.parametrize("share", [0.0, *SHARES])
-def test_a_step_can_be_given_up_until_its_first_update(share: float, subject: Subject, tmp_path: Path) -> None:
-    with Rig(subject, tmp_path, clip=None, defer=share) as rig:
+@pytest.mark.parametrize("defer", [False, True])
+def test_a_step_can_be_given_up_until_its_first_update(defer: bool, subject: Subject, tmp_path: Path) -> None:
+    with Rig(subject, tmp_path, clip=None, defer=defer) as rig:
         records = rig.executor.visits.residency.records
 
         def look(*_: object) -> None:
@@ -137,17 +135,14 @@ def test_a_step_can_be_given_up_until_its_first_update(share: float, subject: Su
 
         rig.executor.between_micro_batches = rig.executor.after_visit = look
         rig.run(1)
-        assert rig.executor.may_abandon() == (share == 1.0)
+        assert rig.executor.may_abandon() == defer
 
 
-@pytest.mark.parametrize("share", [0.5, 1.0])
-def test_gradients_that_are_not_finite_are_named_where_they_began(share: float, tmp_path: Path) -> None:
-    """Names them in the step they belong to, before a deferred update could spread them; nothing has changed where all are
-    deferred."""
+def test_gradients_that_are_not_finite_are_named_where_they_began(tmp_path: Path) -> None:
+    """Names them in the step they belong to, before a deferred update could spread them; nothing has changed."""
     subject = _subject("untied")
-    with Rig(subject, tmp_path, clip=None, defer=share) as rig:
-        stages = [s.index for s in subject.spec.stages if s.kind == "block" and rig.plan.stages[s.index].deferred]
-        first = stages[0] - 1  # of the blocks
+    with Rig(subject, tmp_path, clip=None, defer=True) as rig:
+        first = next(stage.index for stage in subject.spec.stages if stage.kind == "block") - 1  # of the blocks
         mlp = subject.anatomy.model.get_submodule(f"model.layers.{first}.mlp")
 
         def poison(module: Any, grad_input: Any, grad_output: Any) -> Any:
@@ -159,4 +154,4 @@ def test_gradients_that_are_not_finite_are_named_where_they_began(share: float, 
                 rig.run(3)
         finally:
             hook.remove()
-        assert found.value.changed == (share < 1.0)
+        assert not found.value.changed

@@ -95,21 +95,17 @@ WAYS: list[tuple[str, tuple[str, ...], Clip, dict[str, Any]]] = [
     ("emulated", TWO, "both", EMULATED),
     ("emulated, all in RAM", TWO, "both", dict(EMULATED, home="cpu")),
     ("everything at once", TWO, "both", dict(EMULATED, lookahead=4, directories=3, backend="threads", update_threads=2)),
-    # updates that wait for the next forward, some or all; without clipping none waits otherwise
-    ("some deferred", CUT, None, dict(defer=0.3)),
-    ("half deferred, one ahead", CUT, None, dict(defer=0.5, lookahead=1)),
-    ("half deferred, all in RAM", CUT, None, dict(defer=0.5, home="cpu")),
-    ("half deferred, gradients in RAM", CUT, None, dict(defer=0.5, gradients="cpu")),
-    ("half deferred, emulated", CUT, None, dict(EMULATED, defer=0.5)),
-    ("all deferred", CUT, None, dict(defer=1.0)),
-    ("all deferred, gradients in RAM", CUT, None, dict(defer=1.0, gradients="cpu")),
-    ("all deferred, one ahead", CUT, None, dict(defer=1.0, lookahead=1)),
-    ("all deferred, emulated", CUT, None, dict(EMULATED, defer=1.0, gradients="cpu", lookahead=4)),
-    ("some deferred, emulated", CUT, None, dict(EMULATED, defer=0.3, gradients="cpu", lookahead=4)),
+    # updates that wait for the next forward; without clipping none waits otherwise
+    ("deferred", CUT, None, dict(defer=True)),
+    ("deferred, all in RAM", CUT, None, dict(defer=True, home="cpu")),
+    ("deferred, gradients in RAM", CUT, None, dict(defer=True, gradients="cpu")),
+    ("deferred, one ahead", CUT, None, dict(defer=True, lookahead=1)),
+    ("deferred, emulated", CUT, None, dict(EMULATED, defer=True)),
+    ("deferred, emulated, gradients in RAM", CUT, None, dict(EMULATED, defer=True, gradients="cpu", lookahead=4)),
     # several sweeps
     ("sweeps", ROWS, 0.5, dict(sweeps=2)),
     ("sweeps, updated at once", ROWS, None, dict(sweeps=3)),
-    ("sweeps, some updated at once", ROWS, None, dict(sweeps=6, defer=0.5, lookahead=1)),
+    ("sweeps, updated later", ROWS, None, dict(sweeps=6, defer=True, lookahead=1)),
     ("sweeps, lookahead 4", ROWS, 0.5, dict(sweeps=2, lookahead=4)),
     ("sweeps, lookahead further than the step", ROWS, None, dict(sweeps=3, lookahead=1000)),
     ("sweeps, gradients in RAM", ROWS, None, dict(sweeps=6, gradients="cpu")),
@@ -120,7 +116,7 @@ WAYS: list[tuple[str, tuple[str, ...], Clip, dict[str, Any]]] = [
     ("sweeps, emulated, across", ROWS, 0.5, dict(EMULATED, sweeps=3, batch_on_device=False, home="cpu")),
     ("sweeps, emulated, outputs kept", ROWS, None, dict(EMULATED, sweeps=6, kept="all", home="cpu")),
     ("sweeps, emulated, states there", ROWS, 0.5, dict(EMULATED, sweeps=2, states="gpu")),
-    ("sweeps, emulated, some states there", ROWS, None, dict(EMULATED, sweeps=3, device_states=(0, 2), defer=0.5)),
+    ("sweeps, emulated, some states there", ROWS, None, dict(EMULATED, sweeps=3, device_states=(0, 2), defer=True)),
     ("sweeps, emulated, outputs kept there", ROWS, 0.5, dict(EMULATED, sweeps=6, kept_there="room", home="cpu")),
     ("sweeps, emulated, outputs kept, across", ROWS, None, dict(EMULATED, sweeps=2, kept="all", batch_on_device=False)),
     ("sweeps, emulated, boundaries there", ROWS, 0.5, dict(EMULATED, sweeps=2, home="cpu", boundaries="gpu")),
@@ -128,12 +124,12 @@ WAYS: list[tuple[str, tuple[str, ...], Clip, dict[str, Any]]] = [
     ("boundaries there", ("uneven",), 0.5, dict(EMULATED, boundaries="gpu")),
     ("boundaries and outputs there", ("uneven",), "both", dict(EMULATED, home="cpu", boundaries="gpu", kept_there="room")),
     ("everything there", ("uneven",), 0.5, dict(EMULATED, home="gpu", boundaries="gpu")),
-    ("boundaries there, deferred", ("uneven",), None, dict(EMULATED, boundaries="gpu", defer=0.5)),
+    ("boundaries there, deferred", ("uneven",), None, dict(EMULATED, boundaries="gpu", defer=True)),
     # states of fewer bits
     ("small states, in RAM", SMALL, "both", dict(home="cpu", update_threads=2, chunk=STATE_TILE)),
     ("small states, emulated", SMALL, "both", dict(EMULATED, gradients="ssd", chunk=4 * STATE_TILE)),
     ("small states, emulated, in RAM", SMALL, 0.5, dict(EMULATED, home="cpu", chunk=2 * STATE_TILE)),
-    ("small states, half deferred", SMALL, None, dict(EMULATED, home="cpu", defer=0.5, chunk=2 * STATE_TILE)),
+    ("small states, deferred", SMALL, None, dict(EMULATED, home="cpu", defer=True, chunk=2 * STATE_TILE)),
     # a first backward that only measures the norm
     ("norm first", NARROW, 0.5, dict(norm_first=True, lookahead=1)),
     ("norm first, far ahead", NARROW, 0.5, dict(norm_first=True, lookahead=4)),
@@ -144,8 +140,8 @@ WAYS: list[tuple[str, tuple[str, ...], Clip, dict[str, Any]]] = [
     ("norm first, outputs", NARROW, 0.5, dict(norm_first=True, kept="all", lookahead=1)),
     ("norm first, outputs there", NARROW, 0.5, dict(EMULATED, norm_first=True, kept_there="room", boundaries="cpu")),
     ("norm first, states there", ("bf16",), 0.5, dict(EMULATED, norm_first=True, device_states=(1, 2), lookahead=2)),
-    ("norm first, some later", NARROW, 0.5, dict(norm_first=True, defer=0.5, lookahead=2)),
-    ("norm first, some later, emulated", NARROW, 0.5, dict(EMULATED, norm_first=True, defer=0.5, home="cpu")),
+    ("norm first, later", NARROW, 0.5, dict(norm_first=True, defer=True, lookahead=2)),
+    ("norm first, later, emulated", NARROW, 0.5, dict(EMULATED, norm_first=True, defer=True, home="cpu")),
 ]
 
 
@@ -175,7 +171,7 @@ def plainly(
     @cache
     def outcome(model: str, clip: float | None) -> Outcome:
         chunk = {"chunk": 2 * STATE_TILE} if model in SMALL else {}
-        with Rig(subjects(model), tmp_path_factory.mktemp("plain"), clip=clip, defer=None if clip else 0.0, **chunk) as rig:
+        with Rig(subjects(model), tmp_path_factory.mktemp("plain"), clip=clip, defer=None if clip else False, **chunk) as rig:
             assert clip or not any(stage.deferred for stage in rig.plan.stages)
             return rig.run(STEPS), rig.weights()
 
@@ -194,9 +190,8 @@ def test_no_bit_differs(
     way = ROW[row]
     try:
         with Rig(subjects(model), tmp_path, clip=clip, **way) as rig:
-            if clip is None and (share := way.get("defer")) and "sweeps" not in way:
-                waiting = [rig.plan.stages[stage.index].deferred for stage in rig.owning_stages()]
-                assert any(waiting) and all(waiting) == (share == 1.0)
+            if clip is None:
+                assert all(stage.deferred == way.get("defer", False) for stage in rig.plan.stages)
             losses, weights = rig.run(STEPS), rig.weights()
             assert rig.generations == {STEPS}
             assert not rig.device.separate or rig.device.peak_memory() <= rig.plan.predicted.gpu_peak + SPARE

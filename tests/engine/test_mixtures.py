@@ -136,7 +136,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "outputs kept there": dict(device="emulated", kept_there="room", gpu_budget=1 << 30),
     "two sweeps": dict(sweeps=2),
     "norm first": dict(norm_first=True),
-    "deferred updates": dict(defer=0.5),
+    "deferred updates": dict(defer=True),
     "states on the device": dict(device="emulated", device_states=(1, 2), gpu_budget=1 << 30),
 }
 PLACED = {"qwen3_moe, dense and sparse": "bfloat16", "gpt_oss": "float32", "deepseek_v3, groups": "bfloat16"}

@@ -49,8 +49,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "outputs": {"kept": "all", "lookahead": 1},
     "outputs there": {"device": "emulated", "kept_there": "room", "boundaries": "cpu"},
     "states there": {"device": "emulated", "device_states": (1, 2), "lookahead": 2},
-    "some later": {"defer": 0.5, "lookahead": 2},
-    "some later, device": {"defer": 0.5, "device": "emulated", "home": "cpu"},
+    "all later": {"defer": True, "lookahead": 2},
+    "all later, device": {"defer": True, "device": "emulated", "home": "cpu"},
 }
 
 

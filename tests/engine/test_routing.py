@@ -186,7 +186,7 @@ def plain(subject: Subject, parts: int) -> tuple[dict[str, torch.Tensor], float]
 def test_the_auxiliary_loss_is_of_the_whole_batch(family: str, tmp_path: Path) -> None:
     subject = Subject(_BALANCED[family], Shape(batch=6, micro=2, router_aux_loss=COEFFICIENT))
     assert without_aux_loss(subject.anatomy) == ""
-    with Rig(subject, tmp_path, home="cpu", clip=None, defer=1.0) as rig:
+    with Rig(subject, tmp_path, home="cpu", clip=None, defer=True) as rig:
         ids, labels = next(subject.batches(1))
         step = rig.step(ids, labels, 1)
         gradients = gradients_of(rig)

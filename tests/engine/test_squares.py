@@ -239,7 +239,7 @@ def test_no_update_begins_before_its_gradients_were_seen(subject: Subject, tmp_p
     """Waits until those of the head have arrived, and those of the norm behind them."""
     device = _HoldsSquares()
     monkeypatch.setattr(rigs, "open_device", lambda kind: device)
-    with Rig(subject, tmp_path, device="emulated", clip=None, defer=0.0) as rig:
+    with Rig(subject, tmp_path, device="emulated", clip=None, defer=False) as rig:
         begun = list[bool]()
 
         def look(visit: Visit) -> None:

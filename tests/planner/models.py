@@ -101,12 +101,12 @@ def divisors(count: int) -> list[int]:
 def request_for(
     draw: st.DrawFn, spec: ModelSpec, *, budget: int = 1 << 40, pinned: bool = True, swept: bool = False, most: int = 8
 ) -> PlanRequest:
-    """Draws numerics, clipping or a share of deferred updates, lookahead, device and pins; `swept`: also sweeps, or the norm
+    """Draws numerics, clipping or deferred updates, lookahead, device and pins; `swept`: also sweeps, or the norm
     first; `most`: micro-batches, and so sweeps."""
     tier = st.sampled_from([None, None, "cpu", "ssd"]) if pinned else st.none()
     micro = draw(st.integers(1, 4))
     clip = draw(st.sampled_from([None, 1.0]))
-    defer = draw(st.sampled_from([None, 0.0, 0.3, 0.5, 0.9, 1.0])) if clip is None else None
+    defer = draw(st.sampled_from([None, False, True])) if clip is None else None
     numerics = Numerics(
         compute_dtype=spec.compute_dtype, micro_batch_size=micro, batch_size=micro * draw(st.integers(1, most)),
         accumulate_dtype=draw(st.sampled_from([spec.compute_dtype, "float32"])),

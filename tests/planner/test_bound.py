@@ -198,7 +198,7 @@ def test_weights_that_a_deferred_update_finds_in_their_slot_are_not_counted() ->
         scratch_size=MiB,
     )  # fmt: skip
     request = replace(request, cpu_budget=least_memory(spec, hardware, request) + 8 * MiB)
-    made = made_of(spec, hardware, request, Candidate(lookahead=2, gradient_slots=2, defer=0.5))
+    made = made_of(spec, hardware, request, Candidate(lookahead=2, gradient_slots=2, defer=True))
     assert made is not None and made.stages[1].deferred
     assert [stage.weights for stage in made.stages] == ["cpu", "ssd", "cpu", "cpu"]
     schedule = plan_schedule(spec, made)

@@ -158,7 +158,9 @@ def test_a_run_stops_before_the_step_that_would_write_too_much(
     data: st.DataObject, spec: ModelSpec, every: int | None, done: int, room: int
 ) -> None:
     """Stops it as the plan says beforehand, and with what saving takes still free."""
-    plan = _planned(data, spec, states=data.draw(st.sampled_from(["cpu", "ssd"])), every=every, defer=0.0, clip_grad_norm=None)
+    plan = _planned(
+        data, spec, states=data.draw(st.sampled_from(["cpu", "ssd"])), every=every, defer=False, clip_grad_norm=None
+    )
     plain, saved = written_by_step(plan), saved_where_it_stops(plan)
     assume(plain > room >> 7 or saved > room >> 7)
     recipe: Any = SimpleNamespace(train=SimpleNamespace(max_time=None), offload=SimpleNamespace(ssd_write_limit=room))

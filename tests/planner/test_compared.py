@@ -79,7 +79,7 @@ def test_medians_of_the_later_steps_stand_beside_the_plan(promised: tuple[Plan, 
 
 def test_where_commits_are_steps_apart_both_sides_are_averages(promised: tuple[Plan, Timeline]) -> None:
     """Averages over whole intervals."""
-    plan = first_that_fits(SPEC, HARDWARE, request(clip_grad_norm=None, states="cpu", commit_every=3, defer=0.0))
+    plan = first_that_fits(SPEC, HARDWARE, request(clip_grad_norm=None, states="cpu", commit_every=3, defer=False))
     plan = timed_plan(SPEC, HARDWARE, plan, chosen=False)
     assert plan.plain_seconds < plan.predicted.step_seconds and plan.predicted.written_per_step > written_by_step(plan)
     steps = [

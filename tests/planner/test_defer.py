@@ -1,15 +1,12 @@
-"""Tests which stages wait for the next forward, and what that moves."""
+"""Tests what updates that wait for the next forward move."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import accumulate
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuyou_cli.planner.defer import deferred_stages
 from fuyou_cli.planner.place import plan
 from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.schedule import plan_schedule
@@ -18,40 +15,7 @@ from fuyou_cli.spec.model import ITEM_SIZE, ModelSpec
 from .models import HARDWARE, NUMERICS, cut_models, model, models, request_for, with_budget
 from .test_place import ROOMY, assert_apart, in_arena, in_store, least
 
-SHARES = st.floats(0, 1)
 ANY = st.one_of(models(), cut_models())
-
-
-@given(ANY, SHARES)
-def test_the_share_is_one_of_parameters(spec: ModelSpec, share: float) -> None:
-    deferred = deferred_stages(spec, share)
-    held = sum(stage.params for stage, waits in zip(spec.stages, deferred, strict=True) if waits)
-    assert len(deferred) == len(spec.stages)
-    assert abs(held - share * spec.stored_parameters) <= max(stage.params for stage in spec.stages) / 2 + 1e-3
-
-
-@given(ANY, st.sampled_from([0.0, 1.0]))
-def test_none_or_all(spec: ModelSpec, share: float) -> None:
-    assert deferred_stages(spec, share) == (share == 1.0,) * len(spec.stages)
-
-
-@given(st.integers(2, 40), SHARES)
-def test_equal_blocks_are_deferred_evenly_spread(blocks: int, share: float) -> None:
-    """Defers of the first n blocks, for every n, an even share to within less than one block."""
-    spec = model(2048, *[1 << 20] * blocks, 2048, 2048)
-    deferred = deferred_stages(spec, share)[1 : blocks + 1]
-    rate = sum(deferred) / blocks
-    for passed, taken in enumerate(accumulate(deferred), start=1):
-        assert abs(taken - rate * passed) <= 1
-
-
-@given(ANY, SHARES)
-def test_an_embedding_waits_only_where_all_else_does(spec: ModelSpec, share: float) -> None:
-    deferred = deferred_stages(spec, share)
-    waiting = [deferred[stage.index] for stage in spec.stages if stage.params and stage.kind != "embedding"]
-    pieces = [deferred[stage.index] for stage in spec.stages if stage.kind == "embedding"]
-    if any(pieces):
-        assert all(waiting)
 
 
 @given(ANY.flatmap(lambda spec: st.tuples(st.just(spec), request_for(spec))), st.data())
@@ -80,8 +44,7 @@ def test_gradients_have_a_home_exactly_where_they_rest(case: tuple[ModelSpec, Pl
     assert updates == {index: "before" if chosen.stages[index].deferred else "after" for index in owning}
 
 
-@pytest.mark.parametrize("share", [0.3, 0.5])
-def test_deferring_costs_the_way_of_the_gradients_and_nothing_else(share: float) -> None:
+def test_deferring_costs_the_way_of_the_gradients_and_nothing_else() -> None:
     """Everything on the ssd: weights are fetched as often, states move once, deferred gradients go out and come back."""
     spec = model(1 << 19, *[1 << 20] * 6, 2048, 1 << 19)
     request = PlanRequest(
@@ -89,10 +52,9 @@ def test_deferring_costs_the_way_of_the_gradients_and_nothing_else(share: float)
         weights="ssd", states="ssd", gradients="ssd", boundaries="ssd", lookahead=1,
     )  # fmt: skip
     none = plan(spec, HARDWARE, request).predicted
-    some = plan(spec, HARDWARE, replace(request, defer=share))
-    waiting = sum(spec.stages[stage.stage].params for stage in some.stages if stage.deferred)
-    assert waiting > 0
-    assert some.predicted.read_by == {**none.read_by, "gradients": 4 * waiting}
-    assert some.predicted.written_by == {**none.written_by, "gradients": 4 * waiting}
-    (line,) = [line for line in some.memory if line.what == "gradients" and line.tier == "ssd"]
-    assert line.size == 4 * waiting and "rest until the next forward" in line.policy
+    deferred = plan(spec, HARDWARE, replace(request, defer=True))
+    size = 4 * spec.stored_parameters
+    assert deferred.predicted.read_by == {**none.read_by, "gradients": size}
+    assert deferred.predicted.written_by == {**none.written_by, "gradients": size}
+    (line,) = [line for line in deferred.memory if line.what == "gradients" and line.tier == "ssd"]
+    assert line.size == size and "rest until the next forward" in line.policy

@@ -57,7 +57,7 @@ def test_a_small_model_on_a_large_card_moves_nothing(clip: float | None) -> None
 
 def test_an_embeddings_gradients_wait_for_the_updates_before_them() -> None:
     """The device computes in order: an update of the lowest block runs before the embedding's backward, however short."""
-    request = _request(8 * GiB, clip=None, defer=0.0, kept="none", weights="cpu", states="cpu", device_states=(1,))
+    request = _request(8 * GiB, clip=None, defer=False, kept="none", weights="cpu", states="cpu", device_states=(1,))
     plan = made_of(SPEC, replace(CARD, matmul_flops=1e11), request, next(_candidates(request)))
     assert plan is not None and _there(plan) == {1}
     step = simulate(SPEC, replace(CARD, matmul_flops=1e11), plan, plan_schedule(SPEC, plan))
@@ -98,10 +98,10 @@ def test_boundaries_of_stages_on_the_device_rest_in_ram_like_others() -> None:
 
 
 @given(
-    budget=st.integers(0, 200), clip=st.sampled_from([1.0, None]), defer=st.sampled_from([None, 0.0, 0.5, 1.0]),
+    budget=st.integers(0, 200), clip=st.sampled_from([1.0, None]), defer=st.sampled_from([None, False, True]),
     share=st.sampled_from([TURN, 0.25, 0.5, 1.0]),
 )  # fmt: skip
-def test_the_device_is_never_passed(budget: int, clip: float | None, defer: float | None, share: float) -> None:
+def test_the_device_is_never_passed(budget: int, clip: float | None, defer: bool | None, share: float) -> None:
     request = _request(budget * MiB, clip=clip, defer=None if clip else defer)
     chosen = stages_filling(SPEC, request, share)
     asked = replace(request, device_states=chosen)

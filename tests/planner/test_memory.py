@@ -51,7 +51,7 @@ def test_blocks_take_turns_and_the_memory_counts_once() -> None:
     "changes",
     [
         {"device": "cpu"},  # gradients are summed where they rest, while the boundary is read
-        {"clip_grad_norm": None, "defer": 0.0},  # no gradients rest
+        {"clip_grad_norm": None, "defer": False},  # no gradients rest
         {"sweeps": 2},  # a sweep's sums rest while the next one keeps its boundaries
     ],
     ids=str,

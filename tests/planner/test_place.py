@@ -159,7 +159,7 @@ def test_more_memory_does_not_mean_more_traffic(case: tuple[ModelSpec, PlanReque
     than the two it displaced. At most three bytes a step per byte."""
     spec, request = case
     lookahead = min(request.lookahead or 1, len(spec.stages))
-    candidate = Candidate(lookahead=lookahead, gradient_slots=1, defer=request.defer or 0.0)
+    candidate = Candidate(lookahead=lookahead, gradient_slots=1, defer=request.defer or False)
 
     def planned_in(budget: int) -> Plan:
         made = made_of(spec, HARDWARE, replace(request, cpu_budget=budget, kept=request.kept or "none"), candidate)

@@ -28,7 +28,7 @@ SLOW = replace(HARDWARE, store_read=2e8, store_write=2e8, store_read_mixed=1.5e8
 SHARED = replace(SLOW, matmul_flops=2e10, shared_compute=0.5, shared_adamw=0.5, io_cpu=1e-10)
 COPYING = replace(SLOW, device="cuda", h2d=1e9, d2h=1e9, h2d_mixed=0.7e9, d2h_mixed=0.6e9, matmul_flops=5e11)
 SHARES = st.fixed_dictionaries({
-    "defer": st.sampled_from([0.0, 0.25, 0.7]), "states": st.sampled_from([0.0, 0.5]),
+    "defer": st.booleans(), "states": st.sampled_from([0.0, 0.5]),
     "activations": st.sampled_from([-1.0, 0.0, 0.5]), "kept_there": st.sampled_from([0.0, 0.5]),
     "there": st.sampled_from([0.0, 0.0, 0.5]),
 })  # fmt: skip

@@ -43,7 +43,7 @@ train: {{epochs: 1, batch_size: 64, micro_batch_size: 1, clip_grad_norm: null}}
 """
 WISHES = PlanRequest(
     numerics=replace(NUMERICS, accumulate_dtype="bfloat16", max_seq_len=128),
-    model_name="test", device="cpu", clip_grad_norm=None, cpu_budget=0, scratch_size=MiB, lookahead=1, defer=0.0,
+    model_name="test", device="cpu", clip_grad_norm=None, cpu_budget=0, scratch_size=MiB, lookahead=1, defer=False,
 )  # fmt: skip
 
 

@@ -25,7 +25,6 @@ from .conftest import VALID
         ("offload: {strategy: none, optimizer_states: ssd}\n", "offload.optimizer_states"),
         ("offload: {strategy: manual, weights: cpu}\n", "offload.strategy"),
         ("offload: {dir: [/a, /a]}\n", "offload.dir"),
-        ("offload: {defer_updates: 0.5}\n", "offload.defer_updates"),
         ("train: {clip_grad_norm: 2}\noffload: {defer_updates: 0}\n", "offload.defer_updates"),
         ("train: {clip_grad_norm: null}\noffload: {norm_first: always}\n", "offload.norm_first"),
         ("adapter: {r: 4}\noffload: {norm_first: always}\n", "offload.norm_first"),
@@ -157,6 +156,7 @@ def test_a_key_that_is_gone_may_say_what_is_so_anyway(write, said):
         ("optimizer.name", "sgd", "lion"),
         ("optimizer.momentum", "0.5", "betas"),
         ("offload.wear", "balanced", "spare"),
+        ("offload.defer_updates", "0.5", "auto"),
     ],
 )
 def test_other_keys_and_values_that_are_gone(load, refused, key, value, remedy):

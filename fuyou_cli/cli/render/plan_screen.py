@@ -136,7 +136,7 @@ def _understood(facts: RunFacts, shapes: Symbols) -> list[tuple[str, str]]:
         pieces.append(f"{plan.sweeps} sweeps of {plan.group.tokens:,} tokens")
     return [
         ("model", f"{plan.model}: {model.architecture}, {count(model.parameters)} parameters{active}, {blocks} blocks{tied}"),
-        ("method", f"{_trained(model)}, {dtypes}, float32 {_OPTIMIZER[model.layout.rule]}; {_clipping(plan, model)}"),
+        ("method", f"{_trained(model)}, {dtypes}, float32 {_OPTIMIZER[model.layout.rule]}; {_clipping(plan)}"),
         *([("frozen", _frozen(model))] if model.sources or model.imported_because else []),
         ("batch", ", ".join([batch, *pieces])),
         *([("kernels", facts.kernels)] if facts.kernels else []),
@@ -179,17 +179,15 @@ def _frozen(model: ModelSpec) -> str:
     return "; ".join(parts)
 
 
-def _clipping(plan: Plan, model: ModelSpec) -> str:
+def _clipping(plan: Plan) -> str:
     clipping = "no clipping" if plan.clip_grad_norm is None else f"exact clipping at norm {plan.clip_grad_norm:g}"
     if plan.clip_grad_norm is not None and not plan.norm_first:
         return f"{clipping}: updates wait for the last gradient"
     if plan.norm_first:
         clipping += ", which a first backward measures"
-    deferred = sum(model.stages[stage.stage].trained for stage in plan.stages if stage.deferred)
-    backward, share = "the second backward" if plan.norm_first else "backward", f"{deferred / model.updated_parameters:.0%}"
-    if share == "0%":
-        return f"{clipping}: every update overlaps {backward}"
-    return f"{clipping}: {share} of the updates run in the next forward, the rest beside {backward}"
+    if any(stage.deferred for stage in plan.stages):
+        return f"{clipping}: every update runs in the next forward"
+    return f"{clipping}: every update overlaps {'the second backward' if plan.norm_first else 'backward'}"
 
 
 def _machine(facts: RunFacts, shapes: Symbols) -> list[tuple[str, str]]:
