@@ -64,8 +64,6 @@ class Costs:
     free_pages: bool = False
     # Cache: speeds of jobs that run at once.
     speeds: KnownSpeeds = field(default_factory=KnownSpeeds, init=False, compare=False, repr=False)
-    # Cache: what visits of simulations do (`repeats`).
-    repeats: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
     # Cache: what was computed last of visits and stages, since a plan is asked for the same more than once.
     _last: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
     # Caches: bytes of kept outputs, rates by stage, seconds of visits and updates.

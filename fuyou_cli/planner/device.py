@@ -80,18 +80,6 @@ class DeviceSide:
         """Returns the stages whose weights take device memory: those with a home there, and those streamed now."""
         return self._at_home | self.streamed.keys()
 
-    def there(self, stage: int) -> There | None:
-        """Returns what of a stage's weights is on the device."""
-        return self.streamed.get(stage) or self.resting.get(stage)
-
-    def put(self, stage: int, there: There | None) -> None:
-        """Notes what of a stage's weights is on the device; a streamed stage keeps its place in the order."""
-        weights = self.resting if stage in self._at_home else self.streamed
-        if there is None:
-            weights.pop(stage, None)
-        else:
-            weights[stage] = there
-
     def upload(self, owner: int, generation: int, begin: Callable[[], int]) -> int | None:
         """Makes sure that the weights of `owner` are on the device. Returns the ticket of their copy. Returns None for a stage
         without weights, and for one that is updated on the device.

@@ -55,7 +55,6 @@ class Imagined:
         self.after: list[tuple[int, int, bool]] = []
         self.sums_up: dict[int, int] = {}  # tickets of sums that are uploaded to continue there
         self._crossings: dict[int, tuple[float, float]] = {}  # by visit
-        self.waits: list[tuple[str, int, int]] = []  # noted: why compute waited, from which advance of the clock to which
         self._state_bytes = state_bytes
         if not commits and plan.commit_every != 1:
             self.residency.commits.every = None
@@ -64,9 +63,6 @@ class Imagined:
         self._looks = _LOOKS if len(schedule.visits) < _MANY_VISITS else _LOOKS // 2
         # The backward of an embedding is taken to need no time, but it runs after the updates submitted before it.
         self._least = _MOMENT if any(stage.updated_there for stage in plan.stages) else 0.0
-        # What all visits depend on, beside the classes of stages and visits (`scenes`), where the costs are the same.
-        self.setting: tuple[object, ...] = (plan.lookahead, plan.batch_on_device)
-        self.setting += (state_bytes, batch_on_device, self._looks, self._least)
 
     def let_go(self) -> None:
         """Breaks the reference cycle with the ledgers, so that memory is freed at once and not by the cycle collector."""
@@ -131,22 +127,11 @@ class Imagined:
         self.machine.advance()
 
     def wait(self, done: Callable[[], bool], cause: str) -> None:
-        begin, place = self.machine.now, self._place
+        begin = self.machine.now
         while not done():
             self.pass_time()
             self.tick()
-        self._stalled(cause, begin, place)
-
-    @property
-    def _place(self) -> int:
-        """Returns how often the clock has advanced since notes are taken."""
-        return len(self.machine.noted or ())
-
-    def _stalled(self, cause: str, begin: float, place: int) -> None:
-        """Notes that compute has waited since `begin`, when the clock had advanced `place` times."""
         self.residency.stalled(cause, self.machine.now - begin)
-        if self.machine.noted is not None and self._place > place:
-            self.waits.append((cause, place, self._place))
 
     # ---- one visit -------------------------------------------------------------------------------------------------
 
@@ -279,10 +264,10 @@ class Imagined:
 
     def _stand_still(self, done: Callable[[], bool], cause: str) -> None:
         """Waits for copies as a run does: nothing else starts in the meantime."""
-        begin, place = self.machine.now, self._place
+        begin = self.machine.now
         while not done():
             self.pass_time()
-        self._stalled(cause, begin, place)
+        self.residency.stalled(cause, self.machine.now - begin)
 
     def settle(self) -> None:
         """Waits until all gradients have arrived and are handed over."""

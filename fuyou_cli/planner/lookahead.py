@@ -25,19 +25,13 @@ class Lookahead:
         self.visits, self._residency, self._boundaries, self._tick = schedule.visits, residency, boundaries, tick
         self._needs_slot = [residency.needs_slot(visit) for visit in schedule.visits]
         self._distance = residency.plan.lookahead
-        self.reach = max(self._distance, min(self._distance + _BEYOND, len(schedule.visits) - 1))
+        self._reach = max(self._distance, min(self._distance + _BEYOND, len(schedule.visits) - 1))
         self.started: set[int] = set()
         self._last_step = False
         self.cursor = -1
         self._beyond = 0  # the first visit beyond the lookahead that is still to be fetched for
         # What the visit under way has: slots for weights and boundary, a slot for gradients, weights on the device.
         self._settled = self._summing = self._uploaded = False
-
-    def stand_before(self, index: int, started: set[int]) -> None:
-        """Stands where the visit of this index begins. `started`: visits that were prefetched for."""
-        self.cursor, self.started = index - 1, started
-        self._beyond = index + self._distance
-        self._settled = self._summing = self._uploaded = True  # as the visit before left it
 
     def begin_step(self, *, last: bool) -> None:
         """Begins a step. `last`: no step follows, so nothing is prefetched for it."""
@@ -120,7 +114,7 @@ class Lookahead:
         """Fetches weights for visits further ahead in the step, in order. Weights that a nearer visit still has in a slot are
         read again later unless the plan keeps them. So a step reads what the plan says, or less where an update still holds
         a slot whose weights are needed again."""
-        end = min(self.cursor + self.reach + 1, len(self.visits))
+        end = min(self.cursor + self._reach + 1, len(self.visits))
         while self._beyond < end:
             index = self._beyond
             if index not in self.started and self._needs_slot[index]:

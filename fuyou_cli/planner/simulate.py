@@ -9,7 +9,6 @@ from ..spec.model import ModelSpec
 from ..spec.plan import Plan
 from .costs import Costs
 from .imagined import Imagined
-from .repeats import Repeats
 from .schedule import Schedule
 from .simulated_machine import Sharing, VirtualMachine
 from .timeline import Timeline
@@ -45,7 +44,7 @@ def simulate(
 ) -> Timeline:
     """Returns the last of `steps` steps. If commits are more than a step apart, it contains none, unless `commits` puts them
     where the plan has them. `costs`: the plan's, reused from one simulation to the next. Without `jobs` the timeline has no
-    list of them, and visits that do what earlier ones did are not simulated again (`repeats`).
+    list of them.
 
     Two arguments describe steps of other systems than fuyou: `state_bytes` per parameter beside the weights, and
     `batch_on_device`, which keeps whole-batch tensors on the device, so that all copies run beside compute.
@@ -57,11 +56,10 @@ def simulate(
     run = Imagined(
         model, plan, schedule, costs, machine, state_bytes=state_bytes, batch_on_device=batch_on_device, commits=commits
     )
-    repeats = None if jobs else Repeats.of(run, schedule.visits)
     for number in range(1, steps):
-        _step(run, number, len(schedule.visits), repeats)
+        _step(run, number, len(schedule.visits))
     before, begin = _Before(run), machine.now
-    forward = _step(run, steps, len(schedule.visits), repeats)
+    forward = _step(run, steps, len(schedule.visits))
     found = Timeline(
         begin=begin,
         step_seconds=machine.now - begin,
@@ -89,22 +87,18 @@ class _Before:
         self.read, self.written, self.asked = run.moved_in, run.moved_out, len(run.asked)
 
 
-def _step(run: Imagined, number: int, visits: int, repeats: Repeats | None) -> float:
+def _step(run: Imagined, number: int, visits: int) -> float:
     """Runs one step (the first has number 1). Returns the seconds of forward, over all sweeps."""
     run.generation, forward, begin = number, 0.0, run.machine.now
     run.lookahead.begin_step(last=False)
-    if repeats is not None:
-        repeats.begin_step()
     sweep, turn = 0, begin  # when the sweep's forward ended
-    for index in range(visits):
+    for _ in range(visits):
         before = run.machine.now
-        visit = run.visit() if repeats is None else repeats.visit(index)
+        visit = run.visit()
         if visit.sweep > sweep:
             sweep, forward, begin = visit.sweep, forward + turn - begin, before
         if visit.phase == "forward":
             turn = run.machine.now
-    if repeats is not None:
-        repeats.catch_up(visits)
     run.settle()
     run.residency.update_later(True)
     return forward + (turn - begin)

@@ -15,7 +15,6 @@ slower, each by the same share.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -97,8 +96,6 @@ class VirtualMachine:
     in_use: dict[Resource, float] = field(default_factory=dict)
     log: list[Done] | None = field(default_factory=list)  # None: nobody wants it
     jobs: list[Job] = field(default_factory=list)
-    # By advance, while it is a list: the seconds, and by resource what they added to `in_use`.
-    noted: list[tuple[float, tuple[tuple[Resource, float], ...]]] | None = None
     _finished: set[int] = field(default_factory=set)
     _tickets: int = 0
     _stale: bool = True  # the jobs have changed since their speeds were set
@@ -139,20 +136,6 @@ class VirtualMachine:
         self._finished.discard(ticket)
         return True
 
-    def begin_with(self, jobs: Sequence[tuple[Parts, float, int, int]]) -> list[int]:
-        """Replaces all jobs by these: parts, the share still to do, stage and priority. Returns their tickets."""
-        self.jobs, self._stale = [], True
-        for parts, left, stage, priority in jobs:
-            self._tickets += 1
-            self.jobs.append(Job(self._tickets, "", stage, (priority, self._tickets), parts, self.known.kind(parts), left))
-        return [job.ticket for job in self.jobs]
-
-    def ended(self) -> int:
-        """Returns a ticket of a job that is done."""
-        self._tickets += 1
-        self._finished.add(self._tickets)
-        return self._tickets
-
     def is_done(self, ticket: int) -> bool:
         """Tells whether the job is done, without forgetting it: several may wait for it."""
         return ticket in self._finished
@@ -166,11 +149,8 @@ class VirtualMachine:
             waiting = ", ".join(f"{job.what} of stage {job.stage}" for job in self.jobs) or "nothing"
             raise RuntimeError(f"nothing moves on this machine; under way: {waiting}")
         self.now += ahead
-        used = tuple([(name, share * ahead) for name, share in self._shares.items()])
-        for name, seconds in used:
-            self.in_use[name] = self.in_use.get(name, 0.0) + seconds
-        if self.noted is not None:
-            self.noted.append((ahead, used))
+        for name, share in self._shares.items():
+            self.in_use[name] = self.in_use.get(name, 0.0) + share * ahead
         going = []
         for job in self.jobs:
             job.left -= job.speed * ahead
