@@ -20,8 +20,7 @@ from ..spec.plan import Plan, Span, StagePlan
 from .bound import busy_seconds
 from .costs import Costs
 from .schedule import Schedule, plan_schedule, recommitted
-from .simulate import STEPS, simulate
-from .timeline import Timeline
+from .simulate import STEPS, Timeline, simulate
 
 # Share of a run's time that commits may take by plan; with this limit a commit that takes 20 % longer stays within 3 %.
 MOST_TIME = 0.025

@@ -108,9 +108,7 @@ class Placing:
             self._chosen[chosen] = as_chosen(self.model, self.request, candidate)
         return self._chosen[chosen]
 
-    def _placed_from(
-        self, asked: PlanRequest, candidate: Candidate, start: _Start, pipeline: tuple[int, int, bool]
-    ) -> Placed:
+    def _placed_from(self, asked: PlanRequest, candidate: Candidate, start: _Start, pipeline: tuple[int, int, bool]) -> Placed:
         filling = self._fill(asked, candidate, start)
         key = (filling.homes, pipeline)
         if key not in self._placed:

@@ -10,8 +10,7 @@ from typing import Literal
 from ..spec.plan import Plan
 from .candidate import Candidate, Family
 from .place import Placed, Placing
-from .simulate import STEPS, simulate
-from .timeline import Timeline
+from .simulate import STEPS, Timeline, simulate
 
 # Limit on stages of candidates that one search and refining its best place: a second on an old core, with the simulations.
 MOST_PLACED = 6_000

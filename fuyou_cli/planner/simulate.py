@@ -1,19 +1,84 @@
-"""Simulates a few steps of a schedule. The last one is the answer."""
+"""Simulates a few steps of a schedule on a virtual machine. The last one, as data (`Timeline`), is the answer.
+
+`SimulatedRun` is the ledgers' runner: transfers, updates and copies are jobs of a virtual machine. Its `visit` does what the
+executor does, in the same order: it gets the weights, the boundary and a place for gradients, starts whatever can start next,
+computes, and sends the gradients to rest or to their update. The ledgers make all decisions (which slot, what is prefetched,
+when an update may begin). A run uses the same ledgers.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ModelSpec
-from ..spec.plan import Plan
+from ..spec.plan import Plan, StagePlan
+from .bound import micro_batch_crossing
 from .costs import Costs
-from .imagined import Imagined
-from .schedule import Schedule
-from .simulated_machine import Sharing, VirtualMachine
-from .timeline import Timeline
+from .device import BOUNDARIES_ACROSS, BULK_PRIORITY, GRADIENTS_ACROSS, WEIGHTS_UP, DeviceSide
+from .ledgers import FOREVER, BoundaryLedger, Residency, update_priority
+from .lookahead import Lookahead
+from .records import Record
+from .schedule import Schedule, Visit, filled, written_by_update
+from .simulated_machine import Done, Parts, Sharing, VirtualMachine
 
 STEPS = 3  # steps simulated; the last one counts. The second is up to 1.4 % off if few updates are deferred
+_FIRST = -1  # the highest priority
+_LOOKS = 4  # looks per visit at most; a run looks after every micro-batch
+# Visits from which half as many looks are enough: with so many, it hardly matters when in a visit something starts.
+_MANY_VISITS = 150
+_MOMENT = 1e-9  # seconds: no time, but in its turn
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """Describes one request to the store's daemon: "read weights", "write boundary", "update", ... of a stage."""
+
+    what: str
+    stage: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timeline:
+    """Describes one steady-state step. Times are in seconds. `work` ends within the step; longer jobs may have begun before it.
+
+    `in_use` counts how much of a resource was taken (half its rate for a minute: 30 s); `under_way` counts how long it was in
+    use.
+    """
+
+    begin: float  # on the clock of `work`
+    step_seconds: float
+    forward_seconds: float  # to the end of the last forward visit, of all sweeps; the rest is head and backward
+    in_use: dict[str, float]  # resource -> seconds times the share in use
+    stalls: dict[str, float]  # what compute waited for -> seconds
+    read: int  # bytes of the store
+    written: int
+    work: tuple[Done, ...]
+    asked: tuple[Asked, ...]  # requests in order
+
+    @property
+    def end(self) -> float:
+        """Returns when the step ended, on the clock of `work`."""
+        return self.begin + self.step_seconds
+
+    @property
+    def under_way(self) -> dict[str, float]:
+        """Returns, by resource, the seconds of the step in which at least one job of `work` used it."""
+        spans: dict[str, list[tuple[float, float]]] = {}
+        for done in self.work:
+            for name, _ in done.parts:
+                spans.setdefault(name, []).append((max(done.begin, self.begin), done.end))
+        return {name: _covered(found) for name, found in sorted(spans.items())}
+
+
+def _covered(spans: list[tuple[float, float]]) -> float:
+    """Returns the seconds that at least one of the spans covers."""
+    seconds, until = 0.0, float("-inf")
+    for first, last in sorted(spans):
+        seconds += max(0.0, last - max(first, until))
+        until = max(until, last)
+    return seconds
 
 
 def sharing_of(hardware: HardwareProfile, plan: Plan, costs: Costs) -> Sharing:
@@ -53,7 +118,7 @@ def simulate(
     machine = VirtualMachine(costs.hardware, sharing_of(costs.hardware, plan, costs), costs.speeds)
     if not jobs:
         machine.log = None
-    run = Imagined(
+    run = SimulatedRun(
         model, plan, schedule, costs, machine, state_bytes=state_bytes, batch_on_device=batch_on_device, commits=commits
     )
     for number in range(1, steps):
@@ -82,12 +147,12 @@ def simulate(
 class _Before:
     """Holds what had happened when the step began."""
 
-    def __init__(self, run: Imagined) -> None:
+    def __init__(self, run: SimulatedRun) -> None:
         self.in_use, self.stalls = dict(run.machine.in_use), dict(run.residency.stalls)
         self.read, self.written, self.asked = run.moved_in, run.moved_out, len(run.asked)
 
 
-def _step(run: Imagined, number: int, visits: int) -> float:
+def _step(run: SimulatedRun, number: int, visits: int) -> float:
     """Runs one step (the first has number 1). Returns the seconds of forward, over all sweeps."""
     run.generation, forward, begin = number, 0.0, run.machine.now
     run.lookahead.begin_step(last=False)
@@ -102,3 +167,307 @@ def _step(run: Imagined, number: int, visits: int) -> float:
     run.settle()
     run.residency.update_later(True)
     return forward + (turn - begin)
+
+
+# ---- the run ----------------------------------------------------------------------------------------------------------
+
+
+class SimulatedRun:
+    """Runs the ledgers on a virtual machine. Transfers and updates become jobs, and waiting advances the clock."""
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        plan: Plan,
+        schedule: Schedule,
+        costs: Costs,
+        machine: VirtualMachine,
+        *,
+        state_bytes: int | None,
+        batch_on_device: bool,
+        commits: bool,
+    ) -> None:
+        self.model, self.plan, self.costs, self.machine = model, plan, costs, machine
+        self.residency = Residency(model=model, plan=plan, transfers=self, runner=self)
+        self.boundaries = BoundaryLedger(plan=plan, transfers=self)
+        self.lookahead = Lookahead(schedule=schedule, residency=self.residency, boundaries=self.boundaries, tick=self.tick)
+        self.device = DeviceSide(model, plan.stages) if plan.device != "cpu" else None
+        self.moved_in, self.moved_out = 0, 0  # bytes read from the store, and written
+        self.updates = 0  # begun
+        self.asked: list[Asked] = []
+        # Downloads of gradients under way: ticket, stage, and whether the sum then rests.
+        self.after: list[tuple[int, int, bool]] = []
+        self.sums_up: dict[int, int] = {}  # tickets of sums that are uploaded to continue there
+        self._crossings: dict[int, tuple[float, float]] = {}  # by visit
+        self._state_bytes = state_bytes
+        if not commits and plan.commit_every != 1:
+            self.residency.commits.every = None
+        # Micro-batches at each end of a visit whose copies nothing hides.
+        self._unhidden = 0 if batch_on_device or plan.batch_on_device else 1
+        self._looks = _LOOKS if len(schedule.visits) < _MANY_VISITS else _LOOKS // 2
+        # The backward of an embedding is taken to need no time, but it runs after the updates submitted before it.
+        self._least = _MOMENT if any(stage.updated_there for stage in plan.stages) else 0.0
+
+    def let_go(self) -> None:
+        """Breaks the reference cycle with the ledgers, so that memory is freed at once and not by the cycle collector."""
+        del self.residency, self.boundaries, self.lookahead
+
+    # ---- transfers (the ledgers call these) ------------------------------------------------------------------------
+
+    def read(self, arena_offset: int, store_offset: int, size: int, *, priority: int = 0, label: int = 0) -> int:
+        self.moved_in += size
+        what = self._ask("read", store_offset, label)
+        return self.machine.submit((("ssd read", size),), what=what, stage=label, priority=priority)
+
+    def write(self, arena_offset: int, store_offset: int, size: int, *, priority: int = 0, label: int = 0) -> int:
+        self.moved_out += size
+        what = self._ask("write", store_offset, label)
+        return self.machine.submit((("ssd write", size),), what=what, stage=label, priority=priority)
+
+    def poll(self, ticket: int) -> object | None:
+        return ticket if self.machine.collect(ticket) else None
+
+    def _ask(self, direction: str, store_offset: int, stage: int) -> str:
+        what = f"{direction} {_content(self.plan.stages[stage], store_offset)}"
+        self.asked.append(Asked(what=what, stage=stage))
+        return what
+
+    # ---- updates and waiting (the residency ledger calls these) ----------------------------------------------------
+
+    def update(self, record: Record) -> int:
+        plan, stage = self.plan.stages[record.stage], self.model.stages[record.stage]
+        is_written = self.residency.commits.is_written(record.generation + 1)
+        weights, states = written_by_update(self.model, plan, 1 if is_written else None)
+        read = 0
+        if plan.states == "ssd":
+            read = states = stage.state_bytes if self._state_bytes is None else self._state_bytes * stage.trained
+        written = weights + states
+        if record.gradient_slot is None and plan.gradients_ram is None and plan.gradients_extent is not None:
+            read += plan.gradients_extent.size
+        self.moved_in += read
+        self.moved_out += written
+        self.updates += 1
+        self.asked.append(Asked(what="update", stage=record.stage))
+        if plan.updated_there:  # compute submitted later runs after the update
+            there: Parts = (("compute", self.costs.device_update_seconds(plan)), ("d2h", written), ("ssd write", written))
+            return self.machine.submit(there, what="update", stage=record.stage, priority=_FIRST)
+        parts: Parts = (("update", self.costs.update_seconds(plan)), ("ssd read", read), ("ssd write", written))
+        return self.machine.submit(parts, what="update", stage=record.stage, priority=update_priority(plan))
+
+    def updated(self, record: Record, result: object) -> None:
+        pass
+
+    def join(self, record: Record) -> None:
+        pass  # a copy of little
+
+    def completed(self, generation: int) -> None:
+        pass
+
+    def durable(self, stage: int) -> int:
+        return FOREVER  # flushing and writing a manifest is short and delays nothing
+
+    def pass_time(self) -> None:
+        """Advances to the next completion."""
+        self.machine.advance()
+
+    def wait(self, done: Callable[[], bool], cause: str) -> None:
+        begin = self.machine.now
+        while not done():
+            self.pass_time()
+            self.tick()
+        self.residency.stalled(cause, self.machine.now - begin)
+
+    # ---- one visit -------------------------------------------------------------------------------------------------
+
+    def visit(self) -> Visit:
+        """Runs the next visit as the executor does."""
+        visit = self.lookahead.enter(self._stash)
+        if visit.take:
+            self.boundaries.ready(visit.stage, self.residency.wait_until)
+        total = visit.owner if visit.owner is not None else visit.stage
+        summed = visit.sum_gradients
+        if summed and visit.resume:
+            self.residency.resume_gradients(total)
+            if self.device is not None and visit.sweep and not self.plan.stages[total].updated_there:
+                self._wait_for_sum(total)
+        if self.device is not None and visit.owner is not None:
+            self._wait_for_upload(visit.owner)
+        up, down = self.crossing(visit)
+        first = self._begin_copies(visit, up=up * self._unhidden)
+        self.lookahead.on_device()
+        self._compute(visit, first, up=up, down=down)
+        if visit.stash and not self._seals_at_once(visit.stage):
+            self.boundaries.seal(visit.stage)
+        if visit.take:
+            (self.boundaries.leave if visit.measures else self.boundaries.drop)(visit.stage)
+        if summed and not self._stays(visit):
+            self._close_sum(visit, total)
+        self.residency.release(visit)
+        self.tick()
+        return visit
+
+    def _stash(self, visit: Visit) -> None:
+        span = self.boundaries.room(visit.stage, self.residency.wait_until)
+        self.boundaries.stashed(visit.stage, span, self.kept_bytes(visit.stage))
+        if self._seals_at_once(visit.stage):
+            self.boundaries.seal(visit.stage)
+
+    def _seals_at_once(self, stage: int) -> bool:
+        """Tells whether a boundary is complete when its visit begins. On a separate device it is copied to its place during the
+        visit."""
+        return self.device is None and not self.plan.stages[stage].kept
+
+    def tick(self) -> None:
+        """Moves everything that can move."""
+        self.residency.advance()
+        self.boundaries.advance()
+        while self.after and self.machine.collect(self.after[0][0]):
+            _, stage, rests = self.after.pop(0)
+            self._hand_over(stage, rests=rests)
+            self.residency.let_go(self.residency.records[stage])
+        self.lookahead.advance(self._begin_upload)
+
+    def _stays(self, visit: Visit) -> bool:
+        """Tells whether the sum stays on the device: a tied head that is not cut continues it in the embedding's backward."""
+        return visit.phase == "head" and self.model.tied_head and not self.model.head_is_cut
+
+    def _hand_over(self, stage: int, *, rests: bool) -> None:
+        """Sends a sum of gradients to its home, or begins the update."""
+        if rests or self.plan.stages[stage].deferred:
+            self.residency.rest_gradients(stage)
+        else:
+            self.residency.update_now(stage, True)
+
+    def _close_sum(self, visit: Visit, total: int) -> None:
+        if visit.measures:
+            self.residency.drop_gradients(total)
+            return
+        if self.device is None or self.plan.stages[total].updated_there:
+            self._hand_over(total, rests=visit.rest)
+            return
+        self.residency.hold(self.residency.records[total])  # as in a run: the update that follows uses the host's weights
+        size = self.model.stages[total].gradient_bytes(self.plan.numerics.accumulate_dtype)
+        ticket = self.machine.submit((("d2h", size),), what="gradients", stage=total, priority=BULK_PRIORITY)
+        self.after.append((ticket, total, visit.rest))
+        if len(self.after) > 1:  # the next sum needs the span of the oldest download
+            first = self.after[0]
+            self.residency.wait_until(lambda: first not in self.after, GRADIENTS_ACROSS)
+
+    # ---- compute ---------------------------------------------------------------------------------------------------
+
+    def _compute(self, visit: Visit, first: list[int], *, up: float, down: float) -> None:
+        """Computes micro-batch by micro-batch. While one computes, the next one's inputs are uploaded and the results of the
+        one before are downloaded. Nothing hides the `first` upload and the last download. The download of a kept input is
+        hidden: it runs while its micro-batch computes. `up`, `down`: bytes of one micro-batch."""
+        seconds = max(self.compute_seconds(visit), self._least)
+        looks = min(self._looks, self.costs.micro_batches)
+        share = self.costs.micro_batches / looks  # micro-batches between two looks
+        last = (down - self.costs.boundary / self.costs.micro_batches * (visit.stash and down > 0)) * self._unhidden
+        self._cross(first)
+        for look in range(looks):
+            rising = up * (share - self._unhidden * (look == looks - 1))
+            copies = self._begin_copies(visit, up=rising, down=down * share - last * (look == 0))
+            ticket = self.machine.submit((("compute", seconds / looks),), what=visit.phase, stage=visit.stage)
+            while not self.machine.collect(ticket):
+                self.pass_time()
+            self._cross(copies)
+            self.tick()
+        self._cross(self._begin_copies(visit, down=last))
+
+    def _cross(self, copies: list[int]) -> None:
+        """Waits for copies of boundaries."""
+        if copies:
+            self._stand_still(lambda: all(self.machine.is_done(copy) for copy in copies), BOUNDARIES_ACROSS)
+        for copy in copies:
+            self.machine.collect(copy)
+
+    def compute_seconds(self, visit: Visit) -> float:
+        return self.costs.compute_seconds(visit, self.costs.kept_bytes(self.plan.stages[visit.stage]))
+
+    def crossing(self, visit: Visit) -> tuple[float, float]:
+        """Returns the bytes that one micro-batch copies to the device and back: boundaries and kept outputs."""
+        if self.device is None:
+            return 0.0, 0.0
+        if visit.index not in self._crossings:
+            self._crossings[visit.index] = self._crossed(visit)
+        return self._crossings[visit.index]
+
+    def _crossed(self, visit: Visit) -> tuple[float, float]:
+        up, down = micro_batch_crossing(self.costs, visit, self.plan.stages[visit.stage])
+        twice = visit.stash and not self._unhidden and not self.plan.batch_on_device
+        return up, down - twice * self.costs.boundary / self.costs.micro_batches
+
+    def _begin_copies(self, visit: Visit, *, up: float = 0.0, down: float = 0.0) -> list[int]:
+        """Begins copies and returns their tickets. The two directions do not wait for each other."""
+        copies: tuple[Parts, ...] = ((("h2d", up),), (("d2h", down),))
+        return [self.machine.submit(copy, what="boundary", stage=visit.stage) for copy in copies if copy[0][1] > 0]
+
+    def _wait_for_upload(self, owner: int) -> None:
+        ticket = self._upload(owner, self.residency.records[owner].generation)
+        self._stand_still(lambda: ticket is None or self.machine.is_done(ticket), WEIGHTS_UP)
+
+    def _stand_still(self, done: Callable[[], bool], cause: str) -> None:
+        """Waits for copies as a run does: nothing else starts in the meantime."""
+        begin = self.machine.now
+        while not done():
+            self.pass_time()
+        self.residency.stalled(cause, self.machine.now - begin)
+
+    def settle(self) -> None:
+        """Waits until all gradients have arrived and are handed over."""
+        self.residency.wait_until(lambda: not self.after, GRADIENTS_ACROSS)
+
+    def _wait_for_sum(self, owner: int) -> None:
+        self._send_sum(owner)
+        self._stand_still(lambda: self.machine.is_done(self.sums_up[owner]), GRADIENTS_ACROSS)
+        self.machine.collect(self.sums_up.pop(owner))
+
+    def _send_sum(self, owner: int) -> None:
+        """Uploads the sum of a stage's gradients, so that the device continues it."""
+        if owner not in self.sums_up:
+            size = self.model.stages[owner].gradient_bytes(self.plan.numerics.accumulate_dtype)
+            self.sums_up[owner] = self.machine.submit((("h2d", size),), what="gradients", stage=owner, priority=BULK_PRIORITY)
+
+    def _begin_upload(self, visit: Visit, next_step: bool) -> None:
+        if self.device is None:
+            return
+        if visit.sweep and visit.resume:
+            record = self.residency.records[visit.stage if visit.owner is None else visit.owner]
+            back = record.gradients == "resumed" and record.gradient_read is None
+            if back and not self.plan.stages[record.stage].updated_there:
+                self._send_sum(record.stage)
+        if visit.owner is None:
+            return
+        record = self.residency.records[visit.owner]
+        ready = record.span is not None and not record.fetches and record.update is None and record.due is None
+        if ready and not (next_step and not self._updated(record)):
+            self._upload(visit.owner, record.generation)
+
+    def _updated(self, record: Record) -> bool:
+        return record.generation >= self.generation or not self.model.stages[record.stage].trained
+
+    def _upload(self, owner: int, generation: int) -> int | None:
+        """Returns the ticket of the copy under way, or None if the weights are there."""
+        assert self.device is not None
+        size = self.model.stages[owner].weight_bytes
+
+        def begin() -> int:
+            return self.machine.submit((("h2d", size),), what="weights", stage=owner, priority=BULK_PRIORITY)
+
+        return self.device.upload(owner, generation, begin)
+
+    def kept_bytes(self, stage: int) -> int:
+        plan = self.plan.stages[stage]
+        span = plan.boundary_ram or plan.boundary_extent
+        return 0 if span is None else filled(span.size, self.plan.fill)  # on the device
+
+    generation = 0  # the generation after this step's updates
+
+
+def _content(plan: StagePlan, store_offset: int) -> str:
+    """Names what this place of the store holds."""
+    if plan.gradients_extent is not None and store_offset == plan.gradients_extent.offset:
+        return "gradients"
+    if plan.boundary_extent is not None and store_offset == plan.boundary_extent.offset:
+        return "boundary"
+    return "weights"

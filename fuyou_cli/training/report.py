@@ -19,7 +19,7 @@ from typing import Annotated, Literal
 from pydantic import Field, WrapValidator
 
 from ..planner.costs import Costs
-from ..planner.timeline import Timeline
+from ..planner.simulate import Timeline
 from ..spec.plan import Plan
 
 LATEST = 1000  # steps of a run whose figures are kept

@@ -16,8 +16,7 @@ from fuyou_cli.planner.commit_interval import timed_plan
 from fuyou_cli.planner.costs import Costs
 from fuyou_cli.planner.place import plan as first_that_fits
 from fuyou_cli.planner.schedule import plan_schedule
-from fuyou_cli.planner.simulate import simulate
-from fuyou_cli.planner.timeline import Timeline
+from fuyou_cli.planner.simulate import Timeline, simulate
 from fuyou_cli.spec.plan import Plan
 from fuyou_cli.training.length import written_by_step
 from fuyou_cli.training.report import (

@@ -8,7 +8,7 @@ from typing import Literal
 
 import pytest
 
-from fuyou_cli.planner import imagined
+from fuyou_cli.planner import simulate as simulation
 from fuyou_cli.planner.boundary_layout import kept_bytes
 from fuyou_cli.planner.costs import Costs
 from fuyou_cli.planner.device import BOUNDARIES_ACROSS, crossing
@@ -105,6 +105,6 @@ def test_boundaries_go_before_weights_and_gradients(monkeypatch: pytest.MonkeyPa
     weights, forward = 32 * BLOCK / SLOW.h2d, schedule.visits[2]
     fast = replace(SLOW, matmul_flops=forward.flops / (2 * weights), d2h=2e9)
     stalls = [simulate(spec, fast, made, schedule).stalls[BOUNDARIES_ACROSS]]
-    monkeypatch.setattr(imagined, "BULK_PRIORITY", 0)
+    monkeypatch.setattr(simulation, "BULK_PRIORITY", 0)
     stalls.append(simulate(spec, fast, made, schedule).stalls[BOUNDARIES_ACROSS])
     assert stalls[0] < 0.7 * stalls[1]

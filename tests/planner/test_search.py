@@ -20,8 +20,7 @@ from fuyou_cli.planner.refinement import MOST_REFINED_VISITS
 from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.planner.search import NEAR, fastest, search, search_timed, timed
 from fuyou_cli.planner.search_state import GAIN, MOST_PLACED, MOST_VISITS, Effort
-from fuyou_cli.planner.simulate import STEPS, simulate
-from fuyou_cli.planner.timeline import Timeline
+from fuyou_cli.planner.simulate import STEPS, Timeline, simulate
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec, OperatorSpec
 from fuyou_cli.spec.plan import Plan
