@@ -116,14 +116,14 @@ class Family:
 def _candidate(
     pipeline: tuple[int, int],
     states: float,
-    defer: bool,
+    defer: float,
     activations: float,
     swap: float,
     kept_there: float,
     there: float,
 ) -> Candidate:
     return Candidate(
-        lookahead=pipeline[0], gradient_slots=pipeline[1], states=states, defer=defer, activations=activations, swap=swap,
+        lookahead=pipeline[0], gradient_slots=pipeline[1], states=states, defer=bool(defer), activations=activations, swap=swap,
         kept_there=kept_there, there=there,
     )  # fmt: skip
 
