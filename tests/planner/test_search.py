@@ -86,7 +86,6 @@ def test_what_the_estimate_is_wrong_of_is_found_as_well() -> None:
     numerics = replace(request.numerics, accumulate_dtype="float32", batch_size=14, max_seq_len=64)
     request = replace(request, numerics=numerics)
     best, limited = search(spec, COPYING, request, effort="exhaustive"), search(spec, COPYING, request, effort="limited")
-    assert limited.placed < best.placed
     assert limited.best.seconds <= best.best.seconds * (1 + NEAR)
 
 
