@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from proof.verdicts import Row, at_least, commit, described, exit_code, in_words, missing, now, unless_noisy
 
-from fuyou_cli.machine.background_load import BackgroundLoad
+from fuyou_cli.machine.measure.timing import BackgroundLoad
 
 QUIET_CORES = 0.15
 ENOUGH = 3  # quiet samples of a side, for its median to mean something
@@ -62,7 +62,7 @@ class Memory:
     """Gives out tensors from one huge-page arena, beginning at its start."""
 
     def __init__(self, size: int) -> None:
-        from fuyou_cli.swap.arena import Arena
+        from fuyou_cli.swap.store import Arena
 
         self.arena, self.used = Arena(size), 0
 

@@ -35,10 +35,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from proof.verdicts import Row, at_least, at_most, commit, described, exit_code, in_words, missing, now, unless_noisy
 
 from fuyou_cli.core.units import MiB, parse_size
-from fuyou_cli.machine.background_load import BackgroundLoad
-from fuyou_cli.swap.arena import Arena
+from fuyou_cli.machine.measure.timing import BackgroundLoad
 from fuyou_cli.swap.daemon import DaemonOptions, SwapDaemon
-from fuyou_cli.swap.store import Store
+from fuyou_cli.swap.store import Arena, Store
 
 SPAN = 16 * MiB  # three of them beside the 32 MiB that fio cycles through at the default depth
 MODES = ("read", "write", "both")

@@ -27,8 +27,8 @@ import torch
 from bench_adamw import Step, measure, print_sides
 from proof.verdicts import Row, described, exit_code, holds, in_words, missing
 
-from fuyou_cli.swap import kernels, quantised
-from fuyou_cli.swap.quantised import Workers
+from fuyou_cli.swap import kernels
+from fuyou_cli.swap.kernels import Workers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SIZES = (64 * 4096, 64 * 1000, 64 * 37 + 33, 64 * 37 + 2, 5)  # a short last block, an odd one, less than one
@@ -56,8 +56,8 @@ def drawn(count: int, dtype: str) -> torch.Tensor:
 
 def ours_nf4(values: torch.Tensor, dtype: str, workers: Workers) -> tuple[np.ndarray, np.ndarray]:
     packed = np.empty((values.numel() + 1) // 2, np.uint8)
-    maxima = np.empty(-(-values.numel() // quantised.NF4_BLOCK), np.float32)
-    quantised.nf4_encode(bytes_of(values), dtype, packed, maxima, workers=workers)
+    maxima = np.empty(-(-values.numel() // kernels.NF4_BLOCK), np.float32)
+    kernels.nf4_encode(bytes_of(values), dtype, packed, maxima, workers=workers)
     return packed, maxima
 
 
@@ -69,22 +69,22 @@ def nf4_differences(count: int, dtype: str) -> Iterator[int]:
     from bitsandbytes import functional
 
     values = drawn(count, dtype)
-    packed, maxima = ours_nf4(values, dtype, quantised.ALONE)
+    packed, maxima = ours_nf4(values, dtype, kernels.ALONE)
     codes, state = functional.quantize_4bit(values, quant_type="nf4", blocksize=64)
     yield differing(packed, codes)
     yield differing(maxima, state.absmax)
     for name, out in DTYPES.items():
         state.dtype = out
         found = torch.empty(count, dtype=out)
-        quantised.nf4_decode(packed, maxima, bytes_of(found), name)
+        kernels.nf4_decode(packed, maxima, bytes_of(found), name)
         yield differing(bytes_of(found), functional.dequantize_4bit(codes, state))
     _, double = functional.quantize_4bit(values, quant_type="nf4", blocksize=64, compress_statistics=True)
     offset = float(double.offset)  # its mean of all maxima: the sum's order is torch's
-    small, most = np.empty(maxima.size, np.uint8), np.empty(-(-maxima.size // quantised.DYNAMIC_BLOCK), np.float32)
-    quantised.dynamic_encode(maxima - np.float32(offset), small, most)
+    small, most = np.empty(maxima.size, np.uint8), np.empty(-(-maxima.size // kernels.DYNAMIC_BLOCK), np.float32)
+    kernels.dynamic_encode(maxima - np.float32(offset), small, most)
     yield differing(small, double.absmax)
     yield differing(most, double.state2.absmax)
-    quantised.dynamic_decode(small, most, maxima, offset=offset)
+    kernels.dynamic_decode(small, most, maxima, offset=offset)
     yield differing(maxima, functional.dequantize_blockwise(double.absmax, double.state2) + double.offset)
 
 
@@ -93,12 +93,12 @@ def int8_differences(dtype: str) -> Iterator[int]:
 
     values = drawn(333 * 515, dtype).view(333, 515).half()  # as its Int8Params rounds weights
     codes, most = np.empty(values.shape, np.int8), np.empty(333, np.float32)
-    quantised.int8_encode(bytes_of(values.float()), 515, "float32", codes, most)
+    kernels.int8_encode(bytes_of(values.float()), 515, "float32", codes, most)
     theirs, maxima, _ = functional.int8_vectorwise_quant(values)
     yield differing(codes, theirs)
     yield differing(most, maxima)
     found = torch.empty(values.shape)
-    quantised.int8_decode(codes, most, 515, bytes_of(found), "float32")
+    kernels.int8_decode(codes, most, 515, bytes_of(found), "float32")
     yield differing(bytes_of(found), functional.int8_vectorwise_dequant(theirs, maxima))
 
 
@@ -123,34 +123,34 @@ def comparisons(params: int, workers: Workers, *, peer: bool) -> Iterator[tuple[
     values, rows = drawn(params, "bfloat16"), params // COLUMNS
     packed, maxima = ours_nf4(values, "bfloat16", workers)
     codes, most = np.empty(params, np.int8), np.empty(rows, np.float32)
-    quantised.int8_encode(bytes_of(values), COLUMNS, "bfloat16", codes, most, workers=workers)
-    exponents = np.full(params // quantised.MXFP4_BLOCK, 120, np.uint8)
-    squares = np.full(-(-rows // quantised.FP8_BLOCK) * (COLUMNS // quantised.FP8_BLOCK), 0.01, np.float32)
+    kernels.int8_encode(bytes_of(values), COLUMNS, "bfloat16", codes, most, workers=workers)
+    exponents = np.full(params // kernels.MXFP4_BLOCK, 120, np.uint8)
+    squares = np.full(-(-rows // kernels.FP8_BLOCK) * (COLUMNS // kernels.FP8_BLOCK), 0.01, np.float32)
     for name, dtype in DTYPES.items():
         into, item = bytes_of(torch.zeros(params, dtype=dtype)), dtype.itemsize
 
         def nf4(name: str = name, into: np.ndarray = into) -> None:
-            quantised.nf4_decode(packed, maxima, into, name, workers=workers)
+            kernels.nf4_decode(packed, maxima, into, name, workers=workers)
 
         def int8(name: str = name, into: np.ndarray = into) -> None:
-            quantised.int8_decode(codes, most, COLUMNS, into, name, workers=workers)
+            kernels.int8_decode(codes, most, COLUMNS, into, name, workers=workers)
 
         theirs = their_decode(torch.from_numpy(packed), torch.from_numpy(maxima), params, dtype) if peer else None
         yield f"nf4 to {name}", item, {"fuyou": nf4, **({"bitsandbytes": theirs} if theirs else {})}
 
         def mxfp4(name: str = name, into: np.ndarray = into) -> None:
-            quantised.mxfp4_decode(packed, exponents, into, name, workers=workers)
+            kernels.mxfp4_decode(packed, exponents, into, name, workers=workers)
 
         def fp8(name: str = name, into: np.ndarray = into) -> None:
-            quantised.fp8_decode(codes, squares, COLUMNS, into, name, workers=workers)
+            kernels.fp8_decode(codes, squares, COLUMNS, into, name, workers=workers)
 
         yield f"int8 to {name}", item, {"fuyou": int8}
         yield f"mxfp4 to {name}", item, {"fuyou": mxfp4}
         yield f"fp8 to {name}", item, {"fuyou": fp8}
-    yield "bfloat16 to nf4", 2, {"fuyou": lambda: quantised.nf4_encode(
+    yield "bfloat16 to nf4", 2, {"fuyou": lambda: kernels.nf4_encode(
         bytes_of(values), "bfloat16", packed, maxima, workers=workers
     )}  # fmt: skip
-    yield "bfloat16 to int8", 2, {"fuyou": lambda: quantised.int8_encode(
+    yield "bfloat16 to int8", 2, {"fuyou": lambda: kernels.int8_encode(
         bytes_of(values), COLUMNS, "bfloat16", codes, most, workers=workers
     )}  # fmt: skip
 

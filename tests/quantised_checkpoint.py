@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from fuyou_cli.swap.quantised import dynamic_levels
+from fuyou_cli.swap.kernels import dynamic_levels
 
 from .swap import quantised_reference as reference
 

@@ -16,8 +16,7 @@ from pathlib import Path
 import torch
 
 from ..core.errors import UsageError
-from ..core.json_files import read_object
-from ..core.typed import from_json
+from ..core.json_files import from_json, read_object
 
 _LARGEST = 4 << 20  # bytes of such a file
 _HINT = "put back the file that the run wrote; running its recipe again writes it anew"

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from fuyou_cli.core.disk import existing
 from fuyou_cli.core.probe import file_system_of
 from fuyou_cli.core.units import format_time
-from fuyou_cli.machine.background_load import are_busy
-from fuyou_cli.machine.origins import RatedBy, origins_of
+from fuyou_cli.machine.measure.timing import are_busy
+from fuyou_cli.machine.profile import RatedBy, origins_of
 from fuyou_cli.planner.commit_interval import sooner
 from fuyou_cli.planner.costs import Costs
 from fuyou_cli.planner.evaluation_schedule import EvaluationCost, SamplingCost, evaluation_cost, evaluations_left, sampling_cost
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 USUAL = 1000  # steps for which writes are shown if the run's length is not known
 _CLOSE = 0.9  # share of the busiest resource's seconds; one this busy also decides
 _CHARACTERS = 4  # of a token, about
-_RATED = {  # resource -> how the names of the rates behind it begin (`machine/origins`)
+_RATED = {  # resource -> how the names of the rates behind it begin (`machine/profile`)
     "compute": ("compute",), "cpu": ("compute", "AdamW"), "update": ("AdamW",), "ssd read": ("store",), "ssd write": ("store",),
     "h2d": ("to GPU",), "d2h": ("to GPU",), "dram": ("DRAM",),
 }  # fmt: skip

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fuyou_cli.checkpoint.placement import refuse_foreign
+from fuyou_cli.checkpoint.writer import refuse_foreign
 from fuyou_cli.core import disk
 from fuyou_cli.core.disk import FileSystem, Wanted, existing, file_systems, store_files, taken
 from fuyou_cli.core.errors import UsageError

@@ -14,7 +14,7 @@ from pathlib import Path
 from fuyou_cli.core.disk import unusable
 from fuyou_cli.core.errors import UnreadableError, UsageError
 from fuyou_cli.core.json_files import shown
-from fuyou_cli.core.safe_files import read_plain
+from fuyou_cli.core.paths import read_plain
 from fuyou_cli.spec.packed_tensors import Quantised
 
 NAME_LIMIT = 1024  # characters
@@ -84,7 +84,7 @@ class Scales:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Header:
-    """Holds the tensors and the metadata of one file."""
+    """The tensors and the metadata of one file."""
 
     entries: dict[str, TensorEntry]  # by key, in the order of the data
     metadata: dict[str, str]
@@ -122,6 +122,5 @@ def parse_file(path: Path) -> Header:
 
 def _refusal(path: Path, what: str) -> UsageError:
     return UsageError(
-        f"{path}: {what}",
-        hint="the file is damaged, incomplete or of another format: download or export it again",
+        f"{path}: {what}", hint="the file is damaged, incomplete or of another format: download or export it again"
     )

@@ -24,8 +24,17 @@ from fuyou_cli.core.errors import FuyouError, OutOfSpaceError, UsageError
 from fuyou_cli.core.paths import expanded, kept_folder
 from fuyou_cli.core.units import gb
 
-from .companions import ADAPTER_CONFIG_NAME, CODE_PATTERN, CONFIG_NAME, PATTERNS
-from .files import INDEX_NAME, SINGLE_NAME, an_adapter, read_json, shard_map
+from .files import (
+    ADAPTER_CONFIG_NAME,
+    CODE_PATTERN,
+    CONFIG_NAME,
+    INDEX_NAME,
+    PATTERNS,
+    SINGLE_NAME,
+    an_adapter,
+    read_json,
+    shard_map,
+)
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.schema import Recipe
@@ -104,8 +113,7 @@ def resolve(
         raise UsageError(f"{name_or_path}: is a file", hint="give the directory that contains it")
     if not _HUB_ID.match(name_or_path):
         raise UsageError(
-            f"{name_or_path}: no such directory",
-            hint="give a directory that exists, or a hub id such as organisation/model",
+            f"{name_or_path}: no such directory", hint="give a directory that exists, or a hub id such as organisation/model"
         )
     need_weights = need_weights and not tokenizer_only
     found = _cached(name_or_path, revision, need_weights, tokenizer_only)
@@ -175,7 +183,7 @@ def _weight_names(directory: Path) -> list[str]:
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Tells whether a tokenizer is there. A cache filled by a tool that downloads weights alone has none."""
+    """Whether a tokenizer is there. A cache filled by a tool that downloads weights alone has none."""
     return any(file.name.startswith(_TOKENIZER_FILES) for file in directory.glob("*"))
 
 

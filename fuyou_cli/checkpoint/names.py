@@ -103,7 +103,7 @@ def _load_buffers(model: PreTrainedModel, matched: dict[str, TensorEntry], reade
 
 
 def is_in(parts: Iterable[str], name: str) -> bool:
-    """Tells whether a parameter or buffer of this name is, or is in, one of these parts of a model."""
+    """Whether a parameter or buffer of this name is, or is in, one of these parts of a model."""
     return any(name == part or name.startswith(f"{part}.") for part in parts)
 
 

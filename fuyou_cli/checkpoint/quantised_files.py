@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.core.json_files import parsed, shown
-from fuyou_cli.core.typed import from_json
+from fuyou_cli.core.json_files import from_json, parsed, shown
 from fuyou_cli.spec.packed_tensors import DYNAMIC_BLOCK, FP8_BLOCK, MXFP4_BLOCK, NF4_BLOCK, PackedTensor, Quantised, part_sizes
-from fuyou_cli.swap.quantised import dynamic_levels, nf4_levels
+from fuyou_cli.swap.kernels import dynamic_levels, nf4_levels
 
 from .header import Scales, TensorEntry
 from .reader import TensorReader
@@ -42,7 +41,7 @@ Read = Callable[[tuple[int, int], int, int], memoryview]  # as in `training/pack
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _State:
-    """Holds the JSON of `quant_state`."""
+    """The JSON of `quant_state`."""
 
     quant_type: str
     blocksize: int

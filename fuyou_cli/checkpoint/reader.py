@@ -101,7 +101,7 @@ class TensorReader:
                 )
 
     def equal(self, one: TensorEntry, other: TensorEntry) -> bool:
-        """Tells whether two tensors of the files have equal dtype, shape and bytes. Needs two pieces of memory."""
+        """Whether two tensors of the files have equal dtype, shape and bytes. Needs two pieces of memory."""
         return (one.dtype, one.shape) == (other.dtype, other.shape) and all(
             self.read_some(one, begin, PIECE // 2) == self.read_some(other, begin, PIECE // 2)
             for begin in range(0, one.nbytes, PIECE // 2)

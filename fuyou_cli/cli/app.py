@@ -198,21 +198,21 @@ def bench(
         str | None, _option(metavar="8b|13b|70b|175b|RECIPE", help="Train a model of these shapes instead.")
     ] = None,
     batch: Annotated[str | None, _option(metavar="8,16,...", help="With --model: batch sizes.")] = None,
-    minutes: Annotated[float, typer.Option(help="With --model: extrapolate runs that take longer.")] = 10.0,
-    svg: Annotated[Path | None, _option(metavar="FILE", help="With --model: a chart.")] = None,
-    trace: _Trace = None,
 ) -> None:
     """Measure this machine, or with --model how fast it trains.
 
     Measures matrix products, layers, the drive and the update. Later plans use the result. With --model it trains a few steps
-    on random weights and tokens, with the same code as `fuyou finetune`, and leaves nothing behind.
+    of a few blocks on random weights and tokens, adds the other blocks, and leaves nothing behind.
     """
     if model is not None:
-        words = [] if recipe is None else [recipe]  # --model takes no recipe
-        _bench_model(model, [*words, *(overrides or [])], batch, minutes, directory, json_output, svg, trace)
+        from .bench_model import parsed_batch_sizes, run_model_bench
+
+        words = [*([] if recipe is None else [recipe]), *(overrides or [])]  # --model takes no recipe
+        sizes = parsed_batch_sizes(batch)
+        run_model_bench(model, words, batch_sizes=sizes, directory=directory, json_output=json_output)
         return
-    if batch is not None or svg is not None or trace is not None:
-        raise UsageError("--batch, --svg and --trace are for --model", hint="name a shape: fuyou bench --model 8b")
+    if batch is not None:
+        raise UsageError("--batch is for --model", hint="name a shape: fuyou bench --model 8b")
     if layers and sustained:
         raise UsageError("--layers measures no drive, --sustained does: use only one of them")
     loaded = _loaded_recipe(recipe, overrides) if recipe is not None else None
@@ -475,8 +475,7 @@ def _loaded_recipe(recipe: str | None, overrides: Sequence[str] | None) -> Loade
 
 def _before_torch(device: str = "auto") -> None:
     """Sets what libraries read when they are loaded."""
-    from fuyou_cli.core.heap import settle_allocator
-    from fuyou_cli.machine.libraries import settle_libraries
+    from fuyou_cli.core.process import settle_allocator, settle_libraries
 
     settle_allocator()
     settle_libraries(device=device)
@@ -492,21 +491,6 @@ def _plan(loaded: LoadedRecipe, **options: Any) -> None:
         uncollected_at_exit()
     if not fits:
         raise typer.Exit(error_screen.DOES_NOT_FIT)
-
-
-def _bench_model(
-    model: str, overrides: Sequence[str], batch: str | None, minutes: float, directory: Path | None, json_output: bool,
-    svg: Path | None, trace: Path | None,
-) -> None:  # fmt: skip
-    _before_torch()
-    from .bench_model import ModelBenchOptions, parsed_batch_sizes, run_model_bench
-
-    run_model_bench(
-        ModelBenchOptions(
-            model=model, overrides=overrides, batch_sizes=parsed_batch_sizes(batch), minutes=minutes, directory=directory,
-            json_output=json_output, svg=svg, trace=trace,
-        )
-    )  # fmt: skip
 
 
 # typer brings its own copy of click, so the error's class is taken from its public subclass

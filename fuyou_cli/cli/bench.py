@@ -15,15 +15,14 @@ from rich.text import Text
 
 from fuyou_cli.core import disk, probe
 from fuyou_cli.core.errors import FuyouError, UsageError
-from fuyou_cli.core.heap import settle_for_training
 from fuyou_cli.core.paths import folder
+from fuyou_cli.core.process import settle_for_training
 from fuyou_cli.core.units import duration, gb, gib
 from fuyou_cli.machine import drives
-from fuyou_cli.machine.background_load import BackgroundLoad, are_busy
 from fuyou_cli.machine.drives import endurance
+from fuyou_cli.machine.measure.timing import BackgroundLoad, are_busy
 from fuyou_cli.machine.measure.whole import BenchReport, device_named, measure
-from fuyou_cli.machine.profile import assumed_hardware, card
-from fuyou_cli.machine.profile_store import keep, keep_layers, kept_profile
+from fuyou_cli.machine.profile import assumed_hardware, card, keep, keep_layers, kept_profile
 from fuyou_cli.spec.hardware import ON_PROCESSOR, HardwareProfile
 from fuyou_cli.training.plan_step import own_layers
 
@@ -34,7 +33,7 @@ from .render.theme import Symbols, column, heading, machine_in_words, pairs, rul
 if TYPE_CHECKING:
     import torch
 
-    from fuyou_cli.machine.measure.findings import Findings
+    from fuyou_cli.machine.measure.timing import Findings
     from fuyou_cli.recipe.load import LoadedRecipe
     from fuyou_cli.recipe.schema import Recipe
     from fuyou_cli.training.plan_step import OwnLayers
@@ -81,7 +80,7 @@ def run_bench(
         else:
             report = _with_recipe(places, recipe, quick=quick, device=chosen, progress=progress)
         if sustained:
-            from fuyou_cli.machine.measure.sustained import measure_sustained
+            from fuyou_cli.machine.measure.store_rates import measure_sustained
 
             progress("sustained writing")
             free, count = disk.striped_space(*places), _drives_of(places)
@@ -144,7 +143,7 @@ def _layers(recipe: Recipe, own: OwnLayers, target: torch.device, *, quick: bool
     """Times the stages in the memory that a run would have: on a processor within its budget."""
     from fuyou_cli.engine.compiled import load_compiler
     from fuyou_cli.engine.devices.cuda import free_memory
-    from fuyou_cli.machine.measure.recipe_stages import measure_recipe
+    from fuyou_cli.machine.measure.compute import measure_recipe
 
     if compiled := recipe.train.compile:
         load_compiler()
@@ -166,7 +165,7 @@ def _drives_of(places: tuple[Path, ...]) -> int:
 
 def _agreed(places: tuple[Path, ...], yes: bool) -> bool:
     """Tells what sustained writing costs, and asks. Raises UsageError if nobody can be asked."""
-    from fuyou_cli.machine.measure.sustained import most_written
+    from fuyou_cli.machine.measure.store_rates import most_written
 
     most = most_written(disk.striped_space(*places), _drives_of(places))
     rated = sum(drive.rated_bytes for drive in drives.drives_under(*places))

@@ -1,7 +1,7 @@
 """Writes results to stdout and everything else to stderr.
 
 Plain lines are written without Rich, whose import takes 40 ms; tables and progress ask for a Rich console. Control characters
-in outside text are spelt out (`core/printable`), so that the text cannot control the terminal; so is what libraries print and
+in outside text are spelt out (`core/json_files`), so that the text cannot control the terminal; so is what libraries print and
 log by themselves. A stderr that cannot be written to is ignored: a closed pipe or a lost terminal must not end a long run.
 """
 
@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from fuyou_cli.core.errors import FuyouError, UsageError
-from fuyou_cli.core.printable import one_line, printable
+from fuyou_cli.core.json_files import one_line, printable
 
 if TYPE_CHECKING:
     from rich.console import Console

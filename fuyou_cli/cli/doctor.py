@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fuyou_cli import __version__
-from fuyou_cli.core.printable import one_line
+from fuyou_cli.core.json_files import one_line
 from fuyou_cli.machine.checks import examine
 
 from .console import result_console, write_json

@@ -29,6 +29,9 @@ REMOVED_OPTIONS = {  # by the command that had them: what to do instead
     ("plan", "--calibrated"): "`fuyou bench` measures this machine again",
     ("finetune", "--plan"): "leave it out: a run plans by itself, and keeps to the keys that you set, as offload.weights=ssd",
     ("finetune", "--calibrated"): "`fuyou bench` measures this machine again",
+    ("bench", "--minutes"): "leave it out: --model always trains a few blocks and adds the others",
+    ("bench", "--svg"): "`fuyou bench --model 8b --json` prints what the chart showed",
+    ("bench", "--trace"): "`fuyou finetune RECIPE --trace FILE` traces a run",
 }
 REMOVED_OPTIONS["plan", "--out"] = REMOVED_OPTIONS["plan", "-o"]
 _NO_THREAD = "cannot start another thread or process"

@@ -15,11 +15,10 @@ from fuyou_cli.advice.planning import command_of, machine_here, warn_of_memory
 from fuyou_cli.advice.room import check_export, check_output, export_folder, plan_problems, room_of
 from fuyou_cli.core import probe
 from fuyou_cli.core.errors import FuyouError, Interrupted, PlanError
-from fuyou_cli.core.heap import settle_allocator, settle_for_training
-from fuyou_cli.core.safe_files import open_own
+from fuyou_cli.core.paths import open_own
+from fuyou_cli.core.process import settle_allocator, settle_for_training, settle_libraries
 from fuyou_cli.core.units import gb
-from fuyou_cli.machine.background_load import BackgroundLoad
-from fuyou_cli.machine.libraries import settle_libraries
+from fuyou_cli.machine.measure.timing import BackgroundLoad
 from fuyou_cli.training.adapting import configuration
 from fuyou_cli.training.length import sampled_epoch
 from fuyou_cli.training.loggers import LoggedRun, Loggers, Trace, libraries

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fuyou_cli.core import probe
 from fuyou_cli.core.errors import UsageError, pip_install
-from fuyou_cli.core.printable import printable
+from fuyou_cli.core.json_files import printable
 from fuyou_cli.core.units import duration, gb, gib
 from fuyou_cli.data.formats import Chat
 from fuyou_cli.data.reading import read_prompts, said, written

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from fuyou_cli.checkpoint.hub import Hub
 from fuyou_cli.core.disk import REMEDIES
 from fuyou_cli.core.errors import FuyouError, UsageError
+from fuyou_cli.core.json_files import one_line
 from fuyou_cli.core.paths import expanded
-from fuyou_cli.core.printable import one_line
 from fuyou_cli.core.units import gb, gib
 from fuyou_cli.recipe.named import shipped_recipes
 from fuyou_cli.training.run_log import History, find_log, finite, read_history

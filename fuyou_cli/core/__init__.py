@@ -1,1 +1,1 @@
-"""Holds errors, units and readers of files (layer 0). Imports nothing else of fuyou."""
+"""Errors, units and readers of files (layer 0). Imports nothing else of fuyou."""

@@ -27,7 +27,7 @@ _UNLIMITED = 1 << 60  # cgroup v1 says "no limit" with a number near 2**63
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CgroupMemory:
-    """Holds a memory limit for this process: of its cgroup or of one above."""
+    """A memory limit for this process: of its cgroup or of one above."""
 
     version: int
     path: Path
@@ -117,7 +117,7 @@ def cgroup_limits(root: Path = ROOT) -> list[CgroupMemory]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnGroup:
-    """Holds the folder of a cgroup that this process is in, and the top of its hierarchy."""
+    """The folder of a cgroup that this process is in, and the top of its hierarchy."""
 
     version: int
     folder: Path
@@ -194,7 +194,7 @@ def _text(path: Path) -> str | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mount:
-    """Holds a line of /proc/self/mountinfo."""
+    """A line of /proc/self/mountinfo."""
 
     point: Path
     kind: str  # ext4, tmpfs, overlay, 9p ...

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import fuyou_cli
 from fuyou_cli.core.disk import FULL, existing, unusable
 from fuyou_cli.core.errors import DataSpaceError, FuyouError, UnreadableError, UsageError
-from fuyou_cli.core.safe_files import read_plain
+from fuyou_cli.core.paths import read_plain
 from fuyou_cli.core.units import MiB, gb
 
 from . import sandbox

@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING, Any
 from fuyou_cli.core.disk import FULL, unusable
 from fuyou_cli.core.errors import DataSpaceError, FuyouError, OutOfSpaceError, UsageError
 from fuyou_cli.core.json_files import find_object
-from fuyou_cli.core.paths import expanded, is_file, kept_folder
-from fuyou_cli.core.safe_files import kind_of
+from fuyou_cli.core.paths import expanded, is_file, kept_folder, kind_of
 
 from .formats import RowError, choose_format, loss_target, mapping_hint
 from .locked_folders import scratch_in

@@ -32,8 +32,7 @@ import numpy as np
 
 from fuyou_cli.core.disk import FULL, unusable
 from fuyou_cli.core.errors import DataSpaceError, FuyouError, UnreadableError, UsageError
-from fuyou_cli.core.json_files import read_object
-from fuyou_cli.core.typed import from_json
+from fuyou_cli.core.json_files import from_json, read_object
 
 from .formats import Chat, Example, RowError, Texts, Tokens, choose_format, loss_target, mapping_hint, read_example
 from .packing import LABEL, Counts, Row, Sample, has_loss, lay_out

@@ -13,7 +13,7 @@ from ..planner.device import WEIGHTS_UP, decode_scratch, decoded_at_once
 from ..spec.model import ITEM_SIZE, Dtype, StageSpec
 from ..spec.packed_tensors import DYNAMIC_BLOCK, FP8_BLOCK, MXFP4_BLOCK, NF4_BLOCK, PackedTensor, Quantised
 from ..spec.plan import Span
-from ..swap.quantised import Workers, dynamic_decode, dynamic_levels, fp8_decode, int8_decode, mxfp4_decode, nf4_decode
+from ..swap.kernels import Workers, dynamic_decode, dynamic_levels, fp8_decode, int8_decode, mxfp4_decode, nf4_decode
 from .context import Context
 from .device_states import DeviceStates
 from .devices.base import Device, Event

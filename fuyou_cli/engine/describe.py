@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..core.errors import UsageError
-from ..core.heap import MAPPED, alive, worked_on
+from ..core.process import MAPPED, alive, worked_on
 from ..spec.model import Dtype, ExpertWork, ModelSpec, StageSpec, TensorSpec
 from ..spec.plan import whole_rows
 from .anatomy import Anatomy, Installed, Stage, dissect, outline, with_frozen_work

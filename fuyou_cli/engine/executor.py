@@ -16,7 +16,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..core.errors import NumericsError
-from ..core.patience import SILENT, Patience
+from ..core.process import SILENT, Patience
 from ..planner.schedule import Visit
 from ..spec.model import ModelSpec
 from ..spec.plan import MicroBatch, Plan, even

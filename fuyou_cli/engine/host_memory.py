@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 
 from ..spec.plan import Span
-from ..swap.arena import Arena
+from ..swap.store import Arena
 
 PAGE = 4096  # bytes; touching one part of a larger page takes the whole page
 _SMALL = 1 << 20  # bytes of a whole-batch tensor; smaller ones are not worth the page faults

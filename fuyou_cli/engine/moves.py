@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..core.patience import SILENT, Patience
+from ..core.process import SILENT, Patience
 from ..planner.ledgers import FOREVER, Residency
 from ..planner.records import Record
 from ..swap.daemon import Result

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from ..core.patience import Patience
+from ..core.process import Patience
 from ..planner.lookahead import Lookahead
 from ..planner.schedule import Schedule, Visit, plan_schedule
 from ..spec.plan import MicroBatch, even

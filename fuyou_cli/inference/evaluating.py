@@ -15,7 +15,7 @@ from fuyou_cli.checkpoint.hub import Progress, resolve
 from fuyou_cli.checkpoint.reader import PIECE
 from fuyou_cli.core import probe
 from fuyou_cli.core.errors import PlanError, UsageError
-from fuyou_cli.core.heap import settle_for_training
+from fuyou_cli.core.process import settle_for_training
 from fuyou_cli.core.units import align_up, gib
 from fuyou_cli.data.rows import Rows
 from fuyou_cli.engine.describe import Outlined, specified

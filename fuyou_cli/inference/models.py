@@ -13,8 +13,7 @@ from typing import Literal
 import torch
 
 from fuyou_cli.adapters.adapter_names import base_name
-from fuyou_cli.checkpoint.companions import ADAPTER_CONFIG_NAME, CONFIG_NAME
-from fuyou_cli.checkpoint.files import an_adapter, open_checkpoint
+from fuyou_cli.checkpoint.files import ADAPTER_CONFIG_NAME, CONFIG_NAME, an_adapter, open_checkpoint
 from fuyou_cli.checkpoint.header import TensorEntry
 from fuyou_cli.checkpoint.hub import Progress, resolve
 from fuyou_cli.checkpoint.names import entries_for

@@ -14,11 +14,11 @@ from typing import Any
 
 from fuyou_cli.core import disk, probe
 from fuyou_cli.core.errors import FuyouError
+from fuyou_cli.core.paths import scratch_folder
 from fuyou_cli.core.units import MiB, gb, gib
 from fuyou_cli.engine.processor import has_fast_bfloat16
 
 from . import drives
-from .scratch import scratch_folder
 
 _OLDEST = {"torch": (2, 10), "transformers": (5, 17)}
 
@@ -33,7 +33,7 @@ _REMOTE = ("nfs", "nfs4", "cifs", "9p", "drvfs", "virtiofs", "vboxsf")
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Holds a finding and what to do about it. `is_problem` means that a run will fail."""
+    """A finding and what to do about it. `is_problem` means that a run will fail."""
 
     name: str
     found: str
@@ -137,7 +137,7 @@ def _gpu_check(index: int, found: str, knows: str, torch: Any) -> Check:
 
 
 def _kernel(torch: Any) -> Iterator[Check]:
-    """Tells whether stages that rest on the GPU are updated by one kernel (`engine/devices/gpu_kernels`)."""
+    """Whether stages that rest on the GPU are updated by one kernel (`engine/devices/gpu_kernels`)."""
     if torch is None or not torch.version.cuda:
         return
     try:
@@ -216,14 +216,14 @@ def _drive(folder: Path) -> Iterator[Check]:
 def _store_io(place: Path) -> Iterator[Check]:
     """Opens a small store there and starts a daemon, as a run would."""
     try:
-        arena, daemon, store = (importlib.import_module(f"fuyou_cli.swap.{name}") for name in ("arena", "daemon", "store"))
+        daemon, store = (importlib.import_module(f"fuyou_cli.swap.{name}") for name in ("daemon", "store"))
     except (FuyouError, ImportError, OSError):  # `_extension` reports it
         return
     remedy = "use a folder on a local drive (ext4 or xfs)"
     try:
         with (
             scratch_folder(place) as inside,
-            arena.Arena(MiB) as memory,
+            store.Arena(MiB) as memory,
             store.Store.open([inside / "store.bin"], stripe=MiB, size=MiB, create=True) as opened,
             daemon.SwapDaemon(memory, opened, daemon.DaemonOptions(update_threads=0)) as running,
         ):

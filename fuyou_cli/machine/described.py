@@ -18,9 +18,8 @@ import yaml
 from omegaconf.errors import OmegaConfBaseException
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.core.paths import is_file
-from fuyou_cli.core.safe_files import read_plain
-from fuyou_cli.core.typed import WrongData, from_json
+from fuyou_cli.core.json_files import WrongData, from_json
+from fuyou_cli.core.paths import is_file, read_plain
 from fuyou_cli.core.units import LARGEST_SIZE, GiB, gb, parse_size
 from fuyou_cli.recipe.load import LoadedRecipe, yaml_to_data
 from fuyou_cli.recipe.named import shipped_hardware
@@ -38,8 +37,7 @@ from fuyou_cli.spec.hardware import (
     wrong_rates,
 )
 
-from .origins import GIVEN
-from .profile import ASSUMED_GPU_PROCESS, ASSUMED_PROCESS, FILE_KEYS
+from .profile import ASSUMED_GPU_PROCESS, ASSUMED_PROCESS, FILE_KEYS, GIVEN
 
 SYSTEM_MEMORY = 2 * GiB  # assumed for a described machine's other programs
 LARGEST_FILE = 1 << 20
@@ -78,7 +76,7 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DriveRates:
-    """Holds the rates of `count` drives together."""
+    """The rates of `count` drives together."""
 
     count: Count
     store_read: Bandwidth

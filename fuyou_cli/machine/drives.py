@@ -48,7 +48,7 @@ _ENDURANCE: tuple[tuple[str, int], ...] = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wear:
-    """Holds the wear that a drive reports."""
+    """The wear that a drive reports."""
 
     percent_used: int  # of the rated endurance, may exceed 100
     written: int  # bytes, over the drive's life
@@ -82,7 +82,7 @@ def io_uring_forbidden(root: Path = Path("/")) -> str:
 
 
 def is_hard_disk(device: Path) -> bool:
-    """Tells whether the drive has turning disks. If the kernel does not tell: no."""
+    """Whether the drive has turning disks. If the kernel does not tell: no."""
     return _line(device / "queue/rotational") == "1"
 
 
@@ -132,7 +132,7 @@ def nearly_worn(found: Iterable[Drive]) -> list[str]:
 
 
 def has_nvidia_card(sysfs: Path) -> bool:
-    """Tells whether the PCI bus has a display or compute device of NVIDIA, with a driver or without."""
+    """Whether the PCI bus has a display or compute device of NVIDIA, with a driver or without."""
     devices = sysfs.glob("bus/pci/devices/*")
     return any(_line(device / "vendor") == "0x10de" and _line(device / "class").startswith("0x03") for device in devices)
 

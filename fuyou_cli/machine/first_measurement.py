@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fuyou_cli.core.errors import FuyouError, UsageError
+from fuyou_cli.core.paths import remove_left
 from fuyou_cli.core.units import duration
 from fuyou_cli.spec.hardware import ON_PROCESSOR
 
-from .background_load import are_busy, cores_now
-from .profile_store import kept_profile, why_not_kept
-from .scratch import remove_left
+from .measure.timing import are_busy, cores_now
+from .profile import kept_profile, why_not_kept
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.load import LoadedRecipe
@@ -71,7 +71,7 @@ def measure_once(loaded: LoadedRecipe, device: str, *, layers: str = "", say: Ca
 
 
 def _is_due(before: float, say: Callable[[str], None]) -> bool:
-    """Tells whether to repeat a measurement made while other programs used so many cores, and says why or why not."""
+    """Whether to repeat a measurement made while other programs used so many cores, and says why or why not."""
     if not are_busy(before):
         return False
     now = cores_now()

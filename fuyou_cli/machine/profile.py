@@ -1,34 +1,67 @@
-"""Tells what is known of this machine without measuring: memory, cores and drives, with assumed rates."""
+"""Tells what is known of this machine: its memory, cores and drives, its rates as `fuyou bench` measured and kept them or as
+they are assumed, and where each rate comes from."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import platform
 import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from math import ceil
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryFile
+from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
 from fuyou_cli.core import disk, probe
 from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.json_files import WrongData, from_json, read_object
+from fuyou_cli.core.paths import kept_folder, machine_id
+from fuyou_cli.core.probe import file_system_of
 from fuyou_cli.core.units import GiB, MiB, in_steps
 from fuyou_cli.recipe.schema import Limit, MemoryLimit
-from fuyou_cli.spec.hardware import HardwareProfile
+from fuyou_cli.spec.hardware import BURST_RATES, ON_PROCESSOR, SUSTAINED_RATES, HardwareProfile, merged_rates, wrong_rates
 
 from . import drives
+from .measure.timing import Unit, are_busy
 
 FILE_KEYS = ("schema_version", "memlock", "memlock_why")  # keys of profile files alone, old versions too
 
-ASSUMED_FLOPS_PER_CORE, ASSUMED_GPU_FLOPS = 40e9, 100e12
-ASSUMED_STORE: dict[str, Any] = {
-    "store_read": 2.0e9,
-    "store_write": 1.2e9,
-    "store_read_mixed": 1.2e9,
-    "store_write_mixed": 0.8e9,
-}  # one NVMe
-ASSUMED_ADAMW, ASSUMED_PCIE = 10e9, 12e9
+GIVEN = "given in "  # + a file: the source of its figures
+Origin = Literal["measured", "given", "specification", "assumption"]
+_ORDER: tuple[Origin, ...] = ("measured", "given", "specification", "assumption")  # the best known first
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Rates of a profile that are shown together."""
+
+    what: str
+    keys: tuple[str, ...]  # of the profile
+    unit: Unit
+    measured_by: str  # a function of `measure/`, or the option of `fuyou bench` that asks for it
+    assumed: tuple[float, ...]  # where nothing was measured, by key; empty: then unknown
+
+
+# Everything that has a rate. A plan counts what is unknown as free, or estimates it from another.
+RATES = (
+    Rates("compute", ("matmul_flops",), "FLOP/s", "whole.measure_matmul, compute.measure_layers", (40e9,)),  # of a core
+    Rates("compute of stages", ("stage_rates",), "FLOP/s", "compute.measure_layers, compute.measure_recipe", ()),
+    Rates("store read, write", BURST_RATES[:2], "B/s", "store_rates.measure_store", (2.0e9, 1.2e9)),  # one NVMe
+    Rates("store, both at once", BURST_RATES[2:], "B/s", "store_rates.measure_store", (1.2e9, 0.8e9)),
+    Rates("store, sustained", SUSTAINED_RATES, "B/s", "--sustained: store_rates.measure_sustained", ()),
+    Rates("AdamW, one thread", ("adamw",), "B/s", "memory_rates.measure_adamw", (10e9,)),
+    Rates("to GPU, back", ("h2d", "d2h"), "B/s", "memory_rates.measure_copies", (12e9, 12e9)),
+    Rates("GPU memory", ("device_memory_rate",), "B/s", "memory_rates.measure_sums", ()),
+    Rates("DRAM", ("dram",), "B/s", "memory_rates.measure_dram", ()),
+)
+ASSUMED: dict[str, Any] = {key: rate for rates in RATES for key, rate in zip(rates.keys, rates.assumed, strict=False)}
+ASSUMED_GPU_FLOPS = 100e12
 ASSUMED_PROCESS = 450 * MiB
 ASSUMED_GPU_PROCESS = 2 * GiB  # more than on the CPU: CUDA's libraries
 # What a process takes more than one that was measured before it computed on a GPU. Seen on an H100: 307 to 530 MB.
@@ -90,14 +123,14 @@ def assumed_hardware(
         device_name=device_name or cpu_name(),
         process_bytes=ASSUMED_PROCESS + (ASSUMED_GPU_PROCESS if on_gpu else 0),
         device_memory=device_memory,
-        matmul_flops=ASSUMED_GPU_FLOPS if on_gpu else ASSUMED_FLOPS_PER_CORE * facts["cores"],
-        adamw=((1, ASSUMED_ADAMW),),
-        h2d=ASSUMED_PCIE if device_memory else 0.0,
-        d2h=ASSUMED_PCIE if device_memory else 0.0,
+        matmul_flops=ASSUMED_GPU_FLOPS if on_gpu else ASSUMED["matmul_flops"] * facts["cores"],
+        adamw=((1, ASSUMED["adamw"]),),
+        h2d=ASSUMED["h2d"] if device_memory else 0.0,
+        d2h=ASSUMED["d2h"] if device_memory else 0.0,
         measured="assumed",
         name=platform.node(),
         sources=("assumption, not measured",),
-        **ASSUMED_STORE,
+        **{key: ASSUMED[key] for key in BURST_RATES},
         **facts,
     )
 
@@ -109,3 +142,225 @@ def budget_of(text: str, *, key: str) -> int:
     except ValidationError as error:
         raise UsageError(f"{key}: {error.errors()[0]['msg']}") from None
     return limit.resolve(total=probe.memory_limit(), auto=int(usable_memory() * 0.9))
+
+
+# ---- where rates come from -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RatedBy:
+    """Known rates that are shown together, in FLOPs per second if `flops`, else in bytes per second, and where they come from:
+    measured (or published as measured), given in a file, specified, or assumed."""
+
+    what: str
+    keys: tuple[str, ...]
+    values: tuple[float, ...]
+    flops: bool
+    origin: Origin
+    source: str
+
+
+def origins_of(hardware: HardwareProfile) -> tuple[RatedBy, ...]:
+    """Lists every known rate, in the order of `RATES`."""
+    known = []
+    for rates in RATES:
+        values = tuple(value for key in rates.keys for value in _values(hardware, key))
+        if not any(values) or (rates.keys == SUSTAINED_RATES and not hardware.slows_down):
+            continue
+        sources = dict.fromkeys(hardware.source_of(key) for key in rates.keys)
+        origin, source = max(map(_origin, sources), key=_ORDER.index), "; ".join(sources)
+        flops = rates.unit == "FLOP/s"
+        known.append(RatedBy(what=rates.what, keys=rates.keys, values=values, flops=flops, origin=origin, source=source))
+    return tuple(known)
+
+
+def _values(hardware: HardwareProfile, key: str) -> tuple[float, ...]:
+    if key == "adamw":
+        return (hardware.adamw_bytes,)
+    if key == "stage_rates":
+        return tuple(rate.backward for rate in hardware.stage_rates)[:1]
+    return (getattr(hardware, key),)
+
+
+def _origin(source: str) -> Origin:
+    if "assumption" in source or "interpolated" in source or source == "nobody says":
+        return "assumption"
+    if "specification" in source:
+        return "specification"
+    return "given" if source.startswith(GIVEN) else "measured"
+
+
+# ---- the profile that is kept ----------------------------------------------------------------------------------------
+
+
+SCHEMA_VERSION = 2
+PROCESS_STEP = 16 * MiB  # beside the libraries, a small model's plan holds 5 to 12 MiB: model, tokenizer and rows
+_LARGEST_FILE = 16 << 20  # bytes
+
+Say = Callable[[str], None]
+
+
+def write_profile(profile: HardwareProfile, path: Path) -> None:
+    """Writes the profile as JSON, for planning elsewhere or later."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    whole = path.with_name(f"{path.name}.{os.getpid()}")  # renamed when complete: nobody reads half of it
+    try:
+        whole.write_text(json.dumps({"schema_version": SCHEMA_VERSION, **asdict(profile)}, indent=2) + "\n")
+        whole.replace(path)
+    except OSError:
+        whole.unlink(missing_ok=True)
+        raise
+
+
+def read_profile(path: Path) -> HardwareProfile:
+    """Reads what `write_profile` or a person wrote. Raises UsageError naming everything that is missing or wrong."""
+    try:
+        data = read_object(path, limit=_LARGEST_FILE)
+    except UsageError as error:
+        raise UsageError(f"cannot read the hardware profile {error.message}", hint="make one: fuyou bench") from None
+    if data.pop("schema_version", None) != SCHEMA_VERSION:
+        raise UsageError(f"{path} is not a hardware profile of version {SCHEMA_VERSION}", hint="make one: fuyou bench")
+    try:
+        profile = from_json(HardwareProfile, {key: data[key] for key in data if key not in FILE_KEYS}, defaults=True)
+        wrong: tuple[str, ...] = tuple(wrong_rates(profile, sizes=False))  # without sizes: the disk may have been full
+    except WrongData as error:
+        wrong = error.problems
+    if wrong:
+        raise UsageError(f"{path}: {'; '.join(wrong)}", hint="make a new one: fuyou bench")
+    return profile
+
+
+def profile_path(*directories: Path, device: str) -> Path:
+    """Returns the file that keeps the profile of this machine's `device` with the drives behind `directories`."""
+    # Machines may share a home folder, and change their name: all that rates depend on counts.
+    drives_there = sorted({file_system_of(directory).identity for directory in directories})
+    computes_on = "cpu" if device in ON_PROCESSOR else device
+    about = (machine_id(), cpu_name(), core_count(), computes_on, *drives_there)
+    return kept_folder() / f"profile-{hashlib.sha256(repr(about).encode()).hexdigest()[:12]}.json"
+
+
+def hardware_for(*directories: Path, device: str, say: Say, unloaded: int = 0) -> HardwareProfile:
+    """Returns this machine's kept profile, or assumed rates, with memory and disk as they are now.
+
+    The store is striped over `directories`. `unloaded`: bytes that this process lacks of a run's.
+    """
+    if hidden := probe.hidden_by_proc():
+        _note(say, hidden)
+    path = profile_path(*directories, device=device)
+    name, memory = _device_facts(device)
+    profile = _kept(path, say)
+    if profile is None or (name is not None and profile.device_name != name):  # another card than the measured one
+        profile = assumed_hardware(*directories, device=device, device_name=name, device_memory=memory)
+        profile = replace(profile, process_bytes=0)  # no process was measured
+    device_free = _device_free(device, memory or profile.device_memory)  # from here on the process holds its driver
+    unloaded += LATER_ON_A_GPU if device == "cuda" else 0
+    return replace(
+        profile,
+        device=device,
+        device_free=device_free,
+        process_bytes=steady_process(probe.process_bytes() + unloaded, measured=profile.process_bytes),
+        **facts_now(*directories),
+    )
+
+
+def steady_process(now: int, *, measured: int) -> int:
+    """Rounds the bytes of a process up: two equal processes differ by one or two MiB, and their plans must not.
+
+    `measured` is what a process of `fuyou bench` had loaded; 0 if none has run.
+    """
+    start = measured + PROCESS_STEP  # so that a plan's process is never near a step's edge
+    return start + max(0, -(-(now - start) // PROCESS_STEP)) * PROCESS_STEP
+
+
+def kept_profile(*directories: Path, device: str) -> HardwareProfile | None:
+    """Returns the profile that is kept of this machine as it was measured; None if there is none."""
+    profile = _kept(profile_path(*directories, device=device))
+    name, _ = _device_facts(device)
+    return profile if profile is not None and (name is None or profile.device_name == name) else None
+
+
+def why_not_kept(*directories: Path, device: str) -> str | None:
+    """Tells why a measurement could not be kept here; None if it can be."""
+    folder = profile_path(*directories, device=device).parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return f"{folder}: {error.strerror}"
+
+
+def _kept(path: Path, say: Say | None = None) -> HardwareProfile | None:
+    """Reads a kept profile. It is only advice: if it cannot be read, `say` tells so and work goes on without."""
+    try:
+        return read_profile(path) if path.exists() else None
+    except UsageError as error:
+        if say is not None:
+            _note(say, f"{error.message}; rates are assumed (`fuyou bench` replaces it)")
+        return None
+
+
+@cache
+def _note(say: Say, text: str) -> None:
+    """Says a text once, however often a run looks at the machine."""
+    say(f"note: {text}")
+
+
+def keep(profile: HardwareProfile, *directories: Path, say: Say) -> HardwareProfile:
+    """Keeps a measured profile, merged with earlier measurements of the same machine. Returns what is kept."""
+    path = profile_path(*directories, device=profile.device)
+    before = _kept(path)  # an unreadable one is replaced
+    if before is not None and before.device_name == profile.device_name:
+        profile = _joined(before, profile)
+    _write(profile, path, say)
+    return profile
+
+
+def keep_layers(profile: HardwareProfile, *directories: Path, say: Say) -> HardwareProfile:
+    """Adds the rates of recipes' own stages in `profile` to what is kept of this machine. Returns what is kept."""
+    path = profile_path(*directories, device=profile.device)
+    if (before := _kept(path)) is not None:
+        own = tuple(rate for rate in profile.stage_rates if rate.layers)
+        profile = replace(before, stage_rates=merged_rates(before.stage_rates, own))
+        _write(profile, path, say)
+    return profile
+
+
+def _write(profile: HardwareProfile, path: Path, say: Say) -> None:
+    try:
+        write_profile(profile, path)
+    except OSError as error:
+        say(f"note: cannot keep the profile in {path}: {error.strerror}")
+
+
+def _joined(before: HardwareProfile, found: HardwareProfile) -> HardwareProfile:
+    # Rates measured beside busy programs stay until the machine is quiet, also for shapes that are not measured now.
+    outdated = are_busy(before.others_cores) and not are_busy(found.others_cores)
+    rates = () if outdated else before.stage_rates
+    joined = replace(found, stage_rates=merged_rates(rates, found.stage_rates))
+    if found.sustained_write or found.steady_bytes:
+        return joined
+    return replace(joined, **{key: getattr(before, key) for key in (*SUSTAINED_RATES, "burst_bytes", "steady_bytes")})
+
+
+def _device_facts(device: str) -> tuple[str | None, int]:
+    if device != "cuda":
+        return None, 0
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UsageError(
+            "offload.device: cuda, but no CUDA device is usable by this torch build",
+            hint="run `fuyou doctor`, or set offload.device=cpu",
+        )
+    return card()
+
+
+def _device_free(device: str, memory: int) -> int:
+    """Returns the bytes of the device's `memory` that this process may have, in steps like the host's."""
+    if device != "cuda":
+        return 0
+    # CUDA is asked, not NVML: its context takes some of both memories, and a plan has to count that.
+    from fuyou_cli.engine.devices.cuda import free_memory
+
+    return max(1, in_steps(min(free_memory(), memory), memory))  # 0 would mean unknown

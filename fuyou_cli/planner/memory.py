@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
-from ..core.heap import held
+from ..core.process import held
 from ..core.units import MiB, align_up, gib
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ITEM_SIZE, ModelSpec, StageSpec

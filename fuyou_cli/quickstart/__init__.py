@@ -1,1 +1,1 @@
-"""Holds what `fuyou quickstart` does: a toy model, a text about invented islands, and the public commands."""
+"""What `fuyou quickstart` does: a toy model, a text about invented islands, and the public commands."""

@@ -1,7 +1,7 @@
 """Makes a small model, fine-tunes it in less memory than its states need, and compares it with plain PyTorch.
 
 Work that needs the whole model in memory (making it, completing a prompt, the comparison with plain PyTorch) runs in separate
-processes, outside the memory group that limits the training.
+processes, outside the memory group (cgroup v1 or v2) that limits the training.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,6 @@ from fuyou_cli.core.paths import folder
 from fuyou_cli.core.units import GiB, gib
 from fuyou_cli.engine.processor import has_fast_bfloat16
 from fuyou_cli.machine.first_measurement import measure_once
-from fuyou_cli.machine.groups import Ended, run_limited
 from fuyou_cli.machine.profile import core_count, usable_memory
 from fuyou_cli.recipe.load import LoadedRecipe, load_recipe
 from fuyou_cli.recipe.named import shipped_recipes
@@ -34,6 +35,95 @@ from fuyou_cli.training.run_log import read_log
 from fuyou_cli.training.state import manifest as manifests
 
 from .toy import CORPUS
+
+# ---- the memory group ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """Tells how the command ended, and whether the kernel enforced the limit."""
+
+    code: int
+    enforced: bool
+
+
+def run_limited(command: Sequence[str], limit: int, *, environment: dict[str, str]) -> Ended:
+    """Runs `command` with at most `limit` bytes for all its processes; without a limit if none can be set."""
+    group = _make_group(limit)
+    if group is not None:
+        try:
+            join = partial((group / "cgroup.procs").write_text, "0")  # 0: the process that writes it
+            process = subprocess.Popen(command, env=environment, preexec_fn=join)
+            return Ended(code=_wait(process), enforced=True)
+        except subprocess.SubprocessError:  # the group could be made, but not joined
+            pass
+        finally:
+            with suppress(OSError):
+                group.rmdir()
+    return Ended(code=_wait(subprocess.Popen(command, env=environment)), enforced=False)
+
+
+def _wait(process: subprocess.Popen[bytes]) -> int:
+    while True:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:  # the command gets it too, and saves its state
+            continue
+
+
+def _make_group(limit: int, root: Path = probe.ROOT) -> Path | None:
+    """Makes a new group that accepts the limit, swap included; None if that fails."""
+    for parent, version in _parents(root):
+        group = parent / f"fuyou-{os.getpid()}"
+        try:
+            if version == 2:
+                _let_children_hold_memory(parent)
+            group.mkdir()
+        except OSError:
+            continue
+        try:
+            _hold(group, version, limit)
+        except OSError:
+            with suppress(OSError):
+                group.rmdir()
+            continue
+        return group
+    return None
+
+
+def _parents(root: Path) -> list[tuple[Path, int]]:
+    """Lists the groups that may hold a new one, with their versions. The nearest come first: then most existing limits still
+    hold."""
+    # In version 2 only the topmost group may have both processes and children with limits. Ours has this process, so the new
+    # group is a sibling.
+    groups = probe.own_groups("memory", root)
+    places = ((place, own) for own in groups for place in (own.folder, *own.folder.parents))
+    return [(place, own.version) for place, own in places if place.is_relative_to(own.top)]
+
+
+def _let_children_hold_memory(parent: Path) -> None:
+    control = parent / "cgroup.subtree_control"
+    if "memory" not in control.read_text().split():
+        control.write_text("+memory")
+
+
+def _hold(group: Path, version: int, limit: int) -> None:
+    if version == 2:
+        _write_if_there(group / "memory.swap.max", "0")
+        (group / "memory.max").write_text(str(limit))
+        return
+    (group / "memory.limit_in_bytes").write_text(str(limit))
+    _write_if_there(group / "memory.memsw.limit_in_bytes", str(limit))
+
+
+def _write_if_there(file: Path, text: str) -> None:
+    """Writes the file if it exists. Swap has its own limit only where the kernel counts it."""
+    if file.exists():
+        file.write_text(text)
+
+
+# ---- what is shown ---------------------------------------------------------------------------------------------------
+
 
 Say = Callable[[str], None]
 
@@ -47,7 +137,7 @@ _PASSED_ON = (UsageError.exit_code, PlanError.exit_code, OutOfSpaceError.exit_co
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Done:
-    """Holds the run that has just ended, from its log and its store."""
+    """The run that has just ended, from its log and its store."""
 
     plan: dict[str, Any]  # the log's "plan" record
     losses: tuple[float, ...]  # of every step, also of steps before an interruption
@@ -56,7 +146,7 @@ class Done:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shown:
-    """Holds what the quickstart shows at its end."""
+    """What the quickstart shows at its end."""
 
     done: Done
     held: str  # how the memory was limited
@@ -79,7 +169,7 @@ def demonstrate(overrides: Sequence[str], *, say: Say) -> Shown | int:
     if overrides != asked:
         say("computing in float32: without AVX-512 this processor is slow in bfloat16")
     say(f"making a small model and its tokenizer in {model}")
-    samples = {"before:": _module("toy", "make", model, PROMPT)}
+    samples = {"before:": _toy("make", model, PROMPT)}
     if recipe.offload.measure:  # here, because the memory group has no room for it
         layers = layers_of(recipe, folder(model, key="model.name_or_path"), cores=core_count())
         measure_once(loaded, recipe.offload.device, layers=layers, say=say)
@@ -102,7 +192,7 @@ def demonstrate(overrides: Sequence[str], *, say: Say) -> Shown | int:
         raise FuyouError(f"the fine-tuning ended with code {ended.code}", hint=hint)
     done = _done(recipe, out)
     _refuse_excess(ended, done)
-    samples["after: "] = _module("toy", "complete", done.plan["export"], PROMPT)
+    samples["after: "] = _toy("complete", done.plan["export"], PROMPT)
     compared = _compare(loaded, overrides, done, say)
     held = "measured, not limited: no memory group could be made here"
     if ended.enforced:
@@ -147,13 +237,13 @@ def _write_corpus(path: Path) -> None:
         raise UsageError(f"{path} exists and is not the quickstart's text", hint="move it, or run in another folder")
 
 
-def _module(name: str, *arguments: str) -> str:
-    """Runs one of the quickstart's modules and returns what it printed."""
-    command = [sys.executable, "-m", f"{__package__}.{name}", *arguments]
+def _toy(*words: str) -> str:
+    """Runs one of the commands of `toy` and returns what it printed."""
+    command = [sys.executable, "-m", f"{__package__}.toy", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:] or ["no message"]
-        raise FuyouError(f"the quickstart's {name} failed: {last[0]}")
+        raise FuyouError(f"the quickstart's {words[0]} failed: {last[0]}")
     return done.stdout
 
 
@@ -203,7 +293,7 @@ def _compare(loaded: LoadedRecipe, overrides: Sequence[str], done: Done, say: Sa
     # the values that `auto` got in the run: plain PyTorch uses the same
     numerics = done.plan["numerics"]
     numbers = (steps, numerics["micro_batch_size"], numerics["torch_threads"], done.plan["total_steps"])
-    printed = _module("plain_pytorch", str(loaded.path), *map(str, numbers), *overrides)
+    printed = _toy("losses", str(loaded.path), *map(str, numbers), *overrides)
     plain = [float(line) for line in printed.splitlines()]
     apart = max(abs(ours - theirs) / abs(theirs) for ours, theirs in zip(done.losses, plain, strict=False))
     return f"equal within {apart:.1e} (losses of the first {steps} steps)"

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.core.printable import one_line
-from fuyou_cli.core.typed import show_path
+from fuyou_cli.core.json_files import one_line, show_path
 
 Keys = tuple[str | int, ...]  # of keys, and positions in lists
 

@@ -17,8 +17,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ..core.disk import remedy
-from ..core.safe_files import read_plain
-from ..core.typed import show_path
+from ..core.json_files import show_path
+from ..core.paths import read_plain
 from .diagnostics import COMMAND_LINE, Diagnostic, Keys, RecipeErrors, TextPlace
 from .rules import check, take_removed
 from .schema import Recipe

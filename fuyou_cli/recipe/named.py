@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from ..core.errors import UsageError
-from ..core.printable import one_line, printable
+from ..core.json_files import one_line, printable
 from .load import LoadedRecipe, load_recipe
 
 DEFAULT = Path("recipe.yaml")

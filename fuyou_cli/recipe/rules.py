@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, get_args
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from ..core.typed import reason, show_path, show_value
+from ..core.json_files import reason, show_path, show_value
 from .diagnostics import Diagnostic, Keys, spelt
 from .schema import LrSchedulerSection, OptimizerSection, Recipe, Section
 

@@ -37,11 +37,7 @@ class DaemonOptions:
         """Returns the options for a run's plan."""
         same = {name: getattr(io, name) for name in _OF_A_PLAN}
         return cls(
-            **same,
-            scratch_offset=io.scratch.offset,
-            scratch_size=io.scratch.size,
-            requests=_REQUESTS,
-            data_sums=data_sums,
+            **same, scratch_offset=io.scratch.offset, scratch_size=io.scratch.size, requests=_REQUESTS, data_sums=data_sums
         )
 
 
@@ -101,7 +97,7 @@ class Update:
 
 
 class Result(NamedTuple):
-    """Holds the results of a finished request.
+    """The results of a finished request.
 
     `*_sum` are checksums of the bytes written to the store, 0 where none were written. `data_sum` is the checksum of a read
     or write; it needs `data_sums`. `*_read` are those of an update's reads.
@@ -121,7 +117,7 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counters:
-    """Holds totals since the start. Nanoseconds are sums over threads; `*_busy_ns` is time with at least one I/O in flight."""
+    """Totals since the start. Nanoseconds are sums over threads; `*_busy_ns` is time with at least one I/O in flight."""
 
     read_bytes: int
     written_bytes: int
@@ -144,7 +140,7 @@ class Counters:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """Holds the times of one finished request, or of part of an update, on the clock of `time.monotonic_ns`.
+    """The times of one finished request, or of part of an update, on the clock of `time.monotonic_ns`.
 
     The event of an update itself has no bytes: its I/O events have them. A chunk is a part of an update that was computed.
     """

@@ -1,4 +1,5 @@
-"""Opens preallocated files as one address space, striped over the paths, read and written without the page cache."""
+"""Maps the host memory that the daemon moves bytes in, and opens the preallocated files that it moves them to: one address
+space, striped over the paths, read and written without the page cache."""
 
 from __future__ import annotations
 
@@ -7,16 +8,42 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..core.units import align_up
-from ..spec.model import PAGE, SOURCES_AT, SourceFile
-from ..spec.plan import Span
-from .failures import failure_error
-from .handle import Handle
-from .native import ffi, lib
+from fuyou_cli.core.units import align_up
+from fuyou_cli.spec.model import PAGE, SOURCES_AT, SourceFile
+from fuyou_cli.spec.plan import Span
+
+from .native import Handle, failure_error, ffi, lib, refusal_error
+
+
+class Arena(Handle):
+    """Maps `size` bytes of anonymous memory, with huge pages where the kernel gives them. Forked children do not inherit it.
+
+    Pages are allocated when first touched. Views become invalid when the arena closes: touch none after `close`. `close` is
+    refused while a daemon uses the arena.
+    """
+
+    def __init__(self, size: int) -> None:
+        out = ffi.new("fy_arena **")
+        code = lib.fy_arena_create(size, out)
+        if code:
+            raise refusal_error(f"cannot map {size} bytes of host memory", code)
+        super().__init__(out[0], lib.fy_arena_destroy, "arena", hint="stop the daemon that uses it first")
+        self.size = size
+        self._base = lib.fy_arena_base(out[0])
+
+    def view(self, offset: int, size: int) -> memoryview:
+        """Returns the bytes [offset, offset + size) as a writable view, without a copy."""
+        assert self.handle
+        if offset < 0 or size < 0 or offset + size > self.size:
+            raise ValueError(f"bytes {offset} to {offset + size} are outside the arena of {self.size}")
+        return memoryview(ffi.buffer(ffi.cast("char *", self._base) + offset, size))
+
+
+# ---- store -----------------------------------------------------------------------------------------------------------
 
 
 class Store(Handle):
-    """Holds open files. Use `Store.open`. This class opens, syncs and closes them; the daemon reads and writes."""
+    """Open files. Use `Store.open`. This class opens, syncs and closes them; the daemon reads and writes."""
 
     def __init__(self, native: Any, paths: tuple[Path, ...], stripe: int) -> None:
         super().__init__(native, lib.fy_store_close, "store", hint="stop the daemon that uses it first")

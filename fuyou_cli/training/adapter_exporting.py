@@ -12,16 +12,17 @@ import torch
 
 from ..adapters.adapter_names import adapted_layer, file_name, is_added, lora_names
 from ..adapters.merging import LoraSettings, LoraWeights, read_settings
-from ..checkpoint.companions import (
+from ..checkpoint.files import (
     ADAPTER_CONFIG_NAME,
+    ADAPTER_NAME,
     CODE_PATTERN,
     CONFIG_NAME,
     TOKENIZER_CONFIG_NAME,
     companion_files,
     matches,
     names_code,
+    read_json,
 )
-from ..checkpoint.files import ADAPTER_NAME, read_json
 from ..checkpoint.writer import OutTensor, write_checkpoint
 from ..core.errors import SwapError, UsageError
 from ..engine.skeleton import TORCH_DTYPE, auto_class, load_config

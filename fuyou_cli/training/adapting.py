@@ -27,13 +27,11 @@ from ..adapters.adapter_names import (
     neutral,
     targets_in_experts,
 )
-from ..checkpoint.companions import ADAPTER_CONFIG_NAME
-from ..checkpoint.files import ADAPTER_NAME, inside, name_list
+from ..checkpoint.files import ADAPTER_CONFIG_NAME, ADAPTER_NAME, inside, name_list
 from ..checkpoint.header import TensorEntry, parse_file
 from ..core.errors import UsageError, pip_install
-from ..core.json_files import read_object, shown
+from ..core.json_files import from_json, read_object, shown
 from ..core.paths import expanded, is_same_folder
-from ..core.typed import from_json
 from ..recipe.diagnostics import spelt
 from ..recipe.load import as_override
 

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import torch
 
 from ..adapters.adapter_names import is_added
-from ..checkpoint.companions import ADAPTER_CONFIG_NAME, companion_files
+from ..checkpoint.files import ADAPTER_CONFIG_NAME, companion_files
 from ..checkpoint.writer import OutTensor, write_checkpoint
 from ..core.errors import SwapError, UsageError
 from ..core.units import MiB, align_up
 from ..spec.model import ITEM_SIZE
-from ..swap.arena import Arena
 from ..swap.daemon import SwapDaemon
 from ..swap.kernels import CHECKSUM_BLOCK, checksum, join
+from ..swap.store import Arena
 from .packed_reading import PackedReader
 from .state.at_rest import at_rest
 from .state.extent_checks import MODULUS, not_as_named

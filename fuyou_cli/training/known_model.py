@@ -19,10 +19,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..checkpoint.files import has_weights
 from ..checkpoint.names import is_in
 from ..core.errors import UsageError
-from ..core.json_files import find_text, object_in
-from ..core.paths import kept_folder, machine_id
-from ..core.safe_files import read_plain, write_own
-from ..core.typed import from_json
+from ..core.json_files import find_text, from_json, object_in
+from ..core.paths import kept_folder, machine_id, read_plain, write_own
 from ..spec.model import InPlace, ModelFacts, ModelSpec, OperatorSpec, StageSpec, TensorSpec
 from .adapting import adapt
 from .numerics import positions_of

@@ -307,8 +307,6 @@ class Trace:
             return f"trace: {self.path} has no step"
         first, last, left = self.steps[0][0], self.steps[-1][0], self.seen - len(self.steps)
         steps = f"step {last}" if first == last else f"steps {first} to {last}"
-        if last - first + 1 != len(self.steps):
-            steps = f"the last {len(self.steps)} steps of several runs"
         bound = f" (the newest: at most {MOST_STEPS} steps and {MOST_BYTES >> 20} MiB)" if left else ""
         return f"trace: {self.path} has {steps}{bound}; open it at ui.perfetto.dev"
 

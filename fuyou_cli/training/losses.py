@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..core.disk import failed_writing, sync_directory
-from ..core.safe_files import open_own
+from ..core.paths import open_own
 
 NAME = "losses.bin"
 _ITEM = struct.Struct("<d")

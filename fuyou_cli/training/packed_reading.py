@@ -11,7 +11,7 @@ from ..checkpoint.quantised_files import reads_parts
 from ..core.units import align_up
 from ..spec.model import ITEM_SIZE, Dtype
 from ..spec.packed_tensors import FP8_BLOCK, MXFP4_BLOCK, NF4_BLOCK, PackedTensor, Quantised, packed_bank
-from ..swap.quantised import dynamic_decode, fp8_decode, int8_decode, mxfp4_decode, nf4_decode
+from ..swap.kernels import dynamic_decode, fp8_decode, int8_decode, mxfp4_decode, nf4_decode
 
 if TYPE_CHECKING:
     import torch

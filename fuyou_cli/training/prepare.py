@@ -100,7 +100,6 @@ class Resolved:
     tokenizer_dir: Path
     directories: tuple[Path, ...]  # one folder of this run per striped directory
     manifest: Manifest | None  # of the stopped run to resume, if any
-    from_files: bool = True  # frozen weights may be read from the model's own files
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -343,7 +342,7 @@ def _look_at_weights(recipe: Recipe, known: KnownModel, model_dir: Path, say: Sa
 def in_place_of(resolved: Resolved, known: KnownModel, device: str, say: Say) -> InPlace | None:
     """Finds where frozen weights lie in the model's files, if any are frozen. A plan goes on without them."""
     made_over = resolved.recipe.model.quantize != "none"  # then what is frozen is read and quantised once
-    if made_over or not resolved.from_files or not known.facts.has_frozen:
+    if made_over or not known.facts.has_frozen:
         return None
     from .in_place_files import files_in_place
 

@@ -2,8 +2,8 @@
 its plan.
 
 There is one record of each. The run makes it; the log, the loggers and the screens take it; and reading a log gives it back. So
-fields have the bounds that `core/typed` checks: somebody else may have written the log. JSON has no NaN: a figure that is not
-finite is null there, and NaN again when it is read.
+fields have the bounds that `core/json_files` checks: somebody else may have written the log. JSON has no NaN: a figure that is
+not finite is null there, and NaN again when it is read.
 """
 
 from __future__ import annotations

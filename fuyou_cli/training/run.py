@@ -31,7 +31,7 @@ from ..core.errors import (
     SwapError,
     UsageError,
 )
-from ..core.patience import Patience
+from ..core.process import Patience
 from ..core.units import gib
 from ..data.batches import lay_out
 from ..engine.compiled import CompiledBlocks
@@ -43,8 +43,8 @@ from ..engine.updates import Optimizer
 from ..planner.schedule import Visit
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan, Span
-from ..swap.arena import Arena
 from ..swap.daemon import DaemonOptions, SwapDaemon
+from ..swap.store import Arena
 from .adapting import added_values
 from .evaluation import AnyReport, Evaluations
 from .length import RunLimits, learning_rate

@@ -8,7 +8,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from ..core.errors import UsageError
-from ..core.safe_files import own_folder
+from ..core.paths import own_folder
 from ..swap.store import Store
 from .length import check_loading
 from .prepare import Planned

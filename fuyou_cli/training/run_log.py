@@ -28,10 +28,8 @@ from pydantic import Field
 
 from ..core.disk import failed_writing, unusable
 from ..core.errors import FuyouError, Interrupted, UsageError
-from ..core.json_files import parsed
-from ..core.paths import is_file
-from ..core.safe_files import open_plain
-from ..core.typed import from_json
+from ..core.json_files import from_json, parsed
+from ..core.paths import is_file, open_plain
 from ..recipe.load import load_recipe
 from ..recipe.named import find_recipe, shipped_recipes
 from .report import BestReport, Busy, Compared, EvalReport, RunReport, SampleReport, Seconds, StepReport, Steps, run_report

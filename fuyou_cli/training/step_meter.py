@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from ..core import heap, probe
+from ..core import probe, process
 from ..engine.crossings import ComputedMicroBatch, Computing
 from ..engine.devices.base import Copy, Device
 from ..engine.executor import StepOutcome
@@ -87,7 +87,7 @@ class Trimming:
         """Trims if the next micro-batch has no room. It reuses the free pages of the one before, except for blocks that are
         mapped on their own."""
         if self._memory.look() + self._next > self._most:
-            heap.trim(apart=self._next > 0)
+            process.trim(apart=self._next > 0)
 
     def between_visits(self, before: Visit, after: Visit) -> None:
         """Trims if the next visit has no room. Unless it is like the one before, it may find no free block that it can use.
@@ -99,7 +99,7 @@ class Trimming:
         else:
             room = self._memory.look() + self._takes(after) <= self._most
         if not room:
-            heap.trim(apart=self._peaks(after)[1] > 0)
+            process.trim(apart=self._peaks(after)[1] > 0)
         self._next = self._takes_again(after)
 
     def _shape(self, visit: Visit) -> tuple[object, ...]:

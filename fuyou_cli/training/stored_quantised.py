@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..checkpoint.companions import CONFIG_NAME
-from ..checkpoint.files import has_weights, name_list, open_checkpoint
+from ..checkpoint.files import CONFIG_NAME, has_weights, name_list, open_checkpoint
 from ..core.errors import UsageError
 from ..core.json_files import find_object
 from ..recipe.rules import broken_rules

@@ -24,7 +24,7 @@ def pin(size: int, device_name: str) -> Row:
 
     from fuyou_cli.engine.devices import open_device
     from fuyou_cli.engine.host_memory import HostMemory
-    from fuyou_cli.swap.arena import Arena
+    from fuyou_cli.swap.store import Arena
 
     with Arena(size) as arena:
         memory = HostMemory(arena)

@@ -145,7 +145,7 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, metavar="FILE", help="where to keep events and stacks, gzipped")
     parser.add_argument("words", nargs="+", help="of fuyou finetune")
     options = parser.parse_args()
-    from fuyou_cli.machine.libraries import settle_libraries
+    from fuyou_cli.core.process import settle_libraries
 
     settle_libraries(device=options.device)  # as the command does, before torch is loaded
     Profiler(options).watch()

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from fuyou_cli.core.errors import FuyouError
 from fuyou_cli.core.units import gib
-from fuyou_cli.machine.background_load import BackgroundLoad
+from fuyou_cli.machine.measure.timing import BackgroundLoad
 from fuyou_cli.training.run_log import read_log
 
 from . import watch

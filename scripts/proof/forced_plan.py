@@ -18,7 +18,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fuyou_cli.cli.app import main
-from fuyou_cli.core.typed import from_json
+from fuyou_cli.core.json_files import from_json
 from fuyou_cli.planner.candidate import Candidate
 from fuyou_cli.training import plan_step
 

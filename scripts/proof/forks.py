@@ -31,8 +31,8 @@ from fuyou_cli.checkpoint.names import architecture_renames
 from fuyou_cli.cli import app
 from fuyou_cli.engine.describe import outlined, specified
 from fuyou_cli.engine.skeleton import build
-from fuyou_cli.swap.arena import Arena
 from fuyou_cli.swap.daemon import SwapDaemon
+from fuyou_cli.swap.store import Arena
 from tests import emulated
 
 _NO_END = 70  # the command returned instead of ending the process

@@ -147,7 +147,7 @@ def _machine() -> HardwareProfile:
 
 
 def _profile_bytes() -> list[bytes]:
-    from fuyou_cli.machine.profile_store import write_profile
+    from fuyou_cli.machine.profile import write_profile
 
     with TemporaryDirectory() as folder:
         path = Path(folder) / "profile.json"
@@ -156,7 +156,7 @@ def _profile_bytes() -> list[bytes]:
 
 
 def _profiled(folder: Path) -> object:
-    from fuyou_cli.machine.profile_store import read_profile
+    from fuyou_cli.machine.profile import read_profile
 
     return read_profile(folder / "profile.json")
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fuyou_cli.machine.background_load import BackgroundLoad
+from fuyou_cli.machine.measure.timing import BackgroundLoad
 
 from .both_sides import NOISE_CORES, THREADS, limited, started
 from .materials import LENGTH

@@ -21,8 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 from proof.parsers import manifest
 
 from fuyou_cli.adapters.adapter_names import base_name, config_text, file_name, is_added
-from fuyou_cli.checkpoint.companions import ADAPTER_CONFIG_NAME
-from fuyou_cli.checkpoint.files import ADAPTER_NAME
+from fuyou_cli.checkpoint.files import ADAPTER_CONFIG_NAME, ADAPTER_NAME
 from fuyou_cli.core.errors import FuyouError, SwapError, UsageError
 from fuyou_cli.core.units import align_up
 from fuyou_cli.engine.skeleton import TORCH_DTYPE

@@ -17,8 +17,7 @@ from transformers import AutoModelForCausalLM
 from fuyou_cli.adapters.adapter_names import base_name, config_text, file_name
 from fuyou_cli.adapters.injection import initial_values, inject, lora_layers
 from fuyou_cli.adapters.merging import LoraWeights
-from fuyou_cli.checkpoint.companions import ADAPTER_CONFIG_NAME
-from fuyou_cli.checkpoint.files import ADAPTER_NAME
+from fuyou_cli.checkpoint.files import ADAPTER_CONFIG_NAME, ADAPTER_NAME
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.engine.skeleton import TORCH_DTYPE, build
 from fuyou_cli.recipe.schema import AdapterSection

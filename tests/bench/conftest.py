@@ -12,11 +12,7 @@ import pytest
 import torch
 
 from fuyou_cli.core.units import MiB
-from fuyou_cli.machine.measure import recipe_stages
-from fuyou_cli.machine.measure import stages as measure_stages
-from fuyou_cli.machine.measure import store_rates as measure_store
-from fuyou_cli.machine.measure import sustained as measure_sustained
-from fuyou_cli.machine.measure import whole as measure
+from fuyou_cli.machine.measure import compute, store_rates, whole
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,18 +22,18 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Measures little, on one thread, and keeps it in the folder that is given."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    monkeypatch.setattr(measure_store, "QUICK_SPAN", 64 * MiB)
-    monkeypatch.setattr(measure_stages, "WIDTHS", (256,))
-    monkeypatch.setattr(measure_stages, "QUICK_PAIR", 0.05)
-    monkeypatch.setattr(measure_stages, "QUICK_SECONDS", 100.0)  # nothing is left out, however busy the machine
-    monkeypatch.setattr(recipe_stages, "QUICK_PAIR", 0.5)
-    monkeypatch.setattr(recipe_stages, "SECONDS", {"block": 0.5, "head": 0.5})
-    monkeypatch.setattr(measure, "MATMUL_SECONDS", 0.01)
-    monkeypatch.setattr(measure, "REPEAT_SECONDS", 0.1)
-    monkeypatch.setattr(measure, "SHARED_WIDTH", 256)
-    monkeypatch.setattr(measure, "SHARED_QUICK_SECONDS", 0.2)
-    monkeypatch.setattr(measure_sustained, "WINDOW", 16 * MiB)
-    monkeypatch.setattr(measure_sustained, "MOST_BYTES", 10 * 16 * MiB)
+    monkeypatch.setattr(store_rates, "QUICK_SPAN", 64 * MiB)
+    monkeypatch.setattr(compute, "WIDTHS", (256,))
+    monkeypatch.setattr(compute, "QUICK_PAIR", 0.05)
+    monkeypatch.setattr(compute, "QUICK_SECONDS", 100.0)  # nothing is left out, however busy the machine
+    monkeypatch.setattr(compute, "QUICK_RECIPE_PAIR", 0.5)
+    monkeypatch.setattr(compute, "SECONDS", {"block": 0.5, "head": 0.5})
+    monkeypatch.setattr(whole, "MATMUL_SECONDS", 0.01)
+    monkeypatch.setattr(whole, "REPEAT_SECONDS", 0.1)
+    monkeypatch.setattr(whole, "SHARED_WIDTH", 256)
+    monkeypatch.setattr(whole, "SHARED_QUICK_SECONDS", 0.2)
+    monkeypatch.setattr(store_rates, "WINDOW", 16 * MiB)
+    monkeypatch.setattr(store_rates, "MOST_BYTES", 10 * 16 * MiB)
     kept = tmp_path.parent / f"{tmp_path.name}-cache"
     monkeypatch.setenv("XDG_CACHE_HOME", str(kept))
     yield kept

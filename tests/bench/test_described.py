@@ -15,8 +15,7 @@ from drawn import crossed
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.units import GiB, parse_rate
 from fuyou_cli.machine.described import described
-from fuyou_cli.machine.origins import origins_of
-from fuyou_cli.machine.profile_store import write_profile
+from fuyou_cli.machine.profile import origins_of, write_profile
 from fuyou_cli.recipe.named import shipped_hardware, shipped_recipes
 from fuyou_cli.spec.hardware import Drive, StageRate
 

@@ -19,13 +19,12 @@ from fuyou_cli.cli.bench import bench_json, run_bench, show_bench
 from fuyou_cli.core.errors import OutOfSpaceError, UsageError
 from fuyou_cli.core.units import MiB, gib
 from fuyou_cli.machine import profile
+from fuyou_cli.machine.measure import memory_rates as measure_update
 from fuyou_cli.machine.measure import store_rates as measure_store
-from fuyou_cli.machine.measure import update_rates as measure_update
-from fuyou_cli.machine.measure.copies import measure_sums
-from fuyou_cli.machine.measure.findings import Rate, rate_of
-from fuyou_cli.machine.measure.update_rates import measure_adamw, measure_shared
+from fuyou_cli.machine.measure.memory_rates import measure_adamw, measure_shared, measure_sums
+from fuyou_cli.machine.measure.timing import Rate, rate_of
 from fuyou_cli.machine.measure.whole import BenchReport
-from fuyou_cli.machine.profile_store import read_profile
+from fuyou_cli.machine.profile import read_profile
 from fuyou_cli.swap.daemon import SwapDaemon
 
 
@@ -166,15 +165,7 @@ def test_the_whole_bench_as_json(tmp_path: Path, small: Path) -> None:
 @pytest.fixture
 def report() -> BenchReport:
     rates = (
-        Rate(
-            name="matmul bfloat16",
-            unit="FLOP/s",
-            value=0.861e12,
-            low=0.8e12,
-            high=0.9e12,
-            repeats=3,
-            note="2048 x 2048",
-        ),
+        Rate(name="matmul bfloat16", unit="FLOP/s", value=0.861e12, low=0.8e12, high=0.9e12, repeats=3, note="2048 x 2048"),
         Rate(name="store read", unit="B/s", value=2.1e9, low=1.9e9, high=2.2e9, repeats=3, note="io_uring, O_DIRECT"),
         Rate(name="store write", unit="B/s", value=1.05e9, low=1.0e9, high=1.1e9, repeats=3, note="io_uring, O_DIRECT"),
     )

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from fuyou_cli.machine import background_load, first_measurement
-from fuyou_cli.machine.profile import assumed_hardware
-from fuyou_cli.machine.profile_store import hardware_for, keep
+from fuyou_cli.machine import first_measurement
+from fuyou_cli.machine.measure import timing
+from fuyou_cli.machine.profile import assumed_hardware, hardware_for, keep
 from fuyou_cli.spec.hardware import StageRate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -160,7 +160,7 @@ def test_what_was_measured_beside_others_is_measured_again_when_it_is_quiet(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(background_load.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(timing.os, "cpu_count", lambda: 2)
     monkeypatch.setattr(first_measurement, "cores_now", lambda: now)
     found = replace(assumed_hardware(tmp_path), measured="2026-01-02")
     other = replace(RATE, hidden=16)
@@ -189,7 +189,7 @@ def test_a_machine_that_is_busy_the_first_time_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(background_load.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(timing.os, "cpu_count", lambda: 2)
 
     def measured(arguments: list[str], directories: Any) -> tuple[int, str]:
         keep(replace(assumed_hardware(tmp_path), measured="2026-01-02", others_cores=1.2), tmp_path, say=print)

@@ -18,7 +18,7 @@ from fuyou_cli.core import probe
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.units import GiB, MiB
 from fuyou_cli.machine import profile
-from fuyou_cli.machine import profile_store as store
+from fuyou_cli.machine import profile as store
 from fuyou_cli.spec.hardware import Drive, StageRate
 
 NOTES: list[str] = []
@@ -96,10 +96,11 @@ def test_a_kept_profile_is_this_machines_and_this_devices(tmp_path: Path, monkey
     with monkeypatch.context() as renamed:
         renamed.setattr(platform, "node", lambda: "another-name")
         assert hardware_for(tmp_path, device="cpu").measured == "2026-01-02"
+    cores = profile.core_count()
     for module, name, value in (
         (store, "machine_id", lambda: "of another installation"),
         (store, "cpu_name", lambda: "another processor"),
-        (store, "core_count", lambda: profile.core_count() + 1),
+        (store, "core_count", lambda: cores + 1),
     ):
         with monkeypatch.context() as elsewhere:
             elsewhere.setattr(module, name, value)

@@ -22,14 +22,19 @@ from fuyou_cli.engine.compiled import CompiledBlocks
 from fuyou_cli.engine.describe import inspect
 from fuyou_cli.engine.skeleton import build
 from fuyou_cli.engine.vocabulary import cut_vocabulary
-from fuyou_cli.machine.measure import recipe_stages
-from fuyou_cli.machine.measure import stages as measure_stages
-from fuyou_cli.machine.measure import sustained as measure_sustained
-from fuyou_cli.machine.measure.findings import DTYPES, Findings, Rate, rate_of
-from fuyou_cli.machine.measure.recipe_stages import measure_recipe
-from fuyou_cli.machine.measure.stages import affordable_tokens, block_stage, head_stage, measure_layers, shape_of
-from fuyou_cli.machine.profile import assumed_hardware
-from fuyou_cli.machine.profile_store import hardware_for
+from fuyou_cli.machine.measure import compute
+from fuyou_cli.machine.measure import compute as measure_stages
+from fuyou_cli.machine.measure import store_rates as measure_sustained
+from fuyou_cli.machine.measure.compute import (
+    affordable_tokens,
+    block_stage,
+    head_stage,
+    measure_layers,
+    measure_recipe,
+    shape_of,
+)
+from fuyou_cli.machine.measure.timing import DTYPES, Findings, Rate, rate_of
+from fuyou_cli.machine.profile import assumed_hardware, hardware_for
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.spec.model import Dtype, ModelSpec
 from fuyou_cli.spec.plan import Numerics
@@ -51,8 +56,8 @@ def tied_gemma() -> Anatomy:
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(recipe_stages, "SECONDS", {"block": 0.5, "head": 0.5})
-    monkeypatch.setattr(recipe_stages, "QUICK_PAIR", 0.5)
+    monkeypatch.setattr(compute, "SECONDS", {"block": 0.5, "head": 0.5})
+    monkeypatch.setattr(compute, "QUICK_RECIPE_PAIR", 0.5)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -134,11 +139,11 @@ def size_beside_weights(anatomy: Anatomy, rows: int) -> int:
 @pytest.mark.slow
 def test_micro_batches_of_several_sizes_take_turns(fitting: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """All have the same weights."""
-    monkeypatch.setattr(recipe_stages, "QUICK_PAIR", 60.0)
+    monkeypatch.setattr(compute, "QUICK_RECIPE_PAIR", 60.0)
     anatomy = tied_gemma()
     sizes = [replace(NUMERICS, micro_batch_size=rows, head_chunk_tokens=0) for rows in (2, 1, 4)]
     weights = block_stage(anatomy, NUMERICS, torch.device("cpu")).weights
-    free = round(1.01 * (weights + sum(size_beside_weights(anatomy, rows) for rows in fitting)) / recipe_stages.USABLE)
+    free = round(1.01 * (weights + sum(size_beside_weights(anatomy, rows) for rows in fitting)) / compute.USABLE)
     found = measure_recipe(anatomy, sizes, torch.device("cpu"), quick=True, free=free, layers="own/96")
     assert [rate.tokens for rate in found.stage_rates if rate.kind == "block"] == [96 * rows for rows in fitting]
     assert [rate.tokens for rate in found.stage_rates if rate.kind == "head"][:2] == [192, 96] and found.notes == ()
@@ -148,7 +153,7 @@ def test_micro_batches_of_several_sizes_take_turns(fitting: list[int], monkeypat
 @pytest.mark.slow
 def test_shapes_that_would_take_too_long_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first is measured in any case."""
-    monkeypatch.setattr(recipe_stages, "QUICK_PAIR", 0.05)
+    monkeypatch.setattr(compute, "QUICK_RECIPE_PAIR", 0.05)
     sizes = [replace(NUMERICS, micro_batch_size=rows, max_seq_len=width) for rows, width in ((1, 24), (512, 96), (2, 24))]
     found = measure_recipe(tied_gemma(), sizes, torch.device("cpu"), quick=True, free=GiB, layers="own/96")
     shapes = [(rate.tokens, rate.width) for rate in found.stage_rates if rate.kind == "block"]
@@ -156,8 +161,8 @@ def test_shapes_that_would_take_too_long_are_left_out(monkeypatch: pytest.Monkey
 
 
 def test_fewer_tokens_where_there_is_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recipe_stages, "QUICK_PAIR", 0.0)
-    monkeypatch.setattr(recipe_stages, "LEAST_TOKENS", 16)
+    monkeypatch.setattr(compute, "QUICK_RECIPE_PAIR", 0.0)
+    monkeypatch.setattr(compute, "LEAST_TOKENS", 16)
     found = measured(tied_gemma())
     assert [rate.tokens for rate in found.stage_rates] == [16, 16]
     assert len(found.notes) == 2 and "measured on 16 tokens: 192 would" in found.notes[0] and "64 would" in found.notes[1]
@@ -167,7 +172,7 @@ def test_fewer_tokens_where_there_is_no_memory() -> None:
     """Takes whole rows as long as they fit, then parts of one."""
     anatomy = tied_gemma()
     block = next(stage for stage in inspected(anatomy).stages if stage.kind == "block")
-    found = measured(anatomy, free=int((6 * block.params + 0.9 * block.backward_peak) / recipe_stages.USABLE))
+    found = measured(anatomy, free=int((6 * block.params + 0.9 * block.backward_peak) / compute.USABLE))
     assert found.stage_rates[0].tokens == 96 and "measured on 96 tokens" in found.notes[0]
 
 
@@ -182,7 +187,7 @@ def test_a_heads_gradient_takes_memory_for_any_number_of_tokens() -> None:
     assert (2 + 2 + 4) * 4096 * 64 <= head.weights <= 1.01 * (2 + 2 + 4) * 4096 * 64
     logits = 64 * 4096 * 4  # bytes in float32
     assert logits < head.peak < 6 * logits
-    found = measure_recipe(anatomy, [numerics], torch.device("cpu"), quick=True, free=int(head.weights / recipe_stages.USABLE))
+    found = measure_recipe(anatomy, [numerics], torch.device("cpu"), quick=True, free=int(head.weights / compute.USABLE))
     assert [rate.kind for rate in found.stage_rates] == ["block"] and "the recipe's head is not measured" in found.notes[0]
     still = head_stage(frozen(anatomy, ["lm_head", "model.norm"]), numerics, torch.device("cpu"))
     assert 2 * 4096 * 64 <= still.weights <= 1.01 * 2 * 4096 * 64

@@ -14,15 +14,12 @@ import pytest
 from fuyou_cli.cli import bench
 from fuyou_cli.core.errors import OutOfSpaceError, UsageError
 from fuyou_cli.core.units import GiB, MiB
-from fuyou_cli.machine.measure import sustained as measure_sustained
-from fuyou_cli.machine.measure.findings import Findings
-from fuyou_cli.machine.measure.store_rates import new_store
-from fuyou_cli.machine.measure.streams import Pace
-from fuyou_cli.machine.measure.sustained import burst_windows, most_written, settled
-from fuyou_cli.machine.measure.sustained import measure_sustained as measured
+from fuyou_cli.machine.measure import store_rates as measure_sustained
+from fuyou_cli.machine.measure.store_rates import Pace, burst_windows, most_written, new_store, settled
+from fuyou_cli.machine.measure.store_rates import measure_sustained as measured
+from fuyou_cli.machine.measure.timing import Findings
 from fuyou_cli.machine.measure.whole import BenchReport
-from fuyou_cli.machine.profile import assumed_hardware
-from fuyou_cli.machine.profile_store import keep
+from fuyou_cli.machine.profile import assumed_hardware, keep
 from fuyou_cli.spec.hardware import HardwareProfile
 
 FAST, SLOW = [6.9, 6.8, 7.0, 6.9, 6.9, 6.7], [1.4, 1.5, 1.35, 1.4]

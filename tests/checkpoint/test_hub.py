@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from fuyou_cli.checkpoint import hub
-from fuyou_cli.checkpoint.companions import found_in
-from fuyou_cli.checkpoint.files import INDEX_NAME, SINGLE_NAME, open_checkpoint
+from fuyou_cli.checkpoint.files import INDEX_NAME, SINGLE_NAME, found_in, open_checkpoint
 from fuyou_cli.checkpoint.hub import resolve
 from fuyou_cli.core.errors import OutOfSpaceError, UsageError
 from tests.hub_server import COMMIT, GATED, Hub
@@ -121,11 +120,7 @@ def test_a_tokenizer_needs_no_model_beside_it(server: Hub, tmp_path: Path) -> No
 
 
 def test_says_what_to_do(server: Hub) -> None:
-    server.refusals = {
-        "o/gated": (403, "GatedRepo"),
-        "o/private": (401, "RepoNotFound"),
-        "o/bad-token": (403, ""),
-    }
+    server.refusals = {"o/gated": (403, "GatedRepo"), "o/private": (401, "RepoNotFound"), "o/bad-token": (403, "")}
     for name, says, hint in (
         ("o/gated", "its owner restricts access", "hf auth login"),
         ("o/files-gated", "its owner restricts access", "hf auth login"),

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fuyou_cli.checkpoint.companions import companion_files
+from fuyou_cli.checkpoint.files import companion_files
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.recipe.schema import TokenizerSection
 from fuyou_cli.training.state.kept_companions import keep_companions, kept_companions, written_companions

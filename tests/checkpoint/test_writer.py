@@ -16,9 +16,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from fuyou_cli.checkpoint import placement, writer
-from fuyou_cli.checkpoint.companions import companion_files, is_companion
-from fuyou_cli.checkpoint.files import INDEX_NAME, SINGLE_NAME, open_checkpoint
+from fuyou_cli.checkpoint import writer
+from fuyou_cli.checkpoint.files import INDEX_NAME, SINGLE_NAME, companion_files, is_companion, open_checkpoint
 from fuyou_cli.checkpoint.writer import OutTensor, write_checkpoint
 from fuyou_cli.core.errors import FuyouError, OutOfSpaceError, UsageError
 
@@ -54,10 +53,7 @@ def test_round_trip_of_a_family(tmp_path: Path, family: str, shard_size: int) ->
     stored = {entry.name: entry for entry in matched.values()}
     tensors = read_all(stored)
     written = write(
-        tmp_path / "out",
-        tensors,
-        max_shard_size=shard_size,
-        companions=companion_files(tmp_path / "in", dtype="bfloat16"),
+        tmp_path / "out", tensors, max_shard_size=shard_size, companions=companion_files(tmp_path / "in", dtype="bfloat16")
     )
     assert (len(written) > 5) == (shard_size == 3000)
     assert_same_bits(loaded(tmp_path / "out", torch.bfloat16).state_dict(), model.state_dict())
@@ -259,7 +255,7 @@ def test_replaces_without_exchange_of_directories(tmp_path: Path, monkeypatch: p
     class LibcWithoutExchange:
         """Stands for a C library from before renameat2."""
 
-    monkeypatch.setattr(placement.ctypes, "CDLL", lambda *arguments, **options: LibcWithoutExchange())
+    monkeypatch.setattr(writer.ctypes, "CDLL", lambda *arguments, **options: LibcWithoutExchange())
     write(tmp_path / "out")
     write(tmp_path / "out", {"other": torch.ones(3)})
     assert list(open_checkpoint(tmp_path / "out").entries) == ["other"]

@@ -11,9 +11,9 @@ import pytest
 # A hole of 80 MiB under a small block that stays: then a block of 40 MiB, freed again. How much of it stays taken?
 _HOLE = """
 import ctypes, sys
-from fuyou_cli.core import heap
+from fuyou_cli.core import process
 from fuyou_cli.core.probe import process_bytes
-C = heap._C
+C = process._C
 C.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
 MiB = 1 << 20
 
@@ -23,19 +23,19 @@ def taken(count, size):
         C.memset(block, 1, size)
     return blocks
 
-heap.settle_allocator()
-heap.settle_for_training()
+process.settle_allocator()
+process.settle_for_training()
 below = taken(80, MiB)
 staying = taken(1, MiB)
 for block in below:
     C.free(block)
 for turn in range(3):
-    heap.trim(sys.argv[1] == "apart")
+    process.trim(sys.argv[1] == "apart")
     before = process_bytes()
     (large,) = taken(1, 40 * MiB)
     held = process_bytes() - before
     C.free(large)
-    print(held // MiB, (process_bytes() - before) // MiB, len(heap._plugs))
+    print(held // MiB, (process_bytes() - before) // MiB, len(process._plugs))
 """
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fuyou_cli.machine.libraries import settle_libraries
+from fuyou_cli.core.process import settle_libraries
 
 POLICY, CONF, OLD = "OMP_WAIT_POLICY", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 PASSIVE, GROWING = {POLICY: "passive"}, {CONF: "expandable_segments:True"}
@@ -67,14 +67,14 @@ _BEFORE = """
 import sys
 from pathlib import Path
 from fuyou_cli.cli import app
-from fuyou_cli.machine import libraries
+from fuyou_cli.core import process
 
 def settle(**options):
     assert "torch" not in sys.modules, "torch was there before"
     print(options)
     sys.exit(0)
 
-libraries.settle_libraries = settle
+process.settle_libraries = settle
 app.main(sys.argv[1:])
 """
 

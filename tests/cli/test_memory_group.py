@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from fuyou_cli.core.units import MiB
-from fuyou_cli.machine import groups as memory_group
-from fuyou_cli.machine.groups import run_limited
+from fuyou_cli.quickstart import demonstration as memory_group
+from fuyou_cli.quickstart.demonstration import run_limited
 
 
 def _machine(root: Path, mount: str, groups: str) -> Path:

@@ -219,7 +219,7 @@ def test_an_export_that_fails_takes_nothing_else(new_project: NewProject) -> Non
 def untuned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves this process's allocator as it is when a command runs in it."""
     for name in ("settle_allocator", "settle_for_training"):
-        monkeypatch.setattr(f"fuyou_cli.core.heap.{name}", lambda: None)
+        monkeypatch.setattr(f"fuyou_cli.core.process.{name}", lambda: None)
 
 
 @pytest.mark.usefixtures("untuned")

@@ -24,11 +24,11 @@ from fuyou_cli.checkpoint.files import open_checkpoint
 from fuyou_cli.checkpoint.reader import weights_mark
 from fuyou_cli.core.errors import FuyouError, Interrupted, UnreadableError, UsageError
 from fuyou_cli.core.json_files import find_text
+from fuyou_cli.core.paths import scratch_folder
 from fuyou_cli.data.cache import prompt_ids
 from fuyou_cli.data.formats import Texts
 from fuyou_cli.data.tokenise import load_tokenizer
 from fuyou_cli.machine.measure.store_rates import new_store
-from fuyou_cli.machine.scratch import scratch_folder
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.swap.store import Store
 from fuyou_cli.training.prepare import run_directories

@@ -18,7 +18,7 @@ from planner.models import SPEC
 
 from fuyou_cli.advice.planning import plan_recipe
 from fuyou_cli.machine.described import described
-from fuyou_cli.machine.profile_store import PROCESS_STEP
+from fuyou_cli.machine.profile import PROCESS_STEP
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.recipe.named import shipped_recipes
 from fuyou_cli.spec.model import ModelFacts, ModelSpec, TensorSpec

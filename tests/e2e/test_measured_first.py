@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from fuyou_cli.machine.profile_store import read_profile, write_profile
+from fuyou_cli.machine.profile import read_profile, write_profile
 
 from .conftest import HANGS, NewProject, Project, ended
 
 # Little of everything, so that measuring for real is quick: it happens in a process of its own, which reads this at its start.
 QUICK = """
-from fuyou_cli.machine.measure import recipe_stages, stages, store_rates, whole
+from fuyou_cli.machine.measure import compute, store_rates, whole
 whole.MATMUL_SECONDS, whole.REPEAT_SECONDS, whole.SHARED_WIDTH, whole.SHARED_QUICK_SECONDS = 0.01, 0.1, 256, 0.2
-stages.WIDTHS, stages.QUICK_PAIR, stages.QUICK_SECONDS = (256,), 0.05, 0.1
-recipe_stages.QUICK_PAIR, recipe_stages.SECONDS = 0.5, {"block": 0.5, "head": 0.5}
+compute.WIDTHS, compute.QUICK_PAIR, compute.QUICK_SECONDS = (256,), 0.05, 0.1
+compute.QUICK_RECIPE_PAIR, compute.SECONDS = 0.5, {"block": 0.5, "head": 0.5}
 store_rates.QUICK_SPAN = 64 << 20
 """
 

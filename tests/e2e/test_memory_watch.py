@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from fuyou_cli.core import heap, probe
+from fuyou_cli.core import probe, process
 from fuyou_cli.core.units import GiB
 from fuyou_cli.training.run import Run
 from fuyou_cli.training.step_meter import MemoryWatch
@@ -75,7 +75,7 @@ def calls_of(monkeypatch: pytest.MonkeyPatch, project: Project, size: Callable[[
     now = size(prepared.planned.plan.predicted.cpu_peak)
     monkeypatch.setattr(probe, "process_bytes", lambda: now)
     monkeypatch.setattr(probe, "highest_bytes", lambda: 0)
-    monkeypatch.setattr(heap, "trim", lambda apart: calls.append("trim"))
+    monkeypatch.setattr(process, "trim", lambda apart: calls.append("trim"))
     with Run(prepared) as run:
         run.load(lambda count: None)
         executor = run.executor

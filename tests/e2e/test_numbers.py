@@ -134,8 +134,8 @@ def test_without_clipping_the_run_is_back_at_its_last_commit(new_project: NewPro
 
 def test_a_skipped_step_is_in_the_log(new_project: NewProject, monkeypatch: pytest.MonkeyPatch) -> None:
     project = new_project(changes={**SKIP, "export.at_end": False})
-    monkeypatch.setattr("fuyou_cli.core.heap.settle_allocator", lambda: None)  # of this process
-    monkeypatch.setattr("fuyou_cli.core.heap.settle_for_training", lambda: None)
+    monkeypatch.setattr("fuyou_cli.core.process.settle_allocator", lambda: None)  # of this process
+    monkeypatch.setattr("fuyou_cli.core.process.settle_for_training", lambda: None)
     norm = executors.squared_norm
 
     def refused(stage: Any, squares: list[float], host: torch.Tensor, **options: Any) -> float:

@@ -13,8 +13,7 @@ import yaml
 from fuyou_cli.core.probe import mount_of
 from fuyou_cli.core.units import GiB
 from fuyou_cli.machine.first_measurement import _measured
-from fuyou_cli.machine.profile import assumed_hardware
-from fuyou_cli.machine.profile_store import keep
+from fuyou_cli.machine.profile import assumed_hardware, keep
 
 from .conftest import Command, NewProject, Project
 

@@ -60,7 +60,7 @@ def decoded(kind: str, weight: torch.Tensor) -> torch.Tensor:
     else:
         packed, maxima = reference.nf4(values.reshape(-1))
         if kind == "nf4_double":
-            from fuyou_cli.swap.quantised import dynamic_levels
+            from fuyou_cli.swap.kernels import dynamic_levels
 
             mean, levels = torch.from_numpy(maxima).mean().numpy(), dynamic_levels()
             codes, outer = reference.dynamic(maxima - mean, levels)

@@ -24,7 +24,7 @@ def test_a_flush_that_does_not_come_back_is_named(new_project: NewProject, monke
         "waiting for commit of the step before (step 3, ",
         "waiting for the commit of step 4 (after step 4) for ",
     )
-    monkeypatch.setattr("fuyou_cli.core.patience.FIRST", 0.05)
+    monkeypatch.setattr("fuyou_cli.core.process.FIRST", 0.05)
     changes = {"train.max_steps": 4, "train.clip_grad_norm": None, "offload.defer_updates": 0}
     project, heard = new_project(changes=changes), list[str]()
     with run_of(project, announce=heard.append) as run:
@@ -47,7 +47,7 @@ def test_a_store_that_is_verified_or_exported_is_named(
     stopped: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sets no time at all as too long, so that every drive is silent."""
-    monkeypatch.setattr("fuyou_cli.core.patience.FIRST", 0.0)
+    monkeypatch.setattr("fuyou_cli.core.process.FIRST", 0.0)
     monkeypatch.setattr("fuyou_cli.swap.daemon._SLICE_NS", 0)
     store, heard = store_of(stopped), list[str]()
     verify_store(store, say=heard.append)

@@ -44,10 +44,9 @@ from fuyou_cli.recipe.schema import AdapterSection
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import Dtype, ModelSpec, Rule, StageSpec, StateDtype, StateLayout
 from fuyou_cli.spec.plan import Numerics, Plan, Span, StagePlan, StateTensor, Tier
-from fuyou_cli.swap.arena import Arena
 from fuyou_cli.swap.daemon import Counters, DaemonOptions, SwapDaemon
 from fuyou_cli.swap.kernels import join, scratch_size
-from fuyou_cli.swap.store import Store
+from fuyou_cli.swap.store import Arena, Store
 from tests import emulated
 
 from .comparing import Outcome

@@ -13,11 +13,11 @@ from drawn import every
 from torch.utils._pytree import tree_leaves
 from transformers import GPT2Config, LlamaConfig
 
-from fuyou_cli.core import heap
+from fuyou_cli.core import process
 from fuyou_cli.engine.describe import LiveBytes
 from fuyou_cli.planner.memory import compute_memory
-from fuyou_cli.swap.arena import Arena
 from fuyou_cli.swap.native import ffi
+from fuyou_cli.swap.store import Arena
 
 from .rig import Rig, Shape, Subject
 
@@ -66,8 +66,8 @@ def test_a_step_stays_within_what_is_charged(
     config: Any, clip: float | None, vocabulary: int, freeze: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Counts byte by byte, without what the heap makes of it."""
-    monkeypatch.setattr(heap, "HOLES", 0.0)
-    monkeypatch.setattr(heap, "HELD", 0.0)
+    monkeypatch.setattr(process, "HOLES", 0.0)
+    monkeypatch.setattr(process, "HELD", 0.0)
     subject = Subject(config, Shape(vocabulary=vocabulary, **SHAPE), freeze=freeze)
     with Rig(subject, tmp_path, home="cpu", clip=clip) as rig:
         charged = compute_memory(subject.spec, rig.request)

@@ -20,7 +20,7 @@ from drawn import every
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.core.heap import alive
+from fuyou_cli.core.process import alive
 from fuyou_cli.engine.anatomy import dissect, frozen, outline
 from fuyou_cli.engine.describe import Mixture, Outlined, inspect, outlined, specified, traced
 from fuyou_cli.engine.skeleton import build

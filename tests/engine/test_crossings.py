@@ -13,7 +13,7 @@ from drawn import crossed, every
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fuyou_cli.core import heap
+from fuyou_cli.core import process
 from fuyou_cli.core.errors import NumericsError
 from fuyou_cli.engine.devices.base import Event
 from fuyou_cli.engine.executor import StepAbandoned
@@ -334,8 +334,8 @@ def test_a_step_stays_within_what_is_charged(
 ) -> None:
     """What the device has of a micro-batch and its neighbours, with what the host has of the whole batch, storage by storage:
     an emulated device's memory is the host's. Copies are as late as they may be, and keep what they copy alive."""
-    monkeypatch.setattr(heap, "HOLES", 0.0)
-    monkeypatch.setattr(heap, "HELD", 0.0)
+    monkeypatch.setattr(process, "HOLES", 0.0)
+    monkeypatch.setattr(process, "HELD", 0.0)
     subject = Subject(LLAMA, Shape(batch=batch, micro=2, tokens=64, vocabulary=vocabulary))
     with Rig(subject, tmp_path, home="cpu", kept=kept, batch_on_device=stays, **make_late(monkeypatch)) as rig:
         on_device = rig.plan.predicted.gpu_peak - rig.device.peak_memory()  # beside weights and sums

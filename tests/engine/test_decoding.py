@@ -25,7 +25,7 @@ from fuyou_cli.engine.devices import open_device
 from fuyou_cli.engine.skeleton import TORCH_DTYPE
 from fuyou_cli.spec.model import BankSpec, Dtype, StageSpec, TensorSpec, banks_of
 from fuyou_cli.spec.packed_tensors import QUANTISED, READ_ONLY, TRANSPOSED, Quantised, packed_bank
-from fuyou_cli.swap.quantised import Workers
+from fuyou_cli.swap.kernels import Workers
 from fuyou_cli.training.packed_reading import PackedReader
 from fuyou_cli.training.state import quantised_import
 from fuyou_cli.training.state.first_weights import FirstWeights

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn.utils import parametrize
 
-from fuyou_cli.core import heap
+from fuyou_cli.core import process
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.engine.anatomy import as_marked, dissect
 from fuyou_cli.engine.experts import is_experts
@@ -160,7 +160,7 @@ def test_counts_its_work_and_memory() -> None:
 def test_a_step_reads_writes_and_takes_what_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Byte by byte, without what the heap makes of it; also where all tokens go to the same experts."""
     for name in ("HOLES", "HELD"):
-        monkeypatch.setattr(heap, name, 0.0)
+        monkeypatch.setattr(process, name, 0.0)
     _, updated = assert_moves_as_planned(Adapted("qwen3_moe"), tmp_path / "moves", after=2)
     assert updated == Adapted("qwen3_moe").spec.updated_parameters
     peaks = []

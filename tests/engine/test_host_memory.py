@@ -8,7 +8,7 @@ from fuyou_cli.core.probe import process_bytes
 from fuyou_cli.core.units import MiB
 from fuyou_cli.engine.host_memory import HostMemory
 from fuyou_cli.spec.plan import Span
-from fuyou_cli.swap.arena import Arena
+from fuyou_cli.swap.store import Arena
 
 SIZE = 96 * MiB
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from drawn import every, quick_and_slow
 
-from fuyou_cli.core import heap
+from fuyou_cli.core import process
 from fuyou_cli.engine.anatomy import dissect
 from fuyou_cli.engine.generating import passing
 from fuyou_cli.engine.ranges import cut_experts, obstacles
@@ -264,8 +264,8 @@ def test_a_step_stays_within_what_a_device_is_charged(
     stays: bool, batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As `test_crossings` has it of dense models: storage by storage, with copies as late as they may be."""
-    monkeypatch.setattr(heap, "HOLES", 0.0)
-    monkeypatch.setattr(heap, "HELD", 0.0)
+    monkeypatch.setattr(process, "HOLES", 0.0)
+    monkeypatch.setattr(process, "HELD", 0.0)
     subject = Subject(FAMILIES["deepseek_v3, groups"], Shape(batch=batch, micro=2, tokens=64, experts=2, dtype="bfloat16"))
     with Rig(subject, tmp_path, home="cpu", batch_on_device=stays, **make_late(monkeypatch)) as rig:
         fixed = rig.device.peak_memory()

@@ -9,7 +9,7 @@ from fuyou_cli.core.probe import process_bytes
 from fuyou_cli.engine.crossings import WholeBatches
 from fuyou_cli.engine.host_memory import HostMemory, whole_batch
 from fuyou_cli.spec.plan import Span
-from fuyou_cli.swap.arena import Arena
+from fuyou_cli.swap.store import Arena
 
 MiB = 1 << 20
 

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 from proof.parsers import manifest
 
 from fuyou_cli.core.errors import FuyouError, UsageError
-from fuyou_cli.core.safe_files import own_folder
+from fuyou_cli.core.paths import own_folder
 from fuyou_cli.training import losses
 from fuyou_cli.training.state import kept_companions as companions
 from fuyou_cli.training.state import manifest as manifests

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.core.safe_files import read_plain
+from fuyou_cli.core.paths import read_plain
 from fuyou_cli.data.cache import read_template
 from fuyou_cli.data.sources import MissingDataError, locate
 from fuyou_cli.machine.described import described

@@ -21,7 +21,7 @@ from fuyou_cli.cli import console as consoles
 from fuyou_cli.cli.app import main
 from fuyou_cli.cli.render.progress import TransferDisplay
 from fuyou_cli.cli.render.theme import SafeConsole, column, pairs, ruled, safe, say, show, symbols
-from fuyou_cli.core.printable import one_line, printable
+from fuyou_cli.core.json_files import one_line, printable
 
 from .conftest import Run
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuyou_cli.core import heap
+from fuyou_cli.core import process
 from fuyou_cli.planner.memory import compute_memory
 from fuyou_cli.planner.place import plan
 from fuyou_cli.planner.plan_request import PlanRequest
@@ -140,7 +140,7 @@ def test_bytes_of_a_tied_step_by_hand(clip: float | None) -> None:
 def test_what_every_token_keeps_is_charged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Charges the last hidden state, its gradient and that in float32, and three numbers, where forward has three
     boundaries."""
-    monkeypatch.setattr(heap, "HELD", 0.0)
+    monkeypatch.setattr(process, "HELD", 0.0)
     whole = model(LEAF, LEAF, 2048, LEAF, hidden=1024)
     both = [compute_memory(spec, _request(None)).whole_batch for spec in (whole, cut(whole, LEAF // 2, LEAF // 2))]
     assert both[1] - both[0] == (2 * 2048 + 4 * 1024 + 12 - 3 * 2048) * 4 * 64

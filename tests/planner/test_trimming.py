@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from fuyou_cli.core import heap
+from fuyou_cli.core import process
 from fuyou_cli.core.units import GiB, MiB
 from fuyou_cli.planner.memory import CREEP, DRIFT
 from fuyou_cli.planner.place import plan
@@ -31,7 +31,7 @@ class Heap:
     def __init__(self, spec: ModelSpec, made: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
         self.size, self.most, self.trims, self.apart = 0, 0, 0, False
         self.trimming = Trimming(spec, made, self)  # type: ignore[arg-type]
-        monkeypatch.setattr(heap, "trim", self._trim)
+        monkeypatch.setattr(process, "trim", self._trim)
 
     def look(self) -> int:
         return self.size

@@ -17,8 +17,8 @@ from hooks import doing
 
 from fuyou_cli.advice.room import export_folder
 from fuyou_cli.core.errors import FuyouError, UsageError
-from fuyou_cli.machine.groups import Ended
 from fuyou_cli.quickstart import demonstration, toy
+from fuyou_cli.quickstart.demonstration import Ended
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.recipe.named import shipped_recipes
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fuyou_cli.core.typed import show_path
+from fuyou_cli.core.json_files import show_path
 from fuyou_cli.recipe.diagnostics import Diagnostic, RecipeErrors
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.recipe.schema import Recipe

@@ -11,9 +11,8 @@ import pytest
 
 from fuyou_cli.core.errors import SwapError
 from fuyou_cli.swap import kernels
-from fuyou_cli.swap.arena import Arena
 from fuyou_cli.swap.daemon import DaemonOptions, SwapDaemon
-from fuyou_cli.swap.store import Store
+from fuyou_cli.swap.store import Arena, Store
 
 MIB = 1 << 20
 CHUNK = 16384

@@ -14,9 +14,8 @@ import pytest
 
 from fuyou_cli.core.errors import SwapError
 from fuyou_cli.swap import kernels
-from fuyou_cli.swap.arena import Arena
 from fuyou_cli.swap.daemon import DaemonOptions, Home, Segment, SwapDaemon, Update
-from fuyou_cli.swap.store import Store
+from fuyou_cli.swap.store import Arena, Store
 
 from . import adamw_reference as reference
 from .conftest import CHUNK, MIB, Machine

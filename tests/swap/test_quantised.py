@@ -13,8 +13,8 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.swap import quantised
-from fuyou_cli.swap.quantised import Workers
+from fuyou_cli.swap import kernels
+from fuyou_cli.swap.kernels import Workers
 
 from . import quantised_reference as reference
 
@@ -52,13 +52,13 @@ def _rounded(values: np.ndarray, dtype: str) -> np.ndarray:
 def test_nf4_is_the_reference_bit_for_bit(count: int, seed: int, power: int, dtype: str) -> None:
     memory, values = _drawn(count, seed, dtype, power)
     packed, maxima = np.empty((count + 1) // 2, np.uint8), np.empty(-(-count // 64), np.float32)
-    quantised.nf4_encode(memory, dtype, packed, maxima)  # type: ignore[arg-type]
+    kernels.nf4_encode(memory, dtype, packed, maxima)  # type: ignore[arg-type]
     expected, most = reference.nf4(values)
     np.testing.assert_array_equal(packed, expected)
     np.testing.assert_array_equal(maxima.view(np.uint32), most.view(np.uint32))
     back = reference.nf4_values(expected, most, count)
     for out in DTYPES:
-        got = _decoded(lambda into, name: quantised.nf4_decode(packed, maxima, into, name), count, out)
+        got = _decoded(lambda into, name: kernels.nf4_decode(packed, maxima, into, name), count, out)
         np.testing.assert_array_equal(got.view(np.uint32 if out == "float32" else np.uint16), _rounded(back, out))
 
 
@@ -67,13 +67,13 @@ def test_nf4_is_the_reference_bit_for_bit(count: int, seed: int, power: int, dty
 def test_int8_is_the_reference_bit_for_bit(rows: int, columns: int, seed: int, dtype: str) -> None:
     memory, values = _drawn(rows * columns, seed, dtype, -5)
     codes, maxima = np.empty((rows, columns), np.int8), np.empty(rows, np.float32)
-    quantised.int8_encode(memory, columns, dtype, codes, maxima)  # type: ignore[arg-type]
+    kernels.int8_encode(memory, columns, dtype, codes, maxima)  # type: ignore[arg-type]
     expected, most = reference.int8(values.reshape(rows, columns))
     np.testing.assert_array_equal(codes, expected)
     np.testing.assert_array_equal(maxima, most)
     back = reference.int8_values(expected, most).reshape(-1)
     for out in DTYPES:
-        got = _decoded(lambda into, name: quantised.int8_decode(codes, maxima, columns, into, name), rows * columns, out)
+        got = _decoded(lambda into, name: kernels.int8_decode(codes, maxima, columns, into, name), rows * columns, out)
         np.testing.assert_array_equal(got.view(np.uint32 if out == "float32" else np.uint16), _rounded(back, out))
 
 
@@ -90,7 +90,7 @@ def test_mxfp4_is_what_transformers_decodes(matrices: int, rows: int, blocks: in
     exponents = torch.randint(0, 253, (matrices, rows, blocks), generator=draw, dtype=torch.uint8)
     wanted = convert_moe_packed_tensors(packed, exponents, dtype=getattr(torch, dtype)).transpose(1, 2)
     got = torch.empty(matrices * rows * blocks * 32, dtype=wanted.dtype)
-    quantised.mxfp4_decode(packed.numpy().reshape(-1), exponents.numpy().reshape(-1), got.view(torch.uint8).numpy(), dtype)
+    kernels.mxfp4_decode(packed.numpy().reshape(-1), exponents.numpy().reshape(-1), got.view(torch.uint8).numpy(), dtype)
     assert torch.equal(_bits(got), _bits(wanted))
 
 
@@ -108,7 +108,7 @@ def test_fp8_is_what_transformers_decodes(sides: tuple[int, int], seed: int, dty
 def _of_fp8(codes: torch.Tensor, scales: torch.Tensor, dtype: str, **workers: Workers) -> torch.Tensor:
     got = torch.empty(codes.numel(), dtype=getattr(torch, dtype))
     memory = (one.contiguous().view(torch.uint8).numpy().reshape(-1) for one in (codes, scales))
-    quantised.fp8_decode(*memory, codes.shape[1], got.view(torch.uint8).numpy(), dtype, **workers)  # type: ignore[arg-type]
+    kernels.fp8_decode(*memory, codes.shape[1], got.view(torch.uint8).numpy(), dtype, **workers)  # type: ignore[arg-type]
     return got
 
 
@@ -131,11 +131,11 @@ def test_values_at_the_borders_between_codes() -> None:
         borders = _with_neighbours((levels[:-1] + levels[1:]) / np.float32(2) * most)
         for values in (np.append(borders, most), np.concatenate([borders, np.full(19, most)])):
             packed, maxima = np.empty((values.size + 1) // 2, np.uint8), np.empty(1, np.float32)
-            quantised.nf4_encode(values, "float32", packed, maxima)
+            kernels.nf4_encode(values, "float32", packed, maxima)
             np.testing.assert_array_equal(packed, reference.nf4(values)[0])
         row = np.append(_with_neighbours((np.arange(127, dtype=np.float32) + np.float32(0.5)) / np.float32(127) * most), most)
         codes, maxima = np.empty((1, row.size), np.int8), np.empty(1, np.float32)
-        quantised.int8_encode(row, row.size, "float32", codes, maxima)
+        kernels.int8_encode(row, row.size, "float32", codes, maxima)
         np.testing.assert_array_equal(codes, reference.int8(row[None])[0])
 
 
@@ -148,19 +148,19 @@ def _with_neighbours(values: np.ndarray) -> np.ndarray:
 @given(count=SIZES, seed=SEEDS, offset=st.sampled_from([0.0, 0.0371]))
 def test_dynamic_codes_are_the_reference_bit_for_bit(count: int, seed: int, offset: float) -> None:
     _, values = _drawn(count, seed, "float32", -4)
-    levels = quantised.dynamic_levels()
+    levels = kernels.dynamic_levels()
     codes, maxima = np.empty(count, np.uint8), np.empty(-(-count // 256), np.float32)
-    quantised.dynamic_encode(values, codes, maxima)
+    kernels.dynamic_encode(values, codes, maxima)
     expected, most = reference.dynamic(values, levels)
     np.testing.assert_array_equal(codes, expected)
     np.testing.assert_array_equal(maxima, most)
     back = np.empty(count, np.float32)
-    quantised.dynamic_decode(codes, maxima, back, offset=offset)
+    kernels.dynamic_decode(codes, maxima, back, offset=offset)
     np.testing.assert_array_equal(back, levels[expected] * np.repeat(most, 256)[:count] + np.float32(offset))
 
 
 def test_dynamic_levels_are_rising_and_reach_from_minus_one_to_one() -> None:
-    levels = quantised.dynamic_levels()
+    levels = kernels.dynamic_levels()
     assert levels.size == 256 and np.all(np.diff(levels) > 0)
     assert levels[-1] == 1 and levels[0] == np.float32(-0.99296874) and 0 in levels
     np.testing.assert_array_equal(levels[:127], -levels[254:127:-1])  # all but zero and one
@@ -170,8 +170,8 @@ def test_double_quantisation_keeps_maxima_within_a_hundredth_of_their_spread() -
     maxima = np.abs(np.random.default_rng(3).standard_normal(5000).astype(np.float32)) * np.float32(0.02) + np.float32(0.05)
     offset = float(maxima.mean())
     codes, most, back = np.empty(5000, np.uint8), np.empty(20, np.float32), np.empty(5000, np.float32)
-    quantised.dynamic_encode(maxima - np.float32(offset), codes, most)
-    quantised.dynamic_decode(codes, most, back, offset=offset)
+    kernels.dynamic_encode(maxima - np.float32(offset), codes, most)
+    kernels.dynamic_decode(codes, most, back, offset=offset)
     spread = np.repeat(most, 256)[:5000]
     assert np.all(np.abs(back - maxima) <= 0.01 * spread)  # levels are at most 1/64 apart
     assert codes.nbytes + most.nbytes < 0.27 * maxima.nbytes
@@ -187,12 +187,12 @@ def test_any_number_of_workers_writes_the_same_bytes() -> None:
         codes, most = np.empty(rows * columns, np.int8), np.empty(rows, np.float32)
         values = np.empty(count, np.uint16), np.empty(rows * columns, np.uint16)
         with Workers(workers) as several:
-            quantised.nf4_encode(memory, "bfloat16", packed, maxima, workers=several)
-            quantised.nf4_decode(packed, maxima, values[0], "bfloat16", workers=several)
-            quantised.int8_encode(memory[: rows * columns], columns, "bfloat16", codes, most, workers=several)
-            quantised.int8_decode(codes, most, columns, values[1], "bfloat16", workers=several)
+            kernels.nf4_encode(memory, "bfloat16", packed, maxima, workers=several)
+            kernels.nf4_decode(packed, maxima, values[0], "bfloat16", workers=several)
+            kernels.int8_encode(memory[: rows * columns], columns, "bfloat16", codes, most, workers=several)
+            kernels.int8_decode(codes, most, columns, values[1], "bfloat16", workers=several)
             exponents, small = np.full(count // 32, 120, np.uint8), np.empty(count // 32 * 32, np.uint16)
-            quantised.mxfp4_decode(packed[: small.size // 2], exponents, small, "bfloat16", workers=several)
+            kernels.mxfp4_decode(packed[: small.size // 2], exponents, small, "bfloat16", workers=several)
             matrix = torch.from_numpy(codes & 63).view(-1, columns)
             squares = torch.linspace(0.5, 2, -(-rows // 128))[:, None]
             read = _of_fp8(matrix, squares, "bfloat16", workers=several).view(torch.int16).numpy()
@@ -204,21 +204,21 @@ def test_values_that_are_not_finite_are_refused() -> None:
     values = np.zeros(200, np.float32)
     values[7], values[190] = np.nan, np.inf
     with pytest.raises(UsageError, match="2 values are NaN or Inf"):
-        quantised.nf4_encode(values, "float32", np.empty(100, np.uint8), np.empty(4, np.float32))
+        kernels.nf4_encode(values, "float32", np.empty(100, np.uint8), np.empty(4, np.float32))
     with pytest.raises(UsageError, match="2 values are NaN or Inf"):
-        quantised.int8_encode(values, 100, "float32", np.empty(200, np.int8), np.empty(2, np.float32))
+        kernels.int8_encode(values, 100, "float32", np.empty(200, np.int8), np.empty(2, np.float32))
     with pytest.raises(UsageError, match="2 values are NaN or Inf"):
-        quantised.dynamic_encode(values, np.empty(200, np.uint8), np.empty(1, np.float32))
+        kernels.dynamic_encode(values, np.empty(200, np.uint8), np.empty(1, np.float32))
 
 
 def test_arrays_of_the_wrong_size_are_refused() -> None:
     values = np.zeros(130, np.float32)
     for packed, maxima in ((64, 3), (65, 2)):
         with pytest.raises(ValueError, match="are needed"):
-            quantised.nf4_encode(values, "float32", np.empty(packed, np.uint8), np.empty(maxima, np.float32))
+            kernels.nf4_encode(values, "float32", np.empty(packed, np.uint8), np.empty(maxima, np.float32))
     with pytest.raises(ValueError, match="are needed"):
-        quantised.mxfp4_decode(np.empty(32, np.uint8), np.empty(3, np.uint8), np.empty(64, np.float32), "float32")
+        kernels.mxfp4_decode(np.empty(32, np.uint8), np.empty(3, np.uint8), np.empty(64, np.float32), "float32")
     with pytest.raises(ValueError, match="are needed"):
-        quantised.fp8_decode(np.empty(260, np.uint8), np.empty(2, np.float32), 130, np.empty(260, np.float32).data, "bfloat16")
+        kernels.fp8_decode(np.empty(260, np.uint8), np.empty(2, np.float32), 130, np.empty(260, np.float32).data, "bfloat16")
     with pytest.raises(ValueError, match="are needed"):
-        quantised.int8_encode(values, 13, "float32", np.empty(130, np.int8), np.empty(11, np.float32))
+        kernels.int8_encode(values, 13, "float32", np.empty(130, np.int8), np.empty(11, np.float32))

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fuyou_cli.core.printable import printable
+from fuyou_cli.core.json_files import printable
 
 from .theme import bar, column, encodable, heading, pairs, percent, say, show, some, symbols
 

@@ -20,7 +20,7 @@ from rich.live import Live
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.text import Text
 
-from fuyou_cli.core.printable import one_line, printable
+from fuyou_cli.core.json_files import one_line, printable
 from fuyou_cli.core.units import GiB, duration, gb
 from fuyou_cli.spec.plan import Plan
 from fuyou_cli.training.report import BestReport, EvalReport, SampleReport, StepReport

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from fuyou_cli.core.printable import one_line, printable
+from fuyou_cli.core.json_files import one_line, printable
 from fuyou_cli.core.units import brief, duration, gb, gib
 from fuyou_cli.training.report import Compared, EvalReport, RunReport, Spread, StepReport
 from fuyou_cli.training.run_log import History

@@ -17,7 +17,7 @@ from rich.segment import Segment, Segments
 from rich.table import Table
 from rich.text import Span, Text
 
-from fuyou_cli.core.printable import one_line, printable
+from fuyou_cli.core.json_files import one_line, printable
 from fuyou_cli.core.units import gb, gib
 from fuyou_cli.spec.hardware import HardwareProfile
 

@@ -1,4 +1,5 @@
-"""Measures the store through the daemon's own interface: reading, writing, and both at once."""
+"""Measures the store through the daemon's own interface: reading, writing, both at once, and the write rate that is left once a
+drive's fast region is full (`fuyou bench --sustained`)."""
 
 from __future__ import annotations
 
@@ -9,21 +10,162 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
+from statistics import linear_regression
 from typing import Literal, NamedTuple
 
 from fuyou_cli.core.errors import OutOfSpaceError
+from fuyou_cli.core.paths import scratch_folder
 from fuyou_cli.core.process import uninterrupted
 from fuyou_cli.core.units import GiB, MiB, align_up, gb, gib
-from fuyou_cli.swap.arena import Arena
 from fuyou_cli.swap.daemon import DaemonOptions, SwapDaemon
-from fuyou_cli.swap.store import Store
+from fuyou_cli.swap.store import Arena, Store
 
-from ..scratch import scratch_folder
-from .findings import Findings, Rate, found, rate_of
-from .streams import IN_FLIGHT, REQUEST, Course, Direction, Stream, run_streams
+from .timing import Findings, Rate, findings, rate_of
+
+# ---- streams of requests ---------------------------------------------------------------------------------------------
+
+
+Direction = Literal["read", "write"]
+
+REQUEST = 8 * MiB
+IN_FLIGHT = 4  # requests of one stream
+_OFTEN = 0.01  # seconds between two looks at the counters
+# A drive with a limited rate or with a fast region first spends what it saved up, which a run of hours never sees again.
+# This share of a short stream's time is not counted.
+_SAVED_UP = 0.25
+_WINDOWS = 3  # their rates show the spread
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stream:
+    """Describes requests over [first, first + size) of the store until `total` bytes have passed (None: once).
+
+    IN_FLIGHT of them run at a time, through the arena's slots from `slot` on.
+    """
+
+    kind: Direction
+    first: int
+    size: int
+    slot: int
+    total: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Look:
+    """The bytes moved so far, `seconds` after the start."""
+
+    seconds: float
+    read_bytes: int
+    written_bytes: int
+
+    def since(self, other: Look) -> Pace:
+        """Computes the rates since another look."""
+        read, written = self.read_bytes - other.read_bytes, self.written_bytes - other.written_bytes
+        seconds = self.seconds - other.seconds
+        return Pace(reading=read / seconds, writing=written / seconds)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pace:
+    """Rates in both directions."""
+
+    reading: float  # bytes per second
+    writing: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Course:
+    """What was moved from the start until the first stream ended or the time was over (the last look)."""
+
+    looks: tuple[Look, ...]
+    finished: int  # bytes of the stream that ended first
+
+    @property
+    def whole(self) -> Pace:
+        return self.looks[-1].since(self.looks[0])
+
+    @property
+    def settled(self) -> Pace:
+        """Fits a line through all looks after the initial burst: a drive with a limited rate gives its bytes in lumps."""
+        counted = self.looks[self.looks.index(self._from(_SAVED_UP)) :]
+        seconds = [look.seconds for look in counted]
+        return Pace(
+            reading=linear_regression(seconds, [look.read_bytes for look in counted]).slope,
+            writing=linear_regression(seconds, [look.written_bytes for look in counted]).slope,
+        )
+
+    @property
+    def windows(self) -> list[Pace]:
+        """Computes the same for a few parts of the time."""
+        marks = [self._from(_SAVED_UP + (1 - _SAVED_UP) * number / _WINDOWS) for number in range(_WINDOWS)]
+        ends = [*marks[1:], self.looks[-1]]
+        return [other.since(one) for one, other in zip(marks, ends, strict=True) if one is not other]
+
+    def _from(self, share: float) -> Look:
+        """Finds the last look before this share of the time."""
+        until = share * self.looks[-1].seconds
+        return max((look for look in self.looks[:-1] if look.seconds <= until), key=lambda look: look.seconds)
+
+
+def run_streams(daemon: SwapDaemon, streams: Sequence[Stream], limit: float) -> Course:
+    """Runs all streams at once until the first ends or `limit` seconds are over, and watches the daemon's counters."""
+    clock = _Clock(daemon)
+    looks, ends = [Look(seconds=0.0, read_bytes=0, written_bytes=0)], threading.Event()
+    with ThreadPoolExecutor(len(streams)) as pool:
+        running = [pool.submit(_drive, daemon, stream, clock, limit, ends) for stream in streams]
+        try:
+            while not ends.wait(_OFTEN):
+                looks.append(clock.look())
+            last, finished = min((future.result() for future in running), key=lambda ending: ending[0].seconds)
+        finally:
+            ends.set()
+    return Course(looks=(*(look for look in looks if look.seconds < last.seconds), last), finished=finished)
+
+
+class _Clock:
+    """Reads a daemon's counters relative to its start."""
+
+    def __init__(self, daemon: SwapDaemon) -> None:
+        self._daemon, self._before, self._begin = daemon, daemon.counters(), time.perf_counter()
+
+    def look(self) -> Look:
+        counters, before = self._daemon.counters(), self._before
+        return Look(
+            seconds=self.seconds(),
+            read_bytes=counters.read_bytes - before.read_bytes,
+            written_bytes=counters.written_bytes - before.written_bytes,
+        )
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self._begin
+
+
+def _drive(daemon: SwapDaemon, stream: Stream, clock: _Clock, limit: float, ends: threading.Event) -> tuple[Look, int]:
+    """Submits requests until the stream ends. Returns the time it stopped submitting, and what was done by then."""
+    submit = daemon.read if stream.kind == "read" else daemon.write
+    total = stream.size if stream.total is None else stream.total
+    tickets: deque[int] = deque()
+    offset, finished = 0, 0
+    try:
+        while finished < total and not ends.is_set() and clock.seconds() < limit:
+            while offset < total and len(tickets) < IN_FLIGHT:
+                place = (stream.slot + offset // REQUEST % IN_FLIGHT) * REQUEST
+                tickets.append(submit(place, stream.first + offset % stream.size, REQUEST))
+                offset += REQUEST
+            daemon.wait(tickets.popleft())
+            finished += REQUEST
+        return clock.look(), finished
+    finally:
+        ends.set()
+        while tickets:
+            daemon.wait(tickets.popleft())
+
+
+# ---- rates of a store ------------------------------------------------------------------------------------------------
+
 
 QUICK_SPAN, FULL_SPAN = 320 * MiB, 4 * GiB
 LEAST_SPAN = 2 * IN_FLIGHT * REQUEST  # so that each request in flight has its own place in either half
@@ -153,7 +295,7 @@ def _measured(daemon: SwapDaemon, store: Store, span: int, *, effort: _Effort, n
     io_cpu = (_others_time() - used) / max(1, _moved(daemon) - moved)
     store.sync()
     note = f"{daemon.backend}, {'O_DIRECT' if store.direct else 'buffered'}, files of {gib(span)}"
-    rates = found(
+    rates = findings(
         store_read=_rate("store read", reads, "reading", note),
         store_write=_rate("store write", writes, "writing", note),
         store_read_mixed=_rate("store read while writing", mixed, "reading", note),
@@ -195,3 +337,100 @@ def _fill(arena: Arena) -> None:
     import torch
 
     torch.frombuffer(arena.view(0, arena.size), dtype=torch.int64).random_()
+
+
+# ---- the sustained rate ----------------------------------------------------------------------------------------------
+
+
+WINDOW = GiB
+LEAST_WINDOWS = 8
+MOST_BYTES = 512 * 10**9  # per drive: larger than the fast region of drives of 2 TB
+MOST_SECONDS = 20 * 60.0
+FALLEN = 0.75  # of the first windows' rate: the fast region is full
+STEADY = 0.2  # the rate has settled when the last windows differ by at most this share of their median
+LAST = 4  # windows compared
+MIXED_WINDOWS = 2
+
+
+def most_written(free: int, count: int = 1) -> int:
+    """Returns the most bytes written on `count` drives, a quarter of what is free. Raises OutOfSpaceError if that is too
+    little."""
+    windows = min(free // 4, count * MOST_BYTES) // WINDOW
+    if windows < LEAST_WINDOWS + MIXED_WINDOWS:
+        needed = 4 * (LEAST_WINDOWS + MIXED_WINDOWS) * WINDOW
+        raise OutOfSpaceError(f"only {gb(free)} free, too little to find the sustained write rate", hint=f"free {gb(needed)}")
+    return windows * WINDOW
+
+
+def measure_sustained(
+    *directories: Path, free: int, count: int = 1, progress: Callable[[str], None] = lambda _: None
+) -> Findings:
+    """Measures writing over `directories`, on `count` drives, when their fast regions are full.
+
+    Returns the rates after a fall; or `steady_bytes`, the bytes written without a fall, as proof that there is none; or
+    neither. Raises UsageError or OutOfSpaceError.
+    """
+    size = most_written(free, count)
+    with new_store(directories, size) as (daemon, store):
+        begin = time.monotonic()
+        rates: list[float] = []
+        while (len(rates) + MIXED_WINDOWS) * WINDOW < size and not settled(rates) and time.monotonic() - begin < MOST_SECONDS:
+            rates.append(_window(daemon, len(rates)).writing)
+            progress(f"sustained writing: {gb(len(rates) * WINDOW)} at {gb(rates[-1])}/s")
+        fallen = _fallen(daemon, rates) if settled(rates) else Findings()
+        store.sync()
+        largest = (len(rates) + MIXED_WINDOWS + 1) * WINDOW > count * MOST_BYTES  # the proof asked of any drive
+        steady = len(rates) * WINDOW if largest and held(rates) else 0
+        notes = [] if store.direct else ["this file system has no direct I/O: sustained rates include the page cache"]
+        if not fallen.rates:
+            found_out = "plans assume that it never falls" if steady else "the sustained rate stays unknown"
+            notes.append(f"the write rate did not fall and settle within {gb(len(rates) * WINDOW)}: {found_out}")
+        written = daemon.counters().written_bytes
+        return fallen + Findings(figures={"steady_bytes": steady}, notes=tuple(notes), written_bytes=written)
+
+
+def _fallen(daemon: SwapDaemon, rates: Sequence[float]) -> Findings:
+    """Rates the windows that have settled, and measures reading and writing at once."""
+    mixed = [_mixed(daemon, len(rates) + number) for number in range(MIXED_WINDOWS)]
+    note = f"after {gb((len(rates) - LAST) * WINDOW)}"
+    slow = findings(
+        sustained_write=rate_of("store write, sustained", "B/s", list(rates[-LAST:]), note),
+        sustained_read_mixed=rate_of("store read while writing, sustained", "B/s", [pace.reading for pace in mixed], note),
+        sustained_write_mixed=rate_of("store write while reading, sustained", "B/s", [pace.writing for pace in mixed], note),
+    )
+    return slow + Findings(figures={"burst_bytes": burst_windows(rates) * WINDOW})  # bytes written before the fall
+
+
+def settled(rates: Sequence[float]) -> bool:
+    """Whether the last windows are slower than the first ones, and alike."""
+    if len(rates) < LEAST_WINDOWS:
+        return False
+    last = rates[-LAST:]
+    level = statistics.median(last)
+    return level < FALLEN * statistics.median(rates[:LAST]) and max(last) - min(last) <= STEADY * level
+
+
+def held(rates: Sequence[float]) -> bool:
+    """Whether the last windows are about as fast as the first ones."""
+    return len(rates) >= LEAST_WINDOWS and statistics.median(rates[-LAST:]) >= FALLEN * statistics.median(rates[:LAST])
+
+
+def burst_windows(rates: Sequence[float]) -> int:
+    """Returns the number of windows written before the rate fell for good; 0 if it did not."""
+    if not settled(rates):
+        return 0
+    between = (statistics.median(rates[:LAST]) + statistics.median(rates[-LAST:])) / 2
+    return 1 + max((number for number, rate in enumerate(rates) if rate > between), default=-1)
+
+
+def _window(daemon: SwapDaemon, number: int) -> Pace:
+    return run_streams(daemon, [Stream(kind="write", first=number * WINDOW, size=WINDOW, slot=0)], MOST_SECONDS).whole
+
+
+def _mixed(daemon: SwapDaemon, number: int) -> Pace:
+    """Writes a new window while the first ones are read."""
+    streams = [
+        Stream(kind="read", first=0, size=LAST * WINDOW, slot=IN_FLIGHT),
+        Stream(kind="write", first=number * WINDOW, size=WINDOW, slot=0),
+    ]
+    return run_streams(daemon, streams, MOST_SECONDS).whole

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 
 from fuyou_cli.core import probe
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.core.heap import settle_for_training
+from fuyou_cli.core.process import settle_for_training
 from fuyou_cli.planner.plan_request import update_threads_for
 from fuyou_cli.spec.hardware import HardwareProfile, merged_rates
 from fuyou_cli.spec.model import Dtype
 
 from ..drives import drives_under
 from ..profile import assumed_hardware, card, cpu_name
-from .findings import DTYPES, Findings, Rate, each, mean_seconds, rate_of, seconds_of
+from .timing import DTYPES, Findings, Rate, each, mean_seconds, rate_of, seconds_of
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +39,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchReport:
-    """Holds everything that `fuyou bench` found."""
+    """Everything that `fuyou bench` found."""
 
     profile: HardwareProfile
     rates: tuple[Rate, ...]
@@ -90,10 +90,9 @@ def measure(*directories: Path, quick: bool, device: str = "auto", progress: Pro
 def _measured(
     facts: HardwareProfile, target: torch.device, directories: tuple[Path, ...], *, quick: bool, progress: Progress
 ) -> Findings:
-    from .copies import measure_memory, measure_sums
-    from .stages import measure_layers
+    from .compute import measure_layers
+    from .memory_rates import measure_adamw, measure_memory, measure_shared, measure_sums
     from .store_rates import measure_store  # the native extension, not needed by --help
-    from .update_rates import measure_adamw, measure_shared
 
     repeats = 3 if quick else 7
     progress("AdamW")
@@ -125,8 +124,7 @@ def _crossing(
     """Measures copies where there is a GPU, then all that moves bytes through the host's memory, at once."""
     from fuyou_cli.engine.devices import open_device
 
-    from .copies import measure_copies
-    from .dram import measure_dram
+    from .memory_rates import measure_copies, measure_dram
 
     threads = update_threads_for(facts, device=target.type, torch_threads=facts.cores)
     best, seconds = max(rate for _, rate in facts.adamw), QUICK_TOGETHER if quick else FULL_TOGETHER
@@ -161,7 +159,7 @@ def _facts_as_in_runs(directories: tuple[Path, ...]) -> HardwareProfile:
 def _layer_step(target: torch.device, rate: float, seconds: float) -> tuple[Callable[[], None], float, str]:
     """Makes a step of a bfloat16 layer that gets about `rate` alone, to measure beside. Returns the step, its FLOPs and a
     note."""
-    from .stages import LAYER_FLOPS, affordable_tokens, small_stage
+    from .compute import LAYER_FLOPS, affordable_tokens, small_stage
 
     tokens = affordable_tokens(LAYER_FLOPS * SHARED_WIDTH**2, rate, seconds / 4)
     layer = small_stage("block", SHARED_WIDTH, "bfloat16", tokens, target).make(tokens)

@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Literal
 
 from ...core.errors import UsageError
-from ...core.patience import SILENT, Patience
-from ...core.process import uninterrupted
+from ...core.process import SILENT, Patience, uninterrupted
 from ...core.units import MiB
 from ...spec.model import SourceFile
 from ...spec.plan import Span
-from ...swap.arena import Arena
 from ...swap.daemon import DaemonOptions, SwapDaemon
-from ...swap.store import Store
+from ...swap.store import Arena, Store
 from ..run_log import saved_of
 from . import manifest as manifests
 from .extent_checks import PIECE, Damage, Progress, damages

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 
-from ...core.patience import SILENT, Patience
+from ...core.process import SILENT, Patience
 from .stored import Manifest
 
 _SLICE = 0.2  # seconds; a wait returns to Python this often, so that Ctrl-C works

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from ...core.errors import SwapError
 from ...planner.memory import READ_BACK
 from ...spec.plan import Span
-from ...swap.arena import Arena
 from ...swap.daemon import SwapDaemon
 from ...swap.kernels import CHECKSUM_BLOCK, checksum
-from ...swap.store import not_as_written
+from ...swap.store import Arena, not_as_written
 from .stored import Manifest, StoredExtent
 
 _TURNS = 2  # pieces; one is read while the other is summed

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ... import __version__
-from ...checkpoint.companions import own_code
-from ...checkpoint.files import read_json
+from ...checkpoint.files import own_code, read_json
 from ...spec.model import ModelSpec
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ from ...core.errors import UsageError
 from ...engine.skeleton import TORCH_DTYPE
 from ...spec.model import Dtype, StageSpec
 from ...spec.packed_tensors import PackedTensor
-from ...swap.kernels import split, sum_squares
-from ...swap.quantised import Workers
+from ...swap.kernels import Workers, split, sum_squares
 from ..packed_reading import DecodingReader, PackedReader, Read
 from .quantised_import import quantise
 

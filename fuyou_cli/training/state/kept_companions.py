@@ -12,7 +12,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...checkpoint.companions import (
+from ...checkpoint.files import (
     ADAPTER_CONFIG_NAME,
     CODE_PATTERN,
     CONFIG_NAME,
@@ -21,14 +21,14 @@ from ...checkpoint.companions import (
     TEMPLATE_FOLDER,
     TOKENIZER_CONFIG_NAME,
     found_in,
+    inside,
     is_companion,
     names_code,
     pieces,
+    read_json,
 )
-from ...checkpoint.files import inside, read_json
 from ...core.disk import failed_writing, file_size, sync_directory, unreadable
-from ...core.paths import expanded
-from ...core.safe_files import is_own, own_folder, write_own
+from ...core.paths import expanded, is_own, own_folder, write_own
 from .manifest import COMPANIONS
 
 if TYPE_CHECKING:

@@ -21,9 +21,8 @@ from typing import Any
 
 from ...core.disk import failed_writing, status_of, sync_directory, unreadable
 from ...core.errors import FuyouError, UnreadableError, UsageError
-from ...core.json_files import find_text, has_too_many_values, object_in
-from ...core.safe_files import write_own
-from ...core.typed import from_json
+from ...core.json_files import find_text, from_json, has_too_many_values, object_in
+from ...core.paths import write_own
 from ...spec.plan import Numerics
 from .stored import Evaluated, Manifest, StoredStage
 

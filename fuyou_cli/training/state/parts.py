@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePath
 
-from ...checkpoint.companions import TEMPLATE_FOLDER
+from ...checkpoint.files import TEMPLATE_FOLDER
 from ...core.disk import failed_writing, file_size, sync_directory, sync_names_above, unreadable
 from ...core.errors import UsageError
-from ...core.json_files import find_object
-from ...core.safe_files import write_own
-from ...core.typed import from_json
+from ...core.json_files import find_object, from_json
+from ...core.paths import write_own
 from .. import losses
 from . import manifest as manifests
 from .kept_companions import is_kept

@@ -15,9 +15,8 @@ from pathlib import Path
 
 from ...core.errors import UsageError
 from ...core.json_files import find_object
-from ...core.paths import kept_folder
+from ...core.paths import kept_folder, write_own
 from ...core.probe import file_system_of
-from ...core.safe_files import write_own
 
 _LARGEST = 1 << 16  # bytes
 _MOST = 1000  # runs, the newest ones

@@ -13,7 +13,7 @@ from ...core.errors import UsageError
 from ...engine.compute_weights import part
 from ...spec.model import Dtype, StageSpec
 from ...spec.packed_tensors import NF4_BLOCK, READ_ONLY, PackedTensor, Quantised
-from ...swap.quantised import Workers, dynamic_encode, int8_encode, nf4_encode
+from ...swap.kernels import Workers, dynamic_encode, int8_encode, nf4_encode
 from ..packed_reading import Read
 
 PIECE = 1 << 22  # elements that are quantised at once, whole blocks of nf4; of int8 the whole rows in as many

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...core.printable import one_line
+from ...core.json_files import one_line
 from ...recipe.diagnostics import spelt
 from ...recipe.load import as_override
 from ...recipe.rules import REMOVED_KEYS

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...checkpoint.companions import TEMPLATE_FOLDER
+from ...checkpoint.files import TEMPLATE_FOLDER
 from ...core.disk import status_of
 from ...core.errors import FuyouError, UsageError
 from ...core.json_files import find_text, object_in, shown

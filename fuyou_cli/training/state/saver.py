@@ -15,8 +15,8 @@ from typing import Any
 
 from ...core.disk import REMEDIES
 from ...core.errors import DamagedStateError, OutOfSpaceError, UnreadableError
-from ...core.patience import SILENT, Patience
-from ...core.safe_files import open_own
+from ...core.paths import open_own
+from ...core.process import SILENT, Patience
 from ...core.units import align_up
 from ...engine.devices.base import Device
 from ...engine.host_memory import PAGE

@@ -13,8 +13,8 @@ from ...core.errors import ModelFileError, UsageError
 from ...core.units import align_up, gb
 from ...spec.model import PAGE, SOURCES_AT, SourceFile
 from ...spec.plan import Span
-from ...swap.arena import Arena
 from ...swap.daemon import SwapDaemon
+from ...swap.store import Arena
 from .extent_checks import Progress, checksum_of
 from .stored import Manifest, StoredExtent
 

@@ -25,8 +25,7 @@ from ...planner.records import Record
 from ...spec.model import ITEM_SIZE, MOMENTS, ModelSpec, StageSpec
 from ...spec.plan import Plan, Span, StagePlan, StateTensor
 from ...swap.daemon import SwapDaemon
-from ...swap.kernels import checksum
-from ...swap.quantised import Workers
+from ...swap.kernels import Workers, checksum
 from .first_weights import Added, FirstWeights
 from .manifest import NAME
 from .stored import TENSORS, Manifest, StoredExtent, StoredStage, StoredTensor

@@ -1,1 +1,0 @@
-"""Measures runs of a model's shape without its weights or data, for `fuyou bench --model`."""
