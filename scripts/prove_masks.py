@@ -29,8 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from proof.verdicts import ROOT, Row, conclude, holds, missing, plain_parser
 
 from fuyou_cli.data.cache import prepare
-from fuyou_cli.data.packing import LABEL
-from fuyou_cli.data.rows import NO_LOSS
+from fuyou_cli.data.rows import LABEL, NO_LOSS
 from fuyou_cli.recipe.schema import DatasetEntry, DatasetSection
 from tests.data.conftest import CHATML_MARKED, CHATML_UNMARKED, save_tokenizer
 

@@ -4,21 +4,25 @@ access.
 Reading a pipe might wait forever, and a device may have no end. Other users may have put anything where a run's folder will be:
 a link to one of our files, a second name for one, a pipe that nobody reads. Nothing is opened through a link, waited for, or
 changed before it is known to be ours.
+
+Folders for work in progress are locked: what a killed process leaves of them, the next one removes.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import re
 import shutil
 import stat
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from .disk import remedy, unreadable
+from .disk import FULL, remedy, unreadable
 from .errors import FuyouError, UsageError
 
 # ---- plain files, and our own ----------------------------------------------------------------------------------------
@@ -29,6 +33,9 @@ _KINDS = ((stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISCHR,
 _NO_FILE = (errno.ELOOP, errno.ENXIO, errno.EISDIR)  # a link, a pipe or socket, a folder
 _NO_MODES = (errno.EPERM, errno.EOPNOTSUPP)  # the file is ours, but its file system has no permissions
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
+_AS_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_SCRATCH = ".fuyou-rows-"
+_SCRATCH_NAME = re.compile(re.escape(_SCRATCH) + r"[a-z0-9_]{8}")  # as tempfile makes them
 
 
 def open_plain(path: Path) -> int:
@@ -74,7 +81,7 @@ def own_folder(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if folder.is_symlink():
         raise UsageError(f"{folder} is a symbolic link", hint="replace the link by the folder it leads to")
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    descriptor = os.open(folder, _AS_FOLDER)
     try:
         status = os.fstat(descriptor)
         if status.st_uid != os.geteuid():
@@ -250,3 +257,59 @@ def remove_left(directories: Iterable[Path], pid: int) -> None:
     for directory in directories:
         for left in directory.glob(f"{_PREFIX.format(pid)}*"):
             shutil.rmtree(left, ignore_errors=True)
+
+
+# ---- folders for work in progress ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def scratch_in(folder: Path, *, what: str, hint: str) -> Iterator[Path]:
+    """Makes a folder below `folder`, locked and removed at the end. First removes those that no living process has locked.
+    Raises UsageError, with `what` and `hint`, if nothing can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for left in folder.iterdir():
+            if _SCRATCH_NAME.fullmatch(left.name):
+                _remove_if_left(left)
+        made, lock = _locked_folder(folder)
+    except OSError as error:
+        if error.errno in FULL:
+            raise
+        raise UsageError(f"{what}: {folder} cannot be written: {error.strerror}", hint=hint) from error
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+        os.close(lock)
+
+
+def _remove_if_left(folder: Path) -> None:
+    """Removes what a killed process of this user has left."""
+    with suppress(OSError):
+        lock = os.open(folder, _AS_FOLDER)
+        try:
+            if os.fstat(lock).st_uid == os.geteuid() and _is_locked(lock):
+                shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(lock)
+
+
+def _locked_folder(folder: Path) -> tuple[Path, int]:
+    while True:
+        made = Path(tempfile.mkdtemp(dir=folder, prefix=_SCRATCH))
+        with suppress(FileNotFoundError):  # another process may take it for left behind before it is locked
+            lock = os.open(made, _AS_FOLDER)
+            if _is_locked(lock) is not False and made.exists():
+                return made, lock
+            os.close(lock)
+
+
+def _is_locked(descriptor: int) -> bool | None:
+    """Locks a folder. Returns False if another process has it, None if its file system has no such locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True

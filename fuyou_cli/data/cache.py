@@ -8,13 +8,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,14 +23,13 @@ from typing import TYPE_CHECKING, Any
 import fuyou_cli
 from fuyou_cli.core.disk import FULL, existing, unusable
 from fuyou_cli.core.errors import DataSpaceError, FuyouError, UnreadableError, UsageError
-from fuyou_cli.core.paths import read_plain
+from fuyou_cli.core.paths import read_plain, scratch_in
 from fuyou_cli.core.units import MiB, gb
 
 from . import sandbox
-from .locked_folders import scratch_in
+from .batches import Part
 from .reading import Prompt, as_data, first_bad_line, suffixes
 from .rows import TOKEN_BYTES, TOKENS, Rows
-from .sampler import Part
 from .sources import Say, find_sources, say_nothing, size_of
 
 if TYPE_CHECKING:
@@ -177,23 +177,15 @@ def naming_space(cache_dir: Path, takes: str) -> Iterator[None]:
     """Says what rows take where no room is left for them. Raises DataSpaceError."""
     try:
         yield
-    except DataSpaceError as error:
-        if error.hint:  # of memory
+    except (DataSpaceError, OSError) as error:
+        if error.hint if isinstance(error, DataSpaceError) else error.errno not in FULL:  # a hint: of memory
             raise
-        raise _no_room(cache_dir, takes, error.message) from error
-    except OSError as error:
-        if error.errno not in FULL:
-            raise
-        raise _no_room(cache_dir, takes, str(error.strerror)) from error
-
-
-def _no_room(cache_dir: Path, takes: str, reason: str) -> DataSpaceError:
-    free = gb(shutil.disk_usage(existing(cache_dir)).free)
-    where = "free some space there, or set dataset.cache_dir to a folder on another disk"
-    return DataSpaceError(
-        f"no room for data in {cache_dir}, whose disk has {free} free: {reason}",
-        hint=f"a token takes 5 bytes, {takes}: {where}",
-    )
+        reason = error.message if isinstance(error, DataSpaceError) else error.strerror
+        free = gb(shutil.disk_usage(existing(cache_dir)).free)
+        raise DataSpaceError(
+            f"no room for data in {cache_dir}, whose disk has {free} free: {reason}",
+            hint=f"a token takes 5 bytes, {takes}: free some space there, or set dataset.cache_dir to a folder on another disk",
+        ) from error
 
 
 def read_template(path: Path | None) -> str | None:
@@ -214,44 +206,65 @@ def read_template(path: Path | None) -> str | None:
 
 
 def _serve(request: dict[str, Any], *, threads: int, say: Say) -> dict[str, Any]:
-    """Runs the worker to its end, and tells how far it is. Returns its reply, or raises its error with the same text."""
-    command, environment = worker_command(threads)
+    """Returns the reply of a worker of its own, and tells meanwhile how far it is. Raises its error with the same text."""
     out = Path(request["out"])
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, env=environment, text=True, stdin=pipe, stdout=pipe, stderr=pipe) as worker:
+
+    def tell_tokens() -> None:
+        written = (out / TOKENS).stat().st_size // TOKEN_BYTES if (out / TOKENS).exists() else 0
+        say(f"still reading and tokenising: {written:,} tokens so far")
+
+    process = WorkerProcess(threads)
+    try:
+        return process.answer(request_line(request), at=out.with_name("at"), meanwhile=tell_tokens)
+    finally:
+        process.end()
+
+
+class WorkerProcess(subprocess.Popen[str]):
+    """The process that reads and tokenises (`worker`)."""
+
+    def __init__(self, threads: int) -> None:
+        package_root = str(Path(fuyou_cli.__file__).resolve().parents[1])
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH")))),
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "true",
+            "RAYON_NUM_THREADS": str(min(threads, os.cpu_count() or 1)),
+        }
+        # -P: a file tokenizers.py in the current directory must not stand in for the library.
+        command, pipe = [sys.executable, "-P", "-m", "fuyou_cli.data.worker"], subprocess.PIPE
+        self._trace = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
+        super().__init__(
+            command, env=environment, stdin=pipe, stdout=pipe, stderr=self._trace, text=True, process_group=0
+        )  # a process group of its own: Ctrl-C is for the run
+
+    def answer(self, line: str, *, at: Path, meanwhile: Callable[[], None] = lambda: None) -> dict[str, Any]:
+        """Returns the reply to a line. Calls `meanwhile` less and less often until it is there. Raises the reply's error with
+        the same text, or that of a process that has ended. `at`: the file that says what it was doing."""
+        assert self.stdin is not None and self.stdout is not None
+        words, seconds = "", _TOLD_AFTER
         try:
-            reply, trace = _communicate(worker, request_line(request), out / TOKENS, say)
-        except BaseException:
-            worker.kill()
+            self.stdin.write(line)
+            self.stdin.flush()
+            while not select.select([self.stdout], [], [], seconds)[0]:
+                meanwhile()
+                seconds = min(2 * seconds, _TOLD_EVERY)
+            words = self.stdout.readline()
+            return read_reply(words)
+        except (BrokenPipeError, ValueError):  # it has ended, or said what ends it
+            self._trace.seek(0)
+            _raise_failed(self.wait(), words, self._trace.read(), at=at)
             raise
-    raise_failed(worker.returncode, reply, trace, at=out.with_name("at"))
-    return read_reply(reply)
 
-
-def _communicate(worker: subprocess.Popen[str], asked: str, tokens: Path, say: Say) -> tuple[str, str]:
-    """Returns what the worker prints on both outputs. Meanwhile tells the tokens it has written, less and less often."""
-    words: str | None = asked
-    seconds = _TOLD_AFTER
-    while True:
-        try:
-            return worker.communicate(words, timeout=seconds)
-        except subprocess.TimeoutExpired:
-            words, seconds = None, min(2 * seconds, _TOLD_EVERY)
-            written = tokens.stat().st_size // TOKEN_BYTES if tokens.exists() else 0
-            say(f"still reading and tokenising: {written:,} tokens so far")
-
-
-def worker_command(threads: int) -> tuple[list[str], dict[str, str]]:
-    """Returns the worker's command and its environment."""
-    package_root = str(Path(fuyou_cli.__file__).resolve().parents[1])
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH")))),
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "true",
-        "RAYON_NUM_THREADS": str(min(threads, os.cpu_count() or 1)),
-    }
-    # -P: a file tokenizers.py in the current directory must not stand in for the library.
-    return [sys.executable, "-P", "-m", "fuyou_cli.data.worker"], environment
+    def end(self) -> None:
+        """Ends the process, and those that it started."""
+        if self.poll() is None:
+            os.killpg(self.pid, signal.SIGKILL)
+            self.wait()
+        for stream in (self.stdin, self.stdout, self._trace):
+            with suppress(OSError):  # what it did not read
+                if stream is not None:
+                    stream.close()
 
 
 def request_line(request: dict[str, Any]) -> str:
@@ -260,15 +273,17 @@ def request_line(request: dict[str, Any]) -> str:
 
 
 def read_reply(line: str) -> dict[str, Any]:
-    """Returns a worker's reply. Raises its error with the same text."""
-    reply: dict[str, Any] = json.loads(line)
+    """Returns a worker's reply. Raises its error with the same text, ValueError where it is none."""
+    reply: Any = json.loads(line)
+    if not isinstance(reply, dict):
+        raise ValueError("no reply")
     if "error" in reply:
         raise _KINDS.get(reply["kind"], UsageError)(reply["error"], hint=reply["hint"])
     return reply
 
 
-def raise_failed(code: int, last_words: str, trace: str, *, at: Path) -> None:
-    """Raises the error of a worker that ended otherwise than with 0. `at`: the file that says what it was doing."""
+def _raise_failed(code: int, last_words: str, trace: str, *, at: Path) -> None:
+    """Raises the error of a worker that ended otherwise than with 0."""
     doing = sandbox.noted(at)
     if code == -sandbox.OVERDUE:
         raise UsageError(
@@ -283,13 +298,8 @@ def raise_failed(code: int, last_words: str, trace: str, *, at: Path) -> None:
             f"the process that reads the data was ended by signal {-code}{f' ({doing})' if doing else ''}",
             hint="signal 9 usually means that the machine ran out of memory" if code == -9 else None,
         )
-    if code:
-        raise _unforeseen(last_words, trace)
-
-
-def _unforeseen(last_words: str, trace: str) -> FuyouError:
-    """Makes an error of one line from an unexpected failure. With FUYOU_DEBUG, prints the traceback too."""
-    told = f"reading the data failed: {last_words.strip() or (trace.strip().splitlines() or ['it says nothing'])[-1]}"
-    if os.environ.get("FUYOU_DEBUG", "") in ("", "0"):
-        return FuyouError(told, hint="set FUYOU_DEBUG=1 to see the traceback")
-    return FuyouError(f"{told}\n{trace.strip()}")
+    if code:  # nobody expected it
+        message = f"reading the data failed: {last_words.strip() or (trace.strip().splitlines() or ['it says nothing'])[-1]}"
+        if os.environ.get("FUYOU_DEBUG", "") in ("", "0"):
+            raise FuyouError(message, hint="set FUYOU_DEBUG=1 to see the traceback")
+        raise FuyouError(f"{message}\n{trace.strip()}")

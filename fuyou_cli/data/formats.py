@@ -308,8 +308,8 @@ def _message(turn: object, place: str, noted: set[str]) -> dict[str, object]:
 
 
 def _calls(calls: object, place: str, noted: set[str]) -> list[dict[str, object]]:
-    """Reads the tool calls of a message: a list of objects, or that as JSON text. Arguments stay as they are (`masks` gives
-    them to the template as it takes them)."""
+    """Reads the tool calls of a message: a list of objects, or that as JSON text. Arguments stay as they are (`tokenise`
+    gives them to the template as it takes them)."""
     found = _of_json(calls, f"{place}: tool_calls")
     if not isinstance(found, list) or not all(isinstance(call, dict) for call in found):
         raise RowError(f"{place}: tool_calls must be a list of objects")

@@ -142,8 +142,7 @@ def _json_rows(file: Path, skipped: int) -> Iterator[Placed]:
         return
     if suffixes(file)[0] == ".json" and head.split(b"\n", 1)[0].strip() == b"{":
         raise UsageError(
-            f"{file}:1: an object spans several lines",
-            hint="write one object per line (JSON lines), or an array of objects",
+            f"{file}:1: an object spans several lines", hint="write one object per line (JSON lines), or an array of objects"
         )
     rows = ((number, line) for number, line in enumerate(_lines(file), start=1) if line.strip())
     for number, line in islice(rows, skipped, None):

@@ -26,10 +26,9 @@ from typing import TYPE_CHECKING, Any
 from fuyou_cli.core.disk import FULL, unusable
 from fuyou_cli.core.errors import DataSpaceError, FuyouError, OutOfSpaceError, UsageError
 from fuyou_cli.core.json_files import find_object
-from fuyou_cli.core.paths import expanded, is_file, kept_folder, kind_of
+from fuyou_cli.core.paths import expanded, is_file, kept_folder, kind_of, scratch_in
 
 from .formats import RowError, choose_format, loss_target, mapping_hint
-from .locked_folders import scratch_in
 from .reading import BESIDE, KINDS, PACKED, kind_of_rows, read_rows, suffixes
 from .sandbox import BYTES, LibraryErrors, limit_memory, too_large
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import signal
-import subprocess
 import tempfile
 import threading
 import time
@@ -33,9 +31,9 @@ from numpy.typing import NDArray
 from fuyou_cli.core.errors import DataError, FuyouError, OutOfSpaceError, UsageError
 from fuyou_cli.core.units import MiB, gb
 
-from .cache import fingerprint, naming_space, raise_failed, read_reply, request_for, request_line, scratch_of, worker_command
+from .batches import Mixture, Sampler, permutation
+from .cache import WorkerProcess, fingerprint, naming_space, request_for, request_line, scratch_of
 from .rows import DataSummary, Rows
-from .sampler import Mixture, Sampler, permutation
 from .sources import Say, is_remote, may_ask
 from .worker import PART_SAMPLES, PART_TOKENS, Position, read_next
 
@@ -50,7 +48,7 @@ _LOOK, _PATIENCE = 0.2, 5.0  # seconds between looks at whether a wait is given 
 class Stream:
     """Is the rows of a run and their order in one. An index stands for a place in the endless sequence of an entry."""
 
-    PEAK_BYTES = WORKER_BYTES + Sampler.PEAK_BYTES * PART_SAMPLES
+    peak_bytes = WORKER_BYTES + Sampler.PEAK_BYTES * PART_SAMPLES  # at most, with the process that tokenises
 
     def __init__(
         self,
@@ -84,17 +82,16 @@ class Stream:
         request["remote"] = {"folder": str(scratch / "files"), "offline": not may_ask()}
         worker = _Worker(request, scratch, takes, threads=dataset.num_workers or 1)
         held.callback(worker.end)
-        order = _PartOrder(seed=seed, shuffle=dataset.shuffle)
+
+        @lru_cache(maxsize=4)
+        def order(rows: int, epoch: int, entry: int, part: int) -> Sequence[int] | NDArray[np.int64]:
+            return permutation(rows, seed=seed, epoch=epoch, entry=entry, part=part) if dataset.shuffle else range(rows)
+
         self._entries = [_Entry(n, group, folder, paths, worker, order, check, say) for n, group in enumerate(groups)]
         self._mixture = Mixture(dataset.weights) if len(groups) > 1 else None
         self._batch_size = batch_size
         self._last: tuple[int, list[int]] = (-1, [])
         self.summary = replace(_together([entry.first for entry in self._entries]), digest=self.fingerprint, streamed=True)
-
-    @property
-    def peak_bytes(self) -> int:
-        """Returns the most bytes that it ever takes, the process that tokenises included."""
-        return self.PEAK_BYTES
 
     def note(self, steps: int, epochs: int | None) -> None:
         """Notes nothing: how often a row is seen is not known before the data has ended."""
@@ -152,18 +149,18 @@ class _Entry:
         folder: Path,
         paths: Sequence[str],
         worker: _Worker,
-        order: _PartOrder,
+        order: Callable[[int, int, int, int], Sequence[int] | NDArray[np.int64]],
         check: Callable[[DataSummary], None],
         say: Say,
     ) -> None:
-        self._number, self._sources, self._folder, self._paths = number, sources, folder, paths
+        self._number, self._sources, self._folder = number, sources, folder
         self._worker, self._order, self._check, self._say = worker, order, check, say
         self._ends: list[int] = []  # rows of all parts up to this one
         self._begin: Position | None = None  # where the next part begins
         self._formats: Mapping[str, str] = {}  # of the sources read so far, by their number
         self._is_whole = False
         self._ahead: Future[int] = self._make()
-        self._open = lru_cache(maxsize=4)(self._opened)
+        self._open = lru_cache(maxsize=4)(lambda part: Rows(self._place(part), paths=paths))
         self._grow()
         self.first: DataSummary = self._open(0).summary
 
@@ -186,13 +183,10 @@ class _Entry:
         epoch, within = divmod(position, self._ends[-1]) if self._is_whole else (0, position)
         part = bisect_right(self._ends, within)
         begin = self._ends[part - 1] if part else 0
-        return self._open(part), self._order.row(within - begin, self._ends[part] - begin, epoch, self._number, part)
+        return self._open(part), int(self._order(self._ends[part] - begin, epoch, self._number, part)[within - begin])
 
     def _place(self, part: int) -> Path:
         return self._folder / f"{self._number}-{part:06d}"
-
-    def _opened(self, part: int) -> Rows:
-        return Rows(self._place(part), paths=self._paths)
 
     def _make(self) -> Future[int]:
         """Begins to make the next part, unless an earlier process has. The result is its number of rows, 0 behind the last."""
@@ -218,24 +212,10 @@ class _Entry:
         except UsageError as error:
             raise (DataError if self._ends else UsageError)(error.message, hint=error.hint) from error
         self._ends.append(len(rows) + (self._ends[-1] if self._ends else 0))
-        goes_on = read_next(self._place(part))
-        self._begin, self._formats = goes_on.begin, goes_on.formats
+        self._begin, self._formats = read_next(self._place(part))
         self._is_whole = self._begin is None
         if not self._is_whole:
             self._ahead = self._make()
-
-
-class _PartOrder:
-    """Orders the rows of a part in an epoch."""
-
-    def __init__(self, *, seed: int, shuffle: bool) -> None:
-        self._shuffle = shuffle
-        self._permutation = lru_cache(maxsize=4)(
-            lambda rows, epoch, entry, part: permutation(rows, seed=seed, epoch=epoch, entry=entry, part=part)
-        )
-
-    def row(self, place: int, rows: int, epoch: int, entry: int, part: int) -> int:
-        return int(self._permutation(rows, epoch, entry, part)[place]) if self._shuffle else place
 
 
 class _Worker:
@@ -244,9 +224,8 @@ class _Worker:
     def __init__(self, request: dict[str, Any], scratch: Path, takes: str, *, threads: int) -> None:
         self._request, self._threads = request, threads
         self._scratch, self._takes = scratch, takes
-        self._process: subprocess.Popen[str] | None = None
+        self._process: WorkerProcess | None = None
         self._has_ended = False
-        self._trace = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self._turns: SimpleQueue[tuple[Future[int], dict[str, Any], Path] | None] = SimpleQueue()
         # A daemon, unlike a pool's: the end of this process must not wait for a file that is being fetched.
         threading.Thread(target=self._take_turns, name="data", daemon=True).start()
@@ -263,26 +242,15 @@ class _Worker:
                 with naming_space(folder.parents[1], self._takes):
                     made = self._made(asked, folder)
                 future.set_result(made)
-            except (FuyouError, OSError, ValueError) as error:
+            except BaseException as error:  # a bug, too, is for whoever waits
                 future.set_exception(error)
-            finally:
-                if not future.done():  # a bug ends this thread, so that nobody may wait for it
-                    self._give_up(future)
-
-    def _give_up(self, future: Future[int] | None) -> None:
-        """Fails this part and all that are waited for behind it."""
-        while future is not None:
-            future.set_exception(FuyouError("the thread that asks for data has ended; this is a bug in fuyou"))
-            waiting = None if self._turns.empty() else self._turns.get()
-            future = waiting[0] if waiting else None
 
     def end(self) -> None:
         """Ends the process, so that nothing waits for a part that nobody needs."""
         self._has_ended = True
         self._turns.put(None)
-        if self._process is not None and self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)  # with the process that fetches a file
-            self._process.wait()
+        if self._process is not None:
+            self._process.end()  # with the process that fetches a file
 
     def _made(self, asked: dict[str, Any], folder: Path) -> int:
         if folder.is_dir():
@@ -298,12 +266,12 @@ class _Worker:
 
     def _answered(self, asked: dict[str, Any], folder: Path) -> int:
         with tempfile.TemporaryDirectory(dir=self._scratch) as place:
-            out = Path(place, "rows")
+            out, at = Path(place, "rows"), Path(place, "at")
             out.mkdir()
             if self._process is None:
-                self._process = self._started()
-                self._answer(request_line({**self._request, "at": str(out.with_name("at"))}), at=out.with_name("at"))
-            rows = int(self._answer(json.dumps({**asked, "out": str(out)}) + "\n", at=out.with_name("at"))["rows"])
+                self._process = WorkerProcess(self._threads)
+                self._process.answer(request_line({**self._request, "at": str(at)}), at=at)
+            rows = int(self._process.answer(json.dumps({**asked, "out": str(out)}) + "\n", at=at)["rows"])
             try:
                 if rows:
                     out.rename(folder)
@@ -311,27 +279,6 @@ class _Worker:
                 if not folder.is_dir():  # otherwise another run has made the same part in the meantime
                     raise
             return rows
-
-    def _started(self) -> subprocess.Popen[str]:
-        command, environment = worker_command(self._threads)
-        pipe = subprocess.PIPE
-        return subprocess.Popen(
-            command, env=environment, stdin=pipe, stdout=pipe, stderr=self._trace, text=True, process_group=0
-        )  # a process group of its own: Ctrl-C is for the run
-
-    def _answer(self, line: str, *, at: Path) -> dict[str, Any]:
-        process = self._process
-        assert process is not None and process.stdin is not None and process.stdout is not None
-        words = ""
-        try:
-            process.stdin.write(line)
-            process.stdin.flush()
-            words = process.stdout.readline()
-            return read_reply(words)
-        except (BrokenPipeError, ValueError):  # it has ended, or said what ends it
-            self._trace.seek(0)
-            raise_failed(process.wait(), words, self._trace.read(), at=at)
-            raise
 
 
 def _shuffle_files(sources: list[dict[str, Any]], seed: int) -> None:

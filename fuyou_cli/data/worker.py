@@ -5,7 +5,7 @@ The request is one JSON object (see `cache`). The rows go to files in its `out`;
 {"ok": true} or {"error", "hint", "kind"}; an unexpected error is one line. Where rows are made while a run trains (`Parts`),
 more requests and replies follow, each in a line.
 
-Data goes one way: read (`reading`) -> examples (`formats`) -> tokens (`tokenise`) -> rows (`packing`) -> files.
+Data goes one way: read (`reading`) -> examples (`formats`) -> tokens (`tokenise`) -> rows (`rows`) -> files.
 Memory does not grow with the number of rows: at most `BATCH_CHARS` or one sample is tokenised at once, and the tokenizer
 takes some 100 bytes per character. A text that may become several rows (packing: concat) is cut into pieces. Any other sample
 of more than `LARGEST_SAMPLE` characters is refused.
@@ -19,9 +19,9 @@ import os
 import signal
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -34,11 +34,10 @@ from fuyou_cli.core.disk import FULL, unusable
 from fuyou_cli.core.errors import DataSpaceError, FuyouError, UnreadableError, UsageError
 from fuyou_cli.core.json_files import from_json, read_object
 
+from .batches import Part
 from .formats import Chat, Example, RowError, Texts, Tokens, choose_format, loss_target, mapping_hint, read_example
-from .packing import LABEL, Counts, Row, Sample, has_loss, lay_out
 from .reading import as_prompt, kind_of_rows, pieces_of, read_document, read_rows
-from .rows import TOKENS, damaged
-from .sampler import Part
+from .rows import LABEL, TOKENS, Counts, Row, Sample, damaged, has_loss, pack
 from .sandbox import Watch, limit_memory, reason, watched
 from .sources import is_remote, local_copy
 from .tokenise import LARGEST_SAMPLE, Tokeniser, decode_pieces, load_tokenizer
@@ -106,7 +105,7 @@ class Reading:
         numbers = list(range(len(self._request["sources"])))
         for group in [[number] for number in numbers] if self._request["mixed"] else [numbers]:
             made = 0
-            for row in lay_out(self._samples(group), counts=self.counts, **options):
+            for row in pack(self._samples(group), counts=self.counts, **options):
                 made += 1
                 yield row
             self.entry_rows.append(made)
@@ -341,23 +340,15 @@ PART_SAMPLES = 1 << 17
 NEXT = "next.json"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Next:
-    """Says where an entry goes on behind a part: None, if that was its last."""
-
-    begin: Position | None
-    formats: Mapping[str, str]
-
-
-def read_next(folder: Path) -> Next:
-    """Reads how an entry goes on behind the part in a folder. Raises UsageError if that is damaged."""
+def read_next(folder: Path) -> tuple[Position | None, dict[str, str]]:
+    """Returns where an entry goes on behind the part in a folder (None, if that was its last), and the formats of the sources
+    so far, by their number. Raises UsageError if that is damaged."""
     try:
-        found = from_json(Next, read_object(folder / NEXT, limit=1 << 20))
-    except (UsageError, OSError) as error:
+        goes_on = read_object(folder / NEXT, limit=1 << 20)
+        begin = goes_on["begin"]
+        return None if begin is None else from_json(Position, begin), dict(goes_on["formats"])
+    except (UsageError, OSError, LookupError, TypeError, ValueError) as error:
         raise damaged(folder, error) from error
-    if found.begin is not None and min(astuple(found.begin)) < 0:
-        raise damaged(folder)
-    return found
 
 
 class Parts:
@@ -403,7 +394,7 @@ class _EntryParts:
 
         def counted() -> Iterator[Any]:
             nonlocal rows
-            for row in lay_out(self._samples(), counts=reading.counts, **options):
+            for row in pack(self._samples(), counts=reading.counts, **options):
                 rows += 1
                 yield row
 

@@ -21,8 +21,8 @@ from ..spec.plan import Plan
 from .state.stored import TENSORS
 
 if TYPE_CHECKING:
+    from ..data.batches import Part, Sampler
     from ..data.rows import DataSummary, Rows
-    from ..data.sampler import Part, Sampler
     from ..data.stream import Stream
     from ..recipe.schema import DatasetSection, Recipe
     from .report import StepReport
@@ -94,7 +94,7 @@ def evaluation_rows(
 
 
 def _part(recipe: Recipe, *, held: bool) -> Part | None:
-    from ..data.sampler import Part
+    from ..data.batches import Part
 
     fraction = recipe.dataset.eval_fraction
     return Part(fraction=fraction, seed=recipe.seed, held=held) if fraction else None
@@ -238,7 +238,7 @@ def steps_of(recipe: Recipe, rows: int | None) -> int:
 
 def sampler_of(recipe: Recipe, rows: int, *, entry_rows: Sequence[int] = ()) -> Sampler:
     """Makes the order of this many rows, weighted if there are `entry_rows` and the recipe has weights for them."""
-    from ..data.sampler import Sampler
+    from ..data.batches import Sampler
 
     return Sampler(
         rows,

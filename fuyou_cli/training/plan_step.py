@@ -68,7 +68,7 @@ def plan(
     if inspected.recipe.dataset.streaming:
         from ..data.stream import Stream
 
-        hardware = replace(hardware, process_bytes=hardware.process_bytes + Stream.PEAK_BYTES)
+        hardware = replace(hardware, process_bytes=hardware.process_bytes + Stream.peak_bytes)
     inspected = _resumable(inspected, hardware, say)
 
     def planner(range_experts: int) -> _Planner:

@@ -36,8 +36,8 @@ from .untouched import untouched_of
 
 if TYPE_CHECKING:
     from ..checkpoint.header import TensorEntry
+    from ..data.batches import Sampler
     from ..data.rows import Rows
-    from ..data.sampler import Sampler
     from ..data.stream import Stream
     from ..engine.anatomy import Anatomy
     from ..planner.plan_request import PlanRequest

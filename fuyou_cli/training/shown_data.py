@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.hub import Hub, Progress
 from ..core.disk import existing
-from ..data.locked_folders import scratch_in
+from ..core.paths import scratch_in
 from ..data.sources import find_sources, is_read_whole
 from ..data.tokenise import PREVIEW_TOKENS, decode_pieces, load_tokenizer
 from .length import Epoch, cache_of, evaluation_rows, evaluation_sets, fed, mixture_of, steps_of

@@ -112,9 +112,8 @@ def train(options: argparse.Namespace) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from fuyou_cli.data.batches import collate
+    from fuyou_cli.data.batches import Sampler, collate
     from fuyou_cli.data.rows import Rows
-    from fuyou_cli.data.sampler import Sampler
 
     if options.threads:
         torch.set_num_threads(options.threads)

@@ -10,8 +10,9 @@ import pytest
 from drawn import examples
 from hypothesis import given
 from hypothesis import strategies as some
+from served import Labelled
 
-from fuyou_cli.data.batches import Batch, Sequences, deal, lay_out, passes, typical_step
+from fuyou_cli.data.batches import Batch, deal, lay_out, passes, typical_step
 from fuyou_cli.data.rows import NO_LOSS
 from fuyou_cli.spec.plan import Numerics, Padding, lengths_up_to, rounded_up
 from fuyou_cli.training.numerics import divided
@@ -26,16 +27,16 @@ PADDINGS: list[Padding] = ["none", "micro_batch"]
 lengths_of_rows = some.lists(some.integers(1, 64), min_size=8, max_size=8)
 
 
-def rows_of(lengths: list[int]) -> Sequences:
+def rows_of(lengths: list[int]) -> Labelled:
     """Makes every token of all rows a number of its own; of each row the second half is labels."""
     firsts = np.cumsum([0, *lengths])
-    return Sequences(
+    return Labelled(
         [list(range(first + 1, first + 1 + size)) for first, size in zip(firsts, lengths, strict=False)],
         [(size + 1) // 2 for size in lengths],
     )
 
 
-def assert_holds(batch: Batch, rows: Sequences, indices: list[int]) -> None:
+def assert_holds(batch: Batch, rows: Labelled, indices: list[int]) -> None:
     """Checks that each row stands whole where its place says, and nothing else is a label."""
     labels = 0
     for index, place in zip(indices, batch.places, strict=True):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.data.packing import BEGINS, LABEL, OPEN_ROWS, Counts, Row, Sample, concat, has_loss, isolated, lay_out
+from fuyou_cli.data.rows import BEGINS, LABEL, OPEN_ROWS, Counts, Row, Sample, concat, has_loss, isolated, pack
 
 
 @some.composite
@@ -50,7 +50,7 @@ def test_concat_counts_the_samples_that_rows_cut(samples: list[Sample], max_seq_
 @given(samples=samples_of, max_seq_len=lengths, packing=some.sampled_from([False, "concat"]))
 def test_split_loses_no_label_but_those_that_begin_rows(samples: list[Sample], max_seq_len: int, packing: str | bool) -> None:
     counts = Counts()
-    rows = list(lay_out(samples, packing=packing, overlong="split", max_seq_len=max_seq_len, counts=counts))
+    rows = list(pack(samples, packing=packing, overlong="split", max_seq_len=max_seq_len, counts=counts))
     assert all(has_loss(mask) for _, mask in rows)
     assert counts.samples == len(samples) and counts.truncated == counts.dropped == 0
     kept = sum(int(mask.sum()) for _, mask in rows)
@@ -69,7 +69,7 @@ def three() -> list[Sample]:
 )
 def test_overlong_samples(overlong: str, lengths: list[int], truncated: int, dropped: int, split: int) -> None:
     counts = Counts()
-    rows = list(lay_out(three(), packing=False, overlong=overlong, max_seq_len=4, counts=counts))
+    rows = list(pack(three(), packing=False, overlong=overlong, max_seq_len=4, counts=counts))
     assert [len(tokens) for tokens, _ in rows] == lengths
     assert (counts.samples, counts.truncated, counts.dropped, counts.split) == (3, truncated, dropped, split)
 
@@ -77,12 +77,12 @@ def test_overlong_samples(overlong: str, lengths: list[int], truncated: int, dro
 @pytest.mark.parametrize("packing", [False, "concat"])
 def test_overlong_error_names_the_place(packing: str | bool) -> None:
     with pytest.raises(UsageError, match=r"f:10: 10 tokens, more than dataset.max_seq_len \(4\)"):
-        list(lay_out(three(), packing=packing, overlong="error", max_seq_len=4, counts=Counts()))
+        list(pack(three(), packing=packing, overlong="error", max_seq_len=4, counts=Counts()))
 
 
 def test_packing_with_drop_leaves_long_samples_out() -> None:
     counts = Counts()
-    rows = list(lay_out(three(), packing="concat", overlong="drop", max_seq_len=4, counts=counts))
+    rows = list(pack(three(), packing="concat", overlong="drop", max_seq_len=4, counts=counts))
     assert joined(rows)[0] == [0, 1, 2, 0, 1, 2, 3]
     assert counts.dropped == 1
 
@@ -91,7 +91,7 @@ def test_rows_without_a_label_are_left_out_and_counted() -> None:
     masks = [[0, 0, 0], [1, 0, 0], [0, 0, 1]]  # the mark on a first token is no label
     samples = [Sample(tokens=np.zeros(3, np.int32), mask=np.array(m, np.uint8), place="") for m in masks]
     counts = Counts()
-    rows = list(lay_out(samples, packing=False, overlong="truncate", max_seq_len=8, counts=counts))
+    rows = list(pack(samples, packing=False, overlong="truncate", max_seq_len=8, counts=counts))
     assert [mask.tolist() for _, mask in rows] == [[0, 0, 1]]
     assert counts.without_loss == 2
 
@@ -110,8 +110,8 @@ def test_isolated_keeps_documents_whole_and_marks_where_they_begin() -> None:
 @given(samples=some.lists(sample(), max_size=80), max_seq_len=some.integers(2, 30))
 def test_isolated_conserves_documents_with_loss(samples: list[Sample], max_seq_len: int) -> None:
     """Gives the same documents and labels as rows of their own do, but for the order."""
-    alone = list(lay_out(samples, packing=False, overlong="split", max_seq_len=max_seq_len, counts=(ours := Counts())))
-    rows = list(lay_out(samples, packing="isolated", overlong="split", max_seq_len=max_seq_len, counts=(theirs := Counts())))
+    alone = list(pack(samples, packing=False, overlong="split", max_seq_len=max_seq_len, counts=(ours := Counts())))
+    rows = list(pack(samples, packing="isolated", overlong="split", max_seq_len=max_seq_len, counts=(theirs := Counts())))
     assert ours == theirs
     assert all(len(tokens) <= max_seq_len and mask[0] == BEGINS for tokens, mask in rows)
     documents = [

@@ -19,10 +19,9 @@ from hypothesis import strategies as some
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.data import cache
-from fuyou_cli.data.batches import collate
+from fuyou_cli.data.batches import Sampler, collate
 from fuyou_cli.data.cache import prepare
 from fuyou_cli.data.rows import NO_LOSS, Rows
-from fuyou_cli.data.sampler import Sampler
 from fuyou_cli.recipe.schema import DatasetSection
 
 from .conftest import Write, section

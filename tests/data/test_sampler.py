@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from fuyou_cli.core.errors import UsageError
+from fuyou_cli.data.batches import Mixture, Part, Sampler, is_held
 from fuyou_cli.data.rows import Rows
-from fuyou_cli.data.sampler import Mixture, Part, Sampler, is_held
 
 sizes = some.integers(1, 40)
 seeds = some.integers(0, 2**63)

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from served import Labelled
 
 from fuyou_cli.core.errors import DeviceMemoryError, PlanError, UsageError
 from fuyou_cli.core.units import MiB
-from fuyou_cli.data.batches import Sequences, lay_out
+from fuyou_cli.data.batches import lay_out
 from fuyou_cli.engine.generating import GenerationMemory
 from fuyou_cli.engine.weight_stream import StreamedLosses, Visited
 from fuyou_cli.inference.evaluating import room_of
@@ -31,7 +32,7 @@ from .conftest import NewProject, Whole, write_llama
 from .running import exported
 
 IDS = torch.arange(3, 43).view(2, 20)
-ROWS = Sequences(IDS.tolist(), [20, 20])
+ROWS = Labelled(IDS.tolist(), [20, 20])
 NUMERICS = Numerics(
     compute_dtype="float32", accumulate_dtype="float32", batch_size=2, micro_batch_size=1, max_seq_len=20, head_chunk_tokens=0,
     torch_threads=1, seed=0,

@@ -186,7 +186,7 @@ def test_a_warm_up_longer_than_the_epochs_are_is_refused(new_project: NewProject
 
 def test_the_order_of_the_rows_is_in_the_plan(new_project: NewProject, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = prepared_run(new_project("plain"))
-    monkeypatch.setattr("fuyou_cli.data.sampler.Sampler.PEAK_BYTES", 24 + 1_000_000)
+    monkeypatch.setattr("fuyou_cli.data.batches.Sampler.PEAK_BYTES", 24 + 1_000_000)
     larger = prepared_run(new_project("larger"))
     assert larger.planned.plan.predicted.cpu_peak - plain.planned.plan.predicted.cpu_peak == 64 * 1_000_000
 

@@ -96,4 +96,4 @@ def test_a_plan_counts_the_process_that_tokenises(new_project: NewProject) -> No
         planned(load_recipe(new_project(name, changes).recipe).recipe)
         for name, changes in (("alone", {}), ("beside", STREAMED))
     )
-    assert beside.plan.predicted.cpu_peak - alone.plan.predicted.cpu_peak == Stream.PEAK_BYTES
+    assert beside.plan.predicted.cpu_peak - alone.plan.predicted.cpu_peak == Stream.peak_bytes

@@ -12,9 +12,10 @@ import pytest
 import torch
 import transformers
 from drawn import crossed, every
+from served import Labelled
 from transformers import PreTrainedConfig
 
-from fuyou_cli.data.batches import Batch, Sequences, lay_out, passes
+from fuyou_cli.data.batches import Batch, lay_out, passes
 from fuyou_cli.engine.forward_only import ForwardOnly
 from fuyou_cli.engine.updates import Optimizer
 from fuyou_cli.recipe.schema import AdapterSection
@@ -87,7 +88,7 @@ def batches(numerics: Numerics, *, sweeps: int = 1) -> Iterator[Batch]:
     generator = torch.Generator().manual_seed(3)
     for lengths in LENGTHS:
         tokens = [torch.randint(1, VOCABULARY, (size,), generator=generator).tolist() for size in lengths]
-        rows = Sequences(tokens, [max(1, size - 2) for size in lengths])
+        rows = Labelled(tokens, [max(1, size - 2) for size in lengths])
         yield lay_out(rows, range(len(lengths)), pad_id=0, numerics=numerics, sweeps=sweeps)
 
 
@@ -245,7 +246,7 @@ def test_evaluated_row_by_row(family: str, tmp_path: Path) -> None:
     subject = subject_of(family)
     generator = torch.Generator().manual_seed(9)
     tokens = [torch.randint(1, VOCABULARY, (size,), generator=generator).tolist() for size in (*range(2, 20), 32, 31)]
-    rows = Sequences(tokens, [len(one) for one in tokens])
+    rows = Labelled(tokens, [len(one) for one in tokens])
     found = [0.0] * len(tokens)
     with Rig(subject, tmp_path) as rig:
         forward = ForwardOnly(rig.executor)

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from fuyou_cli.data.locked_folders import scratch_in
+from fuyou_cli.core.paths import scratch_in
 
 SAYING = {"what": "here", "hint": "elsewhere"}
 KILLED = """
 import os, pathlib, signal, sys
-from fuyou_cli.data.locked_folders import scratch_in
+from fuyou_cli.core.paths import scratch_in
 with scratch_in(pathlib.Path(sys.argv[1]), what="", hint="") as made:
     (made / "tokens.bin").write_text("half")
     print(made.name, flush=True)
