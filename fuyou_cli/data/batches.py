@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from statistics import fmean
@@ -481,10 +481,6 @@ class Part:
     def takes(self, entry: int, number: int) -> bool:
         """Whether a sample of an entry of the recipe is in this part. Both count from 0."""
         return is_held(self.fraction, seed=self.seed, entry=entry, number=number) == self.held
-
-    def as_request(self) -> dict[str, object]:
-        """The part of a worker's request."""
-        return {"part": asdict(self)}
 
 
 def is_held(fraction: float, *, seed: int, entry: int, number: int) -> bool:

@@ -16,13 +16,15 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fuyou_cli
+from fuyou_cli.core import errors
 from fuyou_cli.core.disk import FULL, existing, unusable
-from fuyou_cli.core.errors import DataSpaceError, FuyouError, UnreadableError, UsageError
+from fuyou_cli.core.errors import DataSpaceError, FuyouError, UsageError
 from fuyou_cli.core.paths import read_plain, scratch_in
 from fuyou_cli.core.units import MiB, gb
 
@@ -41,46 +43,55 @@ TEMPLATE_FOLDER = "additional_chat_templates"  # the only folder that is part of
 _LARGEST_TEMPLATE = 4 * MiB
 _NO_MEMORY = ("memory allocation of", "bad_alloc")  # what Rust and C++ say before they abort
 _TOLD_AFTER, _TOLD_EVERY = 10.0, 300.0  # seconds until a run is told how far its data is: first, and later at most
-_KINDS = {"memory": DataSpaceError, "disk": DataSpaceError, "network": FuyouError, "unreadable": UnreadableError}
 _ELSEWHERE = "set dataset.cache_dir to a writable folder (the default is inside the output directory)"
 
 
-def prepare(
-    *,
-    dataset: DatasetSection,
-    tokenizer_dir: Path,
-    chat_template: Path | None,
-    pad_token: str | None,
-    cache_dir: Path,
-    part: Part | None = None,
-    say: Say = say_nothing,
-) -> Rows:
-    """Finds the rows of `dataset` that an earlier run made, or tokenises now. `part`: of its samples; None: all.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """Names the rows: what is read, and with which tokenizer. `part`: of its samples; None: all."""
+
+    dataset: DatasetSection
+    tokenizer_dir: Path
+    chat_template: Path | None = None
+    pad_token: str | None = None
+    part: Part | None = None
+
+
+def prepare(asked: Asked, cache_dir: Path, *, say: Say = say_nothing) -> Rows:
+    """Finds the rows that an earlier run made, or tokenises now.
 
     Call it before the arena is mapped: it starts a process. Raises UsageError for data that cannot be used.
     """
-    request, paths = request_for(dataset, tokenizer_dir, chat_template, pad_token, part, fetching=say)
+    request, paths = request_for(asked, fetching=say)
     final = cache_dir / fingerprint(request, _content)
     if not final.is_dir():
-        takes = f"about as much as the text in the files ({gb(size_of(dataset))})"
+        takes = f"about as much as the text in the files ({gb(size_of(asked.dataset))})"
         with naming_space(cache_dir, takes), scratch_of(cache_dir) as scratch:
             out = scratch / "rows"
             out.mkdir()
-            _serve({**request, "out": str(out)}, threads=dataset.num_workers or 1, say=say)
-            try:
-                out.rename(final)
-            except OSError:
-                if not final.is_dir():  # otherwise another run has made the same rows in the meantime
-                    raise
+            _serve({**request, "out": str(out)}, threads=asked.dataset.num_workers or 1, say=say)
+            rename_unless_made(out, final)
     return Rows(final, paths=paths)
 
 
+def rename_unless_made(made: Path, final: Path) -> None:
+    """Gives rows their name, unless another run has made the same in the meantime."""
+    try:
+        made.rename(final)
+    except OSError:
+        if not final.is_dir():
+            raise
+
+
+def find(asked: Asked, cache_dir: Path) -> Rows | None:
+    """Finds the rows if they are there already. Starts nothing and writes nothing."""
+    request, paths = request_for(asked)
+    final = cache_dir / fingerprint(request, _content)
+    return Rows(final, paths=paths) if final.is_dir() else None
+
+
 def prompt_ids(
-    prompts: Sequence[tuple[str, Prompt]],
-    tokenizer_dir: Path,
-    *,
-    chat_template: str | None = None,
-    pad_token: str | None = None,
+    prompts: Sequence[tuple[str, Prompt]], tokenizer_dir: Path, chat_template: str | None = None, pad_token: str | None = None
 ) -> list[list[int]]:
     """Returns the tokens of prompts, each with the place that an error names. Starts a process. Raises UsageError."""
     with tempfile.TemporaryDirectory(prefix="fuyou-prompts-") as scratch:
@@ -92,40 +103,18 @@ def prompt_ids(
     return ids
 
 
-def find(
-    *,
-    dataset: DatasetSection,
-    tokenizer_dir: Path,
-    chat_template: Path | None,
-    pad_token: str | None,
-    cache_dir: Path,
-    part: Part | None = None,
-) -> Rows | None:
-    """Finds the rows if they are there already. Starts nothing and writes nothing."""
-    request, paths = request_for(dataset, tokenizer_dir, chat_template, pad_token, part)
-    final = cache_dir / fingerprint(request, _content)
-    return Rows(final, paths=paths) if final.is_dir() else None
-
-
-def request_for(
-    dataset: DatasetSection,
-    tokenizer_dir: Path,
-    chat_template: Path | None,
-    pad_token: str | None,
-    part: Part | None = None,
-    *,
-    fetching: Say | None = None,
-) -> tuple[dict[str, Any], list[str]]:
+def request_for(asked: Asked, *, fetching: Say | None = None) -> tuple[dict[str, Any], list[str]]:
     """Returns the request for the worker, and the recipe's paths."""
+    dataset, part = asked.dataset, asked.part
     sources = find_sources(dataset, fetching=fetching)
     return {
         "sources": [source.request for source in sources],
-        "tokenizer_dir": str(tokenizer_dir),
-        "chat_template": read_template(chat_template),
-        "pad_token": pad_token,
+        "tokenizer_dir": str(asked.tokenizer_dir),
+        "chat_template": read_template(asked.chat_template),
+        "pad_token": asked.pad_token,
         "mixed": bool(dataset.weights),
         **dataset.model_dump(include={"packing", "overlong", "max_seq_len", "loss_on"}),
-        **(part.as_request() if part is not None else {}),
+        **({"part": asdict(part)} if part is not None else {}),
         **({"paragraphs": True} if part is not None and dataset.packing == "concat" else {}),  # which are held back, or not
     }, [source.entry.path for source in sources]
 
@@ -278,7 +267,7 @@ def read_reply(line: str) -> dict[str, Any]:
     if not isinstance(reply, dict):
         raise ValueError("no reply")
     if "error" in reply:
-        raise _KINDS.get(reply["kind"], UsageError)(reply["error"], hint=reply["hint"])
+        raise getattr(errors, reply["kind"])(reply["error"], hint=reply["hint"])
     return reply
 
 

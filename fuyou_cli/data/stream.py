@@ -23,7 +23,7 @@ from dataclasses import asdict, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,13 +32,10 @@ from fuyou_cli.core.errors import DataError, FuyouError, OutOfSpaceError, UsageE
 from fuyou_cli.core.units import MiB, gb
 
 from .batches import Mixture, Sampler, permutation
-from .cache import WorkerProcess, fingerprint, naming_space, request_for, request_line, scratch_of
+from .cache import Asked, WorkerProcess, fingerprint, naming_space, rename_unless_made, request_for, request_line, scratch_of
 from .rows import DataSummary, Rows
 from .sources import Say, is_remote, may_ask
 from .worker import PART_SAMPLES, PART_TOKENS, Position, read_next
-
-if TYPE_CHECKING:
-    from fuyou_cli.recipe.schema import DatasetSection
 
 WORKER_BYTES = 384 * MiB  # beside the run: Python, the tokenizer with a large vocabulary, the samples it works on
 _LOOKED_AT, _LOOKS = MiB // 64, 128  # bytes of a file, at so many places, that tell whether it is the same
@@ -52,11 +49,8 @@ class Stream:
 
     def __init__(
         self,
+        asked: Asked,
         *,
-        dataset: DatasetSection,
-        tokenizer_dir: Path,
-        chat_template: Path | None,
-        pad_token: str | None,
         cache_dir: Path,
         batch_size: int,
         seed: int,
@@ -65,7 +59,7 @@ class Stream:
         part_tokens: int = PART_TOKENS,
     ) -> None:
         """Makes the first part of every entry. `check` refuses a part whose tokens do not fit the model. Raises UsageError."""
-        request, paths = request_for(dataset, tokenizer_dir, chat_template, pad_token, fetching=say)
+        dataset, (request, paths) = asked.dataset, request_for(asked, fetching=say)
         request["part_tokens"] = part_tokens
         if dataset.shuffle:
             _shuffle_files(request["sources"], seed)
@@ -272,12 +266,8 @@ class _Worker:
                 self._process = WorkerProcess(self._threads)
                 self._process.answer(request_line({**self._request, "at": str(at)}), at=at)
             rows = int(self._process.answer(json.dumps({**asked, "out": str(out)}) + "\n", at=at)["rows"])
-            try:
-                if rows:
-                    out.rename(folder)
-            except OSError:
-                if not folder.is_dir():  # otherwise another run has made the same part in the meantime
-                    raise
+            if rows:
+                rename_unless_made(out, folder)
             return rows
 
 

@@ -31,7 +31,7 @@ from typing import Any, cast
 import numpy as np
 
 from fuyou_cli.core.disk import FULL, unusable
-from fuyou_cli.core.errors import DataSpaceError, FuyouError, UnreadableError, UsageError
+from fuyou_cli.core.errors import DataSpaceError, FuyouError, UsageError
 from fuyou_cli.core.json_files import from_json, read_object
 
 from .batches import Part
@@ -100,12 +100,16 @@ class Reading:
         """Returns what carries loss in the sources that were read."""
         return {loss_target(self._request["loss_on"], name) for name in self.formats.values()}
 
-    def rows(self, options: dict[str, Any]) -> Iterator[Row]:
+    def packed(self, samples: Iterable[Sample]) -> Iterator[Row]:
+        options = {name: self._request[name] for name in ("packing", "overlong", "max_seq_len")}
+        return pack(samples, counts=self.counts, **options)
+
+    def rows(self) -> Iterator[Row]:
         """Yields the rows of all sources. In a mixture no row has samples of two sources."""
         numbers = list(range(len(self._request["sources"])))
         for group in [[number] for number in numbers] if self._request["mixed"] else [numbers]:
             made = 0
-            for row in pack(self._samples(group), counts=self.counts, **options):
+            for row in self.packed(self._samples(group)):
                 made += 1
                 yield row
             self.entry_rows.append(made)
@@ -390,11 +394,10 @@ class _EntryParts:
         """Makes a part with rows, unless the data ends before, and returns how many there are."""
         reading, rows = self._reading, 0
         self._request["out"] = str(out)
-        options = {name: self._request[name] for name in ("packing", "overlong", "max_seq_len")}
 
         def counted() -> Iterator[Any]:
             nonlocal rows
-            for row in pack(self._samples(), counts=reading.counts, **options):
+            for row in reading.packed(self._samples()):
                 rows += 1
                 yield row
 
@@ -445,9 +448,8 @@ Reply = dict[str, Any]
 def build(request: dict[str, Any]) -> None:
     """Writes the finished rows to `out`. Raises UsageError."""
     reading = Reading(request, _tokeniser(request))
-    options = {name: request[name] for name in ("packing", "overlong", "max_seq_len")}
     with reading.watched():
-        learnt = write_rows(reading.rows(options), reading, Path(request["out"]))
+        learnt = write_rows(reading.rows(), reading, Path(request["out"]))
     reading.check(*learnt)
 
 
@@ -489,22 +491,22 @@ def _answered(work: Callable[[], Reply | None], tell: Callable[[str], object]) -
     try:
         reply = {"ok": True, **(work() or {})}
     except FuyouError as error:
-        reply = {"error": error.message, "hint": error.hint, "kind": _kind(error)}
+        reply = _refusal(error)
     except MemoryError:
-        reply = {"error": "the machine ran out of memory", "hint": "lower dataset.num_workers", "kind": "memory"}
+        reply = _refusal(DataSpaceError("the machine ran out of memory", hint="lower dataset.num_workers"))
     except OSError as error:
-        told = unusable(f"the data cannot be read: {reason(error)}", error)
-        reply = {"error": told.message, "hint": told.hint, "kind": "disk" if error.errno in FULL else _kind(told)}
+        refused = unusable(f"the data cannot be read: {reason(error)}", error)
+        reply = _refusal(DataSpaceError(refused.message) if error.errno in FULL else refused)
     except BaseException as error:
         tell(reason(error))
         raise
     tell(json.dumps(reply))
 
 
-def _kind(error: FuyouError) -> str:
-    """Names the kind of an error for `cache.read_reply`."""
-    kinds = {"unreadable": UnreadableError, "usage": UsageError, "disk": DataSpaceError}
-    return next((kind for kind, one in kinds.items() if isinstance(error, one)), "network")
+def _refusal(error: FuyouError) -> Reply:
+    """Returns an error as a reply. `kind`: its class in `core.errors`, as `cache.read_reply` raises it."""
+    kind = next(base.__name__ for base in type(error).__mro__ if base.__module__ == FuyouError.__module__)
+    return {"error": error.message, "hint": error.hint, "kind": kind}
 
 
 def main() -> int:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from ..core.errors import FuyouError, UsageError
 from ..core.paths import expanded, folder
@@ -22,6 +22,7 @@ from .state.stored import TENSORS
 
 if TYPE_CHECKING:
     from ..data.batches import Part, Sampler
+    from ..data.cache import Asked
     from ..data.rows import DataSummary, Rows
     from ..data.stream import Stream
     from ..recipe.schema import DatasetSection, Recipe
@@ -43,7 +44,7 @@ def tokenised_rows(
     they depend on is the same."""
     from ..data.cache import prepare
 
-    return prepare(**_asked(recipe, tokenizer_dir), cache_dir=cache or cache_of(recipe), say=say)
+    return prepare(_asked(recipe, tokenizer_dir), cache or cache_of(recipe), say=say)
 
 
 def fed(
@@ -66,10 +67,8 @@ def fed(
         rows = tokenised_rows(recipe, tokenizer_dir, cache=cache, say=say)
         check(rows.summary)
         return rows, sampler_of(recipe, len(rows), entry_rows=rows.summary.entry_rows)
-    asked = {name: value for name, value in _asked(recipe, tokenizer_dir).items() if name != "part"}
-    stream = Stream(
-        **asked, cache_dir=cache or cache_of(recipe), batch_size=recipe.train.batch_size, seed=recipe.seed, check=check, say=say
-    )
+    asked, cache = replace(_asked(recipe, tokenizer_dir), part=None), cache or cache_of(recipe)
+    stream = Stream(asked, cache_dir=cache, batch_size=recipe.train.batch_size, seed=recipe.seed, check=check, say=say)
     return stream, stream
 
 
@@ -80,16 +79,16 @@ def evaluation_rows(
     `dataset.eval`, then the samples of `dataset.train` that `dataset.eval_fraction` holds back."""
     from ..data.cache import prepare
 
-    asked, cache = {**_asked(recipe, tokenizer_dir), "part": None, "say": say}, cache or cache_of(recipe)
+    asked, cache = replace(_asked(recipe, tokenizer_dir), part=None), cache or cache_of(recipe)
     with naming_evaluation():
         found = {
-            name: prepare(**{**asked, "dataset": dataset}, cache_dir=cache) for name, dataset in evaluation_sets(recipe).items()
+            name: prepare(replace(asked, dataset=dataset), cache, say=say) for name, dataset in evaluation_sets(recipe).items()
         }
     if recipe.dataset.eval_fraction:
         entries = tuple(entry.model_copy(update={"weight": None}) for entry in recipe.dataset.train)
         dataset = recipe.dataset.model_copy(update={"train": entries, **_ALONE})
         name = HELD_BACK if HELD_BACK not in found else "dataset.eval_fraction"
-        found[name] = prepare(**{**asked, "dataset": dataset, "part": _part(recipe, held=True)}, cache_dir=cache)
+        found[name] = prepare(replace(asked, dataset=dataset, part=_part(recipe, held=True)), cache, say=say)
     return found
 
 
@@ -178,7 +177,7 @@ def _made_before(recipe: Recipe, tokenizer_dir: Path, say: Callable[[str], None]
 
     if size_of(recipe.dataset) > COUNTED:
         say("reading the data, to find the rows of an earlier run")
-    return find(**_asked(recipe, tokenizer_dir), cache_dir=cache_of(recipe))
+    return find(_asked(recipe, tokenizer_dir), cache_of(recipe))
 
 
 def _of_first_samples(recipe: Recipe, tokenizer_dir: Path, say: Callable[[str], None]) -> Epoch | None:
@@ -261,15 +260,17 @@ def mixture_of(recipe: Recipe, sampler: Sampler | Stream, steps: int) -> str | N
     return "; ".join(told) if told else None
 
 
-def _asked(recipe: Recipe, tokenizer_dir: Path) -> dict[str, Any]:
+def _asked(recipe: Recipe, tokenizer_dir: Path) -> Asked:
+    from ..data.cache import Asked
+
     template = recipe.tokenizer.chat_template
-    return {
-        "dataset": recipe.dataset,
-        "tokenizer_dir": tokenizer_dir,
-        "chat_template": None if template is None else expanded(template, key="tokenizer.chat_template"),
-        "pad_token": recipe.tokenizer.pad_token,
-        "part": _part(recipe, held=False),
-    }
+    return Asked(
+        dataset=recipe.dataset,
+        tokenizer_dir=tokenizer_dir,
+        chat_template=None if template is None else expanded(template, key="tokenizer.chat_template"),
+        pad_token=recipe.tokenizer.pad_token,
+        part=_part(recipe, held=False),
+    )
 
 
 def cache_of(recipe: Recipe) -> Path:

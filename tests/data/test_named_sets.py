@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.data.cache import prepare, request_for
+from fuyou_cli.data.cache import Asked, prepare, request_for
 from fuyou_cli.data.reading import read_rows
 from fuyou_cli.data.rows import Rows
 from fuyou_cli.data.sources import MissingDataError, find_sources, is_on_hub, look, say_nothing, size_of
@@ -62,11 +62,11 @@ def test_it_is_fetched_once_and_only_for_a_run(
     assert look(dataset)[0].choice == f"{data_set}, subset en, split train[2:5]: fetched when a run begins"
     with pytest.raises(MissingDataError, match="is not fetched yet"):
         size_of(dataset)
-    made = {"tokenizer_dir": tokenizer_dir, "chat_template": None, "pad_token": None, "cache_dir": tmp_path / "rows"}
-    rows = prepare(dataset=dataset, **made)
+    asked, cache = Asked(dataset=dataset, tokenizer_dir=tokenizer_dir), tmp_path / "rows"
+    rows = prepare(asked, cache)
     assert len(rows) == 3 and size_of(dataset) > 0
     monkeypatch.setattr("fuyou_cli.data.sources._call_datasets", lambda *_, **__: pytest.fail("asked again"))
-    assert prepare(dataset=dataset, **made).summary.digest == rows.summary.digest
+    assert prepare(asked, cache).summary.digest == rows.summary.digest
     assert ": 1 file in " in str(look(dataset)[0].choice)
     (data_set / "en" / "train.jsonl").write_text('{"text": "changed"}\n')  # a folder is looked at again
     with pytest.raises(MissingDataError):
@@ -84,7 +84,7 @@ def test_a_line_of_text_is_a_row_streamed_or_not(data_set: Path, tokenizer_dir: 
     for number, (packing, streaming) in enumerate(product((False, "concat"), (False, True))):
         dataset = section(data_set, entry={"name": "plain"}, packing=packing, streaming=streaming)
         (out := tmp_path / f"rows-{number}").mkdir()
-        request, _ = request_for(dataset, tokenizer_dir, None, None, fetching=say_nothing)
+        request, _ = request_for(Asked(dataset=dataset, tokenizer_dir=tokenizer_dir), fetching=say_nothing)
         build({**request, "out": str(out), "seconds": 60})
         rows = Rows(out)
         made.append([rows.tokens(row).tolist() for row in range(len(rows))])

@@ -16,7 +16,7 @@ import pytest
 
 from fuyou_cli.core.errors import DataSpaceError, FuyouError, UsageError
 from fuyou_cli.data import sandbox
-from fuyou_cli.data.cache import prepare
+from fuyou_cli.data.cache import Asked, prepare
 from fuyou_cli.data.formats import RowError, choose_format
 from fuyou_cli.data.rows import Rows
 from fuyou_cli.data.sandbox import LibraryErrors, reason
@@ -29,7 +29,7 @@ TALK = {"messages": [{"role": "user", "content": "seven?"}, {"role": "assistant"
 
 
 def rows_of(file: Path, tokenizer_dir: Path, cache: Path, template: Path | None = None) -> Rows:
-    return prepare(dataset=section(file), tokenizer_dir=tokenizer_dir, chat_template=template, pad_token=None, cache_dir=cache)
+    return prepare(Asked(dataset=section(file), tokenizer_dir=tokenizer_dir, chat_template=template), cache)
 
 
 @pytest.mark.usefixtures("served_here")
@@ -207,7 +207,7 @@ def test_a_full_disk_says_what_rows_take(
     assert "as much as the text in the files (14 B)" in str(caught.value.hint)
     told: list[str] = []
     _answered(full, told.append)
-    assert json.loads(told[0])["kind"] == "disk"
+    assert json.loads(told[0])["kind"] == "DataSpaceError"
 
 
 def test_a_pattern_that_is_none_names_the_path(tokenizer_dir: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from hypothesis import strategies as some
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.data import cache
 from fuyou_cli.data.batches import Sampler, collate
-from fuyou_cli.data.cache import prepare
+from fuyou_cli.data.cache import Asked, prepare
 from fuyou_cli.data.rows import NO_LOSS, Rows
 from fuyou_cli.recipe.schema import DatasetSection
 
@@ -28,7 +28,7 @@ from .conftest import Write, section
 
 
 def prepared(dataset: DatasetSection, tokenizer_dir: Path, cache_dir: Path) -> Rows:
-    return prepare(dataset=dataset, tokenizer_dir=tokenizer_dir, chat_template=None, pad_token=None, cache_dir=cache_dir)
+    return prepare(Asked(dataset=dataset, tokenizer_dir=tokenizer_dir), cache_dir)
 
 
 @pytest.mark.usefixtures("served_here")
@@ -58,9 +58,8 @@ def test_long_data_are_told_meanwhile(
 ) -> None:
     monkeypatch.setattr(cache, "_TOLD_AFTER", 0.1)
     told: list[str] = []
-    dataset = section(write("t.jsonl", [{"text": "seven apples"}]))
-    asked = dict(dataset=dataset, tokenizer_dir=tokenizer_dir, chat_template=None, pad_token=None)
-    rows = prepare(**asked, cache_dir=tmp_path / "slow", say=told.append)
+    asked = Asked(dataset=section(write("t.jsonl", [{"text": "seven apples"}])), tokenizer_dir=tokenizer_dir)
+    rows = prepare(asked, tmp_path / "slow", say=told.append)
     said = [line for line in told if line.startswith("still reading and tokenising: ")]
     assert said == told and 2 <= len(said) < 20  # a worker takes a second to begin, and is told less and less often
     assert int(said[-1].split()[4].replace(",", "")) <= rows.summary.tokens
@@ -70,7 +69,7 @@ def test_long_data_are_told_meanwhile(
 
     others = psutil.Process().children()
     with pytest.raises(KeyboardInterrupt):
-        prepare(**asked, cache_dir=tmp_path / "interrupted", say=interrupt)
+        prepare(asked, tmp_path / "interrupted", say=interrupt)
     assert psutil.Process().children() == others and not list((tmp_path / "interrupted").iterdir())
 
 

@@ -19,6 +19,7 @@ import pytest
 
 from fuyou_cli.core.errors import DataError, DataSpaceError, UsageError
 from fuyou_cli.data import worker
+from fuyou_cli.data.cache import Asked
 from fuyou_cli.data.rows import Rows
 from fuyou_cli.data.stream import Stream, _Worker
 from fuyou_cli.data.tokenise import Tokeniser
@@ -105,8 +106,8 @@ def test_parts_are_the_rows_and_another_process_makes_the_same(
 
 def stream(dataset: DatasetSection, tokenizer_dir: Path, cache_dir: Path, **options: Any) -> Stream:
     return Stream(
-        dataset=dataset, tokenizer_dir=tokenizer_dir, chat_template=None, pad_token=None, cache_dir=cache_dir, seed=7,
-        part_tokens=SMALL, **{"batch_size": 5, "check": lambda summary: None, "say": lambda text: None, **options},
+        Asked(dataset=dataset, tokenizer_dir=tokenizer_dir), cache_dir=cache_dir, seed=7, part_tokens=SMALL,
+        **{"batch_size": 5, "check": lambda summary: None, "say": lambda text: None, **options},
     )  # fmt: skip
 
 
@@ -229,18 +230,18 @@ def test_the_end_of_a_process_does_not_wait_for_a_part(tmp_path: Path) -> None:
     assert subprocess.run([sys.executable, "-c", STALLED, str(tmp_path)], timeout=30).returncode == 0
 
 
-@pytest.mark.parametrize(("kind", "said"), [("disk", "no room for data in .* free: "), ("memory", "^full$")])
+@pytest.mark.parametrize(("hint", "said"), [(None, "no room for data in .* free: "), ("lower", "^full$")])
 def test_a_full_disk_or_memory_of_the_process_that_tokenises(
-    kind: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hint: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reply = json.dumps({"error": "full", "hint": "lower" if kind == "memory" else None, "kind": kind})
+    reply = json.dumps({"error": "full", "hint": hint, "kind": "DataSpaceError"})
     (python := tmp_path / "python").write_text(f"#!/bin/sh\nread a; echo '{reply}'\ncat")
     python.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(python))
     worker = _Worker({}, tmp_path, "so 1,000 steps up to 1 GB", threads=1)
     with pytest.raises(DataSpaceError, match=said) as full:
         worker.make({}, tmp_path / "rows" / "0-000000").result()
-    assert ("5 bytes, so 1,000 steps up to 1 GB" in str(full.value.hint)) == (kind == "disk") and full.value.exit_code == 4
+    assert ("5 bytes, so 1,000 steps up to 1 GB" in str(full.value.hint)) == (hint is None) and full.value.exit_code == 4
     worker.end()
 
 
