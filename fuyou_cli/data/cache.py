@@ -96,7 +96,7 @@ def prompt_ids(
     """Returns the tokens of prompts, each with the place that an error names. Starts a process. Raises UsageError."""
     with tempfile.TemporaryDirectory(prefix="fuyou-prompts-") as scratch:
         request = {
-            "prompts": [(place, *as_data(prompt)) for place, prompt in prompts], "tokenizer_dir": str(tokenizer_dir),
+            "prompts": [(place, as_data(prompt)) for place, prompt in prompts], "tokenizer_dir": str(tokenizer_dir),
             "chat_template": chat_template, "pad_token": pad_token, "out": str(Path(scratch, "rows")),
         }  # fmt: skip
         ids: list[list[int]] = _serve(request, threads=1, say=say_nothing)["ids"]

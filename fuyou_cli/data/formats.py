@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar
 
@@ -56,8 +57,7 @@ class Texts:
 
     @property
     def runs_together(self) -> bool:
-        """Whether two texts meet without white space, as in "...in May?Natalia sold". That is seldom meant, so a note
-        reports it."""
+        """Whether two texts meet without white space, as in "...in May?Natalia sold": seldom meant, so a note reports it."""
         pairs = () if self.bare else pairwise(self.texts())
         return any(one and two and not (one[-1].isspace() or two[0].isspace()) for one, two in pairs)
 
@@ -247,18 +247,10 @@ def _list(row: _Row, column: str, *, of: str) -> list[object]:
     return found
 
 
-def _chat(row: _Row, columns: Columns) -> Chat:
-    return _conversation(row, columns.get("messages", "messages"), columns)
-
-
-def _sharegpt(row: _Row, columns: Columns) -> Chat:
-    return _conversation(row, columns.get("conversations", "conversations"), columns)
-
-
-def _conversation(row: _Row, column: str, columns: Columns) -> Chat:
+def _conversation(name: str, row: _Row, columns: Columns) -> Chat:
     """Reads messages of role and content, or of sharegpt's from and value. A system text from its own column comes first."""
     noted = set[str]()
-    messages, unlearnt = _messages(row, column, noted)
+    messages, unlearnt = _messages(row, columns.get(name, name), noted)
     if row.get(columns.get("system", "system")) and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": _cell(row, "system", columns)})
         unlearnt = {number + 1 for number in unlearnt}
@@ -272,9 +264,7 @@ def _talk(row: _Row, columns: Columns, messages: list[dict[str, object]], unlear
     if not isinstance(options, dict):
         raise RowError(f"the column {_VARIABLES} must be an object")
     given = {name: value for name, value in options.items() if value is not None}
-    return Chat(
-        messages=tuple(messages), tools=tools, unlearnt=frozenset(unlearnt), options=given, noted=frozenset(noted)
-    )  # fmt: skip
+    return Chat(messages=tuple(messages), tools=tools, unlearnt=frozenset(unlearnt), options=given, noted=frozenset(noted))
 
 
 def _messages(row: _Row, column: str, noted: set[str]) -> tuple[list[dict[str, object]], set[int]]:
@@ -399,14 +389,16 @@ class Format:
     losses: tuple[str, ...] = ("completion", "all")
 
 
-_SPEAKERS = ("assistant", "last_assistant", "all")
+_SPEAKERS, _MORE = ("assistant", "last_assistant", "all"), ("tools", "system")  # of conversations
 FORMATS = {  # in the order of detection, the most specific first
     "tokenized": Format(
         read=_tokenized, required=("input_ids",), optional=("labels", "attention_mask", *_MARKS), losses=("marked", "all")
     ),
     "input_output": Format(read=_segments, required=("segments",), losses=("marked", "all")),
-    "messages": Format(read=_chat, required=("messages",), optional=("tools", "system"), losses=_SPEAKERS),
-    "sharegpt": Format(read=_sharegpt, required=("conversations",), optional=("tools", "system"), losses=_SPEAKERS),
+    "messages": Format(read=partial(_conversation, "messages"), required=("messages",), optional=_MORE, losses=_SPEAKERS),
+    "sharegpt": Format(
+        read=partial(_conversation, "conversations"), required=("conversations",), optional=_MORE, losses=_SPEAKERS
+    ),
     "prompt_completion": Format(read=_pair, required=("prompt", "completion"), optional=("tools",)),
     "alpaca": Format(read=_alpaca, required=("instruction", "output"), optional=("input", "system", "history")),
     "text": Format(read=_document, required=("text",), losses=("all",)),

@@ -397,9 +397,7 @@ def _place_to_cut(text: str, begin: int) -> int:
 
 Prompt = Texts | Chat
 _ANSWERS = {"messages": "", "conversations": "", "prompt": "completion", "instruction": "output"}  # column -> of the answer
-_FORMATS = {
-    "messages": "messages", "conversations": "sharegpt", "prompt": "prompt_completion", "instruction": "alpaca",
-}  # fmt: skip
+_FORMATS = {"messages": "messages", "conversations": "sharegpt", "prompt": "prompt_completion", "instruction": "alpaca"}
 
 
 def read_prompts(file: Path, *, chat: bool) -> list[tuple[str, dict[str, Any], Prompt]]:
@@ -441,17 +439,14 @@ def prompt_of(row: dict[str, Any], *, chat: bool) -> Prompt:
     return said(text) if chat else written(text)
 
 
-def as_data(prompt: Prompt) -> tuple[str, dict[str, Any]]:
+def as_data(prompt: Prompt) -> dict[str, Any]:
     """Returns a prompt as JSON can hold it; `as_prompt` makes the same of it."""
-    if isinstance(prompt, Texts):
-        return "Texts", {"parts": prompt.parts, "begins": prompt.begins, "ends": prompt.ends, "bare": prompt.bare}
-    return "Chat", {"messages": prompt.messages, "tools": prompt.tools, "options": dict(prompt.options)}
+    names = ("parts", "begins", "ends", "bare") if isinstance(prompt, Texts) else ("messages", "tools", "options")
+    return {name: getattr(prompt, name) for name in names}
 
 
-def as_prompt(kind: str, fields: dict[str, Any]) -> Prompt:
-    if kind == "Texts":
-        return Texts(**{**fields, "parts": tuple((text, learnt) for text, learnt in fields["parts"])})
-    return Chat(messages=tuple(fields["messages"]), tools=tuple(fields["tools"]), options=fields["options"])
+def as_prompt(fields: dict[str, Any]) -> Prompt:
+    return Texts(**fields) if "parts" in fields else Chat(**fields)
 
 
 def written(text: str) -> Texts:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -58,37 +58,56 @@ NOTES = {  # kind of what was noted of a sample -> what it means
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DataSummary:
+@dataclass(kw_only=True, slots=True)
+class Counts:
+    """Counts what happened to the samples while the rows are made. Always shown."""
+
+    samples: int = 0
+    truncated: int = 0  # cut at max_seq_len, the rest lost
+    dropped: int = 0  # left out: too long
+    split: int = 0  # spread over several rows, nothing lost
+    without_loss: int = 0  # rows left out: no label carries loss
+    run_together: int = 0  # pairs without white space between prompt and completion
+    unanswered: int = 0  # samples with an answer of no text
+    special: int = 0  # samples with a special token's name in their text
+    special_example: str = ""  # where the first of them is, and its token
+    lost: int = 0  # tokens of samples that were truncated or dropped
+    longest: int = 0  # tokens of the longest sample, whole
+    noted: dict[str, int] = field(default_factory=dict)  # samples by kind: those of `rows.NOTES`, and how masks were found
+    noted_at: dict[str, str] = field(default_factory=dict)  # the first of them
+    lengths: list[int] = field(default_factory=list)  # samples of at most 1, 2, 4, 8, ... tokens, beyond those before
+
+    def note(self, kind: str, place: str) -> None:
+        """Counts a sample of this kind."""
+        self.noted[kind] = self.noted.get(kind, 0) + 1
+        self.noted_at.setdefault(kind, place)
+
+    def sample(self, size: int) -> None:
+        """Counts a whole sample of `size` tokens."""
+        self.samples += 1
+        self.longest = max(self.longest, size)
+        place = max(size - 1, 0).bit_length()
+        self.lengths += [0] * (place + 1 - len(self.lengths))
+        self.lengths[place] += 1
+
+
+@dataclass(kw_only=True, slots=True)
+class DataSummary(Counts):
     """Describes the tokenised data. `formats` pairs every path of the recipe with its format; `preview` is one decoded
-    sample as (text, carries loss) pieces. Counts of samples are those of `Counts`."""
+    sample as (text, carries loss) pieces."""
 
     rows: int
     tokens: int
     label_tokens: int  # labels that carry loss, first tokens of rows excluded
-    samples: int
-    truncated: int
-    dropped: int
-    split: int
-    without_loss: int
-    run_together: int
     longest_row: int
     highest_token_id: int
     pad_id: int
     digest: str  # of every row: a resumed run must have the same
     formats: tuple[tuple[str, str], ...]
     preview: tuple[tuple[str, bool], ...]
-    special: int
-    special_example: str
     entry_rows: tuple[int, ...] = ()  # rows of each entry of a mixture, stored one entry after the other
     never_stops: bool = False  # rows mark their loss themselves, and never on a stop token
     streamed: bool = False  # this is what the first parts hold (`stream`); the others are not made yet
-    lost: int = 0
-    unanswered: int = 0
-    longest: int = 0
-    lengths: tuple[int, ...] = ()
-    noted: Mapping[str, int] = field(default_factory=dict)
-    noted_at: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -213,7 +232,7 @@ def _read_summary(file: Path, paths: Sequence[str] | None) -> DataSummary:
     found["formats"] = tuple(
         (f"source {number + 1}" if paths is None else paths[number], name) for number, name in found["formats"]
     )
-    found |= {name: tuple(found.get(name, ())) for name in ("entry_rows", "lengths")}
+    found["entry_rows"] = tuple(found.get("entry_rows", ()))
     found["preview"] = tuple((text, learnt) for text, learnt in found["preview"])
     return DataSummary(**found)
 
@@ -253,39 +272,6 @@ class Sample:
     mask: Mask
     place: str
     ends: bool = True
-
-
-@dataclass(kw_only=True, slots=True)
-class Counts:
-    """Counts what happened to the samples while the rows are made. Always shown."""
-
-    samples: int = 0
-    truncated: int = 0  # cut at max_seq_len, the rest lost
-    dropped: int = 0  # left out: too long
-    split: int = 0  # spread over several rows, nothing lost
-    without_loss: int = 0  # rows left out: no label carries loss
-    run_together: int = 0  # pairs without white space between prompt and completion
-    unanswered: int = 0  # samples with an answer of no text
-    special: int = 0  # samples with a special token's name in their text
-    special_example: str = ""  # where the first of them is, and its token
-    lost: int = 0  # tokens of samples that were truncated or dropped
-    longest: int = 0  # tokens of the longest sample, whole
-    noted: dict[str, int] = field(default_factory=dict)  # samples by kind: those of `rows.NOTES`, and how masks were found
-    noted_at: dict[str, str] = field(default_factory=dict)  # the first of them
-    lengths: list[int] = field(default_factory=list)  # samples of at most 1, 2, 4, 8, ... tokens, beyond those before
-
-    def note(self, kind: str, place: str) -> None:
-        """Counts a sample of this kind."""
-        self.noted[kind] = self.noted.get(kind, 0) + 1
-        self.noted_at.setdefault(kind, place)
-
-    def sample(self, size: int) -> None:
-        """Counts a whole sample of `size` tokens."""
-        self.samples += 1
-        self.longest = max(self.longest, size)
-        place = max(size - 1, 0).bit_length()
-        self.lengths += [0] * (place + 1 - len(self.lengths))
-        self.lengths[place] += 1
 
 
 def has_loss(mask: Mask) -> bool:

@@ -308,5 +308,5 @@ def _together(summaries: Sequence[DataSummary]) -> DataSummary:
         noted=dict(noted),
         noted_at=noted_at,
         never_stops=any(one.never_stops for one in summaries),
-        lengths=tuple(sum(sizes[k] for sizes in lengths if k < len(sizes)) for k in range(max(map(len, lengths)))),
+        lengths=[sum(sizes[k] for sizes in lengths if k < len(sizes)) for k in range(max(map(len, lengths)))],
     )

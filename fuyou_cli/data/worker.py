@@ -287,30 +287,11 @@ def _batches(examples: Iterator[PlacedExample], limit: int | None) -> Iterator[l
 # ---- files of rows ---------------------------------------------------------------------------------------------------
 
 
-def write_rows(rows: Iterable[Row], reading: Reading, out: Path) -> tuple[int, bool]:
-    """Writes rows of a reading, their description last, and flushes them. Returns the labels that carry loss, and whether one
-    of them is a stop token."""
-    tokeniser = reading.tokeniser
-    summary, learns_to_stop = _write(rows, out, tokeniser.stop_ids)
-    summary |= {
-        "pad_id": tokeniser.pad_id,
-        "never_stops": not learns_to_stop and "marked" in reading.targets,
-        "entry_rows": reading.entry_rows,
-        "formats": sorted(reading.formats.items()),  # by the source's number: the rows do not depend on its path
-        "preview": decode_pieces(tokeniser.tokenizer, reading.shown) if reading.shown else (),
-        **asdict(reading.counts),
-    }
-    (out / "summary.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")  # names may not be UTF-8
-    for file in out.iterdir():
-        with file.open("rb") as written:
-            os.fsync(written.fileno())
-    return summary["label_tokens"], learns_to_stop
-
-
-def _write(rows: Iterable[Row], out: Path, stop_ids: frozenset[int]) -> tuple[dict[str, Any], bool]:
-    """Writes the rows and returns their description, and whether any label is a stop token. The digest covers every row's
-    length, tokens and mask, in order."""
-    offsets, digest, stops = array("q", [0]), hashlib.sha256(), np.asarray(sorted(stop_ids), np.int32)
+def write_rows(rows: Iterable[Row], reading: Reading, out: Path) -> tuple[int, int, bool]:
+    """Writes rows of a reading, their description last, and flushes them. Returns how many they are, the labels that carry
+    loss, and whether one of these is a stop token. The digest covers every row's length, tokens and mask, in order."""
+    tokeniser, offsets, digest = reading.tokeniser, array("q", [0]), hashlib.sha256()
+    stops = np.asarray(sorted(tokeniser.stop_ids), np.int32)
     label_tokens = longest = highest_id = 0
     learns_to_stop = False
     with (out / TOKENS).open("wb") as tokens_file, (out / "mask.bin").open("wb") as mask_file:
@@ -326,14 +307,25 @@ def _write(rows: Iterable[Row], out: Path, stop_ids: frozenset[int]) -> tuple[di
             highest_id = max(highest_id, int(tokens.max()))
             learns_to_stop = learns_to_stop or bool(np.isin(learnt, stops).any())
     np.save(out / "offsets.npy", np.frombuffer(offsets, np.int64))
-    return {
+    summary = {
         "rows": len(offsets) - 1,
         "tokens": offsets[-1],
         "label_tokens": label_tokens,
         "longest_row": longest,
         "highest_token_id": highest_id,
         "digest": digest.hexdigest(),
-    }, learns_to_stop
+        "pad_id": tokeniser.pad_id,
+        "never_stops": not learns_to_stop and "marked" in reading.targets,
+        "entry_rows": reading.entry_rows,
+        "formats": sorted(reading.formats.items()),  # by the source's number: the rows do not depend on its path
+        "preview": decode_pieces(tokeniser.tokenizer, reading.shown) if reading.shown else (),
+        **asdict(reading.counts),
+    }
+    (out / "summary.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")  # names may not be UTF-8
+    for file in out.iterdir():
+        with file.open("rb") as written:
+            os.fsync(written.fileno())
+    return len(offsets) - 1, label_tokens, learns_to_stop
 
 
 # ---- parts of a stream -----------------------------------------------------------------------------------------------
@@ -368,7 +360,7 @@ class Parts:
         begin = Position(**asked["begin"]) if asked["begin"] else Position(source=asked["sources"][0])
         entry = self._entries.get(asked["entry"])
         if entry is None or entry.next != begin:
-            entry = _EntryParts(self._request, self._tokeniser, asked["sources"], begin, formats=asked["formats"])
+            entry = _EntryParts(self._request, self._tokeniser, asked, begin)
             self._entries[asked["entry"]] = entry
         try:
             return {"rows": entry.make(Path(asked["out"]), is_first=asked["begin"] is None)}
@@ -380,38 +372,26 @@ class Parts:
 class _EntryParts:
     """Reads one entry from a position on."""
 
-    def __init__(
-        self, request: dict[str, Any], tokeniser: Tokeniser, sources: list[int], begin: Position, *, formats: dict[str, str]
-    ) -> None:
+    def __init__(self, request: dict[str, Any], tokeniser: Tokeniser, asked: dict[str, Any], begin: Position) -> None:
         self._request = dict(request)  # `out` changes from part to part
         self._reading = Reading(self._request, tokeniser)
-        self._reading.formats |= {int(number): name for number, name in formats.items()}
-        self._batches = self._reading.batches(sources, begin)
-        self._file = request["sources"][sources[0]]["files"][0]
+        self._reading.formats |= {int(number): name for number, name in asked["formats"].items()}
+        self._batches = self._reading.batches(asked["sources"], begin)
+        self._file = request["sources"][asked["sources"][0]]["files"][0]
         self.next: Position | None = begin
 
     def make(self, out: Path, *, is_first: bool) -> int:
         """Makes a part with rows, unless the data ends before, and returns how many there are."""
         reading, rows = self._reading, 0
         self._request["out"] = str(out)
-
-        def counted() -> Iterator[Any]:
-            nonlocal rows
-            for row in reading.packed(self._samples()):
-                rows += 1
-                yield row
-
         with reading.watched():
-            while True:
+            while not rows and self.next is not None:
                 reading.counts, reading.shown, reading.entry_rows = Counts(), None, []
-                learnt = write_rows(counted(), reading, out)
-                if rows or self.next is None:
-                    break
+                rows, label_tokens, learns_to_stop = write_rows(reading.packed(self._samples()), reading, out)
         if is_first:
-            self._check(rows, *learnt)
-        goes_on = {"begin": self.next and asdict(self.next), "formats": reading.formats}
+            self._check(rows, label_tokens, learns_to_stop)
         with (out / NEXT).open("w", encoding="utf-8") as file:
-            json.dump(goes_on, file)
+            json.dump({"begin": self.next and asdict(self.next), "formats": reading.formats}, file)
             file.flush()
             os.fsync(file.fileno())
         return rows
@@ -449,18 +429,19 @@ def build(request: dict[str, Any]) -> None:
     """Writes the finished rows to `out`. Raises UsageError."""
     reading = Reading(request, _tokeniser(request))
     with reading.watched():
-        learnt = write_rows(reading.rows(), reading, Path(request["out"]))
-    reading.check(*learnt)
+        _, label_tokens, learns_to_stop = write_rows(reading.rows(), reading, Path(request["out"]))
+    reading.check(label_tokens, learns_to_stop)
 
 
 def continue_prompts(request: dict[str, Any]) -> Reply:
     """Returns the tokens of each prompt. Raises UsageError at the place of one that cannot be rendered or tokenised."""
     tokeniser, found = _tokeniser(request), list[list[int]]()
     with watched(_at(request), request["seconds"]) as watch:
-        for place, kind, fields in request["prompts"]:
-            watch.on(f"{place}: {tokeniser.template if kind == 'Chat' else 'tokenising it'}")
+        for place, fields in request["prompts"]:
+            prompt = as_prompt(fields)
+            watch.on(f"{place}: {tokeniser.template if isinstance(prompt, Chat) else 'tokenising it'}")
             try:
-                found.append(tokeniser.prompt(as_prompt(kind, fields)))
+                found.append(tokeniser.prompt(prompt))
             except RowError as error:
                 raise UsageError(f"{place}: {error}") from None
     return {"ids": found}
@@ -478,11 +459,6 @@ def _tokeniser(request: dict[str, Any]) -> Tokeniser:
 def _at(request: dict[str, Any]) -> Path:
     """Returns the file that says what this process is doing."""
     return Path(request["out"]).with_name("at") if "out" in request else Path(request["at"])
-
-
-def _without_torch() -> None:
-    """Keeps transformers from importing torch: a tokenizer does not need it, and it takes 4 s and 260 MiB."""
-    cast(dict[str, ModuleType | None], sys.modules)["torch"] = None
 
 
 def _answered(work: Callable[[], Reply | None], tell: Callable[[str], object]) -> None:
@@ -511,7 +487,8 @@ def _refusal(error: FuyouError) -> Reply:
 
 def main() -> int:
     """Serves one request, or those of a run until it closes standard input. What libraries print goes to standard error."""
-    _without_torch()
+    # Keeps transformers from importing torch: a tokenizer does not need it, and it takes 4 s and 260 MiB.
+    cast(dict[str, ModuleType | None], sys.modules)["torch"] = None
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as reply_to:
         os.dup2(2, 1)
 
