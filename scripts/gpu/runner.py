@@ -14,20 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from proof.verdicts import (
-    FAILED,
-    HELD,
-    NOT_SHOWN,
-    ROOT,
-    Row,
-    described,
-    exit_code,
-    machine,
-    now,
-    say,
-    table,
-    versions,
-)
+from proof.verdicts import FAILED, HELD, NOT_SHOWN, ROOT, Row, described, exit_code, machine, now, say, table, versions
 
 from fuyou_cli.core.errors import UsageError
 

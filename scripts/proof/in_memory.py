@@ -65,12 +65,7 @@ class MasterAdamW:
         self.masters = [parameter.detach().float() for parameter in self.parameters]
         self.optimizers = [
             torch.optim.AdamW(
-                [master],
-                lr=lr,
-                betas=BETAS,
-                eps=EPSILON,
-                weight_decay=weight_decay if master.dim() > 1 else 0.0,
-                fused=True,
+                [master], lr=lr, betas=BETAS, eps=EPSILON, weight_decay=weight_decay if master.dim() > 1 else 0.0, fused=True
             )
             for master in self.masters
         ]

@@ -380,15 +380,7 @@ def test_max_samples_counts_over_the_files_of_a_source(tmp_path: Path, tokenise:
 
 
 def test_files_directories_and_globs(tmp_path: Path) -> None:
-    for name in (
-        "a/train-1.jsonl",
-        "a/train-0.jsonl",
-        "a/test.jsonl",
-        "b/x.json",
-        "b/y.txt",
-        "b/.hidden.json",
-        "b/R.md",
-    ):
+    for name in ("a/train-1.jsonl", "a/train-0.jsonl", "a/test.jsonl", "b/x.json", "b/y.txt", "b/.hidden.json", "b/R.md"):
         file = tmp_path / name
         file.parent.mkdir(exist_ok=True)
         file.write_text("{}")

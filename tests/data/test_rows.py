@@ -203,8 +203,7 @@ def rows_on_disk(directory: Path, samples: list[tuple[list[int], list[int]]]) ->
 
 row = some.integers(2, 30).flatmap(
     lambda n: some.tuples(
-        some.lists(some.integers(0, 99), min_size=n, max_size=n),
-        some.lists(some.integers(0, 1), min_size=n, max_size=n),
+        some.lists(some.integers(0, 99), min_size=n, max_size=n), some.lists(some.integers(0, 1), min_size=n, max_size=n)
     )
 )
 

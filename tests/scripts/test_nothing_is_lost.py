@@ -36,18 +36,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 KILLED_STEPS = 7
 
 
-@pytest.mark.parametrize(
-    "variant",
-    every(
-        5,
-        [
-            "in RAM",
-            "over two folders",
-            "io_uring",
-            "on the ssd, the norm measured first",
-        ],
-    ),
-)
+@pytest.mark.parametrize("variant", every(5, ["in RAM", "over two folders", "io_uring", "on the ssd, the norm measured first"]))
 def test_killed_runs_end_as_the_one_nobody_killed(variant: str, place: Place) -> None:
     changes = crashes.VARIANTS[variant]
     if crashes.is_unseen(changes) and (refusal := crashes.no_io_uring()):

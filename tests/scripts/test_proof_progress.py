@@ -47,11 +47,7 @@ def test_a_line_cut_short_is_dropped_and_the_next_one_is_whole(tmp_path: Path) -
 
 
 def test_one_failing_line_fails_the_script_and_is_in_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [
-        verdicts.at_least("rate", 0.94, 0.93),
-        verdicts.at_most("peak", 1.2, 1.1, note="why"),
-        verdicts.reported("x", "1"),
-    ]
+    rows = [verdicts.at_least("rate", 0.94, 0.93), verdicts.at_most("peak", 1.2, 1.1, note="why"), verdicts.reported("x", "1")]
     assert [row.verdict for row in rows] == ["pass", "FAIL", "reported"]
     assert verdicts.conclude("one", rows, results=tmp_path, settings={}) == 1
     assert verdicts.conclude("two", rows[:1], results=tmp_path, settings={}) == 0

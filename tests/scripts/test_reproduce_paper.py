@@ -315,10 +315,7 @@ def test_a_gain_is_that_of_the_clipped_plan_over_one_without_the_tier() -> None:
     assert gain.ratio > tier.GAIN and (gain.model, gain.batch, gain.where) == ("13B", 32, "there")
 
 
-@pytest.mark.parametrize(
-    ("gained", "slower", "said"),
-    [(20, 0, "holds"), (19, 0, "DOES NOT HOLD"), (25, 1, "DOES NOT HOLD")],
-)
+@pytest.mark.parametrize(("gained", "slower", "said"), [(20, 0, "holds"), (19, 0, "DOES NOT HOLD"), (25, 1, "DOES NOT HOLD")])
 def test_twenty_settings_gain_and_none_is_slower(gained: int, slower: int, said: str) -> None:
     ratios = [1.05] * gained + [0.99] * slower + [1.0] * (26 - gained - slower)
     found = [Gain(model="13B", batch=8, where="here", without=100.0, tokens=100.0 * ratio) for ratio in ratios]
