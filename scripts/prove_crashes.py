@@ -32,10 +32,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from proof import crashes, loads_and_exports
-from proof.common_recipe import fresh
+from proof import crashes
 from proof.crashes import VARIANTS, Tally, is_unseen, why_not
-from proof.setting import Setting, lost_row, parser, run_script
+from proof.setting import Setting, fresh, lost_row, parser, run_script
 from proof.tiny_runs import Place, ask_for_run, named, placed
 from proof.verdicts import Row, holds, missing, reported
 
@@ -64,7 +63,7 @@ def killed(setting: Setting, options: argparse.Namespace, place: Place, what: st
 
     def some(kills: int, seed: int) -> Tally:
         if what in (LOADS, EXPORTS):
-            kill = loads_and_exports.kill_loads if what == LOADS else loads_and_exports.kill_exports
+            kill = crashes.kill_loads if what == LOADS else crashes.kill_exports
             return kill(place, kills=kills, seed=seed)
         return crashes.kill_runs(place, name, VARIANTS[what], whole(), kills=kills, each=EACH, seed=seed, steps=steps)
 

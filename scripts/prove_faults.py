@@ -30,9 +30,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from proof import faults
-from proof.common_recipe import fresh
 from proof.faults import FROM_THEN_ON, KINDS, ONCE, SCENARIOS, How
-from proof.setting import Setting, lost_row, parser, run_script
+from proof.setting import Setting, fresh, lost_row, parser, run_script
 from proof.tiny_runs import Place, ask_for_run, named, placed
 from proof.verdicts import Row, holds, missing
 

@@ -26,9 +26,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from proof import flips
-from proof.common_recipe import fresh
 from proof.flips import STORES, Found, FoundManifests
-from proof.setting import Setting, lost_row, parser, run_script
+from proof.setting import Setting, fresh, lost_row, parser, run_script
 from proof.tiny_runs import Place, ask_for_run, named, placed
 from proof.verdicts import Row, holds
 

@@ -29,7 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from proof import green
-from proof.busy_machine import load
+from proof.green import load
 from proof.verdicts import ROOT, Progress, Row, code_files, conclude, digest, holds, missing, plain_parser, say
 
 from fuyou_cli.machine.profile import core_count

@@ -7,7 +7,7 @@
 
 Every combination is a model (50M to 1.1B), a dtype, a budget between 2 and 8 GiB, everything on the ssd or mixed, clipping on
 or off, and a disk held at 0.3, 0.6 or 0.9 GB/s each way. `fuyou bench RECIPE` makes the profile first, under the same limits;
-earlier profiles are not used. If the machine was faster or slower during the run than during the bench (scripts/proof/pace.py
+earlier profiles are not used. If the machine was faster or slower during the run than during the bench (scripts/proof/watch.py
 looks), both are done again. A combination without such a try is not counted.
 """
 
@@ -21,8 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from proof.both_sides import Case, our_run
-from proof.counted_traffic import counted
+from proof.both_sides import Case, counted, our_run
 from proof.setting import SHAPES, Setting, parser, run_script, spread_evenly
 from proof.verdicts import Row, at_most, holds, unless_noisy
 

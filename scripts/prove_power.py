@@ -27,8 +27,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from proof import power
-from proof.common_recipe import fresh
-from proof.setting import Setting, lost_row, parser, run_script
+from proof.setting import Setting, fresh, lost_row, parser, run_script
 from proof.tiny_runs import ANY_LENGTH, IN_RAM, TWO_FOLDERS, UNCLIPPED, Place, ask_for_run, named, placed
 from proof.verdicts import Row, holds, reported
 

@@ -27,7 +27,11 @@ planned for the same machine, one after the other. A step of this one may take S
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import shutil
 import statistics
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -36,13 +40,26 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from proof.both_sides import KEYS, RANK, Case, InMemory, in_memory_run, on_measured_machine, our_run, write_recipe
-from proof.fio import mix
+
+from fuyou_cli.machine.background_load import BackgroundLoad
+from proof.both_sides import (
+    KEYS,
+    NOISE_CORES,
+    RANK,
+    THREADS,
+    Case,
+    InMemory,
+    in_memory_run,
+    limited,
+    on_measured_machine,
+    our_run,
+    started,
+    write_recipe,
+)
 from proof.materials import LENGTH, rows_folder
-from proof.peers import RECORDED, deepspeed_run
-from proof.setting import Setting, parser, run_script, size
+from proof.setting import RunFailed, Setting, fresh, parser, run_script, size
 from proof.tiny_runs import ask_for_run, named
-from proof.verdicts import Row, at_least, at_most, missing, reported, say, spread, unless_noisy, unless_recorded, worst
+from proof.verdicts import Row, at_least, at_most, digest, missing, reported, say, spread, unless_noisy, unless_recorded, worst
 
 from fuyou_cli.core import probe
 from fuyou_cli.core.units import GiB, gb, gib
@@ -402,6 +419,118 @@ def prove(setting: Setting, options: argparse.Namespace) -> int:
         name = f"prove_speed-{part}-{setting.shape}{'-beside' if compared else ''}"
         codes.append(setting.conclude(named(name, options.run), rows, settings, notes))
     return worst(codes)
+
+
+# ---- what the held disk gives ----------------------------------------------------------------------------------------
+
+
+FIO_SIZE = 1 << 30
+FIO_SECONDS = 8
+FIO = ["--output-format=json", "--thread", "--ioengine=io_uring", "--direct=1", "--bs=1M", "--iodepth=8"]
+
+
+def mix(setting: Setting, throttle: tuple[int, int], *, turn: int) -> dict[str, Any]:
+    """Returns bytes per second {read, write} of both at once under the throttle; `absent` if fio is not installed."""
+    if shutil.which("fio") is None:
+        return {"absent": "fio is not installed (apt-get install fio)"}
+    key = f"fio mix, disk {throttle[0] / 1e9:g}+{throttle[1] / 1e9:g} GB/s, {FIO_SECONDS} s, turn {turn}"
+    result = setting.measure(key, lambda: _mixed_by_fio(setting.work / "fio", throttle))
+    if result.get("failed"):
+        raise RunFailed(f"{key}: {result['failed']}")
+    return result
+
+
+def _mixed_by_fio(folder: Path, throttle: tuple[int, int]) -> dict[str, Any]:
+    fresh(folder)
+    try:
+        fill = ["--name=fill", "--rw=write", f"--size={FIO_SIZE}"]
+        for name in ("r", "w"):  # written before: a file's first pass is slower
+            command = ["fio", *FIO, *fill, f"--filename={folder / name}"]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        timed = ["--time_based", f"--runtime={FIO_SECONDS}", f"--size={FIO_SIZE}"]
+        jobs = ["--name=r", "--rw=read", f"--filename={folder / 'r'}", *timed]
+        jobs += ["--name=w", "--rw=write", "--overwrite=1", f"--filename={folder / 'w'}", *timed]
+        output = folder / "out.json"
+        with (
+            limited(folder, memory=None, throttle=throttle) as (held, _),
+            output.open("wb") as file,
+            started(["fio", *FIO, *jobs], held, file) as child,
+        ):
+            child.wait()
+        text = output.read_text()
+        if child.returncode != 0:
+            return {"failed": text[-500:]}
+        reader, writer = json.loads(text[text.index("{") :])["jobs"]
+        return {"read": reader["read"]["bw_bytes"], "write": writer["write"]["bw_bytes"]}
+    finally:
+        fresh(folder)  # 2 GB
+
+
+# ---- DeepSpeed's runs ------------------------------------------------------------------------------------------------
+
+
+# Measured with ds_train.py on two cores, disk held at 0.6 + 0.6 GB/s, 1.1b shape, 512 tokens per step, no clipping.
+RECORDED = {"step_s": 71.1, "opt_s": 55.2, "cg_peak_gib": 7.9, "shape": "1.1b", "tokens": LENGTH}
+
+
+def deepspeed_run(
+    setting: Setting, peers: Path | None, *, rows: int, micro: int, throttle: tuple[int, int], turn: int
+) -> tuple[dict[str, Any], str]:
+    """Returns (its record, ""), or ({}, why there is none)."""
+    why = unusable(peers)
+    if why:
+        return {}, why
+    assert peers is not None
+    disk = f"disk {throttle[0] / 1e9:g}+{throttle[1] / 1e9:g} GB/s"
+    loop = digest([peers / "ds_train.py"])  # no part of this checkout: its contents go into the key
+    key = f"deepspeed {setting.shape}, {rows}x{LENGTH} by {micro}, {disk}, ds_train.py {loop}, turn {turn}"
+    result = setting.measure(key, lambda: _deepspeed_run(setting, peers, rows=rows, micro=micro, throttle=throttle))
+    if result.get("failed"):
+        return {}, "ds_train.py failed: " + str(result["failed"]).splitlines()[-1]
+    return result, ""
+
+
+def unusable(peers: Path | None) -> str:
+    """Says why DeepSpeed cannot run here. Returns an empty text if it seems to be able to."""
+    if peers is None:
+        return "no --peers"
+    if not (peers / "ds_train.py").is_file():
+        return "ds_train.py is not in --peers"
+    probe = subprocess.run([sys.executable, "-c", "import deepspeed"], capture_output=True, check=False)
+    return "" if probe.returncode == 0 else "DeepSpeed is not installed for this Python"
+
+
+def _deepspeed_run(setting: Setting, peers: Path, *, rows: int, micro: int, throttle: tuple[int, int]) -> dict[str, Any]:
+    """Makes one warm-up step and two measured steps. Its rows are random tokens, because it takes no others; the work is the
+    same."""
+    scratch = Path(os.environ.get("BENCH_DIR", setting.work / "peers"))
+    scratch.mkdir(parents=True, exist_ok=True)
+    out, output = setting.work / "ds.jsonl", setting.work / "ds.txt"
+    out.unlink(missing_ok=True)
+    command = [sys.executable, str(peers / "ds_train.py"), "--size", setting.shape, "--offload", "nvme"]
+    command += ["--batch", str(micro), "--accum", str(rows // micro), "--seq", str(LENGTH), "--warmup", "1"]
+    command += ["--steps", "2", "--max-s", "1", "--threads", str(THREADS), "--out", str(out)]
+    command += ["--nvme", str(setting.work / "ds_nvme")]
+    others = BackgroundLoad()
+    with (
+        limited(setting.work, memory=None, throttle=throttle) as (held, _),
+        output.open("wb") as file,
+        started(command, held, file, BENCH_DIR=str(scratch)) as child,
+    ):
+        child.wait()
+    cores = others.cores()
+    records = read_records(out)
+    if child.returncode != 0 or not records or "step_s" not in records[-1]:
+        said = records[-1].get("error", "") if records else ""
+        return {"failed": f"{output.read_text(errors='replace')[-1500:]}\nexit code {child.returncode} {said}".strip()}
+    wanted = ("step_s", "step_min", "step_max", "fwd_s", "bwd_s", "opt_s", "cg_peak_gib", "peak_rss_gib")
+    wanted += ("rd_gb_step", "wr_gb_step", "ds", "quiet_steps", "steps", "interference")
+    noise = {"others_cores": cores, "noisy": cores > NOISE_CORES}
+    return {name: records[-1].get(name) for name in wanted} | noise
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 if __name__ == "__main__":

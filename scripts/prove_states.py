@@ -26,8 +26,7 @@ from statistics import fmean
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from proof.both_sides import Case, our_run
-from proof.common_recipe import SEED
-from proof.setting import Setting, parser, run_script
+from proof.setting import SEED, Setting, parser, run_script
 from proof.verdicts import Row, holds, reported
 
 from fuyou_cli.core.units import GiB

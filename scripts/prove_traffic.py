@@ -26,8 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from proof.both_sides import KEYS, Case, our_run
-from proof.counted_traffic import counted
+from proof.both_sides import KEYS, Case, counted, our_run
 from proof.materials import LENGTH
 from proof.setting import NO_PEERS, Setting, parser, run_script, size
 from proof.tiny_runs import ask_for_run, named

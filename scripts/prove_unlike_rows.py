@@ -3,10 +3,12 @@
 
     sudo python scripts/prove_unlike_rows.py --work DIR --data gsm8k/train.jsonl --model DIR/smollm2-135m
     a 135 M model: about an hour on two quiet cores; --only memory or --only time for a part
+    a model larger than memory: --shape 1.1b --budget 1.5GiB --only memory (10 minutes without the training: --steps 0)
     to try the script itself: --shape 1m --budget 640MiB --steps 20 --rows 40 --pairs 1
 
-Memory: rows of 3 to `--length` tokens, in a memory group of exactly the budget that fuyou is told. Time: the rows of `--data`
-as they are beside the same tokens packed (`packing: concat`), turn about, and `fuyou eval` beside transformers row by row.
+Memory: rows of 3 to `--length` tokens, in a memory group of exactly the budget that fuyou is told; and what the daemon reads of
+a parameter in a pass of eval. Time: the rows of `--data` as they are beside the same tokens packed (`packing: concat`), turn
+about, and `fuyou eval` beside transformers row by row.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,7 @@ from fuyou_cli.core.units import MiB, gib
 from fuyou_cli.training.run_log import read_log
 
 MOST_TIME, MOST_EVAL_TIME = 1.15, 1.10  # of packed rows, of transformers row by row
+BYTES = 2.1  # that eval reads of a parameter in a pass, in bfloat16
 LORA = ("adapter.r=16", "adapter.lora_alpha=32", "adapter.target_modules=all-linear")
 WARM = 3  # steps that do not count
 PROMPTS = 50
@@ -142,7 +146,7 @@ def trained(place: Place, mode: str, keys: tuple[str, ...]) -> Row:
     return inside(f"{options.steps} steps with LoRA, {mode}", options.budget, result, done, within)
 
 
-def evaluated(place: Place, dtype: str) -> Row:
+def evaluated(place: Place, dtype: str) -> Iterator[Row]:
     options = place.options
     recipe = place.recipe("evaluated", entry={"path": str(place.spread), "format": "text"}, steps=1, batch=2)
     held = f"dataset.eval=[{{path: {place.held}, format: text}}]"
@@ -153,7 +157,10 @@ def evaluated(place: Place, dtype: str) -> Row:
     found = {} if result["failed"] else json.loads(result["told"][result["told"].index("{") :])
     peak = found.get("memory", {}).get("peak", 0)
     done = f"peak {gib(peak)}, {found.get('passes', 0)} passes"
-    return inside(f"fuyou eval of {options.rows} rows, {dtype}", options.budget, result, done, 0 < peak <= options.budget)
+    yield inside(f"fuyou eval of {options.rows} rows, {dtype}", options.budget, result, done, 0 < peak <= options.budget)
+    if found and dtype == "bfloat16":
+        each = found["read_bytes"] / found["parameters"] / found["passes"]
+        yield at_most("bytes that eval reads, of a parameter and pass", each, BYTES, values={"eval": found})
 
 
 def scored(place: Place) -> Row:
@@ -253,8 +260,8 @@ def timed_evaluation(place: Place) -> Row:
 def prove(setting: Setting, options: argparse.Namespace) -> int:
     place, rows = Place(setting, options), list[Row]()
     if options.only != "time":
-        rows += [trained(place, mode, keys) for mode, keys in MODES.items()]
-        rows += [evaluated(place, dtype) for dtype in ("bfloat16", "float32")]
+        rows += [trained(place, mode, keys) for mode, keys in MODES.items() if options.steps]
+        rows += [row for dtype in ("bfloat16", "float32") for row in evaluated(place, dtype)]
         rows += [scored(place), written(place)]
     if options.only != "memory":
         rows += [timed(place, "LoRA"), timed(place, "full"), timed_evaluation(place)]

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Reproduces the paper on paper: predicts its steps from its hardware, then makes fuyou's own plans for the same machines.
 
-    python scripts/reproduce_paper.py [--part 1|2|3] [--json FILE]
+    python scripts/reproduce_paper.py [--part 1|2] [--json FILE]
     python scripts/reproduce_paper.py --part 1 --set IN_FLIGHT=3      the errors with another value of a listed number
     needs no GPU, no drives and no data; a quarter of an hour
 
@@ -10,8 +10,8 @@ Part 1 takes the hardware and policy of "Ratel: Optimizing Holistic Data Movemen
 30 bytes per parameter and step, gradients in RAM, nothing deferred, no states kept in RAM. The simulator that plans runs
 predicts each published step. `paper/given.py` lists all inputs: four constants, the hardware, the policy.
 
-Part 2 is what `fuyou plan --hardware` chooses on the same machines, and on two consumer drives. Part 3 is what the GPU tier
-brings there (`paper/tier.py`). All of it is predicted. The exit code is 1 if a line that is asked does not hold.
+Part 2 is what `fuyou plan --hardware` chooses on the same machines, and on two consumer drives. All of it is predicted. The
+exit code is 1 if a line that is asked does not hold.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from paper import given, ours, policy, tier
+from paper import given, ours, policy
 from paper.ours import Ours
 from paper.policy import Reproduced
-from paper.tier import Gain
 from proof import verdicts
 from rich.console import Console
 from rich.table import Table
@@ -317,34 +316,14 @@ def part_two(console: Console, rates: dict[int, float]) -> tuple[bool, list[Ours
     return holds, found
 
 
-# ---- part 3 --------------------------------------------------------------------------------------------------------------
-
-
-def show_gains(console: Console, found: Sequence[Gain]) -> bool:
-    """Prints the paper's settings, clipped, with and without the GPU tier."""
-    console.print("\nWhat the GPU tier brings, clipped: tokens per second, predicted by the same costs", style="bold")
-    rows = [
-        (gain.model, gain.where, str(gain.batch), f"{gain.without:,.1f}", f"{gain.tokens:,.1f}", f"{gain.ratio:.3f}")
-        for gain in found
-    ]
-    console.print(table_of(("model", "machine", "batch", "without it", "with it", "gain"), rows))
-    faster, slower = sum(gain.ratio >= tier.GAIN for gain in found), sum(gain.ratio < tier.SAME for gain in found)
-    console.print(
-        f"{faster} of {len(found)} settings gain {tier.GAIN - 1:.0%} or more (asked: {tier.SETTINGS}), {slower} are slower "
-        f"(asked: none): {verdict(tier.holds(found))}. Without it: the batch passes through the host, weights may rest "
-        "on the GPU but no states, boundaries or outputs, a step is one sweep, and no first backward measures the norm."
-    )
-    return tier.holds(found)
-
-
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--json", type=Path, help="also write the tables there")
-    options.add_argument("--part", type=int, choices=(1, 2, 3), help="one of the three only")
+    options.add_argument("--part", type=int, choices=(1, 2), help="one of the two only")
     options.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="with --part 1")
     asked = options.parse_args()
     if asked.set and asked.part != 1:
-        options.error("--set: the other parts plan in processes of their own; add --part 1")
+        options.error("--set: part 2 plans in processes of its own; add --part 1")
     try:
         for text in asked.set:
             set_given(text)
@@ -364,11 +343,6 @@ def main() -> int:
         better, plans = part_two(console, rates)
         holds = holds and better
         both["ours"] = [asdict(row) for row in plans]
-    if asked.part in (None, 3):
-        status = Console(stderr=True)
-        gained = list(tier.gains(ours.paper_cases(rates), lambda text: status.print(text, style="dim")))
-        holds = show_gains(console, gained) and holds
-        both["tier"] = [asdict(gain) for gain in gained]
     if asked.json is not None:
         asked.json.write_text(json.dumps(both, indent=1) + "\n")
     return 0 if holds else 1

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from proof.both_sides import STEP_FIELDS, InMemory, end_of, fuyou_on, started
-from proof.common_recipe import fresh, recipe_in
 from proof.materials import model_folder, own_text, rows_folder
+from proof.setting import fresh, recipe_in
 from proof.verdicts import ROOT
 from proof.watch import LineCounter
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -20,13 +21,12 @@ from fuyou_cli.machine.measure.timing import BackgroundLoad
 from fuyou_cli.training.run_log import read_log
 
 from . import watch
-from .common_recipe import SEED, fresh, recipe_in
 from .control_groups import DiskRates, Group, LimitsUnavailable, device_of, group
 from .materials import LENGTH
-from .pace import Pace
-from .setting import RunFailed, Setting
+from .setting import SEED, RunFailed, Setting, fresh, recipe_in
 from .shim import build, preloaded
 from .verdicts import ROOT, say
+from .watch import Pace
 
 THREADS = 2
 FUYOU = (sys.executable, "-m", "fuyou_cli")
@@ -415,3 +415,32 @@ def _in_memory_run(setting: Setting, case: InMemory, rows: Path) -> dict[str, An
         hint = "; it was killed, probably for memory: try a smaller --shape" if child.returncode == -9 else ""
         result["failed"] = f"exit code {child.returncode}{hint}:\n{end_of(output)}"
     return result
+
+
+# ---- bytes -----------------------------------------------------------------------------------------------------------
+
+
+UNCOUNTED = 2  # steps, where a run logs no sums: after them every step reads states
+
+
+def counted(result: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    """Returns bytes per step (read, written) by the plan, the kernel and the daemon.
+
+    Over the whole run the kernel and the daemon lack the states that the first update did not read. They also count weights
+    that the first step read and later ones found in their slots, those that the last of the deferred updates (with clipping
+    all) fetched for themselves, and what saving wrote. Without these, all three speak of the same step."""
+    plan, steps = result["plan"], result["steps"]
+    unread = plan["predicted_read_by"].get("states", 0)
+    unread -= plan["deferred_weights"] + plan["weights_left"]
+    sums = {"kernel": result["kernel_whole"], "daemon": result["daemon_whole"]}
+    by = {"plan": (plan["predicted_read_per_step"], plan["predicted_written_per_step"])}
+    for who, whole in sums.items():
+        if whole is None:  # a run that logs its steps only: what is in flight at a step's end blurs these
+            counting = steps[UNCOUNTED:-1]
+            by[who] = (
+                statistics.mean(step["read_bytes"] for step in counting),
+                statistics.mean(step["written_bytes"] for step in counting),
+            )
+        else:
+            by[who] = ((whole[0] + unread) / len(steps), (whole[1] - result["saved"]) / len(steps))
+    return by

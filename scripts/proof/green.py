@@ -9,7 +9,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from itertools import product
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
+
+from fuyou_cli.core.units import MiB
 
 from .verdicts import ROOT, code_files, extension
 
@@ -216,3 +219,48 @@ def native_tests(sanitizer: str, work: Path) -> Outcome:
 
 def _path() -> str:
     return f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+
+
+# ---- a busy machine --------------------------------------------------------------------------------------------------
+
+
+_COMPUTE = "while True:\n    sum(range(1 << 16))\n"
+_MEMORY = """
+import mmap, sys
+while True:
+    with mmap.mmap(-1, int(sys.argv[1])) as block:
+        for page in range(0, len(block), mmap.PAGESIZE):
+            block[page] = 1
+"""
+_DISK = """
+import os, sys
+data = os.urandom(1 << 20)
+while True:
+    with open(sys.argv[1], "wb", buffering=0) as file:
+        for _ in range(int(sys.argv[2]) >> 20):
+            file.write(data)
+        os.fsync(file.fileno())
+"""
+_UNDER_LOAD = (
+    "import os, sys, threading\nthreading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()\n"
+)
+
+
+@contextmanager
+def load(folder: Path, *, cores: int, memory: int = 512 * MiB, file: int = 64 * MiB) -> Iterator[None]:
+    """Runs, while inside, two computing processes per core, one that maps, touches and gives back `memory` bytes without end,
+    and two that write and flush a file of `file` bytes in `folder`. They end with this process, however it ends."""
+    files = [folder / f"load-{number}" for number in range(2)]
+    programs = [(_COMPUTE, [])] * 2 * cores + [(_MEMORY, [str(memory)])] + [(_DISK, [str(path), str(file)]) for path in files]
+    started = []
+    try:
+        for program, words in programs:
+            command = [sys.executable, "-c", _UNDER_LOAD + program, *words]
+            started.append(subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True))
+        yield
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+        for path in files:
+            path.unlink(missing_ok=True)

@@ -7,12 +7,14 @@ by the first input of the parser that needs them.
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from types import NoneType
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from fuyou_cli.checkpoint.files import INDEX_NAME, SINGLE_NAME
 from fuyou_cli.core.errors import UsageError
@@ -22,23 +24,6 @@ from fuyou_cli.spec.plan import Numerics
 from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.parts import PART_FILE, read_part
 from fuyou_cli.training.state.stored import Manifest, StoredExtent, StoredStage, StoredTensor
-
-from .checkpoint_inputs import (
-    CONFIG,
-    OWN_FORMATS,
-    QUANT_STATE,
-    SHARDS,
-    TABLES,
-    configs,
-    framed,
-    index_bytes,
-    quantised,
-    read_config,
-    read_header,
-    read_index,
-    read_model,
-)
-from .examples import example
 
 _DIGEST = b',\n"digest": "'
 
@@ -66,6 +51,40 @@ class Parser:
         """Raises what the parser raises."""
         (folder / self.file).write_bytes(self.seal(data))
         return self.read(folder)
+
+
+# ---- small values of dataclasses -------------------------------------------------------------------------------------
+
+
+_PLAIN: dict[Any, Any] = {int: 1, float: 1.0, str: "x", bool: False, Any: 1}
+Kind = TypeVar("Kind")
+
+
+def example(kind: type[Kind]) -> Kind:
+    """Returns a value of ones, with one item of everything that there may be several of."""
+    found = _of(kind)
+    assert isinstance(found, kind)
+    return found
+
+
+def _of(hint: Any) -> Any:
+    if hint in _PLAIN:
+        return _PLAIN[hint]
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return inner[0]
+    if origin is Annotated:
+        return _of(inner[0])
+    if origin is tuple:
+        return (_of(inner[0]),) if inner[-1] is Ellipsis else tuple(map(_of, inner))
+    if origin is dict:
+        return {"x": _of(inner[1])}
+    if isinstance(hint, type) and issubclass(hint, tuple):  # with names
+        return hint(*map(_of, get_type_hints(hint).values()))
+    if is_dataclass(hint):
+        hints = get_type_hints(hint, include_extras=True)
+        return hint(**{field.name: _of(hints[field.name]) for field in fields(hint) if field.init})  # type: ignore[operator]
+    return _of(next(one for one in inner if one is not NoneType))  # `int | None`
 
 
 # ---- stores ----------------------------------------------------------------------------------------------------------
@@ -325,6 +344,98 @@ _TOKENIZER_FILES = {
 def _tokenizer(file: str, name: str) -> Parser:
     beside = {other: content for other, content in _TOKENIZER_FILES.items() if other != file}
     return Parser(name=name, file=file, read=_tokenised, seeds=lambda: [_TOKENIZER_FILES[file]], beside=beside, share=0.005)
+
+
+# ---- files of checkpoints --------------------------------------------------------------------------------------------
+
+
+TABLES = (
+    b'{"a.weight":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"__metadata__":{"format":"pt"}}',
+    b'{"b.weight":{"dtype":"BF16","shape":[1,4],"data_offsets":[0,8]}}',
+)
+SHARDS = ("one.safetensors", "two.safetensors")
+
+
+def framed(table: bytes, size: int = 8) -> bytes:
+    """Makes a safetensors file with this header and so many bytes of data."""
+    return struct.pack("<Q", len(table)) + table + bytes(size)
+
+
+def read_header(folder: Path) -> object:
+    from fuyou_cli.checkpoint.header import parse_file
+
+    return parse_file(folder / SINGLE_NAME)
+
+
+def read_index(folder: Path) -> object:
+    from fuyou_cli.checkpoint.files import open_checkpoint
+
+    return open_checkpoint(folder)
+
+
+def index_bytes() -> list[bytes]:
+    places = {"a.weight": SHARDS[0], "b.weight": SHARDS[1]}
+    return [json.dumps({"metadata": {"total_size": 16}, "weight_map": places}).encode()]
+
+
+def quantised(state: bytes) -> bytes:
+    """Makes a file with a tensor of 8 x 8 in nf4 that says `state` of itself."""
+    from fuyou_cli.swap.quantised import nf4_levels
+
+    parts = {
+        "a.weight": ("U8", bytes(32)), "a.weight.absmax": ("F32", struct.pack("<f", 1)),
+        "a.weight.quant_map": ("F32", nf4_levels().tobytes()), "a.weight.quant_state.bitsandbytes__nf4": ("U8", state),
+    }  # fmt: skip
+    table, end = dict[str, Any](), 0
+    for name, (dtype, data) in parts.items():
+        begin, end = end, end + len(data)
+        table[name] = {"dtype": dtype, "shape": [len(data) // (4 if dtype == "F32" else 1)], "data_offsets": [begin, end]}
+    return framed(json.dumps(table).encode(), 0) + b"".join(data for _, data in parts.values())
+
+
+QUANT_STATE = b'{"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [8, 8]}'
+
+OWN_FORMATS = (  # a tensor of experts in mxfp4, and a matrix in fp8: 42 bytes
+    b'{"e_blocks":{"dtype":"U8","shape":[1,2,1,16],"data_offsets":[0,32]},"e_scales":{"dtype":"U8","shape":[1,2,1],'
+    b'"data_offsets":[32,34]},"w":{"dtype":"F8_E4M3","shape":[2,2],"data_offsets":[34,38]},'
+    b'"w_scale_inv":{"dtype":"F32","shape":[1,1],"data_offsets":[38,42]}}'
+)
+
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64, "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-05, "tie_word_embeddings": False, "hidden_act": "silu", "dtype": "float32", "eos_token_id": [1, 2],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}  # fmt: skip
+
+
+_QUANTISED = {
+    "quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "llm_int8_skip_modules": ["lm_head"],
+}  # fmt: skip
+_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
+
+
+def configs() -> list[bytes]:
+    said = ({}, {"quantization_config": _QUANTISED}, {"quantization_config": _FP8})
+    return [json.dumps(CONFIG | one).encode() for one in said]
+
+
+def read_config(folder: Path) -> object:
+    """Reads a configuration as an export does."""
+    from fuyou_cli.checkpoint.companions import companion_files
+
+    return companion_files(folder, dtype="bfloat16")
+
+
+def read_model(folder: Path) -> object:
+    """Reads a model as a run does, up to a model without weights."""
+    from fuyou_cli.engine.skeleton import build, load_config
+
+    return build(load_config(folder), dtype="bfloat16", attention="eager")
+
+
+# ---- all of them -----------------------------------------------------------------------------------------------------
 
 
 LIGHT = (

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-from proof.fuzz import outcome
-from proof.mutate import mutated
+from proof.fuzz import mutated, outcome
 from proof.parsers import LIGHT, Parser
 
 

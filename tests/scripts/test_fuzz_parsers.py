@@ -13,8 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import fuzz_parsers
 from proof import fuzz as fuzzing
-from proof.fuzz import LARGEST_KEPT, MOST_KEPT, Crashed, TooSlow, fuzz, outcome, shape
-from proof.mutate import mutated
+from proof.fuzz import LARGEST_KEPT, MOST_KEPT, Crashed, TooSlow, fuzz, mutated, outcome, shape
 from proof.parsers import HEAVY, LIGHT, Parser
 
 from fuyou_cli.core.errors import FuyouError, UsageError

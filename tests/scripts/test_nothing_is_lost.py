@@ -14,10 +14,10 @@ from drawn import every
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-from proof import crashes, faults, flips, loads_and_exports, power, steady
+import prove_steady
+from proof import crashes, faults, flips, power
 from proof.faults import FROM_THEN_ON, ONCE, Scenario
 from proof.setting import Lost
-from proof.steady import Sample
 from proof.tiny_runs import TWO_FOLDERS, Place, placed
 
 from fuyou_cli.core.units import MiB
@@ -62,11 +62,11 @@ def test_runs_of_other_kinds_are_disturbed_too(run: str, place: Place) -> None:
 
 @pytest.mark.slow
 def test_killed_loads_begin_again(place: Place) -> None:
-    assert loads_and_exports.kill_loads(place, kills=4, seed=1).kills == 4
+    assert crashes.kill_loads(place, kills=4, seed=1).kills == 4
 
 
 def test_killed_exports_leave_nothing_in_the_way(place: Place) -> None:
-    assert loads_and_exports.kill_exports(place, kills=4, seed=1).kills == 4
+    assert crashes.kill_exports(place, kills=4, seed=1).kills == 4
 
 
 def test_a_lost_commit_would_be_noticed(place: Place) -> None:
@@ -168,14 +168,14 @@ def test_a_run_does_not_miss_the_manifest_before_the_newest(place: Place) -> Non
 
 
 def test_a_run_is_looked_at_as_it_goes(place: Place) -> None:
-    found = steady.samples(place, "steady", steps=16, every=3)
+    found = prove_steady.samples(place, "steady", steps=16, every=3)
     assert len(found) >= 3 and [sample.files for sample in found] == [found[0].files] * len(found)
     assert all(sample.rss > 50 * MiB and sample.descriptors > 3 for sample in found)
 
 
-def _samples(**last: Any) -> list[Sample]:
+def _samples(**last: Any) -> list[prove_steady.Sample]:
     usual: dict[str, Any] = {"rss": 200 * MiB, "descriptors": 20, "files": ("manifest.json", "store.bin"), "size": 9 * MiB}
-    return [Sample(step=step, **{**usual, **(last if step > 600 else {})}) for step in range(100, 900, 100)]
+    return [prove_steady.Sample(step=step, **{**usual, **(last if step > 600 else {})}) for step in range(100, 900, 100)]
 
 
 @pytest.mark.parametrize(
@@ -190,10 +190,10 @@ def _samples(**last: Any) -> list[Sample]:
     ],
 )
 def test_what_grows_is_named(last: dict[str, object], problem: str) -> None:
-    problems = steady.growing(_samples(**last))
+    problems = prove_steady.growing(_samples(**last))
     assert (not problems and not problem) or (len(problems) == 1 and problems[0].startswith(problem))
 
 
 def test_a_run_that_ended_badly_is_none(place: Place) -> None:
     with pytest.raises(Lost, match="exit code 2"):
-        steady.samples(place, "refused", steps=0, every=1)
+        prove_steady.samples(place, "refused", steps=0, every=1)

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from proof import pace
 from proof.both_sides import _counted
-from proof.pace import Pace
+from proof.watch import Pace
 
 
 @pytest.mark.slow

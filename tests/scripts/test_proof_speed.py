@@ -14,7 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import prove_speed
-from proof import both_sides, peers
+from proof import both_sides
 from proof.setting import Setting
 from proof.verdicts import EXIT_CODES, Progress, exit_code
 
@@ -101,11 +101,11 @@ def peer_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], di
     folder.mkdir()
     (folder / "ds_train.py").write_text(LOOP)
     limited = both_sides.limited
-    monkeypatch.setattr(peers, "unusable", lambda _: "")
-    monkeypatch.setattr(peers, "limited", lambda work, **_: limited(work, memory=None, throttle=None))
+    monkeypatch.setattr(prove_speed, "unusable", lambda _: "")
+    monkeypatch.setattr(prove_speed, "limited", lambda work, **_: limited(work, memory=None, throttle=None))
 
     def run() -> dict[str, Any]:
-        record, why = peers.deepspeed_run(_setting(tmp_path), folder, rows=1, micro=1, throttle=RATES, turn=0)
+        record, why = prove_speed.deepspeed_run(_setting(tmp_path), folder, rows=1, micro=1, throttle=RATES, turn=0)
         assert not why
         return record
 
@@ -115,12 +115,12 @@ def peer_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], di
 def test_a_run_of_deepspeed_is_judged_like_ours_and_kept_when_quiet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peer_run: Callable[[], dict[str, Any]]
 ) -> None:
-    monkeypatch.setattr(peers, "NOISE_CORES", -1.0)
+    monkeypatch.setattr(prove_speed, "NOISE_CORES", -1.0)
     assert peer_run()["noisy"] is True
     assert not (tmp_path / "state.jsonl").exists()
-    monkeypatch.setattr(peers, "NOISE_CORES", float(os.cpu_count() or 1) + 1)
+    monkeypatch.setattr(prove_speed, "NOISE_CORES", float(os.cpu_count() or 1) + 1)
     assert peer_run()["noisy"] is False
-    monkeypatch.setattr(peers, "NOISE_CORES", -1.0)
+    monkeypatch.setattr(prove_speed, "NOISE_CORES", -1.0)
     assert peer_run()["noisy"] is False  # kept
     (tmp_path / "peers" / "ds_train.py").write_text(LOOP + "# another loop\n")
     assert peer_run()["noisy"] is True

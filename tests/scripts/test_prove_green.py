@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import prove_green
 from proof import green, verdicts
-from proof.busy_machine import load
+from proof.green import load
 from proof.verdicts import Progress
 
 FOUND = """

@@ -18,17 +18,13 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import reproduce_paper
-from paper import given, ours, policy, tier
+from paper import given, ours, policy
 from paper.policy import Reproduced
-from paper.tier import Gain
 from proof import verdicts
 from rich.console import Console
 
 from fuyou_cli.cli import app
-from fuyou_cli.core.units import GiB
 from fuyou_cli.machine.described import described
-from fuyou_cli.planner.plan_request import PlanRequest
-from fuyou_cli.spec.plan import Numerics
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 SOLVER = {"MEDIAN", "WORST", "CLOSE", "BATCHES"}  # bars, how closely a rate is looked for, and what is only printed
@@ -283,41 +279,3 @@ def test_weights_on_the_gpu_are_in_ram_too() -> None:
     settings, hardware = ("offload.optimizer_states=cpu",), described("rtx4090,2xgen4,768GiB")
     found = ours.plan_of(ours.Case(model="13B", batch=8, where="", hardware=hardware, settings=settings), alone=True)
     assert found.weights_in_ram == pytest.approx(1.0) and found.states_in_ram == pytest.approx(1.0)
-
-
-# ---- part 3 ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_plan_without_the_tier_is_asked_for_none_of_it() -> None:
-    """Nothing else of the request changes."""
-    numerics = Numerics(
-        compute_dtype="bfloat16", accumulate_dtype="float32", batch_size=4, micro_batch_size=2, max_seq_len=32,
-        head_chunk_tokens=0, torch_threads=1, seed=0,
-    )  # fmt: skip
-    request = PlanRequest(numerics=numerics, model_name="x", device="cuda", clip_grad_norm=1.0, cpu_budget=GiB, gpu_budget=GiB)
-    model = policy.specification("13B", 8)
-    limited = tier.without_tier(model, request)
-    assert (
-        limited.batch_on_device is False and limited.device_states == () and (limited.sweeps, limited.norm_first) == (1, False)
-    )
-    assert limited.kept_there == ((),) * len(model.stages)
-    same = replace(limited, batch_on_device=None, device_states=None, kept_there=None, sweeps=None, norm_first=None)
-    assert same == request
-    given_there = ((0,),) * len(model.stages)
-    assert tier.without_tier(model, replace(request, kept_there=given_there)).kept_there == given_there
-
-
-@pytest.mark.slow
-def test_a_gain_is_that_of_the_clipped_plan_over_one_without_the_tier() -> None:
-    case = ours.Case(model="13B", batch=32, where="there", hardware=described("rtx4090,2xp5510,256GiB,2xgold5320"))
-    gain = tier.gain_of(case)
-    assert gain.tokens == ours.plan_of(replace(case, settings=(ours.CLIPPED,)), alone=True).tokens
-    assert gain.ratio > tier.GAIN and (gain.model, gain.batch, gain.where) == ("13B", 32, "there")
-
-
-@pytest.mark.parametrize(("gained", "slower", "said"), [(20, 0, "holds"), (19, 0, "DOES NOT HOLD"), (25, 1, "DOES NOT HOLD")])
-def test_twenty_settings_gain_and_none_is_slower(gained: int, slower: int, said: str) -> None:
-    ratios = [1.05] * gained + [0.99] * slower + [1.0] * (26 - gained - slower)
-    found = [Gain(model="13B", batch=8, where="here", without=100.0, tokens=100.0 * ratio) for ratio in ratios]
-    printed = _printed(reproduce_paper.show_gains, found)
-    assert f"{gained} of 26 settings gain 5% or more (asked: 20), {slower} are slower (asked: none): {said}." in printed

@@ -9,8 +9,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
+from compare_faults import _compared, losses_of
 from proof.nursery import Ended
-from proof.rivals import _compared, losses_of
 
 STEPS = range(1, 3)
 TOLD = [{"deepspeed": "0"}, {"step": 1, "loss": 8.5}, {"step": 2, "loss": 8.25}, {"saved": "tag"}]
