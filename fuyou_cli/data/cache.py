@@ -241,8 +241,9 @@ class WorkerProcess(subprocess.Popen[str]):
             words = self.stdout.readline()
             return read_reply(words)
         except (BrokenPipeError, ValueError):  # it has ended, or said what ends it
-            self._trace.seek(0)
-            _raise_failed(self.wait(), words, self._trace.read(), at=at)
+            code = self.wait()
+            self._trace.seek(0)  # now that it has ended: the place in the file is that of its standard error
+            _raise_failed(code, words, self._trace.read(), at=at)
             raise
 
     def end(self) -> None:
