@@ -346,18 +346,12 @@ class Sampler:
         weights: Sequence[float] = (),
     ) -> None:
         """Takes, for a mixture, each entry's number of rows (they are stored one entry after the other) and weight."""
-        if rows < 1 or batch_size < 1:
-            raise ValueError(f"a sampler needs rows and a batch size of at least 1, not {rows} and {batch_size}")
-        sizes = list(entry_rows) if weights else [rows]
-        if sum(sizes) != rows or min(sizes) < 1 or (weights and len(weights) != len(sizes)):
-            raise ValueError(f"entries of {sizes} rows and the weights {list(weights)} do not make a mixture of {rows} rows")
-        self.rows = rows
-        self.batch_size = batch_size
-        firsts = accumulate(sizes, initial=0)
-        self._sizes = sizes
+        self.rows, self.batch_size = rows, batch_size
+        self._sizes = list(entry_rows) if weights else [rows]
+        firsts = accumulate(self._sizes, initial=0)
         self._orders = [
             _Order(size, first=first, entry=entry, shuffle=shuffle, seed=seed)
-            for entry, (size, first) in enumerate(zip(sizes, firsts, strict=False))
+            for entry, (size, first) in enumerate(zip(self._sizes, firsts, strict=False))
         ]
         self._mixture = Mixture(weights) if len(weights) > 1 else None
 
@@ -402,8 +396,6 @@ class Sampler:
 
     def batch(self, step: int) -> list[int]:
         """Returns the row indices of global step `step`; 0 is the first."""
-        if step < 0:
-            raise ValueError(f"step {step} is negative")
         position = step * self.batch_size
         if self._mixture is None:
             return self._orders[0].take(position, self.batch_size)
@@ -479,15 +471,13 @@ class Part:
     held: bool
 
     def takes(self, entry: int, number: int) -> bool:
-        """Whether a sample of an entry of the recipe is in this part. Both count from 0."""
-        return is_held(self.fraction, seed=self.seed, entry=entry, number=number) == self.held
+        """Whether a sample of an entry of the recipe is in this part. Both count from 0.
 
-
-def is_held(fraction: float, *, seed: int, entry: int, number: int) -> bool:
-    """Whether a sample is held back: one of every 1/`fraction`, drawn among these. So of any first samples as many are
-    held as the fraction says, to within one, and none depends on those after it."""
-    share = Fraction(str(fraction))
-    run = math.ceil((number + 1) * share) - 1
-    first, end = math.floor(run / share), math.floor((run + 1) / share)
-    drawn = hashlib.sha256(f"{seed} {entry} {run}".encode()).digest()
-    return number == first + int.from_bytes(drawn[:8], "little") % (end - first)
+        One is held back of every 1/`fraction`, drawn among these. So of any first samples as many are held as the fraction says,
+        to within one, and none depends on those after it."""
+        share = Fraction(str(self.fraction))
+        run = math.ceil((number + 1) * share) - 1
+        first, end = math.floor(run / share), math.floor((run + 1) / share)
+        drawn = hashlib.sha256(f"{self.seed} {entry} {run}".encode()).digest()
+        is_held = number == first + int.from_bytes(drawn[:8], "little") % (end - first)
+        return is_held == self.held

@@ -306,7 +306,8 @@ def fetch(entry: DatasetEntry, say: Say, *, streamed: bool = False) -> tuple[Pat
         if "error" in reply:
             hint = "check path, `name`, `split` and `revision`; for a gated set, run `hf auth login` or set HF_TOKEN"
             raise UsageError(f"dataset.train: {entry.path}: {reply['error']}", hint=reply.get("hint") or hint)
-        files = [_moved(Path(file), rows, folder) for file in reply["files"]]
+        named_files = map(Path, reply["files"])  # copied for us, or the library's own
+        files = [file.replace(folder / file.name) if file.parent == rows else file for file in named_files]
         if streamed and (strange := [file.name for file in files if kind_of_rows(file) is None]):
             hint = "set dataset.streaming=false: the library `datasets` may read it"
             raise UsageError(f"dataset.train: {entry.path}: dataset.streaming cannot read {strange[0]}", hint=hint)
@@ -343,11 +344,6 @@ def local_copy(file: Path, remote: Mapping[str, Any] | None) -> Iterator[Path]:
             raise FuyouError(f"{named['set']}: {named['file']}: {reply['error']}", hint=reply.get("hint") or hint)
     yield local
     local.unlink(missing_ok=True)
-
-
-def _moved(file: Path, rows: Path, folder: Path) -> Path:
-    """Moves a file that was copied for us to its final place. Leaves one of the library's own files where it is."""
-    return file.replace(folder / file.name) if file.parent == rows else file
 
 
 def _folder(entry: DatasetEntry) -> Path:

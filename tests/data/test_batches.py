@@ -1,4 +1,4 @@
-"""Tests how samples become rows and rows of unlike length become micro-batches: no token is lost or invented, nothing is mixed, and
+"""Tests how samples become rows, and rows of unlike length micro-batches: no token is lost or invented, nothing is mixed, and
 shapes are few. What the recipe asks to lose, counts show."""
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.data.batches import Mixture, Part, Sampler, is_held
+from fuyou_cli.data.batches import Mixture, Part, Sampler
 from fuyou_cli.data.rows import Rows
 
 sizes = some.integers(1, 40)
@@ -93,13 +93,6 @@ def test_rows_that_come_more_often_than_asked_are_noted(
     if note is not None:
         plural = "s" * (rows != 1)
         assert note == f"{rows} row{plural}, batches of {batch_size}: {facts} (use a smaller train.batch_size to come closer)"
-
-
-def test_nonsense_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        Sampler(0, batch_size=1, shuffle=False, seed=0)
-    with pytest.raises(ValueError, match="negative"):
-        Sampler(3, batch_size=1, shuffle=False, seed=0).batch(-1)
 
 
 FIRST_ORDER = [7, 1, 6, 4, 3, 5, 0, 2]
@@ -189,13 +182,6 @@ def test_entries_of_one_size_have_orders_of_their_own() -> None:
     assert [row for row in rows if row < 50] != [row - 50 for row in rows if row >= 50]
 
 
-def test_what_is_no_mixture_is_refused() -> None:
-    with pytest.raises(ValueError, match="do not make a mixture"):
-        Sampler(3, batch_size=1, shuffle=False, seed=0, entry_rows=[1, 1], weights=[1, 1])
-    with pytest.raises(ValueError, match="do not make a mixture"):
-        Sampler(3, batch_size=1, shuffle=False, seed=0, entry_rows=[0, 3], weights=[1, 1])
-
-
 def test_no_packed_row_has_texts_of_two_entries(
     write: Callable[..., Path], tokenise: Callable[..., Rows], tokenizer: Any
 ) -> None:
@@ -227,13 +213,13 @@ TEXTS = [f"sample {number} of {number * 7} words" for number in range(40)]
 def test_as_many_as_the_fraction_says_at_any_prefix(fraction: float, seed: int, entry: int) -> None:
     held = 0
     for number in range(300):
-        held += is_held(fraction, seed=seed, entry=entry, number=number)
+        held += Part(fraction=fraction, seed=seed, held=True).takes(entry, number)
         assert abs(held - Fraction(str(fraction)) * (number + 1)) < 1
 
 
 def test_another_seed_or_entry_holds_other_samples_back() -> None:
-    def held(**place: int) -> list[int]:
-        return [number for number in range(1000) if is_held(0.05, number=number, **place)]
+    def held(seed: int, entry: int) -> list[int]:
+        return [number for number in range(1000) if Part(fraction=0.05, seed=seed, held=True).takes(entry, number)]
 
     assert held(seed=1, entry=0) == held(seed=1, entry=0)
     assert len({tuple(held(seed=seed, entry=entry)) for seed in (1, 2) for entry in (0, 1)}) == 4
