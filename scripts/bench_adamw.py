@@ -53,7 +53,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--good", type=int, default=9, help="quiet samples wanted of each side")
     parser.add_argument("--max-seconds", type=float, default=120, help="per thread count and comparison")
     parser.add_argument("--peers", type=Path, help="folder with .bench/torch_ext, where DeepSpeed's operators are")
-    parser.add_argument("--data", type=Path, help="unused here; accepted like by the other comparisons")
     parser.add_argument("--json", type=Path, help="append one line per result")
     return parser.parse_args()
 

@@ -72,8 +72,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--backend", choices=("auto", "io_uring", "threads"), default="auto")
-    parser.add_argument("--peers", type=Path, help="unused here: fio is taken from PATH")
-    parser.add_argument("--data", type=Path, help="unused here; accepted like by the other comparisons")
     parser.add_argument("--json", type=Path, help="append one line per mode")
     return parser.parse_args()
 

@@ -473,8 +473,8 @@ class Part:
     def takes(self, entry: int, number: int) -> bool:
         """Whether a sample of an entry of the recipe is in this part. Both count from 0.
 
-        One is held back of every 1/`fraction`, drawn among these. So of any first samples as many are held as the fraction says,
-        to within one, and none depends on those after it."""
+        One is held back of every 1/`fraction`, drawn among these. So of any first samples as many are held as the fraction
+        says, to within one, and none depends on those after it."""
         share = Fraction(str(self.fraction))
         run = math.ceil((number + 1) * share) - 1
         first, end = math.floor(run / share), math.floor((run + 1) / share)
