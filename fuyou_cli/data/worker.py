@@ -322,8 +322,8 @@ def write_rows(rows: Iterable[Row], reading: Reading, out: Path) -> tuple[int, i
         **asdict(reading.counts),
     }
     (out / "summary.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")  # names may not be UTF-8
-    for file in out.iterdir():
-        with file.open("rb") as written:
+    for path in out.iterdir():
+        with path.open("rb") as written:
             os.fsync(written.fileno())
     return len(offsets) - 1, label_tokens, learns_to_stop
 
