@@ -16,6 +16,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 
 from fuyou_cli.core.disk import unusable
 from fuyou_cli.core.errors import NO_THREADS, FuyouError, UsageError
@@ -55,24 +56,27 @@ def reason(error: BaseException) -> str:
     return words if words and kind in _SPEAKS else f"{kind}: {words}" if words else kind
 
 
-@contextmanager
-def library_errors(as_error: Callable[[str], Exception]) -> Iterator[None]:
-    """Raises `as_error(reason)` instead of whatever a library raises inside.
+class LibraryErrors:
+    """Raises `as_error(reason)` instead of whatever a library raises inside `with LibraryErrors(as_error):`.
 
     Our own errors and MemoryError pass through. A panic of the Rust code below a tokenizer is no Exception, but is caught too.
     """
-    try:
-        yield
-    except _PASSED_ON:
-        raise
-    except BaseException as error:
-        why = reason(error)
-        if os.strerror(errno.EAGAIN) in why:  # a tokenizer starts threads
-            raise FuyouError(f"cannot start another thread or process: {why}", hint=NO_THREADS) from error
-        refused = as_error(why)
-        if isinstance(refused, FuyouError):  # a file's drive may be the cause
-            refused = unusable(refused.message, error, hint=refused.hint)
-        raise refused from error
+
+    def __init__(self, as_error: Callable[[str], Exception]) -> None:
+        self._as_error = as_error
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if error is not None and not isinstance(error, _PASSED_ON):
+            why = reason(error)
+            if os.strerror(errno.EAGAIN) in why:  # a tokenizer starts threads
+                raise FuyouError(f"cannot start another thread or process: {why}", hint=NO_THREADS) from error
+            refused = self._as_error(why)
+            if isinstance(refused, FuyouError):  # a file's drive may be the cause
+                refused = unusable(refused.message, error, hint=refused.hint)
+            raise refused from error
 
 
 class Watch:

@@ -30,7 +30,7 @@ from fuyou_cli.core.paths import expanded, is_file, kept_folder, kind_of, scratc
 
 from .formats import RowError, choose_format, loss_target, mapping_hint
 from .reading import BESIDE, KINDS, PACKED, kind_of_rows, read_rows, suffixes
-from .sandbox import BYTES, library_errors, limit_memory, too_large
+from .sandbox import BYTES, LibraryErrors, limit_memory, too_large
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.schema import DatasetEntry, DatasetSection
@@ -385,7 +385,7 @@ def load_set(request: dict[str, Any]) -> dict[str, Any]:
     The request has path, name, split, revision, and a folder `out`. The reply is {"files"} or {"error", "hint"}. Rows stay in
     the library's own cache, memory-mapped. A part of a split has no files of its own, so it is copied to `out`."""
     try:
-        with library_errors(UsageError):
+        with LibraryErrors(UsageError):
             if "file" in request:
                 return {"files": [_downloaded(request)]}
             import datasets  # type: ignore[import-untyped,unused-ignore]

@@ -236,8 +236,18 @@ class _Worker:
                 with naming_space(folder.parents[1], self._takes):
                     made = self._made(asked, folder)
                 future.set_result(made)
-            except BaseException as error:  # a bug, too, is for whoever waits
+            except (FuyouError, OSError, ValueError) as error:
                 future.set_exception(error)
+            finally:
+                if not future.done():  # a bug ends this thread, so that nobody may wait for it
+                    self._give_up(future)
+
+    def _give_up(self, future: Future[int] | None) -> None:
+        """Fails this part and all that are waited for behind it."""
+        while future is not None:
+            future.set_exception(FuyouError("the thread that asks for data has ended; this is a bug in fuyou"))
+            waiting = None if self._turns.empty() else self._turns.get()
+            future = waiting[0] if waiting else None
 
     def end(self) -> None:
         """Ends the process, so that nothing waits for a part that nobody needs."""

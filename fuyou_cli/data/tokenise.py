@@ -31,7 +31,7 @@ from fuyou_cli.core.json_files import parsed, read_object
 from . import sandbox
 from .formats import Chat, Example, RowError, Texts, Tokens
 from .rows import Row
-from .sandbox import library_errors
+from .sandbox import LibraryErrors
 
 PREVIEW_TOKENS = 400
 LARGEST_SETTINGS = 16 << 20  # bytes of generation_config.json
@@ -73,7 +73,7 @@ def load_tokenizer(directory: Path, *, chat_template: str | None, pad_token: str
         return UsageError(f"tokenizer: {directory} cannot be loaded: {why}", hint=hint)
 
     own = sandbox.own_class(directory)
-    with library_errors(unloadable):
+    with LibraryErrors(unloadable):
         tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     if chat_template is not None:
         tokenizer.chat_template = chat_template
@@ -97,7 +97,7 @@ class Tokeniser:
         self.stop_ids = frozenset(_stop_ids(tokenizer, directory))
         self._special = _special_tokens(tokenizer)
         self._conversations = Conversations(tokenizer, template=self.template)
-        with library_errors(lambda why: UsageError(f"tokenizer: {directory} fails: {why}")):
+        with LibraryErrors(lambda why: UsageError(f"tokenizer: {directory} fails: {why}")):
             self._starts = self._start_tokens()
 
     @property
@@ -150,7 +150,7 @@ class Tokeniser:
         return next((found.group() for text in texts if self._special and (found := self._special.search(text))), None)
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
-        with library_errors(self._untokenised):
+        with LibraryErrors(self._untokenised):
             encoded: list[list[int]] = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
         return encoded
 
@@ -212,7 +212,7 @@ class Tokeniser:
         """Returns tokens [n] and the characters [n, 2] that each is. A post-processor may trim blanks off them, so it is left
         out: beside that it only adds start and end tokens, which templates write."""
         inner = self.tokenizer.backend_tokenizer
-        with library_errors(self._untokenised):
+        with LibraryErrors(self._untokenised):
             kept, inner.post_processor = inner.post_processor, None
             try:
                 encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -294,7 +294,7 @@ def _stop_ids(tokenizer: Any, directory: Path) -> Iterator[int]:
     file = directory / "generation_config.json"
     if file.is_file():
         hint = "correct the file, or remove it"
-        with library_errors(lambda why: UsageError(f"{file}: cannot be read: {why}", hint=hint)):
+        with LibraryErrors(lambda why: UsageError(f"{file}: cannot be read: {why}", hint=hint)):
             named = read_object(file, limit=LARGEST_SETTINGS, finite=False, hint=hint).get("eos_token_id")
             ids = named if isinstance(named, list) else [] if named is None else [named]
             if not all(isinstance(number, int) for number in ids):
@@ -337,7 +337,7 @@ class Conversations:
         return text
 
     def _limited(self, work: Callable[[], Any]) -> Any:
-        with library_errors(self._refused):
+        with LibraryErrors(self._refused):
             made = work()
         text = made if isinstance(made, str) else made[0]
         if len(text) > LARGEST_SAMPLE:
@@ -424,7 +424,7 @@ class Conversations:
 
     def _is_marked(self, chat: Chat) -> bool:
         """Whether the template of this conversation marks anything: with tools it may be another one."""
-        with library_errors(lambda why: UsageError(f"{self._template} cannot be used: {why}")):
+        with LibraryErrors(lambda why: UsageError(f"{self._template} cannot be used: {why}")):
             return _GENERATION.search(self._tokenizer.get_chat_template(tools=list(chat.tools) or None)) is not None
 
     def _marks(self, chat: Chat) -> list[Span]:

@@ -11,7 +11,7 @@ import copy
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from ..core.paths import expanded
 from ..data.batches import Sequences, lay_out
 from ..data.cache import prompt_ids, read_template
 from ..data.reading import said, written
-from ..data.sandbox import library_errors
+from ..data.sandbox import LibraryErrors
 from ..data.tokenise import LARGEST_SETTINGS, Tokeniser, load_tokenizer
 from ..engine.forward_only import ForwardOnly
 from ..engine.isolated import alike
@@ -245,7 +245,7 @@ def settings(folder: Path, model: PreTrainedModel, tokeniser: Tokeniser, samplin
         return tried(own_settings(folder, model))
 
 
-def refused_settings(folder: Path, key: Callable[[], str] = str) -> AbstractContextManager[None]:
+def refused_settings(folder: Path, key: Callable[[], str] = str) -> LibraryErrors:
     """Names the file of settings in whatever transformers raises about them, and what `key` finds to be the cause."""
     file, hint = folder / _SETTINGS, "correct the file, or remove it"
 
@@ -253,14 +253,14 @@ def refused_settings(folder: Path, key: Callable[[], str] = str) -> AbstractCont
         named = key()
         return UsageError(f"{file}: {named}{' ' * bool(named)}cannot be used: {why}", hint=hint)
 
-    return library_errors(as_error)
+    return LibraryErrors(as_error)
 
 
 def _refused_key(file: Path, tried: Callable[[GenerationConfig], GenerationConfig]) -> str:
     """Finds the key of a file of settings without which they are not refused. Empty where there is no single one."""
     given = read_object(file, limit=LARGEST_SETTINGS, finite=False)
     for key in sorted(given)[:_MOST_KEYS]:
-        with suppress(ValueError), library_errors(ValueError):
+        with suppress(ValueError), LibraryErrors(ValueError):
             tried(GenerationConfig.from_dict({other: value for other, value in given.items() if other != key}))
             return key
     return ""

@@ -19,7 +19,7 @@ from fuyou_cli.data import sandbox
 from fuyou_cli.data.cache import Asked, prepare
 from fuyou_cli.data.formats import RowError, choose_format
 from fuyou_cli.data.rows import Rows
-from fuyou_cli.data.sandbox import library_errors, reason
+from fuyou_cli.data.sandbox import LibraryErrors, reason
 from fuyou_cli.data.sources import look
 from fuyou_cli.data.worker import _answered
 
@@ -241,7 +241,7 @@ def test_a_reason_is_one_short_line() -> None:
     assert reason(PermissionError(13, "Permission denied", "x.jsonl")) == "x.jsonl: Permission denied"
     assert len(reason(ValueError("x" * 9999))) == 300
     for passed in (KeyboardInterrupt, MemoryError):
-        with pytest.raises(passed), library_errors(UsageError):
+        with pytest.raises(passed), LibraryErrors(UsageError):
             raise passed
 
 
