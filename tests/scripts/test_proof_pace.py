@@ -10,14 +10,14 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-from proof import pace
+from proof import watch
 from proof.both_sides import _counted
 from proof.watch import Pace
 
 
 @pytest.mark.slow
 def test_the_speed_is_that_of_the_looks_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "_PAUSE", 0.01)
+    monkeypatch.setattr(watch, "_PAUSE", 0.01)
     with Pace() as machine:
         now = time.monotonic()
         while len(machine._looks) < 5:

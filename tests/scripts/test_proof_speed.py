@@ -145,7 +145,15 @@ def test_a_failed_part_is_not_hidden_by_one_that_was_not_shown(tmp_path: Path, m
     from proof.verdicts import at_least, missing
 
     options = argparse.Namespace(
-        run="full", adapter=False, parts=["compute", "ssd"], turns=1, measured=2, budget=2 * GiB, peers=None, rates=RATES
+        run="full",
+        adapter=False,
+        parts=["compute", "ssd"],
+        turns=1,
+        measured=2,
+        budget=2 * GiB,
+        peers=None,
+        rates=RATES,
+        checkout=None,
     )
     monkeypatch.setattr(prove_speed, "compute", lambda *_: [at_least("rate", 0.5, 0.9)])
     monkeypatch.setattr(prove_speed, "ssd", lambda *_: [missing("fio", ">= 0.97", "absent")])
