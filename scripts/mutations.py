@@ -124,9 +124,9 @@ ENGINE = (
     ),
 )
 DATA = (
-    Mutation("return bool((mask[1:] & LABEL).any())", "return bool((mask & LABEL).any())", "data/test_packing.py"),
-    Mutation("filled = 0\n                cut |= begun", "filled = 0\n                cut = False", "data/test_packing.py"),
-    Mutation("mask[[0, *ends[:-1]]] = BEGINS", "mask[[*ends[:-1]]] = BEGINS", "data/test_packing.py"),
+    Mutation("return bool((mask[1:] & LABEL).any())", "return bool((mask & LABEL).any())", "data/test_batches.py"),
+    Mutation("filled = 0\n                cut |= begun", "filled = 0\n                cut = False", "data/test_batches.py"),
+    Mutation("mask[[0, *ends[:-1]]] = BEGINS", "mask[[*ends[:-1]]] = BEGINS", "data/test_batches.py"),
     Mutation(
         "order = sorted(range(len(lengths)), key=lambda number: -lengths[number])",
         "order = list(range(len(lengths)))",
@@ -153,7 +153,7 @@ DATA = (
         "data/test_batches.py",
     ),
     Mutation("merged[-1] = merged[-1][0], max(end, merged[-1][1])", "merged[-1] = merged[-1][0], end", "data/test_masks.py"),
-    Mutation('counts.lost += size - max_seq_len if overlong == "truncate" else 0', "counts.lost += 0", "data/test_packing.py"),
+    Mutation('counts.lost += size - max_seq_len if overlong == "truncate" else 0', "counts.lost += 0", "data/test_batches.py"),
 )
 STATE = (
     Mutation(
