@@ -41,7 +41,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
-from fuyou_cli.machine.background_load import BackgroundLoad
 from proof.both_sides import (
     KEYS,
     NOISE_CORES,
@@ -63,6 +62,7 @@ from proof.verdicts import Row, at_least, at_most, digest, missing, reported, sa
 
 from fuyou_cli.core import probe
 from fuyou_cli.core.units import GiB, gb, gib
+from fuyou_cli.machine.measure.timing import BackgroundLoad
 
 PARTS = ("compute", "ssd", "deepspeed")
 RATIO_IN_MEMORY, OF_BOUND, OF_BOUND_FROZEN, OF_FLOAT32_STATES = 0.93, 1.12, 1.10, 0.62

@@ -380,7 +380,7 @@ def index_bytes() -> list[bytes]:
 
 def quantised(state: bytes) -> bytes:
     """Makes a file with a tensor of 8 x 8 in nf4 that says `state` of itself."""
-    from fuyou_cli.swap.quantised import nf4_levels
+    from fuyou_cli.swap.kernels import nf4_levels
 
     parts = {
         "a.weight": ("U8", bytes(32)), "a.weight.absmax": ("F32", struct.pack("<f", 1)),
@@ -423,7 +423,7 @@ def configs() -> list[bytes]:
 
 def read_config(folder: Path) -> object:
     """Reads a configuration as an export does."""
-    from fuyou_cli.checkpoint.companions import companion_files
+    from fuyou_cli.checkpoint.files import companion_files
 
     return companion_files(folder, dtype="bfloat16")
 
