@@ -300,6 +300,12 @@ class Command:
         said = self._capsys.readouterr()
         return int(ended.value.code or 0), said.out, said.err
 
+    def machine(self, **drive: object) -> tuple[str, str]:
+        """Describes a machine with one small drive; returns the options that name it."""
+        drives = [{"model": "small", "capacity": "1TB", **drive}]
+        Path("machine.yaml").write_text(yaml.safe_dump({"parts": "1xgen4,64GiB", "drives": drives}))
+        return "--hardware", "machine.yaml"
+
     def json(self, *arguments: str, code: int = 0) -> dict[str, Any]:
         found, out, err = self("plan", "recipe.yaml", "--json", *arguments)
         assert found == code, err

@@ -41,14 +41,13 @@ def test_a_saved_run_keeps_its_numbers_and_its_store(stopped: Project, monkeypat
 def test_states_in_ram_are_committed_less_often(new_project: NewProject, command: Callable[[Project], Command]) -> None:
     in_ram = {f"offload.{what}": "cpu" for what in ("weights", "optimizer_states", "gradients", "boundaries")}
     project = new_project(changes={**HERE, **in_ram, "train.max_steps": 1000, "checkpoint.commit_every_steps": 1})
-    drives = [{"model": "small", "capacity": "1TB", "rated_bytes": "1GB"}]
-    (project.folder / "machine.yaml").write_text(yaml.safe_dump({"parts": "1xgen4,64GiB", "drives": drives}))
     fuyou = command(project)
-    shown = fuyou.json("--hardware", "machine.yaml")
+    small_drive = fuyou.machine(rated_bytes="1GB")
+    shown = fuyou.json(*small_drive)
     assert shown["wear"] > 0.3
     rarer = "checkpoint.commit_every_steps=10"
     assert [rarer] in [change["overrides"] for change in shown["changes"]]
-    again = fuyou.json("--hardware", "machine.yaml", rarer)
+    again = fuyou.json(*small_drive, rarer)
     assert again["wear"] < 0.3 and again["writes"]["steps"] == pytest.approx(shown["writes"]["steps"] / 10, rel=1e-3)
 
 
@@ -160,16 +159,15 @@ def test_what_makes_a_run_fit_is_said_where_its_drives_are_worn_anyway(
     new_project: NewProject, command: Callable[[Project], Command]
 ) -> None:
     project = new_project(changes={**HERE, "train.max_steps": 1000})
-    drives = [{"model": "small", "capacity": "1TB", "rated_bytes": "1MB"}]
-    (project.folder / "machine.yaml").write_text(yaml.safe_dump({"parts": "1xgen4,64GiB", "drives": drives}))
     fuyou = command(project)
-    whole = fuyou.json("--hardware", "machine.yaml")["plan"]["store_size"]
+    small_drive = fuyou.machine(rated_bytes="1MB")
+    whole = fuyou.json(*small_drive)["plan"]["store_size"]
     limit = f"offload.max_memory.ssd={whole - 1}"
-    shown = fuyou.json("--hardware", "machine.yaml", limit, code=3)
+    shown = fuyou.json(*small_drive, limit, code=3)
     assert shown["changes"]
     for change in shown["changes"]:
-        assert fuyou.json("--hardware", "machine.yaml", limit, *change["overrides"])["wear"] > 1
-    code, out, _ = fuyou("plan", "recipe.yaml", "--hardware", "machine.yaml", limit)
+        assert fuyou.json(*small_drive, limit, *change["overrides"])["wear"] > 1
+    code, out, _ = fuyou("plan", "recipe.yaml", *small_drive, limit)
     assert code == 3 and "of these still writes" in " ".join(out.split())
 
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import yaml
 
 from fuyou_cli.core.probe import mount_of
 from fuyou_cli.core.units import GiB
@@ -114,14 +113,13 @@ def test_a_run_that_wears_a_drive_out_is_told_a_larger_batch(
     new_project: NewProject, command: Callable[[Project], Command], tmp_path: Path
 ) -> None:
     project = new_project(changes={**HERE, "train.max_steps": 1000})
-    drives = [{"model": "small", "capacity": "1TB", "rated_bytes": "1GB", "used_bytes": "100MB"}]
-    (project.folder / "machine.yaml").write_text(yaml.safe_dump({"parts": "1xgen4,64GiB", "drives": drives}))
     fuyou = command(project)
-    code, out, _ = fuyou("plan", "recipe.yaml", "--hardware", "machine.yaml")
+    small_drive = fuyou.machine(rated_bytes="1GB", used_bytes="100MB")
+    code, out, _ = fuyou("plan", "recipe.yaml", *small_drive)
     said = " ".join(out.split())
     assert code == 0 and "warning: the run writes" in said and "of a drive's rated writes" in said
     assert "10% used before" in said
-    shown = fuyou.json("--hardware", "machine.yaml")
+    shown = fuyou.json(*small_drive)
     assert shown["wear"] > 0.3
     changes = {tuple(change["overrides"]): change["figures"] for change in shown["changes"]}
     larger = next(keys for keys in changes if keys[0].startswith("train.batch_size="))
@@ -136,13 +134,12 @@ def test_a_change_that_is_pasted_gives_the_plan_that_was_shown(
     """Checks it also where micro-batches are the planner's to choose: all 31 rows at once, which it would not do with 62."""
     batch = {"dataset.max_seq_len": 64, "train.max_steps": 1000, "train.batch_size": 31, "train.micro_batch_size": "auto"}
     project = new_project(changes={**HERE, **batch, "offload.boundaries": "cpu", "offload.gradients": "cpu"})
-    drives = [{"model": "small", "capacity": "1TB", "rated_bytes": "1GB"}]
-    (project.folder / "machine.yaml").write_text(yaml.safe_dump({"parts": "1xgen4,64GiB", "drives": drives}))
     fuyou = command(project)
-    changes = fuyou.json("--hardware", "machine.yaml")["changes"]
+    small_drive = fuyou.machine(rated_bytes="1GB")
+    changes = fuyou.json(*small_drive)["changes"]
     assert any(change["overrides"][0].startswith("train.batch_size=") for change in changes)
     for change in changes:
-        again = fuyou.json("--hardware", "machine.yaml", *change["overrides"])
+        again = fuyou.json(*small_drive, *change["overrides"])
         figures = {**again, **again["plan"], **again["plan"]["predicted"]}
         assert {key: figures[key] for key in change["figures"]} == change["figures"], change["overrides"]
 
